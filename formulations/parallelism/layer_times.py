@@ -73,7 +73,11 @@ def layer_time(
         float((seconds * weight_part).sum()), int(np.count_nonzero(weight_part)) * dispatch
     )
     # The weights' gradients that are put off hide no exchange.
-    sent, returned = _exchanges(problem, share, split, samples, 0.0 if put_off else weights)
+    beside = 0.0 if put_off else weights
+    if split.sequence_parallel and not put_off:
+        # The inputs' gradients of the projections, beside which their inputs are gathered again.
+        beside += float((seconds * input_part * (weight_part > 0)).sum())
+    sent, returned = _exchanges(problem, share, split, samples, beside)
     hidden = _attention_seconds(share, seconds)
     circulated = _circulation(problem, share, split, samples)
     sent += max(0.0, circulated - hidden)
@@ -123,14 +127,14 @@ def _accumulation(problem: TrainingProblem, share: Share) -> float:
 
 
 def _exchanges(
-    problem: TrainingProblem, share: Share, split: Split, samples: int, weights: float
+    problem: TrainingProblem, share: Share, split: Split, samples: int, beside: float
 ) -> tuple[float, float]:
     """Tensor reductions and the way to the experts and back, as far as the device waits for them.
 
     In the backward the reduction of an input's gradient can run beside the gradients of the
-    weights, which take ``weights`` seconds. With sequence parallelism the projections' inputs are
-    gathered once more (Korthikanti et al. 2022, section 4.2.2), which can run beside the gradients
-    of the inputs; nothing runs beside the gathering of the outputs' gradients.
+    weights. With sequence parallelism the projections' inputs are gathered once more (Korthikanti
+    et al. 2022, section 4.2.2), which can run beside the gradients of the inputs; nothing runs
+    beside the gathering of the outputs' gradients. ``beside`` are the seconds of these gradients.
     """
     fabric, size = problem.fabric, problem.precision.activation_bytes
     tensor, expert = (links(fabric, ((1, k),)) for k in (split.tensor, split.expert))
@@ -138,10 +142,8 @@ def _exchanges(
     routed = 2 * all_to_all_seconds(expert, samples * share.dispatched * size)
     ahead, back = (number * one for number in share.reductions)
     seen = back / 2 if split.sequence_parallel else 0.0
-    beside = back
-    if problem.overlap_tensor:
-        beside = max(0.0, back - (2 * weights if split.sequence_parallel else weights))
-    return ahead + routed, seen + beside + routed
+    waited = max(0.0, back - beside) if problem.overlap_tensor else back
+    return ahead + routed, seen + waited + routed
 
 
 def _circulation(problem: TrainingProblem, share: Share, split: Split, samples: int) -> float:

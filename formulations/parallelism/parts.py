@@ -97,10 +97,7 @@ class Parts:
     @cached_property
     def weight_seconds(self) -> Floats:
         """The part of every stage's backward that is put off."""
-        each = [
-            sum(n * self.time(one, again).weight for one, again, n in stage)
-            for stage in self.cut.stages.layers
-        ]
+        each = [self._put_off(stage) for stage in self.cut.stages.layers]
         found: Floats = np.array(each)[self.cut.stages.index]
         return found
 
@@ -111,7 +108,9 @@ class Parts:
         for stage in self.cut.stages.layers:
             once = self._exchange(held(stage, tied=self.layout.pipeline > 1))
             forward.append(self._beside(self._forward(stage), once.each_forward))
-            backward.append(self._beside(self._backward(stage), once.each_backward))
+            later = self._put_off(stage)
+            back = self._beside(self._backward(stage) - later, once.each_backward)
+            backward.append(back + later)
         index = self.cut.stages.index
         return np.array(forward)[index], np.array(backward)[index]
 
@@ -120,6 +119,9 @@ class Parts:
 
     def _backward(self, layers: Layers) -> float:
         return sum(n * self.time(one, again).backward for one, again, n in layers)
+
+    def _put_off(self, layers: Layers) -> float:
+        return sum(n * self.time(one, again).weight for one, again, n in layers)
 
     def _beside(self, work: float, moved: float) -> float:
         """Work with an exchange that runs beside it, or after it."""
@@ -202,11 +204,12 @@ class Parts:
         if not self.problem.overlap:
             return once.gradients + once.weights
         layers, count = self.cut.ranks.layers[kind], self.held[kind].layers
-        return (
-            once.alone
-            + max(once.gradients - self._backward(layers), once.gradients / count)
-            + max(once.weights - self._forward(layers), once.weights / count)
-        )
+        forward, backward = self._forward(layers), self._backward(layers)
+        gradients = max(once.gradients - backward, once.gradients / count)
+        weights = max(once.weights - forward, once.weights / count)
+        # What has nothing to run beside takes at most as long as if nothing ran beside anything.
+        alone = min(once.alone_forward, forward) + min(once.alone_backward, backward)
+        return alone + gradients + weights
 
     @cached_property
     def longest_update(self) -> float:

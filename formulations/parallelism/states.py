@@ -73,15 +73,16 @@ class Exchange:
     """Seconds of exchanges among data ranks.
 
     ``gradients`` and ``weights`` come once per iteration, ``each_forward`` and ``each_backward``
-    with every microbatch. Of the latter, the first layer's weights and the last layer's gradients
-    have nothing to run beside: ``alone``, once per iteration.
+    with every microbatch. Of the latter, the first layer's weights (``alone_forward``) and the last
+    layer's gradients (``alone_backward``) have nothing to run beside, once per iteration.
     """
 
     gradients: float = 0.0
     weights: float = 0.0
     each_forward: float = 0.0
     each_backward: float = 0.0
-    alone: float = 0.0
+    alone_forward: float = 0.0
+    alone_backward: float = 0.0
 
 
 def exchange(problem: TrainingProblem, layout: Layout, of: Held) -> Exchange:
@@ -94,11 +95,14 @@ def exchange(problem: TrainingProblem, layout: Layout, of: Held) -> Exchange:
     if layout.zero == 1:
         return Exchange(gradients=gradients, weights=weights)
     if layout.zero == 2:
-        return Exchange(weights=weights, each_backward=gradients, alone=gradients / of.layers)
+        return Exchange(
+            weights=weights, each_backward=gradients, alone_backward=gradients / of.layers
+        )
     return Exchange(
         each_forward=weights,
         each_backward=weights + gradients,
-        alone=(weights + gradients) / of.layers,
+        alone_forward=weights / of.layers,
+        alone_backward=gradients / of.layers,
     )
 
 

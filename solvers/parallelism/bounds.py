@@ -240,20 +240,25 @@ class Bounds:
         if not self.problem.overlap:
             return 2 * weights + gradients
         forward = table.by_entry(work.forward)
-        backward = table.by_entry(work.total) - forward + again
+        backward = table.by_entry(work.total - work.weight) - forward + again
         seen: Floats = np.maximum(weights - forward, 0.0)
         return seen + np.maximum(weights + gradients - backward, 0.0)
 
-    def after(self, keeping: Keeping, longest: Work) -> Floats:
+    def after(self, keeping: Keeping, work: Work, longest: Work) -> Floats:
         """Every rank's exchange of gradients and weights, beside the ``longest`` possible work."""
         precision, table = self.problem.precision, self.table
         layers = table.by_rank(np.ones(len(longest.total)))
         gradients, weights = (
             self._gather(size) for size in (precision.gradient_bytes, precision.weight_bytes)
         )
+        alone = np.zeros(len(self.of))
+        if keeping.zero >= 2 and self.problem.overlap:
+            forward = table.by_rank(work.forward)
+            backward = table.by_rank(work.total) - forward
+            alone += np.minimum(gradients / layers, backward)
+            alone += np.minimum(weights / layers, forward) * (keeping.zero == 3)
         if keeping.zero == 3:
-            return (gradients + weights) / layers * self.problem.overlap
-        alone = gradients / layers * (keeping.zero == 2 and self.problem.overlap)
+            return alone
         gradients = {0: 2, 1: 1, 2: 0}[keeping.zero] * gradients
         weights = min(keeping.zero, 1) * weights
         if not self.problem.overlap:

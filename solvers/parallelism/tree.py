@@ -265,7 +265,10 @@ class _Choice:
     def least(self, keeping: Keeping, again: Floats) -> Floats:
         """The bound of step 3 for every division, with what ZeRO and the update take."""
         table = self.bounds.table
-        after, update = self.bounds.after(keeping, self.longest), self.bounds.update(keeping)
+        after, update = (
+            self.bounds.after(keeping, self.work, self.longest),
+            self.bounds.update(keeping),
+        )
         each = again + self.bounds.waiting(keeping, self.work, again)
         more = self.bounds.microbatches(self.samples)[self.bounds.of] * table.sum_by_rank(each)
         there, here = self.filled

@@ -192,11 +192,15 @@ class Plain:
         """
         one = self.gather(self.groups("tensor"), moved)
         number = max(1, share.reductions[1])
-        weights = self.weight_seconds(share, each)
-        parallel = self.layout.sequence_parallel
-        beside = self.problem.overlap_tensor and not self.put_off
-        hiding = (2 if parallel else 1) * weights * beside / number
-        return (one if parallel else 0.0) + max(0.0, 2 * one - hiding)
+        hiding, parallel = self.weight_seconds(share, each), self.layout.sequence_parallel
+        if parallel:
+            hiding += sum(
+                each[name] * x.input_gradients
+                for name, x in share.operators.items()
+                if x.weight_gradients
+            )
+        hiding *= self.problem.overlap_tensor and not self.put_off
+        return (one if parallel else 0.0) + max(0.0, 2 * one - hiding / number)
 
     def added_seconds(self, share):
         """The sum of gradients by a kernel of its own: reads both, writes the sum."""
@@ -227,7 +231,7 @@ class Plain:
         zero, gradients, weights = self.layout.zero, *self.state_exchanges(stage)
         moved = (weights if zero == 3 else 0.0, gradients * (zero >= 2) + weights * (zero == 3))
         if self.problem.overlap:
-            return max(forward, moved[0]), max(backward, moved[1]), weight
+            return max(forward, moved[0]), max(backward - weight, moved[1]) + weight, weight
         return forward + moved[0], backward + moved[1], weight
 
     # States
@@ -255,10 +259,12 @@ class Plain:
         layers, zero = self.layers_of(rank), self.layout.zero
         gradients, weights = self.state_exchanges(layers)
         moved = {0: (2 * gradients, 0.0), 1: (gradients, weights), 2: (0.0, weights), 3: (0.0, 0.0)}
-        layer = len(layers) if self.problem.overlap else math.inf
-        alone = {2: gradients / layer, 3: (gradients + weights) / layer}.get(zero, 0.0)
-        gradients, weights = moved[zero]
         times = [self.layer_seconds(*one) for one in layers]
+        alone, layer = 0.0, len(layers)
+        if self.problem.overlap and zero >= 2:
+            alone = min(gradients / layer, sum(one[1] for one in times))
+            alone += min(weights / layer, sum(one[0] for one in times)) * (zero == 3)
+        gradients, weights = moved[zero]
         if self.problem.overlap:  # beside the last backward, the first forward: but for one layer
             forward, backward, _ = (sum(one) for one in zip(*times, strict=True))
             gradients = max(gradients - backward, gradients / len(layers))
