@@ -68,8 +68,9 @@ class Table:
     """All divisions in flat arrays: one entry per chunk of every rank, rank by rank.
 
     ``starts`` and ``stops`` are positions in the model's layers (0 is the embedding, the last the
-    head). ``rank_of`` and ``chunk_of`` belong to the entries; ``first_entry`` is the first entry of
-    every (division, rank), ``first_rank`` the first of those of every division.
+    head). ``rank_of`` and ``chunk_of`` belong to the entries, as ``rank_of_entry``, the (division,
+    rank); ``first_entry`` is the first entry of every (division, rank), ``first_rank`` the first of
+    those of every division.
     """
 
     def __init__(self, every: list[Division]) -> None:
@@ -92,14 +93,9 @@ class Table:
         self.first_rank = _offsets(self.pipeline)
         per_rank = np.repeat(self.chunks, self.pipeline)
         self.first_entry = _offsets(per_rank)
+        self.rank_of_entry = np.repeat(np.arange(len(per_rank)), per_rank)
         self.division_of_rank = np.repeat(np.arange(len(every)), self.pipeline)
-        self.division_of_entry = np.repeat(self.division_of_rank, per_rank)
-
-    @cached_property
-    def rank_of_entry(self) -> Ints:
-        """The (division, rank) of every entry."""
-        per_rank = np.repeat(self.chunks, self.pipeline)
-        return np.repeat(np.arange(len(per_rank)), per_rank)
+        self.division_of_entry = self.division_of_rank[self.rank_of_entry]
 
     @cached_property
     def rank(self) -> Ints:
@@ -113,7 +109,7 @@ class Table:
 
     def by_entry(self, of_layers: Floats) -> Floats:
         """Sums of a quantity of the layers over every stage."""
-        prefix = np.concatenate(([0.0], np.cumsum(of_layers)))
+        prefix = _prefix(of_layers)
         found: Floats = prefix[self.stops] - prefix[self.starts]
         return found
 
@@ -137,13 +133,13 @@ class Table:
 
     def before(self, of_layers: Floats) -> Floats:
         """Sums over the layers before every rank's first stage."""
-        prefix = np.concatenate(([0.0], np.cumsum(of_layers)))
+        prefix = _prefix(of_layers)
         found: Floats = prefix[self.begins]
         return found
 
     def after(self, of_layers: Floats) -> Floats:
         """Sums over the layers after every rank's last stage."""
-        prefix = np.concatenate(([0.0], np.cumsum(of_layers)))
+        prefix = _prefix(of_layers)
         last = self.first_entry + self.chunks[self.division_of_rank] - 1
         found: Floats = prefix[-1] - prefix[self.stops[last]]
         return found
@@ -164,6 +160,12 @@ class Table:
     def _sizes(self, microbatches: Ints, split: bool) -> tuple[Ints, Ints, Ints, bool, Ints, Ints]:
         p, v = (of[self.division_of_entry] for of in (self.pipeline, self.chunks))
         return p, v, microbatches[self.division_of_entry], split, self.rank_of, self.chunk_of
+
+
+def _prefix(of_layers: Floats) -> Floats:
+    """Sums over the layers before each, and over all."""
+    found: Floats = np.concatenate(([0.0], np.cumsum(of_layers)))
+    return found
 
 
 def _offsets(sizes: Ints) -> Ints:

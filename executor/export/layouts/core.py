@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from stagewright.executor.export.layouts.common import (
     Fields,
     NumberType,
+    assignments,
+    launch,
+    left_out,
     number_type,
     refuse_encoder,
     require_bytes,
@@ -213,3 +216,17 @@ def _require_precision(problem: TrainingProblem, layout: Layout, framework: str)
     optimizers = (12, 8) if shards and not layout.offload_optimizer else (12,)
     known = [(w, g, o) for w in weights for g in (4, 2) for o in optimizers]
     require_bytes(problem, known, framework)
+
+
+def recipe_text(
+    template: str, problem: TrainingProblem, layout: Layout, targets: dict[str, Fields]
+) -> str:
+    """A recipe in Python: a template with the layout in words, the launch and the assignments."""
+    return template.format(
+        words=layout,
+        ranks=layout.ranks,
+        launch=launch(problem),
+        left_out="".join(f"\n{line}" for line in left_out(problem.architecture)),
+        layers=problem.architecture.layers,
+        lines="".join(assignments(*one) for one in targets.items()),
+    )

@@ -6,11 +6,8 @@ The model is the recipe's; the function refuses one of another number of layers.
 from stagewright.executor.export.layouts.common import (
     Code,
     Fields,
-    assignments,
-    launch,
-    left_out,
 )
-from stagewright.executor.export.layouts.core import FSDP_FORMAT, Core, core_of
+from stagewright.executor.export.layouts.core import FSDP_FORMAT, Core, core_of, recipe_text
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 
@@ -70,15 +67,7 @@ def recipe(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
     }
     if core.fsdp:
         targets["config.checkpoint"] = {"ckpt_format": FSDP_FORMAT}
-    text = _TEXT.format(
-        words=layout,
-        ranks=layout.ranks,
-        launch=launch(problem),
-        left_out="".join(f"\n{line}" for line in left_out(problem.architecture)),
-        layers=problem.architecture.layers,
-        lines="".join(assignments(*one) for one in targets.items()),
-    )
-    return {FILE: text}
+    return {FILE: recipe_text(_TEXT, problem, layout, targets)}
 
 
 def optimizer_fields(core: Core) -> Fields:

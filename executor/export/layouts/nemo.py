@@ -6,12 +6,9 @@ A recipe is a configuration of ``nemo_run``; the strategy is ``nemo.lightning.Me
 from stagewright.executor.export.layouts.common import (
     Code,
     Fields,
-    assignments,
-    launch,
-    left_out,
     nodes,
 )
-from stagewright.executor.export.layouts.core import FSDP_FORMAT, Core, core_of
+from stagewright.executor.export.layouts.core import FSDP_FORMAT, Core, core_of, recipe_text
 from stagewright.executor.export.layouts.megatron_bridge import DTYPES, optimizer_fields
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
@@ -75,15 +72,7 @@ def recipe(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
             "global_batch_size": problem.batch,
         },
     }
-    text = _TEXT.format(
-        words=layout,
-        ranks=layout.ranks,
-        launch=launch(problem),
-        left_out="".join(f"\n{line}" for line in left_out(problem.architecture)),
-        layers=problem.architecture.layers,
-        lines="".join(assignments(*one) for one in targets.items()),
-    )
-    return {FILE: text}
+    return {FILE: recipe_text(_TEXT, problem, layout, targets)}
 
 
 def _is_model(name: str) -> bool:
