@@ -70,7 +70,8 @@ def layer_time(
     )
     dispatch = problem.reached.dispatch_seconds
     weights = max(
-        float((seconds * weight_part).sum()), int(np.count_nonzero(weight_part)) * dispatch
+        float(np.maximum(seconds * weight_part, _sums(problem, operators)).sum()),
+        int(np.count_nonzero(weight_part)) * dispatch,
     )
     # The weights' gradients that are put off hide no exchange.
     beside = 0.0 if put_off else weights
@@ -114,6 +115,17 @@ def _seconds(problem: TrainingProblem, operators: list[Operation], samples: int)
 
 def _weights(one: Operation) -> float:
     return one.parameters + one.tied_parameters if one.kind == "matmul" else 0.0
+
+
+def _sums(problem: TrainingProblem, operators: list[Operation]) -> Floats:
+    """What a product of a weight's gradient takes at least to read and write the sum it adds to."""
+    weights = np.array([_weights(one) for one in operators])
+    if not problem.fused_gradients:
+        return np.zeros_like(weights)
+    rate = problem.card.memory_bytes_per_second * problem.reached.memory
+    moved = 2 * problem.precision.gradient_bytes * weights
+    seconds: Floats = moved / rate + np.where(weights > 0, problem.reached.launch_seconds, 0.0)
+    return seconds
 
 
 def _accumulation(problem: TrainingProblem, share: Share) -> float:

@@ -15,6 +15,7 @@ from stagewright.formulations.parallelism.parts import shares
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.devices import ACCELERATORS
 from stagewright.graphs.machines.rates import A100, H100, REACHED, reached_on
+from stagewright.graphs.models.architecture import Experts
 from stagewright.graphs.models.shards import Split
 
 SPLIT = Split(tensor=8, sequence_parallel=True)
@@ -57,6 +58,21 @@ def test_sum_of_gradients_in_another_kernel() -> None:
     assert added.backward - fused.backward == pytest.approx(seconds)
     assert added.weight - fused.weight == pytest.approx(seconds)
     assert added.forward == fused.forward
+
+
+def test_few_tokens_per_expert_leave_their_gradients_to_the_memory() -> None:
+    """A fused product reads and writes a sum of 4 bytes for every weight; 512 tokens are few."""
+    experts = Experts(256, 4, 2048)
+    of = replace(gpt(1, 4096, 32, sequence=4096), experts=experts)
+    problem = gpt_problem(of, 8, 8)
+    share = shares(problem, Split(expert=8)).kinds[0]
+    names = [name for name in share.operators if name.startswith("experts")]
+    alone = replace(share, operators={name: share.operators[name] for name in names})
+    found = layer_time(problem, alone, Split(expert=8), 1, "none", True).weight
+    seconds = share.expert_parameters * 8 / (2039e9 * A100.memory)
+    assert found == pytest.approx(seconds + 2 * A100.launch_seconds)
+    separate = replace(problem, fused_gradients=False)
+    assert layer_time(separate, alone, Split(expert=8), 1, "none", True).weight > found
 
 
 def test_a_layer_lasts_as_long_as_its_launches() -> None:

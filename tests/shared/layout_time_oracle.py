@@ -178,10 +178,21 @@ class Plain:
         return forward, rest + weights, weights if self.put_off else 0.0
 
     def weight_seconds(self, share, each):
-        """The weights' gradients, which the host starts one after the other."""
-        parts = {name: one.weight_gradients for name, one in share.operators.items()}
-        least = self.problem.reached.dispatch_seconds * sum(part > 0 for part in parts.values())
-        return max(sum(each[name] * part for name, part in parts.items()), least)
+        """The weights' gradients, which the host starts one after the other.
+
+        A fused product reads and writes its weight's sum too.
+        """
+        reached, bandwidth = self.problem.reached, self.problem.card.memory_bytes_per_second
+        total, kernels = 0.0, 0
+        for name, one in share.operators.items():
+            summed = 0.0
+            if self.problem.fused_gradients and one.kind == "matmul":
+                moved = 2 * (one.parameters + one.tied_parameters) * self.precision.gradient_bytes
+                summed = moved / (bandwidth * reached.memory) + reached.launch_seconds
+            if one.weight_gradients:
+                total += max(each[name] * one.weight_gradients, summed)
+                kernels += 1
+        return max(total, reached.dispatch_seconds * kernels)
 
     def returned_each(self, share, each, moved):
         """What is seen of one of the backward's reductions of the hidden states.
