@@ -23,6 +23,8 @@ from benchmarks import (
     jobshop,
     launching,
     layout_peers,
+    layout_simumax,
+    layout_simumax_search,
     layouts,
     madpipe,
     madpipe_steps,
@@ -88,6 +90,8 @@ BENCHMARKS: dict[str, Callable[[bool], Iterable[Table]]] = {
     "backprop_run": backprop_run.tables,
     "layouts": layouts.tables,
     "layout_peers": layout_peers.tables,
+    "layout_simumax": layout_simumax.tables,
+    "layout_simumax_search": layout_simumax_search.tables,
 }
 
 

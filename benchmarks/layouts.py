@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from benchmarks import layout_h100, layout_vtrain
+from benchmarks import layout_experts, layout_h100, layout_vtrain
 from benchmarks.layout_fit import compiled, error, left_out, predicted
 from benchmarks.layout_runs import (
     MEASURED,
@@ -22,7 +22,7 @@ from stagewright.formulations.parallelism.estimate import evaluate
 
 
 def tables(quick: bool) -> Iterator[Table]:
-    """All comparisons; if ``quick`` no fits, no single-server runs and no H100."""
+    """All comparisons; if ``quick`` no fits, no single-server runs, no H100 and no experts."""
     apart = {} if quick or not MEASURED.exists() else left_out(fitted_runs())
     if MEASURED.exists():
         yield iterations(apart)
@@ -32,6 +32,7 @@ def tables(quick: bool) -> Iterator[Table]:
     if not quick:
         yield from layout_vtrain.tables()
         yield from layout_h100.tables()
+        yield from layout_experts.tables()
 
 
 def iterations(apart: dict[str, float]) -> Table:

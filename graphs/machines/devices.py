@@ -37,6 +37,8 @@ ACCELERATORS: dict[str, Accelerator] = {
         Accelerator("a100", 40e9, 1555e9, 19.5e12, 312e12, has_bf16=True),  # SXM4
         Accelerator("a100-80gb", 80e9, 2039e9, 19.5e12, 312e12, has_bf16=True),
         Accelerator("h100", 80e9, 3350e9, 67e12, 989e12, has_bf16=True, fp8_flops=1979e12),  # SXM5
+        # An H100 with less FP64 and NVLink (DeepSeek-AI, arXiv 2505.09343, section 4.1).
+        Accelerator("h800", 80e9, 3350e9, 67e12, 989e12, has_bf16=True, fp8_flops=1979e12),
         Accelerator("h200", 141e9, 4800e9, 67e12, 989e12, has_bf16=True, fp8_flops=1979e12),
         # A DGX B200's 1440 GB and 64 TB/s, an HGX B200's 600 TFLOP/s and 18 PFLOP/s, over 8 GPUs.
         Accelerator("b200", 180e9, 8000e9, 75e12, 2250e12, has_bf16=True, fp8_flops=4500e12),

@@ -16,12 +16,14 @@ _SERVER = {
     "a100": 300e9,
     "a100-80gb": 300e9,
     "h100": 450e9,
+    "h800": 200e9,
     "h200": 450e9,
     "b200": 900e9,
     "mi300x": 448e9,
 }
 """Bytes/s per direction from a device to the others of its server: NVLink of the second to fifth
-generation, seven Infinity Fabric links (the manufacturers' datasheets)."""
+generation, seven Infinity Fabric links (the manufacturers' datasheets); of H800 and its eight
+network cards DeepSeek-AI (arXiv 2505.09343, section 4.3), who reach 160 GB/s of the 200."""
 
 _NETWORK = {
     "v100": 6.25e9,
@@ -29,6 +31,7 @@ _NETWORK = {
     "a100": 25e9,
     "a100-80gb": 25e9,
     "h100": 50e9,
+    "h800": 50e9,
     "h200": 50e9,
     "b200": 50e9,
     "mi300x": 50e9,

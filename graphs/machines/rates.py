@@ -62,6 +62,16 @@ H100 = replace(
 )
 """``benchmarks/layout_h100.py`` has the table; Llama 3 405B, which is not in it, is 8 % slower."""
 
+B200 = replace(
+    A100,
+    matmul=0.49,
+    source=(
+        "the A100's fractions, but products at 0.49 of the peak: the mean of 514 products measured "
+        "on B200 by SimuMax, configs/system/b200_bf16_ceperm.json; no iteration is fitted"
+    ),
+)
+"""``benchmarks/layout_simumax.py`` has 43 iterations that are not fitted."""
+
 REACHED: dict[str, Reached] = {
     kind: replace(A100, source=f"the A100's fractions on the peaks of {kind}; not measured")
     for kind in ACCELERATORS
@@ -69,7 +79,9 @@ REACHED: dict[str, Reached] = {
     "a100": A100,
     "a100-80gb": A100,
     "h100": H100,
+    "h800": replace(H100, source=f"{H100.source}; not measured on H800"),
     "h200": replace(H100, source=f"{H100.source}; not measured on H200"),
+    "b200": B200,
 }
 """What kernels reach, by the kind of device."""
 

@@ -24,7 +24,7 @@ SPLIT = Split(tensor=8, sequence_parallel=True)
 def test_every_kind_has_rates_with_a_source() -> None:
     assert set(REACHED) == set(ACCELERATORS)
     assert all(one.source for one in REACHED.values())
-    assert "not measured" in REACHED["b200"].source
+    assert "not measured" in REACHED["mi300x"].source
     assert reached_on("A100-80GB") is A100
     with pytest.raises(InputError, match="not known"):
         reached_on("abacus")

@@ -1,0 +1,208 @@
+"""Published trainings of mixtures of experts: DeepSeek-V3's own, and NVIDIA's.
+
+DeepSeek-V3 was trained on 2,048 H800; the nearest layout that our model states is compared.
+
+* [R] DeepSeek-V3 technical report (arXiv 2412.19437): 671B parameters, 37B active (abstract); 180K
+  GPU hours for 10^12 tokens (section 1); 2,048 H800 in servers of 8 (3.1); p = 16, e = 64 over 8
+  servers, ZeRO-1, no tensor parallelism (3.2); DualPipe, which hides the exchange of the experts
+  (3.2.1); every token goes to 4 servers at most, once to each (3.2.2); norms and the projections
+  from latent vectors are recomputed (3.2.3); products in fp8 but for attention, embedding and head;
+  tokens go to the experts in fp8 (3.3); sequences of 4,096, batch 15,360 (4.2).
+* [I] "Insights into DeepSeek-V3" (arXiv 2505.09343): NVLink of 200 GB/s, of which 160 are reached,
+  a card of 400 Gb/s for each GPU (4.1, 4.3), and the step's parts (table 4, MPFT).
+
+The microbatch is not printed; 1 is the model's best. What the model cannot state: DualPipe, once to
+each server, fp8 on the way, recomputation of some operators, attention and head in bf16 beside
+products in fp8, and the module that predicts a second token.
+
+NVIDIA's are those of NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary.md (00b7660be0, 25.11
+container): layouts and tokens/s per GPU are printed, recomputation is not, tokens are balanced over
+the experts, and products are in fp8.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from benchmarks.layout_fit import compiled
+from benchmarks.report import Table
+from stagewright.formulations.parallelism.estimate import Estimate, evaluate
+from stagewright.formulations.parallelism.layout import Layout, parse_layout
+from stagewright.formulations.parallelism.training import Precision, TrainingProblem
+from stagewright.graphs.machines.fabric import Fabric
+from stagewright.graphs.machines.networks import fabric_of_kind
+from stagewright.graphs.machines.rates import reached_on
+from stagewright.graphs.models.architecture import (
+    Architecture,
+    Experts,
+    FeedForward,
+    GroupedAttention,
+    LatentAttention,
+)
+from stagewright.solvers.parallelism.search import search
+from stagewright.solvers.parallelism.space import Space
+
+V3 = Architecture(
+    "deepseek-v3", 61, 7168, 129280,
+    LatentAttention(128, 1536, 512, 128, 64, 128),
+    FeedForward(18432),
+    experts=Experts(256, 8, 2048, 2048, dense_layers=frozenset({0, 1, 2})),
+)  # fmt: skip
+GPUS, BATCH, SEQUENCE = 2048, 15360, 4096
+
+# As printed in [I], table 4, MPFT.
+SECONDS, TOKENS_PER_DAY = 19.926, 272.80e9
+TERAFLOPS, CAUSAL_TERAFLOPS = 432, 385  # with the whole matrix of scores, and with half of it
+PARTS = {"1F": 1.13, "1B": 1.99, "1W": 0.48, "1F1B": 13.95, "bubble": 2.06, "optimizer": 0.29}
+
+# 61 blocks in 16 stages: 4 each, 2 in the first and 3 in the last.
+_PRINTED = "p16 t1 d128 e64 b1 first2 last3 zero1"
+LAYOUTS = tuple(
+    parse_layout(f"{_PRINTED}{more}") for more in ("", " zero-bubble", " full zero-bubble")
+)
+_NO_TIME = 1e18  # bytes/s
+
+
+def _qwen(
+    billions: int, layers: int, hidden: int, heads: int, width: int, expert: int
+) -> Architecture:
+    return Architecture(
+        f"qwen3-{billions}b",
+        layers,
+        hidden,
+        151936,
+        GroupedAttention(heads, 4, 128, head_norms=True),
+        FeedForward(width),
+        experts=Experts(128, 8, expert),
+    )
+
+
+QWEN_30B, QWEN_235B = _qwen(30, 48, 2048, 32, 6144, 768), _qwen(235, 94, 4096, 64, 12288, 1536)
+
+# Model, kind, GPUs, batch, layout, tokens/s per GPU; of uneven stages the ends are ours.
+_NVIDIA = (
+    (V3, "b200", 256, 2048, "p16 t1 d16 e8 b1 first2 last3 zero1", 2139),
+    (QWEN_235B, "b200", 64, 1024, "p8 t1 d8 e8 b1 v2 first5 last5 zero1", 3269),
+    (QWEN_30B, "b200", 8, 512, "p1 t1 d8 e8 b1 zero1", 9299),
+    (QWEN_30B, "h100", 16, 512, "p2 t1 d8 e8 b2 v24 zero1", 5275),
+)
+
+
+def problem(*, fp8: bool = True, free: bool = False) -> TrainingProblem:
+    """The training, with all products in fp8 or in bf16; if ``free`` nothing takes time to send."""
+    fabric = fabric_of_kind("h800", GPUS)
+    if free:
+        levels = (
+            replace(one, bytes_per_second=_NO_TIME, latency_seconds=0.0) for one in fabric.levels
+        )
+        fabric = Fabric(fabric.device, fabric.memory_bytes, tuple(levels))
+    rates = reached_on("h800")
+    return TrainingProblem(V3, SEQUENCE, BATCH, fabric, rates, Precision(fp8_products=fp8))
+
+
+def predicted(layout: Layout, *, fp8: bool = True, free: bool = False) -> Estimate:
+    """What our model predicts."""
+    return evaluate(problem(fp8=fp8, free=free), layout, compiled)
+
+
+def flops_per_token(*, causal: bool = False) -> float:
+    """Of forward and backward, as our model counts them; causal: half of the scores' matrix."""
+    every = problem().model_flops / (BATCH * SEQUENCE)
+    attention = 3 * sum(one["attention"] for one in V3.flops(1, SEQUENCE).values() if len(one) > 3)
+    return every - attention / (2 * SEQUENCE) if causal else every
+
+
+def printed_flops_per_token(*, causal: bool = False) -> float:
+    """The same from the printed rates."""
+    rate = 1e12 * GPUS * (CAUSAL_TERAFLOPS if causal else TERAFLOPS)
+    return rate * 86400 / TOKENS_PER_DAY
+
+
+def tables() -> Iterator[Table]:
+    """DeepSeek-V3's layout and what the search finds for its machine; NVIDIA's trainings."""
+    yield deepseek()
+    yield nvidia()
+
+
+def deepseek() -> Table:
+    """The printed layout, dissected, and the best ones of the search."""
+    rows = [
+        _row("printed layout", predicted(layout, fp8=fp8, free=free), fp8=fp8, free=free)
+        for fp8, free in ((True, False), (True, True), (False, True))
+        for layout in LAYOUTS
+    ]
+    rows += [
+        _row("train-plan's best", _best(space), fp8=True, free=False)
+        for space in (Space(), Space(pipeline=(16,), expert=(64,)))
+    ]
+    columns = (
+        "",
+        "layout",
+        "products",
+        "sending",
+        "s",
+        f"over {SECONDS} s",
+        "TFLOP/s per GPU",
+        "computation",
+        "experts",
+        "repeated",
+        "bubble",
+        "fits",
+    )
+    title = (
+        f"DeepSeek-V3 on 2,048 H800, printed {SECONDS} s and {TERAFLOPS} TFLOP/s per GPU: predicted"
+    )
+    return Table("layout_deepseek", title, columns, tuple(rows))
+
+
+def nvidia() -> Table:
+    """NVIDIA's trainings, with nothing recomputed and with all blocks."""
+    rows = []
+    for of, kind, gpus, batch, words, tokens in _NVIDIA:
+        seconds = batch * SEQUENCE / (tokens * gpus)
+        layout, found = parse_layout(words), []
+        fabric, rates = fabric_of_kind(kind, gpus), reached_on(kind)
+        training = TrainingProblem(of, SEQUENCE, batch, fabric, rates, Precision(fp8_products=True))
+        for again in (layout, replace(layout, recompute="full")):
+            one = evaluate(training, again, compiled)
+            fits = "" if one.fits else f", {one.peak_bytes / 1e9:.0f} GB"
+            found.append(f"{one.seconds:.2f} ({one.seconds / seconds - 1:+.0%}{fits})")
+        rows.append((of.name, kind, str(gpus), words, f"{seconds:.2f}", *found))
+    columns = (
+        "model",
+        "kind",
+        "GPUs",
+        "layout",
+        "measured s",
+        "predicted, nothing recomputed",
+        "predicted, all blocks recomputed",
+    )
+    title = "NVIDIA's trainings of experts in fp8 of 25.11, not fitted"
+    return Table("layout_experts", title, columns, tuple(rows))
+
+
+def _best(space: Space) -> Estimate:
+    found = search(problem(), space, keep=1)
+    assert found.proved
+    return found.best[0]
+
+
+def _row(what: str, found: Estimate, *, fp8: bool, free: bool) -> tuple[str, ...]:
+    return (
+        what,
+        str(found.layout),
+        "fp8" if fp8 else "bf16",
+        "free" if free else "as it is",
+        f"{found.seconds:.2f}",
+        f"{found.seconds / SECONDS - 1:+.1%}",
+        f"{found.model_flops_per_second / GPUS / 1e12:.0f}",
+        *(
+            f"{value:.2f}"
+            for value in (
+                found.compute_seconds,
+                found.exchange_seconds,
+                found.repeated_seconds,
+                found.bubble_seconds,
+            )
+        ),
+        "yes" if found.fits else f"no ({found.peak_bytes / 1e9:.0f} GB)",
+    )

@@ -1,0 +1,80 @@
+"""Published runs that are compared in benchmarks; needs no data of others."""
+
+import pytest
+
+from benchmarks.layout_experts import (
+    BATCH,
+    GPUS,
+    LAYOUTS,
+    PARTS,
+    QWEN_30B,
+    QWEN_235B,
+    SECONDS,
+    SEQUENCE,
+    TOKENS_PER_DAY,
+    V3,
+    flops_per_token,
+    predicted,
+    printed_flops_per_token,
+)
+from benchmarks.layout_simumax import case_named, seconds
+from benchmarks.layout_simumax_search import has_short_end, with_short_end
+from stagewright.formulations.parallelism.layout import Layout, parse_layout
+from stagewright.graphs.machines.networks import fabric_of_kind
+
+
+def test_printed_parameters_in_billions() -> None:
+    """DeepSeek-V3: 671 and 37; Qwen3: 30.5 and 3.3, 235 and 22."""
+    for of, printed in ((V3, (671, 37)), (QWEN_30B, (30.5, 3.3)), (QWEN_235B, (235, 22))):
+        found = (of.total_parameters / 1e9, of.active_parameters / 1e9)
+        assert found == pytest.approx(printed, rel=0.02)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_flops_of_a_token_are_those_of_the_printed_rates(causal: bool) -> None:
+    assert flops_per_token(causal=causal) == pytest.approx(
+        printed_flops_per_token(causal=causal), rel=0.005
+    )
+
+
+def test_the_printed_step_agrees_with_itself() -> None:
+    """Its parts, the tokens of a day, and 180K GPU hours for 10^12 tokens."""
+    assert sum(PARTS.values()) == pytest.approx(SECONDS, rel=0.005)
+    tokens = BATCH * SEQUENCE
+    daily, each = 86400 * tokens / SECONDS, 180e3 * 3600 / 1e12 * tokens / GPUS
+    assert daily == pytest.approx(TOKENS_PER_DAY, rel=0.001)
+    assert each == pytest.approx(SECONDS, rel=0.005)
+
+
+def test_the_measured_step_is_between_free_and_waited_exchanges() -> None:
+    """DualPipe hides what the model waits for; with free links and bf16 the step is close."""
+    _, split, _ = LAYOUTS
+    assert predicted(split, free=True).seconds < SECONDS < predicted(split).seconds
+    assert predicted(split, fp8=False, free=True).seconds == pytest.approx(SECONDS, rel=0.05)
+
+
+def test_nvlink_of_the_h800_as_it_is_reached() -> None:
+    inside, outside = fabric_of_kind("h800", 16).levels
+    assert inside.bytes_per_second == pytest.approx(160e9, rel=0.03)
+    assert outside.bytes_per_second == pytest.approx(40e9, rel=0.06)
+
+
+def test_a_case_of_simumax_by_its_name() -> None:
+    one = case_named("deepseekv3_l4_tp1_ep4_pp2_dp4_mbc8_cef")
+    assert (one.model, one.layers, one.microbatches, one.sequence) == ("deepseekv3", 4, 8, 4096)
+    assert one.layout == parse_layout("p2 t1 d4 e4 b1 zero1")
+    assert one.problem().batch == 32
+    long = case_named("llama3_70b_l12_tp2_cp4_pp1_dp1_seq32768_mbc4_cef")
+    assert str(long.layout) == "p1 t2 c4 d1 b1 zero1 sp"
+    assert long.sequence == 32768
+    assert [seconds("1.5 s"), seconds("828.7645 ms")] == [1.5, 0.8287645]
+
+
+def test_stages_of_its_search_are_equal_but_for_the_last() -> None:
+    short = with_short_end(Layout(pipeline=4), 61)
+    assert short.blocks_of_stages(61) == (16, 16, 16, 13)
+    assert with_short_end(Layout(pipeline=4), 64) == Layout(pipeline=4)
+    assert has_short_end(short, 61)
+    assert has_short_end(parse_layout("p4 first16 last13"), 61)
+    assert not has_short_end(parse_layout("p4 first13 last16"), 61)
+    assert not has_short_end(parse_layout("p4 first15 last16"), 61)
