@@ -3,8 +3,8 @@
 The environment's ``SIMUMAX`` is the folder of a checkout of github.com/MooreThreads/SimuMax
 (4dcaae5, v1.2); nothing of it is copied here. The measured iterations and bytes are those of its
 docs/b200/b200_release_v1.2_summary.json: Megatron-LM in bf16 with few layers, one sample in a
-microbatch, ZeRO-1, nothing recomputed, gradients not overlapped (docs/b200 and the scripts of
-simu_tools/megatron_scripts). Its evaluator runs unchanged; it has the efficiency of every product
+microbatch, ZeRO-1, nothing recomputed, no exchange overlapped (docs/b200/b200_real_repro_guide.md,
+section 3.3, and the scripts of simu_tools/megatron_scripts). Its evaluator runs unchanged; it has the efficiency of every product
 and collective of these runs, measured on the same machine. Ours has none of that.
 """
 
@@ -89,6 +89,7 @@ class Case:
             fabric_of_kind("b200", self.layout.ranks),
             B200 if preset else A100,
             overlap=False,
+            overlap_tensor=False,
         )
 
     def estimate(self, *, preset: bool = True) -> Estimate:
