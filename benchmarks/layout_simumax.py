@@ -3,9 +3,10 @@
 The environment's ``SIMUMAX`` is the folder of a checkout of github.com/MooreThreads/SimuMax
 (4dcaae5, v1.2); nothing of it is copied here. The measured iterations and bytes are those of its
 docs/b200/b200_release_v1.2_summary.json: Megatron-LM in bf16 with few layers, one sample in a
-microbatch, ZeRO-1, nothing recomputed, no exchange overlapped (docs/b200/b200_real_repro_guide.md,
-section 3.3, and the scripts of simu_tools/megatron_scripts). Its evaluator runs unchanged; it has the efficiency of every product
-and collective of these runs, measured on the same machine. Ours has none of that.
+microbatch, ZeRO-1, nothing recomputed, no exchange overlapped (b200_real_repro_guide.md in the same
+folder, section 3.3, and simu_tools/megatron_scripts). Its evaluator runs unchanged; it has the
+efficiency of every product and collective of these runs, measured on the same machine. Ours has
+none of that.
 """
 
 import contextlib
