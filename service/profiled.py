@@ -21,12 +21,13 @@ from stagewright.formulations.parallelism.profiled_document import (
     violations,
 )
 from stagewright.formulations.parallelism.profiled_plan import ProfiledPlan
+from stagewright.graphs.documents.units import format_bytes
 from stagewright.service.answers import CARRIED, Answer, Finite
 from stagewright.service.profiled_problems import unusable, usable_degrees
 from stagewright.service.requests import Request, Search
 from stagewright.solvers.parallelism.profiled import ProfiledResult, profiled_plan
 
-MORE_MEMORY = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0, 64.0)
+MORE_MEMORY = (1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 16.0, 64.0)
 """By how much memory is multiplied, one after the other, until a plan is found."""
 LOOK_SECONDS = 3.0
 """Of each search with more memory."""
@@ -183,7 +184,8 @@ def _reason(problem: ProfiledProblem, status: Status, limits: Limits) -> str:
             lacks = next(memory_shortages(problem, found, evaluate(problem, found)))
             return (
                 f"no plan of the class fits in memory; with {factor:g} times the memory one does, "
-                f"of which {lacks}"
+                f"of which {lacks} ({format_bytes(problem.memory.reserve_bytes)} of it is "
+                "the reserve)"
             )
     return "no plan of the class fits in memory"
 
@@ -199,7 +201,12 @@ def _with_memory(
 
 
 def _remarks(problem: ProfiledProblem) -> Iterator[str]:
-    """The pools that no plan can use."""
+    """The pools that no plan can use, and the kinds whose optimizer was not measured."""
+    kinds = {pool.device_kind for pool in problem.cluster.pools}
+    for kind in sorted(kinds):
+        measured = [one for one in problem.profiles.measured if one.device_kind == kind]
+        if not any(any(one.update_seconds) for one in measured):
+            yield f"the profiles of {kind} have no time of the optimizer's step: it is taken as 0"
     for pool in problem.cluster.pools:
         if not usable_degrees(problem, pool):
             yield f"not used: {unusable(problem, pool)}"

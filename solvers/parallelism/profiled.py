@@ -20,7 +20,7 @@ from stagewright.formulations.parallelism.profiled import (
 from stagewright.formulations.parallelism.profiled_plan import ProfiledPlan
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.solvers.parallelism.profiled_labels import Label, Labels, Overflow
-from stagewright.solvers.parallelism.profiled_placement import place
+from stagewright.solvers.parallelism.profiled_placement import placements
 from stagewright.solvers.parallelism.profiled_tables import Tables, choices
 
 CLASS = (
@@ -160,14 +160,14 @@ class _Search:
             self.labels += labels.made
 
     def _try(self, tables: Tables, label: Label) -> float | None:
-        """Seconds of the label's plan, which is kept if it is the best; None if none was placed."""
-        plan = place(tables, list(label.stages()))
-        if plan is None:
-            return None
-        found = evaluate(self.problem, plan)
-        if found.fits and found.seconds < self.cost:
-            self.plan, self.estimate = plan, found
-        return found.seconds
+        """Least seconds of the label's plans, which are kept if best; None if none was placed."""
+        least = None
+        for plan in placements(tables, list(label.stages())):
+            found = evaluate(self.problem, plan)
+            if found.fits and found.seconds < self.cost:
+                self.plan, self.estimate = plan, found
+            least = found.seconds if least is None else min(least, found.seconds)
+        return least
 
     def _is_late(self) -> bool:
         return self.limits.left(perf_counter() - self.began) == 0

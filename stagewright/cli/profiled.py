@@ -34,18 +34,38 @@ def is_profiles(path: Path) -> bool:
     Raises
     ------
     InputError
-        If it is a folder, such as one of profiles that are not imported yet.
+        If it is a file or folder of profiles that are not imported yet.
     """
     from stagewright.graphs.documents.documents import format_of
     from stagewright.graphs.models.layer_profiles import FORMAT
 
-    if path.is_dir():
-        source = "metis" if any(path.glob("DeviceType.*.json")) else "sailor"
+    source = _foreign(path)
+    if source is not None:
+        what = "is a folder" if path.is_dir() else f"seems to be a profile of {source}"
         raise InputError(
-            f"{path} is a folder; import its profiles first: stagewright import {path} --from "
-            f"{source} --config config.json --sequence 2048 -o profiles.json"
+            f"{path} {what}; import its profiles first: stagewright import {path} --from {source} "
+            "--config config.json --sequence 2048 -o profiles.json"
         )
     return format_of(path) == FORMAT
+
+
+def _foreign(path: Path) -> str | None:
+    """The project whose profiles these seem to be."""
+    from pydantic_core import from_json
+
+    from stagewright.graphs.documents.documents import read_text
+
+    if path.is_dir():
+        return "metis" if any(path.glob("DeviceType.*.json")) else "sailor"
+    try:
+        found = from_json(read_text(path))
+    except ValueError:
+        return None
+    if not isinstance(found, dict) or not found:
+        return None
+    if "execution_time" in found:
+        return "metis"
+    return "sailor" if all(key.isdecimal() for key in found) else None
 
 
 def require_options(context: typer.Context, path: Path, are_profiles: bool) -> list[str]:
@@ -61,7 +81,7 @@ def require_options(context: typer.Context, path: Path, are_profiles: bool) -> l
     ]
     if stray:
         options = ", ".join(_option(context, name) for name in stray)
-        what = "layer profiles" if are_profiles else "a configuration"
+        what = "a file of layer profiles" if are_profiles else "not a file of layer profiles"
         apply = "does not apply" if len(stray) == 1 else "do not apply"
         raise InputError(f"{options} {apply} to {path}, which is {what}")
     return given

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stagewright.cli.console import with_option
 from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
@@ -97,15 +96,30 @@ def _pool(
 
     inside = by_kind["server_bandwidth"].get(kind)
     between = by_kind["network_bandwidth"].get(kind)
-    try:
-        return pool_of_kind(
-            kind,
-            servers,
-            devices,
-            memory_bytes=by_kind["memory"].get(kind),
-            server_bandwidth=between if inside is None and devices == 1 else inside,
-            network_bandwidth=inside if between is None and is_alone else between,
+    given = {
+        "memory": by_kind["memory"].get(kind),
+        "server-bandwidth": between if inside is None and devices == 1 else inside,
+        "network-bandwidth": inside if between is None and is_alone else between,
+    }
+    _require_known(kind, given)
+    return pool_of_kind(
+        kind,
+        servers,
+        devices,
+        memory_bytes=given["memory"],
+        server_bandwidth=given["server-bandwidth"],
+        network_bandwidth=given["network-bandwidth"],
+    )
+
+
+def _require_known(kind: str, given: dict[str, float | None]) -> None:
+    """Name all that is missing of a kind that is not in the table of accelerators."""
+    from stagewright.graphs.machines.devices import ACCELERATORS
+
+    missing = [f"--{name}" for name, value in given.items() if value is None]
+    if missing and kind.lower() not in ACCELERATORS:
+        example = f"{missing[0]} {kind}={'40GB' if missing[0] == '--memory' else '10GB/s'}"
+        raise InputError(
+            f"{kind} is none of the kinds that are known ({', '.join(ACCELERATORS)}): give "
+            f"{', '.join(missing)}, for example {example}"
         )
-    except InputError as error:
-        fields = ("server_bandwidth", "network_bandwidth")
-        raise InputError(with_option(str(error), fields, {"memory_bytes": "--memory"})) from None

@@ -283,6 +283,25 @@ def test_more_memory_and_more_servers_never_hurt():
         assert profiled_plan(larger, LIMITS).estimate.seconds <= cost
 
 
+def test_replicas_of_a_stage_share_a_server_where_their_sum_decides():
+    """Two stages of two replicas on two servers of two: sums are slow outside a server."""
+    inside, network = Route(1e12, 1e12), Route(1e6, 1e6)
+    measured = Measured("a", 1, 1, (1.0, 1.0), (1.0, 1.0), (0.0, 0.0))
+    sizes = LayerSizes(1, (1e6, 1e6), (1.0, 1.0), (1.0, 1.0))
+    pool = Pool("a", "z", 2, 2, 40e6, network, inside)
+    found = profiled_plan(
+        ProfiledProblem(
+            LayerProfiles("m", "s", (measured,), (sizes,)),
+            ServerPools((pool,)),
+            8,
+            MemoryRule(reserve_bytes=0.0, parameter_bytes=30.0),
+        ),
+        LIMITS,
+    )
+    assert [len({one.server for one in stage.replicas}) for stage in found.plan.stages] == [1, 1]
+    assert found.estimate.seconds < 12
+
+
 def test_microbatches_are_divided_evenly():
     assert even_microbatches(7, 3) == (3, 2, 2)
 
