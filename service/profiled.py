@@ -48,11 +48,12 @@ class CheckProfiledRequest(Request):
 class ProfiledStageAnswer(Answer):
     """Layers [first, stop) on ``replicas`` groups of ``tensor`` devices; seconds per microbatch.
 
-    ``servers`` are the numbers of the servers, of the pools of that kind, zone and size.
+    ``pool`` is the position among the answer's pools, ``servers`` are numbers of its servers.
     """
 
     first: int
     stop: int
+    pool: int
     device_kind: str
     zone: str
     replicas: int
@@ -75,6 +76,7 @@ class ProfiledPoolAnswer(Answer):
     device_kind: str
     zone: str
     servers: int
+    per_server: int
     devices: int
     used: int
     peak_bytes: float | None
@@ -224,6 +226,7 @@ def _stages(
         yield ProfiledStageAnswer(
             first=first,
             stop=stop,
+            pool=one.pool,
             device_kind=pool.device_kind,
             zone=pool.zone,
             replicas=len(stage.replicas),
@@ -252,6 +255,7 @@ def _pools(
             device_kind=pool.device_kind,
             zone=pool.zone,
             servers=pool.servers,
+            per_server=pool.devices,
             devices=pool.servers * pool.devices,
             used=sum(tensor for tensor, _ in inside),
             peak_bytes=max((used for _, used in inside), default=None),

@@ -299,11 +299,14 @@ def memory(
 
     For example: stagewright memory config.json --layout "p8 t8 d2 b1 full" --sequence 4096
     """
+    from stagewright.cli.profiled import is_profiled_plan
     from stagewright.formulations.parallelism.document import load_layout
     from stagewright.formulations.parallelism.layout import parse_layout
     from stagewright.graphs.documents.documents import write_bytes
     from stagewright.service.layout_memory import MemoryRequest, layout_memory
 
+    if is_profiled_plan(file):
+        raise InputError(f"{file} is a plan by layer profiles: check computes its memory again")
     if is_layout(file):
         options = (layout, sequence, global_batch, device, memory, precision, attention, reserve)
         if any(one is not None for one in options):

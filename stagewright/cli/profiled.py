@@ -1,6 +1,7 @@
 """``train-plan`` and ``check`` of plans by layer profiles."""
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ from stagewright.cli.profiled_inputs import read_server_pools
 from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
-    from stagewright.service.profiled import ProfiledAnswer, ProfiledStageAnswer
+    from stagewright.service.profiled import ProfiledAnswer, ProfiledPoolAnswer
 
 PROFILES_ONLY = ("servers", "time_limit")
 BOTH = ("global_batch", "cluster", "server_bandwidth", "network_bandwidth", "memory", "reserve",
@@ -155,7 +156,7 @@ def _print(name: str, batch: int, answer: "ProfiledAnswer") -> None:
             f"{name}: {answer.status}", *([answer.reason] if answer.reason else []), *answer.remarks
         )
         return
-    _print_stages(answer.stages)
+    _print_stages(answer)
     _print_pools(answer)
     each = " and ".join(
         f"{counted(pipelines, 'pipeline', 'pipelines')} of {number} microbatches"
@@ -171,7 +172,7 @@ def _print(name: str, batch: int, answer: "ProfiledAnswer") -> None:
     )
 
 
-def _print_stages(stages: "tuple[ProfiledStageAnswer, ...]") -> None:
+def _print_stages(answer: "ProfiledAnswer") -> None:
     from stagewright.graphs.documents.units import format_bytes, format_seconds
 
     print_table(
@@ -179,37 +180,41 @@ def _print_stages(stages: "tuple[ProfiledStageAnswer, ...]") -> None:
          "update", "memory", "of"),
         [
             (
-                str(s), f"{one.first}-{one.stop - 1}", _where(one), str(one.replicas),
-                str(one.tensor), format_seconds(one.forward_seconds),
+                str(s), f"{one.first}-{one.stop - 1}", _name(answer.pools, one.pool),
+                str(one.replicas), str(one.tensor), format_seconds(one.forward_seconds),
                 format_seconds(one.backward_seconds), format_seconds(one.reduce_seconds),
                 format_seconds(one.update_seconds), format_bytes(one.memory_bytes),
                 format_bytes(one.capacity_bytes),
             )
-            for s, one in enumerate(stages)
+            for s, one in enumerate(answer.stages)
         ],
     )  # fmt: skip
 
 
-def _where(one: "ProfiledStageAnswer") -> str:
-    """Kind, zone if there are several, and servers."""
-    return one.device_kind if one.zone == "whole" else f"{one.device_kind} in {one.zone}"
+def _name(pools: "Sequence[ProfiledPoolAnswer]", number: int) -> str:
+    """The kind; with the size of the servers and the zone where they tell pools apart."""
+    one = pools[number]
+    same = [other for other in pools if other.device_kind == one.device_kind]
+    size = f" of {one.per_server}" if len({other.per_server for other in same}) > 1 else ""
+    zone = f" in {one.zone}" if len({other.zone for other in same}) > 1 else ""
+    return f"{one.device_kind}{size}{zone}"
 
 
 def _print_pools(answer: "ProfiledAnswer") -> None:
     from stagewright.graphs.documents.units import format_bytes
 
     print_table(
-        ("<kind", "servers", "GPUs", "used", "fullest GPU", "of"),
+        ("<GPUs", "servers", "each", "used", "fullest GPU", "of"),
         [
             (
-                one.device_kind,
+                _name(answer.pools, number),
                 str(one.servers),
-                str(one.devices),
-                str(one.used),
+                str(one.per_server),
+                f"{one.used} of {one.devices}",
                 "-" if one.peak_bytes is None else format_bytes(one.peak_bytes),
                 format_bytes(one.capacity_bytes),
             )
-            for one in answer.pools
+            for number, one in enumerate(answer.pools)
         ],
     )
 
