@@ -1,5 +1,6 @@
 """Plans of training by layer profiles on mixed clusters: the best one, and the check of one."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -203,9 +204,15 @@ def _with_memory(
 
 
 def _remarks(problem: ProfiledProblem) -> Iterator[str]:
-    """The pools that no plan can use, and the kinds whose optimizer was not measured."""
-    kinds = {pool.device_kind for pool in problem.cluster.pools}
-    for kind in sorted(kinds):
+    """What a user should know: of the class, of what was not measured, of pools without use."""
+    pools = Counter(pool.device_kind for pool in problem.cluster.pools)
+    for kind, number in pools.items():
+        if number > 1:
+            yield (
+                f"{kind}: servers of another size or zone are a pool of their own, and all "
+                f"replicas of a stage are in one pool; there are {number} pools"
+            )
+    for kind in pools:
         measured = [one for one in problem.profiles.measured if one.device_kind == kind]
         if not any(any(one.update_seconds) for one in measured):
             yield f"the profiles of {kind} have no time of the optimizer's step: it is taken as 0"
