@@ -140,7 +140,7 @@ def find_profiled_plan(request: ProfiledRequest, stop: StopToken | None = None) 
         microbatches=plan.microbatches,
         stages=tuple(_stages(problem, plan, estimate)),
         pools=tuple(_pools(problem, plan, estimate)),
-        remarks=tuple(_remarks(problem)),
+        remarks=(*_remarks(problem), *_open(found, limits)),
         examined=found.labels,
         wall_seconds=found.seconds,
         plan=profiled_document(problem, plan, estimate, bound),
@@ -219,6 +219,15 @@ def _remarks(problem: ProfiledProblem) -> Iterator[str]:
     for pool in problem.cluster.pools:
         if not usable_degrees(problem, pool):
             yield f"not used: {unusable(problem, pool)}"
+
+
+def _open(found: ProfiledResult, limits: Limits) -> Iterator[str]:
+    """Why a search that had time left proved no optimum."""
+    if found.status is Status.FEASIBLE and limits.left(found.seconds):
+        yield (
+            "more time would not close the gap: the bound takes the fastest link for every "
+            "transfer and sum, and as many pipelines were listed as are allowed"
+        )
 
 
 def _stages(

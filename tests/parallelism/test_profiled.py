@@ -274,6 +274,19 @@ def test_no_time_is_no_answer():
     assert 0 < found.bound < np.inf
 
 
+@examples(60)
+@given(problems())
+def test_the_bound_holds_where_cases_are_left_out(random):
+    """The clock jumps over half of the time after the first case."""
+    ticks = iter([0.0, 0.0, 0.0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(solver, "perf_counter", lambda: next(ticks, 31.0))
+        found = profiled_plan(random, LIMITS)
+    best = least_seconds(random)
+    assert found.bound <= best * (1 + 1e-9)
+    assert (found.status is Status.INFEASIBLE) <= (best == np.inf)
+
+
 def test_more_memory_and_more_servers_never_hurt():
     base = replace(problem(memory=30e6), memory=RULE)
     cost = profiled_plan(base, LIMITS).estimate.seconds

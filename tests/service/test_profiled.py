@@ -215,3 +215,14 @@ def test_degrees_that_do_not_divide_are_refused() -> None:
     measured = Measured("a", 1, 3, (1.0,) * 4, (1.0,) * 4, (1.0,) * 4)
     with pytest.raises(InputError, match="tensor degree 3 does not divide 4 heads"):
         with_sizes(LayerProfiles("m", "s", (measured,)), GPT, sequence=128)
+
+
+def test_a_gap_that_time_does_not_close_is_told() -> None:
+    """Four groups of a stage on two servers: the sum inside a server is out of reach."""
+    inside, network = Route(1e9, 1e9), Route(1e6, 1e6)
+    pool = Pool("a", "z", 2, 2, 1e9, network, inside)
+    problem = profiled_problem(profiles(), ServerPools((pool,)), batch=2, reserve_bytes=0.0)
+    found = stagewright.profiled_train_plan(problem, time_limit=30)
+    told = [one for one in found.remarks if "more time would not close the gap" in one]
+    assert (found.status is Status.FEASIBLE) == bool(told)
+    assert found.bound_seconds <= least_seconds(problem) * (1 + 1e-9)
