@@ -5,16 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.profiled_metis import (
-    DEGREES,
-    LAYERS,
-    SIZES,
-    Case,
-    MetisPlan,
-    _listed,
-    optimum,
-    words,
-)
+from benchmarks.metis import DEGREES, LAYERS, SIZES, Case, MetisPlan, listed_plans
+from benchmarks.profiled_metis import optimum, words
 
 OUTPUT = """cost: 1
 len(costs): 2
@@ -110,7 +102,7 @@ def test_nothing_fits():
 
 
 def test_the_plans_of_an_output():
-    found = list(_listed(OUTPUT))
+    found = list(listed_plans(OUTPUT))
     assert found == [
         (20.5, MetisPlan(((0, 4, 2, 1), (4, 10, 1, 2)), 4)),
         (30.0, MetisPlan(((0, 10, 4, 1),), 2)),
