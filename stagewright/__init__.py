@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from stagewright.formulations.clusters.allocation_plan import load_allocation, save_allocation
     from stagewright.formulations.operators.plan import load_operator_plan, save_operator_plan
     from stagewright.formulations.parallelism.document import load_layout, save_layout
+    from stagewright.formulations.parallelism.profiled_document import (
+        load_profiled_plan,
+        save_profiled_plan,
+    )
     from stagewright.formulations.plans.plan import load_plan, save_plan
     from stagewright.front.clusters import (
         allocate,
@@ -30,7 +34,7 @@ if TYPE_CHECKING:
         run_cluster,
         simulate_cluster,
     )
-    from stagewright.front.layouts import train_plan
+    from stagewright.front.layouts import check_profiled_plan, profiled_train_plan, train_plan
     from stagewright.front.operators import (
         check_placement,
         divide,
@@ -51,10 +55,12 @@ if TYPE_CHECKING:
     from stagewright.graphs.importers.partition_problems import load_partition_problem
     from stagewright.graphs.machines.cluster import load_cluster, save_cluster
     from stagewright.graphs.models.chain import load_model, save_model
+    from stagewright.graphs.models.layer_profiles import load_layer_profiles, save_layer_profiles
     from stagewright.graphs.models.step_graph import load_graph, save_graph
     from stagewright.graphs.workloads.jobs import load_workload
     from stagewright.graphs.workloads.pool import parse_pool
     from stagewright.graphs.workloads.prices import load_market
+    from stagewright.service.profiled_problems import profiled_problem
     from stagewright.service.training_problems import training_problem
 
 __all__ = [
@@ -62,6 +68,7 @@ __all__ = [
     "allocate",
     "check",
     "check_placement",
+    "check_profiled_plan",
     "check_proofs",
     "cloud",
     "compare",
@@ -72,27 +79,33 @@ __all__ = [
     "load_allocation",
     "load_cluster",
     "load_graph",
+    "load_layer_profiles",
     "load_layout",
     "load_market",
     "load_model",
     "load_operator_plan",
     "load_partition_problem",
     "load_plan",
+    "load_profiled_plan",
     "load_trace",
     "load_workload",
     "parse_pool",
     "partition",
     "place",
     "plan",
+    "profiled_problem",
+    "profiled_train_plan",
     "rounds",
     "run_cluster",
     "save_allocation",
     "save_cluster",
     "save_graph",
+    "save_layer_profiles",
     "save_layout",
     "save_model",
     "save_operator_plan",
     "save_plan",
+    "save_profiled_plan",
     "schedule",
     "simulate",
     "simulate_cluster",
@@ -107,11 +120,16 @@ _LAZY = {
     "stagewright.formulations.clusters.allocation_plan": ("load_allocation", "save_allocation"),
     "stagewright.formulations.operators.plan": ("load_operator_plan", "save_operator_plan"),
     "stagewright.formulations.parallelism.document": ("load_layout", "save_layout"),
+    "stagewright.formulations.parallelism.profiled_document": (
+        "load_profiled_plan", "save_profiled_plan",
+    ),
     "stagewright.formulations.plans.plan": ("load_plan", "save_plan"),
     "stagewright.front.clusters": (
         "allocate", "cloud", "estimate", "rounds", "run_cluster", "simulate_cluster",
     ),
-    "stagewright.front.layouts": ("train_plan",),
+    "stagewright.front.layouts": (
+        "check_profiled_plan", "profiled_train_plan", "train_plan",
+    ),
     "stagewright.front.operators": ("check_placement", "divide", "place"),
     "stagewright.graphs.importers.partition_problems": ("load_partition_problem",),
     "stagewright.front.pipelines": (
@@ -120,10 +138,12 @@ _LAZY = {
     ),
     "stagewright.graphs.machines.cluster": ("load_cluster", "save_cluster"),
     "stagewright.graphs.models.chain": ("load_model", "save_model"),
+    "stagewright.graphs.models.layer_profiles": ("load_layer_profiles", "save_layer_profiles"),
     "stagewright.graphs.models.step_graph": ("load_graph", "save_graph"),
     "stagewright.graphs.workloads.jobs": ("load_workload",),
     "stagewright.graphs.workloads.pool": ("parse_pool",),
     "stagewright.graphs.workloads.prices": ("load_market",),
+    "stagewright.service.profiled_problems": ("profiled_problem",),
     "stagewright.service.training_problems": ("training_problem",),
 }  # fmt: skip
 _MODULE = {name: module for module, names in _LAZY.items() for name in names}

@@ -10,8 +10,10 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import ClassVar
 
 import numpy as np
+from pydantic import ConfigDict
 
 from stagewright.formulations.parallelism.profiled_cluster import Route, ServerPools
 from stagewright.formulations.parallelism.profiled_plan import (
@@ -20,6 +22,7 @@ from stagewright.formulations.parallelism.profiled_plan import (
     Replica,
 )
 from stagewright.formulations.parallelism.profiled_time import pipeline_seconds
+from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.documents.units import require_amount, require_count
@@ -37,6 +40,8 @@ class MemoryRule:
     library. The last two are fitted to Sailor's measured plans on GH200.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
     parameter_bytes: float = 16.0
     backward_factor: float = 2.25
     reserve_bytes: float = 4.5e9
@@ -52,6 +57,8 @@ class ProfiledProblem:
 
     ``gradient_bytes`` are those of a parameter's gradient in an all-reduce.
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     profiles: LayerProfiles
     cluster: ServerPools

@@ -1,7 +1,12 @@
 """Clusters of unequal servers: pools of equal ones, zones, and what their links reach."""
 
+from collections import Counter
 from dataclasses import dataclass
+from typing import ClassVar
 
+from pydantic import ConfigDict
+
+from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import (
     MAX_DEVICES,
@@ -9,6 +14,11 @@ from stagewright.graphs.documents.units import (
     require_bandwidth,
     require_count,
 )
+from stagewright.graphs.machines.cluster import Cluster, Link, ServerLinks
+from stagewright.graphs.machines.devices import ACCELERATORS, accelerator
+from stagewright.graphs.machines.networks import NETWORK_LATENCY, SERVER_LATENCY, fabric_of_kind
+
+WHOLE = "whole"
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +29,8 @@ class Route:
     times their number, at most ``group_bytes_per_second``. In an all-reduce every rank of the
     tensor groups has a ring of its own, at ``device_bytes_per_second``.
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     device_bytes_per_second: float
     group_bytes_per_second: float
@@ -57,6 +69,8 @@ class Route:
 class Pool:
     """Equal servers in one zone. ``inside`` is between devices of a server (None: as outside)."""
 
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
     device_kind: str
     zone: str
     servers: int
@@ -75,6 +89,8 @@ class Pool:
 @dataclass(frozen=True, slots=True)
 class ServerPools:
     """The cluster; ``between_zones`` is needed with several zones."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     pools: tuple[Pool, ...]
     between_zones: Route | None = None
@@ -95,3 +111,111 @@ class ServerPools:
         if first.zone != second.zone and self.between_zones is not None:
             return found.through(self.between_zones)
         return found
+
+
+def server_pools(cluster: Cluster) -> ServerPools:
+    """The pools of a cluster of servers; racks are its zones.
+
+    A link's bandwidth is what each device of a server reaches while all send.
+
+    Raises
+    ------
+    InputError
+        If the links are a matrix, or the devices of a server differ.
+    """
+    links = cluster.links
+    if not isinstance(links, ServerLinks):
+        raise InputError(
+            f"cluster {cluster.name!r} has a matrix of links; links inside and between servers are "
+            "needed here"
+        )
+    rack_of = {name: f"rack {number}" for number, rack in enumerate(links.racks or ())
+               for name in rack}  # fmt: skip
+    found = Counter(
+        (*_equal_devices(cluster, server), len(server), rack_of.get(server[0], WHOLE))
+        for server in links.servers
+    )
+    between = links.inter or links.inter_rack or links.intra
+    pools = tuple(
+        Pool(kind, zone, servers, devices, memory, _route(between, devices),
+             _route(links.intra, devices) if devices > 1 else None)
+        for (kind, memory, devices, zone), servers in found.items()
+    )  # fmt: skip
+    most = max(pool.devices for pool in pools)
+    apart = links.inter_rack if links.racks and len(links.racks) > 1 else None
+    return ServerPools(pools, None if apart is None else _route(apart, most))
+
+
+def _equal_devices(cluster: Cluster, server: tuple[str, ...]) -> tuple[str, float]:
+    """Kind and memory of the devices of a server."""
+    first, *others = [cluster.devices[cluster.index[name]] for name in server]
+    for one in others:
+        if (one.kind, one.memory_bytes) != (first.kind, first.memory_bytes):
+            raise InputError(
+                f"cluster {cluster.name!r}: device {one.name!r} differs from {first.name!r} of the "
+                "same server; servers of equal devices are needed here"
+            )
+    return first.kind, first.memory_bytes
+
+
+def _route(link: Link, devices: int) -> Route:
+    rate = link.bandwidth_bytes_per_second
+    return Route(rate, devices * rate, link.latency_seconds)
+
+
+def pool_of_kind(
+    kind: str,
+    servers: int,
+    devices: int,
+    *,
+    memory_bytes: float | None = None,
+    server_bandwidth: float | None = None,
+    network_bandwidth: float | None = None,
+) -> Pool:
+    """``servers`` x ``devices`` of a kind; bandwidths are bytes/s per device, while all send.
+
+    What is not given is that of the kind (:mod:`stagewright.graphs.machines.networks`).
+
+    Raises
+    ------
+    InputError
+        If something of the kind is not known and not given.
+    """
+    require_count(servers, f"{kind}: servers", MAX_DEVICES)
+    require_count(devices, f"{kind}: devices", MAX_DEVICES)
+    if kind.lower() in ACCELERATORS:
+        # Two servers, so that the network is known where there is one.
+        inside, between = (
+            level.bytes_per_second
+            for level in fabric_of_kind(
+                kind,
+                2 * devices,
+                per_server=devices,
+                server_bandwidth=server_bandwidth,
+                network_bandwidth=network_bandwidth,
+            ).levels
+        )
+    else:
+        inside = _required(server_bandwidth, "server_bandwidth", kind)
+        between = _required(network_bandwidth, "network_bandwidth", kind)
+    return Pool(
+        kind,
+        WHOLE,
+        servers,
+        devices,
+        _memory(kind) if memory_bytes is None else memory_bytes,
+        Route(between, devices * between, NETWORK_LATENCY),
+        Route(inside, devices * inside, SERVER_LATENCY) if devices > 1 else None,
+    )
+
+
+def _memory(kind: str) -> float:
+    if kind.lower() not in ACCELERATORS:
+        raise InputError(f"memory_bytes of {kind} is not known: give it, for example {kind}=40GB")
+    return accelerator(kind).memory_bytes
+
+
+def _required(value: float | None, name: str, kind: str) -> float:
+    if value is None:
+        raise InputError(f"{name} of {kind} is not known: give it, for example {kind}=10GB/s")
+    return value

@@ -18,6 +18,7 @@ from stagewright.graphs.models.layer_sizes import LayerSizes
 FORMAT: Literal["stagewright-layer-profiles"] = "stagewright-layer-profiles"
 VERSION: Literal[1] = 1
 MAX_DEGREE = 1 << 12
+PRECISIONS = ("fp32", "fp16", "bf16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,10 @@ class LayerTimes:
 
 @dataclass(frozen=True, slots=True)
 class LayerProfiles:
-    """All measurements of one model; ``sizes`` by tensor degree, where they are known."""
+    """All measurements of one model; ``sizes`` by tensor degree, where they are known.
+
+    ``precision`` is that of the training that was measured: fp32, fp16 or bf16.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
@@ -82,12 +86,15 @@ class LayerProfiles:
     source: str
     measured: tuple[Measured, ...]
     sizes: tuple[LayerSizes, ...] = ()
+    precision: str = "fp32"
     format: Literal["stagewright-layer-profiles"] = FORMAT
     version: Literal[1] = VERSION
 
     def __post_init__(self) -> None:
         if not self.measured:
             raise InputError(f"profiles of {self.name!r} have no measurements")
+        if self.precision not in PRECISIONS:
+            raise InputError(f"precision must be {', '.join(PRECISIONS)}, got {self.precision!r}")
         keys = [(one.device_kind, one.microbatch_size, one.tensor) for one in self.measured]
         if len(set(keys)) < len(keys):
             twice = next(one for one, key in zip(self.measured, keys, strict=True)

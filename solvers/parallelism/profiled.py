@@ -20,7 +20,7 @@ from stagewright.formulations.parallelism.profiled import (
 from stagewright.formulations.parallelism.profiled_plan import ProfiledPlan
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.solvers.parallelism.profiled_labels import Label, Labels, Overflow
-from stagewright.solvers.parallelism.profiled_placement import place
+from stagewright.solvers.parallelism.profiled_placement import placements
 from stagewright.solvers.parallelism.profiled_tables import Tables, choices
 
 CLASS = (
@@ -74,6 +74,7 @@ class _Search:
         self.plan: ProfiledPlan | None = None
         self.estimate: ProfiledEstimate | None = None
         self.labels = 0
+        self.is_partial = False  # whether cases were left out
 
     @property
     def cost(self) -> float:
@@ -85,7 +86,7 @@ class _Search:
 
         Below the optimum labels are few, far above it many.
         """
-        cases = sorted(_cases(self.problem), key=lambda one: one.bound())
+        cases = sorted(self._made(), key=lambda one: one.bound())
         bounds = [one.bound() for one in cases]
         for tables in cases[:FIRST]:
             self._begin(tables)
@@ -96,6 +97,15 @@ class _Search:
         self._raise(cases, bounds, partial(self._bounded, cutoff=float("inf")))
         self._raise(cases, bounds, self._listed)
         return self._result(cases, bounds)
+
+    def _made(self) -> Iterator[Tables]:
+        """The cases; all of them unless they are so many that half of the time is over."""
+        for one in _cases(self.problem):
+            if self.limits.left(perf_counter() - self.began) < self.limits.seconds / 2:
+                self.is_partial = True
+                return
+            one.bound()  # makes its tables now
+            yield one
 
     def _raise(
         self, cases: list[Tables], bounds: list[float], by: Callable[[Tables], float]
@@ -160,14 +170,14 @@ class _Search:
             self.labels += labels.made
 
     def _try(self, tables: Tables, label: Label) -> float | None:
-        """Seconds of the label's plan, which is kept if it is the best; None if none was placed."""
-        plan = place(tables, list(label.stages()))
-        if plan is None:
-            return None
-        found = evaluate(self.problem, plan)
-        if found.fits and found.seconds < self.cost:
-            self.plan, self.estimate = plan, found
-        return found.seconds
+        """Least seconds of the label's plans, which are kept if best; None if none was placed."""
+        least = None
+        for plan in placements(tables, list(label.stages())):
+            found = evaluate(self.problem, plan)
+            if found.fits and found.seconds < self.cost:
+                self.plan, self.estimate = plan, found
+            least = found.seconds if least is None else min(least, found.seconds)
+        return least
 
     def _is_late(self) -> bool:
         return self.limits.left(perf_counter() - self.began) == 0
@@ -176,6 +186,8 @@ class _Search:
         weakest = min(range(len(cases)), key=lambda one: bounds[one], default=None)
         bound = float("inf") if weakest is None else bounds[weakest]
         simple = weakest is not None and bound == cases[weakest].bound()
+        if self.is_partial:
+            bound, simple = min(bound, _least_of_all(self.problem)), True
         return ProfiledResult(
             plan=self.plan,
             estimate=self.estimate,
@@ -207,13 +219,32 @@ def _cutoffs(least: float) -> Iterator[float]:
 
 
 def _cases(problem: ProfiledProblem) -> Iterator[Tables]:
-    """Every measured microbatch size that divides the batch, with every number of pipelines."""
-    sizes = sorted({one.microbatch_size for one in problem.profiles.measured})
-    for samples in sizes:
-        if problem.batch % samples or not choices(problem, samples):
-            continue
-        most = sum(pool.servers * pool.devices for pool in problem.cluster.pools)
-        for data in range(1, min(most, problem.batch // samples) + 1):
-            tables = Tables(problem, samples, data)
-            if tables.choices:
-                yield tables
+    """Every measured microbatch size that divides the batch, with every number of pipelines.
+
+    Multiples of large powers of two come first, in case that not all are looked at.
+    """
+    sizes = _sizes(problem)
+    devices = sum(pool.servers * pool.devices for pool in problem.cluster.pools)
+    most = min(devices, problem.batch // min(sizes, default=1))
+    for data in sorted(range(1, most + 1), key=lambda one: (-(one & -one), one)):
+        for samples in sizes:
+            if data <= problem.batch // samples:
+                tables = Tables(problem, samples, data)
+                if tables.choices:
+                    yield tables
+
+
+def _least_of_all(problem: ProfiledProblem) -> float:
+    """A bound on all cases: that of one pipeline, to which work is spread over all devices.
+
+    Several pipelines have at least as much work, on no more choices, and sums of gradients.
+    """
+    return min(
+        (Tables(problem, samples, 1).bound() for samples in _sizes(problem)), default=float("inf")
+    )
+
+
+def _sizes(problem: ProfiledProblem) -> list[int]:
+    """The measured microbatch sizes that divide the batch and are usable, ascending."""
+    measured = sorted({one.microbatch_size for one in problem.profiles.measured})
+    return [one for one in measured if problem.batch % one == 0 and choices(problem, one)]

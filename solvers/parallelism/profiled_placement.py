@@ -1,6 +1,6 @@
 """Servers for the replicas of profiled pipelines."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from stagewright.formulations.parallelism.profiled_cluster import ServerPools
 from stagewright.formulations.parallelism.profiled_plan import (
@@ -11,21 +11,30 @@ from stagewright.formulations.parallelism.profiled_plan import (
 from stagewright.solvers.parallelism.profiled_tables import Choice, Stage, Tables
 
 
-def place(tables: Tables, stages: Sequence[Stage]) -> ProfiledPlan | None:
-    """The plan with every replica in the first server that has room; None if one has no server.
+def placements(tables: Tables, stages: Sequence[Stage]) -> Iterator[ProfiledPlan]:
+    """Plans with every replica in the first server that has room; none if one has no server.
 
-    Larger groups go first, and of equal ones those of one pipeline next to each other. Where every
-    tensor degree divides the next larger one, as powers of two do, this finds servers if there are
-    any (Coffman, Garey, Johnson 1987: first-fit decreasing for divisible sizes).
+    Larger groups go first; of equal ones those of a pipeline are next to each other, for the
+    transfers, in the first plan, and those of a stage, for the sums of gradients, in the second.
+    Where every tensor degree divides the next larger one, as powers of two do, servers are found if
+    there are any (Coffman, Garey, Johnson 1987: first-fit decreasing for divisible sizes).
     """
+    pipelines, count = range(tables.data), range(len(stages))
+    for groups in ([(j, s) for j in pipelines for s in count],
+                   [(j, s) for s in count for j in pipelines]):  # fmt: skip
+        plan = _place(tables, stages, groups)
+        if plan is not None:
+            yield plan
+
+
+def _place(
+    tables: Tables, stages: Sequence[Stage], groups: Sequence[tuple[int, int]]
+) -> ProfiledPlan | None:
+    """The plan with the groups (pipeline, stage) in this order, the larger ones first."""
     chosen = [tables.choices[stage.choice] for stage in stages]
-    groups = sorted(
-        ((j, s) for j in range(tables.data) for s in range(len(stages))),
-        key=lambda one: -chosen[one[1]].tensor,
-    )
     room = _Room(tables.problem.cluster)
     found: dict[tuple[int, int], Replica] = {}
-    for j, s in groups:
+    for j, s in sorted(groups, key=lambda one: -chosen[one[1]].tensor):
         server = room.take(chosen[s])
         if server is None:
             return None

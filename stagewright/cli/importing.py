@@ -1,17 +1,27 @@
 """``import``: profiles and traces of other projects."""
 
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stagewright.cli.console import JsonFlag, OutputFile, print_answer, print_lines, warn
+from stagewright.cli.console import (
+    JsonFlag,
+    OutputFile,
+    print_answer,
+    print_lines,
+    warn,
+    with_option,
+)
 from stagewright.cli.inputs import MicrobatchSize, hand_out
+from stagewright.cli.layout_inputs import Arithmetic, Attention
 from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
     from stagewright.graphs.models.chain import Chain
+    from stagewright.graphs.models.layer_profiles import LayerProfiles
 
 
 class Source(StrEnum):
@@ -54,12 +64,32 @@ def import_(
         Path | None,
         typer.Option(help="gavel: the table of throughputs of the trace.", metavar="FILE"),
     ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="sailor, metis: the model's Hugging Face config.json, for the sizes of the layers "
+            "that train-plan needs.",
+            metavar="FILE",
+        ),
+    ] = None,
+    sequence: Annotated[
+        int | None, typer.Option(help="With --config: tokens in a sample.", metavar="S")
+    ] = None,
+    precision: Annotated[
+        Arithmetic | None,
+        typer.Option(help="With --config: type of weights and activations; default: fp32."),
+    ] = None,
+    attention: Annotated[
+        Attention | None,
+        typer.Option(help="With --config: whether scores are stored; default: fused."),
+    ] = None,
     as_json: JsonFlag = False,
 ) -> int:
     """Convert another project's profile to a model file, or its trace to a jobs file.
 
     The profiles of Sailor and Metis, by tensor degree, become a file of layer profiles.
     """
+    sizing = _read_sizing(source, config, sequence, precision, attention)
     if (source is Source.GAVEL) != (throughputs is not None):
         raise InputError("--from gavel needs --throughputs FILE, and no other format takes it")
     if throughputs is not None:
@@ -72,7 +102,7 @@ def import_(
                 "--microbatch-size, --contract and --split-backward are for models: layer profiles "
                 "have all measured sizes, and layers with a whole backward"
             )
-        return _import_layer_profiles(file, source, device, output, as_json)
+        return _import_layer_profiles(file, source, device, sizing, output, as_json)
     chain = _read_profile(file, source, microbatch_size, device, contract)
     if split_backward is not None:
         chain = _with_parts(chain, split_backward)
@@ -104,8 +134,65 @@ def _read_profile(
     )
 
 
+def _read_sizing(
+    source: Source,
+    config: Path | None,
+    sequence: int | None,
+    precision: Arithmetic | None,
+    attention: Attention | None,
+) -> "_Sizing | None":
+    """What the sizes of profiled layers follow from; None if there is no configuration."""
+    if config is None:
+        given = {"--sequence": sequence, "--precision": precision, "--attention": attention}
+        stray = [name for name, value in given.items() if value is not None]
+        if stray:
+            raise InputError(f"{', '.join(stray)}: belongs to --config")
+        return None
+    if source not in (Source.SAILOR, Source.METIS):
+        raise InputError("--config is for the layer profiles of sailor and metis")
+    if sequence is None:
+        raise InputError("--config needs --sequence, the tokens in a sample, for example 2048")
+    if precision is Arithmetic.FP8:
+        raise InputError("--precision: layer profiles are of fp32, fp16 or bf16")
+    kept = attention or Attention.FUSED
+    return _Sizing(config, sequence, precision or Arithmetic.FP32, kept)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizing:
+    """The options of a model's sizes."""
+
+    config: Path
+    sequence: int
+    precision: Arithmetic
+    attention: Attention
+
+    def add(self, profiles: "LayerProfiles") -> "LayerProfiles":
+        """The profiles with the sizes of their layers."""
+        from stagewright.graphs.importers.hf_config import read_hf_config
+        from stagewright.graphs.models.analytic_sizes import with_sizes
+
+        architecture = read_hf_config(self.config)
+        try:
+            return with_sizes(
+                profiles,
+                architecture,
+                sequence=self.sequence,
+                precision=self.precision.value,
+                attention=self.attention.value,
+            )
+        except InputError as error:
+            message = with_option(str(error), ("sequence",), {})
+            raise InputError(f"{self.config}: {message}") from None
+
+
 def _import_layer_profiles(
-    path: Path, source: Source, device: str | None, output: Path | None, as_json: bool
+    path: Path,
+    source: Source,
+    device: str | None,
+    sizing: _Sizing | None,
+    output: Path | None,
+    as_json: bool,
 ) -> int:
     from stagewright.graphs.documents.documents import to_json
     from stagewright.graphs.importers.metis import read_metis
@@ -120,6 +207,8 @@ def _import_layer_profiles(
         warn("Metis measures forward and backward together: the forward is taken as a third of it")
     else:
         profiles = read_sailor(path, device_kind=device)
+    if sizing is not None:
+        profiles = sizing.add(profiles)
     if output is None:
         print(to_json(profiles), end="")
         return 0

@@ -1,7 +1,7 @@
 """``train-plan`` and ``memory``: how to divide the training of a transformer among GPUs."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -25,15 +25,18 @@ from stagewright.cli.layout_printing import print_layouts, print_memory, print_s
 from stagewright.cli.outputs import Writes
 from stagewright.graphs.documents.errors import InputError
 
-if TYPE_CHECKING:
-    pass
-
-
 Config = Annotated[
     Path,
-    typer.Argument(help="A Hugging Face config.json.", metavar="CONFIG", show_default=False),
+    typer.Argument(
+        help="A Hugging Face config.json, or layer profiles that import wrote.",
+        metavar="CONFIG_OR_PROFILES",
+        show_default=False,
+    ),
 ]
-Sequence_ = Annotated[int, typer.Option("--sequence", help="Tokens in a sample.", metavar="S")]
+Sequence_ = Annotated[
+    int | None,
+    typer.Option("--sequence", help="Tokens in a sample; for a config.json.", metavar="S"),
+]
 Batch = Annotated[
     int, typer.Option("--global-batch", help="Samples between two updates.", metavar="N")
 ]
@@ -41,6 +44,17 @@ Kind = Annotated[str | None, typer.Option("--device", help="Kind of GPU, for exa
 Gpus = Annotated[int | None, typer.Option("--gpus", help="Number of GPUs.", metavar="N")]
 PerServer = Annotated[
     int | None, typer.Option("--per-server", help="GPUs in a server; default: 8.", metavar="N")
+]
+Servers = Annotated[
+    str | None,
+    typer.Option(
+        help="For layer profiles: servers x GPUs by kind, for example a100:2x4,v100:3x8; memory "
+        "and bandwidths may then be given by kind, for example a100=40GB,v100=16GB.",
+        metavar="KIND:NxM,...",
+    ),
+]
+SearchTime = Annotated[
+    float, typer.Option(help="For layer profiles: time limit of the search in seconds.")
 ]
 ServerBandwidth = Annotated[
     str | None,
@@ -85,15 +99,21 @@ Reserve = Annotated[
 ]
 Picture = Annotated[
     Path | None,
-    typer.Option("--png", help="Where to draw: the front, or the ranks' memory.", metavar="FILE"),
+    typer.Option(
+        "--png",
+        help="Where to draw: the front, the stages of layer profiles, or the ranks' memory.",
+        metavar="FILE",
+    ),
     Writes(".png"),
 ]
 
 
 def train_plan(
+    command_line: typer.Context,
     config: Config,
-    sequence: Sequence_,
     global_batch: Batch,
+    sequence: Sequence_ = None,
+    servers: Servers = None,
     device: Kind = None,
     gpus: Gpus = None,
     per_server: PerServer = None,
@@ -147,19 +167,39 @@ def train_plan(
     what_if: Annotated[
         bool, typer.Option("--what-if", help="What more memory and faster links would buy.")
     ] = False,
+    time_limit: SearchTime = 60.0,
     png: Picture = None,
     output: OutputFile = None,
     as_json: JsonFlag = False,
 ) -> int:
-    """Find how to divide a transformer's training among GPUs; exit code 1 if no layout fits.
+    """Find how to divide a transformer's training among GPUs; exit code 1 if nothing fits.
 
     Pipeline, tensor, context, expert and data degrees, microbatch, virtual stages, recomputation,
     ZeRO and placement, for example: stagewright train-plan config.json --device h100 --gpus 64
     --global-batch 512 --sequence 4096 -o layout.json
+
+    With measured layer profiles, on servers of several kinds: stages, replicas, tensor degrees and
+    kinds of GPU, for example: stagewright train-plan profiles.json --servers a100:2x4,v100:3x8
+    --global-batch 256 -o plan.json
     """
+    from stagewright.cli.profiled import is_profiles, plan_profiles, require_options
     from stagewright.formulations.parallelism.document import save_layout
     from stagewright.formulations.parallelism.layout import parse_layout
 
+    are_profiles = is_profiles(config)
+    given = require_options(command_line, config, are_profiles)
+    if are_profiles:
+        rates = {
+            "memory": memory,
+            "server_bandwidth": server_bandwidth,
+            "network_bandwidth": network_bandwidth,
+        }
+        return plan_profiles(
+            config, global_batch, servers, cluster, rates, reserve if "reserve" in given else None,
+            time_limit, png, output, as_json,
+        )  # fmt: skip
+    if sequence is None:
+        raise InputError(f"{config} needs --sequence, the tokens in a sample, for example 4096")
     fabric = read_fabric(
         device, gpus, per_server, server_bandwidth, network_bandwidth, per_rack, rack_bandwidth,
         host_bandwidth, memory, cluster,
@@ -259,11 +299,14 @@ def memory(
 
     For example: stagewright memory config.json --layout "p8 t8 d2 b1 full" --sequence 4096
     """
+    from stagewright.cli.profiled import is_profiled_plan
     from stagewright.formulations.parallelism.document import load_layout
     from stagewright.formulations.parallelism.layout import parse_layout
     from stagewright.graphs.documents.documents import write_bytes
     from stagewright.service.layout_memory import MemoryRequest, layout_memory
 
+    if is_profiled_plan(file):
+        raise InputError(f"{file} is a plan by layer profiles: check computes its memory again")
     if is_layout(file):
         options = (layout, sequence, global_batch, device, memory, precision, attention, reserve)
         if any(one is not None for one in options):

@@ -52,13 +52,14 @@ def check(
     """
     from stagewright.cli.layouts import check_layout, is_layout
     from stagewright.cli.placing import check_placement, is_placement
+    from stagewright.cli.profiled import check_profiled, is_profiled_plan
     from stagewright.service.pipeline_requests import CheckRequest
     from stagewright.service.plans import check as check_plan
 
-    if is_layout(plan):
+    if is_layout(plan) or is_profiled_plan(plan):
         if model is not None or cluster is not None or proofs:
             raise InputError(f"{plan} needs no --model, --cluster or --proofs: leave them out")
-        return check_layout(plan, as_json)
+        return (check_layout if is_layout(plan) else check_profiled)(plan, as_json)
     if model is None or cluster is None:
         raise InputError("--model and --cluster are needed: the files that were planned")
     if is_placement(plan):

@@ -6,8 +6,11 @@ from stagewright.formulations.forms.answers import StopToken
 
 if TYPE_CHECKING:
     from stagewright.formulations.parallelism.layout import Layout
+    from stagewright.formulations.parallelism.profiled import ProfiledProblem
+    from stagewright.formulations.parallelism.profiled_document import ProfiledDocument
     from stagewright.formulations.parallelism.training import TrainingProblem
     from stagewright.service.layouts import LayoutAnswer
+    from stagewright.service.profiled import ProfiledAnswer
     from stagewright.solvers.parallelism.space import Space
 
 
@@ -65,3 +68,44 @@ def train_plan(
         what_if=what_if,
     )
     return find_layouts(request, stop)
+
+
+def profiled_train_plan(
+    problem: "ProfiledProblem", *, time_limit: float = 60.0, stop: StopToken | None = None
+) -> "ProfiledAnswer":
+    """Find the fastest pipelines by measured layer profiles, on servers of several kinds.
+
+    Parameters
+    ----------
+    problem
+        See :func:`profiled_problem`.
+    time_limit
+        Seconds of the search.
+    stop
+        Ends the search once it is set; the answer is then the best so far.
+
+    Returns
+    -------
+    ProfiledAnswer
+        ``plan`` (see :func:`save_profiled_plan`; None if none fits), its stages, the memory of
+        every kind, status, bound and gap, and what the bound speaks of.
+
+    Raises
+    ------
+    InputError
+        If an argument is out of range.
+    """
+    from stagewright.service.profiled import ProfiledRequest, find_profiled_plan
+
+    return find_profiled_plan(ProfiledRequest.of(problem=problem, time_limit=time_limit), stop)
+
+
+def check_profiled_plan(plan: "ProfiledDocument") -> tuple[str, ...]:
+    """What is wrong with a plan by layer profiles, evaluated again; empty if it is valid.
+
+    Its bound is compared with the time, but the search is not run again.
+    """
+    from stagewright.service.profiled import CheckProfiledRequest
+    from stagewright.service.profiled import check_profiled_plan as check
+
+    return check(CheckProfiledRequest.of(document=plan)).violations

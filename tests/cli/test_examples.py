@@ -16,6 +16,7 @@ from profiles import slow_after
 from stagewright.formulations.plans.plan import load_plan
 from stagewright.graphs.machines.cluster import load_cluster
 from stagewright.graphs.models.chain import load_model
+from stagewright.graphs.models.layer_profiles import load_layer_profiles
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -144,3 +145,9 @@ def test_documents_are_those_that_the_script_writes(
     }
     for path in written:
         assert path.read_text() == (EXAMPLES / path.relative_to(tmp_path)).read_text()
+
+
+def test_layer_profiles_are_those_that_the_script_writes() -> None:
+    script = runpy.run_path(str(EXAMPLES / "layer_profiles.py"))
+    (path,) = (EXAMPLES / "layers").glob("*.json")
+    assert load_layer_profiles(path) == script["profiles"]()

@@ -274,6 +274,19 @@ def test_no_time_is_no_answer():
     assert 0 < found.bound < np.inf
 
 
+@examples(60)
+@given(problems())
+def test_the_bound_holds_where_cases_are_left_out(random):
+    """The clock jumps over half of the time after the first case."""
+    ticks = iter([0.0, 0.0, 0.0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(solver, "perf_counter", lambda: next(ticks, 31.0))
+        found = profiled_plan(random, LIMITS)
+    best = least_seconds(random)
+    assert found.bound <= best * (1 + 1e-9)
+    assert (found.status is Status.INFEASIBLE) <= (best == np.inf)
+
+
 def test_more_memory_and_more_servers_never_hurt():
     base = replace(problem(memory=30e6), memory=RULE)
     cost = profiled_plan(base, LIMITS).estimate.seconds
@@ -281,6 +294,25 @@ def test_more_memory_and_more_servers_never_hurt():
         pools = tuple(replace(pool, **changed) for pool in base.cluster.pools)
         larger = replace(base, cluster=ServerPools(pools))
         assert profiled_plan(larger, LIMITS).estimate.seconds <= cost
+
+
+def test_replicas_of_a_stage_share_a_server_where_their_sum_decides():
+    """Two stages of two replicas on two servers of two: sums are slow outside a server."""
+    inside, network = Route(1e12, 1e12), Route(1e6, 1e6)
+    measured = Measured("a", 1, 1, (1.0, 1.0), (1.0, 1.0), (0.0, 0.0))
+    sizes = LayerSizes(1, (1e6, 1e6), (1.0, 1.0), (1.0, 1.0))
+    pool = Pool("a", "z", 2, 2, 40e6, network, inside)
+    found = profiled_plan(
+        ProfiledProblem(
+            LayerProfiles("m", "s", (measured,), (sizes,)),
+            ServerPools((pool,)),
+            8,
+            MemoryRule(reserve_bytes=0.0, parameter_bytes=30.0),
+        ),
+        LIMITS,
+    )
+    assert [len({one.server for one in stage.replicas}) for stage in found.plan.stages] == [1, 1]
+    assert found.estimate.seconds < 12
 
 
 def test_microbatches_are_divided_evenly():

@@ -1,0 +1,247 @@
+"""``train-plan`` and ``check`` of plans by layer profiles."""
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from stagewright.cli.console import (
+    ask,
+    percent,
+    print_answer,
+    print_lines,
+    print_table,
+    progress,
+    with_option,
+)
+from stagewright.cli.interrupts import interruptible
+from stagewright.cli.profiled_inputs import read_server_pools
+from stagewright.graphs.documents.errors import InputError
+
+if TYPE_CHECKING:
+    from stagewright.service.profiled import ProfiledAnswer, ProfiledPoolAnswer
+
+PROFILES_ONLY = ("servers", "time_limit")
+BOTH = ("global_batch", "cluster", "server_bandwidth", "network_bandwidth", "memory", "reserve",
+        "png", "output", "as_json")  # fmt: skip
+"""Options of train-plan by what they are for; all others are for a config.json."""
+
+
+def is_profiles(path: Path) -> bool:
+    """Whether a file has layer profiles.
+
+    Raises
+    ------
+    InputError
+        If it is a file or folder of profiles that are not imported yet.
+    """
+    from stagewright.graphs.documents.documents import format_of
+    from stagewright.graphs.models.layer_profiles import FORMAT
+
+    source = _foreign(path)
+    if source is not None:
+        what = "is a folder" if path.is_dir() else f"seems to be a profile of {source}"
+        raise InputError(
+            f"{path} {what}; import its profiles first: stagewright import {path} --from {source} "
+            "--config config.json --sequence 2048 -o profiles.json"
+        )
+    return format_of(path) == FORMAT
+
+
+def _foreign(path: Path) -> str | None:
+    """The project whose profiles these seem to be."""
+    from pydantic_core import from_json
+
+    from stagewright.graphs.documents.documents import read_text
+
+    if path.is_dir():
+        return "metis" if any(path.glob("DeviceType.*.json")) else "sailor"
+    try:
+        found = from_json(read_text(path))
+    except ValueError:
+        return None
+    if not isinstance(found, dict) or not found:
+        return None
+    if "execution_time" in found:
+        return "metis"
+    return "sailor" if all(key.isdecimal() for key in found) else None
+
+
+def require_options(context: typer.Context, path: Path, are_profiles: bool) -> list[str]:
+    """The options that were given; refuses those that do not apply to what is planned."""
+    given = [
+        name
+        for name in context.params
+        if name != "config" and context.get_parameter_source(name).name == "COMMANDLINE"  # type: ignore[union-attr]
+    ]
+    known = (*PROFILES_ONLY, *BOTH)
+    stray = [
+        name for name in given if (name not in known if are_profiles else name in PROFILES_ONLY)
+    ]
+    if stray:
+        options = ", ".join(_option(context, name) for name in stray)
+        what = "a file of layer profiles" if are_profiles else "not a file of layer profiles"
+        apply = "does not apply" if len(stray) == 1 else "do not apply"
+        raise InputError(f"{options} {apply} to {path}, which is {what}")
+    return given
+
+
+def _option(context: typer.Context, name: str) -> str:
+    return next(one.opts[0] for one in context.command.params if one.name == name)
+
+
+def plan_profiles(
+    path: Path,
+    batch: int,
+    servers: str | None,
+    cluster: Path | None,
+    rates: dict[str, str | None],
+    reserve: str | None,
+    time_limit: float,
+    png: Path | None,
+    output: Path | None,
+    as_json: bool,
+) -> int:
+    """Find the fastest plan by layer profiles; exit code 1 if none fits."""
+    from stagewright.formulations.parallelism.profiled_document import save_profiled_plan
+    from stagewright.graphs.documents.units import parse_bytes
+    from stagewright.graphs.models.layer_profiles import load_layer_profiles
+    from stagewright.service.profiled import ProfiledRequest, find_profiled_plan
+    from stagewright.service.profiled_problems import profiled_problem
+
+    profiles = load_layer_profiles(path)
+    pools = read_server_pools(servers, cluster, rates, profiles.device_kinds)
+    bytes_ = None if reserve is None else parse_bytes(reserve)
+    try:
+        problem = profiled_problem(profiles, pools, batch=batch, reserve_bytes=bytes_)
+    except InputError as error:
+        options = {"batch": "--global-batch", "reserve_bytes": "--reserve"}
+        raise InputError(with_option(str(error), (), options)) from None
+    request = ask(ProfiledRequest, problem=problem, time_limit=time_limit)
+    with interruptible() as stop, progress(f"planning {profiles.name}", stop):
+        answer = find_profiled_plan(request, stop)
+    written = []
+    if answer.plan is not None:
+        if png is not None:
+            _draw(png, f"{profiles.name}, batch {batch}", answer)
+            written.append(png)
+        if output is not None:
+            save_profiled_plan(answer.plan, output)
+            written.append(output)
+    if as_json:
+        print_answer(answer)
+    else:
+        _print(profiles.name, batch, answer)
+        print_lines(*(f"{one} is written" for one in written))
+    return 0 if answer.plan is not None else 1
+
+
+def _draw(png: Path, title: str, answer: "ProfiledAnswer") -> None:
+    from stagewright.executor.drawing.stage_bars import stages_png
+    from stagewright.graphs.documents.documents import write_bytes
+    from stagewright.graphs.documents.units import format_seconds
+
+    seconds = format_seconds(answer.iteration_seconds or 0.0)
+    write_bytes(png, stages_png(answer.stages, f"{title}: {seconds} per iteration"))
+
+
+def _print(name: str, batch: int, answer: "ProfiledAnswer") -> None:
+    from stagewright.graphs.documents.units import counted, format_seconds
+
+    bound = format_seconds(answer.bound_seconds) if answer.bound_seconds is not None else "-"
+    if answer.iteration_seconds is None:
+        print_lines(
+            f"{name}: {answer.status}", *([answer.reason] if answer.reason else []), *answer.remarks
+        )
+        return
+    _print_stages(answer)
+    _print_pools(answer)
+    each = " and ".join(
+        f"{counted(pipelines, 'pipeline', 'pipelines')} of {number} microbatches"
+        for number, pipelines in Counter(answer.microbatches).items()
+    )
+    print_lines(
+        f"{each} of {counted(answer.microbatch_size or 0, 'sample', 'samples')}",
+        f"{name}: {format_seconds(answer.iteration_seconds)} per iteration, "
+        f"{answer.samples_per_second or 0.0:.4g} samples/s ({answer.status} by the model), bound "
+        f"{bound} by {answer.proved_by}, gap {percent(answer.gap)}, {answer.wall_seconds:.2f} s",
+        f"of all plans of the class: {answer.plan_class}",
+        *answer.remarks,
+    )
+
+
+def _print_stages(answer: "ProfiledAnswer") -> None:
+    from stagewright.graphs.documents.units import format_bytes, format_seconds
+
+    print_table(
+        ("stage", "layers", "<GPUs", "replicas", "tensor", "forward", "backward", "all-reduce",
+         "update", "memory", "of"),
+        [
+            (
+                str(s), f"{one.first}-{one.stop - 1}", _name(answer.pools, one.pool),
+                str(one.replicas), str(one.tensor), format_seconds(one.forward_seconds),
+                format_seconds(one.backward_seconds), format_seconds(one.reduce_seconds),
+                format_seconds(one.update_seconds), format_bytes(one.memory_bytes),
+                format_bytes(one.capacity_bytes),
+            )
+            for s, one in enumerate(answer.stages)
+        ],
+    )  # fmt: skip
+
+
+def _name(pools: "Sequence[ProfiledPoolAnswer]", number: int) -> str:
+    """The kind; with the size of the servers and the zone where they tell pools apart."""
+    one = pools[number]
+    same = [other for other in pools if other.device_kind == one.device_kind]
+    size = f" of {one.per_server}" if len({other.per_server for other in same}) > 1 else ""
+    zone = f" in {one.zone}" if len({other.zone for other in same}) > 1 else ""
+    return f"{one.device_kind}{size}{zone}"
+
+
+def _print_pools(answer: "ProfiledAnswer") -> None:
+    from stagewright.graphs.documents.units import format_bytes
+
+    print_table(
+        ("<GPUs", "servers", "each", "used", "fullest GPU", "of"),
+        [
+            (
+                _name(answer.pools, number),
+                str(one.servers),
+                str(one.per_server),
+                f"{one.used} of {one.devices}",
+                "-" if one.peak_bytes is None else format_bytes(one.peak_bytes),
+                format_bytes(one.capacity_bytes),
+            )
+            for number, one in enumerate(answer.pools)
+        ],
+    )
+
+
+def is_profiled_plan(path: Path) -> bool:
+    """Whether a file is a plan by layer profiles."""
+    from stagewright.formulations.parallelism.profiled_document import FORMAT
+    from stagewright.graphs.documents.documents import format_of
+
+    return format_of(path) == FORMAT
+
+
+def check_profiled(path: Path, as_json: bool) -> int:
+    """Compute a plan's time and memory again, and print what differs; exit code 1 if any."""
+    from stagewright.formulations.parallelism.profiled_document import load_profiled_plan
+    from stagewright.graphs.documents.units import format_seconds
+    from stagewright.service.profiled import CheckProfiledRequest, check_profiled_plan
+
+    request = ask(CheckProfiledRequest, document=load_profiled_plan(path))
+    answer = check_profiled_plan(request)
+    if as_json:
+        print_answer(answer)
+    elif answer.violations:
+        print_lines(*(f"{path}: {one}" for one in answer.violations))
+    else:
+        print_lines(
+            f"{path}: valid, {format_seconds(answer.iteration_seconds)} per iteration; the search "
+            "behind its bound is not run again: train-plan does"
+        )
+    return 1 if answer.violations else 0
