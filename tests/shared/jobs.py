@@ -1,9 +1,11 @@
 """What ``stagewright run`` trains in tests; a mishap is asked for by the environment.
 
-``MISHAP`` is ``kill 1 3``, ``sleep 1 3`` or ``raise 1 3``: what befalls rank 1 when it fetches the
-mini-batch of step 3. Every rank leaves its process id in the folder ``PIDS``.
+``MISHAP`` is ``kill 1 3``, ``stop 1 3``, ``sleep 1 3``, ``hold 1 3`` or ``raise 1 3``: what befalls
+rank 1 when it fetches the mini-batch of step 3. Every rank leaves its process id in the folder
+``PIDS``.
 """
 
+import ctypes
 import itertools
 import os
 import signal
@@ -51,10 +53,22 @@ def double_batches() -> Iterator[tuple[Tensor, Tensor]]:
 def _meet(mishap: str) -> None:
     if mishap == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    elif mishap == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
     elif mishap == "sleep":
         time.sleep(1000)
+    elif mishap == "hold":
+        Path("held").touch()
+        _hold()
     else:
         raise ValueError("no such\nsample")
+
+
+def _hold() -> None:
+    """Lock a mutex twice, which no signal ends, and let no other thread of Python run meanwhile."""
+    mutex, library = ctypes.create_string_buffer(64), ctypes.PyDLL(None)
+    for _ in range(2):
+        library.pthread_mutex_lock(mutex)
 
 
 def infinite_batches() -> Iterator[tuple[Tensor, Tensor]]:

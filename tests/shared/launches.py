@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from training_plans import gpipe, one_f_one_b, straight
@@ -29,9 +30,17 @@ class Job:
         save_plan(gpipe(straight([4]), 2), folder / "one.json")
 
     def start(
-        self, *options: object, plan: str = "two.json", **environment: str
+        self,
+        *options: object,
+        plan: str = "two.json",
+        launcher: tuple[str, ...] = (),
+        module: tuple[str, ...] = ("-m", "stagewright"),
+        **environment: str,
     ) -> subprocess.Popen[str]:
-        """Five steps in float64 with AdamW, unless ``options`` say otherwise."""
+        """Five steps in float64 with AdamW, unless ``options`` say otherwise.
+
+        ``launcher`` and ``module`` are the arguments of Python before those of the command.
+        """
         pids = self.folder / "pids"
         shutil.rmtree(pids, ignore_errors=True)
         pids.mkdir()
@@ -47,7 +56,7 @@ class Job:
             given += [] if option in given else [option, value]
         places = [str(TESTS), os.environ.get("PYTHONPATH", "")]
         return subprocess.Popen(
-            [sys.executable, "-m", "stagewright", "run", plan, *given],
+            [sys.executable, *launcher, *module, "run", plan, *given],
             cwd=self.folder,
             env={
                 **os.environ,
@@ -60,9 +69,11 @@ class Job:
             text=True,
         )
 
-    def run(self, *options: object, code: int = 0, **how: str) -> tuple[str, list[str]]:
+    def run(
+        self, *options: object, code: int = 0, plan: str = "two.json", **environment: Any
+    ) -> tuple[str, list[str]]:
         """Stdout, and the lines on stderr in order; no process is left."""
-        process = self.start(*options, **how)
+        process = self.start(*options, plan=plan, **environment)
         # Two seconds for imports may be twenty on a busy machine; then the ranks' own limit.
         out, complaints = process.communicate(timeout=60 + TIMEOUT_SECONDS)
         assert process.returncode == code, complaints
@@ -72,6 +83,11 @@ class Job:
     def await_ranks(self, count: int) -> None:
         """Until ``count`` ranks have begun with their data."""
         until(lambda: len(self._pids()) == count)
+
+    def await_end(self, rank: int) -> None:
+        """Until the process of ``rank`` is gone."""
+        pid = int((self.folder / "pids" / str(rank)).read_text())
+        until(lambda: not is_running(pid))
 
     def require_forks(self, launcher: int) -> None:
         """Unless each rank is a copy of the launcher, not a program of its own."""
@@ -98,8 +114,13 @@ def until(holds: Callable[[], bool]) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process is alive, and not merely unburied by whoever adopted it."""
+    """Whether a process is alive, and not merely unburied by whoever adopted it.
+
+    A process whose first thread has ended is alive while others have not.
+    """
     try:
+        if len(os.listdir(f"/proc/{pid}/task")) > 1:
+            return True
         status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
         return False

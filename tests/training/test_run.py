@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launches import TESTS, TIMEOUT_SECONDS, Job
+from launches import TESTS, TIMEOUT_SECONDS, Job, until
 from profiles import slow_after
 from training_plans import gpipe, straight
 from typer.testing import CliRunner
@@ -37,6 +37,7 @@ from stagewright.executor.programs.verify import verify
 from stagewright.executor.training.ranks import launch
 from stagewright.executor.training.training import mini_batches
 
+NO_ANSWER = "rank {} does not answer (killed, stopped or unreachable?)"
 LOST = "lost contact with another rank (killed, stuck or unreachable?)"
 
 
@@ -70,7 +71,7 @@ def killed(job: Job) -> Path:
     )
     assert out == ""
     # Rank 0 learns of it from its connection to rank 1, or from the launcher if that is quicker.
-    cause = rf"({re.escape(LOST)}|ended by SIGTERM)"
+    cause = rf"({re.escape(LOST)}|{re.escape(NO_ANSWER.format(1))}|ended by SIGTERM)"
     assert re.fullmatch(rf"stagewright: rank 0: stopped at step [34]: {cause}", complaints[0])
     assert complaints[1:] == ["stagewright: rank 1: killed by SIGKILL"]
     folder = job.folder / "killed"
@@ -163,6 +164,53 @@ def test_a_rank_that_hangs_ends_the_run(job: Job) -> None:
         "stagewright: rank 0: stopped at step 2: ended by SIGTERM",
         f"stagewright: rank 1: stopped at step 2: {LOST}",
     ]
+
+
+STOPPED = [
+    f"stagewright: rank 0: stopped at step 3: {NO_ANSWER.format(1)}",
+    "stagewright: rank 1: stopped at step 3: it did not answer the other ranks (was the process "
+    "stopped?)",
+]
+
+
+def test_a_stopped_rank_is_named_and_ends_with_the_run(job: Job) -> None:
+    """It tells its end itself: it has been continued, not killed after a while."""
+    _, complaints = job.run("--timeout", 4, code=1, MISHAP="stop 1 3")
+    assert complaints == STOPPED
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_does_not_hold_up_torchrun(job: Job) -> None:
+    """Which would wait half a minute for it, then kill it."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    process = job.start("--timeout", 4, launcher=torchrun, MISHAP="stop 1 3")
+    _, complaints = process.communicate(timeout=60 + TIMEOUT_SECONDS)
+    assert process.returncode == 1
+    told = sorted(line for line in complaints.splitlines() if line.startswith("stagewright: "))
+    assert told == STOPPED
+    job.require_all_gone()
+
+
+def test_the_second_signal_ends_ranks_that_do_not_hear_the_first(job: Job) -> None:
+    """One holds the interpreter, so that its handler does not run."""
+    patient = (
+        "-c",
+        "from stagewright.executor.training.ranks import launch\n"
+        "from stagewright.cli import main\n"
+        "launch.SHUTDOWN_SECONDS = 1000\n"
+        "main()",
+    )
+    process = job.start(launcher=patient, module=(), MISHAP="hold 0 2")
+    until((job.folder / "held").exists)
+    process.send_signal(signal.SIGINT)
+    assert process.stderr is not None
+    assert "rank 1: stopped at step" in process.stderr.readline()  # the first is heard
+    job.await_end(1)
+    process.send_signal(signal.SIGINT)
+    _, complaints = process.communicate(timeout=TIMEOUT_SECONDS)
+    assert process.returncode == 130
+    assert complaints == "stagewright: rank 0: killed, as it did not end at SIGINT\n"
+    job.require_all_gone()
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,11 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.distributed_c10d import Store
 
-REASON_SECONDS = 2.0  # how long a rank that lost another one waits for the reason
+    from stagewright.executor.training.ranks.roll_call import RollCall
+
+# How long a rank that lost another one waits for the reason, and for the others to answer.
+REASON_SECONDS = 2.0
+LOST = "lost contact with another rank (killed, stuck or unreachable?)"
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -49,6 +53,7 @@ class Ending:
 
     member: Member
     store: "Store | None" = None
+    roll_call: "RollCall | None" = None
     lost: bool = False
     only_one: threading.Lock = field(default_factory=threading.Lock)
 
@@ -78,26 +83,60 @@ class Ending:
     def _leave_after_another(self, seconds: float, otherwise: str = "") -> NoReturn:
         """End because of another rank, whose reason may arrive some seconds later."""
         if self.lost or not otherwise:
-            otherwise = "lost contact with another rank (killed, stuck or unreachable?)"
+            otherwise = LOST
         # The store may be unreachable, too.
         alarm = threading.Timer(seconds + 1, self._leave, (1, f"{self._place()}: {otherwise}"))
         alarm.daemon = True
         alarm.start()
-        until = time.monotonic() + seconds
-        while not (known := self._known()) and time.monotonic() < until:
-            time.sleep(0.05)
+        known = self._await_reason(seconds)
         if "refused" in known:
             self._leave(2, "")
         if "failed" in known:
             rank, _, reason = known["failed"].partition(" ")
             otherwise = f"rank {rank} failed: {reason}"
+        elif "silent" in known:
+            otherwise = self._silence(known["silent"].split())
         self._leave(1, f"{self._place()}: {otherwise}")
+
+    def _await_reason(self, seconds: float) -> dict[str, str]:
+        """The reasons that ranks store within ``seconds``, or which ranks do not answer then."""
+        if seconds:
+            self._call_roll()
+        until = time.monotonic() + seconds
+        while not (known := self._known()) and time.monotonic() < until:
+            time.sleep(0.05)
+        return known or (self._missed() if seconds else {})
+
+    def _call_roll(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            if self.roll_call is not None:
+                self.roll_call.ask()
+
+    def _missed(self) -> dict[str, str]:
+        """Tell the others which ranks have not answered, and let these hear that the job ends."""
+        with contextlib.suppress(RuntimeError):
+            if self.store is not None and self.roll_call is not None:
+                ranks = self.roll_call.silent()
+                if ranks:
+                    listed = " ".join(map(str, ranks))
+                    told = self.store.compare_set(f"{attempt()}/silent", "", listed)
+                    self.roll_call.wake(ranks)
+                    return {"silent": told.decode()}
+        return {}
+
+    def _silence(self, ranks: list[str]) -> str:
+        """What is said of the ranks that have not answered."""
+        if str(self.member.rank) in ranks:
+            return "it did not answer the other ranks (was the process stopped?)"
+        if len(ranks) == 1:
+            return f"rank {ranks[0]} does not answer (killed, stopped or unreachable?)"
+        return f"ranks {', '.join(ranks)} do not answer (killed, stopped or unreachable?)"
 
     def _known(self) -> dict[str, str]:
         """The reasons that ranks of the job have stored."""
         with contextlib.suppress(RuntimeError):  # the store may be gone with its owner
             if self.store is not None:
-                keys = {name: f"{attempt()}/{name}" for name in ("refused", "failed")}
+                keys = {name: f"{attempt()}/{name}" for name in ("refused", "failed", "silent")}
                 return {
                     name: self.store.get(key).decode()
                     for name, key in keys.items()

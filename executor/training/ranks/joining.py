@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from stagewright.executor.training.ranks.endings import Ending, Member, attempt, watched_signals
 from stagewright.executor.training.ranks.launch import end_with_parent, silence_torch
+from stagewright.executor.training.ranks.roll_call import RollCall, address
 from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
@@ -47,18 +48,21 @@ def joined(timeout_seconds: float) -> Iterator[Member]:
             store = _connect(timeout_seconds)
             # A second connection: the main thread may be waiting in the first.
             ending.store = store.clone()  # type: ignore[attr-defined]
-            _await_ranks(store, member, timeout_seconds)
+            roll_call = RollCall(ending.store, attempt(), rank, world_size)
+            _await_ranks(store, roll_call, timeout_seconds)
+            ending.roll_call = roll_call
             if device.type == "cuda":
                 torch.cuda.set_device(device)
-            dist.init_process_group(
-                backend,
-                store=PrefixStore(f"{attempt()}/group", store),
-                rank=rank,
-                world_size=world_size,
-                timeout=timedelta(seconds=timeout_seconds),
-            )
-            yield member
-            dist.barrier()  # no rank leaves, and closes the store, before all are done
+            with roll_call.answered():
+                dist.init_process_group(
+                    backend,
+                    store=PrefixStore(f"{attempt()}/group", store),
+                    rank=rank,
+                    world_size=world_size,
+                    timeout=timedelta(seconds=timeout_seconds),
+                )
+                yield member
+                dist.barrier()  # no rank leaves, and closes the store, before all are done
         except BaseException as error:
             ending.fail(error)
     dist.destroy_process_group()
@@ -98,17 +102,17 @@ def _connect(timeout_seconds: float) -> "Store":
         ) from None
 
 
-def _await_ranks(store: "Store", member: Member, timeout_seconds: float) -> None:
+def _await_ranks(store: "Store", roll_call: RollCall, timeout_seconds: float) -> None:
     import torch.distributed as dist
 
-    keys = [f"{attempt()}/here/{rank}" for rank in range(member.world_size)]
-    store.set(keys[member.rank], "")
+    keys = [roll_call.here(rank) for rank in range(roll_call.world_size)]
+    store.set(keys[roll_call.rank], address())
     try:
         store.wait(keys, timedelta(seconds=timeout_seconds))
     except dist.DistStoreError:
         missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
-        came = member.world_size - len(missing)
+        came = len(keys) - len(missing)
         raise ConnectionError(
-            f"{came} of {member.world_size} ranks came within {timeout_seconds:g} s, "
+            f"{came} of {len(keys)} ranks came within {timeout_seconds:g} s, "
             f"missing: {', '.join(missing)}"
         ) from None

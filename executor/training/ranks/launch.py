@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection, wait
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 TORCH_VERSION = (2, 13)  # the only version that the executor is tested on
 
-SHUTDOWN_SECONDS = 10  # until ranks that have not ended are killed
+SHUTDOWN_SECONDS = 3  # until ranks that have not ended are killed
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 HOST = "127.0.0.1"
 
@@ -124,7 +124,7 @@ class LocalRanks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end(signal.SIGKILL)
+        self._kill()
         self._listener.close()
 
     def run(self) -> int:
@@ -190,21 +190,40 @@ class LocalRanks:
         while running and not any(process.exitcode for process in self._processes):
             ready = wait([caught, *(process.sentinel for process in running)])
             if caught in ready and (number := caught.recv(1)[0]) in ENDING_SIGNALS:
-                self._end(number)
+                self._end(number, caught)
                 return 128 + number
             running = [process for process in running if process.exitcode is None]
-        self._end(signal.SIGTERM)
-        return _exit_code([process.exitcode or 0 for process in self._processes])
+        late = self._end(signal.SIGTERM, caught)
+        codes = [process.exitcode or 0 for process in self._processes]
+        return _exit_code({rank: code for rank, code in enumerate(codes) if rank not in late})
 
-    def _end(self, number: int) -> None:
-        """End the ranks by a signal, and those that remain by SIGKILL."""
+    def _end(self, number: int, caught: socket.socket) -> list[int]:
+        """End the ranks by a signal, and those that remain by SIGKILL; which these are.
+
+        They have `SHUTDOWN_SECONDS`, or until the next signal to this process.
+        """
+        for process in self._processes:
+            _signal(process, number)
         until = time.monotonic() + SHUTDOWN_SECONDS
-        for each in (number, signal.SIGKILL):
-            for process in self._processes:
-                _signal(process, each)
-            for process in self._processes:
-                process.join(max(0.0, until - time.monotonic()))
-            until += SHUTDOWN_SECONDS
+        while (running := self._running()) and (seconds := until - time.monotonic()) > 0:
+            ready = wait([caught, *(process.sentinel for process in running.values())], seconds)
+            if caught in ready and caught.recv(1)[0] in ENDING_SIGNALS:
+                break
+        late = self._running()
+        for rank in late:
+            say(f"rank {rank}: killed, as it did not end at {signal.Signals(number).name}")
+        self._kill()
+        return list(late)
+
+    def _running(self) -> dict[int, BaseProcess]:
+        """The ranks that have not ended."""
+        return {r: process for r, process in enumerate(self._processes) if process.exitcode is None}
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            _signal(process, signal.SIGKILL)
+        for process in self._processes:
+            process.join()
 
 
 def _be_rank(gate: Connection, body: Callable[[], object]) -> None:
@@ -225,14 +244,18 @@ def _be_rank(gate: Connection, body: Callable[[], object]) -> None:
 
 
 def _signal(process: BaseProcess, number: int) -> None:
-    """Send a signal to a running rank, and to the processes that it has started."""
+    """Send a signal to a running rank, and to the processes that it has started.
+
+    Those that are stopped continue, as they would not handle it.
+    """
     if process.exitcode is not None or process.pid is None:
         return
-    try:
-        os.killpg(process.pid, number)
-    except ProcessLookupError:  # it has not made its own group yet
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, number)
+    for each in (number, signal.SIGCONT):
+        try:
+            os.killpg(process.pid, each)
+        except ProcessLookupError:  # it has not made its own group yet
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, each)
 
 
 @contextlib.contextmanager
@@ -247,14 +270,14 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _exit_code(codes: Sequence[int]) -> int:
-    """The job's exit code; prints a line for ranks that were killed."""
-    for rank, code in enumerate(codes):
+def _exit_code(codes: Mapping[int, int]) -> int:
+    """The job's exit code from those of ranks; prints a line for ranks that were killed."""
+    for rank, code in codes.items():
         if code < 0 and -code not in ENDING_SIGNALS:
             say(f"rank {rank}: killed by {signal.Signals(-code).name}")
-    if not any(codes):
+    if not any(codes.values()):
         return 0
-    return 2 if 2 in codes else 1
+    return 2 if 2 in codes.values() else 1
 
 
 def end_with_parent() -> None:
