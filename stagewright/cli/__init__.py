@@ -22,6 +22,7 @@ from stagewright.cli.estimating import estimate
 from stagewright.cli.exporting import export
 from stagewright.cli.importing import import_
 from stagewright.cli.inputs import cluster, model
+from stagewright.cli.interrupts import interrupt_once
 from stagewright.cli.layouts import memory, train_plan
 from stagewright.cli.makespans import jobshop
 from stagewright.cli.outputs import checked
@@ -124,4 +125,5 @@ def stagewright(
 
 def main() -> None:
     """Run the command line of this process."""
+    interrupt_once()
     app()

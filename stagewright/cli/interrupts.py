@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a search early and keep its best answer."""
+"""Ctrl-C and SIGTERM end a search early and keep its best answer; a second one ends any command."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-SHOW_CURSOR = "\x1b[?25h"
+SHOW_CURSOR = b"\x1b[?25h"
 STDERR = 2
 STOPPING = b"stagewright: stopping; a second signal ends it immediately\n"
 
@@ -20,11 +20,10 @@ def interruptible() -> Iterator[threading.Event]:
     stop = threading.Event()
 
     def handle(number: int, _: FrameType | None) -> None:
-        if stop.is_set():
-            _end(number)
-        if not sys.stderr.isatty():  # else the progress line says it
-            with suppress(OSError):
-                os.write(STDERR, STOPPING)
+        _let_the_next_end()
+        with suppress(OSError):
+            # On a terminal, the progress line says it; the next signal leaves no time for the rest.
+            os.write(STDERR, SHOW_CURSOR if sys.stderr.isatty() else STOPPING)
         stop.set()
 
     if threading.current_thread() is not threading.main_thread():
@@ -38,8 +37,21 @@ def interruptible() -> Iterator[threading.Event]:
             signal.signal(number, handler or signal.SIG_DFL)
 
 
-def _end(number: int) -> None:
-    """End immediately, without waiting for other threads, and restore the terminal."""
-    if sys.stderr.isatty():
-        os.write(sys.stderr.fileno(), f"{SHOW_CURSOR}\n".encode())
-    os._exit(128 + number)
+def interrupt_once() -> None:
+    """Let the first Ctrl-C raise KeyboardInterrupt, as Python does, and the second end at once."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        _let_the_next_end()
+        signal.default_int_handler(number, frame)
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, handle)
+
+
+def _let_the_next_end() -> None:
+    """Let the kernel end this process at the next signal.
+
+    A handler of Python would wait for a library that computes.
+    """
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)

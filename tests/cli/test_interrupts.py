@@ -95,26 +95,76 @@ def test_a_signal_keeps_the_best_plan(files: Path, number: signal.Signals) -> No
     assert answered_json("check", files / "plan.json", *given)["status"] == "valid"
 
 
-def test_the_second_signal_ends_at_once(files: Path) -> None:
-    """A solver that does not hear is no reason to wait."""
-    code = (
-        "import time; from stagewright.cli.interrupts import interruptible\n"
-        "with interruptible() as stop:\n"
-        " print('ready', flush=True)\n"
-        f" while not stop.is_set(): time.sleep(0.01)\n"
-        f" print('stopping', flush=True); time.sleep({LONG})"
+SEARCH = """
+import time
+from holding import hold
+from stagewright.cli.interrupts import interruptible
+with interruptible() as stop:
+    print("ready", flush=True)
+    while not stop.is_set():
+        time.sleep(0.01)
+    print("stopping", flush=True)
+    hold()
+"""
+COMMAND = f"""
+import time
+from holding import hold
+from stagewright.cli import app, main
+
+@app.command()
+def wait():
+    print("ready", flush=True)
+    try:
+        time.sleep({LONG})
+    finally:
+        print("stopping", flush=True)
+        hold()
+
+main()
+"""
+
+
+def started(code: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", code, "wait"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        (SEARCH, "stagewright: stopping; a second signal ends it immediately\n"),
+        (COMMAND, ""),
+    ],
+    ids=["search", "command"],
+)
+def test_the_second_signal_ends_at_once(code: str, told: str) -> None:
+    """A library that computes, and lets no handler of Python run, is no reason to wait."""
+    process = started(code)
     assert process.stdout is not None
     assert process.stderr is not None
-    for line in ("ready\n", "stopping\n"):
-        assert process.stdout.readline() == line
-        process.send_signal(signal.SIGINT)
-    assert process.wait(PATIENCE) == 128 + signal.SIGINT
-    told = "stagewright: stopping; a second signal ends it immediately\n"
-    assert process.stderr.read() == told
+    try:
+        for line in ("ready\n", "stopping\n"):
+            assert process.stdout.readline() == line
+            process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE) == -signal.SIGINT
+        assert process.stderr.read() == told
+    finally:
+        process.kill()
+
+
+def test_the_first_signal_ends_a_command_without_a_traceback() -> None:
+    code = COMMAND.replace("hold()", "pass")
+    process = started(code)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    told, complaints = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, told, complaints) == (128 + signal.SIGINT, "stopping\n", "")
 
 
 def test_a_signal_leaves_out_the_kernels_that_are_not_compiled_yet(

@@ -5,7 +5,6 @@ rank 1 when it fetches the mini-batch of step 3. Every rank leaves its process i
 ``PIDS``.
 """
 
-import ctypes
 import itertools
 import os
 import signal
@@ -14,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from holding import hold
 from models import WIDTH, ResidualMLP, vectors
 from torch import Tensor, nn
 
@@ -59,16 +59,9 @@ def _meet(mishap: str) -> None:
         time.sleep(1000)
     elif mishap == "hold":
         Path("held").touch()
-        _hold()
+        hold()
     else:
         raise ValueError("no such\nsample")
-
-
-def _hold() -> None:
-    """Lock a mutex twice, which no signal ends, and let no other thread of Python run meanwhile."""
-    mutex, library = ctypes.create_string_buffer(64), ctypes.PyDLL(None)
-    for _ in range(2):
-        library.pthread_mutex_lock(mutex)
 
 
 def infinite_batches() -> Iterator[tuple[Tensor, Tensor]]:
