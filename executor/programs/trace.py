@@ -126,7 +126,7 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
 
 def save_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
     """Write a trace document atomically."""
-    documents.write(Trace, trace, path)
+    documents.write(Trace, trace, path, "the trace")
 
 
 def traced_step(

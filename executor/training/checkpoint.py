@@ -71,12 +71,10 @@ def save(
 
     Raises
     ------
-    OSError
-        If it cannot be written; the checkpoints that were there stay.
+    InputError
+        If it cannot be written, as on a full disk; the checkpoints that were there stay.
     """
-    from torch.distributed.checkpoint import state_dict_saver
     from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
     path = folder / f"step-{header.steps:08d}"
     partial = _partial(path)
@@ -86,18 +84,47 @@ def save(
             shutil.rmtree(leftover)
     dist.barrier(group)
     try:
-        writer = FileSystemWriter(partial)
-        state_dict_saver.save(dict(state), storage_writer=writer, process_group=group)
-    except CheckpointException as error:
-        raise OSError(f"{path}: the checkpoint cannot be written: {_cause(error)}") from None
+        _write(partial, state, header, group)
+        if is_first:
+            _publish(partial, path)
+    except (CheckpointException, OSError) as error:
+        if is_first:  # no rank writes any more; the user needs the space
+            shutil.rmtree(partial, ignore_errors=True)
+        cause = _cause(error) if isinstance(error, CheckpointException) else error
+        if not isinstance(cause, OSError):
+            raise
+        told = f"{path}: the checkpoint cannot be written: {cause.strerror or cause}"
+        raise InputError(told) from None
+    return path
+
+
+def _write(
+    partial: Path,
+    state: Mapping[str, Tensor],
+    header: Header,
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Write all files of a checkpoint."""
+    from torch.distributed.checkpoint import state_dict_saver
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+    writer = FileSystemWriter(partial)
+    state_dict_saver.save(dict(state), storage_writer=writer, process_group=group)
+    is_first = dist.get_rank(group) == 0
     if is_first:  # all have written
-        documents.write_text(partial / HEADER, documents.to_json(header))
+        _put(partial / HEADER, documents.to_json(header))
     sums = _shared_sums(partial, group)
     if is_first:
-        documents.write_text(partial / SUMS, _as_text(sums))
+        _put(partial / SUMS, _as_text(sums))
         _sync(partial)
-        _publish(partial, path)
-    return path
+
+
+def _put(path: Path, text: str) -> None:
+    """Write a file, and flush it to the disk."""
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _publish(partial: Path, path: Path) -> None:
@@ -260,7 +287,9 @@ def read(
         reader = FileSystemReader(path)
         state_dict_loader.load(tensors, storage_reader=reader, process_group=group)
     except CheckpointException as error:
-        raise InputError(f"{path} is damaged ({_cause(error)})") from None
+        cause = _cause(error)
+        told = " ".join(f"{type(cause).__name__}: {cause}".split())
+        raise InputError(f"{path} is damaged ({told})") from None
     return tensors
 
 
@@ -315,9 +344,9 @@ def _remove(path: Path) -> None:
     shutil.rmtree(path.rename(path.with_name(f".{path.name}.old.partial")))
 
 
-def _cause(error: "CheckpointException") -> str:
-    cause = next(iter(error.failures.values()))[0]
-    return " ".join(f"{type(cause).__name__}: {cause}".split())
+def _cause(error: "CheckpointException") -> BaseException:
+    """The failure of the first rank that had one."""
+    return next(iter(error.failures.values()))[0]
 
 
 def _sync(folder: Path) -> None:

@@ -267,7 +267,7 @@ def _write_results(task: Task, executor: AnyExecutor) -> None:
         if parameters is not None:
             buffer = io.BytesIO()
             torch.save(parameters, buffer)
-            documents.write_bytes(task.parameters, buffer.getvalue())
+            documents.write_bytes(task.parameters, buffer.getvalue(), "the parameters")
     if task.trace is not None:
         trace = executor.trace_on_first_rank()
         if trace is not None:

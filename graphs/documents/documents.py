@@ -119,8 +119,8 @@ def _adapter(kind: type[T]) -> TypeAdapter[T]:
     return _ADAPTERS[kind]
 
 
-def write(kind: type[T], document: T, path: str | os.PathLike[str]) -> None:
-    """Write a document of type ``kind`` to ``path`` atomically.
+def write(kind: type[T], document: T, path: str | os.PathLike[str], what: str = "the file") -> None:
+    """Write a document of type ``kind`` to ``path`` atomically; ``what`` it is, for messages.
 
     Raises
     ------
@@ -128,7 +128,7 @@ def write(kind: type[T], document: T, path: str | os.PathLike[str]) -> None:
         If ``document`` has another type, or the file cannot be written.
     """
     require_type(document, kind, "the document")
-    write_text(path, to_json(document))
+    write_bytes(path, to_json(document).encode(), what)
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
@@ -136,8 +136,8 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     write_bytes(path, text.encode())
 
 
-def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write ``data`` to ``path`` atomically, as :func:`write_text` does.
+def write_bytes(path: str | os.PathLike[str], data: bytes, what: str = "the file") -> None:
+    """Write ``data`` to ``path`` atomically, as :func:`write_text` does; ``what`` it is.
 
     Pipes, devices and the file of standard output are written directly.
     """
@@ -153,7 +153,7 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
     except BrokenPipeError:
         raise  # the reader closed the pipe; the path is not at fault
     except OSError as error:
-        raise InputError(f"{path}: cannot be written: {error.strerror}") from None
+        raise InputError(f"{path}: {what} cannot be written: {error.strerror}") from None
 
 
 def is_standard_output(path: str | os.PathLike[str]) -> bool:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from disks import pages_of, small_disk
 from launches import TESTS, TIMEOUT_SECONDS, Job, until
 from profiles import slow_after
 from training_plans import gpipe, straight
@@ -259,6 +260,42 @@ def test_ranks_that_others_started(
     where = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port}
     _, complaints = job.run("--timeout", 3, code=code, RANK=rank, WORLD_SIZE=world, **where)
     assert complaints == [f"stagewright: {line.replace('PORT', free_port)}"]
+
+
+# --- Full disks ---------------------------------------------------------------------------------
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(job: Job) -> None:
+    job.run("--checkpoint", "whole", "--steps", 1)
+    half = pages_of(job.folder / "whole") // 2
+    with small_disk(job.folder / "disk", 3 * half):
+        _, complaints = job.run("--checkpoint", "disk/steps", "--checkpoint-every", 1, code=2)
+        assert complaints == [
+            "stagewright: disk/steps/step-00000002: the checkpoint cannot be written: No space "
+            "left on device"
+        ]
+        assert [path.name for path in (job.folder / "disk/steps").iterdir()] == ["step-00000001"]
+        shutil.copytree(job.folder / "disk" / "steps", job.folder / "moved")
+    job.run("--checkpoint", "moved", "--resume", "--save-parameters", "moved.pt")
+    require_equal(job.parameters("moved.pt"), job.parameters("whole.pt"), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "what"),
+    slow_after(1, [
+        ("--save-parameters", "p.pt", "the parameters"), ("--trace", "t.json", "the trace"),
+    ]),
+)  # fmt: skip
+def test_a_full_disk_leaves_no_half_of_a_result(
+    job: Job, option: str, name: str, what: str
+) -> None:
+    with small_disk(job.folder / f"disk-{name}", 1):
+        path = f"disk-{name}/{name}"
+        _, complaints = job.run(option, path, code=2)
+        assert complaints == [
+            f"stagewright: {path}: {what} cannot be written: No space left on device"
+        ]
+        assert not any((job.folder / f"disk-{name}").iterdir())
 
 
 # --- What the first process refuses, before it starts another one ------------------------------
