@@ -5,6 +5,8 @@ server must be consecutive in the plan.
 """
 
 import json
+import re
+import secrets
 import shlex
 from dataclasses import dataclass
 from itertools import groupby
@@ -17,6 +19,7 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Cluster
 
 NAME = "stagewright"
+LABEL = 63  # characters of a DNS label
 PORT = 29500  # torchrun's default
 JOB_PORT = "$((20000 + SLURM_JOB_ID % 20000))"  # two jobs on one node use different ports
 
@@ -73,10 +76,14 @@ def slurm(plan: PipelinePlan, options: Options) -> dict[str, str]:
 
 
 def kubernetes(plan: PipelinePlan, options: Options) -> dict[str, str]:
-    """An indexed Job of one pod per node, and the Service for their rendezvous."""
+    """An indexed Job of one pod per node, and the Service for their rendezvous.
+
+    Every export has another name, so that two of them can be in one namespace.
+    """
     nodes, words = _nodes(plan, options), _command(options)
     if not options.image:
         raise InputError("--to kubernetes needs --image, the container that has the command")
+    name = _job_name(plan.model, len(nodes))
     script = [
         *_visible(nodes, "JOB_COMPLETION_INDEX"),
         f'exec torchrun {_several(nodes, "$JOB_COMPLETION_INDEX", str(PORT))} --no-python "$@"',
@@ -88,12 +95,12 @@ def kubernetes(plan: PipelinePlan, options: Options) -> dict[str, str]:
         "command": [
             word.replace("$", "$$") for word in ("bash", "-c", "\n".join(script), "bash", *words)
         ],
-        "env": [{"name": "MASTER_ADDR", "value": f"{NAME}-0.{NAME}"}],
+        "env": [{"name": "MASTER_ADDR", "value": f"{name}-0.{name}"}],
         "resources": {"limits": {"nvidia.com/gpu": _gpus(nodes)}},
         "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
     }
     pod = {
-        "subdomain": NAME,
+        "subdomain": name,
         "restartPolicy": "Never",
         "containers": [container],
         # NCCL and data loaders need more shared memory than a container's default.
@@ -102,17 +109,17 @@ def kubernetes(plan: PipelinePlan, options: Options) -> dict[str, str]:
     service = {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": {"name": NAME},
+        "metadata": {"name": name},
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
-            "selector": {"job-name": NAME},
+            "selector": {"job-name": name},
         },
     }
     job = {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": {"name": NAME},
+        "metadata": {"name": name},
         "spec": {
             "completionMode": "Indexed",
             "completions": len(nodes),
@@ -121,8 +128,21 @@ def kubernetes(plan: PipelinePlan, options: Options) -> dict[str, str]:
             "template": {"spec": pod},
         },
     }
-    told = "".join(f"{line}\n" for line in _told(nodes))
+    again = "# To run it again, export it again: the name is of this export alone."
+    told = "".join(f"{line}\n" for line in (again, *_told(nodes)))
     return {"job.yaml": f"{told}{to_yaml(service)}---\n{to_yaml(job)}"}
+
+
+def _job_name(model: str, nodes: int) -> str:
+    """A name that no other export has, with the model's in it.
+
+    It is a DNS label (RFC 1123, at most 63 characters), as are the pods' names, which end with
+    their index.
+    """
+    tag = secrets.token_hex(5)
+    rest = LABEL - len(f"{NAME}--{tag}-{nodes - 1}")
+    words = re.sub("[^a-z0-9]+", "-", model.lower())[:rest].strip("-")
+    return "-".join(filter(None, (NAME, words, tag)))
 
 
 def _command(options: Options) -> list[str]:

@@ -768,7 +768,8 @@ def test_kubernetes_job():
     (container,) = pod["containers"]
     assert container["image"] == "repo/image:1"
     assert container["resources"] == {"limits": {"nvidia.com/gpu": 2}}
-    assert container["env"] == [{"name": "MASTER_ADDR", "value": "stagewright-0.stagewright"}]
+    name = job["metadata"]["name"]
+    assert container["env"] == [{"name": "MASTER_ADDR", "value": f"{name}-0.{name}"}]
     # Kubernetes expands $(NAME) and halves $$.
     words = container["command"]
     assert not any(re.search(r"(?<!\$)(\$\$)*\$\(", word) for word in words)
@@ -781,12 +782,32 @@ def test_kubernetes_job():
                     "<run> <data>")]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "model", ["bert-large", "My_Model (1.3B)", "x" * 300, "7b", "ŝĉ", "a" * 34]
+)
+def test_kubernetes_names_are_labels_that_no_other_export_has(model):
+    plan = replace(on_devices(*map(str, range(12))), model=model)
+    options = replace(LAUNCH, gpus_per_node=1, image="image")
+    names = set()
+    for _ in range(3):
+        documents = read_yaml(export(plan, "kubernetes", options)["job.yaml"])
+        (name,) = {one["metadata"]["name"] for one in documents}
+        # A Service's (RFC 1035) begins with a letter; the last pod's ends with its index.
+        assert re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", name)
+        assert len(f"{name}-11") <= 63
+        names.add(name)
+    assert len(names) == 3
+    assert ("bert-large" in name) == (model == "bert-large")
+
+
 @pytest.mark.parametrize("to", ["torchrun", "slurm", "kubernetes"])
 def test_names_of_devices_inject_nothing(to):
     image = "image" if to == "kubernetes" else None
     options = replace(LAUNCH, image=image, gpus_per_node=1)
-    (text,) = export(on_devices(NASTY, "b"), to, options).values()
-    (plain,) = export(on_devices("a", "b"), to, options).values()
+    text, plain = (
+        re.sub("stagewright(-[a-z]+)*-[0-9a-f]{10}", "JOB", *export(plan, to, options).values())
+        for plan in (on_devices(NASTY, "b"), on_devices("a", "b"))
+    )
     differ = [
         (one, other)
         for one, other in zip(text.splitlines(), plain.splitlines(), strict=True)
