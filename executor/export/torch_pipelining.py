@@ -39,6 +39,32 @@ NEMO: Names = {
     "head": "lm_head",
     "loss": "",
 }
+_TORCHTITAN = '''\
+"""The pipeline that Stagewright planned, for torchtitan (0.3.0): call configure(config)."""
+
+
+def configure(config):
+    """Set the stages and their schedule; its path is relative to where the job starts."""
+    parallelism = config.parallelism
+    known = ("pipeline_parallel_microbatch_size", "pipeline_parallel_schedule_csv")
+    if not hasattr(config, "model_spec") or not all(hasattr(parallelism, one) for one in known):
+        raise ValueError("this is no configuration of torchtitan 0.3.0, which the plan is for")
+    layers = len(config.model_spec.model.layers)
+    if layers != {blocks}:
+        raise ValueError(f"the plan is for {blocks} layers, the model has {{layers}}")
+{batch}    size, rest = divmod(config.training.local_batch_size, {microbatches})
+    if rest or not size:
+        raise ValueError(
+            "the plan has {microbatches} microbatches: training.local_batch_size must be a "
+            f"multiple, not {{config.training.local_batch_size}}"
+        )
+    config.training.disable_cuda_graphs = True  # it has none of a pipeline
+    parallelism.pipeline_parallel_microbatch_size = size
+{fields}    parallelism.module_fqns_per_model_part = [
+{parts}    ]
+    return config
+'''
+
 ROTARY = "model.rotary_emb"  # every stage of a Hugging Face decoder needs it
 
 F = ActionKind.FORWARD
@@ -50,42 +76,38 @@ def schedule(plan: PipelinePlan, options: Options) -> dict[str, str]:
 
 
 def torchtitan(plan: PipelinePlan, options: Options) -> dict[str, str]:
-    """A module that sets ``config.parallelism``, with the schedule file.
+    """A module that sets the stages and their schedule in a configuration, with the schedule file.
 
-    Names of torchtitan's main branch of August 2026 (b5bcd76), for its decoders: Llama 3, Qwen 3,
-    DeepSeek-V3, gpt-oss. 0.2.2 has a batch's ``pipeline_parallel_microbatch_size`` in place of
-    ``num_pp_microbatches``, and ``output`` in place of ``lm_head``. torchtitan silently drops the
-    layers that no stage names, so the module that is written counts them first.
+    Names of torchtitan 0.3.0, for its decoders: Llama 3, Qwen 3, DeepSeek-V3, gpt-oss. Others have
+    other names, but a configuration takes any: the module refuses them. torchtitan silently drops
+    the layers that no stage names, so the module counts them too.
     """
     ranks = pipeline(plan, "torchtitan")
     fields = {
         "pipeline_parallel_degree": len(ranks.devices),
         "data_parallel_replicate_degree": ranks.replicas,
         "data_parallel_shard_degree": 1,
-        "num_pp_microbatches": plan.microbatches,
         "pipeline_parallel_schedule": _schedule_name(ranks, options, "torchtitan"),
     }
     files = {} if options.partition_only else {SCHEDULE: _csv(plan, ranks)}
-    if files:
-        fields["pipeline_parallel_schedule_csv"] = SCHEDULE
-    lines = [f"    config.parallelism.{name} = {value!r}" for name, value in fields.items()]
+    fields["pipeline_parallel_schedule_csv"] = SCHEDULE if files else ""
     stages = _modules(plan, options, TORCHTITAN, "torchtitan")
-    parts = "".join(f"        {part!r},\n" for part in stages)
-    blocks = sum(name.startswith("layers.") for part in stages for name in part)
-    text = (
-        '"""The pipeline that Stagewright planned, for torchtitan: call configure(config).\n\n'
-        "A microbatch of the plan is one of torchtitan's: give its tokens per replica as\n"
-        'training.num_tokens_per_microbatch_per_dp_rank.\n"""\n\n\n'
-        "def configure(config):\n"
-        '    """Set the stages and their schedule; its path is seen from where the job starts."""\n'
-        "    layers = len(config.model_spec.model.layers)\n"
-        f"    if layers != {blocks}:\n"
-        f'        raise ValueError(f"the plan is for {blocks} layers, the model has {{layers}}")\n'
-        + "\n".join(lines)
-        + f"\n    config.parallelism.module_fqns_per_model_part = [\n{parts}    ]\n"
-        "    return config\n"
+    text = _TORCHTITAN.format(
+        blocks=sum(name.startswith("layers.") for part in stages for name in part),
+        batch=_torchtitan_batch(plan, options, ranks),
+        microbatches=plan.microbatches,
+        fields="".join(f"    parallelism.{name} = {value!r}\n" for name, value in fields.items()),
+        parts="".join(f"        {part!r},\n" for part in stages),
     )
     return {**files, "stagewright_parallelism.py": text}
+
+
+def _torchtitan_batch(plan: PipelinePlan, options: Options, ranks: Pipeline) -> str:
+    """A line that sets the samples of a pipeline's iteration, if the plan's are known."""
+    if options.model is None:
+        return ""
+    samples = samples_per_replica(plan, options, ranks.replicas)
+    return f"    config.training.local_batch_size = {samples * plan.microbatches}\n"
 
 
 def nemo(plan: PipelinePlan, options: Options) -> dict[str, str]:

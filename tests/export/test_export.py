@@ -1,6 +1,5 @@
 import csv
 import json
-import random
 import re
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from exported_plans import MICROBATCHES, gpt, make_model, make_plan, random_rows
 from plans import small_problem
 from ranks import Ranks
 
@@ -20,13 +20,10 @@ from stagewright.executor.export.layouts import EVERY_FORMAT
 from stagewright.executor.export.options import Options
 from stagewright.executor.export.strict_yaml import to_yaml
 from stagewright.formulations.forms.answers import Limits
-from stagewright.formulations.plans.actions import Action, ActionKind, parse_action
+from stagewright.formulations.plans.actions import parse_action
 from stagewright.formulations.plans.plan import (
-    PipelinePlan,
     PlannedLayer,
     Schedule,
-    ScheduledAction,
-    Stage,
     save_plan,
 )
 from stagewright.formulations.schedules.choice import ScheduleChoice
@@ -41,92 +38,12 @@ from stagewright.graphs.machines.cluster import (
     from_matrix,
     save_cluster,
 )
-from stagewright.graphs.models.chain import Chain, Layer, LayerCost, save_model
+from stagewright.graphs.models.chain import save_model
 from stagewright.solvers.planners.proposal import Choices
 from stagewright.solvers.planning import plan
 
-F, B = ActionKind.FORWARD, ActionKind.BACKWARD
-I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT
-
-MICROBATCHES = 4
 NASTY = "g\"0\n- x: $(reboot)'; true"
 LAUNCH = Options(command="stagewright run plan.json --data 'my net:b'")
-
-
-def needs(action, last):
-    """What must be done before ``action``, any one of each group."""
-    s, m = action.stage, action.microbatch
-    if action.kind is F:
-        return [{Action(s - 1, F, m)}] if s else []
-    if action.kind is W:
-        return [{Action(s, I, m)}]
-    behind = [{Action(s + 1, B, m), Action(s + 1, I, m)}] if s < last else []
-    return [{Action(s, F, m)}, *behind]
-
-
-def random_rows(placement, microbatches, seed, split=True):
-    """A random order that can run, where the last stage's forwards go by microbatch."""
-    draw, last = random.Random(seed), len(placement) - 1
-    waiting = []
-    for s in range(last + 1):
-        for m in range(microbatches):
-            kinds = (I, W) if split and draw.random() < 0.5 else (B,)
-            waiting += [Action(s, kind, m) for kind in (F, *kinds)]
-    rows, done = [[] for _ in set(placement)], set()
-
-    def may_run(action):
-        in_turn = action.stage < last or action.kind is not F or not action.microbatch
-        return all(done & group for group in needs(action, last)) and (
-            in_turn or Action(last, F, action.microbatch - 1) in done
-        )
-
-    while waiting:
-        action = draw.choice([action for action in waiting if may_run(action)])
-        waiting.remove(action)
-        done.add(action)
-        rows[placement[action.stage]].append(action)
-    return rows
-
-
-def make_plan(placement, rows=None, microbatches=MICROBATCHES, replicas=1, cuts=None):
-    """A plan with the computations of ``rows``, each a second long; default order 1F1B."""
-    ranks, stages = len(set(placement)), len(placement)
-    if rows is None:
-        rows = interleaved(ranks, stages // ranks, microbatches).rows
-    rows = [[parse_action(one) if isinstance(one, str) else one for one in row] for row in rows]
-    groups = [tuple(f"g{p * replicas + j}" for j in range(replicas)) for p in range(ranks)]
-    finish, entries, waiting = {}, [], [list(row) for row in rows]
-    free = [0.0] * ranks
-    while any(waiting):
-        for p, row in enumerate(waiting):
-            if not row:
-                continue
-            wanted = needs(row[0], stages - 1)
-            if all(group & finish.keys() for group in wanted):
-                start = max(
-                    [free[p], *(finish[one] for group in wanted for one in group & finish.keys())]
-                )
-                finish[row[0]] = free[p] = start + 1.0
-                entries += [
-                    ScheduledAction(name, str(row[0]), start, start + 1.0) for name in groups[p]
-                ]
-                row.pop(0)
-    cuts = cuts or [(s, s + 1) for s in range(stages)]
-    return PipelinePlan(
-        "digest", "test", "net", "machines", microbatches,
-        tuple(Stage(cut, groups[p]) for cut, p in zip(cuts, placement, strict=True)),
-        Schedule(tuple(entries)),
-    )  # fmt: skip
-
-
-def make_model(*names, microbatch_size=8):
-    cost = LayerCost(microbatch_size, 1.0, 1.0, 1.0, backward_seconds=2.0)
-    layers = tuple(Layer(name, 1.0, (cost,)) for name in names)
-    return Options(model=Chain("net", "test", microbatch_size, layers))
-
-
-def gpt(blocks, **options):
-    return make_model("embedding", *(f"layers.{i}" for i in range(blocks)), "head", **options)
 
 
 GPT_CUTS = [(0, 3), (3, 5), (5, 6), (6, 10)]  # E t t | t t | t | t t t L
@@ -292,15 +209,24 @@ def test_plans_that_nobody_can_run_are_invalid():
 
 def titan_config(files, layers=8):
     """What the module makes of torchtitan's configuration for a model of so many layers."""
+    return vars(configured(files, layers).parallelism)
+
+
+def configured(files, layers=8, batch=2 * MICROBATCHES):
     space = {}
     exec(files["stagewright_parallelism.py"], space)
-    spec = SimpleNamespace(model=SimpleNamespace(layers=[None] * layers))
-    config = SimpleNamespace(parallelism=SimpleNamespace(), model_spec=spec)
-    return vars(space["configure"](config).parallelism)
+    config = SimpleNamespace(
+        parallelism=SimpleNamespace(
+            pipeline_parallel_microbatch_size=1, pipeline_parallel_schedule_csv="other.csv"
+        ),
+        training=SimpleNamespace(local_batch_size=batch),
+        model_spec=SimpleNamespace(model=SimpleNamespace(layers=[None] * layers)),
+    )
+    return space["configure"](config)
 
 
 def kept_by_torchtitan(names, layers):
-    """The modules of a decoder that a stage keeps, as torchtitan cuts it (b5bcd76).
+    """The modules of a decoder that a stage keeps, as torchtitan cuts it (0.3.0).
 
     Names that the decoder does not have are ignored, and modules without a name are dropped.
     """
@@ -328,7 +254,7 @@ def test_torchtitan_gets_stages_and_schedule(placement, name, alone):
         "pipeline_parallel_degree": len(set(placement)),
         "data_parallel_replicate_degree": 2,
         "data_parallel_shard_degree": 1,
-        "num_pp_microbatches": MICROBATCHES,
+        "pipeline_parallel_microbatch_size": 4,
         "pipeline_parallel_schedule": name,
         "pipeline_parallel_schedule_csv": "schedule.csv",
         "module_fqns_per_model_part": MODULES,
@@ -337,15 +263,23 @@ def test_torchtitan_gets_stages_and_schedule(placement, name, alone):
     files = export(plan, "torchtitan", replace(gpt(8), partition_only=True))
     assert list(files) == ["stagewright_parallelism.py"]
     assert titan_config(files)["pipeline_parallel_schedule"] == alone
-    assert "pipeline_parallel_schedule_csv" not in titan_config(files)
+    assert titan_config(files)["pipeline_parallel_schedule_csv"] == ""
 
 
 def test_layers_that_the_plan_names_need_no_model():
     plan = make_plan((0, 1))
     refuses("does not name its layers: give the model file", plan, "torchtitan")
     named = replace(plan, layers=(PlannedLayer("wte", 1.0), PlannedLayer("logits", 1.0)))
-    parts = titan_config(export(named, "torchtitan"), 0)["module_fqns_per_model_part"]
+    files = export(named, "torchtitan")
+    parts = titan_config(files, 0)["module_fqns_per_model_part"]
     assert parts == [["tok_embeddings"], ["norm", "lm_head"]]
+    # Then the configuration's batch decides on the samples of a microbatch.
+    made = configured(files, 0, 3 * MICROBATCHES)
+    assert made.parallelism.pipeline_parallel_microbatch_size == 3
+    with pytest.raises(
+        ValueError, match=f"local_batch_size must be a multiple, not {MICROBATCHES + 1}"
+    ):
+        configured(files, 0, MICROBATCHES + 1)
     refuses("'net' with 3 layers, the plan is for 'net' with 2", named, "torchtitan",
             make_model("embedding", "h.0", "head"))  # fmt: skip
 
@@ -398,6 +332,23 @@ def test_torchtitans_model_must_have_as_many_layers():
     for layers in (7, 9):
         with pytest.raises(ValueError, match=f"the plan is for 8 layers, the model has {layers}"):
             titan_config(files, layers)
+
+
+def test_torchtitans_configuration_must_be_of_the_known_release():
+    space = {}
+    files = export(make_plan((0, 1, 2, 3), cuts=GPT_CUTS), "torchtitan", gpt(8))
+    exec(files["stagewright_parallelism.py"], space)
+    later = SimpleNamespace(num_pp_microbatches=1, pipeline_parallel_schedule_csv="")
+    for config in (
+        SimpleNamespace(model_spec=None, parallelism=later),
+        SimpleNamespace(
+            parallelism=SimpleNamespace(
+                pipeline_parallel_microbatch_size=1, pipeline_parallel_schedule_csv=""
+            )
+        ),
+    ):
+        with pytest.raises(ValueError, match="no configuration of torchtitan 0.3.0"):
+            space["configure"](config)
 
 
 def test_torchtitan_refusals():

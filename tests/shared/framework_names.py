@@ -82,6 +82,7 @@ BATCH = ("micro_batch_size", "global_batch_size", "seq_length")
 TITAN = {
     "training": """
         seq_len local_batch_size global_batch_size dtype mixed_precision_param enable_cpu_offload
+        disable_cuda_graphs
         """,
     "parallelism": """
         data_parallel_replicate_degree data_parallel_shard_degree fsdp_reshard_after_forward

@@ -142,7 +142,7 @@ def _training(problem: TrainingProblem, layout: Layout) -> Fields:
     pure = (precision.weight_bytes, precision.gradient_bytes, precision.optimizer_bytes)
     known = [(2, 4, 12), (2, 2, 4)] if numbers == "bf16" else [(4, 4, 8)]
     require_bytes(problem, known, NAME)
-    return {
+    fields: Fields = {
         "seq_len": problem.sequence,
         "local_batch_size": layout.microbatch * together,
         "global_batch_size": problem.batch,
@@ -150,6 +150,9 @@ def _training(problem: TrainingProblem, layout: Layout) -> Fields:
         "mixed_precision_param": _DTYPES[numbers],
         "enable_cpu_offload": False,
     }
+    # It has no CUDA graphs of a pipeline or of experts on several ranks, and refuses both together.
+    no_graphs = layout.pipeline > 1 or layout.expert > 1
+    return fields | ({"disable_cuda_graphs": True} if no_graphs else {})
 
 
 def _require_states(problem: TrainingProblem, layout: Layout) -> None:

@@ -1,0 +1,175 @@
+"""Exports to torchtitan, read by the installed release: configuration, stages and schedules.
+
+It is no dependency: ``pip install torchtitan==0.3.0 triton`` next to torch 2.13.
+"""
+
+import sys
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+
+import pytest
+from exported_plans import MICROBATCHES, gpt, make_plan, random_rows
+from layout_problems import DEEPSEEK, LLAMA, make_problem
+
+from stagewright.executor.export import export
+from stagewright.executor.export.layouts import export_layout
+from stagewright.formulations.parallelism.layout import Layout
+
+RELEASE = "0.3.0"
+BLOCKS = 6  # of its Llama 3 for debugging
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _installed():
+    try:
+        found = version("torchtitan")
+    except PackageNotFoundError:
+        found = "none"
+    if found != RELEASE:
+        pytest.skip(f"needs torchtitan {RELEASE}, installed is {found}")
+
+
+@pytest.fixture
+def parsed(tmp_path, monkeypatch):
+    """The configuration that torchtitan's own parser makes of files and its debug model."""
+
+    def parse(files, model="llama3"):
+        from torchtitan.config import ConfigManager
+
+        for name, text in files.items():
+            (tmp_path / name).write_text(text)
+        (module,) = (name.removesuffix(".py") for name in files if name.endswith(".py"))
+        (tmp_path / "planned_registry.py").write_text(
+            f"from torchtitan.models.{model}.config_registry import {model}_debugmodel\n"
+            f"from {module} import configure\n\n\n"
+            f"def planned():\n    return configure({model}_debugmodel())\n"
+        )
+        for name in ("planned_registry", module):
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.chdir(tmp_path)
+        arguments = ["--module", "planned_registry", "--config", "planned"]
+        return ConfigManager().parse_args(arguments)
+
+    return parse
+
+
+@contextmanager
+def pipeline_mesh(rank, count):
+    """The mesh of a rank that communicates with nobody."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=count)
+    try:
+        yield dist.init_device_mesh("cpu", (count,), mesh_dim_names=("pp",))
+    finally:
+        dist.destroy_process_group()
+
+
+def built(config, rank):
+    """Per stage of a rank its number and modules, and the schedule's order of all ranks."""
+    import torch
+    from torchtitan.distributed import pipeline_parallel as titan
+
+    chosen = config.parallelism
+    with torch.device("meta"):
+        model = config.model_spec.model.build()
+    with pipeline_mesh(rank, chosen.pipeline_parallel_degree) as mesh:
+        stages, models = titan._pipeline_module_split(
+            model,
+            mesh,
+            chosen.pipeline_parallel_schedule,
+            torch.device("cpu"),
+            chosen.module_fqns_per_model_part,
+        )
+        schedule = titan._build_pipeline_schedule(
+            parallelism=chosen,
+            local_batch_size=config.training.local_batch_size,
+            stages=stages,
+            loss_fn=lambda *_: (torch.zeros(()), None),
+        )
+    parts = {stage.stage_index: kept(one) for stage, one in zip(stages, models, strict=True)}
+    return parts, schedule
+
+
+def kept(model):
+    """The modules that are left of a model."""
+    blocks = {f"layers.{index}" for index, _ in model.layers.named_children()}
+    others = ("tok_embeddings", "norm", "lm_head")
+    return blocks | {name for name in others if getattr(model, name) is not None}
+
+
+@pytest.mark.parametrize("placement", [(0, 1, 2, 3), (0, 1, 0, 1), (0, 1, 1, 0)])
+def test_the_plans_stages_and_order_are_torchtitans(parsed, placement):
+    cuts = [(0, 2), (2, 4), (4, 5), (5, 8)]  # E t | t t | t | t t L
+    rows = random_rows(placement, MICROBATCHES, 1)
+    plan = make_plan(placement, rows, replicas=2, cuts=cuts)
+    config = parsed(export(plan, "torchtitan", gpt(BLOCKS)))
+    assert config.training.local_batch_size == 4 * MICROBATCHES
+    assert config.parallelism.data_parallel_replicate_degree == 2
+    parts = {}
+    for rank, row in enumerate(rows):
+        own, schedule = built(config, rank)
+        assert [placement[stage] for stage in own] == [rank] * len(own)
+        assert schedule._n_microbatches == MICROBATCHES
+        order = [str(action) for action in schedule.pipeline_order[rank] if action is not None]
+        assert order == [str(action) for action in row]
+        parts |= own
+    assert parts == {
+        0: {"tok_embeddings", "layers.0"},
+        1: {"layers.1", "layers.2"},
+        2: {"layers.3"},
+        3: {"layers.4", "layers.5", "norm", "lm_head"},
+    }
+
+
+def test_only_the_stages(parsed):
+    """Its own schedule then, even if the configuration had a file."""
+    options = replace(gpt(BLOCKS), partition_only=True)
+    plan = make_plan((0, 1), cuts=[(0, 4), (4, 8)])
+    config = parsed(export(plan, "torchtitan", options))
+    from torch.distributed.pipelining.schedules import Schedule1F1B
+
+    assert isinstance(built(config, 0)[1], Schedule1F1B)
+
+
+@pytest.mark.parametrize(
+    ("layout", "schedule"),
+    [
+        (Layout(pipeline=2, data=2, zero=1, microbatch=2), "Schedule1F1B"),
+        (Layout(pipeline=2, chunks=3), "ScheduleInterleaved1F1B"),
+        (Layout(pipeline=2, schedule="zero-bubble"), "ScheduleInterleavedZeroBubble"),
+        (Layout(tensor=2, sequence_parallel=True, data=2, zero=3), None),
+        (Layout(context=2, data=2, zero=2), None),
+        (Layout(data=4, recompute="full"), None),
+    ],
+    ids=str,
+)
+def test_layouts_are_torchtitans_configurations(parsed, layout, schedule):
+    from torchtitan.distributed import ParallelDims
+
+    problem = make_problem(replace(LLAMA, layers=BLOCKS), layout)
+    config = parsed(export_layout(problem, layout, "torchtitan"))
+    chosen = config.parallelism
+    dims = ParallelDims.from_config(chosen, layout.ranks)
+    found = (dims.pp, dims.tp, dims.cp, dims.dp_replicate * dims.dp_shard)
+    assert found == (layout.pipeline, layout.tensor, layout.context, layout.data)
+    assert dims.world_size == layout.ranks
+    assert config.training.global_batch_size == problem.batch
+    if schedule is not None:
+        parts, made = built(config, 1)
+        assert type(made).__name__ == schedule
+        assert len(parts) == layout.chunks
+        assert made._n_microbatches == layout.microbatches(problem.batch)
+
+
+def test_experts_on_several_ranks(parsed):
+    from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
+
+    layout = Layout(data=4, expert=4, zero=2)
+    layers = len(deepseek_v3_debugmodel().model_spec.model.layers)
+    problem = make_problem(replace(DEEPSEEK, layers=layers), layout)
+    config = parsed(export_layout(problem, layout, "torchtitan"), "deepseek_v3")
+    assert config.parallelism.expert_parallel_degree == 4
