@@ -347,7 +347,7 @@ def test_torchtitans_configuration_must_be_of_the_known_release():
             )
         ),
     ):
-        with pytest.raises(ValueError, match="no configuration of torchtitan 0.3.0"):
+        with pytest.raises(ValueError, match=r"no configuration of torchtitan 0\.3\.0"):
             space["configure"](config)
 
 

@@ -4,30 +4,23 @@ It is no dependency: ``pip install torchtitan==0.3.0 triton`` next to torch 2.13
 """
 
 import sys
-from contextlib import contextmanager
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 from exported_plans import MICROBATCHES, gpt, make_plan, random_rows
 from layout_problems import DEEPSEEK, LLAMA, make_problem
+from releases import alone, require_release
 
 from stagewright.executor.export import export
 from stagewright.executor.export.layouts import export_layout
 from stagewright.formulations.parallelism.layout import Layout
 
-RELEASE = "0.3.0"
 BLOCKS = 6  # of its Llama 3 for debugging
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _installed():
-    try:
-        found = version("torchtitan")
-    except PackageNotFoundError:
-        found = "none"
-    if found != RELEASE:
-        pytest.skip(f"needs torchtitan {RELEASE}, installed is {found}")
+    require_release("torchtitan", "0.3.0")
 
 
 @pytest.fixture
@@ -55,28 +48,18 @@ def parsed(tmp_path, monkeypatch):
     return parse
 
 
-@contextmanager
-def pipeline_mesh(rank, count):
-    """The mesh of a rank that communicates with nobody."""
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=count)
-    try:
-        yield dist.init_device_mesh("cpu", (count,), mesh_dim_names=("pp",))
-    finally:
-        dist.destroy_process_group()
-
-
 def built(config, rank):
     """Per stage of a rank its number and modules, and the schedule's order of all ranks."""
     import torch
+    from torch.distributed import init_device_mesh
     from torchtitan.distributed import pipeline_parallel as titan
 
     chosen = config.parallelism
     with torch.device("meta"):
         model = config.model_spec.model.build()
-    with pipeline_mesh(rank, chosen.pipeline_parallel_degree) as mesh:
+    count = chosen.pipeline_parallel_degree
+    with alone(rank, count):
+        mesh = init_device_mesh("cpu", (count,), mesh_dim_names=("pp",))
         stages, models = titan._pipeline_module_split(
             model,
             mesh,
