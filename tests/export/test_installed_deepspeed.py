@@ -1,6 +1,5 @@
 """Exports to DeepSpeed, read by the installed release; no dependency: ``pip install deepspeed``."""
 
-
 import pytest
 from exported_plans import MICROBATCHES, make_model, make_plan
 from layout_problems import LLAMA, MIXTRAL, make_problem
@@ -90,7 +89,7 @@ def computed(steps):
         (LLAMA, Layout(data=4), {"precision": Precision(4, 4, 4, 8)}),
         (MIXTRAL, Layout(data=4, expert=4, zero=1), {}),
     ],
-    ids=str,
+    ids=["zero2", "zero3", "offload", "fp32", "experts"],
 )
 def test_layouts_are_deepspeeds_configurations(parsed, architecture, layout, others):
     problem = make_problem(architecture, layout, **others)
