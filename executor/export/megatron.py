@@ -1,4 +1,4 @@
-"""Arguments of Megatron-LM (core 0.20): ``--pipeline-model-parallel-layout`` and related ones.
+"""Arguments of Megatron-LM (core 0.16 to 0.20): ``--pipeline-model-parallel-layout`` and others.
 
 The layout is read by megatron/core/transformer/pipeline_parallel_layer_layout.py: ``E`` is the
 embedding, ``t`` a transformer layer, ``L`` the output layer with the loss; ``|`` separates stages.

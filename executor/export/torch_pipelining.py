@@ -111,7 +111,7 @@ def _torchtitan_batch(plan: PipelinePlan, options: Options, ranks: Pipeline) -> 
 
 
 def nemo(plan: PipelinePlan, options: Options) -> dict[str, str]:
-    """The ``distributed`` section of a NeMo AutoModel recipe (0.5.0), with the schedule file.
+    """The ``distributed`` section of a NeMo AutoModel recipe (0.5 to 0.7), with the schedule file.
 
     Its modules are those of Hugging Face's decoders, such as Llama's: ``model.layers.0``.
     """

@@ -260,6 +260,7 @@ def test_torchtitan_gets_stages_and_schedule(placement, name, alone):
         "module_fqns_per_model_part": MODULES,
     }
     assert read_csv(files["schedule.csv"]) == rows
+    assert configured(files).training.disable_cuda_graphs  # it refuses a pipeline with them
     files = export(plan, "torchtitan", replace(gpt(8), partition_only=True))
     assert list(files) == ["stagewright_parallelism.py"]
     assert titan_config(files)["pipeline_parallel_schedule"] == alone

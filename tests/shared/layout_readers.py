@@ -196,6 +196,8 @@ def read_titan(files, layers):
         assert split or looped == (len(parts) > pipeline)
         assert training.local_batch_size * data == training.global_batch_size
     assert not training.enable_cpu_offload
+    together = pipeline > 1 or degrees.expert_parallel_degree > 1
+    assert getattr(training, "disable_cuda_graphs", False) == together
     kept = degrees.fsdp_reshard_after_forward == "never"
     sharded = shards * degrees.context_parallel_degree > 1
     return {

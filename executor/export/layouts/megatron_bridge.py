@@ -1,4 +1,4 @@
-"""A layout for recipes of Megatron-Bridge (0.7): a function that sets their ``ConfigContainer``.
+"""A layout for recipes of Megatron-Bridge (0.3.1, 0.7): sets their ``ConfigContainer``.
 
 The model is the recipe's; the function refuses one of another number of layers.
 """
@@ -21,7 +21,7 @@ DTYPES = {
 }
 
 _TEXT = '''\
-"""The layout {words} that Stagewright chose, for Megatron-Bridge (0.7).
+"""The layout {words} that Stagewright chose, for Megatron-Bridge (0.3.1, 0.7).
 
     config = llama3_70b_pretrain_config()  # or any other recipe
     pretrain(configure(config), forward_step)

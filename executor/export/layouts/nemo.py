@@ -1,6 +1,7 @@
-"""A layout for pre-training recipes of NeMo (2.6, ``nemo.collections.llm``).
+"""A layout for pre-training recipes of NeMo (2.6 and 2.7, ``nemo.collections.llm``).
 
 A recipe is a configuration of ``nemo_run``; the strategy is ``nemo.lightning.MegatronStrategy``.
+NeMo 3.0 has no such recipes.
 """
 
 from stagewright.executor.export.layouts.common import (
@@ -19,7 +20,7 @@ FILE = "stagewright_nemo.py"
 _PLUGIN = {"fp32": "32", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 _TEXT = '''\
-"""The layout {words} that Stagewright chose, for NeMo (2.6).
+"""The layout {words} that Stagewright chose, for NeMo (2.6, 2.7).
 
     recipe = llm.llama3_70b.pretrain_recipe(name="run")  # or any other pre-training recipe
     run.run(configure(recipe), executor=...)
