@@ -33,6 +33,7 @@ from stagewright.graphs.models.shards import Recompute
 from stagewright.solvers.parallelism.bounds import Bounds
 from stagewright.solvers.parallelism.divisions import Division, Table
 from stagewright.solvers.parallelism.space import Space, chosen
+from stagewright.solvers.parallelism.stage_options import even_division
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class AnyDivision:
                     for p in chosen(self.space.pipeline, left)
                     if 2 <= p <= blocks + 2 and left // p in data
                 ]
-                every = [Division(p, 1, (None, None), _some(p, blocks)) for p in pipelines]
+                every = [Division(p, 1, (None, None), even_division(p, blocks)) for p in pipelines]
                 tables[left] = Table(every) if every else None
             table = tables[left]
             if table is not None:
@@ -212,11 +213,6 @@ def _filling(microbatches: Ints, ranks: Ints, part: float) -> Floats:
     m = np.maximum(microbatches, 1)
     found: Floats = part / (1 - (1 - part / m) ** ranks) if part else m / ranks
     return found
-
-
-def _some(stages: int, blocks: int) -> tuple[int, ...]:
-    """Some division."""
-    return (0, *(1,) * (stages - 2), blocks - (stages - 2))
 
 
 def _state(of: RankMemory) -> float:

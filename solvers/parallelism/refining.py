@@ -13,13 +13,13 @@ from typing import Literal
 
 from stagewright.formulations.forms.answers import StopToken, is_stopped
 from stagewright.formulations.parallelism.estimate import Estimate, evaluate
-from stagewright.formulations.parallelism.layout import Layout
+from stagewright.formulations.parallelism.layout import Layout, Placement
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.models.shards import Recompute
 from stagewright.solvers.parallelism.any_division import AnyDivision, Plain
 from stagewright.solvers.parallelism.search import Found
 from stagewright.solvers.parallelism.space import Space
-from stagewright.solvers.parallelism.stage_options import Counts, StageOptions
+from stagewright.solvers.parallelism.stage_options import Counts, StageOptions, divided_evenly
 from stagewright.solvers.parallelism.stage_search import Division, StageSearch
 from stagewright.solvers.parallelism.tree import compiled_walk
 
@@ -125,11 +125,20 @@ class _Refining:
         return inf
 
     def _layouts(self, plain: Plain) -> Iterator[Layout]:
-        for placement in self.space.placements:
-            can = plain.layout.tensor * plain.layout.context % plain.layout.expert == 0
-            if placement == "data-inside" or (can and plain.layout.data > 1):
+        layout, blocks = plain.layout, self.problem.architecture.layers
+        for placement in self._placements(layout):
+            placed = replace(layout, placement=placement)
+            # What is refused with nothing recomputed is refused for another feature.
+            if self.accept(divided_evenly(placed, blocks)):
                 for kind in self._kinds("none"):
-                    yield replace(plain.layout, placement=placement, recompute=kind)
+                    yield replace(placed, recompute=kind)
+
+    def _placements(self, layout: Layout) -> tuple[Placement, ...]:
+        if layout.data == 1:
+            return ("data-inside",)  # both are the same
+        if layout.tensor * layout.context % layout.expert:
+            return tuple(one for one in self.space.placements if one == "data-inside")
+        return self.space.placements
 
     def _kinds(self, now: Recompute) -> list[Recompute]:
         """What blocks are recomputed by: what the layout does, or any of the space's."""

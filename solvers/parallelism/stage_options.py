@@ -48,7 +48,7 @@ class StageOptions:
         self.stages, self.blocks = layout.pipeline, problem.architecture.layers
         self.is_uniform = len(self.shares.kinds) == 1
         self.microbatches = layout.microbatches(problem.batch)
-        parts = Parts(problem, _some_blocks(layout, self.blocks))
+        parts = Parts(problem, divided_evenly(layout, self.blocks))
         self.hop, self.sending, self.is_split = parts.hop, parts.sending_seconds, parts.is_split
         self.tied = tied_seconds(problem, layout, self.shares.head)
         # The order is the same whatever the times, and so is what is kept.
@@ -108,11 +108,8 @@ _Key = tuple[bool, bool, int, int, int]
 """Layers: whether with the embedding, with the head; the first block, how many, how many again."""
 
 
-def _some_blocks(layout: Layout, blocks: int) -> Layout:
-    """The layout with some division of the blocks, for what does not depend on it."""
-    stages = layout.pipeline
-    inner = (1,) * max(0, stages - 2)
-    division = (blocks,) if stages == 1 else (0, *inner, blocks - len(inner))
+def divided_evenly(layout: Layout, blocks: int) -> Layout:
+    """The layout with about equally many blocks in every stage, of which none is recomputed."""
     return replace(
         layout,
         recompute="none",
@@ -120,5 +117,13 @@ def _some_blocks(layout: Layout, blocks: int) -> Layout:
         recomputed_by_stage=None,
         first_blocks=None,
         last_blocks=None,
-        blocks_by_stage=division,
+        blocks_by_stage=even_division(layout.pipeline, blocks),
     )
+
+
+def even_division(stages: int, blocks: int) -> tuple[int, ...]:
+    """About equally many blocks in every stage; with fewer blocks than stages none in the ends."""
+    if blocks < stages:
+        inner = (1,) * (stages - 2)
+        return (0, *inner, blocks - len(inner))
+    return tuple(blocks // stages + (stage < blocks % stages) for stage in range(stages))
