@@ -19,7 +19,8 @@ from stagewright.solvers.parallelism.stage_bounds import LeastDivision, least_di
 from stagewright.solvers.parallelism.stage_options import Option, StageOptions
 
 MOST_NODES = 200
-"""Nodes after which the bound is what is left open."""
+MOST_STEPS = 5_000_000
+"""Nodes, and computations in the pipelines walked, after which the bound is what is left open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +57,9 @@ class StageSearch:
     def __init__(self, options: StageOptions, walk: Walk, below: float) -> None:
         self.options, self.walk = options, walk
         self.stages, self.blocks = options.stages, options.blocks
-        self.below, self.best = below, None
+        self.below, self.steps = below, 0
 
-    best: Division | None
+    best: Division | None = None
 
     def run(self, nodes: int = MOST_NODES) -> Divided:
         """Search until it is proved, or through so many nodes."""
@@ -69,7 +70,7 @@ class StageSearch:
         if root is not None and bound < self._worth:
             self._descend(root)
             heap = [(bound, next(numbers), root)]
-        while heap and nodes and heap[0][0] < self._worth:
+        while heap and nodes and heap[0][0] < self._worth and self.steps < MOST_STEPS:
             nodes -= 1
             box = self._tightened(heapq.heappop(heap)[2])
             for half in [] if box is None else self._halves(box):
@@ -195,6 +196,7 @@ class StageSearch:
         """An iteration, as ``estimate.evaluate`` has it."""
         forward, returned, weight, reduction, update = _columns(every)
         of = self.options
+        self.steps += 2 * self.stages * of.microbatches
         finish, _ = self.walk(
             self.stages, 1, of.microbatches, of.is_split, forward, returned + weight, weight,
             of.hop, forward,
@@ -209,7 +211,7 @@ class StageSearch:
             if every is None or self.seconds(every) >= self._worth:
                 return None
             if (box.low == box.high).all():
-                self._take(box)
+                self._try(box.low)
                 return None
             high = [self._highest(box, every, stage) for stage in range(self.stages)]
             found = self._summed(_Box(box.low, np.array(high)))
@@ -239,10 +241,6 @@ class StageSearch:
         return [one for one in map(self._summed, (_Box(box.low, high), _Box(low, box.high))) if one]
 
     # Divisions.
-
-    def _take(self, box: _Box) -> None:
-        """A box of a single division: the best, if it is."""
-        self._try(box.low)
 
     def _try(self, blocks: Ints) -> float:
         """The time of a division, which is kept if it is the best."""
