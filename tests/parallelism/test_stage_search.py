@@ -1,7 +1,7 @@
 """Blocks and recomputed blocks of every stage, against all of them on tiny problems."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from random import Random
@@ -25,7 +25,7 @@ from stagewright.solvers.parallelism.refining import refine
 from stagewright.solvers.parallelism.search import search
 from stagewright.solvers.parallelism.space import Space
 from stagewright.solvers.parallelism.stage_bounds import least_division
-from stagewright.solvers.parallelism.stage_options import StageOptions
+from stagewright.solvers.parallelism.stage_options import Counts, StageOptions
 from stagewright.solvers.parallelism.stage_search import Divided, StageSearch
 from stagewright.solvers.parallelism.tree import compiled_walk
 
@@ -120,12 +120,34 @@ def based(draw: st.DrawFn) -> tuple[TrainingProblem, Layout]:
     return problem, layout
 
 
+def any_number(count: int) -> Sequence[int]:
+    return range(count + 1)
+
+
+def all_or_none(count: int) -> Sequence[int]:
+    return (0, count)
+
+
+def at_most_two(count: int) -> Sequence[int]:
+    return (min(2, count),)
+
+
 def divided(
-    problem: TrainingProblem, base: Layout, memory: float, below: float, **limits: int
+    problem: TrainingProblem,
+    base: Layout,
+    memory: float,
+    below: float,
+    counts: Counts = any_number,
+    **limits: int,
 ) -> Divided:
     walk = compiled_walk()
-    options = StageOptions(problem, base, memory, lambda count: range(count + 1), walk)
+    options = StageOptions(problem, base, memory, counts, walk)
     return StageSearch(options, walk, below).run(**limits)
+
+
+def has_counts(layout: Layout, counts: Counts) -> bool:
+    both = zip(layout.blocks_by_stage or (), layout.recomputed_by_stage or (), strict=True)
+    return all(again in counts(count) for count, again in both)
 
 
 def waits_for_sends(problem: TrainingProblem, layout: Layout) -> bool:
@@ -135,16 +157,21 @@ def waits_for_sends(problem: TrainingProblem, layout: Layout) -> bool:
 
 
 @examples(60, phases=UNSHRUNK)
-@given(based(), st.floats(0, 1), st.integers(0, 3))
-def test_the_best_division_is_that_of_all(case, place, nodes) -> None:
+@given(
+    based(),
+    st.floats(0, 1),
+    st.integers(0, 3),
+    st.sampled_from((any_number, all_or_none, at_most_two)),
+)
+def test_the_best_division_is_that_of_all(case, place, nodes, counts) -> None:
     problem, base = case
-    every = list(every_division(problem, base))
+    every = [one for one in every_division(problem, base) if has_counts(one.layout, counts)]
     for one in every[:: max(1, len(every) // 5)]:
         assert evaluate(problem, one.layout).peak_bytes == pytest.approx(one.peak_bytes)
     memory = sorted(one.peak_bytes for one in every)[int(place * (len(every) - 1))] * (1 + 1e-6)
     fitting = [one for one in every if one.peak_bytes <= memory]
     best = min(fitting, key=lambda one: one.seconds)
-    found = divided(problem, base, memory, math.inf)
+    found = divided(problem, base, memory, math.inf, counts)
     assert found.best is not None
     named = replace(
         base, blocks_by_stage=found.best.blocks, recomputed_by_stage=found.best.recomputed
@@ -157,7 +184,7 @@ def test_the_best_division_is_that_of_all(case, place, nodes) -> None:
     else:
         assert found.best.seconds == pytest.approx(best.seconds, rel=1e-8)
         assert found.bound >= best.seconds * (1 - 1e-8)
-    few = divided(problem, base, memory, math.inf, nodes=nodes)
+    few = divided(problem, base, memory, math.inf, counts, nodes=nodes)
     assert few.bound <= found.best.seconds * (1 + 1e-9)
     assert few.best is None or few.best.seconds >= found.best.seconds * (1 - 1e-9)
 
@@ -180,7 +207,7 @@ def test_nothing_is_found_where_nothing_fits_or_is_faster(case) -> None:
 def test_bounds_are_not_above_the_best_division(case) -> None:
     problem, base = case
     walk = compiled_walk()
-    options = StageOptions(problem, base, math.inf, lambda count: range(count + 1), walk)
+    options = StageOptions(problem, base, math.inf, any_number, walk)
     first = min(every_division(problem, base), key=lambda one: one.seconds)
     best = first.seconds
     stages, blocks = options.stages, options.blocks
