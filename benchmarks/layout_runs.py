@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from stagewright.formulations.parallelism.layout import Layout
-from stagewright.formulations.parallelism.parts import RankMemory, shares
+from stagewright.formulations.parallelism.parts import shares
+from stagewright.formulations.parallelism.stage_costs import RankMemory
 from stagewright.formulations.parallelism.training import Precision, TrainingProblem
 from stagewright.graphs.machines.fabric import Fabric
 from stagewright.graphs.machines.networks import fabric_of_kind

@@ -18,6 +18,7 @@ from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.groups import links
 from stagewright.service.answers import CARRIED, Answer, Finite
+from stagewright.service.refined_layouts import RefinedAnswer, refined_layouts
 from stagewright.service.requests import Request
 from stagewright.solvers.parallelism.search import Found, search
 from stagewright.solvers.parallelism.space import Space
@@ -44,6 +45,8 @@ class LayoutRequest(Request):
         A layout to compare with the best.
     framework
         Only layouts that can be exported to it; as a plan, some may then not fit in memory.
+    by_stage
+        Whether to find blocks and recomputed blocks of every stage after the search.
     front, what_if
         Whether to find the fastest layouts with less memory, and with better machines.
     """
@@ -53,6 +56,7 @@ class LayoutRequest(Request):
     top: int = Field(default=10, ge=1, le=1000)
     explain: Layout | None = None
     framework: str | None = None
+    by_stage: bool = True
     front: bool = False
     what_if: bool = False
 
@@ -66,7 +70,7 @@ class LayoutRequest(Request):
 
     def search(self, problem: TrainingProblem, keep: int, **options: Any) -> Found:
         """The best layouts of a problem in the request's space."""
-        return search(problem, self.searched, keep=keep, accept=self._accepts, **options)
+        return search(problem, self.searched, keep=keep, accept=self.accepts, **options)
 
     @property
     def searched(self) -> Space:
@@ -76,7 +80,8 @@ class LayoutRequest(Request):
         partial = self.space.partial and self.framework != PLAN
         return replace(self.space, sequence_parallel="never", partial=partial)
 
-    def _accepts(self, layout: Layout) -> bool:
+    def accepts(self, layout: Layout) -> bool:
+        """Whether the framework can express the layout."""
         if self.framework is None:
             return True
         try:
@@ -162,8 +167,9 @@ class WhatIf(Answer):
 class LayoutAnswer(Answer):
     """The best layouts by time, with a bound on every layout of the space that fits.
 
-    ``plan_class`` is what the bound speaks of. With status ``infeasible`` no layout of the space
-    fits, for the ``reason``.
+    ``plan_class`` is what the bound speaks of: stages that are alike. ``refined`` are layouts whose
+    stages differ, None if none were asked for; ``plan`` is the best of both. With status
+    ``infeasible`` no layout of the space fits, for the ``reason``.
     """
 
     status: Status
@@ -172,6 +178,7 @@ class LayoutAnswer(Answer):
     proved_by: str
     plan_class: str
     rows: tuple[LayoutRow, ...]
+    refined: RefinedAnswer | None = None
     explained: ExplainAnswer | None = None
     front: tuple[FrontPoint, ...] = ()
     what_if: tuple[WhatIf, ...] = ()
@@ -208,7 +215,7 @@ def find_layouts(request: LayoutRequest, stop: StopToken | None = None) -> Layou
         if request.explain is None:
             raise
         return _impossible(request, str(error))
-    best = found.best[0] if found.best else None
+    best = alike = found.best[0] if found.best else None
     front: tuple[FrontPoint, ...] = ()
     if request.front or best is None:
         front = tuple(_front(request, stop))
@@ -216,13 +223,20 @@ def find_layouts(request: LayoutRequest, stop: StopToken | None = None) -> Layou
         raise InputError(_nothing(request))
     speaks_of = plan_class(request)
     bound = LayoutBound(found.bound, PROVED_BY, speaks_of)
+    refined = None
+    if request.by_stage and alike is not None and not is_stopped(stop):
+        refined = refined_layouts(
+            problem, request.searched, found, request.framework, request.accepts, speaks_of, stop
+        )
+        best, bound = refined.best, refined.bound or bound
     return LayoutAnswer(
         status=_status(found, stop),
         bound_seconds=found.bound,
-        gap=None if best is None else 1 - found.bound / best.seconds,
+        gap=None if alike is None else 1 - found.bound / alike.seconds,
         proved_by=PROVED_BY,
         plan_class=speaks_of,
         rows=tuple(layout_row(one, found.best[0]) for one in found.best),
+        refined=None if refined is None else refined.answer,
         explained=None if request.explain is None else explain(problem, request.explain, best),
         front=front if request.front else (),
         what_if=tuple(_what_if(request, stop)) if request.what_if and best else (),

@@ -31,26 +31,32 @@ class Cut:
 
 
 @lru_cache(maxsize=4096)
-def cut(of: Shares, pipeline: int, blocks: tuple[int, ...], recomputed: int | None) -> Cut:
+def cut(of: Shares, pipeline: int, blocks: tuple[int, ...], recomputed: tuple[int, ...]) -> Cut:
     """The cut with ``blocks`` in every stage: the embedding is in the first, the head in the last.
 
-    Stage s is on rank s mod ``pipeline``. Its first ``recomputed`` blocks are recomputed, all if
-    None; nothing else is.
+    Stage s is on rank s mod ``pipeline``; its first ``recomputed`` blocks are recomputed, nothing
+    else is.
     """
     stages: list[Layers] = []
-    start = 0
-    for stage, count in enumerate(blocks):
-        again = count if recomputed is None else min(recomputed, count)
+    start, last = 0, len(blocks) - 1
+    for stage, (count, again) in enumerate(zip(blocks, recomputed, strict=True)):
         own = of.blocks[start : start + count]
-        layers = [*_counted(of, own[:again], True), *_counted(of, own[again:], False)]
-        if stage == 0:
-            layers.insert(0, (of.embedding, False, 1))
-        if stage == len(blocks) - 1:
-            layers.append((of.head, False, 1))
-        stages.append(tuple(layers))
+        stages.append(stage_layers(of, own, again, first=stage == 0, last=stage == last))
         start += count
     ranks = [_together(stages[rank::pipeline]) for rank in range(pipeline)]
     return Cut(_kinds(stages), _kinds(ranks))
+
+
+def stage_layers(
+    of: Shares, blocks: tuple[int, ...], again: int, *, first: bool, last: bool
+) -> Layers:
+    """The layers of a stage with ``blocks``, of which the first ``again`` are recomputed."""
+    layers = [*_counted(of, blocks[:again], True), *_counted(of, blocks[again:], False)]
+    if first:
+        layers.insert(0, (of.embedding, False, 1))
+    if last:
+        layers.append((of.head, False, 1))
+    return tuple(layers)
 
 
 def _counted(of: Shares, blocks: tuple[int, ...], again: bool) -> Layers:

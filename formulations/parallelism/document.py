@@ -10,7 +10,7 @@ from pydantic import ConfigDict
 from stagewright.formulations.parallelism.estimate import Estimate, evaluate
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.losses import shortages
-from stagewright.formulations.parallelism.parts import RankMemory
+from stagewright.formulations.parallelism.stage_costs import RankMemory
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents import documents

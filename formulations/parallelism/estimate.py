@@ -5,9 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from stagewright.formulations.parallelism.layout import Layout
-from stagewright.formulations.parallelism.parts import Parts, RankMemory
+from stagewright.formulations.parallelism.parts import Parts
 from stagewright.formulations.parallelism.pipeline_time import Walk, walk
 from stagewright.formulations.parallelism.rules import require_layout
+from stagewright.formulations.parallelism.stage_costs import RankMemory
 from stagewright.formulations.parallelism.training import TrainingProblem
 
 

@@ -1,7 +1,9 @@
 """A parallel layout: the degrees, the microbatch, the schedule and what is kept where."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from itertools import groupby
 from typing import ClassVar, Literal
 
 from pydantic import ConfigDict
@@ -32,6 +34,7 @@ _NUMBERED = {
     "first": "first_blocks",
     "last": "last_blocks",
 }
+_BY_STAGE = {"stages": "blocks_by_stage", "again": "recomputed_by_stage"}
 _PLAIN: dict[str, tuple[str, object]] = {
     "none": ("recompute", "none"),
     "selective": ("recompute", "selective"),
@@ -73,6 +76,8 @@ class Layout:
     placement: Placement = "data-inside"
     first_blocks: int | None = None
     last_blocks: int | None = None
+    blocks_by_stage: tuple[int, ...] | None = None
+    recomputed_by_stage: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for name in ("pipeline", "tensor", "context", "data", "expert", "microbatch", "chunks"):
@@ -100,6 +105,7 @@ class Layout:
             )
         self._require_schedule()
         self._require_ends()
+        self._require_stages()
 
     def _require_schedule(self) -> None:
         if self.schedule == "zero-bubble" and self.pipeline == 1:
@@ -115,6 +121,28 @@ class Layout:
         for name, value in (("first_blocks", self.first_blocks), ("last_blocks", self.last_blocks)):
             if value is not None and (value < 0 or self.pipeline == 1):
                 raise InputError(f"{name} needs a pipeline and at least 0 blocks, got {value}")
+
+    def _require_stages(self) -> None:
+        for name in _BY_STAGE.values():
+            counts = getattr(self, name)
+            if counts is not None and (len(counts) != self.stages or min(counts) < 0):
+                raise InputError(
+                    f"{name} needs {self.stages} numbers (pipeline x chunks), each at least 0, got "
+                    f"{_runs(counts)}"
+                )
+        if self.blocks_by_stage is not None and 0 in self.blocks_by_stage[1:-1]:
+            raise InputError(
+                "blocks_by_stage needs at least 1 block between the first and the last"
+            )
+        ends = (self.first_blocks, self.last_blocks)
+        if self.blocks_by_stage is not None and ends != (None, None):
+            raise InputError("blocks_by_stage has the ends too; leave out first and last blocks")
+        if self.recomputed_by_stage is None:
+            return
+        if self.recompute == "none" or self.recompute_blocks is not None:
+            raise InputError(
+                "recomputed_by_stage needs recompute selective or full, without recompute_blocks"
+            )
 
     @property
     def ranks(self) -> int:
@@ -186,8 +214,16 @@ class Layout:
         Raises
         ------
         InputError
-            If the blocks cannot be divided evenly over the stages between the chosen ends.
+            If the blocks cannot be divided evenly over the stages between the chosen ends, or those
+            of every stage are not as many as the model has.
         """
+        if self.blocks_by_stage is not None:
+            if sum(self.blocks_by_stage) != blocks:
+                raise InputError(
+                    f"blocks_by_stage {_runs(self.blocks_by_stage)} are "
+                    f"{sum(self.blocks_by_stage)} blocks; the model has {blocks}"
+                )
+            return self.blocks_by_stage
         if self.stages == 1:
             return (blocks,)
         ends = (self.first_blocks, self.last_blocks)
@@ -200,6 +236,27 @@ class Layout:
         first, last = (each if one is None else one for one in ends)
         return (first, *middle, last)
 
+    def recomputed_of_stages(self, blocks: int) -> tuple[int, ...]:
+        """How many blocks of every stage, the first ones, are recomputed.
+
+        Raises
+        ------
+        InputError
+            See :meth:`blocks_of_stages`; or if more are recomputed than a stage has.
+        """
+        has = self.blocks_of_stages(blocks)
+        if self.recompute == "none":
+            return (0,) * len(has)
+        if self.recomputed_by_stage is None:
+            most = blocks if self.recompute_blocks is None else self.recompute_blocks
+            return tuple(min(most, count) for count in has)
+        for stage, (again, count) in enumerate(zip(self.recomputed_by_stage, has, strict=True)):
+            if again > count:
+                raise InputError(
+                    f"recomputed_by_stage: stage {stage} recomputes {again} blocks and has {count}"
+                )
+        return self.recomputed_by_stage
+
     def __str__(self) -> str:
         """Words that :func:`parse_layout` reads; what is as by default is left out."""
         shown = ("pipeline", "tensor", "data", "microbatch")
@@ -209,8 +266,14 @@ class Layout:
             for word, name in _NUMBERED.items()
             if name in shown or name in changed
         ]
+        by_stage = [
+            f"{word}{_runs(getattr(self, name))}"
+            for word, name in _BY_STAGE.items()
+            if name in changed
+        ]
         return " ".join(
             words
+            + by_stage
             + [
                 word
                 for word, (name, value) in _PLAIN.items()
@@ -236,7 +299,14 @@ def _uneven(stages: int, blocks: int, ends: tuple[int | None, int | None]) -> st
     )
 
 
+def _runs(counts: tuple[int, ...]) -> str:
+    """``9-10x3`` for 9, 10, 10, 10."""
+    runs = [(count, len(list(equal))) for count, equal in groupby(counts)]
+    return "-".join(f"{count}x{n}" if n > 1 else f"{count}" for count, n in runs)
+
+
 _WORD = re.compile(r"([a-z]+)(\d+)")
+_OF_STAGES = re.compile(r"([a-z]+)(\d+(?:x\d+)?(?:-\d+(?:x\d+)?)*)")
 
 
 def parse_layout(text: str) -> Layout:
@@ -259,8 +329,22 @@ def parse_layout(text: str) -> Layout:
 def _meaning(word: str) -> tuple[str, object]:
     if word in _PLAIN:
         return _PLAIN[word]
+    found = _OF_STAGES.fullmatch(word)
+    if found is not None and found[1] in _BY_STAGE:
+        return _BY_STAGE[found[1]], tuple(_counts(word, found[2]))
     found = _WORD.fullmatch(word)
     if found is None or found[1] not in _NUMBERED:
-        known = ", ".join([*(f"{one}N" for one in _NUMBERED), *_PLAIN])
+        by_stage = [f"{one}N-NxTIMES" for one in _BY_STAGE]
+        known = ", ".join([*(f"{one}N" for one in _NUMBERED), *by_stage, *_PLAIN])
         raise InputError(f"layout word {word!r} is not known; known are {known}")
     return _NUMBERED[found[1]], int(found[2])
+
+
+def _counts(word: str, runs: str) -> Iterator[int]:
+    """The inverse of :func:`_runs`."""
+    for run in runs.split("-"):
+        count, _, times = run.partition("x")
+        n = int(times or 1)
+        require_count(n, f"the stages of {word}", MAX_GPUS)
+        for _ in range(n):
+            yield int(count)

@@ -73,8 +73,9 @@ def require_expressible(problem: TrainingProblem, layout: Layout) -> None:
     InputError
         If there is one, or the blocks cannot be divided over the stages.
     """
-    of_stages = max(layout.blocks_of_stages(problem.architecture.layers))
-    blocks = layout.recompute_blocks
+    blocks = layout.blocks_of_stages(problem.architecture.layers)
+    again = layout.recomputed_of_stages(problem.architecture.layers)
+    some = next((pair for pair in zip(again, blocks, strict=True) if 0 < pair[0] < pair[1]), None)
     refused = [
         (layout.context > 1, f"context degree {layout.context}", "c1"),
         (problem.architecture.experts is not None, "experts", "a model without them"),
@@ -93,8 +94,8 @@ def require_expressible(problem: TrainingProblem, layout: Layout) -> None:
         (layout.offload_optimizer, "offloaded optimizer", "a layout without offload"),
         (layout.recompute == "selective", "selective recomputation", "none or full"),
         (
-            blocks is not None and blocks < of_stages,
-            f"recomputation of {blocks} of a stage's {of_stages} blocks",
+            some is not None,
+            "recomputation of {} of a stage's {} blocks".format(*(some or (0, 0))),
             "full without blocks",
         ),
     ]
@@ -142,13 +143,14 @@ def stages_of(problem: TrainingProblem, layout: Layout, cluster: Cluster) -> tup
     What the estimate recomputes are blocks, one at a time, each from its input: ``layer``.
     """
     blocks = layout.blocks_of_stages(problem.architecture.layers)
+    again = layout.recomputed_of_stages(problem.architecture.layers)
     cuts = [0, *(1 + done for done in accumulate(blocks))]
     cuts[-1] += 1
     return tuple(
         Stage(
             (cuts[s], cuts[s + 1]),
             tuple(cluster.devices[i].name for i in _ranks(layout, s % layout.pipeline)),
-            recompute="layer" if layout.recompute == "full" else "none",
+            recompute="layer" if again[s] else "none",
             tensor=layout.tensor,
         )
         for s in range(layout.stages)

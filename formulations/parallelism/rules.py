@@ -21,7 +21,7 @@ def require_layout(problem: TrainingProblem, layout: Layout) -> None:
             f"{layout.data} is {layout.ranks} ranks; there are {problem.fabric.devices} devices"
         )
     require_split(problem.architecture, problem.sequence, layout.split)
-    layout.blocks_of_stages(problem.architecture.layers)
+    layout.recomputed_of_stages(problem.architecture.layers)
     microbatches = layout.microbatches(problem.batch)
     require_count(microbatches, "the number of microbatches", MAX_MICROBATCHES)
     if layout.chunks > 1 and microbatches % layout.pipeline:

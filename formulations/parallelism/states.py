@@ -1,6 +1,7 @@
 """Weights, gradients and optimizer state of one rank, and what their exchange and update cost."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from stagewright.formulations.parallelism.cut import Layers
 from stagewright.formulations.parallelism.exchanges import all_reduce_seconds, gather_seconds
@@ -33,6 +34,7 @@ class States:
     optimizer: float
 
 
+@lru_cache(maxsize=1 << 14)
 def held(layers: Layers, *, tied: bool) -> Held:
     """The parameters of a rank's layers; with ``tied`` it holds a copy of the embedding's table."""
     shared = [one.parameters + (one.tied_parameters if tied else 0) for one, _, _ in layers]

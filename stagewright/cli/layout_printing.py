@@ -9,6 +9,7 @@ ROUNDING_SECONDS = 1e-8
 if TYPE_CHECKING:
     from stagewright.formulations.parallelism.training import TrainingProblem
     from stagewright.service.layouts import ExplainAnswer, LayoutAnswer, LayoutRow, MemoryAnswer
+    from stagewright.service.refined_layouts import RefinedAnswer
 
 
 def print_layouts(
@@ -31,6 +32,8 @@ def print_layouts(
         )
     else:
         print_lines(f"{name}: {answer.status}", *([answer.reason] if answer.reason else []))
+    if answer.refined is not None:
+        print_refined(answer.refined)
     if answer.explained is not None:
         _print_explained(answer.explained)
     if front and answer.front:
@@ -95,6 +98,35 @@ def _print_rows(rows: "tuple[LayoutRow, ...]") -> None:
             for one in rows
         ],
     )  # fmt: skip
+
+
+def print_refined(answer: "RefinedAnswer") -> None:
+    """Layouts with blocks by stage, and what their bounds speak of."""
+    from stagewright.graphs.documents.units import format_bytes, format_seconds
+
+    if answer.rows:
+        print_table(
+            ("<layout", "time", "before", "MFU", "memory", "bound"),
+            [
+                (
+                    one.layout,
+                    format_seconds(one.seconds),
+                    "-" if one.before_seconds is None else format_seconds(one.before_seconds),
+                    f"{one.mfu:.1%}",
+                    format_bytes(one.peak_bytes),
+                    format_seconds(one.bound_seconds),
+                )
+                for one in answer.rows
+            ],
+            "Blocks and recomputed blocks by stage",
+        )
+    faster = "" if answer.rows else "; none is faster than with stages that are alike"
+    print_lines(
+        f"blocks by stage: {answer.examined} layouts divided, {answer.wall_seconds:.2f} s{faster}; "
+        f"no plain pipeline of any division takes less than "
+        f"{format_seconds(answer.plain_bound_seconds)}, no pipeline less than "
+        f"{format_seconds(answer.bound_seconds)}, by {answer.proved_by}"
+    )
 
 
 def _print_explained(one: "ExplainAnswer") -> None:

@@ -161,6 +161,9 @@ def train_plan(
     schedule: Annotated[
         str, typer.Option(help="Schedules to consider.", metavar="NAME,NAME")
     ] = "1f1b,zero-bubble",
+    alike: Annotated[
+        bool, typer.Option("--alike", help="Only layouts whose stages are alike but for the ends.")
+    ] = False,
     front: Annotated[
         bool, typer.Option("--front", help="The fastest layouts with less and with more memory.")
     ] = False,
@@ -227,6 +230,7 @@ def train_plan(
         top=top,
         framework=framework,
         explain=None if explain is None else parse_layout(explain),
+        by_stage=not alike,
         front=front or png is not None,
         what_if=what_if,
     )

@@ -21,6 +21,7 @@ def train_plan(
     top: int = 10,
     explain: "Layout | None" = None,
     framework: str | None = None,
+    by_stage: bool = True,
     front: bool = False,
     what_if: bool = False,
     stop: StopToken | None = None,
@@ -39,6 +40,8 @@ def train_plan(
         A layout to compare with the best: which rule it breaks, what does not fit, what is longer.
     framework
         Only layouts that can be exported to it, such as ``megatron``.
+    by_stage
+        After the search, find blocks and recomputed blocks of every stage of plain pipelines.
     front, what_if
         Find the fastest layouts with less memory, and with better machines, too.
     stop
@@ -47,8 +50,9 @@ def train_plan(
     Returns
     -------
     LayoutAnswer
-        ``plan`` (see :func:`save_layout`; None if no layout fits), ``rows`` of the best layouts,
-        status, bound and gap, and what the bound speaks of.
+        ``plan`` (see :func:`save_layout`; None if no layout fits), ``rows`` of the best layouts
+        with stages that are alike, ``refined`` ones whose stages differ, status, bound and gap, and
+        what the bound speaks of.
 
     Raises
     ------
@@ -64,6 +68,7 @@ def train_plan(
         top=top,
         explain=explain,
         framework=framework,
+        by_stage=by_stage,
         front=front,
         what_if=what_if,
     )

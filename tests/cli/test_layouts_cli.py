@@ -68,6 +68,40 @@ def test_rows_are_ordered_and_their_parts_are_the_whole() -> None:
         assert memory["total_bytes"] <= 80e9
 
 
+TIGHT = ("--memory", "15GB", "--pipeline", 4, "--data", 2, "--chunks", 1, "--zero", "0,1")
+
+
+def test_blocks_by_stage() -> None:
+    alike = answered_json(*PLAN, *TIGHT, "--alike")
+    assert alike["refined"] is None
+    found = answered_json(*PLAN, *TIGHT, "-o", "layout.json")
+    assert found["rows"] == alike["rows"]
+    refined = found["refined"]
+    best = refined["rows"][0]
+    assert best["seconds"] < found["rows"][0]["seconds"]
+    assert best["peak_bytes"] <= 15e9
+    assert refined["bound_seconds"] <= refined["plain_bound_seconds"] <= best["seconds"]
+    plan = load_layout("layout.json")
+    assert plan.iteration_seconds == best["seconds"]
+    assert plan.layout.blocks_by_stage is not None
+    assert str(plan.layout) == best["layout"]
+    assert violations(plan) == ()
+    assert plan.bound is not None
+    assert "any blocks and recomputed blocks of every stage" in plan.bound.space
+    assert "Blocks and recomputed blocks by stage" in answered(*PLAN, *TIGHT)
+    explained = answered_json(*PLAN, *TIGHT, "--explain", best["layout"])["explained"]
+    assert explained["row"]["seconds"] == pytest.approx(best["seconds"])
+    assert explained["row"]["loses_by"] == "as fast"
+
+
+@pytest.mark.parametrize("framework", ["megatron", "torchtitan", "plan"])
+def test_blocks_by_stage_that_a_framework_can_express(framework: str) -> None:
+    Path("config.json").write_text(json.dumps(LLAMA | {"tie_word_embeddings": False}))
+    found = answered_json(*PLAN, *TIGHT, "--framework", framework, "-o", "layout.json")
+    assert found["refined"]["rows"]
+    answered("export", "layout.json", "--to", framework, "-o", "exported")
+
+
 def test_explanations() -> None:
     slower = answered_json(*PLAN, "--explain", "p2 t8 d1 b1 full sp")["explained"]
     assert slower["refused"] is None

@@ -84,6 +84,9 @@ TAKEN = [
     *((to, GPT2, "p1 t1 d8 b1 zero0") for to in LAYOUT_FORMATS if to != "deepspeed"),
     *((to, LLAMA, "p4 t1 d2 b1 v2 zero1 full blocks1") for to in CORE),
     *((to, LLAMA, "p1 t1 d8 b1 zero3 full blocks16") for to in LAYOUT_FORMATS),
+    *((to, LLAMA, "p4 t2 d1 b1 zero1 stages3-4-5-4 full") for to in PIPED),
+    *((to, LLAMA, "p4 t2 d1 b1 zero1 stages3-4-5-4 full blocks2") for to in CORE),
+    *((to, LLAMA, "p4 t2 d1 b1 zero1 stages4x4") for to in PIPED),
     ("torchtitan", LLAMA, "p4 t1 d2 b1 v2 zero1 zero-bubble"),
     ("torchtitan", LLAMA, "p4 t1 d2 b1 zero0 zero-bubble first1"),
     ("accelerate", LLAMA, "p1 t2 c2 d2 b1 zero3"),
@@ -101,6 +104,12 @@ def test_features_that_are_taken(to, architecture, words):
     problem = make_problem(architecture, layout)
     files = export_layout(problem, layout, to)
     assert READERS[to](files, architecture.layers) == expected(to, problem, layout)
+
+
+@pytest.mark.parametrize("to", PIPED)
+def test_recomputed_blocks_by_stage_are_refused(to):
+    with pytest.raises(InputError, match=r"recomputed blocks by stage: .* has one recomputation"):
+        exported(LLAMA, "p4 t2 d1 b1 zero1 stages3-4-5-4 again3-1-0x2 full", to)
 
 
 @pytest.mark.parametrize("to", LAYOUT_FORMATS)

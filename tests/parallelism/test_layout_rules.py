@@ -74,11 +74,42 @@ def test_rules(layout: str, message: str | None) -> None:
         ),
         ("p2 d2 e2 pipeline-inside", "expert degree 2 with the placement pipeline-inside"),
         ("first1", "first_blocks needs a pipeline"),
+        ("p2 v2 stages1-2x2", "blocks_by_stage needs 4 numbers .* each at least 0, got 1-2x2"),
+        ("p3 stages1-0-2", "blocks_by_stage needs at least 1 block between the first and the"),
+        ("p2 first1 stages1-2", "blocks_by_stage has the ends too; leave out first and last"),
+        ("p2 again1x2", "recomputed_by_stage needs recompute selective or full, without"),
+        ("p2 full blocks1 again1x2", "recomputed_by_stage needs recompute selective or full"),
+        ("p2 full stages1-", "layout word 'stages1-' is not known; known are .*stagesN-NxTIMES"),
+        ("p2 full again1x2000000", "the stages of again1x2000000 must be at most"),
     ],
 )
 def test_layouts_that_contradict_themselves(layout: str, message: str) -> None:
     with pytest.raises(InputError, match=f"^{message}"):
         parse_layout(layout)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("p2 d8 stages1-2", "blocks_by_stage 1-2 are 3 blocks; the model has {}"),
+        ("p2 d8 full again9-0", "recomputed_by_stage: stage 0 recomputes 9 blocks and has {half}"),
+    ],
+)
+def test_stages_that_the_model_does_not_have(words: str, message: str) -> None:
+    expected = message.format(MODEL.layers, half=MODEL.layers // 2)
+    with pytest.raises(InputError, match=f"^{expected}"):
+        evaluate(problem(), parse_layout(words))
+
+
+def test_words_of_stages() -> None:
+    words = "p4 t1 d1 b1 stages9-10x2-11 again3-1-0x2 full"
+    layout = parse_layout(words)
+    assert layout.blocks_by_stage == (9, 10, 10, 11)
+    assert layout.recomputed_by_stage == (3, 1, 0, 0)
+    assert str(layout) == words
+    assert layout.blocks_of_stages(40) == (9, 10, 10, 11)
+    selective = parse_layout("p2 stages1-3 again1x2 selective")
+    assert selective.recomputed_of_stages(4) == (1, 1)
 
 
 def test_experts_with_tensor_ranks_need_sequence_parallelism() -> None:

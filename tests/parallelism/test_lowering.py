@@ -167,6 +167,13 @@ def test_recomputed_blocks_are_recomputed_from_their_inputs() -> None:
     assert computed(plan) == pytest.approx(expected, rel=1e-9)
 
 
+def test_stages_may_differ_in_blocks_and_recomputation() -> None:
+    layout = parse_layout("p2 t1 d1 b1 stages3-5 again3-0 full")
+    _, plan = lowered(make_problem(SMALL, layout, microbatches=4), layout)
+    assert [stage.layers for stage in plan.stages] == [(0, 4), (4, 10)]
+    assert [stage.recompute for stage in plan.stages] == ["layer", "none"]
+
+
 def test_a_tied_table_is_in_both_layers() -> None:
     layout = parse_layout("p2 t1 d1 b1")
     asked, plan = lowered(make_problem(GPT2, layout), layout)
@@ -197,6 +204,10 @@ def test_a_tied_table_is_in_both_layers() -> None:
         (
             "p2 t1 d1 b1 full blocks1",
             "a pipeline plan that runs has no recomputation of 1 of a stage's 4",
+        ),
+        (
+            "p2 t1 d1 b1 full stages3-5 again0-2",
+            "a pipeline plan that runs has no recomputation of 2 of a stage's 5",
         ),
     ],
 )

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Container, Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 from random import Random
 
 from hypothesis import strategies as st
@@ -78,8 +78,26 @@ def random_layouts(problem: TrainingProblem, chance: Random, most: int) -> list[
             require_layout(problem, layout)
         except InputError:
             continue
-        found.append(layout)
+        found.append(by_stage(layout, problem, chance) if chance.random() < 0.4 else layout)
     return found[:most]
+
+
+def by_stage(layout: Layout, problem: TrainingProblem, chance: Random) -> Layout:
+    """The layout with some blocks and some recomputed blocks of every stage."""
+    stages = layout.stages
+    inner = max(0, stages - 2)
+    cuts = sorted(chance.randint(0, problem.architecture.layers - inner) for _ in range(stages - 1))
+    ends = [0, *(cut + min(at, inner) for at, cut in enumerate(cuts)), problem.architecture.layers]
+    blocks = tuple(b - a for a, b in pairwise(ends))
+    again = tuple(chance.randint(0, count) for count in blocks)
+    return replace(
+        layout,
+        recompute_blocks=None,
+        first_blocks=None,
+        last_blocks=None,
+        blocks_by_stage=blocks,
+        recomputed_by_stage=None if layout.recompute == "none" else again,
+    )
 
 
 def _candidates(problem: TrainingProblem, offloads: tuple[bool, ...]) -> Iterator[Layout]:

@@ -2,6 +2,8 @@
 
 import random
 
+from layout_oracle import by_stage
+
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.rules import require_layout
 from stagewright.formulations.parallelism.training import Precision, TrainingProblem
@@ -65,7 +67,7 @@ def random_problem(seed):
             require_layout(problem, layout)
         except InputError:
             continue
-        return problem, layout
+        return problem, by_stage(layout, problem, draw) if draw.random() < 0.2 else layout
 
 
 def _draw(draw):

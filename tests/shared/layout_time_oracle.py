@@ -21,10 +21,12 @@ class Plain:
         split, blocks = layout.split, layout.blocks_of_stages(problem.architecture.layers)
         of = shares_of(problem.architecture, problem.sequence, split, problem.attention)
         ends = np.cumsum((0, *blocks))
-        most = layout.recompute_blocks or len(of.blocks)
+        alike = [layout.recompute_blocks or len(of.blocks)] * layout.stages
+        again = layout.recomputed_by_stage or alike
         # (layer, whether it is computed again) of every stage
         self.stages = [
-            [(of.kinds[of.blocks[i]], i - a < most) for i in range(a, b)] for a, b in pairwise(ends)
+            [(of.kinds[of.blocks[i]], i - a < most) for i in range(a, b)]
+            for (a, b), most in zip(pairwise(ends), again, strict=True)
         ]
         self.stages[0] = [(of.embedding, False), *self.stages[0]]
         self.stages[-1] = [*self.stages[-1], (of.head, False)]

@@ -91,13 +91,24 @@ def refuse_selective(layout: Layout, framework: str, repeats: str) -> None:
 
 
 def refuse_some_blocks(problem: TrainingProblem, layout: Layout, framework: str) -> None:
-    """Raise if only some blocks of a stage are recomputed."""
-    some = layout.recompute_blocks
-    longest = max(layout.blocks_of_stages(problem.architecture.layers))
-    if some is not None and some < longest:
+    """Raise unless all blocks of all stages are recomputed, or none."""
+    blocks = layout.blocks_of_stages(problem.architecture.layers)
+    again = layout.recomputed_of_stages(problem.architecture.layers)
+    refuse_recomputed_by_stage(layout, framework)
+    some = next((pair for pair in zip(again, blocks, strict=True) if 0 < pair[0] < pair[1]), None)
+    if some is not None:
         raise InputError(
-            f"{some} recomputed blocks of {longest} in a stage: {framework} recomputes all or "
-            "none; choose full for all, or export to megatron"
+            "{} recomputed blocks of {} in a stage: ".format(*some)
+            + f"{framework} recomputes all or none; choose full for all, or export to megatron"
+        )
+
+
+def refuse_recomputed_by_stage(layout: Layout, framework: str) -> None:
+    """Raise for a number of recomputed blocks of every stage."""
+    if layout.recomputed_by_stage is not None:
+        raise InputError(
+            f"recomputed blocks by stage: {framework} has one recomputation for all stages; choose "
+            "full, with or without blocks, or export to plan, whose stages recompute all or none"
         )
 
 

@@ -14,6 +14,7 @@ from stagewright.executor.export.layouts.common import (
     left_out,
     number_type,
     refuse_encoder,
+    refuse_recomputed_by_stage,
     require_bytes,
 )
 from stagewright.formulations.parallelism.layout import Layout
@@ -54,6 +55,7 @@ def core_of(problem: TrainingProblem, layout: Layout, framework: str) -> Core:
     """
     numbers = number_type(problem, framework)
     refuse_encoder(problem.architecture, framework)
+    refuse_recomputed_by_stage(layout, framework)
     if layout.schedule == "zero-bubble":
         raise InputError(
             f"the schedule zero-bubble: {framework} has (interleaved) 1F1B alone; choose 1f1b, or "
@@ -98,7 +100,7 @@ def _stages(problem: TrainingProblem, layout: Layout) -> tuple[int, ...]:
 
 
 def _degrees(problem: TrainingProblem, layout: Layout) -> Fields:
-    uneven = (layout.first_blocks, layout.last_blocks) != (None, None)
+    uneven = len(set(_stages(problem, layout))) > 1
     sparse = problem.architecture.experts is not None
     return {
         "tensor_model_parallel_size": layout.tensor,

@@ -1,0 +1,228 @@
+"""Blocks and recomputation of every stage: layouts better than those whose stages are alike.
+
+Refined are the plain pipelines (one stage on a rank) among the best layouts of a search, and then
+all others whose closed bound (``any_division``) is below the best time, by that bound, until there
+is none or so many have been looked at.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from math import inf
+from typing import Literal
+
+from stagewright.formulations.forms.answers import StopToken, is_stopped
+from stagewright.formulations.parallelism.estimate import Estimate, evaluate
+from stagewright.formulations.parallelism.layout import Layout, Placement
+from stagewright.formulations.parallelism.training import TrainingProblem
+from stagewright.graphs.models.shards import Recompute
+from stagewright.solvers.parallelism.any_division import AnyDivision, Plain
+from stagewright.solvers.parallelism.search import Found
+from stagewright.solvers.parallelism.space import Space
+from stagewright.solvers.parallelism.stage_options import Counts, StageOptions, divided_evenly
+from stagewright.solvers.parallelism.stage_search import Division, StageSearch
+from stagewright.solvers.parallelism.tree import compiled_walk
+
+Recomputation = Literal["any", "whole", "alike"]
+"""How many blocks stages may recompute: each any number, each all or none, all the same number."""
+
+MOST_EXAMINED = 64
+ROUNDING = 1e-12  # sums of bytes in another order: what is refined must fit to the last bit
+
+
+@dataclass(frozen=True, slots=True)
+class Refined:
+    """A layout with blocks and recomputation of every stage; none such is faster than ``bound``.
+
+    Its other choices are those of ``before``, the time with stages that are alike, if that is
+    among the best of the search.
+    """
+
+    estimate: Estimate
+    before: float | None
+    bound: float
+
+
+@dataclass(frozen=True, slots=True)
+class Refinement:
+    """The best refined layouts by time, and what no layout is faster than.
+
+    ``plain_bound`` holds for all plain pipelines of the space with any division of the blocks and
+    the fewest recomputed blocks of every stage; ``bound`` for interleaved pipelines of any division
+    too. ``examined`` layouts were divided.
+    """
+
+    best: tuple[Refined, ...]
+    plain_bound: float
+    bound: float
+    examined: int
+    seconds: float
+
+
+def refine(
+    problem: TrainingProblem,
+    space: Space,
+    found: Found,
+    *,
+    recomputation: Recomputation = "any",
+    accept: Callable[[Layout], bool] = lambda _: True,
+    stop: StopToken | None = None,
+) -> Refinement:
+    """The layouts that are faster with stages that differ, at most as many as were found."""
+    started = time.perf_counter()
+    of = _Refining(problem, space, found, recomputation, accept)
+    of.answered()
+    plain_bound = of.others(stop)
+    best = min((one.estimate.seconds for one in of.refined), default=of.least)
+    plain_bound = min(plain_bound, of.open_bound, best, of.least)
+    if not found.proved:
+        plain_bound = min(plain_bound, found.bound)
+    return Refinement(
+        best=tuple(sorted(of.refined, key=lambda one: one.estimate.seconds)[: len(found.best)]),
+        plain_bound=plain_bound,
+        bound=min(plain_bound, of.candidates.interleaved()),
+        examined=of.examined,
+        seconds=time.perf_counter() - started,
+    )
+
+
+class _Refining:
+    """The layouts refined so far; ``least`` is the best time."""
+
+    def __init__(
+        self,
+        problem: TrainingProblem,
+        space: Space,
+        found: Found,
+        recomputation: Recomputation,
+        accept: Callable[[Layout], bool],
+    ) -> None:
+        self.problem, self.space, self.found = problem, space, found
+        self.recomputation, self.accept = recomputation, accept
+        self.candidates = AnyDivision(problem, space)
+        self.refined: list[Refined] = []
+        self.done: set[Layout] = set()
+        self.open_bound, self.examined = inf, 0
+        self.least = min((one.seconds for one in found.best), default=inf)
+
+    def answered(self) -> None:
+        """Refine the best layouts of the search, each to be faster than it was."""
+        for one in self.found.best:
+            layout = one.layout
+            if layout.chunks > 1 or layout.pipeline == 1:
+                continue
+            for kind in self._kinds(layout.recompute):
+                self._refine(replace(_base(layout), recompute=kind), one.seconds, one.seconds)
+
+    def others(self, stop: StopToken | None) -> float:
+        """Refine all others that may be the best; the bound of those that are left."""
+        left = MOST_EXAMINED
+        for plain in self.candidates.plain(lambda: self.least):
+            if not left or is_stopped(stop):
+                return plain.bound
+            for layout in self._layouts(plain):
+                left -= self._refine(layout, self.least, None)
+        return inf
+
+    def _layouts(self, plain: Plain) -> Iterator[Layout]:
+        layout, blocks = plain.layout, self.problem.architecture.layers
+        for placement in self._placements(layout):
+            placed = replace(layout, placement=placement)
+            # What is refused with nothing recomputed is refused for another feature.
+            if self.accept(divided_evenly(placed, blocks)):
+                for kind in self._kinds("none"):
+                    yield replace(placed, recompute=kind)
+
+    def _placements(self, layout: Layout) -> tuple[Placement, ...]:
+        if layout.data == 1:
+            return ("data-inside",)  # both are the same
+        if layout.tensor * layout.context % layout.expert:
+            return tuple(one for one in self.space.placements if one == "data-inside")
+        return self.space.placements
+
+    def _kinds(self, now: Recompute) -> list[Recompute]:
+        """What blocks are recomputed by: what the layout does, or any of the space's."""
+        if now != "none":
+            return [now]
+        possible = self.space.recomputes(self.problem)
+        return [one for one in possible if one != "none"] or [now]
+
+    def _refine(self, base: Layout, below: float, before: float | None) -> int:
+        """Divide the blocks of a layout, if it is a new one; how many were looked at."""
+        if base in self.done:
+            return 0
+        self.done.add(base)
+        self.examined += 1
+        best: Estimate | None = None
+        bound = inf
+        for counts in self._counts(base):
+            one, least = self._divided(base, counts, below)
+            bound = min(bound, least)
+            if one is not None:
+                best, below = one, one.seconds
+        if bound < below:
+            self.open_bound = min(self.open_bound, bound)
+        if best is not None:
+            self.refined.append(Refined(best, before, min(bound, best.seconds)))
+            self.least = min(self.least, best.seconds)
+        return 1
+
+    def _divided(self, base: Layout, counts: Counts, below: float) -> tuple[Estimate | None, float]:
+        """The best accepted division below a time, and the bound of all."""
+        walk = compiled_walk()
+        memory = self.problem.fabric.memory_bytes * (1 - ROUNDING)
+        options = StageOptions(self.problem, base, memory, counts, walk)
+        found = StageSearch(options, walk, below).run()
+        if found.best is None:
+            return None, found.bound
+        layout = refined_layout(base, found.best)
+        if not self.accept(layout):
+            return None, found.bound
+        return evaluate(self.problem, layout, walk), found.bound
+
+    def _counts(self, base: Layout) -> Iterator[Counts]:
+        """How many blocks of so many may be recomputed; one after the other, where alike."""
+        if base.recompute == "none":
+            yield lambda _: (0,)
+            return
+        least = 0 if "none" in self.space.recompute else 1
+        if self.recomputation == "alike":
+            yield from _alike(least, self._most_alike(base))
+        elif self.recomputation == "whole" or not self.space.partial:
+            yield lambda count: (0, count) if count and not least else (count,)
+        else:
+            yield lambda count: range(min(least, count), count + 1)
+
+    def _most_alike(self, base: Layout) -> int:
+        """The largest number that all stages recompute and that is not all blocks."""
+        if base.recompute == "selective" or not self.space.partial:
+            return 0
+        return -(-self.problem.architecture.layers // base.pipeline)
+
+
+def _alike(least: int, most: int) -> Iterator[Counts]:
+    for again in range(least, most + 1):
+        yield lambda count, again=again: (min(again, count),)  # type: ignore[misc]
+    yield lambda count: (count,)
+
+
+def _base(layout: Layout) -> Layout:
+    """The layout without what is refined."""
+    names = {"recompute_blocks", "first_blocks", "last_blocks"}
+    names |= {"blocks_by_stage", "recomputed_by_stage"}
+    plain = {one.name: one.default for one in fields(layout) if one.name in names}
+    return replace(layout, **plain)  # type: ignore[arg-type]
+
+
+def refined_layout(base: Layout, found: Division) -> Layout:
+    """The layout with a division; recomputation in the field that says it with the fewest words."""
+    blocks, again = found.blocks, found.recomputed
+    layout = replace(base, blocks_by_stage=blocks)
+    if not any(again):
+        return replace(layout, recompute="none")
+    if again == blocks:
+        return layout
+    most = max(again)
+    if base.recompute == "full" and again == tuple(min(most, count) for count in blocks):
+        return replace(layout, recompute_blocks=most)
+    return replace(layout, recomputed_by_stage=again)

@@ -1,0 +1,306 @@
+"""The best blocks of every stage of one plain layout, by branch and bound over intervals.
+
+A node gives every stage an interval of blocks. Times grow with blocks, and the time of the
+pipeline with those of its stages, so that the time with the least values of every stage is a lower
+bound. A stage's interval ends where that bound, with the stage's own value, reaches the best known
+time; it begins where the others can take no more. What is left is halved, least bound first.
+"""
+
+import heapq
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+
+from stagewright.formulations.parallelism.pipeline_time import Walk
+from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
+from stagewright.graphs.documents.arrays import Floats, Ints
+from stagewright.solvers.parallelism.stage_bounds import LeastDivision, least_division
+from stagewright.solvers.parallelism.stage_options import Option, StageOptions
+
+MOST_NODES = 200
+MOST_STEPS = 5_000_000
+"""Nodes, and computations in the pipelines walked, after which the bound is what is left open."""
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Blocks of every stage, how many of each are recomputed, and the iteration in seconds."""
+
+    blocks: tuple[int, ...]
+    recomputed: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Divided:
+    """The best division that is faster than the given time, if there is one.
+
+    None is faster than ``bound``; if it is not below the best time, the best is proved so.
+    """
+
+    best: Division | None
+    bound: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Box:
+    """The fewest and the most blocks of every stage."""
+
+    low: Ints
+    high: Ints
+
+
+class StageSearch:
+    """The search of the divisions of one layout, below a time that is already known."""
+
+    def __init__(self, options: StageOptions, walk: Walk, below: float) -> None:
+        self.options, self.walk = options, walk
+        self.stages, self.blocks = options.stages, options.blocks
+        self.below, self.steps = below, 0
+
+    best: Division | None = None
+
+    def run(self, nodes: int = MOST_NODES) -> Divided:
+        """Search until it is proved, or through so many nodes."""
+        numbers = itertools.count()
+        heap: list[tuple[float, int, _Box]] = []
+        root = self._root()
+        bound = np.inf if root is None else self._bound(root)
+        if root is not None and bound < self._worth:
+            self._descend(root)
+            heap = [(bound, next(numbers), root)]
+        while heap and nodes and heap[0][0] < self._worth and self.steps < MOST_STEPS:
+            nodes -= 1
+            box = self._tightened(heapq.heappop(heap)[2])
+            for half in [] if box is None else self._halves(box):
+                bound = self._bound(half)
+                if bound < self._worth:
+                    heapq.heappush(heap, (bound, next(numbers), half))
+        open_bound = heap[0][0] if heap else self.below
+        return Divided(self.best, min(open_bound, self.below))
+
+    @property
+    def _worth(self) -> float:
+        """What a bound must be below for a division to be worth looking at."""
+        return self.below * (1 - RELATIVE_TOLERANCE)
+
+    def _root(self) -> _Box | None:
+        """What any one stage may have by its memory and its own time."""
+        low = np.ones(self.stages, dtype=np.int64)
+        low[[0, -1]] = 0
+        if self.stages == 1:
+            low[0] = self.blocks
+        spare = self.blocks - int(low.sum())
+        high = low.copy()
+        for stage in range(self.stages):
+            high[stage] += self._most(stage, int(low[stage]), spare)
+        return self._summed(_Box(low, high))
+
+    def _most(self, stage: int, low: int, spare: int) -> int:
+        """How many more than ``low`` a stage can have; -1 if not even these."""
+        least, most = -1, spare
+        while least < most:
+            middle = (least + most + 1) // 2
+            if self._alone(stage, low + middle):
+                least = middle
+            else:
+                most = middle - 1
+        return least
+
+    def _alone(self, stage: int, count: int) -> bool:
+        """Whether a stage with so many blocks may be in a division below the time."""
+        found = self._least(stage, count, count, range(self.blocks - count + 1))
+        if found is None:
+            return False
+        each = found.forward + found.returned
+        total = self.options.microbatches * each
+        return bool(total + found.update < self._worth)
+
+    def _summed(self, box: _Box) -> _Box | None:
+        """The box whose ends others can make up for; None if there is none."""
+        low, high = box.low, box.high
+        if (low > high).any():
+            return None
+        while True:
+            raised = np.maximum(low, self.blocks - (high.sum() - high))
+            lowered = np.minimum(high, self.blocks - (raised.sum() - raised))
+            if (raised > lowered).any():
+                return None
+            if (raised == low).all() and (lowered == high).all():
+                return _Box(low, high)
+            low, high = raised, lowered
+
+    # Times.
+
+    def _least(self, stage: int, low: int, high: int, starts: range) -> Option | None:
+        """The least of every quantity of a stage, over where it may start and what it may have."""
+        if self.options.is_uniform:
+            starts = range(1)
+        every = [self.options.option(stage, start, low) for start in starts]
+        fitting = [one for one in every if one is not None]
+        if not fitting:
+            return None
+        # The exchange of gradients alone may take less with more blocks, which hide it.
+        more = [
+            self.options.option(stage, start, count)
+            for start in starts
+            for count in range(low + 1, high + 1)
+        ]
+        reductions = [one.reduction for one in (*every, *more) if one is not None]
+        return Option(
+            recomputed=min(one.recomputed for one in fitting),
+            forward=min(one.forward for one in fitting),
+            returned=min(one.returned for one in fitting),
+            weight=min(one.weight for one in fitting),
+            reduction=min(reductions),
+            update=min(one.update for one in fitting),
+        )
+
+    def _starts(self, box: _Box, stage: int) -> range:
+        """Where a stage may start."""
+        before = int(box.low[:stage].sum()), int(box.high[:stage].sum())
+        after = int(box.low[stage:].sum()), int(box.high[stage:].sum())
+        first = max(before[0], self.blocks - after[1])
+        return range(first, max(first, min(before[1], self.blocks - after[0])) + 1)
+
+    def _all(self, box: _Box) -> list[Option] | None:
+        """The least of every stage; None if one does not fit."""
+        found = []
+        for stage in range(self.stages):
+            low, high = int(box.low[stage]), int(box.high[stage])
+            one = self._least(stage, low, high, self._starts(box, stage))
+            if one is None:
+                return None
+            found.append(one)
+        return found
+
+    def _bound(self, box: _Box) -> float:
+        every = self._all(box)
+        if every is None:
+            return np.inf
+        walked = self.seconds(every)
+        if walked >= self._worth:
+            return walked
+        least = self._division(box)
+        if least is None:
+            return np.inf
+        return max(walked, least.seconds + max(one.update for one in every))
+
+    def _division(self, box: _Box) -> LeastDivision | None:
+        starts = [self._starts(box, stage) for stage in range(self.stages)]
+        low, high = box.low.tolist(), box.high.tolist()
+        return least_division(self.options, low, high, starts)
+
+    def seconds(self, every: list[Option]) -> float:
+        """An iteration, as ``estimate.evaluate`` has it."""
+        forward, returned, weight, reduction, update = _columns(every)
+        of = self.options
+        self.steps += 2 * self.stages * of.microbatches
+        finish, _ = self.walk(
+            self.stages, 1, of.microbatches, of.is_split, forward, returned + weight, weight,
+            of.hop, forward,
+        )  # fmt: skip
+        end = np.maximum(finish, of.sending) + reduction
+        return float(end.max() + update.max())
+
+    def _tightened(self, box: _Box) -> _Box | None:
+        """The box without what the bound excludes, until nothing changes."""
+        while True:
+            every = self._all(box)
+            if every is None or self.seconds(every) >= self._worth:
+                return None
+            if (box.low == box.high).all():
+                self._try(box.low)
+                return None
+            high = [self._highest(box, every, stage) for stage in range(self.stages)]
+            found = self._summed(_Box(box.low, np.array(high)))
+            if found is None or _are_equal(found, box):
+                return found
+            box = found
+
+    def _highest(self, box: _Box, every: list[Option], stage: int) -> int:
+        """The most blocks of a stage with which the bound is still worth it."""
+        least, most = int(box.low[stage]), int(box.high[stage])
+        starts = self._starts(box, stage)
+        while least < most:
+            middle = (least + most + 1) // 2
+            one = self._least(stage, middle, int(box.high[stage]), starts)
+            changed = None if one is None else [*every[:stage], one, *every[stage + 1 :]]
+            if changed is not None and self.seconds(changed) < self._worth:
+                least = middle
+            else:
+                most = middle - 1
+        return least
+
+    def _halves(self, box: _Box) -> list[_Box]:
+        stage = int(np.argmax(box.high - box.low))
+        middle = int(box.low[stage] + box.high[stage]) // 2
+        low, high = box.low.copy(), box.high.copy()
+        low[stage], high[stage] = middle + 1, middle
+        return [one for one in map(self._summed, (_Box(box.low, high), _Box(low, box.high))) if one]
+
+    # Divisions.
+
+    def _try(self, blocks: Ints) -> float:
+        """The time of a division, which is kept if it is the best."""
+        starts = np.concatenate(([0], np.cumsum(blocks)))
+        every = [
+            self.options.option(stage, int(starts[stage]), int(blocks[stage]))
+            for stage in range(self.stages)
+        ]
+        fitting = [one for one in every if one is not None]
+        if len(fitting) < len(every):
+            return np.inf
+        seconds = self.seconds(fitting)
+        if seconds < self._worth:
+            self.below = seconds
+            recomputed = tuple(one.recomputed for one in fitting)
+            self.best = Division(tuple(map(int, blocks)), recomputed, seconds)
+        return seconds
+
+    def _descend(self, box: _Box) -> None:
+        """A good division to begin with: the bound's, then blocks moved one by one."""
+        least = self._division(box)
+        if least is None:
+            return
+        blocks = np.array(least.blocks)
+        now = self._try(blocks)
+        while True:
+            moved = [(self._try(one), tuple(one)) for one in self._moves(box, blocks)]
+            best = min(moved, default=(np.inf, ()))
+            if best[0] >= now * (1 - RELATIVE_TOLERANCE):
+                return
+            now, blocks = best[0], np.array(best[1])
+
+    def _load(self, stage: int, count: int) -> float:
+        start = min(self.blocks - count, round(self.blocks * stage / self.stages))
+        one = self.options.option(stage, start, count)
+        return np.inf if one is None else one.forward + one.returned + one.weight
+
+    def _moves(self, box: _Box, blocks: Ints) -> list[Ints]:
+        """A block from one of the fullest stages to one of the others."""
+        loads = np.array([self._load(stage, int(blocks[stage])) for stage in range(self.stages)])
+        fullest = np.argsort(-loads, kind="stable")
+        found = []
+        for source, target in itertools.product(fullest[:MOVED], fullest[::-1][:TAKING]):
+            can = blocks[source] > box.low[source] and blocks[target] < box.high[target]
+            if source != target and can:
+                one = blocks.copy()
+                one[source] -= 1
+                one[target] += 1
+                found.append(one)
+        return found
+
+
+MOVED, TAKING = 3, 8
+"""From how many stages, and to how many, a block is moved."""
+
+
+def _columns(every: list[Option]) -> tuple[Floats, ...]:
+    names = ("forward", "returned", "weight", "reduction", "update")
+    return tuple(np.array([getattr(one, name) for one in every]) for name in names)
+
+
+def _are_equal(one: _Box, other: _Box) -> bool:
+    return bool((one.low == other.low).all() and (one.high == other.high).all())
