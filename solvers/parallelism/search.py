@@ -5,11 +5,13 @@ A layout is chosen in five steps, each with a lower bound on the time of all lay
 1. how layers are divided (t, c, e, sequence parallelism): the work of a sample in the largest
    microbatch, without recomputation, spread evenly over all ranks;
 2. microbatch and recomputation: the same with their times, since p d = N / (t c) whatever p is;
-3. schedule, pipeline, chunks, ends: for every rank r the time to reach it and to return from it,
-   and all its work: fill_r + m w_r (no rank computes before its first input, and after its last
-   backward those of the stages before it follow);
-4. ZeRO, placement, offload: the same with ZeRO's exchanges, and in addition the sum of gradients of
-   the first rank and the update (``Parts.least_seconds``);
+3. schedule: for every pipeline (with chunks and ends) and every rank r the time to reach it and to
+   return from it, and all its work: fill_r + m w_r (no rank computes before its first input, and
+   after its last backward those of the stages before it follow); the least of all pipelines.
+   Then ZeRO, offload and pipeline: the same with the fewest recomputed blocks, ZeRO's exchanges,
+   the sum of gradients of the first rank and the update;
+4. placement: the same bound of one layout, not of its layers at the least
+   (``Parts.least_seconds``);
 5. the time of the layout itself (``estimate.evaluate``).
 
 Nodes are taken by their bound. When the least bound is not below the k-th best time, the best k are
