@@ -23,6 +23,7 @@ from benchmarks import (
     jobshop,
     launching,
     layout_peers,
+    layout_search,
     layouts,
     madpipe,
     madpipe_steps,
@@ -88,6 +89,7 @@ BENCHMARKS: dict[str, Callable[[bool], Iterable[Table]]] = {
     "backprop_run": backprop_run.tables,
     "layouts": layouts.tables,
     "layout_peers": layout_peers.tables,
+    "layout_search": layout_search.tables,
 }
 
 
