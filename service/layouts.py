@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from math import inf
+from math import ceil, inf
 from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
@@ -19,7 +19,7 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.groups import links
 from stagewright.service.answers import CARRIED, Answer, Finite
 from stagewright.service.requests import Request
-from stagewright.solvers.parallelism.search import Found, search
+from stagewright.solvers.parallelism.search import Found, search, work_alike
 from stagewright.solvers.parallelism.space import Space
 from stagewright.solvers.parallelism.tree import compiled_walk
 
@@ -31,6 +31,7 @@ NOTHING = (
 WITHOUT_SEQUENCE = (PLAN, "deepspeed", "accelerate")
 """What cannot express sequence parallelism."""
 
+SECONDS_A_DAY = 86_400
 LESS_MEMORY = 0.93
 """From one point of the front to the next, the limit on memory shrinks at least by this factor."""
 
@@ -46,6 +47,10 @@ class LayoutRequest(Request):
         Only layouts that can be exported to it; as a plan, some may then not fit in memory.
     front, what_if
         Whether to find the fastest layouts with less memory, and with better machines.
+    unfolded
+        Whether to list layouts, too, whose ranks do the work of a faster one's at other places.
+    tokens
+        Of the whole training; None if not known.
     """
 
     problem: TrainingProblem
@@ -55,6 +60,8 @@ class LayoutRequest(Request):
     framework: str | None = None
     front: bool = False
     what_if: bool = False
+    unfolded: bool = False
+    tokens: float | None = Field(default=None, ge=1, le=1e18, allow_inf_nan=False)
 
     @model_validator(mode="after")
     def _require_framework(self) -> Self:
@@ -105,7 +112,8 @@ class MemoryAnswer(Answer):
 class LayoutRow(Answer):
     """A layout: an iteration and its parts on the busiest rank (s), and the fullest rank's memory.
 
-    ``loses_by`` is the largest loss against the best, in words.
+    ``loses_by`` is the largest loss against the best, in words; ``alike`` are layouts that were
+    evaluated too and are folded into this one.
     """
 
     layout: str
@@ -122,6 +130,8 @@ class LayoutRow(Answer):
     update_seconds: float
     memory: MemoryAnswer
     loses_by: str
+    tokens_per_second: float
+    alike: tuple[str, ...] = ()
 
 
 class PartAnswer(Answer):
@@ -163,7 +173,8 @@ class LayoutAnswer(Answer):
     """The best layouts by time, with a bound on every layout of the space that fits.
 
     ``plan_class`` is what the bound speaks of. With status ``infeasible`` no layout of the space
-    fits, for the ``reason``.
+    fits, for the ``reason``; if ``interrupted`` before it is proved the rows are the best so far.
+    ``training_days`` are those of the request's tokens with the best layout.
     """
 
     status: Status
@@ -177,6 +188,7 @@ class LayoutAnswer(Answer):
     what_if: tuple[WhatIf, ...] = ()
     remarks: tuple[str, ...] = ()
     reason: str | None = None
+    training_days: float | None = None
     examined: int
     wall_seconds: float
     plan: Annotated[LayoutPlan | None, CARRIED] = None
@@ -203,7 +215,8 @@ def find_layouts(request: LayoutRequest, stop: StopToken | None = None) -> Layou
     """
     problem = request.problem
     try:
-        found = request.search(problem, request.top, stop=stop)
+        alike = {} if request.unfolded else {"alike": work_alike}
+        found = request.search(problem, request.top, stop=stop, **alike)
     except InputError as error:
         if request.explain is None:
             raise
@@ -222,16 +235,33 @@ def find_layouts(request: LayoutRequest, stop: StopToken | None = None) -> Layou
         gap=None if best is None else 1 - found.bound / best.seconds,
         proved_by=PROVED_BY,
         plan_class=speaks_of,
-        rows=tuple(layout_row(one, found.best[0]) for one in found.best),
+        rows=tuple(_rows(request, found)),
         explained=None if request.explain is None else explain(problem, request.explain, best),
         front=front if request.front else (),
         what_if=tuple(_what_if(request, stop)) if request.what_if and best else (),
         remarks=_remarks(problem, best),
         reason=None if best is not None else _reason(request, front, stop),
+        training_days=_days(request, best),
         examined=found.examined,
         wall_seconds=found.seconds,
         plan=None if best is None else layout_plan(problem, best, bound),
     )
+
+
+def _rows(request: LayoutRequest, found: Found) -> Iterator[LayoutRow]:
+    """The best layouts, with those that are folded into them."""
+    for one in found.best:
+        key = work_alike(one.layout)
+        alike = [str(other.layout) for other in found.folded if work_alike(other.layout) == key]
+        yield layout_row(request.problem, one, found.best[0], tuple(alike))
+
+
+def _days(request: LayoutRequest, best: Estimate | None) -> float | None:
+    """Days of the iterations that all tokens take (thesis, equation 4.5, with our seconds)."""
+    if request.tokens is None or best is None:
+        return None
+    iterations = ceil(request.tokens / (request.problem.batch * request.problem.sequence))
+    return iterations * best.seconds / SECONDS_A_DAY
 
 
 def _impossible(request: LayoutRequest, reason: str) -> LayoutAnswer:
@@ -263,7 +293,7 @@ def _nothing(request: LayoutRequest) -> str:
 
 
 def _status(found: Found, stop: StopToken | None) -> Status:
-    if is_stopped(stop):
+    if is_stopped(stop) and not (found.best and found.proved):
         return Status.INTERRUPTED
     if found.best:
         return Status.OPTIMAL if found.proved else Status.FEASIBLE
@@ -296,7 +326,9 @@ def plan_class(request: LayoutRequest) -> str:
     )
 
 
-def layout_row(one: Estimate, best: Estimate) -> LayoutRow:
+def layout_row(
+    problem: TrainingProblem, one: Estimate, best: Estimate, alike: tuple[str, ...] = ()
+) -> LayoutRow:
     """A layout in figures."""
     fullest = max(range(len(one.memory)), key=lambda rank: one.memory[rank].total)
     return LayoutRow(
@@ -314,6 +346,8 @@ def layout_row(one: Estimate, best: Estimate) -> LayoutRow:
         update_seconds=one.update_seconds,
         memory=memory_answer(one, fullest),
         loses_by="" if one is best else why_slower(one, best),
+        tokens_per_second=problem.batch * problem.sequence / one.seconds,
+        alike=alike,
     )
 
 
@@ -341,7 +375,7 @@ def explain(problem: TrainingProblem, layout: Layout, best: Estimate | None) -> 
     parts = differences(one, one if best is None else best)
     return ExplainAnswer(
         layout=str(layout),
-        row=layout_row(one, one if best is None else best),
+        row=layout_row(problem, one, one if best is None else best),
         shortages=shortages(one),
         parts=tuple(
             PartAnswer(

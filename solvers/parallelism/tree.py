@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from functools import cache, cached_property
 
@@ -35,7 +35,7 @@ Child = tuple[float, Part]
 
 
 class Tree:
-    """The space, and the best layouts found in it."""
+    """The space, the best layouts found in it, no two of which are ``alike``, and the others."""
 
     def __init__(
         self,
@@ -44,13 +44,15 @@ class Tree:
         keep: int,
         memory_bytes: float | None,
         accept: Callable[[Layout], bool],
+        alike: Callable[[Layout], Hashable],
     ) -> None:
-        self.accept = accept
+        self.accept, self.alike = accept, alike
         self.problem, self.space, self.keep = problem, space, keep
         self.memory = problem.fabric.memory_bytes if memory_bytes is None else memory_bytes
         # Bounds add the same bytes in another order: they must not rule out what just fits.
         self.about_memory = self.memory * (1 + RELATIVE_TOLERANCE)
         self.best: list[Estimate] = []
+        self.folded: list[Estimate] = []
         self.examined = 0
         self._tables: dict[int, Table | None] = {}
         self._sizes: dict[tuple[int, int, Schedule], Sized | None] = {}
@@ -234,8 +236,7 @@ class Tree:
             self.examined += 1
             if found.peak_bytes <= self.memory:
                 if found.seconds < self.worst:
-                    several = [*self.best, found]
-                    self.best = sorted(several, key=lambda one: one.seconds)[: self.keep]
+                    self._take(found)
             elif some is not None and _blocks(layout, some[1]) < some[1]:
                 more = self._accepted(
                     _recomputed(layout, _blocks(layout, some[1]) + 1, some[1]), some
@@ -244,6 +245,21 @@ class Tree:
                     yield self._parts(more).least_seconds, self._of_layout(more, some)
 
         return parts
+
+    def _take(self, found: Estimate) -> None:
+        """Among the best, of which no two are alike; what is like a better one is folded."""
+        key = self.alike(found.layout)
+        same = [one for one in self.best if self.alike(one.layout) == key]
+        first, *rest = sorted([found, *same], key=simple_first)
+        self.folded += rest
+        several = [first, *(one for one in self.best if one not in same)]
+        self.best = sorted(several, key=lambda one: one.seconds)[: self.keep]
+
+
+def simple_first(one: Estimate) -> tuple[float, int, int, str]:
+    """By time; of equal ones those with fewer kinds of parallelism."""
+    layout = one.layout
+    return float(f"{one.seconds:.9g}"), layout.context, layout.expert, layout.placement
 
 
 def _recomputed(layout: Layout, blocks: int, most: int) -> Layout:

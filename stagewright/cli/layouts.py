@@ -147,6 +147,18 @@ def train_plan(
     what_if: Annotated[
         bool, typer.Option("--what-if", help="What more memory and faster links would buy.")
     ] = False,
+    unfolded: Annotated[
+        bool,
+        typer.Option(
+            "--unfolded",
+            help="List layouts, too, that differ from a faster one only in placement, or in "
+            "whether ranks divide samples or their tokens.",
+        ),
+    ] = False,
+    tokens: Annotated[
+        float | None,
+        typer.Option(help="Tokens of the whole training, such as 15e12: how many days it takes."),
+    ] = None,
     png: Picture = None,
     output: OutputFile = None,
     as_json: JsonFlag = False,
@@ -189,6 +201,8 @@ def train_plan(
         explain=None if explain is None else parse_layout(explain),
         front=front or png is not None,
         what_if=what_if,
+        unfolded=unfolded,
+        tokens=tokens,
     )
     with interruptible() as stop, progress(f"planning {config.name}", stop):
         answer = find_layouts(request, stop)

@@ -20,6 +20,8 @@ def train_plan(
     framework: str | None = None,
     front: bool = False,
     what_if: bool = False,
+    unfolded: bool = False,
+    tokens: float | None = None,
     stop: StopToken | None = None,
 ) -> "LayoutAnswer":
     """Find how to divide the training of a transformer among devices.
@@ -38,6 +40,11 @@ def train_plan(
         Only layouts that can be exported to it, such as ``megatron``.
     front, what_if
         Find the fastest layouts with less memory, and with better machines, too.
+    unfolded
+        List layouts, too, that differ from a faster one only in placement, or in whether ranks
+        divide samples or their tokens.
+    tokens
+        Of the whole training: the answer has its days.
     stop
         Ends the search once it is set; the answer is then the best so far.
 
@@ -63,5 +70,7 @@ def train_plan(
         framework=framework,
         front=front,
         what_if=what_if,
+        unfolded=unfolded,
+        tokens=tokens,
     )
     return find_layouts(request, stop)
