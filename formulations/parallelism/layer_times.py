@@ -1,6 +1,6 @@
 """Forward and backward times of a transformer's layers on one rank."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -33,7 +33,6 @@ class LayerTime:
     exchange: float = 0.0
 
 
-@lru_cache(maxsize=1 << 16)
 def share_time(
     problem: TrainingProblem,
     share: Share,
@@ -42,8 +41,10 @@ def share_time(
     recompute: Recompute,
     put_off: bool,
 ) -> LayerTime:
-    """:func:`layer_time`, remembered."""
-    return layer_time(problem, share, split, samples, recompute, put_off)
+    """:func:`layer_time`, remembered; a layer that sends nothing to experts has it once for all."""
+    if not share.dispatched and split.expert > 1:
+        split = replace(split, expert=1)
+    return _layer_time(problem, share, split, samples, recompute, put_off)
 
 
 def layer_time(
@@ -86,6 +87,9 @@ def layer_time(
         repeated=repeated,
         exchange=sent + returned,
     )
+
+
+_layer_time = lru_cache(maxsize=1 << 16)(layer_time)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
