@@ -23,6 +23,7 @@ from benchmarks import (
     jobshop,
     launching,
     layout_peers,
+    layout_search,
     layout_simumax,
     layout_simumax_search,
     layouts,
@@ -94,6 +95,7 @@ BENCHMARKS: dict[str, Callable[[bool], Iterable[Table]]] = {
     "layout_peers": layout_peers.tables,
     "layout_simumax": layout_simumax.tables,
     "layout_simumax_search": layout_simumax_search.tables,
+    "layout_search": layout_search.tables,
 }
 
 

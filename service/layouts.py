@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from math import inf
+from math import ceil, inf
 from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
@@ -20,7 +20,7 @@ from stagewright.graphs.machines.groups import links
 from stagewright.service.answers import CARRIED, Answer, Finite
 from stagewright.service.refined_layouts import RefinedAnswer, refined_layouts
 from stagewright.service.requests import Request
-from stagewright.solvers.parallelism.search import Found, search
+from stagewright.solvers.parallelism.search import Found, search, work_alike
 from stagewright.solvers.parallelism.space import Space
 from stagewright.solvers.parallelism.tree import compiled_walk
 
@@ -32,6 +32,7 @@ NOTHING = (
 WITHOUT_SEQUENCE = (PLAN, "deepspeed", "accelerate")
 """What cannot express sequence parallelism."""
 
+SECONDS_A_DAY = 86_400
 LESS_MEMORY = 0.93
 """From one point of the front to the next, the limit on memory shrinks at least by this factor."""
 
@@ -49,6 +50,10 @@ class LayoutRequest(Request):
         Whether to find blocks and recomputed blocks of every stage after the search.
     front, what_if
         Whether to find the fastest layouts with less memory, and with better machines.
+    unfolded
+        Whether to list layouts, too, whose ranks do the work of a faster one's at other places.
+    tokens
+        Of the whole training; None if not known.
     """
 
     problem: TrainingProblem
@@ -59,6 +64,8 @@ class LayoutRequest(Request):
     by_stage: bool = True
     front: bool = False
     what_if: bool = False
+    unfolded: bool = False
+    tokens: float | None = Field(default=None, ge=1, le=1e18, allow_inf_nan=False)
 
     @model_validator(mode="after")
     def _require_framework(self) -> Self:
@@ -110,7 +117,8 @@ class MemoryAnswer(Answer):
 class LayoutRow(Answer):
     """A layout: an iteration and its parts on the busiest rank (s), and the fullest rank's memory.
 
-    ``loses_by`` is the largest loss against the best, in words.
+    ``loses_by`` is the largest loss against the best, in words; ``alike`` are layouts that were
+    evaluated too and are folded into this one.
     """
 
     layout: str
@@ -127,6 +135,8 @@ class LayoutRow(Answer):
     update_seconds: float
     memory: MemoryAnswer
     loses_by: str
+    tokens_per_second: float
+    alike: tuple[str, ...] = ()
 
 
 class PartAnswer(Answer):
@@ -169,7 +179,9 @@ class LayoutAnswer(Answer):
 
     ``plan_class`` is what the bound speaks of: stages that are alike. ``refined`` are layouts whose
     stages differ, None if none were asked for; ``plan`` is the best of both. With status
-    ``infeasible`` no layout of the space fits, for the ``reason``.
+    ``infeasible`` no layout of the space fits, for the ``reason``; if ``interrupted`` before it is
+    proved the rows are the best so far. ``training_days`` are those of the request's tokens with
+    the best layout.
     """
 
     status: Status
@@ -184,6 +196,7 @@ class LayoutAnswer(Answer):
     what_if: tuple[WhatIf, ...] = ()
     remarks: tuple[str, ...] = ()
     reason: str | None = None
+    training_days: float | None = None
     examined: int
     wall_seconds: float
     plan: Annotated[LayoutPlan | None, CARRIED] = None
@@ -210,7 +223,8 @@ def find_layouts(request: LayoutRequest, stop: StopToken | None = None) -> Layou
     """
     problem = request.problem
     try:
-        found = request.search(problem, request.top, stop=stop)
+        folding = {} if request.unfolded else {"alike": work_alike}
+        found = request.search(problem, request.top, stop=stop, **folding)
     except InputError as error:
         if request.explain is None:
             raise
@@ -235,17 +249,34 @@ def find_layouts(request: LayoutRequest, stop: StopToken | None = None) -> Layou
         gap=None if alike is None else 1 - found.bound / alike.seconds,
         proved_by=PROVED_BY,
         plan_class=speaks_of,
-        rows=tuple(layout_row(one, found.best[0]) for one in found.best),
+        rows=tuple(_rows(request, found)),
         refined=None if refined is None else refined.answer,
         explained=None if request.explain is None else explain(problem, request.explain, best),
         front=front if request.front else (),
         what_if=tuple(_what_if(request, stop)) if request.what_if and best else (),
         remarks=_remarks(problem, best),
         reason=None if best is not None else _reason(request, front, stop),
+        training_days=_days(request, best),
         examined=found.examined,
         wall_seconds=found.seconds,
         plan=None if best is None else layout_plan(problem, best, bound),
     )
+
+
+def _rows(request: LayoutRequest, found: Found) -> Iterator[LayoutRow]:
+    """The best layouts, with those that are folded into them."""
+    for one in found.best:
+        key = work_alike(one.layout)
+        alike = [str(other.layout) for other in found.folded if work_alike(other.layout) == key]
+        yield layout_row(request.problem, one, found.best[0], tuple(alike))
+
+
+def _days(request: LayoutRequest, best: Estimate | None) -> float | None:
+    """Days of the iterations that all tokens take (thesis, equation 4.5, with our seconds)."""
+    if request.tokens is None or best is None:
+        return None
+    iterations = ceil(request.tokens / (request.problem.batch * request.problem.sequence))
+    return iterations * best.seconds / SECONDS_A_DAY
 
 
 def _impossible(request: LayoutRequest, reason: str) -> LayoutAnswer:
@@ -277,7 +308,7 @@ def _nothing(request: LayoutRequest) -> str:
 
 
 def _status(found: Found, stop: StopToken | None) -> Status:
-    if is_stopped(stop):
+    if is_stopped(stop) and not (found.best and found.proved):
         return Status.INTERRUPTED
     if found.best:
         return Status.OPTIMAL if found.proved else Status.FEASIBLE
@@ -310,7 +341,9 @@ def plan_class(request: LayoutRequest) -> str:
     )
 
 
-def layout_row(one: Estimate, best: Estimate) -> LayoutRow:
+def layout_row(
+    problem: TrainingProblem, one: Estimate, best: Estimate, alike: tuple[str, ...] = ()
+) -> LayoutRow:
     """A layout in figures."""
     fullest = max(range(len(one.memory)), key=lambda rank: one.memory[rank].total)
     return LayoutRow(
@@ -328,6 +361,8 @@ def layout_row(one: Estimate, best: Estimate) -> LayoutRow:
         update_seconds=one.update_seconds,
         memory=memory_answer(one, fullest),
         loses_by="" if one is best else why_slower(one, best),
+        tokens_per_second=problem.batch * problem.sequence / one.seconds,
+        alike=alike,
     )
 
 
@@ -355,7 +390,7 @@ def explain(problem: TrainingProblem, layout: Layout, best: Estimate | None) -> 
     parts = differences(one, one if best is None else best)
     return ExplainAnswer(
         layout=str(layout),
-        row=layout_row(one, one if best is None else best),
+        row=layout_row(problem, one, one if best is None else best),
         shortages=shortages(one),
         parts=tuple(
             PartAnswer(

@@ -29,8 +29,10 @@ def with_reductions(plan: PipelinePlan, rows: Rows) -> Rows:
 
     The sends of that backward come before it. It is in the sub-stream if a weight gradient of the
     stage is: the main stream does not wait. Ranks have the all-reduces that they share in one
-    order, the plan's. Where a stage's weights change within the iteration, there is one after every
-    backward.
+    order, the plan's, and so among the computations of tensor groups, which have collectives within
+    them: a replica whose last backward is early, or that has no microbatch, waits for those that
+    the plan begins before the all-reduce. Where a stage's weights change within the iteration,
+    there is one after every backward.
     """
     shared = {s for s, stage in enumerate(plan.stages) if stage.replicas > 1}
     if plan.weight_rule.updates_every_round:
@@ -41,7 +43,13 @@ def with_reductions(plan: PipelinePlan, rows: Rows) -> Rows:
     for device, row in zip(plan_devices(plan), out, strict=True):
         last = 0
         for s in (s for s in order if device in plan.stages[s].devices):
-            ends = [i + 1 for i, one in enumerate(row) if _ends_backward(one, s)]
+            begin = start[Action(s, ActionKind.REDUCE)]
+            ends = [
+                i + 1
+                for i, one in enumerate(row)
+                if _ends_backward(one, s)
+                or (_is_joint(plan, one.action) and start[one.action] < begin)
+            ]
             last = max([last, *ends])
             while last < len(row) and row[last].action.kind in SENDS:
                 last += 1
@@ -119,6 +127,10 @@ def require_equal_turns(plan: PipelinePlan) -> None:
                 f"stage {s} takes turns among {stage.turns}, stage 0 among {first}: with "
                 "'stash+vertical-sync' every stage must make a version as often as the first"
             )
+
+
+def _is_joint(plan: PipelinePlan, action: Action) -> bool:
+    return action.kind in COMPUTE and plan.stages[action.stage].tensor > 1
 
 
 def _ends_backward(instruction: Instruction, stage: int) -> bool:

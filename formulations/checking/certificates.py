@@ -19,12 +19,14 @@ def certificate(
 ) -> Certificate:
     """The certificate of a plan whose smallest class is ``plans`` and that takes ``cost`` seconds.
 
-    ``bounds`` must contain one of scope ``problem`` on every plan.
+    ``bounds`` must contain one of scope ``problem`` on every plan (of tensor degree 1), so that
+    plans of other degrees have no certificate.
 
     Raises
     ------
     InvalidPlan
-        If no bound applies to this plan, or one exceeds its cost: a bug of Stagewright.
+        If no bound applies to this plan, none is on every plan, or one exceeds the plan's cost: a
+        bug of Stagewright.
     """
     # An infinite bound says that its class is empty; it does not contain this plan.
     kept = tuple(_capped(bound, plans, cost) for bound in bounds if bound.seconds < math.inf)
@@ -32,8 +34,12 @@ def certificate(
     whole = [bound for bound in own if bound.scope == "problem"]
     if not whole:
         raise InvalidPlan(f"no bound is about {plans.phrase('a')}")
-    best, schedule = best_of(whole), best_of(own)
-    every = best_of([bound for bound in whole if bound.plans == EVERY_PLAN])
+    on_every = [bound for bound in whole if bound.plans == EVERY_PLAN]
+    if not on_every:
+        raise InvalidPlan(
+            f"no bound about {plans.phrase('a')} is about {EVERY_PLAN}, which a certificate needs"
+        )
+    best, schedule, every = best_of(whole), best_of(own), best_of(on_every)
     return Certificate(
         cost_seconds=cost,
         bound_seconds=best.seconds,

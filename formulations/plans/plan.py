@@ -12,7 +12,7 @@ from stagewright.formulations.plans.plan_class import PlanClass, Recompute, Repl
 from stagewright.formulations.plans.weight_rules import WEIGHT_RULES, WeightRule, Weights
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
-from stagewright.graphs.documents.units import MAX_MICROBATCHES, require_amount
+from stagewright.graphs.documents.units import MAX_MICROBATCHES, require_amount, require_count
 
 FORMAT: Literal["stagewright-plan"] = "stagewright-plan"
 VERSION: Literal[1] = 1
@@ -50,8 +50,9 @@ class Stage:
             raise InputError(f"layers must be [start, stop) with start < stop, got {self.layers}")
         if not self.devices:
             raise InputError("a stage needs at least one device")
-        if self.tensor < 1 or len(self.devices) % self.tensor:
-            count = len(self.devices)
+        count = len(self.devices)
+        require_count(self.tensor, "tensor", count)
+        if count % self.tensor:
             raise InputError(f"tensor must divide the stage's {count} devices, got {self.tensor}")
         if self.offload and self.recompute != "none":
             raise InputError(

@@ -37,6 +37,20 @@ def read_hf_config(path: str | os.PathLike[str]) -> Architecture:
         In one line with the file and the field: no JSON object, a model type that is not known, a
         field that is missing or has a wrong type or value.
     """
+    values = _values(path)
+    try:
+        return architecture_of(values)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def read_most_positions(path: str | os.PathLike[str]) -> int | None:
+    """The longest sequence that a ``config.json`` speaks of; None if it has no such field."""
+    found = _values(path).get("max_position_embeddings")
+    return found if isinstance(found, int) else None
+
+
+def _values(path: str | os.PathLike[str]) -> dict[str, Any]:
     text = documents.read_text(path)
     try:
         values = from_json(text)
@@ -44,10 +58,7 @@ def read_hf_config(path: str | os.PathLike[str]) -> Architecture:
         raise InputError(f"{path}: not a complete JSON document ({error})") from None
     if not isinstance(values, dict):
         raise InputError(f"{path}: a configuration is an object with the field 'model_type'")
-    try:
-        return architecture_of(values)
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
+    return values
 
 
 def architecture_of(values: dict[str, Any]) -> Architecture:

@@ -8,6 +8,7 @@ whole of it. Experts stay whole: a rank has an equal part of them, and routes it
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from stagewright.graphs.documents.errors import InputError
@@ -203,6 +204,7 @@ def shares_of(
             f"sequence must be at most the {architecture.positions} learned positions, got "
             f"{sequence}"
         )
+    plain = replace(split, expert=1)  # of which all but blocks with experts are the same
     found: dict[tuple[bool, bool], int] = {}
     blocks: list[int] = []
     kinds: list[Share] = []
@@ -210,16 +212,18 @@ def shares_of(
         kind = architecture.kind(index)
         if kind not in found:
             found[kind] = len(kinds)
-            kinds.append(_block(architecture, index, sequence, split, attention))
+            own = split if architecture.is_sparse(index) else plain
+            kinds.append(_block(architecture, index, sequence, own, attention))
         blocks.append(found[kind])
     return Shares(
-        embedding=_embedding(architecture, sequence, split),
+        embedding=_embedding(architecture, sequence, plain),
         kinds=tuple(kinds),
         blocks=tuple(blocks),
-        head=_head(architecture, sequence, split),
+        head=_head(architecture, sequence, plain),
     )
 
 
+@lru_cache(maxsize=1024)
 def _block(
     architecture: Architecture, index: int, sequence: int, split: Split, attention: Attention
 ) -> Share:
@@ -351,6 +355,7 @@ def _keys_and_values(narrowed: Architecture, tokens: int) -> float:
     return float(tokens * of.key_value_heads * 2 * of.head_size)
 
 
+@lru_cache(maxsize=1024)
 def _embedding(architecture: Architecture, sequence: int, split: Split) -> Share:
     tokens, narrowed = sequence // split.context, narrow(architecture, split.tensor)
     operators = _sequence_split(narrowed.embedding(tokens), split)
@@ -365,6 +370,7 @@ def _embedding(architecture: Architecture, sequence: int, split: Split) -> Share
     )
 
 
+@lru_cache(maxsize=1024)
 def _head(architecture: Architecture, sequence: int, split: Split) -> Share:
     tokens, narrowed = sequence // split.context, narrow(architecture, split.tensor)
     operators = _sequence_split(narrowed.head(tokens), split)

@@ -23,17 +23,17 @@ from math import inf
 
 import numpy as np
 
+from stagewright.formulations.parallelism.layer_times import share_time
 from stagewright.formulations.parallelism.layout import Layout, Schedule
 from stagewright.formulations.parallelism.pipeline_time import kept_forwards
 from stagewright.formulations.parallelism.stage_costs import RankMemory, StageCosts
 from stagewright.formulations.parallelism.states import held, update_seconds
 from stagewright.formulations.parallelism.training import TrainingProblem
-from stagewright.graphs.documents.arrays import Floats, Ints
+from stagewright.graphs.documents.arrays import Bools, Floats, Ints
+from stagewright.graphs.documents.units import MAX_MICROBATCHES
 from stagewright.graphs.models.shards import Recompute
-from stagewright.solvers.parallelism.bounds import Bounds
-from stagewright.solvers.parallelism.divisions import Division, Table
+from stagewright.solvers.parallelism.family import Family
 from stagewright.solvers.parallelism.space import Space, chosen
-from stagewright.solvers.parallelism.stage_options import even_division
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +47,47 @@ class Plain:
     layout: Layout
 
 
+@dataclass(frozen=True, eq=False)
+class _Pipelines:
+    """Plain pipelines of layers that are divided in one way; arrays are by number of ``ranks``."""
+
+    family: Family
+    ranks: Ints
+
+    @cached_property
+    def data(self) -> Ints:
+        found: Ints = self.family.left // self.ranks
+        return found
+
+    def microbatches(self, samples: int) -> Ints:
+        found: Ints = self.family.problem.batch // (samples * self.data)
+        return found
+
+    def allowed(self, samples: int, schedule: Schedule) -> Bools:
+        """The rules that do not follow from the choice of the values."""
+        m = self.microbatches(samples)
+        whole = self.family.problem.batch % (samples * self.data) == 0
+        shared = self.family.replica * self.data % self.family.split.expert == 0
+        bubbles = (self.ranks > 1) | (schedule == "1f1b")
+        found: Bools = whole & (m > 0) & (m <= MAX_MICROBATCHES) & shared & bubbles
+        return found
+
+    @cached_property
+    def alone(self) -> Bools:
+        """Where no rank has the same parameters as another."""
+        split = self.family.split
+        found: Bools = split.context * self.data == 1
+        if self.family.problem.architecture.experts is not None:
+            found = found & (self.family.replica * self.data <= split.expert)
+        return found
+
+
 class AnyDivision:
     """The plain pipelines of a space, and the bound on its interleaved ones."""
 
     def __init__(self, problem: TrainingProblem, space: Space) -> None:
         self.problem, self.space = problem, space
-        self._families = list(self._bounds())
+        self._families = list(self._pipelines())
 
     @cached_property
     def _repeats(self) -> list[Recompute]:
@@ -63,24 +98,19 @@ class AnyDivision:
     def _most_repeated(self) -> Recompute:
         return "full" if "full" in self._repeats else self._repeats[0]
 
-    def _bounds(self) -> Iterator[Bounds]:
-        """For every way to divide layers; the divisions in it stand for all with as many stages."""
+    def _pipelines(self) -> Iterator[_Pipelines]:
+        """For every way to divide layers, the numbers of stages that are possible."""
         blocks = self.problem.architecture.layers
-        tables: dict[int, Table | None] = {}
         for split in self.space.families(self.problem):
-            left = self.problem.fabric.devices // (split.tensor * split.context)
-            if left not in tables:
-                data = chosen(self.space.data, left)
-                pipelines = [
-                    p
-                    for p in chosen(self.space.pipeline, left)
-                    if 2 <= p <= blocks + 2 and left // p in data
-                ]
-                every = [Division(p, 1, (None, None), even_division(p, blocks)) for p in pipelines]
-                tables[left] = Table(every) if every else None
-            table = tables[left]
-            if table is not None:
-                yield Bounds(self.problem, split, table)
+            family = Family(self.problem, split)
+            data = chosen(self.space.data, family.left)
+            ranks = [
+                p
+                for p in chosen(self.space.pipeline, family.left)
+                if 2 <= p <= blocks + 2 and family.left // p in data
+            ]
+            if ranks:
+                yield _Pipelines(family, np.array(ranks))
 
     def interleaved(self) -> float:
         """No pipeline with several stages on a rank takes less; infinite if there are none."""
@@ -96,10 +126,10 @@ class AnyDivision:
                         least = min(least, float(busy.min()))
         return least
 
-    def _busy(self, bounds: Bounds, samples: int, schedule: Schedule) -> Floats:
+    def _busy(self, bounds: _Pipelines, samples: int, schedule: Schedule) -> Floats:
         """Seconds that a mean rank computes, for every number of stages."""
-        work = float(bounds.work(samples, "none", schedule).total.sum())
-        found: Floats = bounds.microbatches(samples) * work / bounds.table.pipeline
+        work = float(bounds.family.work(samples, "none", schedule).total.sum())
+        found: Floats = bounds.microbatches(samples) * work / bounds.ranks
         return found
 
     def plain(self, below: Callable[[], float]) -> Iterator[Plain]:
@@ -131,26 +161,26 @@ class AnyDivision:
                         for layout in self._kept(bounds, samples, schedule, int(place)):
                             yield float(least[place]), layout
 
-    def _filled(self, bounds: Bounds, samples: int, schedule: Schedule, again: float) -> Floats:
+    def _filled(self, bounds: _Pipelines, samples: int, schedule: Schedule, again: float) -> Floats:
         """The bound of the module's text for every number of stages, with ``again`` more work."""
-        work, m = bounds.work(samples, "none", schedule), bounds.microbatches(samples)
-        ranks, total = bounds.table.pipeline, float(work.total.sum()) + again
+        work, m = bounds.family.work(samples, "none", schedule), bounds.microbatches(samples)
+        ranks, total = bounds.ranks, float(work.total.sum()) + again
         # Any layer may be recomputed, which only lengthens its backward.
-        longest = bounds.work(samples, self._most_repeated, schedule)
+        longest = bounds.family.work(samples, self._most_repeated, schedule)
         part = float((longest.forward / longest.total).min())
         there = (total - float(work.weight.sum())) * _filling(m, ranks, 1.0)
         found: Floats = np.maximum(there, total * _filling(m, ranks, part))
         return found
 
     def _kept(
-        self, bounds: Bounds, samples: int, schedule: Schedule, place: int
+        self, bounds: _Pipelines, samples: int, schedule: Schedule, place: int
     ) -> Iterator[Layout]:
-        split = bounds.split
+        split = bounds.family.split
         for zero, offload in itertools.product(self.space.zero, self.space.offload):
             if zero > min(self.space.zero) and bounds.alone[place]:
                 continue
             yield Layout(
-                pipeline=int(bounds.table.pipeline[place]),
+                pipeline=int(bounds.ranks[place]),
                 tensor=split.tensor,
                 context=split.context,
                 data=int(bounds.data[place]),
@@ -164,22 +194,25 @@ class AnyDivision:
 
     def _with_memory(self, layout: Layout) -> float:
         """The bound with what must be recomputed, and the update; infinite if none fits."""
-        bounds = next(one for one in self._families if one.split == layout.split)
-        place = int(np.flatnonzero(bounds.table.pipeline == layout.pipeline)[0])
+        bounds = next(one for one in self._families if one.family.split == layout.split)
+        place = int(np.flatnonzero(bounds.ranks == layout.pipeline)[0])
         again = self._fewest(layout, bounds)
         if again is None:
             return inf
         filled = self._filled(bounds, layout.microbatch, layout.schedule, again)
         return float(filled[place]) + self._mean_update(layout, bounds)
 
-    def _mean_update(self, layout: Layout, bounds: Bounds) -> float:
-        every = tuple((share, False, 1) for share in bounds.shares.every)
+    def _mean_update(self, layout: Layout, bounds: _Pipelines) -> float:
+        every = tuple((share, False, 1) for share in bounds.family.shares.every)
         return update_seconds(self.problem, layout, held(every, tied=False)) / layout.pipeline
 
-    def _fewest(self, layout: Layout, bounds: Bounds) -> float | None:
+    def _fewest(self, layout: Layout, bounds: _Pipelines) -> float | None:
         """Seconds to recompute, per microbatch, what does not fit; None if it never does."""
         size, samples = self.problem.precision.activation_bytes, layout.microbatch
-        kinds, costs = bounds.shares.kinds, StageCosts(self.problem, layout, bounds.shares)
+        kinds, costs = (
+            bounds.family.shares.kinds,
+            StageCosts(self.problem, layout, bounds.family.shares),
+        )
         state = min(_state(costs.memory(((one, False, 1),), 0.0)) for one in kinds)
         whole = samples * min(one.saved_bytes(size, "none") for one in kinds)
         least = samples * min(
@@ -195,14 +228,15 @@ class AnyDivision:
         must = max(0.0, blocks - float((room // (state + kept * whole)).sum()))
         return must * self._again(layout, bounds)
 
-    def _again(self, layout: Layout, bounds: Bounds) -> float:
+    def _again(self, layout: Layout, bounds: _Pipelines) -> float:
         """The least seconds by which recomputation makes the backward of a block longer."""
-        plain, *every = (
-            bounds.times(layout.microbatch, kind, layout.schedule)
-            for kind in ("none", *self._repeats)
+        family, samples, off = bounds.family, layout.microbatch, layout.schedule == "zero-bubble"
+        return min(
+            share_time(self.problem, one, family.split, samples, kind, off).backward
+            - share_time(self.problem, one, family.split, samples, "none", off).backward
+            for one in family.shares.kinds
+            for kind in self._repeats
         )
-        kinds = bounds.shares.kinds
-        return min(times(one).backward - plain(one).backward for one in kinds for times in every)
 
 
 def _filling(microbatches: Ints, ranks: Ints, part: float) -> Floats:

@@ -11,8 +11,10 @@ from functools import cached_property
 
 import numpy as np
 
+from stagewright.formulations.parallelism.layout import Schedule
 from stagewright.formulations.parallelism.pipeline_time import first_forwards, kept_forwards
-from stagewright.graphs.documents.arrays import Floats, Ints
+from stagewright.graphs.documents.arrays import Bools, Floats, Ints
+from stagewright.graphs.documents.units import MAX_MICROBATCHES
 
 Ends = tuple[int | None, int | None]
 
@@ -64,38 +66,69 @@ def _counts(blocks: int, stages: int, ends: Ends) -> tuple[int, ...]:
     return (first, *(middle,) * (stages - 2), last)
 
 
+@dataclass(frozen=True, eq=False)
 class Table:
     """All divisions in flat arrays: one entry per chunk of every rank, rank by rank.
 
     ``starts`` and ``stops`` are positions in the model's layers (0 is the embedding, the last the
-    head). ``rank_of`` and ``chunk_of`` belong to the entries, as ``rank_of_entry``, the (division,
-    rank); ``first_entry`` is the first entry of every (division, rank), ``first_rank`` the first of
-    those of every division.
+    head), ``blocks`` those of the stage; these, ``rank_of`` and ``chunk_of`` belong to the entries.
+    ``begins`` of every (division, rank) is the start of its first stage.
     """
 
-    def __init__(self, every: list[Division]) -> None:
-        self.every = every
-        starts, stops, ranks, chunks, begins = [], [], [], [], []
-        for one in every:
-            bounds = np.concatenate(([0], 1 + np.cumsum(one.blocks)))
-            bounds[-1] += 1
-            stage = np.arange(len(one.blocks)).reshape(one.chunks, one.pipeline).T.ravel()
-            starts.append(bounds[stage])
-            stops.append(bounds[stage + 1])
-            ranks.append(np.repeat(np.arange(one.pipeline), one.chunks))
-            chunks.append(np.tile(np.arange(one.chunks), one.pipeline))
-            begins.append(bounds[: one.pipeline])
-        self.starts, self.stops = np.concatenate(starts), np.concatenate(stops)
-        self.rank_of, self.chunk_of = np.concatenate(ranks), np.concatenate(chunks)
-        self.begins = np.concatenate(begins)
-        self.pipeline = np.array([one.pipeline for one in every])
-        self.chunks = np.array([one.chunks for one in every])
-        self.first_rank = _offsets(self.pipeline)
-        per_rank = np.repeat(self.chunks, self.pipeline)
-        self.first_entry = _offsets(per_rank)
-        self.rank_of_entry = np.repeat(np.arange(len(per_rank)), per_rank)
-        self.division_of_rank = np.repeat(np.arange(len(every)), self.pipeline)
-        self.division_of_entry = self.division_of_rank[self.rank_of_entry]
+    every: tuple[Division, ...]
+    pipeline: Ints
+    chunks: Ints
+    begins: Ints
+    starts: Ints
+    stops: Ints
+    blocks: Ints
+    rank_of: Ints
+    chunk_of: Ints
+
+    def only(self, kept: Bools) -> "Table":
+        """The divisions that are ``kept``."""
+        ranks, entries = kept[self.division_of_rank], kept[self.division_of_entry]
+        return Table(
+            every=tuple(self.every[one] for one in np.flatnonzero(kept)),
+            pipeline=self.pipeline[kept],
+            chunks=self.chunks[kept],
+            begins=self.begins[ranks],
+            starts=self.starts[entries],
+            stops=self.stops[entries],
+            blocks=self.blocks[entries],
+            rank_of=self.rank_of[entries],
+            chunk_of=self.chunk_of[entries],
+        )
+
+    @cached_property
+    def first_rank(self) -> Ints:
+        """The first of the (division, rank) of every division."""
+        return _offsets(self.pipeline)
+
+    @cached_property
+    def _entries(self) -> Ints:
+        """How many entries every (division, rank) has."""
+        return np.repeat(self.chunks, self.pipeline)
+
+    @cached_property
+    def first_entry(self) -> Ints:
+        """The first entry of every (division, rank)."""
+        return _offsets(self._entries)
+
+    @cached_property
+    def rank_of_entry(self) -> Ints:
+        """The (division, rank) of every entry."""
+        return np.repeat(np.arange(len(self._entries)), self._entries)
+
+    @cached_property
+    def division_of_rank(self) -> Ints:
+        """The division of every (division, rank)."""
+        return np.repeat(np.arange(len(self.every)), self.pipeline)
+
+    @cached_property
+    def division_of_entry(self) -> Ints:
+        """The division of every entry."""
+        return np.repeat(np.arange(len(self.every)), self.pipeline * self.chunks)
 
     @cached_property
     def rank(self) -> Ints:
@@ -111,14 +144,6 @@ class Table:
         """Sums of a quantity of the layers over every stage."""
         prefix = _prefix(of_layers)
         found: Floats = prefix[self.stops] - prefix[self.starts]
-        return found
-
-    @cached_property
-    def blocks(self) -> Ints:
-        """The blocks of every entry's stage."""
-        found: Ints = np.concatenate(
-            [np.array(one.blocks).reshape(one.chunks, one.pipeline).T.ravel() for one in self.every]
-        )
         return found
 
     @cached_property
@@ -149,17 +174,96 @@ class Table:
         found: Floats = np.maximum.reduceat(of_ranks, self.first_rank)
         return found
 
-    def in_flight(self, microbatches: Ints, split: bool) -> Floats:
-        """Per entry, the forwards that are kept; see ``pipeline_time.kept_forwards``."""
-        return kept_forwards(*self._sizes(microbatches, split)).astype(np.float64)
 
-    def first_forwards(self, microbatches: Ints, split: bool) -> Floats:
+def table_of(every: list[Division]) -> Table:
+    """The table of some divisions, at least one."""
+    starts, stops, blocks, ranks, chunks, begins = [], [], [], [], [], []
+    for one in every:
+        counts = np.array(one.blocks)
+        bounds = np.concatenate(([0], 1 + np.cumsum(counts)))
+        bounds[-1] += 1
+        stage = np.arange(len(counts)).reshape(one.chunks, one.pipeline).T.ravel()
+        starts.append(bounds[stage])
+        stops.append(bounds[stage + 1])
+        blocks.append(counts[stage])
+        ranks.append(np.repeat(np.arange(one.pipeline), one.chunks))
+        chunks.append(np.tile(np.arange(one.chunks), one.pipeline))
+        begins.append(bounds[: one.pipeline])
+    return Table(
+        every=tuple(every),
+        pipeline=np.array([one.pipeline for one in every]),
+        chunks=np.array([one.chunks for one in every]),
+        begins=np.concatenate(begins),
+        starts=np.concatenate(starts),
+        stops=np.concatenate(stops),
+        blocks=np.concatenate(blocks),
+        rank_of=np.concatenate(ranks),
+        chunk_of=np.concatenate(chunks),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Sized:
+    """The divisions that a microbatch of ``samples`` and a schedule allow.
+
+    ``data`` and ``microbatches`` are the replicas of every division, and the microbatches of each;
+    with ``split`` weight gradients are put off.
+    """
+
+    table: Table
+    samples: int
+    data: Ints
+    microbatches: Ints
+    split: bool
+
+    @cached_property
+    def flying(self) -> Floats:
+        """The samples that every entry keeps; see ``pipeline_time.kept_forwards``."""
+        return self.samples * kept_forwards(*self._sizes).astype(np.float64)
+
+    @cached_property
+    def flying_with_blocks(self) -> Floats:
+        """The samples that every rank keeps of stages with blocks."""
+        return self.table.sum_by_rank(self.flying * (self.table.blocks > 0))
+
+    @cached_property
+    def flying_blocks(self) -> Floats:
+        """Of every rank, samples times blocks that it keeps."""
+        return self.table.sum_by_rank(self.flying * self.table.blocks)
+
+    @cached_property
+    def first_forwards(self) -> Floats:
         """Per entry, the forwards before the first backward; see ``pipeline_time``."""
-        return first_forwards(*self._sizes(microbatches, split)).astype(np.float64)
+        return first_forwards(*self._sizes).astype(np.float64)
 
-    def _sizes(self, microbatches: Ints, split: bool) -> tuple[Ints, Ints, Ints, bool, Ints, Ints]:
-        p, v = (of[self.division_of_entry] for of in (self.pipeline, self.chunks))
-        return p, v, microbatches[self.division_of_entry], split, self.rank_of, self.chunk_of
+    @cached_property
+    def of_rank(self) -> Ints:
+        """The microbatches of every rank."""
+        found: Ints = self.microbatches[self.table.division_of_rank]
+        return found
+
+    @property
+    def _sizes(self) -> tuple[Ints, Ints, Ints, bool, Ints, Ints]:
+        table, of = self.table, self.table.division_of_entry
+        sizes = (each[of] for each in (table.pipeline, table.chunks, self.microbatches))
+        p, v, m = sizes
+        return p, v, m, self.split, table.rank_of, table.chunk_of
+
+
+def sized(table: Table, left: int, batch: int, samples: int, schedule: Schedule) -> Sized | None:
+    """The divisions of ``left`` ranks that the rules on microbatches allow; None if there are none.
+
+    A replica has a whole number of microbatches, with chunks a multiple of its pipeline's ranks.
+    """
+    data = left // table.pipeline
+    m = batch // (samples * data)
+    whole = batch % (samples * data) == 0
+    in_groups = (table.chunks == 1) | (m % table.pipeline == 0)
+    bubbles = (table.pipeline > 1) | (schedule == "1f1b")
+    kept = whole & (m > 0) & (m <= MAX_MICROBATCHES) & in_groups & bubbles
+    if not kept.any():
+        return None
+    return Sized(table.only(kept), samples, data[kept], m[kept], schedule == "zero-bubble")
 
 
 def _prefix(of_layers: Floats) -> Floats:

@@ -5,11 +5,13 @@ A layout is chosen in five steps, each with a lower bound on the time of all lay
 1. how layers are divided (t, c, e, sequence parallelism): the work of a sample in the largest
    microbatch, without recomputation, spread evenly over all ranks;
 2. microbatch and recomputation: the same with their times, since p d = N / (t c) whatever p is;
-3. schedule, pipeline, chunks, ends: for every rank r the time to reach it and to return from it,
-   and all its work: fill_r + m w_r (no rank computes before its first input, and after its last
-   backward those of the stages before it follow);
-4. ZeRO, placement, offload: the same with ZeRO's exchanges, and in addition the sum of gradients of
-   the first rank and the update (``Parts.least_seconds``);
+3. schedule: for every pipeline (with chunks and ends) and every rank r the time to reach it and to
+   return from it, and all its work: fill_r + m w_r (no rank computes before its first input, and
+   after its last backward those of the stages before it follow); the least of all pipelines.
+   Then ZeRO, offload and pipeline: the same with the fewest recomputed blocks, ZeRO's exchanges,
+   the sum of gradients of the first rank and the update;
+4. placement: the same bound of one layout, not of its layers at the least
+   (``Parts.least_seconds``);
 5. the time of the layout itself (``estimate.evaluate``).
 
 Nodes are taken by their bound. When the least bound is not below the k-th best time, the best k are
@@ -20,8 +22,8 @@ import heapq
 import itertools
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
 
 from stagewright.formulations.forms.answers import StopToken, is_stopped
 from stagewright.formulations.parallelism.estimate import Estimate
@@ -30,9 +32,11 @@ from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import require_count
 from stagewright.solvers.parallelism.space import Space
-from stagewright.solvers.parallelism.tree import Tree
+from stagewright.solvers.parallelism.tree import Part, Tree, simple_first
 
 MOST_KEPT = 10_000
+MOST_STEPS = 1000
+"""Parts of the space that are opened after a stop to find a first layout: about 0.1 s."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +44,12 @@ class Found:
     """The best layouts, by time.
 
     No layout of the space that fits is faster than ``bound``; if ``proved``, the ``best`` are the
-    fastest of the space. ``examined`` layouts were evaluated.
+    fastest of the space. ``examined`` layouts were evaluated; ``folded`` are those of them that fit
+    and are like one of the best, but slower.
     """
 
     best: tuple[Estimate, ...]
+    folded: tuple[Estimate, ...]
     bound: float
     proved: bool
     examined: int
@@ -57,12 +63,14 @@ def search(
     keep: int = 10,
     memory_bytes: float | None = None,
     accept: Callable[[Layout], bool] = lambda _: True,
+    alike: Callable[[Layout], Hashable] = lambda layout: layout,
     stop: StopToken | None = None,
 ) -> Found:
     """The ``keep`` fastest layouts that fit, proved so unless ``stop`` is set first.
 
     ``memory_bytes`` takes the place of the devices' memory. What ``accept`` refuses is not in the
-    space.
+    space. Of layouts for which ``alike`` is equal only the fastest is kept. If ``stop`` is set
+    before any layout is found, a first one is looked for.
 
     Raises
     ------
@@ -71,7 +79,7 @@ def search(
     """
     require_count(keep, "keep", MOST_KEPT)
     started = time.perf_counter()
-    tree = Tree(problem, space or Space(), keep, memory_bytes, accept)
+    tree = Tree(problem, space or Space(), keep, memory_bytes, accept, alike)
     numbers = itertools.count()
     heap = [(bound, next(numbers), part) for bound, part in tree.families()]
     heapq.heapify(heap)
@@ -83,16 +91,35 @@ def search(
             if bound < tree.worst:
                 heapq.heappush(heap, (bound, next(numbers), inner))
     open_bound = heap[0][0] if heap else math.inf
+    if not tree.best:
+        _dive(heap, tree)
+    kept = {alike(one.layout) for one in tree.best}
     return Found(
-        best=tuple(sorted(tree.best, key=_simple_first)),
-        bound=min(open_bound, tree.best[0].seconds if tree.best else math.inf),
+        best=tuple(sorted(tree.best, key=simple_first)),
+        folded=tuple(one for one in tree.folded if alike(one.layout) in kept),
+        bound=min([open_bound, *(one.seconds for one in (*tree.best, *tree.folded))]),
         proved=open_bound >= tree.worst,
         examined=tree.examined,
         seconds=time.perf_counter() - started,
     )
 
 
-def _simple_first(one: Estimate) -> tuple[float, int, int, str]:
-    """By time; of equal ones those with fewer kinds of parallelism."""
-    layout = one.layout
-    return float(f"{one.seconds:.9g}"), layout.context, layout.expert, layout.placement
+def _dive(heap: list[tuple[float, int, Part]], tree: Tree) -> None:
+    """Follow the least bounds downwards to a first layout that fits, in not too many steps."""
+    open_ = [part for _, _, part in sorted(heap, reverse=True)]
+    for _ in range(MOST_STEPS):
+        if not open_ or tree.best:
+            return
+        children = sorted(open_.pop()(), key=lambda one: one[0], reverse=True)
+        open_ += [part for _, part in children]
+
+
+def work_alike(layout: Layout) -> Hashable:
+    """The same for layouts whose ranks do the same work at other places.
+
+    They differ only in placement, or in whether c x d ranks divide the tokens of samples or take
+    samples of their own: as many tokens of a microbatch (b / c) and as many microbatches.
+    """
+    data = layout.context * layout.data
+    same = replace(layout, placement="data-inside", context=1, data=data, microbatch=1)
+    return same, layout.microbatch / layout.context

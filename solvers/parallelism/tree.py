@@ -2,11 +2,9 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import replace
 from functools import cache, cached_property
-
-import numpy as np
 
 from stagewright.formulations.parallelism.estimate import Estimate, evaluate
 from stagewright.formulations.parallelism.layout import Layout, Placement, Schedule
@@ -14,10 +12,11 @@ from stagewright.formulations.parallelism.parts import Parts
 from stagewright.formulations.parallelism.pipeline_time import Walk, walk
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
-from stagewright.graphs.documents.arrays import Bools, Floats, Ints
-from stagewright.graphs.models.shards import Recompute, Split
-from stagewright.solvers.parallelism.bounds import Bounds, Keeping, Work
-from stagewright.solvers.parallelism.divisions import Table, divisions
+from stagewright.graphs.models.shards import Recompute
+from stagewright.solvers.parallelism.bounds import Bounds, Keeping
+from stagewright.solvers.parallelism.choices import Choice, Divided, divided
+from stagewright.solvers.parallelism.divisions import Sized, Table, divisions, sized, table_of
+from stagewright.solvers.parallelism.family import Family, Work
 from stagewright.solvers.parallelism.space import Space, chosen
 
 
@@ -36,7 +35,7 @@ Child = tuple[float, Part]
 
 
 class Tree:
-    """The space, and the best layouts found in it."""
+    """The space, the best layouts found in it, no two of which are ``alike``, and the others."""
 
     def __init__(
         self,
@@ -45,15 +44,18 @@ class Tree:
         keep: int,
         memory_bytes: float | None,
         accept: Callable[[Layout], bool],
+        alike: Callable[[Layout], Hashable],
     ) -> None:
-        self.accept = accept
+        self.accept, self.alike = accept, alike
         self.problem, self.space, self.keep = problem, space, keep
         self.memory = problem.fabric.memory_bytes if memory_bytes is None else memory_bytes
         # Bounds add the same bytes in another order: they must not rule out what just fits.
         self.about_memory = self.memory * (1 + RELATIVE_TOLERANCE)
         self.best: list[Estimate] = []
+        self.folded: list[Estimate] = []
         self.examined = 0
         self._tables: dict[int, Table | None] = {}
+        self._sizes: dict[tuple[int, int, Schedule], Sized | None] = {}
 
     @property
     def worst(self) -> float:
@@ -63,40 +65,54 @@ class Tree:
     def families(self) -> Iterator[Child]:
         """Step 1."""
         for split in self.space.families(self.problem):
-            table = self._table(split)
-            if table is None:
+            if self._table(self.problem.fabric.devices // (split.tensor * split.context)) is None:
                 continue
-            bounds = Bounds(self.problem, split, table)
-            work = bounds.work(self.problem.batch, "none")
-            yield self._spread(bounds, self.problem.batch, work), self._of_split(bounds)
+            family = Family(self.problem, split)
+            work = family.work(self.problem.batch, "none")
+            yield self._spread(family, self.problem.batch, work), self._of_split(family)
 
-    def _table(self, split: Split) -> Table | None:
+    def _table(self, left: int) -> Table | None:
         """The divisions for the devices that are left beside t and c; None if there are none."""
-        left = self.problem.fabric.devices // (split.tensor * split.context)
         if left not in self._tables:
             blocks = self.problem.architecture.layers
             data = chosen(self.space.data, left)
             pipelines = chosen(self.space.pipeline, left)
             fitting = [p for p in pipelines if p <= blocks + 2 and left // p in data]
             found = divisions(blocks, fitting, self.space.chunks)
-            self._tables[left] = Table(found) if found else None
+            self._tables[left] = table_of(found) if found else None
         return self._tables[left]
 
-    def _spread(self, bounds: Bounds, samples: int, work: Work) -> float:
+    def _sized(self, left: int, samples: int, schedule: Schedule) -> Sized | None:
+        key = left, samples, schedule
+        if key not in self._sizes:
+            table = self._table(left)
+            assert table is not None
+            self._sizes[key] = sized(table, left, self.problem.batch, samples, schedule)
+        return self._sizes[key]
+
+    def _spread(self, family: Family, samples: int, work: Work) -> float:
         """All work spread evenly over the ranks: each replica has B / d samples and p ranks."""
-        replicas = self.problem.fabric.devices / (bounds.split.tensor * bounds.split.context)
+        replicas = self.problem.fabric.devices / family.replica
         return float(work.total.sum()) * self.problem.batch / samples / replicas
 
-    def _of_split(self, bounds: Bounds) -> Part:
+    def _of_split(self, family: Family) -> Part:
         """Step 2."""
 
         def parts() -> Iterator[Child]:
             for samples in chosen(self.space.microbatch, self.problem.batch):
-                for recompute in self._recomputes:
+                bounds = {}
+                for schedule in self.space.schedules:
+                    of = self._sized(family.left, samples, schedule)
+                    if of is not None:
+                        bounds[schedule] = Bounds(family, of)
+                for recompute in self._recomputes if bounds else ():
                     # Recomputation of some blocks takes at least as long as that of none.
                     least = "none" if self._is_some(recompute) else recompute
-                    bound = self._spread(bounds, samples, bounds.work(samples, least))
-                    yield bound, self._of_work(bounds, samples, recompute, least)
+                    bound = self._spread(family, samples, family.work(samples, least))
+                    choices = [
+                        Choice(of, recompute, least, schedule) for schedule, of in bounds.items()
+                    ]
+                    yield bound, self._of_work(choices)
 
         return parts
 
@@ -110,69 +126,52 @@ class Tree:
     def _is_some(self, recompute: Recompute) -> bool:
         return recompute == "full" and self.space.partial
 
-    def _of_work(
-        self, bounds: Bounds, samples: int, recompute: Recompute, least: Recompute
-    ) -> Part:
-        """Step 3."""
+    def _of_work(self, choices: list[Choice]) -> Part:
+        """Step 3, the schedule."""
 
         def parts() -> Iterator[Child]:
-            for schedule in self.space.schedules:
-                work = bounds.work(samples, least, schedule)
-                longest = bounds.work(samples, recompute, schedule)
-                allowed = bounds.allowed(samples, schedule)
-                filled = bounds.filled(samples, schedule, work)
-                open_ = allowed & (bounds.table.most(np.maximum(*filled)) < self.worst)
-                if open_.any():
-                    choice = _Choice(
-                        bounds, samples, recompute, schedule, open_, filled, work, longest
-                    )
-                    yield from self._of_choice(choice)
+            for choice in choices:
+                yield float(choice.seconds.min()), self._of_choice(choice)
 
         return parts
 
-    def _of_choice(self, choice: "_Choice") -> Iterator[Child]:
-        of, table = choice.bounds, choice.bounds.table
-        flying = of.flying(choice.samples, choice.schedule)
-        least = 0 if "none" in self.space.recompute else 1
-        for zero, offload in itertools.product(self.space.zero, self.space.offload):
-            keeping = Keeping(zero, offload)
-            room = of.room(self.about_memory, keeping)
-            fewest, again = None, np.zeros(len(table.starts))
-            if self._is_some(choice.recompute):
-                fewest = of.fewest(flying, room, least)
-                again = of.again(choice.samples, fewest, choice.schedule)
-                fits = fewest <= table.most_blocks
-            else:
-                fits = of.fits(flying, room, choice.recompute)
-            bound = choice.least(keeping, again)
-            fits &= choice.open & (bound < self.worst)
-            if zero > min(self.space.zero):  # with nothing to divide by it is as with less of it
-                fits &= ~of.alone
-            found = np.flatnonzero(fits)
-            if len(found):
-                order = found[np.argsort(bound[found], kind="stable")]
-                yield (
-                    float(bound[order[0]]),
-                    self._of_divisions(_Divided(choice, keeping, bound, fewest, order)),
-                )
+    def _of_choice(self, choice: Choice) -> Part:
+        """Step 3, the pipeline."""
 
-    def _of_divisions(self, divided: "_Divided", at: int = 0) -> Part:
+        def parts() -> Iterator[Child]:
+            least = None
+            if self._is_some(choice.recompute):
+                least = 0 if "none" in self.space.recompute else 1
+            for zero, offload in itertools.product(self.space.zero, self.space.offload):
+                keeping = Keeping(zero, offload)
+                room = choice.bounds.room(self.about_memory, keeping)
+                # With nothing to divide by ZeRO it is as with less of it.
+                differs = choice.bounds.allowed
+                if zero > min(self.space.zero):
+                    differs = differs & ~choice.bounds.alone
+                found = divided(choice, keeping, room, least, self.worst, differs)
+                if found is not None:
+                    yield float(found.bound[found.order[0]]), self._of_divisions(found)
+
+        return parts
+
+    def _of_divisions(self, of: Divided, at: int = 0) -> Part:
         """The divisions of step 3 one after the other, by their bounds."""
 
         def parts() -> Iterator[Child]:
-            bound, order = divided.bound, divided.order
-            yield float(bound[order[at]]), self._of_division(divided, int(order[at]))
+            bound, order = of.bound, of.order
+            yield float(bound[order[at]]), self._of_division(of, int(order[at]))
             if at + 1 < len(order):
-                yield float(bound[order[at + 1]]), self._of_divisions(divided, at + 1)
+                yield float(bound[order[at + 1]]), self._of_divisions(of, at + 1)
 
         return parts
 
-    def _of_division(self, divided: "_Divided", division: int) -> Part:
+    def _of_division(self, of: Divided, division: int) -> Part:
         """Step 4."""
 
         def parts() -> Iterator[Child]:
-            some = divided.some(division)
-            fitting = self._fitting(divided.choice.layout(division, divided.keeping), some)
+            some = of.some(division)
+            fitting = self._fitting(of.choice.layout(division, of.keeping), some)
             if fitting is None:
                 return
             for placement in self._placements(fitting):
@@ -237,8 +236,7 @@ class Tree:
             self.examined += 1
             if found.peak_bytes <= self.memory:
                 if found.seconds < self.worst:
-                    several = [*self.best, found]
-                    self.best = sorted(several, key=lambda one: one.seconds)[: self.keep]
+                    self._take(found)
             elif some is not None and _blocks(layout, some[1]) < some[1]:
                 more = self._accepted(
                     _recomputed(layout, _blocks(layout, some[1]) + 1, some[1]), some
@@ -248,54 +246,20 @@ class Tree:
 
         return parts
 
+    def _take(self, found: Estimate) -> None:
+        """Among the best, of which no two are alike; what is like a better one is folded."""
+        key = self.alike(found.layout)
+        same = [one for one in self.best if self.alike(one.layout) == key]
+        first, *rest = sorted([found, *same], key=simple_first)
+        self.folded += rest
+        several = [first, *(one for one in self.best if one not in same)]
+        self.best = sorted(several, key=lambda one: one.seconds)[: self.keep]
 
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """What steps 1 to 3 have chosen; the divisions that are still ``open``."""
 
-    bounds: Bounds
-    samples: int
-    recompute: Recompute
-    schedule: Schedule
-    open: Bools
-    filled: tuple[Floats, Floats]
-    work: Work
-    longest: Work
-
-    def least(self, keeping: Keeping, again: Floats) -> Floats:
-        """The bound of step 3 for every division, with what ZeRO and the update take."""
-        table = self.bounds.table
-        after, update = (
-            self.bounds.after(keeping, self.work, self.longest),
-            self.bounds.update(keeping),
-        )
-        each = again + self.bounds.waiting(keeping, self.work, again)
-        more = self.bounds.microbatches(self.samples)[self.bounds.of] * table.sum_by_rank(each)
-        there, here = self.filled
-        pipeline = table.most(there + more) + after[table.first_rank]
-        ends = np.maximum(pipeline, table.most(here + more + after))
-        found: Floats = ends + table.most(update)
-        return found
-
-    def layout(self, division: int, keeping: Keeping) -> Layout:
-        """The layout of a division."""
-        of, table = self.bounds, self.bounds.table
-        return Layout(
-            pipeline=int(table.pipeline[division]),
-            tensor=of.split.tensor,
-            context=of.split.context,
-            data=int(of.data[division]),
-            expert=of.split.expert,
-            microbatch=self.samples,
-            chunks=int(table.chunks[division]),
-            schedule=self.schedule,
-            recompute=self.recompute,
-            sequence_parallel=of.split.sequence_parallel,
-            zero=keeping.zero,
-            offload_optimizer=keeping.offload,
-            first_blocks=table.every[division].ends[0],
-            last_blocks=table.every[division].ends[1],
-        )
+def simple_first(one: Estimate) -> tuple[float, int, int, str]:
+    """By time; of equal ones those with fewer kinds of parallelism."""
+    layout = one.layout
+    return float(f"{one.seconds:.9g}"), layout.context, layout.expert, layout.placement
 
 
 def _recomputed(layout: Layout, blocks: int, most: int) -> Layout:
@@ -310,21 +274,3 @@ def _blocks(layout: Layout, most: int) -> int:
     if layout.recompute == "none":
         return 0
     return most if layout.recompute_blocks is None else layout.recompute_blocks
-
-
-@dataclass(frozen=True, slots=True)
-class _Divided:
-    """The divisions of a choice in the ``order`` of their bounds."""
-
-    choice: _Choice
-    keeping: Keeping
-    bound: Floats
-    fewest: Ints | None
-    order: Ints
-
-    def some(self, division: int) -> tuple[int, int] | None:
-        """The fewest and the most blocks of a stage to recompute; None if that is not chosen."""
-        if self.fewest is None:
-            return None
-        most = self.choice.bounds.table.most_blocks
-        return int(self.fewest[division]), int(most[division])

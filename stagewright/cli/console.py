@@ -89,13 +89,24 @@ def warn(message: str) -> None:
     print(f"stagewright: warning: {message}", file=sys.stderr)
 
 
-def print_table(head: Sequence[str], rows: Iterable[Sequence[str]], title: str = "") -> None:
-    """Print a table; a heading that starts with ``<`` marks a left-aligned column of text."""
+def print_table(
+    head: Sequence[str], rows: Iterable[Sequence[str]], title: str = "", *, tight: bool = False
+) -> None:
+    """Print a table; a heading that starts with ``<`` marks a left-aligned column of text.
+
+    A ``tight`` one has less space between its columns.
+    """
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, title=title or None, title_justify="left", pad_edge=False)
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        title=title or None,
+        title_justify="left",
+        pad_edge=False,
+        padding=(0, 1, 0, 0) if tight else (0, 1),
+    )
     for name in head:
         table.add_column(
             name.lstrip("<"), justify="left" if name[:1] == "<" else "right", overflow="fold"

@@ -4,7 +4,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from stagewright.cli.console import with_option
+from stagewright.cli.console import warn, with_option
 from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
@@ -92,12 +92,17 @@ def read_problem(
     no_overlap: bool,
     reserve: str,
 ) -> "TrainingProblem":
-    """The training problem of the options."""
+    """The training problem of the options; a warning if its samples are longer than the model's."""
     from stagewright.graphs.documents.units import parse_bytes
-    from stagewright.graphs.importers.hf_config import read_hf_config
+    from stagewright.graphs.importers.hf_config import read_hf_config, read_most_positions
     from stagewright.service.training_problems import training_problem
 
-    architecture = read_hf_config(config)
+    architecture, positions = read_hf_config(config), read_most_positions(config)
+    if positions is not None and sequence > positions:
+        warn(
+            f"--sequence {sequence} is more than the max_position_embeddings of {config}, "
+            f"{positions}; times and memory are those of such samples all the same"
+        )
     try:
         return training_problem(
             architecture,

@@ -1,10 +1,13 @@
 """Tables of layouts and of their memory."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from stagewright.cli.console import percent, print_lines, print_table
+from stagewright.cli.console import out, percent, print_lines, print_table
 
 ROUNDING_SECONDS = 1e-8
+WIDE = 110
+"""Characters from which a table has all its columns."""
 
 if TYPE_CHECKING:
     from stagewright.formulations.parallelism.training import TrainingProblem
@@ -20,16 +23,7 @@ def print_layouts(
 
     if answer.rows:
         _print_rows(answer.rows)
-        best = answer.rows[0]
-        print_lines(
-            f"{name} on {problem.fabric.devices} {problem.fabric.device}: "
-            f"{format_seconds(best.seconds)} per iteration ({answer.status} by the model), bound "
-            f"{format_seconds(answer.bound_seconds or 0.0)} by {answer.proved_by}, gap "
-            f"{percent(answer.gap)}, {answer.wall_seconds:.2f} s",
-            f"of all {answer.plan_class}",
-            f"rates: {problem.reached.source}",
-            *answer.remarks,
-        )
+        print_lines(*_said(name, problem, answer))
     else:
         print_lines(f"{name}: {answer.status}", *([answer.reason] if answer.reason else []))
     if answer.refined is not None:
@@ -61,6 +55,35 @@ def print_layouts(
         )
 
 
+def _said(name: str, problem: "TrainingProblem", answer: "LayoutAnswer") -> Iterator[str]:
+    """What is below the table."""
+    from stagewright.graphs.documents.units import format_seconds
+
+    best = answer.rows[0]
+    folded = sum(len(one.alike) for one in answer.rows)
+    if folded:
+        yield (
+            f"folded: {folded} evaluated layouts that differ from one of these only in placement, "
+            "or in whether ranks divide samples or their tokens (c and d), and are no faster; "
+            "--unfolded lists them"
+        )
+    interrupted = answer.status == "interrupted"
+    proof = "not proved: interrupted" if interrupted else f"{answer.status} by the model"
+    yield (
+        f"{name} on {problem.fabric.devices} {problem.fabric.device}: "
+        f"{format_seconds(best.seconds)} per iteration ({proof}), bound "
+        f"{format_seconds(answer.bound_seconds or 0.0)} by {answer.proved_by}, gap "
+        f"{percent(answer.gap)}, {answer.wall_seconds:.2f} s"
+    )
+    days = answer.training_days
+    yield f"{best.tokens_per_second:,.0f} tokens/s" + (
+        "" if days is None else f"; all tokens take {days:,.1f} days without interruptions"
+    )
+    yield f"of all {answer.plan_class}"
+    yield f"rates: {problem.reached.source}"
+    yield from answer.remarks
+
+
 def _rounded(seconds: float) -> float:
     """Without the rounding of sums."""
     return 0.0 if abs(seconds) < ROUNDING_SECONDS else seconds
@@ -78,26 +101,47 @@ def print_shortages(shortages: tuple[str, ...]) -> None:
         print_lines(shortages[0] + (others if more else ""))
 
 
+def _is_narrow() -> bool:
+    """Whether the whole tables have no place beside the words of a layout."""
+    return out().width < WIDE
+
+
 def _print_rows(rows: "tuple[LayoutRow, ...]") -> None:
+    """The best layouts: in one table, or on a narrow terminal in two by the same numbers."""
+    if not _is_narrow():
+        print_table(_HEAD, map(_cells, rows))
+        return
+    for columns in ((0, 1, 2, 4), (3, 5, 6, 7, 8)):
+        print_table(
+            ("#", *(_HEAD[one] for one in columns)),
+            [
+                (str(number), *(_cells(row)[one] for one in columns))
+                for number, row in enumerate(rows, 1)
+            ],
+            tight=True,
+        )
+
+
+_HEAD = (
+    "<layout", "time", "MFU", "TFLOP/s", "memory", "weights", "optimizer", "activations",
+    "<loses by",
+)  # fmt: skip
+
+
+def _cells(one: "LayoutRow") -> tuple[str, ...]:
     from stagewright.graphs.documents.units import format_bytes, format_seconds
 
-    print_table(
-        (
-            "<layout", "time", "MFU", "TFLOP/s", "memory", "weights", "optimizer", "activations",
-            "<loses by",
-        ),
-        [
-            (
-                one.layout, format_seconds(one.seconds), f"{one.mfu:.1%}",
-                f"{one.flops_per_device / 1e12:.0f}", format_bytes(one.memory.total_bytes),
-                format_bytes(one.memory.weights_bytes + one.memory.gradients_bytes),
-                format_bytes(one.memory.optimizer_bytes),
-                format_bytes(one.memory.activations_bytes + one.memory.buffers_bytes),
-                one.loses_by,
-            )
-            for one in rows
-        ],
-    )  # fmt: skip
+    return (
+        one.layout,
+        format_seconds(one.seconds),
+        f"{one.mfu:.1%}",
+        f"{one.flops_per_device / 1e12:.0f}",
+        format_bytes(one.memory.total_bytes),
+        format_bytes(one.memory.weights_bytes + one.memory.gradients_bytes),
+        format_bytes(one.memory.optimizer_bytes),
+        format_bytes(one.memory.activations_bytes + one.memory.buffers_bytes),
+        one.loses_by,
+    )
 
 
 def print_refined(answer: "RefinedAnswer") -> None:
@@ -163,9 +207,12 @@ def print_memory(ranks: "tuple[MemoryAnswer, ...]", limit: float) -> None:
     """A row for every position in the pipeline."""
     from stagewright.graphs.documents.units import format_bytes
 
-    kinds = ("weights", "gradients", "optimizer", "activations", "buffers", "reserve", "total")
+    kinds = ["weights", "gradients", "optimizer", "activations", "buffers", "reserve", "total"]
+    narrow = _is_narrow()
+    if narrow:
+        kinds.remove("reserve")  # all ranks have the same
     print_table(
-        ("pipeline rank", *kinds, "free"),
+        ("rank" if narrow else "pipeline rank", *kinds, "free"),
         [
             (
                 str(one.rank),
@@ -174,4 +221,7 @@ def print_memory(ranks: "tuple[MemoryAnswer, ...]", limit: float) -> None:
             )
             for one in ranks
         ],
+        tight=narrow,
     )
+    if narrow:
+        print_lines(f"of every total {format_bytes(ranks[0].reserve_bytes)} are the reserve")

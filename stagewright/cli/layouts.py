@@ -171,6 +171,18 @@ def train_plan(
         bool, typer.Option("--what-if", help="What more memory and faster links would buy.")
     ] = False,
     time_limit: SearchTime = 60.0,
+    unfolded: Annotated[
+        bool,
+        typer.Option(
+            "--unfolded",
+            help="List layouts, too, that differ from a faster one only in placement, or in "
+            "whether ranks divide samples or their tokens.",
+        ),
+    ] = False,
+    tokens: Annotated[
+        float | None,
+        typer.Option(help="Tokens of the whole training, such as 15e12: how many days it takes."),
+    ] = None,
     png: Picture = None,
     output: OutputFile = None,
     as_json: JsonFlag = False,
@@ -233,6 +245,8 @@ def train_plan(
         by_stage=not alike,
         front=front or png is not None,
         what_if=what_if,
+        unfolded=unfolded,
+        tokens=tokens,
     )
     with interruptible() as stop, progress(f"planning {config.name}", stop):
         answer = find_layouts(request, stop)

@@ -24,6 +24,8 @@ def train_plan(
     by_stage: bool = True,
     front: bool = False,
     what_if: bool = False,
+    unfolded: bool = False,
+    tokens: float | None = None,
     stop: StopToken | None = None,
 ) -> "LayoutAnswer":
     """Find how to divide the training of a transformer among devices.
@@ -44,6 +46,11 @@ def train_plan(
         After the search, find blocks and recomputed blocks of every stage of plain pipelines.
     front, what_if
         Find the fastest layouts with less memory, and with better machines, too.
+    unfolded
+        List layouts, too, that differ from a faster one only in placement, or in whether ranks
+        divide samples or their tokens.
+    tokens
+        Of the whole training: the answer has its days.
     stop
         Ends the search once it is set; the answer is then the best so far.
 
@@ -71,6 +78,8 @@ def train_plan(
         by_stage=by_stage,
         front=front,
         what_if=what_if,
+        unfolded=unfolded,
+        tokens=tokens,
     )
     return find_layouts(request, stop)
 

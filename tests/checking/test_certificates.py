@@ -153,6 +153,15 @@ class TestCertificate:
         with pytest.raises(InvalidPlan, match="a bound by b"):
             certificate(DISJOINT_SPLIT, 4.0, bounds)
 
+    def test_without_a_bound_on_every_plan_there_is_no_certificate(self):
+        degrees = replace(EVERY_PLAN, tensor=(1, 2))
+        groups = replace(DISJOINT_SPLIT, weights=("flush",), tensor=(2,))
+        for own, about in ((groups, degrees), (DISJOINT_SPLIT, DISJOINT_SPLIT)):
+            with pytest.raises(InvalidPlan, match="is about every plan with tensor degree 1, "):
+                certificate(own, 4.0, [Bound(1.0, "a", "problem", about)])
+        with pytest.raises(InvalidPlan, match=r"no bound is about a .* tensor degree 2"):
+            certificate(groups, 4.0, [Bound(1.0, "a", "problem", EVERY_PLAN)])
+
     def test_of_equal_bounds_the_one_for_the_largest_class_counts(self):
         bounds = (
             Bound(4.0, "b", "problem", DISJOINT_SPLIT),

@@ -1,13 +1,20 @@
 """``train-plan``, ``memory`` and ``check`` of layouts: tables, files, exit codes, refusals."""
 
 import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from commands import answered, answered_json, refused, rewrite, run
 
+from stagewright.cli import layouts
+from stagewright.cli.interrupts import interruptible
 from stagewright.formulations.parallelism.document import load_layout, violations
 from stagewright.formulations.parallelism.layout import parse_layout
+from stagewright.solvers.parallelism.search import work_alike
 
 PNG = b"\x89PNG\r\n\x1a\n"
 LLAMA = {
@@ -284,3 +291,91 @@ def test_a_layout_file_has_its_own_machines() -> None:
     assert message.endswith("of the options only --png and --json apply")
     message = refused("train-plan", "config.json", "--device", "v100", "--gpus", 8, *RUN)
     assert message == "--precision bf16: v100 has no bf16 arithmetic; it may be fp16"
+
+
+def test_layouts_that_do_the_same_work_are_folded() -> None:
+    folded = answered_json(*PLAN)["rows"]
+    kinds = [work_alike(parse_layout(row["layout"])) for row in folded]
+    assert len(set(kinds)) == len(kinds) == 10
+    for row, kind in zip(folded, kinds, strict=True):
+        assert all(work_alike(parse_layout(one)) == kind for one in row["alike"])
+    number = sum(len(row["alike"]) for row in folded)
+    assert f"folded: {number} evaluated layouts that differ from" in answered(*PLAN)
+    every = answered_json(*PLAN, "--unfolded", "--top", 10 + number)["rows"]
+    assert len({work_alike(parse_layout(row["layout"])) for row in every}) < len(every)
+    assert not any(row["alike"] for row in every)
+    assert every[0]["seconds"] == pytest.approx(folded[0]["seconds"])
+    assert "folded" not in answered(*PLAN, "--unfolded")
+
+
+TABLE = re.compile("^ .*\\S", re.MULTILINE)
+
+
+def test_tables_fit_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No line is longer, and no word, heading or figure is broken or lost."""
+    asked = (*PLAN, "-o", "layout.json", "--pipeline", "4", "--top", 30)
+    found = answered_json(*asked)
+    ranks = answered_json("memory", "layout.json")["ranks"]
+    for width in ("80", "200"):
+        monkeypatch.setenv("COLUMNS", width)
+        shown = TABLE.findall(answered(*asked))
+        assert max(map(len, shown)) <= int(width)
+        words = set(" ".join(shown).split())
+        for row in found["rows"]:
+            assert {*row["layout"].split(), *row["loses_by"].split()} <= words
+        heads = {"layout", "time", "MFU", "TFLOP/s", "memory", "weights", "optimizer"}
+        assert heads | {"activations", "loses", "by"} <= words
+        shown = TABLE.findall(answered("memory", "layout.json"))
+        assert len(shown) == len(ranks) + 2
+        assert max(map(len, shown)) <= int(width)
+        kinds = {"weights", "gradients", "optimizer", "activations", "buffers", "total", "free"}
+        assert kinds <= set(shown[0].split())
+
+
+def test_tokens_per_second_and_days() -> None:
+    found = answered_json(*PLAN, "--tokens", "15e12")
+    for row in found["rows"]:
+        assert row["tokens_per_second"] == pytest.approx(32 * 2048 / row["seconds"])
+    days = 15e12 / found["rows"][0]["tokens_per_second"] / 86_400
+    assert found["training_days"] == pytest.approx(days)
+    shown = answered(*PLAN, "--tokens", "15e12")
+    assert f"all tokens take {days:,.1f} days without interruptions" in shown
+    assert "tokens/s" in answered(*PLAN)
+    assert answered_json(*PLAN)["training_days"] is None
+    # One token more than ten iterations are eleven.
+    one = answered_json(*PLAN, "--tokens", 10 * 32 * 2048 + 1)
+    assert one["training_days"] == pytest.approx(11 * one["rows"][0]["seconds"] / 86_400)
+    assert refused(*PLAN, "--tokens", 0).startswith("--tokens: ")
+
+
+def test_samples_longer_than_the_model_knows_are_a_warning() -> None:
+    rewrite(Path("config.json"), max_position_embeddings=2048)
+    assert answered(*PLAN, "--top", 1)
+    rewrite(Path("config.json"), max_position_embeddings=2047)
+    for asked in (PLAN, ("memory", "config.json", "--layout", "p1 t1 d8 b1", "--sequence", 2048)):
+        result = run(*asked)
+        assert result.exit_code == 0
+        assert re.fullmatch(
+            r"stagewright: warning: --sequence 2048 is more than the max_position_embeddings of "
+            r"config.json, 2047; [^\n]+\n",
+            result.stderr,
+        )
+
+
+def test_an_interrupted_search_answers_with_a_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even before the first layout was evaluated; its bound holds, and it is not called optimal."""
+    best = answered_json(*PLAN, "--top", 1)["rows"][0]["seconds"]
+
+    @contextmanager
+    def stopped() -> Iterator[threading.Event]:
+        with interruptible() as stop:
+            stop.set()
+            yield stop
+
+    monkeypatch.setattr(layouts, "interruptible", stopped)
+    found = answered_json(*PLAN, "-o", "layout.json")
+    assert found["status"] == "interrupted"
+    assert found["bound_seconds"] <= best * (1 + 1e-9)
+    assert found["rows"][0]["seconds"] >= best * (1 - 1e-9)
+    assert violations(load_layout("layout.json")) == ()
+    assert "(not proved: interrupted), bound" in answered(*PLAN)

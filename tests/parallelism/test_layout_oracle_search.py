@@ -1,7 +1,7 @@
 """The search against every layout of the space, on tiny problems."""
 
 import math
-from collections.abc import Set
+from collections.abc import Hashable, Set
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +14,7 @@ from profiles import UNSHRUNK, examples
 from stagewright.formulations.parallelism.estimate import Estimate
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
-from stagewright.solvers.parallelism.search import Found, search
+from stagewright.solvers.parallelism.search import Found, search, work_alike
 from stagewright.solvers.parallelism.space import Space
 
 SPACE = Space(chunks=CHUNKS, sequence_parallel="any")
@@ -132,5 +132,28 @@ def test_the_bound_of_a_search_that_was_stopped_holds(problem, looks) -> None:
     every = sorted(one.seconds for one in fewest_recomputed(layouts, math.inf))
     found = search(problem, SPACE, keep=3, memory_bytes=math.inf, stop=SetAfter(looks))
     assert found.bound <= every[0] * (1 + 1e-12)
+    assert found.best  # some layout, however early the stop
+    assert found.best[0].seconds >= every[0] * (1 - 1e-12)
     if found.proved:
         assert [one.seconds for one in found.best] == pytest.approx(every[:3], rel=1e-12)
+
+
+@examples(30, phases=UNSHRUNK)
+@given(problems(12, 12), st.integers(1, 8))
+def test_of_layouts_that_are_alike_the_fastest_is_kept(problem, keep) -> None:
+    layouts = list(every_layout(problem))
+    assume(layouts)
+    groups: dict[Hashable, float] = {}
+    for one in fewest_recomputed(layouts, math.inf):
+        key = work_alike(one.layout)
+        groups[key] = min(groups.get(key, math.inf), one.seconds)
+    found = search(problem, SPACE, keep=keep, memory_bytes=math.inf, alike=work_alike)
+    assert found.proved
+    times = sorted(groups.values())[:keep]
+    assert [one.seconds for one in found.best] == pytest.approx(times, rel=1e-8)
+    assert found.bound <= times[0]
+    kept = {work_alike(one.layout): one for one in found.best}
+    assert len(kept) == len(found.best)
+    for one in found.folded:
+        assert one.layout != kept[work_alike(one.layout)].layout
+        assert one.seconds >= kept[work_alike(one.layout)].seconds * (1 - 1e-8)

@@ -326,5 +326,8 @@ def test_wrong_layers_are_refused() -> None:
     halved = Layer("a", 20 * MB, (one, replace(two, output_bytes=20.0)))
     with pytest.raises(InputError, match="output_bytes at tensor degree 2 must be 40"):
         Chain("m", "test", 4, (halved, layer("b", 2 * MB, 1.0)))
+    for degree in (True, 1.0):
+        with pytest.raises(InputError, match=f"tensor must be a whole number, got {degree}"):
+            Stage((0, 1), names(0, 1), tensor=degree)
     with pytest.raises(InputError, match="tensor must divide the stage's 3 devices, got 2"):
         Stage((0, 1), names(0, 1, 2), tensor=2)

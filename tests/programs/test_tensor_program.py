@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 from plans import elaborate, small_problem, valid_plan
-from profiles import examples
+from profiles import UNSHRUNK, examples
 from training_plans import plan_in_order
 
 from stagewright.executor.programs.lower import lower
@@ -20,6 +22,7 @@ from stagewright.executor.programs.program import (
 from stagewright.executor.programs.shares import rows
 from stagewright.executor.programs.verify import verify
 from stagewright.executor.programs.work import InvalidProgram
+from stagewright.formulations.checking.check import check
 from stagewright.formulations.plans.actions import Action, B, F
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan, Stage
@@ -64,6 +67,46 @@ def test_lowered_plans_are_right(case: tuple[PipelineProblem, PipelinePlan]) -> 
     program = lower(plan)
     verify(plan, program)
     assert parse_program(str(program), plan_devices(plan)) == program
+
+
+@st.composite
+def mixtures(draw: st.DrawFn) -> list[Stage]:
+    """Stages of one to four devices in any order; in turn, some may have no microbatch of two."""
+    stops = [*sorted(draw(st.sets(st.integers(1, 3), max_size=2))), 4]
+    found = []
+    for layers in pairwise([0, *stops]):
+        count = draw(st.sampled_from([1, 2, 3, 4, 4]))
+        devices = tuple(draw(st.permutations(["g0", "g1", "g3", "g4"]))[:count])
+        way = draw(st.sampled_from(["split", "round-robin"]))
+        tensor = draw(st.sampled_from([1, 2])) if count % 2 == 0 else 1
+        found.append(Stage(layers, devices, way, tensor=tensor))
+    return found
+
+
+@examples(150, phases=UNSHRUNK)
+@given(mixtures())
+def test_what_the_checker_accepts_the_verifier_does_too(stages: list[Stage]) -> None:
+    problem = small_problem(4, 6, 2, degrees=(2,))
+    plan = valid_plan(problem, stages)
+    assert check(problem, plan) == ()
+    verify(plan, lower(plan))
+
+
+def test_an_all_reduce_waits_for_a_group_on_its_devices() -> None:
+    """The first replica ends before 1F1, the second after it, the third computes nothing."""
+    problem = small_problem(4, 6, 2, degrees=(2,))
+    stages = [
+        Stage((0, 2), ("g0", "g1", "g3"), "round-robin"),
+        Stage((2, 4), ("g0", "g1"), tensor=2),
+    ]
+    plan = valid_plan(problem, stages)
+    assert check(problem, plan) == ()
+    program = lower(plan)
+    verify(plan, program)
+    first, second, third = ([str(one.action) for one in row] for row in program.rows)
+    for row in (first, second):
+        assert row.index("1F1") < row.index("1B1") < row.index("0REDUCE_GRAD")
+    assert third == ["0REDUCE_GRAD", "0UPDATE"]
 
 
 def changed(rank: int, change: Callable[[list[Instruction]], object]) -> Program:

@@ -102,8 +102,6 @@ def mixed_stages(draw: st.DrawFn) -> list[Stage]:
         way = draw(st.sampled_from(["split", "round-robin"]))
         again = draw(st.sampled_from(["none", "full"]))
         tensor = draw(st.sampled_from([1, 2])) if count > 1 else 1
-        if count // tensor > 2:
-            way = "split"  # of two microbatches, taken in turn, two replicas would have none
         found.append(Stage(layers, devices, way, again, tensor=tensor))
     return found
 

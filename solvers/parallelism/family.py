@@ -1,0 +1,155 @@
+"""Layers that are divided in one way: their times, sizes and rates of exchange."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from stagewright.formulations.parallelism.exchanges import gather_seconds
+from stagewright.formulations.parallelism.layer_times import share_time
+from stagewright.formulations.parallelism.layout import Layout, Schedule
+from stagewright.formulations.parallelism.parts import shares
+from stagewright.formulations.parallelism.training import TrainingProblem
+from stagewright.graphs.documents.arrays import Floats, Ints
+from stagewright.graphs.machines.groups import Group, Links, links
+from stagewright.graphs.models.shards import Recompute, Share, Split
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """(L + 2,) seconds of every layer on a microbatch; of ``total``, ``weight`` is put off."""
+
+    total: Floats
+    forward: Floats
+    weight: Floats
+
+
+class Family:
+    """The layers for one split; arrays are by layer, (L + 2,) with the ends, or by pipeline."""
+
+    def __init__(self, problem: TrainingProblem, split: Split) -> None:
+        self.problem, self.split = problem, split
+        self.shares = shares(problem, split)
+        self.replica = split.tensor * split.context
+        self.left = problem.fabric.devices // self.replica
+        self._works: dict[tuple[int, Recompute, Schedule], Work] = {}
+        self._saved: dict[Recompute, Floats] = {}
+        self._rates_of: dict[int, tuple[float, ...]] = {}
+
+    @cached_property
+    def every(self) -> tuple[Share, ...]:
+        """The different shares."""
+        return (*self.shares.kinds, self.shares.embedding, self.shares.head)
+
+    @cached_property
+    def _places(self) -> Ints:
+        """Of every layer, the place of its share among them."""
+        kinds = len(self.shares.kinds)
+        return np.array([kinds, *self.shares.blocks, kinds + 1])
+
+    def by_layer(self, quantity: Callable[[Share], float]) -> Floats:
+        """A quantity of every layer."""
+        found: Floats = np.array([quantity(one) for one in self.every])[self._places]
+        return found
+
+    def work(self, samples: int, recompute: Recompute, schedule: Schedule = "1f1b") -> Work:
+        """The times of all layers; with 1F1B they are shortest."""
+        key = samples, recompute, schedule
+        if key not in self._works:
+            off = schedule == "zero-bubble"
+            times = [
+                share_time(self.problem, one, self.split, samples, recompute, off)
+                for one in self.every
+            ]
+            rows = [(one.forward + one.backward, one.forward, one.weight) for one in times]
+            self._works[key] = Work(*np.array(rows).T[:, self._places])
+        return self._works[key]
+
+    def repeated_seconds(self, samples: int, schedule: Schedule) -> float:
+        """What recomputation adds at least to a block's backward."""
+        off = schedule == "zero-bubble"
+        return min(
+            share_time(self.problem, one, self.split, samples, "full", off).backward
+            - share_time(self.problem, one, self.split, samples, "none", off).backward
+            for one in self.shares.kinds
+        )
+
+    @cached_property
+    def parameters(self) -> Floats:
+        """Those of no expert."""
+        return self.by_layer(lambda one: one.parameters)
+
+    @cached_property
+    def expert_parameters(self) -> Floats:
+        """Those of the rank's experts."""
+        return self.by_layer(lambda one: one.expert_parameters)
+
+    def saved(self, recompute: Recompute) -> Floats:
+        """Bytes that every layer keeps of a sample."""
+        if recompute not in self._saved:
+            size = self.problem.precision.activation_bytes
+            self._saved[recompute] = self.by_layer(lambda one: one.saved_bytes(size, recompute))
+        return self._saved[recompute]
+
+    @cached_property
+    def freed(self) -> float:
+        """Bytes of a sample that the recomputation of a block frees at the most."""
+        size = self.problem.precision.activation_bytes
+        return max(
+            one.saved_bytes(size, "none") - one.saved_bytes(size, "full")
+            for one in self.shares.kinds
+        )
+
+    def rates(self, pipelines: Ints) -> Floats:
+        """(6, pipelines) start and time per byte, for the placement where each is least.
+
+        Of a hop to the next stage, and of gathering shared and experts' parameters.
+        """
+        distinct, place = np.unique(pipelines, return_inverse=True)
+        for one in distinct.tolist():
+            if one not in self._rates_of:
+                self._rates_of[one] = self._rates(one, self.left // one)
+        found: Floats = np.array([self._rates_of[one] for one in distinct.tolist()])[place].T
+        return found
+
+    def _rates(self, pipeline: int, data: int) -> tuple[float, ...]:
+        each = [
+            (
+                *self._hop_rate(one.pipeline_group),
+                *self._gather_rate(one.data_group),
+                *self._gather_rate(one.expert_group),
+            )
+            for one in self._placed(pipeline, data)
+        ]
+        return tuple(min(column) for column in zip(*each, strict=True))
+
+    def _hop_rate(self, group: Group) -> tuple[float, float]:
+        """Of several ways the slowest decides: each is a bound, that of least bandwidth too."""
+        ways = links(self.problem.fabric, group).ways
+        rates = ((1 / way.pair_bytes_per_second, way.latency_seconds) for way in ways)
+        per_byte, start = max(rates, default=(0.0, 0.0))
+        return start, per_byte
+
+    def _gather_rate(self, group: Group) -> tuple[float, float]:
+        """Of a gathering over one of the ways."""
+        of, size = links(self.problem.fabric, group), 1e9
+        if len(of.ways) > 1:
+            slowest = max(of.ways, key=lambda way: gather_seconds(Links(of.size, (way,)), size))
+            of = Links(of.size, (slowest,))
+        one, two = gather_seconds(of, size), gather_seconds(of, 2 * size)
+        return max(0.0, 2 * one - two), (two - one) / size
+
+    def _placed(self, pipeline: int, data: int) -> list[Layout]:
+        """The placements that are possible."""
+        split, shared = self.split, self.replica * data
+        one = Layout(
+            pipeline=pipeline,
+            tensor=split.tensor,
+            context=split.context,
+            data=data,
+            expert=split.expert if shared % split.expert == 0 else 1,
+        )
+        if self.replica % one.expert:
+            return [one]
+        return [one, replace(one, placement="pipeline-inside")]
