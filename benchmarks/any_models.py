@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
-import torchvision_operators  # noqa: F401 - before transformers or torchvision is imported
 from torch import Tensor, nn
+
+from benchmarks import torchvision_operators  # noqa: F401 - before torchvision is imported
 
 TOKENS, LENGTH, CLASSES, IMAGE = 67, 12, 5, 32
 IGNORED = -100
@@ -238,7 +240,7 @@ TRANSFORMERS = (
 
 
 def settled(model: nn.Module) -> nn.Module:
-    """``model`` with batch norms by the statistics of one batch, which training leaves as they are."""
+    """``model`` with its batch norms by the statistics of one batch, which training keeps."""
     norms = [one for one in model.modules() if isinstance(one, nn.modules.batchnorm._BatchNorm)]
     for norm in norms:
         norm.momentum = None
@@ -327,7 +329,7 @@ class UNet(nn.Module):
 
     def __init__(self, widths: tuple[int, ...] = (4, 8, 12, 16)) -> None:
         super().__init__()
-        pairs = list(zip(widths, widths[1:], strict=False))
+        pairs = list(pairwise(widths))
         self.first = Twice(3, widths[0])
         self.down = nn.ModuleList(Twice(a, b) for a, b in pairs)
         self.up = nn.ModuleList(nn.ConvTranspose2d(b, a, 2, stride=2) for a, b in reversed(pairs))

@@ -1,8 +1,8 @@
 """Torchvision beside a torch of another build.
 
-The registry's torchvision is built for CUDA: beside torch for CPUs its C++ operators do not load, and
-without the schemas of two of them it cannot be imported. Import this module before torchvision, or
-transformers, which imports it.
+The registry's torchvision is built for CUDA: beside torch for CPUs its C++ operators do not load,
+and without the schemas of two of them it cannot be imported. Import this module before torchvision,
+or transformers, which imports it.
 """
 
 from importlib.util import find_spec
