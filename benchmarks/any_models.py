@@ -260,6 +260,11 @@ def _vision(name: str, **options: Any) -> Callable[[], nn.Module]:
     return build
 
 
+def _tracking() -> nn.Module:
+    """ResNet-18 whose batch norms use and track the statistics of every microbatch."""
+    return _vision("resnet18")().train()
+
+
 def _efficient() -> nn.Module:
     return _vision("efficientnet_b0", dropout=0.0, stochastic_depth_prob=0.0)()
 
@@ -286,10 +291,13 @@ def _vit_b() -> nn.Module:
     return VisionTransformer(IMAGE, 8, 4, 4, 32, 64, num_classes=CLASSES)
 
 
+TRACKING = "resnet18-tracking"
+
 TORCHVISION = tuple(
     AnyModel(name, "torchvision", build, _images, lr)
     for name, build, lr in (
         ("resnet18", _vision("resnet18"), 0.01),
+        (TRACKING, _tracking, 0.01),
         ("resnet50", _vision("resnet50"), 0.0003),
         ("densenet121", _vision("densenet121"), 0.01),
         ("mobilenet-v3-small", _vision("mobilenet_v3_small", dropout=0.0), 0.01),

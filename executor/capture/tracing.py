@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from stagewright.executor.capture.cutting import cut_graph
 from stagewright.executor.capture.exported.exporting import Example, export
+from stagewright.executor.capture.exported.leaves import holds_closed_blocks
 from stagewright.executor.capture.in_place import first_step, is_in_place, replace_in_place
 from stagewright.executor.capture.layers import CapturedLayer, LayeredModel, Listed
 from stagewright.executor.capture.tracer import holds_blocks, inputs_of, trace_twice
@@ -47,12 +48,20 @@ def capture(model: nn.Module | Sequence[nn.Module], example: Example | None = No
     _require_no_backward_hooks(model)
     if example is None:
         return _require_whole_gradients(_traced(model))
-    if example.signature.is_positional and not example.takes_loss:
-        try:
-            return _require_whole_gradients(_traced(model))
-        except InputError:
-            pass  # the export says what is wrong with it in the model's own words
-    return _require_whole_gradients(_exported(model, example))
+    return _require_whole_gradients(_for_example(model, example))
+
+
+def _for_example(model: nn.Module, example: Example) -> LayeredModel:
+    """By what shows the more of the model; a traced one takes inputs of all sizes."""
+    if not example.signature.is_positional or example.takes_loss:
+        return _exported(model, example)
+    ways = [lambda: _traced(model), lambda: _exported(model, example)]
+    if holds_closed_blocks(model):
+        ways.reverse()
+    try:
+        return ways[0]()
+    except InputError:
+        return ways[1]()
 
 
 def _traced(model: nn.Module) -> LayeredModel:

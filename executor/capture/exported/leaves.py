@@ -57,9 +57,23 @@ def holds_like_blocks(module: nn.Module) -> bool:
     return False
 
 
+def holds_closed_blocks(model: nn.Module) -> bool:
+    """Whether blocks are within a module of torch's own, such as its transformers.
+
+    Tracing does not look into those: their paths depend on how they are called.
+    """
+    return any(
+        _is_torchs(module) and not isinstance(module, CONTAINERS) and holds_like_blocks(module)
+        for module in model.modules()
+    )
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.")
+
+
 def _is_block(module: nn.Module) -> bool:
     """Whether a module is more than one of torch's own operations, such as a convolution."""
-    if isinstance(module, CONTAINERS) and type(module).__module__.startswith("torch.nn."):
+    if isinstance(module, CONTAINERS) and _is_torchs(module):
         return False
-    own = not type(module).__module__.startswith("torch.nn.")
-    return own or any(True for _ in module.children())
+    return not _is_torchs(module) or any(True for _ in module.children())
