@@ -5,7 +5,6 @@ tensors without data and sizes that may vary. Blocks are operators to it, so tha
 is what happens between them; when the layers run, they call the user's own modules.
 """
 
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from torch.utils import _pytree as pytree
 from stagewright.executor.capture.exported.conversion import CURE, Exported, converted
 from stagewright.executor.capture.exported.leaves import leaves_of
 from stagewright.executor.capture.exported.whole_calls import WholeCall, called_whole
+from stagewright.executor.capture.places import line_of
 from stagewright.executor.capture.python_state import attributes_kept
 from stagewright.executor.capture.signature import TENSOR, Signature
 from stagewright.graphs.documents.errors import InputError
@@ -202,21 +202,9 @@ def _errors_named(model: nn.Module) -> Iterator[None]:
     except Exception as error:  # torch.export and the model's code raise anything
         reason = next((one for one in str(error).splitlines() if one.strip()), "")
         raise InputError(
-            f"{type(model).__name__} cannot be captured{_line_of(error)}: "
+            f"{type(model).__name__} cannot be captured{line_of(error)}: "
             f"{type(error).__name__}: {reason.strip()}; {CURE}"
         ) from error
-
-
-def _line_of(error: Exception) -> str:
-    """Where in the user's code an error was raised."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if "/torch/" not in frame.filename and "/executor/capture/" not in frame.filename
-    ]
-    if not frames:
-        return ""
-    return f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})"
 
 
 def _leaking(outer: nn.Module, program: ExportedProgram, calls: Sequence[WholeCall]) -> set[type]:

@@ -1,6 +1,6 @@
 """Modules that an export does not look into: a call of each is one operator of the graph."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -155,11 +155,12 @@ def _whole(
     name: str, module: nn.Module, fakes: dict[str, Tensor], calls: list[WholeCall], first: int
 ) -> type:
     """A class for ``module`` whose call is one operator."""
-    kind = type(module)
+    kind, known = type(module), set(module._forward_hooks)
 
     def forward(state: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         whole, module.__class__ = module.__class__, kind
-        hooks, module._forward_hooks = module._forward_hooks, _own_hooks(module)
+        hooks = module._forward_hooks
+        module._forward_hooks = _without(hooks, _handing_on(module, known))
         try:
             with _unseen():
                 return functional_call(module, dict(state), args, kwargs, tie_weights=False)
@@ -175,8 +176,9 @@ def _whole(
         tensors = [one for one in leaves if isinstance(one, Tensor)]
         sizes = [one for one in leaves if isinstance(one, torch.SymInt)]
         result = made.result(OPERATOR(made.number, tensors, sizes))
-        for hook in _recording_hooks(self):
-            hook(self, args, result)
+        for key in _handing_on(self, known):
+            changed = self._forward_hooks[key](self, args, result)
+            result = result if changed is None else changed
         return result
 
     return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
@@ -202,19 +204,20 @@ def _require_known(name: str, leaves: list[Any]) -> None:
             )
 
 
-# Hooks by which a library hands on a module's result beside its own (transformers: the logits of
-# routers). They run on the operator's results, and so become part of the graph.
+# Hooks by which a module's result is handed on beside its own: those that the model sets while it
+# runs, and those of transformers (the logits of routers), which stay. They run on the operator's
+# results, and so become part of the graph.
 
 
-def _is_recording(hook: Callable[..., Any]) -> bool:
-    return getattr(hook, "__module__", "").startswith("transformers.")
+def _handing_on(module: nn.Module, known: Collection[int]) -> list[int]:
+    return [
+        key
+        for key, hook in module._forward_hooks.items()
+        if key not in known or getattr(hook, "__module__", "").startswith("transformers.")
+    ]
 
 
-def _recording_hooks(module: nn.Module) -> list[Callable[..., Any]]:
-    return [hook for hook in module._forward_hooks.values() if _is_recording(hook)]
-
-
-def _own_hooks(module: nn.Module) -> Any:
-    kept = type(module._forward_hooks)()
-    kept.update({k: hook for k, hook in module._forward_hooks.items() if not _is_recording(hook)})
+def _without(hooks: Any, keys: Collection[int]) -> Any:
+    kept = type(hooks)()
+    kept.update({key: hook for key, hook in hooks.items() if key not in keys})
     return kept
