@@ -3,6 +3,7 @@
 The reference is a call of the model itself, in double precision.
 """
 
+import random
 from collections import namedtuple
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -318,6 +319,77 @@ class Between(Words):
 
 def test_operators_between_blocks() -> None:
     assert_same(Between(), words(0), words(1))
+
+
+class Remembering(Words):
+    """What a call does depends on those before it."""
+
+    def __init__(self, draws: bool) -> None:
+        super().__init__()
+        self.calls, self.draws = 0, draws
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Any:
+        self.calls += not self.draws
+        kept = random.random() < 0.5 if self.draws else self.calls % 2
+        x = self.table(ids) * (2 if kept else 1)
+        for block in self.blocks:
+            x = block(x)
+        return {"loss": x.mean()}
+
+
+@pytest.mark.parametrize(
+    ("draws", "words_"), [(False, "'calls' of Remembering"), (True, "Python's")]
+)
+def test_state_of_python_between_blocks_is_refused(draws: bool, named: str) -> None:
+    with pytest.raises(InputError, match=named):
+        captured(Remembering(draws).double(), words(0))
+
+
+class Dropping(Words):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Any:
+        x = self.dropout(self.table(ids))
+        for block in self.blocks:
+            x = F.dropout(block(x), 0.25, self.training)
+        return {"loss": F.cross_entropy(self.head(x).mT, labels)}
+
+
+def test_draws_between_blocks_are_known_and_end_in_evaluation() -> None:
+    model = Dropping().double()
+    layered = captured(model, words(0))
+    trace = propagate(layered.layers, values_of(signed(words(0))[0], SAMPLES), CPU, None)
+    assert [one.random for one in trace] == [True] * 4 + [False]
+    for layer in layered.layers:
+        layer.module.eval()
+    torch.testing.assert_close(run(layered, words(0)), model.eval()(**words(0))["loss"])
+
+
+class Tallying(Words):
+    """Counts in a buffer between its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Any:
+        self.steps += 1
+        x = self.table(ids)
+        for block in self.blocks:
+            x = block(x)
+        return {"loss": F.cross_entropy(self.head(x).mT, labels) + x.mean() / self.steps}
+
+
+def test_buffers_that_change_between_blocks() -> None:
+    model = Tallying().double()
+    untouched = deepcopy(model)
+    layered = captured(model, words(0))
+    for seed in range(3):
+        found = run(layered, words(seed))
+        torch.testing.assert_close(found, untouched(**words(seed))["loss"])
+        assert model.steps == seed + 1
 
 
 class OnValues(Words):

@@ -22,7 +22,7 @@ from stagewright.executor.capture.exported.conversion import CURE, Exported, con
 from stagewright.executor.capture.exported.leaves import leaves_of
 from stagewright.executor.capture.exported.whole_calls import WholeCall, called_whole
 from stagewright.executor.capture.places import line_of
-from stagewright.executor.capture.python_state import attributes_kept
+from stagewright.executor.capture.python_state import attributes_kept, described, snapshot
 from stagewright.executor.capture.signature import TENSOR, Signature
 from stagewright.graphs.documents.errors import InputError
 
@@ -101,6 +101,11 @@ class _Outer(nn.Module):
         if self._takes_loss:
             result = loss_of(result, type(self.model).__name__)
         leaves, self._returned.structure = pytree.tree_flatten(result)
+        if any(isinstance(one, torch.SymInt) for one in leaves):
+            raise InputError(
+                f"{type(self.model).__name__} returns a size of its inputs; the loss can read it "
+                "from a tensor"
+            )
         self._returned.leaves = [TENSOR if isinstance(one, Tensor) else one for one in leaves]
         return [one for one in leaves if isinstance(one, Tensor)]
 
@@ -155,7 +160,27 @@ def _exported(
         if example.autocast is not None:
             stack.enter_context(torch.autocast(example.device.type, example.autocast))
         program = torch.export.export(outer, inputs, strict=False, dynamic_shapes=shapes)
-    return program, calls
+        made = list(calls)
+        with mode:
+            _require_stateless(outer, inputs)
+    return program, made
+
+
+def _require_stateless(outer: _Outer, inputs: tuple[Tensor, ...]) -> None:
+    """Refuse a forward that every call leaves another state of the model, or of generators."""
+    before = snapshot(outer.model)
+    outer(*inputs)
+    once = snapshot(outer.model)
+    changed = before.changed(once)
+    if not changed:
+        return
+    outer(*inputs)
+    moving = changed & once.changed(snapshot(outer.model))
+    if moving:
+        raise InputError(
+            f"the forward changes {described(outer.model, min(moving))}: it would keep the value "
+            "that it has when it is captured"
+        )
 
 
 def _varying(one: Tensor) -> dict[int, Any]:

@@ -107,6 +107,11 @@ class WholeCall:
             given, varying = [valued(one) for one in tensors], [size_of(one) for one in sizes]
             arguments, keywords = self.arguments(given, varying)
             found = self.forward(valued_all(self.fakes), arguments, keywords)
+        if any(isinstance(one, int | float) for one in pytree.tree_leaves(found)):
+            raise InputError(
+                f"{self.name!r} returns a number and needs the values of its inputs, on which the "
+                "number may depend; return it as a tensor"
+            )
         return pytree.tree_map_only(
             Tensor,
             lambda one: torch.empty(
