@@ -338,7 +338,7 @@ class Remembering(Words):
 
 
 @pytest.mark.parametrize(
-    ("draws", "words_"), [(False, "'calls' of Remembering"), (True, "Python's")]
+    ("draws", "named"), [(False, "'calls' of Remembering"), (True, "Python's")]
 )
 def test_state_of_python_between_blocks_is_refused(draws: bool, named: str) -> None:
     with pytest.raises(InputError, match=named):
