@@ -1,5 +1,6 @@
 """The executor: one process per device carries out its row of a plan's program."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from functools import partial
@@ -47,6 +48,7 @@ from stagewright.executor.training.trace_recorder import TraceRecorder
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError
 
+SHAPES = 16  # of mini-batches, whose preparation is kept
 OPTIMIZER: MakeOptimizer = partial(torch.optim.SGD, lr=0.01)
 
 
@@ -155,7 +157,7 @@ class Executor:
         self._preparation = self._prepare(make_loss_group(self._rank, timeout), graph)
         self._checkpoint = CheckpointShare(self._rank, self._model, self._weights)
         self._recorder = TraceRecorder(self._rank, dtype, enabled=trace)
-        self._interpreters: dict[object, Interpreter] = {}
+        self._interpreters: OrderedDict[object, Interpreter] = OrderedDict()
         self._running: Interpreter | None = None  # of a plan that spans steps
 
     @property
@@ -262,6 +264,9 @@ class Executor:
             )
         if found is None:
             found = self._interpreters[key] = self._preparation.interpreter(given)
+            if len(self._interpreters) > SHAPES:
+                self._interpreters.popitem(last=False)
+        self._interpreters.move_to_end(key)
         if self.plan.spans_steps:
             self._running = found
         return found

@@ -122,6 +122,8 @@ class _Conversion:
             if isinstance(self._made[whole], list):  # of a block's tensors
                 return self._made[whole][index]
         name = getattr(node.target, "__name__", "")
+        if node.target is torch.ops.aten.dropout.default:
+            return self._dropout(node)
         if name in ("wrap_with_set_grad_enabled", "wrap_with_autocast"):
             return self._region(node, name)
         return self._with_meta(self._graph.node_copy(node, self._made.__getitem__), node)
@@ -145,6 +147,13 @@ class _Conversion:
             entries.append(self._graph.call_function(operator.getitem, (every, i)))
             entries[-1].meta["val"] = meta
         return entries
+
+    def _dropout(self, node: fx.Node) -> fx.Node:
+        """A module, which is told when to evaluate."""
+        given, share, _ = cast(tuple[fx.Node, float, bool], node.args)
+        name = f"dropout_{len(self._attributes)}"
+        self._attributes[name] = nn.Dropout(share).train(cast(bool, node.args[2]))
+        return self._with_meta(self._graph.call_module(name, (self._made[given],)), node)
 
     def _region(self, node: fx.Node, kind: str) -> fx.Node:
         held = 1 if kind == "wrap_with_set_grad_enabled" else 4

@@ -5,7 +5,6 @@ tensors without data and sizes that may vary. Blocks are operators to it, so tha
 is what happens between them; when the layers run, they call the user's own modules.
 """
 
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -22,7 +21,8 @@ from torch.utils import _pytree as pytree
 from stagewright.executor.capture.exported.conversion import CURE, Exported, converted
 from stagewright.executor.capture.exported.leaves import leaves_of
 from stagewright.executor.capture.exported.whole_calls import WholeCall, called_whole
-from stagewright.executor.capture.python_state import attributes_kept
+from stagewright.executor.capture.places import line_of
+from stagewright.executor.capture.python_state import attributes_kept, described, snapshot
 from stagewright.executor.capture.signature import TENSOR, Signature
 from stagewright.graphs.documents.errors import InputError
 
@@ -101,6 +101,11 @@ class _Outer(nn.Module):
         if self._takes_loss:
             result = loss_of(result, type(self.model).__name__)
         leaves, self._returned.structure = pytree.tree_flatten(result)
+        if any(isinstance(one, torch.SymInt) for one in leaves):
+            raise InputError(
+                f"{type(self.model).__name__} returns a size of its inputs; the loss can read it "
+                "from a tensor"
+            )
         self._returned.leaves = [TENSOR if isinstance(one, Tensor) else one for one in leaves]
         return [one for one in leaves if isinstance(one, Tensor)]
 
@@ -155,7 +160,27 @@ def _exported(
         if example.autocast is not None:
             stack.enter_context(torch.autocast(example.device.type, example.autocast))
         program = torch.export.export(outer, inputs, strict=False, dynamic_shapes=shapes)
-    return program, calls
+        made = list(calls)
+        with mode:
+            _require_stateless(outer, inputs)
+    return program, made
+
+
+def _require_stateless(outer: _Outer, inputs: tuple[Tensor, ...]) -> None:
+    """Refuse a forward that every call leaves another state of the model, or of generators."""
+    before = snapshot(outer.model)
+    outer(*inputs)
+    once = snapshot(outer.model)
+    changed = before.changed(once)
+    if not changed:
+        return
+    outer(*inputs)
+    moving = changed & once.changed(snapshot(outer.model))
+    if moving:
+        raise InputError(
+            f"the forward changes {described(outer.model, min(moving))}: it would keep the value "
+            "that it has when it is captured"
+        )
 
 
 def _varying(one: Tensor) -> dict[int, Any]:
@@ -202,21 +227,9 @@ def _errors_named(model: nn.Module) -> Iterator[None]:
     except Exception as error:  # torch.export and the model's code raise anything
         reason = next((one for one in str(error).splitlines() if one.strip()), "")
         raise InputError(
-            f"{type(model).__name__} cannot be captured{_line_of(error)}: "
+            f"{type(model).__name__} cannot be captured{line_of(error)}: "
             f"{type(error).__name__}: {reason.strip()}; {CURE}"
         ) from error
-
-
-def _line_of(error: Exception) -> str:
-    """Where in the user's code an error was raised."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if "/torch/" not in frame.filename and "/executor/capture/" not in frame.filename
-    ]
-    if not frames:
-        return ""
-    return f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})"
 
 
 def _leaking(outer: nn.Module, program: ExportedProgram, calls: Sequence[WholeCall]) -> set[type]:
