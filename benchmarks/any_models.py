@@ -19,7 +19,8 @@ Batch = dict[str, Any] | tuple[Tensor, Tensor]
 class AnyModel:
     """``build()`` makes the module, ``draw(n, generator)`` a mini-batch of n samples.
 
-    ``package`` is the one that the module needs, ``lr`` a rate at which SGD's loss stays finite.
+    ``package`` is the one that the module needs, ``lr`` a rate at which SGD's loss stays finite,
+    ``rounding`` the most that orders of a sum change in float64, relative to what is learnt.
     """
 
     name: str
@@ -27,6 +28,7 @@ class AnyModel:
     build: Callable[[], nn.Module]
     draw: Callable[[int, torch.Generator], Batch]
     lr: float = 0.05
+    rounding: float = 1e-8
 
     def make(self, dtype: torch.dtype = torch.float64) -> nn.Module:
         """The module with the parameters of seed 0."""
@@ -183,14 +185,15 @@ TRANSFORMERS = (
             "transformers",
             _hugging_face(f"{name}ForCausalLM", f"{config}Config", **GROUPED, **options),
             _text,
+            rounding=rounding,
         )
-        for name, config, options in (
-            ("Llama", "Llama", {}),
-            ("Qwen2", "Qwen2", {}),
-            ("Qwen3", "Qwen3", {"head_dim": 8}),
-            ("Gemma2", "Gemma2", {"head_dim": 8}),
-            ("Gemma3", "Gemma3Text", {"head_dim": 8}),
-            ("Mistral", "Mistral", {}),
+        for name, config, options, rounding in (
+            ("Llama", "Llama", {}, 1e-8),
+            ("Qwen2", "Qwen2", {}, 1e-8),
+            ("Qwen3", "Qwen3", {"head_dim": 8}, 1e-8),
+            ("Gemma2", "Gemma2", {"head_dim": 8}, 1e-6),  # weights of its norms act in float32
+            ("Gemma3", "Gemma3Text", {"head_dim": 8}, 1e-6),
+            ("Mistral", "Mistral", {}, 1e-8),
         )
     ),
     AnyModel("mixtral", "transformers", _mixtral, _text),
@@ -242,11 +245,13 @@ TRANSFORMERS = (
 def settled(model: nn.Module) -> nn.Module:
     """``model`` with its batch norms by the statistics of one batch, which training keeps."""
     norms = [one for one in model.modules() if isinstance(one, nn.modules.batchnorm._BatchNorm)]
+    momenta = [norm.momentum for norm in norms]
     for norm in norms:
-        norm.momentum = None
+        norm.momentum = 1.0
     with torch.no_grad():
         model(torch.randn(16, 3, 2 * IMAGE, 2 * IMAGE))
-    for norm in norms:
+    for norm, momentum in zip(norms, momenta, strict=True):
+        norm.momentum = momentum
         norm.eval()
     return model
 

@@ -26,18 +26,20 @@ def loop(
     batches: Sequence[Any],
     microbatches: int,
     optimizer: MakeOptimizer,
-    shares: int = 1,
+    shares: Sequence[Sequence[int]] = (),
 ) -> Looped:
     """Do a step for every mini-batch; ``model`` is trained in place.
 
     A mini-batch is a dict of keywords, of which the model returns the loss, or a pair (inputs,
     targets) for cross-entropy. A step's gradient is the mean over its microbatches and, where
-    replicas divide each of them, over the ``shares`` of a microbatch.
+    replicas divide each of them, over the ``shares`` of a microbatch: the samples of each replica.
     """
     stepping, losses = optimizer(model.parameters()), []
     for batch in batches:
         stepping.zero_grad()
-        pieces = cut(batch, microbatches * shares)
+        pieces = cut(batch, microbatches)
+        if shares:
+            pieces = [taken(piece, rows) for piece in pieces for rows in shares]
         total = 0.0
         for piece in pieces:
             loss = loss_of(model, piece) / len(pieces)
@@ -77,6 +79,17 @@ def cut(batch: Any, count: int) -> list[Any]:
     if isinstance(batch, tuple):
         return list(zip(*(cut(one, count) for one in batch), strict=True))
     return [batch] * count
+
+
+def taken(batch: Any, rows: Sequence[int]) -> Any:
+    """The samples ``rows`` of a batch."""
+    if isinstance(batch, Tensor):
+        return batch[list(rows)]
+    if isinstance(batch, Mapping):
+        return {key: taken(value, rows) for key, value in batch.items()}
+    if isinstance(batch, tuple):
+        return tuple(taken(one, rows) for one in batch)
+    return batch
 
 
 def difference(

@@ -60,7 +60,7 @@ class LayeredModel:
                 raise InputError(
                     f"inputs of shapes {', '.join(map(str, inputs))} differ from those for which "
                     f"the model was captured: {self._shown(guard)} does not hold; give "
-                    "mini-batches of one shape"
+                    "mini-batches of one shape, and replicas whole microbatches (round-robin)"
                 )
 
     def _shown(self, guard: str) -> str:

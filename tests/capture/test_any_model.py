@@ -81,9 +81,7 @@ def test_layers_have_the_loss_and_gradients_of_the_model(one: AnyModel) -> None:
     assert len(layered.layers) >= 5
     assert found.item() == pytest.approx(loss, rel=1e-12)
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(
-            parameter.grad, expected[name], rtol=1e-10, atol=1e-14, msg=name
-        )
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-10, atol=1e-14, msg=name)
 
 
 @pytest.mark.parametrize("one", any_models())
