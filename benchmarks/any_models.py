@@ -326,6 +326,7 @@ class Encoding(nn.Module):
         self.head = nn.Linear(32, CLASSES)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Scores of the classes."""
         return self.head(self.encoder(self.embedding(tokens)).mean(1))
 
 
@@ -350,6 +351,7 @@ class UNet(nn.Module):
         self.last = nn.Conv2d(widths[0], CLASSES, 1)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Scores of the classes for every pixel."""
         x = self.first(x)
         skipped = []
         for down in self.down:

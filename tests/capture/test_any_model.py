@@ -1,4 +1,4 @@
-"""Models that were written elsewhere are captured as they are: losses, gradients, names, profiles."""
+"""Models that were written elsewhere are captured as they are: losses, gradients, names."""
 
 from importlib.util import find_spec
 from typing import Any
