@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 TORCH := 2.13.0
+TORCHVISION := 0.28.0
 
 # The tests start many processes; without bytecode each of them compiles the package anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -33,17 +34,17 @@ bench: $(READY)
 $(READY): constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev,executor,cluster]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev,executor,cluster,vision]'
 	touch $@
 
 # Newest versions of everything, resolved in an environment of their own. Torch is large and built
-# per accelerator: its version alone is pinned, by hand.
+# per accelerator: its version and torchvision's alone are pinned, by hand.
 lock:
 	rm -rf build
 	$(PYTHON) -m venv build/lock
 	build/lock/bin/python -m pip install --quiet '.[dev,cluster]'
 	{ build/lock/bin/python -m pip freeze --all --exclude pip --exclude stagewright; \
-		echo torch==$(TORCH); } | LC_ALL=C sort -f > build/constraints.txt
+		echo torch==$(TORCH); echo torchvision==$(TORCHVISION); } | LC_ALL=C sort -f > build/constraints.txt
 	mv build/constraints.txt constraints.txt
 	rm -rf build
 

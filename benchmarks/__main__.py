@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from benchmarks import (
+    any_model,
     auto,
     backprop,
     backprop_run,
@@ -89,6 +90,7 @@ BENCHMARKS: dict[str, Callable[[bool], Iterable[Table]]] = {
     "unequal": unequal.tables,
     "curve": curve.tables,
     "executor": executor.tables,
+    "any_model": any_model.tables,
     "launching": launching.tables,
     "backprop_run": backprop_run.tables,
     "layouts": layouts.tables,

@@ -214,7 +214,7 @@ def empty_interpreter(rank: int, kind: type[InterpreterKind]) -> InterpreterKind
         rows(plan, 1),
         1,
         loss=lambda output, _: output.sum(),
-        single_output=True,
+        result=lambda values: values[0],
         scale=1.0,
         seed=0,
         joint=Joint(None, frozenset(), sum_tied=lambda: None, squares=lambda: 0.0),

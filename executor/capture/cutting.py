@@ -1,9 +1,13 @@
 """A graph is cut into layers wherever few values pass."""
 
+import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from stagewright.executor.capture.layers import CapturedLayer, LayeredModel
@@ -26,18 +30,36 @@ class _Cuts:
     alive: tuple[tuple[fx.Node, ...], ...]
 
 
-def cut_graph(model: nn.Module, graph: fx.Graph) -> LayeredModel:
-    """The layers of a model, by the graph of its calls."""
-    remade = _remade(graph)
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+def cut_graph(
+    model: nn.Module,
+    graph: fx.Graph,
+    attributes: Mapping[str, Any] = NOTHING,
+    output: Callable[[tuple[Tensor, ...]], Any] | None = None,
+) -> LayeredModel:
+    """The layers of a model, by the graph of its calls.
+
+    ``attributes`` are modules and tensors that the graph reads and the model does not have;
+    ``output`` makes the model's result of the tensors that the graph returns, where it is not
+    these.
+    """
+    remade = _remade(model, graph, attributes)
     results, single = _results(model, graph, remade)
-    cuts = _find_cuts(model, graph, remade, results)
+    cuts = _find_cuts(model, graph, remade, results, attributes)
     modules = [
-        _module(model, nodes, before, after)
+        _module(model, nodes, before, after, attributes)
         for nodes, before, after in zip(cuts.nodes, cuts.alive[:-1], cuts.alive[1:], strict=True)
     ]
     _add_unused(model, modules)
     layers = map(CapturedLayer, cuts.names, modules)
-    return LayeredModel(tuple(layers), len(cuts.alive[0]), single)
+    whole = operator.itemgetter(0) if single else _same
+    return LayeredModel(tuple(layers), len(cuts.alive[0]), output or whole)
+
+
+def _same(values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return values
 
 
 def _results(
@@ -55,9 +77,13 @@ def _results(
 
 
 def _find_cuts(
-    model: nn.Module, graph: fx.Graph, remade: set[fx.Node], results: tuple[fx.Node, ...]
+    model: nn.Module,
+    graph: fx.Graph,
+    remade: set[fx.Node],
+    results: tuple[fx.Node, ...],
+    attributes: Mapping[str, Any],
 ) -> _Cuts:
-    layer_of = _layer_of(graph, remade)
+    layer_of = _layer_of(graph, remade, attributes)
     count = 1 + max(layer_of.values(), default=0)
     last_use = {node: -1 for node in layer_of}
     for node, layer in [*layer_of.items(), *((result, count) for result in results)]:
@@ -73,20 +99,82 @@ def _find_cuts(
         tuple(n for n in layer_of if layer_of[n] == layer and n.op != "placeholder")
         for layer in range(count)
     ]
-    return _Cuts(_names(model, nodes), tuple(nodes), (inputs, *alive, results))
+    return _Cuts(_names(model, nodes, attributes), tuple(nodes), (inputs, *alive, results))
 
 
-def _remade(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that every layer computes again: what is not a tensor, and the module's own tensors."""
+def _remade(model: nn.Module, graph: fx.Graph, attributes: Mapping[str, Any]) -> set[fx.Node]:
+    """Nodes that every layer computes again.
+
+    What is not a tensor, the module's own tensors, and masks and positions: tensors made of sizes,
+    constants and inputs that are no floating-point numbers, which are less to pass on.
+    """
     remade: set[fx.Node] = set()
+    kept = _trained(model, graph) | _changed(graph) | set(_returned(graph))
     for node in graph.nodes:
-        if node.op == "get_attr" or _is_plain(node, remade):
+        if (
+            node.op == "get_attr"
+            or _is_plain(node, remade)
+            or (
+                "val" in node.meta
+                and node not in kept
+                and _is_derived(node, remade, kept, attributes)
+            )
+        ):
             remade.add(node)
     return remade
 
 
+def _returned(graph: fx.Graph) -> tuple[fx.Node, ...]:
+    return tuple(graph.output_node().all_input_nodes)
+
+
+def _trained(model: nn.Module, graph: fx.Graph) -> set[fx.Node]:
+    """The parameters that the graph reads."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return {node for node in graph.find_nodes(op="get_attr") if str(node.target) in parameters}
+
+
+def _changed(graph: fx.Graph) -> set[fx.Node]:
+    """What is changed in place, with all that it is made of: which may be the same memory."""
+    changed: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        schema = getattr(node.target, "_schema", None)
+        if node in changed or (schema is not None and schema.is_mutable):
+            changed |= {node, *node.all_input_nodes}
+    return changed
+
+
+def _is_derived(
+    node: fx.Node, remade: set[fx.Node], kept: set[fx.Node], attributes: Mapping[str, Any]
+) -> bool:
+    """Whether ``node`` is made without draws of ``remade`` nodes, constants and whole numbers."""
+    if node.meta.get("val") is None:  # the tracer's nodes, of which nothing is known
+        return False
+    is_region = node.op == "call_module" and str(node.target) in attributes
+    if not (is_region or isinstance(node.target, torch._ops.OpOverload)):
+        return False
+    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        return False
+    return all(
+        one not in kept and (one in remade or _is_whole_input(one)) for one in node.all_input_nodes
+    )
+
+
+def _is_whole_input(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return (
+        node.op == "placeholder"
+        and isinstance(value, Tensor)
+        and not (value.is_floating_point() or value.is_complex())
+    )
+
+
 def _is_plain(node: fx.Node, remade: set[fx.Node]) -> bool:
     """Whether ``node`` is known not to be a tensor."""
+    if node.meta.get("val") is not None:
+        return node.op == "call_function" and isinstance(
+            node.meta["val"], (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
+        )
     sources = node.all_input_nodes
     of_plain = bool(sources) and all(one in remade and one.op != "get_attr" for one in sources)
     if node.op == "call_method":
@@ -98,17 +186,23 @@ def _is_plain(node: fx.Node, remade: set[fx.Node]) -> bool:
     return of_plain and getattr(node.target, "__module__", "") in PLAIN_LIBRARIES
 
 
-def _layer_of(graph: fx.Graph, remade: set[fx.Node]) -> dict[fx.Node, int]:
+def _layer_of(
+    graph: fx.Graph, remade: set[fx.Node], attributes: Mapping[str, Any]
+) -> dict[fx.Node, int]:
     """The layer of every value, in order; nodes before the first leaf belong to the first."""
     layer_of: dict[fx.Node, int] = {}
     leaves = 0
     for node in graph.nodes:
         if node in remade or node.op == "output":
             continue
-        leaves += node.op == "call_module"
+        leaves += _is_leaf(node, attributes)
         whole = node.args[0] if _takes_entry(node) else None
         layer_of[node] = layer_of[whole] if whole in layer_of else max(0, leaves - 1)
     return layer_of
+
+
+def _is_leaf(node: fx.Node, attributes: Mapping[str, Any]) -> bool:
+    return node.op == "call_module" and str(node.target) not in attributes
 
 
 def _takes_entry(node: fx.Node) -> bool:
@@ -131,12 +225,14 @@ def _values(nodes: Iterable[fx.Node], remade: set[fx.Node]) -> Iterator[fx.Node]
             yield node
 
 
-def _names(model: nn.Module, nodes: Sequence[Sequence[fx.Node]]) -> tuple[str, ...]:
+def _names(
+    model: nn.Module, nodes: Sequence[Sequence[fx.Node]], attributes: Mapping[str, Any]
+) -> tuple[str, ...]:
     """Each layer's leaf; the second call of a leaf is ``leaf@2``."""
     calls: Counter[str] = Counter()
     names = []
     for own in nodes:
-        leaves = [str(node.target) for node in own if node.op == "call_module"]
+        leaves = [str(node.target) for node in own if _is_leaf(node, attributes)]
         name = leaves[0] if leaves else type(model).__name__
         calls[name] += 1
         names.append(name if calls[name] == 1 else f"{name}@{calls[name]}")
@@ -148,6 +244,7 @@ def _module(
     nodes: Sequence[fx.Node],
     before: Sequence[fx.Node],
     after: Sequence[fx.Node],
+    attributes: Mapping[str, Any],
 ) -> fx.GraphModule:
     """The module that computes ``nodes`` from ``before`` and returns ``after``."""
     graph = fx.Graph()
@@ -161,10 +258,26 @@ def _module(
     for node in nodes:
         make(node)
     graph.output(tuple(make(node) for node in after))
-    module = fx.GraphModule(model, graph)
+    module = fx.GraphModule(_root(model, graph, attributes), graph)
     for node in graph.find_nodes(op="get_attr"):
-        _keep_out_of_state(model, module, str(node.target))
+        if str(node.target) in attributes:
+            module._non_persistent_buffers_set.add(str(node.target))
+        else:
+            _keep_out_of_state(model, module, str(node.target))
     return module
+
+
+def _root(
+    model: nn.Module, graph: fx.Graph, attributes: Mapping[str, Any]
+) -> nn.Module | dict[str, Any]:
+    """Where a graph's modules and tensors are."""
+    if not attributes:
+        return model
+    named = {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
+    return {
+        name: attributes[name] if name in attributes else operator.attrgetter(name)(model)
+        for name in named
+    }
 
 
 def _keep_out_of_state(model: nn.Module, module: nn.Module, name: str) -> None:

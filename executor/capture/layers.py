@@ -1,11 +1,12 @@
 """A model as a chain of layers, under its own names."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
+from stagewright.executor.capture.signature import Signature
 from stagewright.graphs.documents.errors import InputError
 
 
@@ -19,21 +20,54 @@ class CapturedLayer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayeredModel:
-    """The layers in order. The first takes ``input_count`` tensors; the last one's are the output.
+    """The layers in order. The first takes ``input_count`` tensors.
 
-    ``returns_one``: the model returns a tensor itself, where the last layer returns a tuple of
-    one. It is None for a list of modules, for which it is known after the last one was called.
+    ``output`` makes the model's result of the last layer's tensors; it is None for a list of
+    modules, whose last one shows its result when it is called. ``signature`` is how the model
+    is called, None if with tensors by position. ``guards`` are conditions on the sizes of its
+    inputs, in Python, under which the layers are the model; see `require_sizes`.
     """
 
     layers: tuple[CapturedLayer, ...]
     input_count: int
-    returns_one: bool | None
+    output: Callable[[tuple[Tensor, ...]], Any] | None
+    signature: Signature | None = None
+    guards: tuple[str, ...] = ()
 
-    @property
-    def single_output(self) -> bool:
-        """Whether the loss is given a tensor, and not a tuple of them."""
+    def result(self, values: tuple[Tensor, ...]) -> Any:
+        """The model's result, of the last layer's tensors: what the loss is given."""
         last = self.layers[-1].module
-        return last.result.is_one if isinstance(last, Listed) else bool(self.returns_one)
+        if isinstance(last, Listed):
+            return values[0] if last.result.is_one else values
+        assert self.output is not None
+        return self.output(values)
+
+    def require_called(self, given: Signature) -> None:
+        """Refuse inputs that are given otherwise than the model was captured for."""
+        if self.signature is not None:
+            self.signature.require_same(given)
+        elif not given.is_positional:
+            raise InputError(
+                "the model was captured for tensors by position; give an example of its inputs "
+                "to capture it for others"
+            )
+
+    def require_sizes(self, inputs: Sequence[tuple[int, ...]]) -> None:
+        """Refuse inputs of shapes for which the layers were not captured."""
+        shapes = {"tensors": [_Sized(shape) for shape in inputs]}
+        for guard in self.guards:
+            if not eval(guard, {"L": shapes}):  # written by torch.export, of sizes alone
+                raise InputError(
+                    f"inputs of shapes {', '.join(map(str, inputs))} differ from those for which "
+                    f"the model was captured: {self._shown(guard)} does not hold; give "
+                    "mini-batches of one shape, and replicas whole microbatches (round-robin)"
+                )
+
+    def _shown(self, guard: str) -> str:
+        names = self.signature.names if self.signature else ()
+        for i, name in enumerate(names):
+            guard = guard.replace(f"L['tensors'][{i}]", name)
+        return guard.replace(".size()", ".shape")
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -55,6 +89,16 @@ class LayeredModel:
             for name, buffer in module.named_buffers(remove_duplicate=False)
             if name in kept
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Sized:
+    """What guards read of a tensor."""
+
+    shape: tuple[int, ...]
+
+    def size(self) -> tuple[int, ...]:
+        return self.shape
 
 
 @dataclass(slots=True)

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 
+from stagewright.executor.capture.by_values import valued, with_values
 from stagewright.executor.capture.draws import Draw, Record
 from stagewright.executor.capture.layers import CapturedLayer
+from stagewright.executor.capture.places import line_of
 from stagewright.executor.capture.python_state import attributes_kept, require_stateless, snapshot
 from stagewright.graphs.documents.errors import InputError
 
@@ -116,7 +118,7 @@ def _there_and_back(
     values = tuple(_fake(one, device) for one in inputs)
     for layer in layers:
         with _named(layer, values):
-            runs.append(_run(layer, values, device, autocast))
+            runs.append(_run_or_whole(layer, values, device, autocast))
         values = runs[-1].outputs
     if not any(one.requires_grad for one in values):
         raise InputError("no output of the model depends on a parameter that is trained")
@@ -124,7 +126,9 @@ def _there_and_back(
     again = []
     for layer, run in zip(reversed(layers), reversed(runs), strict=True):
         with _named(layer, run.leaves):
-            again.append(_run_back(layer, run, gradients))
+            again.append(
+                _run_back(layer, run, gradients) if run.draws_again is None else run.draws_again
+            )
         gradients = [leaf.grad for leaf in run.leaves]
     return tuple(
         LayerTrace(
@@ -150,7 +154,7 @@ def _named(layer: CapturedLayer, inputs: Sequence[Tensor]) -> Iterator[None]:
         shapes = ", ".join(str(tuple(one.shape)) for one in inputs)
         reason = str(error).partition("\n")[0]
         raise InputError(
-            f"layer {layer.name!r} fails on inputs of shape {shapes}: "
+            f"layer {layer.name!r} fails on inputs of shape {shapes}{line_of(error)}: "
             f"{type(error).__name__}: {reason}"
         ) from error
 
@@ -168,7 +172,10 @@ def _quiet() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _LayerRun:
-    """The tensors of a layer's forward; all are fake."""
+    """The tensors of a layer's forward; all are fake.
+
+    ``draws_again``: whether its backward draws, if that was run with the forward.
+    """
 
     leaves: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
@@ -176,6 +183,42 @@ class _LayerRun:
     draws: tuple[Draw, ...]
     changes: bool
     saved_bytes: int
+    draws_again: bool | None = None
+
+
+def _run_or_whole(
+    layer: CapturedLayer,
+    inputs: Sequence[Tensor],
+    device: torch.device,
+    autocast: torch.dtype | None,
+) -> _LayerRun:
+    """A layer's forward; if it needs values, on tensors with values and with its backward."""
+    try:
+        return _run(layer, inputs, device, autocast)
+    except InputError:
+        raise
+    except Exception:  # of the layer's code, of any kind
+        with with_values(layer.module):
+            given = [valued(one).requires_grad_(one.requires_grad) for one in inputs]
+            run = _run(layer, given, device, autocast)
+            gradients = [torch.ones_like(one) if one.requires_grad else None for one in run.outputs]
+            draws_again = _run_back(layer, run, gradients)
+    return replace(
+        run,
+        leaves=tuple(map(_outline, run.leaves)),
+        outputs=tuple(map(_outline, run.outputs)),
+        parameters={name: _outline(one) for name, one in run.parameters.items()},
+        draws_again=draws_again,
+    )
+
+
+def _outline(one: Tensor) -> Tensor:
+    """A tensor without data in place of ``one``, with a gradient where that has one."""
+    value = Value(tuple(one.shape), one.dtype, one.requires_grad)
+    made = _fake(value, one.device)
+    if one.is_leaf and one.grad is not None:
+        made.grad = torch.empty_like(made)
+    return made
 
 
 def _run(

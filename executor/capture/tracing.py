@@ -12,22 +12,27 @@ ModuleList, ModuleDict or Sequential.
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from stagewright.executor.capture.cutting import cut_graph
+from stagewright.executor.capture.exported.exporting import Example, export
+from stagewright.executor.capture.exported.leaves import holds_closed_blocks
 from stagewright.executor.capture.in_place import first_step, is_in_place, replace_in_place
 from stagewright.executor.capture.layers import CapturedLayer, LayeredModel, Listed
 from stagewright.executor.capture.tracer import holds_blocks, inputs_of, trace_twice
 from stagewright.graphs.documents.errors import InputError
 
 
-def capture(model: nn.Module | Sequence[nn.Module]) -> LayeredModel:
+def capture(model: nn.Module | Sequence[nn.Module], example: Example | None = None) -> LayeredModel:
     """Split ``model``, a module or a list of modules, into layers; every module keeps its mode.
 
     The layers share the parameters and buffers of ``model``, which may live on any device, meta
-    included. Of a module's arguments, those without a default are the inputs.
+    included. Without an ``example`` those of a module's arguments that have no default are its
+    inputs. With one, a module that cannot be traced symbolically, or is called with other things
+    than tensors by position, is exported for it.
 
     Raises
     ------
@@ -41,9 +46,34 @@ def capture(model: nn.Module | Sequence[nn.Module]) -> LayeredModel:
         raise InputError(f"the model is a {type(model).__name__}, not a torch module or a list")
     require_plain_tensors(model)
     _require_no_backward_hooks(model)
+    if example is None:
+        return _require_whole_gradients(_traced(model))
+    return _require_whole_gradients(_for_example(model, example))
+
+
+def _for_example(model: nn.Module, example: Example) -> LayeredModel:
+    """By what shows the more of the model; a traced one takes inputs of all sizes."""
+    if not example.signature.is_positional or example.takes_loss:
+        return _exported(model, example)
+    ways = [lambda: _traced(model), lambda: _exported(model, example)]
+    if holds_closed_blocks(model):
+        ways.reverse()
+    try:
+        return ways[0]()
+    except InputError:
+        return ways[1]()
+
+
+def _traced(model: nn.Module) -> LayeredModel:
     graph = trace_twice(model)
     replace_in_place(model, graph)
-    return _require_whole_gradients(cut_graph(model, graph))
+    return cut_graph(model, graph)
+
+
+def _exported(model: nn.Module, example: Example) -> LayeredModel:
+    found = export(model, example)
+    layers = cut_graph(model, found.graph, found.attributes, found.output)
+    return replace(layers, signature=example.signature, guards=found.guards)
 
 
 def _capture_list(modules: list[nn.Module]) -> LayeredModel:
@@ -58,7 +88,7 @@ def _capture_list(modules: list[nn.Module]) -> LayeredModel:
             first_step(module).inplace = False
     layers = [CapturedLayer(str(i), Listed(i, module)) for i, module in enumerate(modules)]
     inputs = inputs_of(modules[0])
-    return LayeredModel(tuple(layers), max(1, len(inputs)), returns_one=None)
+    return LayeredModel(tuple(layers), max(1, len(inputs)), output=None)
 
 
 def require_plain_tensors(model: nn.Module, prefix: str = "") -> None:

@@ -16,7 +16,7 @@ executor. The constant overhead of an optimizer (measured on one number) is coun
 layers, since a stage has one optimizer for its layers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from datetime import date
@@ -34,6 +34,7 @@ from stagewright.executor.capture.loss_graph import (
 )
 from stagewright.executor.capture.shapes import SavedStorages, propagate, values_of
 from stagewright.executor.measuring.machine import Machine, threads
+from stagewright.executor.training.batches import mapped_batch, tensors_of_batch, typed_inputs
 from stagewright.executor.training.losses import Loss, cross_entropy, read_loss
 from stagewright.executor.training.stages.weights import MakeOptimizer, Weights
 from stagewright.graphs.documents.arrays import Floats
@@ -47,7 +48,7 @@ Values = tuple[Tensor, ...]
 
 
 def measure_layers(
-    model: LayeredModel,
+    model: LayeredModel | Mapping[int, LayeredModel],
     batch: tuple[Any, Any],
     microbatch_sizes: Sequence[int],
     *,
@@ -62,7 +63,8 @@ def measure_layers(
 ) -> Chain:
     """Measure ``model``, which is on the machine's device, with samples of ``batch``.
 
-    ``batch`` is (inputs, targets): tensors, or tuples of tensors, with the samples in dimension 0.
+    ``model`` is the same layers for every size, or by size: captured for it, with the same
+    parameters. ``batch`` is (inputs, targets), as of `Executor.step`.
     The loss is part of the last layer. ``autocast`` is the compute type of mixed precision, None
     for the parameters' type. With ``clips``, an update includes the norm of the gradients.
 
@@ -72,15 +74,17 @@ def measure_layers(
         If the batch has too few samples, or a run would refuse the model or the loss, or the
         optimizer does not accept its parameters.
     """
+    models = model if isinstance(model, Mapping) else dict.fromkeys(microbatch_sizes, model)
+    model = models[max(microbatch_sizes)]
     inputs, targets = _on_device(batch, model, machine.device)
     _require_samples(inputs, microbatch_sizes)
     require_no_parameters(loss)
     for size in microbatch_sizes:  # as a run does before it starts
-        propagate(model.layers, values_of(inputs, size), machine.device, autocast)
+        propagate(models[size].layers, values_of(inputs, size), machine.device, autocast)
     measured = []
     with threads(machine.threads):
         for size in microbatch_sizes:
-            runs = _runs(model, _first(inputs, size), _first(targets, size), loss, autocast)
+            runs = _runs(models[size], _first(inputs, size), _first(targets, size), loss, autocast)
             seconds = np.empty((WARM_UP + rounds, len(model), 3))
             for i in range(len(seconds)):
                 on_progress(f"microbatch size {size}, round {i + 1} of {len(seconds)}")
@@ -110,13 +114,13 @@ def measure_layers(
     )
 
 
-def first_batch(batches: Any) -> tuple[Any, Any]:
-    """The first (inputs, targets) of an iterable of mini-batches.
+def first_batch(batches: Any, *, keywords: bool = False) -> Any:
+    """The first mini-batch of an iterable: (inputs, targets), or a dict of ``keywords``.
 
     Raises
     ------
     InputError
-        If it is not an iterable of pairs.
+        If it is not an iterable of them.
     """
     try:
         first = next(iter(batches), None)
@@ -125,6 +129,8 @@ def first_batch(batches: Any) -> tuple[Any, Any]:
     except Exception as error:  # the user's code may raise anything
         reason = " ".join(str(error).split())
         raise InputError(f"the data raised {type(error).__name__}: {reason}") from error
+    if keywords and isinstance(first, Mapping):
+        return dict(first)
     if not isinstance(first, list | tuple) or len(first) != 2:
         what = "nothing" if first is None else f"a {type(first).__name__}"
         raise InputError(f"the data's first mini-batch is {what}, not a pair (inputs, targets)")
@@ -207,7 +213,7 @@ def _runs(
     """Every layer with its inputs, which require gradients where they do in training."""
 
     def end_in_loss(outputs: Values) -> Values:
-        total, _ = read_loss(loss(outputs[0] if model.single_output else outputs, targets))
+        total, _ = read_loss(loss(model.result(outputs), targets))
         return (total,)
 
     runs = []
@@ -295,30 +301,22 @@ def _on_device(
     batch: tuple[Any, Any], model: LayeredModel, device: torch.device
 ) -> tuple[Values, Any]:
     """Inputs and targets on ``device``; floating inputs in the type of the parameters."""
-
-    def moved(value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            return tuple(map(moved, value))
-        if not isinstance(value, Tensor):
-            raise InputError(f"the data has a {type(value).__name__} where a tensor is expected")
-        return value.to(device)
-
-    inputs, targets = map(moved, batch)
-    inputs = inputs if isinstance(inputs, tuple) else (inputs,)
-    inputs = tuple(one.to(_dtype(model)) if one.is_floating_point() else one for one in inputs)
-    if len(inputs) != model.input_count:
+    inputs, targets = (tuple(one) if isinstance(one, list) else one for one in batch)
+    given, signature = typed_inputs(inputs, _dtype(model))
+    model.require_called(signature)
+    tensors_of_batch("targets", targets)
+    if len(given) != model.input_count:
         raise InputError(
-            f"the data has {len(inputs)} input tensors per mini-batch, the model takes "
+            f"the data has {len(given)} input tensors per mini-batch, the model takes "
             f"{model.input_count}"
         )
-    return inputs, targets
+    moved = tuple(one.to(device) for one in given)
+    return moved, mapped_batch(targets, lambda one: one.to(device))
 
 
 def _first(value: Any, size: int) -> Any:
     """A copy of the first samples, so that the rest of the batch's storage is not counted."""
-    if isinstance(value, tuple):
-        return tuple(_first(one, size) for one in value)
-    return value[:size].clone()
+    return mapped_batch(value, lambda one: one[:size].clone())
 
 
 def _require_samples(inputs: Values, sizes: Sequence[int]) -> None:

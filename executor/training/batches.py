@@ -1,31 +1,35 @@
-"""Mini-batches of a user: tensors or tuples of tensors, samples first."""
+"""Mini-batches of a user: tensors, tuples or keywords of them, samples first."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
+from stagewright.executor.capture.signature import Signature, signed
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError
 
-Batch = Tensor | tuple[Tensor, ...]
+Batch = Tensor | tuple[Any, ...] | Mapping[str, Any]
 
 
 def tensors_of_batch(name: str, batch: Batch) -> tuple[Tensor, ...]:
     """The tensors of a mini-batch; ``name`` is that of the argument in messages."""
-    found = batch if isinstance(batch, tuple) else (batch,)
-    for one in found:
-        if not isinstance(one, Tensor):
-            raise InputError(
-                f"{name} must be a tensor or a tuple of tensors, got {type(one).__name__}"
-            )
-    return found
+    if isinstance(batch, Mapping):
+        batch = dict(batch)
+    elif not isinstance(batch, tuple | Tensor):
+        raise InputError(
+            f"{name} must be a tensor, a tuple or a dict of tensors, got {type(batch).__name__}"
+        )
+    return tuple(one for one in pytree.tree_leaves(batch) if isinstance(one, Tensor))
 
 
-def typed_inputs(batch: Batch, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """The inputs of a mini-batch, with floating-point numbers of a type."""
-    every = tensors_of_batch("inputs", batch)
-    return tuple(one.to(dtype) if one.is_floating_point() else one for one in every)
+def typed_inputs(batch: Batch, dtype: torch.dtype) -> tuple[tuple[Tensor, ...], Signature]:
+    """The input tensors of a mini-batch, floating-point numbers of a type; how they are given."""
+    tensors, signature = signed(batch)
+    typed = tuple(one.to(dtype) if one.is_floating_point() else one for one in tensors)
+    return typed, signature
 
 
 def require_as_many(inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
@@ -51,4 +55,6 @@ def microbatch_samples(plan: PipelinePlan, inputs: Sequence[Tensor]) -> int:
 
 def mapped_batch(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
     """Apply ``change`` to each tensor."""
-    return tuple(map(change, batch)) if isinstance(batch, tuple) else change(batch)
+    given = dict(batch) if isinstance(batch, Mapping) else batch
+    changed: Batch = pytree.tree_map_only(Tensor, change, given)
+    return changed

@@ -58,6 +58,8 @@ class Preparation:
         lanes = rows(plan, samples)
         counts = {samples, *(len(lane) for stage in lanes for lane in stage)}
         entering = {count: values_of(inputs, count) for count in counts}
+        for values in entering.values():
+            self.model.require_sizes([one.shape for one in values])
         traces = {
             count: propagate(self.model.layers, values, self.rank.device, self.autocast)
             for count, values in entering.items()
@@ -86,7 +88,7 @@ class Preparation:
             lanes,
             samples,
             loss=self.loss,
-            single_output=self.model.single_output,
+            result=self.model.result,
             scale=1.0 if plan.weight_rule.updates_every_round else 1 / plan.microbatches,
             seed=self.seed,
             joint=self.joint,

@@ -1,5 +1,6 @@
 """The executor: one process per device carries out its row of a plan's program."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from functools import partial
@@ -9,12 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stagewright.executor.capture.exported.exporting import Example
 from stagewright.executor.capture.loss_graph import require_no_parameters
 from stagewright.executor.programs.program import stages_on
 from stagewright.executor.programs.trace import RankAction, Trace
 from stagewright.executor.training.batches import (
     Batch,
     mapped_batch,
+    microbatch_samples,
     require_as_many,
     tensors_of_batch,
     typed_inputs,
@@ -22,7 +25,7 @@ from stagewright.executor.training.batches import (
 from stagewright.executor.training.checkpoint_share import CheckpointShare
 from stagewright.executor.training.interpreter.interpreter import Interpreter
 from stagewright.executor.training.interpreter.joint import Joint
-from stagewright.executor.training.losses import Loss, cross_entropy
+from stagewright.executor.training.losses import Loss, cross_entropy, own_loss
 from stagewright.executor.training.model_checks import (
     require_capturable,
     require_clip_norm,
@@ -45,6 +48,7 @@ from stagewright.executor.training.trace_recorder import TraceRecorder
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError
 
+SHAPES = 16  # of mini-batches, whose preparation is kept
 OPTIMIZER: MakeOptimizer = partial(torch.optim.SGD, lr=0.01)
 
 
@@ -62,7 +66,12 @@ class Executor:
         ``loss(output, targets)``: a mean over samples, one number; or a pair ``(sum, count)``,
         which is normalised over the whole mini-batch, whatever the plan. With ``stash`` weights,
         which are updated after every microbatch, it is normalised over each. By default
-        cross-entropy, without the labels that are -100.
+        cross-entropy, without the labels that are -100; or, where the ``example`` is of keywords,
+        the loss that the model returns, a mean over each microbatch.
+    example
+        The inputs of a mini-batch, whose values do not count. It is needed for a module that is
+        called with keywords or plain values, or cannot be traced without sizes, as the models of
+        ``transformers``; all mini-batches then have its structure.
     optimizer
         Makes an optimizer for a list of parameters; there is one for each stage.
     clip_norm
@@ -110,9 +119,10 @@ class Executor:
         self,
         plan: PipelinePlan,
         module: Model | Callable[[], Model],
-        loss: Loss = cross_entropy,
+        loss: Loss | None = None,
         optimizer: MakeOptimizer = OPTIMIZER,
         *,
+        example: Batch | None = None,
         clip_norm: float | None = None,
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
@@ -124,6 +134,8 @@ class Executor:
         require_torch()
         require_clip_norm(plan, clip_norm)
         require_known_tensor_plan(plan)
+        takes_loss = loss is None and isinstance(example, Mapping)
+        loss = loss or (own_loss if takes_loss else cross_entropy)
         require_no_parameters(loss)
         self._clip_norm = inf if clip_norm is None else clip_norm
         self.plan, self.steps_done, self._failed = plan, 0, False
@@ -134,7 +146,7 @@ class Executor:
         self._stages = stages_on(plan, self._rank.name)
         self._autocast = dtype if dtype == torch.bfloat16 else None
         self._parameter_type = dtype if self._autocast is None else torch.float32
-        self._model = self._initialise(module)
+        self._model = self._initialise(module, self._example(example, takes_loss))
         self._families = self._find_families()  # known only from the captured model
         self._program = rank_program(plan, self.rank, self._families)
         timeout = timedelta(seconds=timeout_seconds)
@@ -145,7 +157,7 @@ class Executor:
         self._preparation = self._prepare(make_loss_group(self._rank, timeout), graph)
         self._checkpoint = CheckpointShare(self._rank, self._model, self._weights)
         self._recorder = TraceRecorder(self._rank, dtype, enabled=trace)
-        self._interpreters: dict[object, Interpreter] = {}
+        self._interpreters: OrderedDict[object, Interpreter] = OrderedDict()
         self._running: Interpreter | None = None  # of a plan that spans steps
 
     @property
@@ -169,11 +181,12 @@ class Executor:
         every = (weights.optimizer for weights in self._weights.values())
         return [one for one in every if one is not None]
 
-    def step(self, inputs: Batch, targets: Batch) -> float | None:
+    def step(self, inputs: Batch, targets: Batch = ()) -> float | None:
         """One iteration on a mini-batch; its mean loss on ranks of the last stage, else None.
 
-        Every rank gives the same mini-batch: ``inputs`` are the model's, a tensor or a tuple of
-        them, with the samples in dimension 0. They are cut into the plan's microbatches in order.
+        Every rank gives the same mini-batch: ``inputs`` are the model's, a tensor, a tuple of
+        arguments or a dict of keywords, with the samples in dimension 0 of every tensor. They are
+        cut into the plan's microbatches in order. ``targets`` are the loss's.
 
         With a periodic plan the mini-batch is begun, and those in flight proceed. The loss is of
         the mini-batch whose last forward was done in this call, in the order of the calls; None if
@@ -191,7 +204,8 @@ class Executor:
         self._require_sound()
         # A run's first step has no backwards: of a plan between two losses it is only a part.
         is_whole = self._running is not None or not self.plan.is_backward_first
-        given = typed_inputs(inputs, self._parameter_type)
+        given, signature = typed_inputs(inputs, self._parameter_type)
+        self._model.require_called(signature)
         require_as_many(given, tensors_of_batch("targets", targets))
         interpreter = self._interpreter(given)
         wanted: Batch = ()
@@ -250,6 +264,9 @@ class Executor:
             )
         if found is None:
             found = self._interpreters[key] = self._preparation.interpreter(given)
+            if len(self._interpreters) > SHAPES:
+                self._interpreters.popitem(last=False)
+        self._interpreters.move_to_end(key)
         if self.plan.spans_steps:
             self._running = found
         return found
@@ -335,7 +352,25 @@ class Executor:
 
     # The parts of this rank
 
-    def _initialise(self, module: Model | Callable[[], Model]) -> StagedModel:
+    def _example(self, inputs: Batch | None, takes_loss: bool) -> Example | None:
+        """A microbatch to capture the model with."""
+        if inputs is None:
+            return None
+        given, signature = typed_inputs(inputs, self._parameter_type)
+        require_as_many(given, ())
+        samples = microbatch_samples(self.plan, given)
+        return Example(
+            tuple(one[:samples] for one in given),
+            signature,
+            takes_loss,
+            self._rank.device,
+            self._parameter_type,
+            self._autocast,
+        )
+
+    def _initialise(
+        self, module: Model | Callable[[], Model], example: Example | None
+    ) -> StagedModel:
         """The captured model, with this rank's layers alone on its device."""
         own = [self.plan.stages[s] for s in self._stages]
         model = initialise(
@@ -345,6 +380,7 @@ class Executor:
             device="cpu" if any(stage.tensor > 1 for stage in own) else self._rank.device,
             dtype=self._parameter_type,
             agree=lambda fits: summed(self._rank, (float(not fits),), self._rank.group) == (0.0,),
+            example=example,
         )
         require_same_model(self.plan, model)
         staged = StagedModel(self.plan, model, self._stages)

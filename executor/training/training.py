@@ -54,7 +54,8 @@ class NamedOptimizer:
 class Task:
     """A training run, the same on every rank.
 
-    ``data`` makes one pass over the mini-batches; the loss is cross-entropy if it is None;
+    ``data`` makes one pass over the mini-batches; without a ``loss`` it is cross-entropy, or the
+    model's own where mini-batches are keywords;
     ``clip_norm`` is the most that the norm of all gradients may be; ``dtype`` is the type of a
     pipeline's parameters; ``steps`` counts those of an earlier run that is resumed. A checkpoint is
     written to the folder ``checkpoints`` every ``checkpoint_every`` steps and at the end. ``graph``
@@ -108,15 +109,19 @@ class Task:
         weights = "flush" if isinstance(plan, OperatorPlan) else plan.weights
         return Header(steps, weights, self.optimizer.name)
 
+    def pair(self, batch: Any) -> tuple[Any, Any]:
+        """A mini-batch as (inputs, targets); see `pair`."""
+        return pair(batch, has_loss=self.loss is not None)
+
     def executor(self, batch: tuple[Any, Any], device: torch.device) -> AnyExecutor:
         """Make the executor of this rank; ``batch`` is the first mini-batch."""
-        loss, trace = self.loss or cross_entropy, self.trace is not None
+        trace = self.trace is not None
         if isinstance(self.plan, OperatorPlan):
             return OperatorExecutor(
                 self.plan,
                 self.model,
                 batch,
-                loss,
+                self.loss or cross_entropy,
                 self.optimizer,
                 seed=self.seed,
                 device=device,
@@ -125,8 +130,9 @@ class Task:
         return Executor(
             self.plan,
             self.model,
-            loss,
+            self.loss,
             self.optimizer,
+            example=batch[0],
             clip_norm=self.clip_norm,
             seed=self.seed,
             dtype=self.dtype or torch.float32,
@@ -168,7 +174,7 @@ def train(
     path = checkpoint.find(task.checkpoints, task.resume, task.header(task.steps), told)
     batches = mini_batches(task.data, task.seed)
     ahead = next(batches)
-    executor = task.executor(pair(ahead), member.device)
+    executor = task.executor(task.pair(ahead), member.device)
     if path is not None:
         _resume(executor, path)
     reporter = executor.reporter
@@ -179,7 +185,7 @@ def train(
         next(batches)
     for step in range(first + 1, task.steps + 1):
         member.place = f"at step {step}"
-        batch = pair(next(batches))
+        batch = task.pair(next(batches))
         start = time.perf_counter()
         losses = _step(executor, batch, to_the_end=_is_due(task, step))
         history.seconds.append(time.perf_counter() - start)
@@ -230,10 +236,23 @@ def mini_batches(data: Callable[[], Iterable[Any]], seed: int) -> Iterator[Any]:
             yield batch
 
 
-def pair(batch: Any) -> tuple[Any, Any]:
-    """A mini-batch as (inputs, targets); raises InputError if it is no pair."""
+def pair(batch: Any, *, has_loss: bool = True) -> tuple[Any, Any]:
+    """A mini-batch as (inputs, targets).
+
+    Keywords alone are the model's inputs; a loss, if there is one, is given them as targets.
+
+    Raises
+    ------
+    InputError
+        If it is neither a pair nor a mapping.
+    """
+    if isinstance(batch, Mapping):
+        return dict(batch), dict(batch) if has_loss else ()
     if not (isinstance(batch, list | tuple) and len(batch) == 2):
-        raise InputError(f"the data must be pairs (inputs, targets), got {type(batch).__name__}")
+        raise InputError(
+            "the data must be pairs (inputs, targets) or dicts of the model's keywords, got "
+            f"{type(batch).__name__}"
+        )
     inputs, targets = batch  # torch's loaders make lists of what was a tuple
     return tuple(inputs) if isinstance(inputs, list) else inputs, targets
 

@@ -1,6 +1,5 @@
 """``profile`` and ``profile-links``: model and cluster files from measurements of this machine."""
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Literal
@@ -18,7 +17,6 @@ from stagewright.cli.console import (
 from stagewright.cli.inputs import hand_out
 from stagewright.graphs.documents.errors import InputError
 
-EVERY_LAYER = range(sys.maxsize)
 TIMEOUT_SECONDS = 60.0  # a rank's limit for waiting for another one
 
 
@@ -32,8 +30,8 @@ def profile(
     data: Annotated[
         str,
         typer.Option(
-            help="Function that returns an iterable of mini-batches (inputs, targets), of which "
-            "the first is used.",
+            help="Function that returns an iterable of mini-batches, (inputs, targets) or dicts of "
+            "the model's keywords with its labels, of which the first is used.",
             metavar="PACKAGE:FACTORY",
             show_default=False,
         ),
@@ -68,10 +66,11 @@ def profile(
 
     from stagewright.cli.factories import load_factory
     from stagewright.cli.running import parse_optimizer
+    from stagewright.executor.measuring.captured import captured_by_size
     from stagewright.executor.measuring.machine import Machine
     from stagewright.executor.measuring.profiling import first_batch, measure_layers
-    from stagewright.executor.training.losses import cross_entropy
-    from stagewright.executor.training.stages.initialise import initialise
+    from stagewright.executor.training.losses import cross_entropy, own_loss
+    from stagewright.executor.training.training import pair
 
     if device == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda: torch finds no GPU here")
@@ -79,12 +78,19 @@ def profile(
     own = torch.float32 if computed == torch.bfloat16 else computed  # as the executor does
     machine = Machine(torch.device(device), threads, kind)
     make = load_factory(model, "--model")
-    of_outputs = cross_entropy if loss is None else load_factory(loss, "--loss")
     stepping = parse_optimizer(optimizer)
-    batch = first_batch(load_factory(data, "--data")())
+    given = first_batch(load_factory(data, "--data")(), keywords=True)
+    takes_loss = loss is None and isinstance(given, dict)
+    of_outputs = own_loss if takes_loss else cross_entropy
+    if loss is not None:
+        of_outputs = load_factory(loss, "--loss")
+    batch = pair(given, has_loss=not takes_loss)
+    autocast = None if computed == own else computed
     with reporting("profiling") as report:
         report("making the model")
-        layered = initialise(make, EVERY_LAYER, device=device, dtype=own)
+        layered = captured_by_size(
+            make, batch[0], sizes, takes_loss, device=machine.device, dtype=own, autocast=autocast
+        )
         chain = measure_layers(
             layered,
             batch,
@@ -92,7 +98,7 @@ def profile(
             machine=machine,
             loss=of_outputs,
             rounds=rounds,
-            autocast=None if computed == own else computed,
+            autocast=autocast,
             name=model.rpartition(":")[2],
             optimizer=stepping,
             clips=clip_norm is not None,

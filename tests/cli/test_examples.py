@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -94,7 +95,8 @@ def test_the_walk_through_runs_as_written(
 @pytest.mark.slow
 def test_the_readme_trains_by_plans(readme: str, place: Path) -> None:
     pytest.importorskip("torch", reason="running a plan needs torch")
-    pipeline, operators, learning = blocks(readme, "bash")
+    pipeline, hugging_face, operators, learning = blocks(readme, "bash")
+    assert "examples.hugging_face" in hugging_face
     for commands, told in (
         (pipeline, r"10 steps on \d ranks"),
         (operators, r"20 steps on 2 ranks"),
@@ -105,6 +107,20 @@ def test_the_readme_trains_by_plans(readme: str, place: Path) -> None:
         if commands is not learning:
             assert "measured / predicted" in output
             assert (place / "compared.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_the_readme_trains_a_model_of_hugging_face(
+    readme: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch", reason="running a plan needs torch")
+    if find_spec("transformers") is None:
+        pytest.skip("transformers is not installed")
+    # Commands of the test find a torchvision that may be of another build than torch.
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'tests/shared/site'}{os.pathsep}{ROOT}")
+    output = run(["bash", "-euc", blocks(readme, "bash")[1]], place)
+    assert re.search(r"10 steps on \d ranks", output)
+    assert "transformer.wte.weight" in torch.load(place / "gpt2.pt")
 
 
 @pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.stem)

@@ -123,7 +123,7 @@ def test_several_inputs_outputs_and_targets() -> None:
         (tokens(4), (2,), "layer 'first' fails on inputs of shape"),
         ((vectors(4)[0], torch.zeros(4, 9)), (2,), "layer 'last' does not run on the data"),
         (((vectors(4)[0],) * 2, vectors(4)[1]), (2,), "2 input tensors .* takes 1"),
-        ((vectors(4)[0].tolist(), vectors(4)[1]), (2,), "has a float where a tensor is expected"),
+        ((vectors(4)[0].tolist(), vectors(4)[1]), (2,), "inputs hold no tensor"),
     ],
 )
 def test_data_that_do_not_fit_are_refused(batch: Any, sizes: tuple[int, ...], words: str) -> None:

@@ -320,7 +320,7 @@ class _Pieces:
         shares, count = [], 0.0
         for own in rows(plan, samples)[-1]:
             out = tuple(_take(value, own, samples) for value in values)
-            whole = out[0] if self._captured.single_output else out
+            whole = self._captured.result(out)
             found = loss(whole, _take(targets, own, samples))
             if isinstance(found, tuple):
                 shares.append(found[0])

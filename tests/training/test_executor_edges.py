@@ -576,7 +576,7 @@ def test_mini_batches_that_do_not_fit_are_refused() -> None:
     refused("as many samples in all .* got shapes \\(12, 6\\), \\(3, 6\\), \\(12,\\)",
             plan, Linears, ((x, x[:3]), y))  # fmt: skip
     refused("as many samples", plan, Linears, (x[:9], y))
-    refused("inputs must be a tensor or a tuple of tensors, got dict", plan, Linears, ({}, y))
+    refused("inputs hold no tensor", plan, Linears, ({}, y))
     refused("layer 'first' fails on inputs of shape \\(4, 3\\): RuntimeError: ",
             plan, Linears, (x[:, :3], y))  # fmt: skip
     refused("layer 'first' fails on inputs of shape \\(4, 6\\), \\(4, 6\\)", plan, Linears,

@@ -7,6 +7,7 @@ does not know how a plan was made.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -92,7 +93,7 @@ class Interpreter:
         samples: int,
         *,
         loss: Loss,
-        single_output: bool,
+        result: Callable[[Tensors], Any],
         scale: float,
         seed: int,
         joint: Joint,
@@ -112,7 +113,7 @@ class Interpreter:
             self._iterations,
             computations.get(self._last),
             loss,
-            single_output=single_output,
+            result=result,
             scale=scale,
             group=joint.group,
             captured=captured,

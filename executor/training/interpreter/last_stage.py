@@ -1,6 +1,8 @@
 """The end of the pipeline: the losses of microbatches and the gradients that begin a backward."""
 
+from collections.abc import Callable
 from math import isfinite
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,8 +24,8 @@ class LastStage:
     ----------
     computation
         The last stage's, None on other ranks.
-    single_output
-        Whether the loss takes the model's output itself, not a tuple.
+    result
+        Makes the model's result, which the loss is given, of the last layer's tensors.
     scale
         Weight of the mean loss of a microbatch in an update.
     group
@@ -40,7 +42,7 @@ class LastStage:
         computation: StageComputation | None,
         loss: Loss,
         *,
-        single_output: bool,
+        result: Callable[[Tensors], Any],
         scale: float,
         group: dist.ProcessGroup | None,
         captured: bool,
@@ -48,7 +50,7 @@ class LastStage:
         self._captured = captured
         self._gradients: dict[int, Gradients] = {}  # of the outputs, where windows are captured
         self._rank, self._iterations, self._computation = rank, iterations, computation
-        self._loss, self._single_output, self._scale = loss, single_output, scale
+        self._loss, self._result, self._scale = loss, result, scale
         self._group, self._number = group, len(rank.plan.stages) - 1
         self._every_round = rank.plan.weight_rule.updates_every_round
         # By microbatch: until its backward, the loss with the outputs it was computed from.
@@ -66,7 +68,7 @@ class LastStage:
         ]
         targets = self._iterations.targets(m, self._number)
         with torch.enable_grad(), self._computation.cast():
-            found = self._loss(leaves[0] if self._single_output else tuple(leaves), targets)
+            found = self._loss(self._result(tuple(leaves)), targets)
         loss, count = read_loss(found)
         require_from_outputs(loss, leaves)
         self._values[m], self._counts[m] = loss.detach(), count

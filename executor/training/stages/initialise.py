@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stagewright.executor.capture.exported.exporting import Example
 from stagewright.executor.capture.layers import LayeredModel
 from stagewright.executor.capture.tracing import capture
 from stagewright.executor.capture.twins import twin
@@ -31,6 +32,7 @@ def initialise(
     agree: Callable[[bool], bool] = bool,
     ranks_on_host: int | None = None,
     available_bytes: float | None = None,
+    example: Example | None = None,
 ) -> LayeredModel:
     """Capture ``model`` with the layers ``wanted`` on ``device`` and all others on meta.
 
@@ -39,7 +41,7 @@ def initialise(
     same parameters. If ``ranks_on_host`` whole models do not fit into ``available_bytes`` together,
     only the wanted parameters are made: every module draws its own with ``reset_parameters``, under
     a separate seed. All ranks must do the same: ``agree`` gets whether this rank can make the whole
-    model and returns whether all can.
+    model and returns whether all can. ``example`` as in `capture`.
 
     Raises
     ------
@@ -48,7 +50,7 @@ def initialise(
         parameters.
     """
     if isinstance(model, nn.Module | list | tuple):
-        layered = capture(_with_same_tensors(model))
+        layered = capture(_with_same_tensors(model), example)
         return place(layered, wanted, device, dtype, copied=True)
     outline = _outline(model)
     if outline is not None:
@@ -57,13 +59,13 @@ def initialise(
         room = _available_bytes() if available_bytes is None else available_bytes
         if not agree(size * ranks <= room):
             warnings.warn(_warning(size, ranks), stacklevel=2)
-            layered = capture(outline)
+            layered = capture(outline, example)
             _make(outline, layered, wanted, seed)
             return place(layered, wanted, device, dtype)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         whole = model()
-    return place(capture(whole), wanted, device, dtype)
+    return place(capture(whole, example), wanted, device, dtype)
 
 
 def _with_same_tensors(model: Model) -> Model:

@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
 from stagewright.executor.capture.layers import CapturedLayer, LayeredModel
 from stagewright.executor.capture.shapes import LayerTrace
+from stagewright.executor.capture.signature import Signature
 from stagewright.executor.capture.twins import twins
 from stagewright.executor.training.model_checks import listed_stages
 from stagewright.executor.training.ranks.rank import Rank
@@ -50,10 +52,17 @@ class StagedModel:
         self.layers = self._model.layers
         self.shardings: dict[int, Sharding] = {}
 
-    @property
-    def single_output(self) -> bool:
-        """Whether the loss gets one tensor; a list of modules shows it when its last is called."""
-        return self._model.single_output
+    def result(self, values: tuple[Tensor, ...]) -> Any:
+        """The model's result, of the last layer's tensors."""
+        return self._model.result(values)
+
+    def require_sizes(self, inputs: Sequence[tuple[int, ...]]) -> None:
+        """Refuse inputs of shapes for which the layers were not captured."""
+        self._model.require_sizes(inputs)
+
+    def require_called(self, signature: Signature) -> None:
+        """Refuse inputs that are given otherwise than the model was captured for."""
+        self._model.require_called(signature)
 
     def _find_stages(self, model: LayeredModel) -> dict[str, list[int]]:
         stages: dict[str, set[int]] = {}

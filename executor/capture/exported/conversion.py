@@ -1,0 +1,184 @@
+"""From an exported program to a graph of the user's modules."""
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from stagewright.executor.capture.exported.whole_calls import OPERATOR, WholeCall
+from stagewright.graphs.documents.errors import InputError
+
+CURE = "do that inside a block's own module, or pass a list of modules"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Exported:
+    """A graph over the tensors of a model's inputs, and the conditions under which it holds.
+
+    ``attributes`` are modules and tensors that the graph reads and the model does not have;
+    ``output`` makes the model's result of the graph's; ``guards`` are conditions on the inputs.
+    """
+
+    graph: fx.Graph
+    attributes: Mapping[str, Any]
+    output: Callable[[Sequence[Tensor]], Any]
+    guards: tuple[str, ...]
+
+
+def converted(
+    model: nn.Module,
+    program: ExportedProgram,
+    calls: Sequence[WholeCall],
+    output: Callable[[Sequence[Tensor]], Any],
+) -> Exported:
+    """The graph of a program with ``calls`` of operators in place of blocks."""
+    return _Conversion(model, program, calls).result(output)
+
+
+class Region(nn.Module):
+    """Operators that run with gradients or autocast turned on or off."""
+
+    def __init__(self, graph: nn.Module, enter: Callable[[], Any]) -> None:
+        super().__init__()
+        self._graph, self._enter = graph, enter
+
+    def forward(self, *values: Any) -> Any:
+        """The results of the operators."""
+        with self._enter():
+            return self._graph(*values)
+
+
+SKIPPED = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")
+
+
+def _has(model: nn.Module, name: str) -> bool:
+    return name in dict(model.named_buffers(remove_duplicate=False))
+
+
+def tensors_in(result: Any) -> list[Tensor]:
+    """The tensors of a module's result, in order."""
+    return [one for one in pytree.tree_leaves(result) if isinstance(one, Tensor)]
+
+
+class _Conversion:
+    """A program with calls of operators in place of blocks becomes a graph of their modules."""
+
+    def __init__(
+        self, model: nn.Module, program: ExportedProgram, calls: Sequence[WholeCall]
+    ) -> None:
+        self._model, self._program = model, program
+        self._calls = {call.number: call for call in calls}
+        self._graph = fx.Graph()
+        self._made: dict[fx.Node, Any] = {}
+        self._attributes: dict[str, Any] = {}
+
+    def result(self, output: Callable[[Sequence[Tensor]], Any]) -> Exported:
+        """The graph."""
+        nodes = list(self._program.graph.nodes)
+        starts = [node for node in nodes if node.op == "placeholder"]
+        for node, spec in zip(starts, self._program.graph_signature.input_specs, strict=True):
+            self._made[node] = self._start(node, spec)
+        for node in nodes[len(starts) :]:
+            if node.op == "output":
+                returned = [self._made[one] for one in node.args[0]]
+                self._graph.output(tuple(returned))
+            elif node.op == "get_attr":
+                self._made[node] = getattr(self._program.graph_module, str(node.target))
+            elif not any(word in str(node.target) for word in SKIPPED):
+                self._made[node] = self._node(node)
+        return Exported(self._graph, self._attributes, output, self._guards())
+
+    def _guards(self) -> tuple[str, ...]:
+        """Torch's conditions on sizes, and that none is 0 or 1 that was not in the example."""
+        inputs = [node for node in self._graph.nodes if node.op == "placeholder"]
+        known = [
+            f"L['tensors'][{i}].size()[{axis}] {f'== {size}' if isinstance(size, int) else '>= 2'}"
+            for i, node in enumerate(inputs)
+            for axis, size in enumerate(node.meta["val"].shape)
+        ]
+        return tuple(dict.fromkeys([*known, *self._program._guards_code]))
+
+    def _start(self, node: fx.Node, spec: Any) -> fx.Node:
+        if spec.target is None:
+            return self._with_meta(self._graph.placeholder(node.name), node)
+        name = spec.target.removeprefix("model.")
+        if spec.target in self._program.constants and not _has(self._model, name):
+            held = self._program.constants[spec.target]
+            constant = getattr(held, "constant", None)
+            name = f"constant_{len(self._attributes)}"
+            self._attributes[name] = held if constant is None else constant
+        return self._with_meta(self._graph.get_attr(name), node)
+
+    def _node(self, node: fx.Node) -> Any:
+        if node.target is OPERATOR:
+            return self._call(node)
+        if node.target is operator.getitem:
+            whole, index = cast(tuple[fx.Node, int], node.args)
+            if isinstance(self._made[whole], list):  # of a block's tensors
+                return self._made[whole][index]
+        name = getattr(node.target, "__name__", "")
+        if node.target is torch.ops.aten.dropout.default:
+            return self._dropout(node)
+        if name in ("wrap_with_set_grad_enabled", "wrap_with_autocast"):
+            return self._region(node, name)
+        return self._with_meta(self._graph.node_copy(node, self._made.__getitem__), node)
+
+    def _call(self, node: fx.Node) -> list[fx.Node]:
+        """A call of the user's module; its tensors."""
+        number, tensors, sizes = cast(tuple[int, list[fx.Node], list[Any]], node.args)
+        call = self._calls[number]
+        arguments, keywords = call.arguments(
+            [self._made[one] for one in tensors],
+            [self._made.get(one, one) for one in sizes],
+        )
+        made = self._graph.call_module(call.name, arguments, keywords)
+        metas = node.meta["val"]
+        if call.returned is not None and call.returned.is_leaf():
+            made.meta["val"] = metas[0]
+            return [made]
+        every = self._graph.call_function(tensors_in, (made,))
+        entries = []
+        for i, meta in enumerate(metas):
+            entries.append(self._graph.call_function(operator.getitem, (every, i)))
+            entries[-1].meta["val"] = meta
+        return entries
+
+    def _dropout(self, node: fx.Node) -> fx.Node:
+        """A module, which is told when to evaluate."""
+        given, share, _ = cast(tuple[fx.Node, float, bool], node.args)
+        name = f"dropout_{len(self._attributes)}"
+        self._attributes[name] = nn.Dropout(share).train(cast(bool, node.args[2]))
+        return self._with_meta(self._graph.call_module(name, (self._made[given],)), node)
+
+    def _region(self, node: fx.Node, kind: str) -> fx.Node:
+        held = 1 if kind == "wrap_with_set_grad_enabled" else 4
+        given = cast(tuple[Any, ...], node.args)
+        settings, (inner, *values) = given[:held], given[held:]
+        module = self._made[inner]
+        if any(one.target is OPERATOR for one in module.graph.nodes):
+            raise InputError(
+                f"{type(self._model).__name__} turns gradients or autocast on or off between its "
+                f"layers, which is not captured; {CURE}"
+            )
+        name = f"region_{len(self._attributes)}"
+        self._attributes[name] = Region(module, _entering(kind, settings))
+        return self._with_meta(
+            self._graph.call_module(name, tuple(self._made.get(one, one) for one in values)), node
+        )
+
+    @staticmethod
+    def _with_meta(made: fx.Node, node: fx.Node) -> fx.Node:
+        made.meta["val"] = node.meta.get("val")
+        return made
+
+
+def _entering(kind: str, settings: Sequence[Any]) -> Callable[[], Any]:
+    if kind == "wrap_with_set_grad_enabled":
+        return lambda: torch.set_grad_enabled(settings[0])
+    device, dtype, enabled, cache = settings
+    return lambda: torch.autocast(device, dtype, enabled, cache)

@@ -1,0 +1,257 @@
+"""The graph of a model's calls, by torch.export: its blocks are called whole, as they stand.
+
+torch.export runs the model's own code, with keywords, optional arguments and dataclasses, on
+tensors without data and sizes that may vary. Blocks are operators to it, so that what is recorded
+is what happens between them; when the layers run, they call the user's own modules.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.export import Dim, ExportedProgram
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils import _pytree as pytree
+
+from stagewright.executor.capture.exported.conversion import CURE, Exported, converted
+from stagewright.executor.capture.exported.leaves import leaves_of
+from stagewright.executor.capture.exported.whole_calls import WholeCall, called_whole
+from stagewright.executor.capture.places import line_of
+from stagewright.executor.capture.python_state import attributes_kept, described, snapshot
+from stagewright.executor.capture.signature import TENSOR, Signature
+from stagewright.graphs.documents.errors import InputError
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """Tensors for which a model is captured, and how it is called with them.
+
+    ``takes_loss``: of the model's result its loss alone is wanted. ``autocast`` is the type of
+    its computations, None for the parameters' type; ``dtype`` is that of parameters, None for
+    their own.
+    """
+
+    tensors: tuple[Tensor, ...]
+    signature: Signature
+    takes_loss: bool
+    device: torch.device
+    dtype: torch.dtype | None = None
+    autocast: torch.dtype | None = None
+
+
+def export(model: nn.Module, example: Example) -> Exported:
+    """The graph of ``model`` between its blocks.
+
+    Raises
+    ------
+    InputError
+        Naming the model's own line that cannot be captured, and why.
+    """
+    with _as_in_training(model):
+        try:
+            return _with_blocks(model, example, outermost=False)
+        except InputError as error:
+            if leaves_of(model) == leaves_of(model, outermost=True):
+                raise
+            try:
+                return _with_blocks(model, example, outermost=True)
+            except InputError:
+                raise error from None
+
+
+def _with_blocks(model: nn.Module, example: Example, *, outermost: bool) -> Exported:
+    """The graph between blocks; those that hand on tensors beside their results are opened."""
+    outer = _Outer(model, example)
+    opened: set[type] = set()
+    while True:
+        leaves = leaves_of(model, opened, outermost=outermost)
+        program, calls = _exported(outer, example, leaves)
+        leaking = _leaking(outer, program, calls)
+        if not leaking:
+            return converted(model, program, calls, outer.output)
+        opened |= leaking
+
+
+@dataclass(slots=True)
+class _Returned:
+    """The structure of a model's result, with ``TENSOR`` for each tensor."""
+
+    leaves: list[Any] = field(default_factory=list)
+    structure: pytree.TreeSpec | None = None
+
+
+class _Outer(nn.Module):
+    """``model`` as a function of tensors alone."""
+
+    def __init__(self, model: nn.Module, example: Example) -> None:
+        super().__init__()
+        self.model, self._signature = model, example.signature
+        self._takes_loss = example.takes_loss
+        self._returned = _Returned()  # torch.export undoes what a forward sets on its module
+
+    def forward(self, *tensors: Tensor) -> list[Tensor]:
+        """The tensors of the model's result."""
+        arguments, keywords = self._signature.arguments(tensors)
+        result = self.model(*arguments, **keywords)
+        if self._takes_loss:
+            result = loss_of(result, type(self.model).__name__)
+        leaves, self._returned.structure = pytree.tree_flatten(result)
+        if any(isinstance(one, torch.SymInt) for one in leaves):
+            raise InputError(
+                f"{type(self.model).__name__} returns a size of its inputs; the loss can read it "
+                "from a tensor"
+            )
+        self._returned.leaves = [TENSOR if isinstance(one, Tensor) else one for one in leaves]
+        return [one for one in leaves if isinstance(one, Tensor)]
+
+    def output(self, tensors: Sequence[Tensor]) -> Any:
+        """The model's result, of its tensors."""
+        assert self._returned.structure is not None
+        given = iter(tensors)
+        leaves = [next(given) if one is TENSOR else one for one in self._returned.leaves]
+        return pytree.tree_unflatten(leaves, self._returned.structure)
+
+
+def loss_of(result: Any, name: str) -> Tensor:
+    """The loss in the result of a model called ``name``: itself, or its entry ``loss``.
+
+    Raises
+    ------
+    InputError
+        If it has none.
+    """
+    found = result
+    if isinstance(result, Mapping):
+        found = result.get("loss")
+    elif not isinstance(result, Tensor):
+        found = getattr(result, "loss", result[0] if isinstance(result, tuple) else None)
+    if isinstance(found, Tensor) and found.numel() == 1:
+        return found
+    raise InputError(
+        f"{name} returns no loss: give its labels among the keywords of a mini-batch, or give "
+        "mini-batches (inputs, targets) and a loss"
+    )
+
+
+def _exported(
+    outer: _Outer, example: Example, leaves: Mapping[str, nn.Module]
+) -> tuple[ExportedProgram, list[WholeCall]]:
+    """The program of ``outer``, and the calls of blocks in it."""
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    with mode:
+        fakes = _fakes(outer, example)
+        inputs = tuple(_fake(one, example) for one in example.tensors)
+    shapes = (tuple(_varying(one) for one in inputs),)
+    named = {
+        name: fakes[id(one)]
+        for registered in (outer.named_parameters, outer.named_buffers)
+        for name, one in registered(remove_duplicate=False)
+    }
+    with ExitStack() as stack:
+        stack.enter_context(_errors_named(outer.model))
+        stack.enter_context(attributes_kept(outer.model))
+        calls = stack.enter_context(called_whole(leaves, fakes))
+        stack.enter_context(_reparametrize_module(outer, named, tie_weights=False))
+        if example.autocast is not None:
+            stack.enter_context(torch.autocast(example.device.type, example.autocast))
+        program = torch.export.export(outer, inputs, strict=False, dynamic_shapes=shapes)
+        made = list(calls)
+        with mode:
+            _require_stateless(outer, inputs)
+    return program, made
+
+
+def _require_stateless(outer: _Outer, inputs: tuple[Tensor, ...]) -> None:
+    """Refuse a forward that every call leaves another state of the model, or of generators."""
+    before = snapshot(outer.model)
+    outer(*inputs)
+    once = snapshot(outer.model)
+    changed = before.changed(once)
+    if not changed:
+        return
+    outer(*inputs)
+    moving = changed & once.changed(snapshot(outer.model))
+    if moving:
+        raise InputError(
+            f"the forward changes {described(outer.model, min(moving))}: it would keep the value "
+            "that it has when it is captured"
+        )
+
+
+def _varying(one: Tensor) -> dict[int, Any]:
+    """Every size may be another one, unless it is 1, which often has a meaning of its own."""
+    return {axis: Dim.AUTO for axis, size in enumerate(one.shape) if size > 1}
+
+
+def _fakes(outer: _Outer, example: Example) -> dict[int, Tensor]:
+    """A tensor without data for every parameter and buffer."""
+    made: dict[int, Tensor] = {}
+    for one in [*outer.parameters(), *outer.buffers()]:
+        made[id(one)] = _fake(one, example)
+        if isinstance(one, nn.Parameter):
+            made[id(one)] = nn.Parameter(made[id(one)], one.requires_grad)
+    return made
+
+
+def _fake(one: Tensor, example: Example) -> Tensor:
+    dtype = example.dtype if one.is_floating_point() and example.dtype else one.dtype
+    return torch.empty(one.shape, dtype=dtype, device=example.device)
+
+
+@contextmanager
+def _as_in_training(model: nn.Module) -> Iterator[None]:
+    """Let models of transformers keep no cache of keys and values, which only generation uses."""
+    configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    caching = [one for one in configs if getattr(one, "use_cache", None) is True]
+    for one in caching:
+        one.use_cache = False
+    try:
+        yield
+    finally:
+        for one in caching:
+            one.use_cache = True
+
+
+@contextmanager
+def _errors_named(model: nn.Module) -> Iterator[None]:
+    """Refuse in one line, with the model's own line that could not be captured."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:  # torch.export and the model's code raise anything
+        reason = next((one for one in str(error).splitlines() if one.strip()), "")
+        raise InputError(
+            f"{type(model).__name__} cannot be captured{line_of(error)}: "
+            f"{type(error).__name__}: {reason.strip()}; {CURE}"
+        ) from error
+
+
+def _leaking(outer: nn.Module, program: ExportedProgram, calls: Sequence[WholeCall]) -> set[type]:
+    """Classes of blocks that hand on tensors beside their results, to be looked into.
+
+    Raises
+    ------
+    InputError
+        If none of them has hooks, by which it could.
+    """
+    registered = dict(outer.named_buffers(remove_duplicate=False))
+    leaked = [
+        name
+        for name, one in program.constants.items()
+        if name not in registered and isinstance(one, FakeTensor) and one.constant is None
+    ]
+    if not leaked:
+        return set()
+    suspects = {type(call.module) for call in calls if call.has_hooks_within}
+    if suspects:
+        return suspects
+    raise InputError(
+        "a block hands on a tensor beside its results, or a module holds one that is not "
+        f"registered ({leaked[0]}); return it, or register it as a buffer"
+    )

@@ -1,0 +1,228 @@
+"""Modules that an export does not look into: a call of each is one operator of the graph."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+
+from stagewright.executor.capture.by_values import (
+    size_of,
+    valued,
+    valued_all,
+)
+from stagewright.executor.capture.signature import PLAIN, TENSOR
+from stagewright.graphs.documents.errors import InputError
+
+_RUNNING: dict[int, "WholeCall"] = {}  # the calls of exports that are under way
+
+_LIBRARY = torch.library.Library("stagewright", "DEF")
+_LIBRARY.define("call(int number, Tensor[] tensors, SymInt[] sizes) -> Tensor[]")
+
+
+def _run(number: int, tensors: list[Tensor], sizes: list[Any]) -> list[Tensor]:
+    return _RUNNING[number].run(tensors, sizes)
+
+
+torch.library.register_fake("stagewright::call", _run)
+OPERATOR = torch.ops.stagewright.call.default
+
+
+@dataclass(slots=True, eq=False)
+class WholeCall:
+    """One call of a module.
+
+    ``leaves`` and ``structure`` are its arguments, taken apart; ``results`` and ``returned`` what
+    it returns, with ``TENSOR`` in ``results`` for tensors. ``has_hooks_within``: modules within
+    have hooks, which may hand on tensors beside its results.
+    """
+
+    number: int
+    name: str
+    module: nn.Module
+    leaves: list[Any]
+    structure: pytree.TreeSpec
+    forward: Callable[[Mapping[str, Tensor], tuple[Any, ...], dict[str, Any]], Any]
+    fakes: Mapping[str, Tensor]
+    results: list[Any] = field(default_factory=list)
+    returned: pytree.TreeSpec | None = None
+    has_hooks_within: bool = False
+
+    def arguments(self, tensors: Any, sizes: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Its arguments with ``tensors`` and ``sizes`` in their places."""
+        given, varying = iter(tensors), iter(sizes)
+        found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(
+            [
+                next(given)
+                if isinstance(one, Tensor)
+                else next(varying)
+                if isinstance(one, torch.SymInt)
+                else one
+                for one in self.leaves
+            ],
+            self.structure,
+        )
+        return found
+
+    def run(self, tensors: list[Tensor], sizes: list[Any]) -> list[Tensor]:
+        """Call the module on tensors without data; its tensors, which share no memory."""
+        try:
+            result = self._forward(tensors, sizes)
+        except Exception:  # of the module's code, of any kind
+            result = self._by_values(tensors, sizes)
+        leaves, self.returned = pytree.tree_flatten(result)
+        for one in leaves:
+            if not isinstance(one, (Tensor, *PLAIN)):
+                raise InputError(
+                    f"{self.name!r} returns a {type(one).__name__}; it may return tensors, plain "
+                    "values, and tuples, lists and dicts of them"
+                )
+        self.has_hooks_within = any(
+            inner._forward_hooks for inner in self.module.modules() if inner is not self.module
+        )
+        self.results = [TENSOR if isinstance(one, Tensor) else one for one in leaves]
+        return [one.clone() for one in leaves if isinstance(one, Tensor)]
+
+    def _forward(self, tensors: list[Tensor], sizes: list[Any]) -> Any:
+        arguments, keywords = self.arguments(tensors, sizes)
+        mode = detect_fake_mode(tensors)
+        environment = None if mode is None else mode.shape_env
+        if environment is None:
+            return self.forward(self.fakes, arguments, keywords)
+        with environment.ignore_fresh_unbacked_symbols():
+            return self.forward(self.fakes, arguments, keywords)
+
+    def _by_values(self, tensors: list[Tensor], sizes: list[Any]) -> Any:
+        """The result of a call with values; the sizes of the arguments' return in it."""
+        known: dict[int, Any] = {}
+        for one in [*sizes, *(size for tensor in tensors for size in tensor.shape)]:
+            known.setdefault(size_of(one), one)
+        with unset_fake_temporarily(), torch.no_grad():
+            given, varying = [valued(one) for one in tensors], [size_of(one) for one in sizes]
+            arguments, keywords = self.arguments(given, varying)
+            found = self.forward(valued_all(self.fakes), arguments, keywords)
+        if any(isinstance(one, int | float) for one in pytree.tree_leaves(found)):
+            raise InputError(
+                f"{self.name!r} returns a number and needs the values of its inputs, on which the "
+                "number may depend; return it as a tensor"
+            )
+        return pytree.tree_map_only(
+            Tensor,
+            lambda one: torch.empty(
+                [known.get(size, size) for size in one.shape], dtype=one.dtype, device=one.device
+            ),
+            found,
+        )
+
+    def result(self, tensors: list[Tensor]) -> Any:
+        """What the module returns, with ``tensors`` in their places."""
+        assert self.returned is not None
+        given = iter(tensors)
+        leaves = [next(given) if one is TENSOR else one for one in self.results]
+        return pytree.tree_unflatten(leaves, self.returned)
+
+
+@contextmanager
+def called_whole(
+    modules: Mapping[str, nn.Module], fakes: Mapping[int, Tensor]
+) -> Iterator[list[WholeCall]]:
+    """While the body runs, calls of ``modules`` are operators; yields the calls, as they come.
+
+    ``fakes`` are tensors without data for those of the modules, by the ids of the modules' own.
+    """
+    calls: list[WholeCall] = []
+    kinds = {id(module): type(module) for module in modules.values()}
+    first = max(_RUNNING, default=-1) + 1
+    try:
+        for name, module in modules.items():
+            module.__class__ = _whole(name, module, _fakes_of(module, fakes), calls, first)
+        yield calls
+    finally:
+        for module in modules.values():
+            module.__class__ = kinds[id(module)]
+        for call in calls:
+            _RUNNING.pop(call.number, None)
+
+
+def _fakes_of(module: nn.Module, fakes: Mapping[int, Tensor]) -> dict[str, Tensor]:
+    parameters = module.named_parameters(remove_duplicate=False)
+    buffers = module.named_buffers(remove_duplicate=False)
+    return {name: fakes[id(one)] for name, one in [*parameters, *buffers]}
+
+
+def _whole(
+    name: str, module: nn.Module, fakes: dict[str, Tensor], calls: list[WholeCall], first: int
+) -> type:
+    """A class for ``module`` whose call is one operator."""
+    kind, known = type(module), set(module._forward_hooks)
+
+    def forward(state: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        whole, module.__class__ = module.__class__, kind
+        hooks = module._forward_hooks
+        module._forward_hooks = _without(hooks, _handing_on(module, known))
+        try:
+            with _unseen():
+                return functional_call(module, dict(state), args, kwargs, tie_weights=False)
+        finally:
+            module.__class__, module._forward_hooks = whole, hooks
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        _require_known(name, leaves)
+        made = WholeCall(first + len(calls), name, module, leaves, structure, forward, fakes)
+        _RUNNING[made.number] = made
+        calls.append(made)
+        tensors = [one for one in leaves if isinstance(one, Tensor)]
+        sizes = [one for one in leaves if isinstance(one, torch.SymInt)]
+        result = made.result(OPERATOR(made.number, tensors, sizes))
+        for key in _handing_on(self, known):
+            changed = self._forward_hooks[key](self, args, result)
+            result = result if changed is None else changed
+        return result
+
+    return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """Keep the export from following the calls of modules within: it loses its way if one fails."""
+    followed = nn.Module.__call__
+    nn.Module.__call__ = fx._symbolic_trace._orig_module_call  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = followed  # type: ignore[method-assign]
+
+
+def _require_known(name: str, leaves: list[Any]) -> None:
+    for one in leaves:
+        if not isinstance(one, (Tensor, torch.SymInt, *PLAIN)):
+            raise InputError(
+                f"{name!r} is given a {type(one).__name__}, which cannot pass from stage to stage; "
+                "it may be given tensors, plain values, and tuples, lists and dicts of them"
+            )
+
+
+# Hooks by which a module's result is handed on beside its own: those that the model sets while it
+# runs, and those of transformers (the logits of routers), which stay. They run on the operator's
+# results, and so become part of the graph.
+
+
+def _handing_on(module: nn.Module, known: Collection[int]) -> list[int]:
+    return [
+        key
+        for key, hook in module._forward_hooks.items()
+        if key not in known or getattr(hook, "__module__", "").startswith("transformers.")
+    ]
+
+
+def _without(hooks: Any, keys: Collection[int]) -> Any:
+    kept = type(hooks)()
+    kept.update({key: hook for key, hook in hooks.items() if key not in keys})
+    return kept

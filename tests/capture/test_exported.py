@@ -1,0 +1,453 @@
+"""Models that are called with more than tensors by position: their layers in order are the model.
+
+The reference is a call of the model itself, in double precision.
+"""
+
+import random
+from collections import namedtuple
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from torch.utils import checkpoint
+
+from stagewright.executor.capture.exported.exporting import Example
+from stagewright.executor.capture.layers import LayeredModel
+from stagewright.executor.capture.shapes import propagate, values_of
+from stagewright.executor.capture.signature import signed
+from stagewright.executor.capture.tracing import capture
+from stagewright.graphs.documents.errors import InputError
+
+WIDTH, WORDS, SAMPLES, LENGTH = 6, 11, 4, 5
+CPU = torch.device("cpu")
+
+Batch = dict[str, Any]
+
+
+def captured(
+    model: nn.Module, batch: Any, *, takes_loss: bool = True, autocast: torch.dtype | None = None
+) -> LayeredModel:
+    tensors, signature = signed(batch)
+    example = Example(tensors, signature, takes_loss, CPU, torch.float64, autocast)
+    return capture(model, example)
+
+
+def run(layered: LayeredModel, batch: Any) -> Any:
+    values, signature = signed(batch)
+    layered.require_called(signature)
+    layered.require_sizes([tuple(one.shape) for one in values])
+    for layer in layered.layers:
+        values = layer.module(*values)
+    return layered.result(values)
+
+
+def assert_same(
+    model: nn.Module, *batches: Batch, loss: Callable[[Any], Tensor] | None = None
+) -> LayeredModel:
+    """Loss and all gradients, of every mini-batch, by layers that know the first one's sizes."""
+    model = model.double()
+    untouched = deepcopy(model)
+    layered = captured(model, batches[0], takes_loss=loss is None)
+    for batch in batches:
+        found = run(layered, batch)
+        expected = untouched(**batch)
+        if loss is None:
+            expected = expected["loss"] if isinstance(expected, Mapping) else expected.loss
+        else:
+            found, expected = loss(found), loss(expected)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+        wanted = {n: p for n, p in untouched.named_parameters() if p.requires_grad}
+        own = dict(model.named_parameters())
+        for one, other in zip(
+            torch.autograd.grad(found, [own[n] for n in wanted], allow_unused=True),
+            torch.autograd.grad(expected, list(wanted.values()), allow_unused=True),
+            strict=True,
+        ):
+            assert (one is None) == (other is None)
+            if one is not None and other is not None:
+                torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    names = {name for layer in layered.layers for name in layer.module.state_dict()}
+    assert names == set(untouched.state_dict())
+    return layered
+
+
+def words(seed: int, samples: int = SAMPLES, length: int = LENGTH) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(WORDS, (samples, length), generator=generator)
+    return {"ids": ids, "labels": ids.roll(1, 1)}
+
+
+@dataclass
+class Answer:
+    loss: Tensor | None
+    logits: Tensor
+    note: str = "no tensor"
+
+
+torch.utils._pytree.register_dataclass(Answer)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, *, mask: Tensor | None = None, scale: float = 1.0) -> Any:
+        mixed = torch.tanh(self.inner(x)) * scale
+        if mask is not None:
+            mixed = mask.to(x.dtype) @ mixed
+        return x + mixed
+
+
+class Words(nn.Module):
+    """A language model in the manner of transformers: keywords, a mask, a tied head, its loss."""
+
+    def __init__(self, blocks: int = 3, block: type[nn.Module] = Block) -> None:
+        super().__init__()
+        self.table = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(block() for _ in range(blocks))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(
+        self, ids: Tensor, labels: Tensor | None = None, mask: Tensor | None = None, **_: Any
+    ) -> Any:
+        length = ids.shape[1]
+        seen = torch.ones(length, length, dtype=torch.bool, device=ids.device).tril()
+        if mask is not None:
+            seen = seen & mask[:, None, :].bool()
+        x = self.table(ids)
+        for block in self.blocks:
+            x = block(x, mask=seen, scale=0.5)
+        logits = self.head(x)
+        loss = None
+        if labels is not None:
+            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return Answer(loss, logits)
+
+
+def test_keywords_masks_tied_tables_and_the_model_s_own_loss() -> None:
+    layered = assert_same(Words(), words(0), words(1, samples=2, length=7))
+    names = [layer.name for layer in layered.layers]
+    assert names == ["table", "blocks.0", "blocks.1", "blocks.2", "head"]
+    assert layered.parameters_by_name().keys() >= {("table.weight", "head.weight")}
+
+
+def test_masks_are_made_again_and_not_passed_on() -> None:
+    batch = words(0) | {"mask": torch.ones(SAMPLES, LENGTH, dtype=torch.int64)}
+    batch["mask"][1, 2:] = 0
+    layered = assert_same(Words(), batch)
+    trace = propagate(layered.layers, values_of(signed(batch)[0], SAMPLES), CPU, None)
+    shapes = [value.shape for value in trace[1].outputs]
+    assert shapes.count((SAMPLES, LENGTH, WIDTH)) == 1
+    assert all(len(shape) == 2 for shape in shapes if shape != (SAMPLES, LENGTH, WIDTH))
+
+
+def test_results_keep_their_structure_for_a_loss() -> None:
+    batch = words(0)
+    model = Words().double()
+    layered = captured(model, {"ids": batch["ids"]}, takes_loss=False)
+    found = run(layered, {"ids": batch["ids"]})
+    assert isinstance(found, Answer)
+    assert (found.loss, found.note) == (None, "no tensor")
+    assert_same(Words(), {"ids": batch["ids"]}, loss=lambda answer: answer.logits.square().mean())
+
+
+def test_other_keywords_and_plain_values_are_refused() -> None:
+    layered = captured(Words().double(), words(0) | {"power": 2})
+    with pytest.raises(InputError, match=r"captured for inputs .*power: 2.*power: 3"):
+        run(layered, words(0) | {"power": 3})
+    with pytest.raises(InputError, match="captured for inputs"):
+        run(layered, words(0))
+
+
+class FixedLength(Words):
+    def forward(self, ids: Tensor, labels: Tensor | None = None, **rest: Any) -> Any:
+        return super().forward(ids.view(-1, LENGTH), labels, **rest)
+
+
+def test_sizes_that_the_model_fixes_are_checked() -> None:
+    layered = assert_same(FixedLength(), words(0), words(1, samples=2))
+    with pytest.raises(InputError, match=r"ids.shape\[1\]"):
+        run(layered, words(0, length=LENGTH + 1))
+    with pytest.raises(InputError, match=r"ids.shape\[0\] >= 2"):
+        run(layered, words(0, samples=1))
+
+
+def test_one_sample_is_captured_as_one() -> None:
+    assert_same(Words(), words(0, samples=1))
+
+
+# Blocks
+
+
+class Counting(Block):
+    """Loops as often as the values say."""
+
+    def forward(self, x: Tensor, **_: Any) -> Tensor:
+        for row in (x[:, 0, 0] > 0).nonzero().flatten().tolist():
+            x = x + torch.tanh(self.inner(x)) * (0.1 + row / 10)
+        return x
+
+
+class Recomputed(Block):
+    def forward(self, x: Tensor, **_: Any) -> Any:
+        return checkpoint.checkpoint(super().forward, x, use_reentrant=False)
+
+
+class Several(Block):
+    """Returns a dict with a tensor that is used much later, and a plain value."""
+
+    def forward(self, x: Tensor, **_: Any) -> Any:
+        y = self.inner(x)
+        return {"x": x + y, "kept": [y.mean(-1)], "count": 3}
+
+
+class Gathering(Words):
+    def forward(self, ids: Tensor, labels: Tensor) -> Any:
+        x, kept = self.table(ids), []
+        for block in self.blocks:
+            found = block(x)
+            x = found["x"] / found["count"]
+            kept += found["kept"]
+        logits = self.head(x)
+        auxiliary = torch.stack(kept).square().mean()
+        return {"loss": F.cross_entropy(logits.mT, labels) + auxiliary, "logits": logits}
+
+
+@pytest.mark.parametrize("block", [Counting, Recomputed])
+def test_what_a_block_does_inside_is_its_own(block: type[nn.Module]) -> None:
+    layered = assert_same(Words(block=block), words(0), words(1))
+    batch = signed(words(0))[0]
+    trace = propagate(layered.layers, values_of(batch, SAMPLES), CPU, None)
+    own = {name for one in trace for name in one.trained}
+    assert "blocks.1.inner.weight" in own
+
+
+def test_blocks_return_structures_and_values_that_are_used_late() -> None:
+    assert_same(Gathering(block=Several), words(0), words(1, samples=3))
+
+
+class Hooked(Words):
+    """Hands on what is inside its blocks by hooks, as routers of experts do."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Any:
+        kept: list[Tensor] = []
+        hooks = [
+            block.inner.register_forward_hook(lambda _m, _i, out: kept.append(out))
+            for block in self.blocks
+        ]
+        found = super().forward(ids, labels)
+        for hook in hooks:
+            hook.remove()
+        return {"loss": found.loss + torch.stack(kept).mean()}
+
+
+def test_tensors_handed_on_beside_the_results_are_not_lost() -> None:
+    layered = assert_same(Hooked(), words(0), words(1))
+    assert [layer.name for layer in layered.layers][1] == "blocks.0.inner"  # a block was opened
+
+
+class Holder(Block):
+    """Keeps its result where the model finds it."""
+
+    def forward(self, x: Tensor, **_: Any) -> Tensor:
+        self.kept = self.inner(x)
+        return x + self.kept
+
+
+class Finding(Words):
+    def forward(self, ids: Tensor, labels: Tensor) -> Any:
+        found = super().forward(ids, labels)
+        return {"loss": found.loss + sum(block.kept.mean() for block in self.blocks)}
+
+
+def test_tensors_kept_in_attributes_are_refused() -> None:
+    with pytest.raises(InputError, match=r"beside its results|cannot be captured"):
+        captured(Finding(block=Holder).double(), words(0))
+
+
+class Cache:
+    """An object of the model's own."""
+
+
+class Caching(Words):
+    def forward(self, ids: Tensor, labels: Tensor) -> Any:
+        x = self.table(ids)
+        for block in self.blocks:
+            x = block(x, mask=Cache())
+        return {"loss": x.mean()}
+
+
+def test_objects_between_blocks_are_refused_by_name() -> None:
+    with pytest.raises(InputError, match=r"'blocks.0' is given a Cache"):
+        captured(Caching().double(), words(0))
+
+
+# Between the blocks
+
+
+class Between(Words):
+    """In-place operators, buffers, constants, regions without gradients or autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("places", torch.linspace(0, 1, LENGTH), persistent=False)
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Any:
+        x = self.table(ids)
+        x += self.places[:, None] * torch.tensor(0.5, dtype=x.dtype)
+        turned = torch.zeros(ids.shape[1], dtype=x.dtype)
+        turned[1:] = 1.0
+        for number, block in enumerate(self.blocks):
+            x = block(x) * self.factor
+            if number == 1:
+                turned.mul_(2)
+            with torch.no_grad():
+                size = x.norm()
+            with torch.autocast("cpu", enabled=False):
+                angle = self.places.cos()
+            x = x / size + angle[:, None] * turned[:, None]
+        return {"loss": F.cross_entropy(self.head(x).mT, labels)}
+
+
+def test_operators_between_blocks() -> None:
+    assert_same(Between(), words(0), words(1))
+
+
+class Remembering(Words):
+    """What a call does depends on those before it."""
+
+    def __init__(self, draws: bool) -> None:
+        super().__init__()
+        self.calls, self.draws = 0, draws
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Any:
+        self.calls += not self.draws
+        kept = random.random() < 0.5 if self.draws else self.calls % 2
+        x = self.table(ids) * (2 if kept else 1)
+        for block in self.blocks:
+            x = block(x)
+        return {"loss": x.mean()}
+
+
+@pytest.mark.parametrize(
+    ("draws", "named"), [(False, "'calls' of Remembering"), (True, "Python's")]
+)
+def test_state_of_python_between_blocks_is_refused(draws: bool, named: str) -> None:
+    with pytest.raises(InputError, match=named):
+        captured(Remembering(draws).double(), words(0))
+
+
+class Dropping(Words):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Any:
+        x = self.dropout(self.table(ids))
+        for block in self.blocks:
+            x = F.dropout(block(x), 0.25, self.training)
+        return {"loss": F.cross_entropy(self.head(x).mT, labels)}
+
+
+def test_draws_between_blocks_are_known_and_end_in_evaluation() -> None:
+    model = Dropping().double()
+    layered = captured(model, words(0))
+    trace = propagate(layered.layers, values_of(signed(words(0))[0], SAMPLES), CPU, None)
+    assert [one.random for one in trace] == [True] * 4 + [False]
+    for layer in layered.layers:
+        layer.module.eval()
+    torch.testing.assert_close(run(layered, words(0)), model.eval()(**words(0))["loss"])
+
+
+class Tallying(Words):
+    """Counts in a buffer between its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Any:
+        self.steps += 1
+        x = self.table(ids)
+        for block in self.blocks:
+            x = block(x)
+        return {"loss": F.cross_entropy(self.head(x).mT, labels) + x.mean() / self.steps}
+
+
+def test_buffers_that_change_between_blocks() -> None:
+    model = Tallying().double()
+    untouched = deepcopy(model)
+    layered = captured(model, words(0))
+    for seed in range(3):
+        found = run(layered, words(seed))
+        torch.testing.assert_close(found, untouched(**words(seed))["loss"])
+        assert model.steps == seed + 1
+
+
+class OnValues(Words):
+    def forward(self, ids: Tensor, labels: Tensor) -> Any:
+        x = self.table(ids)
+        if x.sum() > 0:
+            x = x * 2
+        return {"loss": x.mean()}
+
+
+def test_a_path_that_depends_on_data_is_refused_with_its_line() -> None:
+    with pytest.raises(InputError, match=r"test_exported.py:\d+ \(if x.sum\(\) > 0:\)"):
+        captured(OnValues().double(), words(0))
+
+
+def test_a_model_without_a_loss_is_refused() -> None:
+    with pytest.raises(InputError, match="returns no loss"):
+        captured(Words().double(), {"ids": words(0)["ids"]})
+
+
+Pair = namedtuple("Pair", ["x", "y"])
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, pair: Pair, options: Mapping[str, Any], *, flag: bool) -> Tensor:
+        x = pair.x + (pair.y if flag else 0) + options["shift"]
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_nested_arguments() -> None:
+    shape = (SAMPLES, WIDTH)
+    batch = {
+        "pair": Pair(torch.randn(shape).double(), torch.randn(shape).double()),
+        "options": {"shift": torch.randn(shape).double(), "unused": None},
+        "flag": True,
+    }
+    assert_same(Nested(), batch, loss=lambda x: x.square().mean())
+
+
+def test_torch_s_own_encoder_is_cut_between_its_layers() -> None:
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+    x = torch.randn(SAMPLES, LENGTH, WIDTH).double()
+    layered = assert_same(model, {"src": x}, loss=lambda y: y.square().mean())
+    assert [layer.name for layer in layered.layers] == ["layers.0", "layers.1", "layers.2"]
+
+
+def test_computations_in_bfloat16_are_cast_as_the_model_s() -> None:
+    model = Words()
+    batch = words(0)
+    tensors, signature = signed(batch)
+    layered = capture(model, Example(tensors, signature, True, CPU, torch.float32, torch.bfloat16))
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = run(layered, batch), model(**batch).loss
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
