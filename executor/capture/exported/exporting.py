@@ -163,7 +163,7 @@ def _exported(
         if example.autocast is not None:
             stack.enter_context(torch.autocast(example.device.type, example.autocast))
         # A size of 1 is like others, unless the model asks: a share may have one sample.
-        stack.enter_context(_config.patch(backed_size_oblivious=True))
+        stack.enter_context(_config.patch(backed_size_oblivious=True))  # type: ignore[attr-defined]
         stack.enter_context(patch.object(non_strict_utils, "ShapeEnv", Sizes))
         program = torch.export.export(outer, inputs, strict=False, dynamic_shapes=shapes)
         made = list(calls)
