@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from math import isfinite
 
 import torch
@@ -273,7 +274,8 @@ def _stepped(optimizer: torch.optim.Optimizer, parts: int) -> Tensor:
 def clips_by_itself(optimizer: torch.optim.Optimizer) -> str | None:
     """The argument or class by which an optimizer clips gradients by a norm, if it does."""
     name = type(optimizer).__name__
-    for key, value in optimizer.defaults.items():
+    groups = chain.from_iterable(group.items() for group in optimizer.param_groups)
+    for key, value in chain(optimizer.defaults.items(), groups):
         if CLIPPING_ARGUMENT.fullmatch(key) and value:
             return f"{name} with {key}={value}"
     clipping = (one.__name__ for one in type(optimizer).__mro__ if "clip" in one.__name__.lower())

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from functools import partial
 from math import inf
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,7 @@ from stagewright.executor.training.ranks.groups import make_groups, make_loss_gr
 from stagewright.executor.training.ranks.launch import require_torch
 from stagewright.executor.training.ranks.rank import rank_program, this_rank
 from stagewright.executor.training.stages.initialise import Model, initialise
+from stagewright.executor.training.stages.parameter_groups import ParameterGroups, require_groups
 from stagewright.executor.training.stages.shared_gradients import SharedGradients
 from stagewright.executor.training.stages.staged_model import StagedModel
 from stagewright.executor.training.stages.weights import MakeOptimizer, Weights
@@ -72,6 +74,10 @@ class Executor:
         ``transformers``; all mini-batches then have its structure.
     optimizer
         Makes an optimizer for a list of parameters; there is one for each stage.
+    groups
+        Other arguments of the optimizer for some parameters, by regular expression:
+        ``{"norm|bias": {"weight_decay": 0.0}}``. A parameter belongs to the first one that is found
+        in its name. The optimizer is then made of a list of torch's mappings.
     clip_norm
         The maximum of the norm of all gradients together, as in
         ``torch.nn.utils.clip_grad_norm_`` for the whole model.
@@ -120,6 +126,7 @@ class Executor:
         loss: Loss | None = None,
         optimizer: MakeOptimizer = OPTIMIZER,
         *,
+        groups: ParameterGroups = MappingProxyType({}),
         example: Batch | None = None,
         clip_norm: float | None = None,
         seed: int = 0,
@@ -151,7 +158,8 @@ class Executor:
         holders = {name: self._model.holders(name) for name in self._model.tied}
         self._groups = make_groups(self._rank, holders, timeout)
         self._model.shard(self._rank, self._groups.tensor)
-        self._weights = self._make_weights(optimizer)
+        require_groups(groups, self._model.trained)
+        self._weights = self._make_weights(optimizer, groups)
         self._preparation = self._prepare(make_loss_group(self._rank, timeout), graph)
         self._checkpoint = CheckpointShare(self._rank, self._model, self._weights)
         self._recorder = TraceRecorder(self._rank, dtype, enabled=trace)
@@ -383,7 +391,9 @@ class Executor:
         require_whole_gradients(self.plan, model, staged.stages_of)
         return staged
 
-    def _make_weights(self, optimizer: MakeOptimizer) -> dict[int, Weights]:
+    def _make_weights(
+        self, optimizer: MakeOptimizer, groups: ParameterGroups
+    ) -> dict[int, Weights]:
         made = {
             s: Weights(
                 [layer.module for layer in layers],
@@ -391,6 +401,7 @@ class Executor:
                 self._model.tied,
                 optimizer,
                 versions=self.plan.weight_rule.versions,
+                groups=groups,
                 two_gradients=needs_two_gradients(self.plan, self._families, s),
             )
             for s, layers in self._model.modules.items()

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.optim import Optimizer
 
 from stagewright.executor.programs.operators.placed import devices_of
@@ -28,6 +27,7 @@ from stagewright.executor.training.operators.executor import OperatorExecutor
 from stagewright.executor.training.ranks.endings import Member
 from stagewright.executor.training.runtime import Executor
 from stagewright.executor.training.stages.initialise import Model
+from stagewright.executor.training.stages.parameter_groups import ParameterGroups
 from stagewright.formulations.operators.plan import OperatorPlan
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents import documents
@@ -45,8 +45,8 @@ class NamedOptimizer:
     kind: type[Optimizer]
     arguments: Mapping[str, Any]
 
-    def __call__(self, parameters: list[nn.Parameter]) -> Optimizer:
-        """Make the optimizer of ``parameters``."""
+    def __call__(self, parameters: list[Any]) -> Optimizer:
+        """Make the optimizer of ``parameters``, or of torch's mappings for groups of them."""
         return self.kind(parameters, **self.arguments)
 
 
@@ -67,6 +67,7 @@ class Task:
     data: Callable[[], Iterable[Any]]
     loss: Loss | None
     optimizer: NamedOptimizer
+    groups: ParameterGroups
     clip_norm: float | None
     steps: int
     seed: int
@@ -97,6 +98,7 @@ class Task:
             ("clip_norm", self.clip_norm is not None),
             ("dtype", self.dtype is not None),
             ("graph", self.graph),
+            ("groups", bool(self.groups)),
         ):
             if given:
                 raise InputError(
@@ -132,6 +134,7 @@ class Task:
             self.model,
             self.loss,
             self.optimizer,
+            groups=self.groups,
             example=batch[0],
             clip_norm=self.clip_norm,
             seed=self.seed,

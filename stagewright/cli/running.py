@@ -1,14 +1,12 @@
 """``run``: train a model by a plan."""
 
-import ast
-import inspect
 import math
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -22,13 +20,12 @@ from stagewright.cli.console import (
     print_answer,
     print_lines,
 )
+from stagewright.cli.optimizing import parse_groups, parse_optimizer
 from stagewright.cli.outputs import Writes, require_folder
 from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
-    import torch
-
-    from stagewright.executor.training.training import NamedOptimizer, Task, TrainingHistory
+    from stagewright.executor.training.training import Task, TrainingHistory
     from stagewright.formulations.operators.plan import OperatorPlan
     from stagewright.formulations.plans.plan import PipelinePlan
 
@@ -60,6 +57,14 @@ def run(
     ],
     loss: LossFunction = None,
     optimizer: Optimizer = "sgd:lr=0.01",
+    group: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Other arguments of the optimizer for parameters with a matching name, e.g. "
+            "'norm|bias:weight_decay=0'; repeatable, the first match counts.",
+            metavar="REGEX:KEY=VALUE,...",
+        ),
+    ] = None,
     clip_norm: ClipNorm = None,
     seed: Seed = 0,
     dtype: Annotated[
@@ -118,12 +123,14 @@ def run(
         from stagewright.cli.factories import load_factory
         from stagewright.executor.training.training import Task
 
+        stepping = parse_optimizer(optimizer)
         return Task(
             plan=parsed,
             model=load_factory(model, "--model"),
             data=load_factory(data, "--data"),
             loss=None if loss is None else load_factory(loss, "--loss"),
-            optimizer=parse_optimizer(optimizer),
+            optimizer=stepping,
+            groups=parse_groups(group, stepping),
             clip_norm=clip_norm,
             steps=steps,
             seed=seed,
@@ -236,61 +243,3 @@ def _print_summary(
         f"{history.losses[-1]:.6g}, {format_seconds(median(history.seconds))} per step",
         *(f"{path} is written" for path in (task.parameters, task.trace) if path is not None),
     )
-
-
-def parse_optimizer(text: str) -> "NamedOptimizer":
-    """Read ``adamw:lr=1e-3,betas=(0.9,0.95)``.
-
-    Raises
-    ------
-    InputError
-        If torch has no such optimizer, or the optimizer has no such argument or value.
-    """
-    import torch
-
-    from stagewright.executor.training.training import NamedOptimizer
-
-    name, _, listed = text.partition(":")
-    kinds = _optimizers()
-    if name not in kinds:
-        raise InputError(f"--optimizer {name!r} is not known; one of {', '.join(sorted(kinds))}")
-    allowed = list(inspect.signature(kinds[name]).parameters)[1:]  # the first is the parameters
-    arguments = _parse_arguments(text, listed)
-    for argument in arguments:
-        if argument not in allowed:
-            raise InputError(
-                f"--optimizer {text}: {name} has no {argument!r}; one of {', '.join(allowed)}"
-            )
-    choice = NamedOptimizer(name, kinds[name], arguments)
-    try:
-        choice([torch.nn.Parameter(torch.zeros(1, 1))])
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(f"--optimizer {text}: {error}") from None
-    return choice
-
-
-def _parse_arguments(text: str, listed: str) -> dict[str, Any]:
-    """The keyword arguments in ``listed``, with Python literals as values."""
-    try:
-        call = ast.parse(f"f({listed})", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args:
-            raise ValueError
-        return {str(one.arg): ast.literal_eval(one.value) for one in call.keywords}
-    except (ValueError, SyntaxError):
-        raise InputError(
-            f"--optimizer {text}: write NAME:KEY=VALUE,KEY=VALUE with values as in Python, "
-            "e.g. adamw:lr=1e-3,betas=(0.9,0.95)"
-        ) from None
-
-
-def _optimizers() -> "dict[str, type[torch.optim.Optimizer]]":
-    """The optimizers of torch by lower-case name, except LBFGS, which evaluates the loss itself."""
-    import torch
-
-    return {
-        name.lower(): kind
-        for name, kind in vars(torch.optim).items()
-        if inspect.isclass(kind)
-        and issubclass(kind, torch.optim.Optimizer)
-        and name not in ("Optimizer", "LBFGS")
-    }

@@ -31,7 +31,7 @@ pytest.importorskip("torch", reason="pip install 'stagewright[executor]'")
 
 import torch
 
-from stagewright.cli.running import parse_optimizer
+from stagewright.cli.optimizing import parse_optimizer
 from stagewright.executor.programs.periodic import lower_any
 from stagewright.executor.programs.verify import verify
 from stagewright.executor.training.ranks import launch
@@ -237,6 +237,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("--optimizer sgd:lr=open(1)", "write NAME:KEY=VALUE"),
         ("--optimizer sgd:lr=-1", "Invalid learning rate"),
         ("--optimizer sgd:0.1", "write NAME:KEY=VALUE"),
+        ("--group bias", "write REGEX:KEY=VALUE"),
+        ("--group bias:lr", "write REGEX:KEY=VALUE"),
+        ("--group bias:decay=0", "--group bias:decay=0: SGD"),
+        ("--group bias:lr=-1", "--group bias:lr=-1: Invalid learning rate"),
+        ("--group bias:lr=1 --group bias:momentum=0", "'bias' is given twice"),
         ("--model jobs:nobody", "--model"),
         ("--data nowhere:batches", "--data"),
         ("--loss jobs:nobody", "--loss"),

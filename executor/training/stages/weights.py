@@ -2,16 +2,24 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from stagewright.executor.capture.twins import twin
+from stagewright.executor.training.stages.parameter_groups import (
+    ParameterGroups,
+    grouped,
+    require_arguments,
+)
 
 BUCKET_BYTES = 25_000_000  # of an all-reduce, as in torch's own data parallelism
 
-MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+# Of parameters, or where there are groups, of mappings as torch.optim takes them.
+MakeOptimizer = Callable[[list[Any]], torch.optim.Optimizer]
 
 
 @dataclass(slots=True)
@@ -55,6 +63,7 @@ class Weights:
         make_optimizer: MakeOptimizer,
         versions: int,
         *,
+        groups: ParameterGroups = MappingProxyType({}),
         two_gradients: bool = False,
     ) -> None:
         by_name = {
@@ -73,7 +82,10 @@ class Weights:
         self._reductions: list[dist.Work] = []
         self._watched: Collection[str] = ()
         self._norms: dict[str, Tensor] = {}
-        self.optimizer = make_optimizer(parameters) if parameters else None
+        self.optimizer = None
+        if parameters:
+            self.optimizer = make_optimizer(grouped(self.names, parameters, groups))
+            require_arguments(self.optimizer, groups)
         self._adopt(parameters, self._gradients)
 
     def _lay_out(self, parameters: list[nn.Parameter], tied: Collection[str]) -> _Gradients:
