@@ -5,10 +5,13 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from stagewright.executor.training.packing import packed, unpacked
 from stagewright.executor.training.ranks.rank import Rank
 from stagewright.executor.training.stages.staged_model import StagedModel
 from stagewright.executor.training.stages.weights import Weights
 from stagewright.graphs.documents.errors import InputError
+
+SCHEDULE = "schedule.state"
 
 
 class CheckpointShare:
@@ -16,7 +19,8 @@ class CheckpointShare:
 
     ``model.NAME`` are parameters and buffers under the model's own names, ``optimizer.NAME.KEY``
     what the optimizer keeps for a parameter, and ``previous.NAME`` the weights before the last
-    update, where the plan computes on them. ``weights`` are by stage of this rank.
+    update, where the plan computes on them; ``schedule.state`` is that of the learning rates.
+    ``weights`` are by stage of this rank.
     """
 
     def __init__(self, rank: Rank, model: StagedModel, weights: Mapping[int, Weights]) -> None:
@@ -33,7 +37,17 @@ class CheckpointShare:
             if self._rank.is_in_first_group(s):
                 own = self._model_state(s) | self._optimizer_state(s)
                 found |= own if self._rank.first(s) == self._rank.number else {}
-        return found
+        return found | self._schedule_state()
+
+    def _schedule_state(self) -> dict[str, Tensor]:
+        """The state of the learning rates, which all stages have: of the first that is trained."""
+        if not self._model.trained:
+            return {}
+        s = min(self._model.stages_of[name][0] for name in self._model.trained)
+        rates = self._weights[s].rates if s in self._weights else None
+        if rates is None or self._rank.first(s) != self._rank.number:
+            return {}
+        return {SCHEDULE: packed(rates.state())}
 
     def _whole(self, s: int, name: str, one: Tensor) -> Tensor:
         """A tensor of the shape of parameter ``name``, or one that is whole anyway."""
@@ -65,7 +79,8 @@ class CheckpointShare:
         own = {name for s, one in self._weights.items() for name in self._model.tensors(s, one)}
         kinds = ["model", "optimizer"]
         kinds += ["previous"] if self._buffered else []
-        return [key for key in keys if _belongs(key, own, kinds)]
+        rates = any(one.rates is not None for one in self._weights.values())
+        return [key for key in keys if _belongs(key, own, kinds) or (key == SCHEDULE and rates)]
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy ``tensors`` into the model and the optimizers.
@@ -83,6 +98,10 @@ class CheckpointShare:
                 with torch.no_grad():
                     one.copy_(own[f"model.{name}"])
             weights.load(own, buffered=self._buffered)
+            if weights.rates is not None:
+                if SCHEDULE not in tensors:
+                    raise InputError("the checkpoint has no learning rates of a schedule")
+                weights.rates.load(unpacked(tensors[SCHEDULE]))
 
     def _own(self, s: int, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The tensors of a checkpoint, or this rank's shards of those that a stage divides."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stagewright.executor.capture.exported.exporting import Example
 from stagewright.executor.capture.loss_graph import require_no_parameters
-from stagewright.executor.programs.program import stages_on
+from stagewright.executor.programs.program import stages_on, updates_of_iteration
 from stagewright.executor.programs.trace import RankAction, Trace
 from stagewright.executor.training.batches import (
     Batch,
@@ -41,11 +41,16 @@ from stagewright.executor.training.ranks.groups import make_groups, make_loss_gr
 from stagewright.executor.training.ranks.launch import require_torch
 from stagewright.executor.training.ranks.rank import rank_program, this_rank
 from stagewright.executor.training.stages.initialise import Model, initialise
+from stagewright.executor.training.stages.learning_rates import (
+    MakeSchedule,
+    require_not_captured,
+)
 from stagewright.executor.training.stages.parameter_groups import ParameterGroups, require_groups
 from stagewright.executor.training.stages.shared_gradients import SharedGradients
 from stagewright.executor.training.stages.staged_model import StagedModel
 from stagewright.executor.training.stages.weights import MakeOptimizer, Weights
 from stagewright.executor.training.trace_recorder import TraceRecorder
+from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError
 
@@ -68,6 +73,10 @@ class Executor:
         which are updated after every microbatch, it is normalised over each. By default
         cross-entropy, without the labels that are -100; or, where the ``example`` is of keywords,
         the loss that the model returns, a mean over each microbatch.
+    schedule
+        Makes a scheduler of torch.optim.lr_scheduler for an optimizer: ``Schedule("cosine",
+        total=1000, warmup=100)``, or ``partial(StepLR, step_size=10)``. It goes on with every
+        mini-batch, also where each microbatch is an update; its state is a part of `state`.
     example
         The inputs of a mini-batch, whose values do not count. It is needed for a module that is
         called with keywords or plain values, or cannot be traced without sizes, as the models of
@@ -127,6 +136,7 @@ class Executor:
         optimizer: MakeOptimizer = OPTIMIZER,
         *,
         groups: ParameterGroups = MappingProxyType({}),
+        schedule: MakeSchedule | None = None,
         example: Batch | None = None,
         clip_norm: float | None = None,
         seed: int = 0,
@@ -159,7 +169,8 @@ class Executor:
         self._groups = make_groups(self._rank, holders, timeout)
         self._model.shard(self._rank, self._groups.tensor)
         require_groups(groups, self._model.trained)
-        self._weights = self._make_weights(optimizer, groups)
+        require_not_captured(schedule, captured=graph)
+        self._weights = self._make_weights(optimizer, groups, schedule)
         self._preparation = self._prepare(make_loss_group(self._rank, timeout), graph)
         self._checkpoint = CheckpointShare(self._rank, self._model, self._weights)
         self._recorder = TraceRecorder(self._rank, dtype, enabled=trace)
@@ -299,8 +310,8 @@ class Executor:
 
         ``model.NAME`` are parameters and buffers under the model's own names,
         ``optimizer.NAME.KEY`` what the optimizer keeps for a parameter, and ``previous.NAME`` the
-        weights before the last update, where the plan computes on them. The next step changes these
-        tensors.
+        weights before the last update, where the plan computes on them; ``schedule.state`` is that
+        of the learning rates. The next step changes these tensors.
 
         Raises
         ------
@@ -392,7 +403,10 @@ class Executor:
         return staged
 
     def _make_weights(
-        self, optimizer: MakeOptimizer, groups: ParameterGroups
+        self,
+        optimizer: MakeOptimizer,
+        groups: ParameterGroups,
+        schedule: MakeSchedule | None,
     ) -> dict[int, Weights]:
         made = {
             s: Weights(
@@ -402,12 +416,21 @@ class Executor:
                 optimizer,
                 versions=self.plan.weight_rule.versions,
                 groups=groups,
+                schedule=schedule,
+                updates=self._updates(s),
                 two_gradients=needs_two_gradients(self.plan, self._families, s),
             )
             for s, layers in self._model.modules.items()
         }
         require_joint_steps(self.plan, (one.optimizer for one in made.values()))
         return made
+
+    def _updates(self, s: int) -> int:
+        """How often a step updates the weights of a stage."""
+        if self.plan.is_periodic:
+            return updates_of_iteration(self.plan)
+        own = (one.action for one in self._program.row if one.action.kind is ActionKind.UPDATE)
+        return sum(action.stage == s for action in own)
 
     def _find_families(self) -> set[frozenset[int]]:
         """Stages that share a trained parameter; all stages, if gradients are clipped."""

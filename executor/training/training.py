@@ -27,6 +27,7 @@ from stagewright.executor.training.operators.executor import OperatorExecutor
 from stagewright.executor.training.ranks.endings import Member
 from stagewright.executor.training.runtime import Executor
 from stagewright.executor.training.stages.initialise import Model
+from stagewright.executor.training.stages.learning_rates import Schedule, require_not_captured
 from stagewright.executor.training.stages.parameter_groups import ParameterGroups
 from stagewright.formulations.operators.plan import OperatorPlan
 from stagewright.formulations.plans.plan import PipelinePlan
@@ -68,6 +69,7 @@ class Task:
     loss: Loss | None
     optimizer: NamedOptimizer
     groups: ParameterGroups
+    schedule: Schedule | None
     clip_norm: float | None
     steps: int
     seed: int
@@ -88,6 +90,7 @@ class Task:
             return
         require_clip_norm(self.plan, self.clip_norm)
         require_known_tensor_plan(self.plan)
+        require_not_captured(self.schedule, captured=self.graph)
         if self.graph:
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
             require_capturable(self.plan, device, traced=self.trace is not None)
@@ -99,6 +102,7 @@ class Task:
             ("dtype", self.dtype is not None),
             ("graph", self.graph),
             ("groups", bool(self.groups)),
+            ("schedule", self.schedule is not None),
         ):
             if given:
                 raise InputError(
@@ -109,7 +113,7 @@ class Task:
         """The header of a checkpoint after ``steps``."""
         plan = self.plan
         weights = "flush" if isinstance(plan, OperatorPlan) else plan.weights
-        return Header(steps, weights, self.optimizer.name)
+        return Header(steps, weights, self.optimizer.name, str(self.schedule or "none"))
 
     def pair(self, batch: Any) -> tuple[Any, Any]:
         """A mini-batch as (inputs, targets); see `pair`."""
@@ -135,6 +139,7 @@ class Task:
             self.loss,
             self.optimizer,
             groups=self.groups,
+            schedule=self.schedule,
             example=batch[0],
             clip_norm=self.clip_norm,
             seed=self.seed,

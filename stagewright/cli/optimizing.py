@@ -1,4 +1,4 @@
-"""Options that say how parameters are updated: the optimizer, groups of parameters."""
+"""Options that say how parameters are updated: the optimizer, groups, learning rates."""
 
 import ast
 import inspect
@@ -10,6 +10,7 @@ from stagewright.graphs.documents.errors import InputError
 if TYPE_CHECKING:
     import torch
 
+    from stagewright.executor.training.stages.learning_rates import Schedule
     from stagewright.executor.training.stages.parameter_groups import ParameterGroups
     from stagewright.executor.training.training import NamedOptimizer
 
@@ -70,6 +71,30 @@ def parse_groups(texts: Sequence[str] | None, optimizer: "NamedOptimizer") -> "P
         _require_accepted(NamedOptimizer(optimizer.name, optimizer.kind, both), place)
         groups[pattern] = arguments
     return groups
+
+
+def parse_schedule(text: str, steps: int) -> "Schedule":
+    """Read ``cosine:warmup=100,min=0.1``; the total is ``steps`` unless it is given.
+
+    Raises
+    ------
+    InputError
+        If it is not of this form.
+    """
+    from stagewright.executor.training.stages.learning_rates import Schedule
+
+    kind, _, listed = text.partition(":")
+    place = f"--schedule {text}"
+    arguments = _parse_arguments(place, listed, "KIND:KEY=VALUE,KEY=VALUE", "cosine:warmup=100")
+    for key, value in arguments.items():
+        if key not in ("warmup", "min", "total"):
+            raise InputError(f"{place}: there is no {key!r}; one of warmup, min, total")
+        if not isinstance(value, (int, float) if key == "min" else int):
+            raise InputError(f"{place}: {key} must be a number{' of steps' * (key != 'min')}")
+    try:
+        return Schedule(kind, **{"total": steps, **arguments})
+    except InputError as error:
+        raise InputError(f"--{error}") from None
 
 
 def _require_accepted(choice: "NamedOptimizer", place: str) -> None:

@@ -20,7 +20,7 @@ from stagewright.cli.console import (
     print_answer,
     print_lines,
 )
-from stagewright.cli.optimizing import parse_groups, parse_optimizer
+from stagewright.cli.optimizing import parse_groups, parse_optimizer, parse_schedule
 from stagewright.cli.outputs import Writes, require_folder
 from stagewright.graphs.documents.errors import InputError
 
@@ -63,6 +63,14 @@ def run(
             help="Other arguments of the optimizer for parameters with a matching name, e.g. "
             "'norm|bias:weight_decay=0'; repeatable, the first match counts.",
             metavar="REGEX:KEY=VALUE,...",
+        ),
+    ] = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            help="Learning rates by step: constant, linear or cosine, e.g. "
+            "cosine:warmup=100,min=0.1; min is a fraction of the learning rate, total is --steps.",
+            metavar="KIND[:KEY=VALUE,...]",
         ),
     ] = None,
     clip_norm: ClipNorm = None,
@@ -131,6 +139,7 @@ def run(
             loss=None if loss is None else load_factory(loss, "--loss"),
             optimizer=stepping,
             groups=parse_groups(group, stepping),
+            schedule=None if schedule is None else parse_schedule(schedule, steps),
             clip_norm=clip_norm,
             steps=steps,
             seed=seed,

@@ -104,6 +104,40 @@ def test_a_killed_run_is_resumed_to_the_bit(job: Job, killed: Path) -> None:
     assert left == ["step-00000004", "step-00000005"]
 
 
+def test_groups_and_schedules_of_the_command_line_are_those_of_a_plain_loop(job: Job) -> None:
+    """Also when a run is killed, and resumed by another plan."""
+    import jobs
+
+    options: list[object] = ["--group", "norm|bias:weight_decay=0", "--schedule", "linear:warmup=1"]
+    options += ["--optimizer", "adamw:lr=0.1,weight_decay=0.5,eps=1e-3"]
+    folder = ("--checkpoint", "scheduled", "--checkpoint-every", 2)
+    job.run(*options, *folder, code=1, MISHAP="kill 1 4")
+    _, complaints = job.run(
+        *("--checkpoint", "scheduled", "--resume", "--optimizer", "adamw"), code=2
+    )
+    assert complaints == [
+        "stagewright: scheduled/step-00000002 is of a run with schedule "
+        "'linear:total=5,warmup=1,min=0', this one has 'none'"
+    ]
+    resumed = ("--resume", "--save-parameters", "scheduled.pt")
+    job.run(*options, *folder, *resumed, plan="one.json")
+
+    torch.manual_seed(0)
+    module = jobs.model().double()
+    named = [*module.named_parameters()]
+    left = [one for name, one in named if not re.search("norm|bias", name)]
+    rest = [one for name, one in named if re.search("norm|bias", name)]
+    groups = [{"params": left}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.1, weight_decay=0.5, eps=1e-3)
+    for step, (inputs, targets) in enumerate(islice(mini_batches(jobs.double_batches, 0), 5)):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 * (0.5, 1, 0.75, 0.5, 0.25)[step]
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(module(inputs), targets).backward()
+        optimizer.step()
+    require_equal(job.parameters("scheduled.pt"), module.state_dict(), 1e-9)
+
+
 @pytest.mark.slow
 def test_a_killed_run_is_resumed_by_another_plan(job: Job, killed: Path) -> None:
     shutil.copytree(killed, job.folder / "other")
@@ -242,6 +276,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("--group bias:decay=0", "--group bias:decay=0: SGD"),
         ("--group bias:lr=-1", "--group bias:lr=-1: Invalid learning rate"),
         ("--group bias:lr=1 --group bias:momentum=0", "'bias' is given twice"),
+        ("--schedule cosin", "--schedule: 'cosin' is not known; one of constant, linear, cosine"),
+        ("--schedule cosine:warmup=3", "--schedule: warmup must be from 0 to the total of 2 steps"),
+        ("--schedule cosine:min=2", "--schedule: min is a fraction of the learning rate"),
+        ("--schedule cosine:warmup=0.5", "warmup must be a number of steps"),
+        ("--schedule cosine:warm=1", "there is no 'warm'; one of warmup, min, total"),
+        ("--schedule cosine:1", "write KIND:KEY=VALUE"),
         ("--model jobs:nobody", "--model"),
         ("--data nowhere:batches", "--data"),
         ("--loss jobs:nobody", "--loss"),
