@@ -22,7 +22,7 @@ from stagewright.executor.training.batches import (
     tensors_of_batch,
     typed_inputs,
 )
-from stagewright.executor.training.checkpoint_share import CheckpointShare
+from stagewright.executor.training.checkpoint_share import CheckpointShare, Stateful
 from stagewright.executor.training.interpreter.interpreter import Interpreter
 from stagewright.executor.training.interpreter.joint import Joint
 from stagewright.executor.training.losses import Loss, cross_entropy, own_loss
@@ -77,6 +77,10 @@ class Executor:
         Makes a scheduler of torch.optim.lr_scheduler for an optimizer: ``Schedule("cosine",
         total=1000, warmup=100)``, or ``partial(StepLR, step_size=10)``. It goes on with every
         mini-batch, also where each microbatch is an update; its state is a part of `state`.
+    extra
+        What else belongs to a checkpoint: an object with ``state_dict()`` and
+        ``load_state_dict(state)``, the same on every rank. The state, of anything that can be
+        pickled, is rank 0's.
     example
         The inputs of a mini-batch, whose values do not count. It is needed for a module that is
         called with keywords or plain values, or cannot be traced without sizes, as the models of
@@ -137,6 +141,7 @@ class Executor:
         *,
         groups: ParameterGroups = MappingProxyType({}),
         schedule: MakeSchedule | None = None,
+        extra: Stateful | None = None,
         example: Batch | None = None,
         clip_norm: float | None = None,
         seed: int = 0,
@@ -172,7 +177,7 @@ class Executor:
         require_not_captured(schedule, captured=graph)
         self._weights = self._make_weights(optimizer, groups, schedule)
         self._preparation = self._prepare(make_loss_group(self._rank, timeout), graph)
-        self._checkpoint = CheckpointShare(self._rank, self._model, self._weights)
+        self._checkpoint = CheckpointShare(self._rank, self._model, self._weights, extra)
         self._recorder = TraceRecorder(self._rank, dtype, enabled=trace)
         self._interpreters: dict[object, Interpreter] = {}
         self._running: Interpreter | None = None  # of a plan that spans steps
@@ -311,7 +316,7 @@ class Executor:
         ``model.NAME`` are parameters and buffers under the model's own names,
         ``optimizer.NAME.KEY`` what the optimizer keeps for a parameter, and ``previous.NAME`` the
         weights before the last update, where the plan computes on them; ``schedule.state`` is that
-        of the learning rates. The next step changes these tensors.
+        of the learning rates, ``extra.state`` the caller's. The next step changes these tensors.
 
         Raises
         ------

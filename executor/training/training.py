@@ -1,6 +1,5 @@
 """The training loop of one rank: mini-batches, steps, checkpoints, results."""
 
-import io
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from stagewright.executor.training.model_checks import (
     require_known_tensor_plan,
 )
 from stagewright.executor.training.operators.executor import OperatorExecutor
+from stagewright.executor.training.parameter_files import require_format, write_parameters
 from stagewright.executor.training.ranks.endings import Member
 from stagewright.executor.training.runtime import Executor
 from stagewright.executor.training.stages.initialise import Model
@@ -31,7 +31,6 @@ from stagewright.executor.training.stages.learning_rates import Schedule, requir
 from stagewright.executor.training.stages.parameter_groups import ParameterGroups
 from stagewright.formulations.operators.plan import OperatorPlan
 from stagewright.formulations.plans.plan import PipelinePlan
-from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 
 AnyExecutor = Executor | OperatorExecutor
@@ -85,6 +84,7 @@ class Task:
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**31:
             raise InputError(f"the seed must be from 0 to {2**31 - 1}, got {self.seed}")
+        require_format(self.parameters)
         if isinstance(self.plan, OperatorPlan):
             self._require_captured()
             return
@@ -292,9 +292,7 @@ def _write_results(task: Task, executor: AnyExecutor) -> None:
     if task.parameters is not None:
         parameters = executor.parameters_on_first_rank()
         if parameters is not None:
-            buffer = io.BytesIO()
-            torch.save(parameters, buffer)
-            documents.write_bytes(task.parameters, buffer.getvalue())
+            write_parameters(task.parameters, parameters)
     if task.trace is not None:
         trace = executor.trace_on_first_rank()
         if trace is not None:

@@ -93,8 +93,10 @@ def run(
     ] = False,
     save_parameters: Annotated[
         Path | None,
-        typer.Option(help="Write the trained state dict.", metavar="FILE"),
-        Writes(".pt", ".pth", ".bin", ".ckpt"),
+        typer.Option(
+            help="Write the trained state dict: .safetensors, or a pickle.", metavar="FILE"
+        ),
+        Writes(".pt", ".pth", ".bin", ".ckpt", ".safetensors"),
     ] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Write a trace of the run.", metavar="FILE"), Writes(".json")
