@@ -15,7 +15,9 @@ from stagewright.executor.programs.operators.placed import devices_of
 from stagewright.executor.programs.program import plan_devices
 from stagewright.executor.programs.trace import save_trace
 from stagewright.executor.training import checkpoint
+from stagewright.executor.training.batches import tensors_of_batch
 from stagewright.executor.training.checkpoint import Header
+from stagewright.executor.training.logs import OnStep, StepReport, peak_bytes
 from stagewright.executor.training.losses import Loss, cross_entropy
 from stagewright.executor.training.model_checks import (
     require_capturable,
@@ -34,7 +36,6 @@ from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError
 
 AnyExecutor = Executor | OperatorExecutor
-Report = Callable[[int, float, float], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,13 +165,13 @@ class TrainingHistory:
 
 
 def train(
-    task: Task, member: Member, report: Report, tell: Callable[[str], None]
+    task: Task, member: Member, on_step: OnStep, tell: Callable[[str], None]
 ) -> TrainingHistory:
     """Carry out ``task`` as one of its ranks.
 
-    ``report`` is called with number, loss and seconds of every step, on one rank that knows them,
-    as soon as it does; ``tell``, on the first rank, with notes for the user. Every rank returns
-    the same losses and times.
+    ``on_step`` is called for every step, on one rank that knows its loss, as soon as it does;
+    ``tell``, on the first rank, with notes for the user. Every rank returns the same losses and
+    times.
     """
     devices = devices_of_any(task.plan)
     if len(devices) != member.world_size:
@@ -194,18 +195,38 @@ def train(
     for step in range(first + 1, task.steps + 1):
         member.place = f"at step {step}"
         batch = task.pair(next(batches))
-        start = time.perf_counter()
+        rate, start = _learning_rate(executor), time.perf_counter()
         losses = _step(executor, batch, to_the_end=_is_due(task, step))
         history.seconds.append(time.perf_counter() - start)
         for loss in losses if member.rank == reporter else ():
             history.losses.append(loss)
-            report(first + len(history.losses), loss, history.seconds[-1])
+            seconds = history.seconds[-1]
+            on_step(
+                StepReport(
+                    step=first + len(history.losses),
+                    loss=loss,
+                    samples_per_second=_samples(batch) / seconds,
+                    seconds=seconds,
+                    learning_rate=rate,
+                    peak_bytes=peak_bytes(member.device),
+                )
+            )
         _save(task, executor, step)
     member.place = "after the last step"
     _write_results(task, executor)
     seen = [history]
     dist.broadcast_object_list(seen, src=reporter)
     return seen[0]
+
+
+def _learning_rate(executor: AnyExecutor) -> float | None:
+    """That of the rank's first group of parameters now."""
+    optimizers = [] if isinstance(executor, OperatorExecutor) else executor.optimizers
+    return next((float(one.param_groups[0]["lr"]) for one in optimizers), None)
+
+
+def _samples(batch: tuple[Any, Any]) -> int:
+    return len(tensors_of_batch("inputs", batch[0])[0])
 
 
 def devices_of_any(plan: PipelinePlan | OperatorPlan) -> tuple[str, ...]:

@@ -25,13 +25,15 @@ from stagewright.cli.outputs import Writes, require_folder
 from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
+    from stagewright.executor.training.logs import OnStep, StepReport
     from stagewright.executor.training.training import Task, TrainingHistory
     from stagewright.formulations.operators.plan import OperatorPlan
     from stagewright.formulations.plans.plan import PipelinePlan
 
     AnyPlan = PipelinePlan | OperatorPlan
 
-PROGRESS_SECONDS = 0.5  # minimum time between two lines of progress
+PROGRESS_SECONDS = 0.5  # minimum time between two lines of progress on a terminal
+QUIET_SECONDS = 10.0  # and where stderr is a file
 
 
 def run(
@@ -98,6 +100,20 @@ def run(
         ),
         Writes(".pt", ".pth", ".bin", ".ckpt", ".safetensors"),
     ] = None,
+    log: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write a row for each step: loss, samples per second, seconds, learning rate and "
+            "peak memory of the rank that knows the loss.",
+            metavar="FILE",
+        ),
+        Writes(".csv"),
+    ] = None,
+    tensorboard: Annotated[
+        Path | None,
+        typer.Option(help="Write the same as curves for tensorboard.", metavar="DIR"),
+        Writes(several=True),
+    ] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Write a trace of the run.", metavar="FILE"), Writes(".json")
     ] = None,
@@ -131,8 +147,10 @@ def run(
         import torch
 
         from stagewright.cli.factories import load_factory
+        from stagewright.executor.training.logs import require_tensorboard
         from stagewright.executor.training.training import Task
 
+        require_tensorboard(tensorboard)
         stepping = parse_optimizer(optimizer)
         return Task(
             plan=parsed,
@@ -158,10 +176,12 @@ def run(
     if not is_rank():
         return _start(_load(plan), read_task, plan, as_json)
     with joined(timeout) as member:
+        from stagewright.executor.training.logs import logging_to
         from stagewright.executor.training.training import train
 
         task = read_task(_load(plan))
-        history = train(task, member, _progress(steps), _note)
+        with logging_to(log, tensorboard) as logged:
+            history = train(task, member, _both(_progress(steps), logged), _note)
         if member.rank == 0:
             _print_summary(task, history, member.world_size, as_json)
     return 0
@@ -211,20 +231,33 @@ def _require_runnable(task: "Task") -> None:
         verify(task.plan, lower_any(task.plan))
 
 
-def _progress(steps: int) -> Callable[[int, float, float], None]:
-    """Report the progress of the training on a terminal."""
+def _progress(steps: int) -> "OnStep":
+    """Report the progress of the training on stderr: often on a terminal, else now and then."""
     from stagewright.graphs.documents.units import format_seconds
 
-    told = -math.inf
+    is_terminal = sys.stderr.isatty()
+    pause = PROGRESS_SECONDS if is_terminal else QUIET_SECONDS
+    told = -math.inf if is_terminal else time.monotonic()
 
-    def report(step: int, loss: float, seconds: float) -> None:
+    def report(one: "StepReport") -> None:
         nonlocal told
-        if sys.stderr.isatty() and (step == steps or time.monotonic() >= told + PROGRESS_SECONDS):
+        if time.monotonic() >= told + pause or (is_terminal and one.step == steps):
             told = time.monotonic()
-            line = f"step {step}/{steps}  loss {loss:.6g}  {format_seconds(seconds)}"
+            line = (
+                f"step {one.step}/{steps}  loss {one.loss:.6g}  {format_seconds(one.seconds)}  "
+                f"{one.samples_per_second:.4g} samples/s"
+            )
             print(line, file=sys.stderr, flush=True)
 
     return report
+
+
+def _both(first: "OnStep", second: "OnStep") -> "OnStep":
+    def call(report: "StepReport") -> None:
+        first(report)
+        second(report)
+
+    return call
 
 
 def _note(line: str) -> None:

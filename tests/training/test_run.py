@@ -1,5 +1,6 @@
 """``stagewright run`` with real processes: results, checkpoints, and every way to end."""
 
+import csv
 import json
 import os
 import re
@@ -31,9 +32,11 @@ pytest.importorskip("torch", reason="pip install 'stagewright[executor]'")
 
 import torch
 
+from stagewright.cli import running
 from stagewright.cli.optimizing import parse_optimizer
 from stagewright.executor.programs.periodic import lower_any
 from stagewright.executor.programs.verify import verify
+from stagewright.executor.training.logs import StepReport
 from stagewright.executor.training.ranks import launch
 from stagewright.executor.training.training import mini_batches
 
@@ -102,6 +105,58 @@ def test_a_killed_run_is_resumed_to_the_bit(job: Job, killed: Path) -> None:
     require_equal(job.parameters("resumed.pt"), job.parameters("whole.pt"), 0.0)
     left = sorted(path.name for path in (job.folder / "again").iterdir())
     assert left == ["step-00000004", "step-00000005"]
+
+
+def test_steps_are_logged_and_a_resumed_run_goes_on(job: Job) -> None:
+    options = ("--schedule", "linear", "--log", "steps.csv", "--checkpoint", "logged")
+    job.run(*options, "--checkpoint-every", 2, code=1, MISHAP="kill 0 4")
+    rows = read_log(job.folder / "steps.csv")
+    assert [row["step"] for row in rows] in ([1, 2, 3], [1, 2])
+    document = json.loads(job.run(*options, "--resume", "--json")[0])
+    rows = read_log(job.folder / "steps.csv")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert [row["loss"] for row in rows[2:]] == document["losses"]
+    assert [row["learning_rate"] for row in rows] == pytest.approx(
+        [0.01, 0.008, 0.006, 0.004, 0.002]
+    )
+    for row in rows:
+        assert row["samples_per_second"] == pytest.approx(8 / row["seconds"])
+        assert row["peak_bytes"] > 1e6
+
+
+def read_log(path: Path) -> list[dict[str, float]]:
+    with path.open(newline="") as file:
+        return [{key: float(text) for key, text in row.items()} for row in csv.DictReader(file)]
+
+
+def test_tensorboard_gets_the_same_steps(job: Job) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    losses = json.loads(job.run("--tensorboard", "board", "--json")[0])["losses"]
+    read = EventAccumulator(str(job.folder / "board")).Reload()
+    assert [(one.step, one.value) for one in read.Scalars("loss")] == [
+        (step, pytest.approx(loss, rel=1e-6)) for step, loss in enumerate(losses, 1)
+    ]
+
+
+def test_tensorboard_is_refused_where_it_is_not_installed(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stagewright.executor.training.logs.find_spec", lambda name: None)
+    require_refused("--tensorboard board", "board needs the package tensorboard: pip install")
+
+
+def test_lines_of_progress_are_rare_where_stderr_is_a_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(running.time, "monotonic", lambda: now)
+    report = running._progress(4)
+    for step, seconds in enumerate((1, running.QUIET_SECONDS, 1, 1), 1):
+        now += seconds
+        report(StepReport(step, 0.5, 800.0, 0.01, 0.1, 0))
+    assert capsys.readouterr().err == "step 2/4  loss 0.5  10 ms  800 samples/s\n"
 
 
 def test_groups_and_schedules_of_the_command_line_are_those_of_a_plain_loop(job: Job) -> None:
@@ -282,6 +337,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("--schedule cosine:warmup=0.5", "warmup must be a number of steps"),
         ("--schedule cosine:warm=1", "there is no 'warm'; one of warmup, min, total"),
         ("--schedule cosine:1", "write KIND:KEY=VALUE"),
+        ("--log steps.txt", "--log steps.txt: the name must end in .csv"),
+        ("--log nowhere/steps.csv", "nowhere does not exist"),
         ("--model jobs:nobody", "--model"),
         ("--data nowhere:batches", "--data"),
         ("--loss jobs:nobody", "--loss"),
