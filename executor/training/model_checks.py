@@ -38,6 +38,24 @@ def require_clip_norm(plan: PipelinePlan, clip_norm: float | None) -> None:
         )
 
 
+def require_accumulated(plan: PipelinePlan, accumulate: int, *, traced: bool) -> None:
+    """Refuse to sum up the gradients of mini-batches where each has its own updates."""
+    if accumulate < 1:
+        raise InputError(f"accumulate must be a number of mini-batches from 1 on, got {accumulate}")
+    if accumulate == 1:
+        return
+    if plan.spans_steps or plan.weight_rule != FLUSH:
+        begins = " and begins with the backwards" if plan.is_backward_first else ""
+        raise InputError(
+            "accumulate needs a finite plan with 'flush' weights that begins with the forwards; "
+            f"this one has {plan.weights!r}{begins}"
+        )
+    if traced:
+        raise InputError(
+            "accumulate: most mini-batches have no update to trace; leave one of the two out"
+        )
+
+
 def require_known_tensor_plan(plan: PipelinePlan) -> None:
     """Refuse what is not known together with stages of a tensor degree above 1."""
     stages = [(s, stage) for s, stage in enumerate(plan.stages) if stage.tensor > 1]

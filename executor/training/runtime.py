@@ -27,6 +27,7 @@ from stagewright.executor.training.interpreter.interpreter import Interpreter
 from stagewright.executor.training.interpreter.joint import Joint
 from stagewright.executor.training.losses import Loss, cross_entropy, own_loss
 from stagewright.executor.training.model_checks import (
+    require_accumulated,
     require_capturable,
     require_clip_norm,
     require_joint_steps,
@@ -81,6 +82,9 @@ class Executor:
         What else belongs to a checkpoint: an object with ``state_dict()`` and
         ``load_state_dict(state)``, the same on every rank. The state, of anything that can be
         pickled, is rank 0's.
+    accumulate
+        The number of mini-batches whose gradients make an update: that of the mean of their
+        losses, or where losses are sums, of the sum over all counts. `step` takes one of them.
     example
         The inputs of a mini-batch, whose values do not count. It is needed for a module that is
         called with keywords or plain values, or cannot be traced without sizes, as the models of
@@ -142,6 +146,7 @@ class Executor:
         groups: ParameterGroups = MappingProxyType({}),
         schedule: MakeSchedule | None = None,
         extra: Stateful | None = None,
+        accumulate: int = 1,
         example: Batch | None = None,
         clip_norm: float | None = None,
         seed: int = 0,
@@ -154,6 +159,8 @@ class Executor:
         require_torch()
         require_clip_norm(plan, clip_norm)
         require_known_tensor_plan(plan)
+        require_accumulated(plan, accumulate, traced=trace)
+        self._accumulate = accumulate
         takes_loss = loss is None and isinstance(example, Mapping)
         loss = loss or (own_loss if takes_loss else cross_entropy)
         require_no_parameters(loss)
@@ -236,7 +243,9 @@ class Executor:
         if is_whole:
             self._recorder.begin(self.steps_done)
         own = tuple(one.to(self._rank.device) for one in given if 0 in self._stages)
-        losses = self._carried_out(partial(interpreter.run, own, wanted, self.steps_done))
+        updates = (self.steps_done + 1) % self._accumulate == 0
+        run = partial(interpreter.run, own, wanted, self.steps_done, updates=updates)
+        losses = self._carried_out(run)
         self._model.require_same_gradients(self._weights)
         self.steps_done += 1
         if not self.plan.is_periodic:
@@ -272,6 +281,11 @@ class Executor:
             raise InputError(
                 f"mini-batches are in flight after step {self.steps_done}: call finish() on all "
                 "ranks first"
+            )
+        if self.steps_done % self._accumulate:
+            raise InputError(
+                f"after {self.steps_done} mini-batches the update of the last "
+                f"{self.steps_done % self._accumulate} is missing: it takes {self._accumulate}"
             )
 
     def _interpreter(self, given: tuple[Tensor, ...]) -> Interpreter:
@@ -453,6 +467,7 @@ class Executor:
             shared.squares,
             self._clip_norm,
             shared.overlapping() if self.plan.is_periodic else None,
+            self._accumulate,
         )
         return Preparation(
             rank=self._rank,

@@ -1,7 +1,7 @@
 """The training loop of one rank: mini-batches, steps, checkpoints, results."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -20,6 +20,7 @@ from stagewright.executor.training.checkpoint import Header
 from stagewright.executor.training.logs import OnStep, StepReport, peak_bytes
 from stagewright.executor.training.losses import Loss, cross_entropy
 from stagewright.executor.training.model_checks import (
+    require_accumulated,
     require_capturable,
     require_clip_norm,
     require_known_tensor_plan,
@@ -58,9 +59,9 @@ class Task:
     ``data`` makes one pass over the mini-batches; without a ``loss`` it is cross-entropy, or the
     model's own where mini-batches are keywords;
     ``clip_norm`` is the most that the norm of all gradients may be; ``dtype`` is the type of a
-    pipeline's parameters; ``steps`` counts those of an earlier run that is resumed. A checkpoint is
-    written to the folder ``checkpoints`` every ``checkpoint_every`` steps and at the end. ``graph``
-    as in `Executor`.
+    pipeline's parameters; ``steps`` counts those of an earlier run that is resumed; each takes
+    ``accumulate`` mini-batches. A checkpoint is written to the folder ``checkpoints`` every
+    ``checkpoint_every`` steps and at the end. ``graph`` as in `Executor`.
     """
 
     plan: PipelinePlan | OperatorPlan
@@ -70,6 +71,7 @@ class Task:
     optimizer: NamedOptimizer
     groups: ParameterGroups
     schedule: Schedule | None
+    accumulate: int
     clip_norm: float | None
     steps: int
     seed: int
@@ -91,6 +93,7 @@ class Task:
             return
         require_clip_norm(self.plan, self.clip_norm)
         require_known_tensor_plan(self.plan)
+        require_accumulated(self.plan, self.accumulate, traced=self.trace is not None)
         require_not_captured(self.schedule, captured=self.graph)
         if self.graph:
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -103,6 +106,7 @@ class Task:
             ("dtype", self.dtype is not None),
             ("graph", self.graph),
             ("groups", bool(self.groups)),
+            ("accumulate", self.accumulate != 1),
             ("schedule", self.schedule is not None),
         ):
             if given:
@@ -114,7 +118,9 @@ class Task:
         """The header of a checkpoint after ``steps``."""
         plan = self.plan
         weights = "flush" if isinstance(plan, OperatorPlan) else plan.weights
-        return Header(steps, weights, self.optimizer.name, str(self.schedule or "none"))
+        return Header(
+            steps, weights, self.optimizer.name, str(self.schedule or "none"), self.accumulate
+        )
 
     def pair(self, batch: Any) -> tuple[Any, Any]:
         """A mini-batch as (inputs, targets); see `pair`."""
@@ -141,6 +147,7 @@ class Task:
             self.optimizer,
             groups=self.groups,
             schedule=self.schedule,
+            accumulate=self.accumulate,
             example=batch[0],
             clip_norm=self.clip_norm,
             seed=self.seed,
@@ -189,14 +196,14 @@ def train(
     reporter = executor.reporter
     history = TrainingHistory()
     batches = chain([ahead], batches)
-    first = executor.steps_done
-    for _ in range(first):
+    first = executor.steps_done // task.accumulate
+    for _ in range(executor.steps_done):
         next(batches)
     for step in range(first + 1, task.steps + 1):
         member.place = f"at step {step}"
-        batch = task.pair(next(batches))
+        given = [task.pair(next(batches)) for _ in range(task.accumulate)]
         rate, start = _learning_rate(executor), time.perf_counter()
-        losses = _step(executor, batch, to_the_end=_is_due(task, step))
+        losses = _step(executor, given, to_the_end=_is_due(task, step))
         history.seconds.append(time.perf_counter() - start)
         for loss in losses if member.rank == reporter else ():
             history.losses.append(loss)
@@ -205,7 +212,7 @@ def train(
                 StepReport(
                     step=first + len(history.losses),
                     loss=loss,
-                    samples_per_second=_samples(batch) / seconds,
+                    samples_per_second=sum(map(_samples, given)) / seconds,
                     seconds=seconds,
                     learning_rate=rate,
                     peak_bytes=peak_bytes(member.device),
@@ -289,13 +296,21 @@ def pair(batch: Any, *, has_loss: bool = True) -> tuple[Any, Any]:
 def _resume(executor: AnyExecutor, path: Path) -> None:
     checkpoint.require_same_model(path, executor.state())
     keys = executor.wanted(checkpoint.read_kinds(path))
-    executor.load_state(checkpoint.read(path, keys), checkpoint.read_header(path).steps)
+    header = checkpoint.read_header(path)
+    steps = header.steps * header.accumulate
+    executor.load_state(checkpoint.read(path, keys), steps)
 
 
-def _step(executor: AnyExecutor, batch: tuple[Any, Any], *, to_the_end: bool) -> list[float]:
-    """Do a step, ``to_the_end`` with the mini-batches in flight; the losses known then."""
-    loss = executor.step(*batch)
-    losses = [] if loss is None else [loss]
+def _step(
+    executor: AnyExecutor, batches: Sequence[tuple[Any, Any]], *, to_the_end: bool
+) -> list[float]:
+    """Do a step, ``to_the_end`` with the mini-batches in flight; the losses known then.
+
+    One loss is the mean of those of several ``batches``.
+    """
+    losses = [loss for batch in batches if (loss := executor.step(*batch)) is not None]
+    if len(batches) > 1 and losses:
+        losses = [sum(losses) / len(losses)]
     return losses + (executor.finish() if to_the_end else [])
 
 

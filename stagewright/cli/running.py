@@ -55,7 +55,11 @@ def run(
     ],
     steps: Annotated[
         int,
-        typer.Option(help="Total number of mini-batches to train on.", min=1, show_default=False),
+        typer.Option(
+            help="Total number of steps; each takes a mini-batch, or those of --accumulate.",
+            min=1,
+            show_default=False,
+        ),
     ],
     loss: LossFunction = None,
     optimizer: Optimizer = "sgd:lr=0.01",
@@ -75,6 +79,10 @@ def run(
             metavar="KIND[:KEY=VALUE,...]",
         ),
     ] = None,
+    accumulate: Annotated[
+        int,
+        typer.Option(help="Mini-batches whose gradients make an update, which is a step.", min=1),
+    ] = 1,
     clip_norm: ClipNorm = None,
     seed: Seed = 0,
     dtype: Annotated[
@@ -160,6 +168,7 @@ def run(
             optimizer=stepping,
             groups=parse_groups(group, stepping),
             schedule=None if schedule is None else parse_schedule(schedule, steps),
+            accumulate=accumulate,
             clip_norm=clip_norm,
             steps=steps,
             seed=seed,

@@ -258,3 +258,99 @@ def test_schedulers_that_need_more_than_steps_are_refused() -> None:
     plan = make.gpipe(make.straight([4]), MICROBATCHES)
     with pytest.raises(InputError, match="by the number of steps, got ReduceLROnPlateau"):
         Executor(plan, model(), schedule=torch.optim.lr_scheduler.ReduceLROnPlateau)
+
+
+# --- Several mini-batches for an update ---------------------------------------------------------
+
+
+def sparse_loss(output: Any, targets: Any) -> Any:
+    """A sum over the samples that are not of class 0, and their number."""
+    counts = targets != 0
+    each = F.cross_entropy(output, targets, reduction="none")
+    return (each * counts).sum(), counts.sum()
+
+
+def mean_loss(output: Any, targets: Any) -> Any:
+    return F.cross_entropy(output, targets)
+
+
+def accumulated(
+    _: Any, rank: int, plan: PipelinePlan, model: Any, given: Any, loss: Any, options: Any
+) -> Any:
+    executor = Executor(plan, model, loss, ADAMW, dtype=torch.float64, accumulate=2, **options)
+    losses = [executor.step(*batch) for batch in given]
+    return executor.parameters_on_first_rank(), losses
+
+
+def plain_accumulated(module: Any, given: Any, loss: Any, clip: float, schedule: Any) -> Any:
+    optimizer = ADAMW([*module.parameters()])
+    scheduler = schedule(optimizer)
+    for pair in zip(given[::2], given[1::2], strict=True):
+        optimizer.zero_grad()
+        found = [loss(module(inputs), targets) for inputs, targets in pair]
+        if loss is sparse_loss:
+            (sum(one for one, _ in found) / sum(count for _, count in found)).backward()
+        else:
+            for one in found:
+                (one / 2).backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), clip)
+        optimizer.step()
+        scheduler.step()
+    return module.state_dict()
+
+
+@pytest.mark.parametrize("name", ["two stages", "split"])
+@pytest.mark.parametrize("loss", [mean_loss, sparse_loss])
+@pytest.mark.parametrize("clip_norm", [None, 0.05])
+def test_an_update_by_two_mini_batches(
+    ranks: Ranks, name: str, loss: Any, clip_norm: float | None
+) -> None:
+    """The second two are of different sizes."""
+    plan, schedule = PLANS[name](), SCHEDULES["steps"]
+    longer, targets = vectors(4 * MICROBATCHES, 9)
+    given = [*batches()[:2], (longer.double(), targets), batches()[2]]
+    world = len({one for stage in plan.stages for one in stage.devices})
+    options = {"clip_norm": clip_norm, "schedule": schedule}
+    found = ranks.run(accumulated, world, plan, model(), given, loss, options)[0]
+    clip = float("inf") if clip_norm is None else clip_norm
+    require_equal(found[0], plain_accumulated(model(), given, loss, clip, schedule))
+
+
+def test_tied_parameters_are_accumulated(ranks: Ranks) -> None:
+    torch.manual_seed(0)
+    module = EXAMPLES["tied-transformer"].build().double()
+    layers = len(capture(module).layers)
+    plan = make.one_f_one_b(make.straight([3, layers - 3]), 2)
+    given = [EXAMPLES["tied-transformer"].batch(4, i) for i in range(4)]
+    options: dict[str, Any] = {"schedule": None}
+    found = ranks.run(accumulated, 2, plan, module, given, mean_loss, options)[0]
+    same = partial(torch.optim.lr_scheduler.ConstantLR, factor=1.0)
+    expected = plain_accumulated(module, given, mean_loss, float("inf"), same)
+    require_equal(found[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("plan", "options", "complaint"),
+    [
+        (
+            "stash",
+            {"accumulate": 2},
+            "accumulate needs a finite plan with 'flush' weights .* 'stash'",
+        ),
+        ("double-buffer", {"accumulate": 2}, "accumulate needs a finite plan"),
+        ("two stages", {"accumulate": 0}, "accumulate must be a number of mini-batches from 1 on"),
+        ("two stages", {"accumulate": 2, "trace": True}, "leave one of the two out"),
+    ],
+)
+def test_what_cannot_accumulate_is_refused(plan: str, options: Any, complaint: str) -> None:
+    with pytest.raises(InputError, match=complaint):
+        Executor(PLANS[plan](), model(), **options)
+
+
+def test_half_an_update_is_not_in_a_checkpoint() -> None:
+    executor = Executor(make.gpipe(make.straight([4]), 4), model(), accumulate=2)
+    executor.step(*vectors(8))
+    with pytest.raises(InputError, match="the update of the last 1 is missing: it takes 2"):
+        executor.state()
+    executor.step(*vectors(8))
+    assert executor.state()

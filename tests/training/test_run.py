@@ -107,6 +107,36 @@ def test_a_killed_run_is_resumed_to_the_bit(job: Job, killed: Path) -> None:
     assert left == ["step-00000004", "step-00000005"]
 
 
+def test_steps_of_two_mini_batches_are_those_of_a_plain_loop(job: Job) -> None:
+    """Also when a run is killed, and resumed by another plan."""
+    import jobs
+
+    options = ("--accumulate", 2, "--steps", 3, "--optimizer", "sgd:lr=0.1,momentum=0.9")
+    folder = ("--checkpoint", "accumulated", "--checkpoint-every", 1)
+    job.run(*options, *folder, code=1, MISHAP="kill 1 5")
+    _, complaints = job.run(
+        *("--checkpoint", "accumulated", "--resume", "--optimizer", "sgd"), code=2
+    )
+    assert complaints == [
+        "stagewright: accumulated/step-00000002 is of a run with accumulate 2, this one has 1"
+    ]
+    resumed = ("--resume", "--save-parameters", "accumulated.pt", "--json")
+    document = json.loads(job.run(*options, *folder, *resumed, plan="one.json")[0])
+
+    torch.manual_seed(0)
+    module = jobs.model().double()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    batches = list(islice(mini_batches(jobs.double_batches, 0), 6))
+    for pair in zip(batches[::2], batches[1::2], strict=True):
+        losses = [torch.nn.functional.cross_entropy(module(x), y) for x, y in pair]
+        optimizer.zero_grad()
+        for loss in losses:
+            (loss / 2).backward()
+        optimizer.step()
+    assert document["losses"] == [pytest.approx(sum(one.item() for one in losses) / 2, rel=1e-9)]
+    require_equal(job.parameters("accumulated.pt"), module.state_dict(), 1e-9)
+
+
 def test_steps_are_logged_and_a_resumed_run_goes_on(job: Job) -> None:
     options = ("--schedule", "linear", "--log", "steps.csv", "--checkpoint", "logged")
     job.run(*options, "--checkpoint-every", 2, code=1, MISHAP="kill 0 4")
@@ -339,6 +369,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("--schedule cosine:1", "write KIND:KEY=VALUE"),
         ("--log steps.txt", "--log steps.txt: the name must end in .csv"),
         ("--log nowhere/steps.csv", "nowhere does not exist"),
+        ("--accumulate 0", "--accumulate"),
+        ("--accumulate 2 --trace t.json", "accumulate: most mini-batches have no update to trace"),
         ("--model jobs:nobody", "--model"),
         ("--data nowhere:batches", "--data"),
         ("--loss jobs:nobody", "--loss"),
