@@ -29,6 +29,7 @@ from stagewright.executor.training.operators.executor import OperatorExecutor
 from stagewright.executor.training.parameter_files import require_format, write_parameters
 from stagewright.executor.training.ranks.endings import Member
 from stagewright.executor.training.runtime import Executor
+from stagewright.executor.training.skipping import begin_pass
 from stagewright.executor.training.stages.initialise import Model
 from stagewright.executor.training.stages.learning_rates import Schedule, require_not_captured
 from stagewright.executor.training.stages.parameter_groups import ParameterGroups
@@ -188,7 +189,7 @@ def train(
         )
     told = tell if member.rank == 0 else lambda _: None
     path = checkpoint.find(task.checkpoints, task.resume, task.header(task.steps), told)
-    batches = mini_batches(task.data, task.seed)
+    batches = mini_batches(task.data, task.seed, 0 if path is None else _seen(path))
     ahead = next(batches)
     executor = task.executor(task.pair(ahead), member.device)
     if path is not None:
@@ -197,8 +198,6 @@ def train(
     history = TrainingHistory()
     batches = chain([ahead], batches)
     first = executor.steps_done // task.accumulate
-    for _ in range(executor.steps_done):
-        next(batches)
     for step in range(first + 1, task.steps + 1):
         member.place = f"at step {step}"
         given = [task.pair(next(batches)) for _ in range(task.accumulate)]
@@ -241,8 +240,8 @@ def devices_of_any(plan: PipelinePlan | OperatorPlan) -> tuple[str, ...]:
     return devices_of(plan) if isinstance(plan, OperatorPlan) else plan_devices(plan)
 
 
-def mini_batches(data: Callable[[], Iterable[Any]], seed: int) -> Iterator[Any]:
-    """The mini-batches of ``data``, pass after pass, without end.
+def mini_batches(data: Callable[[], Iterable[Any]], seed: int, skipped: int = 0) -> Iterator[Any]:
+    """The mini-batches of ``data`` after the first ``skipped``, pass after pass, without end.
 
     They have a separate random state: draws of the executor differ from rank to rank, and all ranks
     must see the same mini-batches.
@@ -259,7 +258,8 @@ def mini_batches(data: Callable[[], Iterable[Any]], seed: int) -> Iterator[Any]:
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(state)
             if batches is None:
-                batches, is_new = iter(data()), True
+                batches, count = begin_pass(data(), skipped)
+                skipped, is_new = skipped - count, count == 0
             try:
                 batch = next(batches)
             except StopIteration:
@@ -296,9 +296,13 @@ def pair(batch: Any, *, has_loss: bool = True) -> tuple[Any, Any]:
 def _resume(executor: AnyExecutor, path: Path) -> None:
     checkpoint.require_same_model(path, executor.state())
     keys = executor.wanted(checkpoint.read_kinds(path))
+    executor.load_state(checkpoint.read(path, keys), _seen(path))
+
+
+def _seen(path: Path) -> int:
+    """The mini-batches of the run that wrote a checkpoint."""
     header = checkpoint.read_header(path)
-    steps = header.steps * header.accumulate
-    executor.load_state(checkpoint.read(path, keys), steps)
+    return header.steps * header.accumulate
 
 
 def _step(
