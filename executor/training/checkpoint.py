@@ -48,6 +48,8 @@ class Header:
     steps: int
     weights: Weights
     optimizer: str
+    schedule: str = "none"
+    accumulate: int = 1
     format: Literal["stagewright-checkpoint"] = FORMAT
     version: Literal[1] = VERSION
 
@@ -240,7 +242,7 @@ def _require_reachable(path: Path, goal: Header) -> None:
     found = read_header(path)
     if found.steps >= goal.steps:
         raise InputError(f"{path} has done {found.steps} of {goal.steps} steps; nothing is left")
-    for name in ("weights", "optimizer"):
+    for name in ("weights", "optimizer", "schedule", "accumulate"):
         theirs, ours = getattr(found, name), getattr(goal, name)
         if theirs != ours:
             raise InputError(f"{path} is of a run with {name} {theirs!r}, this one has {ours!r}")

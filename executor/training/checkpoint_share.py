@@ -1,14 +1,28 @@
 """The share of a checkpoint that a rank writes and reads."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from stagewright.executor.training.packing import packed, unpacked
 from stagewright.executor.training.ranks.rank import Rank
 from stagewright.executor.training.stages.staged_model import StagedModel
 from stagewright.executor.training.stages.weights import Weights
 from stagewright.graphs.documents.errors import InputError
+
+SCHEDULE, EXTRA = "schedule.state", "extra.state"
+
+
+class Stateful(Protocol):
+    """What a user adds to checkpoints."""
+
+    def state_dict(self) -> Any:
+        """What is written; anything that can be pickled."""
+
+    def load_state_dict(self, state: Any, /) -> object:
+        """Continue with what was written."""
 
 
 class CheckpointShare:
@@ -16,10 +30,19 @@ class CheckpointShare:
 
     ``model.NAME`` are parameters and buffers under the model's own names, ``optimizer.NAME.KEY``
     what the optimizer keeps for a parameter, and ``previous.NAME`` the weights before the last
-    update, where the plan computes on them. ``weights`` are by stage of this rank.
+    update, where the plan computes on them; ``schedule.state`` is that of the learning rates,
+    ``extra.state`` that of ``extra``.
+    ``weights`` are by stage of this rank.
     """
 
-    def __init__(self, rank: Rank, model: StagedModel, weights: Mapping[int, Weights]) -> None:
+    def __init__(
+        self,
+        rank: Rank,
+        model: StagedModel,
+        weights: Mapping[int, Weights],
+        extra: Stateful | None = None,
+    ) -> None:
+        self._extra = extra
         self._rank, self._model, self._weights = rank, model, weights
         self._buffered = rank.plan.weight_rule.staleness > 0
 
@@ -33,7 +56,19 @@ class CheckpointShare:
             if self._rank.is_in_first_group(s):
                 own = self._model_state(s) | self._optimizer_state(s)
                 found |= own if self._rank.first(s) == self._rank.number else {}
-        return found
+        if self._extra is not None and self._rank.number == 0:
+            found[EXTRA] = packed(self._extra.state_dict())
+        return found | self._schedule_state()
+
+    def _schedule_state(self) -> dict[str, Tensor]:
+        """The state of the learning rates, which all stages have: of the first that is trained."""
+        if not self._model.trained:
+            return {}
+        s = min(self._model.stages_of[name][0] for name in self._model.trained)
+        rates = self._weights[s].rates if s in self._weights else None
+        if rates is None or self._rank.first(s) != self._rank.number:
+            return {}
+        return {SCHEDULE: packed(rates.state())}
 
     def _whole(self, s: int, name: str, one: Tensor) -> Tensor:
         """A tensor of the shape of parameter ``name``, or one that is whole anyway."""
@@ -65,7 +100,10 @@ class CheckpointShare:
         own = {name for s, one in self._weights.items() for name in self._model.tensors(s, one)}
         kinds = ["model", "optimizer"]
         kinds += ["previous"] if self._buffered else []
-        return [key for key in keys if _belongs(key, own, kinds)]
+        rates = any(one.rates is not None for one in self._weights.values())
+        others = {SCHEDULE} if rates else set()
+        others |= {EXTRA} if self._extra is not None else set()
+        return [key for key in keys if _belongs(key, own, kinds) or key in others]
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy ``tensors`` into the model and the optimizers.
@@ -83,6 +121,14 @@ class CheckpointShare:
                 with torch.no_grad():
                     one.copy_(own[f"model.{name}"])
             weights.load(own, buffered=self._buffered)
+            if weights.rates is not None:
+                if SCHEDULE not in tensors:
+                    raise InputError("the checkpoint has no learning rates of a schedule")
+                weights.rates.load(unpacked(tensors[SCHEDULE]))
+        if self._extra is not None:
+            if EXTRA not in tensors:
+                raise InputError("the checkpoint has no state for extra")
+            self._extra.load_state_dict(unpacked(tensors[EXTRA]))
 
     def _own(self, s: int, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The tensors of a checkpoint, or this rank's shards of those that a stage divides."""

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from math import isfinite
 
 import torch
@@ -34,6 +35,24 @@ def require_clip_norm(plan: PipelinePlan, clip_norm: float | None) -> None:
             "clip_norm needs all gradients before the first update: in a plan that begins with the "
             "backwards the forwards of a stage wait for its own; plan one that begins with the "
             "forwards"
+        )
+
+
+def require_accumulated(plan: PipelinePlan, accumulate: int, *, traced: bool) -> None:
+    """Refuse to sum up the gradients of mini-batches where each has its own updates."""
+    if accumulate < 1:
+        raise InputError(f"accumulate must be a number of mini-batches from 1 on, got {accumulate}")
+    if accumulate == 1:
+        return
+    if plan.spans_steps or plan.weight_rule != FLUSH:
+        begins = " and begins with the backwards" if plan.is_backward_first else ""
+        raise InputError(
+            "accumulate needs a finite plan with 'flush' weights that begins with the forwards; "
+            f"this one has {plan.weights!r}{begins}"
+        )
+    if traced:
+        raise InputError(
+            "accumulate: most mini-batches have no update to trace; leave one of the two out"
         )
 
 
@@ -273,7 +292,8 @@ def _stepped(optimizer: torch.optim.Optimizer, parts: int) -> Tensor:
 def clips_by_itself(optimizer: torch.optim.Optimizer) -> str | None:
     """The argument or class by which an optimizer clips gradients by a norm, if it does."""
     name = type(optimizer).__name__
-    for key, value in optimizer.defaults.items():
+    groups = chain.from_iterable(group.items() for group in optimizer.param_groups)
+    for key, value in chain(optimizer.defaults.items(), groups):
         if CLIPPING_ARGUMENT.fullmatch(key) and value:
             return f"{name} with {key}={value}"
     clipping = (one.__name__ for one in type(optimizer).__mro__ if "clip" in one.__name__.lower())

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from functools import partial
 from math import inf
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from stagewright.executor.capture.exported.exporting import Example
 from stagewright.executor.capture.loss_graph import require_no_parameters
-from stagewright.executor.programs.program import stages_on
+from stagewright.executor.programs.program import stages_on, updates_of_iteration
 from stagewright.executor.programs.trace import RankAction, Trace
 from stagewright.executor.training.batches import (
     Batch,
@@ -22,11 +23,12 @@ from stagewright.executor.training.batches import (
     tensors_of_batch,
     typed_inputs,
 )
-from stagewright.executor.training.checkpoint_share import CheckpointShare
+from stagewright.executor.training.checkpoint_share import CheckpointShare, Stateful
 from stagewright.executor.training.interpreter.interpreter import Interpreter
 from stagewright.executor.training.interpreter.joint import Joint
 from stagewright.executor.training.losses import Loss, cross_entropy, own_loss
 from stagewright.executor.training.model_checks import (
+    require_accumulated,
     require_capturable,
     require_clip_norm,
     require_joint_steps,
@@ -41,10 +43,16 @@ from stagewright.executor.training.ranks.groups import make_groups, make_loss_gr
 from stagewright.executor.training.ranks.launch import require_torch
 from stagewright.executor.training.ranks.rank import rank_program, this_rank
 from stagewright.executor.training.stages.initialise import Model, initialise
+from stagewright.executor.training.stages.learning_rates import (
+    MakeSchedule,
+    require_not_captured,
+)
+from stagewright.executor.training.stages.parameter_groups import ParameterGroups, require_groups
 from stagewright.executor.training.stages.shared_gradients import SharedGradients
 from stagewright.executor.training.stages.staged_model import StagedModel
 from stagewright.executor.training.stages.weights import MakeOptimizer, Weights
 from stagewright.executor.training.trace_recorder import TraceRecorder
+from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError
 
@@ -68,12 +76,27 @@ class Executor:
         which are updated after every microbatch, it is normalised over each. By default
         cross-entropy, without the labels that are -100; or, where the ``example`` is of keywords,
         the loss that the model returns, a mean over each microbatch.
+    schedule
+        Makes a scheduler of torch.optim.lr_scheduler for an optimizer: ``Schedule("cosine",
+        total=1000, warmup=100)``, or ``partial(StepLR, step_size=10)``. It goes on with every
+        mini-batch, also where each microbatch is an update; its state is a part of `state`.
+    extra
+        What else belongs to a checkpoint: an object with ``state_dict()`` and
+        ``load_state_dict(state)``, the same on every rank. The state, of anything that can be
+        pickled, is rank 0's.
+    accumulate
+        The number of mini-batches whose gradients make an update: that of the mean of their
+        losses, or where losses are sums, of the sum over all counts. `step` takes one of them.
     example
         The inputs of a mini-batch, whose values do not count. It is needed for a module that is
         called with keywords or plain values, or cannot be traced without sizes, as the models of
         ``transformers``; all mini-batches then have its structure.
     optimizer
         Makes an optimizer for a list of parameters; there is one for each stage.
+    groups
+        Other arguments of the optimizer for some parameters, by regular expression:
+        ``{"norm|bias": {"weight_decay": 0.0}}``. A parameter belongs to the first one that is found
+        in its name. The optimizer is then made of a list of torch's mappings.
     clip_norm
         The maximum of the norm of all gradients together, as in
         ``torch.nn.utils.clip_grad_norm_`` for the whole model.
@@ -124,6 +147,10 @@ class Executor:
         loss: Loss | None = None,
         optimizer: MakeOptimizer = OPTIMIZER,
         *,
+        groups: ParameterGroups = MappingProxyType({}),
+        schedule: MakeSchedule | None = None,
+        extra: Stateful | None = None,
+        accumulate: int = 1,
         example: Batch | None = None,
         clip_norm: float | None = None,
         seed: int = 0,
@@ -137,6 +164,8 @@ class Executor:
         require_torch()
         require_clip_norm(plan, clip_norm)
         require_known_tensor_plan(plan)
+        require_accumulated(plan, accumulate, traced=trace)
+        self._accumulate = accumulate
         takes_loss = loss is None and isinstance(example, Mapping)
         loss = loss or (own_loss if takes_loss else cross_entropy)
         require_no_parameters(loss)
@@ -156,9 +185,11 @@ class Executor:
         holders = {name: self._model.holders(name) for name in self._model.tied}
         self._groups = make_groups(self._rank, holders, timeout)
         self._model.shard(self._rank, self._groups.tensor)
-        self._weights = self._make_weights(optimizer)
+        require_groups(groups, self._model.trained)
+        require_not_captured(schedule, captured=graph)
+        self._weights = self._make_weights(optimizer, groups, schedule)
         self._preparation = self._prepare(make_loss_group(self._rank, timeout), graph, compile)
-        self._checkpoint = CheckpointShare(self._rank, self._model, self._weights)
+        self._checkpoint = CheckpointShare(self._rank, self._model, self._weights, extra)
         self._recorder = TraceRecorder(self._rank, dtype, enabled=trace)
         self._interpreters: OrderedDict[object, Interpreter] = OrderedDict()
         self._running: Interpreter | None = None  # of a plan that spans steps
@@ -217,7 +248,9 @@ class Executor:
         if is_whole:
             self._recorder.begin(self.steps_done)
         own = tuple(one.to(self._rank.device) for one in given if 0 in self._stages)
-        losses = self._carried_out(partial(interpreter.run, own, wanted, self.steps_done))
+        updates = (self.steps_done + 1) % self._accumulate == 0
+        run = partial(interpreter.run, own, wanted, self.steps_done, updates=updates)
+        losses = self._carried_out(run)
         self._model.require_same_gradients(self._weights)
         self.steps_done += 1
         if not self.plan.is_periodic:
@@ -253,6 +286,11 @@ class Executor:
             raise InputError(
                 f"mini-batches are in flight after step {self.steps_done}: call finish() on all "
                 "ranks first"
+            )
+        if self.steps_done % self._accumulate:
+            raise InputError(
+                f"after {self.steps_done} mini-batches the update of the last "
+                f"{self.steps_done % self._accumulate} is missing: it takes {self._accumulate}"
             )
 
     def _interpreter(self, given: tuple[Tensor, ...]) -> Interpreter:
@@ -299,8 +337,8 @@ class Executor:
 
         ``model.NAME`` are parameters and buffers under the model's own names,
         ``optimizer.NAME.KEY`` what the optimizer keeps for a parameter, and ``previous.NAME`` the
-        weights before the last update, where the plan computes on them. The next step changes these
-        tensors.
+        weights before the last update, where the plan computes on them; ``schedule.state`` is that
+        of the learning rates, ``extra.state`` the caller's. The next step changes these tensors.
 
         Raises
         ------
@@ -391,7 +429,12 @@ class Executor:
         require_whole_gradients(self.plan, model, staged.stages_of)
         return staged
 
-    def _make_weights(self, optimizer: MakeOptimizer) -> dict[int, Weights]:
+    def _make_weights(
+        self,
+        optimizer: MakeOptimizer,
+        groups: ParameterGroups,
+        schedule: MakeSchedule | None,
+    ) -> dict[int, Weights]:
         made = {
             s: Weights(
                 [layer.module for layer in layers],
@@ -399,12 +442,22 @@ class Executor:
                 self._model.tied,
                 optimizer,
                 versions=self.plan.weight_rule.versions,
+                groups=groups,
+                schedule=schedule,
+                updates=self._updates(s),
                 two_gradients=needs_two_gradients(self.plan, self._families, s),
             )
             for s, layers in self._model.modules.items()
         }
         require_joint_steps(self.plan, (one.optimizer for one in made.values()))
         return made
+
+    def _updates(self, s: int) -> int:
+        """How often a step updates the weights of a stage."""
+        if self.plan.is_periodic:
+            return updates_of_iteration(self.plan)
+        own = (one.action for one in self._program.row if one.action.kind is ActionKind.UPDATE)
+        return sum(action.stage == s for action in own)
 
     def _find_families(self) -> set[frozenset[int]]:
         """Stages that share a trained parameter; all stages, if gradients are clipped."""
@@ -424,6 +477,7 @@ class Executor:
             shared.squares,
             self._clip_norm,
             shared.overlapping() if self.plan.is_periodic else None,
+            self._accumulate,
         )
         return Preparation(
             rank=self._rank,

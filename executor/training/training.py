@@ -1,8 +1,7 @@
 """The training loop of one rank: mini-batches, steps, checkpoints, results."""
 
-import io
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -10,31 +9,35 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.optim import Optimizer
 
 from stagewright.executor.programs.operators.placed import devices_of
 from stagewright.executor.programs.program import plan_devices
 from stagewright.executor.programs.trace import save_trace
 from stagewright.executor.training import checkpoint
+from stagewright.executor.training.batches import tensors_of_batch
 from stagewright.executor.training.checkpoint import Header
+from stagewright.executor.training.logs import OnStep, StepReport, peak_bytes
 from stagewright.executor.training.losses import Loss, cross_entropy
 from stagewright.executor.training.model_checks import (
+    require_accumulated,
     require_capturable,
     require_clip_norm,
     require_known_tensor_plan,
 )
 from stagewright.executor.training.operators.executor import OperatorExecutor
+from stagewright.executor.training.parameter_files import require_format, write_parameters
 from stagewright.executor.training.ranks.endings import Member
 from stagewright.executor.training.runtime import Executor
+from stagewright.executor.training.skipping import begin_pass
 from stagewright.executor.training.stages.initialise import Model
+from stagewright.executor.training.stages.learning_rates import Schedule, require_not_captured
+from stagewright.executor.training.stages.parameter_groups import ParameterGroups
 from stagewright.formulations.operators.plan import OperatorPlan
 from stagewright.formulations.plans.plan import PipelinePlan
-from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 
 AnyExecutor = Executor | OperatorExecutor
-Report = Callable[[int, float, float], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +48,8 @@ class NamedOptimizer:
     kind: type[Optimizer]
     arguments: Mapping[str, Any]
 
-    def __call__(self, parameters: list[nn.Parameter]) -> Optimizer:
-        """Make the optimizer of ``parameters``."""
+    def __call__(self, parameters: list[Any]) -> Optimizer:
+        """Make the optimizer of ``parameters``, or of torch's mappings for groups of them."""
         return self.kind(parameters, **self.arguments)
 
 
@@ -57,9 +60,9 @@ class Task:
     ``data`` makes one pass over the mini-batches; without a ``loss`` it is cross-entropy, or the
     model's own where mini-batches are keywords;
     ``clip_norm`` is the most that the norm of all gradients may be; ``dtype`` is the type of a
-    pipeline's parameters; ``steps`` counts those of an earlier run that is resumed. A checkpoint is
-    written to the folder ``checkpoints`` every ``checkpoint_every`` steps and at the end. ``graph``
-    and ``compile`` as in `Executor`.
+    pipeline's parameters; ``steps`` counts those of an earlier run that is resumed; each takes
+    ``accumulate`` mini-batches. A checkpoint is written to the folder ``checkpoints`` every
+    ``checkpoint_every`` steps and at the end. ``graph`` and ``compile`` as in `Executor`.
     """
 
     plan: PipelinePlan | OperatorPlan
@@ -67,6 +70,9 @@ class Task:
     data: Callable[[], Iterable[Any]]
     loss: Loss | None
     optimizer: NamedOptimizer
+    groups: ParameterGroups
+    schedule: Schedule | None
+    accumulate: int
     clip_norm: float | None
     steps: int
     seed: int
@@ -83,11 +89,14 @@ class Task:
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**31:
             raise InputError(f"the seed must be from 0 to {2**31 - 1}, got {self.seed}")
+        require_format(self.parameters)
         if isinstance(self.plan, OperatorPlan):
             self._require_captured()
             return
         require_clip_norm(self.plan, self.clip_norm)
         require_known_tensor_plan(self.plan)
+        require_accumulated(self.plan, self.accumulate, traced=self.trace is not None)
+        require_not_captured(self.schedule, captured=self.graph)
         if self.graph:
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
             require_capturable(self.plan, device, traced=self.trace is not None)
@@ -99,6 +108,9 @@ class Task:
             ("dtype", self.dtype is not None),
             ("graph", self.graph),
             ("compile", self.compile),
+            ("groups", bool(self.groups)),
+            ("accumulate", self.accumulate != 1),
+            ("schedule", self.schedule is not None),
         ):
             if given:
                 raise InputError(
@@ -109,7 +121,9 @@ class Task:
         """The header of a checkpoint after ``steps``."""
         plan = self.plan
         weights = "flush" if isinstance(plan, OperatorPlan) else plan.weights
-        return Header(steps, weights, self.optimizer.name)
+        return Header(
+            steps, weights, self.optimizer.name, str(self.schedule or "none"), self.accumulate
+        )
 
     def pair(self, batch: Any) -> tuple[Any, Any]:
         """A mini-batch as (inputs, targets); see `pair`."""
@@ -134,6 +148,9 @@ class Task:
             self.model,
             self.loss,
             self.optimizer,
+            groups=self.groups,
+            schedule=self.schedule,
+            accumulate=self.accumulate,
             example=batch[0],
             clip_norm=self.clip_norm,
             seed=self.seed,
@@ -159,13 +176,13 @@ class TrainingHistory:
 
 
 def train(
-    task: Task, member: Member, report: Report, tell: Callable[[str], None]
+    task: Task, member: Member, on_step: OnStep, tell: Callable[[str], None]
 ) -> TrainingHistory:
     """Carry out ``task`` as one of its ranks.
 
-    ``report`` is called with number, loss and seconds of every step, on one rank that knows them,
-    as soon as it does; ``tell``, on the first rank, with notes for the user. Every rank returns
-    the same losses and times.
+    ``on_step`` is called for every step, on one rank that knows its loss, as soon as it does;
+    ``tell``, on the first rank, with notes for the user. Every rank returns the same losses and
+    times.
     """
     devices = devices_of_any(task.plan)
     if len(devices) != member.world_size:
@@ -175,7 +192,7 @@ def train(
         )
     told = tell if member.rank == 0 else lambda _: None
     path = checkpoint.find(task.checkpoints, task.resume, task.header(task.steps), told)
-    batches = mini_batches(task.data, task.seed)
+    batches = mini_batches(task.data, task.seed, 0 if path is None else _seen(path))
     ahead = next(batches)
     executor = task.executor(task.pair(ahead), member.device)
     if path is not None:
@@ -183,18 +200,26 @@ def train(
     reporter = executor.reporter
     history = TrainingHistory()
     batches = chain([ahead], batches)
-    first = executor.steps_done
-    for _ in range(first):
-        next(batches)
+    first = executor.steps_done // task.accumulate
     for step in range(first + 1, task.steps + 1):
         member.place = f"at step {step}"
-        batch = task.pair(next(batches))
-        start = time.perf_counter()
-        losses = _step(executor, batch, to_the_end=_is_due(task, step))
+        given = [task.pair(next(batches)) for _ in range(task.accumulate)]
+        rate, start = _learning_rate(executor), time.perf_counter()
+        losses = _step(executor, given, to_the_end=_is_due(task, step))
         history.seconds.append(time.perf_counter() - start)
         for loss in losses if member.rank == reporter else ():
             history.losses.append(loss)
-            report(first + len(history.losses), loss, history.seconds[-1])
+            seconds = history.seconds[-1]
+            on_step(
+                StepReport(
+                    step=first + len(history.losses),
+                    loss=loss,
+                    samples_per_second=sum(map(_samples, given)) / seconds,
+                    seconds=seconds,
+                    learning_rate=rate,
+                    peak_bytes=peak_bytes(member.device),
+                )
+            )
         _save(task, executor, step)
     member.place = "after the last step"
     _write_results(task, executor)
@@ -203,13 +228,23 @@ def train(
     return seen[0]
 
 
+def _learning_rate(executor: AnyExecutor) -> float | None:
+    """That of the rank's first group of parameters now."""
+    optimizers = [] if isinstance(executor, OperatorExecutor) else executor.optimizers
+    return next((float(one.param_groups[0]["lr"]) for one in optimizers), None)
+
+
+def _samples(batch: tuple[Any, Any]) -> int:
+    return len(tensors_of_batch("inputs", batch[0])[0])
+
+
 def devices_of_any(plan: PipelinePlan | OperatorPlan) -> tuple[str, ...]:
     """The devices of a plan, in the order of the ranks."""
     return devices_of(plan) if isinstance(plan, OperatorPlan) else plan_devices(plan)
 
 
-def mini_batches(data: Callable[[], Iterable[Any]], seed: int) -> Iterator[Any]:
-    """The mini-batches of ``data``, pass after pass, without end.
+def mini_batches(data: Callable[[], Iterable[Any]], seed: int, skipped: int = 0) -> Iterator[Any]:
+    """The mini-batches of ``data`` after the first ``skipped``, pass after pass, without end.
 
     They have a separate random state: draws of the executor differ from rank to rank, and all ranks
     must see the same mini-batches.
@@ -226,7 +261,8 @@ def mini_batches(data: Callable[[], Iterable[Any]], seed: int) -> Iterator[Any]:
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(state)
             if batches is None:
-                batches, is_new = iter(data()), True
+                batches, count = begin_pass(data(), skipped)
+                skipped, is_new = skipped - count, count == 0
             try:
                 batch = next(batches)
             except StopIteration:
@@ -263,13 +299,25 @@ def pair(batch: Any, *, has_loss: bool = True) -> tuple[Any, Any]:
 def _resume(executor: AnyExecutor, path: Path) -> None:
     checkpoint.require_same_model(path, executor.state())
     keys = executor.wanted(checkpoint.read_kinds(path))
-    executor.load_state(checkpoint.read(path, keys), checkpoint.read_header(path).steps)
+    executor.load_state(checkpoint.read(path, keys), _seen(path))
 
 
-def _step(executor: AnyExecutor, batch: tuple[Any, Any], *, to_the_end: bool) -> list[float]:
-    """Do a step, ``to_the_end`` with the mini-batches in flight; the losses known then."""
-    loss = executor.step(*batch)
-    losses = [] if loss is None else [loss]
+def _seen(path: Path) -> int:
+    """The mini-batches of the run that wrote a checkpoint."""
+    header = checkpoint.read_header(path)
+    return header.steps * header.accumulate
+
+
+def _step(
+    executor: AnyExecutor, batches: Sequence[tuple[Any, Any]], *, to_the_end: bool
+) -> list[float]:
+    """Do a step, ``to_the_end`` with the mini-batches in flight; the losses known then.
+
+    One loss is the mean of those of several ``batches``.
+    """
+    losses = [loss for batch in batches if (loss := executor.step(*batch)) is not None]
+    if len(batches) > 1 and losses:
+        losses = [sum(losses) / len(losses)]
     return losses + (executor.finish() if to_the_end else [])
 
 
@@ -287,9 +335,7 @@ def _write_results(task: Task, executor: AnyExecutor) -> None:
     if task.parameters is not None:
         parameters = executor.parameters_on_first_rank()
         if parameters is not None:
-            buffer = io.BytesIO()
-            torch.save(parameters, buffer)
-            documents.write_bytes(task.parameters, buffer.getvalue(), "the parameters")
+            write_parameters(task.parameters, parameters)
     if task.trace is not None:
         trace = executor.trace_on_first_rank()
         if trace is not None:

@@ -96,7 +96,7 @@ def capture(
     import torch
 
     from stagewright.cli.factories import load_factory
-    from stagewright.cli.running import parse_optimizer
+    from stagewright.cli.optimizing import parse_optimizer
     from stagewright.executor.capture.steps.analytic import with_analytic_seconds
     from stagewright.executor.capture.steps.factories import resized, share_of, without_values
     from stagewright.executor.capture.steps.step import capture_step

@@ -65,7 +65,7 @@ def profile(
     import torch
 
     from stagewright.cli.factories import load_factory
-    from stagewright.cli.running import parse_optimizer
+    from stagewright.cli.optimizing import parse_optimizer
     from stagewright.executor.measuring.captured import captured_by_size
     from stagewright.executor.measuring.machine import Machine
     from stagewright.executor.measuring.profiling import first_batch, measure_layers

@@ -1,14 +1,12 @@
 """``run``: train a model by a plan."""
 
-import ast
-import inspect
 import math
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -22,19 +20,20 @@ from stagewright.cli.console import (
     print_answer,
     print_lines,
 )
+from stagewright.cli.optimizing import parse_groups, parse_optimizer, parse_schedule
 from stagewright.cli.outputs import Writes, require_folder
 from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
-    import torch
-
-    from stagewright.executor.training.training import NamedOptimizer, Task, TrainingHistory
+    from stagewright.executor.training.logs import OnStep, StepReport
+    from stagewright.executor.training.training import Task, TrainingHistory
     from stagewright.formulations.operators.plan import OperatorPlan
     from stagewright.formulations.plans.plan import PipelinePlan
 
     AnyPlan = PipelinePlan | OperatorPlan
 
-PROGRESS_SECONDS = 0.5  # minimum time between two lines of progress
+PROGRESS_SECONDS = 0.5  # minimum time between two lines of progress on a terminal
+QUIET_SECONDS = 10.0  # and where stderr is a file
 
 
 def run(
@@ -56,10 +55,34 @@ def run(
     ],
     steps: Annotated[
         int,
-        typer.Option(help="Total number of mini-batches to train on.", min=1, show_default=False),
+        typer.Option(
+            help="Total number of steps; each takes a mini-batch, or those of --accumulate.",
+            min=1,
+            show_default=False,
+        ),
     ],
     loss: LossFunction = None,
     optimizer: Optimizer = "sgd:lr=0.01",
+    group: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Other arguments of the optimizer for parameters with a matching name, e.g. "
+            "'norm|bias:weight_decay=0'; repeatable, the first match counts.",
+            metavar="REGEX:KEY=VALUE,...",
+        ),
+    ] = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            help="Learning rates by step: constant, linear or cosine, e.g. "
+            "cosine:warmup=100,min=0.1; min is a fraction of the learning rate, total is --steps.",
+            metavar="KIND[:KEY=VALUE,...]",
+        ),
+    ] = None,
+    accumulate: Annotated[
+        int,
+        typer.Option(help="Mini-batches whose gradients make an update, which is a step.", min=1),
+    ] = 1,
     clip_norm: ClipNorm = None,
     seed: Seed = 0,
     dtype: Annotated[
@@ -80,8 +103,24 @@ def run(
     ] = False,
     save_parameters: Annotated[
         Path | None,
-        typer.Option(help="Write the trained state dict.", metavar="FILE"),
-        Writes(".pt", ".pth", ".bin", ".ckpt"),
+        typer.Option(
+            help="Write the trained state dict: .safetensors, or a pickle.", metavar="FILE"
+        ),
+        Writes(".pt", ".pth", ".bin", ".ckpt", ".safetensors"),
+    ] = None,
+    log: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write a row for each step: loss, samples per second, seconds, learning rate and "
+            "peak memory of the rank that knows the loss.",
+            metavar="FILE",
+        ),
+        Writes(".csv"),
+    ] = None,
+    tensorboard: Annotated[
+        Path | None,
+        typer.Option(help="Write the same as curves for tensorboard.", metavar="DIR"),
+        Writes(several=True),
     ] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Write a trace of the run.", metavar="FILE"), Writes(".json")
@@ -122,14 +161,20 @@ def run(
         import torch
 
         from stagewright.cli.factories import load_factory
+        from stagewright.executor.training.logs import require_tensorboard
         from stagewright.executor.training.training import Task
 
+        require_tensorboard(tensorboard)
+        stepping = parse_optimizer(optimizer)
         return Task(
             plan=parsed,
             model=load_factory(model, "--model"),
             data=load_factory(data, "--data"),
             loss=None if loss is None else load_factory(loss, "--loss"),
-            optimizer=parse_optimizer(optimizer),
+            optimizer=stepping,
+            groups=parse_groups(group, stepping),
+            schedule=None if schedule is None else parse_schedule(schedule, steps),
+            accumulate=accumulate,
             clip_norm=clip_norm,
             steps=steps,
             seed=seed,
@@ -147,10 +192,12 @@ def run(
     if not is_rank():
         return _start(_load(plan), read_task, plan, as_json)
     with joined(timeout) as member:
+        from stagewright.executor.training.logs import logging_to
         from stagewright.executor.training.training import train
 
         task = read_task(_load(plan))
-        history = train(task, member, _progress(steps), _note)
+        with logging_to(log, tensorboard) as logged:
+            history = train(task, member, _both(_progress(steps), logged), _note)
         if member.rank == 0:
             _print_summary(task, history, member.world_size, as_json)
     return 0
@@ -200,20 +247,33 @@ def _require_runnable(task: "Task") -> None:
         verify(task.plan, lower_any(task.plan))
 
 
-def _progress(steps: int) -> Callable[[int, float, float], None]:
-    """Report the progress of the training on a terminal."""
+def _progress(steps: int) -> "OnStep":
+    """Report the progress of the training on stderr: often on a terminal, else now and then."""
     from stagewright.graphs.documents.units import format_seconds
 
-    told = -math.inf
+    is_terminal = sys.stderr.isatty()
+    pause = PROGRESS_SECONDS if is_terminal else QUIET_SECONDS
+    told = -math.inf if is_terminal else time.monotonic()
 
-    def report(step: int, loss: float, seconds: float) -> None:
+    def report(one: "StepReport") -> None:
         nonlocal told
-        if sys.stderr.isatty() and (step == steps or time.monotonic() >= told + PROGRESS_SECONDS):
+        if time.monotonic() >= told + pause or (is_terminal and one.step == steps):
             told = time.monotonic()
-            line = f"step {step}/{steps}  loss {loss:.6g}  {format_seconds(seconds)}"
+            line = (
+                f"step {one.step}/{steps}  loss {one.loss:.6g}  {format_seconds(one.seconds)}  "
+                f"{one.samples_per_second:.4g} samples/s"
+            )
             print(line, file=sys.stderr, flush=True)
 
     return report
+
+
+def _both(first: "OnStep", second: "OnStep") -> "OnStep":
+    def call(report: "StepReport") -> None:
+        first(report)
+        second(report)
+
+    return call
 
 
 def _note(line: str) -> None:
@@ -243,61 +303,3 @@ def _print_summary(
         f"{history.losses[-1]:.6g}, {format_seconds(median(history.seconds))} per step",
         *(f"{path} is written" for path in (task.parameters, task.trace) if path is not None),
     )
-
-
-def parse_optimizer(text: str) -> "NamedOptimizer":
-    """Read ``adamw:lr=1e-3,betas=(0.9,0.95)``.
-
-    Raises
-    ------
-    InputError
-        If torch has no such optimizer, or the optimizer has no such argument or value.
-    """
-    import torch
-
-    from stagewright.executor.training.training import NamedOptimizer
-
-    name, _, listed = text.partition(":")
-    kinds = _optimizers()
-    if name not in kinds:
-        raise InputError(f"--optimizer {name!r} is not known; one of {', '.join(sorted(kinds))}")
-    allowed = list(inspect.signature(kinds[name]).parameters)[1:]  # the first is the parameters
-    arguments = _parse_arguments(text, listed)
-    for argument in arguments:
-        if argument not in allowed:
-            raise InputError(
-                f"--optimizer {text}: {name} has no {argument!r}; one of {', '.join(allowed)}"
-            )
-    choice = NamedOptimizer(name, kinds[name], arguments)
-    try:
-        choice([torch.nn.Parameter(torch.zeros(1, 1))])
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(f"--optimizer {text}: {error}") from None
-    return choice
-
-
-def _parse_arguments(text: str, listed: str) -> dict[str, Any]:
-    """The keyword arguments in ``listed``, with Python literals as values."""
-    try:
-        call = ast.parse(f"f({listed})", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args:
-            raise ValueError
-        return {str(one.arg): ast.literal_eval(one.value) for one in call.keywords}
-    except (ValueError, SyntaxError):
-        raise InputError(
-            f"--optimizer {text}: write NAME:KEY=VALUE,KEY=VALUE with values as in Python, "
-            "e.g. adamw:lr=1e-3,betas=(0.9,0.95)"
-        ) from None
-
-
-def _optimizers() -> "dict[str, type[torch.optim.Optimizer]]":
-    """The optimizers of torch by lower-case name, except LBFGS, which evaluates the loss itself."""
-    import torch
-
-    return {
-        name.lower(): kind
-        for name, kind in vars(torch.optim).items()
-        if inspect.isclass(kind)
-        and issubclass(kind, torch.optim.Optimizer)
-        and name not in ("Optimizer", "LBFGS")
-    }

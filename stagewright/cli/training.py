@@ -154,7 +154,7 @@ def _captured(
 ) -> "StepGraph":
     """The graph of a step, without times."""
     from stagewright.cli.factories import load_factory
-    from stagewright.cli.running import parse_optimizer
+    from stagewright.cli.optimizing import parse_optimizer
     from stagewright.executor.capture.steps.factories import share_of, without_values
     from stagewright.executor.capture.steps.step import capture_step
     from stagewright.executor.measuring.profiling import first_batch

@@ -1,5 +1,6 @@
 """``stagewright run`` with real processes: results, checkpoints, and every way to end."""
 
+import csv
 import json
 import os
 import re
@@ -32,9 +33,11 @@ pytest.importorskip("torch", reason="pip install 'stagewright[executor]'")
 
 import torch
 
-from stagewright.cli.running import parse_optimizer
+from stagewright.cli import running
+from stagewright.cli.optimizing import parse_optimizer
 from stagewright.executor.programs.periodic import lower_any
 from stagewright.executor.programs.verify import verify
+from stagewright.executor.training.logs import StepReport
 from stagewright.executor.training.ranks import launch
 from stagewright.executor.training.training import mini_batches
 
@@ -104,6 +107,123 @@ def test_a_killed_run_is_resumed_to_the_bit(job: Job, killed: Path) -> None:
     require_equal(job.parameters("resumed.pt"), job.parameters("whole.pt"), 0.0)
     left = sorted(path.name for path in (job.folder / "again").iterdir())
     assert left == ["step-00000004", "step-00000005"]
+
+
+def test_steps_of_two_mini_batches_are_those_of_a_plain_loop(job: Job) -> None:
+    """Also when a run is killed, and resumed by another plan."""
+    import jobs
+
+    options = ("--accumulate", 2, "--steps", 4, "--optimizer", "sgd:lr=0.1,momentum=0.9")
+    folder = ("--checkpoint", "accumulated", "--checkpoint-every", 2)
+    job.run(*options, *folder, code=1, MISHAP="kill 1 7")
+    _, complaints = job.run(
+        *("--checkpoint", "accumulated", "--resume", "--optimizer", "sgd"), code=2
+    )
+    assert complaints == [
+        "stagewright: accumulated/step-00000002 is of a run with accumulate 2, this one has 1"
+    ]
+    resumed = ("--resume", "--save-parameters", "accumulated.pt", "--json")
+    document = json.loads(job.run(*options, *folder, *resumed, plan="one.json")[0])
+
+    torch.manual_seed(0)
+    module = jobs.model().double()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    batches = list(islice(mini_batches(jobs.double_batches, 0), 8))
+    for pair in zip(batches[::2], batches[1::2], strict=True):
+        losses = [torch.nn.functional.cross_entropy(module(x), y) for x, y in pair]
+        optimizer.zero_grad()
+        for loss in losses:
+            (loss / 2).backward()
+        optimizer.step()
+    assert len(document["losses"]) == 2
+    assert document["loss"] == pytest.approx(sum(one.item() for one in losses) / 2, rel=1e-9)
+    require_equal(job.parameters("accumulated.pt"), module.state_dict(), 1e-9)
+
+
+def test_steps_are_logged_and_a_resumed_run_goes_on(job: Job) -> None:
+    options = ("--schedule", "linear", "--log", "steps.csv", "--checkpoint", "logged")
+    job.run(*options, "--checkpoint-every", 2, code=1, MISHAP="kill 0 4")
+    rows = read_log(job.folder / "steps.csv")
+    assert [row["step"] for row in rows] in ([1, 2, 3], [1, 2])
+    document = json.loads(job.run(*options, "--resume", "--json")[0])
+    rows = read_log(job.folder / "steps.csv")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert [row["loss"] for row in rows[2:]] == document["losses"]
+    assert [row["learning_rate"] for row in rows] == pytest.approx(
+        [0.01, 0.008, 0.006, 0.004, 0.002]
+    )
+    for row in rows:
+        assert row["samples_per_second"] == pytest.approx(8 / row["seconds"])
+        assert row["peak_bytes"] > 1e6
+
+
+def read_log(path: Path) -> list[dict[str, float]]:
+    with path.open(newline="") as file:
+        return [{key: float(text) for key, text in row.items()} for row in csv.DictReader(file)]
+
+
+def test_tensorboard_gets_the_same_steps(job: Job) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    losses = json.loads(job.run("--tensorboard", "board", "--json")[0])["losses"]
+    read = EventAccumulator(str(job.folder / "board")).Reload()
+    assert [(one.step, one.value) for one in read.Scalars("loss")] == [
+        (step, pytest.approx(loss, rel=1e-6)) for step, loss in enumerate(losses, 1)
+    ]
+
+
+def test_tensorboard_is_refused_where_it_is_not_installed(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stagewright.executor.training.logs.find_spec", lambda name: None)
+    require_refused("--tensorboard board", "board needs the package tensorboard: pip install")
+
+
+def test_lines_of_progress_are_rare_where_stderr_is_a_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(running.time, "monotonic", lambda: now)
+    report = running._progress(4)
+    for step, seconds in enumerate((1, running.QUIET_SECONDS, 1, 1), 1):
+        now += seconds
+        report(StepReport(step, 0.5, 800.0, 0.01, 0.1, 0))
+    assert capsys.readouterr().err == "step 2/4  loss 0.5  10 ms  800 samples/s\n"
+
+
+def test_groups_and_schedules_of_the_command_line_are_those_of_a_plain_loop(job: Job) -> None:
+    """Also when a run is killed, and resumed by another plan."""
+    import jobs
+
+    options: list[object] = ["--group", "norm|bias:weight_decay=0", "--schedule", "linear:warmup=1"]
+    options += ["--optimizer", "adamw:lr=0.1,weight_decay=0.5,eps=1e-3"]
+    folder = ("--checkpoint", "scheduled", "--checkpoint-every", 2)
+    job.run(*options, *folder, code=1, MISHAP="kill 1 4")
+    _, complaints = job.run(
+        *("--checkpoint", "scheduled", "--resume", "--optimizer", "adamw"), code=2
+    )
+    assert complaints == [
+        "stagewright: scheduled/step-00000002 is of a run with schedule "
+        "'linear:total=5,warmup=1,min=0', this one has 'none'"
+    ]
+    resumed = ("--resume", "--save-parameters", "scheduled.pt")
+    job.run(*options, *folder, *resumed, plan="one.json")
+
+    torch.manual_seed(0)
+    module = jobs.model().double()
+    named = [*module.named_parameters()]
+    left = [one for name, one in named if not re.search("norm|bias", name)]
+    rest = [one for name, one in named if re.search("norm|bias", name)]
+    groups = [{"params": left}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.1, weight_decay=0.5, eps=1e-3)
+    for step, (inputs, targets) in enumerate(islice(mini_batches(jobs.double_batches, 0), 5)):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 * (0.5, 1, 0.75, 0.5, 0.25)[step]
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(module(inputs), targets).backward()
+        optimizer.step()
+    require_equal(job.parameters("scheduled.pt"), module.state_dict(), 1e-9)
 
 
 @pytest.mark.slow
@@ -322,6 +442,21 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("--optimizer sgd:lr=open(1)", "write NAME:KEY=VALUE"),
         ("--optimizer sgd:lr=-1", "Invalid learning rate"),
         ("--optimizer sgd:0.1", "write NAME:KEY=VALUE"),
+        ("--group bias", "write REGEX:KEY=VALUE"),
+        ("--group bias:lr", "write REGEX:KEY=VALUE"),
+        ("--group bias:decay=0", "--group bias:decay=0: SGD"),
+        ("--group bias:lr=-1", "--group bias:lr=-1: Invalid learning rate"),
+        ("--group bias:lr=1 --group bias:momentum=0", "'bias' is given twice"),
+        ("--schedule cosin", "--schedule: 'cosin' is not known; one of constant, linear, cosine"),
+        ("--schedule cosine:warmup=3", "--schedule: warmup must be from 0 to the total of 2 steps"),
+        ("--schedule cosine:min=2", "--schedule: min is a fraction of the learning rate"),
+        ("--schedule cosine:warmup=0.5", "warmup must be a number of steps"),
+        ("--schedule cosine:warm=1", "there is no 'warm'; one of warmup, min, total"),
+        ("--schedule cosine:1", "write KIND:KEY=VALUE"),
+        ("--log steps.txt", "--log steps.txt: the name must end in .csv"),
+        ("--log nowhere/steps.csv", "nowhere does not exist"),
+        ("--accumulate 0", "--accumulate"),
+        ("--accumulate 2 --trace t.json", "accumulate: most mini-batches have no update to trace"),
         ("--model jobs:nobody", "--model"),
         ("--data nowhere:batches", "--data"),
         ("--loss jobs:nobody", "--loss"),

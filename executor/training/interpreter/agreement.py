@@ -46,14 +46,19 @@ class Agreement:
         self._losses = iterations.runs_of(len(rank.plan.stages) - 1)  # of an iteration, here
         updates = (one.action.stage for one in program.row if one.action.kind is ActionKind.UPDATE)
         self._first_together = next((s for s in updates if s in joint.stages), None)
+        self._updates = True
         self._factors: dict[int, float] = {}
         self._missing: dict[int, int] = {}  # losses of an iteration that are not computed yet
         self._counts: dict[int, list[Tensor | None]] = {}  # of an iteration, until its gradients
         self._totals: defaultdict[int, deque[Total]] = defaultdict(deque)  # by stage, in order
         self._reduced: Counter[int] = Counter()
 
-    def begin(self, iteration: int) -> None:
-        """Wait for an iteration's losses; a rank without any brings its part of the sum now."""
+    def begin(self, iteration: int, *, updates: bool) -> None:
+        """Wait for an iteration's losses; a rank without any brings its part of the sum now.
+
+        One that does not end with ``updates`` leaves its counts to those after it.
+        """
+        self._updates = updates
         self._missing[iteration] = self._losses
         if self._losses == 0:
             self._all_computed(iteration)
@@ -67,7 +72,11 @@ class Agreement:
     def _all_computed(self, iteration: int) -> None:
         del self._missing[iteration]
         if not self._every_round:
-            self._counts[iteration] = self._last_stage.counts(iteration)
+            self._joint.counted.extend(self._last_stage.counts(iteration))
+            if not self._updates:
+                return
+            self._counts[iteration] = [*self._joint.counted]
+            self._joint.counted.clear()
             if not self._clips:
                 self._begin_total(iteration)
 
@@ -115,7 +124,7 @@ class Agreement:
         if total.counted() == 0:
             step = self._iterations.step(iteration)
             raise NonFiniteLoss(f"the loss of step {step + 1} has a sum over a count of 0")
-        return total.factor(self._joint.clip_norm)
+        return total.factor(self._joint.clip_norm, 1 / self._joint.accumulate)
 
     def pop_factor(self, s: int) -> float:
         """What the gradients of the stage's next update are multiplied by."""

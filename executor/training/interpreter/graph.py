@@ -26,8 +26,8 @@ class DeviceFactor:
         self._missing = 0
         self._factor: Tensor | None = None
 
-    def begin(self, iteration: int) -> None:
-        """Wait for an iteration's losses."""
+    def begin(self, iteration: int, *, updates: bool) -> None:
+        """Wait for an iteration's losses; all have ``updates``."""
         self._missing = self._losses
 
     def loss_computed(self, iteration: int) -> None:

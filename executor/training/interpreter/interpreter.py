@@ -45,6 +45,7 @@ from stagewright.formulations.plans.actions import COMPUTE, VERSIONED, Action, A
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 I = ActionKind.INPUT_GRADIENT
+REDUCE, UPDATE = ActionKind.REDUCE, ActionKind.UPDATE
 STASH, USE, DROP = ActionKind.STASH, ActionKind.USE, ActionKind.DROP
 
 Call = tuple[Instruction, Callable[[], None]]
@@ -134,6 +135,8 @@ class Interpreter:
         )
         self._in_two = self._split_backwards()
         self._calls, self._drain_calls = self._make_calls()
+        kept = tuple(one for one in program.row if one.action.kind not in (REDUCE, UPDATE))
+        self._calls_without_updates = self._calls_of(kept) if joint.accumulate > 1 else []
 
     def _split_backwards(self) -> set[tuple[int, int]]:
         """Stage and microbatch of an iteration of every backward in two parts."""
@@ -163,6 +166,8 @@ class Interpreter:
         targets: Batch,
         step: int,
         records: list[RankAction] | None = None,
+        *,
+        updates: bool = True,
     ) -> list[tuple[float, float]]:
         """One iteration: this rank's part of the losses of the mini-batches that ended.
 
@@ -171,7 +176,7 @@ class Interpreter:
 
         ``inputs`` and ``targets`` are whole mini-batches on the device, empty where this rank does
         not need them. The times of instructions are added to ``records``, in seconds of this
-        process's clock.
+        process's clock. Without ``updates`` gradients are left for the next mini-batch's.
 
         Raises
         ------
@@ -185,13 +190,14 @@ class Interpreter:
         if self._captured:  # what graphs and later windows read is not the caller's
             inputs, targets = tuple(map(torch.clone, inputs)), mapped_batch(targets, torch.clone)
         iteration = self._iterations.begin(inputs, targets, step)
-        self._agreement.begin(iteration)
+        self._agreement.begin(iteration, updates=updates)
         position, self._iterations.later = self._place(iteration)
         if self._captured and iteration > WARM_UP:
             given = [*inputs, *tensors_of_batch("targets", targets)]
             self._window = self._capture(self._calls[position], given)
         else:
-            self._carry_out(self._calls[position], records)
+            calls = self._calls[position] if updates else self._calls_without_updates
+            self._carry_out(calls, records)
         if self._program.periodic is None:
             return self.finish()
         self._exchange.release_older()

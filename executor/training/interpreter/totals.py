@@ -28,13 +28,15 @@ class Total:
             self.work = None
         return float(self.numbers[1]) if self.numbers[0] else None
 
-    def factor(self, clip_norm: float = inf) -> float:
+    def factor(self, clip_norm: float = inf, share: float = 1.0) -> float:
         """The factor of summed gradients, for a norm of at most ``clip_norm``.
+
+        ``share`` is the weight of a loss that is a mean.
 
         The small number in the denominator is that of ``torch.nn.utils.clip_grad_norm_``.
         """
         count = self.counted()
-        scale = 1.0 if count is None else 1 / count
+        scale = share if count is None else 1 / count
         if clip_norm == inf:
             return scale
         norm = scale * sqrt(float(self.numbers[2]))

@@ -29,6 +29,8 @@ class StagedModel:
         All names of each parameter and buffer; ``primary`` maps each name to the first.
     stages_of
         By first name, the stages that have it.
+    trained
+        First names of parameters that are trained, of all stages.
     tied, shared_buffers
         First names of parameters, and of buffers, that several stages have.
     modules
@@ -42,6 +44,8 @@ class StagedModel:
         self.names = [*model.parameters_by_name(), *model.buffers_by_name()]
         self.primary = {name: names[0] for names in self.names for name in names}
         self.stages_of = self._find_stages(model)
+        parameters = model.parameters_by_name().items()
+        self.trained = [names[0] for names, one in parameters if one.requires_grad]
         buffers = {self.primary[names[0]] for names in model.buffers_by_name()}
         shared = sorted(name for name, found in self.stages_of.items() if len(found) > 1)
         self.shared_buffers = [name for name in shared if name in buffers]

@@ -2,16 +2,25 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from stagewright.executor.capture.twins import twin
+from stagewright.executor.training.stages.learning_rates import LearningRates, MakeSchedule
+from stagewright.executor.training.stages.parameter_groups import (
+    ParameterGroups,
+    grouped,
+    require_arguments,
+)
 
 BUCKET_BYTES = 25_000_000  # of an all-reduce, as in torch's own data parallelism
 
-MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+# Of parameters, or where there are groups, of mappings as torch.optim takes them.
+MakeOptimizer = Callable[[list[Any]], torch.optim.Optimizer]
 
 
 @dataclass(slots=True)
@@ -44,7 +53,8 @@ class Weights:
     all-reduce needs no copies. Those of parameters that other stages have too (``tied``) are
     separate: they are summed up over all of these stages' devices. Parameters have their
     ``primary`` names. With ``two_gradients`` the next gradient is summed up in one set of flat
-    tensors while the other one is reduced, until its update.
+    tensors while the other one is reduced, until its update. Learning rates follow the ``schedule``
+    with every step, which has so many ``updates``.
     """
 
     def __init__(
@@ -55,6 +65,9 @@ class Weights:
         make_optimizer: MakeOptimizer,
         versions: int,
         *,
+        groups: ParameterGroups = MappingProxyType({}),
+        schedule: MakeSchedule | None = None,
+        updates: int = 1,
         two_gradients: bool = False,
     ) -> None:
         by_name = {
@@ -73,7 +86,13 @@ class Weights:
         self._reductions: list[dist.Work] = []
         self._watched: Collection[str] = ()
         self._norms: dict[str, Tensor] = {}
-        self.optimizer = make_optimizer(parameters) if parameters else None
+        self.optimizer = None
+        if parameters:
+            self.optimizer = make_optimizer(grouped(self.names, parameters, groups))
+            require_arguments(self.optimizer, groups)
+        self.rates = None
+        if self.optimizer is not None and schedule is not None:
+            self.rates = LearningRates(self.optimizer, schedule, updates)
         self._adopt(parameters, self._gradients)
 
     def _lay_out(self, parameters: list[nn.Parameter], tied: Collection[str]) -> _Gradients:
@@ -192,6 +211,8 @@ class Weights:
         self._adopt(parameters, self._reduced)  # also: autograd gives zeros to what is left out
         if self.optimizer is not None:
             self.optimizer.step()
+        if self.rates is not None:
+            self.rates.updated()
         self._reduced.zero()
         self._adopt(parameters, self._gradients)
         self.use(self.newest)
