@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from functools import partial
 from math import inf
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,7 @@ from stagewright.executor.training.ranks.rank import rank_program, this_rank
 from stagewright.executor.training.stages.initialise import Model, initialise
 from stagewright.executor.training.stages.shared_gradients import SharedGradients
 from stagewright.executor.training.stages.staged_model import StagedModel
+from stagewright.executor.training.stages.stored_weights import StoredWeights, find_weights
 from stagewright.executor.training.stages.weights import MakeOptimizer, Weights
 from stagewright.executor.training.trace_recorder import TraceRecorder
 from stagewright.formulations.plans.plan import PipelinePlan
@@ -80,6 +82,9 @@ class Executor:
     dtype
         Type of parameters and inputs. With bfloat16, computations are cast to it and the
         parameters stay float32.
+    weights
+        A ``.safetensors`` file, an index of several, or a folder: values for all parameters and
+        buffers of the state dict, of which a rank reads those of its stages.
     device
         Device of this rank; by default its GPU, or the CPU where there is none.
     timeout_seconds
@@ -124,6 +129,7 @@ class Executor:
         clip_norm: float | None = None,
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
+        weights: Path | str | None = None,
         device: torch.device | str | None = None,
         timeout_seconds: float = 60.0,
         trace: bool = False,
@@ -144,7 +150,8 @@ class Executor:
         self._stages = stages_on(plan, self._rank.name)
         self._autocast = dtype if dtype == torch.bfloat16 else None
         self._parameter_type = dtype if self._autocast is None else torch.float32
-        self._model = self._initialise(module, self._example(example, takes_loss))
+        stored = None if weights is None else find_weights(Path(weights))
+        self._model = self._initialise(module, self._example(example, takes_loss), stored)
         self._families = self._find_families()  # known only from the captured model
         self._program = rank_program(plan, self.rank, self._families)
         timeout = timedelta(seconds=timeout_seconds)
@@ -364,7 +371,10 @@ class Executor:
         )
 
     def _initialise(
-        self, module: Model | Callable[[], Model], example: Example | None
+        self,
+        module: Model | Callable[[], Model],
+        example: Example | None,
+        weights: StoredWeights | None,
     ) -> StagedModel:
         """The captured model, with this rank's layers alone on its device."""
         own = [self.plan.stages[s] for s in self._stages]
@@ -374,8 +384,8 @@ class Executor:
             seed=self._seed,
             device="cpu" if any(stage.tensor > 1 for stage in own) else self._rank.device,
             dtype=self._parameter_type,
-            agree=lambda fits: summed(self._rank, (float(not fits),), self._rank.group) == (0.0,),
             example=example,
+            weights=weights,
         )
         require_same_model(self.plan, model)
         staged = StagedModel(self.plan, model, self._stages)

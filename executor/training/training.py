@@ -57,9 +57,9 @@ class Task:
     ``data`` makes one pass over the mini-batches; without a ``loss`` it is cross-entropy, or the
     model's own where mini-batches are keywords;
     ``clip_norm`` is the most that the norm of all gradients may be; ``dtype`` is the type of a
-    pipeline's parameters; ``steps`` counts those of an earlier run that is resumed. A checkpoint is
-    written to the folder ``checkpoints`` every ``checkpoint_every`` steps and at the end. ``graph``
-    as in `Executor`.
+    pipeline's parameters, ``weights`` are files with their values; ``steps`` counts those of an
+    earlier run that is resumed. A checkpoint is written to the folder ``checkpoints`` every
+    ``checkpoint_every`` steps and at the end. ``graph`` as in `Executor`.
     """
 
     plan: PipelinePlan | OperatorPlan
@@ -71,6 +71,7 @@ class Task:
     steps: int
     seed: int
     dtype: torch.dtype | None
+    weights: Path | None
     timeout_seconds: float
     checkpoints: Path | None
     checkpoint_every: int
@@ -96,6 +97,7 @@ class Task:
         for name, given in (
             ("clip_norm", self.clip_norm is not None),
             ("dtype", self.dtype is not None),
+            ("weights", self.weights is not None),
             ("graph", self.graph),
         ):
             if given:
@@ -136,6 +138,7 @@ class Task:
             clip_norm=self.clip_norm,
             seed=self.seed,
             dtype=self.dtype or torch.float32,
+            weights=self.weights,
             device=device,
             timeout_seconds=self.timeout_seconds,
             trace=trace,
