@@ -158,6 +158,7 @@ class Executor:
         holders = {name: self._model.holders(name) for name in self._model.tied}
         self._groups = make_groups(self._rank, holders, timeout)
         self._model.shard(self._rank, self._groups.tensor)
+        self._graph = graph
         self._weights = self._make_weights(optimizer)
         self._preparation = self._prepare(make_loss_group(self._rank, timeout), graph)
         self._checkpoint = CheckpointShare(self._rank, self._model, self._weights)
@@ -402,11 +403,26 @@ class Executor:
                 optimizer,
                 versions=self.plan.weight_rule.versions,
                 two_gradients=needs_two_gradients(self.plan, self._families, s),
+                released=self._releases_gradients(s),
             )
             for s, layers in self._model.modules.items()
         }
         require_joint_steps(self.plan, (one.optimizer for one in made.values()))
         return made
+
+    def _releases_gradients(self, s: int) -> bool:
+        """Whether the gradients of a stage are those of autograd, and end with each update.
+
+        They are kept where an all-reduce, later versions, a graph or a second stream use the same
+        memory again.
+        """
+        return not (
+            s in self._groups.stages
+            or self.plan.weight_rule.may_overlap
+            or needs_two_gradients(self.plan, self._families, s)
+            or self._graph
+            or any(one.stream is not None for one in self._program.row)
+        )
 
     def _find_families(self) -> set[frozenset[int]]:
         """Stages that share a trained parameter; all stages, if gradients are clipped."""
