@@ -1,4 +1,4 @@
-"""Memory of a rank: while its stage is made, and in a step, beside torch's own ways.
+"""Memory of a rank: while its stage is made and in a step, beside torch's and the prediction.
 
 ``python -m benchmarks memory [--quick]``. Every figure is of a separate process with one thread, in
 MB of resident memory above what the process had before the model; freed memory is given back before
@@ -13,32 +13,43 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 import examples.models
+import stagewright
 from benchmarks.executor import (
+    CPU,
     MICROBATCHES,
     OWN,
     RACES,
     SGD,
+    Forecast,
     Orders,
     Race,
     Torch,
+    cuts_of,
     layers_of,
     loss_of,
     mini_batch,
     on_ranks,
     plan_in_order,
+    profiled,
 )
 from benchmarks.report import Table
 from stagewright.executor.capture.exported.exporting import Example
+from stagewright.executor.measuring.links import describe, measure_links
+from stagewright.executor.programs.program import plan_devices
 from stagewright.executor.training.batches import typed_inputs
 from stagewright.executor.training.runtime import Executor
 from stagewright.executor.training.stages.initialise import initialise
+from stagewright.formulations.plans.plan import PipelinePlan
 
 MEGABYTE = 1e6
 STEPS = 3
@@ -205,7 +216,64 @@ CASES = tuple(
 )
 
 
+# Beside the prediction
+
+
+def foretold(rank: int, case: Forecast) -> tuple[str, float, float, float]:
+    """A plan's layers on devices; in MB its predicted peak on this rank, and the measured ones.
+
+    These are the memory that torch has allocated, and the resident memory of the process.
+    """
+    cluster, chain = describe(measure_links(CPU), CPU), profiled(case.hidden)
+    plans: list[PipelinePlan | None] = [None]
+    if rank == 0:
+        plans = [stagewright.plan(chain, cluster, MICROBATCHES, case.planner).plan]
+    dist.broadcast_object_list(plans)
+    plan = plans[0]
+    assert plan is not None
+    assert plan.predicted is not None
+    predicted = plan.predicted.peak_memory_bytes[plan_devices(plan)[rank]]
+    meter = Meter()
+    resident, _ = _measured(meter, _step_of(plan, case))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step = _step_of(plan, case)
+        for _ in range(STEPS):
+            step()
+    return cuts_of(plan), predicted / MEGABYTE, _allocated(profiler), resident
+
+
+def _step_of(plan: PipelinePlan, case: Forecast) -> Callable[[], object]:
+    executor = Executor(plan, partial(layers_of, case.hidden), loss_of, SGD)
+    return partial(executor.step, *mini_batch(MICROBATCHES))
+
+
+def _allocated(profiler: Any) -> float:
+    """The peak of the sum of all allocations, in MB."""
+    every = profiler.profiler.kineto_results.events()
+    changes = sorted((one.start_ns(), one.nbytes()) for one in every if one.name() == "[memory]")
+    return max(accumulate(size for _, size in changes)) / MEGABYTE
+
+
+def prediction_table(quick: bool) -> Table:
+    found = []
+    for case in FORETOLD[:1] if quick else FORETOLD:
+        for rank, (cuts, *sizes) in enumerate(on_ranks(2, foretold, case)):
+            predicted, allocated, _ = sizes
+            name = (case.planner, case.hidden, cuts, rank)
+            found.append((*name, *sizes, allocated / predicted))
+    columns = (
+        *("planner", "width", "layers on devices", "rank", "predicted", "allocated", "resident"),
+        "allocated / predicted",
+    )
+    title = "Peak memory of a rank beside its prediction, MB; target: 0.90 to 1.10"
+    return Table("memory-prediction", title, columns, tuple(found))
+
+
+FORETOLD = (Forecast("spp", 512), Forecast("gpipe", 512), Forecast("spp", 768))
+
+
 def tables(quick: bool) -> Iterator[Table]:
-    """While stages are made, and in a step."""
+    """While stages are made, in a step, and beside the prediction, each when it is done."""
     yield start_table()
     yield step_table(quick)
+    yield prediction_table(quick)

@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import training_plans as make
 from models import TiedTransformer, WithBatchNorm
 from torch import Tensor, nn
 
+from stagewright.executor.capture.tracing import capture
+from stagewright.executor.training.runtime import Executor
 from stagewright.executor.training.stages.initialise import initialise
 from stagewright.executor.training.stages.stored_weights import TYPES, Entry, find_weights
 from stagewright.graphs.documents.errors import InputError
@@ -68,6 +71,16 @@ def test_a_given_module_gets_them_and_stays_as_it_is(
     for names, one in layered.parameters_by_name().items():
         assert torch.equal(one, state[names[0]].double())
     assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+
+
+def test_a_run_begins_with_them(stored: tuple[Path, dict[str, Tensor]]) -> None:
+    path, state = stored
+    plan = make.one_f_one_b(make.straight([len(capture(WithBatchNorm()).layers)]), 2, "flush")
+    executor = Executor(plan, WithBatchNorm, weights=path)
+    found = executor.parameters_on_first_rank()
+    assert found is not None
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], one) for name, one in state.items())
 
 
 def test_shards_with_and_without_an_index(
