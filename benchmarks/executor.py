@@ -548,7 +548,7 @@ def forecast(rank: int, case: Forecast, turns: int, steps: int) -> list[Outcome]
             kept = [trace.steps[0], *(trace.steps[WARM_UP + i] for i in sorted(calm))]
             compared = compare(plan, replace(trace, steps=tuple(kept)))
             waited = median(waits[i] for i in calm) / compared.iteration_seconds.measured
-            found.append(Outcome(_cuts(plan), compared, waited))
+            found.append(Outcome(cuts_of(plan), compared, waited))
     return found
 
 
@@ -578,7 +578,8 @@ def profiled(hidden: int) -> Chain:
     )
 
 
-def _cuts(plan: PipelinePlan) -> str:
+def cuts_of(plan: PipelinePlan) -> str:
+    """The layers of each stage and the number of its devices."""
     return "; ".join(
         f"{stage.layers[0]}-{stage.layers[1] - 1} on {len(stage.devices)}" for stage in plan.stages
     )

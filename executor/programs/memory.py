@@ -24,13 +24,15 @@ class Footprint:
     ``static_bytes`` are always allocated (weights, gradients, optimizer's state, buffers of
     transfers); ``version_bytes`` are one more version of the weights; ``saved_bytes`` is what a
     microbatch keeps from its forward on (its input alone, if the rest is recomputed),
-    ``working_bytes`` what it keeps in addition during its backward.
+    ``working_bytes`` what it keeps in addition during its backward. ``gradient_bytes`` are held
+    from the end of the first backward until the update.
     """
 
     static_bytes: float
     version_bytes: float
     saved_bytes: float
     working_bytes: float = 0.0
+    gradient_bytes: float = 0.0
 
 
 def peak_bytes(
@@ -45,10 +47,18 @@ def peak_bytes(
         held += footprints[s].static_bytes
         held += footprints[s].version_bytes * plan.weight_rule.staleness
     peak, where = held, 0
+    with_gradients = set[int]()
     for position, one in enumerate(row):
-        during, after = _bytes_at(one.action.kind, footprints[one.action.stage])
-        if held + during > peak:
-            peak, where = held + during, position
+        s, kind = one.action.stage, one.action.kind
+        during, after = _bytes_at(kind, footprints[s])
+        if kind in (B, I, W) and s not in with_gradients:
+            with_gradients.add(s)
+            after += footprints[s].gradient_bytes
+        elif kind is ActionKind.UPDATE and s in with_gradients:
+            with_gradients.remove(s)
+            after -= footprints[s].gradient_bytes
+        if held + max(during, after) > peak:
+            peak, where = held + max(during, after), position
         held += after
     return peak, where
 

@@ -141,10 +141,12 @@ class Preparation:
         """Refuse to begin a run that cannot fit into memory."""
         footprints = {s: one.footprint() for s, one in computations.items()}
         for s in footprints:
-            if not needs_two_gradients(self.rank.plan, self.families, s):
+            if self.weights[s].releases:
                 continue
-            more = footprints[s].static_bytes + self.weights[s].gradient_bytes
-            footprints[s] = replace(footprints[s], static_bytes=more)
+            more = footprints[s].static_bytes + footprints[s].gradient_bytes
+            if needs_two_gradients(self.rank.plan, self.families, s):
+                more += self.weights[s].gradient_bytes
+            footprints[s] = replace(footprints[s], static_bytes=more, gradient_bytes=0.0)
         need, where = peak_bytes(self.rank.plan, self.program.row, footprints)
         room = total_bytes(self.rank.device)
         if need > room:

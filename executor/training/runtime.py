@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from functools import partial
 from math import inf
+from pathlib import Path
 from types import MappingProxyType
 
 import torch
@@ -50,6 +51,7 @@ from stagewright.executor.training.stages.learning_rates import (
 from stagewright.executor.training.stages.parameter_groups import ParameterGroups, require_groups
 from stagewright.executor.training.stages.shared_gradients import SharedGradients
 from stagewright.executor.training.stages.staged_model import StagedModel
+from stagewright.executor.training.stages.stored_weights import StoredWeights, find_weights
 from stagewright.executor.training.stages.weights import MakeOptimizer, Weights
 from stagewright.executor.training.trace_recorder import TraceRecorder
 from stagewright.formulations.plans.actions import ActionKind
@@ -105,6 +107,9 @@ class Executor:
     dtype
         Type of parameters and inputs. With bfloat16, computations are cast to it and the
         parameters stay float32.
+    weights
+        A ``.safetensors`` file, an index of several, or a folder: values for all parameters and
+        buffers of the state dict, of which a rank reads those of its stages.
     device
         Device of this rank; by default its GPU, or the CPU where there is none.
     timeout_seconds
@@ -155,6 +160,7 @@ class Executor:
         clip_norm: float | None = None,
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
+        weights: Path | str | None = None,
         device: torch.device | str | None = None,
         timeout_seconds: float = 60.0,
         trace: bool = False,
@@ -178,13 +184,15 @@ class Executor:
         self._stages = stages_on(plan, self._rank.name)
         self._autocast = dtype if dtype == torch.bfloat16 else None
         self._parameter_type = dtype if self._autocast is None else torch.float32
-        self._model = self._initialise(module, self._example(example, takes_loss))
+        stored = None if weights is None else find_weights(Path(weights))
+        self._model = self._initialise(module, self._example(example, takes_loss), stored)
         self._families = self._find_families()  # known only from the captured model
         self._program = rank_program(plan, self.rank, self._families)
         timeout = timedelta(seconds=timeout_seconds)
         holders = {name: self._model.holders(name) for name in self._model.tied}
         self._groups = make_groups(self._rank, holders, timeout)
         self._model.shard(self._rank, self._groups.tensor)
+        self._graph = graph
         require_groups(groups, self._model.trained)
         require_not_captured(schedule, captured=graph)
         self._weights = self._make_weights(optimizer, groups, schedule)
@@ -410,7 +418,10 @@ class Executor:
         )
 
     def _initialise(
-        self, module: Model | Callable[[], Model], example: Example | None
+        self,
+        module: Model | Callable[[], Model],
+        example: Example | None,
+        weights: StoredWeights | None,
     ) -> StagedModel:
         """The captured model, with this rank's layers alone on its device."""
         own = [self.plan.stages[s] for s in self._stages]
@@ -420,8 +431,8 @@ class Executor:
             seed=self._seed,
             device="cpu" if any(stage.tensor > 1 for stage in own) else self._rank.device,
             dtype=self._parameter_type,
-            agree=lambda fits: summed(self._rank, (float(not fits),), self._rank.group) == (0.0,),
             example=example,
+            weights=weights,
         )
         require_same_model(self.plan, model)
         staged = StagedModel(self.plan, model, self._stages)
@@ -446,6 +457,7 @@ class Executor:
                 schedule=schedule,
                 updates=self._updates(s),
                 two_gradients=needs_two_gradients(self.plan, self._families, s),
+                released=self._releases_gradients(s),
             )
             for s, layers in self._model.modules.items()
         }
@@ -458,6 +470,20 @@ class Executor:
             return updates_of_iteration(self.plan)
         own = (one.action for one in self._program.row if one.action.kind is ActionKind.UPDATE)
         return sum(action.stage == s for action in own)
+
+    def _releases_gradients(self, s: int) -> bool:
+        """Whether the gradients of a stage are those of autograd, and end with each update.
+
+        They are kept where an all-reduce, later versions, a graph or a second stream use the same
+        memory again.
+        """
+        return not (
+            s in self._groups.stages
+            or self.plan.weight_rule.may_overlap
+            or needs_two_gradients(self.plan, self._families, s)
+            or self._graph
+            or any(one.stream is not None for one in self._program.row)
+        )
 
     def _find_families(self) -> set[frozenset[int]]:
         """Stages that share a trained parameter; all stages, if gradients are clipped."""

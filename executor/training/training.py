@@ -60,9 +60,10 @@ class Task:
     ``data`` makes one pass over the mini-batches; without a ``loss`` it is cross-entropy, or the
     model's own where mini-batches are keywords;
     ``clip_norm`` is the most that the norm of all gradients may be; ``dtype`` is the type of a
-    pipeline's parameters; ``steps`` counts those of an earlier run that is resumed; each takes
-    ``accumulate`` mini-batches. A checkpoint is written to the folder ``checkpoints`` every
-    ``checkpoint_every`` steps and at the end. ``graph`` and ``compile`` as in `Executor`.
+    pipeline's parameters, ``weights`` are files with their values; ``steps`` counts those of an
+    earlier run that is resumed; each takes ``accumulate`` mini-batches. A checkpoint is written to
+    the folder ``checkpoints`` every ``checkpoint_every`` steps and at the end. ``graph`` and
+    ``compile`` as in `Executor`.
     """
 
     plan: PipelinePlan | OperatorPlan
@@ -77,6 +78,7 @@ class Task:
     steps: int
     seed: int
     dtype: torch.dtype | None
+    weights: Path | None
     timeout_seconds: float
     checkpoints: Path | None
     checkpoint_every: int
@@ -106,6 +108,7 @@ class Task:
         for name, given in (
             ("clip_norm", self.clip_norm is not None),
             ("dtype", self.dtype is not None),
+            ("weights", self.weights is not None),
             ("graph", self.graph),
             ("compile", self.compile),
             ("groups", bool(self.groups)),
@@ -155,6 +158,7 @@ class Task:
             clip_norm=self.clip_norm,
             seed=self.seed,
             dtype=self.dtype or torch.float32,
+            weights=self.weights,
             device=device,
             timeout_seconds=self.timeout_seconds,
             trace=trace,

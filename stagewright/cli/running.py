@@ -89,6 +89,14 @@ def run(
         Literal["float64", "float32", "bfloat16"] | None,
         typer.Option(help="Type of a pipeline's parameters; default: float32."),
     ] = None,
+    weights: Annotated[
+        Path | None,
+        typer.Option(
+            help="Begin with the weights of a .safetensors file, an index of several, or a folder; "
+            "a rank reads those of its stages.",
+            metavar="PATH",
+        ),
+    ] = None,
     checkpoint: Annotated[
         Path | None,
         typer.Option(help="Folder of checkpoints; the two newest are kept.", metavar="DIR"),
@@ -179,6 +187,7 @@ def run(
             steps=steps,
             seed=seed,
             dtype=None if dtype is None else getattr(torch, dtype),
+            weights=weights,
             timeout_seconds=timeout,
             checkpoints=checkpoint,
             checkpoint_every=checkpoint_every or steps,

@@ -1032,6 +1032,17 @@ def test_peaks_by_hand(plan: PipelinePlan, peaks: list[float]) -> None:
         assert message.endswith(": 1 bytes short")
 
 
+@pytest.mark.parametrize(("gradient_bytes", "peak"), [(8, 1000 + 53), (30, 1000 + 40 + 30 + 3)])
+def test_gradients_are_there_from_the_first_backward_on(gradient_bytes: int, peak: int) -> None:
+    """Five microbatches are saved before the first backward, and four during the second."""
+    plan = gpipe(straight([1, 1, 1]), 5)
+    first = replace(FOOTPRINTS[0], gradient_bytes=gradient_bytes)
+    row = lower(plan).rows[0]
+    assert peak_bytes(plan, row, (first, *FOOTPRINTS[1:]))[0] == peak
+    twice = peak_bytes(plan, (*row, *row), (first, *FOOTPRINTS[1:]))[0]
+    assert twice == peak  # an update has released the first ones
+
+
 @examples(40)
 @given(plans(5), st.data())
 def test_peaks_equal_a_walk_over_what_is_alive(plan: PipelinePlan, data: st.DataObject) -> None:

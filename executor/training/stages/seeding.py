@@ -8,11 +8,6 @@ def layer_seed(seed: int, step: int, microbatch: int, layer: int) -> int:
     return _hashed(f"{seed} {step} {microbatch} {layer}")
 
 
-def module_seed(seed: int, name: str) -> int:
-    """The seed under which the module called ``name`` draws its parameters, 63 bits."""
-    return _hashed(f"{seed} {name}")
-
-
 def operator_seed(seed: int, step: int, name: str) -> int:
     """The seed under which the operator called ``name`` draws in a step, 63 bits."""
     return _hashed(f"{seed} {step} {name}")

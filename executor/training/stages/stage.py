@@ -156,7 +156,7 @@ class StageComputation:
         }[self.recompute]
         if self.offload:
             kept, working = 0, sum(saved)
-        return Footprint(weights + gradients, weights, kept, working)
+        return Footprint(weights, weights, kept, working, gradients)
 
     def split(self, *, required_from: int | None = None) -> None:
         """Prepare for backwards in two parts.
@@ -263,12 +263,11 @@ class StageComputation:
             pieces = self._pieces[i]
             if saved is None or pieces is None:
                 continue
-            # Gradients of all versions are summed up in the same tensors.
             for parameter, gradient in zip(
                 _held(self._parameters[i]), pieces.weight_gradient(saved), strict=True
             ):
-                if gradient is not None and parameter.grad is not None:
-                    parameter.grad.add_(gradient)
+                if gradient is not None:
+                    _add_gradient(parameter, gradient)
 
     def _run(self, flight: _InFlight, inputs: Tensors, in_two: bool) -> Tensors:
         if not in_two:
@@ -399,6 +398,14 @@ def _places(registries: Iterable[dict[str, Any]]) -> list[Place]:
 def _held(places: Iterable[Place]) -> list[Tensor]:
     """The tensors that are held at ``places`` now."""
     return [one for registry, name in places if (one := registry[name]) is not None]
+
+
+def _add_gradient(parameter: Tensor, gradient: Tensor) -> None:
+    """As autograd: the first one becomes the parameter's, as a copy if others may have it too."""
+    if parameter.grad is not None:
+        parameter.grad.add_(gradient)
+    else:
+        parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(gradient)
 
 
 def _backward(graph: _Graph, output_gradients: Gradients) -> Gradients:

@@ -1,7 +1,6 @@
 """The weights of one stage on one rank: their versions, their gradient, their optimizer."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -10,6 +9,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stagewright.executor.capture.twins import twin
+from stagewright.executor.training.stages.gradients import (
+    FlatGradients,
+    Gradients,
+    ReleasedGradients,
+)
 from stagewright.executor.training.stages.learning_rates import LearningRates, MakeSchedule
 from stagewright.executor.training.stages.parameter_groups import (
     ParameterGroups,
@@ -23,38 +27,16 @@ BUCKET_BYTES = 25_000_000  # of an all-reduce, as in torch's own data parallelis
 MakeOptimizer = Callable[[list[Any]], torch.optim.Optimizer]
 
 
-@dataclass(slots=True)
-class _Gradients:
-    """Flat tensors, one for each type, with a view for every parameter's gradient.
-
-    Gradients of ``tied`` parameters are in separate tensors. A parameter that is left out has no
-    view.
-    """
-
-    flat: list[Tensor]
-    tied: list[Tensor]
-    views: list[Tensor | None]
-
-    def scale(self, factor: float | Tensor) -> None:
-        """Multiply all."""
-        for one in (*self.flat, *self.tied):
-            one.mul_(factor)
-
-    def zero(self) -> None:
-        """Set all to zero."""
-        for one in (*self.flat, *self.tied):
-            one.zero_()
-
-
 class Weights:
     """Parameters that are trained, in versions; the newest belongs to the optimizer.
 
-    Gradients of all versions are summed up in flat tensors, one for each type, so that an
-    all-reduce needs no copies. Those of parameters that other stages have too (``tied``) are
-    separate: they are summed up over all of these stages' devices. Parameters have their
-    ``primary`` names. With ``two_gradients`` the next gradient is summed up in one set of flat
-    tensors while the other one is reduced, until its update. Learning rates follow the ``schedule``
-    with every step, which has so many ``updates``.
+    Gradients of all versions are summed up in flat tensors, which are kept; or, if they are
+    ``released``, which needs a single version on one device, in those that autograd makes, until
+    the update. Those of parameters that other stages have too (``tied``) are separate: they are
+    summed up over all of these stages' devices. Parameters have their ``primary`` names. With
+    ``two_gradients`` the next gradient is summed up in one set of flat tensors while the other one
+    is reduced, until its update. Learning rates follow the ``schedule`` with every step, which has
+    so many ``updates``.
     """
 
     def __init__(
@@ -69,6 +51,7 @@ class Weights:
         schedule: MakeSchedule | None = None,
         updates: int = 1,
         two_gradients: bool = False,
+        released: bool = False,
     ) -> None:
         by_name = {
             primary[name]: one
@@ -78,8 +61,12 @@ class Weights:
         }
         self.names, parameters = list(by_name), list(by_name.values())
         self._places = _places(modules, parameters)
-        self._gradients = self._lay_out(parameters, tied)
-        self._reduced = self._lay_out(parameters, tied) if two_gradients else self._gradients
+        self.releases = released
+        places = {i for i, name in enumerate(self.names) if name in tied}
+        self._gradients: Gradients = (
+            ReleasedGradients(parameters, places) if released else FlatGradients(parameters, places)
+        )
+        self._reduced = FlatGradients(parameters, places) if two_gradients else self._gradients
         self.held = dict.fromkeys(range(versions), parameters)
         self.newest = versions - 1
         self._stash: int | None = None
@@ -93,37 +80,14 @@ class Weights:
         self.rates = None
         if self.optimizer is not None and schedule is not None:
             self.rates = LearningRates(self.optimizer, schedule, updates)
-        self._adopt(parameters, self._gradients)
-
-    def _lay_out(self, parameters: list[nn.Parameter], tied: Collection[str]) -> _Gradients:
-        views: dict[int, Tensor] = {}
-        made: dict[bool, list[Tensor]] = {False: [], True: []}
-        for is_tied, flat in made.items():
-            chosen = [
-                (i, one)
-                for i, (name, one) in enumerate(zip(self.names, parameters, strict=True))
-                if (name in tied) == is_tied
-            ]
-            for dtype in dict.fromkeys(one.dtype for _, one in chosen):
-                same = [(i, one) for i, one in chosen if one.dtype == dtype]
-                flat.append(same[0][1].new_zeros(sum(one.numel() for _, one in same)))
-                parts = flat[-1].split([one.numel() for _, one in same])
-                for (i, one), part in zip(same, parts, strict=True):
-                    views[i] = part.view_as(one)
-        return _Gradients(made[False], made[True], [views[i] for i in range(len(parameters))])
-
-    def _adopt(self, parameters: Sequence[nn.Parameter], gradients: _Gradients) -> None:
-        for one, gradient in zip(parameters, gradients.views, strict=True):
-            one.grad = gradient
+        self._gradients.receive(parameters)
 
     def leave_out(self, trained: Collection[str]) -> None:
         """Give no gradient to parameters that are not ``trained``: the optimizer skips them."""
+        left_out = {i for i, name in enumerate(self.names) if name not in trained}
         for gradients in (self._gradients, self._reduced):
-            gradients.views = [
-                gradient if name in trained else None
-                for name, gradient in zip(self.names, gradients.views, strict=True)
-            ]
-        self._adopt(self.held[self.newest], self._gradients)
+            gradients.leave_out(left_out)
+        self._gradients.receive(self.held[self.newest])
 
     def watch(self, names: Collection[str]) -> None:
         """Keep the norms of the gradients of ``names`` that the next update takes."""
@@ -156,8 +120,8 @@ class Weights:
         if self._reduced is not self._gradients:
             self._gradients, self._reduced = self._reduced, self._gradients
             for parameters in self.held.values():
-                self._adopt(parameters, self._gradients)
-        for flat in self._reduced.flat if group is not None else ():
+                self._gradients.receive(parameters)
+        for flat in self._reduced.parts if group is not None else ():
             if share != 1.0:
                 flat.mul_(share)
             for bucket in flat.split(max(1, BUCKET_BYTES // flat.itemsize)):
@@ -174,13 +138,13 @@ class Weights:
 
     def squares(self) -> float:
         """The squared norm of the gradients that the next update takes, without tied ones."""
-        norms = [torch.linalg.vector_norm(one, dtype=torch.float64) for one in self._reduced.flat]
+        norms = [torch.linalg.vector_norm(one, dtype=torch.float64) for one in self._reduced.parts]
         return float(sum(norm.square() for norm in norms))
 
     @property
     def gradient_bytes(self) -> int:
         """Bytes that an all-reduce sums up."""
-        return sum(flat.nbytes for flat in self._gradients.flat)
+        return sum(part.nbytes for part in self._gradients.parts)
 
     @property
     def state_bytes(self) -> int:
@@ -208,13 +172,13 @@ class Weights:
             self._stash = None
         self.newest += 1
         self.held[self.newest] = parameters
-        self._adopt(parameters, self._reduced)  # also: autograd gives zeros to what is left out
+        self._reduced.hand_over(parameters)
         if self.optimizer is not None:
             self.optimizer.step()
         if self.rates is not None:
             self.rates.updated()
-        self._reduced.zero()
-        self._adopt(parameters, self._gradients)
+        self._reduced.clear()
+        self._gradients.receive(parameters)
         self.use(self.newest)
 
     def _norms_of(self, names: Collection[str]) -> dict[str, Tensor]:
@@ -268,7 +232,7 @@ class Weights:
                 twin(one, tensors.get(f"previous.{name}", one.detach()).to(one, copy=True))
                 for name, one in newest.items()
             ]
-            self._adopt(self.held[0], self._gradients)
+            self._gradients.receive(self.held[0])
 
     def gradient(self, name: str) -> Tensor | None:
         """The gradient that the next update takes of a parameter: a view."""
