@@ -317,17 +317,28 @@ def _status(found: Found, stop: StopToken | None) -> Status:
 
 def _remarks(problem: TrainingProblem, best: Estimate | None) -> tuple[str, ...]:
     """What a user should know of the prediction of the best layout."""
-    if best is None or best.layout.zero < 2:
+    if best is None:
         return ()
-    ways = links(problem.fabric, best.layout.data_group).ways
+    found = []
+    if best.layout.zero >= 2 and _leaves_server(problem, best.layout):
+        found.append(
+            f"ZeRO {best.layout.zero} between servers is predicted too fast against what is "
+            "published (1.5 to 4.5 times for ZeRO 3 of 2021): see docs/layouts.md, measure it, or "
+            "consider --zero 0,1"
+        )
+    if problem.architecture.experts is not None:
+        found.append(
+            "layers of experts are predicted too fast against what is published (24 to 68 % of "
+            "the time for four trainings in fp8): see docs/layouts.md"
+        )
+    return tuple(found)
+
+
+def _leaves_server(problem: TrainingProblem, layout: Layout) -> bool:
+    """Whether data parallelism goes from server to server."""
+    ways = links(problem.fabric, layout.data_group).ways
     inside = problem.fabric.levels[0].name
-    if all(one.level.name == inside for way in ways for one in way.crossed):
-        return ()
-    return (
-        f"ZeRO {best.layout.zero} between servers is predicted too fast against what is published "
-        "(1.5 to 4.5 times for ZeRO 3 of 2021): see docs/layouts.md, measure it, or consider "
-        "--zero 0,1",
-    )
+    return not all(one.level.name == inside for way in ways for one in way.crossed)
 
 
 def plan_class(request: LayoutRequest) -> str:

@@ -12,14 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stagewright.executor.capture.exported.exporting import Example
 from stagewright.executor.capture.loss_graph import require_no_parameters
-from stagewright.executor.programs.program import stages_on, updates_of_iteration
+from stagewright.executor.programs.program import stages_on
 from stagewright.executor.programs.trace import RankAction, Trace
+from stagewright.executor.training.assembly import Called, Making, families_of, staged_model
 from stagewright.executor.training.batches import (
     Batch,
     mapped_batch,
-    microbatch_samples,
     require_as_many,
     tensors_of_batch,
     typed_inputs,
@@ -32,29 +31,23 @@ from stagewright.executor.training.model_checks import (
     require_accumulated,
     require_capturable,
     require_clip_norm,
-    require_joint_steps,
     require_known_tensor_plan,
-    require_same_model,
-    require_sharing,
-    require_whole_gradients,
 )
-from stagewright.executor.training.preparation import Preparation, needs_two_gradients
+from stagewright.executor.training.preparation import Preparation
 from stagewright.executor.training.ranks.collectives import gathered, summed
 from stagewright.executor.training.ranks.groups import make_groups, make_loss_group
 from stagewright.executor.training.ranks.launch import require_torch
 from stagewright.executor.training.ranks.rank import rank_program, this_rank
-from stagewright.executor.training.stages.initialise import Model, initialise
+from stagewright.executor.training.stages.initialise import Model
 from stagewright.executor.training.stages.learning_rates import (
     MakeSchedule,
     require_not_captured,
 )
 from stagewright.executor.training.stages.parameter_groups import ParameterGroups, require_groups
 from stagewright.executor.training.stages.shared_gradients import SharedGradients
-from stagewright.executor.training.stages.staged_model import StagedModel
-from stagewright.executor.training.stages.stored_weights import StoredWeights, find_weights
-from stagewright.executor.training.stages.weights import MakeOptimizer, Weights
+from stagewright.executor.training.stages.stored_weights import find_weights
+from stagewright.executor.training.stages.weights import MakeOptimizer
 from stagewright.executor.training.trace_recorder import TraceRecorder
-from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError
 
@@ -185,17 +178,28 @@ class Executor:
         self._autocast = dtype if dtype == torch.bfloat16 else None
         self._parameter_type = dtype if self._autocast is None else torch.float32
         stored = None if weights is None else find_weights(Path(weights))
-        self._model = self._initialise(module, self._example(example, takes_loss), stored)
-        self._families = self._find_families()  # known only from the captured model
+        called = Called(takes_loss, self._parameter_type, self._autocast)
+        self._model = staged_model(
+            self._rank,
+            module,
+            None if example is None else called.example(self._rank, example),
+            stored,
+            seed=seed,
+            dtype=self._parameter_type,
+            clips=self._clip_norm < inf,
+        )
+        # Known only from the captured model.
+        self._families = families_of(plan, self._model, clips=self._clip_norm < inf)
         self._program = rank_program(plan, self.rank, self._families)
         timeout = timedelta(seconds=timeout_seconds)
         holders = {name: self._model.holders(name) for name in self._model.tied}
         self._groups = make_groups(self._rank, holders, timeout)
         self._model.shard(self._rank, self._groups.tensor)
-        self._graph = graph
         require_groups(groups, self._model.trained)
         require_not_captured(schedule, captured=graph)
-        self._weights = self._make_weights(optimizer, groups, schedule)
+        self._weights = Making(
+            self._rank, self._program, self._model, self._families, self._groups, graph
+        ).weights(optimizer, groups, schedule)
         self._preparation = self._prepare(make_loss_group(self._rank, timeout), graph, compile)
         self._checkpoint = CheckpointShare(self._rank, self._model, self._weights, extra)
         self._recorder = TraceRecorder(self._rank, dtype, enabled=trace)
@@ -400,96 +404,6 @@ class Executor:
         return self._recorder.trace_on_first_rank()
 
     # The parts of this rank
-
-    def _example(self, inputs: Batch | None, takes_loss: bool) -> Example | None:
-        """A microbatch to capture the model with."""
-        if inputs is None:
-            return None
-        given, signature = typed_inputs(inputs, self._parameter_type)
-        require_as_many(given, ())
-        samples = microbatch_samples(self.plan, given)
-        return Example(
-            tuple(one[:samples] for one in given),
-            signature,
-            takes_loss,
-            self._rank.device,
-            self._parameter_type,
-            self._autocast,
-        )
-
-    def _initialise(
-        self,
-        module: Model | Callable[[], Model],
-        example: Example | None,
-        weights: StoredWeights | None,
-    ) -> StagedModel:
-        """The captured model, with this rank's layers alone on its device."""
-        own = [self.plan.stages[s] for s in self._stages]
-        model = initialise(
-            module,
-            {i for stage in own for i in range(*stage.layers)},
-            seed=self._seed,
-            device="cpu" if any(stage.tensor > 1 for stage in own) else self._rank.device,
-            dtype=self._parameter_type,
-            example=example,
-            weights=weights,
-        )
-        require_same_model(self.plan, model)
-        staged = StagedModel(self.plan, model, self._stages)
-        require_sharing(self.plan, staged.tied, staged.stages_of, clips=self._clip_norm < inf)
-        require_whole_gradients(self.plan, model, staged.stages_of)
-        return staged
-
-    def _make_weights(
-        self,
-        optimizer: MakeOptimizer,
-        groups: ParameterGroups,
-        schedule: MakeSchedule | None,
-    ) -> dict[int, Weights]:
-        made = {
-            s: Weights(
-                [layer.module for layer in layers],
-                self._model.primary,
-                self._model.tied,
-                optimizer,
-                versions=self.plan.weight_rule.versions,
-                groups=groups,
-                schedule=schedule,
-                updates=self._updates(s),
-                two_gradients=needs_two_gradients(self.plan, self._families, s),
-                released=self._releases_gradients(s),
-            )
-            for s, layers in self._model.modules.items()
-        }
-        require_joint_steps(self.plan, (one.optimizer for one in made.values()))
-        return made
-
-    def _updates(self, s: int) -> int:
-        """How often a step updates the weights of a stage."""
-        if self.plan.is_periodic:
-            return updates_of_iteration(self.plan)
-        own = (one.action for one in self._program.row if one.action.kind is ActionKind.UPDATE)
-        return sum(action.stage == s for action in own)
-
-    def _releases_gradients(self, s: int) -> bool:
-        """Whether the gradients of a stage are those of autograd, and end with each update.
-
-        They are kept where an all-reduce, later versions, a graph or a second stream use the same
-        memory again.
-        """
-        return not (
-            s in self._groups.stages
-            or self.plan.weight_rule.may_overlap
-            or needs_two_gradients(self.plan, self._families, s)
-            or self._graph
-            or any(one.stream is not None for one in self._program.row)
-        )
-
-    def _find_families(self) -> set[frozenset[int]]:
-        """Stages that share a trained parameter; all stages, if gradients are clipped."""
-        found = {frozenset(self._model.stages_of[name]) for name in self._model.tied}
-        everything = frozenset(range(len(self.plan.stages)))
-        return found | {everything} if self._clip_norm < inf else found
 
     def _prepare(
         self, loss_group: dist.ProcessGroup | None, captured: bool, compiled: bool

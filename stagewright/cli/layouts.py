@@ -59,13 +59,13 @@ SearchTime = Annotated[
 ServerBandwidth = Annotated[
     str | None,
     typer.Option(
-        help="From a GPU to the others of its server, as reached; default: 70 % of the kind's."
+        help="From a GPU to the others of its server, as reached; default: 81 % of the kind's."
     ),
 ]
 NetworkBandwidth = Annotated[
     str | None,
     typer.Option(
-        help="From a GPU out of its server while all send, as reached; default: 70 % of the kind's."
+        help="From a GPU out of its server while all send, as reached; default: 84 % of the kind's."
     ),
 ]
 PerRack = Annotated[

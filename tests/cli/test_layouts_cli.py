@@ -362,6 +362,12 @@ def test_samples_longer_than_the_model_knows_are_a_warning() -> None:
         )
 
 
+def test_a_prediction_for_experts_says_how_far_off_it_may_be() -> None:
+    assert "layers of experts" not in answered(*PLAN, "--top", 1)
+    rewrite(Path("config.json"), model_type="mixtral", num_local_experts=4, num_experts_per_tok=2)
+    assert "layers of experts are predicted too fast" in answered(*PLAN, "--top", 1)
+
+
 def test_an_interrupted_search_answers_with_a_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even before the first layout was evaluated; its bound holds, and it is not called optimal."""
     best = answered_json(*PLAN, "--top", 1)["rows"][0]["seconds"]

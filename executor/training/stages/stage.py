@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from stagewright.executor.capture.draws import DrawsOfShare, WholeDraw
@@ -22,6 +22,7 @@ from stagewright.executor.capture.split_backward import split_layer
 from stagewright.executor.capture.split_layer import CannotSplit, Saved, SavedForWeights, SplitLayer
 from stagewright.executor.programs.memory import Footprint
 from stagewright.executor.programs.shares import Rows
+from stagewright.executor.training.stages.compiling import compiled_layer
 
 Tensors = tuple[Tensor, ...]
 Gradients = Sequence[Tensor | None]
@@ -374,15 +375,6 @@ class StageComputation:
         finally:
             for held, name, buffer in before:
                 held[name] = buffer
-
-
-def compiled_layer(module: nn.Module) -> Callable[..., Tensors]:
-    """A layer compiled by torch, which draws what the layer itself would draw."""
-    from torch._inductor import config
-
-    config.fallback_random = True
-    compiled: Callable[..., Tensors] = torch.compile(module)
-    return compiled
 
 
 def _places(registries: Iterable[dict[str, Any]]) -> list[Place]:
