@@ -1,13 +1,16 @@
 """A model as a chain of layers, under its own names."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from stagewright.executor.capture.signature import Signature
 from stagewright.graphs.documents.errors import InputError
+
+BETWEEN = "_between_"  # begins the names, within a layer, of what the model has not under a name
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,7 +28,8 @@ class LayeredModel:
     ``output`` makes the model's result of the last layer's tensors; it is None for a list of
     modules, whose last one shows its result when it is called. ``signature`` is how the model
     is called, None if with tensors by position. ``guards`` are conditions on the sizes of its
-    inputs, in Python, under which the layers are the model; see `require_sizes`.
+    inputs, in Python, under which the layers are the model; see `require_sizes`. ``again`` captures
+    it for inputs of other shapes.
     """
 
     layers: tuple[CapturedLayer, ...]
@@ -33,6 +37,7 @@ class LayeredModel:
     output: Callable[[tuple[Tensor, ...]], Any] | None
     signature: Signature | None = None
     guards: tuple[str, ...] = ()
+    again: "Callable[[Sequence[tuple[int, ...]]], LayeredModel] | None" = None
 
     def result(self, values: tuple[Tensor, ...]) -> Any:
         """The model's result, of the last layer's tensors: what the loss is given."""
@@ -51,6 +56,33 @@ class LayeredModel:
                 "the model was captured for tensors by position; give an example of its inputs "
                 "to capture it for others"
             )
+
+    def sized(self, inputs: Sequence[tuple[int, ...]]) -> "LayeredModel":
+        """The layers for inputs of these shapes, with the same tensors and blocks.
+
+        Raises
+        ------
+        InputError
+            If they hold for other sizes only, and cannot be captured for these.
+        """
+        try:
+            self.require_sizes(inputs)
+        except InputError:
+            if self.again is None:
+                raise
+        else:
+            return self
+        found = self.again(inputs)
+        if list(map(_outside, found.layers)) != list(map(_outside, self.layers)):
+            raise InputError(
+                f"for inputs of shapes {', '.join(map(str, inputs))} the model has other layers, "
+                "or other values between them; give mini-batches of one shape"
+            )
+        layers = tuple(
+            CapturedLayer(own.name, _moved(own.module, other.module))
+            for own, other in zip(self.layers, found.layers, strict=True)
+        )
+        return replace(self, layers=layers, output=found.output, guards=found.guards)
 
     def require_sizes(self, inputs: Sequence[tuple[int, ...]]) -> None:
         """Refuse inputs of shapes for which the layers were not captured."""
@@ -89,6 +121,24 @@ class LayeredModel:
             for name, buffer in module.named_buffers(remove_duplicate=False)
             if name in kept
         )
+
+
+def _outside(layer: CapturedLayer) -> tuple[str, int]:
+    """A layer's name and the number of its inputs."""
+    module = layer.module
+    assert isinstance(module, fx.GraphModule)
+    return layer.name, len(module.graph.find_nodes(op="placeholder"))
+
+
+def _moved(own: nn.Module, other: nn.Module) -> nn.Module:
+    """The operators of ``other`` between the blocks and with the tensors of ``own``."""
+    assert isinstance(other, fx.GraphModule)
+    nodes = (node for node in other.graph.nodes if node.op in ("call_module", "get_attr"))
+    names = {str(node.target) for node in nodes}
+    root = {name: attrgetter(name)(other if name.startswith(BETWEEN) else own) for name in names}
+    moved = fx.GraphModule(root, other.graph)
+    moved.training = own.training
+    return moved
 
 
 @dataclass(frozen=True, slots=True)

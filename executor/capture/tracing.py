@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -73,7 +74,13 @@ def _traced(model: nn.Module) -> LayeredModel:
 def _exported(model: nn.Module, example: Example) -> LayeredModel:
     found = export(model, example)
     layers = cut_graph(model, found.graph, found.attributes, found.output)
-    return replace(layers, signature=example.signature, guards=found.guards)
+
+    def again(shapes: Sequence[tuple[int, ...]]) -> LayeredModel:
+        pairs = zip(shapes, example.tensors, strict=True)
+        tensors = tuple(torch.empty(shape, dtype=one.dtype, device="meta") for shape, one in pairs)
+        return _exported(model, replace(example, tensors=tensors))
+
+    return replace(layers, signature=example.signature, guards=found.guards, again=again)
 
 
 def _capture_list(modules: list[nn.Module]) -> LayeredModel:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stagewright.executor.capture.layers import CapturedLayer
 from stagewright.executor.capture.shapes import LayerTrace, Value, propagate, values_of
 from stagewright.executor.programs.memory import peak_bytes
 from stagewright.executor.programs.program import Families
@@ -60,15 +61,18 @@ class Preparation:
         lanes = rows(plan, samples)
         counts = {samples, *(len(lane) for stage in lanes for lane in stage)}
         entering = {count: values_of(inputs, count) for count in counts}
-        for values in entering.values():
-            self.model.require_sizes([one.shape for one in values])
+        layers = {
+            count: self.model.sized([one.shape for one in values])
+            for count, values in entering.items()
+        }
         traces = {
-            count: propagate(self.model.layers, values, self.rank.device, self.autocast)
+            count: propagate(layers[count], values, self.rank.device, self.autocast)
             for count, values in entering.items()
         }
         self.model.require_constant_buffers(traces[samples])
         computations = {
-            s: self._computation(s, lanes[s], samples, entering, traces) for s in self.weights
+            s: self._computation(s, lanes[s], samples, entering, traces, layers)
+            for s in self.weights
         }
         if self.captured:
             require_no_draws(self.model.layers, traces[samples])
@@ -110,6 +114,7 @@ class Preparation:
         samples: int,
         entering: Mapping[int, tuple[Value, ...]],
         traces: Mapping[int, tuple[LayerTrace, ...]],
+        every: Mapping[int, Sequence[CapturedLayer]],
     ) -> StageComputation:
         """Stage ``s`` on this rank's share of a microbatch; all by the number of samples."""
         stage = self.rank.plan.stages[s]
@@ -124,7 +129,7 @@ class Preparation:
         self.weights[s].leave_out(trained)
         require_no_divided_draws(s, self.model.modules[s], trace)
         layers = [
-            StageLayer(*each) for each in zip(self.model.modules[s], inputs, trace, strict=True)
+            StageLayer(*each) for each in zip(every[count][start:stop], inputs, trace, strict=True)
         ]
         of_stage = {one: found[start:stop] for one, found in traces.items()}
         return StageComputation(

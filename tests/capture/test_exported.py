@@ -191,9 +191,19 @@ class AskingForOne(Words):
 
 
 def test_a_model_that_asks_for_one_sample_is_captured_for_it_alone() -> None:
-    layered = assert_same(AskingForOne(), words(0), words(1, samples=2))
+    model = AskingForOne()
+    layered = assert_same(model, words(0), words(1, samples=2))
     with pytest.raises(InputError, match=r"ids.shape\[0\] != 1"):
         run(layered, words(0, samples=1))
+    for seed, samples in enumerate((1, 3, 1)):
+        batch = words(seed, samples=samples)
+        again = layered.sized([tuple(one.shape) for one in signed(batch)[0]])
+        torch.testing.assert_close(run(again, batch), model(**batch)["loss"], rtol=0, atol=1e-12)
+        shared = zip(layered.layers, again.layers, strict=True)
+        for one, other in shared:
+            assert list(map(id, one.module.parameters())) == list(
+                map(id, other.module.parameters())
+            )
     layered = assert_same(AskingForOne(), words(0, samples=1))
     with pytest.raises(InputError, match=r"ids.shape\[0\] == 1"):
         run(layered, words(0))

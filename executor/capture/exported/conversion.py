@@ -11,6 +11,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from stagewright.executor.capture.exported.whole_calls import OPERATOR, WholeCall
+from stagewright.executor.capture.layers import BETWEEN
 from stagewright.graphs.documents.errors import InputError
 
 CURE = "do that inside a block's own module, or pass a list of modules"
@@ -111,7 +112,7 @@ class _Conversion:
         if spec.target in self._program.constants and not _has(self._model, name):
             held = self._program.constants[spec.target]
             constant = getattr(held, "constant", None)
-            name = f"constant_{len(self._attributes)}"
+            name = f"{BETWEEN}{len(self._attributes)}"
             self._attributes[name] = held if constant is None else constant
         return self._with_meta(self._graph.get_attr(name), node)
 
@@ -152,7 +153,7 @@ class _Conversion:
     def _dropout(self, node: fx.Node) -> fx.Node:
         """A module, which is told when to evaluate."""
         given, share, _ = cast(tuple[fx.Node, float, bool], node.args)
-        name = f"dropout_{len(self._attributes)}"
+        name = f"{BETWEEN}{len(self._attributes)}"
         self._attributes[name] = nn.Dropout(share).train(cast(bool, node.args[2]))
         return self._with_meta(self._graph.call_module(name, (self._made[given],)), node)
 
@@ -166,7 +167,7 @@ class _Conversion:
                 f"{type(self._model).__name__} turns gradients or autocast on or off between its "
                 f"layers, which is not captured; {CURE}"
             )
-        name = f"region_{len(self._attributes)}"
+        name = f"{BETWEEN}{len(self._attributes)}"
         self._attributes[name] = Region(module, _entering(kind, settings))
         return self._with_meta(
             self._graph.call_module(name, tuple(self._made.get(one, one) for one in values)), node

@@ -60,9 +60,16 @@ class StagedModel:
         """The model's result, of the last layer's tensors."""
         return self._model.result(values)
 
-    def require_sizes(self, inputs: Sequence[tuple[int, ...]]) -> None:
-        """Refuse inputs of shapes for which the layers were not captured."""
-        self._model.require_sizes(inputs)
+    def sized(self, inputs: Sequence[tuple[int, ...]]) -> Sequence[CapturedLayer]:
+        """The layers for inputs of these shapes; see `LayeredModel.sized`.
+
+        Of sharded layers, and of several versions of the weights, there are those alone that the
+        model was first captured for.
+        """
+        if self.shardings or self._plan.weight_rule.versions > 1:
+            self._model.require_sizes(inputs)
+            return self.layers
+        return self._model.sized(inputs).layers
 
     def require_called(self, signature: Signature) -> None:
         """Refuse inputs that are given otherwise than the model was captured for."""
