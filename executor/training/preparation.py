@@ -37,7 +37,8 @@ class Preparation:
     """The parts of a rank that do not depend on the shapes of mini-batches.
 
     ``weights`` and ``groups`` are by stage; ``families`` are stages whose updates need each other's
-    gradients; ``captured`` says whether windows between two losses are captured as graphs.
+    gradients; ``captured`` says whether windows between two losses are captured as graphs, and
+    ``compiled`` whether layers are compiled.
     """
 
     rank: Rank
@@ -51,6 +52,7 @@ class Preparation:
     seed: int
     autocast: torch.dtype | None
     captured: bool
+    compiled: bool
 
     def interpreter(self, inputs: tuple[Tensor, ...]) -> Interpreter:
         """The interpreter for mini-batches of the shape of ``inputs``."""
@@ -132,6 +134,7 @@ class Preparation:
             self.autocast,
             offload=stage.offload,
             share=share_of(lanes[lane], lane, samples, of_stage),
+            compiled=self.compiled,
         )
 
     def _require_fit(self, computations: Mapping[int, StageComputation]) -> None:

@@ -91,6 +91,8 @@ class Executor:
         Whether to record when each action ran, in all steps; see `trace_on_first_rank`.
     graph
         Whether to replay the window between two losses as a CUDA graph; of a plan on one device.
+    compile
+        Whether layers are compiled by ``torch.compile``, where their backward is whole.
 
     Raises
     ------
@@ -130,6 +132,7 @@ class Executor:
         timeout_seconds: float = 60.0,
         trace: bool = False,
         graph: bool = False,
+        compile: bool = False,
     ) -> None:
         require_torch()
         require_clip_norm(plan, clip_norm)
@@ -154,7 +157,7 @@ class Executor:
         self._groups = make_groups(self._rank, holders, timeout)
         self._model.shard(self._rank, self._groups.tensor)
         self._weights = self._make_weights(optimizer)
-        self._preparation = self._prepare(make_loss_group(self._rank, timeout), graph)
+        self._preparation = self._prepare(make_loss_group(self._rank, timeout), graph, compile)
         self._checkpoint = CheckpointShare(self._rank, self._model, self._weights)
         self._recorder = TraceRecorder(self._rank, dtype, enabled=trace)
         self._interpreters: OrderedDict[object, Interpreter] = OrderedDict()
@@ -409,7 +412,9 @@ class Executor:
         everything = frozenset(range(len(self.plan.stages)))
         return found | {everything} if self._clip_norm < inf else found
 
-    def _prepare(self, loss_group: dist.ProcessGroup | None, captured: bool) -> Preparation:
+    def _prepare(
+        self, loss_group: dist.ProcessGroup | None, captured: bool, compiled: bool
+    ) -> Preparation:
         tied = self._groups.tied
         shared = SharedGradients(self._rank, self._model, self._weights, tied)
         joint = Joint(
@@ -432,4 +437,5 @@ class Executor:
             seed=self._seed,
             autocast=self._autocast,
             captured=captured,
+            compiled=compiled,
         )

@@ -59,7 +59,7 @@ class Task:
     ``clip_norm`` is the most that the norm of all gradients may be; ``dtype`` is the type of a
     pipeline's parameters; ``steps`` counts those of an earlier run that is resumed. A checkpoint is
     written to the folder ``checkpoints`` every ``checkpoint_every`` steps and at the end. ``graph``
-    as in `Executor`.
+    and ``compile`` as in `Executor`.
     """
 
     plan: PipelinePlan | OperatorPlan
@@ -78,6 +78,7 @@ class Task:
     parameters: Path | None
     trace: Path | None
     graph: bool
+    compile: bool
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**31:
@@ -97,6 +98,7 @@ class Task:
             ("clip_norm", self.clip_norm is not None),
             ("dtype", self.dtype is not None),
             ("graph", self.graph),
+            ("compile", self.compile),
         ):
             if given:
                 raise InputError(
@@ -140,6 +142,7 @@ class Task:
             timeout_seconds=self.timeout_seconds,
             trace=trace,
             graph=self.graph,
+            compile=self.compile,
         )
 
 

@@ -94,6 +94,12 @@ def run(
             "with the backwards, on one GPU.",
         ),
     ] = False,
+    compile: Annotated[
+        bool,
+        typer.Option(
+            "--compile", help="Compile layers by torch.compile, where their backward is whole."
+        ),
+    ] = False,
     timeout: Annotated[
         float, typer.Option(help="Seconds that a rank waits for another one.")
     ] = 60.0,
@@ -135,6 +141,7 @@ def run(
             parameters=save_parameters,
             trace=trace,
             graph=graph,
+            compile=compile,
         )
 
     if not is_rank():

@@ -175,12 +175,28 @@ def test_sizes_that_the_model_fixes_are_checked() -> None:
     layered = assert_same(FixedLength(), words(0), words(1, samples=2))
     with pytest.raises(InputError, match=r"ids.shape\[1\]"):
         run(layered, words(0, length=LENGTH + 1))
-    with pytest.raises(InputError, match=r"ids.shape\[0\] >= 2"):
+
+
+def test_one_sample_is_like_several() -> None:
+    assert_same(Words(), words(0), words(1, samples=1))
+    assert_same(Words(), words(0, samples=1), words(1, samples=3, length=1))
+
+
+class AskingForOne(Words):
+    """Another model for one sample."""
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None, **rest: Any) -> Any:
+        found = super().forward(ids, labels, **rest)
+        return {"loss": found.loss * (3 if ids.shape[0] == 1 else 1)}
+
+
+def test_a_model_that_asks_for_one_sample_is_captured_for_it_alone() -> None:
+    layered = assert_same(AskingForOne(), words(0), words(1, samples=2))
+    with pytest.raises(InputError, match=r"ids.shape\[0\] != 1"):
         run(layered, words(0, samples=1))
-
-
-def test_one_sample_is_captured_as_one() -> None:
-    assert_same(Words(), words(0, samples=1))
+    layered = assert_same(AskingForOne(), words(0, samples=1))
+    with pytest.raises(InputError, match=r"ids.shape\[0\] == 1"):
+        run(layered, words(0))
 
 
 # Blocks

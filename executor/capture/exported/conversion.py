@@ -94,12 +94,13 @@ class _Conversion:
         return Exported(self._graph, self._attributes, output, self._guards())
 
     def _guards(self) -> tuple[str, ...]:
-        """Torch's conditions on sizes, and that none is 0 or 1 that was not in the example."""
+        """Torch's conditions on sizes, and the sizes that it has fixed."""
         inputs = [node for node in self._graph.nodes if node.op == "placeholder"]
         known = [
-            f"L['tensors'][{i}].size()[{axis}] {f'== {size}' if isinstance(size, int) else '>= 2'}"
+            f"L['tensors'][{i}].size()[{axis}] == {size}"
             for i, node in enumerate(inputs)
             for axis, size in enumerate(node.meta["val"].shape)
+            if isinstance(size, int)
         ]
         return tuple(dict.fromkeys([*known, *self._program._guards_code]))
 

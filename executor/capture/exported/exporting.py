@@ -9,17 +9,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch._export import non_strict_utils
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import Dim, ExportedProgram
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental import _config
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
 from stagewright.executor.capture.exported.conversion import CURE, Exported, converted
 from stagewright.executor.capture.exported.leaves import leaves_of
+from stagewright.executor.capture.exported.sizes import Sizes
 from stagewright.executor.capture.exported.whole_calls import WholeCall, called_whole
 from stagewright.executor.capture.places import line_of
 from stagewright.executor.capture.python_state import attributes_kept, described, snapshot
@@ -142,11 +145,11 @@ def _exported(
     outer: _Outer, example: Example, leaves: Mapping[str, nn.Module]
 ) -> tuple[ExportedProgram, list[WholeCall]]:
     """The program of ``outer``, and the calls of blocks in it."""
-    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         fakes = _fakes(outer, example)
         inputs = tuple(_fake(one, example) for one in example.tensors)
-    shapes = (tuple(_varying(one) for one in inputs),)
+    shapes = (tuple(dict.fromkeys(range(one.dim()), Dim.AUTO) for one in inputs),)
     named = {
         name: fakes[id(one)]
         for registered in (outer.named_parameters, outer.named_buffers)
@@ -159,6 +162,9 @@ def _exported(
         stack.enter_context(_reparametrize_module(outer, named, tie_weights=False))
         if example.autocast is not None:
             stack.enter_context(torch.autocast(example.device.type, example.autocast))
+        # A size of 1 is like others, unless the model asks: a share may have one sample.
+        stack.enter_context(_config.patch(backed_size_oblivious=True))
+        stack.enter_context(patch.object(non_strict_utils, "ShapeEnv", Sizes))
         program = torch.export.export(outer, inputs, strict=False, dynamic_shapes=shapes)
         made = list(calls)
         with mode:
@@ -181,11 +187,6 @@ def _require_stateless(outer: _Outer, inputs: tuple[Tensor, ...]) -> None:
             f"the forward changes {described(outer.model, min(moving))}: it would keep the value "
             "that it has when it is captured"
         )
-
-
-def _varying(one: Tensor) -> dict[int, Any]:
-    """Every size may be another one, unless it is 1, which often has a meaning of its own."""
-    return {axis: Dim.AUTO for axis, size in enumerate(one.shape) if size > 1}
 
 
 def _fakes(outer: _Outer, example: Example) -> dict[int, Tensor]:

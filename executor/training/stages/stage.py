@@ -82,7 +82,8 @@ class StageComputation:
 
     ``recompute`` and ``offload`` as in the plan. Microbatches in ``split`` have their backward in
     two parts. ``autocast`` is the type of its computations, None for the parameters' type.
-    ``share`` says which samples it works on, None for all in order.
+    ``share`` says which samples it works on, None for all in order. ``compiled``: forwards and
+    whole backwards of its layers are compiled by torch; parts of backwards are not.
     """
 
     def __init__(
@@ -94,8 +95,13 @@ class StageComputation:
         *,
         offload: bool = False,
         share: Share | None = None,
+        compiled: bool = False,
     ) -> None:
         self.layers = tuple(layers)
+        modules = [layer.captured.module for layer in layers]
+        self._calls: list[Callable[..., Tensors]] = (
+            [compiled_layer(module) for module in modules] if compiled else list(modules)
+        )
         self.recompute = recompute
         self.offload = offload
         self.device = device
@@ -193,10 +199,10 @@ class StageComputation:
         if self.recompute == "full":
             self._keep(flight, range(len(self.layers)), inputs)
         with torch.no_grad(), self.cast():
-            for i, layer in enumerate(self.layers):
+            for i in range(len(self.layers)):
                 if self.recompute == "layer":
                     self._keep(flight, range(i, i + 1), inputs)
-                inputs = self._layer(i, layer.captured.module, inputs, seed)
+                inputs = self._layer(i, inputs, seed)
         return inputs
 
     def backward(self, microbatch: int, output_gradients: Gradients) -> Gradients:
@@ -295,7 +301,7 @@ class StageComputation:
         values = leaves
         with torch.enable_grad(), self.cast(), self._offloading():
             for i in layers:
-                values = self._layer(i, self.layers[i].captured.module, values, seed)
+                values = self._layer(i, values, seed)
         edges = [get_gradient_edge(one) if one.requires_grad else None for one in values]
         return _Graph(leaves, edges), tuple(one.detach() for one in values)
 
@@ -320,10 +326,9 @@ class StageComputation:
         with torch.autograd.graph.saved_tensors_hooks(keep, fetch):
             yield
 
-    def _layer(self, i: int, module: nn.Module, inputs: Tensors, seed: Seed) -> Tensors:
+    def _layer(self, i: int, inputs: Tensors, seed: Seed) -> Tensors:
         with self._drawing(i, seed):
-            outputs: Tensors = module(*inputs)
-        return outputs
+            return self._calls[i](*inputs)
 
     @contextmanager
     def _drawing(self, i: int, seed: Seed) -> Iterator[None]:
@@ -370,6 +375,15 @@ class StageComputation:
         finally:
             for held, name, buffer in before:
                 held[name] = buffer
+
+
+def compiled_layer(module: nn.Module) -> Callable[..., Tensors]:
+    """A layer compiled by torch, which draws what the layer itself would draw."""
+    from torch._inductor import config
+
+    config.fallback_random = True
+    compiled: Callable[..., Tensors] = torch.compile(module)
+    return compiled
 
 
 def _places(registries: Iterable[dict[str, Any]]) -> list[Place]:
