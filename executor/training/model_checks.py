@@ -1,6 +1,7 @@
 """Requirements of a plan on the model that it trains."""
 
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from math import isfinite
@@ -13,6 +14,7 @@ from stagewright.executor.capture.shapes import LayerTrace
 from stagewright.executor.programs.program import plan_devices
 from stagewright.formulations.plans.actions import B, I, parse_action
 from stagewright.formulations.plans.plan import PipelinePlan
+from stagewright.formulations.plans.tensor import share_count
 from stagewright.formulations.plans.weight_rules import FLUSH
 from stagewright.graphs.documents.errors import InputError
 
@@ -53,6 +55,18 @@ def require_accumulated(plan: PipelinePlan, accumulate: int, *, traced: bool) ->
     if traced:
         raise InputError(
             "accumulate: most mini-batches have no update to trace; leave one of the two out"
+        )
+
+
+def warn_of_divided_loss(plan: PipelinePlan) -> None:
+    """Say that a model's own loss of a microbatch is computed part by part by ``plan``."""
+    if share_count(plan.stages[-1]) > 1:
+        warnings.warn(
+            "the last stage divides every microbatch among its replicas, so that the model's own "
+            "loss is the mean of those of the parts: as of the whole if it is a mean over samples, "
+            "another if samples have unequal numbers of labels or are compared; plan replicas that "
+            "take whole microbatches (round-robin), or give a loss that returns (sum, count)",
+            stacklevel=3,
         )
 
 

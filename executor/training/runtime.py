@@ -32,6 +32,7 @@ from stagewright.executor.training.model_checks import (
     require_capturable,
     require_clip_norm,
     require_known_tensor_plan,
+    warn_of_divided_loss,
 )
 from stagewright.executor.training.preparation import Preparation
 from stagewright.executor.training.ranks.collectives import gathered, summed
@@ -172,6 +173,8 @@ class Executor:
         self.plan, self.steps_done, self._failed = plan, 0, False
         self._loss, self._seed = loss, seed
         self._rank = this_rank(plan, device)
+        if takes_loss and self.rank == 0:
+            warn_of_divided_loss(plan)
         if graph:
             require_capturable(plan, self._rank.device, traced=trace)
         self._stages = stages_on(plan, self._rank.name)

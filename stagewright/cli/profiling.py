@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -16,6 +16,9 @@ from stagewright.cli.console import (
 )
 from stagewright.cli.inputs import hand_out
 from stagewright.graphs.documents.errors import InputError
+
+if TYPE_CHECKING:
+    from stagewright.graphs.models.chain import Chain
 
 TIMEOUT_SECONDS = 60.0  # a rank's limit for waiting for another one
 
@@ -54,11 +57,25 @@ def profile(
     ] = "float32",
     optimizer: Optimizer = "adamw",
     clip_norm: ClipNorm = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            help="Local processes that measure at once, as many as will train on this machine: "
+            "they share its memory and caches. Their mean is written.",
+            min=2,
+        ),
+    ] = None,
     output: OutputFile = None,
     as_json: JsonFlag = False,
 ) -> int:
     """Measure a torch module layer by layer and write its model file."""
-    from stagewright.executor.training.ranks.launch import require_torch
+    from stagewright.executor.training.ranks.joining import joined
+    from stagewright.executor.training.ranks.launch import (
+        LocalRanks,
+        is_rank,
+        load_for_ranks,
+        require_torch,
+    )
 
     sizes = read_sizes(microbatch_sizes)
     require_torch()
@@ -68,12 +85,19 @@ def profile(
     from stagewright.cli.optimizing import parse_optimizer
     from stagewright.executor.measuring.captured import captured_by_size
     from stagewright.executor.measuring.machine import Machine
-    from stagewright.executor.measuring.profiling import first_batch, measure_layers
+    from stagewright.executor.measuring.profiling import first_batch, mean_of_ranks, measure_layers
     from stagewright.executor.training.losses import cross_entropy, own_loss
     from stagewright.executor.training.training import pair
 
     if device == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda: torch finds no GPU here")
+    if ranks is not None:
+        load_for_ranks()
+        if not is_rank():
+            from stagewright.cli import main
+
+            with LocalRanks(ranks, main) as started:
+                return started.run()
     computed = getattr(torch, dtype)
     own = torch.float32 if computed == torch.bfloat16 else computed  # as the executor does
     machine = Machine(torch.device(device), threads, kind)
@@ -86,12 +110,13 @@ def profile(
         of_outputs = load_factory(loss, "--loss")
     batch = pair(given, has_loss=not takes_loss)
     autocast = None if computed == own else computed
-    with reporting("profiling") as report:
-        report("making the model")
+
+    def measured(on_progress: Callable[[str], None]) -> "Chain":
+        on_progress("making the model")
         layered = captured_by_size(
             make, batch[0], sizes, takes_loss, device=machine.device, dtype=own, autocast=autocast
         )
-        chain = measure_layers(
+        return measure_layers(
             layered,
             batch,
             sizes,
@@ -102,9 +127,17 @@ def profile(
             name=model.rpartition(":")[2],
             optimizer=stepping,
             clips=clip_norm is not None,
-            on_progress=report,
+            on_progress=on_progress,
         )
-    return hand_out(chain, output, as_json)
+
+    if ranks is None:
+        with reporting("profiling") as report:
+            return hand_out(measured(report), output, as_json)
+    with joined(TIMEOUT_SECONDS) as member:
+        chain = mean_of_ranks(measured(lambda _: None))
+        if member.rank == 0:
+            hand_out(chain, output, as_json)
+    return 0
 
 
 def profile_links(

@@ -47,8 +47,8 @@ def run(
     data: Annotated[
         str,
         typer.Option(
-            help="Function that returns an iterable of mini-batches (inputs, targets), the same on "
-            "every rank; called for every epoch.",
+            help="Function that returns an iterable of mini-batches, (inputs, targets) or dicts of "
+            "the model's keywords with its labels, the same on every rank; called for every epoch.",
             metavar="PACKAGE:FACTORY",
             show_default=False,
         ),
