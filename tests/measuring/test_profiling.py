@@ -21,7 +21,7 @@ from stagewright.cli.profiling import profile
 from stagewright.executor.capture.tracing import capture
 from stagewright.executor.measuring.links import Links, describe, fit, measure_links
 from stagewright.executor.measuring.machine import Machine
-from stagewright.executor.measuring.profiling import first_batch, measure_layers
+from stagewright.executor.measuring.profiling import first_batch, mean_of_ranks, measure_layers
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Cluster, Link, uniform_servers
@@ -309,6 +309,24 @@ def test_links_between_ranks(ranks: Ranks) -> None:
     assert [device.kind for device in cluster.devices] == ["kind0", "kind1", "kind2"]
     assert [device.name for device in cluster.devices] == ["s0g0", "s0g1", "s0g2"]
     assert cluster.servers == ((0, 1, 2),)
+
+
+def _profile(_: dist.ProcessGroup, __: int) -> tuple[Chain, Chain]:
+    own = measured(Known(), vectors(8), sizes=(2,))
+    return own, mean_of_ranks(own)
+
+
+def test_ranks_write_the_mean_of_what_they_measure(ranks: Ranks) -> None:
+    told: list[tuple[Chain, Chain]] = ranks.run(_profile, 2)
+    (one, mean), (other, same) = told
+    assert same.layers == mean.layers
+    assert mean.source.endswith("by 2 ranks at once")
+    for i, layer in enumerate(mean.layers):
+        costs = layer.costs[0], one.layers[i].costs[0], other.layers[i].costs[0]
+        for name in ("forward_seconds", "input_gradient_seconds", "update_seconds"):
+            found, *each = (getattr(cost, name) for cost in costs)
+            assert found == pytest.approx(sum(each) / 2, rel=1e-3, abs=1e-12)
+        assert costs[0].saved_bytes == costs[1].saved_bytes
 
 
 def _measure_alone(_: dist.ProcessGroup, __: int, sizes: tuple[int, ...]) -> str:

@@ -2,6 +2,7 @@
 
 import gc
 import resource
+import warnings
 import weakref
 from dataclasses import replace
 from functools import partial
@@ -24,6 +25,7 @@ from torch.nn import functional as F  # noqa: E402, N812
 from stagewright.executor.capture.tracing import capture  # noqa: E402
 from stagewright.executor.export import export  # noqa: E402
 from stagewright.executor.training.interpreter.failures import NonFiniteLoss  # noqa: E402
+from stagewright.executor.training.model_checks import warn_of_divided_loss  # noqa: E402
 from stagewright.executor.training.runtime import Executor  # noqa: E402
 from stagewright.formulations.plans.actions import Action  # noqa: E402
 from stagewright.formulations.plans.plan import PlannedLayer  # noqa: E402
@@ -583,6 +585,17 @@ def test_mini_batches_that_do_not_fit_are_refused() -> None:
             ((x, x), y))  # fmt: skip
     refused("layer '1' fails .* changes an input in place", alone(2),
             [linear(), nn.Sequential(nn.Flatten(), nn.ReLU(inplace=True))], (x, y))  # fmt: skip
+
+
+@pytest.mark.parametrize("replication", ["split", "round-robin"])
+def test_a_loss_of_the_model_s_own_that_is_divided_is_said(replication: str) -> None:
+    stage = replace(make.straight([3])[0], devices=("a", "b"), replication=replication)
+    plan = make.gpipe([stage], 2)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        warn_of_divided_loss(plan)
+    assert bool(said) == (replication == "split")
+    assert all("mean of those of the parts" in str(one.message) for one in said)
 
 
 class Spoiled(nn.Module):
