@@ -1,5 +1,6 @@
 """A model as a chain of layers, under its own names."""
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -10,6 +11,7 @@ from torch import Tensor, fx, nn
 from stagewright.executor.capture.signature import Signature
 from stagewright.graphs.documents.errors import InputError
 
+FIXED_SAMPLES = re.compile(r"L\['tensors'\]\[\d+\]\.size\(\)\[0\] == \d+")
 BETWEEN = "_between_"  # begins the names, within a layer, of what the model has not under a name
 
 
@@ -56,6 +58,19 @@ class LayeredModel:
                 "the model was captured for tensors by position; give an example of its inputs "
                 "to capture it for others"
             )
+
+    def require_divisible(self) -> None:
+        """Refuse to divide the samples of a microbatch where the model fixes their number.
+
+        It then computes with it, as a loss that compares samples.
+        """
+        for guard in self.guards:
+            if FIXED_SAMPLES.fullmatch(guard):
+                raise InputError(
+                    f"the model computes with the number of its samples ({self._shown(guard)}), as "
+                    "a loss that compares them, so that replicas cannot divide a microbatch; plan "
+                    "replicas that take whole ones (round-robin)"
+                )
 
     def sized(self, inputs: Sequence[tuple[int, ...]]) -> "LayeredModel":
         """The layers for inputs of these shapes, with the same tensors and blocks.

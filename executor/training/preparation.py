@@ -61,6 +61,8 @@ class Preparation:
         lanes = rows(plan, samples)
         counts = {samples, *(len(lane) for stage in lanes for lane in stage)}
         entering = {count: values_of(inputs, count) for count in counts}
+        if len(entering) > 1:
+            self.model.require_divisible()
         layers = {
             count: self.model.sized([one.shape for one in values])
             for count, values in entering.items()

@@ -71,6 +71,10 @@ class StagedModel:
             return self.layers
         return self._model.sized(inputs).layers
 
+    def require_divisible(self) -> None:
+        """Refuse to divide the samples of a microbatch where the model fixes their number."""
+        self._model.require_divisible()
+
     def require_called(self, signature: Signature) -> None:
         """Refuse inputs that are given otherwise than the model was captured for."""
         self._model.require_called(signature)
