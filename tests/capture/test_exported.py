@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from exported import CPU, LENGTH, SAMPLES, WIDTH, WORDS, Batch, Block, captured, run, words
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils import checkpoint
@@ -22,28 +23,6 @@ from stagewright.executor.capture.shapes import propagate, values_of
 from stagewright.executor.capture.signature import signed
 from stagewright.executor.capture.tracing import capture
 from stagewright.graphs.documents.errors import InputError
-
-WIDTH, WORDS, SAMPLES, LENGTH = 6, 11, 4, 5
-CPU = torch.device("cpu")
-
-Batch = dict[str, Any]
-
-
-def captured(
-    model: nn.Module, batch: Any, *, takes_loss: bool = True, autocast: torch.dtype | None = None
-) -> LayeredModel:
-    tensors, signature = signed(batch)
-    example = Example(tensors, signature, takes_loss, CPU, torch.float64, autocast)
-    return capture(model, example)
-
-
-def run(layered: LayeredModel, batch: Any) -> Any:
-    values, signature = signed(batch)
-    layered.require_called(signature)
-    layered.require_sizes([tuple(one.shape) for one in values])
-    for layer in layered.layers:
-        values = layer.module(*values)
-    return layered.result(values)
 
 
 def assert_same(
@@ -76,12 +55,6 @@ def assert_same(
     return layered
 
 
-def words(seed: int, samples: int = SAMPLES, length: int = LENGTH) -> Batch:
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(WORDS, (samples, length), generator=generator)
-    return {"ids": ids, "labels": ids.roll(1, 1)}
-
-
 @dataclass
 class Answer:
     loss: Tensor | None
@@ -90,18 +63,6 @@ class Answer:
 
 
 torch.utils._pytree.register_dataclass(Answer)
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, *, mask: Tensor | None = None, scale: float = 1.0) -> Any:
-        mixed = torch.tanh(self.inner(x)) * scale
-        if mask is not None:
-            mixed = mask.to(x.dtype) @ mixed
-        return x + mixed
 
 
 class Words(nn.Module):
