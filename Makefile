@@ -30,11 +30,14 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks
 
 # The pinned versions are installed once, and again when they or the package's metadata change.
-# The build runs in the environment itself, so that its tools are the pinned ones too.
+# The build runs in the environment itself, so that its tools are the pinned ones too. Python starts
+# with what lets the registry's torchvision, and so transformers, be imported beside torch for CPUs.
 $(READY): constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev,executor,cluster,vision]'
+	cp benchmarks/torchvision_operators.py \
+		"$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/sitecustomize.py"
 	touch $@
 
 # Newest versions of everything, resolved in an environment of their own. Torch is large and built

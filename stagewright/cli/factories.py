@@ -71,5 +71,10 @@ def _place(package: str) -> str:
     return getattr(sys.modules[package], "__file__", None) or "a folder"
 
 
-def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+def _told(error: BaseException) -> str:
+    """The error in one line, with the one that it was first raised from."""
+    told = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    cause = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    return told if cause is error else f"{told} (from {_told(cause)})"

@@ -256,6 +256,7 @@ def test_factories_are_found_in_the_current_folder(
         ("breaks_on_import:x", "importing 'breaks_on_import' raised ZeroDivisionError: division"),
         ("imports_nothing:x", "importing 'imports_nothing' raised ModuleNotFoundError: .*nowhere"),
         ("raises:make", "'raises:make' raised ValueError: one two"),
+        ("raises:hides", r"raised ValueError: vague \(from ZeroDivisionError: division by zero\)"),
     ],
 )
 def test_faults_of_factories_are_told_in_one_line(
@@ -263,7 +264,11 @@ def test_faults_of_factories_are_told_in_one_line(
 ) -> None:
     (tmp_path / "breaks_on_import.py").write_text("1 / 0\n")
     (tmp_path / "imports_nothing.py").write_text("import nowhere\n")
-    (tmp_path / "raises.py").write_text("def make():\n    raise ValueError('one\\ntwo')\n")
+    (tmp_path / "raises.py").write_text(
+        "def make():\n    raise ValueError('one\\ntwo')\n"
+        "def hides():\n    try:\n        1 / 0\n"
+        "    except ArithmeticError as error:\n        raise ValueError('vague') from error\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(InputError, match=words) as error:
         load_factory(text, "--model")()
