@@ -113,8 +113,8 @@ from stagewright.cli import app, main
 
 @app.command()
 def wait():
-    print("ready", flush=True)
     try:
+        print("ready", flush=True)
         time.sleep({LONG})
     finally:
         print("stopping", flush=True)
