@@ -387,9 +387,12 @@ class OnValues(Words):
         return {"loss": x.mean()}
 
 
-def test_a_path_that_depends_on_data_is_refused_with_its_line() -> None:
+def test_a_path_that_depends_on_data_is_refused_with_its_line(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(InputError, match=r"test_exported.py:\d+ \(if x.sum\(\) > 0:\)"):
         captured(OnValues().double(), words(0))
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_model_without_a_loss_is_refused() -> None:

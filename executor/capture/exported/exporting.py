@@ -5,8 +5,11 @@ tensors without data and sizes that may vary. Blocks are operators to it, so tha
 is what happens between them; when the layers run, they call the user's own modules.
 """
 
+import io
+import logging
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -165,6 +168,7 @@ def _exported(
         # A size of 1 is like others, unless the model asks: a share may have one sample.
         stack.enter_context(_config.patch(backed_size_oblivious=True))  # type: ignore[attr-defined]
         stack.enter_context(patch.object(non_strict_utils, "ShapeEnv", Sizes))
+        stack.enter_context(_without_graphs())
         program = torch.export.export(outer, inputs, strict=False, dynamic_shapes=shapes)
         made = list(calls)
         with mode:
@@ -231,6 +235,20 @@ def _errors_named(model: nn.Module) -> Iterator[None]:
             f"{type(model).__name__} cannot be captured{line_of(error)}: "
             f"{type(error).__name__}: {reason.strip()}; {CURE}"
         ) from error
+
+
+@contextmanager
+def _without_graphs() -> Iterator[None]:
+    """Keep torch from printing the graph of an export that is refused in one line."""
+    printed, logger = io.StringIO(), logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with redirect_stderr(printed):
+            yield
+    finally:
+        logger.setLevel(before)
+    sys.stderr.write(printed.getvalue())  # of the user's code, as nothing failed
 
 
 def _leaking(outer: nn.Module, program: ExportedProgram, calls: Sequence[WholeCall]) -> set[type]:
