@@ -13,14 +13,12 @@ from pathlib import Path
 from types import ModuleType
 
 OPERATORS = ("nms", "qnms")
+LIBRARIES: list[object] = []  # the definitions end with them
 SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 
-class Schemas(MetaPathFinder):
+class TorchvisionSchemas(MetaPathFinder):
     """Finds nothing, but defines the operators when torchvision is looked for."""
-
-    def __init__(self) -> None:
-        self.library: object = None  # the definitions end with it
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -30,7 +28,7 @@ class Schemas(MetaPathFinder):
             sys.meta_path.remove(self)
             spec = PathFinder.find_spec(name, path, target)
             if spec is not None and spec.origin is not None:
-                self.library = _defined(Path(spec.origin).parent)
+                LIBRARIES.append(_defined(Path(spec.origin).parent))
         return None
 
 
@@ -48,5 +46,7 @@ def _defined(package: Path) -> object:
     return None
 
 
-SCHEMAS = Schemas()
-sys.meta_path.insert(0, SCHEMAS)
+# Python may have started with this very file, as a module of another name.
+NAMES = {type(one).__name__ for one in sys.meta_path}
+if TorchvisionSchemas.__name__ not in NAMES and "torchvision" not in sys.modules:
+    sys.meta_path.insert(0, TorchvisionSchemas())
