@@ -3,7 +3,7 @@
 Their path depends on values, or a kernel has no rule for shapes alone, or another than it obeys.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,25 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.utils.stateless import _reparametrize_module
 
 SCALE = 0.02  # of random numbers, as of common initialisations
+Sizes = Callable[[Any], int]
+
+
+def in_example(size: Any) -> int:
+    """A size that may vary, in the example."""
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+
+
+def elsewhere(given: Iterable[Any]) -> Sizes:
+    """Larger sizes than those of the example, each another, where the ``given`` ones vary."""
+    varying = [size.node for size in given if isinstance(size, torch.SymInt)]
+    symbols = sorted({one for node in varying for one in node.expr.free_symbols}, key=str)
+    least = 1 + max((int(node.hint) for node in varying), default=0)
+    other = {symbol: least + place for place, symbol in enumerate(symbols)}
+
+    def sized(size: Any) -> int:
+        return int(size.node.expr.subs(other) if isinstance(size, torch.SymInt) else size)
+
+    return sized
 
 
 @contextmanager
@@ -36,9 +55,12 @@ def valued_all(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: made[id(one)] for name, one in state.items()}
 
 
-def valued(one: Tensor) -> Tensor:
-    """A tensor with values of the shape, type and device of ``one``: random, zero or true."""
-    shape, device = tuple(map(size_of, one.shape)), one.device
+def valued(one: Tensor, sizes: Sizes = in_example) -> Tensor:
+    """A tensor with values of the shape, type and device of ``one``: random, zero or true.
+
+    ``sizes`` tells what its varying sizes are.
+    """
+    shape, device = tuple(map(sizes, one.shape)), one.device
     if device.type == "meta":
         device = torch.device("cpu")
     if one.is_floating_point() or one.is_complex():
@@ -52,8 +74,3 @@ def valued(one: Tensor) -> Tensor:
 def _like(one: Tensor) -> Tensor:
     made = valued(one).requires_grad_(one.requires_grad)
     return nn.Parameter(made, one.requires_grad) if isinstance(one, nn.Parameter) else made
-
-
-def size_of(size: Any) -> int:
-    """A size that may vary, in the example."""
-    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)

@@ -182,6 +182,24 @@ class Counting(Block):
         return x
 
 
+class Reshaping(Words):
+    """Asks a block's result for its sizes."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Any:
+        x = self.table(ids)
+        for block in self.blocks:
+            x = block(x)
+            x = x.reshape(-1, x.shape[2]).reshape(ids.shape[0], -1, x.shape[2])
+        return {"loss": F.cross_entropy(self.head(x).mT, labels)}
+
+
+def test_sizes_of_a_block_that_needs_values_are_told_apart() -> None:
+    """As many samples as features, and as many tokens."""
+    for samples, length in ((WIDTH, LENGTH), (2, WIDTH), (2, WIDTH // 2)):
+        batch = words(0, samples=samples, length=length)
+        assert_same(Reshaping(block=Counting), batch, words(1, samples=3, length=4))
+
+
 class Recomputed(Block):
     def forward(self, x: Tensor, **_: Any) -> Any:
         return checkpoint.checkpoint(super().forward, x, use_reentrant=False)

@@ -13,7 +13,9 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from stagewright.executor.capture.by_values import (
-    size_of,
+    Sizes,
+    elsewhere,
+    in_example,
     valued,
     valued_all,
 )
@@ -99,26 +101,31 @@ class WholeCall:
             return self.forward(self.fakes, arguments, keywords)
 
     def _by_values(self, tensors: list[Tensor], sizes: list[Any]) -> Any:
-        """The result of a call with values; the sizes of the arguments' return in it."""
-        known: dict[int, Any] = {}
-        for one in [*sizes, *(size for tensor in tensors for size in tensor.shape)]:
-            known.setdefault(size_of(one), one)
-        with unset_fake_temporarily(), torch.no_grad():
-            given, varying = [valued(one) for one in tensors], [size_of(one) for one in sizes]
-            arguments, keywords = self.arguments(given, varying)
-            found = self.forward(valued_all(self.fakes), arguments, keywords)
-        if any(isinstance(one, int | float) for one in pytree.tree_leaves(found)):
+        """The result of a call with values; the sizes of the arguments return in it."""
+        varying = [*sizes, *(size for tensor in tensors for size in tensor.shape)]
+        here, structure = pytree.tree_flatten(self._valued(tensors, sizes, in_example))
+        other = elsewhere(varying)
+        try:
+            there = pytree.tree_leaves(self._valued(tensors, sizes, other))
+        except Exception:  # of the module's code: it takes these sizes alone
+            there, other = here, in_example
+        if any(isinstance(one, int | float) for one in here):
             raise InputError(
                 f"{self.name!r} returns a number and needs the values of its inputs, on which the "
                 "number may depend; return it as a tensor"
             )
-        return pytree.tree_map_only(
-            Tensor,
-            lambda one: torch.empty(
-                [known.get(size, size) for size in one.shape], dtype=one.dtype, device=one.device
-            ),
-            found,
-        )
+        known = {(in_example(one), other(one)): one for one in reversed(varying)}
+        leaves = [
+            _outline(one, another, known) if isinstance(one, Tensor) else one
+            for one, another in zip(here, there, strict=True)
+        ]
+        return pytree.tree_unflatten(leaves, structure)
+
+    def _valued(self, tensors: list[Tensor], sizes: list[Any], sized: Sizes) -> Any:
+        with unset_fake_temporarily(), torch.no_grad():
+            given = [valued(one, sized) for one in tensors]
+            arguments, keywords = self.arguments(given, map(sized, sizes))
+            return self.forward(valued_all(self.fakes), arguments, keywords)
 
     def result(self, tensors: list[Tensor]) -> Any:
         """What the module returns, with ``tensors`` in their places."""
@@ -126,6 +133,13 @@ class WholeCall:
         given = iter(tensors)
         leaves = [next(given) if one is TENSOR else one for one in self.results]
         return pytree.tree_unflatten(leaves, self.returned)
+
+
+def _outline(one: Tensor, another: Tensor, known: Mapping[tuple[int, int], Any]) -> Tensor:
+    """A tensor without data for those of two runs: its sizes are ``known`` by both, or fixed."""
+    pairs = zip(one.shape, another.shape, strict=True)
+    shape = [known.get(pair, pair[0]) for pair in pairs]
+    return torch.empty(shape, dtype=one.dtype, device=one.device)
 
 
 @contextmanager
