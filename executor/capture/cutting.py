@@ -111,15 +111,8 @@ def _remade(model: nn.Module, graph: fx.Graph, attributes: Mapping[str, Any]) ->
     remade: set[fx.Node] = set()
     kept = _trained(model, graph) | _changed(graph) | set(_returned(graph))
     for node in graph.nodes:
-        if (
-            node.op == "get_attr"
-            or _is_plain(node, remade)
-            or (
-                "val" in node.meta
-                and node not in kept
-                and _is_derived(node, remade, kept, attributes)
-            )
-        ):
+        is_derived = node not in kept and _is_derived(node, remade, kept, attributes)
+        if node.op == "get_attr" or is_derived or _is_plain(node, remade):
             remade.add(node)
     return remade
 

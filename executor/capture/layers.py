@@ -80,12 +80,10 @@ class LayeredModel:
         InputError
             If they hold for other sizes only, and cannot be captured for these.
         """
-        try:
+        if self._unmet(inputs) is None:
+            return self
+        if self.again is None:
             self.require_sizes(inputs)
-        except InputError:
-            if self.again is None:
-                raise
-        else:
             return self
         found = self.again(inputs)
         if list(map(_outside, found.layers)) != list(map(_outside, self.layers)):
@@ -101,14 +99,19 @@ class LayeredModel:
 
     def require_sizes(self, inputs: Sequence[tuple[int, ...]]) -> None:
         """Refuse inputs of shapes for which the layers were not captured."""
-        shapes = {"tensors": [_Sized(shape) for shape in inputs]}
-        for guard in self.guards:
-            if not eval(guard, {"L": shapes}):  # written by torch.export, of sizes alone
-                raise InputError(
-                    f"inputs of shapes {', '.join(map(str, inputs))} differ from those for which "
-                    f"the model was captured: {self._shown(guard)} does not hold; give "
-                    "mini-batches of one shape, and replicas whole microbatches (round-robin)"
-                )
+        guard = self._unmet(inputs)
+        if guard is not None:
+            raise InputError(
+                f"inputs of shapes {', '.join(map(str, inputs))} differ from those for which "
+                f"the model was captured: {self._shown(guard)} does not hold; give "
+                "mini-batches of one shape, and replicas whole microbatches (round-robin)"
+            )
+
+    def _unmet(self, inputs: Sequence[tuple[int, ...]]) -> str | None:
+        """The first condition that shapes do not fulfil."""
+        known = {"L": {"tensors": [_Sized(shape) for shape in inputs]}}
+        # Written by torch.export, of sizes alone.
+        return next((guard for guard in self.guards if not eval(guard, dict(known))), None)
 
     def _shown(self, guard: str) -> str:
         names = self.signature.names if self.signature else ()

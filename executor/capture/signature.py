@@ -1,6 +1,7 @@
 """The inputs of a model: tensors with samples, and everything else, which is fixed."""
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,37 +25,51 @@ TENSOR = _Tensor()
 
 
 @dataclass(frozen=True, slots=True)
-class Signature:
-    """How a model is called: the structure of its arguments, with ``TENSOR`` for each tensor.
-
-    ``leaves`` are the arguments' parts in order; ``structure`` puts them together to
-    ``(arguments, keywords)``.
-    """
+class Structure:
+    """A value without its tensors: its parts in order, ``TENSOR`` for each tensor; its tree."""
 
     leaves: tuple[Any, ...]
-    structure: pytree.TreeSpec
+    spec: pytree.TreeSpec
 
-    def arguments(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional and keyword arguments with ``tensors`` in their places."""
+    def holding(self, tensors: Iterable[Any]) -> Any:
+        """The value with ``tensors`` in their places."""
         given = iter(tensors)
         leaves = [next(given) if one is TENSOR else one for one in self.leaves]
-        found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(
-            leaves, self.structure
-        )
+        return pytree.tree_unflatten(leaves, self.spec)
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether the value is a tensor itself."""
+        return self.spec.is_leaf() and self.leaves == (TENSOR,)
+
+
+def taken_apart(value: Any) -> tuple[tuple[Tensor, ...], Structure]:
+    """The tensors of a value, and the rest of it."""
+    leaves, spec = pytree.tree_flatten(value)
+    kept = tuple(TENSOR if isinstance(one, Tensor) else one for one in leaves)
+    return tuple(one for one in leaves if isinstance(one, Tensor)), Structure(kept, spec)
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """How a model is called: the structure of ``(arguments, keywords)``."""
+
+    structure: Structure
+
+    def arguments(self, tensors: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments with ``tensors`` in their places."""
+        found: tuple[tuple[Any, ...], dict[str, Any]] = self.structure.holding(tensors)
         return found
 
     @property
     def names(self) -> tuple[str, ...]:
         """The tensors' places: a keyword, or a position."""
-        every, _ = pytree.tree_flatten_with_path(
-            pytree.tree_unflatten(list(self.leaves), self.structure)
-        )
-        return tuple(_place(path) for path, leaf in every if leaf is TENSOR)
+        return tuple(place for place, leaf in self._places() if leaf is TENSOR)
 
     @property
     def is_positional(self) -> bool:
         """Whether the model is called with tensors by position alone."""
-        arguments, keywords = self.arguments([TENSOR] * len(self.leaves))
+        arguments, keywords = self._given()
         return not keywords and all(one is TENSOR for one in arguments)
 
     def require_same(self, other: "Signature") -> None:
@@ -62,9 +77,19 @@ class Signature:
         if self == other:
             return
         raise InputError(
-            f"the model was captured for inputs ({_shown(self)}), a mini-batch has "
-            f"({_shown(other)}); give every mini-batch the same keywords and other values"
+            f"the model was captured for inputs ({self._shown()}), a mini-batch has "
+            f"({other._shown()}); give every mini-batch the same keywords and other values"
         )
+
+    def _shown(self) -> str:
+        return ", ".join(f"{place}: {leaf!r}" for place, leaf in self._places())
+
+    def _places(self) -> list[tuple[str, Any]]:
+        every, _ = pytree.tree_flatten_with_path(self._given())
+        return [(_place(path), leaf) for path, leaf in every]
+
+    def _given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return self.arguments(itertools.repeat(TENSOR))
 
 
 def signed(inputs: Any) -> tuple[tuple[Tensor, ...], Signature]:
@@ -84,28 +109,19 @@ def signed(inputs: Any) -> tuple[tuple[Tensor, ...], Signature]:
         keywords = dict(sorted(inputs.items()))
     else:
         arguments = inputs if isinstance(inputs, tuple) else (inputs,)
-    leaves, structure = pytree.tree_flatten((arguments, keywords))
-    for one in leaves:
-        if not isinstance(one, (Tensor, *PLAIN)):
+    tensors, structure = taken_apart((arguments, keywords))
+    for one in structure.leaves:
+        if one is not TENSOR and not isinstance(one, PLAIN):
             raise InputError(
                 "inputs must be a tensor, a tuple of arguments or a dict of keywords, of tensors "
                 f"and plain values; got {type(one).__name__}"
             )
-    tensors = tuple(one for one in leaves if isinstance(one, Tensor))
     if not tensors:
         raise InputError("inputs hold no tensor")
-    kept = tuple(TENSOR if isinstance(one, Tensor) else one for one in leaves)
-    return tensors, Signature(kept, structure)
+    return tensors, Signature(structure)
 
 
 def _place(path: Sequence[Any]) -> str:
     (_, first), *rest = ((str(one), one) for one in path[1:])
     name = str(getattr(first, "key", getattr(first, "idx", first)))
     return name + "".join(one for one, _ in rest)
-
-
-def _shown(signature: Signature) -> str:
-    every, _ = pytree.tree_flatten_with_path(
-        pytree.tree_unflatten(list(signature.leaves), signature.structure)
-    )
-    return ", ".join(f"{_place(path)}: {leaf!r}" for path, leaf in every)

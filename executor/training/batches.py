@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from stagewright.executor.capture.signature import Signature, signed
+from stagewright.executor.capture.signature import Signature, signed, taken_apart
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError
 
@@ -22,7 +22,7 @@ def tensors_of_batch(name: str, batch: Batch) -> tuple[Tensor, ...]:
         raise InputError(
             f"{name} must be a tensor, a tuple or a dict of tensors, got {type(batch).__name__}"
         )
-    return tuple(one for one in pytree.tree_leaves(batch) if isinstance(one, Tensor))
+    return taken_apart(batch)[0]
 
 
 def typed_inputs(batch: Batch, dtype: torch.dtype) -> tuple[tuple[Tensor, ...], Signature]:

@@ -8,10 +8,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
-from torch.utils import _pytree as pytree
 
 from stagewright.executor.capture.exported.whole_calls import OPERATOR, WholeCall
 from stagewright.executor.capture.layers import BETWEEN
+from stagewright.executor.capture.signature import taken_apart
 from stagewright.graphs.documents.errors import InputError
 
 CURE = "do that inside a block's own module, or pass a list of modules"
@@ -57,13 +57,9 @@ class Region(nn.Module):
 SKIPPED = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")
 
 
-def _has(model: nn.Module, name: str) -> bool:
-    return name in dict(model.named_buffers(remove_duplicate=False))
-
-
 def tensors_in(result: Any) -> list[Tensor]:
     """The tensors of a module's result, in order."""
-    return [one for one in pytree.tree_leaves(result) if isinstance(one, Tensor)]
+    return list(taken_apart(result)[0])
 
 
 class _Conversion:
@@ -73,6 +69,7 @@ class _Conversion:
         self, model: nn.Module, program: ExportedProgram, calls: Sequence[WholeCall]
     ) -> None:
         self._model, self._program = model, program
+        self._buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
         self._calls = {call.number: call for call in calls}
         self._graph = fx.Graph()
         self._made: dict[fx.Node, Any] = {}
@@ -109,7 +106,7 @@ class _Conversion:
         if spec.target is None:
             return self._with_meta(self._graph.placeholder(node.name), node)
         name = spec.target.removeprefix("model.")
-        if spec.target in self._program.constants and not _has(self._model, name):
+        if spec.target in self._program.constants and name not in self._buffers:
             held = self._program.constants[spec.target]
             constant = getattr(held, "constant", None)
             name = f"{BETWEEN}{len(self._attributes)}"
@@ -140,7 +137,7 @@ class _Conversion:
         )
         made = self._graph.call_module(call.name, arguments, keywords)
         metas = node.meta["val"]
-        if call.returned is not None and call.returned.is_leaf():
+        if call.returned is not None and call.returned.is_tensor:
             made.meta["val"] = metas[0]
             return [made]
         every = self._graph.call_function(tensors_in, (made,))

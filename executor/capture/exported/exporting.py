@@ -10,7 +10,7 @@ import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -21,7 +21,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental import _config
 from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils import _pytree as pytree
 
 from stagewright.executor.capture.exported.conversion import CURE, Exported, converted
 from stagewright.executor.capture.exported.leaves import leaves_of
@@ -29,7 +28,7 @@ from stagewright.executor.capture.exported.sizes import Sizes
 from stagewright.executor.capture.exported.whole_calls import WholeCall, called_whole
 from stagewright.executor.capture.places import line_of
 from stagewright.executor.capture.python_state import attributes_kept, described, snapshot
-from stagewright.executor.capture.signature import TENSOR, Signature
+from stagewright.executor.capture.signature import Signature, Structure, taken_apart
 from stagewright.graphs.documents.errors import InputError
 
 
@@ -83,14 +82,6 @@ def _with_blocks(model: nn.Module, example: Example, *, outermost: bool) -> Expo
         opened |= leaking
 
 
-@dataclass(slots=True)
-class _Returned:
-    """The structure of a model's result, with ``TENSOR`` for each tensor."""
-
-    leaves: list[Any] = field(default_factory=list)
-    structure: pytree.TreeSpec | None = None
-
-
 class _Outer(nn.Module):
     """``model`` as a function of tensors alone."""
 
@@ -98,7 +89,8 @@ class _Outer(nn.Module):
         super().__init__()
         self.model, self._signature = model, example.signature
         self._takes_loss = example.takes_loss
-        self._returned = _Returned()  # torch.export undoes what a forward sets on its module
+        # In a list, as torch.export undoes what a forward sets on its module.
+        self._returned: list[Structure] = []
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         """The tensors of the model's result."""
@@ -106,21 +98,19 @@ class _Outer(nn.Module):
         result = self.model(*arguments, **keywords)
         if self._takes_loss:
             result = loss_of(result, type(self.model).__name__)
-        leaves, self._returned.structure = pytree.tree_flatten(result)
-        if any(isinstance(one, torch.SymInt) for one in leaves):
+        found, structure = taken_apart(result)
+        if any(isinstance(one, torch.SymInt) for one in structure.leaves):
             raise InputError(
                 f"{type(self.model).__name__} returns a size of its inputs; the loss can read it "
                 "from a tensor"
             )
-        self._returned.leaves = [TENSOR if isinstance(one, Tensor) else one for one in leaves]
-        return [one for one in leaves if isinstance(one, Tensor)]
+        self._returned[:] = [structure]
+        return list(found)
 
     def output(self, tensors: Sequence[Tensor]) -> Any:
         """The model's result, of its tensors."""
-        assert self._returned.structure is not None
-        given = iter(tensors)
-        leaves = [next(given) if one is TENSOR else one for one in self._returned.leaves]
-        return pytree.tree_unflatten(leaves, self._returned.structure)
+        (structure,) = self._returned
+        return structure.holding(tensors)
 
 
 def loss_of(result: Any, name: str) -> Tensor:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from stagewright.executor.capture.by_values import (
     valued,
     valued_all,
 )
-from stagewright.executor.capture.signature import PLAIN, TENSOR
+from stagewright.executor.capture.signature import PLAIN, TENSOR, Structure, taken_apart
 from stagewright.graphs.documents.errors import InputError
 
 _RUNNING: dict[int, "WholeCall"] = {}  # the calls of exports that are under way
@@ -40,20 +40,19 @@ OPERATOR = torch.ops.stagewright.call.default
 class WholeCall:
     """One call of a module.
 
-    ``leaves`` and ``structure`` are its arguments, taken apart; ``results`` and ``returned`` what
-    it returns, with ``TENSOR`` in ``results`` for tensors. ``has_hooks_within``: modules within
-    have hooks, which may hand on tensors beside its results.
+    ``leaves`` and ``spec`` are its arguments, taken apart; ``returned`` is the structure of what it
+    returns. ``has_hooks_within``: modules within have hooks, which may hand on tensors beside its
+    results.
     """
 
     number: int
     name: str
     module: nn.Module
     leaves: list[Any]
-    structure: pytree.TreeSpec
+    spec: pytree.TreeSpec
     forward: Callable[[Mapping[str, Tensor], tuple[Any, ...], dict[str, Any]], Any]
     fakes: Mapping[str, Tensor]
-    results: list[Any] = field(default_factory=list)
-    returned: pytree.TreeSpec | None = None
+    returned: Structure | None = None
     has_hooks_within: bool = False
 
     def arguments(self, tensors: Any, sizes: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -68,7 +67,7 @@ class WholeCall:
                 else one
                 for one in self.leaves
             ],
-            self.structure,
+            self.spec,
         )
         return found
 
@@ -78,9 +77,9 @@ class WholeCall:
             result = self._forward(tensors, sizes)
         except Exception:  # of the module's code, of any kind
             result = self._by_values(tensors, sizes)
-        leaves, self.returned = pytree.tree_flatten(result)
-        for one in leaves:
-            if not isinstance(one, (Tensor, *PLAIN)):
+        returned, self.returned = taken_apart(result)
+        for one in self.returned.leaves:
+            if one is not TENSOR and not isinstance(one, PLAIN):
                 raise InputError(
                     f"{self.name!r} returns a {type(one).__name__}; it may return tensors, plain "
                     "values, and tuples, lists and dicts of them"
@@ -88,8 +87,7 @@ class WholeCall:
         self.has_hooks_within = any(
             inner._forward_hooks for inner in self.module.modules() if inner is not self.module
         )
-        self.results = [TENSOR if isinstance(one, Tensor) else one for one in leaves]
-        return [one.clone() for one in leaves if isinstance(one, Tensor)]
+        return [one.clone() for one in returned]
 
     def _forward(self, tensors: list[Tensor], sizes: list[Any]) -> Any:
         arguments, keywords = self.arguments(tensors, sizes)
@@ -103,7 +101,7 @@ class WholeCall:
     def _by_values(self, tensors: list[Tensor], sizes: list[Any]) -> Any:
         """The result of a call with values; the sizes of the arguments return in it."""
         varying = [*sizes, *(size for tensor in tensors for size in tensor.shape)]
-        here, structure = pytree.tree_flatten(self._valued(tensors, sizes, in_example))
+        here, spec = pytree.tree_flatten(self._valued(tensors, sizes, in_example))
         other = elsewhere(varying)
         try:
             there = pytree.tree_leaves(self._valued(tensors, sizes, other))
@@ -119,20 +117,13 @@ class WholeCall:
             _outline(one, another, known) if isinstance(one, Tensor) else one
             for one, another in zip(here, there, strict=True)
         ]
-        return pytree.tree_unflatten(leaves, structure)
+        return pytree.tree_unflatten(leaves, spec)
 
     def _valued(self, tensors: list[Tensor], sizes: list[Any], sized: Sizes) -> Any:
         with unset_fake_temporarily(), torch.no_grad():
             given = [valued(one, sized) for one in tensors]
             arguments, keywords = self.arguments(given, map(sized, sizes))
             return self.forward(valued_all(self.fakes), arguments, keywords)
-
-    def result(self, tensors: list[Tensor]) -> Any:
-        """What the module returns, with ``tensors`` in their places."""
-        assert self.returned is not None
-        given = iter(tensors)
-        leaves = [next(given) if one is TENSOR else one for one in self.results]
-        return pytree.tree_unflatten(leaves, self.returned)
 
 
 def _outline(one: Tensor, another: Tensor, known: Mapping[tuple[int, int], Any]) -> Tensor:
@@ -187,14 +178,16 @@ def _whole(
             module.__class__, module._forward_hooks = whole, hooks
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        leaves, structure = pytree.tree_flatten((args, kwargs))
+        leaves, spec = pytree.tree_flatten((args, kwargs))
         _require_known(name, leaves)
-        made = WholeCall(first + len(calls), name, module, leaves, structure, forward, fakes)
+        made = WholeCall(first + len(calls), name, module, leaves, spec, forward, fakes)
         _RUNNING[made.number] = made
         calls.append(made)
         tensors = [one for one in leaves if isinstance(one, Tensor)]
         sizes = [one for one in leaves if isinstance(one, torch.SymInt)]
-        result = made.result(OPERATOR(made.number, tensors, sizes))
+        returned = OPERATOR(made.number, tensors, sizes)
+        assert made.returned is not None
+        result = made.returned.holding(returned)
         for key in _handing_on(self, known):
             changed = self._forward_hooks[key](self, args, result)
             result = result if changed is None else changed
