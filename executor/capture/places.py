@@ -1,17 +1,57 @@
-"""Where in a user's code an error was raised."""
+"""Where in a user's code an operator is called, or an error was raised."""
 
-import traceback
+import linecache
+import os
+from types import FrameType, TracebackType
+
+import torch
+
+CAPTURE = os.path.dirname(__file__)
+FOREIGN = (os.path.dirname(torch.__file__), os.path.dirname(CAPTURE), "<")
+CALLER = os.path.join(CAPTURE, "steps", "joint.py")  # of the user's model and loss
 
 
-def line_of(error: BaseException) -> str:
-    """File, line and source of the innermost frame that is not torch's or ours, after " at "."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if "/torch/" not in frame.filename
-        and "/executor/" not in frame.filename
-        and not frame.filename.startswith("<")
-    ]
-    if not frames:
+def place_of(error: BaseException) -> str:
+    """File, line and source of the innermost frame of the user's code, after " at "."""
+    frame, line = None, 0
+    trace = error.__traceback__
+    while trace is not None:
+        if _is_users(trace.tb_frame):
+            frame, line = trace.tb_frame, trace.tb_lineno
+        trace = trace.tb_next
+    if frame is None:
         return ""
-    return f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})"
+    path = frame.f_code.co_filename
+    return f" at {path}:{line} ({linecache.getline(path, line).strip()})"
+
+
+def line_of(trace: TracebackType | None) -> str | None:
+    """The innermost line of the user's code in a traceback."""
+    found = None
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == CALLER:
+            found = None
+        if _is_users(trace.tb_frame):
+            found = _spelled(trace.tb_frame, trace.tb_lineno)
+        trace = trace.tb_next
+    return found
+
+
+def line_of_call(frame: FrameType | None) -> str | None:
+    """The innermost line of the user's code that a call is made from."""
+    while frame is not None and frame.f_code.co_filename != CALLER:
+        if _is_users(frame):
+            return _spelled(frame, frame.f_lineno)
+        frame = frame.f_back
+    return None
+
+
+def _is_users(frame: FrameType) -> bool:
+    return not frame.f_code.co_filename.startswith(FOREIGN)
+
+
+def _spelled(frame: FrameType, line: int) -> str:
+    """The path relative to the current folder where it is below it."""
+    path = frame.f_code.co_filename
+    relative = os.path.relpath(path)
+    return f"{path if relative.startswith('..') else relative}:{line}"

@@ -14,7 +14,7 @@ from torch.func import functional_call
 from stagewright.executor.capture.by_values import valued, with_values
 from stagewright.executor.capture.draws import Draw, Record
 from stagewright.executor.capture.layers import CapturedLayer
-from stagewright.executor.capture.places import line_of
+from stagewright.executor.capture.places import place_of
 from stagewright.executor.capture.python_state import attributes_kept, require_stateless, snapshot
 from stagewright.graphs.documents.errors import InputError
 
@@ -154,7 +154,7 @@ def _named(layer: CapturedLayer, inputs: Sequence[Tensor]) -> Iterator[None]:
         shapes = ", ".join(str(tuple(one.shape)) for one in inputs)
         reason = str(error).partition("\n")[0]
         raise InputError(
-            f"layer {layer.name!r} fails on inputs of shape {shapes}{line_of(error)}: "
+            f"layer {layer.name!r} fails on inputs of shape {shapes}{place_of(error)}: "
             f"{type(error).__name__}: {reason}"
         ) from error
 

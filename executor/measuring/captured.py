@@ -9,9 +9,12 @@ from torch import nn
 from stagewright.executor.capture.exported.exporting import Example
 from stagewright.executor.capture.layers import LayeredModel
 from stagewright.executor.capture.tracing import capture
-from stagewright.executor.training.batches import require_as_many, typed_inputs
+from stagewright.executor.training.batches import (
+    require_as_many,
+    require_samples,
+    typed_inputs,
+)
 from stagewright.executor.training.stages.initialise import Model
-from stagewright.graphs.documents.errors import InputError
 
 SEED = 0
 
@@ -42,18 +45,13 @@ def captured_by_size(
         module.to(device=device, dtype=dtype)
     given, signature = typed_inputs(inputs, dtype)
     require_as_many(given, ())
-    if max(sizes) > len(given[0]):
-        raise InputError(
-            f"a microbatch of {max(sizes)} samples is asked for, the data's first mini-batch has "
-            f"{len(given[0])}"
-        )
+    require_samples(given, sizes)
+    example = Example(given, signature, takes_loss, device, dtype, autocast)
     found: dict[int, LayeredModel] = {}
     for size in sorted(set(sizes), reverse=True):
         same = next(iter(found.values()), None)
         if same is not None and not same.guards:  # traced, for all sizes
             found[size] = same
             continue
-        tensors = tuple(one[:size] for one in given)
-        example = Example(tensors, signature, takes_loss, device, dtype, autocast)
-        found[size] = capture(made, example)
+        found[size] = capture(made, example.first(size))
     return found

@@ -35,7 +35,12 @@ from stagewright.executor.capture.loss_graph import (
 )
 from stagewright.executor.capture.shapes import SavedStorages, propagate, values_of
 from stagewright.executor.measuring.machine import Machine, threads
-from stagewright.executor.training.batches import mapped_batch, tensors_of_batch, typed_inputs
+from stagewright.executor.training.batches import (
+    mapped_batch,
+    require_samples,
+    tensors_of_batch,
+    typed_inputs,
+)
 from stagewright.executor.training.losses import Loss, cross_entropy, read_loss
 from stagewright.executor.training.stages.weights import MakeOptimizer, Weights
 from stagewright.graphs.documents.arrays import Floats
@@ -78,7 +83,7 @@ def measure_layers(
     models = model if isinstance(model, Mapping) else dict.fromkeys(microbatch_sizes, model)
     model = models[max(microbatch_sizes)]
     inputs, targets = _on_device(batch, model, machine.device)
-    _require_samples(inputs, microbatch_sizes)
+    require_samples(inputs, microbatch_sizes)
     require_no_parameters(loss)
     for size in microbatch_sizes:  # as a run does before it starts
         propagate(models[size].layers, values_of(inputs, size), machine.device, autocast)
@@ -346,15 +351,6 @@ def _on_device(
 def _first(value: Any, size: int) -> Any:
     """A copy of the first samples, so that the rest of the batch's storage is not counted."""
     return mapped_batch(value, lambda one: one[:size].clone())
-
-
-def _require_samples(inputs: Values, sizes: Sequence[int]) -> None:
-    samples = min(len(tensor) for tensor in inputs)
-    if max(sizes) > samples:
-        raise InputError(
-            f"a microbatch of {max(sizes)} samples is asked for, the data's first mini-batch has "
-            f"{samples}"
-        )
 
 
 def _dtype(model: LayeredModel) -> torch.dtype:

@@ -1,7 +1,6 @@
 """The parts of a rank that are made of a user's model: its stages and their weights."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -32,21 +31,14 @@ from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.plans.plan import PipelinePlan
 
 
-@dataclass(frozen=True, slots=True)
-class Called:
-    """How the model is called: for its own loss or not, in which types."""
-
-    takes_loss: bool
-    dtype: torch.dtype
-    autocast: torch.dtype | None
-
-    def example(self, rank: Rank, inputs: Batch) -> Example:
-        """A microbatch to capture the model with."""
-        given, signature = typed_inputs(inputs, self.dtype)
-        require_as_many(given, ())
-        samples = microbatch_samples(rank.plan, given)
-        tensors = tuple(one[:samples] for one in given)
-        return Example(tensors, signature, self.takes_loss, rank.device, self.dtype, self.autocast)
+def example_of(
+    rank: Rank, inputs: Batch, *, takes_loss: bool, dtype: torch.dtype, autocast: torch.dtype | None
+) -> Example:
+    """A microbatch of ``inputs``, to capture the model with; the rest as in `Example`."""
+    given, signature = typed_inputs(inputs, dtype)
+    require_as_many(given, ())
+    whole = Example(given, signature, takes_loss, rank.device, dtype, autocast)
+    return whole.first(microbatch_samples(rank.plan, given))
 
 
 def staged_model(
@@ -91,58 +83,50 @@ def families_of(plan: PipelinePlan, model: StagedModel, *, clips: bool) -> set[f
     return found | {everything} if clips else found
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Making:
-    """What the weights of a rank's stages depend on; ``graph``: windows are captured."""
-
-    rank: Rank
-    program: RankProgram
-    model: StagedModel
-    families: Families
-    groups: Groups
-    graph: bool
-
-    def weights(
-        self, optimizer: MakeOptimizer, groups: ParameterGroups, schedule: MakeSchedule | None
-    ) -> dict[int, Weights]:
-        """The weights of every stage, with their optimizers."""
-        plan = self.rank.plan
-        made = {
-            s: Weights(
-                [layer.module for layer in layers],
-                self.model.primary,
-                self.model.tied,
-                optimizer,
-                versions=plan.weight_rule.versions,
-                groups=groups,
-                schedule=schedule,
-                updates=self._updates(s),
-                two_gradients=needs_two_gradients(plan, self.families, s),
-                released=self._releases_gradients(s),
-            )
-            for s, layers in self.model.modules.items()
-        }
-        require_joint_steps(plan, (one.optimizer for one in made.values()))
-        return made
-
-    def _updates(self, s: int) -> int:
-        """How often a step updates the weights of a stage."""
-        if self.rank.plan.is_periodic:
-            return updates_of_iteration(self.rank.plan)
-        own = (one.action for one in self.program.row if one.action.kind is ActionKind.UPDATE)
-        return sum(action.stage == s for action in own)
-
-    def _releases_gradients(self, s: int) -> bool:
-        """Whether the gradients of a stage are those of autograd, and end with each update.
-
-        They are kept where an all-reduce, later versions, a graph or a second stream use the same
-        memory again.
-        """
-        plan = self.rank.plan
-        return not (
-            s in self.groups.stages
-            or plan.weight_rule.may_overlap
-            or needs_two_gradients(plan, self.families, s)
-            or self.graph
-            or any(one.stream is not None for one in self.program.row)
+def weights_of(
+    rank: Rank,
+    program: RankProgram,
+    model: StagedModel,
+    families: Families,
+    groups: Groups,
+    *,
+    optimizer: MakeOptimizer,
+    parameter_groups: ParameterGroups,
+    schedule: MakeSchedule | None,
+    captured: bool,
+) -> dict[int, Weights]:
+    """The weights of a rank's stages, with their optimizers; ``captured``: windows are graphs."""
+    plan = rank.plan
+    made = {}
+    for s, layers in model.modules.items():
+        two_gradients = needs_two_gradients(plan, families, s)
+        made[s] = Weights(
+            [layer.module for layer in layers],
+            model.primary,
+            model.tied,
+            optimizer,
+            versions=plan.weight_rule.versions,
+            groups=parameter_groups,
+            schedule=schedule,
+            updates=_updates_of_step(plan, program, s),
+            two_gradients=two_gradients,
+            # Kept where an all-reduce, later versions, a graph or a second stream use the same
+            # memory again.
+            released=not (
+                s in groups.stages
+                or plan.weight_rule.may_overlap
+                or two_gradients
+                or captured
+                or any(one.stream is not None for one in program.row)
+            ),
         )
+    require_joint_steps(plan, (one.optimizer for one in made.values()))
+    return made
+
+
+def _updates_of_step(plan: PipelinePlan, program: RankProgram, s: int) -> int:
+    """How often a step updates the weights of a stage."""
+    if plan.is_periodic:
+        return updates_of_iteration(plan)
+    own = (one.action for one in program.row if one.action.kind is ActionKind.UPDATE)
+    return sum(action.stage == s for action in own)

@@ -42,6 +42,16 @@ def require_as_many(inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> None
             )
 
 
+def require_samples(inputs: Sequence[Tensor], sizes: Sequence[int]) -> None:
+    """Refuse microbatches of ``sizes`` where a mini-batch has fewer samples."""
+    samples = min(len(one) for one in inputs)
+    if max(sizes) > samples:
+        raise InputError(
+            f"a microbatch of {max(sizes)} samples is asked for, the data's first mini-batch has "
+            f"{samples}"
+        )
+
+
 def microbatch_samples(plan: PipelinePlan, inputs: Sequence[Tensor]) -> int:
     """The samples of a microbatch."""
     count = len(inputs[0])

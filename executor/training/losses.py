@@ -1,6 +1,6 @@
 """Results of losses: a mean over samples, or a sum and the count to divide it by."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -19,6 +19,15 @@ def cross_entropy(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     if targets.is_floating_point():  # probabilities of classes
         return total, torch.tensor(targets.numel() // targets.shape[1])
     return total, (targets != IGNORED).sum()
+
+
+def loss_of_run(loss: Loss | None, inputs: object) -> tuple[Loss, bool]:
+    """The loss of a run, and whether the model computes it, as where ``inputs`` are keywords.
+
+    Without either it is cross-entropy.
+    """
+    takes_loss = loss is None and isinstance(inputs, Mapping)
+    return loss or (own_loss if takes_loss else cross_entropy), takes_loss
 
 
 def own_loss(output: Tensor, targets: object) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from stagewright.executor.capture.loss_graph import require_no_parameters
 from stagewright.executor.programs.program import stages_on
 from stagewright.executor.programs.trace import RankAction, Trace
-from stagewright.executor.training.assembly import Called, Making, families_of, staged_model
+from stagewright.executor.training.assembly import example_of, families_of, staged_model, weights_of
 from stagewright.executor.training.batches import (
     Batch,
     mapped_batch,
@@ -26,7 +26,7 @@ from stagewright.executor.training.batches import (
 from stagewright.executor.training.checkpoint_share import CheckpointShare, Stateful
 from stagewright.executor.training.interpreter.interpreter import Interpreter
 from stagewright.executor.training.interpreter.joint import Joint
-from stagewright.executor.training.losses import Loss, cross_entropy, own_loss
+from stagewright.executor.training.losses import Loss, loss_of_run
 from stagewright.executor.training.model_checks import (
     require_accumulated,
     require_capturable,
@@ -166,12 +166,11 @@ class Executor:
         require_known_tensor_plan(plan)
         require_accumulated(plan, accumulate, traced=trace)
         self._accumulate = accumulate
-        takes_loss = loss is None and isinstance(example, Mapping)
-        loss = loss or (own_loss if takes_loss else cross_entropy)
-        require_no_parameters(loss)
+        self._loss, takes_loss = loss_of_run(loss, example)
+        require_no_parameters(self._loss)
         self._clip_norm = inf if clip_norm is None else clip_norm
         self.plan, self.steps_done, self._failed = plan, 0, False
-        self._loss, self._seed = loss, seed
+        self._seed = seed
         self._rank = this_rank(plan, device)
         if takes_loss and self.rank == 0:
             warn_of_divided_loss(plan)
@@ -181,11 +180,18 @@ class Executor:
         self._autocast = dtype if dtype == torch.bfloat16 else None
         self._parameter_type = dtype if self._autocast is None else torch.float32
         stored = None if weights is None else find_weights(Path(weights))
-        called = Called(takes_loss, self._parameter_type, self._autocast)
         self._model = staged_model(
             self._rank,
             module,
-            None if example is None else called.example(self._rank, example),
+            None
+            if example is None
+            else example_of(
+                self._rank,
+                example,
+                takes_loss=takes_loss,
+                dtype=self._parameter_type,
+                autocast=self._autocast,
+            ),
             stored,
             seed=seed,
             dtype=self._parameter_type,
@@ -200,9 +206,17 @@ class Executor:
         self._model.shard(self._rank, self._groups.tensor)
         require_groups(groups, self._model.trained)
         require_not_captured(schedule, captured=graph)
-        self._weights = Making(
-            self._rank, self._program, self._model, self._families, self._groups, graph
-        ).weights(optimizer, groups, schedule)
+        self._weights = weights_of(
+            self._rank,
+            self._program,
+            self._model,
+            self._families,
+            self._groups,
+            optimizer=optimizer,
+            parameter_groups=groups,
+            schedule=schedule,
+            captured=graph,
+        )
         self._preparation = self._prepare(make_loss_group(self._rank, timeout), graph, compile)
         self._checkpoint = CheckpointShare(self._rank, self._model, self._weights, extra)
         self._recorder = TraceRecorder(self._rank, dtype, enabled=trace)

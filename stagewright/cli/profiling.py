@@ -86,7 +86,7 @@ def profile(
     from stagewright.executor.measuring.captured import captured_by_size
     from stagewright.executor.measuring.machine import Machine
     from stagewright.executor.measuring.profiling import first_batch, mean_of_ranks, measure_layers
-    from stagewright.executor.training.losses import cross_entropy, own_loss
+    from stagewright.executor.training.losses import loss_of_run
     from stagewright.executor.training.training import pair
 
     if device == "cuda" and not torch.cuda.is_available():
@@ -104,10 +104,9 @@ def profile(
     make = load_factory(model, "--model")
     stepping = parse_optimizer(optimizer)
     given = first_batch(load_factory(data, "--data")(), keywords=True)
-    takes_loss = loss is None and isinstance(given, dict)
-    of_outputs = own_loss if takes_loss else cross_entropy
-    if loss is not None:
-        of_outputs = load_factory(loss, "--loss")
+    of_outputs, takes_loss = loss_of_run(
+        None if loss is None else load_factory(loss, "--loss"), given
+    )
     batch = pair(given, has_loss=not takes_loss)
     autocast = None if computed == own else computed
 

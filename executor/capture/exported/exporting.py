@@ -10,7 +10,7 @@ import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -26,7 +26,7 @@ from stagewright.executor.capture.exported.conversion import CURE, Exported, con
 from stagewright.executor.capture.exported.leaves import leaves_of
 from stagewright.executor.capture.exported.sizes import Sizes
 from stagewright.executor.capture.exported.whole_calls import WholeCall, called_whole
-from stagewright.executor.capture.places import line_of
+from stagewright.executor.capture.places import place_of
 from stagewright.executor.capture.python_state import attributes_kept, described, snapshot
 from stagewright.executor.capture.signature import Signature, Structure, taken_apart
 from stagewright.graphs.documents.errors import InputError
@@ -47,6 +47,10 @@ class Example:
     device: torch.device
     dtype: torch.dtype | None = None
     autocast: torch.dtype | None = None
+
+    def first(self, samples: int) -> "Example":
+        """The first ``samples``."""
+        return replace(self, tensors=tuple(one[:samples] for one in self.tensors))
 
 
 def export(model: nn.Module, example: Example) -> Exported:
@@ -222,7 +226,7 @@ def _errors_named(model: nn.Module) -> Iterator[None]:
     except Exception as error:  # torch.export and the model's code raise anything
         reason = next((one for one in str(error).splitlines() if one.strip()), "")
         raise InputError(
-            f"{type(model).__name__} cannot be captured{line_of(error)}: "
+            f"{type(model).__name__} cannot be captured{place_of(error)}: "
             f"{type(error).__name__}: {reason.strip()}; {CURE}"
         ) from error
 

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from stagewright.executor.capture.draws import storage_of
-from stagewright.executor.capture.steps.lines import line_of
+from stagewright.executor.capture.places import line_of
 from stagewright.executor.capture.tracing import require_plain_tensors
 from stagewright.graphs.documents.errors import InputError
 
