@@ -7,7 +7,8 @@ from types import FrameType, TracebackType
 import torch
 
 CAPTURE = os.path.dirname(__file__)
-FOREIGN = (os.path.dirname(torch.__file__), os.path.dirname(CAPTURE), "<")
+FOREIGN = (os.path.dirname(torch.__file__), CAPTURE, "<")
+OURS = os.path.dirname(CAPTURE)  # whose losses are nodes of a graph like a user's, but no errors
 CALLER = os.path.join(CAPTURE, "steps", "joint.py")  # of the user's model and loss
 
 
@@ -16,7 +17,7 @@ def place_of(error: BaseException) -> str:
     frame, line = None, 0
     trace = error.__traceback__
     while trace is not None:
-        if _is_users(trace.tb_frame):
+        if _is_users(trace.tb_frame, OURS):
             frame, line = trace.tb_frame, trace.tb_lineno
         trace = trace.tb_next
     if frame is None:
@@ -46,8 +47,8 @@ def line_of_call(frame: FrameType | None) -> str | None:
     return None
 
 
-def _is_users(frame: FrameType) -> bool:
-    return not frame.f_code.co_filename.startswith(FOREIGN)
+def _is_users(frame: FrameType, *foreign: str) -> bool:
+    return not frame.f_code.co_filename.startswith((*FOREIGN, *foreign))
 
 
 def _spelled(frame: FrameType, line: int) -> str:
