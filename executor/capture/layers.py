@@ -31,7 +31,8 @@ class LayeredModel:
     modules, whose last one shows its result when it is called. ``signature`` is how the model
     is called, None if with tensors by position. ``guards`` are conditions on the sizes of its
     inputs, in Python, under which the layers are the model; see `require_sizes`. ``again`` captures
-    it for inputs of other shapes.
+    it for inputs of other shapes. ``evaluation`` is the model as it is in evaluation, with the same
+    blocks and tensors, if that was asked for.
     """
 
     layers: tuple[CapturedLayer, ...]
@@ -40,6 +41,7 @@ class LayeredModel:
     signature: Signature | None = None
     guards: tuple[str, ...] = ()
     again: "Callable[[Sequence[tuple[int, ...]]], LayeredModel] | None" = None
+    evaluation: "LayeredModel | None" = None
 
     def result(self, values: tuple[Tensor, ...]) -> Any:
         """The model's result, of the last layer's tensors: what the loss is given."""
@@ -85,17 +87,33 @@ class LayeredModel:
         if self.again is None:
             self.require_sizes(inputs)
             return self
-        found = self.again(inputs)
-        if list(map(_outside, found.layers)) != list(map(_outside, self.layers)):
-            raise InputError(
-                f"for inputs of shapes {', '.join(map(str, inputs))} the model has other layers, "
-                "or other values between them; give mini-batches of one shape"
-            )
+        return self.computing(self.again(inputs), f"for inputs of {', '.join(map(str, inputs))}")
+
+    def computing(self, other: "LayeredModel", when: str) -> "LayeredModel":
+        """What ``other``, another capture of the same model, computes between these blocks.
+
+        Raises
+        ------
+        InputError
+            If it has other layers; ``when`` says of what it is a capture.
+        """
+        self.require_same_layers(other, when)
         layers = tuple(
-            CapturedLayer(own.name, _moved(own.module, other.module))
-            for own, other in zip(self.layers, found.layers, strict=True)
+            CapturedLayer(own.name, _moved(own.module, found.module))
+            for own, found in zip(self.layers, other.layers, strict=True)
         )
-        return replace(self, layers=layers, output=found.output, guards=found.guards)
+        return replace(self, layers=layers, output=other.output, guards=other.guards)
+
+    def require_same_layers(self, other: "LayeredModel", when: str) -> None:
+        """Refuse another capture of the model that has other layers."""
+        if list(map(_outside, other.layers)) != list(map(_outside, self.layers)) or any(
+            _lacks(own.module, found.module)
+            for own, found in zip(self.layers, other.layers, strict=True)
+        ):
+            raise InputError(
+                f"{when} the model has other layers, or other values between them, than the ones "
+                "that it was captured with"
+            )
 
     def require_sizes(self, inputs: Sequence[tuple[int, ...]]) -> None:
         """Refuse inputs of shapes for which the layers were not captured."""
@@ -141,18 +159,36 @@ class LayeredModel:
         )
 
 
-def _outside(layer: CapturedLayer) -> tuple[str, int]:
-    """A layer's name and the number of its inputs."""
+def _outside(layer: CapturedLayer) -> tuple[str, int | None]:
+    """A layer's name and the number of its inputs; of a list's module it is not known."""
     module = layer.module
-    assert isinstance(module, fx.GraphModule)
+    if not isinstance(module, fx.GraphModule):
+        return layer.name, None
     return layer.name, len(module.graph.find_nodes(op="placeholder"))
+
+
+def _read(module: nn.Module) -> set[str]:
+    """The names of modules and tensors that a layer reads."""
+    nodes = module.graph.nodes if isinstance(module, fx.GraphModule) else ()
+    return {str(node.target) for node in nodes if node.op in ("call_module", "get_attr")}
+
+
+def _lacks(own: nn.Module, other: nn.Module) -> bool:
+    """Whether a layer lacks what another capture of it reads."""
+    names = (name for name in _read(other) if not name.startswith(BETWEEN))
+    try:
+        for name in names:
+            attrgetter(name)(own)
+    except AttributeError:
+        return True
+    return False
 
 
 def _moved(own: nn.Module, other: nn.Module) -> nn.Module:
     """The operators of ``other`` between the blocks and with the tensors of ``own``."""
-    assert isinstance(other, fx.GraphModule)
-    nodes = (node for node in other.graph.nodes if node.op in ("call_module", "get_attr"))
-    names = {str(node.target) for node in nodes}
+    if not isinstance(other, fx.GraphModule):  # a module of a list is itself
+        return own
+    names = _read(other)
     root = {name: attrgetter(name)(other if name.startswith(BETWEEN) else own) for name in names}
     moved = fx.GraphModule(root, other.graph)
     moved.training = own.training

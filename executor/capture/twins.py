@@ -1,6 +1,7 @@
 """Tensors in the place of others, with the Python attributes of a parameter."""
 
 import copy
+from collections.abc import Collection
 from typing import Any, TypeVar, cast
 
 import torch
@@ -21,10 +22,14 @@ def twin(tensor: T, values: Tensor) -> T:
     return cast(T, made)
 
 
-def twins(modules: list[nn.Module]) -> list[nn.Module]:
-    """A deep copy of ``modules``, which torch would make without attributes and hooks."""
+def twins(modules: list[nn.Module], shared: Collection[int]) -> list[nn.Module]:
+    """A copy of ``modules`` with their tensors, but copies of the ``shared`` ones, by their ids.
+
+    Torch would copy them without attributes and hooks.
+    """
     whole = nn.ModuleList(modules)
     memo = {
-        id(one): twin(one, one.detach().clone()) for one in [*whole.parameters(), *whole.buffers()]
+        id(one): twin(one, one.detach().clone()) if id(one) in shared else one
+        for one in [*whole.parameters(), *whole.buffers()]
     }
     return copy.deepcopy(modules, dict[int, Any](memo))

@@ -50,6 +50,7 @@ def staged_model(
     seed: int,
     dtype: torch.dtype,
     clips: bool,
+    evaluates: bool,
 ) -> StagedModel:
     """The captured model, with the rank's layers alone on its device.
 
@@ -68,6 +69,7 @@ def staged_model(
         dtype=dtype,
         example=example,
         weights=weights,
+        evaluates=evaluates,
     )
     require_same_model(plan, model)
     staged = StagedModel(plan, model, stages)

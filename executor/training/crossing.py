@@ -1,15 +1,102 @@
 """Values between stages, and samples of the devices of a stage, by the shapes of a model."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
 
 from stagewright.executor.capture.draws import whole_draws
-from stagewright.executor.capture.shapes import LayerTrace
-from stagewright.executor.programs.shares import Rows, pieces
+from stagewright.executor.capture.layers import CapturedLayer
+from stagewright.executor.capture.shapes import LayerTrace, Value, propagate, values_of
+from stagewright.executor.programs.shares import Rows, pieces, rows
 from stagewright.executor.training.interpreter.boundary import Boundary
-from stagewright.executor.training.stages.stage import Share
+from stagewright.executor.training.stages.stage import Share, StageLayer
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.formulations.plans.tensor import stays
 from stagewright.graphs.documents.errors import InputError
+
+
+class Sized(Protocol):
+    """A model that has layers for inputs of any shapes; see `StagedModel`."""
+
+    def sized(self, inputs: Sequence[tuple[int, ...]]) -> Sequence[CapturedLayer]:
+        """The layers for inputs of these shapes."""
+
+    def require_divisible(self) -> None:
+        """Refuse to divide the samples of a microbatch where the model fixes their number."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Crossing:
+    """The values of a microbatch of ``samples`` on their way through the stages of a plan.
+
+    ``lanes`` are per stage, and device that works on a microbatch, its samples. ``entering`` are
+    the model's inputs, ``layers`` and ``traces`` those of the model; each by the number of samples
+    of the microbatch and of every share of it.
+    """
+
+    plan: PipelinePlan
+    samples: int
+    lanes: tuple[tuple[Rows, ...], ...]
+    entering: Mapping[int, tuple[Value, ...]]
+    layers: Mapping[int, Sequence[CapturedLayer]]
+    traces: Mapping[int, tuple[LayerTrace, ...]]
+
+    def boundaries(self) -> list[Boundary]:
+        """Boundary s lies between stages s and s + 1."""
+        found = []
+        for s, stage in enumerate(self.plan.stages[:-1]):
+            crossing = {count: trace[stage.layers[1] - 1] for count, trace in self.traces.items()}
+            found.append(boundary_of(self.plan, s, self.lanes, crossing, self.samples))
+        return found
+
+    def stage_layers(self, s: int, lane: int) -> list[StageLayer]:
+        """The layers of stage ``s`` for the samples of one of its lanes."""
+        start, stop = self.plan.stages[s].layers
+        count = len(self.lanes[s][lane])
+        traces = self.traces[count]
+        inputs = [self.entering[count] if start == 0 else traces[start - 1].outputs]
+        inputs += [one.outputs for one in traces[start : stop - 1]]
+        own = zip(self.layers[count][start:stop], inputs, traces[start:stop], strict=True)
+        return [StageLayer(*each) for each in own]
+
+    def share(self, s: int, lane: int) -> Share | None:
+        """The samples of one of the lanes of stage ``s``; None if it is all of them in order."""
+        start, stop = self.plan.stages[s].layers
+        of_stage = {one: found[start:stop] for one, found in self.traces.items()}
+        return share_of(self.lanes[s][lane], lane, self.samples, of_stage)
+
+
+def crossing_of(
+    plan: PipelinePlan,
+    samples: int,
+    inputs: Sequence[Tensor],
+    model: Sized,
+    device: torch.device,
+    autocast: torch.dtype | None,
+) -> Crossing:
+    """How microbatches of ``samples`` of ``inputs`` pass through the stages of ``plan``.
+
+    Raises
+    ------
+    InputError
+        If the model does not take them, or the plan's devices cannot divide them.
+    """
+    lanes = rows(plan, samples)
+    counts = {samples, *(len(lane) for stage in lanes for lane in stage)}
+    entering = {count: values_of(inputs, count) for count in counts}
+    if len(entering) > 1:
+        model.require_divisible()
+    layers = {
+        count: model.sized([one.shape for one in values]) for count, values in entering.items()
+    }
+    traces = {
+        count: propagate(layers[count], values, device, autocast)
+        for count, values in entering.items()
+    }
+    return Crossing(plan, samples, lanes, entering, layers, traces)
 
 
 def boundary_of(

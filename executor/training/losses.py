@@ -56,6 +56,26 @@ def read_loss(found: object) -> tuple[Tensor, Tensor | None]:
     return total, count
 
 
+def read_measure(found: object) -> tuple[float, float | None]:
+    """The value of a measure, and its count; None for a mean.
+
+    Raises
+    ------
+    InputError
+        If ``found`` is neither a number nor a pair of a sum and its count.
+    """
+    total, count = found, None
+    if isinstance(found, tuple | list) and len(found) == 2:
+        total, count = found[0], _as_count(found[1])
+    fits = isinstance(total, int | float) or (isinstance(total, Tensor) and total.numel() == 1)
+    if not fits or (count is None and total is not found):
+        raise InputError(
+            f"a measure must be one number or a pair (sum, count) of numbers, got {_shown(found)}"
+        )
+    assert isinstance(total, int | float | Tensor)
+    return float(total), None if count is None else float(count)
+
+
 def _as_count(count: object) -> Tensor | None:
     if isinstance(count, int | float):
         return torch.tensor(count)

@@ -1,19 +1,16 @@
 """The interpreter for mini-batches of one shape, from the layers and weights of a rank."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stagewright.executor.capture.layers import CapturedLayer
-from stagewright.executor.capture.shapes import LayerTrace, Value, propagate, values_of
 from stagewright.executor.programs.memory import peak_bytes
 from stagewright.executor.programs.program import Families
-from stagewright.executor.programs.shares import Rows, rows
 from stagewright.executor.training.batches import microbatch_samples
-from stagewright.executor.training.crossing import boundary_of, share_of
+from stagewright.executor.training.crossing import Crossing, crossing_of
 from stagewright.executor.training.interpreter.failures import OutOfMemory
 from stagewright.executor.training.interpreter.interpreter import Interpreter
 from stagewright.executor.training.interpreter.joint import Joint
@@ -26,7 +23,7 @@ from stagewright.executor.training.model_checks import (
 )
 from stagewright.executor.training.ranks.rank import Rank, RankProgram
 from stagewright.executor.training.stages.initialise import total_bytes
-from stagewright.executor.training.stages.stage import StageComputation, StageLayer
+from stagewright.executor.training.stages.stage import StageComputation
 from stagewright.executor.training.stages.staged_model import StagedModel
 from stagewright.executor.training.stages.weights import Weights
 from stagewright.formulations.plans.plan import PipelinePlan
@@ -58,42 +55,24 @@ class Preparation:
     def interpreter(self, inputs: tuple[Tensor, ...]) -> Interpreter:
         """The interpreter for mini-batches of the shape of ``inputs``."""
         plan, samples = self.rank.plan, microbatch_samples(self.rank.plan, inputs)
-        lanes = rows(plan, samples)
-        counts = {samples, *(len(lane) for stage in lanes for lane in stage)}
-        entering = {count: values_of(inputs, count) for count in counts}
-        if len(entering) > 1:
-            self.model.require_divisible()
-        layers = {
-            count: self.model.sized([one.shape for one in values])
-            for count, values in entering.items()
-        }
-        traces = {
-            count: propagate(layers[count], values, self.rank.device, self.autocast)
-            for count, values in entering.items()
-        }
+        crossing = crossing_of(plan, samples, inputs, self.model, self.rank.device, self.autocast)
+        traces = crossing.traces
         self.model.require_constant_buffers(traces[samples])
-        computations = {
-            s: self._computation(s, lanes[s], samples, entering, traces, layers)
-            for s in self.weights
-        }
+        computations = {s: self._computation(s, crossing) for s in self.weights}
         if self.captured:
             require_no_draws(self.model.layers, traces[samples])
             every = (one.optimizer for one in self.weights.values())
             require_capturable_steps(one for one in every if one is not None)
         self._require_fit(computations)
         self.model.watch(self.weights)
-        boundaries = []
-        for s, stage in enumerate(plan.stages[:-1]):
-            crossing = {count: trace[stage.layers[1] - 1] for count, trace in traces.items()}
-            boundaries.append(boundary_of(plan, s, lanes, crossing, samples))
         return Interpreter(
             self.rank,
             self.program,
             computations,
             self.weights,
             self.groups,
-            boundaries,
-            lanes,
+            crossing.boundaries(),
+            crossing.lanes,
             samples,
             loss=self.loss,
             result=self.model.result,
@@ -109,38 +88,22 @@ class Preparation:
         is_sub = any(one.stream is not None for one in self.program.row)
         return make_streams(self.rank.device) if is_sub or self.captured else OneStream()
 
-    def _computation(
-        self,
-        s: int,
-        lanes: Sequence[Rows],
-        samples: int,
-        entering: Mapping[int, tuple[Value, ...]],
-        traces: Mapping[int, tuple[LayerTrace, ...]],
-        every: Mapping[int, Sequence[CapturedLayer]],
-    ) -> StageComputation:
-        """Stage ``s`` on this rank's share of a microbatch; all by the number of samples."""
-        stage = self.rank.plan.stages[s]
-        start, stop = stage.layers
+    def _computation(self, s: int, crossing: Crossing) -> StageComputation:
+        """Stage ``s`` on this rank's share of a microbatch."""
+        stage, lanes = self.rank.plan.stages[s], crossing.lanes[s]
         lane = self.rank.lane(self.rank.number, s, 0) if len(lanes) > 1 else 0
-        count = len(lanes[lane])
-        trace = traces[count][start:stop]
-        inputs = [entering[count] if start == 0 else traces[count][start - 1].outputs]
-        inputs += [one.outputs for one in trace[:-1]]
+        traces = crossing.traces[len(lanes[lane])]
         # By any layer: a parameter that stages share may get its only gradient in another stage.
-        trained = {self.model.primary[name] for one in traces[count] for name in one.trained}
+        trained = {self.model.primary[name] for one in traces for name in one.trained}
         self.weights[s].leave_out(trained)
-        require_no_divided_draws(s, self.model.modules[s], trace)
-        layers = [
-            StageLayer(*each) for each in zip(every[count][start:stop], inputs, trace, strict=True)
-        ]
-        of_stage = {one: found[start:stop] for one, found in traces.items()}
+        require_no_divided_draws(s, self.model.modules[s], traces[slice(*stage.layers)])
         return StageComputation(
-            layers,
+            crossing.stage_layers(s, lane),
             stage.recompute,
             self.rank.device,
             self.autocast,
             offload=stage.offload,
-            share=share_of(lanes[lane], lane, samples, of_stage),
+            share=crossing.share(s, lane),
             compiled=self.compiled,
         )
 

@@ -24,6 +24,7 @@ from stagewright.executor.training.batches import (
     typed_inputs,
 )
 from stagewright.executor.training.checkpoint_share import CheckpointShare, Stateful
+from stagewright.executor.training.evaluation import Evaluation
 from stagewright.executor.training.interpreter.interpreter import Interpreter
 from stagewright.executor.training.interpreter.joint import Joint
 from stagewright.executor.training.losses import Loss, loss_of_run
@@ -115,6 +116,8 @@ class Executor:
         Whether to replay the window between two losses as a CUDA graph; of a plan on one device.
     compile
         Whether layers are compiled by ``torch.compile``, where their backward is whole.
+    evaluates
+        Whether `evaluate` will be called: the model is then captured as it is in evaluation, too.
 
     Raises
     ------
@@ -160,6 +163,7 @@ class Executor:
         trace: bool = False,
         graph: bool = False,
         compile: bool = False,
+        evaluates: bool = False,
     ) -> None:
         require_torch()
         require_clip_norm(plan, clip_norm)
@@ -196,6 +200,7 @@ class Executor:
             seed=seed,
             dtype=self._parameter_type,
             clips=self._clip_norm < inf,
+            evaluates=evaluates,
         )
         # Known only from the captured model.
         self._families = families_of(plan, self._model, clips=self._clip_norm < inf)
@@ -219,6 +224,15 @@ class Executor:
         )
         self._preparation = self._prepare(make_loss_group(self._rank, timeout), graph, compile)
         self._checkpoint = CheckpointShare(self._rank, self._model, self._weights, extra)
+        self._evaluation = Evaluation(
+            self._rank,
+            self._model,
+            self._groups.stages,
+            self._loss,
+            seed,
+            self._parameter_type,
+            self._autocast,
+        )
         self._recorder = TraceRecorder(self._rank, dtype, enabled=trace)
         self._interpreters: OrderedDict[object, Interpreter] = OrderedDict()
         self._running: Interpreter | None = None  # of a plan that spans steps
@@ -305,6 +319,30 @@ class Executor:
         losses = self._carried_out(interpreter.finish)
         self._recorder.end(self.steps_done)
         return losses
+
+    def evaluate(
+        self, batches: Iterable[tuple[Batch, Batch]], measure: Loss | None = None
+    ) -> float | None:
+        """The mean loss of mini-batches in evaluation, on ranks of the last stage; None elsewhere.
+
+        The model computes as after ``model.eval()``, with its newest weights and, in replicas of a
+        stage, the buffers of the first one. Nothing is trained, and no state changes. All ranks
+        give the same ``batches`` of ``(inputs, targets)`` as in `step`, of any number of samples.
+        ``measure`` is another function of the model's result and the targets, such as the number
+        of correct answers with the number of all: a sum and its count, or one number, of which
+        the mean over samples is returned.
+
+        Raises
+        ------
+        InputError
+            If the executor was not made for it, mini-batches are in flight, or a mini-batch has
+            fewer samples than devices that divide it.
+        """
+        self._require_sound()
+        self._require_finished()
+        device = self._rank.device
+        with torch.random.fork_rng([] if device.type == "cpu" else [device]):
+            return self._evaluation.mean(batches, measure)
 
     def _require_sound(self) -> None:
         if self._failed:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stagewright.executor.capture.evaluation import with_evaluation
 from stagewright.executor.capture.exported.exporting import Example
 from stagewright.executor.capture.layers import LayeredModel
 from stagewright.executor.capture.tracing import capture
@@ -30,6 +31,7 @@ def initialise(
     dtype: torch.dtype | None = None,
     example: Example | None = None,
     weights: StoredWeights | None = None,
+    evaluates: bool = False,
 ) -> LayeredModel:
     """Capture ``model`` with the layers ``wanted`` on ``device`` and all others on meta.
 
@@ -37,7 +39,7 @@ def initialise(
     ``torch.manual_seed(seed)``, with memory for the wanted layers alone, but their tensors are as
     those of a plain call; if it reads values of other layers, it is called plainly, and the rest is
     dropped. ``weights`` take the place of parameters and persistent buffers. ``example`` as in
-    `capture`.
+    `capture`. If it ``evaluates``, the model is captured as it is in evaluation, too.
 
     Raises
     ------
@@ -49,6 +51,8 @@ def initialise(
     else:
         found, is_given = _built(model, wanted, seed, example, weights), False
     layered = capture(found, example)
+    if evaluates:
+        layered = with_evaluation(found, layered, example)
     if weights is not None:
         weights.require(_as_module(found))
         stored = _stored(layered, wanted, weights)
@@ -159,14 +163,24 @@ def _tensors(*modules: nn.Module) -> list[Tensor]:
     return list({id(tensor): tensor for _, _, tensor in every}.values())
 
 
+def _modules(layered: LayeredModel, wanted: Collection[int] | None = None) -> list[nn.Module]:
+    """The modules of the ``wanted`` layers, of all without them, also of those in evaluation."""
+    captures = [layered] if layered.evaluation is None else [layered, layered.evaluation]
+    return [
+        layer.module
+        for one in captures
+        for i, layer in enumerate(one.layers)
+        if wanted is None or i in wanted
+    ]
+
+
 def _wanted_ids(layered: LayeredModel, wanted: Collection[int]) -> set[int]:
-    modules = [layer.module for i, layer in enumerate(layered.layers) if i in wanted]
-    return {id(tensor) for tensor in _tensors(*modules)}
+    return {id(tensor) for tensor in _tensors(*_modules(layered, wanted))}
 
 
 def _replace(layered: LayeredModel, new: Mapping[int, Tensor]) -> None:
     """Put ``new[id(tensor)]`` wherever ``tensor`` is registered."""
-    parts = (part for layer in layered.layers for part in layer.module.modules())
+    parts = {id(part): part for module in _modules(layered) for part in module.modules()}.values()
     for registered, name, tensor in _registered(parts):
         registered[name] = new.get(id(tensor), tensor)
 
@@ -184,7 +198,7 @@ def place(
     Tensors that were the same stay so.
     """
     here = _wanted_ids(layered, wanted)
-    tensors = _tensors(*(layer.module for layer in layered.layers))
+    tensors = _tensors(*_modules(layered))
     new: dict[int, Tensor] = {}
     for tensor in tensors:
         values = tensor.detach().to(

@@ -206,6 +206,13 @@ class StageComputation:
                 inputs = self._layer(i, inputs, seed)
         return inputs
 
+    def evaluate(self, inputs: Tensors, seed: Seed) -> Tensors:
+        """Outputs of the stage, of which nothing is kept for a backward."""
+        with torch.no_grad(), self.cast():
+            for i in range(len(self.layers)):
+                inputs = self._layer(i, inputs, seed)
+        return inputs
+
     def backward(self, microbatch: int, output_gradients: Gradients) -> Gradients:
         """The whole backward: gradients of the stage's inputs; the weights' are summed up."""
         flight = self._flights.pop(microbatch)

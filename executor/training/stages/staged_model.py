@@ -1,5 +1,6 @@
 """A captured model by the stages of a plan: the tensors of each, and those that stages share."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -71,6 +72,25 @@ class StagedModel:
             return self.layers
         return self._model.sized(inputs).layers
 
+    def in_evaluation(self, inputs: Sequence[tuple[int, ...]]) -> LayeredModel:
+        """The model in evaluation for inputs of these shapes, with the tensors that it has now.
+
+        Raises
+        ------
+        InputError
+            If it was not captured for that, or cannot be for these shapes.
+        """
+        found = self._model.evaluation
+        if found is None:
+            raise InputError(
+                "the model was not captured for evaluation: make the executor with evaluates=True"
+            )
+        if self.shardings:
+            found.require_sizes(inputs)
+        else:
+            found = found.sized(inputs)
+        return self._model.computing(found, "in evaluation")
+
     def require_divisible(self) -> None:
         """Refuse to divide the samples of a microbatch where the model fixes their number."""
         self._model.require_divisible()
@@ -89,10 +109,13 @@ class StagedModel:
 
     def _split(self, model: LayeredModel, own: Sequence[int]) -> LayeredModel:
         layers = list(model.layers)
+        stages = [layers[slice(*self._plan.stages[s].layers)] for s in own]
+        uses = Counter(key for stage in stages for key in _ids(stage))
+        shared = {key for key, count in uses.items() if count > 1}
         for s in own:
             start, stop = self._plan.stages[s].layers
             if self.modules:
-                copies = twins([layer.module for layer in layers[start:stop]])
+                copies = twins([layer.module for layer in layers[start:stop]], shared)
                 layers[start:stop] = [
                     CapturedLayer(layer.name, module)
                     for layer, module in zip(layers[start:stop], copies, strict=True)
@@ -131,6 +154,16 @@ class StagedModel:
                 found.setdefault(self.primary[name], one)
         return found | weights.parameters(weights.newest)
 
+    def buffers(self, s: int) -> dict[str, Tensor]:
+        """The persistent buffers of a stage, by their first names."""
+        found: dict[str, Tensor] = {}
+        for layer in self.modules[s]:
+            parameters = dict(layer.module.named_parameters(remove_duplicate=False))
+            for name, one in _tensors_of(layer).items():
+                if name not in parameters:
+                    found.setdefault(self.primary[name], one)
+        return found
+
     def holders(self, name: str) -> set[str]:
         """The devices of all stages that have a parameter."""
         return {v for s in self.stages_of[name] for v in self._plan.stages[s].devices}
@@ -146,6 +179,12 @@ class StagedModel:
                         f"stages {listed_stages(self.stages_of[name])}; "
                         "put its layers into one stage"
                     )
+
+
+def _ids(layers: Sequence[CapturedLayer]) -> set[int]:
+    """Those of the tensors of ``layers``."""
+    modules = [layer.module for layer in layers]
+    return {id(one) for module in modules for one in (*module.parameters(), *module.buffers())}
 
 
 def _tensors_of(layer: CapturedLayer) -> dict[str, Tensor]:

@@ -1,0 +1,229 @@
+"""Evaluation of the model that a rank trains: forwards through the plan's stages."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from operator import itemgetter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stagewright.executor.capture.evaluation import evaluating
+from stagewright.executor.capture.layers import CapturedLayer
+from stagewright.executor.programs.forwards import forwards_of, lower_forwards
+from stagewright.executor.programs.program import Row
+from stagewright.executor.training.batches import (
+    Batch,
+    mapped_batch,
+    require_as_many,
+    tensors_of_batch,
+    typed_inputs,
+)
+from stagewright.executor.training.crossing import Crossing, crossing_of
+from stagewright.executor.training.interpreter.exchange import RECV_F, SEND_F, Exchange
+from stagewright.executor.training.interpreter.iterations import Iterations
+from stagewright.executor.training.losses import Loss, read_measure
+from stagewright.executor.training.ranks.collectives import summed
+from stagewright.executor.training.ranks.rank import Rank
+from stagewright.executor.training.stages.seeding import layer_seed
+from stagewright.executor.training.stages.stage import StageComputation, Tensors
+from stagewright.executor.training.stages.staged_model import StagedModel
+from stagewright.formulations.plans.actions import Action
+from stagewright.formulations.plans.tensor import share_count
+from stagewright.graphs.documents.errors import InputError
+
+Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Evaluation:
+    """What evaluates the stages of a rank.
+
+    ``groups`` are, by stage with several replicas, the processes with this rank's shard; ``loss``
+    is that of the training; ``dtype`` is the type of the parameters.
+    """
+
+    rank: Rank
+    model: StagedModel
+    groups: Mapping[int, dist.ProcessGroup]
+    loss: Loss
+    seed: int
+    dtype: torch.dtype
+    autocast: torch.dtype | None
+
+    def mean(
+        self, batches: Iterable[tuple[Batch, Batch]], measure: Loss | None = None
+    ) -> float | None:
+        """The mean of ``measure``, by default the loss, on ranks of the last stage; None elsewhere.
+
+        All ranks give the same mini-batches, of any number of samples. Where the measure is a sum
+        and its count, the mean is that of all sums; else it is weighted by samples.
+        """
+        total, weight = 0.0, 0.0
+        last = len(self.rank.plan.stages) - 1
+        modules = [layer.module for layer in self.model.layers]  # all: shapes are those of all
+        passes: dict[tuple[int, int, Shapes], _Pass] = {}
+        with evaluating(modules), self._same_buffers():
+            for inputs, targets in batches:
+                for count, samples, given, wanted in self._parts(inputs, targets):
+                    shapes = tuple((one.shape[1:], one.dtype) for one in given)
+                    key = count, samples, shapes
+                    if key not in passes:
+                        passes[key] = self._pass(count, samples, given, measure or self.loss)
+                    value, counted = passes[key].run(given, wanted)
+                    total, weight = total + value, weight + counted
+        if last not in self.model.modules:
+            return None
+        total, weight = summed(self.rank, (total, weight), self.groups.get(last))
+        if weight == 0:
+            raise InputError("the evaluation counts nothing: there is no mini-batch, or no label")
+        return total / weight
+
+    def _parts(
+        self, inputs: Batch, targets: Batch
+    ) -> Iterator[tuple[int, int, tuple[Tensor, ...], Batch]]:
+        """A mini-batch in microbatches: their number and samples, inputs and targets.
+
+        There are as many as in training, if every replica has a sample of each. Some may have one
+        sample more: they come first.
+        """
+        given, signature = typed_inputs(inputs, self.dtype)
+        self.model.require_called(signature)
+        require_as_many(given, tensors_of_batch("targets", targets))
+        plan, every = self.rank.plan, len(given[0])
+        least = max(share_count(stage) for stage in plan.stages)
+        if every < least:
+            raise InputError(
+                f"a mini-batch of {every} samples is too small to be evaluated: the plan divides "
+                f"microbatches among {least} devices"
+            )
+        parts = min(plan.microbatches, every // least)
+        samples, larger = divmod(every, parts)
+        begin = 0
+        for count, size in ((larger, samples + 1), (parts - larger, samples)):
+            if count:
+                own = slice(begin, begin + count * size)
+                part = mapped_batch(targets, itemgetter(own))
+                yield count, size, tuple(one[own] for one in given), part
+                begin = own.stop
+
+    def _pass(self, count: int, samples: int, inputs: tuple[Tensor, ...], measure: Loss) -> "_Pass":
+        plan = forwards_of(self.rank.plan, count)
+        rank = replace(self.rank, plan=plan)
+        crossing = crossing_of(
+            plan, samples, inputs, _Sized(self.model), rank.device, self.autocast
+        )
+        whole = [one.shape for one in crossing.entering[samples]]
+        computations = {s: self._computation(rank, s, crossing) for s in self.model.modules}
+        iterations = Iterations(rank, crossing.lanes, samples, computations)
+        return _Pass(
+            rank,
+            lower_forwards(plan).rows[rank.number],
+            computations,
+            iterations,
+            Exchange(rank, iterations, crossing.boundaries(), computations),
+            self.model.in_evaluation(whole).result,
+            measure,
+            self.seed,
+        )
+
+    def _computation(self, rank: Rank, s: int, crossing: Crossing) -> StageComputation:
+        lanes = crossing.lanes[s]
+        lane = rank.lane(rank.number, s, 0) if len(lanes) > 1 else 0
+        return StageComputation(
+            crossing.stage_layers(s, lane),
+            "none",
+            rank.device,
+            self.autocast,
+            share=crossing.share(s, lane),
+        )
+
+    @contextmanager
+    def _same_buffers(self) -> Iterator[None]:
+        """Let replicas compute with the buffers of a stage's first one, which are saved as well."""
+        before: list[tuple[Tensor, Tensor]] = []
+        for s, group in self.groups.items():
+            source = dist.get_global_rank(group, 0)
+            for one in self.model.buffers(s).values():
+                before.append((one, one.clone()))
+                shared = one.to(self.rank.wire)
+                dist.broadcast(shared, source, group=group)
+                one.copy_(shared)
+        try:
+            yield
+        finally:
+            for one, own in before:
+                one.copy_(own)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sized:
+    """The layers of a model in evaluation."""
+
+    model: StagedModel
+
+    def sized(self, inputs: Sequence[tuple[int, ...]]) -> Sequence[CapturedLayer]:
+        return self.model.in_evaluation(inputs).layers
+
+    def require_divisible(self) -> None:
+        self.model.require_divisible()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pass:
+    """A rank's row of forwards, for mini-batches of one shape."""
+
+    rank: Rank
+    row: Row
+    computations: Mapping[int, StageComputation]
+    iterations: Iterations
+    exchange: Exchange
+    result: Callable[[Tensors], Any]
+    measure: Loss
+    seed: int
+
+    def run(self, inputs: Tensors, targets: Batch) -> tuple[float, float]:
+        """The rank's part of the measure of a mini-batch: a sum, and what it is divided by."""
+        device, last = self.rank.device, len(self.rank.plan.stages) - 1
+        if 0 in self.computations:
+            inputs = tuple(one.to(device) for one in inputs)
+        if last in self.computations:
+            targets = mapped_batch(targets, lambda one: one.to(device))
+        iteration = self.iterations.begin(inputs, targets, 0)
+        total = weight = 0.0
+        for one in self.row:
+            s, m = one.action.stage, one.action.microbatch
+            assert m is not None
+            if one.peer is not None:
+                self.exchange.transfer(one.action, one.peer)()
+                continue
+            outputs = self._forward(s, m)
+            if s < last:
+                self.exchange.give(Action(s, SEND_F, m), outputs)
+                continue
+            value, counted = self._measured(m, outputs)
+            total, weight = total + value, weight + counted
+        self.exchange.release_all()
+        self.iterations.forget(iteration)
+        self.iterations.restart()
+        return total, weight
+
+    def _forward(self, s: int, m: int) -> Tensors:
+        taken = Action(s, RECV_F, m)
+        inputs = self.iterations.inputs(m) if s == 0 else self.exchange.take(taken)
+        first = self.rank.plan.stages[s].layers[0]
+        return self.computations[s].evaluate(
+            inputs, lambda i: layer_seed(self.seed, 0, m, first + i)
+        )
+
+    def _measured(self, m: int, outputs: Tensors) -> tuple[float, float]:
+        last = len(self.rank.plan.stages) - 1
+        with torch.no_grad(), self.computations[last].cast():
+            found = self.measure(self.result(outputs), self.iterations.targets(m, last))
+        value, count = read_measure(found)
+        if count is not None:
+            return value, count
+        samples = self.iterations.share(last, m) * self.iterations.samples
+        return value * samples, samples

@@ -1,0 +1,258 @@
+"""An evaluation is the loss of the whole model in evaluation, and leaves the training as it was."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from profiles import UNSHRUNK, examples
+
+torch = pytest.importorskip("torch", reason="the executor needs torch")
+
+import training_plans as make  # noqa: E402
+from models import EXAMPLES  # noqa: E402
+from ranks import Ranks, RanksFailed  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+
+from benchmarks.any_models import MODELS as FOREIGN  # noqa: E402
+from stagewright.executor.capture.tracing import capture  # noqa: E402
+from stagewright.executor.training.runtime import Executor  # noqa: E402
+from stagewright.formulations.plans.actions import Action, ActionKind  # noqa: E402
+from stagewright.formulations.plans.plan import PipelinePlan, Stage  # noqa: E402
+
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+CROSS_ENTROPY = nn.functional.cross_entropy
+STEPS = 2
+F, B = ActionKind.FORWARD, ActionKind.BACKWARD
+
+
+class Modes(nn.Module):
+    """Whatever differs between training and evaluation: modules, functions, and plain Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5))
+        self.second = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = nn.functional.dropout(self.second(x), 0.3, self.training)
+        if not self.training:
+            x = 2 * x
+        return self.last(self.norm(x))
+
+
+def modes_batch(samples: int, seed: int) -> tuple[Tensor, Tensor]:
+    draws = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(samples, 6, generator=draws, dtype=torch.float64)
+    return inputs, torch.randint(3, (samples,), generator=draws)
+
+
+def right(output: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+    return (output.argmax(1) == targets).sum(), len(targets)  # of each sample, or of all its places
+
+
+def evaluated(
+    _: Any, rank: int, plan: PipelinePlan, model: Any, batches: Any, held_out: Any, evaluates: bool
+) -> Any:
+    """Losses, what was evaluated with the state that it was of, and the state at the end."""
+    executor = Executor(
+        plan,
+        model,
+        None,
+        SGD,
+        example=batches[0][0] if isinstance(batches[0][0], dict) else None,
+        dtype=torch.float64,
+        evaluates=evaluates,
+    )
+    losses, found = [], []
+    for batch in batches:
+        losses.append(executor.step(*batch))
+        losses += executor.finish()
+        if evaluates:
+            takes_loss = isinstance(batch[0], dict)
+            found.append(
+                (
+                    executor.evaluate(held_out),
+                    None if takes_loss else executor.evaluate(held_out, right),
+                    executor.parameters_on_first_rank(),
+                )
+            )
+    return losses, found, executor.parameters_on_first_rank()
+
+
+def plainly(model: Any, state: dict[str, Tensor], held_out: Any) -> tuple[float, float | None]:
+    """The mean loss of all samples, and the share of right answers, by the whole model."""
+    whole = model if isinstance(model, nn.Module) else nn.Sequential(*model)
+    whole.load_state_dict(state)
+    whole.eval()
+    loss, correct, samples, labels = 0.0, 0, 0, 0
+    with torch.no_grad():
+        for inputs, targets in held_out:
+            if isinstance(inputs, dict):
+                count = len(next(iter(inputs.values())))
+                loss += count * float(whole(**inputs).loss)
+                labels += count
+            else:
+                output = whole(*inputs) if isinstance(inputs, tuple) else whole(inputs)
+                count = len(targets)
+                loss += float(CROSS_ENTROPY(output, targets, reduction="sum"))
+                labels += targets.numel()
+                correct += int(right(output, targets)[0])
+            samples += count
+    whole.train()
+    return loss / labels, None if isinstance(inputs, dict) else correct / samples
+
+
+def compare(ranks: Ranks, plan: PipelinePlan, model: Any, batches: Any, held_out: Any) -> None:
+    world = len({name for stage in plan.stages for name in stage.devices})
+    with_it = ranks.run(evaluated, world, plan, model, batches, held_out, True)
+    without = ranks.run(evaluated, world, plan, model, batches, held_out, False)
+    last = {plan_rank(plan, name) for name in plan.stages[-1].devices}
+    for rank, (one, other) in enumerate(zip(with_it, without, strict=True)):
+        assert one[0] == other[0]
+        for value, measured, _ in one[1]:
+            assert (value is not None) == (rank in last)
+            assert value is not None or measured is None
+    for name, value in without[0][2].items():
+        assert torch.equal(value, with_it[0][2][name]), name
+    for step, (*_, state) in enumerate(with_it[0][1]):
+        expected = plainly(model, state, held_out)
+        for rank in last:
+            value, measured, _ = with_it[rank][1][step]
+            # The losses of transformers are computed in 32 bits.
+            assert value == pytest.approx(
+                expected[0], rel=1e-9 if expected[1] is not None else 1e-6
+            )
+            if expected[1] is not None:
+                assert measured == pytest.approx(expected[1], rel=1e-12)
+
+
+def orders(stages: list[Stage], microbatches: int) -> dict[str, list[Action]]:
+    """All forwards, then all backwards."""
+    every = range(len(stages))
+    actions = [Action(s, F, m) for s in every for m in range(microbatches)]
+    actions += [Action(s, B, m) for s in reversed(every) for m in range(microbatches)]
+    found: dict[str, list[Action]] = {v: [] for stage in stages for v in stage.devices}
+    for action in actions:
+        for device in stages[action.stage].runners(action.microbatch or 0):
+            found[device].append(action)
+    return found
+
+
+def plan_rank(plan: PipelinePlan, device: str) -> int:
+    return list(dict.fromkeys(v for stage in plan.stages for v in stage.devices)).index(device)
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        [Stage((0, 1), ("a",)), Stage((1, 3), ("b",)), Stage((3, 4), ("a",))],
+        [Stage((0, 2), ("a", "b"), "split"), Stage((2, 4), ("c",))],
+        [Stage((0, 4), ("a", "b"), "round-robin")],
+    ],
+    ids=["twice on a device", "split", "round-robin"],
+)
+def test_modes_are_those_of_evaluation(ranks: Ranks, stages: list[Stage]) -> None:
+    model = Modes().double()
+    assert len(capture(model)) == 4
+    plan = make.plan_in_order(stages, 3, orders(stages, 3))
+    batches = [modes_batch(12, seed) for seed in range(STEPS)]
+    # Of other numbers of samples than in training; one that does not divide; fewer than parts.
+    held_out = [modes_batch(12, 10), modes_batch(7, 11), modes_batch(2, 12)]
+    compare(ranks, plan, model, batches, held_out)
+
+
+# Shrinking would take minutes: every example starts a process group.
+@examples(30, quick=2, phases=UNSHRUNK)
+@given(data=st.data())
+def test_random_plans(ranks: Ranks, data: Any) -> None:
+    name = data.draw(st.sampled_from(["residual-mlp", "tied-transformer", "dropping-transformer"]))
+    example = EXAMPLES[name]
+    weights = make.ALL_WEIGHTS if name == "residual-mlp" else ("flush", "double-buffer")
+    model = example.build().double()
+    plan = data.draw(make.plans(len(capture(model).layers), weights=weights))
+    samples = make.even_samples(plan.stages)
+    batches = [doubled(example.batch(samples * plan.microbatches, i)) for i in range(STEPS)]
+    counts = data.draw(st.lists(st.integers(samples, 3 * samples), min_size=1, max_size=2))
+    held_out = [doubled(example.batch(count, 10 + i)) for i, count in enumerate(counts)]
+    compare(ranks, plan, model, batches, held_out)
+
+
+def doubled(batch: Any) -> Any:
+    return tuple(one.double() if one.is_floating_point() else one for one in batch)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("gpt2"),
+        *(pytest.param(one, marks=pytest.mark.slow) for one in sorted(FOREIGN) if one != "gpt2"),
+    ],
+)
+def test_models_that_were_written_elsewhere(ranks: Ranks, name: str) -> None:
+    one = FOREIGN[name]
+    pytest.importorskip(one.package, reason=f"{one.package} is not installed")
+    pairs = [b if isinstance(b, tuple) else (b, ()) for b in one.batches(8, 4)]
+    model = one.make().double()
+    example = pairs[0][0]
+    count = layers_of(model, example)
+    plan = make.one_f_one_b([Stage((0, count // 2), ("a",)), Stage((count // 2, count), ("b",))], 4)
+    compare(ranks, plan, model, pairs[:STEPS], pairs[STEPS:])
+
+
+def layers_of(model: Any, example: Any) -> int:
+    from stagewright.executor.measuring.captured import captured_by_size
+
+    captured = captured_by_size(
+        lambda: model,
+        example,
+        [2],
+        isinstance(example, dict),
+        device=torch.device("cpu"),
+        dtype=torch.float64,
+        autocast=None,
+    )
+    return len(captured[2])
+
+
+def misused(_: Any, rank: int, evaluates: bool, samples: int) -> Any:
+    plan = make.gpipe([Stage((0, 4), ("a", "b"), "split")], 2)
+    executor = Executor(plan, Modes(), None, SGD, dtype=torch.float64, evaluates=evaluates)
+    executor.evaluate([modes_batch(samples, 0)] if samples else [])
+
+
+@pytest.mark.parametrize(
+    ("evaluates", "samples", "named"),
+    [
+        (False, 4, "make the executor with evaluates=True"),
+        (True, 1, "a mini-batch of 1 samples is too small"),
+        (True, 0, "there is no mini-batch"),
+    ],
+)
+def test_misuse_is_named(ranks: Ranks, evaluates: bool, samples: int, named: str) -> None:
+    with pytest.raises(RanksFailed, match=named):
+        ranks.run(misused, 2, evaluates, samples)
+
+
+class Auxiliary(nn.Module):
+    """A model with a head that only training has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.aside = nn.Linear(6, 6), nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x)
+        return self.head(x) + self.aside(x) if self.training else self.head(x)
+
+
+def test_other_layers_in_evaluation_are_refused_at_the_start(ranks: Ranks) -> None:
+    model = Auxiliary()
+    plan = make.gpipe([Stage((0, len(capture(model))), ("a",))], 1)
+    batch = [modes_batch(2, 0)]
+    with pytest.raises(RanksFailed, match="in evaluation the model has other layers"):
+        ranks.run(evaluated, 1, plan, model, batch, batch, True)
