@@ -5,6 +5,7 @@ Python (a plan, an allocation, a timeline).
 """
 
 import math
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -47,13 +48,22 @@ class ExportAnswer(Answer):
     remarks: tuple[str, ...] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """The mean loss of the mini-batches that are held out, after a step."""
+
+    step: int
+    loss: Finite
+
+
 class TrainedAnswer(Answer):
-    """A training run by a plan: the loss and the seconds of its steps."""
+    """A training run by a plan: the loss and the seconds of its steps, and its evaluations."""
 
     status: str = "trained"
     steps: int
     loss: Finite
     losses: tuple[Finite, ...]
+    evaluations: tuple[Evaluated, ...] = ()
     iteration_seconds: float
     seconds: float
     world_size: int

@@ -25,7 +25,8 @@ class StepReport:
 
     ``learning_rate`` is that of the rank's first group of parameters when the step began, None
     where it trains none. ``peak_bytes`` is the most memory that the rank has had so far: allocated
-    on its GPU, or resident in the process.
+    on its GPU, or resident in the process. ``evaluation_loss`` is the mean loss of the held-out
+    mini-batches after the step, None where it was not evaluated.
     """
 
     step: int
@@ -34,6 +35,7 @@ class StepReport:
     seconds: float
     learning_rate: float | None
     peak_bytes: int
+    evaluation_loss: float | None = None
 
 
 OnStep = Callable[[StepReport], None]

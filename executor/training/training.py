@@ -1,7 +1,7 @@
 """The training loop of one rank: mini-batches, steps, checkpoints, results."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -17,6 +17,7 @@ from stagewright.executor.programs.trace import save_trace
 from stagewright.executor.training import checkpoint
 from stagewright.executor.training.batches import tensors_of_batch
 from stagewright.executor.training.checkpoint import Header
+from stagewright.executor.training.data import mini_batches, one_pass, pair
 from stagewright.executor.training.logs import OnStep, StepReport, peak_bytes
 from stagewright.executor.training.losses import Loss, cross_entropy
 from stagewright.executor.training.model_checks import (
@@ -29,7 +30,6 @@ from stagewright.executor.training.operators.executor import OperatorExecutor
 from stagewright.executor.training.parameter_files import require_format, write_parameters
 from stagewright.executor.training.ranks.endings import Member
 from stagewright.executor.training.runtime import Executor
-from stagewright.executor.training.skipping import begin_pass
 from stagewright.executor.training.stages.initialise import Model
 from stagewright.executor.training.stages.learning_rates import Schedule, require_not_captured
 from stagewright.executor.training.stages.parameter_groups import ParameterGroups
@@ -62,7 +62,8 @@ class Task:
     ``clip_norm`` is the most that the norm of all gradients may be; ``dtype`` is the type of a
     pipeline's parameters, ``weights`` are files with their values; ``steps`` counts those of an
     earlier run that is resumed; each takes ``accumulate`` mini-batches. A checkpoint is written to
-    the folder ``checkpoints`` every ``checkpoint_every`` steps and at the end. ``graph`` and
+    the folder ``checkpoints`` every ``checkpoint_every`` steps and at the end; as often as
+    ``evaluate_every`` says the mini-batches of ``evaluation`` are evaluated. ``graph`` and
     ``compile`` as in `Executor`.
     """
 
@@ -82,6 +83,8 @@ class Task:
     timeout_seconds: float
     checkpoints: Path | None
     checkpoint_every: int
+    evaluation: Callable[[], Iterable[Any]] | None
+    evaluate_every: int
     resume: bool
     parameters: Path | None
     trace: Path | None
@@ -114,6 +117,7 @@ class Task:
             ("groups", bool(self.groups)),
             ("accumulate", self.accumulate != 1),
             ("schedule", self.schedule is not None),
+            ("evaluation", self.evaluation is not None),
         ):
             if given:
                 raise InputError(
@@ -164,12 +168,13 @@ class Task:
             trace=trace,
             graph=self.graph,
             compile=self.compile,
+            evaluates=self.evaluation is not None,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingHistory:
-    """Mean loss and duration of every step of a run.
+    """Mean loss and duration of every step of a run, and the evaluations by their steps.
 
     Where mini-batches overlap, a step lasts as long as the call that began it, and
     before a checkpoint or the end, until no mini-batch is in flight.
@@ -177,6 +182,7 @@ class TrainingHistory:
 
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    evaluations: dict[int, float] = field(default_factory=dict)
 
 
 def train(
@@ -209,19 +215,28 @@ def train(
         member.place = f"at step {step}"
         given = [task.pair(next(batches)) for _ in range(task.accumulate)]
         rate, start = _learning_rate(executor), time.perf_counter()
-        losses = _step(executor, given, to_the_end=_is_due(task, step))
+        evaluates = task.evaluation is not None and _is_due(task.evaluate_every, task, step)
+        losses = _step(
+            executor,
+            given,
+            to_the_end=evaluates or _is_due(task.checkpoint_every, task, step),
+        )
         history.seconds.append(time.perf_counter() - start)
+        evaluated = _evaluated(task, executor) if evaluates else None
         for loss in losses if member.rank == reporter else ():
             history.losses.append(loss)
-            seconds = history.seconds[-1]
+            seconds, now = history.seconds[-1], first + len(history.losses)
+            if evaluated is not None and now == step:
+                history.evaluations[step] = evaluated
             on_step(
                 StepReport(
-                    step=first + len(history.losses),
+                    step=now,
                     loss=loss,
                     samples_per_second=sum(map(_samples, given)) / seconds,
                     seconds=seconds,
                     learning_rate=rate,
                     peak_bytes=peak_bytes(member.device),
+                    evaluation_loss=history.evaluations.get(now),
                 )
             )
         _save(task, executor, step)
@@ -245,59 +260,6 @@ def _samples(batch: tuple[Any, Any]) -> int:
 def devices_of_any(plan: PipelinePlan | OperatorPlan) -> tuple[str, ...]:
     """The devices of a plan, in the order of the ranks."""
     return devices_of(plan) if isinstance(plan, OperatorPlan) else plan_devices(plan)
-
-
-def mini_batches(data: Callable[[], Iterable[Any]], seed: int, skipped: int = 0) -> Iterator[Any]:
-    """The mini-batches of ``data`` after the first ``skipped``, pass after pass, without end.
-
-    They have a separate random state: draws of the executor differ from rank to rank, and all ranks
-    must see the same mini-batches.
-
-    Raises
-    ------
-    InputError
-        If a pass is empty.
-    """
-    state = torch.Generator().manual_seed(seed).get_state()
-    batches: Iterator[Any] | None = None
-    is_new = True
-    while True:
-        with torch.random.fork_rng(devices=[]):
-            torch.set_rng_state(state)
-            if batches is None:
-                batches, count = begin_pass(data(), skipped)
-                skipped, is_new = skipped - count, count == 0
-            try:
-                batch = next(batches)
-            except StopIteration:
-                if is_new:
-                    raise InputError("the data hold no mini-batch") from None
-                batches = None
-            state = torch.get_rng_state()
-        if batches is not None:
-            is_new = False
-            yield batch
-
-
-def pair(batch: Any, *, has_loss: bool = True) -> tuple[Any, Any]:
-    """A mini-batch as (inputs, targets).
-
-    Keywords alone are the model's inputs; a loss, if there is one, is given them as targets.
-
-    Raises
-    ------
-    InputError
-        If it is neither a pair nor a mapping.
-    """
-    if isinstance(batch, Mapping):
-        return dict(batch), dict(batch) if has_loss else ()
-    if not (isinstance(batch, list | tuple) and len(batch) == 2):
-        raise InputError(
-            "the data must be pairs (inputs, targets) or dicts of the model's keywords, got "
-            f"{type(batch).__name__}"
-        )
-    inputs, targets = batch  # torch's loaders make lists of what was a tuple
-    return tuple(inputs) if isinstance(inputs, list) else inputs, targets
 
 
 def _resume(executor: AnyExecutor, path: Path) -> None:
@@ -325,13 +287,20 @@ def _step(
     return losses + (executor.finish() if to_the_end else [])
 
 
-def _is_due(task: Task, step: int) -> bool:
-    """Whether a checkpoint would follow ``step``, if there are any."""
-    return step % task.checkpoint_every == 0 or step == task.steps
+def _is_due(every: int, task: Task, step: int) -> bool:
+    """Whether what is done ``every`` so many steps, and at the end, follows ``step``."""
+    return step % every == 0 or step == task.steps
+
+
+def _evaluated(task: Task, executor: AnyExecutor) -> float | None:
+    """The mean loss of the mini-batches that are held out, where it is known."""
+    assert task.evaluation is not None
+    assert isinstance(executor, Executor)
+    return executor.evaluate(map(task.pair, one_pass(task.evaluation, task.seed)))
 
 
 def _save(task: Task, executor: AnyExecutor, step: int) -> None:
-    if task.checkpoints is not None and _is_due(task, step):
+    if task.checkpoints is not None and _is_due(task.checkpoint_every, task, step):
         checkpoint.save(task.checkpoints, executor.state(), task.header(step))
 
 

@@ -86,8 +86,8 @@ def profile(
     from stagewright.executor.measuring.captured import captured_by_size
     from stagewright.executor.measuring.machine import Machine
     from stagewright.executor.measuring.profiling import first_batch, mean_of_ranks, measure_layers
+    from stagewright.executor.training.data import pair
     from stagewright.executor.training.losses import loss_of_run
-    from stagewright.executor.training.training import pair
 
     if device == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda: torch finds no GPU here")

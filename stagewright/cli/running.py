@@ -83,6 +83,18 @@ def run(
         int,
         typer.Option(help="Mini-batches whose gradients make an update, which is a step.", min=1),
     ] = 1,
+    evaluate: Annotated[
+        str | None,
+        typer.Option(
+            help="Function that returns an iterable of mini-batches that are held out, as --data; "
+            "their mean loss is that of the model in evaluation.",
+            metavar="PACKAGE:FACTORY",
+        ),
+    ] = None,
+    evaluate_every: Annotated[
+        int | None,
+        typer.Option(help="Steps between evaluations; there is one at the end.", min=1),
+    ] = None,
     clip_norm: ClipNorm = None,
     seed: Seed = 0,
     dtype: Annotated[
@@ -164,6 +176,8 @@ def run(
         raise InputError(f"--timeout must be a positive number of seconds, got {timeout:g}")
     if checkpoint is None and (resume or checkpoint_every is not None):
         raise InputError("--resume and --checkpoint-every need --checkpoint DIR")
+    if evaluate is None and evaluate_every is not None:
+        raise InputError("--evaluate-every needs --evaluate PACKAGE:FACTORY")
 
     def read_task(parsed: "AnyPlan") -> "Task":
         import torch
@@ -191,6 +205,8 @@ def run(
             timeout_seconds=timeout,
             checkpoints=checkpoint,
             checkpoint_every=checkpoint_every or steps,
+            evaluation=None if evaluate is None else load_factory(evaluate, "--evaluate"),
+            evaluate_every=evaluate_every or steps,
             resume=resume,
             parameters=save_parameters,
             trace=trace,
@@ -266,12 +282,15 @@ def _progress(steps: int) -> "OnStep":
 
     def report(one: "StepReport") -> None:
         nonlocal told
-        if time.monotonic() >= told + pause or (is_terminal and one.step == steps):
+        evaluated = one.evaluation_loss is not None
+        if time.monotonic() >= told + pause or (is_terminal and one.step == steps) or evaluated:
             told = time.monotonic()
             line = (
                 f"step {one.step}/{steps}  loss {one.loss:.6g}  {format_seconds(one.seconds)}  "
                 f"{one.samples_per_second:.4g} samples/s"
             )
+            if evaluated:
+                line += f"  evaluation loss {one.evaluation_loss:.6g}"
             print(line, file=sys.stderr, flush=True)
 
     return report
@@ -293,7 +312,7 @@ def _print_summary(
     task: "Task", history: "TrainingHistory", world_size: int, as_json: bool
 ) -> None:
     from stagewright.graphs.documents.units import format_seconds
-    from stagewright.service.answers import TrainedAnswer
+    from stagewright.service.answers import Evaluated, TrainedAnswer
 
     if as_json:
         print_answer(
@@ -301,14 +320,17 @@ def _print_summary(
                 steps=task.steps,
                 loss=history.losses[-1],
                 losses=tuple(history.losses),
+                evaluations=tuple(Evaluated(*one) for one in history.evaluations.items()),
                 iteration_seconds=median(history.seconds),
                 seconds=sum(history.seconds),
                 world_size=world_size,
             )
         )
         return
+    evaluated = history.evaluations.get(task.steps)
     print_lines(
         f"{task.steps} steps on {world_size} rank{'s' if world_size > 1 else ''}, loss "
-        f"{history.losses[-1]:.6g}, {format_seconds(median(history.seconds))} per step",
+        f"{history.losses[-1]:.6g}, {format_seconds(median(history.seconds))} per step"
+        + ("" if evaluated is None else f", evaluation loss {evaluated:.6g}"),
         *(f"{path} is written" for path in (task.parameters, task.trace) if path is not None),
     )

@@ -45,6 +45,12 @@ def batches() -> Iterator[tuple[Tensor, Tensor]]:
         yield vectors(8, i)
 
 
+def held_out() -> Iterator[tuple[Tensor, Tensor]]:
+    """The last mini-batch is smaller."""
+    yield vectors(8, 100)
+    yield vectors(3, 101)
+
+
 def double_batches() -> Iterator[tuple[Tensor, Tensor]]:
     for inputs, targets in batches():
         yield inputs.double(), targets

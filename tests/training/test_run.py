@@ -37,9 +37,9 @@ from stagewright.cli import running
 from stagewright.cli.optimizing import parse_optimizer
 from stagewright.executor.programs.periodic import lower_any
 from stagewright.executor.programs.verify import verify
+from stagewright.executor.training.data import mini_batches
 from stagewright.executor.training.logs import StepReport
 from stagewright.executor.training.ranks import launch
-from stagewright.executor.training.training import mini_batches
 
 NO_ANSWER = "rank {} does not answer (killed, stopped or unreachable?)"
 LOST = "lost contact with another rank (killed, stuck or unreachable?)"
@@ -59,7 +59,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     assert complaints == []
     document = json.loads(out)
     assert document["status"] == "trained"
-    keys = "status steps loss losses iteration_seconds seconds world_size"
+    keys = "status steps loss losses evaluations iteration_seconds seconds world_size"
     assert list(document) == keys.split()
     assert (document["steps"], document["world_size"], len(document["losses"])) == (5, 2, 5)
     assert document["loss"] == document["losses"][-1]
@@ -157,9 +157,30 @@ def test_steps_are_logged_and_a_resumed_run_goes_on(job: Job) -> None:
         assert row["peak_bytes"] > 1e6
 
 
+def test_what_is_held_out_is_evaluated(job: Job) -> None:
+    import jobs
+
+    options = ("--evaluate", "jobs:held_out", "--evaluate-every", 2, "--log", "evaluated.csv")
+    out, told = job.run(*options, "--json", "--save-parameters", "evaluated.pt")
+    document = json.loads(out)
+    assert document["losses"] == json.loads(job.run("--json")[0])["losses"]
+    require_equal(job.parameters("evaluated.pt"), job.parameters("whole.pt"), 0)
+    found = {one["step"]: one["loss"] for one in document["evaluations"]}
+    assert list(found) == [2, 4, 5]
+    rows = read_log(job.folder / "evaluated.csv")
+    assert {int(r["step"]): r["evaluation_loss"] for r in rows if "evaluation_loss" in r} == found
+    assert [line for line in told if "evaluation loss" in line][-1].endswith(f"{found[5]:.6g}")
+    module = jobs.model().double()
+    module.load_state_dict(job.parameters("evaluated.pt"))
+    inputs, targets = (torch.cat(parts) for parts in zip(*jobs.held_out(), strict=True))
+    expected = torch.nn.functional.cross_entropy(module(inputs.double()), targets)
+    assert found[5] == pytest.approx(expected.item(), rel=1e-9)
+
+
 def read_log(path: Path) -> list[dict[str, float]]:
     with path.open(newline="") as file:
-        return [{key: float(text) for key, text in row.items()} for row in csv.DictReader(file)]
+        rows = csv.DictReader(file)
+        return [{key: float(text) for key, text in row.items() if text} for row in rows]
 
 
 def test_tensorboard_gets_the_same_steps(job: Job) -> None:
