@@ -32,13 +32,22 @@ from stagewright.formulations.plans.plan import PipelinePlan
 
 
 def example_of(
-    rank: Rank, inputs: Batch, *, takes_loss: bool, dtype: torch.dtype, autocast: torch.dtype | None
+    rank: Rank,
+    inputs: Batch,
+    replicas: int,
+    *,
+    takes_loss: bool,
+    dtype: torch.dtype,
+    autocast: torch.dtype | None,
 ) -> Example:
-    """A microbatch of ``inputs``, to capture the model with; the rest as in `Example`."""
+    """A microbatch to capture the model with, of ``inputs`` that are those of one of ``replicas``.
+
+    The rest as in `Example`.
+    """
     given, signature = typed_inputs(inputs, dtype)
     require_as_many(given, ())
     whole = Example(given, signature, takes_loss, rank.device, dtype, autocast)
-    return whole.first(microbatch_samples(rank.plan, given))
+    return whole.first(microbatch_samples(rank.plan, given, replicas) // replicas)
 
 
 def staged_model(

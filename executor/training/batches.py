@@ -52,9 +52,9 @@ def require_samples(inputs: Sequence[Tensor], sizes: Sequence[int]) -> None:
         )
 
 
-def microbatch_samples(plan: PipelinePlan, inputs: Sequence[Tensor]) -> int:
-    """The samples of a microbatch."""
-    count = len(inputs[0])
+def microbatch_samples(plan: PipelinePlan, inputs: Sequence[Tensor], replicas: int = 1) -> int:
+    """The samples of a microbatch; ``inputs`` are those of one of ``replicas``."""
+    count = len(inputs[0]) * replicas
     if count == 0 or count % plan.microbatches:
         raise InputError(
             f"a mini-batch of {count} samples cannot be cut into {plan.microbatches} equal "
@@ -68,3 +68,8 @@ def mapped_batch(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
     given = dict(batch) if isinstance(batch, Mapping) else batch
     changed: Batch = pytree.tree_map_only(Tensor, change, given)
     return changed
+
+
+def on_meta(batch: Any) -> Any:
+    """The same without the values of its tensors."""
+    return pytree.tree_map_only(Tensor, lambda one: torch.empty_like(one, device="meta"), batch)

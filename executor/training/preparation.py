@@ -36,7 +36,8 @@ class Preparation:
 
     ``weights`` and ``groups`` are by stage; ``families`` are stages whose updates need each other's
     gradients; ``captured`` says whether windows between two losses are captured as graphs, and
-    ``compiled`` whether layers are compiled.
+    ``compiled`` whether layers are compiled. Mini-batches are of one of ``replicas``, all of them
+    if it is 1.
     """
 
     rank: Rank
@@ -51,10 +52,11 @@ class Preparation:
     autocast: torch.dtype | None
     captured: bool
     compiled: bool
+    replicas: int
 
     def interpreter(self, inputs: tuple[Tensor, ...]) -> Interpreter:
         """The interpreter for mini-batches of the shape of ``inputs``."""
-        plan, samples = self.rank.plan, microbatch_samples(self.rank.plan, inputs)
+        plan, samples = self.rank.plan, microbatch_samples(self.rank.plan, inputs, self.replicas)
         crossing = crossing_of(plan, samples, inputs, self.model, self.rank.device, self.autocast)
         traces = crossing.traces
         self.model.require_constant_buffers(traces[samples])
@@ -81,6 +83,7 @@ class Preparation:
             joint=self.joint,
             streams=self._streams(),
             captured=self.captured,
+            is_own=self.replicas > 1,
         )
 
     def _streams(self) -> Streams:

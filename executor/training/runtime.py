@@ -40,6 +40,7 @@ from stagewright.executor.training.ranks.collectives import gathered, summed
 from stagewright.executor.training.ranks.groups import make_groups, make_loss_group
 from stagewright.executor.training.ranks.launch import require_torch
 from stagewright.executor.training.ranks.rank import rank_program, this_rank
+from stagewright.executor.training.readers import replica_of
 from stagewright.executor.training.stages.initialise import Model
 from stagewright.executor.training.stages.learning_rates import (
     MakeSchedule,
@@ -116,6 +117,9 @@ class Executor:
         Whether to replay the window between two losses as a CUDA graph; of a plan on one device.
     compile
         Whether layers are compiled by ``torch.compile``, where their backward is whole.
+    own_samples
+        Whether `step` is given the samples of this rank's replica alone, a part of the mini-batch,
+        as by torch's ``DistributedSampler``; `replica` says which it is.
     evaluates
         Whether `evaluate` will be called: the model is then captured as it is in evaluation, too.
 
@@ -163,6 +167,7 @@ class Executor:
         trace: bool = False,
         graph: bool = False,
         compile: bool = False,
+        own_samples: bool = False,
         evaluates: bool = False,
     ) -> None:
         require_torch()
@@ -178,6 +183,9 @@ class Executor:
         self._rank = this_rank(plan, device)
         if takes_loss and self.rank == 0:
             warn_of_divided_loss(plan)
+        self._replicas = plan.stages[0].replicas if own_samples else 1
+        if own_samples:
+            replica_of(plan, self._rank.name)
         if graph:
             require_capturable(plan, self._rank.device, traced=trace)
         self._stages = stages_on(plan, self._rank.name)
@@ -192,6 +200,7 @@ class Executor:
             else example_of(
                 self._rank,
                 example,
+                self._replicas,
                 takes_loss=takes_loss,
                 dtype=self._parameter_type,
                 autocast=self._autocast,
@@ -253,6 +262,11 @@ class Executor:
         return self._rank.first(len(self.plan.stages) - 1)
 
     @property
+    def replica(self) -> int:
+        """The replica of which this rank is given the samples, if it is given no others."""
+        return replica_of(self.plan, self._rank.name)
+
+    @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizers of this rank's stages."""
         every = (weights.optimizer for weights in self._weights.values())
@@ -263,7 +277,8 @@ class Executor:
 
         Every rank gives the same mini-batch: ``inputs`` are the model's, a tensor, a tuple of
         arguments or a dict of keywords, with the samples in dimension 0 of every tensor. They are
-        cut into the plan's microbatches in order. ``targets`` are the loss's.
+        cut into the plan's microbatches in order. ``targets`` are the loss's. A rank without the
+        first and the last stage reads the shapes alone: tensors on ``meta`` do.
 
         With a periodic plan the mini-batch is begun, and those in flight proceed. The loss is of
         the mini-batch whose last forward was done in this call, in the order of the calls; None if
@@ -487,4 +502,5 @@ class Executor:
             autocast=self._autocast,
             captured=captured,
             compiled=compiled,
+            replicas=self._replicas,
         )

@@ -1,8 +1,10 @@
 """The training loop of one rank: mini-batches, steps, checkpoints, results."""
 
+import inspect
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from stagewright.executor.training.model_checks import (
 from stagewright.executor.training.operators.executor import OperatorExecutor
 from stagewright.executor.training.parameter_files import require_format, write_parameters
 from stagewright.executor.training.ranks.endings import Member
+from stagewright.executor.training.readers import Readers, readers_of, replica_of
 from stagewright.executor.training.runtime import Executor
 from stagewright.executor.training.stages.initialise import Model
 from stagewright.executor.training.stages.learning_rates import Schedule, require_not_captured
@@ -57,8 +60,9 @@ class NamedOptimizer:
 class Task:
     """A training run, the same on every rank.
 
-    ``data`` makes one pass over the mini-batches; without a ``loss`` it is cross-entropy, or the
-    model's own where mini-batches are keywords;
+    ``data`` makes one pass over the mini-batches; if it takes ``replica`` and ``replicas``, over
+    the samples of that one. Without a ``loss`` it is cross-entropy, or the model's own where
+    mini-batches are keywords;
     ``clip_norm`` is the most that the norm of all gradients may be; ``dtype`` is the type of a
     pipeline's parameters, ``weights`` are files with their values; ``steps`` counts those of an
     earlier run that is resumed; each takes ``accumulate`` mini-batches. A checkpoint is written to
@@ -69,7 +73,7 @@ class Task:
 
     plan: PipelinePlan | OperatorPlan
     model: Callable[[], Model]
-    data: Callable[[], Iterable[Any]]
+    data: Callable[..., Iterable[Any]]
     loss: Loss | None
     optimizer: NamedOptimizer
     groups: ParameterGroups
@@ -118,6 +122,7 @@ class Task:
             ("accumulate", self.accumulate != 1),
             ("schedule", self.schedule is not None),
             ("evaluation", self.evaluation is not None),
+            ("data of replicas", self.has_own_samples),
         ):
             if given:
                 raise InputError(
@@ -131,6 +136,31 @@ class Task:
         return Header(
             steps, weights, self.optimizer.name, str(self.schedule or "none"), self.accumulate
         )
+
+    @property
+    def has_own_samples(self) -> bool:
+        """Whether the data are those of one replica."""
+        return {"replica", "replicas"} <= inspect.signature(self.data).parameters.keys()
+
+    def readers(self, rank: int) -> Readers:
+        """How a rank gets mini-batches; all ranks call it."""
+        if isinstance(self.plan, OperatorPlan):  # the ranks are known with the graph
+            return Readers(rank, reads=True, told=None)
+        return readers_of(self.plan, rank)
+
+    def batches(self, rank: int, skipped: int) -> Iterator[tuple[Any, Any]]:
+        """The mini-batches of a rank after the first ``skipped``, without end."""
+        data = self.data
+        if self.has_own_samples:
+            assert isinstance(self.plan, PipelinePlan)
+            replica = replica_of(self.plan, plan_devices(self.plan)[rank])
+            data = partial(data, replica=replica, replicas=self.plan.stages[0].replicas)
+        return map(self.pair, mini_batches(data, self.seed, skipped))
+
+    def held_out(self) -> Iterator[tuple[Any, Any]]:
+        """The mini-batches of an evaluation."""
+        assert self.evaluation is not None
+        return map(self.pair, one_pass(self.evaluation, self.seed))
 
     def pair(self, batch: Any) -> tuple[Any, Any]:
         """A mini-batch as (inputs, targets); see `pair`."""
@@ -168,6 +198,7 @@ class Task:
             trace=trace,
             graph=self.graph,
             compile=self.compile,
+            own_samples=self.has_own_samples,
             evaluates=self.evaluation is not None,
         )
 
@@ -202,9 +233,10 @@ def train(
         )
     told = tell if member.rank == 0 else lambda _: None
     path = checkpoint.find(task.checkpoints, task.resume, task.header(task.steps), told)
-    batches = mini_batches(task.data, task.seed, 0 if path is None else _seen(path))
+    readers = task.readers(member.rank)
+    batches = readers.each(partial(task.batches, member.rank, 0 if path is None else _seen(path)))
     ahead = next(batches)
-    executor = task.executor(task.pair(ahead), member.device)
+    executor = task.executor(ahead, member.device)
     if path is not None:
         _resume(executor, path)
     reporter = executor.reporter
@@ -213,7 +245,7 @@ def train(
     first = executor.steps_done // task.accumulate
     for step in range(first + 1, task.steps + 1):
         member.place = f"at step {step}"
-        given = [task.pair(next(batches)) for _ in range(task.accumulate)]
+        given = [next(batches) for _ in range(task.accumulate)]
         rate, start = _learning_rate(executor), time.perf_counter()
         evaluates = task.evaluation is not None and _is_due(task.evaluate_every, task, step)
         losses = _step(
@@ -222,7 +254,7 @@ def train(
             to_the_end=evaluates or _is_due(task.checkpoint_every, task, step),
         )
         history.seconds.append(time.perf_counter() - start)
-        evaluated = _evaluated(task, executor) if evaluates else None
+        evaluated = _evaluated(task, readers, executor) if evaluates else None
         for loss in losses if member.rank == reporter else ():
             history.losses.append(loss)
             seconds, now = history.seconds[-1], first + len(history.losses)
@@ -232,7 +264,7 @@ def train(
                 StepReport(
                     step=now,
                     loss=loss,
-                    samples_per_second=sum(map(_samples, given)) / seconds,
+                    samples_per_second=_samples(task, given) / seconds,
                     seconds=seconds,
                     learning_rate=rate,
                     peak_bytes=peak_bytes(member.device),
@@ -253,8 +285,13 @@ def _learning_rate(executor: AnyExecutor) -> float | None:
     return next((float(one.param_groups[0]["lr"]) for one in optimizers), None)
 
 
-def _samples(batch: tuple[Any, Any]) -> int:
-    return len(tensors_of_batch("inputs", batch[0])[0])
+def _samples(task: Task, batches: Sequence[tuple[Any, Any]]) -> int:
+    """The samples of mini-batches, of all replicas."""
+    own = sum(len(tensors_of_batch("inputs", inputs)[0]) for inputs, _ in batches)
+    if not task.has_own_samples:
+        return own
+    assert isinstance(task.plan, PipelinePlan)
+    return own * task.plan.stages[0].replicas
 
 
 def devices_of_any(plan: PipelinePlan | OperatorPlan) -> tuple[str, ...]:
@@ -292,11 +329,10 @@ def _is_due(every: int, task: Task, step: int) -> bool:
     return step % every == 0 or step == task.steps
 
 
-def _evaluated(task: Task, executor: AnyExecutor) -> float | None:
+def _evaluated(task: Task, readers: Readers, executor: AnyExecutor) -> float | None:
     """The mean loss of the mini-batches that are held out, where it is known."""
-    assert task.evaluation is not None
     assert isinstance(executor, Executor)
-    return executor.evaluate(map(task.pair, one_pass(task.evaluation, task.seed)))
+    return executor.evaluate(readers.each(task.held_out))
 
 
 def _save(task: Task, executor: AnyExecutor, step: int) -> None:

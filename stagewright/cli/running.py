@@ -48,7 +48,8 @@ def run(
         str,
         typer.Option(
             help="Function that returns an iterable of mini-batches, (inputs, targets) or dicts of "
-            "the model's keywords with its labels, the same on every rank; called for every epoch.",
+            "the model's keywords with its labels, the same on every rank; called for every epoch. "
+            "If it takes replica and replicas, it returns the samples of that replica.",
             metavar="PACKAGE:FACTORY",
             show_default=False,
         ),

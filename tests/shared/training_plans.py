@@ -213,6 +213,18 @@ def gpipe(stages: Sequence[Stage], microbatches: int, weights: Weights = "flush"
     return _per_stage(stages, microbatches, [order(s) for s in range(len(stages))], weights)
 
 
+def stage_by_stage(stages: Sequence[Stage], microbatches: int) -> PipelinePlan:
+    """All forwards, then all backwards, of a stage after the other; stages may share devices."""
+    every = range(len(stages))
+    actions = [Action(s, F, m) for s in every for m in range(microbatches)]
+    actions += [Action(s, B, m) for s in reversed(every) for m in range(microbatches)]
+    orders: dict[str, list[Action]] = {v: [] for stage in stages for v in stage.devices}
+    for action in actions:
+        for device in stages[action.stage].runners(_m(action)):
+            orders[device].append(action)
+    return plan_in_order(stages, microbatches, orders)
+
+
 def one_f_one_b(
     stages: Sequence[Stage], microbatches: int, weights: Weights = "flush"
 ) -> PipelinePlan:

@@ -18,13 +18,11 @@ from torch import Tensor, nn  # noqa: E402
 from benchmarks.any_models import MODELS as FOREIGN  # noqa: E402
 from stagewright.executor.capture.tracing import capture  # noqa: E402
 from stagewright.executor.training.runtime import Executor  # noqa: E402
-from stagewright.formulations.plans.actions import Action, ActionKind  # noqa: E402
 from stagewright.formulations.plans.plan import PipelinePlan, Stage  # noqa: E402
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 CROSS_ENTROPY = nn.functional.cross_entropy
 STEPS = 2
-F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 
 
 class Modes(nn.Module):
@@ -131,18 +129,6 @@ def compare(ranks: Ranks, plan: PipelinePlan, model: Any, batches: Any, held_out
                 assert measured == pytest.approx(expected[1], rel=1e-12)
 
 
-def orders(stages: list[Stage], microbatches: int) -> dict[str, list[Action]]:
-    """All forwards, then all backwards."""
-    every = range(len(stages))
-    actions = [Action(s, F, m) for s in every for m in range(microbatches)]
-    actions += [Action(s, B, m) for s in reversed(every) for m in range(microbatches)]
-    found: dict[str, list[Action]] = {v: [] for stage in stages for v in stage.devices}
-    for action in actions:
-        for device in stages[action.stage].runners(action.microbatch or 0):
-            found[device].append(action)
-    return found
-
-
 def plan_rank(plan: PipelinePlan, device: str) -> int:
     return list(dict.fromkeys(v for stage in plan.stages for v in stage.devices)).index(device)
 
@@ -159,7 +145,7 @@ def plan_rank(plan: PipelinePlan, device: str) -> int:
 def test_modes_are_those_of_evaluation(ranks: Ranks, stages: list[Stage]) -> None:
     model = Modes().double()
     assert len(capture(model)) == 4
-    plan = make.plan_in_order(stages, 3, orders(stages, 3))
+    plan = make.stage_by_stage(stages, 3)
     batches = [modes_batch(12, seed) for seed in range(STEPS)]
     # Of other numbers of samples than in training; one that does not divide; fewer than parts.
     held_out = [modes_batch(12, 10), modes_batch(7, 11), modes_batch(2, 12)]

@@ -291,10 +291,10 @@ def test_a_loss_that_is_not_finite_names_stage_and_microbatch(job: Job) -> None:
 
 @pytest.mark.slow
 def test_a_failure_is_told_by_every_rank_with_its_place(job: Job) -> None:
-    _, complaints = job.run(plan="three.json", code=1, MISHAP="raise 1 2")
+    _, complaints = job.run(plan="three.json", code=1, MISHAP="raise 2 2")
     place = rf"\({re.escape(str(TESTS / 'jobs.py'))}:\d+\)"
     for rank, line in enumerate(complaints):
-        told = "2: " if rank == 1 else "[12]: rank 1 failed: "
+        told = "2: " if rank == 2 else "[12]: rank 2 failed: "
         start = rf"stagewright: rank {rank}: stopped at step {told}"
         assert re.fullmatch(rf"{start}ValueError: no such sample {place}", line)
     assert len(complaints) == 3

@@ -80,6 +80,8 @@ class Interpreter:
         Of the device.
     captured
         Whether windows between two losses are captured and replayed; see `CapturedWindow`.
+    is_own
+        Whether mini-batches are given without the samples of other replicas.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class Interpreter:
         joint: Joint,
         streams: Streams,
         captured: bool,
+        is_own: bool,
     ) -> None:
         self._streams, self._captured = streams, captured
         self._window: CapturedWindow | None = None
@@ -107,7 +110,7 @@ class Interpreter:
         self._rank, self._program, self._plan, self._seed = rank, program, rank.plan, seed
         self._computations, self._weights, self._groups = computations, weights, groups
         self._last, self._count = len(rank.plan.stages) - 1, rank.plan.microbatches
-        self._iterations = Iterations(rank, lanes, samples, computations)
+        self._iterations = Iterations(rank, lanes, samples, computations, is_own=is_own)
         self._exchange = Exchange(rank, self._iterations, boundaries, computations)
         self._last_stage = LastStage(
             rank,

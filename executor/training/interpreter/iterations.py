@@ -23,6 +23,8 @@ class Iterations:
         Samples of a microbatch.
     stages
         The stages of this rank.
+    is_own
+        Whether mini-batches are given without the samples of other replicas.
 
     Attributes
     ----------
@@ -39,12 +41,18 @@ class Iterations:
     """
 
     def __init__(
-        self, rank: Rank, lanes: Sequence[Sequence[Rows]], samples: int, stages: Collection[int]
+        self,
+        rank: Rank,
+        lanes: Sequence[Sequence[Rows]],
+        samples: int,
+        stages: Collection[int],
+        *,
+        is_own: bool = False,
     ) -> None:
         self.count, self.samples = rank.plan.microbatches, samples
         self.updates = updates_of_iteration(rank.plan)
         self.begun = self.first_step = self.later = 0
-        self._rank, self._lanes = rank, lanes
+        self._rank, self._lanes, self._is_own = rank, lanes, is_own
         last = len(rank.plan.stages) - 1
         self._rows = {s: [_as_index(lane) for lane in lanes[s]] for s in (0, last)}
         # By iteration, until its last forward: the mini-batch, and the forwards still to read it.
@@ -110,7 +118,12 @@ class Iterations:
 
     def _chooser(self, s: int, m: int) -> Callable[[Tensor], Tensor]:
         """Choose this rank's samples of a microbatch from a tensor of the mini-batch."""
-        start, stop = m % self.count * self.samples, (m % self.count + 1) * self.samples
+        place = m % self.count
+        if self._is_own:
+            own = round(self.share(s, m) * self.samples)
+            begin = place // self._rank.plan.stages[s].turns * own
+            return lambda batch: batch[begin : begin + own]
+        start, stop = place * self.samples, (place + 1) * self.samples
         rows = self._rows[s][self._rank.lane(self._rank.number, s, m)]
         return lambda batch: batch[start:stop][rows]
 
