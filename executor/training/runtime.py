@@ -1,6 +1,5 @@
 """The executor: one process per device carries out its row of a plan's program."""
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from functools import partial
@@ -25,8 +24,8 @@ from stagewright.executor.training.batches import (
 )
 from stagewright.executor.training.checkpoint_share import CheckpointShare, Stateful
 from stagewright.executor.training.evaluation import Evaluation
-from stagewright.executor.training.interpreter.interpreter import Interpreter
 from stagewright.executor.training.interpreter.joint import Joint
+from stagewright.executor.training.interpreters import Interpreters
 from stagewright.executor.training.losses import Loss, loss_of_run
 from stagewright.executor.training.model_checks import (
     require_accumulated,
@@ -54,7 +53,6 @@ from stagewright.executor.training.trace_recorder import TraceRecorder
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError
 
-SHAPES = 16  # of mini-batches, whose preparation is kept
 OPTIMIZER: MakeOptimizer = partial(torch.optim.SGD, lr=0.01)
 
 
@@ -231,7 +229,8 @@ class Executor:
             schedule=schedule,
             captured=graph,
         )
-        self._preparation = self._prepare(make_loss_group(self._rank, timeout), graph, compile)
+        preparation = self._prepare(make_loss_group(self._rank, timeout), graph, compile)
+        self._interpreters = Interpreters(preparation)
         self._checkpoint = CheckpointShare(self._rank, self._model, self._weights, extra)
         self._evaluation = Evaluation(
             self._rank,
@@ -243,8 +242,6 @@ class Executor:
             self._autocast,
         )
         self._recorder = TraceRecorder(self._rank, dtype, enabled=trace)
-        self._interpreters: OrderedDict[object, Interpreter] = OrderedDict()
-        self._running: Interpreter | None = None  # of a plan that spans steps
 
     @property
     def rank(self) -> int:
@@ -295,11 +292,11 @@ class Executor:
         """
         self._require_sound()
         # A run's first step has no backwards: of a plan between two losses it is only a part.
-        is_whole = self._running is not None or not self.plan.is_backward_first
+        is_whole = self._interpreters.running is not None or not self.plan.is_backward_first
         given, signature = typed_inputs(inputs, self._parameter_type)
         self._model.require_called(signature)
         require_as_many(given, tensors_of_batch("targets", targets))
-        interpreter = self._interpreter(given)
+        interpreter = self._interpreters.of(given)
         wanted: Batch = ()
         if len(self.plan.stages) - 1 in self._stages:
             wanted = mapped_batch(targets, lambda one: one.to(self._rank.device))
@@ -328,7 +325,7 @@ class Executor:
             As `step`.
         """
         self._require_sound()
-        interpreter, self._running = self._running, None
+        interpreter = self._interpreters.pop_running()
         if interpreter is None:
             return []
         losses = self._carried_out(interpreter.finish)
@@ -364,7 +361,7 @@ class Executor:
             raise InputError("a step failed before; make a new executor and load a checkpoint")
 
     def _require_finished(self) -> None:
-        if self._running is not None:
+        if self._interpreters.running is not None:
             raise InputError(
                 f"mini-batches are in flight after step {self.steps_done}: call finish() on all "
                 "ranks first"
@@ -374,25 +371,6 @@ class Executor:
                 f"after {self.steps_done} mini-batches the update of the last "
                 f"{self.steps_done % self._accumulate} is missing: it takes {self._accumulate}"
             )
-
-    def _interpreter(self, given: tuple[Tensor, ...]) -> Interpreter:
-        """The interpreter for mini-batches of this shape; the running one while there is one."""
-        key = tuple((one.shape, one.dtype) for one in given)
-        found = self._interpreters.get(key)
-        if self._running is not None and found is not self._running:
-            raise InputError(
-                f"a mini-batch of shape {', '.join(str(tuple(one.shape)) for one in given)} "
-                "follows others while they are in flight; call finish() on all ranks before the "
-                "shape changes"
-            )
-        if found is None:
-            found = self._interpreters[key] = self._preparation.interpreter(given)
-            if len(self._interpreters) > SHAPES:
-                self._interpreters.popitem(last=False)
-        self._interpreters.move_to_end(key)
-        if self.plan.spans_steps:
-            self._running = found
-        return found
 
     def _carried_out(
         self, run: Callable[[list[RankAction] | None], list[tuple[float, float]]]
