@@ -220,6 +220,7 @@ def empty_interpreter(rank: int, kind: type[InterpreterKind]) -> InterpreterKind
         joint=Joint(None, frozenset(), sum_tied=lambda: None, squares=lambda: 0.0),
         streams=OneStream(),
         captured=False,
+        is_own=False,
     )
 
 

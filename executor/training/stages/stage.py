@@ -6,7 +6,7 @@ that has some of the samples draws for all of them and takes its own.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal
@@ -334,6 +334,8 @@ class StageComputation:
             yield
 
     def _layer(self, i: int, inputs: Tensors, seed: Seed) -> Tensors:
+        if self._share is None and not self.layers[i].trace.random:
+            return self._calls[i](*inputs)
         with self._drawing(i, seed):
             return self._calls[i](*inputs)
 
@@ -353,8 +355,10 @@ class StageComputation:
         with DrawsOfShare(share.rows, share.samples, draws):
             yield
 
-    def cast(self) -> torch.autocast:
+    def cast(self) -> AbstractContextManager[Any]:
         """The context of mixed precision; without effect if ``autocast`` is None."""
+        if self.autocast is None and not torch.is_autocast_enabled(self.device.type):
+            return nullcontext()
         return torch.autocast(
             self.device.type, self.autocast, enabled=self.autocast is not None, cache_enabled=False
         )
