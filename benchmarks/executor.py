@@ -165,7 +165,9 @@ class Nothing(StageComputation):
         """The only output is."""
         return (True,)
 
-    def forward(self, microbatch: int, inputs: Tensors, seed: Seed, in_two: bool) -> Tensors:
+    def forward(
+        self, microbatch: int, inputs: Tensors, seed: Seed, in_two: bool, attached: bool = False
+    ) -> Tensors:
         """Outputs that are the inputs."""
         return inputs
 

@@ -223,7 +223,7 @@ class Listed(nn.Module):
 
     def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
         """The module's result as a tuple."""
-        result = self.get_submodule(self.number)(*values)
+        result = getattr(self, self.number)(*values)
         self.result.is_one = isinstance(result, Tensor)
         results = (result,) if self.result.is_one else result
         if type(results) not in (list, tuple) or not all(isinstance(r, Tensor) for r in results):

@@ -296,7 +296,9 @@ class Interpreter:
         def seed(i: int) -> int:
             return layer_seed(self._seed, self._iterations.step(iteration), place, first + i)
 
-        outputs = self._computations[s].forward(m, inputs, seed, (s, place) in self._in_two)
+        computation, in_two = self._computations[s], (s, place) in self._in_two
+        attached = s == self._last and self._last_stage.takes_graph
+        outputs = computation.forward(m, inputs, seed, in_two, attached)
         if s in (0, self._last):
             self._iterations.read(iteration)
         if s == self._last:
@@ -306,7 +308,10 @@ class Interpreter:
             self._exchange.give(Action(s, SEND_F, m), outputs)
 
     def _backward(self, s: int, m: int) -> None:
-        gradients = self._computations[s].backward(m, self._output_gradients(s, m))
+        if s == self._last:
+            gradients = self._last_stage.backward(m)
+        else:
+            gradients = self._computations[s].backward(m, self._output_gradients(s, m))
         self._exchange.give_back(s, m, gradients)
 
     def _input_gradient(self, s: int, m: int) -> None:

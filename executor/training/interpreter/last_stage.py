@@ -58,19 +58,38 @@ class LastStage:
         self._values: dict[int, Tensor] = {}
         self._counts: dict[int, Tensor | None] = {}
         self._totals: dict[int, Total] = {}  # where each microbatch has its own update
+        self._is_checked = False
+        self._attached: set[int] = set()
+
+    @property
+    def takes_graph(self) -> bool:
+        """Whether a loss is computed of outputs with their graph: not before one was checked."""
+        return self._is_checked and not self._captured
 
     def compute(self, m: int, outputs: Tensors) -> None:
-        """Compute the loss of a microbatch."""
+        """Compute the loss of a microbatch.
+
+        If the outputs have their graph, its backward is the stage's as well: `backward` does both.
+        """
         assert self._computation is not None
-        leaves = [
-            one.detach().requires_grad_(trained)
-            for one, trained in zip(outputs, self._computation.trained, strict=True)
-        ]
+        is_attached = any(one.grad_fn is not None for one in outputs)
+        leaves = (
+            list(outputs)
+            if is_attached
+            else [
+                one.detach().requires_grad_(trained)
+                for one, trained in zip(outputs, self._computation.trained, strict=True)
+            ]
+        )
         targets = self._iterations.targets(m, self._number)
         with torch.enable_grad(), self._computation.cast():
             found = self._loss(self._result(tuple(leaves)), targets)
         loss, count = read_loss(found)
-        require_from_outputs(loss, leaves)
+        if is_attached:
+            self._attached.add(m)
+        else:
+            require_from_outputs(loss, leaves)
+            self._is_checked = True
         self._values[m], self._counts[m] = loss.detach(), count
         self._losses[m] = (loss, leaves, count)
         if self._captured:
@@ -79,6 +98,16 @@ class LastStage:
             self._require_finite(m)
         if self._every_round:
             self._totals[m] = begin_total([count], 0.0, self._group)
+
+    def backward(self, m: int) -> Gradients:
+        """The whole backward of a microbatch in the last stage: gradients of the stage's inputs."""
+        assert self._computation is not None
+        if m not in self._attached:
+            return self._computation.backward(m, self.output_gradients(m))
+        self._attached.remove(m)
+        loss, _, count = self._losses.pop(m)
+        scale = torch.full_like(loss, self._loss_scale(m, count))
+        return self._computation.backward_of(m, loss, scale)
 
     def output_gradients(self, m: int) -> Gradients:
         """Gradients of the loss with respect to the stage's outputs."""

@@ -101,7 +101,9 @@ class StageComputation:
         self.layers = tuple(layers)
         modules = [layer.captured.module for layer in layers]
         self._calls: list[Callable[..., Tensors]] = (
-            [compiled_layer(module) for module in modules] if compiled else list(modules)
+            [compiled_layer(module) for module in modules]
+            if compiled
+            else [module.forward for module in modules]  # they are ours, and have no hooks
         )
         self.recompute = recompute
         self.offload = offload
@@ -192,11 +194,17 @@ class StageComputation:
                     ) from error
                 self._pieces[i] = None
 
-    def forward(self, microbatch: int, inputs: Tensors, seed: Seed, in_two: bool) -> Tensors:
-        """Outputs of the stage; ``in_two`` if the backward will come as I and W."""
+    def forward(
+        self, microbatch: int, inputs: Tensors, seed: Seed, in_two: bool, attached: bool = False
+    ) -> Tensors:
+        """Outputs of the stage; ``in_two`` if the backward will come as I and W.
+
+        ``attached`` ones have the graph of autograd, for `backward_of`. Only a whole backward
+        without recomputation has it.
+        """
         flight = self._flights[microbatch] = _InFlight(seed)
         if self.recompute == "none":
-            return self._run(flight, inputs, in_two)
+            return self._run(flight, inputs, in_two, attached)
         if self.recompute == "full":
             self._keep(flight, range(len(self.layers)), inputs)
         with torch.no_grad(), self.cast():
@@ -227,6 +235,12 @@ class StageComputation:
             with self._again(flight):
                 self._run(flight, flight.inputs.pop(), in_two=False)
         return _backward(flight.graphs.pop(), output_gradients)
+
+    def backward_of(self, microbatch: int, loss: Tensor, scale: Tensor) -> Gradients:
+        """The whole backward of ``scale`` times a loss of attached outputs, as `backward`."""
+        graph = self._flights.pop(microbatch).graphs.pop()
+        torch.autograd.backward(loss, scale)
+        return [leaf.grad for leaf in graph.leaves]
 
     def input_gradient(self, microbatch: int, output_gradients: Gradients) -> Gradients:
         """I: gradients of the stage's inputs alone."""
@@ -277,11 +291,13 @@ class StageComputation:
                 if gradient is not None:
                     _add_gradient(parameter, gradient)
 
-    def _run(self, flight: _InFlight, inputs: Tensors, in_two: bool) -> Tensors:
+    def _run(
+        self, flight: _InFlight, inputs: Tensors, in_two: bool, attached: bool = False
+    ) -> Tensors:
         if not in_two:
             graph, outputs = self._record(range(len(self.layers)), inputs, flight.seed)
             flight.graphs.append(graph)
-            return outputs
+            return outputs if attached else tuple(one.detach() for one in outputs)
         for i in range(len(self.layers)):
             inputs = self._run_layer(flight, i, inputs)
         return inputs
@@ -292,7 +308,7 @@ class StageComputation:
         if pieces is None:
             graph, outputs = self._record(range(i, i + 1), inputs, flight.seed)
             flight.saved.append(graph)
-            return outputs
+            return tuple(one.detach() for one in outputs)
         weights, buffers = _held(self._parameters[i]), _held(self._own_buffers[i])
         with self._drawing(i, flight.seed):
             outputs, saved = pieces.forward(weights, buffers, inputs)
@@ -300,7 +316,7 @@ class StageComputation:
         return outputs
 
     def _record(self, layers: range, inputs: Tensors, seed: Seed) -> tuple[_Graph, Tensors]:
-        """Run ``layers`` under autograd."""
+        """Run ``layers`` under autograd; the outputs have its graph."""
         leaves = tuple(
             one.detach().requires_grad_(value.gradient)
             for one, value in zip(inputs, self.layers[layers[0]].inputs, strict=True)
@@ -310,7 +326,7 @@ class StageComputation:
             for i in layers:
                 values = self._layer(i, values, seed)
         edges = [get_gradient_edge(one) if one.requires_grad else None for one in values]
-        return _Graph(leaves, edges), tuple(one.detach() for one in values)
+        return _Graph(leaves, edges), values
 
     @contextmanager
     def _offloading(self) -> Iterator[None]:
