@@ -3,21 +3,22 @@
 Examples
 --------
 >>> import stagewright
->>> from stagewright.graphs.machines.cluster import Link, uniform_servers
->>> from stagewright.graphs.models.analytic import analytic_model
->>> cluster = uniform_servers(1, 2, Link(100e9))
->>> result = stagewright.plan(analytic_model("vgg19"), cluster, microbatches=4, planner="dp")
+>>> cluster = stagewright.uniform_servers(1, 2, stagewright.Link(100e9))
+>>> model = stagewright.analytic_model("vgg19")
+>>> result = stagewright.plan(model, cluster, microbatches=4, planner="dp")
 >>> result.status.value
 'feasible'
 """
 
 import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING
 
 from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
     from stagewright.executor.programs.trace import load_trace
+    from stagewright.executor.training.runtime import Executor
     from stagewright.formulations.clusters.allocation_plan import load_allocation, save_allocation
     from stagewright.formulations.operators.plan import load_operator_plan, save_operator_plan
     from stagewright.formulations.parallelism.document import load_layout, save_layout
@@ -45,15 +46,24 @@ if TYPE_CHECKING:
         check_proofs,
         compare,
         compare_schedules,
+        export,
         jobshop,
         partition,
         plan,
         schedule,
+        show,
         simulate,
         sweep,
     )
+    from stagewright.front.results import print_progress
     from stagewright.graphs.importers.partition_problems import load_partition_problem
-    from stagewright.graphs.machines.cluster import load_cluster, save_cluster
+    from stagewright.graphs.machines.cluster import (
+        Link,
+        load_cluster,
+        save_cluster,
+        uniform_servers,
+    )
+    from stagewright.graphs.models.analytic import analytic_model
     from stagewright.graphs.models.chain import load_model, save_model
     from stagewright.graphs.models.layer_profiles import load_layer_profiles, save_layer_profiles
     from stagewright.graphs.models.step_graph import load_graph, save_graph
@@ -64,8 +74,11 @@ if TYPE_CHECKING:
     from stagewright.service.training_problems import training_problem
 
 __all__ = [
+    "Executor",
     "InputError",
+    "Link",
     "allocate",
+    "analytic_model",
     "check",
     "check_placement",
     "check_profiled_plan",
@@ -75,6 +88,7 @@ __all__ = [
     "compare_schedules",
     "divide",
     "estimate",
+    "export",
     "jobshop",
     "load_allocation",
     "load_cluster",
@@ -93,6 +107,7 @@ __all__ = [
     "partition",
     "place",
     "plan",
+    "print_progress",
     "profiled_problem",
     "profiled_train_plan",
     "rounds",
@@ -107,16 +122,19 @@ __all__ = [
     "save_plan",
     "save_profiled_plan",
     "schedule",
+    "show",
     "simulate",
     "simulate_cluster",
     "sweep",
     "train_plan",
     "training_problem",
+    "uniform_servers",
 ]
 
 # Loaded on first use, so that ``import stagewright`` is fast.
 _LAZY = {
     "stagewright.executor.programs.trace": ("load_trace",),
+    "stagewright.executor.training.runtime": ("Executor",),
     "stagewright.formulations.clusters.allocation_plan": ("load_allocation", "save_allocation"),
     "stagewright.formulations.operators.plan": ("load_operator_plan", "save_operator_plan"),
     "stagewright.formulations.parallelism.document": ("load_layout", "save_layout"),
@@ -133,10 +151,14 @@ _LAZY = {
     "stagewright.front.operators": ("check_placement", "divide", "place"),
     "stagewright.graphs.importers.partition_problems": ("load_partition_problem",),
     "stagewright.front.pipelines": (
-        "check", "check_proofs", "compare", "compare_schedules", "jobshop", "partition", "plan",
-        "schedule", "simulate", "sweep",
+        "check", "check_proofs", "compare", "compare_schedules", "export", "jobshop", "partition",
+        "plan", "schedule", "show", "simulate", "sweep",
     ),
-    "stagewright.graphs.machines.cluster": ("load_cluster", "save_cluster"),
+    "stagewright.front.results": ("print_progress",),
+    "stagewright.graphs.machines.cluster": (
+        "Link", "load_cluster", "save_cluster", "uniform_servers",
+    ),
+    "stagewright.graphs.models.analytic": ("analytic_model",),
     "stagewright.graphs.models.chain": ("load_model", "save_model"),
     "stagewright.graphs.models.layer_profiles": ("load_layer_profiles", "save_layer_profiles"),
     "stagewright.graphs.models.step_graph": ("load_graph", "save_graph"),
@@ -152,4 +174,10 @@ _MODULE = {name: module for module, names in _LAZY.items() for name in names}
 def __getattr__(name: str) -> object:
     if name in _MODULE:
         return getattr(importlib.import_module(_MODULE[name]), name)
+    if name == "__version__":
+        return importlib.metadata.version("stagewright")
     raise AttributeError(f"module 'stagewright' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

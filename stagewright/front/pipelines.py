@@ -1,10 +1,13 @@
 """Plans of pipelines and schedules, for users of Python."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stagewright.formulations.forms.answers import OnProgress, StopToken, silent
+from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import parse_share, require_type
 from stagewright.service.pipeline_requests import (
     CheckRequest,
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from stagewright.formulations.checking.proofs import Verdict
     from stagewright.formulations.checking.violations import Violation
     from stagewright.formulations.plans.plan import PipelinePlan
+    from stagewright.front.results import Picture, Result
     from stagewright.graphs.machines.cluster import Cluster
     from stagewright.graphs.models.chain import Chain
     from stagewright.service.pipeline_answers import (
@@ -34,7 +38,6 @@ if TYPE_CHECKING:
     )
     from stagewright.service.sweep_requests import SweepAnswer, SweepRow
     from stagewright.solvers.planners.proposal import Choices
-    from stagewright.solvers.planning import Result
 
 
 def plan(
@@ -94,8 +97,8 @@ def plan(
     stop
         Ends the search within about a second once it is set, by another thread or a signal
         handler: a :class:`threading.Event`, or an object with ``is_set()``. The answer is then the
-        best checked plan so far, with the status ``interrupted``. Without a token Ctrl-C raises
-        KeyboardInterrupt, and the plans found are lost.
+        best checked plan so far, with the status ``interrupted``. Without a token Ctrl-C does so in
+        a notebook or an interactive session; in a script it raises KeyboardInterrupt.
 
     Returns
     -------
@@ -107,6 +110,8 @@ def plan(
     InputError
         If an argument is not valid, with the reason in one line.
     """
+    from stagewright.front.interrupts import stopped_by_hand
+    from stagewright.front.results import shown
     from stagewright.service.planning import plan as answer
     from stagewright.solvers.planners.proposal import Choices
 
@@ -127,7 +132,63 @@ def plan(
         seed=seed,
         **{one.name: getattr(asked, one.name) for one in fields(asked)},
     )
-    return answer(request, on_progress, stop).result
+    with stopped_by_hand(stop) as token:
+        return shown(answer(request, on_progress, token).result)
+
+
+def show(plan: "PipelinePlan", path: str | os.PathLike[str] | None = None) -> "Picture | None":
+    """The timeline of ``plan``: a picture that a notebook draws, or a file.
+
+    A ``path`` ends in .html (a page with memory, bounds and stages), .png, or .json (a trace for
+    Perfetto or Chrome).
+
+    Raises
+    ------
+    InputError
+        If the name ends in something else.
+    """
+    from stagewright.executor.drawing.chart import write_png
+    from stagewright.executor.drawing.chrome import write_trace
+    from stagewright.executor.drawing.page import write_html
+    from stagewright.front.results import Picture
+
+    if path is None:
+        return Picture(plan)
+    writers = {".html": write_html, ".png": write_png, ".json": write_trace}
+    kind = Path(path).suffix
+    if kind not in writers:
+        raise InputError(f"{path}: the name must end in {', '.join(writers)}")
+    writers[kind](plan, path)
+    return None
+
+
+def export(
+    plan: "PipelinePlan", to: str, folder: str | os.PathLike[str], **options: Any
+) -> tuple[Path, ...]:
+    """Write ``plan`` for another framework into a new or empty ``folder``; the files' paths.
+
+    ``to`` is a format of ``stagewright export``, and ``options`` are fields of
+    :class:`~stagewright.executor.export.options.Options`.
+
+    Raises
+    ------
+    InputError
+        If the format cannot express the plan, or an option does not apply to it.
+    InvalidPlan
+        If the plan's order is a deadlock.
+    """
+    from stagewright.executor.export import export as written
+    from stagewright.executor.export.options import Options
+    from stagewright.graphs.documents.documents import write_text
+
+    files = written(plan, to, Options(**options))
+    place = Path(folder)
+    if place.exists() and (not place.is_dir() or any(place.iterdir())):
+        raise InputError(f"{folder} is there already: name a new folder")
+    place.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        write_text(place / name, text)
+    return tuple(place / name for name in files)
 
 
 def sweep(

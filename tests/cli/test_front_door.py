@@ -1,7 +1,12 @@
 """``import stagewright``: plan, check, simulate, and the files that other programs read."""
 
+import importlib.metadata
 import json
+import re
+import signal
+import sys
 import threading
+import types
 from dataclasses import replace
 
 import pytest
@@ -299,9 +304,85 @@ def test_a_plan_that_is_stopped_keeps_the_best(model, cluster):
     assert (result.status, result.plan) == (Status.INTERRUPTED, None)
 
 
+def test_a_result_is_a_few_lines_a_picture_and_a_table(model, cluster, tmp_path, monkeypatch):
+    result = stagewright.plan(model, cluster, 3, "dp")
+    lines = repr(result).splitlines()
+    assert len(lines) == 5
+    assert lines[0].startswith(f"{result.status.value}, by dp in ")
+    assert f"{len(result.plan.stages)} stage" in lines[0]
+    assert lines[1].startswith("iteration ")
+    assert all(line.startswith("bound ") and "proved by" in line for line in lines[2:4])
+    assert lines[4].startswith("layers 0-")
+    assert "data:image/png;base64," in result._repr_html_()
+    assert "data:image/png;base64," in stagewright.show(result.plan)._repr_html_()
+    assert [row["layers"] for row in result.rows()] == [one.layers for one in result.plan.stages]
+    frame = types.SimpleNamespace(DataFrame=lambda rows: ("frame", rows))
+    monkeypatch.setitem(sys.modules, "pandas", frame)
+    assert result.to_frame() == ("frame", result.rows())
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(stagewright.InputError, match="pip install pandas"):
+        result.to_frame()
+    nothing = stagewright.plan(model, cluster, 3, "dp", memory_limit_bytes=1e6)
+    assert repr(nothing).startswith("infeasible, by dp in ")
+    assert nothing.reason in repr(nothing)
+    assert "<img" not in nothing._repr_html_()
+
+
+def test_pictures_and_exports_are_written_once(model, cluster, tmp_path):
+    plan = stagewright.plan(model, cluster, 3, "gpipe").plan
+    for name in ("plan.html", "plan.png", "plan.json"):
+        assert stagewright.show(plan, tmp_path / name) is None
+        assert (tmp_path / name).stat().st_size > 1000
+    with pytest.raises(stagewright.InputError, match=r"must end in \.html, \.png, \.json"):
+        stagewright.show(plan, tmp_path / "plan.pdf")
+    (path,) = stagewright.export(plan, "torch-csv", tmp_path / "torch")
+    assert "0F0" in path.read_text()
+    with pytest.raises(stagewright.InputError, match="name a new folder"):
+        stagewright.export(plan, "torch-csv", tmp_path / "torch")
+    with pytest.raises(stagewright.InputError, match="is not known"):
+        stagewright.export(plan, "caffe", tmp_path / "caffe")
+    assert not (tmp_path / "caffe").exists()
+
+
+def test_a_first_ctrl_c_in_an_interactive_session_keeps_the_best(model, cluster, monkeypatch):
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+
+    def interrupt(_):
+        signal.raise_signal(signal.SIGINT)
+
+    result = stagewright.plan(model, cluster, 3, "auto", 60.0, on_progress=Once(interrupt))
+    assert result.status is Status.INTERRUPTED
+    assert result.plan is not None
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    monkeypatch.delattr(sys, "ps1")
+    with pytest.raises(KeyboardInterrupt):
+        stagewright.plan(model, cluster, 3, "auto", 60.0, on_progress=Once(interrupt))
+
+
+class Once:
+    """Calls ``work`` at the first progress with a plan."""
+
+    def __init__(self, work):
+        self.work = work
+
+    def __call__(self, progress):
+        work = self.work if progress.objective is not None else None
+        if work is not None:
+            self.work = None
+            work(progress)
+
+
+def test_progress_is_printed(model, cluster, capsys):
+    stagewright.plan(model, cluster, 3, "exact", on_progress=stagewright.print_progress)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(r" +\d+\.\d s   iteration \S+ \S+   bound \S+ \S+", last)
+
+
 def test_names():
     for name in stagewright.__all__:
         assert getattr(stagewright, name) is not None
+    assert {*stagewright.__all__, "__version__"} <= {*dir(stagewright)}
+    assert stagewright.__version__ == importlib.metadata.version("stagewright")
     with pytest.raises(AttributeError, match="no attribute 'magic'"):
         stagewright.magic  # noqa: B018
 
