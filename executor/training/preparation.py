@@ -20,6 +20,7 @@ from stagewright.executor.training.interpreter.joint import Joint
 from stagewright.executor.training.interpreter.streams import OneStream, Streams, make_streams
 from stagewright.executor.training.losses import Loss
 from stagewright.executor.training.model_checks import (
+    listed_stages,
     require_capturable_steps,
     require_no_divided_draws,
     require_no_draws,
@@ -30,6 +31,7 @@ from stagewright.executor.training.stages.stage import StageComputation, StageLa
 from stagewright.executor.training.stages.staged_model import StagedModel
 from stagewright.executor.training.stages.weights import Weights
 from stagewright.formulations.plans.plan import PipelinePlan
+from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import format_bytes
 
 
@@ -68,8 +70,7 @@ class Preparation:
             for count, values in entering.items()
         }
         traces = {
-            count: propagate(layers[count], values, self.rank.device, self.autocast)
-            for count, values in entering.items()
+            count: self._propagated(layers[count], values) for count, values in entering.items()
         }
         self.model.require_constant_buffers(traces[samples])
         computations = {
@@ -103,6 +104,21 @@ class Preparation:
             streams=self._streams(),
             captured=self.captured,
         )
+
+    def _propagated(
+        self, layers: Sequence[CapturedLayer], values: Sequence[Value]
+    ) -> tuple[LayerTrace, ...]:
+        """The traces of all layers, of which some are divided."""
+        try:
+            return propagate(layers, values, self.rank.device, self.autocast)
+        except InputError as error:
+            if not self.model.shardings:
+                raise
+            stages = listed_stages(sorted(self.model.shardings))
+            raise InputError(
+                f"{error}; layers of stage {stages} are divided: does the tp_plan name every layer "
+                "of a pair, and the numbers that the code reads?"
+            ) from error
 
     def _streams(self) -> Streams:
         """One stream, unless the plan has a second one or its windows are captured."""

@@ -12,9 +12,9 @@ from stagewright.executor.capture.signature import Signature
 from stagewright.executor.capture.twins import twins
 from stagewright.executor.training.model_checks import listed_stages
 from stagewright.executor.training.ranks.rank import Rank
+from stagewright.executor.training.sharding.parallel_layers import TensorGroup
+from stagewright.executor.training.sharding.sharding import Sharding, shard_layers
 from stagewright.executor.training.stages.initialise import place
-from stagewright.executor.training.stages.parallel_layers import TensorGroup
-from stagewright.executor.training.stages.sharding import Sharding, shard_stage
 from stagewright.executor.training.stages.weights import Weights
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError
@@ -107,8 +107,13 @@ class StagedModel:
         """
         for s, group in groups.items():
             is_first = rank.number == rank.first(s)
-            self.shardings[s] = shard_stage(
-                s, self.modules[s], self.primary, group, quiet=not is_first
+            self.shardings[s] = shard_layers(
+                f"stage {s}",
+                self.modules[s],
+                self._model,
+                self.primary,
+                group,
+                quiet=not is_first,
             )
         if groups:
             place(self._model, self._own_layers, rank.device, None)

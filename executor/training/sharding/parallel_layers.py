@@ -34,6 +34,10 @@ class TensorGroup:
         """The number of devices."""
         return len(self.order)
 
+    def __deepcopy__(self, _: dict[int, Any]) -> "TensorGroup":
+        """The same processes, for a copy of a layer."""
+        return self
+
     def total(self, value: Tensor) -> Tensor:
         """The sum of every device's value."""
         total = value.clone(memory_format=torch.contiguous_format)
@@ -119,6 +123,43 @@ class RowLinear(nn.Linear):
         return total if self.bias is None else total + self.bias.to(total.dtype)
 
 
+class SplitRowLinear(RowLinear):
+    """Some of the input features, of an input that every device has whole."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        """Map (..., all inputs) to (..., all outputs)."""
+        copied = _Copied.apply(value, self.tensor_group)  # type: ignore[no-untyped-call]
+        group = self.tensor_group
+        return super().forward(copied.chunk(group.degree, dim=-1)[group.position])
+
+
+class ColumnConv1D(nn.Module):
+    """Some of the output features of a Conv1D of transformers: a linear layer, transposed."""
+
+    tensor_group: TensorGroup
+    weight: Tensor
+    bias: Tensor
+
+    def forward(self, value: Tensor) -> Tensor:
+        """Map (..., all inputs) to (..., own outputs)."""
+        copied = _Copied.apply(value, self.tensor_group)  # type: ignore[no-untyped-call]
+        return F.linear(copied, self.weight.t(), self.bias)
+
+
+class RowConv1D(nn.Module):
+    """Some of the input features of a Conv1D; outputs are summed up, and get the bias."""
+
+    tensor_group: TensorGroup
+    weight: Tensor
+    bias: Tensor
+
+    def forward(self, value: Tensor) -> Tensor:
+        """Map (..., own inputs) to (..., all outputs)."""
+        partial = F.linear(value, self.weight.t())
+        total: Tensor = _Summed.apply(partial, self.tensor_group)  # type: ignore[no-untyped-call]
+        return total + self.bias.to(total.dtype)
+
+
 class RowEmbedding(nn.Embedding):
     """Some of the rows of a table; what another device has is zero in this one's part of the sum.
 
@@ -133,6 +174,14 @@ class RowEmbedding(nn.Embedding):
         own = numbers - group.position * size
         is_here = (own >= 0) & (own < size)
         is_there = ~is_here & (numbers >= 0) & (numbers < size * group.degree)
-        found = F.embedding(own.where(~is_there, 0), self.weight)
+        found = F.embedding(own.where(~is_there, 0), self.weight, self._own_padding)
         total: Tensor = _Summed.apply(found * is_here.unsqueeze(-1), self.tensor_group)  # type: ignore[no-untyped-call]
         return total
+
+    @property
+    def _own_padding(self) -> int | None:
+        """The row without gradient, if this device has it."""
+        size, position = self.weight.size(0), self.tensor_group.position
+        if self.padding_idx is None or self.padding_idx // size != position:
+            return None
+        return self.padding_idx - position * size
