@@ -145,7 +145,7 @@ class Preparation:
         # By any layer: a parameter that stages share may get its only gradient in another stage.
         trained = {self.model.primary[name] for one in traces[count] for name in one.trained}
         self.weights[s].leave_out(trained)
-        require_no_divided_draws(s, self.model.modules[s], trace)
+        require_no_divided_draws(f"stage {s}", self.model.modules[s], trace)
         layers = [
             StageLayer(*each) for each in zip(every[count][start:stop], inputs, trace, strict=True)
         ]
