@@ -69,10 +69,19 @@ def require_equal(name: str, results: Any, shares: Any = ()) -> None:
         assert losses == pytest.approx(expected.losses, rel=1e-12)
 
 
+def layouts_of(name: str) -> tuple[str, ...]:
+    """All for one model of each kind; those with the same modules have two."""
+    if name in TIED:
+        return ALONE
+    if name in ("llama", "qwen3", "gpt2-untied"):
+        return (*ALONE, *IN_STAGES)
+    return "one group", "two groups"
+
+
 def runs() -> list[Any]:
     found = []
     for name in MODELS:
-        for layout in ALONE if name in TIED else (*ALONE, *IN_STAGES):
+        for layout in layouts_of(name):
             marks = [] if (name, layout) in QUICK else [pytest.mark.slow]
             found.append(pytest.param(name, layout, id=f"{name}-{layout}", marks=marks))
     return found
