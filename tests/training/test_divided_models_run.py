@@ -157,8 +157,10 @@ LIBRARY = {
 }  # fmt: skip
 NORMS = {
     "norms of heads": ({"q_norm": None}, "is whole on each of 2 devices, but its gradients there"),
+    "sums of whole gradients": ({"input_layernorm": "replicated_with_grad_allreduce"},
+        "the gradients of parameter 'model.layers.3.input_layernorm.weight' are equal on the 2 "),
     "no sums for them": ({"k_norm": "replicate"}, "is whole on each of 2 devices, but its"),
-}
+}  # fmt: skip
 BLOCKS = {
     "the number is not divided": ({"attn__split_size": None}, PAIR),
     "the last of a pair": ({"mlp__c_proj": None}, PAIR),
@@ -175,7 +177,7 @@ def wrong_plans() -> list[Any]:
         ("gpt2", with_blocks, BLOCKS),
     ):
         for number, (title, (rules, message)) in enumerate(plans.items()):
-            marks = [pytest.mark.slow] if number and "style" not in title else []
+            marks = [pytest.mark.slow] if number else []
             changed = partial(change, **rules)
             found.append(pytest.param(name, changed, message, id=f"{name}-{title}", marks=marks))
     return found

@@ -13,6 +13,7 @@ from stagewright.executor.capture.twins import twin
 from stagewright.executor.training.sharding.parallel_layers import (
     ColumnConv1D,
     ColumnLinear,
+    SummedGradient,
     TensorGroup,
 )
 from stagewright.executor.training.sharding.styles import (
@@ -183,7 +184,7 @@ class Division:
             if one is not None and one.requires_grad:
                 if self._uses[id(one)] > 1:
                     raise InputError(": its parameter is used in several modules")
-                one.register_hook(self._group.total)
+                one.register_hook(SummedGradient(self._group, self._names[id(one)]))
 
     def _divide_numbers(self, plan: TensorPlan, pattern: str) -> None:
         path, _, field = pattern.rpartition(".")

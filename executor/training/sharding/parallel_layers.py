@@ -16,6 +16,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F  # noqa: N812
 
+from stagewright.graphs.documents.errors import InputError
+
+# Of gradients that should be equal, by kernels that may add up in another order: a part that is
+# missing changes more.
+SAME = 1e-2
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorGroup:
@@ -90,6 +96,39 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient.chunk(ctx.group.degree, dim=-1)[ctx.group.position], None
+
+
+@dataclass(slots=True)
+class SummedGradient:
+    """A hook of a parameter that every device has whole: its gradient is the sum of the group's.
+
+    ``name`` is the parameter's. The first gradient that is not zero is compared with the sum.
+    """
+
+    group: TensorGroup
+    name: str
+    is_compared: bool = False
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        """The sum.
+
+        Raises
+        ------
+        InputError
+            If every device has the whole gradient already, which would count several times.
+        """
+        total = self.group.total(gradient)
+        if not self.is_compared and not isinstance(gradient, FakeTensor):
+            size = float(torch.linalg.vector_norm(total))
+            self.is_compared = size > 0
+            apart = float(torch.linalg.vector_norm(total - self.group.degree * gradient))
+            if size > 0 and apart <= SAME * size:
+                raise InputError(
+                    f"the gradients of parameter {self.name!r} are equal on the "
+                    f"{self.group.degree} devices that should each have a part of them: leave its "
+                    "module's replicated_with_grad_allreduce out of the tp_plan"
+                )
+        return total
 
 
 class ColumnLinear(nn.Linear):

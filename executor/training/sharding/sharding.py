@@ -25,13 +25,11 @@ from torch import Tensor
 
 from stagewright.executor.capture.layers import CapturedLayer, LayeredModel
 from stagewright.executor.training.sharding.division import Division
-from stagewright.executor.training.sharding.parallel_layers import TensorGroup
+from stagewright.executor.training.sharding.parallel_layers import SAME, TensorGroup
 from stagewright.executor.training.sharding.styles import Cut
 from stagewright.graphs.documents.errors import InputError
 
-# Of gradients that should be equal, by kernels that may add up in another order: a part that is
-# missing changes more. What is small beside all of them may be rounding alone.
-SAME, NOTHING = 1e-2, 1e-6
+NOTHING = 1e-6  # what is so small beside all gradients may be rounding alone
 
 
 @dataclass(frozen=True, slots=True, eq=False)
