@@ -44,8 +44,10 @@ class TensorPlan:
 
     def inner(self, name: str) -> str | None:
         """The name within the module of what is called ``name`` in the model; None if outside."""
-        if name == self.path or not self.path:
-            return name if not self.path else ""
+        if not self.path:
+            return name
+        if name == self.path:
+            return ""
         return name.removeprefix(f"{self.path}.") if name.startswith(f"{self.path}.") else None
 
 
