@@ -61,7 +61,8 @@ def _tokens(n: int, generator: torch.Generator, length: int = LENGTH) -> Tensor:
     return torch.randint(3, TOKENS, (n, length), generator=generator)
 
 
-def _text(n: int, generator: torch.Generator) -> Batch:
+def text(n: int, generator: torch.Generator) -> Batch:
+    """Tokens, of which each is to be found from those before it."""
     tokens = _tokens(n, generator)
     return {"input_ids": tokens, "labels": tokens.clone()}
 
@@ -137,7 +138,9 @@ VISION = {
 }
 
 
-def _hugging_face(model: str, config: str, **options: Any) -> Callable[[], nn.Module]:
+def hugging_face(model: str, config: str, **options: Any) -> Callable[[], nn.Module]:
+    """A class of transformers by the name of its configuration's."""
+
     def build() -> nn.Module:
         import transformers
 
@@ -171,20 +174,20 @@ TRANSFORMERS = (
     AnyModel(
         "gpt2",
         "transformers",
-        _hugging_face(
+        hugging_face(
             *("GPT2LMHeadModel", "GPT2Config"),
             **{"n_embd": 32, "n_layer": 4, "n_head": 4, "vocab_size": TOKENS, "n_positions": 32},
             **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
             **{"bos_token_id": 1, "eos_token_id": 2},
         ),
-        _text,
+        text,
     ),
     *(
         AnyModel(
             name.lower(),
             "transformers",
-            _hugging_face(f"{name}ForCausalLM", f"{config}Config", **GROUPED, **options),
-            _text,
+            hugging_face(f"{name}ForCausalLM", f"{config}Config", **GROUPED, **options),
+            text,
             rounding=rounding,
         )
         for name, config, options, rounding in (
@@ -196,11 +199,11 @@ TRANSFORMERS = (
             ("Mistral", "Mistral", {}, 1e-8),
         )
     ),
-    AnyModel("mixtral", "transformers", _mixtral, _text),
+    AnyModel("mixtral", "transformers", _mixtral, text),
     AnyModel(
         "bert",
         "transformers",
-        _hugging_face(
+        hugging_face(
             *("BertForMaskedLM", "BertConfig"),
             **{**NARROW, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
         ),
@@ -209,7 +212,7 @@ TRANSFORMERS = (
     AnyModel(
         "t5",
         "transformers",
-        _hugging_face(
+        hugging_face(
             *("T5ForConditionalGeneration", "T5Config"),
             **{"d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "vocab_size": TOKENS},
             **{"num_layers": 3, "num_decoder_layers": 3, "dropout_rate": 0.0},
@@ -220,7 +223,7 @@ TRANSFORMERS = (
     AnyModel(
         "whisper",
         "transformers",
-        _hugging_face(
+        hugging_face(
             *("WhisperForConditionalGeneration", "WhisperConfig"),
             **{"d_model": 32, "encoder_layers": 3, "decoder_layers": 3, "vocab_size": TOKENS},
             **{"encoder_attention_heads": 4, "decoder_attention_heads": 4},
@@ -233,7 +236,7 @@ TRANSFORMERS = (
     AnyModel(
         "vit",
         "transformers",
-        _hugging_face("ViTForImageClassification", "ViTConfig", **VISION, num_labels=CLASSES),
+        hugging_face("ViTForImageClassification", "ViTConfig", **VISION, num_labels=CLASSES),
         _labelled,
     ),
     AnyModel("clip", "transformers", _clip, _captioned),

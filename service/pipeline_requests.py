@@ -60,6 +60,7 @@ class PlanRequest(_Problem):
     The search starts from the plan ``start``, of the same layers, if there is one. It ends as soon
     as the gap of the best plan is at most ``gap`` (0.01 is 1 %). On a single device, kernels whose
     share of it is not in the profile are assumed to occupy ``assumed_share`` (None: all of it).
+    With ``tensor``, all stages have that tensor degree.
     """
 
     microbatches: int = 8
@@ -76,6 +77,7 @@ class PlanRequest(_Problem):
     assumed_share: float | None = None
     batch: int | None = None
     vertical_sync: bool = False
+    tensor: int | None = None
 
     @cached_property
     def problem(self) -> PipelineProblem:
@@ -94,6 +96,19 @@ class PlanRequest(_Problem):
         asked = self.out_of_order
         if self.assumed_share is not None and (asked is None or asked.training != "single"):
             raise InputError("a share of a device is assumed for training on a single device only")
+        return self
+
+    @model_validator(mode="after")
+    def _require_degree(self) -> Self:
+        """Refuse what is not planned on groups of devices."""
+        if self.tensor is None:
+            return self
+        require_count(self.tensor, "tensor", len(self.cluster))
+        if self.tensor < 2:
+            raise InputError(f"tensor must be at least 2, or left out, got {self.tensor}")
+        for name in ("batch", "start", "out_of_order", "offload"):
+            if getattr(self, name):
+                raise InputError(f"{name} is not planned together with a tensor degree")
         return self
 
     def limits(self, stop: StopToken | None = None) -> Limits:

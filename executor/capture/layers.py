@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from stagewright.executor.capture.signature import Signature
+from stagewright.executor.capture.tensor_plans import TensorPlan
 from stagewright.graphs.documents.errors import InputError
 
 FIXED_SAMPLES = re.compile(r"L\['tensors'\]\[\d+\]\.size\(\)\[0\] == \d+")
@@ -31,8 +32,8 @@ class LayeredModel:
     modules, whose last one shows its result when it is called. ``signature`` is how the model
     is called, None if with tensors by position. ``guards`` are conditions on the sizes of its
     inputs, in Python, under which the layers are the model; see `require_sizes`. ``again`` captures
-    it for inputs of other shapes. ``evaluation`` is the model as it is in evaluation, with the same
-    blocks and tensors, if that was asked for.
+    it for inputs of other shapes. ``plans`` say how a group of devices divides it. ``evaluation``
+    is the model as it is in evaluation, with the same blocks and tensors, if that was asked for.
     """
 
     layers: tuple[CapturedLayer, ...]
@@ -41,6 +42,7 @@ class LayeredModel:
     signature: Signature | None = None
     guards: tuple[str, ...] = ()
     again: "Callable[[Sequence[tuple[int, ...]]], LayeredModel] | None" = None
+    plans: tuple[TensorPlan, ...] = ()
     evaluation: "LayeredModel | None" = None
 
     def result(self, values: tuple[Tensor, ...]) -> Any:

@@ -16,6 +16,7 @@ from dataclasses import replace
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from stagewright.executor.capture.cutting import cut_graph
@@ -23,6 +24,7 @@ from stagewright.executor.capture.exported.exporting import Example, export
 from stagewright.executor.capture.exported.leaves import holds_closed_blocks
 from stagewright.executor.capture.in_place import first_step, is_in_place, replace_in_place
 from stagewright.executor.capture.layers import CapturedLayer, LayeredModel, Listed
+from stagewright.executor.capture.tensor_plans import plans_in
 from stagewright.executor.capture.tracer import holds_blocks, inputs_of, trace_twice
 from stagewright.graphs.documents.errors import InputError
 
@@ -42,14 +44,16 @@ def capture(model: nn.Module | Sequence[nn.Module], example: Example | None = No
         layers would differ from it: it keeps Python state, or has hooks that would not be called.
     """
     if isinstance(model, list | tuple | nn.ModuleList):
-        return _require_whole_gradients(_capture_list(list(model)))
-    if not isinstance(model, nn.Module):
+        found = _capture_list(list(model))
+        plans = plans_in(nn.ModuleList(model))
+    elif isinstance(model, nn.Module):
+        require_plain_tensors(model)
+        _require_no_backward_hooks(model)
+        found = _traced(model) if example is None else _for_example(model, example)
+        plans = plans_in(model)
+    else:
         raise InputError(f"the model is a {type(model).__name__}, not a torch module or a list")
-    require_plain_tensors(model)
-    _require_no_backward_hooks(model)
-    if example is None:
-        return _require_whole_gradients(_traced(model))
-    return _require_whole_gradients(_for_example(model, example))
+    return replace(_require_whole_gradients(found), plans=plans)
 
 
 def _for_example(model: nn.Module, example: Example) -> LayeredModel:
@@ -101,6 +105,12 @@ def _capture_list(modules: list[nn.Module]) -> LayeredModel:
 def require_plain_tensors(model: nn.Module, prefix: str = "") -> None:
     """Refuse parameters whose properties their copies would not have."""
     for name, one in model.named_parameters():
+        if isinstance(one, DTensor):
+            raise InputError(
+                f"parameter {prefix + name!r} is a DTensor, as parallelize_module, fully_shard or "
+                "a device mesh of transformers make it: give the plain module, which the plan "
+                "divides itself (a stage's tensor degree, by its tp_plan)"
+            )
         if is_lazy(one):
             raise InputError(
                 f"parameter {prefix + name!r} has no shape yet; call the model once before"

@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from stagewright.executor.capture.layers import LayeredModel
@@ -141,34 +140,6 @@ def first_batch(batches: Any, *, keywords: bool = False) -> Any:
         what = "nothing" if first is None else f"a {type(first).__name__}"
         raise InputError(f"the data's first mini-batch is {what}, not a pair (inputs, targets)")
     return first[0], first[1]
-
-
-def mean_of_ranks(chain: Chain) -> Chain:
-    """The mean of what all ranks have measured at once; all call it."""
-    every: list[Chain] = [chain] * dist.get_world_size()
-    dist.all_gather_object(every, chain)
-    layers = [
-        replace(layer, costs=tuple(_mean(same) for same in zip(*costs, strict=True)))
-        for layer, costs in zip(
-            chain.layers,
-            zip(*([one.costs for one in of.layers] for of in every), strict=True),
-            strict=True,
-        )
-    ]
-    return replace(
-        chain, layers=tuple(layers), source=f"{chain.source}, by {len(every)} ranks at once"
-    )
-
-
-def _mean(costs: Sequence[LayerCost]) -> LayerCost:
-    """The first with the mean of all times."""
-    names = [name for name in LayerCost.__dataclass_fields__ if name.endswith("_seconds")]
-    means: dict[str, Any] = {
-        name: _rounded(float(np.mean([getattr(one, name) for one in costs])))
-        for name in names
-        if getattr(costs[0], name) is not None
-    }
-    return replace(costs[0], **means)
 
 
 # One layer at one microbatch size
@@ -382,10 +353,10 @@ def _costs(
         costs.append(
             LayerCost(
                 microbatch_size=size,
-                forward_seconds=_rounded(forward),
-                input_gradient_seconds=_rounded(input_gradient),
-                weight_gradient_seconds=_rounded(whole - input_gradient),
-                update_seconds=_rounded(update),
+                forward_seconds=rounded(forward),
+                input_gradient_seconds=rounded(input_gradient),
+                weight_gradient_seconds=rounded(whole - input_gradient),
+                update_seconds=rounded(update),
                 saved_bytes=float(saved),
                 output_bytes=float(output),
                 device_kind=kind,
@@ -394,7 +365,8 @@ def _costs(
     return costs
 
 
-def _rounded(seconds: float) -> float:
+def rounded(seconds: float) -> float:
+    """A time with as many digits as a measurement has."""
     return float(f"{seconds:.{DIGITS}g}")
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stagewright.executor.capture.draws import whole_draws
 from stagewright.executor.capture.layers import CapturedLayer
-from stagewright.executor.capture.shapes import LayerTrace, Value, propagate, values_of
+from stagewright.executor.capture.shapes import LayerTrace, Value, values_of
 from stagewright.executor.programs.shares import Rows, pieces, rows
 from stagewright.executor.training.interpreter.boundary import Boundary
 from stagewright.executor.training.stages.stage import Share, StageLayer
@@ -23,6 +23,15 @@ class Sized(Protocol):
 
     def sized(self, inputs: Sequence[tuple[int, ...]]) -> Sequence[CapturedLayer]:
         """The layers for inputs of these shapes."""
+
+    def traces(
+        self,
+        layers: Sequence[CapturedLayer],
+        inputs: Sequence[Value],
+        device: torch.device,
+        autocast: torch.dtype | None,
+    ) -> tuple[LayerTrace, ...]:
+        """What `propagate` finds for these layers."""
 
     def require_divisible(self) -> None:
         """Refuse to divide the samples of a microbatch where the model fixes their number."""
@@ -93,7 +102,7 @@ def crossing_of(
         count: model.sized([one.shape for one in values]) for count, values in entering.items()
     }
     traces = {
-        count: propagate(layers[count], values, device, autocast)
+        count: model.traces(layers[count], values, device, autocast)
         for count, values in entering.items()
     }
     return Crossing(plan, samples, lanes, entering, layers, traces)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from stagewright.executor.capture.evaluation import evaluating
 from stagewright.executor.capture.layers import CapturedLayer
+from stagewright.executor.capture.shapes import LayerTrace, Value
 from stagewright.executor.programs.forwards import forwards_of, lower_forwards
 from stagewright.executor.programs.program import Row
 from stagewright.executor.training.batches import (
@@ -166,6 +167,15 @@ class _Sized:
 
     def sized(self, inputs: Sequence[tuple[int, ...]]) -> Sequence[CapturedLayer]:
         return self.model.in_evaluation(inputs).layers
+
+    def traces(
+        self,
+        layers: Sequence[CapturedLayer],
+        inputs: Sequence[Value],
+        device: torch.device,
+        autocast: torch.dtype | None,
+    ) -> tuple[LayerTrace, ...]:
+        return self.model.traces(layers, inputs, device, autocast)
 
     def require_divisible(self) -> None:
         self.model.require_divisible()

@@ -12,6 +12,7 @@ from torch import Tensor
 from stagewright.executor.capture.layers import CapturedLayer, LayeredModel
 from stagewright.executor.capture.shapes import LayerTrace
 from stagewright.executor.programs.program import plan_devices
+from stagewright.executor.training.sharding.sharding import is_divided
 from stagewright.formulations.plans.actions import B, I, parse_action
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.formulations.plans.tensor import share_count
@@ -113,15 +114,17 @@ def require_not_divided(
 
 
 def require_no_divided_draws(
-    s: int, layers: Iterable[CapturedLayer], trace: Sequence[LayerTrace]
+    where: str, layers: Iterable[CapturedLayer], trace: Sequence[LayerTrace]
 ) -> None:
-    """Refuse divided layers of a stage that draw random numbers: each device draws for its own."""
+    """Refuse divided layers that draw random numbers: each device draws for its own.
+
+    ``where`` names the layers together, such as "stage 0".
+    """
     for layer, found in zip(layers, trace, strict=True):
-        divided = any("tensor_group" in vars(part) for part in layer.module.modules())
-        if divided and found.random:
+        if is_divided(layer) and found.random:
             raise InputError(
                 f"layer {layer.name!r} draws random numbers and is divided among the devices of "
-                f"stage {s}, which would draw others than one device; set its dropout to 0, or "
+                f"{where}, which would draw others than one device; set its dropout to 0, or "
                 "plan tensor degree 1"
             )
 

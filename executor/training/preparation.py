@@ -99,7 +99,8 @@ class Preparation:
         # By any layer: a parameter that stages share may get its only gradient in another stage.
         trained = {self.model.primary[name] for one in traces for name in one.trained}
         self.weights[s].leave_out(trained)
-        require_no_divided_draws(s, self.model.modules[s], traces[slice(*stage.layers)])
+        divided = traces[slice(*stage.layers)]
+        require_no_divided_draws(f"stage {s}", self.model.modules[s], divided)
         return StageComputation(
             crossing.stage_layers(s, lane),
             stage.recompute,

@@ -174,6 +174,14 @@ def plan(
             metavar="SHARE",
         ),
     ] = None,
+    tensor: Annotated[
+        int | None,
+        typer.Option(
+            help="Tensor degree of all stages: each T devices of a server compute their layers "
+            "together. The model needs costs of that degree (profile --tensor).",
+            metavar="T",
+        ),
+    ] = None,
     contention: Annotated[
         Contention | None,
         typer.Option(
@@ -220,7 +228,7 @@ def plan(
             "--offload": offload, "--gap": gap, "--order": order, "--chunks": chunks,
             "--replicas": replicas, "--placement": placement, "--training": training,
             "--k": reversed_layers, "--group": group, "--share": share, "--from": start,
-            "--vertical-sync": vertical_sync or None,
+            "--vertical-sync": vertical_sync or None, "--tensor": tensor,
         }  # fmt: skip
         refuse_options(given, f"is for models of layers; {model} is a graph of operators")
         chosen = None if contention is None else contention.value
@@ -242,6 +250,7 @@ def plan(
         microbatches=1 if microbatches is None else microbatches,
         batch=batch,
         vertical_sync=vertical_sync,
+        tensor=tensor,
         planner=planner,
         recompute=recompute,
         offload=offload,

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -16,9 +16,6 @@ from stagewright.cli.console import (
 )
 from stagewright.cli.inputs import hand_out
 from stagewright.graphs.documents.errors import InputError
-
-if TYPE_CHECKING:
-    from stagewright.graphs.models.chain import Chain
 
 TIMEOUT_SECONDS = 60.0  # a rank's limit for waiting for another one
 
@@ -65,6 +62,14 @@ def profile(
             min=2,
         ),
     ] = None,
+    tensor: Annotated[
+        int | None,
+        typer.Option(
+            help="Tensor degree to measure beside 1: every so many of the local processes (--ranks;"
+            " so many by default) divide the layers by the model's tp_plan.",
+            min=2,
+        ),
+    ] = None,
     output: OutputFile = None,
     as_json: JsonFlag = False,
 ) -> int:
@@ -83,15 +88,19 @@ def profile(
 
     from stagewright.cli.factories import load_factory
     from stagewright.cli.optimizing import parse_optimizer
-    from stagewright.executor.measuring.captured import captured_by_size
     from stagewright.executor.measuring.machine import Machine
-    from stagewright.executor.measuring.profiling import first_batch, mean_of_ranks, measure_layers
+    from stagewright.executor.measuring.profiling import first_batch
+    from stagewright.executor.measuring.together import mean_of_ranks
+    from stagewright.executor.measuring.whole_models import Profiled
     from stagewright.executor.training.data import pair
     from stagewright.executor.training.losses import loss_of_run
 
     if device == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda: torch finds no GPU here")
+    ranks = tensor if ranks is None else ranks
     if ranks is not None:
+        if ranks % (tensor or 1):
+            raise InputError(f"--ranks {ranks} are no groups of --tensor {tensor}")
         load_for_ranks()
         if not is_rank():
             from stagewright.cli import main
@@ -100,40 +109,32 @@ def profile(
                 return started.run()
     computed = getattr(torch, dtype)
     own = torch.float32 if computed == torch.bfloat16 else computed  # as the executor does
-    machine = Machine(torch.device(device), threads, kind)
-    make = load_factory(model, "--model")
-    stepping = parse_optimizer(optimizer)
     given = first_batch(load_factory(data, "--data")(), keywords=True)
     of_outputs, takes_loss = loss_of_run(
         None if loss is None else load_factory(loss, "--loss"), given
     )
-    batch = pair(given, has_loss=not takes_loss)
-    autocast = None if computed == own else computed
-
-    def measured(on_progress: Callable[[str], None]) -> "Chain":
-        on_progress("making the model")
-        layered = captured_by_size(
-            make, batch[0], sizes, takes_loss, device=machine.device, dtype=own, autocast=autocast
-        )
-        return measure_layers(
-            layered,
-            batch,
-            sizes,
-            machine=machine,
-            loss=of_outputs,
-            rounds=rounds,
-            autocast=autocast,
-            name=model.rpartition(":")[2],
-            optimizer=stepping,
-            clips=clip_norm is not None,
-            on_progress=on_progress,
-        )
-
+    profiled = Profiled(
+        make=load_factory(model, "--model"),
+        name=model.rpartition(":")[2],
+        batch=pair(given, has_loss=not takes_loss),
+        sizes=sizes,
+        loss=of_outputs,
+        takes_loss=takes_loss,
+        optimizer=parse_optimizer(optimizer),
+        clips=clip_norm is not None,
+        rounds=rounds,
+        machine=Machine(torch.device(device), threads, kind),
+        dtype=own,
+        autocast=None if computed == own else computed,
+    )
     if ranks is None:
         with reporting("profiling") as report:
-            return hand_out(measured(report), output, as_json)
+            return hand_out(profiled.measure(report), output, as_json)
     with joined(TIMEOUT_SECONDS) as member:
-        chain = mean_of_ranks(measured(lambda _: None))
+        if tensor is None:
+            chain = mean_of_ranks(profiled.measure())
+        else:
+            chain = profiled.measure_degree(tensor)
         if member.rank == 0:
             hand_out(chain, output, as_json)
     return 0

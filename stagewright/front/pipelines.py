@@ -52,6 +52,7 @@ def plan(
     seed: int = 0,
     memory_limit_bytes: float | None = None,
     assumed_share: float | None = None,
+    tensor: int | None = None,
     choices: "Choices | None" = None,
     start: "PipelinePlan | None" = None,
     on_progress: OnProgress = silent,
@@ -79,6 +80,9 @@ def plan(
     assumed_share
         Planner ``ooo`` on a single device: the share of it that kernels occupy where the profile
         has none, above 0 and at most 1; None: all of it.
+    tensor
+        The tensor degree of all stages: every so many devices of a server are planned as one, by
+        SPP if ``planner`` is ``auto``, and no bound is proved.
     choices
         Recomputation and offloading; for the planners ``1f1b-star`` and ``madpipe`` also a group
         size, a period and the solver of patterns; the schedule to plan; for ``ooo`` the method of
@@ -127,6 +131,7 @@ def plan(
         memory_limit_bytes=memory_limit_bytes,
         gap=parse_share(gap, "gap"),
         assumed_share=assumed_share,
+        tensor=tensor,
         time_limit=time_limit,
         threads=threads,
         seed=seed,

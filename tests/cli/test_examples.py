@@ -1,5 +1,6 @@
 """The examples run, and the README's code does what it says."""
 
+import importlib
 import os
 import re
 import runpy
@@ -8,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -121,6 +123,32 @@ def test_the_readme_trains_a_model_of_hugging_face(
     output = run(["bash", "-euc", blocks(readme, "bash")[1]], place)
     assert re.search(r"10 steps on \d ranks", output)
     assert "transformer.wte.weight" in torch.load(place / "gpt2.pt")
+
+
+@pytest.mark.slow
+def test_devices_divide_a_model_as_the_documentation_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parameters after three steps are those of a plain loop."""
+    torch = pytest.importorskip("torch", reason="running a plan needs torch")
+    if find_spec("transformers") is None:
+        pytest.skip("transformers is not installed")
+    from benchmarks.plain_loop import loop
+
+    # Commands of the test find a torchvision that may be of another build than torch.
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'tests/shared/site'}{os.pathsep}{ROOT}")
+    (commands,) = blocks((ROOT / "docs/layouts.md").read_text(encoding="utf-8"), "bash")
+    output = run(["bash", "-euc", commands], tmp_path)
+    assert "llama.plan.json: valid" in output
+    assert "3 steps on 4 ranks" in output
+    found = torch.load(tmp_path / "llama.pt")
+    importlib.import_module("benchmarks.torchvision_operators")
+    network = importlib.import_module("examples.hugging_face")
+    torch.manual_seed(0)
+    model, data = network.llama().double(), list(islice(network.batches(), 3))
+    expected = loop(model, data, 4, lambda parameters: torch.optim.SGD(parameters, lr=0.1)).state
+    for name, one in expected.items():  # the model's own norms and loss are in float32
+        torch.testing.assert_close(found[name], one, rtol=1e-6, atol=1e-8, msg=name)
 
 
 @pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.stem)

@@ -21,7 +21,8 @@ from stagewright.cli.profiling import profile
 from stagewright.executor.capture.tracing import capture
 from stagewright.executor.measuring.links import Links, describe, fit, measure_links
 from stagewright.executor.measuring.machine import Machine
-from stagewright.executor.measuring.profiling import first_batch, mean_of_ranks, measure_layers
+from stagewright.executor.measuring.profiling import first_batch, measure_layers
+from stagewright.executor.measuring.together import mean_of_ranks
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Cluster, Link, uniform_servers

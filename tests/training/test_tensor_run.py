@@ -192,6 +192,20 @@ def tied_llama() -> Any:
     return model
 
 
+def half_tied_llama() -> Any:
+    """One table in two modules, of which a plan divides one."""
+    model = tied_llama()
+    model.head.tp_plan = {}
+    return model
+
+
+def twice_tied_llama() -> Any:
+    """One table, divided by rows and by columns."""
+    model = tied_llama()
+    model.head.tp_plan = {"logits": "rowwise_rep"}
+    return model
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -205,7 +219,8 @@ def tied_llama() -> Any:
         (lambda: planned(**{"*.1": "rowwise"}), "'feed_forward.1' is a ColumnLinear"),
         (lambda: Transformer(2, 18, 3, SEQUENCE, VOCABULARY),
          "'heads' is 3, which does not divide among 2 devices"),
-        (tied_llama, "'token': its parameter is used in several modules"),
+        (half_tied_llama, "parameter 'embedding.token.weight' is used in several modules, of"),
+        (twice_tied_llama, "'logits': its parameter is used in several modules, which are divided"),
         (with_dropout, "layer 'blocks.1' draws random numbers and is divided among the devices"),
         (lambda: [torch.nn.Linear(1, 1)] * 4,
          "none of its layers (0, 1, 2, 3) says how it is divided: give a module in them a tp_plan"),
@@ -246,11 +261,12 @@ def test_a_divided_stage_shares_no_parameter(ranks: Ranks) -> None:
     found = refusal(ranks, tied(), stages)
     assert "parameter 'embedding.token.weight' is shared by stages 0 and 1, of which 1 has" in found
     trained(ranks, tied, group())  # within one stage it is whole, as no style divides it
+    trained(ranks, tied_llama, group())  # or divided in all of its modules
 
 
 def test_whole_layers_are_named(ranks: Ranks) -> None:
     plan = fill_and_drain(group(), 2)
     told = ranks.run(constructed, 2, plan, gpt(), batches(4, 1)[0])
-    whole = "stage 0: each of 2 devices computes all of the layers embedding, head, which have no"
+    whole = "stage 0: each of 2 devices computes all of the layers embedding, head, which no tp"
     assert whole in told[0]
     assert "computes all" not in told[1]

@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from stagewright.executor.training.ranks.rank import Rank
-from stagewright.executor.training.stages.parallel_layers import TensorGroup
+from stagewright.executor.training.sharding.parallel_layers import TensorGroup
 from stagewright.formulations.plans.tensor import groups_of
 
 

@@ -5,17 +5,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from stagewright.executor.capture.layers import CapturedLayer, LayeredModel
-from stagewright.executor.capture.shapes import LayerTrace
+from stagewright.executor.capture.shapes import LayerTrace, Value, propagate
 from stagewright.executor.capture.signature import Signature
 from stagewright.executor.capture.twins import twins
 from stagewright.executor.training.model_checks import listed_stages
 from stagewright.executor.training.ranks.rank import Rank
+from stagewright.executor.training.sharding.parallel_layers import TensorGroup
+from stagewright.executor.training.sharding.sharding import Sharding, shard_layers
 from stagewright.executor.training.stages.initialise import place
-from stagewright.executor.training.stages.parallel_layers import TensorGroup
-from stagewright.executor.training.stages.sharding import Sharding, shard_stage
 from stagewright.executor.training.stages.weights import Weights
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError
@@ -71,6 +72,24 @@ class StagedModel:
             self._model.require_sizes(inputs)
             return self.layers
         return self._model.sized(inputs).layers
+
+    def traces(
+        self,
+        layers: Sequence[CapturedLayer],
+        inputs: Sequence[Value],
+        device: torch.device,
+        autocast: torch.dtype | None,
+    ) -> tuple[LayerTrace, ...]:
+        """What `propagate` finds for all layers, of which some may be divided."""
+        try:
+            return propagate(layers, inputs, device, autocast)
+        except InputError as error:
+            if not self.shardings:
+                raise
+            raise InputError(
+                f"{error}; layers of stage {listed_stages(sorted(self.shardings))} are divided: "
+                "does the tp_plan name every layer of a pair, and the numbers that the code reads?"
+            ) from error
 
     def in_evaluation(self, inputs: Sequence[tuple[int, ...]]) -> LayeredModel:
         """The model in evaluation for inputs of these shapes, with the tensors that it has now.
@@ -130,8 +149,13 @@ class StagedModel:
         """
         for s, group in groups.items():
             is_first = rank.number == rank.first(s)
-            self.shardings[s] = shard_stage(
-                s, self.modules[s], self.primary, group, quiet=not is_first
+            self.shardings[s] = shard_layers(
+                f"stage {s}",
+                self.modules[s],
+                self._model,
+                self.primary,
+                group,
+                quiet=not is_first,
             )
         if groups:
             place(self._model, self._own_layers, rank.device, None)

@@ -16,6 +16,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F  # noqa: N812
 
+from stagewright.graphs.documents.errors import InputError
+
+# Of gradients that should be equal, by kernels that may add up in another order: a part that is
+# missing changes more.
+SAME = 1e-2
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorGroup:
@@ -33,6 +39,10 @@ class TensorGroup:
     def degree(self) -> int:
         """The number of devices."""
         return len(self.order)
+
+    def __deepcopy__(self, _: dict[int, Any]) -> "TensorGroup":
+        """The same processes, for a copy of a layer."""
+        return self
 
     def total(self, value: Tensor) -> Tensor:
         """The sum of every device's value."""
@@ -88,6 +98,39 @@ class _Joined(torch.autograd.Function):
         return gradient.chunk(ctx.group.degree, dim=-1)[ctx.group.position], None
 
 
+@dataclass(slots=True)
+class SummedGradient:
+    """A hook of a parameter that every device has whole: its gradient is the sum of the group's.
+
+    ``name`` is the parameter's. The first gradient that is not zero is compared with the sum.
+    """
+
+    group: TensorGroup
+    name: str
+    is_compared: bool = False
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        """The sum.
+
+        Raises
+        ------
+        InputError
+            If every device has the whole gradient already, which would count several times.
+        """
+        total = self.group.total(gradient)
+        if not self.is_compared and not isinstance(gradient, FakeTensor):
+            size = float(torch.linalg.vector_norm(total))
+            self.is_compared = size > 0
+            apart = float(torch.linalg.vector_norm(total - self.group.degree * gradient))
+            if size > 0 and apart <= SAME * size:
+                raise InputError(
+                    f"the gradients of parameter {self.name!r} are equal on the "
+                    f"{self.group.degree} devices that should each have a part of them: leave its "
+                    "module's replicated_with_grad_allreduce out of the tp_plan"
+                )
+        return total
+
+
 class ColumnLinear(nn.Linear):
     """Some of the output features of a linear layer."""
 
@@ -119,6 +162,43 @@ class RowLinear(nn.Linear):
         return total if self.bias is None else total + self.bias.to(total.dtype)
 
 
+class SplitRowLinear(RowLinear):
+    """Some of the input features, of an input that every device has whole."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        """Map (..., all inputs) to (..., all outputs)."""
+        copied = _Copied.apply(value, self.tensor_group)  # type: ignore[no-untyped-call]
+        group = self.tensor_group
+        return super().forward(copied.chunk(group.degree, dim=-1)[group.position])
+
+
+class ColumnConv1D(nn.Module):
+    """Some of the output features of a Conv1D of transformers: a linear layer, transposed."""
+
+    tensor_group: TensorGroup
+    weight: Tensor
+    bias: Tensor
+
+    def forward(self, value: Tensor) -> Tensor:
+        """Map (..., all inputs) to (..., own outputs)."""
+        copied = _Copied.apply(value, self.tensor_group)  # type: ignore[no-untyped-call]
+        return F.linear(copied, self.weight.t(), self.bias)
+
+
+class RowConv1D(nn.Module):
+    """Some of the input features of a Conv1D; outputs are summed up, and get the bias."""
+
+    tensor_group: TensorGroup
+    weight: Tensor
+    bias: Tensor
+
+    def forward(self, value: Tensor) -> Tensor:
+        """Map (..., own inputs) to (..., all outputs)."""
+        partial = F.linear(value, self.weight.t())
+        total: Tensor = _Summed.apply(partial, self.tensor_group)  # type: ignore[no-untyped-call]
+        return total + self.bias.to(total.dtype)
+
+
 class RowEmbedding(nn.Embedding):
     """Some of the rows of a table; what another device has is zero in this one's part of the sum.
 
@@ -133,6 +213,14 @@ class RowEmbedding(nn.Embedding):
         own = numbers - group.position * size
         is_here = (own >= 0) & (own < size)
         is_there = ~is_here & (numbers >= 0) & (numbers < size * group.degree)
-        found = F.embedding(own.where(~is_there, 0), self.weight)
+        found = F.embedding(own.where(~is_there, 0), self.weight, self._own_padding)
         total: Tensor = _Summed.apply(found * is_here.unsqueeze(-1), self.tensor_group)  # type: ignore[no-untyped-call]
         return total
+
+    @property
+    def _own_padding(self) -> int | None:
+        """The row without gradient, if this device has it."""
+        size, position = self.weight.size(0), self.tensor_group.position
+        if self.padding_idx is None or self.padding_idx // size != position:
+            return None
+        return self.padding_idx - position * size

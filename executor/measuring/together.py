@@ -1,0 +1,143 @@
+"""What several ranks measure at once: the same layers each, or layers that they divide.
+
+The layers of a tensor degree are divided as in a run, by the model's own ``tp_plan``, and are
+measured one by one as whole ones are, collectives included. All devices of a group begin together,
+and the slowest counts. A rank that waits for another uses no processor time, so that elapsed time
+is measured: other work of the machine is in it.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from stagewright.executor.capture.layers import LayeredModel
+from stagewright.executor.capture.shapes import Value, propagate
+from stagewright.executor.measuring.machine import Machine
+from stagewright.executor.measuring.profiling import rounded
+from stagewright.executor.training.model_checks import require_no_divided_draws
+from stagewright.executor.training.sharding.parallel_layers import TensorGroup
+from stagewright.executor.training.sharding.sharding import shard_layers
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.models.chain import Chain, Layer, LayerCost
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMachine(Machine):
+    """A machine of which a tensor group measures: its devices begin together."""
+
+    group: TensorGroup | None = None
+
+    @property
+    def clock(self) -> str:
+        """The kind of time that is measured."""
+        return "elapsed time"
+
+    def timed(self, work: Callable[[], Any]) -> tuple[float, Any]:
+        """The seconds that ``work`` takes, and its result; all of the group call it."""
+        assert self.group is not None
+        self._synchronise()
+        dist.barrier(self.group.processes)
+        start = time.perf_counter()
+        result = work()
+        self._synchronise()
+        return time.perf_counter() - start, result
+
+
+def group_of(degree: int) -> TensorGroup:
+    """The tensor group of this rank: of all ranks every ``degree`` consecutive ones are one.
+
+    Raises
+    ------
+    InputError
+        If the ranks are no whole number of groups.
+    """
+    world, rank = dist.get_world_size(), dist.get_rank()
+    if world % degree:
+        raise InputError(f"--ranks {world} are no groups of --tensor {degree}")
+    made = [dist.new_group(list(range(i, i + degree))) for i in range(0, world, degree)]
+    return TensorGroup(made[rank // degree], rank % degree, range(degree))
+
+
+def divide(
+    models: Mapping[int, LayeredModel], inputs: Mapping[int, Sequence[Value]], machine: GroupMachine
+) -> None:
+    """Divide the layers of a model among the group, in place.
+
+    ``models`` are those captured for each number of samples, of the same modules, ``inputs`` what
+    they take.
+
+    Raises
+    ------
+    InputError
+        If a run would refuse to divide them.
+    """
+    assert machine.group is not None
+    model = models[max(models)]
+    primary = {name: names[0] for names in model.parameters_by_name() for name in names}
+    quiet = machine.group.position > 0
+    shard_layers("the model", model.layers, model, primary, machine.group, quiet=quiet)
+    for size, one in models.items():
+        traces = propagate(one.layers, inputs[size], machine.device, None)
+        require_no_divided_draws("the model", one.layers, traces)
+
+
+def with_degree(whole: Chain, divided: Chain, degree: int) -> Chain:
+    """``whole`` with the costs of its layers ``divided`` among ``degree`` devices."""
+    layers = [
+        replace(
+            layer,
+            costs=(
+                *layer.costs,
+                *(
+                    replace(cost, tensor=degree, shard_parameter_bytes=shard.parameter_bytes)
+                    for cost in shard.costs
+                ),
+            ),
+        )
+        for layer, shard in zip(whole.layers, divided.layers, strict=True)
+    ]
+    measured = divided.source.removeprefix("measured: ")
+    source = f"{whole.source}; divided among {degree} of them: {measured}"
+    return replace(whole, source=source, layers=tuple(layers))
+
+
+def mean_of_ranks(chain: Chain, degree: int = 1) -> Chain:
+    """The mean of what all ranks have measured at once; all call it.
+
+    Of ``degree`` ranks that measured together, the slowest counts.
+    """
+    every: list[Chain] = [chain] * dist.get_world_size()
+    dist.all_gather_object(every, chain)
+    groups = [_combined(every[i : i + degree], max) for i in range(0, len(every), degree)]
+    return replace(
+        _combined(groups, np.mean), source=f"{chain.source}, by {len(every)} ranks at once"
+    )
+
+
+def _combined(chains: Sequence[Chain], way: Callable[[Sequence[float]], float]) -> Chain:
+    """The first with the times of all, combined."""
+    layers = [
+        _combined_layer(same, way) for same in zip(*(one.layers for one in chains), strict=True)
+    ]
+    return replace(chains[0], layers=tuple(layers))
+
+
+def _combined_layer(layers: Sequence[Layer], way: Callable[[Sequence[float]], float]) -> Layer:
+    costs = zip(*(one.costs for one in layers), strict=True)
+    return replace(layers[0], costs=tuple(_combined_cost(same, way) for same in costs))
+
+
+def _combined_cost(
+    costs: Sequence[LayerCost], way: Callable[[Sequence[float]], float]
+) -> LayerCost:
+    names = [name for name in LayerCost.__dataclass_fields__ if name.endswith("_seconds")]
+    times: dict[str, Any] = {
+        name: rounded(float(way([getattr(one, name) for one in costs])))
+        for name in names
+        if getattr(costs[0], name) is not None
+    }
+    return replace(costs[0], **times)

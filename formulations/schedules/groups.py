@@ -1,0 +1,145 @@
+"""Plans in which every group of a tensor degree is one device, and back.
+
+A planner knows devices that compute alone. Where all stages have one tensor degree, each group of
+so many consecutive devices of a server is a device with a shard's costs and memory, and with the
+slowest of its members' links; of a plan for these, the stages and the order of the computations
+are a plan for the devices. The times are computed again, with every member's own links.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from stagewright.formulations.checking.check import require_valid
+from stagewright.formulations.checking.peaks import memory_exceeded
+from stagewright.formulations.checking.times import read_times
+from stagewright.formulations.plans.actions import COMPUTE, Action, ActionKind, parse_action
+from stagewright.formulations.plans.assembly import assemble
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import PipelinePlan, Stage
+from stagewright.formulations.plans.tensor import groups_of
+from stagewright.formulations.plans.weight_rules import FLUSH
+from stagewright.formulations.schedules.order import Order
+from stagewright.formulations.schedules.planned import starts_to_the_end
+from stagewright.graphs.documents.arrays import Floats
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.machines.cluster import Cluster, Device, from_matrix
+from stagewright.graphs.models.sharding import require_degree
+
+INSTEAD = "plan with --planner spp, or with an --order that keeps backwards whole"
+
+
+def problem_of_groups(problem: PipelineProblem, degree: int) -> PipelineProblem:
+    """The problem on groups of ``degree`` devices, each of them a device.
+
+    Raises
+    ------
+    InputError
+        If a layer has no costs at that degree, or no server has so many devices of one kind.
+    """
+    require_degree(problem.chain, 0, len(problem.chain), degree)
+    given, groups = problem.cluster, _groups(problem.cluster, degree)
+    devices = [_joined([given.devices[v] for v in group]) for group in groups]
+    servers = [
+        [one.name for one, group in zip(devices, groups, strict=True) if group[0] in server]
+        for server in given.servers
+    ]
+    cluster = from_matrix(
+        devices,
+        _between(groups, lambda i, j: given.bandwidth[i, j].min()),
+        _between(groups, lambda i, j: given.latency[i, j].max()).tolist(),
+        servers=[server for server in servers if server],
+        name=given.name,
+    )
+    return replace(problem.at(degree), cluster=cluster)
+
+
+def plan_of_devices(problem: PipelineProblem, found: PipelinePlan, degree: int) -> PipelinePlan:
+    """The plan for the devices of ``problem`` of one for its groups; checked, not certified.
+
+    Raises
+    ------
+    InputError
+        If stages of that tensor degree are not run so, or it does not fit.
+    """
+    _require_runnable(found)
+    devices = problem.cluster.devices
+    members = {
+        _joined([devices[v] for v in group]).name: [devices[v].name for v in group]
+        for group in _groups(problem.cluster, degree)
+    }
+    stages = tuple(_divided(stage, members, degree) for stage in found.stages)
+    starts = starts_to_the_end(problem, stages, _order_of(found))
+    plan = assemble(problem, found.planner, stages, starts)
+    for short in memory_exceeded(read_times(problem, plan)):
+        raise InputError(f"the plan of groups does not fit: {short.place} {short.message}")
+    require_valid(problem, plan)
+    return plan
+
+
+def _groups(cluster: Cluster, degree: int) -> list[tuple[int, ...]]:
+    """Consecutive devices of one server and kind; what is left over is in no group."""
+    found = []
+    for server in cluster.servers:
+        kinds = dict.fromkeys(cluster.devices[v].kind for v in server)
+        for kind in kinds:
+            alike = [v for v in server if cluster.devices[v].kind == kind]
+            found += [one for one in groups_of(alike, degree) if len(one) == degree]
+    if not found:
+        raise InputError(f"no server of {cluster.name!r} has {degree} devices of one kind")
+    return found
+
+
+def _joined(devices: Sequence[Device]) -> Device:
+    hosts = [one.host_bytes_per_second for one in devices]
+    return replace(
+        devices[0],
+        name="+".join(one.name for one in devices),
+        memory_bytes=min(one.memory_bytes for one in devices),
+        host_bytes_per_second=None if None in hosts else min(one for one in hosts if one),
+    )
+
+
+def _between(groups: Sequence[tuple[int, ...]], slowest: Callable[[Any, Any], float]) -> Floats:
+    """The slowest of the links by which members of a group send to those at the same places."""
+    members = np.array(groups)
+    found = np.zeros((len(groups), len(groups)))
+    for one, other in product(range(len(groups)), repeat=2):
+        if one != other:
+            found[one, other] = slowest(members[one], members[other])
+    return found
+
+
+def _require_runnable(found: PipelinePlan) -> None:
+    """Refuse plans that are not run with divided stages, or have no one order for every group."""
+    if found.spans_steps or found.weight_rule != FLUSH or found.is_backward_first:
+        raise InputError(f"divided stages have no {found.weights!r} weights or periods; {INSTEAD}")
+    for s, stage in enumerate(found.stages):
+        if stage.offload:
+            raise InputError(f"stage {s} is divided and offloads, which is not run; {INSTEAD}")
+        if stage.replication != "split" and stage.replicas > 1:
+            raise InputError(f"stage {s} takes microbatches in turn, group by group; {INSTEAD}")
+        for other in found.stages:
+            if set(stage.devices) != set(other.devices) and set(stage.devices) & set(other.devices):
+                raise InputError(f"stage {s} shares some of its devices with another; {INSTEAD}")
+    if any(parse_action(one.action).kind is ActionKind.INPUT_GRADIENT for one in found.actions):
+        raise InputError(f"backwards of divided stages are whole; {INSTEAD}")
+
+
+def _divided(stage: Stage, members: Mapping[str, Sequence[str]], degree: int) -> Stage:
+    devices = tuple(name for group in stage.devices for name in members[group])
+    return replace(stage, devices=devices, tensor=degree)
+
+
+def _order_of(plan: PipelinePlan) -> Order:
+    """The computations of each set of devices, in order."""
+    rows: dict[str, list[Action]] = {}
+    firsts = {min(stage.devices) for stage in plan.stages}
+    for entry in sorted(plan.actions, key=lambda one: one.start_seconds):
+        action = parse_action(entry.action)
+        if action.kind in COMPUTE and entry.device in firsts:
+            rows.setdefault(entry.device, []).append(action)
+    return Order(tuple(map(tuple, rows.values())))
