@@ -220,6 +220,7 @@ class ExplanationAnswer(Answer):
     causes: tuple[CauseAnswer, ...]
     rest_seconds: Finite
     largest: str | None
+    without_waits_seconds: Finite
 
 
 class CompareAnswer(Answer):

@@ -214,4 +214,5 @@ def _explanation(found: "Explanation") -> ExplanationAnswer:
         causes=causes,
         rest_seconds=found.rest_seconds,
         largest=found.largest and found.largest.name,
+        without_waits_seconds=found.without_waits_seconds,
     )

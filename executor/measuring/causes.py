@@ -87,12 +87,14 @@ class Explanation:
     """The causes; with ``rest_seconds`` they add up to the measured minus the predicted seconds.
 
     ``largest`` is the one that accounts for most, in the direction of the difference; None if
-    there is no difference.
+    there is no difference. ``without_waits_seconds`` is the iteration by a replay of all that was
+    measured but the waits for a core; None where no wait was.
     """
 
     causes: tuple[Cause, ...]
     rest_seconds: float
     largest: Cause | None
+    without_waits_seconds: float | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -148,11 +150,18 @@ def explain(plan: PipelinePlan, trace: Trace, iteration: Pair, update: Pair) -> 
     rest = difference - sum(one.seconds for one in causes)
     sign = 1 if difference > 0 else -1
     largest = max(causes, key=lambda one: sign * one.seconds, default=None)
+    calm = _without_waits(case) if case.waited.any() else None
     if difference == 0 or largest is None or sign * largest.seconds <= 0:
-        return Explanation(causes, rest, None)
+        return Explanation(causes, rest, None, calm)
     detailed = replace(largest, stages=_stages(case, base, KINDS.get(largest.name, ())))
     causes = tuple(detailed if one is largest else one for one in causes)
-    return Explanation(causes, rest, detailed)
+    return Explanation(causes, rest, detailed, calm)
+
+
+def _without_waits(case: _Case) -> float:
+    """The measured iteration less by what the waits for a core add to a replay of it."""
+    waits = case.seconds(case.measured + case.waited) - case.seconds(case.measured)
+    return float(case.iteration.mean()) - waits
 
 
 def _causes(case: _Case, base: float, predicted: float) -> tuple[Cause, ...]:

@@ -157,6 +157,9 @@ def _print_memory(memory: "MemoryComparison") -> None:
 
 
 def _print_causes(found: "Explanation", iteration: "Pair") -> None:
+    from stagewright.executor.measuring.pairs import Pair
+    from stagewright.graphs.documents.units import format_seconds
+
     difference = iteration.measured - iteration.predicted
     rows = [
         (one.name, *(("-",) * 3 if one.work is None else (*cells(one.work), ratio(one.work))),
@@ -165,6 +168,13 @@ def _print_causes(found: "Explanation", iteration: "Pair") -> None:
     ]  # fmt: skip
     rest = ("rest: they hide or add to each other", *("-",) * 3, signed(found.rest_seconds))
     print_table(["<cause", "predicted", "measured", "ratio", "iteration, alone"], [*rows, rest])
+    calm = found.without_waits_seconds
+    if calm is not None:
+        pair = Pair(iteration.predicted, calm)
+        print_lines(
+            f"without the waits for a core {format_seconds(calm)} by a replay: measured / "
+            f"predicted = {ratio(pair)}"
+        )
     print_lines(_largest_cause(found, difference))
 
 

@@ -176,6 +176,7 @@ def test_time_without_a_core_is_not_blamed_on_the_computation() -> None:
     found = explained(PLAN, replace(step, waited_seconds=waits))
     shares = seconds_of(found)
     assert (shares[WAITING], shares["backwards"], found.rest_seconds) == (1.5, 0.5, 0.0)
+    assert found.without_waits_seconds == step.iteration_seconds - 1.5
     assert found.largest is not None
     assert (found.largest.name, found.largest.work) == (WAITING, None)
     assert WAITING not in seconds_of(explained(PLAN, step))
