@@ -70,8 +70,8 @@ def compare(
     if as_json:
         print_json(answer.json_object() | {"files": files})
     else:
-        _print_comparison(comparison, run)
         print_lines(*(f"{path} is written" for path in files))
+        _print_comparison(comparison, run)
     return 0
 
 
