@@ -16,7 +16,7 @@ from benchmarks.ranks import CPU, SGD, on_ranks
 from benchmarks.report import Table, percent
 from examples.models import ResNet50, Transformer
 from stagewright.executor.capture.tracing import capture
-from stagewright.executor.measuring.causes import WAITING
+from stagewright.executor.measuring.causes import WAITING, measured_steps
 from stagewright.executor.measuring.compare import Comparison, compare
 from stagewright.executor.measuring.links import describe, measure_links
 from stagewright.executor.measuring.machine import Machine
@@ -102,11 +102,16 @@ FORECASTS = (
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Prediction beside run; ``waited`` is the most that a rank waited for a core, of a step."""
+    """Prediction beside run; ``waited`` is the most that a rank waited for a core, of a step.
+
+    ``undisturbed_seconds`` are those of a replay with the processor times of computations and the
+    fastest of each message in several steps.
+    """
 
     cuts: str
     comparison: Comparison
     waited: float
+    undisturbed_seconds: float
 
     @property
     def ratio(self) -> float:
@@ -117,13 +122,8 @@ class Outcome:
 
     @property
     def calm_ratio(self) -> float:
-        """The same without the waits for a core."""
-        explanation = self.comparison.explanation
-        assert explanation is not None
-        calm = explanation.without_waits_seconds
-        if calm is None:
-            return self.ratio
-        return calm / self.comparison.iteration_seconds.predicted
+        """The same of the undisturbed iteration."""
+        return self.undisturbed_seconds / self.comparison.iteration_seconds.predicted
 
     @property
     def cause(self) -> str:
@@ -164,9 +164,10 @@ def _turns(work: Workload, planner: str, turns: int, steps: int) -> Iterator[Out
             continue
         calm = sorted(range(len(waits)), key=waits.__getitem__)[:steps]
         kept = [trace.steps[0], *(trace.steps[WARM_UP + i] for i in sorted(calm))]
-        compared = compare(plan, replace(trace, steps=tuple(kept)))
+        counted = replace(trace, steps=tuple(kept))
+        compared, run = compare(plan, counted), measured_steps(plan, counted)
         waited = median(waits[i] for i in calm) / compared.iteration_seconds.measured
-        yield Outcome(cuts_of(plan), compared, waited)
+        yield Outcome(cuts_of(plan), compared, waited, run.undisturbed_seconds())
 
 
 def _planned(work: Workload, planner: str) -> PipelinePlan:
@@ -235,8 +236,8 @@ def forecast_table(quick: bool) -> Table:
         )
     columns = (
         *("model", "planner", "layers on devices", "predicted, ms", "measured, ms"),
-        *("measured / predicted", "waited for a core", "without these waits"),
-        *("F, likewise", "B, likewise", "largest other cause"),
+        *("measured / predicted", "waited for a core", "undisturbed / predicted"),
+        *("F, likewise", "B, likewise", "largest cause but waits"),
     )
     title = (
         "An iteration beside its prediction: profiled by two ranks at once and planned for two "

@@ -98,7 +98,7 @@ class Explanation:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Case:
+class MeasuredRun:
     """Seconds by entry of a run (rows) and measured step (columns).
 
     ``measured`` are without ``waited``, the time in which a computation had no core. ``pace``
@@ -118,6 +118,15 @@ class _Case:
     def planned(self) -> Floats:
         """The plan's durations."""
         return np.array(self.run.seconds)[:, None]
+
+    def undisturbed_seconds(self) -> float:
+        """The iteration with nothing between actions, no waits, and each message's fastest time.
+
+        What else a machine does lengthens messages, and takes the cores that receive them.
+        """
+        is_message = np.array([action.kind not in ON_DEVICE for action in self.run.actions])
+        median, least = np.median(self.measured, axis=1), self.measured.min(axis=1)
+        return self.seconds(np.where(is_message, least, median)[:, None])
 
     def seconds(self, durations: Floats) -> float:
         """The mean iteration with these durations."""
@@ -142,7 +151,7 @@ def explain(plan: PipelinePlan, trace: Trace, iteration: Pair, update: Pair) -> 
     if isinstance(plan.schedule, PeriodicSchedule):
         case = _of_runs(plan, plan.schedule, trace, iteration, update)
     elif is_complete(plan):
-        case = _of_steps(plan, trace)
+        case = measured_steps(plan, trace)
     else:
         return None
     base, difference = case.seconds(case.planned), iteration.measured - iteration.predicted
@@ -158,13 +167,13 @@ def explain(plan: PipelinePlan, trace: Trace, iteration: Pair, update: Pair) -> 
     return Explanation(causes, rest, detailed, calm)
 
 
-def _without_waits(case: _Case) -> float:
+def _without_waits(case: MeasuredRun) -> float:
     """The measured iteration less by what the waits for a core add to a replay of it."""
     waits = case.seconds(case.measured + case.waited) - case.seconds(case.measured)
     return float(case.iteration.mean()) - waits
 
 
-def _causes(case: _Case, base: float, predicted: float) -> tuple[Cause, ...]:
+def _causes(case: MeasuredRun, base: float, predicted: float) -> tuple[Cause, ...]:
     every = case.measured + case.waited
     kinds = np.array([action.kind for action in case.run.actions])
     found = []
@@ -184,7 +193,9 @@ def _causes(case: _Case, base: float, predicted: float) -> tuple[Cause, ...]:
     return tuple(found)
 
 
-def _stages(case: _Case, base: float, kinds: tuple[ActionKind, ...]) -> tuple[StageShare, ...]:
+def _stages(
+    case: MeasuredRun, base: float, kinds: tuple[ActionKind, ...]
+) -> tuple[StageShare, ...]:
     """The shares of the stages that have actions of these kinds."""
     found = []
     places = np.array([_place(action) for action in case.run.actions])
@@ -202,7 +213,8 @@ def _place(action: Action) -> int:
 # Steps of a finite plan
 
 
-def _of_steps(plan: PipelinePlan, trace: Trace) -> _Case:
+def measured_steps(plan: PipelinePlan, trace: Trace) -> MeasuredRun:
+    """The steps in the middle half, of a finite plan."""
     run = planned_run(plan, plan.microbatches)
     replay = Replay(run)
     steps = steps_in_the_middle(counted_steps(trace.steps))
@@ -215,7 +227,7 @@ def _of_steps(plan: PipelinePlan, trace: Trace) -> _Case:
     if trace.backend == "nccl":
         lasting = _without_late_receivers(run, replay, began, ends)
     iterations = np.array([step.iteration_seconds for step in steps])
-    return _Case(
+    return MeasuredRun(
         run=run,
         replay=replay,
         measured=lasting - waited,
@@ -258,7 +270,7 @@ def _without_late_receivers(run: Run, replay: Replay, began: Floats, ends: Float
 
 def _of_runs(
     plan: PipelinePlan, schedule: PeriodicSchedule, trace: Trace, iteration: Pair, update: Pair
-) -> _Case:
+) -> MeasuredRun:
     """A run that reaches the steady state, in which each iteration's actions last equally long."""
     steady, m = steady_microbatches(schedule), plan.microbatches
     count = -(-(3 * steady + 1) // m) + 1
@@ -278,7 +290,7 @@ def _of_runs(
         return found
 
     measured = np.array(seconds)[:, None]
-    return _Case(
+    return MeasuredRun(
         run=run,
         replay=Replay(run),
         measured=measured,
