@@ -17,8 +17,8 @@ from rich.progress import track
 
 import stagewright
 from benchmarks.any_models import MODELS, TRACKING, AnyModel
-from benchmarks.executor import CPU, on_ranks
 from benchmarks.plain_loop import difference, loop
+from benchmarks.ranks import CPU, on_ranks
 from benchmarks.report import Table
 from stagewright.executor.capture.layers import LayeredModel
 from stagewright.executor.measuring.captured import captured_by_size

@@ -6,16 +6,11 @@ of the turns' ratios.
 """
 
 import copy
-import multiprocessing
-import os
-import socket
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, TypeVar
@@ -25,19 +20,22 @@ import torch.distributed as dist
 from rich.progress import track
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
-from torch.nn import functional
 
-import stagewright
-from benchmarks.report import Table, percent
-from examples.models import Transformer
+from benchmarks.forecasts import (
+    BLOCKS,
+    MICROBATCHES,
+    SAMPLES,
+    SEQUENCE,
+    WARM_UP,
+    forecast_table,
+    loss_of_tokens,
+    tokens,
+    transformer,
+)
+from benchmarks.ranks import CPU, SGD, on_ranks
+from benchmarks.report import Table
 from stagewright.executor.capture.shapes import Value
-from stagewright.executor.capture.tracing import capture
 from stagewright.executor.export import export
-from stagewright.executor.measuring.compare import Comparison, compare
-from stagewright.executor.measuring.links import describe, measure_links
-from stagewright.executor.measuring.machine import Machine
-from stagewright.executor.measuring.pairs import Pair
-from stagewright.executor.measuring.profiling import measure_layers
 from stagewright.executor.programs.lower import lower
 from stagewright.executor.programs.program import Instruction, stages_on
 from stagewright.executor.programs.shares import rows
@@ -54,46 +52,11 @@ from stagewright.formulations.plans.plan import PipelinePlan, Schedule, Schedule
 from stagewright.formulations.schedules.gpipe import gpipe
 from stagewright.formulations.schedules.interleaved import interleaved
 from stagewright.formulations.schedules.one_f_one_b import one_f_one_b
-from stagewright.graphs.models.chain import Chain
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT
-CPU = torch.device("cpu")
-SGD = partial(torch.optim.SGD, lr=0.01)
-TIMEOUT_SECONDS = 600.0
 
 Orders = Sequence[Sequence[Action]]  # a rank's computations
-
-
-# Processes
-
-
-def on_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """``function(rank, *args)`` of every rank of a gloo group."""
-    spawn = multiprocessing.get_context("spawn")
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        ProcessPoolExecutor(world, spawn) as pool,
-    ):
-        # No task ends before all have begun, so that each has a process of its own.
-        tasks = [
-            pool.submit(_join, f"file://{folder}/ranks", rank, world, function, args)
-            for rank in range(world)
-        ]
-        return [task.result(TIMEOUT_SECONDS) for task in tasks]
-
-
-def _join(
-    meeting: str, rank: int, world: int, function: Callable[..., Any], args: Sequence[Any]
-) -> Any:
-    torch.set_num_threads(1)
-    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    os.environ["GLOO_SOCKET_IFNAME"] = loopback
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world)
-    try:
-        return function(rank, *args)
-    finally:
-        dist.destroy_process_group()
 
 
 # Plans without a cost model
@@ -285,9 +248,6 @@ def overhead_table(quick: bool) -> Table:
 # Beside torch
 
 
-BLOCKS, HEADS, SEQUENCE, VOCABULARY = 8, 4, 64, 256
-MICROBATCHES, SAMPLES = 8, 2
-WARM_UP = 3
 OWN, GENERAL = "its own class", "the general runtime"
 
 
@@ -320,24 +280,6 @@ RACES = (
 QUICK_RACES = 2
 
 
-def layers_of(hidden: int) -> list[nn.Module]:
-    """A transformer's layers; the scores are (n, sequence, vocabulary)."""
-    torch.manual_seed(0)
-    model = Transformer(BLOCKS, hidden, HEADS, SEQUENCE, VOCABULARY)
-    return [model.embedding, *model.blocks, model.head]
-
-
-def mini_batch(microbatches: int) -> tuple[Tensor, Tensor]:
-    random = torch.Generator().manual_seed(0)
-    shape = (microbatches * SAMPLES, SEQUENCE + 1)
-    tokens = torch.randint(VOCABULARY, shape, generator=random)
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-def loss_of(scores: Tensor, targets: Tensor) -> Tensor:
-    return functional.cross_entropy(scores.flatten(0, 1), targets.flatten())
-
-
 @dataclass(frozen=True, slots=True)
 class Clocks:
     """When a rank began and ended an iteration, and its CPU seconds."""
@@ -354,11 +296,11 @@ class Clocks:
 
 def race(rank: int, case: Race, turns: int) -> list[tuple[Clocks, Clocks]]:
     """Our iterations and torch's on this rank, in turns."""
-    layers, batch = layers_of(case.hidden), mini_batch(MICROBATCHES)
+    layers, batch = transformer(case.hidden), tokens(MICROBATCHES)
     count = case.world * case.chunks
     sizes = [len(layers) // count + (s < len(layers) % count) for s in range(count)]
     theirs = Torch(rank, case, copy.deepcopy(layers), sizes, batch)
-    executor = Executor(plan_in_order(theirs.orders, sizes), layers, loss_of, SGD)
+    executor = Executor(plan_in_order(theirs.orders, sizes), layers, loss_of_tokens, SGD)
 
     def ours() -> float | None:
         return executor.step(*batch)
@@ -408,10 +350,12 @@ class Torch:
         make = schedules.get_schedule_class(case.schedule)
         single = issubclass(make, schedules.PipelineScheduleSingle)
         given = stages[0] if single else stages
-        schedule = make(given, MICROBATCHES, loss_fn=loss_of)
+        schedule = make(given, MICROBATCHES, loss_fn=loss_of_tokens)
         self.orders = _single(case) if single else _multi(schedule.pipeline_order)
         if case.runtime == GENERAL:
-            schedule = schedules._PipelineScheduleRuntime(stages, MICROBATCHES, loss_fn=loss_of)
+            schedule = schedules._PipelineScheduleRuntime(
+                stages, MICROBATCHES, loss_fn=loss_of_tokens
+            )
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder) / "schedule.csv"
                 path.write_text(export(plan_in_order(self.orders, sizes), "torch-csv")[path.name])
@@ -483,132 +427,6 @@ def race_table(quick: bool) -> Table:
         f"{turns} turns; target: 1.00"
     )
     return Table("executor-torch", title, columns, tuple(found))
-
-
-# Beside the prediction
-
-
-@dataclass(frozen=True, slots=True)
-class Forecast:
-    """A transformer of that width, planned for two ranks."""
-
-    planner: str
-    hidden: int
-
-
-FORECASTS = (
-    Forecast("spp", 128),
-    Forecast("gpipe", 128),
-    Forecast("spp", 256),
-    Forecast("dp", 256),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Prediction beside run; ``waited`` is the most that a rank waited for a core, of a step."""
-
-    cuts: str
-    comparison: Comparison
-    waited: float
-
-    @property
-    def ratio(self) -> float:
-        """Measured / predicted seconds of an iteration."""
-        return _ratio(self.comparison.iteration_seconds)
-
-    def ratio_of(self, kind: ActionKind) -> float:
-        """Measured / predicted seconds of the actions of one kind."""
-        return next(_ratio(one.seconds) for one in self.comparison.kinds if one.kind is kind)
-
-
-def _ratio(pair: Pair) -> float:
-    assert pair.ratio is not None
-    return pair.ratio
-
-
-def forecast(rank: int, case: Forecast, turns: int, steps: int) -> list[Outcome]:
-    """Profile, plan, run and compare in turns; the outcomes on rank 0.
-
-    All ranks profile at once, as they will compute at once: they share caches and memory. Of twice
-    as many steps, those count in which the ranks waited least for a core.
-    """
-    cluster, found = describe(measure_links(CPU), CPU), []
-    for _ in range(turns):
-        dist.barrier()
-        chain = profiled(case.hidden)
-        plans: list[PipelinePlan | None] = [None]
-        if rank == 0:
-            plans = [stagewright.plan(chain, cluster, MICROBATCHES, case.planner).plan]
-        dist.broadcast_object_list(plans)
-        plan = plans[0]
-        assert plan is not None
-        executor = Executor(plan, layers_of(case.hidden), loss_of, SGD, trace=True)
-        waits = [_waits_of(executor) for _ in range(WARM_UP + 2 * steps)][WARM_UP:]
-        trace = executor.trace_on_first_rank()
-        if trace is not None:
-            calm = sorted(range(len(waits)), key=waits.__getitem__)[:steps]
-            kept = [trace.steps[0], *(trace.steps[WARM_UP + i] for i in sorted(calm))]
-            compared = compare(plan, replace(trace, steps=tuple(kept)))
-            waited = median(waits[i] for i in calm) / compared.iteration_seconds.measured
-            found.append(Outcome(cuts_of(plan), compared, waited))
-    return found
-
-
-def _waits_of(executor: Executor) -> float:
-    """Carry out a step; the seconds that the rank which waited longest for a core did so."""
-    before = _waited_seconds()
-    executor.step(*mini_batch(MICROBATCHES))
-    longest = torch.tensor(_waited_seconds() - before)
-    dist.all_reduce(longest, dist.ReduceOp.MAX)
-    return float(longest)
-
-
-def _waited_seconds() -> float:
-    """How long this process's threads have been ready to run without a core; 0 but on Linux."""
-    threads = Path("/proc/self/task").glob("*/schedstat")
-    return 1e-9 * sum(int(one.read_text().split()[1]) for one in threads)
-
-
-def profiled(hidden: int) -> Chain:
-    return measure_layers(
-        capture(layers_of(hidden)),
-        mini_batch(1),
-        (1, SAMPLES),
-        machine=Machine(CPU),
-        loss=loss_of,
-        optimizer=SGD,
-    )
-
-
-def cuts_of(plan: PipelinePlan) -> str:
-    """The layers of each stage and the number of its devices."""
-    return "; ".join(
-        f"{stage.layers[0]}-{stage.layers[1] - 1} on {len(stage.devices)}" for stage in plan.stages
-    )
-
-
-def forecast_table(quick: bool) -> Table:
-    turns, steps = (1, 3) if quick else (4, 10)
-    found = []
-    for case in track(FORECASTS[:1] if quick else FORECASTS, "beside the prediction"):
-        outcomes: list[Outcome] = on_ranks(2, forecast, case, turns, steps)[0]
-        calm = min(outcomes, key=lambda one: one.waited)
-        iteration = calm.comparison.iteration_seconds
-        milliseconds = (1e3 * iteration.predicted, 1e3 * iteration.measured)
-        ratios = (calm.ratio, calm.ratio_of(F), calm.ratio_of(B))
-        name = (case.planner, case.hidden, calm.cuts)
-        found.append((*name, *milliseconds, *ratios, percent(calm.waited)))
-    columns = (
-        *("planner", "width", "layers on devices", "predicted, ms", "measured, ms"),
-        *("measured / predicted", "F, likewise", "B, likewise", "waited for a core"),
-    )
-    title = (
-        "An iteration beside its prediction: the transformer profiled and planned for two ranks "
-        f"of this machine; median of {steps} steps in the calmest of {turns} turns; "
-        "target: 0.90 to 1.10"
-    )
-    return Table("executor-prediction", title, columns, tuple(found))
 
 
 def tables(quick: bool) -> Iterator[Table]:

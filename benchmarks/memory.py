@@ -24,24 +24,17 @@ from torch.profiler import ProfilerActivity, profile
 
 import examples.models
 import stagewright
-from benchmarks.executor import (
-    CPU,
+from benchmarks.executor import OWN, RACES, Orders, Race, Torch, plan_in_order
+from benchmarks.forecasts import (
     MICROBATCHES,
-    OWN,
-    RACES,
-    SGD,
-    Forecast,
-    Orders,
-    Race,
-    Torch,
+    Workload,
     cuts_of,
-    layers_of,
-    loss_of,
-    mini_batch,
-    on_ranks,
-    plan_in_order,
+    loss_of_tokens,
     profiled,
+    tokens,
+    transformer,
 )
+from benchmarks.ranks import CPU, SGD, on_ranks
 from benchmarks.report import Table
 from stagewright.executor.capture.exported.exporting import Example
 from stagewright.executor.measuring.links import describe, measure_links
@@ -163,25 +156,27 @@ def ours(rank: int, case: Race) -> Memory:
     """Peak and held of our executor in steps after the first ones."""
     sizes, orders = _sizes(case), torch_orders(rank, case)
     meter = Meter()
-    executor = Executor(plan_in_order(orders, sizes), partial(layers_of, case.hidden), loss_of, SGD)
-    return _measured(meter, partial(executor.step, *mini_batch(MICROBATCHES)))
+    executor = Executor(
+        plan_in_order(orders, sizes), partial(transformer, case.hidden), loss_of_tokens, SGD
+    )
+    return _measured(meter, partial(executor.step, *tokens(MICROBATCHES)))
 
 
 def theirs(rank: int, case: Race) -> Memory:
     """Likewise of torch's runtime."""
-    sizes, batch = _sizes(case), mini_batch(MICROBATCHES)
+    sizes, batch = _sizes(case), tokens(MICROBATCHES)
     meter = Meter()
-    made = Torch(rank, case, layers_of(case.hidden), sizes, batch)
+    made = Torch(rank, case, transformer(case.hidden), sizes, batch)
     return _measured(meter, made.step)
 
 
 def torch_orders(rank: int, case: Race) -> Orders:
     """The orders of torch's schedule, which do not depend on the width."""
-    return Torch(rank, case, layers_of(8), _sizes(case), mini_batch(MICROBATCHES)).orders
+    return Torch(rank, case, transformer(8), _sizes(case), tokens(MICROBATCHES)).orders
 
 
 def _sizes(case: Race) -> list[int]:
-    count, layers = case.world * case.chunks, len(layers_of(8))
+    count, layers = case.world * case.chunks, len(transformer(8))
     return [layers // count + (s < layers % count) for s in range(count)]
 
 
@@ -219,12 +214,25 @@ CASES = tuple(
 # Beside the prediction
 
 
-def foretold(rank: int, case: Forecast) -> tuple[str, float, float, float]:
+@dataclass(frozen=True, slots=True)
+class Foretold:
+    """A transformer of that width, planned for two ranks."""
+
+    planner: str
+    hidden: int
+
+    @property
+    def work(self) -> Workload:
+        """The transformer with its data."""
+        return Workload(partial(transformer, self.hidden), tokens, loss_of_tokens)
+
+
+def foretold(rank: int, case: Foretold) -> tuple[str, float, float, float]:
     """A plan's layers on devices; in MB its predicted peak on this rank, and the measured ones.
 
     These are the memory that torch has allocated, and the resident memory of the process.
     """
-    cluster, chain = describe(measure_links(CPU), CPU), profiled(case.hidden)
+    cluster, chain = describe(measure_links(CPU), CPU), profiled(case.work)
     plans: list[PipelinePlan | None] = [None]
     if rank == 0:
         plans = [stagewright.plan(chain, cluster, MICROBATCHES, case.planner).plan]
@@ -242,9 +250,9 @@ def foretold(rank: int, case: Forecast) -> tuple[str, float, float, float]:
     return cuts_of(plan), predicted / MEGABYTE, _allocated(profiler), resident
 
 
-def _step_of(plan: PipelinePlan, case: Forecast) -> Callable[[], object]:
-    executor = Executor(plan, partial(layers_of, case.hidden), loss_of, SGD)
-    return partial(executor.step, *mini_batch(MICROBATCHES))
+def _step_of(plan: PipelinePlan, case: Foretold) -> Callable[[], object]:
+    executor = Executor(plan, partial(transformer, case.hidden), loss_of_tokens, SGD)
+    return partial(executor.step, *tokens(MICROBATCHES))
 
 
 def _allocated(profiler: Any) -> float:
@@ -269,7 +277,7 @@ def prediction_table(quick: bool) -> Table:
     return Table("memory-prediction", title, columns, tuple(found))
 
 
-FORETOLD = (Forecast("spp", 512), Forecast("gpipe", 512), Forecast("spp", 768))
+FORETOLD = (Foretold("spp", 512), Foretold("gpipe", 512), Foretold("spp", 768))
 
 
 def tables(quick: bool) -> Iterator[Table]:

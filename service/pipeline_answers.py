@@ -190,6 +190,39 @@ class StageComparisonAnswer(Answer):
     busy: PairAnswer
 
 
+class MemoryAnswer(Answer):
+    """The peak of each device in bytes: ``allocated`` by torch, or ``resident`` in its process."""
+
+    kind: str
+    peak_bytes: dict[str, PairAnswer]
+
+
+class StageShareAnswer(Answer):
+    """What a cause accounts for with the measured times of one stage alone."""
+
+    stage: int
+    seconds: Finite
+    work_seconds: PairAnswer
+
+
+class CauseAnswer(Answer):
+    """By how much a cause alone lengthens an iteration, and the seconds of its actions together."""
+
+    name: str
+    seconds: Finite
+    work_seconds: PairAnswer | None
+    stages: tuple[StageShareAnswer, ...]
+
+
+class ExplanationAnswer(Answer):
+    """The causes and the rest, which add up to measured - predicted, and the largest cause."""
+
+    causes: tuple[CauseAnswer, ...]
+    rest_seconds: Finite
+    largest: str | None
+    without_waits_seconds: Finite
+
+
 class CompareAnswer(Answer):
     """A plan's predictions and the measurements of a run of it."""
 
@@ -204,6 +237,8 @@ class CompareAnswer(Answer):
     update_seconds: PairAnswer
     kinds: dict[str, KindAnswer]
     stages: tuple[StageComparisonAnswer, ...]
+    memory: MemoryAnswer | None
+    explanation: ExplanationAnswer | None
     comparison: Annotated[Comparison, CARRIED]
 
 

@@ -1,28 +1,36 @@
 """Operations on a plan: summarise, check, simulate, compare with a run."""
 
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stagewright.formulations.forms.answers import StopToken
 from stagewright.formulations.plans.plan import Certificate, PipelinePlan
 from stagewright.formulations.plans.plan_class import PlanClass
 from stagewright.service.pipeline_answers import (
+    CauseAnswer,
     CheckAnswer,
     CompareAnswer,
+    ExplanationAnswer,
     GuaranteeAnswer,
     IterationAnswer,
     KindAnswer,
+    MemoryAnswer,
     PairAnswer,
     PeriodAnswer,
     PlanSummary,
     SimulateAnswer,
     StageAnswer,
     StageComparisonAnswer,
+    StageShareAnswer,
     VerdictAnswer,
     ViolationAnswer,
     fields_of,
 )
 from stagewright.service.pipeline_requests import CheckRequest, CompareRequest, SimulateRequest
+
+if TYPE_CHECKING:
+    from stagewright.executor.measuring.causes import Explanation
+    from stagewright.executor.measuring.compare import MemoryComparison
 
 
 def summary(plan: PipelinePlan) -> PlanSummary:
@@ -174,5 +182,37 @@ def compare(request: CompareRequest) -> CompareAnswer:
             )
             for one in found.stages
         ),
+        memory=found.memory and _memory(found.memory),
+        explanation=found.explanation and _explanation(found.explanation),
         comparison=found,
+    )
+
+
+def _memory(found: "MemoryComparison") -> MemoryAnswer:
+    peaks = {name: PairAnswer(**fields_of(peak)) for name, peak in found.peak_bytes.items()}
+    return MemoryAnswer(kind=found.kind, peak_bytes=peaks)
+
+
+def _explanation(found: "Explanation") -> ExplanationAnswer:
+    causes = tuple(
+        CauseAnswer(
+            name=one.name,
+            seconds=one.seconds,
+            work_seconds=one.work and PairAnswer(**fields_of(one.work)),
+            stages=tuple(
+                StageShareAnswer(
+                    stage=share.stage,
+                    seconds=share.seconds,
+                    work_seconds=PairAnswer(**fields_of(share.work)),
+                )
+                for share in one.stages
+            ),
+        )
+        for one in found.causes
+    )
+    return ExplanationAnswer(
+        causes=causes,
+        rest_seconds=found.rest_seconds,
+        largest=found.largest and found.largest.name,
+        without_waits_seconds=found.without_waits_seconds,
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from stagewright.executor.drawing.periods import iteration_seconds
+from stagewright.executor.measuring.causes import Explanation, explain
 from stagewright.executor.measuring.pairs import (
     BACKWARD,
     Entry,
@@ -27,7 +28,13 @@ from stagewright.executor.measuring.pairs import (
     require_same_plan,
     sum_by,
 )
-from stagewright.executor.programs.trace import Trace, TracedStep, planned_updates
+from stagewright.executor.programs.trace import (
+    MeasuredMemory,
+    MemoryKind,
+    Trace,
+    TracedStep,
+    planned_updates,
+)
 from stagewright.formulations.plans.actions import (
     ON_DEVICE,
     PLANNED,
@@ -76,14 +83,23 @@ class PeriodComparison:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryComparison:
+    """The peak of each device, in bytes by name, and what was measured."""
+
+    kind: MemoryKind
+    peak_bytes: dict[str, Pair]
+
+
+@dataclass(frozen=True, slots=True)
 class Comparison:
     """Predicted and measured times.
 
     An action that several devices share lasts as long as on the slowest of them, as in the cost
     model. ``iteration_seconds`` compares with the median of the ``steps`` counted steps, which
-    took ``least_seconds`` to ``most_seconds``. ``update_seconds`` is the time of the optimizer
-    steps on the device where it is longest, measured as a median; the prediction is 0 if the
-    profile has no update times, or updates are part of backwards.
+    took ``least_seconds`` to ``most_seconds``; ``explanation`` has the causes of the difference.
+    ``update_seconds`` is the time of the optimizer steps on the device where it is longest,
+    measured as a median; the prediction is 0 if the profile has no update times, or updates are
+    part of backwards.
 
     For a periodic plan ``steps`` counts iterations, and an iteration is one measured period per
     microbatch; the least and most seconds are those of as many consecutive microbatches.
@@ -97,6 +113,8 @@ class Comparison:
     update_seconds: Pair
     steps: int
     period: PeriodComparison | None = None
+    memory: MemoryComparison | None = None
+    explanation: Explanation | None = None
 
 
 def compare(plan: PipelinePlan, trace: Trace) -> Comparison:
@@ -116,15 +134,18 @@ def compare(plan: PipelinePlan, trace: Trace) -> Comparison:
         count, seconds = len(_iterations(plan, trace)), plan.microbatches * period.seconds.measured
     iteration = Pair(iteration_seconds(plan), seconds)
     updates = [step.update_seconds / (step.iterations or 1) for step in steps]
+    update = Pair(_predicted_update(plan), float(np.median(updates)))
     return Comparison(
-        _compare_kinds(pair_actions(entries)),
-        _compare_stages(plan, entries, iteration),
-        iteration,
-        min(measured),
-        max(measured),
-        Pair(_predicted_update(plan), float(np.median(updates))),
-        count,
-        period,
+        kinds=_compare_kinds(pair_actions(entries)),
+        stages=_compare_stages(plan, entries, iteration),
+        iteration_seconds=iteration,
+        least_seconds=min(measured),
+        most_seconds=max(measured),
+        update_seconds=update,
+        steps=count,
+        period=period,
+        memory=_compare_memory(plan, trace.memory),
+        explanation=explain(plan, trace, iteration, update),
     )
 
 
@@ -139,6 +160,15 @@ def measured_plan(plan: PipelinePlan, trace: Trace) -> PipelinePlan:
         return _end_of_run(plan, max(trace.steps, key=lambda step: step.iterations or 0))
     schedule = replace(plan.schedule, actions=median_step(trace).actions)
     return replace(plan, schedule=schedule, predicted=None, certificate=None)
+
+
+def _compare_memory(plan: PipelinePlan, measured: MeasuredMemory | None) -> MemoryComparison | None:
+    """None without a prediction or a measurement of every device."""
+    predicted = {} if plan.predicted is None else plan.predicted.peak_memory_bytes
+    if measured is None or not predicted.keys() <= measured.peak_bytes.keys():
+        return None
+    peaks = {name: Pair(bytes_, measured.peak_bytes[name]) for name, bytes_ in predicted.items()}
+    return MemoryComparison(measured.kind, peaks) if peaks else None
 
 
 def _predicted_update(plan: PipelinePlan) -> float:

@@ -2,7 +2,11 @@
 
 Rank i sends rank j a message of n bytes and receives an answer of one byte. The times of the round
 trips are fitted by latency + n / bandwidth over the sizes; each direction is assumed to have half
-of that latency. One pair measures at a time.
+of that latency. One pair measures at a time. The shortest of several round trips counts: what else
+a machine does only lengthens them.
+
+An all-reduce of all ranks is timed too. It also copies and adds, so that it reaches only a share of
+the bandwidth.
 """
 
 import itertools
@@ -24,14 +28,19 @@ from stagewright.graphs.machines.cluster import Cluster, Device, from_matrix
 
 SIZES = (4_096, 65_536, 1_048_576, 16_777_216)  # bytes
 DIGITS = 4  # significant digits of a measurement
+NUMBER_BYTES = 4  # of what an all-reduce adds
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Links:
-    """Measured bytes/s and seconds from rank i (row) to rank j (column); 0 for i = j."""
+    """Measured bytes/s and seconds from rank i (row) to rank j (column); 0 for i = j.
+
+    ``all_reduce_share`` is the share of the least bandwidth that an all-reduce reaches, at most 1.
+    """
 
     bandwidth: Floats
     latency: Floats
+    all_reduce_share: float
 
 
 def measure_links(device: torch.device, sizes: Sequence[int] = SIZES, *, rounds: int = 9) -> Links:
@@ -47,13 +56,17 @@ def measure_links(device: torch.device, sizes: Sequence[int] = SIZES, *, rounds:
         raise InputError("links need at least two ranks, there is one")
     if len(set(sizes)) < 2 or min(sizes) < 1:
         raise InputError(f"bandwidth and latency need two sizes above zero, got {list(sizes)}")
-    links = Links(np.zeros((ranks, ranks)), np.zeros((ranks, ranks)))
+    bandwidth, latency = np.zeros((ranks, ranks)), np.zeros((ranks, ranks))
     for pair in itertools.permutations(range(ranks), 2):
         if dist.get_rank() in pair:
             seconds = [_round_trip(*pair, size, rounds, device) for size in sizes]
-            links.bandwidth[pair], links.latency[pair] = fit(sizes, seconds)
+            bandwidth[pair], latency[pair] = fit(sizes, seconds)
         dist.barrier()
-    return _as_senders_see_it(links)
+    bandwidth, latency = _as_senders_see_it(bandwidth, latency)
+    numbers = -(-max(sizes) // NUMBER_BYTES)
+    together = _all_reduce(numbers, rounds, device)
+    share = reduce_share(ranks, NUMBER_BYTES * numbers, together, bandwidth, latency)
+    return Links(bandwidth, latency, share)
 
 
 def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
@@ -65,6 +78,18 @@ def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
     if of_largest == 0:  # all sizes took the same time: only the largest's rate is known
         return float(scale / taken[n.argmax()]), 0.0
     return float(scale / (of_largest * taken.max())), float(both_ways * taken.max() / 2)
+
+
+def reduce_share(
+    ranks: int, size: int, seconds: float, bandwidth: Floats, latency: Floats
+) -> float:
+    """The share of the least bandwidth that a ring all-reduce of ``size`` bytes reached, above 0.
+
+    The inverse of the cost model's ``reduce_seconds``.
+    """
+    of_links = 2 * (ranks - 1) / ranks * size / bandwidth[bandwidth > 0].min()
+    of_bytes = seconds - 2 * (ranks - 1) * latency.max()
+    return float(of_links / max(of_links, of_bytes))
 
 
 def describe(
@@ -95,11 +120,12 @@ def describe(
         _rounded(links.latency).tolist(),
         servers=servers,
         name=f"measured-{len(devices)}",
+        all_reduce_share=float(f"{links.all_reduce_share:.{DIGITS}g}"),
     )
 
 
 def _round_trip(sender: int, receiver: int, size: int, rounds: int, device: torch.device) -> float:
-    """The median seconds of ``rounds`` round trips, after one for warm-up."""
+    """The least seconds of ``rounds`` round trips, after one for warm-up."""
     message = torch.zeros(size, dtype=torch.uint8, device=device)
     answer = torch.zeros(1, dtype=torch.uint8, device=device)
     taken = []
@@ -114,15 +140,34 @@ def _round_trip(sender: int, receiver: int, size: int, rounds: int, device: torc
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         taken.append(time.perf_counter() - start)
-    return float(np.median(taken[1:]))
+    return min(taken[1:])
 
 
-def _as_senders_see_it(links: Links) -> Links:
+def _all_reduce(numbers: int, rounds: int, device: torch.device) -> float:
+    """The least seconds of ``rounds`` sums of so many numbers over all ranks, of the slowest rank.
+
+    One round before them is for warm-up.
+    """
+    values = torch.zeros(numbers, dtype=torch.float32, device=device)
+    taken = []
+    for _ in range(1 + rounds):
+        dist.barrier()
+        start = time.perf_counter()
+        dist.all_reduce(values)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append(time.perf_counter() - start)
+    told = [taken] * dist.get_world_size()
+    dist.all_gather_object(told, taken)
+    return float(np.max(told, axis=0)[1:].min())
+
+
+def _as_senders_see_it(bandwidth: Floats, latency: Floats) -> tuple[Floats, Floats]:
     """Every row as measured by its sender: the receiver's clock starts too early."""
-    rows: list[tuple[Floats, Floats]] = [(links.bandwidth, links.latency)] * len(links.latency)
+    rows: list[tuple[Floats, Floats]] = [(bandwidth, latency)] * len(latency)
     own = dist.get_rank()
-    dist.all_gather_object(rows, (links.bandwidth[own], links.latency[own]))
-    return Links(np.array([row for row, _ in rows]), np.array([row for _, row in rows]))
+    dist.all_gather_object(rows, (bandwidth[own], latency[own]))
+    return np.array([row for row, _ in rows]), np.array([row for _, row in rows])
 
 
 def _memory_bytes(device: torch.device) -> float:

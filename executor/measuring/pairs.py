@@ -68,6 +68,13 @@ def median_step(trace: Trace) -> TracedStep:
     return steps[(len(steps) - 1) // 2]
 
 
+def steps_in_the_middle(steps: Sequence[TracedStep]) -> Sequence[TracedStep]:
+    """The middle half by time, at least one."""
+    ordered = sorted(steps, key=lambda step: step.iteration_seconds)
+    quarter = len(ordered) // 4
+    return ordered[quarter : len(ordered) - quarter]
+
+
 def _planned(plan: PipelinePlan, actions: Iterable[ScheduledAction]) -> Iterable[ScheduledAction]:
     """A run's actions without the optimizer steps that are not in the plan."""
     held = planned_updates(plan)

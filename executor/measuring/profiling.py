@@ -2,6 +2,7 @@
 
 Every layer runs alone on the outputs of the layers before it. The forward (F), the gradient of its
 inputs alone (I) and its whole backward (B) are timed; the weight gradient is the rest, W = B - I.
+B adds to gradients that are there, as the backward of every microbatch does.
 Rounds over all layers are repeated and medians taken, so that a disturbance of the machine affects
 all layers equally. With one thread of a CPU processor time is measured, which other processes do
 not affect; otherwise elapsed time.
@@ -174,31 +175,33 @@ class _LayerInputs:
         inputs = [value for value in self.inputs if value.requires_grad]
         parameters = [one for one in self.module.parameters() if one.requires_grad]
         forward, outputs = machine.timed(self.forward)
-        if any(map(_has_reentrant_checkpoint, outputs)):  # its backward cannot be split
-            whole = self._whole_backward(machine, outputs)
-            return forward, whole, whole
-        whole = self._backward(machine, outputs, [*inputs, *parameters])
-        if not parameters:
+        cannot_split = any(map(_has_reentrant_checkpoint, outputs))
+        whole = self._whole_backward(machine, outputs, parameters)
+        if cannot_split or not parameters:
             return forward, whole, whole
         # On a separate forward: retaining the graph for a second backward slows both.
-        return forward, self._backward(machine, self.forward(), inputs), whole
+        return forward, self._input_gradient(machine, self.forward(), inputs), whole
 
-    def _backward(
-        self, machine: Machine, outputs: Sequence[Tensor], wanted: Sequence[Tensor]
+    def _input_gradient(
+        self, machine: Machine, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> float:
-        roots = [value for value in outputs if value.requires_grad]
-        if not wanted or not roots:
+        roots, gradients = _seeds(outputs)
+        if not inputs or not roots:
             return 0.0
-        gradients = [torch.randn_like(value) for value in roots]
         seconds, _ = machine.timed(
-            lambda: torch.autograd.grad(roots, wanted, gradients, allow_unused=True)
+            lambda: torch.autograd.grad(roots, inputs, gradients, allow_unused=True)
         )
         return seconds
 
-    def _whole_backward(self, machine: Machine, outputs: Sequence[Tensor]) -> float:
-        """Time a backward into all leaves, the only one that a reentrant checkpoint supports."""
-        roots = [value for value in outputs if value.requires_grad]
-        gradients = [torch.randn_like(value) for value in roots]
+    def _whole_backward(
+        self, machine: Machine, outputs: Sequence[Tensor], parameters: Sequence[Tensor]
+    ) -> float:
+        """Time a backward that adds to the gradients of parameters, as every microbatch does."""
+        roots, gradients = _seeds(outputs)
+        if not roots:
+            return 0.0
+        for one in parameters:
+            one.grad = torch.zeros_like(one)
         seconds, _ = machine.timed(lambda: torch.autograd.backward(roots, gradients))
         for one in (*self.inputs, *self.module.parameters()):
             one.grad = None
@@ -210,6 +213,12 @@ class _LayerInputs:
         with torch.autograd.graph.saved_tensors_hooks(kept.add, lambda saved: saved):
             results = self.forward()
         return sum(kept.sizes.values()), sum(value.nbytes for value in results)
+
+
+def _seeds(outputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """The outputs that a backward begins with, and gradients for them."""
+    roots = [value for value in outputs if value.requires_grad]
+    return roots, [torch.randn_like(value) for value in roots]
 
 
 def _runs(

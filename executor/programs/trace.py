@@ -28,6 +28,9 @@ from stagewright.graphs.documents.units import require_amount
 FORMAT: Literal["stagewright-trace"] = "stagewright-trace"
 VERSION: Literal[1] = 1
 
+MemoryKind = Literal["allocated", "resident"]
+"""Allocated by torch on a GPU; or resident in a process, above what it had before the model."""
+
 SENT = {  # what a receiver's action is called in the plan, and how far away the sender's stage is
     ActionKind.RECEIVE_FORWARD: (ActionKind.SEND_FORWARD, -1),
     ActionKind.RECEIVE_BACKWARD: (ActionKind.SEND_BACKWARD, 1),
@@ -46,6 +49,9 @@ class TracedStep:
     ``iterations`` is the number of mini-batches of a run, which the figures cover together; None in
     a step of a finite plan. ``step`` is then the first of them, microbatches are numbered
     across all of them, each has its all-reduces and updates, and ``loss`` is the mean.
+
+    ``waited_seconds`` says of each of ``actions`` how long the thread that computed it was ready to
+    run without a core; None if it is not known.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -56,6 +62,7 @@ class TracedStep:
     actions: tuple[ScheduledAction, ...]
     loss: float | None = None
     iterations: int | None = None
+    waited_seconds: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         place = f"step {self.step}"
@@ -68,6 +75,7 @@ class TracedStep:
                 f"{place}: iterations must be from 1 to the number of actions, "
                 f"{len(self.actions)}, got {self.iterations}"
             )
+        self._require_waits(place)
         for timed in self.actions:
             if not 0 <= timed.start_seconds <= timed.finish_seconds:
                 raise InputError(
@@ -76,13 +84,39 @@ class TracedStep:
                     "start of the step, and nothing ends before it starts"
                 )
 
+    def _require_waits(self, place: str) -> None:
+        waits = self.waited_seconds
+        if waits is None:
+            return
+        if len(waits) != len(self.actions):
+            raise InputError(
+                f"{place}: waited_seconds needs a number for each of the {len(self.actions)} "
+                f"actions, got {len(waits)}"
+            )
+        for wait, timed in zip(waits, self.actions, strict=True):
+            require_amount(wait, f"{place}: waited_seconds of {timed.action} on {timed.device!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredMemory:
+    """The most memory that each device had in a run, in bytes by name."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    kind: MemoryKind
+    peak_bytes: dict[str, float]
+
+    def __post_init__(self) -> None:
+        for name, amount in self.peak_bytes.items():
+            require_amount(amount, f"memory: peak_bytes of {name!r}")
+
 
 @dataclass(frozen=True, slots=True)
 class Trace:
     """Steps of one run of a plan.
 
     ``digest`` is the plan's, ``machine`` says in words where the run was, ``backend`` is the
-    library that moved the tensors ("gloo", "nccl").
+    library that moved the tensors ("gloo", "nccl"). ``memory`` is None if it was not measured.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -94,6 +128,7 @@ class Trace:
     world_size: int
     dtype: str
     steps: tuple[TracedStep, ...]
+    memory: MeasuredMemory | None = None
     format: Literal["stagewright-trace"] = FORMAT
     version: Literal[1] = VERSION
 
@@ -109,7 +144,10 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class RankAction:
-    """One action as its own rank saw it; ``peer`` and ``bytes`` are those of a message."""
+    """One action as its own rank saw it; ``peer`` and ``bytes`` are those of a message.
+
+    ``waited_seconds`` are those for which the computing thread had no core; None if not known.
+    """
 
     rank: int
     action: str
@@ -117,6 +155,7 @@ class RankAction:
     finish_seconds: float
     peer: int | None = None
     bytes: float | None = None
+    waited_seconds: float | None = None
 
 
 def load_trace(path: str | os.PathLike[str]) -> Trace:
@@ -158,7 +197,28 @@ def traced_step(
         default=0.0,
     )
     known = loss if loss is not None and math.isfinite(loss) else None
-    return TracedStep(step, finish, max(updates.values(), default=0.0), actions, known, iterations)
+    return TracedStep(
+        step,
+        finish,
+        max(updates.values(), default=0.0),
+        actions,
+        known,
+        iterations,
+        _waits(plan, records, actions),
+    )
+
+
+def _waits(
+    plan: PipelinePlan, records: Iterable[RankAction], actions: Iterable[ScheduledAction]
+) -> tuple[float, ...] | None:
+    """How long the thread of each action waited for a core; 0 for what no thread computes."""
+    devices, waited = plan_devices(plan), dict[tuple[str, str, float], float]()
+    for one in records:
+        if one.waited_seconds is not None:
+            waited[devices[one.rank], one.action, one.start_seconds] = one.waited_seconds
+    if not waited:
+        return None
+    return tuple(waited.get((one.device, one.action, one.start_seconds), 0.0) for one in actions)
 
 
 def _in_mini_batch(plan: PipelinePlan, text: str) -> str:

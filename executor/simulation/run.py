@@ -88,6 +88,24 @@ def prepared_run(problem: PipelineProblem, plan: PipelinePlan, factors: Mapping[
     return replace(run, sub=sub, shares=occupied)
 
 
+def planned_run(plan: PipelinePlan, iteration_microbatches: int) -> Run:
+    """The actions of a finite plan with its own seconds, or of several iterations of a plan."""
+    actions = _actions(plan)
+    seconds = [entry.finish_seconds - entry.start_seconds for entry in plan.actions]
+    entries = _entries_by_action(plan, actions)
+    is_periodic = iteration_microbatches < plan.microbatches
+    return Run(plan, actions, entries, seconds, iteration_microbatches, is_periodic)
+
+
+def is_complete(plan: PipelinePlan) -> bool:
+    """Whether the schedule of a finite plan has the actions that its stages need, and no other."""
+    found = {entry.action for entry in plan.actions}
+    updated = [s for s in range(len(plan.stages)) if str(Action(s, UPDATE)) in found]
+    split, rule = split_backwards(plan), plan.weight_rule
+    expected = expected_actions(plan.stages, plan.microbatches, split, updated, rule)
+    return found == set(map(str, expected))
+
+
 def _with_updates(
     problem: PipelineProblem, plan: PipelinePlan, schedule: PeriodicSchedule, run: PipelinePlan
 ) -> PipelinePlan:

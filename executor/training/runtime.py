@@ -35,6 +35,7 @@ from stagewright.executor.training.model_checks import (
     warn_of_divided_loss,
 )
 from stagewright.executor.training.preparation import Preparation
+from stagewright.executor.training.process import MemoryMeter
 from stagewright.executor.training.ranks.collectives import gathered, summed
 from stagewright.executor.training.ranks.groups import make_groups, make_loss_group
 from stagewright.executor.training.ranks.launch import require_torch
@@ -110,7 +111,8 @@ class Executor:
         How long a rank waits for another in an all-reduce; elsewhere the limit of the default
         group applies.
     trace
-        Whether to record when each action ran, in all steps; see `trace_on_first_rank`.
+        Whether to record when each action ran, in all steps, and the peak of memory; see
+        `trace_on_first_rank`.
     graph
         Whether to replay the window between two losses as a CUDA graph; of a plan on one device.
     compile
@@ -179,6 +181,7 @@ class Executor:
         self.plan, self.steps_done, self._failed = plan, 0, False
         self._seed = seed
         self._rank = this_rank(plan, device)
+        meter = MemoryMeter(self._rank.device) if trace else None  # before the model is made
         if takes_loss and self.rank == 0:
             warn_of_divided_loss(plan)
         self._replicas = plan.stages[0].replicas if own_samples else 1
@@ -241,7 +244,7 @@ class Executor:
             self._parameter_type,
             self._autocast,
         )
-        self._recorder = TraceRecorder(self._rank, dtype, enabled=trace)
+        self._recorder = TraceRecorder(self._rank, dtype, meter)
 
     @property
     def rank(self) -> int:

@@ -3,11 +3,19 @@
 import os
 import platform
 import time
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
-from stagewright.executor.programs.trace import RankAction, Trace, TracedStep, traced_step
+from stagewright.executor.programs.trace import (
+    MeasuredMemory,
+    RankAction,
+    Trace,
+    TracedStep,
+    traced_step,
+)
+from stagewright.executor.training.process import MemoryMeter
 from stagewright.executor.training.ranks.collectives import gathered
 from stagewright.executor.training.ranks.rank import Place, Rank
 from stagewright.executor.training.recording import MEETINGS, Recording, meet, records_since
@@ -17,17 +25,17 @@ from stagewright.graphs.documents.errors import InputError
 class TraceRecorder:
     """Recordings of this rank, one for each step; with a periodic plan, one for each drain.
 
-    Without ``enabled`` nothing is recorded.
+    Without a ``meter`` of this rank's memory nothing is recorded.
     """
 
-    def __init__(self, rank: Rank, dtype: torch.dtype, *, enabled: bool) -> None:
-        self._rank, self._dtype, self._enabled = rank, dtype, enabled
+    def __init__(self, rank: Rank, dtype: torch.dtype, meter: MemoryMeter | None) -> None:
+        self._rank, self._dtype, self._meter = rank, dtype, meter
         self._current: Recording | None = None
         self._done: list[Recording] = []
 
     def begin(self, step: int) -> None:
         """Begin a recording at ``step``, unless one is open. All ranks call it."""
-        if self._enabled and self._current is None:
+        if self._meter is not None and self._current is None:
             self._current = Recording(step, self._meetings())
 
     def _meetings(self) -> list[float]:
@@ -69,12 +77,13 @@ class TraceRecorder:
         InputError
             If no step of a plan between two losses was recorded.
         """
-        if self._rank.plan.is_backward_first and self._enabled and not self._done:
+        if self._rank.plan.is_backward_first and self._meter and not self._done:
             raise InputError(
                 "there is nothing to trace: a step of a plan that begins with the backwards is "
                 "recorded from the second one after a checkpoint on; train on more steps"
             )
         shares = gathered(self._rank, self._done)
+        memory = self._memory()
         if shares is None:
             return None
         rank, plan = self._rank, self._rank.plan
@@ -93,7 +102,17 @@ class TraceRecorder:
             )
             for i, own in enumerate(self._done)
         )
-        return trace_of(rank, plan.digest, plan.model, self._dtype, steps)
+        trace = trace_of(rank, plan.digest, plan.model, self._dtype, steps)
+        return replace(trace, memory=memory)
+
+    def _memory(self) -> MeasuredMemory | None:
+        """The peak of every rank, on rank 0; None if one does not know it."""
+        meter, rank = self._meter, self._rank
+        peaks = gathered(rank, None if meter is None else meter.peak_bytes())
+        known = [peak for peak in peaks or () if peak is not None]
+        if meter is None or len(known) < len(rank.devices):
+            return None
+        return MeasuredMemory(meter.kind, dict(zip(rank.devices, known, strict=True)))
 
 
 def trace_of(

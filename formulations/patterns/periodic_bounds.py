@@ -86,7 +86,7 @@ def fastest_work(problem: PipelineProblem, size: int) -> Floats:
 def _least_reductions(problem: PipelineProblem, size: int) -> Floats:
     if size == 1:
         return np.zeros(len(problem.chain))
-    best = float(problem.cluster.pairs.bandwidths()[-1])
+    best = float(problem.cluster.pairs.bandwidths()[-1]) / problem.cluster.all_reduce_slowdown
     return 2 * (size - 1) / size * problem.chain.parameter_bytes / best
 
 

@@ -146,6 +146,7 @@ class LeastTimes:
         """Least seconds of a layer's all-reduce among r devices, shape (L,)."""
         seconds_per_byte, latency = self.ring
         volume = 2 * (r - 1) / r * self.problem.chain.parameter_bytes
+        volume *= self.problem.cluster.all_reduce_slowdown
         return np.asarray(volume * seconds_per_byte[r - 1] + 2 * (r - 1) * latency[r - 1])
 
     def slowest_of(self, r: int, seconds: Floats) -> Floats:

@@ -259,14 +259,16 @@ class PipelineProblem:
     def reduce_seconds(self, start: int, stop: int, devices: Sequence[int]) -> float:
         """Ring all-reduce of the gradients: 2(k-1)/k b / slowest link (SPP equation 1).
 
-        2(k-1) steps pay the largest latency each. Zero for a single device.
+        2(k-1) steps pay the largest latency each. Zero for a single device. The bytes take longer
+        where the cluster knows what share of the bandwidth an all-reduce reaches.
         """
         k = len(devices)
         if k == 1:
             return 0.0
         volume = 2 * (k - 1) / k * self.gradient_bytes(start, stop)
         bandwidth, latency = self._slowest_link(devices, devices)
-        return volume / bandwidth + 2 * (k - 1) * latency
+        slowdown = self.cluster.all_reduce_slowdown
+        return volume / bandwidth * slowdown + 2 * (k - 1) * latency
 
     def update_seconds(self, start: int, stop: int, devices: Sequence[int]) -> float:
         """Time of the optimizer step on layers [start, stop), on the slowest of ``devices``."""

@@ -116,13 +116,18 @@ Links = Annotated[
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices and links. Devices without a direct link use the widest path between them."""
+    """Devices and links. Devices without a direct link use the widest path between them.
+
+    ``all_reduce_share`` is the share of its slowest link's bandwidth that a ring all-reduce
+    reaches, as it also copies and adds; None if it is not known, and all is assumed.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     name: str
     devices: tuple[Device, ...]
     links: Links
+    all_reduce_share: float | None = None
     format: Literal["stagewright-cluster"] = FORMAT
     version: Literal[1] = VERSION
 
@@ -133,6 +138,9 @@ class Cluster:
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise InputError(f"two devices are named {twice!r}; device names must be unique")
+        share = self.all_reduce_share
+        if share is not None and not 0 < share <= 1:
+            raise InputError(f"all_reduce_share must be above 0 and at most 1, got {share:g}")
         if self.links.servers is not None:
             _require_cover("servers", self.links.servers, names)
         if isinstance(self.links, MatrixLinks):
@@ -143,6 +151,11 @@ class Cluster:
 
     def __len__(self) -> int:
         return len(self.devices)
+
+    @property
+    def all_reduce_slowdown(self) -> float:
+        """How much longer the bytes of an all-reduce take than on its links alone; at least 1."""
+        return 1 / (self.all_reduce_share or 1.0)
 
     @cached_property
     def index(self) -> dict[str, int]:
@@ -244,6 +257,7 @@ def from_matrix(
     *,
     servers: Sequence[Sequence[str]] | None = None,
     name: str = "matrix",
+    all_reduce_share: float | None = None,
 ) -> Cluster:
     """A cluster of arbitrary links; ``bandwidth[i][j]`` in bytes/s, None where there is none."""
     rows = tuple(
@@ -256,7 +270,9 @@ def from_matrix(
         else tuple(tuple(float(entry) for entry in row) for row in latency)
     )
     grouped = None if servers is None else tuple(tuple(server) for server in servers)
-    return Cluster(name, tuple(devices), MatrixLinks(rows, fixed_latency, grouped))
+    return Cluster(
+        name, tuple(devices), MatrixLinks(rows, fixed_latency, grouped), all_reduce_share
+    )
 
 
 def load_cluster(path: str | os.PathLike[str]) -> Cluster:

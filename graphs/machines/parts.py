@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.machines.cluster import Cluster, MatrixLinks, ServerLinks
+from stagewright.graphs.machines.cluster import Cluster, Links, MatrixLinks, ServerLinks
 
 
 def first_devices(cluster: Cluster, count: int) -> Cluster:
@@ -27,8 +27,10 @@ def first_devices(cluster: Cluster, count: int) -> Cluster:
     names = {device.name for device in kept}
     name = f"{cluster.name}, first {count}"
     if isinstance(cluster.links, MatrixLinks):
-        return Cluster(name, kept, _matrix_of(cluster.links, count, names))
-    return Cluster(name, kept, _servers_of(cluster.links, names))
+        links: Links = _matrix_of(cluster.links, count, names)
+    else:
+        links = _servers_of(cluster.links, names)
+    return Cluster(name, kept, links, cluster.all_reduce_share)
 
 
 def with_memory(cluster: Cluster, memory_bytes: float) -> Cluster:

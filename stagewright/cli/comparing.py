@@ -19,7 +19,8 @@ from stagewright.cli.outputs import Writes
 from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
-    from stagewright.executor.measuring.compare import Comparison
+    from stagewright.executor.measuring.causes import Explanation
+    from stagewright.executor.measuring.compare import Comparison, MemoryComparison
     from stagewright.executor.measuring.pairs import Pair
     from stagewright.executor.programs.trace import Trace
     from stagewright.formulations.plans.plan import PipelinePlan
@@ -69,8 +70,8 @@ def compare(
     if as_json:
         print_json(answer.json_object() | {"files": files})
     else:
-        _print_comparison(comparison, run)
         print_lines(*(f"{path} is written" for path in files))
+        _print_comparison(comparison, run)
     return 0
 
 
@@ -133,6 +134,77 @@ def _print_comparison(comparison: "Comparison", run: "Trace") -> None:
         _headline(comparison),
         f"the optimizer took {format_seconds(update.measured)} a step{note}",
     )
+    if comparison.memory is not None:
+        _print_memory(comparison.memory)
+    if comparison.explanation is not None:
+        _print_causes(comparison.explanation, comparison.iteration_seconds)
+
+
+def _print_memory(memory: "MemoryComparison") -> None:
+    from stagewright.graphs.documents.units import format_bytes
+
+    rows = [
+        (name, format_bytes(peak.predicted), format_bytes(peak.measured), ratio(peak))
+        for name, peak in memory.peak_bytes.items()
+    ]
+    print_table(["<peak memory of", "predicted", "measured", "ratio"], rows)
+    what = {
+        "allocated": "measured is what torch has allocated on the device",
+        "resident": "measured is resident memory above that before the model was made: tensors, "
+        "and what libraries and processes need besides",
+    }
+    print_lines(what[memory.kind])
+
+
+def _print_causes(found: "Explanation", iteration: "Pair") -> None:
+    from stagewright.executor.measuring.pairs import Pair
+    from stagewright.graphs.documents.units import format_seconds
+
+    difference = iteration.measured - iteration.predicted
+    rows = [
+        (one.name, *(("-",) * 3 if one.work is None else (*cells(one.work), ratio(one.work))),
+         signed(one.seconds))
+        for one in found.causes
+    ]  # fmt: skip
+    rest = ("rest: they hide or add to each other", *("-",) * 3, signed(found.rest_seconds))
+    print_table(["<cause", "predicted", "measured", "ratio", "iteration, alone"], [*rows, rest])
+    calm = found.without_waits_seconds
+    if calm is not None:
+        pair = Pair(iteration.predicted, calm)
+        print_lines(
+            f"without the waits for a core {format_seconds(calm)} by a replay: measured / "
+            f"predicted = {ratio(pair)}"
+        )
+    print_lines(_largest_cause(found, difference))
+
+
+def _largest_cause(found: "Explanation", difference: float) -> str:
+    """The cause of most of the difference, in a line."""
+    cause = found.largest
+    if cause is None:
+        return "the iteration takes as long as predicted"
+    of_all = f"{signed(cause.seconds)} of {signed(difference)} per iteration"
+    line = f"largest cause: {cause.name}{_longer(cause.work)}: {of_all}"
+    if len(cause.stages) > 1:
+        sign = 1 if difference > 0 else -1
+        most = max(cause.stages, key=lambda share: sign * share.seconds)
+        line += f"; those of stage {most.stage}{_longer(most.work)}: {signed(most.seconds)} alone"
+    return line
+
+
+def _longer(work: "Pair | None") -> str:
+    """How much longer actions take than predicted."""
+    if work is None or work.ratio is None:
+        return ""
+    change = work.ratio - 1
+    return f" take {percent(abs(change))} {'longer' if change > 0 else 'less'} than predicted"
+
+
+def signed(seconds: float) -> str:
+    """Seconds with their sign."""
+    from stagewright.graphs.documents.units import format_seconds
+
+    return f"{'-' if seconds < 0 else '+'}{format_seconds(abs(seconds))}"
 
 
 def _headline(comparison: "Comparison") -> str:

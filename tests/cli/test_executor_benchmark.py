@@ -13,7 +13,7 @@ from stagewright.formulations.schedules.interleaved import interleaved
 
 pytest.importorskip("torch", reason="the executor needs torch")
 
-from benchmarks import executor
+from benchmarks import executor, forecasts
 
 
 @pytest.mark.slow
@@ -58,14 +58,20 @@ def race(_: Any, rank: int, case: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_forecast_is_of_the_calmest_steps(ranks: Ranks):
-    case = executor.Forecast("gpipe", 16)
+@pytest.mark.parametrize(
+    ("planner", "cuts", "kind"),
+    [("gpipe", "0-4 on 1; 5-9 on 1", "transfers"), ("dp", "0-9 on 2", "all-reduces")],
+)
+def test_forecast_is_of_the_calmest_steps(ranks: Ranks, planner: str, cuts: str, kind: str):
+    case = forecasts.Forecast("transformer, width 16", planner)
     (outcome,), nothing = ranks.run(forecast, 2, case, timeout_seconds=300)
     assert nothing == []
-    assert outcome.cuts == "0-4 on 1; 5-9 on 1"
+    assert outcome.cuts == cuts
     assert outcome.comparison.steps == 3
-    assert min(outcome.ratio, outcome.ratio_of(executor.F), outcome.ratio_of(executor.B)) > 0
+    assert outcome.calm_ratio > 0
+    for name in ("forwards", "backwards", kind):
+        assert outcome.ratio_of(name) > 0
 
 
 def forecast(_: Any, rank: int, case: Any) -> Any:
-    return executor.forecast(rank, case, turns=1, steps=3)
+    return forecasts.forecast(rank, case, turns=1, steps=3)

@@ -2,16 +2,19 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from models import VOCABULARY, ResidualMLP, WithBatchNorm, tokens, vectors
+from plans import small_problem
 from ranks import Ranks
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -19,7 +22,7 @@ from torch.nn.functional import cross_entropy
 from stagewright.cli.factories import load_factory
 from stagewright.cli.profiling import profile
 from stagewright.executor.capture.tracing import capture
-from stagewright.executor.measuring.links import Links, describe, fit, measure_links
+from stagewright.executor.measuring.links import Links, describe, fit, measure_links, reduce_share
 from stagewright.executor.measuring.machine import Machine
 from stagewright.executor.measuring.profiling import first_batch, measure_layers
 from stagewright.executor.measuring.together import mean_of_ranks
@@ -297,6 +300,21 @@ def test_noise_gives_no_negative_link(seconds: tuple[float, float]) -> None:
     assert latency >= 0
 
 
+@pytest.mark.parametrize("share", [1.0, 0.3])
+def test_the_share_of_an_all_reduce_is_what_the_cost_model_needs(share: float) -> None:
+    problem = small_problem(layers=1, devices=3)
+    cluster = replace(problem.cluster, all_reduce_share=share)
+    problem = replace(problem, cluster=cluster)
+    seconds, size = problem.reduce_seconds(0, 1, (0, 1, 2)), problem.gradient_bytes(0, 1)
+    bandwidth = np.where(np.isfinite(cluster.bandwidth), cluster.bandwidth, 0.0)
+    assert reduce_share(3, int(size), seconds, bandwidth, cluster.latency) == pytest.approx(share)
+    faster = replace(problem, cluster=replace(cluster, all_reduce_share=None))
+    latency = 4 * float(cluster.latency.max())
+    assert faster.reduce_seconds(0, 1, (0, 1, 2)) - latency == pytest.approx(
+        share * (seconds - latency)
+    )
+
+
 def _measure(_: dist.ProcessGroup, rank: int) -> tuple[Links, Cluster]:
     links = measure_links(torch.device("cpu"), (1000, 1_000_000), rounds=2)
     return links, describe(links, torch.device("cpu"), kind=f"kind{rank}")
@@ -308,6 +326,8 @@ def test_links_between_ranks(ranks: Ranks) -> None:
     for other, same in told:
         assert (other.bandwidth == links.bandwidth).all()
         assert same.digest() == cluster.digest()
+    assert 0 < links.all_reduce_share <= 1
+    assert cluster.all_reduce_share == pytest.approx(links.all_reduce_share, rel=1e-3)
     for pair in itertools.permutations(range(3), 2):
         assert links.bandwidth[pair] > 0
         assert links.latency[pair] >= 0

@@ -2,6 +2,7 @@
 
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from models import EXAMPLES, vectors  # noqa: E402
 from ranks import Ranks  # noqa: E402
 
 from stagewright.executor.capture.tracing import capture  # noqa: E402
+from stagewright.executor.measuring.compare import compare  # noqa: E402
 from stagewright.executor.training import preparation  # noqa: E402
 from stagewright.executor.training.interpreter.failures import OutOfMemory  # noqa: E402
 from stagewright.executor.training.ranks import rank as rank_module  # noqa: E402
@@ -123,6 +125,40 @@ def test_a_transfer_ends_when_it_arrives_and_not_when_it_is_needed(ranks: Ranks)
     assert {one.action for one in step.actions} == {one.action for one in plan.actions} | updates
     at = {one.action: one for one in step.actions}
     assert at["0SEND_F1"].finish_seconds < at["1F0"].finish_seconds <= at["1F1"].start_seconds
+
+
+LARGE = 4_000_000  # numbers
+
+
+class Holding(torch.nn.Linear):
+    """Keeps much memory in its forward."""
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x) + torch.zeros(LARGE).add_(1.0).mean()
+
+
+def traced_holding(_: Any, rank: int, plan: PipelinePlan) -> Any:
+    width = vectors(1)[0].shape[1]
+    layers = [torch.nn.Linear(width, width), Holding(width, width)]
+    executor = Executor(plan, layers, trace=True)
+    executor.step(*vectors(8))
+    return executor.trace_on_first_rank()
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
+def test_a_trace_has_the_memory_of_each_rank_and_what_it_waited_for_a_core(ranks: Ranks) -> None:
+    plan = make.gpipe(make.straight([1, 1]), 2)
+    trace = ranks.run(traced_holding, 2, plan)[0]
+    assert trace.memory.kind == "resident"
+    assert trace.memory.peak_bytes.keys() == {"d0", "d1"}
+    assert trace.memory.peak_bytes["d1"] >= 4 * LARGE
+    (step,) = trace.steps
+    assert len(step.waited_seconds) == len(step.actions)
+    explanation = compare(plan, trace).explanation
+    assert explanation is not None
+    pair = compare(plan, trace).iteration_seconds
+    every = sum(one.seconds for one in explanation.causes) + explanation.rest_seconds
+    assert every == pytest.approx(pair.measured - pair.predicted)
 
 
 def test_what_cannot_fit_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,10 @@ from stagewright.executor.training.interpreter.exchange import RECV_B, RECV_F, E
 from stagewright.executor.training.interpreter.graph import DeviceFactor
 from stagewright.executor.training.interpreter.iterations import Iterations
 from stagewright.executor.training.interpreter.watchers import Watchers
+from stagewright.executor.training.process import waited_seconds
 from stagewright.executor.training.ranks.rank import Rank
 from stagewright.executor.training.stages.weights import Weights
-from stagewright.formulations.plans.actions import Action, ActionKind
+from stagewright.formulations.plans.actions import ON_DEVICE, Action, ActionKind
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 I = ActionKind.INPUT_GRADIENT
@@ -57,6 +58,7 @@ class Recorder:
         self._record_arrivals(action, records)
         own_seconds = self._await_update(action, records) if action.kind is UPDATE else 0.0
         before = len(self._exchange.sent_bytes(action))
+        waited = waited_seconds() if action.kind in ON_DEVICE else None
         start = time.perf_counter() - own_seconds
         call()
         if action.kind is REDUCE:
@@ -69,9 +71,11 @@ class Recorder:
             if self._rank.device.type == "cuda":
                 torch.cuda.synchronize(self._rank.device)
             times, size = (start, time.perf_counter()), None
+            if waited is not None:
+                waited = (waited_seconds() or waited) - waited
             if action.kind in SENDS:
                 size = float(sum(self._exchange.sent_bytes(action)[before:]))
-            records.append(RankAction(number, str(action), *times, one.peer, size))
+            records.append(RankAction(number, str(action), *times, one.peer, size, waited))
 
     def _record_arrivals(self, action: Action, records: list[RankAction]) -> None:
         """Wait for what a computation needs from other ranks."""
