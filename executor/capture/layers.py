@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from operator import attrgetter
 from typing import Any
 
@@ -108,14 +109,15 @@ class LayeredModel:
 
     def require_same_layers(self, other: "LayeredModel", when: str) -> None:
         """Refuse another capture of the model that has other layers."""
-        if list(map(_outside, other.layers)) != list(map(_outside, self.layers)) or any(
-            _lacks(own.module, found.module)
-            for own, found in zip(self.layers, other.layers, strict=True)
-        ):
-            raise InputError(
-                f"{when} the model has other layers, or other values between them, than the ones "
-                "that it was captured with"
-            )
+        for i, (own, found) in enumerate(zip_longest(self.layers, other.layers)):
+            known, now = (None if one is None else _outside(one) for one in (own, found))
+            if known != now or _lacks(own.module, found.module):
+                raise InputError(
+                    f"{when} the model has other layers than those that it was captured with: "
+                    f"layer {i} is {_told(now)}, not {_told(known)}"
+                    if known != now
+                    else f"{when} layer {own.name!r} reads what it otherwise does not"
+                )
 
     def require_sizes(self, inputs: Sequence[tuple[int, ...]]) -> None:
         """Refuse inputs of shapes for which the layers were not captured."""
@@ -167,6 +169,13 @@ def _outside(layer: CapturedLayer) -> tuple[str, int | None]:
     if not isinstance(module, fx.GraphModule):
         return layer.name, None
     return layer.name, len(module.graph.find_nodes(op="placeholder"))
+
+
+def _told(outside: tuple[str, int | None] | None) -> str:
+    if outside is None:
+        return "missing"
+    name, inputs = outside
+    return repr(name) if inputs is None else f"{name!r} of {inputs} values"
 
 
 def _read(module: nn.Module) -> set[str]:

@@ -151,7 +151,10 @@ def _named(layer: CapturedLayer, inputs: Sequence[Tensor]) -> Iterator[None]:
     except InputError:
         raise
     except Exception as error:  # the layer's own code raises anything
-        shapes = ", ".join(str(tuple(one.shape)) for one in inputs)
+        shapes = ", ".join(
+            str(tuple(one.shape)) if isinstance(one, Tensor) else f"({type(one).__name__})"
+            for one in inputs
+        )
         reason = str(error).partition("\n")[0]
         raise InputError(
             f"layer {layer.name!r} fails on inputs of shape {shapes}{place_of(error)}: "

@@ -37,7 +37,7 @@ def one_pass(data: Callable[[], Iterable[Any]], seed: int) -> Iterator[Any]:
     """The mini-batches of one pass of ``data``, each time the same; see `mini_batches`."""
     draws = torch.Generator().manual_seed(seed)
     with _drawing_from(draws):
-        batches = iter(data())
+        batches, _ = begin_pass(data(), 0)
     return _drawn(batches, draws)
 
 

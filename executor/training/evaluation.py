@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from operator import itemgetter
 from typing import Any
 
@@ -23,6 +24,7 @@ from stagewright.executor.training.batches import (
     typed_inputs,
 )
 from stagewright.executor.training.crossing import Crossing, crossing_of
+from stagewright.executor.training.data import pair
 from stagewright.executor.training.interpreter.exchange import RECV_F, SEND_F, Exchange
 from stagewright.executor.training.interpreter.iterations import Iterations
 from stagewright.executor.training.losses import Loss, read_measure
@@ -43,20 +45,20 @@ class Evaluation:
     """What evaluates the stages of a rank.
 
     ``groups`` are, by stage with several replicas, the processes with this rank's shard; ``loss``
-    is that of the training; ``dtype`` is the type of the parameters.
+    is that of the training, or the model's own (``takes_loss``); ``dtype`` is the type of the
+    parameters.
     """
 
     rank: Rank
     model: StagedModel
     groups: Mapping[int, dist.ProcessGroup]
     loss: Loss
+    takes_loss: bool
     seed: int
     dtype: torch.dtype
     autocast: torch.dtype | None
 
-    def mean(
-        self, batches: Iterable[tuple[Batch, Batch]], measure: Loss | None = None
-    ) -> float | None:
+    def mean(self, batches: Iterable[Any], measure: Loss | None = None) -> float | None:
         """The mean of ``measure``, by default the loss, on ranks of the last stage; None elsewhere.
 
         All ranks give the same mini-batches, of any number of samples. Where the measure is a sum
@@ -67,7 +69,8 @@ class Evaluation:
         modules = [layer.module for layer in self.model.layers]  # all: shapes are those of all
         passes: dict[tuple[int, int, Shapes], _Pass] = {}
         with evaluating(modules), self._same_buffers():
-            for inputs, targets in batches:
+            for batch in batches:
+                inputs, targets = pair(batch, has_loss=not self.takes_loss)
                 for count, samples, given, wanted in self._parts(inputs, targets):
                     shapes = tuple((one.shape[1:], one.dtype) for one in given)
                     key = count, samples, shapes
@@ -88,7 +91,7 @@ class Evaluation:
         """A mini-batch in microbatches: their number and samples, inputs and targets.
 
         There are as many as in training, if every replica has a sample of each. Some may have one
-        sample more: they come first.
+        sample more: they come first. A loss of the model's own is that of the whole mini-batch.
         """
         given, signature = typed_inputs(inputs, self.dtype)
         self.model.require_called(signature)
@@ -100,7 +103,7 @@ class Evaluation:
                 f"a mini-batch of {every} samples is too small to be evaluated: the plan divides "
                 f"microbatches among {least} devices"
             )
-        parts = min(plan.microbatches, every // least)
+        parts = 1 if self.takes_loss else min(plan.microbatches, every // least)
         samples, larger = divmod(every, parts)
         begin = 0
         for count, size in ((larger, samples + 1), (parts - larger, samples)):
@@ -143,20 +146,30 @@ class Evaluation:
 
     @contextmanager
     def _same_buffers(self) -> Iterator[None]:
-        """Let replicas compute with the buffers of a stage's first one, which are saved as well."""
-        before: list[tuple[Tensor, Tensor]] = []
+        """Let replicas compute with the buffers of a stage's first one, which are saved as well.
+
+        All buffers are afterwards what they were, also those that a forward changes.
+        """
+        layers = chain.from_iterable(self.model.modules.values())
+        parts = {part for layer in layers for part in layer.module.modules()}
+        before = [
+            (part._buffers, key, one, one.clone())
+            for part in parts
+            for key, one in part._buffers.items()
+            if one is not None
+        ]
         for s, group in self.groups.items():
             source = dist.get_global_rank(group, 0)
             for one in self.model.buffers(s).values():
-                before.append((one, one.clone()))
                 shared = one.to(self.rank.wire)
                 dist.broadcast(shared, source, group=group)
                 one.copy_(shared)
         try:
             yield
         finally:
-            for one, own in before:
+            for buffers, key, one, own in before:
                 one.copy_(own)
+                buffers[key] = one
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from functools import partial
 from math import inf
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -240,6 +241,7 @@ class Executor:
             self._model,
             self._groups.stages,
             self._loss,
+            takes_loss,
             seed,
             self._parameter_type,
             self._autocast,
@@ -335,23 +337,24 @@ class Executor:
         self._recorder.end(self.steps_done)
         return losses
 
-    def evaluate(
-        self, batches: Iterable[tuple[Batch, Batch]], measure: Loss | None = None
-    ) -> float | None:
+    def evaluate(self, batches: Iterable[Any], measure: Loss | None = None) -> float | None:
         """The mean loss of mini-batches in evaluation, on ranks of the last stage; None elsewhere.
 
         The model computes as after ``model.eval()``, with its newest weights and, in replicas of a
-        stage, the buffers of the first one. Nothing is trained, and no state changes. All ranks
-        give the same ``batches`` of ``(inputs, targets)`` as in `step`, of any number of samples.
+        stage, the buffers of the first one. Nothing is trained, and all weights and buffers are
+        afterwards what they were. All ranks give the same ``batches`` of ``(inputs, targets)``, or
+        of keywords, of any number of samples.
+
         ``measure`` is another function of the model's result and the targets, such as the number
         of correct answers with the number of all: a sum and its count, or one number, of which
-        the mean over samples is returned.
+        the mean over samples is returned. It is of parts of a mini-batch, as microbatches are; the
+        loss of a model's own is of each mini-batch, or of each replica's samples of it.
 
         Raises
         ------
         InputError
-            If the executor was not made for it, mini-batches are in flight, or a mini-batch has
-            fewer samples than devices that divide it.
+            If the executor was not made for it, mini-batches are in flight or gradients are
+            accumulated, or a mini-batch has fewer samples than devices that divide it.
         """
         self._require_sound()
         self._require_finished()

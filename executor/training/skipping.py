@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
+from stagewright.graphs.documents.errors import InputError
+
 
 def begin_pass(iterable: Iterable[Any], count: int) -> tuple[Iterator[Any], int]:
     """An iterator after the first ``count`` mini-batches of a pass, and how many were skipped.
@@ -18,6 +20,10 @@ def begin_pass(iterable: Iterable[Any], count: int) -> tuple[Iterator[Any], int]
     draw no random numbers the indices are skipped. Everything else is iterated, so that it draws
     what it drew before.
     """
+    if not hasattr(iterable, "__iter__") and not hasattr(iterable, "__getitem__"):
+        raise InputError(
+            f"the data must be an iterable of mini-batches, got {type(iterable).__name__}"
+        )
     if count == 0:
         return iter(iterable), 0
     skip = getattr(iterable, "skip", None)

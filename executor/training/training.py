@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -239,44 +239,70 @@ def train(
     executor = task.executor(ahead, member.device)
     if path is not None:
         _resume(executor, path)
-    reporter = executor.reporter
-    history = TrainingHistory()
+    if task.evaluation is not None:  # what is wrong with the data that are held out is told now
+        _evaluated(task, readers, executor, most=1)
+    loop = _Loop(task, member, executor, readers, on_step, executor.steps_done // task.accumulate)
     batches = chain([ahead], batches)
-    first = executor.steps_done // task.accumulate
-    for step in range(first + 1, task.steps + 1):
+    for step in range(loop.first + 1, task.steps + 1):
         member.place = f"at step {step}"
-        given = [next(batches) for _ in range(task.accumulate)]
+        loop.step(step, [next(batches) for _ in range(task.accumulate)])
+    member.place = "after the last step"
+    seen = [loop.history]
+    dist.broadcast_object_list(seen, src=executor.reporter)
+    return seen[0]
+
+
+@dataclass(slots=True, eq=False)
+class _Loop:
+    """The steps of a rank after the ``first`` ones, which an earlier run has done."""
+
+    task: Task
+    member: Member
+    executor: AnyExecutor
+    readers: Readers
+    on_step: OnStep
+    first: int
+    history: TrainingHistory = field(default_factory=TrainingHistory)
+
+    def step(self, step: int, given: Sequence[tuple[Any, Any]]) -> None:
+        """A step on ``given`` mini-batches; what it did is saved before it is evaluated."""
+        task, executor = self.task, self.executor
         rate, start = _learning_rate(executor), time.perf_counter()
         evaluates = task.evaluation is not None and _is_due(task.evaluate_every, task, step)
-        losses = _step(
-            executor,
-            given,
-            to_the_end=evaluates or _is_due(task.checkpoint_every, task, step),
-        )
-        history.seconds.append(time.perf_counter() - start)
-        evaluated = _evaluated(task, readers, executor) if evaluates else None
-        for loss in losses if member.rank == reporter else ():
-            history.losses.append(loss)
-            seconds, now = history.seconds[-1], first + len(history.losses)
-            if evaluated is not None and now == step:
-                history.evaluations[step] = evaluated
-            on_step(
-                StepReport(
-                    step=now,
-                    loss=loss,
-                    samples_per_second=_samples(task, given) / seconds,
-                    seconds=seconds,
-                    learning_rate=rate,
-                    peak_bytes=peak_bytes(member.device),
-                    evaluation_loss=history.evaluations.get(now),
-                )
-            )
+        to_the_end = evaluates or _is_due(task.checkpoint_every, task, step)
+        losses = _step(executor, given, to_the_end=to_the_end)
+        seconds = time.perf_counter() - start
+        self.history.seconds.append(seconds)
         _save(task, executor, step)
-    member.place = "after the last step"
-    _write_results(task, executor)
-    seen = [history]
-    dist.broadcast_object_list(seen, src=reporter)
-    return seen[0]
+        if step == task.steps:
+            _write_results(task, executor)
+        try:
+            if evaluates:
+                evaluated = _evaluated(task, self.readers, executor)
+                if evaluated is not None:
+                    self.history.evaluations[step] = evaluated
+        finally:  # also if that fails
+            rank, samples = self.member.rank, _samples(task, given)
+            for loss in losses if rank == executor.reporter else ():
+                self._report(loss, seconds, samples / seconds, rate)
+
+    def _report(
+        self, loss: float, seconds: float, samples_per_second: float, rate: float | None
+    ) -> None:
+        """Tell of the next step whose loss is known."""
+        self.history.losses.append(loss)
+        step = self.first + len(self.history.losses)
+        self.on_step(
+            StepReport(
+                step=step,
+                loss=loss,
+                samples_per_second=samples_per_second,
+                seconds=seconds,
+                learning_rate=rate,
+                peak_bytes=peak_bytes(self.member.device),
+                evaluation_loss=self.history.evaluations.get(step),
+            )
+        )
 
 
 def _learning_rate(executor: AnyExecutor) -> float | None:
@@ -329,10 +355,12 @@ def _is_due(every: int, task: Task, step: int) -> bool:
     return step % every == 0 or step == task.steps
 
 
-def _evaluated(task: Task, readers: Readers, executor: AnyExecutor) -> float | None:
-    """The mean loss of the mini-batches that are held out, where it is known."""
+def _evaluated(
+    task: Task, readers: Readers, executor: AnyExecutor, most: int | None = None
+) -> float | None:
+    """The mean loss of the mini-batches that are held out, where it is known; of ``most``."""
     assert isinstance(executor, Executor)
-    return executor.evaluate(readers.each(task.held_out))
+    return executor.evaluate(islice(readers.each(task.held_out), most))
 
 
 def _save(task: Task, executor: AnyExecutor, step: int) -> None:

@@ -87,8 +87,8 @@ def run(
     evaluate: Annotated[
         str | None,
         typer.Option(
-            help="Function that returns an iterable of mini-batches that are held out, as --data; "
-            "their mean loss is that of the model in evaluation.",
+            help="Function that returns an iterable of mini-batches that are held out, as --data, "
+            "the same on every rank; their mean loss is that of the model in evaluation.",
             metavar="PACKAGE:FACTORY",
         ),
     ] = None,

@@ -51,6 +51,24 @@ def held_out() -> Iterator[tuple[Tensor, Tensor]]:
     yield vectors(3, 101)
 
 
+def nothing_held_out() -> Iterator[tuple[Tensor, Tensor]]:
+    return iter(())
+
+
+def no_batches() -> int:
+    return 5
+
+
+def wider_batches() -> Iterator[tuple[Tensor, Tensor]]:
+    yield torch.zeros(8, WIDTH + 1), vectors(8)[1]
+
+
+def ever_less_held_out() -> Iterator[tuple[Tensor, Tensor]]:
+    """Of the first mini-batch nothing is wrong."""
+    yield from held_out()
+    yield from wider_batches()
+
+
 def double_batches() -> Iterator[tuple[Tensor, Tensor]]:
     for inputs, targets in batches():
         yield inputs.double(), targets

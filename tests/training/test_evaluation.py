@@ -19,6 +19,7 @@ from benchmarks.any_models import MODELS as FOREIGN  # noqa: E402
 from stagewright.executor.capture.tracing import capture  # noqa: E402
 from stagewright.executor.training.runtime import Executor  # noqa: E402
 from stagewright.formulations.plans.plan import PipelinePlan, Stage  # noqa: E402
+from stagewright.graphs.documents.errors import InputError  # noqa: E402
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 CROSS_ENTROPY = nn.functional.cross_entropy
@@ -242,3 +243,105 @@ def test_other_layers_in_evaluation_are_refused_at_the_start(ranks: Ranks) -> No
     batch = [modes_batch(2, 0)]
     with pytest.raises(RanksFailed, match="in evaluation the model has other layers"):
         ranks.run(evaluated, 1, plan, model, batch, batch, True)
+
+
+class Counting(nn.Module):
+    """Every forward changes a buffer, on which the result depends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(x) * (1 - 0.5**self.calls)
+
+
+def test_buffers_are_afterwards_what_they_were(ranks: Ranks) -> None:
+    model = nn.Sequential(Counting()).double()
+    plan = make.gpipe([Stage((0, 1), ("a",))], 2)
+    batches = [modes_batch(4, seed) for seed in range(3)]
+    with_it, without = (
+        ranks.run(evaluated, 1, plan, model, batches, batches, evaluates)[0]
+        for evaluates in (True, False)
+    )
+    assert with_it[0] == without[0]
+    assert all(torch.equal(value, with_it[2][name]) for name, value in without[2].items())
+
+
+class Doubling(nn.Linear):
+    """Sets more than its mode."""
+
+    def train(self, mode: bool = True) -> Any:
+        self.factor = 1.0 if mode else 2.0
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.factor
+
+
+class Merging(nn.Linear):
+    """Changes its weights."""
+
+    def train(self, mode: bool = True) -> Any:
+        self.weight.data += -1 if mode else 1
+        return super().train(mode)
+
+
+class Staying(nn.Dropout):
+    """Is always in training."""
+
+    def train(self, mode: bool = True) -> Any:
+        return super().train()
+
+
+class Frozen(nn.BatchNorm1d):
+    """Is always in evaluation."""
+
+    def train(self, mode: bool = True) -> Any:
+        return super().train(mode=False)
+
+
+@pytest.mark.parametrize(
+    ("part", "named"),
+    [
+        (Doubling(6, 6), "the method train of Doubling changes 'factor'"),
+        (Merging(6, 6), "the method train of Merging computes"),
+        (Staying(), "the method train of Staying leaves a module in training"),
+    ],
+)
+def test_modes_that_are_more_than_modes_are_refused(part: nn.Module, named: str) -> None:
+    model = nn.Sequential(part, nn.Linear(6, 3)).train()
+    before = [one.clone() for one in model.parameters()]
+    plan = make.gpipe([Stage((0, 2), ("a",))], 2)
+    with pytest.raises(InputError, match=named):
+        Executor(plan, model, None, SGD, evaluates=True)
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+    Executor(plan, model, None, SGD)
+
+
+def test_a_module_that_is_always_in_evaluation_stays_so(ranks: Ranks) -> None:
+    model = nn.Sequential(Frozen(6), nn.Linear(6, 3)).double().train()
+    plan = make.gpipe([Stage((0, 1), ("a",)), Stage((1, 2), ("b",))], 2)
+    batches = [modes_batch(4, seed) for seed in range(STEPS)]
+    compare(ranks, plan, model, batches, batches)
+
+
+def masked(_: Any, rank: int, plan: PipelinePlan, batches: Any) -> Any:
+    executor = Executor(plan, FOREIGN["gpt2"].make(), None, SGD, example=batches[0], evaluates=True)
+    return executor.evaluate(batches), executor.parameters_on_first_rank()
+
+
+def test_a_models_own_loss_is_of_whole_mini_batches(ranks: Ranks) -> None:
+    one = FOREIGN["gpt2"]
+    pytest.importorskip(one.package, reason=f"{one.package} is not installed")
+    batches = list(one.batches(8, 2))
+    for batch in batches:  # labels that do not count: a microbatch has none at all
+        batch["labels"] = batch["labels"].clone()
+        batch["labels"][2:5] = -100
+    count = layers_of(one.make().double(), batches[0])
+    plan = make.one_f_one_b([Stage((0, 4), ("a",)), Stage((4, count), ("b",))], 4)
+    (_, state), (value, _) = ranks.run(masked, 2, plan, batches)
+    expected, _ = plainly(one.make(), state, [(batch, ()) for batch in batches])
+    assert value == pytest.approx(expected, rel=1e-6)

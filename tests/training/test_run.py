@@ -177,6 +177,32 @@ def test_what_is_held_out_is_evaluated(job: Job) -> None:
     assert found[5] == pytest.approx(expected.item(), rel=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("held_out", "told"),
+    [
+        ("jobs:nothing_held_out", "there is no mini-batch"),
+        ("jobs:no_batches", "the data must be an iterable of mini-batches, got int"),
+        ("jobs:wider_batches", "fails on inputs of shape"),
+    ],
+)
+def test_bad_data_that_are_held_out_are_told_before_the_first_step(
+    job: Job, held_out: str, told: str
+) -> None:
+    _, complaints = job.run("--evaluate", held_out, code=2)
+    assert any(told in line for line in complaints), complaints
+    assert not any("step 1/" in line for line in complaints)
+
+
+def test_nothing_is_lost_by_an_evaluation_that_fails(job: Job) -> None:
+    options = ("--evaluate", "jobs:ever_less_held_out", "--log", "failed.csv")
+    saved = ("--checkpoint", "failed", "--save-parameters", "failed.pt")
+    _, complaints = job.run(*options, *saved, code=2)
+    assert any("fails on inputs of shape" in line for line in complaints), complaints
+    assert [row["step"] for row in read_log(job.folder / "failed.csv")] == [1, 2, 3, 4, 5]
+    require_equal(job.parameters("failed.pt"), job.parameters("whole.pt"), 0)
+    assert (job.folder / "failed" / "step-00000005").is_dir()
+
+
 def read_log(path: Path) -> list[dict[str, float]]:
     with path.open(newline="") as file:
         rows = csv.DictReader(file)

@@ -118,7 +118,14 @@ def _read(
 def _with_same_tensors(model: Model) -> Model:
     """A copy of the modules that shares the tensors."""
     shared = {id(tensor): tensor for tensor in _tensors(_as_module(model))}
-    return copy.deepcopy(model, dict[int, Any](shared))
+    try:
+        return copy.deepcopy(model, dict[int, Any](shared))
+    except Exception as error:  # the model's own code raises anything
+        reason = str(error).partition("\n")[0]
+        raise InputError(
+            f"the model cannot be copied: {type(error).__name__}: {reason}; give a function that "
+            "makes it"
+        ) from error
 
 
 def _as_module(model: Model) -> nn.Module:
