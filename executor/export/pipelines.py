@@ -7,6 +7,7 @@ from stagewright.executor.programs.lower import lower
 from stagewright.executor.programs.verify import verify
 from stagewright.formulations.plans.actions import COMPUTE
 from stagewright.formulations.plans.plan import PipelinePlan
+from stagewright.formulations.plans.shards import require_no_shards
 from stagewright.formulations.plans.tensor import require_whole_stages
 from stagewright.formulations.plans.weight_rules import FLUSH
 from stagewright.formulations.schedules.order import Row
@@ -38,14 +39,19 @@ def pipeline(plan: PipelinePlan, framework: str) -> Pipeline:
     Raises
     ------
     InputError
-        If the plan spans steps, its stages have different replication or a tensor degree, or stages
-        share only some of their devices.
+        If the plan spans steps, its stages have different replication, a tensor degree or shards,
+        or stages share only some of their devices.
     """
     _require_whole_iterations(plan, framework)
     require_whole_stages(
         plan.stages,
         f"the files for {framework} do not say how layers are divided",
         "export a plan of degree 1, and give the framework its own tensor parallelism",
+    )
+    require_no_shards(
+        plan.stages,
+        f"the files for {framework} do not say how replicas divide it",
+        "export a plan without shards, and give the framework its own ZeRO or FSDP",
     )
     first = plan.stages[0]
     for s, stage in enumerate(plan.stages):

@@ -105,7 +105,7 @@ def even_samples(stages: Sequence[Stage]) -> int:
 
 
 def _transfers_and_reductions(stages: Sequence[Stage], microbatches: int) -> list[Action]:
-    found = [Action(s, REDUCE) for s, stage in enumerate(stages) if stage.replicas > 1]
+    found = [Action(s, REDUCE) for s, stage in enumerate(stages) if stage.reduces]
     for s, m in product(range(len(stages) - 1), range(microbatches)):
         if not stays(stages[s], stages[s + 1], m):
             found += [Action(s, SEND_F, m), Action(s + 1, SEND_B, m)]
