@@ -31,6 +31,7 @@ from stagewright.executor.training.model_checks import (
     require_accumulated,
     require_capturable,
     require_clip_norm,
+    require_known_shards,
     require_known_tensor_plan,
     warn_of_divided_loss,
 )
@@ -164,6 +165,7 @@ class Executor:
         require_torch()
         require_clip_norm(plan, clip_norm)
         require_known_tensor_plan(plan)
+        require_known_shards(plan, compiled=compile)
         require_accumulated(plan, accumulate, traced=trace)
         self._accumulate = accumulate
         self._loss, takes_loss = loss_of_run(loss, example)

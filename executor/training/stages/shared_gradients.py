@@ -55,7 +55,8 @@ class SharedGradients:
     def squares(self) -> float:
         """The squared norm of gradients, each parameter on one rank: the first that has it.
 
-        Of the first tensor group of a stage, the first device brings what is whole on all.
+        Of the first tensor group of a stage, the first device brings what is whole on all. Replicas
+        that divide the gradients bring their parts.
         """
         first = {s for s in self._weights if self._rank.first(s) == self._rank.number}
         tied = [
@@ -71,5 +72,6 @@ class SharedGradients:
             for name in self._model.shardings[s].cuts
             if (gradient := self._weights[s].gradient(name)) is not None
         ]
-        whole = sum(self._weights[s].squares() for s in first)
+        parts = {s for s in self._weights if self._rank.plan.stages[s].shards != "none"}
+        whole = sum(self._weights[s].squares() for s in first | parts)
         return whole + float(sum(tied)) + float(sum(shards))
