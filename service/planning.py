@@ -36,6 +36,7 @@ def plan(
         request.out_of_order,
         request.batch,
         request.vertical_sync,
+        request.shards,
     )
     return answer_of(
         request.problem,

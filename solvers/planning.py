@@ -1,6 +1,7 @@
 """Entry point of all planners: run one or the portfolio, then assemble, check and certify."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic
@@ -23,6 +24,7 @@ from stagewright.formulations.plans.plan import Bound, PipelinePlan
 from stagewright.formulations.plans.plan_class import (
     EVERY_PLAN,
     PlanClass,
+    Shards,
     class_of,
     patterns_under,
 )
@@ -56,6 +58,7 @@ from stagewright.solvers.planners.proposal import (
     Proposal,
 )
 from stagewright.solvers.planners.reporting import reporting
+from stagewright.solvers.planners.sharded import sharded
 from stagewright.solvers.planners.warm_start import require_same_layers
 from stagewright.solvers.planners.warm_up import compile_kernels
 
@@ -159,7 +162,10 @@ def plan(
     if isinstance(answer, NoPlan):
         return _refused(problem, planner, answer, limits, monotonic() - began)
     answer = replace(answer, notes=(*filter(None, (note,)), *answer.notes))
-    return _answered(planner, answer, make_plan(answer), limits, target, began)
+    result = _answered(planner, answer, make_plan(answer), limits, target, began)
+    if asked.shards == "none":
+        return result
+    return _with_shards(problem, result, asked.shards, lambda: monotonic() - began > limits.seconds)
 
 
 def _able_planner(problem: PipelineProblem, planner: str, asked: Choices) -> Planner:
@@ -194,6 +200,22 @@ def _answered(
         status, planner, certified, proof.cost_seconds, proof.bound_seconds, proof.gap,
         proof.proved_by, monotonic() - began, "; ".join(filter(None, (ended, *answer.notes))),
         attempts, proof.plans, ended,
+    )  # fmt: skip
+
+
+def _with_shards(
+    problem: PipelineProblem, result: Result, shards: Shards, over: Callable[[], bool]
+) -> Result:
+    """The result with ``shards`` in its plan: no bound is about it."""
+    assert result.plan is not None
+    plan, note = sharded(problem, result.plan, shards, over)
+    reason = "; ".join(filter(None, (note, result.reason)))
+    if plan is result.plan:
+        return replace(result, reason=reason)
+    assert plan.predicted is not None
+    return replace(
+        result, status=Status.FEASIBLE, plan=plan, cost=plan.predicted.iteration_seconds,
+        bound=None, gap=None, proved_by=None, reason=reason, plans=None, ended="", attempts=(),
     )  # fmt: skip
 
 

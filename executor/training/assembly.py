@@ -116,7 +116,9 @@ def weights_of(
         }
         if (kind := SHARDED.get(plan.stages[s].shards)) is not None:
             group = groups.stages[s]
-            first = dist.get_group_rank(group, rank.first(s))
+            # Of the same position in its tensor group as this one.
+            first = rank.devices.index(plan.stages[s].devices[rank.position(s)])
+            first = dist.get_group_rank(group, first)
             made[s] = kind(modules, model.primary, optimizer, group, first, rank.device, **shared)
             continue
         move(modules, rank.device)  # they are on the host where another stage's are divided

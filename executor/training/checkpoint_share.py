@@ -74,7 +74,8 @@ class CheckpointShare:
     def _whole(self, s: int, name: str, one: Tensor) -> Tensor:
         """A tensor of the shape of parameter ``name``, or one that is whole anyway."""
         sharding = self._model.shardings.get(s)
-        return one if sharding is None else sharding.whole(name, one)
+        # What replicas brought together is on the host.
+        return one if sharding is None else sharding.whole(name, one.to(self._rank.device))
 
     def _model_state(self, s: int) -> dict[str, Tensor]:
         weights = self._weights[s]

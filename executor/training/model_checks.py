@@ -110,11 +110,6 @@ def require_known_shards(plan: PipelinePlan, *, compiled: bool) -> None:
                 f"'flush' weights; this one has {plan.weights!r}"
                 + (" and begins with the backwards" if plan.is_backward_first else "")
             )
-        if stage.tensor > 1:
-            raise InputError(
-                f"{where} and tensor degree {stage.tensor}, which is not run together; plan one of "
-                "the two"
-            )
         if stage.shards == "weights":
             _require_gathered_layers(plan, s, compiled=compiled)
 

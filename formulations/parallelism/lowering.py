@@ -179,7 +179,8 @@ def _shards(layout: Layout) -> Shards:
     """What the replicas divide; a single one nothing."""
     if layout.data == 1:
         return "none"
-    return {1: "optimizer", 3: "weights"}.get(layout.zero, "none")
+    kinds: dict[int, Shards] = {1: "optimizer", 3: "weights"}
+    return kinds.get(layout.zero, "none")
 
 
 def _ranks(layout: Layout, rank: int) -> list[int]:

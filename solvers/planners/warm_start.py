@@ -78,7 +78,7 @@ def warm_start(
         work, endings, _ = work_of(problem, structure)
         short = misfit(problem, structure, work)
         if short is None:
-            known = _Retiming(problem, given, structure, work, endings)
+            known = Retiming(problem, given, structure, work, endings)
             return known.best(lambda: limits.left(monotonic() - began) <= 0)
         reason = short
     return NoPlan(f"the given plan does not fit: {reason}", proved=False)
@@ -154,7 +154,7 @@ def _structures(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Retiming:
+class Retiming:
     """The structure of a given plan with the present times."""
 
     problem: PipelineProblem

@@ -131,6 +131,15 @@ def test_any_mixture_of_shards(ranks: Ranks, stages: list[Stage], clips: bool) -
     trained(ranks, llama, stages, samples=36, clip_norm=0.1 if clips else None)
 
 
+@pytest.mark.parametrize("shards", KINDS)
+@pytest.mark.parametrize("devices", ["abcd", "adcb"])
+def test_replicas_of_groups(ranks: Ranks, shards: Any, devices: str) -> None:
+    """Tensor groups of two; the second order has the devices of a position in another order."""
+    stage = Stage((0, 4), tuple(devices), tensor=2, shards=shards)
+    trained(ranks, gpt, [stage], optimizer=ADAMW, clip_norm=0.05)
+    trained(ranks, llama, [replace(stage, recompute="full")], optimizer=SGD)
+
+
 def test_groups_schedules_and_accumulation(ranks: Ranks) -> None:
     """As replicas that keep all of their state."""
     options = {
@@ -165,6 +174,7 @@ def test_checkpoints_hold_whole_tensors(ranks: Ranks) -> None:
         "none": [Stage((0, 4), ("a",))],
         "optimizer": with_shards([Stage((0, 4), ("b", "a"))], "optimizer"),
         "weights": with_shards([Stage((0, 4), ("a", "c", "b"))], "weights"),
+        "groups": with_shards([Stage((0, 4), ("d", "c", "a", "b"), tensor=2)], "weights"),
     }
 
     def after(kind: str, steps: Any, state: Any) -> dict[str, Any]:
@@ -178,11 +188,11 @@ def test_checkpoints_hold_whole_tensors(ranks: Ranks) -> None:
     first = {kind: after(kind, data[:1], None) for kind in stages}
     whole = after("none", data[1:], first["none"])
     assert any(key.startswith("optimizer.") and one.dim() == 2 for key, one in whole.items())
-    for kind in KINDS:
+    for kind in (*KINDS, "groups"):
         require_equal(first[kind], first["none"])
     for writer, reader in (
         ("optimizer", "weights"), ("weights", "optimizer"), ("weights", "none"),
-        ("none", "weights"), ("optimizer", "none"),
+        ("none", "weights"), ("optimizer", "none"), ("groups", "optimizer"), ("none", "groups"),
     ):  # fmt: skip
         require_equal(after(reader, data[1:], first[writer]), whole)
 
@@ -254,8 +264,6 @@ PAIR = Stage((0, 4), TWO, shards="weights")
         (replace(PAIR, shards="optimizer"), lambda plan: replace(plan, weights="stash"),
          "stage 0 has shards 'optimizer', which is run only by finite plans that begin with the "
          "forwards and have 'flush' weights; this one has 'stash'"),
-        (Stage((0, 4), ("a", "b", "c", "d"), tensor=2, shards="optimizer"), None,
-         "stage 0 has shards 'optimizer' and tensor degree 2, which is not run together"),
     ],
 )  # fmt: skip
 def test_plans_that_are_not_run(ranks: Ranks, stage: Stage, change: Any, message: str) -> None:

@@ -42,7 +42,7 @@ class DividedWeights(Weights):
         self._modules, self._group, self._first, self._device = modules, group, first, device
         self._flats: list[Flat] = []
         self._parts: list[Tensor] = []  # of the weights, one for each flat
-        self._pieces: dict[str, tuple[Piece, nn.Parameter]] = {}
+        self._pieces: dict[str, tuple[Piece, nn.Parameter, Tensor]] = {}  # with their gradients
 
         def make(pieces: list[Any]) -> torch.optim.Optimizer:
             try:
@@ -74,26 +74,42 @@ class DividedWeights(Weights):
         whole: Sequence[Tensor] = (),
     ) -> PieceGradients:
         """The pieces of the parts, with their gradients in ``own``."""
-        found = []
         for flat, weights, gradients in zip(self._flats, self._parts, own, strict=True):
             for piece in flat.pieces():
                 at = slice(piece.at, piece.at + piece.stop - piece.start)
                 one = twin(parameters[piece.parameter], weights[at])
-                self._pieces[self.names[piece.parameter]] = piece, one
-                found.append((piece, one, gradients[at]))
+                self._pieces[self.names[piece.parameter]] = piece, one, gradients[at]
         views = [
             view
             for flat, one in zip(self._flats, whole, strict=False)
             for view in flat.views(one, parameters)
         ]
-        return PieceGradients(own, found, len(parameters), whole, views)
+        return PieceGradients(own, [*self._pieces.values()], len(parameters), whole, views)
 
     def stepped(self) -> dict[str, nn.Parameter]:
         """The pieces of parameters in the part of this replica, by their names."""
-        return {name: one for name, (_, one) in self._pieces.items()}
+        return {name: one for name, (_, one, _) in self._pieces.items()}
+
+    def squares_by_name(self, names: Collection[str]) -> Tensor:
+        """The squared norms of the gradients of this replica's pieces; 0 without one."""
+        nothing = torch.zeros((), dtype=torch.float64, device=self._device)
+        found = [
+            torch.linalg.vector_norm(self._pieces[name][2], dtype=torch.float64).square()
+            if name in self._pieces
+            else nothing
+            for name in names
+        ]
+        return torch.stack(found) if found else nothing
+
+    def _norms_of(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Of whole gradients: those of all replicas' pieces."""
+        own = [name for name in self.names if name in names]
+        squares = self.squares_by_name(own)
+        dist.all_reduce(squares, group=self._group)
+        return dict(zip(own, squares.sqrt(), strict=True)) if own else {}
 
     def _share_of(self, name: str, value: Tensor) -> Tensor:
-        piece, _ = self._pieces[name]
+        piece = self._pieces[name][0]
         return value.flatten()[piece.start : piece.stop] if value.dim() else value
 
     def states(self) -> dict[str, dict[str, Tensor]]:
