@@ -175,7 +175,7 @@ def test_show_prints_and_draws(files: Path) -> None:
     stages = answered_json("show", files / "plan.json")["stages"]
     assert stages[0] == {
         "layers": [0, 2], "devices": ["g0", "g1"], "replication": "split", "recompute": "none",
-        "offload": False, "tensor": 1,
+        "offload": False, "tensor": 1, "shards": "none",
     }  # fmt: skip
     drawn = [files / name for name in ("plan.html", "plan.png", "trace.json")]
     answered(
