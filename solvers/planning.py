@@ -1,7 +1,6 @@
 """Entry point of all planners: run one or the portfolio, then assemble, check and certify."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic
@@ -24,7 +23,6 @@ from stagewright.formulations.plans.plan import Bound, PipelinePlan
 from stagewright.formulations.plans.plan_class import (
     EVERY_PLAN,
     PlanClass,
-    Shards,
     class_of,
     patterns_under,
 )
@@ -58,7 +56,7 @@ from stagewright.solvers.planners.proposal import (
     Proposal,
 )
 from stagewright.solvers.planners.reporting import reporting
-from stagewright.solvers.planners.sharded import sharded
+from stagewright.solvers.planners.sharded import note_on_shards, sharded, smaller_states
 from stagewright.solvers.planners.warm_start import require_same_layers
 from stagewright.solvers.planners.warm_up import compile_kernels
 
@@ -137,11 +135,14 @@ def plan(
         If ``planner`` is not one of PLANNERS, or does not support ``choices``, or the requested
         period is below the load bound, or the plan to start from has other layers.
     """
-    asked = choices or Choices()
+    asked, limits = choices or Choices(), limits or Limits()
+    if asked.shards != "none":
+        plain = replace(asked, shards="none")
+        result = plan(problem, planner, limits, on_progress, plain)
+        return _with_shards(problem, limits, asked, result)
     if asked.order is not None and planner == auto.PLANNER.name:
         planner = order.PLANNER.name
     proposer = _able_planner(problem, planner, asked)
-    limits = limits or Limits()
     compile_kernels(limits.stop)
     began = monotonic()
     note = ""
@@ -162,10 +163,7 @@ def plan(
     if isinstance(answer, NoPlan):
         return _refused(problem, planner, answer, limits, monotonic() - began)
     answer = replace(answer, notes=(*filter(None, (note,)), *answer.notes))
-    result = _answered(planner, answer, make_plan(answer), limits, target, began)
-    if asked.shards == "none":
-        return result
-    return _with_shards(problem, result, asked.shards, lambda: monotonic() - began > limits.seconds)
+    return _answered(planner, answer, make_plan(answer), limits, target, began)
 
 
 def _able_planner(problem: PipelineProblem, planner: str, asked: Choices) -> Planner:
@@ -204,19 +202,43 @@ def _answered(
 
 
 def _with_shards(
-    problem: PipelineProblem, result: Result, shards: Shards, over: Callable[[], bool]
+    problem: PipelineProblem, limits: Limits, asked: Choices, result: Result
 ) -> Result:
-    """The result with ``shards`` in its plan: no bound is about it."""
-    assert result.plan is not None
-    plan, note = sharded(problem, result.plan, shards, over)
-    reason = "; ".join(filter(None, (note, result.reason)))
-    if plan is result.plan:
-        return replace(result, reason=reason)
-    assert plan.predicted is not None
-    return replace(
-        result, status=Status.FEASIBLE, plan=plan, cost=plan.predicted.iteration_seconds,
-        bound=None, gap=None, proved_by=None, reason=reason, plans=None, ended="", attempts=(),
+    """The result with shards in its plan, or in one that fits only so: no bound is about it."""
+    began = monotonic()
+    if result.plan is not None:
+        found = sharded(problem, result.plan, asked.shards, limits.stopped)
+    else:
+        found = _fitting_with_shards(problem, limits, asked, result.planner)
+    if found is None:
+        return replace(result, reason=f"{result.reason}; nor was a plan with shards found")
+    note = note_on_shards(found, result.plan)
+    if found is result.plan:
+        return replace(result, reason="; ".join(filter(None, (note, result.reason))))
+    return Result(
+        Status.FEASIBLE, result.planner, found, _seconds(found), None, None, None,
+        result.seconds + monotonic() - began, "; ".join(filter(None, (note, result.reason))),
     )  # fmt: skip
+
+
+def _fitting_with_shards(
+    problem: PipelineProblem, limits: Limits, asked: Choices, planner: str
+) -> PipelinePlan | None:
+    """The fastest plan with shards of those that are found for smaller states."""
+    every = list(smaller_states(problem, asked.shards))
+    plain, each = replace(asked, shards="none"), limits.seconds / max(1, len(every))
+    best: PipelinePlan | None = None
+    for smaller in every:
+        given = plan(smaller, planner, replace(limits, seconds=each), choices=plain).plan
+        found = given and sharded(problem, given, asked.shards, limits.stopped)
+        if found is not None and (best is None or _seconds(found) < _seconds(best)):
+            best = found
+    return best
+
+
+def _seconds(one: PipelinePlan) -> float:
+    assert one.predicted is not None
+    return one.predicted.iteration_seconds
 
 
 def _search_limits(

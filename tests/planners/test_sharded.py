@@ -50,6 +50,36 @@ def test_replicated_stages_divide_their_state(planner: str, shards: str) -> None
         assert size < before[name] if name in sharing else size == before[name]
 
 
+@pytest.mark.parametrize("shards", ["optimizer", "weights"])
+def test_what_fits_only_with_shards_is_found(shards: str) -> None:
+    """All layers on four devices, of which none has room for two moments of every number."""
+    problem = one_server()
+    whole = problem.gradient_bytes(0, len(problem.chain))
+    room = 3.2 * whole + problem.saved_bytes(0, len(problem.chain), 4)
+    tight = replace(problem, memory_limit_bytes=room)
+    without = planned(tight, "dp")
+    assert without.plan is None
+    found = planned(tight, "dp", shards=shards)
+    assert found.plan is not None
+    assert check(tight, found.plan) == ()
+    assert [stage.shards for stage in found.plan.stages] == [shards]
+    assert "without shards nothing fits" in found.reason
+    nothing = planned(replace(problem, memory_limit_bytes=2e7), "dp", shards=shards)
+    assert nothing.plan is None
+    assert nothing.reason.endswith("nor was a plan with shards found")
+
+
+def test_a_chosen_microbatch_is_kept() -> None:
+    problem = one_server()
+    found = planned(problem, "2bw-flush", batch=24, shards="optimizer")
+    assert found.plan is not None
+    size = found.plan.microbatch_size
+    assert size is not None
+    of = replace(problem, microbatches=found.plan.microbatches, microbatch_size=size)
+    assert check(of, found.plan) == ()
+    assert "optimizer" in {stage.shards for stage in found.plan.stages}
+
+
 def test_replicas_in_turn_keep_their_weights() -> None:
     problem = small_problem(4, 4, 4)
     order = ScheduleChoice("1f1b-rr", replicas=(2, 1, 1))
