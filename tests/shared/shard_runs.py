@@ -57,3 +57,11 @@ def refused(_: Any, rank: int, plan: PipelinePlan, model: Any, options: dict[str
     except InputError as error:
         return str(error)
     return "not refused"
+
+
+def traced(_: Any, rank: int, plan: PipelinePlan, model: Any, data: Any) -> Any:
+    """The trace of some steps, on rank 0."""
+    executor = Executor(plan, model, ENTROPY, ADAMW, dtype=torch.bfloat16, trace=True)
+    for batch in data:
+        executor.step(*batch)
+    return executor.trace_on_first_rank()

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch", reason="the executor needs torch")
 import training  # noqa: E402
 import training_plans as make  # noqa: E402
 from ranks import Ranks  # noqa: E402
-from shard_runs import ADAMW, Clipping, held_bytes, refused, resumed  # noqa: E402
+from shard_runs import ADAMW, Clipping, held_bytes, refused, resumed, traced  # noqa: E402
 from tensor_runs import (  # noqa: E402
     ENTROPY,
     SGD,
@@ -221,6 +221,18 @@ def test_held_memory_is_as_predicted(ranks: Ranks) -> None:
         plan = fill_and_drain(with_shards([Stage((0, 4), TWO)], shards), 2)
         found = ranks.run(held_bytes, 2, plan, model, batches(8, 2))
         assert max(found) == size
+
+
+def test_runs_are_traced(ranks: Ranks) -> None:
+    """Mixed precision, and the all-reduces of the one stage that has them, with their bytes."""
+    stages = [replace(FOUR[0], shards="weights"), replace(FOUR[1], shards="optimizer")]
+    trace = ranks.run(traced, 4, fill_and_drain(stages, 2), gpt(), batches(8, 2))[0]
+    found = {one.action: one for step in trace.steps for one in step.actions}
+    assert "0REDUCE_GRAD" not in found
+    model = gpt()
+    last = [*model.blocks[1].parameters(), *model.head.parameters()]
+    assert found["1REDUCE_GRAD"].bytes == 4 * sum(one.numel() for one in last)
+    assert {"0UPDATE", "1UPDATE", "0F0", "0B1"} <= found.keys()
 
 
 def test_one_stage_may_use_a_parameter_twice(ranks: Ranks) -> None:
