@@ -168,6 +168,21 @@ def test_simulate_refuses(options: list[str], message: str, files: Path) -> None
     assert message in refused("simulate", files / "plan.json", *given_to(files), *options)
 
 
+def test_plan_with_shards(files: Path) -> None:
+    asked = ("plan", *given_to(files), "--microbatches", 4, "--planner", "dp", "--time-limit", 3)
+    document = answered_json(*asked, "--shards", "optimizer", "-o", files / "sharded.json")
+    (stage,) = document["stages"]
+    assert stage["shards"] == "optimizer"
+    assert (document["bound_seconds"], document["gap"], document["plans"]) == (None, None, None)
+    assert document["reason"].startswith("stages with shards optimizer: 0; an iteration takes")
+    text = answered("check", files / "sharded.json", *given_to(files))
+    assert "valid" in text
+    assert "shards optimizer" in answered("show", files / "sharded.json")
+    assert "'zero1' is not one of 'none', 'optimizer', 'weights'" in refused(
+        *asked, "--shards", "zero1"
+    )
+
+
 def test_show_prints_and_draws(files: Path) -> None:
     text = answered("show", files / "plan.json")
     assert "3 stages, 4 microbatches" in text
