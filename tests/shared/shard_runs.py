@@ -11,6 +11,17 @@ from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError
 
 
+class Scale(torch.nn.Module):
+    """Multiplies by a number that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = torch.nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
 class Clipping(torch.optim.SGD):
     """Clips by its name."""
 

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch", reason="the executor needs torch")
 import training  # noqa: E402
 import training_plans as make  # noqa: E402
 from ranks import Ranks  # noqa: E402
-from shard_runs import ADAMW, Clipping, held_bytes, refused, resumed, traced  # noqa: E402
+from shard_runs import ADAMW, Clipping, Scale, held_bytes, refused, resumed, traced  # noqa: E402
 from tensor_runs import (  # noqa: E402
     ENTROPY,
     SGD,
@@ -195,6 +195,25 @@ def test_checkpoints_hold_whole_tensors(ranks: Ranks) -> None:
         ("none", "weights"), ("optimizer", "none"), ("groups", "optimizer"), ("none", "groups"),
     ):  # fmt: skip
         require_equal(after(reader, data[1:], first[writer]), whole)
+
+
+def test_a_parameter_that_is_a_number(ranks: Ranks) -> None:
+    """Its state has no dimension, as a number of steps has none."""
+    torch.manual_seed(0)
+    model = [torch.nn.Linear(4, 8).double(), Scale().double(), torch.nn.Linear(8, 5).double()]
+    data = [(torch.randn(8, 4).double(), torch.randint(5, (8,))) for _ in range(3)]
+
+    def after(shards: str, world: int, steps: Any, state: Any) -> dict[str, Any]:
+        devices = ("a", "b", "c")[:world]
+        plan = fill_and_drain([Stage((0, 3), devices, shards=shards)], 2)  # type: ignore[arg-type]
+        shares = ranks.run(resumed, world, plan, model, steps, state)
+        return {key: one for share in shares for key, one in share.items()}
+
+    first, whole = after("none", 1, data[:1], None), after("none", 1, data, None)
+    assert first["optimizer.1.factor.exp_avg"].shape == ()
+    for shards in KINDS:
+        require_equal(after(shards, 2, data[:1], None), first)
+        require_equal(after(shards, 3, data[1:], first), whole)
 
 
 def require_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -73,12 +73,16 @@ class DividedWeights(Weights):
         own: Sequence[Tensor],
         whole: Sequence[Tensor] = (),
     ) -> PieceGradients:
-        """The pieces of the parts, with their gradients in ``own``."""
+        """The pieces of the parts, with their gradients in ``own``.
+
+        They are rows of numbers; only a parameter that is a number stays one, with its state.
+        """
         for flat, weights, gradients in zip(self._flats, self._parts, own, strict=True):
             for piece in flat.pieces():
-                at = slice(piece.at, piece.at + piece.stop - piece.start)
-                one = twin(parameters[piece.parameter], weights[at])
-                self._pieces[self.names[piece.parameter]] = piece, one, gradients[at]
+                of = parameters[piece.parameter]
+                at = slice(piece.at, piece.at + piece.stop - piece.start) if of.dim() else piece.at
+                name = self.names[piece.parameter]
+                self._pieces[name] = piece, twin(of, weights[at]), gradients[at]
         views = [
             view
             for flat, one in zip(self._flats, whole, strict=False)
