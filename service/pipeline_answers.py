@@ -33,6 +33,7 @@ class StageAnswer(Answer):
     recompute: str
     offload: bool
     tensor: int
+    shards: str
 
 
 class GuaranteeAnswer(Answer):

@@ -12,6 +12,7 @@ from stagewright.formulations.forms.answers import Limits, StopToken
 from stagewright.formulations.pipelines.makespan import Duplex, MakespanProblem
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan
+from stagewright.formulations.plans.plan_class import Shards
 from stagewright.formulations.schedules.choice import OPTIMAL, ScheduleChoice
 from stagewright.formulations.schedules.kinds import KINDS
 from stagewright.graphs.documents.errors import InputError
@@ -61,6 +62,7 @@ class PlanRequest(_Problem):
     as the gap of the best plan is at most ``gap`` (0.01 is 1 %). On a single device, kernels whose
     share of it is not in the profile are assumed to occupy ``assumed_share`` (None: all of it).
     With ``tensor``, all stages have that tensor degree.
+    ``shards`` are put into the plan that was found without them.
     """
 
     microbatches: int = 8
@@ -78,6 +80,7 @@ class PlanRequest(_Problem):
     batch: int | None = None
     vertical_sync: bool = False
     tensor: int | None = None
+    shards: Shards = "none"
 
     @cached_property
     def problem(self) -> PipelineProblem:

@@ -49,6 +49,7 @@ def _choices(request: PlanRequest) -> Choices:
         request.out_of_order,
         request.batch,
         request.vertical_sync,
+        request.shards,
     )
 
 

@@ -68,6 +68,7 @@ def _stage(plan: PipelinePlan, number: int) -> StageAnswer:
         recompute=stage.recompute,
         offload=stage.offload,
         tensor=stage.tensor,
+        shards=stage.shards,
     )
 
 

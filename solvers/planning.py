@@ -56,6 +56,7 @@ from stagewright.solvers.planners.proposal import (
     Proposal,
 )
 from stagewright.solvers.planners.reporting import reporting
+from stagewright.solvers.planners.sharded import note_on_shards, sharded, smaller_states
 from stagewright.solvers.planners.warm_start import require_same_layers
 from stagewright.solvers.planners.warm_up import compile_kernels
 
@@ -134,11 +135,14 @@ def plan(
         If ``planner`` is not one of PLANNERS, or does not support ``choices``, or the requested
         period is below the load bound, or the plan to start from has other layers.
     """
-    asked = choices or Choices()
+    asked, limits = choices or Choices(), limits or Limits()
+    if asked.shards != "none":
+        plain = replace(asked, shards="none")
+        result = plan(problem, planner, limits, on_progress, plain)
+        return _with_shards(problem, limits, asked, result)
     if asked.order is not None and planner == auto.PLANNER.name:
         planner = order.PLANNER.name
     proposer = _able_planner(problem, planner, asked)
-    limits = limits or Limits()
     compile_kernels(limits.stop)
     began = monotonic()
     note = ""
@@ -195,6 +199,46 @@ def _answered(
         proof.proved_by, monotonic() - began, "; ".join(filter(None, (ended, *answer.notes))),
         attempts, proof.plans, ended,
     )  # fmt: skip
+
+
+def _with_shards(
+    problem: PipelineProblem, limits: Limits, asked: Choices, result: Result
+) -> Result:
+    """The result with shards in its plan, or in one that fits only so: no bound is about it."""
+    began = monotonic()
+    if result.plan is not None:
+        found = sharded(problem, result.plan, asked.shards, limits.stopped)
+    else:
+        found = _fitting_with_shards(problem, limits, asked, result.planner)
+    if found is None:
+        return replace(result, reason=f"{result.reason}; nor was a plan with shards found")
+    note = note_on_shards(found, result.plan)
+    if found is result.plan:
+        return replace(result, reason="; ".join(filter(None, (note, result.reason))))
+    return Result(
+        Status.FEASIBLE, result.planner, found, _seconds(found), None, None, None,
+        result.seconds + monotonic() - began, "; ".join(filter(None, (note, result.reason))),
+    )  # fmt: skip
+
+
+def _fitting_with_shards(
+    problem: PipelineProblem, limits: Limits, asked: Choices, planner: str
+) -> PipelinePlan | None:
+    """The fastest plan with shards of those that are found for smaller states."""
+    every = list(smaller_states(problem, asked.shards))
+    plain, each = replace(asked, shards="none"), limits.seconds / max(1, len(every))
+    best: PipelinePlan | None = None
+    for smaller in every:
+        given = plan(smaller, planner, replace(limits, seconds=each), choices=plain).plan
+        found = given and sharded(problem, given, asked.shards, limits.stopped)
+        if found is not None and (best is None or _seconds(found) < _seconds(best)):
+            best = found
+    return best
+
+
+def _seconds(one: PipelinePlan) -> float:
+    assert one.predicted is not None
+    return one.predicted.iteration_seconds
 
 
 def _search_limits(

@@ -308,16 +308,19 @@ def _row_name(plan: PipelinePlan, stages: Sequence[int], device: str | None = No
 
 
 def stage_features(stage: Stage, device: str | None = None) -> list[str]:
-    """Special features of a stage: tensor degree, round-robin, recomputation, offloading.
+    """Special features of a stage: tensor degree, round-robin, shards, recomputation, offloading.
 
     Plans have no separate actions for them: a backward includes its recomputation, and copies to
     host memory overlap with computations.
     """
     turns = ["round-robin"] if stage.turns > 1 else []
     again = [f"recompute {stage.recompute}"] if stage.recompute != "none" else []
-    others = f" with {shorten_devices(mates(stage, device))}" if device is not None else ""
+    others = (
+        f" with {shorten_devices(mates(stage, device, stage.tensor))}" if device is not None else ""
+    )
     sharded = [f"tensor {stage.tensor}{others}"] if stage.tensor > 1 else []
-    return [*sharded, *turns, *again, *(["offload"] if stage.offload else [])]
+    parts = [f"shards {stage.shards}"] if stage.shards != "none" else []
+    return [*sharded, *turns, *parts, *again, *(["offload"] if stage.offload else [])]
 
 
 def blocks_of(

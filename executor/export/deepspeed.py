@@ -51,8 +51,8 @@ def build(layers, **options):
 
 
 def module(plan: PipelinePlan, options: Options) -> dict[str, str]:
-    """A module that builds the pipeline, and the batch sizes of ``ds_config.json``."""
-    ranks = pipeline(plan, NAME)
+    """A module that builds the pipeline, and batch sizes and ZeRO 1 in ``ds_config.json``."""
+    ranks = pipeline(plan, NAME, "optimizer")
     count = len(ranks.devices)
     if count < len(plan.stages):
         raise InputError(
@@ -71,11 +71,13 @@ def module(plan: PipelinePlan, options: Options) -> dict[str, str]:
         stages=count,
         interval=interval,
     )
-    sizes = {
+    sizes: dict[str, object] = {
         "train_batch_size": samples * ranks.replicas * plan.microbatches,
         "train_micro_batch_size_per_gpu": samples,
         "gradient_accumulation_steps": plan.microbatches,
     }
+    if ranks.shards == "optimizer":
+        sizes["zero_optimization"] = {"stage": 1}
     return {
         "stagewright_pipeline.py": text,
         "ds_config.json": json.dumps(sizes, indent=1) + "\n",

@@ -29,7 +29,7 @@ _SYMBOLS = {"embedding": "E", "block": "t{}", **dict.fromkeys(_OUTPUT, "L")}
 
 def arguments(plan: PipelinePlan, options: Options) -> dict[str, str]:
     """A file for bash that sets the array ``MEGATRON_ARGUMENTS``."""
-    ranks = pipeline(plan, NAME)
+    ranks = pipeline(plan, NAME, "optimizer")
     count, stages = len(ranks.devices), len(plan.stages)
     _require_loop(plan, ranks)
     parts = modules(stage_layers(plan, options), _SYMBOLS, NAME)
@@ -52,6 +52,7 @@ def arguments(plan: PipelinePlan, options: Options) -> dict[str, str]:
         f"  {name} {shlex.quote(str(value))}\n"
         for name, value in zip(words[::2], words[1::2], strict=True)
     )
+    lines += "  --use-distributed-optimizer\n" * (ranks.shards == "optimizer")
     head = (
         "# The pipeline that Stagewright planned, for Megatron-LM: source this file, then\n"
         '# torchrun ... pretrain_gpt.py "${MEGATRON_ARGUMENTS[@]}" ...\n'

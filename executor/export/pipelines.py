@@ -7,6 +7,8 @@ from stagewright.executor.programs.lower import lower
 from stagewright.executor.programs.verify import verify
 from stagewright.formulations.plans.actions import COMPUTE
 from stagewright.formulations.plans.plan import PipelinePlan
+from stagewright.formulations.plans.plan_class import Shards
+from stagewright.formulations.plans.shards import require_no_shards
 from stagewright.formulations.plans.tensor import require_whole_stages
 from stagewright.formulations.plans.weight_rules import FLUSH
 from stagewright.formulations.schedules.order import Row
@@ -15,10 +17,14 @@ from stagewright.graphs.documents.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """``devices[p]`` are the replicas of rank p, ``rank_of_stage[s]`` is the rank of stage s."""
+    """``devices[p]`` are the replicas of rank p, ``rank_of_stage[s]`` is the rank of stage s.
+
+    ``shards`` is what the replicas of every stage divide.
+    """
 
     devices: tuple[tuple[str, ...], ...]
     rank_of_stage: tuple[int, ...]
+    shards: Shards = "none"
 
     @property
     def replicas(self) -> int:
@@ -32,14 +38,14 @@ class Pipeline:
         return stages % ranks == 0 and all(p == s % ranks for s, p in enumerate(self.rank_of_stage))
 
 
-def pipeline(plan: PipelinePlan, framework: str) -> Pipeline:
-    """The pipeline of a plan.
+def pipeline(plan: PipelinePlan, framework: str, shards: Shards = "none") -> Pipeline:
+    """The pipeline of a plan; ``shards`` is what a framework's replicas may divide, if anything.
 
     Raises
     ------
     InputError
-        If the plan spans steps, its stages have different replication or a tensor degree, or stages
-        share only some of their devices.
+        If the plan spans steps, its stages have different replication, a tensor degree or shards,
+        or stages share only some of their devices.
     """
     _require_whole_iterations(plan, framework)
     require_whole_stages(
@@ -48,6 +54,8 @@ def pipeline(plan: PipelinePlan, framework: str) -> Pipeline:
         "export a plan of degree 1, and give the framework its own tensor parallelism",
     )
     first = plan.stages[0]
+    if {stage.shards for stage in plan.stages} != {shards}:
+        require_no_shards(plan.stages, *_cure(framework, shards))
     for s, stage in enumerate(plan.stages):
         count = len(stage.devices)
         if count != len(first.devices):
@@ -70,7 +78,21 @@ def pipeline(plan: PipelinePlan, framework: str) -> Pipeline:
                     f"stages {t} and {s} share device {name!r} but not all devices in one order: "
                     f"{framework} has one rank of the pipeline on each group of devices"
                 )
-    return Pipeline(groups, tuple(groups.index(stage.devices) for stage in plan.stages))
+    places = tuple(groups.index(stage.devices) for stage in plan.stages)
+    return Pipeline(groups, places, first.shards)
+
+
+def _cure(framework: str, shards: Shards) -> tuple[str, str]:
+    """Why ``framework`` cannot divide what a plan asks for, and what would do."""
+    if shards == "none":
+        return (
+            f"the files for {framework} do not say how replicas divide it",
+            "export a plan without shards, and give the framework its own ZeRO or FSDP",
+        )
+    return (
+        f"the files for {framework} divide nothing, or {shards} in all stages",
+        f"plan shards 'none' or {shards!r} for all stages",
+    )
 
 
 def _require_whole_iterations(plan: PipelinePlan, framework: str) -> None:

@@ -82,11 +82,10 @@ def torchtitan(plan: PipelinePlan, options: Options) -> dict[str, str]:
     other names, but a configuration takes any: the module refuses them. torchtitan silently drops
     the layers that no stage names, so the module counts them too.
     """
-    ranks = pipeline(plan, "torchtitan")
+    ranks = pipeline(plan, "torchtitan", "weights")
     fields = {
         "pipeline_parallel_degree": len(ranks.devices),
-        "data_parallel_replicate_degree": ranks.replicas,
-        "data_parallel_shard_degree": 1,
+        **_replication(ranks),
         "pipeline_parallel_schedule": _schedule_name(ranks, options, "torchtitan"),
     }
     files = {} if options.partition_only else {SCHEDULE: _csv(plan, ranks)}
@@ -100,6 +99,20 @@ def torchtitan(plan: PipelinePlan, options: Options) -> dict[str, str]:
         parts="".join(f"        {part!r},\n" for part in stages),
     )
     return {**files, "stagewright_parallelism.py": text}
+
+
+def _replication(ranks: Pipeline) -> dict[str, int | str]:
+    """Whole replicas, or FSDP that keeps no weights from a forward to its backward."""
+    if ranks.shards == "none":
+        return {
+            "data_parallel_replicate_degree": ranks.replicas,
+            "data_parallel_shard_degree": 1,
+        }
+    return {
+        "data_parallel_replicate_degree": 1,
+        "data_parallel_shard_degree": ranks.replicas,
+        "fsdp_reshard_after_forward": "always",
+    }
 
 
 def _torchtitan_batch(plan: PipelinePlan, options: Options, ranks: Pipeline) -> str:

@@ -29,12 +29,12 @@ def with_reductions(plan: PipelinePlan, rows: Rows) -> Rows:
 
     The sends of that backward come before it. It is in the sub-stream if a weight gradient of the
     stage is: the main stream does not wait. Ranks have the all-reduces that they share in one
-    order, the plan's, and so among the computations of tensor groups, which have collectives within
-    them: a replica whose last backward is early, or that has no microbatch, waits for those that
-    the plan begins before the all-reduce. Where a stage's weights change within the iteration,
-    there is one after every backward.
+    order, the plan's, and so among computations that have collectives within them: a replica whose
+    last backward is early, or that has no microbatch, waits for those that the plan begins before
+    the all-reduce. Where a stage's weights change within the iteration, there is one after every
+    backward.
     """
-    shared = {s for s, stage in enumerate(plan.stages) if stage.replicas > 1}
+    shared = {s for s, stage in enumerate(plan.stages) if stage.reduces}
     if plan.weight_rule.updates_every_round:
         return [list(_after_backwards(row, ActionKind.REDUCE, shared)) for row in rows]
     start = starts(plan)
@@ -64,7 +64,8 @@ def with_updates(plan: PipelinePlan, rows: Rows, families: Families = ()) -> Row
 
     A round is a microbatch, or as many as the stage's devices take in turn: one for each device. A
     step that is not in the plan, or that needs the gradients of a family, is at the iteration's
-    end.
+    end. All-reduces that the plan begins after a step with an all-gather come after it, so that
+    ranks have both in one order.
     """
     if plan.weight_rule.updates_every_round:
         _require_whole_rounds(plan)
@@ -79,17 +80,31 @@ def with_updates(plan: PipelinePlan, rows: Rows, families: Families = ()) -> Row
     for device, row in zip(plan_devices(plan), rows, strict=True):
         due = sorted(stages_on(plan, device), key=lambda s: (planned[s], s))
         before = [(position_of_update(row, s, start, planned[s]), s) for s in due]
-        out.append(
-            [
-                one
-                for i in range(len(row) + 1)
-                for one in (
-                    *(Instruction(Action(s, ActionKind.UPDATE)) for at, s in before if at == i),
-                    *row[i : i + 1],
-                )
-            ]
-        )
+        whole = [
+            one
+            for i in range(len(row) + 1)
+            for one in (
+                *(Instruction(Action(s, ActionKind.UPDATE)) for at, s in before if at == i),
+                *row[i : i + 1],
+            )
+        ]
+        for s in (s for s in due if plan.stages[s].shards == "optimizer"):
+            whole = _with_later_reductions(whole, Action(s, ActionKind.UPDATE), planned[s], start)
+        out.append(whole)
     return out
+
+
+def _with_later_reductions(
+    row: list[Instruction], update: Action, seconds: float, start: Mapping[Action, float]
+) -> list[Instruction]:
+    """``row`` with the all-reduces that begin at ``seconds`` or later after the ``update``."""
+    at = [one.action for one in row].index(update)
+    late = [
+        one
+        for one in row[:at]
+        if one.action.kind is ActionKind.REDUCE and start[one.action] >= seconds
+    ]
+    return [*(one for one in row[:at] if one not in late), row[at], *late, *row[at + 1 :]]
 
 
 def position_of_update(
@@ -130,7 +145,7 @@ def require_equal_turns(plan: PipelinePlan) -> None:
 
 
 def _is_joint(plan: PipelinePlan, action: Action) -> bool:
-    return action.kind in COMPUTE and plan.stages[action.stage].tensor > 1
+    return action.kind in COMPUTE and plan.stages[action.stage].joint > 1
 
 
 def _ends_backward(instruction: Instruction, stage: int) -> bool:

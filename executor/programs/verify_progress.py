@@ -50,13 +50,16 @@ class PipelineProgress(Progress):
         """The ranks that a rank waits for whatever it has got from them."""
         if self.work.is_measured:
             yield from self._measured(rank)
+        stage = self.plan.stages[action.stage]
         if action.kind in COMPUTE:
-            yield from self._mates(rank, action)
+            yield from self._mates(rank, action, stage.joint)
+        elif action.kind is UPDATE and stage.shards == "optimizer":
+            yield from self._mates(rank, action, len(stage.devices))
 
-    def _mates(self, rank: int, action: Action) -> Iterator[tuple[int, str]]:
-        """The devices that compute the action together are all at it, or one is through."""
+    def _mates(self, rank: int, action: Action, size: int) -> Iterator[tuple[int, str]]:
+        """The ``size`` devices of an action with collectives are all at it, or one is through."""
         stage, device = self.plan.stages[action.stage], self.program.devices[rank]
-        for peer in (self.rank[name] for name in mates(stage, device)):
+        for peer in (self.rank[name] for name in mates(stage, device, size)):
             row, at = self.program.rows[peer], self.at[peer]
             there = row[at].action if at < len(row) else None
             if there != action and not self.done[peer][action]:

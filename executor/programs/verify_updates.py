@@ -148,8 +148,8 @@ class _Gradients:
 def require_same_reductions(plan: PipelinePlan, program: Program) -> None:
     """Any two ranks see the collectives that they share in the same order.
 
-    These are all-reduces of gradients, and computations of a tensor group, which has collectives
-    within them.
+    These are all-reduces of gradients, computations of a tensor group, or with sharded weights of
+    all replicas, which have collectives within them, and updates that end with an all-gather.
     """
     collective = [
         [one.action for one in row if _is_joint(plan, one.action)] for row in program.rows
@@ -166,8 +166,11 @@ def require_same_reductions(plan: PipelinePlan, program: Program) -> None:
 
 
 def _is_joint(plan: PipelinePlan, action: Action) -> bool:
-    return action.kind is REDUCE or (
-        action.kind in COMPUTE and plan.stages[action.stage].tensor > 1
+    stage = plan.stages[action.stage]
+    return (
+        action.kind is REDUCE
+        or (action.kind in COMPUTE and stage.joint > 1)
+        or (action.kind is UPDATE and stage.shards == "optimizer")
     )
 
 
@@ -176,5 +179,7 @@ def _is_of(plan: PipelinePlan, action: Action, devices: tuple[str, str]) -> bool
     stage = plan.stages[action.stage]
     if not set(devices) <= set(stage.devices):
         return False
-    one, other = (divmod(stage.devices.index(name), stage.tensor) for name in devices)
-    return one[1] == other[1] if action.kind is REDUCE else one[0] == other[0]
+    one, other = (stage.devices.index(name) for name in devices)
+    if action.kind in COMPUTE:
+        return one // stage.joint == other // stage.joint
+    return one % stage.tensor == other % stage.tensor

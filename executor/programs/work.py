@@ -43,7 +43,7 @@ class Work:
 
     def is_shared(self, s: int) -> bool:
         """Whether the update of a stage needs gradients of other ranks."""
-        return self.plan.stages[s].replicas > 1 or any(s in one for one in self.families)
+        return self.plan.stages[s].reduces or any(s in one for one in self.families)
 
     def brings(self, s: int) -> Iterator[tuple[int, str]]:
         """Stages and devices whose gradients an update of stage ``s`` needs."""

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from stagewright.formulations.plans.actions import (
-    COMPUTE,
     ON_DEVICE,
     PLANNED,
     UPDATE,
@@ -166,21 +165,33 @@ def _entries_by_action(plan: PipelinePlan, actions: list[Action]) -> Entries:
     return found
 
 
-def tensor_groups(plan: PipelinePlan, stage: Stage, entries: Sequence[int]) -> list[list[int]]:
-    """Entries of an action of ``stage`` by the groups whose devices compute it together."""
+def joint_groups(
+    plan: PipelinePlan, stage: Stage, kind: ActionKind, entries: Sequence[int]
+) -> list[list[int]]:
+    """Entries of an action of ``stage`` by the groups of devices that exchange values within it.
+
+    These are tensor groups, or all replicas that gather weights.
+    """
+    size = stage.joint
+    if kind is UPDATE:
+        size = len(stage.devices) if stage.shards == "optimizer" else 1
     at = {plan.actions[i].device: i for i in entries}
-    groups = groups_of(stage.devices, stage.tensor)
-    return [[at[name] for name in group] for group in groups if group[0] in at]
+    groups = groups_of(stage.devices, size)
+    return [[at[name] for name in group] for group in groups if size > 1 and group[0] in at]
 
 
 def together(run: Run) -> Run:
-    """The run in which the devices of a tensor group take as long as the slowest of them."""
+    """The run in which devices that exchange values within an action take as long as the slowest.
+
+    A round-robin stage's updates are such an action, if they end with an all-gather.
+    """
     seconds = list(run.seconds)
-    for s, stage in enumerate(run.plan.stages):
-        if stage.tensor == 1:
-            continue
-        every = (entries for kind in COMPUTE for entries in run.entries[kind][s])
-        for group in (one for entries in every for one in tensor_groups(run.plan, stage, entries)):
+    for (s, stage), kind in product(enumerate(run.plan.stages), ON_DEVICE):
+        for group in (
+            one
+            for entries in run.entries[kind][s]
+            for one in joint_groups(run.plan, stage, kind, entries)
+        ):
             slowest = max(seconds[i] for i in group)
             for i in group:
                 seconds[i] = slowest

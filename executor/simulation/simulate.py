@@ -35,7 +35,7 @@ def simulate(
 ) -> Simulation:
     """Run the order of ``plan``.
 
-    The devices of a tensor group start and end a computation together, with the slowest of them.
+    Devices that exchange values within an action start and end it together, with the slowest.
     Without jitter and stragglers no action of a valid plan ends later than in the plan, and all
     times are the plan's if no action in it waits unnecessarily. Only of a plan with two streams an
     action may end later, if another one waits in the plan and leaves the device to it.

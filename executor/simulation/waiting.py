@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import chain, pairwise, product
 
-from stagewright.executor.simulation.run import Entries, Run, either, tensor_groups
+from stagewright.executor.simulation.run import Entries, Run, either, joint_groups
 from stagewright.formulations.plans.actions import (
     COMPUTE,
     ON_DEVICE,
@@ -102,17 +102,15 @@ def _together(
     """The entries of ``kinds`` that need an explicit common start.
 
     The devices that split a microbatch start it together. If they have the same lanes in all
-    stages this follows from their order; else each waits until all are free. The devices of a
-    tensor group wait for each other in any case: one of them may have been late before.
+    stages this follows from their order; else each waits until all are free. Devices that exchange
+    values within an action wait for each other in any case: one of them may have been late before.
     """
     taken = {name: _turns(plan.stages, name) for stage in plan.stages for name in stage.devices}
     mates: dict[int, list[int]] = {}
     for s, stage in enumerate(plan.stages):
         apart = len({taken[name] for name in stage.devices}) > 1
-        if not apart and stage.tensor == 1:
-            continue
-        for group in (group for kind in kinds for group in entries[kind][s]):
-            parts = [group] if apart else tensor_groups(plan, stage, group)
+        for kind, group in ((one, group) for one in kinds for group in entries[one][s]):
+            parts = [group] if apart else joint_groups(plan, stage, kind, group)
             mates |= {i: part for part in parts for i in part}
     return mates
 

@@ -1,8 +1,10 @@
 """The parts of a rank that are made of a user's model: its stages and their weights."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from stagewright.executor.capture.exported.exporting import Example
 from stagewright.executor.programs.program import Families, stages_on, updates_of_iteration
@@ -24,11 +26,19 @@ from stagewright.executor.training.ranks.rank import Rank, RankProgram
 from stagewright.executor.training.stages.initialise import Model, initialise
 from stagewright.executor.training.stages.learning_rates import MakeSchedule
 from stagewright.executor.training.stages.parameter_groups import ParameterGroups
+from stagewright.executor.training.stages.sharded_weights import (
+    DividedWeights,
+    OptimizerShards,
+    WeightShards,
+    move,
+)
 from stagewright.executor.training.stages.staged_model import StagedModel
 from stagewright.executor.training.stages.stored_weights import StoredWeights
 from stagewright.executor.training.stages.weights import MakeOptimizer, Weights
 from stagewright.formulations.plans.actions import ActionKind
-from stagewright.formulations.plans.plan import PipelinePlan
+from stagewright.formulations.plans.plan import PipelinePlan, Stage
+
+SHARDED: dict[str, type[DividedWeights]] = {"optimizer": OptimizerShards, "weights": WeightShards}
 
 
 def example_of(
@@ -74,7 +84,7 @@ def staged_model(
         module,
         {i for stage in own for i in range(*stage.layers)},
         seed=seed,
-        device="cpu" if any(stage.tensor > 1 for stage in own) else rank.device,
+        device="cpu" if any(_is_divided(stage) for stage in own) else rank.device,
         dtype=dtype,
         example=example,
         weights=weights,
@@ -107,19 +117,30 @@ def weights_of(
     captured: bool,
 ) -> dict[int, Weights]:
     """The weights of a rank's stages, with their optimizers; ``captured``: windows are graphs."""
-    plan = rank.plan
-    made = {}
+    plan, made = rank.plan, dict[int, Weights]()
     for s, layers in model.modules.items():
+        modules = [layer.module for layer in layers]
+        shared: dict[str, Any] = {
+            "groups": parameter_groups,
+            "schedule": schedule,
+            "updates": _updates_of_step(plan, program, s),
+        }
+        if (kind := SHARDED.get(plan.stages[s].shards)) is not None:
+            group = groups.stages[s]
+            # Of the same position in its tensor group as this one.
+            first = rank.devices.index(plan.stages[s].devices[rank.position(s)])
+            first = dist.get_group_rank(group, first)
+            made[s] = kind(modules, model.primary, optimizer, group, first, rank.device, **shared)
+            continue
+        move(modules, rank.device)  # they are on the host where another stage's are divided
         two_gradients = needs_two_gradients(plan, families, s)
         made[s] = Weights(
-            [layer.module for layer in layers],
+            modules,
             model.primary,
             model.tied,
             optimizer,
             versions=plan.weight_rule.versions,
-            groups=parameter_groups,
-            schedule=schedule,
-            updates=_updates_of_step(plan, program, s),
+            **shared,
             two_gradients=two_gradients,
             # Kept where an all-reduce, later versions, a graph or a second stream use the same
             # memory again.
@@ -133,6 +154,11 @@ def weights_of(
         )
     require_joint_steps(plan, (one.optimizer for one in made.values()))
     return made
+
+
+def _is_divided(stage: Stage) -> bool:
+    """Whether a device need not hold the whole weights of a stage."""
+    return stage.tensor > 1 or stage.shards == "weights"
 
 
 def _updates_of_step(plan: PipelinePlan, program: RankProgram, s: int) -> int:

@@ -49,11 +49,12 @@ class CheckpointShare:
     def state(self) -> dict[str, Tensor]:
         """The tensors that this rank writes; each key is written by one rank.
 
-        The devices of a tensor group bring their shards together, so that all ranks call it.
+        The devices of a tensor group, and replicas, bring their shards together, so that all ranks
+        call it.
         """
         found: dict[str, Tensor] = {}
         for s in self._weights:
-            if self._rank.is_in_first_group(s):
+            if self._rank.is_in_first_group(s) or self._rank.plan.stages[s].shards != "none":
                 own = self._model_state(s) | self._optimizer_state(s)
                 found |= own if self._rank.first(s) == self._rank.number else {}
         if self._extra is not None and self._rank.number == 0:
@@ -73,26 +74,28 @@ class CheckpointShare:
     def _whole(self, s: int, name: str, one: Tensor) -> Tensor:
         """A tensor of the shape of parameter ``name``, or one that is whole anyway."""
         sharding = self._model.shardings.get(s)
-        return one if sharding is None else sharding.whole(name, one)
+        # What replicas brought together is on the host.
+        return one if sharding is None else sharding.whole(name, one.to(self._rank.device))
 
     def _model_state(self, s: int) -> dict[str, Tensor]:
+        weights = self._weights[s]
+        tensors = self._model.tensors(s, weights)
+        found = {name: one for name, one in tensors.items() if name not in weights.names}
         return {
             f"model.{name}": self._whole(s, name, one.detach())
-            for name, one in self._model.tensors(s, self._weights[s]).items()
+            for name, one in (found | weights.values()).items()
             if self._model.stages_of[name][0] == s
         }
 
     def _optimizer_state(self, s: int) -> dict[str, Tensor]:
         weights, found = self._weights[s], dict[str, Tensor]()
-        for name, one in weights.parameters(weights.newest).items():
+        for name, kept in weights.states().items():
             if self._model.stages_of[name][0] != s:
                 continue
             if self._buffered:
                 found[f"previous.{name}"] = weights.parameters(0)[name].detach()
-            kept = weights.optimizer.state.get(one, {}) if weights.optimizer else {}
             for key, value in kept.items():
-                if value is not None:
-                    found[f"optimizer.{name}.{key}"] = self._whole(s, name, torch.as_tensor(value))
+                found[f"optimizer.{name}.{key}"] = self._whole(s, name, value)
         return found
 
     def wanted(self, keys: Iterable[str]) -> list[str]:
@@ -119,7 +122,7 @@ class CheckpointShare:
                 if f"model.{name}" not in own:
                     raise InputError(f"the checkpoint has no {name!r} of stage {s}")
                 with torch.no_grad():
-                    one.copy_(own[f"model.{name}"])
+                    weights.fill(name, one, own[f"model.{name}"])
             weights.load(own, buffered=self._buffered)
             if weights.rates is not None:
                 if SCHEDULE not in tensors:

@@ -31,8 +31,11 @@ from stagewright.executor.training.losses import Loss, read_measure
 from stagewright.executor.training.ranks.collectives import summed
 from stagewright.executor.training.ranks.rank import Rank
 from stagewright.executor.training.stages.seeding import layer_seed
+from stagewright.executor.training.stages.sharded_stage import ShardedComputation
+from stagewright.executor.training.stages.sharded_weights import WeightShards
 from stagewright.executor.training.stages.stage import StageComputation, Tensors
 from stagewright.executor.training.stages.staged_model import StagedModel
+from stagewright.executor.training.stages.weights import Weights
 from stagewright.formulations.plans.actions import Action
 from stagewright.formulations.plans.tensor import share_count
 from stagewright.graphs.documents.errors import InputError
@@ -44,13 +47,14 @@ Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 class Evaluation:
     """What evaluates the stages of a rank.
 
-    ``groups`` are, by stage with several replicas, the processes with this rank's shard; ``loss``
-    is that of the training, or the model's own (``takes_loss``); ``dtype`` is the type of the
-    parameters.
+    ``weights`` are by stage; ``groups`` are, by stage with several replicas, the processes with
+    this rank's shard; ``loss`` is that of the training, or the model's own (``takes_loss``);
+    ``dtype`` is the type of the parameters.
     """
 
     rank: Rank
     model: StagedModel
+    weights: Mapping[int, Weights]
     groups: Mapping[int, dist.ProcessGroup]
     loss: Loss
     takes_loss: bool
@@ -136,13 +140,13 @@ class Evaluation:
     def _computation(self, rank: Rank, s: int, crossing: Crossing) -> StageComputation:
         lanes = crossing.lanes[s]
         lane = rank.lane(rank.number, s, 0) if len(lanes) > 1 else 0
-        return StageComputation(
-            crossing.stage_layers(s, lane),
-            "none",
-            rank.device,
-            self.autocast,
-            share=crossing.share(s, lane),
-        )
+        layers, share = crossing.stage_layers(s, lane), crossing.share(s, lane)
+        weights = self.weights[s]
+        if isinstance(weights, WeightShards):
+            return ShardedComputation(
+                layers, "none", rank.device, self.autocast, share=share, weights=weights
+            )
+        return StageComputation(layers, "none", rank.device, self.autocast, share=share)
 
     @contextmanager
     def _same_buffers(self) -> Iterator[None]:

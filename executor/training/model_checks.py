@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from math import isfinite
 
@@ -99,18 +99,53 @@ def require_known_tensor_plan(plan: PipelinePlan) -> None:
             )
 
 
+def require_known_shards(plan: PipelinePlan, *, compiled: bool) -> None:
+    """Refuse what is not known together with replicas that divide their state."""
+    for s, stage in enumerate(plan.stages):
+        if stage.shards == "none":
+            continue
+        where = f"stage {s} has shards {stage.shards!r}"
+        if plan.spans_steps or plan.weight_rule != FLUSH:
+            raise InputError(
+                f"{where}, which is run only by finite plans that begin with the forwards and have "
+                f"'flush' weights; this one has {plan.weights!r}"
+                + (" and begins with the backwards" if plan.is_backward_first else "")
+            )
+        if stage.shards == "weights":
+            _require_gathered_layers(plan, s, compiled=compiled)
+
+
+def _require_gathered_layers(plan: PipelinePlan, s: int, *, compiled: bool) -> None:
+    """Refuse what needs a layer's weights at other times than they are gathered."""
+    where = f"stage {s} has shards 'weights'"
+    if plan.stages[s].offload:
+        raise InputError(f"{where} and offloads, which is not run together; recompute instead")
+    if compiled:
+        raise InputError(f"{where}, whose layers are not compiled; leave out compile")
+    for one in plan.actions:
+        if "I" in one.action and parse_action(one.action).stage == s:
+            raise InputError(
+                f"{where} and {one.action}: its backward is not split into I and W; plan whole "
+                "backwards (B) for it"
+            )
+
+
 def require_not_divided(
     plan: PipelinePlan, tied: Sequence[str], stages_of: Mapping[str, Sequence[int]]
 ) -> None:
-    """Refuse parameters that a stage of a tensor degree above 1 shares with another."""
+    """Refuse parameters that a stage, of which every device has a part, shares with another."""
     for name in tied:
         for s in stages_of[name]:
-            if plan.stages[s].tensor > 1:
-                raise InputError(
-                    f"parameter {name!r} is shared by stages {listed_stages(stages_of[name])}, of "
-                    f"which {s} has tensor degree {plan.stages[s].tensor}; put its layers into one "
-                    "stage, or plan tensor degree 1 for them"
-                )
+            stage = plan.stages[s]
+            has, plain = f"tensor degree {stage.tensor}", "tensor degree 1 for them"
+            if stage.shards != "none":
+                has, plain = f"shards {stage.shards!r}", "them without shards"
+            elif stage.tensor == 1:
+                continue
+            raise InputError(
+                f"parameter {name!r} is shared by stages {listed_stages(stages_of[name])}, of "
+                f"which {s} has {has}; put its layers into one stage, or plan {plain}"
+            )
 
 
 def require_no_divided_draws(
@@ -264,8 +299,13 @@ def require_joint_steps(
 
     They clip by the gradients of one device, or treat a parameter that is divided as a whole.
     """
-    divided = any(stage.tensor > 1 for stage in plan.stages)
-    if len(plan.stages) == 1 and not divided:
+    cuts = {
+        cut
+        for stage in plan.stages
+        for cut, is_made in ((_rows, stage.tensor > 1), (_numbers, stage.shards != "none"))
+        if is_made
+    }
+    if len(plan.stages) == 1 and not cuts:
         return
     for one in optimizers:
         name = one and clips_by_itself(one)
@@ -274,36 +314,54 @@ def require_joint_steps(
                 f"the optimizer {name} clips by the norm of one device's gradients alone; give "
                 "one that does not, and clip_norm for that of all"
             )
-        if one is not None and divided and _needs_whole_tensors(one):
+        if one is not None and any(_needs_whole_tensors(one, cut) for cut in cuts):
             raise InputError(
                 f"the optimizer {type(one).__name__} steps otherwise on a part of a parameter than "
-                "on the whole: give one that treats every number alone, or plan tensor degree 1"
+                "on the whole: give one that treats every number alone, or plan tensor degree 1 "
+                "and no shards"
             )
 
 
-def _needs_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether steps on the halves of a matrix differ from those on the matrix.
+Cut = Callable[[Tensor], tuple[Tensor, ...]]
 
-    False if they cannot be tried: the class makes no optimizer of its defaults.
+
+def _rows(matrix: Tensor) -> tuple[Tensor, ...]:
+    """The halves of a tensor degree."""
+    return matrix.chunk(2)
+
+
+def _numbers(matrix: Tensor) -> tuple[Tensor, ...]:
+    """Unequal parts of the numbers as they lie in memory, as replicas may have them."""
+    return tuple(torch.split(matrix.flatten(), [24, 40]))
+
+
+def _needs_whole_tensors(optimizer: torch.optim.Optimizer, cut: Cut) -> bool:
+    """Whether steps on the parts of a matrix differ from those on the matrix.
+
+    False if the latter cannot be tried: the class makes no optimizer of its defaults.
     """
     try:
-        whole, halves = _stepped(optimizer, 1), _stepped(optimizer, 2)
+        whole = _stepped(optimizer, lambda one: (one,))
     except (TypeError, ValueError):
         return False
-    return not torch.allclose(whole, halves, rtol=1e-9, atol=1e-12)
+    try:
+        parts = _stepped(optimizer, cut)
+    except (TypeError, ValueError):
+        return True
+    return not torch.allclose(whole, parts, rtol=1e-9, atol=1e-12)
 
 
-def _stepped(optimizer: torch.optim.Optimizer, parts: int) -> Tensor:
-    """A matrix after two steps of an optimizer of the same class, which has it in ``parts``."""
+def _stepped(optimizer: torch.optim.Optimizer, cut: Cut) -> Tensor:
+    """The numbers of a matrix after two steps of an optimizer of the same class on its parts."""
     device = next(one.device for group in optimizer.param_groups for one in group["params"])
     numbers = torch.arange(1.0, 65.0, dtype=torch.float64, device=device).view(8, 8)
-    own = [torch.nn.Parameter(one.clone()) for one in numbers.sin().chunk(parts)]
+    own = [torch.nn.Parameter(one.clone()) for one in cut(numbers.sin())]
     same = type(optimizer)(own, **optimizer.defaults)
     for factor in (3, 5):
-        for one, gradient in zip(own, (factor * numbers).cos().chunk(parts), strict=True):
+        for one, gradient in zip(own, cut((factor * numbers).cos()), strict=True):
             one.grad = gradient.clone()
         same.step()
-    return torch.cat([one.detach() for one in own])
+    return torch.cat([one.detach().flatten() for one in own])
 
 
 def clips_by_itself(optimizer: torch.optim.Optimizer) -> str | None:

@@ -23,6 +23,8 @@ from stagewright.executor.training.model_checks import (
 )
 from stagewright.executor.training.ranks.rank import Rank, RankProgram
 from stagewright.executor.training.stages.initialise import total_bytes
+from stagewright.executor.training.stages.sharded_stage import ShardedComputation
+from stagewright.executor.training.stages.sharded_weights import WeightShards
 from stagewright.executor.training.stages.stage import StageComputation
 from stagewright.executor.training.stages.staged_model import StagedModel
 from stagewright.executor.training.stages.weights import Weights
@@ -101,25 +103,25 @@ class Preparation:
         self.weights[s].leave_out(trained)
         divided = traces[slice(*stage.layers)]
         require_no_divided_draws(f"stage {s}", self.model.modules[s], divided)
-        return StageComputation(
-            crossing.stage_layers(s, lane),
-            stage.recompute,
-            self.rank.device,
-            self.autocast,
-            offload=stage.offload,
-            share=crossing.share(s, lane),
-            compiled=self.compiled,
-        )
+        share, weights = crossing.share(s, lane), self.weights[s]
+        given = crossing.stage_layers(s, lane), stage.recompute, self.rank.device, self.autocast
+        if isinstance(weights, WeightShards):
+            return ShardedComputation(*given, share=share, weights=weights)
+        return StageComputation(*given, offload=stage.offload, share=share, compiled=self.compiled)
 
     def _require_fit(self, computations: Mapping[int, StageComputation]) -> None:
         """Refuse to begin a run that cannot fit into memory."""
         footprints = {s: one.footprint() for s, one in computations.items()}
-        for s in footprints:
-            if self.weights[s].releases:
+        for s, weights in self.weights.items():
+            if isinstance(weights, WeightShards):
+                least = weights.static_bytes
+                footprints[s] = replace(footprints[s], static_bytes=least, gradient_bytes=0.0)
+                continue
+            if weights.releases:
                 continue
             more = footprints[s].static_bytes + footprints[s].gradient_bytes
             if needs_two_gradients(self.rank.plan, self.families, s):
-                more += self.weights[s].gradient_bytes
+                more += weights.gradient_bytes
             footprints[s] = replace(footprints[s], static_bytes=more, gradient_bytes=0.0)
         need, where = peak_bytes(self.rank.plan, self.program.row, footprints)
         room = total_bytes(self.rank.device)

@@ -32,6 +32,7 @@ from stagewright.executor.training.model_checks import (
     require_accumulated,
     require_capturable,
     require_clip_norm,
+    require_known_shards,
     require_known_tensor_plan,
     warn_of_divided_loss,
 )
@@ -174,6 +175,7 @@ class Executor:
         require_torch()
         require_clip_norm(plan, clip_norm)
         require_known_tensor_plan(plan)
+        require_known_shards(plan, compiled=compile)
         require_accumulated(plan, accumulate, traced=trace)
         self._accumulate = accumulate
         self._loss, takes_loss = loss_of_run(loss, example)
@@ -239,6 +241,7 @@ class Executor:
         self._evaluation = Evaluation(
             self._rank,
             self._model,
+            self._weights,
             self._groups.stages,
             self._loss,
             takes_loss,

@@ -26,6 +26,7 @@ from stagewright.executor.training.model_checks import (
     require_accumulated,
     require_capturable,
     require_clip_norm,
+    require_known_shards,
     require_known_tensor_plan,
 )
 from stagewright.executor.training.operators.executor import OperatorExecutor
@@ -104,6 +105,7 @@ class Task:
             return
         require_clip_norm(self.plan, self.clip_norm)
         require_known_tensor_plan(self.plan)
+        require_known_shards(self.plan, compiled=self.compile)
         require_accumulated(self.plan, self.accumulate, traced=self.trace is not None)
         require_not_captured(self.schedule, captured=self.graph)
         if self.graph:

@@ -19,8 +19,8 @@ def certificate(
 ) -> Certificate:
     """The certificate of a plan whose smallest class is ``plans`` and that takes ``cost`` seconds.
 
-    ``bounds`` must contain one of scope ``problem`` on every plan (of tensor degree 1), so that
-    plans of other degrees have no certificate.
+    ``bounds`` must contain one of scope ``problem`` on every plan (of tensor degree 1, without
+    shards), so that other plans have no certificate.
 
     Raises
     ------

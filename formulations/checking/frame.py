@@ -8,7 +8,7 @@ from stagewright.formulations.checking.violations import Violation
 from stagewright.formulations.plans.actions import W, parse_action
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan, Schedule, Stage
-from stagewright.formulations.plans.plan_class import RECOMPUTE, REPLICATION
+from stagewright.formulations.plans.plan_class import RECOMPUTE, REPLICATION, SHARDS
 from stagewright.formulations.plans.tensor import groups_of, share_count
 from stagewright.formulations.plans.weight_rules import FLUSH, WEIGHT_RULES
 from stagewright.graphs.documents.errors import InputError
@@ -31,6 +31,7 @@ def broken_frame(problem: PipelineProblem, plan: PipelinePlan) -> Iterator[Viola
     yield from _broken_streams(plan)
     if plan.is_backward_first:
         yield from _broken_between_losses(plan)
+    yield from _broken_shards(plan)
     yield from _broken_layers(problem, plan)
     yield from _broken_cover(problem, plan.stages)
     yield from _broken_placement(problem, plan.stages)
@@ -108,6 +109,20 @@ def _broken_between_losses(plan: PipelinePlan) -> Iterator[Violation]:
                 f"stage {s}",
                 "activations would move to the host across the loss, where a schedule that begins "
                 "with the backwards is cut: do not offload, or begin with the forwards",
+            )
+
+
+def _broken_shards(plan: PipelinePlan) -> Iterator[Violation]:
+    """Replicas divide their state only where iterations follow one another, with one version."""
+    for s, stage in enumerate(plan.stages):
+        if stage.shards not in SHARDS:
+            yield Violation("shards", f"stage {s}", f"shards {stage.shards!r}")
+        elif stage.shards != "none" and (plan.spans_steps or plan.weight_rule != FLUSH):
+            yield Violation(
+                "shards",
+                f"stage {s}",
+                f"shards {stage.shards!r} needs a finite schedule that begins with the forwards, "
+                f"and weights 'flush', got {plan.weights!r}",
             )
 
 

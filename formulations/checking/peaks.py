@@ -15,6 +15,7 @@ from stagewright.formulations.plans.memory import (
     version_bytes,
     waiting_bytes,
 )
+from stagewright.formulations.plans.shards import gathered_bytes
 from stagewright.formulations.plans.tensor import of_shard
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.units import format_bytes
@@ -37,13 +38,17 @@ def memory_exceeded(times: PlanTimes) -> Iterator[Violation]:
 
 
 def peaks(times: PlanTimes) -> Iterator[tuple[str, float, float]]:
-    """Per used device its static bytes, and the peak of the other bytes."""
+    """Per used device its static bytes, and the peak of the other bytes.
+
+    A layer whose weights are gathered for a while counts as static.
+    """
     overlapping = times.schedule is not None and times.rule.staleness > 0
     static_bytes = [
         stage_static_bytes(times.problem, stage, times.rule, overlapping) for stage in times.stages
     ]
+    gathered = [gathered_bytes(times.problem, stage) for stage in times.stages]
     for lanes, names in devices_by_lanes(times.stages).items():
-        static = sum(static_bytes[s] for s, _, _ in lanes)
+        static = sum(static_bytes[s] for s, _, _ in lanes) + max(gathered[s] for s, _, _ in lanes)
         most = _most_bytes([each for lane in lanes for each in _kept(times, lane)], times.tolerance)
         for name in names:
             yield name, static, most

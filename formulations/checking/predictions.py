@@ -12,6 +12,7 @@ from stagewright.formulations.checking.violations import Violation
 from stagewright.formulations.plans.actions import COMPUTE, UPDATE
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Predicted, Stage
+from stagewright.formulations.plans.shards import exchanged_rounds
 from stagewright.formulations.plans.timing import (
     are_sent,
     covered_seconds,
@@ -63,7 +64,10 @@ def _computed(times: PlanTimes, lanes: Sequence[Lane]) -> tuple[Floats, Floats]:
 def _link_bytes(
     problem: PipelineProblem, stages: Sequence[Stage], rule: WeightRule
 ) -> dict[str, float]:
-    """Bytes per iteration between neighbouring stages ("0-1"), and reduced in a stage ("0")."""
+    """Bytes per iteration between neighbouring stages ("0-1"), and reduced in a stage ("0").
+
+    A reduce-scatter or an all-gather of a stage counts as half of an all-reduce.
+    """
     # A microbatch crosses a boundary twice: its activations, and their gradient.
     sent = [sum(are_sent(stages, s, problem.microbatches)) for s in range(len(stages) - 1)]
     crossing = {
@@ -73,7 +77,10 @@ def _link_bytes(
     }
     sums = problem.microbatches if rule.updates_every_round else 1
     reduced = {
-        str(s): sums * reduce_bytes(problem, stage)
+        str(s): sums
+        * exchanged_rounds(stage, problem.microbatches)
+        / 2
+        * reduce_bytes(problem, stage)
         for s, stage in enumerate(stages)
         if stage.replicas > 1
     }

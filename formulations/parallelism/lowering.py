@@ -6,6 +6,7 @@ and by how much, is in docs/layouts.md, "From a layout to a run".
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 from stagewright.formulations.checking.check import require_valid
@@ -20,6 +21,7 @@ from stagewright.formulations.parallelism.training import Precision, TrainingPro
 from stagewright.formulations.plans.assembly import assemble
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan, Stage
+from stagewright.formulations.plans.plan_class import Shards
 from stagewright.formulations.schedules.interleaved import interleaved
 from stagewright.formulations.schedules.order import Order
 from stagewright.formulations.schedules.planned import starts_to_the_end
@@ -76,11 +78,26 @@ def require_expressible(problem: TrainingProblem, layout: Layout) -> None:
     blocks = layout.blocks_of_stages(problem.architecture.layers)
     again = layout.recomputed_of_stages(problem.architecture.layers)
     some = next((pair for pair in zip(again, blocks, strict=True) if 0 < pair[0] < pair[1]), None)
+    shards = _shards(layout)
     refused = [
         (layout.context > 1, f"context degree {layout.context}", "c1"),
         (problem.architecture.experts is not None, "experts", "a model without them"),
         (layout.sequence_parallel, "sequence parallelism", "a layout without sp"),
-        (layout.zero > 0, f"ZeRO {layout.zero}: every replica keeps its weights whole", "zero0"),
+        (
+            layout.zero == 2 and layout.data > 1,
+            "ZeRO 2: replicas divide the optimizer's state, or the weights too",
+            "zero1 or zero3",
+        ),
+        (
+            shards == "weights" and layout.schedule == "zero-bubble",
+            "backwards in two parts (zero-bubble) of weights that are gathered",
+            "1f1b or zero1",
+        ),
+        (
+            shards != "none" and layout.pipeline > 1 and problem.architecture.tied,
+            "stages with shards that share a tied table",
+            "zero0, p1, or a model that is not tied",
+        ),
         (
             layout.tensor > 1 and layout.schedule == "zero-bubble",
             "backwards in two parts (zero-bubble) of divided layers",
@@ -133,7 +150,7 @@ def chain_of(problem: TrainingProblem, layout: Layout, names: Sequence[str] | No
         f"computed for {problem.fabric.device}, sequences of {problem.sequence}, of a layout",
         layout.data * layout.microbatch,
         tuple(layers),
-        _state_factor(problem.precision),
+        _state_factor(problem.precision, layout),
     )
 
 
@@ -152,9 +169,18 @@ def stages_of(problem: TrainingProblem, layout: Layout, cluster: Cluster) -> tup
             tuple(cluster.devices[i].name for i in _ranks(layout, s % layout.pipeline)),
             recompute="layer" if again[s] else "none",
             tensor=layout.tensor,
+            shards=_shards(layout),
         )
         for s in range(layout.stages)
     )
+
+
+def _shards(layout: Layout) -> Shards:
+    """What the replicas divide; a single one nothing."""
+    if layout.data == 1:
+        return "none"
+    kinds: dict[int, Shards] = {1: "optimizer", 3: "weights"}
+    return kinds.get(layout.zero, "none")
 
 
 def _ranks(layout: Layout, rank: int) -> list[int]:
@@ -196,7 +222,10 @@ def _cost(
         # The gradient of the logits is there while the head's backward is.
         saved_bytes=samples * (share.saved_bytes(size, "none") + share.gradient_bytes),
         output_bytes=samples * (share.gradient_bytes if is_head else share.width * size),
-        update_seconds=update_seconds(problem, layout, held(((share, False, 1),), tied=True)),
+        # Of all numbers: the plan's stages say which part of the step a replica does.
+        update_seconds=update_seconds(
+            problem, replace(layout, zero=0), held(((share, False, 1),), tied=True)
+        ),
         device_kind=problem.fabric.device,
         tensor=degree,
         shard_parameter_bytes=None if degree is None else _parameter_bytes(problem, share),
@@ -217,7 +246,12 @@ def _parameter_bytes(problem: TrainingProblem, share: Share) -> float:
     return (share.parameters + share.tied_parameters) * problem.precision.weight_bytes
 
 
-def _state_factor(precision: Precision) -> float:
-    """Bytes next to a weight and a gradient of its size; smaller gradients count as large."""
+def _state_factor(precision: Precision, layout: Layout) -> float:
+    """Bytes next to a weight and a gradient of its size; smaller gradients count as large.
+
+    Where the replicas divide the optimizer's state alone, what gradients take in addition stays
+    whole: it counts as many times as the state is divided.
+    """
     weight, gradient = precision.weight_bytes, max(precision.weight_bytes, precision.gradient_bytes)
-    return (gradient - weight + precision.optimizer_bytes) / weight
+    times = layout.data if _shards(layout) == "optimizer" else 1
+    return (times * (gradient - weight) + precision.optimizer_bytes) / weight

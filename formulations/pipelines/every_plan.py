@@ -1,4 +1,4 @@
-"""Bounds that hold for every plan of tensor degree 1 that the checker accepts, or every finite one.
+"""Bounds on every plan of tensor degree 1 without shards that the checker accepts, or finite ones.
 
 A stage takes the longest of its devices' times, and a device's time is a sum over the stage's
 layers: a device is busy at least for the times of all its layers. A layer of a microbatch is on r

@@ -131,12 +131,13 @@ def is_grouped(stages: Sequence[Stage]) -> bool:
 def scheduling_of(problem: PipelineProblem, stages: Sequence[Stage]) -> MakespanProblem | None:
     """The makespan problem of plain stages; None if a stage is not plain.
 
-    Plain stages have split replication, tensor degree 1 and disjoint devices, and keep all
-    activations.
+    Plain stages have split replication, tensor degree 1, no shards and disjoint devices, and keep
+    all activations.
     """
     devices = [name for stage in stages for name in stage.devices]
     plain = all(
-        (stage.turns, stage.tensor, stage.recompute, stage.offload) == (1, 1, "none", False)
+        (stage.turns, stage.tensor, stage.shards) == (1, 1, "none")
+        and (stage.recompute, stage.offload) == ("none", False)
         for stage in stages
     )
     if not plain or len({*devices}) < len(devices):

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
+from stagewright.formulations.plans.shards import state_bytes
 from stagewright.formulations.plans.tensor import of_shard, share_count
 from stagewright.formulations.plans.weight_rules import FLUSH, WeightRule
 from stagewright.graphs.documents.arrays import Floats
@@ -92,8 +93,12 @@ def static_bytes(
 def stage_static_bytes(
     problem: PipelineProblem, stage: Stage, rule: WeightRule = FLUSH, overlapping: bool = False
 ) -> float:
-    """As :func:`static_bytes`, of a stage of a plan."""
+    """As :func:`static_bytes`, of a stage of a plan; what it gathers for a while is not in it."""
     shard, shares = of_shard(problem, stage), share_count(stage)
+    if stage.shards != "none":
+        return state_bytes(problem, stage) + sum(
+            buffer_bytes(shard, side, shares) for side in stage.layers
+        )
     return static_bytes(shard, *stage.layers, stage.replicas, shares, rule, overlapping)
 
 

@@ -262,13 +262,16 @@ class PipelineProblem:
         2(k-1) steps pay the largest latency each. Zero for a single device. The bytes take longer
         where the cluster knows what share of the bandwidth an all-reduce reaches.
         """
+        return 2 * self.round_seconds(self.gradient_bytes(start, stop), devices)
+
+    def round_seconds(self, volume: float, devices: Sequence[int]) -> float:
+        """Half of a ring all-reduce of ``volume`` bytes: a reduce-scatter, or an all-gather."""
         k = len(devices)
         if k == 1:
             return 0.0
-        volume = 2 * (k - 1) / k * self.gradient_bytes(start, stop)
         bandwidth, latency = self._slowest_link(devices, devices)
         slowdown = self.cluster.all_reduce_slowdown
-        return volume / bandwidth * slowdown + 2 * (k - 1) * latency
+        return (k - 1) / k * volume / bandwidth * slowdown + (k - 1) * latency
 
     def update_seconds(self, start: int, stop: int, devices: Sequence[int]) -> float:
         """Time of the optimizer step on layers [start, stop), on the slowest of ``devices``."""

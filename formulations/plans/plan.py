@@ -8,7 +8,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, TypeAdapter
 
 from stagewright.formulations.plans.envelope import Claim, Envelope
-from stagewright.formulations.plans.plan_class import PlanClass, Recompute, Replication
+from stagewright.formulations.plans.plan_class import (
+    PlanClass,
+    Recompute,
+    Replication,
+    Shards,
+    require_replicas,
+)
 from stagewright.formulations.plans.weight_rules import WEIGHT_RULES, WeightRule, Weights
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
@@ -34,6 +40,11 @@ class Stage:
 
     Groups of ``tensor`` consecutive devices compute every layer together, each with a shard of it
     (tensor parallelism); a group takes the place of one device in the replication.
+
+    ``shards`` says what the replicas divide among them, each with an equal part (ZeRO, Rajbhandari
+    et al. 2020): nothing (``none``); the state of the optimizer (``optimizer``, ZeRO-1); or also
+    weights and gradients (``weights``, ZeRO-3), so that a layer's weights are gathered for each of
+    its forwards and backwards.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -44,6 +55,7 @@ class Stage:
     recompute: Recompute = "none"
     offload: bool = False
     tensor: int = 1
+    shards: Shards = "none"
 
     def __post_init__(self) -> None:
         if not 0 <= self.layers[0] < self.layers[1]:
@@ -59,6 +71,7 @@ class Stage:
                 f"a stage either offloads or recomputes its activations, not both; got recompute "
                 f"{self.recompute!r} with offload"
             )
+        require_replicas(self.shards, self.replication, self.replicas)
 
     def runners(self, microbatch: int) -> tuple[str, ...]:
         """The devices that process ``microbatch``."""
@@ -71,6 +84,16 @@ class Stage:
     def replicas(self) -> int:
         """The number of groups, each with the whole weights."""
         return len(self.devices) // self.tensor
+
+    @property
+    def reduces(self) -> bool:
+        """Whether gradients are summed up once, after the backwards, and not within each."""
+        return self.replicas > 1 and self.shards != "weights"
+
+    @property
+    def joint(self) -> int:
+        """Among how many consecutive devices a computation has collectives."""
+        return len(self.devices) if self.shards == "weights" else self.tensor
 
     @property
     def lanes(self) -> tuple[tuple[str, ...], ...]:
@@ -251,10 +274,10 @@ class Certificate:
 
     ``bound_seconds`` is the best bound over a class ``plans`` that contains this plan (of equal
     bounds, the one on the largest class). ``every_bound_seconds`` is the best over every plan (of
-    tensor degree 1) that the checker accepts. ``schedule_bound_seconds`` is the best bound over the
-    schedules of the same stages in the class ``schedule_plans``. ``bounds`` lists all computed
-    bounds, including those on classes without this plan: one that exceeds the plan's cost says that
-    every plan of its class is worse.
+    tensor degree 1, without shards) that the checker accepts. ``schedule_bound_seconds`` is the
+    best bound over the schedules of the same stages in the class ``schedule_plans``. ``bounds``
+    lists all computed bounds, including those on classes without this plan: one that exceeds the
+    plan's cost says that every plan of its class is worse.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT

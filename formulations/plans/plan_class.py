@@ -21,12 +21,14 @@ if TYPE_CHECKING:
 
 Replication = Literal["split", "round-robin"]
 Recompute = Literal["none", "full", "layer"]
+Shards = Literal["none", "optimizer", "weights"]
 ScheduleKind = Literal["finite", "periodic", "backward-first"]
 Sharing = Literal["none", "groups", "any"]
 
 WEIGHTS: tuple[Weights, ...] = get_args(Weights)
 REPLICATION: tuple[Replication, ...] = get_args(Replication)
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
+SHARDS: tuple[Shards, ...] = get_args(Shards)
 SCHEDULES: tuple[ScheduleKind, ...] = get_args(ScheduleKind)
 SHARING: tuple[Sharing, ...] = get_args(Sharing)
 SINGLE_STREAM = "one stream on every device"
@@ -36,7 +38,8 @@ SINGLE_STREAM = "one stream on every device"
 class PlanClass:
     """The plans that use only these features.
 
-    By default these are all that the checker accepts whose stages have tensor degree 1.
+    By default these are all that the checker accepts whose stages have tensor degree 1 and whose
+    replicas keep all of their state.
 
     Attributes
     ----------
@@ -64,6 +67,8 @@ class PlanClass:
         other computations of their device.
     tensor
         The tensor degrees that stages may have, ascending, or ``any``.
+    shards
+        What the replicas of a stage may divide among them.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -79,6 +84,7 @@ class PlanClass:
     merged: bool = False
     streams: Literal[1, 2] = 2
     tensor: tuple[int, ...] | Literal["any"] = (1,)
+    shards: tuple[Shards, ...] = ("none",)
 
     def __post_init__(self) -> None:
         if "backward-first" not in self.schedules:  # the others have one stream
@@ -87,6 +93,7 @@ class PlanClass:
         _require_choice("recompute", self.recompute, RECOMPUTE)
         _require_choice("schedules", self.schedules, SCHEDULES)
         _require_choice("weights", self.weights, WEIGHTS)
+        _require_choice("shards", self.shards, SHARDS)
         _require_ascending("equal_groups", self.equal_groups)
         if self.tensor != "any":
             _require_ascending("tensor", self.tensor)
@@ -105,6 +112,7 @@ class PlanClass:
             and other.merged >= self.merged
             and other.streams <= self.streams
             and _within(_given(other.tensor), _given(self.tensor))
+            and set(other.shards) <= set(self.shards)
         )
 
     def describe(self) -> str:
@@ -162,7 +170,21 @@ def class_of_stages(
         merged=all(set(a.devices) != set(b.devices) for a, b in pairwise(stages)),
         streams=streams,
         tensor=tuple(sorted({stage.tensor for stage in stages})),
+        shards=tuple(kind for kind in SHARDS if kind in {stage.shards for stage in stages}),
     )
+
+
+def require_replicas(shards: Shards, replication: Replication, replicas: int) -> None:
+    """Refuse shards without replicas, or of weights that replicas need at different times."""
+    if shards == "none":
+        return
+    if replicas == 1:
+        raise InputError(f"shards {shards!r} needs several replicas, the stage has one")
+    if shards == "weights" and replication != "split":
+        raise InputError(
+            "shards 'weights' gathers a layer from all replicas at once, but those of a "
+            "round-robin stage compute at different times: use replication 'split'"
+        )
 
 
 def patterns_under(rule: WeightRule) -> PlanClass:
@@ -216,6 +238,8 @@ def _limits(plans: PlanClass) -> Iterator[str]:
         yield f"weights {' or '.join(plans.weights)}"
     if plans.tensor != "any":
         yield f"tensor degree {_runs(plans.tensor)}"
+    if plans.shards != SHARDS:
+        yield "no shards" if plans.shards == ("none",) else f"shards {' or '.join(plans.shards)}"
 
 
 def _device_limits(plans: PlanClass) -> Iterator[str]:

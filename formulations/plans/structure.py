@@ -14,6 +14,7 @@ from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.plans.memory import kept_bytes, stage_static_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
+from stagewright.formulations.plans.shards import gathered_bytes
 from stagewright.formulations.plans.tensor import share_count, stays
 from stagewright.formulations.plans.timing import Blocks, durations, offload_seconds
 from stagewright.graphs.documents.arrays import Floats, Ints
@@ -242,12 +243,12 @@ def _offload_seconds(problem: PipelineProblem, stage: Stage, devices: Sequence[i
 
 
 def _room(problem: PipelineProblem, stages: Sequence[Stage]) -> Floats:
-    static = np.zeros(len(problem.cluster))
+    static, gathered = np.zeros(len(problem.cluster)), np.zeros(len(problem.cluster))
     for stage in stages:
-        bytes_ = stage_static_bytes(problem, stage)
-        for name in stage.devices:
-            static[problem.cluster.index[name]] += bytes_
-    return np.asarray(problem.memory_bytes - static)
+        devices = [problem.cluster.index[name] for name in stage.devices]
+        static[devices] += stage_static_bytes(problem, stage)
+        gathered[devices] = np.maximum(gathered[devices], gathered_bytes(problem, stage))
+    return np.asarray(problem.memory_bytes - (static + gathered))
 
 
 def _alone(lanes: Sequence[int], kept: Floats, again: Floats, offloaded: Floats) -> float:

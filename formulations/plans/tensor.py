@@ -21,9 +21,9 @@ def groups_of(devices: Sequence[T], tensor: int) -> list[tuple[T, ...]]:
     return [tuple(devices[i : i + tensor]) for i in range(0, len(devices), tensor)]
 
 
-def mates(stage: Stage, device: str) -> tuple[str, ...]:
-    """The other devices of the group of ``device``."""
-    group = next(one for one in groups_of(stage.devices, stage.tensor) if device in one)
+def mates(stage: Stage, device: str, size: int) -> tuple[str, ...]:
+    """The other devices of the group of ``device``, where groups have ``size`` devices."""
+    group = next(one for one in groups_of(stage.devices, size) if device in one)
     return tuple(name for name in group if name != device)
 
 

@@ -26,6 +26,7 @@ from stagewright.formulations.plans.actions import (
 )
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan, Stage
+from stagewright.formulations.plans.shards import exchange_seconds, round_seconds, update_share
 from stagewright.formulations.plans.tensor import crossing, of_shard, stays
 from stagewright.formulations.plans.weight_rules import FLUSH, WeightRule
 from stagewright.graphs.documents.arrays import Floats
@@ -78,7 +79,7 @@ def expected_actions(
                 yield Action(s, SEND_F, m)
             if sent[s][m]:
                 yield Action(s, SEND_B, m)
-        if stage.replicas > 1 and not rule.updates_every_round:
+        if stage.reduces and not rule.updates_every_round:
             yield Action(s, REDUCE)
         if s in updated:
             yield Action(s, UPDATE)
@@ -100,7 +101,7 @@ def durations(
     for s, stage in enumerate(stages):
         step = ending_seconds(problem, stage) if rule.updates_every_round else 0.0
         _add_computations(problem, stages, s, step, bool(parts[s].any()), seconds)
-        if stage.replicas > 1 and not rule.updates_every_round:
+        if stage.reduces and not rule.updates_every_round:
             seconds[REDUCE][s] = reduce_seconds(problem, stage)
     for s in updated_stages(problem, stages, rule):
         seconds[UPDATE][s] = update_seconds(problem, stages[s])
@@ -115,11 +116,14 @@ def compute_seconds(
 ) -> tuple[float, float]:
     """Time of the forward, and of the backward with recomputation, split on ``devices``.
 
+    The exchanges of weights and gradients that are divided among the replicas are a part of them.
     Of every tensor group among them the first counts: all of a group are of one kind.
     """
     firsts = devices[:: stage.tensor]
     forward, backward = of_shard(problem, stage).compute_seconds(*stage.layers, firsts)
-    return forward, backward + (0.0 if stage.recompute == "none" else forward)
+    again = 0.0 if stage.recompute == "none" else forward
+    there, back = exchange_seconds(problem, stage)
+    return forward + there, backward + again + back
 
 
 def kernel_shares(problem: PipelineProblem, stage: Stage) -> dict[ActionKind, float]:
@@ -206,7 +210,12 @@ def ending_seconds(problem: PipelineProblem, stage: Stage) -> float:
 
 
 def reduce_seconds(problem: PipelineProblem, stage: Stage) -> float:
-    """Seconds of the all-reduce of a stage's gradients, those of all shards at once; 0 on one."""
+    """Seconds of the all-reduce of a stage's gradients, those of all shards at once; 0 on one.
+
+    A reduce-scatter where the replicas divide the optimizer's state.
+    """
+    if stage.shards == "optimizer":
+        return round_seconds(problem, stage)
     devices, shard = (
         [problem.cluster.index[name] for name in stage.devices],
         of_shard(problem, stage),
@@ -222,9 +231,14 @@ def reduce_bytes(problem: PipelineProblem, stage: Stage) -> float:
 
 
 def update_seconds(problem: PipelineProblem, stage: Stage) -> float:
-    """Seconds of the optimizer step of a stage on each of its devices."""
+    """Seconds of the optimizer step of a stage on each of its devices.
+
+    Of a part, where the replicas divide the optimizer's state; the new weights are then gathered.
+    """
     devices = [problem.cluster.index[name] for name in stage.devices]
-    return of_shard(problem, stage).update_seconds(*stage.layers, devices)
+    step = of_shard(problem, stage).update_seconds(*stage.layers, devices)
+    gather = round_seconds(problem, stage) if stage.shards == "optimizer" else 0.0
+    return step * update_share(problem, stage) + gather
 
 
 def offload_seconds(problem: PipelineProblem, stage: Stage, devices: Sequence[int]) -> float | None:

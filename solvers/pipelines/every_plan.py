@@ -33,7 +33,7 @@ from stagewright.solvers.backends.backend import solve
 
 @lru_cache(maxsize=8)
 def every_plan_bounds(problem: PipelineProblem) -> tuple[Bound, ...]:
-    """Bounds on every plan of tensor degree 1, and on some classes of plans.
+    """Bounds on every plan of tensor degree 1 without shards, and on some classes of plans.
 
     Every layer of ``problem`` must fit in memory.
     """

@@ -18,9 +18,11 @@ from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Begins, Bound, Guarantee, PipelinePlan, Stage
 from stagewright.formulations.plans.plan_class import (
     RECOMPUTE,
+    SHARDS,
     PlanClass,
     Recompute,
     ScheduleKind,
+    Shards,
     class_of_stages,
 )
 from stagewright.formulations.plans.starts import starts_of
@@ -106,6 +108,8 @@ class Choices:
         the microbatches and their size in place of the problem's.
     vertical_sync
         ``pipedream-async``: whether every stage uses the weights that the first stage used.
+    shards
+        What the replicas of stages divide, put into the plan after the search; see `sharded`.
     """
 
     recompute: Recomputation | None = None
@@ -118,6 +122,7 @@ class Choices:
     out_of_order: OutOfOrder | None = None
     batch: int | None = None
     vertical_sync: bool = False
+    shards: Shards = "none"
 
     def __post_init__(self) -> None:
         if self.group_size is not None:
@@ -125,6 +130,8 @@ class Choices:
         if self.recompute not in (None, *get_args(Recomputation)):
             known = ", ".join(get_args(Recomputation))
             raise InputError(f"recompute must be one of {known}, got {self.recompute!r}")
+        if self.shards not in SHARDS:
+            raise InputError(f"shards must be one of {', '.join(SHARDS)}, got {self.shards!r}")
         if not isinstance(self.offload, bool | None):
             raise InputError(f"offload must be True or False, got {self.offload!r}")
         period = self.period_seconds

@@ -12,6 +12,7 @@ from stagewright.formulations.plans.actions import Action, ActionKind
 from stagewright.formulations.plans.assembly import assemble
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan, Stage
+from stagewright.formulations.plans.shards import require_no_shards
 from stagewright.formulations.plans.structure import Endings, Structure, Work, misfit, work_of
 from stagewright.formulations.plans.tensor import require_whole_stages
 from stagewright.formulations.plans.timing import split_backwards
@@ -38,11 +39,16 @@ ROWS = (
 
 
 def require_same_layers(chain: Chain, given: PipelinePlan) -> None:
-    """Refuse a plan whose layers are not those of ``chain``, or have a tensor degree."""
+    """Refuse a plan whose layers are not those of ``chain``, or are divided among devices."""
     require_whole_stages(
         given.stages,
         "planners make stages of degree 1 only and cannot begin with others",
         "give a plan of degree 1",
+    )
+    require_no_shards(
+        given.stages,
+        "planners make stages without shards and cannot begin with others",
+        "give a plan without them",
     )
     count = given.stages[-1].layers[1]
     if count != len(chain):
@@ -72,7 +78,7 @@ def warm_start(
         work, endings, _ = work_of(problem, structure)
         short = misfit(problem, structure, work)
         if short is None:
-            known = _Retiming(problem, given, structure, work, endings)
+            known = Retiming(problem, given, structure, work, endings)
             return known.best(lambda: limits.left(monotonic() - began) <= 0)
         reason = short
     return NoPlan(f"the given plan does not fit: {reason}", proved=False)
@@ -148,7 +154,7 @@ def _structures(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Retiming:
+class Retiming:
     """The structure of a given plan with the present times."""
 
     problem: PipelineProblem

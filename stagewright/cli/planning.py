@@ -31,6 +31,14 @@ from stagewright.cli.schedules import Placement
 from stagewright.graphs.documents.errors import InputError
 
 
+class Sharded(StrEnum):
+    """What the replicas of a stage divide among them."""
+
+    NONE = "none"
+    OPTIMIZER = "optimizer"
+    WEIGHTS = "weights"
+
+
 class Contention(StrEnum):
     """Whether transfers between two devices wait for each other."""
 
@@ -101,6 +109,15 @@ def plan(
             "(auto and general by default), the other planners in every stage.",
         ),
     ] = None,
+    shards: Annotated[
+        Sharded,
+        typer.Option(
+            help="What the replicas of a stage divide: the optimizer's state (ZeRO-1), or the "
+            "weights too (ZeRO-3). Put into the plan that is found without: nothing is proved "
+            "about it.",
+            case_sensitive=False,
+        ),
+    ] = Sharded.NONE,
     vertical_sync: Annotated[
         bool,
         typer.Option(
@@ -229,6 +246,7 @@ def plan(
             "--replicas": replicas, "--placement": placement, "--training": training,
             "--k": reversed_layers, "--group": group, "--share": share, "--from": start,
             "--vertical-sync": vertical_sync or None, "--tensor": tensor,
+            "--shards": None if shards is Sharded.NONE else shards,
         }  # fmt: skip
         refuse_options(given, f"is for models of layers; {model} is a graph of operators")
         chosen = None if contention is None else contention.value
@@ -251,6 +269,7 @@ def plan(
         batch=batch,
         vertical_sync=vertical_sync,
         tensor=tensor,
+        shards=shards.value,
         planner=planner,
         recompute=recompute,
         offload=offload,

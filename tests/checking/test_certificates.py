@@ -25,6 +25,7 @@ from stagewright.formulations.plans.plan_class import (
     EVERY_PLAN,
     PATTERNS,
     SEARCHED_ALLOCATIONS,
+    SHARDS,
     WHOLE_FINITE,
     WHOLE_PERIODIC,
     PlanClass,
@@ -72,18 +73,19 @@ class TestClasses:
     @pytest.mark.parametrize(
         ("changes", "text"),
         [
-            ({"tensor": "any"}, "every plan"),
-            ({"schedules": ("finite",), "tensor": "any"}, "every finite plan"),
-            ({}, "every plan with tensor degree 1"),
-            ({"tensor": (1, 2, 4)}, "every plan with tensor degree 1 or 2 or 4"),
-            ({"sharing": "none"}, "every plan with disjoint devices, tensor degree 1"),
+            ({"tensor": "any", "shards": SHARDS}, "every plan"),
+            ({"schedules": ("finite",), "tensor": "any", "shards": SHARDS}, "every finite plan"),
+            ({"tensor": "any"}, "every plan with no shards"),
+            ({}, "every plan with tensor degree 1, no shards"),
+            ({"tensor": (1, 2, 4)}, "every plan with tensor degree 1 or 2 or 4, no shards"),
+            ({"sharing": "none"}, "every plan with disjoint devices, tensor degree 1, no shards"),
             (
                 {"equal_groups": (1, 2)},
-                "every plan with 1 or 2 devices in every stage, tensor degree 1",
+                "every plan with 1 or 2 devices in every stage, tensor degree 1, no shards",
             ),
-            ({"replication": ()}, "every plan with no replicas, tensor degree 1"),
-            ({"offload": False}, "every plan with no offloading, tensor degree 1"),
-            ({"weights": ("flush",)}, "every plan with weights flush, tensor degree 1"),
+            ({"replication": ()}, "every plan with no replicas, tensor degree 1, no shards"),
+            ({"offload": False}, "every plan with no offloading, tensor degree 1, no shards"),
+            ({"weights": ("flush",)}, "every plan with weights flush, tensor degree 1, no shards"),
         ],
     )
     def test_a_class_is_named_by_its_limits(self, changes, text):
@@ -92,7 +94,7 @@ class TestClasses:
     def test_the_joint_search_is_described(self):
         assert DISJOINT_SPLIT.describe() == (
             "disjoint devices, split replicas, whole backwards, no recomputation or offloading, "
-            "tensor degree 1"
+            "tensor degree 1, no shards"
         )
 
     def test_the_smallest_class_of_a_plan(self):
@@ -157,7 +159,9 @@ class TestCertificate:
         degrees = replace(EVERY_PLAN, tensor=(1, 2))
         groups = replace(DISJOINT_SPLIT, weights=("flush",), tensor=(2,))
         for own, about in ((groups, degrees), (DISJOINT_SPLIT, DISJOINT_SPLIT)):
-            with pytest.raises(InvalidPlan, match="is about every plan with tensor degree 1, "):
+            with pytest.raises(
+                InvalidPlan, match="is about every plan with tensor degree 1, no shards, "
+            ):
                 certificate(own, 4.0, [Bound(1.0, "a", "problem", about)])
         with pytest.raises(InvalidPlan, match=r"no bound is about a .* tensor degree 2"):
             certificate(groups, 4.0, [Bound(1.0, "a", "problem", EVERY_PLAN)])
@@ -170,7 +174,7 @@ class TestCertificate:
         found = certificate(DISJOINT_SPLIT, 4.0, bounds)
         assert (found.proved_by, found.plans) == ("a", EVERY_PLAN)
         assert [one.plans for one in headlines(found)] == [
-            "every plan with tensor degree 1", "every schedule of these stages",
+            "every plan with tensor degree 1, no shards", "every schedule of these stages",
         ]  # fmt: skip
 
     def test_a_certificate_is_read_back(self):
@@ -336,5 +340,5 @@ def test_no_plan_at_all_fits(parameter_bytes, saved_bytes, reason):
     cluster = uniform_servers(1, 2, Link(1e9), memory_bytes=16e9)
     result = stagewright.plan(Chain("m", "test", 4, layers), cluster, 2, time_limit=2)
     assert (result.status, result.plans) == (Status.INFEASIBLE, EVERY_PLAN)
-    assert result.reason.startswith("no plan with tensor degree 1 fits: ")
+    assert result.reason.startswith("no plan with tensor degree 1, no shards fits: ")
     assert reason in result.reason

@@ -168,6 +168,21 @@ def test_simulate_refuses(options: list[str], message: str, files: Path) -> None
     assert message in refused("simulate", files / "plan.json", *given_to(files), *options)
 
 
+def test_plan_with_shards(files: Path) -> None:
+    asked = ("plan", *given_to(files), "--microbatches", 4, "--planner", "dp", "--time-limit", 3)
+    document = answered_json(*asked, "--shards", "optimizer", "-o", files / "sharded.json")
+    (stage,) = document["stages"]
+    assert stage["shards"] == "optimizer"
+    assert (document["bound_seconds"], document["gap"], document["plans"]) == (None, None, None)
+    assert document["reason"].startswith("stages with shards optimizer: 0; an iteration takes")
+    text = answered("check", files / "sharded.json", *given_to(files))
+    assert "valid" in text
+    assert "shards optimizer" in answered("show", files / "sharded.json")
+    assert "'zero1' is not one of 'none', 'optimizer', 'weights'" in refused(
+        *asked, "--shards", "zero1"
+    )
+
+
 def test_show_prints_and_draws(files: Path) -> None:
     text = answered("show", files / "plan.json")
     assert "3 stages, 4 microbatches" in text
@@ -175,7 +190,7 @@ def test_show_prints_and_draws(files: Path) -> None:
     stages = answered_json("show", files / "plan.json")["stages"]
     assert stages[0] == {
         "layers": [0, 2], "devices": ["g0", "g1"], "replication": "split", "recompute": "none",
-        "offload": False, "tensor": 1,
+        "offload": False, "tensor": 1, "shards": "none",
     }  # fmt: skip
     drawn = [files / name for name in ("plan.html", "plan.png", "trace.json")]
     answered(
@@ -271,7 +286,9 @@ def test_plan_refuses_models(layers: list[Any], message: str, files: Path) -> No
 def test_a_layer_that_fits_nowhere_is_told_in_bytes(files: Path) -> None:
     rewrite(files / "model.json", layers=[layer(parameters=4e9)])
     found = answered("plan", *given_to(files), "--microbatches", 4, code=1)
-    assert re.search(r"no plan with tensor degree 1 fits: layer 'a' .*\d+ bytes short", found)
+    assert re.search(
+        r"no plan with tensor degree 1, no shards fits: layer 'a' .*\d+ bytes short", found
+    )
 
 
 @pytest.mark.parametrize(

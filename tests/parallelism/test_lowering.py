@@ -29,8 +29,11 @@ ARCHITECTURES = (SMALL, replace(QWEN2, layers=8, full_layers=frozenset(range(3))
 FREE = 1e19  # bytes per second
 
 
-def random_case(seed: int, *, free: bool) -> tuple[TrainingProblem, Layout]:
-    """A layout that a plan can express; ``free``: all but tensor exchanges take no time."""
+def random_case(seed: int, *, free: bool, zero: bool = False) -> tuple[TrainingProblem, Layout]:
+    """A layout that a plan can express; ``free``: all but tensor exchanges take no time.
+
+    With ``zero``, two replicas divide the optimizer's state or the weights.
+    """
     draw = random.Random(seed)
     pipeline, tensor = draw.choice((1, 2, 4)), draw.choice((1, 2, 4))
     layout = Layout(
@@ -42,6 +45,9 @@ def random_case(seed: int, *, free: bool) -> tuple[TrainingProblem, Layout]:
         schedule=draw.choice(("1f1b", "zero-bubble")) if pipeline > 1 == tensor else "1f1b",
         placement=draw.choice(("data-inside", "pipeline-inside")),
     )
+    if zero:
+        kinds = (1,) if layout.schedule == "zero-bubble" else (1, 3)
+        layout = replace(layout, data=2, zero=draw.choice(kinds))
     precision = draw.choice((Precision(), Precision(4, 4, 4, 8), Precision(2, 2, 2, 12)))
     problem = make_problem(
         draw.choice(ARCHITECTURES), layout, draw.choice((4, 8)), precision=precision,
@@ -135,6 +141,26 @@ def test_memory(seed: int) -> None:
     assert all(least <= share <= most for share in shares)
 
 
+@examples(100, quick=20, phases=UNSHRUNK)
+@given(seed=st.integers(0, 2**32))
+def test_layouts_with_zero(seed: int) -> None:
+    """Memory is the estimate's, but for what is gathered for a layer and the buffers.
+
+    Where transfers are free so are gathers: the computations end when the estimate says.
+    """
+    problem, layout = random_case(seed, free=True, zero=True)
+    found = evaluate(problem, layout)
+    asked, plan = lowered(problem, layout)
+    require_lowered(asked, plan)
+    assert {stage.shards for stage in plan.stages} == {{1: "optimizer", 3: "weights"}[layout.zero]}
+    assert computed(plan) == pytest.approx(found.pipeline_seconds, rel=1e-6)
+    updates = [update_seconds(asked, stage) for stage in plan.stages]
+    by_rank = [sum(updates[rank :: layout.pipeline]) for rank in range(layout.pipeline)]
+    assert max(by_rank) == pytest.approx(found.update_seconds, rel=1e-4)
+    if layout.pipeline == 1 and layout.zero == 1:
+        assert shares_of_memory(plan, found) == [pytest.approx(1.0, rel=1e-6)]
+
+
 def test_devices_are_those_of_the_ranks() -> None:
     """Rank of (pipeline k, replica i, shard j), in servers of 4."""
     problem = make_problem(SMALL, Layout(2, 2, data=2))
@@ -193,8 +219,12 @@ def test_a_tied_table_is_in_both_layers() -> None:
             "a pipeline plan that runs has no sequence parallelism; choose a layout without",
         ),
         (
-            "p1 t1 d2 b1 zero1",
-            "a pipeline plan that runs has no ZeRO 1: every replica keeps its weights",
+            "p1 t1 d2 b1 zero2",
+            "no ZeRO 2: replicas divide the optimizer's state, or the weights too; choose zero1 or",
+        ),
+        (
+            "p2 t1 d2 b1 zero3 zero-bubble",
+            "no backwards in two parts (zero-bubble) of weights that are gathered; choose 1f1b or",
         ),
         ("p2 t2 d1 b1 zero-bubble", "no backwards in two parts (zero-bubble) of divided layers; "),
         (
@@ -224,6 +254,9 @@ def test_refusals_that_depend_on_the_model() -> None:
     divided = parse_layout("p2 t2 d1 b1")
     with pytest.raises(InputError, match="no divided stages that share a tied table; choose t1"):
         lowered(make_problem(GPT2, divided), divided)
+    sharded = parse_layout("p2 t1 d2 b1 zero1")
+    with pytest.raises(InputError, match="no stages with shards that share a tied table; choose"):
+        lowered(make_problem(GPT2, sharded), sharded)
     selective = parse_layout("p1 t1 d1 b1 selective")
     problem = make_problem(SMALL, selective, attention="materialized")
     with pytest.raises(InputError, match="no selective recomputation; choose none or full"):

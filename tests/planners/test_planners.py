@@ -215,7 +215,7 @@ class TestInfeasible:
         problem = PipelineProblem(chain(4, parameters=GB), servers(1, 2, memory=3 * GB), 2)
         result = plan(problem, "auto", LIMITS)
         assert (result.status, result.attempts) == (Status.INFEASIBLE, ())
-        assert result.reason.startswith("no plan with tensor degree 1 fits")
+        assert result.reason.startswith("no plan with tensor degree 1, no shards fits")
 
     def test_hetpipe_needs_equal_servers(self):
         devices = [Device(f"g{v}", "v100", 1e12) for v in range(3)]

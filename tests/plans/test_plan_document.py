@@ -71,7 +71,7 @@ def test_figures_and_certificate_may_be_absent(tmp_path: Path) -> None:
 
 def test_what_other_programs_read(data: dict[str, Any]) -> None:
     assert (data["format"], data["version"], data["kind"]) == ("stagewright-plan", 1, "pipeline")
-    kept = {"recompute": "none", "offload": False, "tensor": 1}
+    kept = {"recompute": "none", "offload": False, "tensor": 1, "shards": "none"}
     assert data["stages"] == [
         {"layers": [0, 1], "devices": ["g0", "g1"], "replication": "round-robin", **kept},
         {"layers": [1, 4], "devices": ["g2"], "replication": "split", **kept},

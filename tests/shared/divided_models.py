@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from tensor_runs import fill_and_drain
 from torch import Tensor, nn
+from training_plans import fill_and_drain
 
 from benchmarks.any_models import GROUPED, LENGTH, AnyModel, hugging_face, text
 from stagewright.executor.training.runtime import Executor

@@ -227,13 +227,18 @@ PAIRS = (("g0", "g1"), ("g1", "g0"), ("g3", "g4"), ("g2", "g5"))
 
 @st.composite
 def elaborate(
-    draw: st.DrawFn, waits: bool = False, begins: Begins | None = None, sharded: bool = False
+    draw: st.DrawFn,
+    waits: bool = False,
+    begins: Begins | None = None,
+    sharded: bool = False,
+    zero: bool = False,
 ) -> tuple[PipelineProblem, PipelinePlan]:
     """As `scheduled`, with all that a finite plan can say.
 
     Stages share devices, whole groups or parts of them; backwards stand whole or as I and W; stages
     recompute; weights change as they may; the schedule may begin with the backwards. If
-    ``sharded``, the devices of some stages are groups of two.
+    ``sharded``, the devices of some stages are groups of two. With ``zero`` some stages shard their
+    optimizer's state or their weights; weights are then ``flush``.
     """
     layers = draw(st.integers(1, 5))
     inner = draw(st.sets(st.integers(1, layers - 1), max_size=3)) if layers > 1 else set()
@@ -247,6 +252,8 @@ def elaborate(
         updates=draw(st.booleans()),
         degrees=(2,) if sharded else (),
     )
+    if zero:
+        begins = "forward"
     weights = "flush" if begins else draw(st.sampled_from(get_args(Weights)))
     if weights == "flush" and begins is None:
         begins = draw(st.sampled_from(get_args(Begins)))
@@ -258,8 +265,13 @@ def elaborate(
         tensor = draw(st.sampled_from([1, 2])) if sharded else 1
         devices = draw(groups) if tensor == 1 else [v for pair in draw(wide) for v in pair]
         how = draw(st.sampled_from(ways)), draw(st.sampled_from(["none", "full", "layer"]))
-        stages.append(Stage(layers_of, tuple(devices), *how, tensor=tensor))
-    backwards = list(product(range(len(stages)), range(microbatches)))
+        stage = Stage(layers_of, tuple(devices), *how, tensor=tensor)
+        if zero and stage.replicas > 1:
+            kinds = ["none", "optimizer", "weights"][: 3 if stage.turns == 1 else 2]
+            stage = replace(stage, shards=draw(st.sampled_from(kinds)))
+        stages.append(stage)
+    may_split = [s for s, stage in enumerate(stages) if stage.shards != "weights"]
+    backwards = list(product(may_split, range(microbatches)))
     delays = st.sampled_from([0.0, 0.0, 0.003, 0.2])
     plan = valid_plan(
         problem,
@@ -267,7 +279,7 @@ def elaborate(
         order=draw(st.permutations(range(microbatches))),
         in_flight=[draw(st.integers(1, microbatches)) for _ in stages],
         wait=(lambda: draw(delays)) if waits else (lambda: 0.0),
-        split=draw(st.sets(st.sampled_from(backwards))),
+        split=draw(st.sets(st.sampled_from(backwards))) if backwards else (),
         weights=weights,
         begins=begins or "forward",
     )
@@ -297,7 +309,8 @@ def _all_actions(
     for s, stage in enumerate(stages):
         if weights.startswith("stash"):  # both are parts of the backwards
             continue
-        found += [Action(s, REDUCE)] if len(stage.devices) > stage.tensor else []
+        summed = len(stage.devices) > stage.tensor and stage.shards != "weights"
+        found += [Action(s, REDUCE)] if summed else []
         found += [Action(s, UPDATE)] if _update_seconds(problem, stage) > 0 else []
     return found
 
@@ -342,7 +355,32 @@ def _resources(stages: Sequence[Stage], action: Action) -> Sequence[object]:
     return [(left, stages[left].runners(m), stages[left + 1].runners(m))]
 
 
+def part_of(whole: float, replicas: int) -> float:
+    """The bytes of equal parts of which each is a multiple of 16 bytes."""
+    return 16.0 * -(-whole // (16 * replicas))
+
+
+def _round_seconds(problem: PipelineProblem, stage: Stage) -> float:
+    """Every replica passes on one part after another to the next, until all have been around."""
+    r, shard = len(stage.devices) // stage.tensor, problem.at(stage.tensor)
+    cuts = [stage.layers]
+    if stage.shards == "weights":
+        cuts = [(i, i + 1) for i in range(*stage.layers)]
+    parts = [part_of(shard.gradient_bytes(*cut), r) for cut in cuts]
+    rings = [stage.devices[i :: stage.tensor] for i in range(stage.tensor)]
+    slowest = [
+        problem.cluster.pairs.slowest(*[[problem.cluster.index[name] for name in ring]] * 2)
+        for ring in rings
+    ]
+    return max(
+        sum((r - 1) * (part / bandwidth + latency) for part in parts if part)
+        for bandwidth, latency in slowest
+    )
+
+
 def _reduce_seconds(problem: PipelineProblem, stage: Stage) -> float:
+    if stage.shards == "optimizer":
+        return _round_seconds(problem, stage)
     devices = [problem.cluster.index[name] for name in stage.devices]
     return max(
         problem.at(stage.tensor).reduce_seconds(*stage.layers, devices[i :: stage.tensor])
@@ -351,9 +389,15 @@ def _reduce_seconds(problem: PipelineProblem, stage: Stage) -> float:
 
 
 def _update_seconds(problem: PipelineProblem, stage: Stage) -> float:
-    return problem.at(stage.tensor).update_seconds(
-        *stage.layers, [problem.cluster.index[name] for name in stage.devices]
-    )
+    shard, r = problem.at(stage.tensor), len(stage.devices) // stage.tensor
+    devices = [problem.cluster.index[name] for name in stage.devices]
+    seconds = shard.update_seconds(*stage.layers, devices)
+    if stage.shards == "none":
+        return seconds
+    bytes_ = [shard.gradient_bytes(i, i + 1) for i in range(*stage.layers)]
+    if stage.shards == "weights":
+        return seconds * sum(part_of(one, r) for one in bytes_) / sum(bytes_)
+    return seconds * part_of(sum(bytes_), r) / sum(bytes_) + _round_seconds(problem, stage)
 
 
 def _seconds(
@@ -397,6 +441,10 @@ def _compute_seconds(
     forward, backward = shard.compute_seconds(*stage.layers, groups)
     of_input, of_weights = shard.gradient_seconds(*stage.layers, groups)
     again = forward if stage.recompute != "none" else 0.0
+    if stage.shards == "weights":  # gathers, and a reduce-scatter in the backward
+        once = _round_seconds(problem, stage)
+        rounds = 3 if stage.recompute == "full" else 2
+        return {F: forward + once, B: backward + again + rounds * once}
     return {F: forward, B: backward + again, I: of_input + again, W: of_weights}
 
 

@@ -5,12 +5,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import training_plans as make
 from ranks import Ranks
+from training_plans import fill_and_drain
 
 from examples.models import Llama, Transformer
 from stagewright.executor.training.runtime import Executor
-from stagewright.formulations.plans.actions import Action, ActionKind
+from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.plans.plan import PipelinePlan, Stage
 from stagewright.graphs.documents.errors import InputError
 
@@ -44,19 +44,6 @@ def summed(output: Any, targets: Any) -> Any:
     """A loss with its count, of which some samples have fewer."""
     counted = targets.where(targets > 3, -100)
     return ENTROPY(output, counted, reduction="sum"), (counted >= 0).sum()
-
-
-def fill_and_drain(stages: list[Stage], microbatches: int) -> PipelinePlan:
-    """On every device all forwards, stage by stage, then all backwards."""
-    every = range(len(stages))
-    order = [Action(s, F, m) for s in every for m in range(microbatches)]
-    order += [Action(s, B, m) for s in reversed(every) for m in range(microbatches)]
-    orders = {
-        name: [one for one in order if name in stages[one.stage].runners(one.microbatch or 0)]
-        for stage in stages
-        for name in stage.devices
-    }
-    return make.plan_in_order(stages, microbatches, orders)
 
 
 def run(

@@ -105,7 +105,7 @@ def even_samples(stages: Sequence[Stage]) -> int:
 
 
 def _transfers_and_reductions(stages: Sequence[Stage], microbatches: int) -> list[Action]:
-    found = [Action(s, REDUCE) for s, stage in enumerate(stages) if stage.replicas > 1]
+    found = [Action(s, REDUCE) for s, stage in enumerate(stages) if stage.reduces]
     for s, m in product(range(len(stages) - 1), range(microbatches)):
         if not stays(stages[s], stages[s + 1], m):
             found += [Action(s, SEND_F, m), Action(s + 1, SEND_B, m)]
@@ -213,7 +213,7 @@ def gpipe(stages: Sequence[Stage], microbatches: int, weights: Weights = "flush"
     return _per_stage(stages, microbatches, [order(s) for s in range(len(stages))], weights)
 
 
-def stage_by_stage(stages: Sequence[Stage], microbatches: int) -> PipelinePlan:
+def fill_and_drain(stages: Sequence[Stage], microbatches: int) -> PipelinePlan:
     """All forwards, then all backwards, of a stage after the other; stages may share devices."""
     every = range(len(stages))
     actions = [Action(s, F, m) for s in every for m in range(microbatches)]

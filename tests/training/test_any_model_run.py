@@ -45,6 +45,16 @@ def divided(layers: int) -> PipelinePlan:
     return make.one_f_one_b(doubled(layers, "split"), MICROBATCHES)
 
 
+def gathered(layers: int) -> PipelinePlan:
+    stage = Stage((0, layers), ("d0", "d1"), shards="weights")
+    return make.one_f_one_b([stage], MICROBATCHES)
+
+
+def optimizer_parts(layers: int) -> PipelinePlan:
+    stage = Stage((0, layers), ("d0", "d1"), "round-robin", shards="optimizer")
+    return make.one_f_one_b([stage], MICROBATCHES)
+
+
 def straight(layers: int, count: int) -> list[Stage]:
     return make.straight([layers * (s + 1) // count - layers * s // count for s in range(count)])
 
@@ -60,15 +70,26 @@ def doubled(layers: int, replication: Any) -> list[Stage]:
 
 LAYOUTS = {
     plan.__name__: plan
-    for plan in (two_stages, four_stages, zero_bubble, replicas, two_by_two, divided)
+    for plan in (
+        two_stages,
+        four_stages,
+        zero_bubble,
+        replicas,
+        two_by_two,
+        divided,
+        gathered,
+        optimizer_parts,
+    )
 }
 # Of a microbatch's samples those of each last device: halves, or a half of either half.
-SHARES = {"replicas": ((0, 1), (2, 3)), "divided": ((0, 2), (1, 3))}
+HALVES = ((0, 1), (2, 3))
+SHARES = {"replicas": HALVES, "gathered": HALVES, "divided": ((0, 2), (1, 3))}
 # A contrastive loss is of all samples at once; the routers' logits are of samples x tokens. Batch
 # norms that track see whole microbatches in a pipeline alone.
 REFUSED = {
     ("clip", "replicas"): "computes with the number of its samples",
     ("clip", "divided"): "computes with the number of its samples",
+    ("clip", "gathered"): "computes with the number of its samples",
     ("mixtral", "divided"): NO_SAMPLES,
 }
 PIPELINES = ("two_stages", "four_stages", "zero_bubble")
@@ -77,6 +98,8 @@ QUICK = {
     ("gpt2", "zero_bubble"),
     ("llama", "four_stages"),
     ("llama", "divided"),
+    ("gpt2", "gathered"),
+    ("llama", "optimizer_parts"),
     ("resnet18", "two_by_two"),
     ("resnet18", "replicas"),
 }

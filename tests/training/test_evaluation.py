@@ -10,6 +10,7 @@ from profiles import UNSHRUNK, examples
 
 torch = pytest.importorskip("torch", reason="the executor needs torch")
 
+import tensor_runs  # noqa: E402
 import training_plans as make  # noqa: E402
 from models import EXAMPLES  # noqa: E402
 from ranks import Ranks, RanksFailed  # noqa: E402
@@ -146,7 +147,7 @@ def plan_rank(plan: PipelinePlan, device: str) -> int:
 def test_modes_are_those_of_evaluation(ranks: Ranks, stages: list[Stage]) -> None:
     model = Modes().double()
     assert len(capture(model)) == 4
-    plan = make.stage_by_stage(stages, 3)
+    plan = make.fill_and_drain(stages, 3)
     batches = [modes_batch(12, seed) for seed in range(STEPS)]
     # Of other numbers of samples than in training; one that does not divide; fewer than parts.
     held_out = [modes_batch(12, 10), modes_batch(7, 11), modes_batch(2, 12)]
@@ -345,3 +346,23 @@ def test_a_models_own_loss_is_of_whole_mini_batches(ranks: Ranks) -> None:
     (_, state), (value, _) = ranks.run(masked, 2, plan, batches)
     expected, _ = plainly(one.make(), state, [(batch, ()) for batch in batches])
     assert value == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("shards", ["optimizer", "weights"])
+def test_stages_whose_replicas_divide_their_state(ranks: Ranks, shards: Any) -> None:
+    example = EXAMPLES["dropping-transformer"]
+    model = example.build().double()
+    count = len(capture(model))
+    plan = make.gpipe([Stage((0, count), ("a", "b"), "split", shards=shards)], 2)
+    batches = [doubled(example.batch(8, seed)) for seed in range(STEPS)]
+    held_out = [doubled(example.batch(5, 10))]
+    compare(ranks, plan, model, batches, held_out)
+
+
+def test_stages_whose_layers_are_divided(ranks: Ranks) -> None:
+    model = tensor_runs.gpt().double()
+    count = len(capture(model))
+    stages = [Stage((0, 2), ("a", "b"), tensor=2), Stage((2, count), ("c", "d"), tensor=2)]
+    plan = make.fill_and_drain(stages, 2)
+    batches = tensor_runs.batches(4, STEPS)
+    compare(ranks, plan, model, batches, tensor_runs.batches(3, 1))

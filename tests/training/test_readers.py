@@ -62,7 +62,7 @@ REPLICATED = {
 @pytest.mark.parametrize("layout", REPLICATED)
 def test_own_samples_are_those_of_the_whole_mini_batch(ranks: Ranks, layout: str) -> None:
     stages = REPLICATED[layout]
-    plan = make.stage_by_stage(stages, MICROBATCHES)
+    plan = make.fill_and_drain(stages, MICROBATCHES)
     example = EXAMPLES["dropping-transformer"]
     samples = MICROBATCHES * OWN * len(stages[0].runners(0))
     batches = [example.batch(samples, seed) for seed in range(2)]
@@ -85,7 +85,7 @@ def test_own_samples_are_those_of_the_whole_mini_batch(ranks: Ranks, layout: str
     ],
 )
 def test_plans_whose_replicas_have_no_samples_of_their_own(stages: Any, named: str) -> None:
-    plan = make.stage_by_stage(stages, MICROBATCHES)
+    plan = make.fill_and_drain(stages, MICROBATCHES)
     with pytest.raises(InputError, match=named):
         replica_of(plan, "a")
 

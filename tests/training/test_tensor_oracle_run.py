@@ -15,7 +15,6 @@ from tensor_runs import (  # noqa: E402
     SEQUENCE,
     VOCABULARY,
     batches,
-    fill_and_drain,
     gpt,
     interrupted,
     llama,
@@ -23,6 +22,7 @@ from tensor_runs import (  # noqa: E402
     run,
 )
 from torch import nn  # noqa: E402
+from training_plans import fill_and_drain  # noqa: E402
 
 from examples.models import Transformer  # noqa: E402
 from stagewright.formulations.plans.plan import Stage  # noqa: E402

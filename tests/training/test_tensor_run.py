@@ -22,7 +22,6 @@ from tensor_runs import (  # noqa: E402
     VOCABULARY,
     batches,
     constructed,
-    fill_and_drain,
     gpt,
     interrupted,
     llama,
@@ -30,6 +29,7 @@ from tensor_runs import (  # noqa: E402
     run,
     summed,
 )
+from training_plans import fill_and_drain  # noqa: E402
 
 from examples.models import Transformer  # noqa: E402
 from stagewright.formulations.plans.plan import PipelinePlan, Stage  # noqa: E402

@@ -89,7 +89,7 @@ class Recorder:
     def _await_update(self, action: Action, records: list[RankAction]) -> float:
         """Wait for what an update needs; the seconds of computing, which are a part of it."""
         s = action.stage
-        if s in self._groups:
+        if s in self._groups and s in self._reducing:  # else it is a part of the backwards
             since, reduced = self._reducing.pop(s)
             name, size = f"{s}{REDUCE}", float(self._weights[s].gradient_bytes)
             records.append(RankAction(self._rank.number, name, since, reduced(), bytes=size))

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from stagewright.executor.training.ranks.rank import Rank
+from stagewright.executor.training.stages.sharded_weights import DividedWeights
 from stagewright.executor.training.stages.staged_model import StagedModel
 from stagewright.executor.training.stages.weights import TiedSums, Weights
 
@@ -55,9 +56,13 @@ class SharedGradients:
     def squares(self) -> float:
         """The squared norm of gradients, each parameter on one rank: the first that has it.
 
-        Of the first tensor group of a stage, the first device brings what is whole on all.
+        Of the first tensor group of a stage, the first device brings what is whole on all. Replicas
+        that divide the gradients bring their parts.
         """
-        first = {s for s in self._weights if self._rank.first(s) == self._rank.number}
+        divided = {s: one for s, one in self._weights.items() if isinstance(one, DividedWeights)}
+        first = {
+            s for s in self._weights.keys() - divided if self._rank.first(s) == self._rank.number
+        }
         tied = [
             torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
             for name in self._model.tied
@@ -66,10 +71,13 @@ class SharedGradients:
         ]
         shards = [
             torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
-            for s in set(self._model.shardings) - first
+            for s in self._model.shardings.keys() - first - divided.keys()
             if self._rank.is_in_first_group(s)
             for name in self._model.shardings[s].cuts
             if (gradient := self._weights[s].gradient(name)) is not None
         ]
         whole = sum(self._weights[s].squares() for s in first)
+        for s, weights in divided.items():
+            own = weights.names if self._rank.position(s) == 0 else self._model.shardings[s].cuts
+            whole += float(weights.squares_by_name(own).sum())
         return whole + float(sum(tied)) + float(sum(shards))

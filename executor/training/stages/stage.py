@@ -229,12 +229,12 @@ class StageComputation:
                 single = range(i, i + 1)
                 with self._again(flight):
                     graph, _ = self._record(single, flight.inputs.pop(), flight.seed)
-                output_gradients = _backward(graph, output_gradients)
+                output_gradients = backward_of(graph, output_gradients)
             return output_gradients
         if self.recompute == "full":
             with self._again(flight):
                 self._run(flight, flight.inputs.pop(), in_two=False)
-        return _backward(flight.graphs.pop(), output_gradients)
+        return backward_of(flight.graphs.pop(), output_gradients)
 
     def backward_of(self, microbatch: int, loss: Tensor, scale: Tensor) -> Gradients:
         """The whole backward of ``scale`` times a loss of attached outputs, as `backward`."""
@@ -254,7 +254,7 @@ class StageComputation:
                     self._run_layer(flight, i, flight.inputs.pop())
             saved = flight.saved.pop()
             if isinstance(saved, _Graph):
-                output_gradients = _backward(saved, output_gradients)
+                output_gradients = backward_of(saved, output_gradients)
                 flight.for_weights.append(None)
             else:
                 pieces = self._pieces[i]
@@ -427,7 +427,8 @@ def _add_gradient(parameter: Tensor, gradient: Tensor) -> None:
         parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(gradient)
 
 
-def _backward(graph: _Graph, output_gradients: Gradients) -> Gradients:
+def backward_of(graph: _Graph, output_gradients: Gradients) -> Gradients:
+    """Gradients of a record's inputs; those of parameters are added up."""
     pairs = [
         (edge, gradient)
         for edge, gradient in zip(graph.outputs, output_gradients, strict=True)

@@ -65,10 +65,11 @@ class StagedModel:
     def sized(self, inputs: Sequence[tuple[int, ...]]) -> Sequence[CapturedLayer]:
         """The layers for inputs of these shapes; see `LayeredModel.sized`.
 
-        Of sharded layers, and of several versions of the weights, there are those alone that the
-        model was first captured for.
+        Of sharded layers, of layers whose weights are not there, and of several versions of the
+        weights, there are those alone that the model was first captured for.
         """
-        if self.shardings or self._plan.weight_rule.versions > 1:
+        gathered = any(self._plan.stages[s].shards == "weights" for s in self.modules)
+        if self.shardings or gathered or self._plan.weight_rule.versions > 1:
             self._model.require_sizes(inputs)
             return self.layers
         return self._model.sized(inputs).layers

@@ -63,9 +63,7 @@ class Weights:
         self._places = _places(modules, parameters)
         self.releases = released
         places = {i for i, name in enumerate(self.names) if name in tied}
-        self._gradients: Gradients = (
-            ReleasedGradients(parameters, places) if released else FlatGradients(parameters, places)
-        )
+        self._gradients = self._make_gradients(parameters, places)
         self._reduced = FlatGradients(parameters, places) if two_gradients else self._gradients
         self.held = dict.fromkeys(range(versions), parameters)
         self.newest = versions - 1
@@ -74,13 +72,25 @@ class Weights:
         self._watched: Collection[str] = ()
         self._norms: dict[str, Tensor] = {}
         self.optimizer = None
-        if parameters:
-            self.optimizer = make_optimizer(grouped(self.names, parameters, groups))
+        stepped = self.stepped()
+        if stepped:
+            self.optimizer = make_optimizer(grouped([*stepped], [*stepped.values()], groups))
             require_arguments(self.optimizer, groups)
         self.rates = None
         if self.optimizer is not None and schedule is not None:
             self.rates = LearningRates(self.optimizer, schedule, updates)
         self._gradients.receive(parameters)
+
+    def _make_gradients(
+        self, parameters: Sequence[nn.Parameter], tied: Collection[int]
+    ) -> Gradients:
+        if self.releases:
+            return ReleasedGradients(parameters, tied)
+        return FlatGradients(parameters, tied)
+
+    def stepped(self) -> dict[str, nn.Parameter]:
+        """What the optimizer steps, by name: the newest version."""
+        return self.parameters(self.newest)
 
     def leave_out(self, trained: Collection[str]) -> None:
         """Give no gradient to parameters that are not ``trained``: the optimizer skips them."""
@@ -213,13 +223,14 @@ class Weights:
 
     def load(self, tensors: Mapping[str, Tensor], *, buffered: bool) -> None:
         """Load the optimizer's state, and the weights before the last update."""
-        newest = self.parameters(self.newest)
-        for name, one in newest.items():
+        for name, one in self.stepped().items():
             prefix = f"optimizer.{name}."
             kept = {
                 # A copy, as stages that share a parameter are given the same tensors; a number of
                 # steps stays on the CPU, where the optimizer keeps it.
-                key.removeprefix(prefix): value.to(one.device if value.dim() else "cpu", copy=True)
+                key.removeprefix(prefix): self._share_of(name, value).to(
+                    one.device if value.dim() else "cpu", copy=True
+                )
                 for key, value in tensors.items()
                 if key.startswith(prefix)
             }
@@ -230,9 +241,26 @@ class Weights:
         if buffered:
             self.held[0] = [
                 twin(one, tensors.get(f"previous.{name}", one.detach()).to(one, copy=True))
-                for name, one in newest.items()
+                for name, one in self.parameters(self.newest).items()
             ]
             self._gradients.receive(self.held[0])
+
+    def _share_of(self, name: str, value: Tensor) -> Tensor:
+        """What this device has of a tensor of the shape of parameter ``name``."""
+        return value
+
+    def fill(self, name: str, one: Tensor, value: Tensor) -> None:
+        """Copy a value into ``one``, a parameter or buffer of the stage."""
+        one.copy_(value)
+
+    def values(self) -> dict[str, Tensor]:
+        """The newest version, whole."""
+        return {name: one.detach() for name, one in self.parameters(self.newest).items()}
+
+    def states(self) -> dict[str, dict[str, Tensor]]:
+        """What the optimizer keeps for every parameter, whole."""
+        kept = self.optimizer.state if self.optimizer is not None else {}
+        return {name: _tensors(kept.get(one, {})) for name, one in self.stepped().items()}
 
     def gradient(self, name: str) -> Tensor | None:
         """The gradient that the next update takes of a parameter: a view."""
@@ -299,6 +327,11 @@ class TiedSums:
             if name in self._groups:
                 group = self._groups[name]
                 self._works[name] = dist.all_reduce(self._sums[name], group=group, async_op=True)
+
+
+def _tensors(kept: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What an optimizer keeps for a parameter, without what it has not used yet."""
+    return {key: torch.as_tensor(one) for key, one in kept.items() if one is not None}
 
 
 def _places(

@@ -1,0 +1,51 @@
+"""The computations of a stage whose weights are gathered layer by layer."""
+
+from typing import Any
+
+from stagewright.executor.training.stages.sharded_weights import WeightShards
+from stagewright.executor.training.stages.stage import (
+    Gradients,
+    Seed,
+    StageComputation,
+    Tensors,
+    backward_of,
+)
+
+
+class ShardedComputation(StageComputation):
+    """A stage of which every replica has a part of the ``weights``.
+
+    Each layer has its own record of autograd, so that its weights are there only while it computes.
+    Backwards are whole, and begin at the stage's outputs, which are never attached.
+    """
+
+    def __init__(self, *given: Any, weights: WeightShards, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self._weights = weights
+
+    def _layer(self, i: int, inputs: Tensors, seed: Seed) -> Tensors:
+        with self._weights.gathered(i):
+            return super()._layer(i, inputs, seed)
+
+    def _run(self, flight: Any, inputs: Tensors, in_two: bool, attached: bool = False) -> Tensors:
+        for i in range(len(self.layers)):
+            graph, outputs = self._record(range(i, i + 1), inputs, flight.seed)
+            flight.graphs.append(graph)
+            inputs = tuple(one.detach() for one in outputs)
+        return inputs
+
+    def backward(self, microbatch: int, output_gradients: Gradients) -> Gradients:
+        """The whole backward: gradients of the stage's inputs; parts of the weights' are added."""
+        flight = self._flights.pop(microbatch)
+        if self.recompute == "full":
+            with self._again(flight):
+                self._run(flight, flight.inputs.pop(), in_two=False)
+        for i in reversed(range(len(self.layers))):
+            with self._weights.summed(i):
+                if self.recompute == "layer":
+                    with self._again(flight):
+                        graph, _ = self._record(range(i, i + 1), flight.inputs.pop(), flight.seed)
+                else:
+                    graph = flight.graphs.pop()
+                output_gradients = backward_of(graph, output_gradients)
+        return output_gradients

@@ -1,0 +1,120 @@
+"""Stages whose replicas divide their state: what each holds of it, and what they exchange.
+
+With ``optimizer`` (ZeRO-1) a replica has all weights and gradients and updates a part. After the
+last backward the gradients are reduce-scattered; an update ends with the all-gather of the new
+weights. With ``weights`` (ZeRO-3) a replica keeps a part of all: the weights of a layer are
+gathered for its forward and for its backward, and its gradients are reduce-scattered at the end of
+the backward. Computations wait for these exchanges, which are a part of them.
+
+Numbers are divided as they lie in memory, whatever tensor they belong to: the whole stage with
+``optimizer``, layer by layer with ``weights``. All parts are equal, with padding at the end.
+"""
+
+import math
+from collections.abc import Sequence
+
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import Stage
+from stagewright.formulations.plans.tensor import of_shard
+from stagewright.graphs.documents.errors import InputError
+
+ALIGNMENT = 16
+"""Bytes of which every part is a multiple, as collectives on GPUs are faster so."""
+
+
+def part_bytes(whole_bytes: float, replicas: int) -> float:
+    """Bytes of each of ``replicas`` equal parts.
+
+    Examples
+    --------
+    >>> part_bytes(100, 2), part_bytes(96, 3)
+    (64, 32)
+    """
+    return ALIGNMENT * math.ceil(whole_bytes / (ALIGNMENT * replicas))
+
+
+def divided_bytes(problem: PipelineProblem, stage: Stage) -> list[float]:
+    """Parameter bytes of what a stage divides at once, on a device: the stage, or its layers."""
+    shard, layers = of_shard(problem, stage), slice(*stage.layers)
+    if stage.shards == "optimizer":
+        return [shard.gradient_bytes(*stage.layers)]
+    return [one for one in shard.chain.parameter_bytes[layers].tolist() if one]
+
+
+def own_bytes(problem: PipelineProblem, stage: Stage) -> float:
+    """Parameter bytes of a replica's part."""
+    return sum(part_bytes(one, stage.replicas) for one in divided_bytes(problem, stage))
+
+
+def state_bytes(problem: PipelineProblem, stage: Stage) -> float:
+    """Bytes of weights, gradients and optimizer state that a device always holds.
+
+    One version of the weights, as ``flush`` has it.
+    """
+    of_optimizer = problem.chain.optimizer_bytes_per_parameter_byte
+    own = own_bytes(problem, stage)
+    if stage.shards == "weights":
+        return (2 + of_optimizer) * own
+    return 2 * of_shard(problem, stage).gradient_bytes(*stage.layers) + of_optimizer * own
+
+
+def gathered_bytes(problem: PipelineProblem, stage: Stage) -> float:
+    """Bytes of a layer's whole weights and gradients while it computes, for the largest layer.
+
+    Only in its backward are there both; a device computes one layer at a time, of all its stages.
+    """
+    if stage.shards != "weights":
+        return 0.0
+    whole = (
+        stage.replicas * part_bytes(one, stage.replicas) for one in divided_bytes(problem, stage)
+    )
+    return 2 * max(whole, default=0.0)
+
+
+def round_seconds(problem: PipelineProblem, stage: Stage) -> float:
+    """Seconds of a reduce-scatter, or of an all-gather, of all that a stage divides."""
+    devices = [problem.cluster.index[name] for name in stage.devices]
+    rings = [devices[i :: stage.tensor] for i in range(stage.tensor)]
+    volumes = [
+        stage.replicas * part_bytes(one, stage.replicas) for one in divided_bytes(problem, stage)
+    ]
+    return max(sum(problem.round_seconds(one, ring) for one in volumes) for ring in rings)
+
+
+def exchange_seconds(problem: PipelineProblem, stage: Stage) -> tuple[float, float]:
+    """Seconds of a forward's exchanges, and of a backward's.
+
+    A backward gathers the weights and reduce-scatters the gradients. With ``recompute`` ``full`` it
+    runs all forwards first, which gather once more; with ``layer`` it recomputes a layer for which
+    the weights are there already.
+    """
+    if stage.shards != "weights":
+        return 0.0, 0.0
+    once = round_seconds(problem, stage)
+    return once, (3 if stage.recompute == "full" else 2) * once
+
+
+def update_share(problem: PipelineProblem, stage: Stage) -> float:
+    """The share of a stage's optimizer step that a replica does."""
+    whole = of_shard(problem, stage).gradient_bytes(*stage.layers)
+    if stage.shards == "none" or not whole:
+        return 1.0
+    return min(1.0, own_bytes(problem, stage) / whole)
+
+
+def exchanged_rounds(stage: Stage, microbatches: int) -> int:
+    """How often the weights or gradients of a stage go around its replicas in an iteration.
+
+    An all-reduce counts twice: it is a reduce-scatter and an all-gather.
+    """
+    if stage.shards != "weights":
+        return 2
+    return microbatches * (4 if stage.recompute == "full" else 3)
+
+
+def require_no_shards(stages: Sequence[Stage], who: str, instead: str) -> None:
+    """Raise InputError if the replicas of a stage divide their state, which ``who`` has not."""
+    for s, stage in enumerate(stages):
+        if stage.shards != "none":
+            what = "optimizer state" if stage.shards == "optimizer" else "weights"
+            raise InputError(f"stage {s} shards its {what}: {who}; {instead}")
