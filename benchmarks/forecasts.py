@@ -20,7 +20,8 @@ from stagewright.executor.measuring.causes import WAITING, measured_steps
 from stagewright.executor.measuring.compare import Comparison, compare
 from stagewright.executor.measuring.links import describe, measure_links
 from stagewright.executor.measuring.machine import Machine
-from stagewright.executor.measuring.profiling import mean_of_ranks, measure_layers
+from stagewright.executor.measuring.profiling import measure_layers
+from stagewright.executor.measuring.together import mean_of_ranks
 from stagewright.executor.training.runtime import Executor
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.models.chain import Chain

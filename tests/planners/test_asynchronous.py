@@ -173,8 +173,9 @@ def test_python_passes_every_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = problem_of([1.0] * 4, 2)
     made = plan_of(problem)
     choices = Choices(
-        "full", True, 2, 0.5, made, "highs", ScheduleChoice("1f1b"), OutOfOrder("data"), 64, True
-    )
+        "full", True, 2, 0.5, made, "highs", ScheduleChoice("1f1b"), OutOfOrder("data"), 64, True,
+        "optimizer",
+    )  # fmt: skip
     assert all(getattr(choices, one.name) != one.default for one in fields(Choices))
     seen = []
 

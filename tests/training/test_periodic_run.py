@@ -408,7 +408,7 @@ def test_a_run_between_two_drains_is_one_step_of_the_trace(
         rest = [one for one in step.actions if one not in updates]
         named = [(one.device, one.action) for one in rest]
         assert sorted(named) == sorted((one.device, one.action) for one in planned)
-        require_dependencies(plan, replace(step, actions=tuple(rest)))
+        require_dependencies(plan, replace(step, actions=tuple(rest), waited_seconds=None))
         finish = max(one.finish_seconds for one in rest)
         assert step.iteration_seconds == finish
         assert 0 < step.update_seconds < max(one.finish_seconds for one in step.actions)
