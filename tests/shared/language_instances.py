@@ -98,7 +98,7 @@ def _cluster(draw, kinds, model, microbatches):
             device["host_bytes_per_second"] = draw.choice((1e10, 2e9))
     if draw.random() < 1 / 3:
         _tighten(draw, devices, model, microbatches)
-    return {
+    cluster = {
         "name": "c",
         "devices": devices,
         "links": {
@@ -108,6 +108,9 @@ def _cluster(draw, kinds, model, microbatches):
         "format": "stagewright-cluster",
         "version": 1,
     }
+    if draw.random() < 1 / 3:
+        cluster["all_reduce_share"] = draw.choice((0.3, 0.8))
+    return cluster
 
 
 def _tighten(draw, devices, model, microbatches):

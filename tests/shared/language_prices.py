@@ -48,6 +48,7 @@ class Instance:
         self.memory = [min(device["memory_bytes"], limit) for device in devices]
         self.host = [device.get("host_bytes_per_second") for device in devices]
         self.bandwidth, self.latency = _links(cluster)
+        self.reached = cluster.get("all_reduce_share") or 1  # of the bandwidth, by an all-reduce
         # Stages of the search ask for the same few sums again and again.
         self.value = lru_cache(None)(self._value)
         self.compute_seconds = lru_cache(None)(self._compute_seconds)
@@ -142,7 +143,8 @@ class Instance:
         if slowest == 0:
             return inf
         latency = 2 * (k - 1) * max(self.latency[i][j] for i, j in pairs)
-        return 2 * (k - 1) / k * self.parameter_bytes(stage) / slowest + latency
+        seconds = 2 * (k - 1) / k * self.parameter_bytes(stage) / slowest
+        return seconds / self.reached + latency
 
     # Memory.
 
