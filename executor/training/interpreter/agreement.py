@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import inf
 
 from torch import Tensor
@@ -15,6 +15,7 @@ from stagewright.executor.training.interpreter.totals import Total, begin_total
 from stagewright.executor.training.ranks.rank import Rank, RankProgram
 from stagewright.executor.training.stages.weights import Weights
 from stagewright.formulations.plans.actions import ActionKind
+from stagewright.graphs.documents.errors import InputError
 
 
 class Agreement:
@@ -52,6 +53,9 @@ class Agreement:
         self._counts: dict[int, list[Tensor | None]] = {}  # of an iteration, until its gradients
         self._totals: defaultdict[int, deque[Total]] = defaultdict(deque)  # by stage, in order
         self._reduced: Counter[int] = Counter()
+        # What the losses are shows in the first step, if that ends before the next one begins.
+        self._shows = not (rank.plan.spans_steps or self._clips or self._every_round)
+        self._first: Total | None = None
 
     def begin(self, iteration: int, *, updates: bool) -> None:
         """Wait for an iteration's losses; a rank without any brings its part of the sum now.
@@ -99,10 +103,21 @@ class Agreement:
             start = time.perf_counter()
             squares = self._joint.squares()
             seconds = time.perf_counter() - start
-        total = begin_total(self._counts.pop(iteration), squares, self._joint.group)
+        total = self._total(self._counts.pop(iteration), squares)
         for s in self._weights:
             self._totals[s].append(total)
         return seconds
+
+    def _total(self, counts: Sequence[Tensor | None], squares: float) -> Total:
+        """The sums over ranks; where losses are means, there is nothing to sum up any more."""
+        if self._first is not None and self._first.counted() is None:
+            if any(count is not None for count in counts):
+                raise InputError("the loss is a sum and its count now, and was a mean before")
+            return begin_total((), 0.0, None)
+        total = begin_total(counts, squares, self._joint.group)
+        if self._shows and self._first is None:
+            self._first = total
+        return total
 
     def wait(self, s: int) -> float:
         """Wait for what the update of a stage needs of other ranks; the seconds of computing."""
