@@ -26,7 +26,7 @@ from stagewright.executor.measuring.compare import compare
 from stagewright.executor.measuring.links import describe, measure_links
 from stagewright.executor.measuring.machine import Machine
 from stagewright.executor.measuring.profiling import measure_layers
-from stagewright.executor.training.data import pair
+from stagewright.executor.training.data.passes import pair
 from stagewright.executor.training.losses import cross_entropy, own_loss
 from stagewright.executor.training.runtime import Executor
 from stagewright.formulations.checking.check import require_valid

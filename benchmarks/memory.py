@@ -39,7 +39,7 @@ from benchmarks.report import Table
 from stagewright.executor.capture.exported.exporting import Example
 from stagewright.executor.measuring.links import describe, measure_links
 from stagewright.executor.programs.program import plan_devices
-from stagewright.executor.training.batches import typed_inputs
+from stagewright.executor.training.data.batches import typed_inputs
 from stagewright.executor.training.runtime import Executor
 from stagewright.executor.training.stages.initialise import initialise
 from stagewright.formulations.plans.plan import PipelinePlan

@@ -9,7 +9,7 @@ from torch import nn
 from stagewright.executor.capture.exported.exporting import Example
 from stagewright.executor.capture.layers import LayeredModel
 from stagewright.executor.capture.tracing import capture
-from stagewright.executor.training.batches import (
+from stagewright.executor.training.data.batches import (
     require_as_many,
     require_samples,
     typed_inputs,

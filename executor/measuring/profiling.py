@@ -35,7 +35,7 @@ from stagewright.executor.capture.loss_graph import (
 )
 from stagewright.executor.capture.shapes import SavedStorages, propagate, values_of
 from stagewright.executor.measuring.machine import Machine, threads
-from stagewright.executor.training.batches import (
+from stagewright.executor.training.data.batches import (
     mapped_batch,
     require_samples,
     tensors_of_batch,

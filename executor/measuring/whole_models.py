@@ -18,7 +18,7 @@ from stagewright.executor.measuring.together import (
     mean_of_ranks,
     with_degree,
 )
-from stagewright.executor.training.batches import typed_inputs
+from stagewright.executor.training.data.batches import typed_inputs
 from stagewright.executor.training.losses import Loss
 from stagewright.executor.training.stages.initialise import Model
 from stagewright.executor.training.stages.weights import MakeOptimizer

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from stagewright.executor.capture.exported.exporting import Example
 from stagewright.executor.programs.program import Families, stages_on, updates_of_iteration
-from stagewright.executor.training.batches import (
+from stagewright.executor.training.data.batches import (
     Batch,
     microbatch_samples,
     require_as_many,

@@ -16,15 +16,15 @@ from stagewright.executor.capture.layers import CapturedLayer
 from stagewright.executor.capture.shapes import LayerTrace, Value
 from stagewright.executor.programs.forwards import forwards_of, lower_forwards
 from stagewright.executor.programs.program import Row
-from stagewright.executor.training.batches import (
+from stagewright.executor.training.crossing import Crossing, crossing_of
+from stagewright.executor.training.data.batches import (
     Batch,
     mapped_batch,
     require_as_many,
     tensors_of_batch,
     typed_inputs,
 )
-from stagewright.executor.training.crossing import Crossing, crossing_of
-from stagewright.executor.training.data import pair
+from stagewright.executor.training.data.passes import pair
 from stagewright.executor.training.interpreter.exchange import RECV_F, SEND_F, Exchange
 from stagewright.executor.training.interpreter.iterations import Iterations
 from stagewright.executor.training.losses import Loss, read_measure

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from stagewright.executor.programs.memory import peak_bytes
 from stagewright.executor.programs.program import Families
-from stagewright.executor.training.batches import microbatch_samples
 from stagewright.executor.training.crossing import Crossing, crossing_of
+from stagewright.executor.training.data.batches import microbatch_samples
 from stagewright.executor.training.interpreter.failures import OutOfMemory
 from stagewright.executor.training.interpreter.interpreter import Interpreter
 from stagewright.executor.training.interpreter.joint import Joint

@@ -16,14 +16,15 @@ from stagewright.executor.capture.loss_graph import require_no_parameters
 from stagewright.executor.programs.program import stages_on
 from stagewright.executor.programs.trace import RankAction, Trace
 from stagewright.executor.training.assembly import example_of, families_of, staged_model, weights_of
-from stagewright.executor.training.batches import (
+from stagewright.executor.training.checkpoint_share import CheckpointShare, Stateful
+from stagewright.executor.training.data.batches import (
     Batch,
     mapped_batch,
     require_as_many,
     tensors_of_batch,
     typed_inputs,
 )
-from stagewright.executor.training.checkpoint_share import CheckpointShare, Stateful
+from stagewright.executor.training.data.readers import replica_of
 from stagewright.executor.training.evaluation import Evaluation
 from stagewright.executor.training.interpreter.joint import Joint
 from stagewright.executor.training.interpreters import Interpreters
@@ -42,7 +43,6 @@ from stagewright.executor.training.ranks.collectives import gathered, summed
 from stagewright.executor.training.ranks.groups import make_groups, make_loss_group
 from stagewright.executor.training.ranks.launch import require_torch
 from stagewright.executor.training.ranks.rank import rank_program, this_rank
-from stagewright.executor.training.readers import replica_of
 from stagewright.executor.training.stages.initialise import Model
 from stagewright.executor.training.stages.learning_rates import (
     MakeSchedule,

@@ -17,9 +17,10 @@ from stagewright.executor.programs.operators.placed import devices_of
 from stagewright.executor.programs.program import plan_devices
 from stagewright.executor.programs.trace import save_trace
 from stagewright.executor.training import checkpoint
-from stagewright.executor.training.batches import tensors_of_batch
 from stagewright.executor.training.checkpoint import Header
-from stagewright.executor.training.data import mini_batches, one_pass, pair
+from stagewright.executor.training.data.batches import tensors_of_batch
+from stagewright.executor.training.data.passes import mini_batches, one_pass, pair
+from stagewright.executor.training.data.readers import Readers, readers_of, replica_of
 from stagewright.executor.training.logs import OnStep, StepReport, peak_bytes
 from stagewright.executor.training.losses import Loss, cross_entropy
 from stagewright.executor.training.model_checks import (
@@ -32,7 +33,6 @@ from stagewright.executor.training.model_checks import (
 from stagewright.executor.training.operators.executor import OperatorExecutor
 from stagewright.executor.training.parameter_files import require_format, write_parameters
 from stagewright.executor.training.ranks.endings import Member
-from stagewright.executor.training.readers import Readers, readers_of, replica_of
 from stagewright.executor.training.runtime import Executor
 from stagewright.executor.training.stages.initialise import Model
 from stagewright.executor.training.stages.learning_rates import Schedule, require_not_captured

@@ -92,7 +92,7 @@ def profile(
     from stagewright.executor.measuring.profiling import first_batch
     from stagewright.executor.measuring.together import mean_of_ranks
     from stagewright.executor.measuring.whole_models import Profiled
-    from stagewright.executor.training.data import pair
+    from stagewright.executor.training.data.passes import pair
     from stagewright.executor.training.losses import loss_of_run
 
     if device == "cuda" and not torch.cuda.is_available():

@@ -16,7 +16,7 @@ from torch import Tensor
 from stagewright.executor.programs.program import Instruction, Row
 from stagewright.executor.programs.shares import Rows
 from stagewright.executor.programs.trace import RankAction
-from stagewright.executor.training.batches import Batch, mapped_batch, tensors_of_batch
+from stagewright.executor.training.data.batches import Batch, mapped_batch, tensors_of_batch
 from stagewright.executor.training.interpreter.agreement import Agreement
 from stagewright.executor.training.interpreter.boundary import Boundary
 from stagewright.executor.training.interpreter.exchange import (

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from stagewright.executor.programs.program import moved_action, updates_of_iteration
 from stagewright.executor.programs.shares import Rows
-from stagewright.executor.training.batches import Batch, mapped_batch
+from stagewright.executor.training.data.batches import Batch, mapped_batch
 from stagewright.executor.training.ranks.rank import Rank
 from stagewright.executor.training.stages.stage import Tensors
 from stagewright.formulations.plans.actions import Action

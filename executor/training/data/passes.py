@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from stagewright.executor.training.skipping import begin_pass
+from stagewright.executor.training.data.skipping import begin_pass
 from stagewright.graphs.documents.errors import InputError
 
 

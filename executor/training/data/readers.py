@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from stagewright.executor.programs.program import plan_devices
 from stagewright.executor.programs.shares import rows
-from stagewright.executor.training.batches import on_meta
+from stagewright.executor.training.data.batches import on_meta
 from stagewright.formulations.plans.plan import PipelinePlan, Stage
 from stagewright.graphs.documents.errors import InputError
 
