@@ -177,8 +177,8 @@ def test_plan_with_shards(files: Path) -> None:
     assert document["reason"].startswith("stages with shards optimizer: 0; an iteration takes")
     text = answered("check", files / "sharded.json", *given_to(files))
     assert "valid" in text
-    shown = answered("show", files / "sharded.json").split()  # its cells are wrapped
-    assert {"shards", "optimizer"} <= {*shown}
+    (shown,) = answered_json("show", files / "sharded.json")["stages"]
+    assert shown["shards"] == "optimizer"
     assert "'zero1' is not one of 'none', 'optimizer', 'weights'" in refused(
         *asked, "--shards", "zero1"
     )

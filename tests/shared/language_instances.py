@@ -109,7 +109,7 @@ def _cluster(draw, kinds, model, microbatches):
         "version": 1,
     }
     if draw.random() < 1 / 3:
-        cluster["all_reduce_share"] = draw.choice((0.3, 0.8))
+        cluster["all_reduce_share"] = draw.choice((0.5, 0.25))  # times are whole ticks
     return cluster
 
 

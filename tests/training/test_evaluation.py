@@ -56,15 +56,22 @@ def right(output: Tensor, targets: Tensor) -> tuple[Tensor, int]:
 
 
 def evaluated(
-    _: Any, rank: int, plan: PipelinePlan, model: Any, batches: Any, held_out: Any, evaluates: bool
+    _: Any,
+    rank: int,
+    plan: PipelinePlan,
+    model: Any,
+    batches: Any,
+    held_out: Any,
+    evaluates: bool,
+    optimizer: Any = SGD,
 ) -> Any:
     """Losses, what was evaluated with the state that it was of, and the state at the end."""
     executor = Executor(
         plan,
         model,
         None,
-        SGD,
-        example=batches[0][0] if isinstance(batches[0][0], dict) else None,
+        optimizer,
+        example=batches[0][0],
         dtype=torch.float64,
         evaluates=evaluates,
     )
@@ -107,10 +114,12 @@ def plainly(model: Any, state: dict[str, Tensor], held_out: Any) -> tuple[float,
     return loss / labels, None if isinstance(inputs, dict) else correct / samples
 
 
-def compare(ranks: Ranks, plan: PipelinePlan, model: Any, batches: Any, held_out: Any) -> None:
+def compare(
+    ranks: Ranks, plan: PipelinePlan, model: Any, batches: Any, held_out: Any, optimizer: Any = SGD
+) -> None:
     world = len({name for stage in plan.stages for name in stage.devices})
-    with_it = ranks.run(evaluated, world, plan, model, batches, held_out, True)
-    without = ranks.run(evaluated, world, plan, model, batches, held_out, False)
+    with_it = ranks.run(evaluated, world, plan, model, batches, held_out, True, optimizer)
+    without = ranks.run(evaluated, world, plan, model, batches, held_out, False, optimizer)
     last = {plan_rank(plan, name) for name in plan.stages[-1].devices}
     for rank, (one, other) in enumerate(zip(with_it, without, strict=True)):
         assert one[0] == other[0]
@@ -189,7 +198,8 @@ def test_models_that_were_written_elsewhere(ranks: Ranks, name: str) -> None:
     example = pairs[0][0]
     count = layers_of(model, example)
     plan = make.one_f_one_b([Stage((0, count // 2), ("a",)), Stage((count // 2, count), ("b",))], 4)
-    compare(ranks, plan, model, pairs[:STEPS], pairs[STEPS:])
+    stepping = partial(torch.optim.SGD, lr=one.lr, momentum=0.9)
+    compare(ranks, plan, model, pairs[:STEPS], pairs[STEPS:], stepping)
 
 
 def layers_of(model: Any, example: Any) -> int:
