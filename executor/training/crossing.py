@@ -1,8 +1,7 @@
 """Values between stages, and samples of the devices of a stage, by the shapes of a model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,29 +11,16 @@ from stagewright.executor.capture.layers import CapturedLayer
 from stagewright.executor.capture.shapes import LayerTrace, Value, values_of
 from stagewright.executor.programs.shares import Rows, pieces, rows
 from stagewright.executor.training.interpreter.boundary import Boundary
-from stagewright.executor.training.stages.stage import Share, StageLayer
+from stagewright.executor.training.ranks.rank import Rank
+from stagewright.executor.training.stages.sharded_stage import ShardedComputation
+from stagewright.executor.training.stages.sharded_weights import WeightShards
+from stagewright.executor.training.stages.stage import Share, StageComputation, StageLayer
+from stagewright.executor.training.stages.staged_model import StagedModel
+from stagewright.executor.training.stages.weights import Weights
 from stagewright.formulations.plans.plan import PipelinePlan
+from stagewright.formulations.plans.plan_class import Recompute
 from stagewright.formulations.plans.tensor import stays
 from stagewright.graphs.documents.errors import InputError
-
-
-class Sized(Protocol):
-    """A model that has layers for inputs of any shapes; see `StagedModel`."""
-
-    def sized(self, inputs: Sequence[tuple[int, ...]]) -> Sequence[CapturedLayer]:
-        """The layers for inputs of these shapes."""
-
-    def traces(
-        self,
-        layers: Sequence[CapturedLayer],
-        inputs: Sequence[Value],
-        device: torch.device,
-        autocast: torch.dtype | None,
-    ) -> tuple[LayerTrace, ...]:
-        """What `propagate` finds for these layers."""
-
-    def require_divisible(self) -> None:
-        """Refuse to divide the samples of a microbatch where the model fixes their number."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,6 +57,29 @@ class Crossing:
         own = zip(self.layers[count][start:stop], inputs, traces[start:stop], strict=True)
         return [StageLayer(*each) for each in own]
 
+    def lane(self, rank: Rank, s: int) -> int:
+        """The lane of ``rank`` in stage ``s``; 0 where every lane has whole microbatches."""
+        return rank.lane(rank.number, s, 0) if len(self.lanes[s]) > 1 else 0
+
+    def computation(
+        self,
+        rank: Rank,
+        s: int,
+        weights: Weights,
+        autocast: torch.dtype | None,
+        *,
+        recompute: Recompute = "none",
+        offload: bool = False,
+        compiled: bool = False,
+    ) -> StageComputation:
+        """Stage ``s`` on the samples of ``rank``; the options as in `StageComputation`."""
+        lane = self.lane(rank, s)
+        share = self.share(s, lane)
+        given = self.stage_layers(s, lane), recompute, rank.device, autocast
+        if isinstance(weights, WeightShards):
+            return ShardedComputation(*given, share=share, weights=weights)
+        return StageComputation(*given, offload=offload, share=share, compiled=compiled)
+
     def share(self, s: int, lane: int) -> Share | None:
         """The samples of one of the lanes of stage ``s``; None if it is all of them in order."""
         start, stop = self.plan.stages[s].layers
@@ -82,11 +91,14 @@ def crossing_of(
     plan: PipelinePlan,
     samples: int,
     inputs: Sequence[Tensor],
-    model: Sized,
+    model: StagedModel,
+    sized: Callable[[Sequence[tuple[int, ...]]], Sequence[CapturedLayer]],
     device: torch.device,
     autocast: torch.dtype | None,
 ) -> Crossing:
     """How microbatches of ``samples`` of ``inputs`` pass through the stages of ``plan``.
+
+    ``sized`` gives the layers of ``model`` for inputs of some shapes.
 
     Raises
     ------
@@ -98,9 +110,7 @@ def crossing_of(
     entering = {count: values_of(inputs, count) for count in counts}
     if len(entering) > 1:
         model.require_divisible()
-    layers = {
-        count: model.sized([one.shape for one in values]) for count, values in entering.items()
-    }
+    layers = {count: sized([one.shape for one in values]) for count, values in entering.items()}
     traces = {
         count: model.traces(layers[count], values, device, autocast)
         for count, values in entering.items()

@@ -12,11 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stagewright.executor.capture.evaluation import evaluating
-from stagewright.executor.capture.layers import CapturedLayer
-from stagewright.executor.capture.shapes import LayerTrace, Value
+from stagewright.executor.capture.layers import CapturedLayer, LayeredModel
 from stagewright.executor.programs.forwards import forwards_of, lower_forwards
 from stagewright.executor.programs.program import Row
-from stagewright.executor.training.crossing import Crossing, crossing_of
+from stagewright.executor.training.crossing import crossing_of
 from stagewright.executor.training.data.batches import (
     Batch,
     mapped_batch,
@@ -31,8 +30,6 @@ from stagewright.executor.training.losses import Loss, read_measure
 from stagewright.executor.training.ranks.collectives import summed
 from stagewright.executor.training.ranks.rank import Rank
 from stagewright.executor.training.stages.seeding import layer_seed
-from stagewright.executor.training.stages.sharded_stage import ShardedComputation
-from stagewright.executor.training.stages.sharded_weights import WeightShards
 from stagewright.executor.training.stages.stage import StageComputation, Tensors
 from stagewright.executor.training.stages.staged_model import StagedModel
 from stagewright.executor.training.stages.weights import Weights
@@ -120,11 +117,18 @@ class Evaluation:
     def _pass(self, count: int, samples: int, inputs: tuple[Tensor, ...], measure: Loss) -> "_Pass":
         plan = forwards_of(self.rank.plan, count)
         rank = replace(self.rank, plan=plan)
-        crossing = crossing_of(
-            plan, samples, inputs, _Sized(self.model), rank.device, self.autocast
-        )
-        whole = [one.shape for one in crossing.entering[samples]]
-        computations = {s: self._computation(rank, s, crossing) for s in self.model.modules}
+        found: dict[tuple[tuple[int, ...], ...], LayeredModel] = {}
+
+        def sized(shapes: Sequence[tuple[int, ...]]) -> Sequence[CapturedLayer]:
+            found[tuple(shapes)] = self.model.in_evaluation(shapes)
+            return found[tuple(shapes)].layers
+
+        crossing = crossing_of(plan, samples, inputs, self.model, sized, rank.device, self.autocast)
+        whole = tuple(one.shape for one in crossing.entering[samples])
+        computations = {
+            s: crossing.computation(rank, s, weights, self.autocast)
+            for s, weights in self.weights.items()
+        }
         iterations = Iterations(rank, crossing.lanes, samples, computations)
         return _Pass(
             rank,
@@ -132,21 +136,10 @@ class Evaluation:
             computations,
             iterations,
             Exchange(rank, iterations, crossing.boundaries(), computations),
-            self.model.in_evaluation(whole).result,
+            found[whole].result,
             measure,
             self.seed,
         )
-
-    def _computation(self, rank: Rank, s: int, crossing: Crossing) -> StageComputation:
-        lanes = crossing.lanes[s]
-        lane = rank.lane(rank.number, s, 0) if len(lanes) > 1 else 0
-        layers, share = crossing.stage_layers(s, lane), crossing.share(s, lane)
-        weights = self.weights[s]
-        if isinstance(weights, WeightShards):
-            return ShardedComputation(
-                layers, "none", rank.device, self.autocast, share=share, weights=weights
-            )
-        return StageComputation(layers, "none", rank.device, self.autocast, share=share)
 
     @contextmanager
     def _same_buffers(self) -> Iterator[None]:
@@ -174,28 +167,6 @@ class Evaluation:
             for buffers, key, one, own in before:
                 one.copy_(own)
                 buffers[key] = one
-
-
-@dataclass(frozen=True, slots=True)
-class _Sized:
-    """The layers of a model in evaluation."""
-
-    model: StagedModel
-
-    def sized(self, inputs: Sequence[tuple[int, ...]]) -> Sequence[CapturedLayer]:
-        return self.model.in_evaluation(inputs).layers
-
-    def traces(
-        self,
-        layers: Sequence[CapturedLayer],
-        inputs: Sequence[Value],
-        device: torch.device,
-        autocast: torch.dtype | None,
-    ) -> tuple[LayerTrace, ...]:
-        return self.model.traces(layers, inputs, device, autocast)
-
-    def require_divisible(self) -> None:
-        self.model.require_divisible()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

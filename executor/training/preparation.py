@@ -23,7 +23,6 @@ from stagewright.executor.training.model_checks import (
 )
 from stagewright.executor.training.ranks.rank import Rank, RankProgram
 from stagewright.executor.training.stages.initialise import total_bytes
-from stagewright.executor.training.stages.sharded_stage import ShardedComputation
 from stagewright.executor.training.stages.sharded_weights import WeightShards
 from stagewright.executor.training.stages.stage import StageComputation
 from stagewright.executor.training.stages.staged_model import StagedModel
@@ -59,7 +58,9 @@ class Preparation:
     def interpreter(self, inputs: tuple[Tensor, ...]) -> Interpreter:
         """The interpreter for mini-batches of the shape of ``inputs``."""
         plan, samples = self.rank.plan, microbatch_samples(self.rank.plan, inputs, self.replicas)
-        crossing = crossing_of(plan, samples, inputs, self.model, self.rank.device, self.autocast)
+        crossing = crossing_of(
+            plan, samples, inputs, self.model, self.model.sized, self.rank.device, self.autocast
+        )
         traces = crossing.traces
         self.model.require_constant_buffers(traces[samples])
         computations = {s: self._computation(s, crossing) for s in self.weights}
@@ -95,19 +96,22 @@ class Preparation:
 
     def _computation(self, s: int, crossing: Crossing) -> StageComputation:
         """Stage ``s`` on this rank's share of a microbatch."""
-        stage, lanes = self.rank.plan.stages[s], crossing.lanes[s]
-        lane = self.rank.lane(self.rank.number, s, 0) if len(lanes) > 1 else 0
-        traces = crossing.traces[len(lanes[lane])]
+        stage, lane = self.rank.plan.stages[s], crossing.lane(self.rank, s)
+        traces = crossing.traces[len(crossing.lanes[s][lane])]
         # By any layer: a parameter that stages share may get its only gradient in another stage.
         trained = {self.model.primary[name] for one in traces for name in one.trained}
         self.weights[s].leave_out(trained)
         divided = traces[slice(*stage.layers)]
         require_no_divided_draws(f"stage {s}", self.model.modules[s], divided)
-        share, weights = crossing.share(s, lane), self.weights[s]
-        given = crossing.stage_layers(s, lane), stage.recompute, self.rank.device, self.autocast
-        if isinstance(weights, WeightShards):
-            return ShardedComputation(*given, share=share, weights=weights)
-        return StageComputation(*given, offload=stage.offload, share=share, compiled=self.compiled)
+        return crossing.computation(
+            self.rank,
+            s,
+            self.weights[s],
+            self.autocast,
+            recompute=stage.recompute,
+            offload=stage.offload,
+            compiled=self.compiled,
+        )
 
     def _require_fit(self, computations: Mapping[int, StageComputation]) -> None:
         """Refuse to begin a run that cannot fit into memory."""

@@ -41,9 +41,14 @@ def divided_bytes(problem: PipelineProblem, stage: Stage) -> list[float]:
     return [one for one in shard.chain.parameter_bytes[layers].tolist() if one]
 
 
+def _parts(problem: PipelineProblem, stage: Stage) -> list[float]:
+    """The bytes of a replica's parts, of all that a stage divides at once."""
+    return [part_bytes(one, stage.replicas) for one in divided_bytes(problem, stage)]
+
+
 def own_bytes(problem: PipelineProblem, stage: Stage) -> float:
     """Parameter bytes of a replica's part."""
-    return sum(part_bytes(one, stage.replicas) for one in divided_bytes(problem, stage))
+    return sum(_parts(problem, stage))
 
 
 def state_bytes(problem: PipelineProblem, stage: Stage) -> float:
@@ -65,19 +70,14 @@ def gathered_bytes(problem: PipelineProblem, stage: Stage) -> float:
     """
     if stage.shards != "weights":
         return 0.0
-    whole = (
-        stage.replicas * part_bytes(one, stage.replicas) for one in divided_bytes(problem, stage)
-    )
-    return 2 * max(whole, default=0.0)
+    return 2 * stage.replicas * max(_parts(problem, stage), default=0.0)
 
 
 def round_seconds(problem: PipelineProblem, stage: Stage) -> float:
     """Seconds of a reduce-scatter, or of an all-gather, of all that a stage divides."""
     devices = [problem.cluster.index[name] for name in stage.devices]
     rings = [devices[i :: stage.tensor] for i in range(stage.tensor)]
-    volumes = [
-        stage.replicas * part_bytes(one, stage.replicas) for one in divided_bytes(problem, stage)
-    ]
+    volumes = [stage.replicas * one for one in _parts(problem, stage)]
     return max(sum(problem.round_seconds(one, ring) for one in volumes) for ring in rings)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plans import elaborate, part_of, small_problem, valid_plan
+from plans import elaborate, part_of, require_exact_memory, small_problem, valid_plan
 from profiles import examples
 
 from stagewright.executor.drawing.timeline import timeline
@@ -242,14 +242,7 @@ def test_predictions_without_shards_are_rejected(s: int) -> None:
 
 
 def test_memory_counts_shards() -> None:
-    problem, plan = base()
-    assert plan.predicted is not None
-    most = max(plan.predicted.peak_memory_bytes.values())
-    for room, broken in ((most, False), (most - 1, True)):
-        limited = replace(problem, memory_limit_bytes=room)
-        found = check(limited, replace(plan, digest=limited.digest))
-        assert bool(found) == broken
-        assert {one.rule for one in found} <= {"memory"}
+    require_exact_memory(*base())
 
 
 # --- Programs -------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from periodic_plans import placed_plan
-from plans import elaborate, small_problem, valid_plan
+from plans import elaborate, require_exact_memory, small_problem, valid_plan
 from profiles import examples
 
 from stagewright.executor.drawing.summary import summarise
@@ -213,15 +213,7 @@ def test_broken_plans_are_rejected(damage: Any, rule: str) -> None:
 
 
 def test_memory_counts_shards() -> None:
-    """What the shards leave of the memory is enough for this plan; one byte less is not."""
-    problem, plan = base()
-    assert plan.predicted is not None
-    most = max(plan.predicted.peak_memory_bytes.values())
-    for room, broken in ((most, False), (most - 1, True)):
-        limited = replace(problem, memory_limit_bytes=room)
-        found = check(limited, replace(plan, digest=limited.digest))
-        assert bool(found) == broken
-        assert {one.rule for one in found} <= {"memory"}
+    require_exact_memory(*base())
 
 
 def test_a_degree_without_costs_is_refused_by_name() -> None:

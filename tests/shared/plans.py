@@ -9,6 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from stagewright.formulations.checking.certificates import certificate
+from stagewright.formulations.checking.check import check
 from stagewright.formulations.pipelines.every_plan import LOAD, priced_load_bound
 from stagewright.formulations.plans.actions import COMPUTE, Action, ActionKind
 from stagewright.formulations.plans.memory import in_flight_limit
@@ -501,3 +502,14 @@ def long_problem() -> PipelineProblem:
     )
     chain = analytic_model("bert-large", 4, ("v100", "p100"))
     return PipelineProblem(chain, replace(cluster, devices=devices), microbatches=12)
+
+
+def require_exact_memory(problem: PipelineProblem, plan: PipelinePlan) -> None:
+    """As much memory as is predicted is enough for a valid plan; one byte less is not."""
+    assert plan.predicted is not None
+    most = max(plan.predicted.peak_memory_bytes.values())
+    for room, broken in ((most, False), (most - 1, True)):
+        limited = replace(problem, memory_limit_bytes=room)
+        found = check(limited, replace(plan, digest=limited.digest))
+        assert bool(found) == broken
+        assert {one.rule for one in found} <= {"memory"}

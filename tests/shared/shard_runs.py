@@ -29,18 +29,6 @@ class Clipping(torch.optim.SGD):
 ADAMW = partial(torch.optim.AdamW, lr=0.01, eps=1e-3, weight_decay=0.1)
 
 
-def resumed(
-    _: Any, rank: int, plan: PipelinePlan, model: Any, data: Any, state: Any
-) -> dict[str, Any]:
-    """Load ``state``, if there is one, do the steps, and return this rank's share."""
-    executor = Executor(plan, model, ENTROPY, ADAMW, dtype=torch.float64)
-    if state is not None:
-        executor.load_state({key: state[key] for key in executor.wanted(state)}, 1)
-    for batch in data:
-        executor.step(*batch)
-    return {key: one.clone() for key, one in executor.state().items()}
-
-
 def held_bytes(
     _: Any, rank: int, plan: PipelinePlan, model: Any, data: Any, _state: Any = None
 ) -> int:

@@ -4,7 +4,9 @@ import warnings
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
+import training
 from ranks import Ranks
 from training_plans import fill_and_drain
 
@@ -59,11 +61,46 @@ def run(
     return executor.parameters_on_first_rank(), losses, own
 
 
+def trained(
+    ranks: Ranks,
+    model: Any,
+    stages: list[Stage],
+    microbatches: int = 2,
+    samples: int = 4,
+    *,
+    tolerance: float = 1e-13,
+    **options: Any,
+) -> list[Any]:
+    """Run on the pool, and compare with the model on one device, within an absolute tolerance."""
+    torch.manual_seed(0)
+    whole = model().double()
+    plan = fill_and_drain(stages, microbatches)
+    data = batches(samples * microbatches)
+    world = len({name for stage in stages for name in stage.devices})
+    loss, optimizer = options.pop("loss", ENTROPY), options.pop("optimizer", SGD)
+    given = {"loss": loss, "optimizer": optimizer, **options}
+    found = ranks.run(run, world, plan, whole, data, given)
+    expected = training.train(plan, whole, data, loss, optimizer, **options)
+    assert found[0][0].keys() == expected.state.keys()
+    for name, one in expected.state.items():
+        torch.testing.assert_close(found[0][0][name], one, rtol=1e-11, atol=tolerance, msg=name)
+    for _, losses, _ in found:
+        known = [value for value in losses if value is not None]
+        assert not known or known == pytest.approx(expected.losses, rel=1e-12)
+    return found
+
+
 def interrupted(
-    _: Any, rank: int, plan: PipelinePlan, model: Any, data: Any, state: Any
+    _: Any,
+    rank: int,
+    plan: PipelinePlan,
+    model: Any,
+    data: Any,
+    state: Any,
+    optimizer: Any = ADAM,
 ) -> dict[str, Any]:
     """Load ``state``, if there is one, do the steps, and return this rank's share."""
-    executor = Executor(plan, model, ENTROPY, ADAM, dtype=torch.float64)
+    executor = Executor(plan, model, ENTROPY, optimizer, dtype=torch.float64)
     if state is not None:
         executor.load_state({key: state[key] for key in executor.wanted(state)}, 1)
     for batch in data:

@@ -12,15 +12,16 @@ from profiles import UNSHRUNK, examples
 
 torch = pytest.importorskip("torch", reason="the executor needs torch")
 
-import training  # noqa: E402
+import tensor_runs  # noqa: E402
 import training_plans as make  # noqa: E402
 from ranks import Ranks  # noqa: E402
-from shard_runs import ADAMW, Clipping, Scale, held_bytes, refused, resumed, traced  # noqa: E402
+from shard_runs import ADAMW, Clipping, Scale, held_bytes, refused, traced  # noqa: E402
 from tensor_runs import (  # noqa: E402
     ENTROPY,
     SGD,
     batches,
     gpt,
+    interrupted,
     llama,
     refusal,
     run,
@@ -32,34 +33,7 @@ from stagewright.executor.training.stages.learning_rates import Schedule  # noqa
 from stagewright.formulations.plans.plan import PipelinePlan, Stage  # noqa: E402
 from stagewright.formulations.plans.shards import part_bytes  # noqa: E402
 
-
-def trained(
-    ranks: Ranks,
-    model: Any,
-    stages: list[Stage],
-    microbatches: int = 2,
-    samples: int = 4,
-    **options: Any,
-) -> list[Any]:
-    """Run on the pool, and compare with the model on one device."""
-    torch.manual_seed(0)
-    whole = model().double()
-    plan = fill_and_drain(stages, microbatches)
-    data = batches(samples * microbatches)
-    world = len({name for stage in stages for name in stage.devices})
-    loss, optimizer = options.pop("loss", ENTROPY), options.pop("optimizer", SGD)
-    found = ranks.run(
-        run, world, plan, whole, data, {"loss": loss, "optimizer": optimizer, **options}
-    )
-    expected = training.train(plan, whole, data, loss, optimizer, **options)
-    assert found[0][0].keys() == expected.state.keys()
-    for name, one in expected.state.items():
-        torch.testing.assert_close(found[0][0][name], one, rtol=1e-11, atol=1e-12, msg=name)
-    for _, losses, _ in found:
-        known = [value for value in losses if value is not None]
-        assert not known or known == pytest.approx(expected.losses, rel=1e-12)
-    return found
-
+trained = partial(tensor_runs.trained, tolerance=1e-12)
 
 TWO = ("a", "b")
 FOUR = [Stage((0, 2), TWO), Stage((2, 4), ("c", "d"))]
@@ -180,7 +154,7 @@ def test_checkpoints_hold_whole_tensors(ranks: Ranks) -> None:
     def after(kind: str, steps: Any, state: Any) -> dict[str, Any]:
         plan = fill_and_drain(stages[kind], 2)
         world = len({name for stage in stages[kind] for name in stage.devices})
-        shares = ranks.run(resumed, world, plan, model, steps, state)
+        shares = ranks.run(interrupted, world, plan, model, steps, state, ADAMW)
         keys = [key for share in shares for key in share]
         assert len(keys) == len(set(keys))
         return {key: one for share in shares for key, one in share.items()}
@@ -206,7 +180,7 @@ def test_a_parameter_that_is_a_number(ranks: Ranks) -> None:
     def after(shards: str, world: int, steps: Any, state: Any) -> dict[str, Any]:
         devices = ("a", "b", "c")[:world]
         plan = fill_and_drain([Stage((0, 3), devices, shards=shards)], 2)  # type: ignore[arg-type]
-        shares = ranks.run(resumed, world, plan, model, steps, state)
+        shares = ranks.run(interrupted, world, plan, model, steps, state, ADAMW)
         return {key: one for share in shares for key, one in share.items()}
 
     first, whole = after("none", 1, data[:1], None), after("none", 1, data, None)

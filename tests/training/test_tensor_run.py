@@ -11,14 +11,11 @@ from profiles import UNSHRUNK, examples
 
 torch = pytest.importorskip("torch", reason="the executor needs torch")
 
-import training  # noqa: E402
 import training_plans as make  # noqa: E402
 from ranks import Ranks  # noqa: E402
 from tensor_runs import (  # noqa: E402
     ADAM,
-    ENTROPY,
     SEQUENCE,
-    SGD,
     VOCABULARY,
     batches,
     constructed,
@@ -26,40 +23,13 @@ from tensor_runs import (  # noqa: E402
     interrupted,
     llama,
     refusal,
-    run,
     summed,
+    trained,
 )
 from training_plans import fill_and_drain  # noqa: E402
 
 from examples.models import Transformer  # noqa: E402
 from stagewright.formulations.plans.plan import PipelinePlan, Stage  # noqa: E402
-
-
-def trained(
-    ranks: Ranks,
-    model: Any,
-    stages: list[Stage],
-    microbatches: int = 2,
-    samples: int = 4,
-    **options: Any,
-) -> list[Any]:
-    """Run on the pool, and compare with the model on one device."""
-    torch.manual_seed(0)
-    whole = model().double()
-    plan = fill_and_drain(stages, microbatches)
-    data = batches(samples * microbatches)
-    world = len({name for stage in stages for name in stage.devices})
-    loss, optimizer = options.pop("loss", ENTROPY), options.pop("optimizer", SGD)
-    given = {"loss": loss, "optimizer": optimizer, **options}
-    found = ranks.run(run, world, plan, whole, data, given)
-    expected = training.train(plan, whole, data, loss, optimizer, **options)
-    assert found[0][0].keys() == expected.state.keys()
-    for name, one in expected.state.items():
-        torch.testing.assert_close(found[0][0][name], one, rtol=1e-11, atol=1e-13, msg=name)
-    for _, losses, _ in found:
-        known = [value for value in losses if value is not None]
-        assert not known or known == pytest.approx(expected.losses, rel=1e-12)
-    return found
 
 
 @pytest.mark.parametrize("model", [gpt, llama])

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -35,7 +36,8 @@ def replica_of(plan: PipelinePlan, device: str) -> int:
             f"{OWN} needs as many microbatches for each of {first.turns} replicas, the plan has "
             f"{plan.microbatches}"
         )
-    lanes = rows(plan, _divisible(plan))
+    # So many samples divide evenly, and so do their pieces.
+    lanes = rows(plan, prod(stage.replicas for stage in plan.stages))
     places = {_lane(stage, device) for stage in (first, last) if device in stage.devices}
     if lanes[0] != lanes[-1] or len(places) > 1:
         raise InputError(
@@ -47,14 +49,6 @@ def replica_of(plan: PipelinePlan, device: str) -> int:
 
 def _lane(stage: Stage, device: str) -> int:
     return stage.devices.index(device) // stage.tensor
-
-
-def _divisible(plan: PipelinePlan) -> int:
-    """Samples of a microbatch that all stages of ``plan`` can divide evenly, and their pieces."""
-    found = 1
-    for stage in plan.stages:
-        found *= stage.replicas
-    return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
