@@ -53,6 +53,7 @@ def problem_of_groups(problem: PipelineProblem, degree: int) -> PipelineProblem:
         _between(groups, lambda i, j: given.latency[i, j].max()).tolist(),
         servers=[server for server in servers if server],
         name=given.name,
+        all_reduce_share=given.all_reduce_share,
     )
     return replace(problem.at(degree), cluster=cluster)
 

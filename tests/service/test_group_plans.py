@@ -48,12 +48,14 @@ def request(problem: PipelineProblem, tensor: int, **fields: object) -> PlanRequ
     layers=st.integers(4, 7),
     microbatches=st.integers(1, 4),
     planner=st.sampled_from(["spp", "gpipe", "1f1b"]),
+    share=st.sampled_from([None, 0.25]),
 )
 def test_groups_are_devices(
-    servers: int, tensor: int, layers: int, microbatches: int, planner: str
+    servers: int, tensor: int, layers: int, microbatches: int, planner: str, share: float | None
 ) -> None:
     """On equal links the plan takes as long as that of the groups does, or less."""
     problem = problem_on(servers, 4, layers, microbatches)
+    problem = replace(problem, cluster=replace(problem.cluster, all_reduce_share=share))
     fields = {"order": ScheduleChoice("1f1b")} if planner == "1f1b" else {"planner": planner}
     asked = request(problem, tensor, **fields)
     answer = plan(asked)
@@ -77,6 +79,12 @@ def test_groups_are_devices(
     assert alone.cost is not None
     assert answer.cost_seconds is not None
     assert answer.cost_seconds <= alone.cost * (1 + 1e-9)
+
+
+def test_groups_reach_the_same_share_of_the_bandwidth() -> None:
+    problem = problem_on(2, 4, 4, 2)
+    problem = replace(problem, cluster=replace(problem.cluster, all_reduce_share=0.25))
+    assert problem_of_groups(problem, 2).cluster.all_reduce_share == 0.25
 
 
 def test_a_group_has_the_least_of_its_members() -> None:
