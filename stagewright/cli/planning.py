@@ -113,8 +113,8 @@ def plan(
         Sharded,
         typer.Option(
             help="What the replicas of a stage divide: the optimizer's state (ZeRO-1), or the "
-            "weights too (ZeRO-3). Put into the plan that is found without, or where none fits, into "
-            "one that is found for smaller states: nothing is proved about it.",
+            "weights too (ZeRO-3). Put into the plan that is found without, or where none fits, "
+            "into one that is found for smaller states: nothing is proved about it.",
             case_sensitive=False,
         ),
     ] = Sharded.NONE,
