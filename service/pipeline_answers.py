@@ -235,6 +235,13 @@ class StageShareAnswer(Answer):
     work_seconds: PairAnswer
 
 
+class DeviceShareAnswer(Answer):
+    """What a cause accounts for with what was measured on one device alone."""
+
+    device: str
+    seconds: Finite
+
+
 class CauseAnswer(Answer):
     """By how much a cause alone lengthens an iteration, and the seconds of its actions together."""
 
@@ -242,6 +249,7 @@ class CauseAnswer(Answer):
     seconds: Finite
     work_seconds: PairAnswer | None
     stages: tuple[StageShareAnswer, ...]
+    devices: tuple[DeviceShareAnswer, ...]
 
 
 class ExplanationAnswer(Answer):

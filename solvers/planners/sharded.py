@@ -96,7 +96,8 @@ def note_on_shards(plan: PipelinePlan, before: PipelinePlan | None) -> str:
     kind = plan.stages[int(numbers[0])].shards
     without = "nothing fits" if before is None else _figures(before)
     return (
-        f"stages with shards {kind}: {', '.join(numbers)}; an iteration takes {_figures(plan)}, "
+        f"shards {kind} on stage{'s' * (len(numbers) > 1)} {', '.join(numbers)}; "
+        f"an iteration takes {_figures(plan)}, "
         f"without shards {without}"
     )
 
