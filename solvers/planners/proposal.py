@@ -112,7 +112,8 @@ class Choices:
     shards
         What the replicas of stages divide, put into the plan after the search; see `sharded`.
     runtime
-        ``launchable``, and ``auto`` which then runs it: the framework's runtime to plan for (None: that of torch.distributed.pipelining).
+        ``launchable``, and ``auto`` which then runs it: the framework's runtime to plan for (None:
+        that of torch.distributed.pipelining).
     """
 
     recompute: Recomputation | None = None

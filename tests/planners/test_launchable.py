@@ -1,7 +1,8 @@
-"""Plans for a framework alone: it runs them as they are, and the bound is below all of its plans."""
+"""Plans for a framework alone: it runs them as they are, and the bound is below all of them."""
 
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations, pairwise, permutations
+from itertools import combinations, pairwise, permutations, product
 
 import pytest
 from hypothesis import given
@@ -55,29 +56,30 @@ def test_the_framework_runs_the_plan_as_it_is(to: str) -> None:
     assert plans_of(problem, runtime_of(to, problem.chain)).contains(class_of(found.plan))
 
 
-def straight_plans(problem: PipelineProblem):
-    """The costs of all 1F1B pipelines of equal groups of any devices; brute force."""
-    size, layers, samples = len(problem.cluster), len(problem.chain), problem.chain.microbatch_size
+def pipelines(problem: PipelineProblem) -> Iterator[tuple[int, tuple[Stage, ...]]]:
+    """Every number of replicas and all stages on equal groups of any devices."""
+    size, layers = len(problem.cluster), len(problem.chain)
     names = [device.name for device in problem.cluster.devices]
-    for r in range(1, size + 1):
-        if samples % r:
+    for r, ranks in product(range(1, size + 1), repeat=2):
+        if problem.chain.microbatch_size % r or r * ranks > size:
             continue
-        for ranks in range(1, size // r + 1):
-            for order in permutations(range(size), r * ranks):
-                groups = [order[i * r : (i + 1) * r] for i in range(ranks)]
-                if any(list(group) != sorted(group) for group in groups):
-                    continue
-                for inner in combinations(range(1, layers), ranks - 1):
-                    stages = tuple(
-                        Stage(cut, tuple(names[v] for v in group))
-                        for cut, group in zip(pairwise((0, *inner, layers)), groups, strict=True)
-                    )
-                    layout = Layout(one_f_one_b(ranks, problem.microbatches), stages)
-                    made = timed(problem, "1f1b", layout)
-                    if isinstance(made, Proposal):
-                        made = fitting(problem, "1f1b", made)
-                    if isinstance(made, Proposal):
-                        yield r, cost_of(problem, made)
+        for order, inner in product(
+            permutations(names, r * ranks), combinations(range(1, layers), ranks - 1)
+        ):
+            groups = [order[i * r : (i + 1) * r] for i in range(ranks)]
+            cuts = pairwise((0, *inner, layers))
+            yield r, tuple(Stage(cut, group) for cut, group in zip(cuts, groups, strict=True))
+
+
+def straight_plans(problem: PipelineProblem) -> Iterator[tuple[int, float]]:
+    """The costs of all 1F1B pipelines of equal groups of any devices that fit; brute force."""
+    for r, stages in pipelines(problem):
+        order = one_f_one_b(len(stages), problem.microbatches)
+        made = timed(problem, "1f1b", Layout(order, stages))
+        if isinstance(made, Proposal):
+            made = fitting(problem, "1f1b", made)
+        if isinstance(made, Proposal):
+            yield r, cost_of(problem, made)
 
 
 @given(st.integers(2, 4), st.integers(2, 3), st.integers(1, 3), st.sampled_from([16e9, 2e9, 1e9]))
