@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         ScheduleComparison,
     )
     from stagewright.service.sweep_requests import SweepAnswer, SweepRow
+    from stagewright.service.what_if import WhatIfAnswer, WhatIfRow
     from stagewright.solvers.planners.proposal import Choices
 
 
@@ -263,6 +264,47 @@ def sweep(
         engine=engine,
         workers=workers,
         address=address,
+    )
+    return answer(request, on_row or (lambda _: None), stop)
+
+
+def what_if(
+    chain: "Chain",
+    cluster: "Cluster",
+    microbatches: int = 8,
+    planner: str = "auto",
+    time_limit: float = 10.0,
+    *,
+    runtime: str | None = None,
+    memory_limit_bytes: float | None = None,
+    threads: int = 1,
+    seed: int = 0,
+    on_row: "Callable[[WhatIfRow], None] | None" = None,
+    stop: StopToken | None = None,
+) -> "WhatIfAnswer":
+    """What one more GB, faster links, or one more device or server would buy.
+
+    Arguments as of :func:`plan`; ``time_limit`` is of each plan. ``on_row`` is told of each row
+    when it is planned. A row says what the plan with the change saves, and what its bound leaves at
+    most.
+
+    Raises
+    ------
+    InputError
+        If an argument is not valid.
+    """
+    from stagewright.service.what_if import what_if as answer
+
+    request = PlanRequest.of(
+        chain=chain,
+        cluster=cluster,
+        microbatches=microbatches,
+        planner=planner,
+        runtime=runtime,
+        memory_limit_bytes=memory_limit_bytes,
+        time_limit=time_limit,
+        threads=threads,
+        seed=seed,
     )
     return answer(request, on_row or (lambda _: None), stop)
 
