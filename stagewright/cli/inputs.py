@@ -48,7 +48,8 @@ def model(
     name: Annotated[
         str,
         typer.Argument(
-            help="For example bert-large, vgg19, gpt; or the path of a Hugging Face config.json.",
+            help="For example bert-large, vgg19, gpt; or a Hugging Face config.json, or the name "
+            "of its model, OWNER/NAME.",
             show_default=False,
         ),
     ],
@@ -92,6 +93,7 @@ def model(
     The model has a name, or is described by a transformer's config.json, for example:
     stagewright model config.json --device h100 --precision bf16 --sequence 4096 -o model.json
     """
+    from stagewright.graphs.importers.hf_hub import is_hub_name
     from stagewright.graphs.models.analytic import analytic_model
 
     given = {
@@ -108,7 +110,7 @@ def model(
     samples = microbatch_size if microbatch_sizes is None else read_sizes(microbatch_sizes)
     options: dict[str, Any] = {"precision": precision.value, "optimizer_state": optimizer_state}
     kinds = device.split(",")
-    if name.endswith(".json"):
+    if name.endswith(".json") or is_hub_name(name):
         if output is not None:
             require_apart([Named("--output", output)], [Named("NAME", Path(name))])
         chain = _configured(name, attention, sizes, samples, kinds, options)

@@ -28,7 +28,8 @@ from stagewright.graphs.documents.errors import InputError
 Config = Annotated[
     Path,
     typer.Argument(
-        help="A Hugging Face config.json, or layer profiles that import wrote.",
+        help="A Hugging Face config.json, or the name of its model (OWNER/NAME), or layer "
+        "profiles that import wrote.",
         metavar="CONFIG_OR_PROFILES",
         show_default=False,
     ),
@@ -278,7 +279,8 @@ def memory(
     file: Annotated[
         Path,
         typer.Argument(
-            help="A Hugging Face config.json with --layout, or what train-plan wrote.",
+            help="A Hugging Face config.json, or OWNER/NAME, with --layout; or what train-plan "
+            "wrote.",
             metavar="CONFIG_OR_LAYOUT",
             show_default=False,
         ),
@@ -321,9 +323,10 @@ def memory(
     from stagewright.formulations.parallelism.document import load_layout
     from stagewright.formulations.parallelism.layout import parse_layout
     from stagewright.graphs.documents.documents import write_bytes
+    from stagewright.graphs.importers.hf_hub import is_hub_name
     from stagewright.service.layout_memory import MemoryRequest, layout_memory
 
-    if is_profiled_plan(file):
+    if not is_hub_name(file) and is_profiled_plan(file):
         raise InputError(f"{file} is a plan by layer profiles: check computes its memory again")
     if is_layout(file):
         options = (layout, sequence, global_batch, device, memory, precision, attention, reserve)
@@ -362,11 +365,12 @@ def memory(
 
 
 def is_layout(path: Path) -> bool:
-    """Whether a file is a layout."""
+    """Whether a file is a layout; a model of the Hugging Face Hub by name is not."""
     from stagewright.formulations.parallelism.document import FORMAT
     from stagewright.graphs.documents.documents import format_of
+    from stagewright.graphs.importers.hf_hub import is_hub_name
 
-    return format_of(path) == FORMAT
+    return not is_hub_name(path) and format_of(path) == FORMAT
 
 
 def check_layout(path: Path, as_json: bool) -> int:
