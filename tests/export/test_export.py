@@ -139,18 +139,32 @@ def test_torch_runs_the_files_and_gets_the_gradients(ranks: Ranks, tmp_path: Pat
     assert ranks.run(run_the_files, 2, tmp_path, cases) == [list(cases)] * 2
 
 
-def test_torch_runs_published_schedules(ranks: Ranks, tmp_path: Path) -> None:
+EVERY = tuple(
+    kind
+    for kind, one in KINDS.items()
+    if one.weights == "flush" and one.placement != "both directions"
+)
+FEW = ("1f1b", "interleaved-zb", "zbv")
+
+
+def test_the_quick_schedules_are_some_of_all() -> None:
+    assert len(EVERY) == 15
+    assert {*FEW} < {*EVERY}
+
+
+@pytest.mark.parametrize("kinds", [FEW, pytest.param(EVERY, marks=pytest.mark.slow)])
+def test_torch_runs_published_schedules(
+    ranks: Ranks, tmp_path: Path, kinds: tuple[str, ...]
+) -> None:
     """A plan of every kind with one copy of each stage and one version of its weights."""
     cases = {}
-    for kind, one in KINDS.items():
-        if one.weights == "flush" and one.placement != "both directions":
-            choice = ScheduleChoice(kind)
-            layers = small_problem(2 * choice.count, 2, MICROBATCHES, parts=True)
-            found = plan(layers, "order", Limits(1.0), choices=Choices(order=choice)).plan
-            assert found is not None
-            (tmp_path / f"{kind}.csv").write_text(export(found, "torch-csv")["schedule.csv"])
-            cases[kind] = tuple(int(stage.devices[0][1:]) for stage in found.stages)
-    assert len(cases) == 15
+    for kind in kinds:
+        choice = ScheduleChoice(kind)
+        layers = small_problem(2 * choice.count, 2, MICROBATCHES, parts=True)
+        found = plan(layers, "order", Limits(1.0), choices=Choices(order=choice)).plan
+        assert found is not None
+        (tmp_path / f"{kind}.csv").write_text(export(found, "torch-csv")["schedule.csv"])
+        cases[kind] = tuple(int(stage.devices[0][1:]) for stage in found.stages)
     assert ranks.run(run_the_files, 2, tmp_path, cases) == [list(cases)] * 2
 
 

@@ -109,6 +109,7 @@ def test_a_killed_run_is_resumed_to_the_bit(job: Job, killed: Path) -> None:
     assert left == ["step-00000004", "step-00000005"]
 
 
+@pytest.mark.slow
 def test_steps_of_two_mini_batches_are_those_of_a_plain_loop(job: Job) -> None:
     """Also when a run is killed, and resumed by another plan."""
     import jobs
@@ -179,12 +180,12 @@ def test_what_is_held_out_is_evaluated(job: Job) -> None:
 
 @pytest.mark.parametrize(
     ("held_out", "told"),
-    [
+    slow_after(1, [
         ("jobs:nothing_held_out", "there is no mini-batch"),
         ("jobs:no_batches", "the data must be an iterable of mini-batches, got int"),
         ("jobs:wider_batches", "fails on inputs of shape"),
-    ],
-)
+    ]),
+)  # fmt: skip
 def test_bad_data_that_are_held_out_are_told_before_the_first_step(
     job: Job, held_out: str, told: str
 ) -> None:
@@ -193,6 +194,7 @@ def test_bad_data_that_are_held_out_are_told_before_the_first_step(
     assert not any("step 1/" in line for line in complaints)
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_by_an_evaluation_that_fails(job: Job) -> None:
     options = ("--evaluate", "jobs:ever_less_held_out", "--log", "failed.csv")
     saved = ("--checkpoint", "failed", "--save-parameters", "failed.pt")
@@ -239,6 +241,7 @@ def test_lines_of_progress_are_rare_where_stderr_is_a_file(
     assert capsys.readouterr().err == "step 2/4  loss 0.5  10 ms  800 samples/s\n"
 
 
+@pytest.mark.slow
 def test_groups_and_schedules_of_the_command_line_are_those_of_a_plain_loop(job: Job) -> None:
     """Also when a run is killed, and resumed by another plan."""
     import jobs
@@ -326,6 +329,7 @@ def test_a_failure_is_told_by_every_rank_with_its_place(job: Job) -> None:
     assert len(complaints) == 3
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_ends_the_run(job: Job) -> None:
     _, complaints = job.run("--timeout", 6, code=1, MISHAP="sleep 0 2")
     assert complaints == [
@@ -359,6 +363,7 @@ def test_a_stopped_rank_does_not_hold_up_torchrun(job: Job) -> None:
     job.require_all_gone()
 
 
+@pytest.mark.slow
 def test_the_second_signal_ends_ranks_that_do_not_hear_the_first(job: Job) -> None:
     """One holds the interpreter, so that its handler does not run."""
     patient = (
@@ -432,6 +437,7 @@ def test_ranks_that_others_started(
 # --- Full disks ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_checkpoint_before(job: Job) -> None:
     job.run("--checkpoint", "whole", "--steps", 1)
     half = pages_of(job.folder / "whole") // 2
