@@ -15,7 +15,7 @@ from stagewright.graphs.documents.errors import InputError
 Files = dict[str, str]
 
 PARTITION = ("model", "partition_only")
-LAUNCH = ("command", "cluster", "gpus_per_node")
+LAUNCH = ("command", "cluster", "per_server")
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,21 +153,21 @@ def _command(options: Options) -> list[str]:
     if not words:
         raise InputError(
             "a launch script needs --command, the command of every process, such as "
-            "--command 'stagewright run plan.json --model net:build --data net:batches'"
+            "--command 'stagewright run plan.json --module net:build --data net:batches'"
         )
     return words
 
 
 def _nodes(plan: PipelinePlan, options: Options) -> tuple[Node, ...]:
-    devices, each = plan_devices(plan), options.gpus_per_node
+    devices, each = plan_devices(plan), options.per_server
     if options.cluster is not None:
         if each is not None:
-            raise InputError("--gpus-per-node: the servers follow from --cluster; give one of them")
+            raise InputError("--per-server: the servers follow from --cluster; give one of them")
         return _servers(devices, options.cluster)
     each = len(devices) if each is None else each
     if each < 1 or len(devices) % each:
         raise InputError(
-            f"--gpus-per-node {each}: the plan's {len(devices)} devices do not fill nodes of {each}"
+            f"--per-server {each}: the plan's {len(devices)} devices do not fill nodes of {each}"
         )
     starts = range(0, len(devices), each)
     return tuple(Node(devices[i : i + each], tuple(range(each))) for i in starts)
@@ -176,7 +176,7 @@ def _nodes(plan: PipelinePlan, options: Options) -> tuple[Node, ...]:
 def _servers(devices: tuple[str, ...], cluster: Cluster) -> tuple[Node, ...]:
     """The servers of ``devices``, which must be consecutive and use equally many devices each."""
     if cluster.links.servers is None:
-        raise InputError(f"cluster {cluster.name!r} names no servers: give --gpus-per-node")
+        raise InputError(f"cluster {cluster.name!r} names no servers: give --per-server")
     place = {
         name: (n, gpu)
         for n, server in enumerate(cluster.links.servers)

@@ -15,7 +15,7 @@ class Options:
     ``model`` has the layer names and the samples of a microbatch. ``partition_only`` exports only
     the stages and leaves order, weights and recomputation to the framework. ``command`` is the
     command of every process, in shell syntax. The servers of the plan's devices follow from
-    ``cluster``, or from ``gpus_per_node`` if consecutive ranks fill the nodes. ``image`` is the
+    ``cluster``, or from ``per_server`` if consecutive ranks fill the nodes. ``image`` is the
     container's.
     """
 
@@ -23,7 +23,7 @@ class Options:
     partition_only: bool = False
     command: str | None = None
     cluster: Cluster | None = None
-    gpus_per_node: int | None = None
+    per_server: int | None = None
     image: str | None = None
 
 

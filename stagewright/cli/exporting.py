@@ -51,8 +51,8 @@ def export(
         Path | None,
         typer.Option(help="Cluster file, with the servers of the devices.", metavar="FILE"),
     ] = None,
-    gpus_per_node: Annotated[
-        int | None, typer.Option(help="Devices per server, without a cluster file.", metavar="N")
+    per_server: Annotated[
+        int | None, typer.Option(help="Devices in a server, without a cluster file.", metavar="N")
     ] = None,
     image: Annotated[
         str | None, typer.Option(help="Container image of the Kubernetes Job.")
@@ -75,7 +75,7 @@ def export(
         partition_only=partition_only,
         command=command,
         cluster=load_cluster(cluster) if cluster else None,
-        gpus_per_node=gpus_per_node,
+        per_server=per_server,
         image=image,
     )
     if is_layout(plan):

@@ -82,7 +82,7 @@ def model(
         int | None, typer.Option(help="gpt, config.json: tokens in a sequence.")
     ] = None,
     vocabulary: Annotated[int | None, typer.Option(help="gpt: entries in the vocabulary.")] = None,
-    image: Annotated[
+    image_size: Annotated[
         int | None, typer.Option(help="Vision models: height and width of the images.")
     ] = None,
     as_json: JsonFlag = False,
@@ -100,7 +100,7 @@ def model(
         "heads": heads,
         "sequence": sequence,
         "vocabulary": vocabulary,
-        "image": image,
+        "image": image_size,
     }
     sizes: dict[str, Any] = {key: size for key, size in given.items() if size is not None}
     if microbatch_size is not None and microbatch_sizes is not None:
@@ -129,7 +129,8 @@ def _configured(
     from stagewright.graphs.importers.hf_config import read_hf_config
     from stagewright.graphs.models.analytic import architecture_model
 
-    stray = [f"--{size}" for size in sizes if size != "sequence"]
+    stray = ["--image-size" if size == "image" else f"--{size}" for size in sizes]
+    stray = [one for one in stray if one != "--sequence"]
     if attention is not Attention.FUSED:
         stray.append(f"--attention {attention.value}")
     if stray:

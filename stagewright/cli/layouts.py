@@ -75,7 +75,7 @@ RackBandwidth = Annotated[
     str | None, typer.Option(help="From a GPU out of its rack while all send.")
 ]
 HostBandwidth = Annotated[
-    str | None, typer.Option(help="From a GPU to its host's memory, for --offload.")
+    str | None, typer.Option(help="From a GPU to its host's memory, for --offload-optimizer.")
 ]
 Memory = Annotated[
     str | None, typer.Option(help="Memory of a GPU; default: that of the kind.", metavar="SIZE")
@@ -131,10 +131,12 @@ def train_plan(
     pipeline: Annotated[str | None, typer.Option(help="Pipeline degrees to consider.")] = None,
     tensor: Annotated[str | None, typer.Option(help="Tensor degrees to consider: 1,2,4.")] = None,
     context: Annotated[str | None, typer.Option(help="Context degrees to consider.")] = None,
-    data: Annotated[str | None, typer.Option(help="Data degrees to consider.")] = None,
+    replicas: Annotated[
+        str | None, typer.Option(help="Data degrees to consider: copies of the model.")
+    ] = None,
     expert: Annotated[str | None, typer.Option(help="Expert degrees to consider.")] = None,
-    microbatch: Annotated[
-        str | None, typer.Option(help="Samples of a replica's microbatch to consider.")
+    microbatch_sizes: Annotated[
+        str | None, typer.Option(help="Samples of a microbatch to consider.", metavar="B,B,...")
     ] = None,
     chunks: Annotated[
         int, typer.Option(help="The most stages on a pipeline rank (virtual stages).")
@@ -143,8 +145,8 @@ def train_plan(
     recompute: Annotated[
         str, typer.Option(help="none, selective, full: which to consider.")
     ] = "none,selective,full",
-    offload: Annotated[
-        bool, typer.Option("--offload", help="Consider the optimizer in host memory too.")
+    offload_optimizer: Annotated[
+        bool, typer.Option("--offload-optimizer", help="Consider the optimizer in host memory too.")
     ] = False,
     top: Annotated[int, typer.Option(help="Layouts in the table.", min=1, max=1000)] = 10,
     explain: Annotated[
@@ -222,17 +224,17 @@ def train_plan(
     problem = read_problem(
         config, sequence, global_batch, fabric, precision, attention, no_overlap, reserve
     )
-    if offload and fabric.host_bytes_per_second is None:
-        raise InputError("--offload needs --host-bandwidth, for example 25GB/s")
+    if offload_optimizer and fabric.host_bytes_per_second is None:
+        raise InputError("--offload-optimizer needs --host-bandwidth, for example 25GB/s")
     degrees = {
         "pipeline": pipeline,
         "tensor": tensor,
         "context": context,
-        "data": data,
+        "replicas": replicas,
         "expert": expert,
-        "microbatch": microbatch,
+        "microbatch-sizes": microbatch_sizes,
     }
-    space = read_space(degrees, chunks, zero, recompute, schedule, offload)
+    space = read_space(degrees, chunks, zero, recompute, schedule, offload_optimizer)
     from stagewright.service.layouts import LayoutRequest, find_layouts
 
     request = ask(

@@ -14,6 +14,7 @@ from stagewright.cli.console import (
     ClipNorm,
     JsonFlag,
     LossFunction,
+    Module,
     Optimizer,
     PlanFile,
     Seed,
@@ -38,12 +39,7 @@ QUIET_SECONDS = 10.0  # and where stderr is a file
 
 def run(
     plan: PlanFile,
-    model: Annotated[
-        str,
-        typer.Option(
-            help="Function that returns the module.", metavar="PACKAGE:FACTORY", show_default=False
-        ),
-    ],
+    module: Module,
     data: Annotated[
         str,
         typer.Option(
@@ -64,7 +60,7 @@ def run(
     ],
     loss: LossFunction = None,
     optimizer: Optimizer = "sgd:lr=0.01",
-    group: Annotated[
+    parameter_group: Annotated[
         list[str] | None,
         typer.Option(
             help="Other arguments of the optimizer for parameters with a matching name, e.g. "
@@ -72,7 +68,7 @@ def run(
             metavar="REGEX:KEY=VALUE,...",
         ),
     ] = None,
-    schedule: Annotated[
+    lr_schedule: Annotated[
         str | None,
         typer.Option(
             help="Learning rates by step: constant, linear or cosine, e.g. "
@@ -100,9 +96,12 @@ def run(
     seed: Seed = 0,
     dtype: Annotated[
         Literal["float64", "float32", "bfloat16"] | None,
-        typer.Option(help="Type of a pipeline's parameters; default: float32."),
+        typer.Option(
+            help="Type of a pipeline's computations; bfloat16 is autocast of float32 parameters. "
+            "Default: float32."
+        ),
     ] = None,
-    weights: Annotated[
+    load_parameters: Annotated[
         Path | None,
         typer.Option(
             help="Begin with the weights of a .safetensors file, an index of several, or a folder; "
@@ -191,18 +190,18 @@ def run(
         stepping = parse_optimizer(optimizer)
         return Task(
             plan=parsed,
-            model=load_factory(model, "--model"),
+            model=load_factory(module, "--module"),
             data=load_factory(data, "--data"),
             loss=None if loss is None else load_factory(loss, "--loss"),
             optimizer=stepping,
-            groups=parse_groups(group, stepping),
-            schedule=None if schedule is None else parse_schedule(schedule, steps),
+            groups=parse_groups(parameter_group, stepping),
+            schedule=None if lr_schedule is None else parse_schedule(lr_schedule, steps),
             accumulate=accumulate,
             clip_norm=clip_norm,
             steps=steps,
             seed=seed,
             dtype=None if dtype is None else getattr(torch, dtype),
-            weights=weights,
+            weights=load_parameters,
             timeout_seconds=timeout,
             checkpoints=checkpoint,
             checkpoint_every=checkpoint_every or steps,

@@ -75,7 +75,7 @@ def test_rows_are_ordered_and_their_parts_are_the_whole() -> None:
         assert memory["total_bytes"] <= 80e9
 
 
-TIGHT = ("--memory", "15GB", "--pipeline", 4, "--data", 2, "--chunks", 1, "--zero", "0,1")
+TIGHT = ("--memory", "15GB", "--pipeline", 4, "--replicas", 2, "--chunks", 1, "--zero", "0,1")
 
 
 def test_blocks_by_stage() -> None:
@@ -205,8 +205,13 @@ def test_what_a_cluster_file_says_is_not_said_again() -> None:
 
 
 def test_offload_needs_the_way_to_the_host() -> None:
-    assert refused(*PLAN, "--offload") == "--offload needs --host-bandwidth, for example 25GB/s"
-    assert run(*PLAN, "--offload", "--host-bandwidth", "25GB/s", "--top", 1).exit_code == 0
+    assert (
+        refused(*PLAN, "--offload-optimizer")
+        == "--offload-optimizer needs --host-bandwidth, for example 25GB/s"
+    )
+    assert (
+        run(*PLAN, "--offload-optimizer", "--host-bandwidth", "25GB/s", "--top", 1).exit_code == 0
+    )
 
 
 @pytest.mark.parametrize(
