@@ -34,7 +34,7 @@ FORMATS: dict[str, Format] = {
     "megatron": Format(megatron.arguments, PARTITION),
     "deepspeed": Format(deepspeed.module, PARTITION),
     "torchrun": Format(launchers.torchrun, LAUNCH),
-    "slurm": Format(launchers.slurm, LAUNCH),
+    "slurm": Format(launchers.slurm, (*LAUNCH, "cpus", "time")),
     "kubernetes": Format(launchers.kubernetes, (*LAUNCH, "image")),
 }
 

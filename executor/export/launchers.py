@@ -24,6 +24,10 @@ PORT = 29500  # torchrun's default
 JOB_PORT = "$((20000 + SLURM_JOB_ID % 20000))"  # two jobs on one node use different ports
 
 
+# Minutes, with seconds, or with hours; or days and hours, with minutes and seconds (man sbatch).
+TIME = r"\d+(:\d\d){0,2}|\d+-\d\d?(:\d\d){0,2}"
+
+
 @dataclass(frozen=True, slots=True)
 class Node:
     """A machine: its devices by rank, and their indices among the machine's GPUs."""
@@ -56,6 +60,7 @@ def torchrun(plan: PipelinePlan, options: Options) -> dict[str, str]:
 def slurm(plan: PipelinePlan, options: Options) -> dict[str, str]:
     """A script for sbatch: one torchrun per node."""
     nodes, words = _nodes(plan, options), _command(options)
+    cpus = _cpus(options, len(nodes[0].devices))
     on_node = [
         *_visible(nodes, "SLURM_NODEID"),
         f'exec torchrun {_several(nodes, "$SLURM_NODEID", JOB_PORT)} --no-python "$@"',
@@ -66,13 +71,36 @@ def slurm(plan: PipelinePlan, options: Options) -> dict[str, str]:
         f"#SBATCH --nodes={len(nodes)}",
         "#SBATCH --ntasks-per-node=1",
         f"#SBATCH --gpus-per-node={_gpus(nodes)}",
+        *(f"#SBATCH {one}" for one in (*cpus, *_limit(options))),
         *_told(nodes),
         "set -euo pipefail",
         'mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
         'export MASTER_ADDR="${hosts[0]}"',
-        f"srun bash -c {shlex.quote(chr(10).join(on_node))} bash {shlex.join(words)}",
+        # Since Slurm 22.05 srun does not take the CPUs from the job (man sbatch).
+        shlex.join(["srun", *cpus, "bash", "-c", "\n".join(on_node), "bash", *words]),
     ]
     return {"job.sbatch": "\n".join(lines) + "\n"}
+
+
+def _cpus(options: Options, processes: int) -> list[str]:
+    """The option for the CPUs of a task, which is a node's torchrun of so many ``processes``."""
+    if options.cpus is None:
+        return []
+    if options.cpus < 1:
+        raise InputError(f"--cpus must be at least 1, got {options.cpus}")
+    return [f"--cpus-per-task={options.cpus * processes}"]
+
+
+def _limit(options: Options) -> list[str]:
+    """The option for the time of a job."""
+    if options.time is None:
+        return []
+    if re.fullmatch(TIME, options.time) is None or not re.search("[1-9]", options.time):
+        raise InputError(
+            f"--time {options.time!r} is no time of Slurm; write for example 30 (minutes), "
+            "4:00:00 or 2-12:00:00 (days)"
+        )
+    return [f"--time={options.time}"]
 
 
 def kubernetes(plan: PipelinePlan, options: Options) -> dict[str, str]:

@@ -16,7 +16,7 @@ class Options:
     the stages and leaves order, weights and recomputation to the framework. ``command`` is the
     command of every process, in shell syntax. The servers of the plan's devices follow from
     ``cluster``, or from ``per_server`` if consecutive ranks fill the nodes. ``image`` is the
-    container's.
+    container's. A batch job has ``cpus`` per process, and ``time`` at most, as Slurm writes it.
     """
 
     model: Chain | None = None
@@ -25,6 +25,8 @@ class Options:
     cluster: Cluster | None = None
     per_server: int | None = None
     image: str | None = None
+    cpus: int | None = None
+    time: str | None = None
 
 
 def layer_names(plan: PipelinePlan, options: Options) -> tuple[str, ...]:

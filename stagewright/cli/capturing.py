@@ -70,7 +70,7 @@ def capture(
         str | None,
         typer.Option(
             help="Compute times on these devices, e.g. v100; no memory is needed.",
-            metavar="D,D,...",
+            metavar="KIND,...",
         ),
     ] = None,
     measure: Annotated[

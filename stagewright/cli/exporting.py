@@ -57,6 +57,13 @@ def export(
     image: Annotated[
         str | None, typer.Option(help="Container image of the Kubernetes Job.")
     ] = None,
+    cpus: Annotated[
+        int | None, typer.Option(help="Slurm: CPUs of every process of the job.", metavar="N")
+    ] = None,
+    time: Annotated[
+        str | None,
+        typer.Option(help="Slurm: the job's most time, for example 4:00:00.", metavar="TIME"),
+    ] = None,
     as_json: JsonFlag = False,
 ) -> int:
     """Write a plan, or a layout of train-plan, for another framework; or a script to launch it."""
@@ -77,6 +84,8 @@ def export(
         cluster=load_cluster(cluster) if cluster else None,
         per_server=per_server,
         image=image,
+        cpus=cpus,
+        time=time,
     )
     if is_layout(plan):
         if options != Options(model=options.model):

@@ -40,7 +40,9 @@ Sequence_ = Annotated[
 Batch = Annotated[
     int, typer.Option("--global-batch", help="Samples between two updates.", metavar="N")
 ]
-Kind = Annotated[str | None, typer.Option("--device", help="Kind of GPU, for example h100.")]
+Kind = Annotated[
+    str | None, typer.Option("--device", help="Kind of GPU, for example h100.", metavar="KIND")
+]
 Gpus = Annotated[int | None, typer.Option("--gpus", help="Number of GPUs.", metavar="N")]
 PerServer = Annotated[
     int | None, typer.Option("--per-server", help="GPUs in a server; default: 8.", metavar="N")
@@ -82,7 +84,11 @@ Memory = Annotated[
 ]
 ClusterOption = Annotated[
     Path | None,
-    typer.Option("--cluster", help="Cluster file, in place of --device, --gpus and bandwidths."),
+    typer.Option(
+        "--cluster",
+        help="Cluster file, in place of --device, --gpus and bandwidths.",
+        metavar="FILE",
+    ),
 ]
 PrecisionOption = Annotated[
     Arithmetic, typer.Option(help="Type of weights and activations; fp8: of products.")
@@ -139,7 +145,7 @@ def train_plan(
         str | None, typer.Option(help="Samples of a microbatch to consider.", metavar="B,B,...")
     ] = None,
     chunks: Annotated[
-        int, typer.Option(help="The most stages on a pipeline rank (virtual stages).")
+        int, typer.Option(help="The most stages on a pipeline rank (virtual stages).", metavar="V")
     ] = 16,
     zero: Annotated[str, typer.Option(help="Stages of ZeRO to consider; 3 is FSDP.")] = "0,1,2,3",
     recompute: Annotated[
@@ -192,12 +198,10 @@ def train_plan(
     """Find how to divide a transformer's training among GPUs; exit code 1 if nothing fits.
 
     Pipeline, tensor, context, expert and data degrees, microbatch, virtual stages, recomputation,
-    ZeRO and placement, for example: stagewright train-plan config.json --device h100 --gpus 64
-    --global-batch 512 --sequence 4096 -o layout.json
+    ZeRO and placement.
 
     With measured layer profiles, on servers of several kinds: stages, replicas, tensor degrees and
-    kinds of GPU, for example: stagewright train-plan profiles.json --servers a100:2x4,v100:3x8
-    --global-batch 256 -o plan.json
+    kinds of GPU.
     """
     from stagewright.cli.profiled import is_profiles, plan_profiles, require_options
     from stagewright.formulations.parallelism.document import save_layout
@@ -298,7 +302,9 @@ def memory(
             metavar="N",
         ),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="Kind of GPU; default: h100.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Kind of GPU; default: h100.", metavar="KIND")
+    ] = None,
     memory: Memory = None,
     precision: Annotated[
         Arithmetic | None, typer.Option(help="Type of weights and activations; default: bf16.")
@@ -315,10 +321,7 @@ def memory(
     png: Picture = None,
     as_json: JsonFlag = False,
 ) -> int:
-    """Break down the peak memory of a layout by pipeline rank; exit code 1 if one is too full.
-
-    For example: stagewright memory config.json --layout "p8 t8 d2 b1 full" --sequence 4096
-    """
+    """Break down the peak memory of a layout by pipeline rank; exit code 1 if one is too full."""
     from stagewright.cli.profiled import is_profiled_plan
     from stagewright.formulations.parallelism.document import load_layout
     from stagewright.formulations.parallelism.layout import parse_layout

@@ -22,7 +22,9 @@ from stagewright.graphs.documents.errors import InputError
 DeviceKind = Annotated[
     str | None,
     typer.Option(
-        "--device", help="Kind of device, as in cluster files; default: the device's name."
+        "--device",
+        help="Kind of device, as in cluster files; default: the device's name.",
+        metavar="KIND",
     ),
 ]
 
@@ -151,7 +153,9 @@ def profile_links(
     device: DeviceKind = None,
     memory: Annotated[
         str | None,
-        typer.Option(help="Memory of a device, for example 16GB; default: the machine's."),
+        typer.Option(
+            help="Memory of a device, for example 16GB; default: the machine's.", metavar="SIZE"
+        ),
     ] = None,
     output: OutputFile = None,
     as_json: JsonFlag = False,

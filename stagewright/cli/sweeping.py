@@ -111,9 +111,6 @@ def sweep(
 ) -> int:
     """Plan every combination of sizes; exit code 1 if none has a plan.
 
-    For example: stagewright sweep --model model.json --cluster cluster.json --devices 4,8,16
-    --microbatches 8,16,32 --memory 16GB,32GB -o sweep.csv
-
     Each plan has its own time limit, and its own bound. Ctrl-C (or SIGTERM) ends the sweep and
     keeps the rows found so far; a second one ends immediately.
     """

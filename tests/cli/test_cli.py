@@ -699,7 +699,7 @@ def test_model_refuses(arguments: list[object], message: str) -> None:
 def test_cluster_builds_servers(tmp_path: Path) -> None:
     answered(
         "cluster", "2x4", "--intra", "100GB/s", "--inter", "100Gbps", "--memory", "32GB",
-        "--device", "a100", "--latency-inter", "1e-5", "-o", tmp_path / "c.json",
+        "--device", "a100", "--latency-inter", "10us", "-o", tmp_path / "c.json",
     )  # fmt: skip
     cluster = load_cluster(tmp_path / "c.json")
     assert (len(cluster), len(cluster.servers)) == (8, 2)
@@ -712,7 +712,7 @@ def test_cluster_builds_servers(tmp_path: Path) -> None:
 def test_cluster_builds_racks(tmp_path: Path) -> None:
     answered(
         "cluster", "2x3x4", "--intra", "300GB/s", "--inter", "50GB/s", "--inter-rack", "100Gbps",
-        "--latency-inter-rack", "1e-5", "-o", tmp_path / "c.json",
+        "--latency-inter-rack", "10us", "-o", tmp_path / "c.json",
     )  # fmt: skip
     cluster = load_cluster(tmp_path / "c.json")
     assert (len(cluster), len(cluster.servers)) == (24, 6)
@@ -759,7 +759,12 @@ def test_cluster_reads_files(tmp_path: Path) -> None:
         (["1x2", "--intra", "9GB/s", "--memory", "16"], "is a unit missing?"),
         (["1x2", "--intra", "9GB/s", "--memory", "big"], "'big' is not a size"),
         (["1x2", "--intra", "9GB/s", "--device", "abacus"], "'abacus' is not known"),
-        (["1x2", "--intra", "9GB/s", "--latency-intra", "-1"], "latency_seconds"),
+        (["1x2", "--intra", "9GB/s", "--latency-intra", "-1us"], "--latency-intra must be from 0"),
+        (["1x2", "--intra", "9GB/s", "--latency-intra", "5"], "--latency-intra '5' has no unit"),
+        (["1x2", "--intra", "9GB/s", "--latency-intra", "5s"], "must be from 0 to 1 s"),
+        (["1x2", "--intra", "9GB/s", "--latency-intra", "5us/s"], "is not a latency"),
+        (["1x2", "--intra", "9GB/s", "--latency-intra", "5GB"], "has an unknown unit, GB"),
+        (["1x2", "--intra", "9GB/s", "--latency-intra", "nan us"], "must be from 0 to 1 s"),
         (["--dgx1", "--inter", "9GB/s"], "belong to a shape"),
         (["2x2", "--intra", "9GB/s", "--inter-rack", "9GB/s"], "belong to a shape such as 4x8x4"),
         (["2x2x2", "--intra", "9GB/s", "--inter", "9GB/s"], "--inter-rack is missing"),

@@ -32,7 +32,7 @@ def test_every_path_of_a_command_is_known_as_read_or_written() -> None:
         (command.__name__, name)
         for commands in PANELS.values()
         for command in commands
-        for name, _, marks in _paths(command)
+        for name, marks in _paths(command)
         if any(isinstance(mark, Writes) for mark in marks)
     }
     assert written == {

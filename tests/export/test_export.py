@@ -709,6 +709,23 @@ def test_servers_say_nodes_and_gpus():
     assert run_bash(job)[0] == [node_line(0, "3,0", 20007), node_line(1, "0,1", 20007)]
 
 
+def test_a_batch_job_has_cpus_and_a_time():
+    plan = make_plan((0, 1, 2, 3))
+    job = export(plan, "slurm", replace(LAUNCH, per_server=2, cpus=8, time="1-12:00:00"))
+    (script,) = job.values()
+    assert "#SBATCH --cpus-per-task=16\n#SBATCH --time=1-12:00:00\n" in script
+    assert "\nsrun --cpus-per-task=16 bash -c " in script  # 8 of each of the node's 2 processes
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    plain = export(plan, "slurm", replace(LAUNCH, per_server=2))["job.sbatch"]
+    assert "cpus-per-task" not in plain
+    assert "--time" not in plain
+
+
+@pytest.mark.parametrize("time", ["", "4h", "0", "0:00:00", "1:2", "4:00:00:00", "-1", "1-2-3"])
+def test_a_time_is_one_of_slurm(time):
+    refuses("--time .* is no time of Slurm", make_plan((0, 1)), "slurm", replace(LAUNCH, time=time))
+
+
 def test_kubernetes_job():
     options = replace(LAUNCH, per_server=2, image="repo/image:1", command="run '$(HOME) $$x'")
     service, job = read_yaml(export(make_plan((0, 1, 2, 3)), "kubernetes", options)["job.yaml"])
@@ -775,6 +792,10 @@ def test_launch_refusals():
     refuses('--command "a \'b": No closing quotation', plan, "torchrun", Options(command="a 'b"))
     refuses("3 devices do not fill nodes of 2", plan, "slurm", replace(LAUNCH, per_server=2))
     refuses("--per-server 0", plan, "slurm", replace(LAUNCH, per_server=0))
+    refuses("--cpus must be at least 1, got 0", plan, "slurm", replace(LAUNCH, cpus=0))
+    refuses("--cpus does not apply to torchrun", plan, "torchrun", replace(LAUNCH, cpus=1))
+    refuses("--time does not apply to kubernetes", plan, "kubernetes",
+            replace(LAUNCH, image="x", time="30"))  # fmt: skip
     refuses("--to kubernetes needs --image", plan, "kubernetes", LAUNCH)
     refuses("--image does not apply to slurm", plan, "slurm", replace(LAUNCH, image="x"))
     two = replace(LAUNCH, cluster=machines(4, 4))
