@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     AnyPlan = PipelinePlan | OperatorPlan
 
 PROGRESS_SECONDS = 0.5  # minimum time between two lines of progress on a terminal
-QUIET_SECONDS = 10.0  # and where stderr is a file
+QUIET_SECONDS = 5.0  # and where stderr is a file
 
 
 def run(
@@ -132,7 +132,7 @@ def run(
         Path | None,
         typer.Option(
             help="Write a row for each step: loss, samples per second, seconds, learning rate and "
-            "peak memory of the rank that knows the loss.",
+            "peak memory of the fullest rank.",
             metavar="FILE",
         ),
         Writes(".csv"),
@@ -274,7 +274,7 @@ def _require_runnable(task: "Task") -> None:
 
 def _progress(steps: int) -> "OnStep":
     """Report the progress of the training on stderr: often on a terminal, else now and then."""
-    from stagewright.graphs.documents.units import format_seconds
+    from stagewright.graphs.documents.units import format_bytes, format_seconds
 
     is_terminal = sys.stderr.isatty()
     pause = PROGRESS_SECONDS if is_terminal else QUIET_SECONDS
@@ -287,7 +287,7 @@ def _progress(steps: int) -> "OnStep":
             told = time.monotonic()
             line = (
                 f"step {one.step}/{steps}  loss {one.loss:.6g}  {format_seconds(one.seconds)}  "
-                f"{one.samples_per_second:.4g} samples/s"
+                f"{one.samples_per_second:.4g} samples/s  peak {format_bytes(one.peak_bytes)}"
             )
             if evaluated:
                 line += f"  evaluation loss {one.evaluation_loss:.6g}"

@@ -235,8 +235,8 @@ def test_lines_of_progress_are_rare_where_stderr_is_a_file(
     report = running._progress(4)
     for step, seconds in enumerate((1, running.QUIET_SECONDS, 1, 1), 1):
         now += seconds
-        report(StepReport(step, 0.5, 800.0, 0.01, 0.1, 0))
-    assert capsys.readouterr().err == "step 2/4  loss 0.5  10 ms  800 samples/s\n"
+        report(StepReport(step, 0.5, 800.0, 0.01, 0.1, 1_500_000_000))
+    assert capsys.readouterr().err == "step 2/4  loss 0.5  10 ms  800 samples/s  peak 1.5 GB\n"
 
 
 def test_groups_and_schedules_of_the_command_line_are_those_of_a_plain_loop(job: Job) -> None:
