@@ -1,7 +1,9 @@
 """The help pages: examples that parse, 80 columns, and one meaning of every option."""
 
+import re
 import shlex
 from inspect import cleandoc
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from typer.testing import CliRunner
 from stagewright.cli import app
 from stagewright.cli.pages import EXAMPLES
 
+ROOT = Path(__file__).parents[2]
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
 # The same meaning in several forms: a file or a text, one for all or one for each, by name of unit.
@@ -71,3 +74,21 @@ def test_an_option_has_one_meaning() -> None:
                     )
                     meanings.setdefault(option, {}).setdefault(kind, []).append(name)
     assert {option for option, kinds in meanings.items() if len(kinds) > 1} == FORMS
+
+
+def documented() -> list[str]:
+    """The command lines in blocks of code of the documentation."""
+    found = []
+    for file in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        for block in re.findall(r"^```\w+\n(.*?)^```$", file.read_text(), re.MULTILINE | re.DOTALL):
+            whole = block.replace("\\\n", " ").replace("$network", "--module a:b --data a:b")
+            found += [one for one in whole.splitlines() if one.startswith("stagewright ")]
+    return found
+
+
+def test_command_lines_of_the_documentation_have_options_of_their_commands() -> None:
+    lines = documented()
+    assert len(lines) > 40
+    for line in lines:
+        _, name, *arguments = shlex.split(line)
+        COMMANDS[name].make_context(name, arguments)
