@@ -54,6 +54,7 @@ if TYPE_CHECKING:
         show,
         simulate,
         sweep,
+        what_if,
     )
     from stagewright.front.results import print_progress
     from stagewright.graphs.importers.partition_problems import load_partition_problem
@@ -129,6 +130,7 @@ __all__ = [
     "train_plan",
     "training_problem",
     "uniform_servers",
+    "what_if",
 ]
 
 # Loaded on first use, so that ``import stagewright`` is fast.
@@ -152,7 +154,7 @@ _LAZY = {
     "stagewright.graphs.importers.partition_problems": ("load_partition_problem",),
     "stagewright.front.pipelines": (
         "check", "check_proofs", "compare", "compare_schedules", "export", "jobshop", "partition",
-        "plan", "schedule", "show", "simulate", "sweep",
+        "plan", "schedule", "show", "simulate", "sweep", "what_if",
     ),
     "stagewright.front.results": ("print_progress",),
     "stagewright.graphs.machines.cluster": (

@@ -19,7 +19,7 @@ from stagewright.executor.drawing.timeline import (
 )
 from stagewright.formulations.plans.actions import ON_DEVICE, ActionKind
 from stagewright.formulations.plans.plan import PipelinePlan
-from stagewright.graphs.documents.units import format_bytes
+from stagewright.graphs.documents.units import byte_unit, format_bytes
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Bar, Figure, Scatter
@@ -169,17 +169,18 @@ def memory_figure(plan: PipelinePlan) -> "Figure | None":
     else:
         names = list(dict.fromkeys(device for stage in plan.stages for device in stage.devices))
         peaks = [plan.predicted.peak_memory_bytes.get(name, 0.0) for name in names]
+    unit, scale = byte_unit(max(peaks))
     figure = new_figure("memory", 330)
     figure.add_trace(
         Bar(
             x=names,
-            y=np.array(peaks) / 1e9,
+            y=np.array(peaks) / scale,
             marker_color="#6c7f93",
             customdata=[format_bytes(peak) for peak in peaks],
             hovertemplate="%{x}: %{customdata}<extra></extra>",
         )
     )
-    figure.update_yaxes(title="GB")
+    figure.update_yaxes(title=unit)
     return figure
 
 
