@@ -26,7 +26,7 @@ from stagewright.cli.interrupts import interrupt_once
 from stagewright.cli.layouts import memory, train_plan
 from stagewright.cli.makespans import jobshop
 from stagewright.cli.outputs import checked
-from stagewright.cli.pages import add_command, with_plain_flags
+from stagewright.cli.pages import ROOT_EXAMPLES, add_command, with_plain_flags
 from stagewright.cli.partitioning import partition
 from stagewright.cli.planning import plan, planners
 from stagewright.cli.plans import check, show, simulate
@@ -95,6 +95,7 @@ app = typer.Typer(
     cls=Commands,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
+    epilog=ROOT_EXAMPLES,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 

@@ -16,6 +16,7 @@ from stagewright.formulations.schedules.kinds import KINDS
 PLANNERS = (
     "auto", "spp", "exact", "dp", "gpipe", "pipedream", "hetpipe", "1f1b-star", "madpipe",
     "pipedream-async", "2bw", "2bw-flush", "servers", "general", "order", "ooo",
+    "launchable",
 )  # fmt: skip
 POLICIES = (
     "max-min", "las", "makespan", "makespan-agnostic", "finish-time-fairness",
@@ -23,9 +24,8 @@ POLICIES = (
     "static-partition", "allox", "gandiva", "water-filling", "water-filling-agnostic",
     "hierarchical", "max-throughput", "min-cost", "min-cost-slo", "makespan-budget",
 )  # fmt: skip
-OF_PLANS = (
-    "torch-csv", "torchtitan", "nemo", "megatron", "deepspeed", "torchrun", "slurm", "kubernetes",
-)  # fmt: skip
+RUNTIMES = ("torch-csv", "torchtitan", "nemo", "megatron", "deepspeed")
+OF_PLANS = (*RUNTIMES, "torchrun", "slurm", "kubernetes")
 OF_LAYOUTS = (
     "megatron", "megatron-bridge", "nemo", "torchtitan", "deepspeed", "accelerate", "plan",
 )  # fmt: skip
@@ -63,11 +63,12 @@ VALUES: dict[str, Values] = {
     "partition --backend": lambda: ("recurrence", *BACKENDS),
     "sweep --planner": lambda: PLANNERS,
     "train --planner": _placing,
+    "train-plan --for": lambda: OF_LAYOUTS,
     "train-plan --recompute": lambda: ("none", "selective", "full"),
     "--backend": lambda: BACKENDS,
     "--contention": lambda: ("none", "exclusive"),
     "--device": _devices,
-    "--framework": lambda: OF_LAYOUTS,
+    "--for": lambda: RUNTIMES,
     "--kind": lambda: ("optimal", "pe", *KINDS),
     "--lr-schedule": lambda: ("constant", "linear", "cosine"),
     "--optimizer": lambda: ("adam", "adamw", "sgd"),

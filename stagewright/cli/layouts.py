@@ -159,11 +159,13 @@ def train_plan(
         str | None,
         typer.Option(help='Why not this layout, for example "p8 t8 d2 b1 v3 full sp zero1".'),
     ] = None,
-    framework: Annotated[
+    runtime: Annotated[
         str | None,
         typer.Option(
+            "--for",
             help="Only layouts that can be exported to it: megatron, megatron-bridge, nemo, "
-            "torchtitan, deepspeed, accelerate; plan: a plan of stages, for `stagewright run`."
+            "torchtitan, deepspeed, accelerate; plan: a plan of stages, for `stagewright run`.",
+            metavar="FRAMEWORK",
         ),
     ] = None,
     schedule: Annotated[
@@ -243,10 +245,11 @@ def train_plan(
 
     request = ask(
         LayoutRequest,
+        {"framework": "--for"},
         problem=problem,
         space=space,
         top=top,
-        framework=framework,
+        framework=runtime,
         explain=None if explain is None else parse_layout(explain),
         by_stage=not alike,
         front=front or png is not None,

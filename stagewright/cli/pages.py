@@ -16,6 +16,9 @@ EXAMPLES: dict[str, str] = {
     "sweep": """
         stagewright sweep --model model.json --cluster cluster.json \\
             --devices 2,4 --microbatches 8,16 -o sweep.csv --png sweep.png""",
+    "what-if": """
+        stagewright what-if --model model.json --cluster cluster.json \\
+            --microbatches 8 --time-limit 3""",
     "check": """
         stagewright check plan.json --model model.json --cluster cluster.json""",
     "simulate": """
@@ -102,6 +105,12 @@ EXAMPLES: dict[str, str] = {
         stagewright doctor""",
 }  # fmt: skip
 """Lines of at most 76 characters, as a help page of 80 has them."""
+
+
+ROOT_EXAMPLES = """Examples:
+stagewright plan --model model.json --cluster cluster.json --microbatches 8
+stagewright plan --help
+stagewright --install-completion"""
 
 
 class Page(TyperCommand):

@@ -6,6 +6,7 @@ from typer.testing import CliRunner
 from stagewright.cli import app, completing
 from stagewright.executor.export import FORMATS
 from stagewright.executor.export.layouts import EVERY_FORMAT
+from stagewright.executor.export.runtimes import RUNTIMES
 from stagewright.formulations.cloud.strategies import STRATEGIES
 from stagewright.service.cloud_requests import ALL, OPTIMAL, ROLLING
 from stagewright.solvers.backends.backend import BACKENDS
@@ -62,7 +63,7 @@ def test_every_option_with_values_is_one_of_a_command() -> None:
 
 COMMAND_OF = [
     ("--backend", "schedule"), ("--contention", "train"), ("--device", "cluster"),
-    ("--framework", "train-plan"), ("--kind", "schedule"), ("--lr-schedule", "run"),
+    ("--for", "what-if"), ("--kind", "schedule"), ("--lr-schedule", "run"),
     ("--optimizer", "profile"), ("--order", "plan"), ("--planner", "plan"), ("--policy", "rounds"),
     ("--recompute", "plan"), ("--schedule", "train-plan"), ("--strategy", "cloud"),
     ("--to", "export"), ("--training", "plan"),
@@ -73,6 +74,7 @@ def test_repeated_names_are_those_of_the_registries() -> None:
     assert set(completing.PLANNERS) == set(PLANNERS)
     assert set(completing.POLICIES) == set(POLICIES)
     assert tuple(FORMATS) == completing.OF_PLANS
+    assert set(completing.RUNTIMES) == set(RUNTIMES)
     assert tuple(EVERY_FORMAT) == completing.OF_LAYOUTS
     assert set(completing.BACKENDS) == set(BACKENDS)
     assert set(completing.STRATEGIES) == {*STRATEGIES, ROLLING, OPTIMAL, ALL}
