@@ -19,6 +19,7 @@ def export(
             help="torch-csv, torchtitan, nemo, megatron, deepspeed, torchrun, slurm, kubernetes; "
             "of a layout: megatron, megatron-bridge, nemo (2.x), torchtitan, deepspeed, "
             "accelerate, plan.",
+            metavar="FORMAT",
         ),
     ],
     output: Annotated[
