@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         check_proofs,
         compare,
         compare_schedules,
+        diff,
         export,
         jobshop,
         partition,
@@ -87,6 +88,7 @@ __all__ = [
     "cloud",
     "compare",
     "compare_schedules",
+    "diff",
     "divide",
     "estimate",
     "export",
@@ -153,8 +155,8 @@ _LAZY = {
     "stagewright.front.operators": ("check_placement", "divide", "place"),
     "stagewright.graphs.importers.partition_problems": ("load_partition_problem",),
     "stagewright.front.pipelines": (
-        "check", "check_proofs", "compare", "compare_schedules", "export", "jobshop", "partition",
-        "plan", "schedule", "show", "simulate", "sweep", "what_if",
+        "check", "check_proofs", "compare", "compare_schedules", "diff", "export", "jobshop",
+        "partition", "plan", "schedule", "show", "simulate", "sweep", "what_if",
     ),
     "stagewright.front.results": ("print_progress",),
     "stagewright.graphs.machines.cluster": (

@@ -16,6 +16,7 @@ from stagewright.cli.capturing import capture
 from stagewright.cli.cloud import cloud
 from stagewright.cli.cluster_running import run_cluster
 from stagewright.cli.comparing import compare
+from stagewright.cli.differing import diff
 from stagewright.cli.dividing import divide
 from stagewright.cli.doctor import doctor
 from stagewright.cli.estimating import estimate
@@ -100,7 +101,7 @@ app = typer.Typer(
 )
 
 PANELS: dict[str, tuple[Callable[..., int], ...]] = {
-    "Plan": (plan, sweep, what_if, check, simulate, show),
+    "Plan": (plan, sweep, what_if, check, diff, simulate, show),
     "Training of transformers": (train_plan, memory),
     "Scheduling problems": (partition, divide, schedule, jobshop),
     "Models and clusters": (import_, model, cluster, profile, profile_links, capture),

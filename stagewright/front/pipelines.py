@@ -22,6 +22,7 @@ from stagewright.service.pipeline_requests import (
 
 if TYPE_CHECKING:
     from stagewright.executor.programs.trace import Trace
+    from stagewright.executor.simulation.difference import PlanDifference
     from stagewright.executor.simulation.results import Simulation
     from stagewright.formulations.checking.proofs import Verdict
     from stagewright.formulations.checking.violations import Violation
@@ -361,6 +362,19 @@ def check_proofs(
         plan=plan, chain=chain, cluster=cluster, proofs=True, time_limit=time_limit
     )
     return answer(request).verdicts
+
+
+def diff(first: "PipelinePlan", second: "PipelinePlan") -> "PlanDifference":
+    """How much longer ``second`` takes than ``first``, by cause, and what it does otherwise.
+
+    Raises
+    ------
+    InputError
+        If they are plans of different models, or a schedule lacks actions.
+    """
+    from stagewright.executor.simulation.difference import differ
+
+    return differ(first, second)
 
 
 def simulate(
