@@ -26,6 +26,8 @@ EXAMPLES: dict[str, str] = {
             --cluster cluster.json --jitter 0.1""",
     "show": """
         stagewright show plan.json --html timeline.html --png timeline.png""",
+    "diff": """
+        stagewright diff plan.json other.json""",
     "train-plan": """
         stagewright train-plan config.json --device h100 --gpus 64 \\
             --global-batch 512 --sequence 4096 -o layout.json
