@@ -15,6 +15,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from stagewright.graphs.documents import documents
+from stagewright.graphs.documents.contents import not_json
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.importers.config_fields import Fields
 from stagewright.graphs.importers.hf_hub import hub_config, is_hub_name
@@ -58,7 +59,7 @@ def _values(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         values = from_json(text)
     except ValueError as error:
-        raise InputError(f"{path}: not a complete JSON document ({error})") from None
+        raise InputError(f"{path}: {not_json(text, error)}") from None
     if not isinstance(values, dict):
         raise InputError(f"{path}: a configuration is an object with the field 'model_type'")
     return values

@@ -63,7 +63,11 @@ def model(
         ),
     ] = None,
     device: Annotated[
-        str, typer.Option(help="Kind of device; several, separated by commas, for a mixed cluster.")
+        str,
+        typer.Option(
+            help="Kind of device; several, separated by commas, for a mixed cluster.",
+            metavar="KIND,...",
+        ),
     ] = "v100",
     precision: Annotated[
         Precision, typer.Option(help="Type of weights and activations.")
@@ -80,18 +84,17 @@ def model(
     hidden: Annotated[int | None, typer.Option(help="gpt: hidden size.")] = None,
     heads: Annotated[int | None, typer.Option(help="gpt: attention heads.")] = None,
     sequence: Annotated[
-        int | None, typer.Option(help="gpt, config.json: tokens in a sequence.")
+        int | None, typer.Option(help="gpt, config.json: tokens in a sample.", metavar="S")
     ] = None,
     vocabulary: Annotated[int | None, typer.Option(help="gpt: entries in the vocabulary.")] = None,
-    image: Annotated[
+    image_size: Annotated[
         int | None, typer.Option(help="Vision models: height and width of the images.")
     ] = None,
     as_json: JsonFlag = False,
 ) -> int:
     """Write an analytic profile: computed from FLOPs and bytes, not measured.
 
-    The model has a name, or is described by a transformer's config.json, for example:
-    stagewright model config.json --device h100 --precision bf16 --sequence 4096 -o model.json
+    The model has a name, or is described by a transformer's config.json.
     """
     from stagewright.graphs.importers.hf_hub import is_hub_name
     from stagewright.graphs.models.analytic import analytic_model
@@ -102,7 +105,7 @@ def model(
         "heads": heads,
         "sequence": sequence,
         "vocabulary": vocabulary,
-        "image": image,
+        "image": image_size,
     }
     sizes: dict[str, Any] = {key: size for key, size in given.items() if size is not None}
     if microbatch_size is not None and microbatch_sizes is not None:
@@ -131,7 +134,8 @@ def _configured(
     from stagewright.graphs.importers.hf_config import read_hf_config
     from stagewright.graphs.models.analytic import architecture_model
 
-    stray = [f"--{size}" for size in sizes if size != "sequence"]
+    stray = ["--image-size" if size == "image" else f"--{size}" for size in sizes]
+    stray = [one for one in stray if one != "--sequence"]
     if attention is not Attention.FUSED:
         stray.append(f"--attention {attention.value}")
     if stray:
@@ -158,12 +162,18 @@ def cluster(
     inter: Annotated[
         str | None, typer.Option(help="Bandwidth between servers, for example 12.5GB/s or 100Gbps.")
     ] = None,
-    latency_intra: Annotated[float, typer.Option(help="Seconds, inside a server.")] = 0.0,
-    latency_inter: Annotated[float, typer.Option(help="Seconds, between servers.")] = 0.0,
+    latency_intra: Annotated[
+        str, typer.Option(help="Latency inside a server, for example 5us.", metavar="TIME")
+    ] = "0",
+    latency_inter: Annotated[
+        str, typer.Option(help="Latency between servers, for example 20us.", metavar="TIME")
+    ] = "0",
     inter_rack: Annotated[
         str | None, typer.Option(help="Bandwidth between racks, for example 100Gbps.")
     ] = None,
-    latency_inter_rack: Annotated[float, typer.Option(help="Seconds, between racks.")] = 0.0,
+    latency_inter_rack: Annotated[
+        str, typer.Option(help="Latency between racks, for example 50us.", metavar="TIME")
+    ] = "0",
     matrix: Annotated[
         Path | None, typer.Option(help="A text file of bandwidths, a row per device.")
     ] = None,
@@ -171,10 +181,13 @@ def cluster(
         Path | None, typer.Option(help="The text that nvidia-smi topo -m prints.")
     ] = None,
     dgx1: Annotated[bool, typer.Option("--dgx1", help="Eight V100 in a cube of NVLinks.")] = False,
-    device: Annotated[str, typer.Option(help="Kind of device.")] = "v100",
+    device: Annotated[str, typer.Option(help="Kind of device.", metavar="KIND")] = "v100",
     memory: Annotated[
         str | None,
-        typer.Option(help="Memory of a device, for example 16GB; default: that of the kind."),
+        typer.Option(
+            help="Memory of a device, for example 16GB; default: that of the kind.",
+            metavar="SIZE",
+        ),
     ] = None,
     host_bandwidth: Annotated[
         str | None,
@@ -185,18 +198,21 @@ def cluster(
 ) -> int:
     """Describe a cluster: servers x devices, or from a file, or a DGX-1."""
     from stagewright.graphs.documents import documents
-    from stagewright.graphs.documents.units import parse_bandwidth, parse_bytes
+    from stagewright.graphs.documents.units import parse_bandwidth, parse_bytes, parse_latency
     from stagewright.graphs.machines import topology
 
     given = [shape is not None, matrix is not None, nvidia_smi is not None, dgx1]
     if sum(given) != 1:
         raise InputError("give one of: a shape such as 8x4, --matrix, --nvidia-smi, --dgx1")
-    if shape is None and (intra or inter or latency_inter):
+    within = parse_latency(latency_intra, "--latency-intra")
+    between = parse_latency(latency_inter, "--latency-inter")
+    racks = parse_latency(latency_inter_rack, "--latency-inter-rack")
+    if shape is None and (intra or inter or between):
         raise InputError("--intra, --inter and --latency-inter belong to a shape such as 8x4")
-    if (inter_rack or latency_inter_rack) and (shape or "").lower().count("x") < 2:
+    if (inter_rack or racks) and (shape or "").lower().count("x") < 2:
         raise InputError("--inter-rack and --latency-inter-rack belong to a shape such as 4x8x4")
     bytes_ = None if memory is None else parse_bytes(memory)
-    every: dict[str, Any] = {"kind": device, "memory_bytes": bytes_, "latency": latency_intra}
+    every: dict[str, Any] = {"kind": device, "memory_bytes": bytes_, "latency": within}
     if matrix is not None:
         made = topology.read_matrix(matrix, **every)
     elif nvidia_smi is not None:
@@ -205,8 +221,8 @@ def cluster(
     elif dgx1:
         made = topology.dgx1(**every)
     else:
-        latency = (latency_intra, latency_inter, latency_inter_rack)
-        made = _servers(shape or "", (intra, inter, inter_rack), latency, device, bytes_)
+        latencies = (within, between, racks)
+        made = _servers(shape or "", (intra, inter, inter_rack), latencies, device, bytes_)
     if host_bandwidth is not None:
         rate = parse_bandwidth(host_bandwidth)
         linked = tuple(replace(one, host_bytes_per_second=rate) for one in made.devices)

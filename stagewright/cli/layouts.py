@@ -41,7 +41,9 @@ Sequence_ = Annotated[
 Batch = Annotated[
     int, typer.Option("--global-batch", help="Samples between two updates.", metavar="N")
 ]
-Kind = Annotated[str | None, typer.Option("--device", help="Kind of GPU, for example h100.")]
+Kind = Annotated[
+    str | None, typer.Option("--device", help="Kind of GPU, for example h100.", metavar="KIND")
+]
 Gpus = Annotated[int | None, typer.Option("--gpus", help="Number of GPUs.", metavar="N")]
 PerServer = Annotated[
     int | None, typer.Option("--per-server", help="GPUs in a server; default: 8.", metavar="N")
@@ -76,14 +78,18 @@ RackBandwidth = Annotated[
     str | None, typer.Option(help="From a GPU out of its rack while all send.")
 ]
 HostBandwidth = Annotated[
-    str | None, typer.Option(help="From a GPU to its host's memory, for --offload.")
+    str | None, typer.Option(help="From a GPU to its host's memory, for --offload-optimizer.")
 ]
 Memory = Annotated[
     str | None, typer.Option(help="Memory of a GPU; default: that of the kind.", metavar="SIZE")
 ]
 ClusterOption = Annotated[
     Path | None,
-    typer.Option("--cluster", help="Cluster file, in place of --device, --gpus and bandwidths."),
+    typer.Option(
+        "--cluster",
+        help="Cluster file, in place of --device, --gpus and bandwidths.",
+        metavar="FILE",
+    ),
 ]
 PrecisionOption = Annotated[
     Arithmetic, typer.Option(help="Type of weights and activations; fp8: of products.")
@@ -132,31 +138,35 @@ def train_plan(
     pipeline: Annotated[str | None, typer.Option(help="Pipeline degrees to consider.")] = None,
     tensor: Annotated[str | None, typer.Option(help="Tensor degrees to consider: 1,2,4.")] = None,
     context: Annotated[str | None, typer.Option(help="Context degrees to consider.")] = None,
-    data: Annotated[str | None, typer.Option(help="Data degrees to consider.")] = None,
+    replicas: Annotated[
+        str | None, typer.Option(help="Data degrees to consider: copies of the model.")
+    ] = None,
     expert: Annotated[str | None, typer.Option(help="Expert degrees to consider.")] = None,
-    microbatch: Annotated[
-        str | None, typer.Option(help="Samples of a replica's microbatch to consider.")
+    microbatch_sizes: Annotated[
+        str | None, typer.Option(help="Samples of a microbatch to consider.", metavar="B,B,...")
     ] = None,
     chunks: Annotated[
-        int, typer.Option(help="The most stages on a pipeline rank (virtual stages).")
+        int, typer.Option(help="The most stages on a pipeline rank (virtual stages).", metavar="V")
     ] = 16,
     zero: Annotated[str, typer.Option(help="Stages of ZeRO to consider; 3 is FSDP.")] = "0,1,2,3",
     recompute: Annotated[
         str, typer.Option(help="none, selective, full: which to consider.")
     ] = "none,selective,full",
-    offload: Annotated[
-        bool, typer.Option("--offload", help="Consider the optimizer in host memory too.")
+    offload_optimizer: Annotated[
+        bool, typer.Option("--offload-optimizer", help="Consider the optimizer in host memory too.")
     ] = False,
     top: Annotated[int, typer.Option(help="Layouts in the table.", min=1, max=1000)] = 10,
     explain: Annotated[
         str | None,
         typer.Option(help='Why not this layout, for example "p8 t8 d2 b1 v3 full sp zero1".'),
     ] = None,
-    framework: Annotated[
+    runtime: Annotated[
         str | None,
         typer.Option(
+            "--for",
             help="Only layouts that can be exported to it: megatron, megatron-bridge, nemo, "
-            "torchtitan, deepspeed, accelerate; plan: a plan of stages, for `stagewright run`."
+            "torchtitan, deepspeed, accelerate; plan: a plan of stages, for `stagewright run`.",
+            metavar="FRAMEWORK",
         ),
     ] = None,
     schedule: Annotated[
@@ -191,12 +201,10 @@ def train_plan(
     """Find how to divide a transformer's training among GPUs; exit code 1 if nothing fits.
 
     Pipeline, tensor, context, expert and data degrees, microbatch, virtual stages, recomputation,
-    ZeRO and placement, for example: stagewright train-plan config.json --device h100 --gpus 64
-    --global-batch 512 --sequence 4096 -o layout.json
+    ZeRO and placement.
 
     With measured layer profiles, on servers of several kinds: stages, replicas, tensor degrees and
-    kinds of GPU, for example: stagewright train-plan profiles.json --servers a100:2x4,v100:3x8
-    --global-batch 256 -o plan.json
+    kinds of GPU.
     """
     from stagewright.cli.profiled import is_profiles, plan_profiles, require_options
     from stagewright.formulations.parallelism.document import save_layout
@@ -223,25 +231,26 @@ def train_plan(
     problem = read_problem(
         config, sequence, global_batch, fabric, precision, attention, no_overlap, reserve
     )
-    if offload and fabric.host_bytes_per_second is None:
-        raise InputError("--offload needs --host-bandwidth, for example 25GB/s")
+    if offload_optimizer and fabric.host_bytes_per_second is None:
+        raise InputError("--offload-optimizer needs --host-bandwidth, for example 25GB/s")
     degrees = {
         "pipeline": pipeline,
         "tensor": tensor,
         "context": context,
-        "data": data,
+        "replicas": replicas,
         "expert": expert,
-        "microbatch": microbatch,
+        "microbatch-sizes": microbatch_sizes,
     }
-    space = read_space(degrees, chunks, zero, recompute, schedule, offload)
+    space = read_space(degrees, chunks, zero, recompute, schedule, offload_optimizer)
     from stagewright.service.layouts import LayoutRequest, find_layouts
 
     request = ask(
         LayoutRequest,
+        {"framework": "--for"},
         problem=problem,
         space=space,
         top=top,
-        framework=framework,
+        framework=runtime,
         explain=None if explain is None else parse_layout(explain),
         by_stage=not alike,
         front=front or png is not None,
@@ -298,7 +307,9 @@ def memory(
             metavar="N",
         ),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="Kind of GPU; default: h100.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Kind of GPU; default: h100.", metavar="KIND")
+    ] = None,
     memory: Memory = None,
     precision: Annotated[
         Arithmetic | None, typer.Option(help="Type of weights and activations; default: bf16.")
@@ -315,10 +326,7 @@ def memory(
     png: Picture = None,
     as_json: JsonFlag = False,
 ) -> int:
-    """Break down the peak memory of a layout by pipeline rank; exit code 1 if one is too full.
-
-    For example: stagewright memory config.json --layout "p8 t8 d2 b1 full" --sequence 4096
-    """
+    """Break down the peak memory of a layout by pipeline rank; exit code 1 if one is too full."""
     from stagewright.cli.profiled import is_profiled_plan
     from stagewright.formulations.parallelism.document import load_layout
     from stagewright.formulations.parallelism.layout import parse_layout
