@@ -55,6 +55,7 @@ def page(plan: PipelinePlan) -> str:
         title=f"{plan.model} on {plan.cluster}",
         subtitle=_subtitle(plan),
         facts=list(_facts(plan)),
+        duration=format_seconds(iteration_seconds(plan)),
         sentences=[*explanation_sentences(plan, found), *proof_sentences(plan)],
         shares=[] if found is None else list(_shares(found)),
         share_title="" if found is None else f"An iteration on {resource_name(found.device)}",
