@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from stagewright.executor.clusters.timeline import ClusterTimeline, Round
-from stagewright.executor.drawing.colours import label_colour
+from stagewright.executor.drawing.colours import CATEGORIES, label_colour
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
@@ -29,10 +29,9 @@ ROW_INCHES = 0.18
 HOUR = 3600.0
 CHARACTER_SHARE = 0.007  # of the width, for one character of a label
 MAX_NUMBERED_ROWS = 96
-# Okabe and Ito's colours, which every kind of colour vision tells apart; then with hatches.
-COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#4d4d4d")
+# Jobs have the colours, then the colours with each hatch.
 HATCHES = (None, "///", "...", "xxx", "---", "|||")
-MAX_NAMED_JOBS = len(COLOURS) * len(HATCHES)
+MAX_NAMED_JOBS = len(CATEGORIES) * len(HATCHES)
 LINES = ("-", "--", ":", "-.")  # of lines, whose colours are those of jobs
 BINS = 240  # time bins of the utilisation
 
@@ -116,10 +115,10 @@ def _draw_spans(axes: "Axes", spans: Sequence[_Span]) -> None:
             if right - left >= CHARACTER_SHARE * len(str(job)) * hours:
                 _number(axes, (left + right) / 2, bottom + part / 2, job)
     for job, verts in rectangles.items():
-        looks = _looks(job)
+        its = looks(job)
         axes.add_collection(
-            PolyCollection(verts, edgecolors=looks.edge, linewidth=0, hatch=looks.hatch,
-                           facecolors=looks.colour)
+            PolyCollection(verts, edgecolors=its.edge, linewidth=0, hatch=its.hatch,
+                           facecolors=its.colour)
         )  # fmt: skip
         axes.add_collection(
             PolyCollection(verts, facecolors="none", edgecolors="white", linewidth=0.4)
@@ -127,13 +126,13 @@ def _draw_spans(axes: "Axes", spans: Sequence[_Span]) -> None:
 
 
 def _number(axes: "Axes", x: float, y: float, job: int) -> None:
-    looks = _looks(job)
-    box = {"facecolor": looks.colour, "edgecolor": "none", "pad": 0.4} if looks.hatch else None
+    its = looks(job)
+    box = {"facecolor": its.colour, "edgecolor": "none", "pad": 0.4} if its.hatch else None
     axes.text(x, y, str(job), ha="center", va="center", fontsize=6,
-              color=label_colour(looks.colour), bbox=box)  # fmt: skip
+              color=label_colour(its.colour), bbox=box)  # fmt: skip
 
 
-class _Looks(NamedTuple):
+class Looks(NamedTuple):
     """How a job is filled: its colour, and a hatch (None: plain) in the colour ``edge``."""
 
     colour: str
@@ -141,11 +140,11 @@ class _Looks(NamedTuple):
     edge: str
 
 
-def _looks(job: int) -> _Looks:
+def looks(job: int) -> Looks:
     """Each of the first ``MAX_NAMED_JOBS`` jobs differs from all others."""
-    texture, place = divmod(job % MAX_NAMED_JOBS, len(COLOURS))
-    colour = COLOURS[place]
-    return _Looks(colour, HATCHES[texture], label_colour(colour))
+    texture, place = divmod(job % MAX_NAMED_JOBS, len(CATEGORIES))
+    colour = CATEGORIES[place]
+    return Looks(colour, HATCHES[texture], label_colour(colour))
 
 
 def _name_rows(axes: "Axes", pool: Pool, first_row: list[int], rows: int) -> None:
@@ -168,10 +167,10 @@ def _name_jobs(axes: "Axes", timeline: ClusterTimeline, jobs: list[int]) -> None
         axes.set_title(f"Rounds by accelerator; numbers are jobs, colours of {len(jobs)} recur")
         return
     patches = [
-        Patch(facecolor=looks.colour, hatch=looks.hatch and 2 * looks.hatch, edgecolor=looks.edge,
+        Patch(facecolor=its.colour, hatch=its.hatch and 2 * its.hatch, edgecolor=its.edge,
               linewidth=0, label=f"{job}  {timeline.jobs[job].job.name}")
         for job in jobs
-        for looks in [_looks(job)]
+        for its in [looks(job)]
     ]  # fmt: skip
     axes.legend(
         handles=patches,
@@ -251,8 +250,8 @@ def draw_utilisation(timeline: ClusterTimeline, path: str | os.PathLike[str]) ->
 
 def _line(number: int) -> "dict[str, Any]":
     """Colour and style of a line."""
-    places = len(COLOURS)
-    return {"color": COLOURS[number % places], "linestyle": LINES[number % len(LINES)]}
+    places = len(CATEGORIES)
+    return {"color": CATEGORIES[number % places], "linestyle": LINES[number % len(LINES)]}
 
 
 def _binned(timeline: ClusterTimeline) -> tuple[Floats, Floats, Floats]:

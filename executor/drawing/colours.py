@@ -36,7 +36,11 @@ DARK_COLOURS = {
     ActionKind.REDUCE: "#f5a6c9",
     ActionKind.UPDATE: "#6c6a8e",
 }
-CRITICAL_COLOUR = "#c4002f"  # the critical path, and proved bounds
+# Of anything else that differs, as jobs and kinds of devices; after Okabe and Ito.
+CATEGORIES = (
+    "#194ab3", "#e79228", "#1e9b64", "#a45d98", "#3fd3fb", "#ad360c", "#fbe72a", "#493937",
+)  # fmt: skip
+CRITICAL_COLOUR = "#c4002f"  # the critical path, proved bounds, and limits
 BAND_COLOUR = "#e4ebf4"  # background of the named period
 IDLE_COLOUR = "#b9c2cd"
 

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stagewright.executor.drawing.chart import DOTS_PER_INCH, save
+from stagewright.executor.drawing.colours import CATEGORIES, CRITICAL_COLOUR
 from stagewright.executor.drawing.web.charts import Chart, Series
 from stagewright.executor.drawing.web.render import render
 
 TEMPLATE = "schedules.html.jinja"
 WIDTH_INCHES, HEIGHT_INCHES, HEIGHT_PIXELS = 10.0, 5.5, 460
-BEST_COLOUR, BOUND_COLOUR, KIND_COLOUR = "#2b6cb0", "#b02a30", "#3c4a5a"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +44,12 @@ def curve_png(curve: Curve) -> bytes:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for costs, colour, label, style in (
-        (curve.cost, BEST_COLOUR, "best schedule", "o-"),
-        (curve.bound, BOUND_COLOUR, "proved lower bound", "--"),
+        (curve.cost, CATEGORIES[0], "best schedule", "o-"),
+        (curve.bound, CRITICAL_COLOUR, "proved lower bound", "--"),
     ):
         axes.step(curve.memory, costs, style, where="post", color=colour, label=label, ms=4)
     for name, memory, cost in curve.shown():
-        axes.plot(memory, cost, "D", color=KIND_COLOUR, ms=5)
+        axes.plot(memory, cost, "D", color=CATEGORIES[-1], ms=5)
         axes.annotate(name, (memory, cost), (5, 4), textcoords="offset points", fontsize=8)
     axes.set_xlabel("limit of memory on every device")
     axes.set_ylabel(curve.cost_name)

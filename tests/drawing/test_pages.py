@@ -1,6 +1,7 @@
 """Pages in a browser: nothing runs off the side, everything is reachable, colours differ."""
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -13,8 +14,9 @@ from pages import CHROMIUM, drawings, visit
 from plans import made_up_certificate, make_stages, small_problem, valid_plan
 from profiles import slow_after
 
-from stagewright.executor.drawing.colours import DARK_COLOURS, KIND_COLOURS
+from stagewright.executor.drawing.colours import CATEGORIES, DARK_COLOURS, KIND_COLOURS
 from stagewright.executor.drawing.lanes import TICKS
+from stagewright.executor.drawing.memory_bars import KINDS
 from stagewright.executor.drawing.memory_curve import Curve, curve_page
 from stagewright.executor.drawing.operators import page as operators_page
 from stagewright.executor.drawing.page import page
@@ -225,11 +227,15 @@ def lab(rgb: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("missing", WITHOUT)
-@pytest.mark.parametrize("colours", [KIND_COLOURS, DARK_COLOURS], ids=["light", "dark"])
+@pytest.mark.parametrize(
+    "colours",
+    [KIND_COLOURS.values(), DARK_COLOURS.values(), CATEGORIES, KINDS.values()],
+    ids=["light", "dark", "categories", "memory"],
+)
 def test_colours_differ_for_every_kind_of_colour_vision(
-    colours: dict[ActionKind, str], missing: str
+    colours: Iterable[str], missing: str
 ) -> None:
-    seen = {kind: lab(np.array(WITHOUT[missing]) @ linear(one)) for kind, one in colours.items()}
+    seen = {one: lab(np.array(WITHOUT[missing]) @ linear(one)) for one in colours}
     for one, other in combinations(seen, 2):
         assert np.linalg.norm(seen[one] - seen[other]) > 20, (one, other)
 
