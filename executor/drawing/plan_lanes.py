@@ -21,7 +21,7 @@ CAUSES = {  # what is written on an idle interval, if there is room
     Cause.TRANSFERS: "transfer",
     Cause.REDUCE: "all-reduce",
     Cause.MEMORY: "memory",
-    Cause.PLAN: "plan",
+    Cause.PLAN: "late",
 }
 
 Timed = tuple[Action, float, float]
