@@ -102,10 +102,9 @@ def _draw_rows(
     finish: float,
 ) -> None:
     """Blocks, idle intervals, and the critical path at the foot of its rows."""
-    critical, idle = critical_actions(found), idle_of(found)
+    critical, idle = critical_actions(found), idle_of(rows, found)
     for y, row in enumerate(rows):
-        if row.devices and row.about != "sub":
-            _draw_idle(axes, y, idle.get(row.devices[0], ()), scale, finish)
+        _draw_idle(axes, y, idle[y], scale, finish)
         draw_row(axes, y, row, scale, finish)
         spans = [
             (block.start_seconds * scale, (block.finish_seconds - block.start_seconds) * scale)
@@ -253,6 +252,7 @@ def draw_legend(
     ]
     if found is not None and found.path:
         handles.append(Line2D([], [], color=CRITICAL_COLOUR, lw=2.5, label="critical path"))
+    if found is not None:
         idle = Patch(facecolor="none", edgecolor=IDLE_COLOUR, hatch="/////", lw=0, label="idle")
         handles.append(idle)
     if bounded:

@@ -35,6 +35,7 @@ from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.units import counted, format_bytes, format_seconds
 
 TEMPLATE = "page.html.jinja"
+MOST_OF = 75  # characters of a class that are shown with a number
 MOST_CURVES = 32  # of microbatches in flight
 MOST_BARS = 64  # of peak memory; the fullest devices are shown
 # Work, then idle time from the most to the least.
@@ -100,7 +101,9 @@ def _facts(plan: PipelinePlan) -> Iterator[tuple[str, str]]:
         certificate = plan.certificate
         yield format_seconds(certificate.bound_seconds), f"bound, by {certificate.proved_by}"
         for one in headlines(certificate):
-            yield f"{one.gap:.2%}", f"gap, over {one.plans}{plan.of_sizes}"
+            of = f"{one.plans}{plan.of_sizes}"
+            # What it is a gap of is said in full below the numbers.
+            yield f"{one.gap:.2%}", f"gap, over {of if len(of) < MOST_OF else 'its class of plans'}"
     if plan.predicted is not None:
         yield f"{plan.predicted.bubble:.1%}", "of the devices' time idle"
         peak = max(plan.predicted.peak_memory_bytes.values(), default=0.0)

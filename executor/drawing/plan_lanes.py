@@ -1,7 +1,8 @@
 """A plan's timeline as lanes of a page: critical path, idle time and bottleneck marked."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from stagewright.executor.drawing.colours import DARK_COLOURS, KIND_COLOURS, KIND_NAMES
 from stagewright.executor.drawing.lanes import Band, Bar, Drawing, Gap, Kind, Lane, Mark
@@ -22,6 +23,7 @@ CAUSES = {  # what is written on an idle interval, if there is room
     Cause.REDUCE: "all-reduce",
     Cause.MEMORY: "memory",
     Cause.PLAN: "late",
+    Cause.PERIOD: "idle",
 }
 
 Timed = tuple[Action, float, float]
@@ -65,11 +67,11 @@ def plan_drawing(plan: PipelinePlan, found: PlanExplanation | None) -> Drawing:
     """The timeline of a plan: identical devices in one lane."""
     end = finish_seconds(plan)
     unit, scale = time_unit(end)
-    critical, idle = critical_actions(found), idle_of(found)
+    rows, critical = fold(timeline(plan, max_device_rows=None)), critical_actions(found)
     return Drawing(
         lanes=tuple(
             _lane(row, critical, idle, is_bottleneck(row, found))
-            for row in fold(timeline(plan, max_device_rows=None))
+            for row, idle in zip(rows, idle_of(rows, found), strict=True)
         ),
         kinds=KINDS,
         end=end,
@@ -87,24 +89,34 @@ KINDS = {
 }
 
 
-def idle_of(found: PlanExplanation | None) -> dict[str, tuple[Gap, ...]]:
-    """The idle intervals of every device."""
+def idle_of(rows: Sequence[Row], found: PlanExplanation | None) -> list[tuple[Gap, ...]]:
+    """The idle intervals of every row; of a periodic plan all between two computations."""
     spans = defaultdict[str, list[Gap]](list)
     for one in () if found is None else found.idle:
         spans[one.device].append((one.start_seconds, one.finish_seconds, str(one.cause)))
-    return {name: tuple(its) for name, its in spans.items()}
+    between = _between if found is not None and not found.path else lambda row: ()
+    return [
+        (*spans[row.devices[0]], *between(row)) if row.devices and row.about != "sub" else ()
+        for row in rows
+    ]
 
 
-def _lane(
-    row: Row, critical: frozenset[Timed], idle: dict[str, tuple[Gap, ...]], bottleneck: bool
-) -> Lane:
+def _between(row: Row) -> tuple[Gap, ...]:
+    return tuple(
+        (one.finish_seconds, other.start_seconds, str(Cause.PERIOD))
+        for one, other in pairwise(row.blocks)
+        if one.finish_seconds < other.start_seconds
+    )
+
+
+def _lane(row: Row, critical: frozenset[Timed], idle: tuple[Gap, ...], bottleneck: bool) -> Lane:
     count = len(row.devices)
     name = f"{row.name} · {counted(count, 'device', 'devices')}" if count > 1 else row.name
     return Lane(
         name=name,
         group=row.group,
         bars=tuple(block_bar(block, timed(block) in critical) for block in row.blocks),
-        idle=idle.get(row.devices[0], ()) if row.devices and row.about != "sub" else (),
+        idle=idle,
         members=row.devices,
         about=row.about,
         bottleneck=bottleneck,

@@ -22,7 +22,7 @@ class Cause(StrEnum):
     MEMORY = "although a forward is ready, which would hold more activations"
     PLAN = "although the next action could start"
     PERIOD = "within every period"
-    PAUSE = "or updating in the pause of every iteration"
+    PAUSE = "in the pause of every iteration, in which weights are updated"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,18 @@ from typing import Any
 import matplotlib.image
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pages import CHROMIUM, drawings, visit
-from plans import made_up_certificate, make_stages, small_problem, valid_plan
-from profiles import slow_after
+from plans import (
+    elaborate,
+    made_up_certificate,
+    make_stages,
+    scheduled,
+    small_problem,
+    valid_plan,
+)
+from profiles import examples, slow_after
 
 from stagewright.executor.drawing.colours import CATEGORIES, DARK_COLOURS, KIND_COLOURS
 from stagewright.executor.drawing.lanes import TICKS
@@ -26,7 +35,8 @@ from stagewright.executor.simulation.explanation import explain_plan
 from stagewright.formulations.checking.check import predict
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.operators.plan import OperatorPlan
-from stagewright.formulations.plans.actions import ActionKind
+from stagewright.formulations.plans.actions import ON_DEVICE, ActionKind, parse_action
+from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Guarantee, PipelinePlan
 from stagewright.formulations.schedules.one_f_one_b import one_f_one_b
 from stagewright.formulations.schedules.timing import StageTimes, timed
@@ -154,6 +164,25 @@ def test_a_page_holds_every_action_once_for_identical_devices(plan: PipelinePlan
     members = Counter(name for lane in drawing["lanes"] for name in lane["members"])
     assert set(members.values()) == {1}
     assert set(members) == {name for stage in plan.stages for name in stage.devices}
+
+
+@examples(20)
+@given(st.one_of(scheduled(waits=True), elaborate(waits=True)))
+def test_every_plan_has_a_page_of_all_its_computations(
+    case: tuple[PipelineProblem, PipelinePlan],
+) -> None:
+    _, plan = case
+    (drawing,) = drawings(page(plan))
+    drawn = Counter(
+        (member, name_of(drawing, stem, number))
+        for lane in drawing["lanes"]
+        for member in lane["members"]
+        for stem, number in zip(lane["stem"], lane["number"], strict=True)
+    )
+    kinds = {timed.action: parse_action(timed.action).kind for timed in plan.actions}
+    assert drawn == Counter(
+        (timed.device, timed.action) for timed in plan.actions if kinds[timed.action] in ON_DEVICE
+    )
 
 
 def name_of(drawing: dict[str, Any], stem: int, number: int) -> str:

@@ -111,6 +111,7 @@ class Timeline {
     });
     if (this.data.lanes.some((lane) => lane.gaps.length)) entry("idle", "", "hatch");
     if (this.data.lanes.some((lane) => lane.critical.includes(1))) entry("critical path", "", "strip");
+    if (this.data.lanes.some((lane) => lane.bottleneck)) make("li", this.keys, {}, "★ bottleneck");
     for (const name of new Set(this.data.marks.map((mark) => mark.name).filter(Boolean)))
       entry(name, "", "dashed");
   }
@@ -178,7 +179,7 @@ class Timeline {
 
   title(row) {
     const fold = row.lane.members.length < 2 ? "" : row.alone ? "▾ " : "▸ ";
-    return fold + (row.lane.bottleneck ? "bottleneck: " : "") + row.name;
+    return fold + (row.lane.bottleneck ? "★ " : "") + row.name;
   }
 
   draw() {
