@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -90,24 +90,19 @@ def placed_plan() -> OperatorPlan:
     return found.plan
 
 
+QUICK = [
+    ("plan", 400, True),
+    ("schedules", 400, False),
+    ("curve", 400, True),
+    ("operators", 768, False),
+]
+VISITS = [*product(("plan", "schedules", "curve", "operators"), (1400, 768, 400), (False, True))]
+
+
 @in_a_browser
 @pytest.mark.parametrize(
     ("which", "width", "dark"),
-    slow_after(
-        4,
-        [
-            ("plan", 400, True),
-            ("schedules", 400, False),
-            ("curve", 400, True),
-            ("operators", 768, False),
-            *(
-                (which, width, dark)
-                for which in ("plan", "schedules", "curve", "operators")
-                for width in (1400, 768, 400)
-                for dark in (False, True)
-            ),
-        ],
-    ),
+    slow_after(len(QUICK), [*QUICK, *(one for one in VISITS if one not in QUICK)]),
 )
 def test_a_browser_draws_a_page_within_its_width(
     which: str, width: int, dark: bool, pages: dict[str, str], tmp_path: Path

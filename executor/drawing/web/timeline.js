@@ -86,7 +86,7 @@ class Timeline {
     this.keys = make("ul", this.root, {class: "legend"});
     this.scroller = make("div", this.root, {class: "scroller", tabindex: "0", role: "application",
       "aria-label": "timeline: arrows select an action, plus and minus zoom, 0 shows the whole, "
-        + "shift with arrows moves, f folds, c follows the critical path"});
+        + "shift with arrows moves, f and enter fold, c follows the critical path"});
     this.canvas = make("canvas", this.scroller);
     this.spacer = make("div", this.scroller);
     this.tip = make("div", this.root, {class: "tip", hidden: ""});
