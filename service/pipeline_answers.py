@@ -82,8 +82,34 @@ class AttemptAnswer(Answer):
     reason: str
 
 
+class RestrictionAnswer(Answer):
+    """What planning for a framework alone costs; see `Restriction`."""
+
+    name: str
+    plans: dict[str, Any]
+    bound_seconds: Finite
+    gap: Finite
+    proved_by: str | None
+    free_cost_seconds: Finite
+
+
+class SizeAnswer(Answer):
+    """What was found for a batch in ``microbatches`` of ``samples`` each."""
+
+    samples: int
+    microbatches: int
+    status: Status
+    cost_seconds: Finite
+    bound_seconds: Finite
+
+
 class PlanAnswer(PlanSummary):
-    """The answer of a planner."""
+    """The answer of a planner.
+
+    With ``sizes`` the bound and the status are about microbatches of all these sizes.
+    ``exports`` has the exports to other frameworks, each with why it refuses the plan or None; it
+    is None without a plan, and for plans with very many actions.
+    """
 
     status: Status
     wall_seconds: float
@@ -93,6 +119,9 @@ class PlanAnswer(PlanSummary):
     model: str
     cluster: str
     attempts: tuple[AttemptAnswer, ...]
+    restriction: RestrictionAnswer | None
+    sizes: tuple[SizeAnswer, ...]
+    exports: dict[str, str | None] | None
     result: Annotated[Result, CARRIED]
 
     @property
@@ -206,6 +235,13 @@ class StageShareAnswer(Answer):
     work_seconds: PairAnswer
 
 
+class DeviceShareAnswer(Answer):
+    """What a cause accounts for with what was measured on one device alone."""
+
+    device: str
+    seconds: Finite
+
+
 class CauseAnswer(Answer):
     """By how much a cause alone lengthens an iteration, and the seconds of its actions together."""
 
@@ -213,6 +249,7 @@ class CauseAnswer(Answer):
     seconds: Finite
     work_seconds: PairAnswer | None
     stages: tuple[StageShareAnswer, ...]
+    devices: tuple[DeviceShareAnswer, ...]
 
 
 class ExplanationAnswer(Answer):

@@ -62,7 +62,10 @@ class PlanRequest(_Problem):
     as the gap of the best plan is at most ``gap`` (0.01 is 1 %). On a single device, kernels whose
     share of it is not in the profile are assumed to occupy ``assumed_share`` (None: all of it).
     With ``tensor``, all stages have that tensor degree.
-    ``shards`` are put into the plan that was found without them.
+    With ``batch``, samples between two updates, there are as many ``microbatches`` as these give in
+    microbatches of ``microbatch_size``, or of the best size (None).
+    ``shards`` are put into the plan that was found without them. With ``runtime``, the name of an
+    export, only plans that it writes are answers.
     """
 
     microbatches: int = 8
@@ -78,9 +81,11 @@ class PlanRequest(_Problem):
     out_of_order: OutOfOrder | None = None
     assumed_share: float | None = None
     batch: int | None = None
+    microbatch_size: int | None = None
     vertical_sync: bool = False
     tensor: int | None = None
     shards: Shards = "none"
+    runtime: str | None = None
 
     @cached_property
     def problem(self) -> PipelineProblem:
@@ -92,6 +97,13 @@ class PlanRequest(_Problem):
             self.memory_limit_bytes,
             self.assumed_share,
         )
+
+    @model_validator(mode="after")
+    def _require_batch(self) -> Self:
+        """Refuse a size of microbatches without their sum."""
+        if self.microbatch_size is not None and self.batch is None:
+            raise InputError("microbatch_size goes with a batch, that is divided into these")
+        return self
 
     @model_validator(mode="after")
     def _require_streams(self) -> Self:
@@ -109,7 +121,7 @@ class PlanRequest(_Problem):
         require_count(self.tensor, "tensor", len(self.cluster))
         if self.tensor < 2:
             raise InputError(f"tensor must be at least 2, or left out, got {self.tensor}")
-        for name in ("batch", "start", "out_of_order", "offload"):
+        for name in ("batch", "start", "out_of_order", "offload", "runtime"):
             if getattr(self, name):
                 raise InputError(f"{name} is not planned together with a tensor degree")
         return self

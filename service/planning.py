@@ -1,16 +1,24 @@
 """Plans of pipelines: from a model and a cluster to a certified plan."""
 
 from dataclasses import asdict, replace
+from functools import partial
 
-from stagewright.formulations.forms.answers import OnProgress, Status, StopToken, silent
+from stagewright.formulations.forms.answers import Limits, OnProgress, Status, StopToken, silent
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.schedules.groups import plan_of_devices, problem_of_groups
-from stagewright.service.pipeline_answers import AttemptAnswer, PlanAnswer
+from stagewright.service.batches import plan_every_size, problems_of
+from stagewright.service.launching import exports, plan_for
+from stagewright.service.pipeline_answers import (
+    AttemptAnswer,
+    PlanAnswer,
+    RestrictionAnswer,
+    SizeAnswer,
+)
 from stagewright.service.pipeline_requests import PlanRequest
 from stagewright.service.plans import class_object, summary_fields
 from stagewright.solvers.planners import auto, spp
 from stagewright.solvers.planners.proposal import Choices
-from stagewright.solvers.planning import Result
+from stagewright.solvers.planning import PLANNERS, Restriction, Result, SizeResult
 from stagewright.solvers.planning import plan as solve
 
 
@@ -29,12 +37,43 @@ def plan(
     """
     if request.tensor is not None:
         return answer_of(request.problem, _of_groups(request, request.tensor, stop))
-    return answer_of(
-        request.problem,
-        solve(
-            request.problem, request.planner, request.limits(stop), on_progress, _choices(request)
-        ),
-    )
+    limits = request.limits(stop)
+    if request.batch is None or _chooses_itself(request):
+        found = _solve(request, request.problem, limits, on_progress, alone=True)
+        return answer_of(request.problem, found)
+    problems = problems_of(request.problem, request.batch, request.microbatch_size)
+    if len(problems) == 1:
+        found = _solve(request, problems[0], limits, on_progress, alone=True)
+        return answer_of(problems[0], found)
+    return answer_of(*plan_every_size(problems, partial(_solve, request), limits, on_progress))
+
+
+def _chooses_itself(request: PlanRequest) -> bool:
+    """Whether the planner chooses the microbatches of a batch, by a model of its own."""
+    known = PLANNERS.get(request.planner)
+    return request.microbatch_size is None and known is not None and known.options.batch
+
+
+def _solve(
+    request: PlanRequest,
+    problem: PipelineProblem,
+    limits: Limits,
+    on_progress: OnProgress,
+    earlier: Result | None = None,
+    alone: bool = False,
+) -> Result:
+    """Plan one problem, for a framework if that is asked for; ``alone``: there is no other."""
+    choices = _choices(request)
+    if not _chooses_itself(request):
+        choices = replace(choices, batch=None)
+    if request.runtime is not None:
+        compares = alone or earlier is not None  # of a batch only the best sizes
+        asked = (request.runtime, problem, request.planner, limits, on_progress, choices)
+        return plan_for(*asked, compares)
+    known = PLANNERS.get(request.planner)
+    if earlier is not None and known is not None and known.options.start and request.order is None:
+        choices = replace(choices, start=earlier.plan)
+    return solve(problem, request.planner, limits, on_progress, choices)
 
 
 def _choices(request: PlanRequest) -> Choices:
@@ -104,5 +143,33 @@ def answer_of(problem: PipelineProblem, result: Result) -> PlanAnswer:
         model=problem.chain.name,
         cluster=problem.cluster.name,
         attempts=tuple(AttemptAnswer(**asdict(attempt)) for attempt in result.attempts),
+        restriction=_restriction(result.restriction),
+        sizes=tuple(_size(one) for one in result.sizes),
+        exports=None if result.plan is None else exports(result.plan, problem.chain),
         result=result,
+    )
+
+
+def _size(found: SizeResult) -> SizeAnswer:
+    return SizeAnswer(
+        samples=found.samples,
+        microbatches=found.microbatches,
+        status=found.status,
+        cost_seconds=found.cost,
+        bound_seconds=found.bound,
+    )
+
+
+def _restriction(found: Restriction | None) -> RestrictionAnswer | None:
+    if found is None:
+        return None
+    plans = class_object(found.plans)
+    assert plans is not None
+    return RestrictionAnswer(
+        name=found.name,
+        plans=plans,
+        bound_seconds=found.bound,
+        gap=found.gap,
+        proved_by=found.proved_by,
+        free_cost_seconds=found.free_cost,
     )

@@ -10,6 +10,7 @@ from stagewright.service.pipeline_answers import (
     CauseAnswer,
     CheckAnswer,
     CompareAnswer,
+    DeviceShareAnswer,
     ExplanationAnswer,
     GuaranteeAnswer,
     IterationAnswer,
@@ -208,6 +209,7 @@ def _explanation(found: "Explanation") -> ExplanationAnswer:
                 )
                 for share in one.stages
             ),
+            devices=tuple(DeviceShareAnswer(**asdict(share)) for share in one.devices),
         )
         for one in found.causes
     )

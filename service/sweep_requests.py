@@ -35,7 +35,7 @@ class SweepRequest(Search):
     memory_bytes
         Memory of every device, in place of the cluster's.
     microbatches, batches
-        Numbers of microbatches; or, for planners that choose these, the samples between two
+        Numbers of microbatches; or, of which they are chosen, the samples between two
         updates. One of the two.
     planners
         Names of planners.

@@ -33,6 +33,7 @@ from stagewright.solvers.planners import (
     auto,
     exact,
     general,
+    launchable,
     ooo,
     order,
     parallel_pipelines,
@@ -81,10 +82,39 @@ PLANNERS: dict[str, Planner] = {
         servers.PLANNER,
         general.PLANNER,
         order.PLANNER,
+        launchable.PLANNER,
         ooo.PLANNER,
         auto.PLANNER,
     )
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Restriction:
+    """What planning for a framework alone costs.
+
+    ``bound`` is a lower bound in seconds on every plan of the class ``plans``, which has all that
+    the framework ``name`` runs, and ``gap`` is the answer's to it; None without a plan, or if no
+    bound is about the answer. ``free_cost`` is that of the best plan found of any kind.
+    """
+
+    name: str
+    plans: PlanClass
+    bound: float | None
+    gap: float | None
+    proved_by: str | None
+    free_cost: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class SizeResult:
+    """What was found for a batch in ``microbatches`` of ``samples`` each; seconds, or None."""
+
+    samples: int
+    microbatches: int
+    status: Status
+    cost: float | None
+    bound: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +126,9 @@ class Result:
     ``plans`` is the class that has no plan, None if only the planner's own kind of plan was
     searched. ``reason`` says why there is no plan, or has notes of the planner; ``attempts`` are
     the results of the planners of a portfolio. ``ended`` says that planning ended at the requested
-    gap, else it is empty.
+    gap, else it is empty. ``restriction`` is there if the plan is for a framework.
+    With ``sizes`` the plan is the best found for a batch in microbatches of these, and the bound
+    and the status are about all of them; its certificate is about its own size alone.
     """
 
     status: Status
@@ -111,6 +143,8 @@ class Result:
     attempts: tuple[Attempt, ...] = ()
     plans: PlanClass | None = None
     ended: str = ""
+    restriction: Restriction | None = None
+    sizes: tuple[SizeResult, ...] = ()
 
 
 def plan(
@@ -122,7 +156,7 @@ def plan(
 ) -> Result:
     """Plan ``problem``; infeasible, out of time and interrupted are statuses, not errors.
 
-    ``auto`` with an order to plan runs the planner ``order``.
+    ``auto`` with an order to plan runs the planner ``order``, for a runtime ``launchable``.
 
     ``on_progress`` receives the iteration of the best plan, the best bound so far on its class of
     plans, and a function that returns the plan.
@@ -142,6 +176,8 @@ def plan(
         return _with_shards(problem, limits, asked, result)
     if asked.order is not None and planner == auto.PLANNER.name:
         planner = order.PLANNER.name
+    if asked.runtime is not None and planner == auto.PLANNER.name:
+        planner = launchable.PLANNER.name
     proposer = _able_planner(problem, planner, asked)
     compile_kernels(limits.stop)
     began = monotonic()
@@ -210,14 +246,15 @@ def _with_shards(
         found = sharded(problem, result.plan, asked.shards, limits.stopped)
     else:
         found = _fitting_with_shards(problem, limits, asked, result.planner)
-    if found is None:
+    if found is None and result.plan is None:
         return replace(result, reason=f"{result.reason}; nor was a plan with shards found")
-    note = note_on_shards(found, result.plan)
-    if found is result.plan:
-        return replace(result, reason="; ".join(filter(None, (note, result.reason))))
+    note = note_on_shards(found, result.plan, asked.shards)
+    reason = "; ".join(filter(None, (note, result.reason)))
+    if found is None or found is result.plan:
+        return replace(result, reason=reason)
     return Result(
         Status.FEASIBLE, result.planner, found, _seconds(found), None, None, None,
-        result.seconds + monotonic() - began, "; ".join(filter(None, (note, result.reason))),
+        result.seconds + monotonic() - began, reason,
     )  # fmt: skip
 
 
@@ -231,7 +268,9 @@ def _fitting_with_shards(
     for smaller in every:
         given = plan(smaller, planner, replace(limits, seconds=each), choices=plain).plan
         found = given and sharded(problem, given, asked.shards, limits.stopped)
-        if found is not None and (best is None or _seconds(found) < _seconds(best)):
+        if found is None or found is given:  # without shards it is a plan of the smaller states
+            continue
+        if best is None or _seconds(found) < _seconds(best):
             best = found
     return best
 

@@ -143,11 +143,11 @@ def _guarantee_again(
 def _fill_and_drain(
     problem: PipelineProblem, plan: PipelinePlan, bound: Bound, limits: Limits
 ) -> Proof:
-    """Verify the bound by one pass of the dynamic program."""
-    wide = bound.proved_by == WIDE_FILL_AND_DRAIN
-    if is_fill_and_drain_bound(problem, bound.seconds * (1 - ROUNDING), wide):
+    """Verify the bound by one pass of the dynamic program, for each size of equal groups."""
+    wide, sizes = bound.proved_by == WIDE_FILL_AND_DRAIN, bound.plans.equal_groups
+    if is_fill_and_drain_bound(problem, bound.seconds * (1 - ROUNDING), wide, sizes):
         return Proof(bound.seconds)
-    return Proof(fill_and_drain_bound(problem, bound.seconds, wide), complete=True)
+    return Proof(fill_and_drain_bound(problem, bound.seconds, wide, sizes), complete=True)
 
 
 def _servers(problem: PipelineProblem, plan: PipelinePlan, bound: Bound, limits: Limits) -> Proof:

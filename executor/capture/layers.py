@@ -13,6 +13,7 @@ from stagewright.executor.capture.signature import Signature
 from stagewright.executor.capture.tensor_plans import TensorPlan
 from stagewright.graphs.documents.errors import InputError
 
+SEVERAL_SAMPLES = re.compile(r"L\['tensors'\]\[\d+\]\.size\(\)\[0\] != 1")
 FIXED_SAMPLES = re.compile(r"L\['tensors'\]\[\d+\]\.size\(\)\[0\] == \d+")
 BETWEEN = "_between_"  # begins the names, within a layer, of what the model has not under a name
 
@@ -122,12 +123,15 @@ class LayeredModel:
     def require_sizes(self, inputs: Sequence[tuple[int, ...]]) -> None:
         """Refuse inputs of shapes for which the layers were not captured."""
         guard = self._unmet(inputs)
-        if guard is not None:
-            raise InputError(
-                f"inputs of shapes {', '.join(map(str, inputs))} differ from those for which "
-                f"the model was captured: {self._shown(guard)} does not hold; give "
-                "mini-batches of one shape, and replicas whole microbatches (round-robin)"
-            )
+        if guard is None:
+            return
+        remedy = "give mini-batches of one shape, and replicas whole microbatches (round-robin)"
+        if SEVERAL_SAMPLES.fullmatch(guard):
+            remedy = "give every replica at least two samples of a microbatch"
+        raise InputError(
+            f"inputs of shapes {', '.join(map(str, inputs))} differ from those for which the model "
+            f"was captured: {self._shown(guard)} does not hold; {remedy}"
+        )
 
     def _unmet(self, inputs: Sequence[tuple[int, ...]]) -> str | None:
         """The first condition that shapes do not fulfil."""

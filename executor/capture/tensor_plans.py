@@ -40,7 +40,7 @@ class TensorPlan:
     is_of_architecture: bool
 
     def __str__(self) -> str:
-        return f"tp_plan of {self.kind} {self.path!r}"
+        return f"tp_plan of {self.kind}" + (f" {self.path!r}" if self.path else "")
 
     def inner(self, name: str) -> str | None:
         """The name within the module of what is called ``name`` in the model; None if outside."""

@@ -204,12 +204,14 @@ def _continues(before: tuple[str, str], after: tuple[str, str]) -> bool:
 
 
 def headline(plan: PipelinePlan) -> str:
-    """Model, cluster, planner and the proved figures in one line."""
+    """Model, cluster, planner, and the time of an iteration with its gap, in one line."""
     parts = [f"{plan.model} on {plan.cluster}", f"{plan.planner}"]
     stages = counted(len(plan.stages), "stage", "stages")
     parts.append(f"{stages}, {counted(plan.microbatches, 'microbatch', 'microbatches')}")
     if plan.certificate is not None:
         parts.append(f"{format_seconds(plan.certificate.cost_seconds)} per iteration")
+    elif plan.predicted is not None:
+        parts.append(f"{format_seconds(plan.predicted.iteration_seconds)} per iteration")
     if plan.is_backward_first:
         parts.append("from loss to loss")
     if isinstance(plan.schedule, PeriodicSchedule):

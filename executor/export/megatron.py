@@ -24,7 +24,7 @@ from stagewright.graphs.documents.errors import InputError
 NAME = "Megatron-LM"
 
 _OUTPUT = ("norm", "pooler", "head", "loss")
-_SYMBOLS = {"embedding": "E", "block": "t{}", **dict.fromkeys(_OUTPUT, "L")}
+SYMBOLS = {"embedding": "E", "block": "t{}", **dict.fromkeys(_OUTPUT, "L")}
 
 
 def arguments(plan: PipelinePlan, options: Options) -> dict[str, str]:
@@ -32,7 +32,7 @@ def arguments(plan: PipelinePlan, options: Options) -> dict[str, str]:
     ranks = pipeline(plan, NAME, "optimizer")
     count, stages = len(ranks.devices), len(plan.stages)
     _require_loop(plan, ranks)
-    parts = modules(stage_layers(plan, options), _SYMBOLS, NAME)
+    parts = modules(stage_layers(plan, options), SYMBOLS, NAME)
     layout = ["".join(part[0] for part in stage) for stage in parts]
     if not options.partition_only:
         require_plain(plan, NAME)

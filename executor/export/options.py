@@ -45,17 +45,19 @@ def stage_layers(plan: PipelinePlan, options: Options) -> tuple[tuple[str, ...],
 
 def samples_per_replica(plan: PipelinePlan, options: Options, replicas: int) -> int:
     """The samples of a microbatch on each of ``replicas`` copies."""
-    chain = _model(plan, options)
-    if chain is None:
+    chain, samples = _model(plan, options), plan.microbatch_size
+    if samples is None and chain is not None:
+        samples = chain.microbatch_size
+    if samples is None:
         raise InputError(
             "the plan does not say how many samples a microbatch has: give the model file (--model)"
         )
-    if chain.microbatch_size % replicas:
+    if samples % replicas:
         raise InputError(
-            f"a microbatch of {chain.microbatch_size} samples cannot be split evenly among "
+            f"a microbatch of {samples} samples cannot be split evenly among "
             f"{replicas} replicas; choose a multiple of {replicas}"
         )
-    return chain.microbatch_size // replicas
+    return samples // replicas
 
 
 def _model(plan: PipelinePlan, options: Options) -> Chain | None:

@@ -55,6 +55,9 @@ WAITING = "waiting for a core"
 BETWEEN = "between actions"
 PLANNED_WAITS = "waits in the plan"
 
+ROUNDING = 1e-12
+"""Seconds up to this share of an iteration are differences of rounding."""
+
 LATE = 0.1
 """A message is late if its receiver had nothing else to do for this share of its time."""
 
@@ -65,13 +68,15 @@ class Cause:
 
     ``work`` are the seconds of its actions together, of an iteration on all devices; None of a
     cause that is not a kind of action. ``stages`` are the stages' shares, each replayed alone;
-    transfers belong to the first of the two stages. Only the largest cause has them.
+    transfers belong to the first of the two stages. ``devices`` are those of the devices, of what
+    happens on one. Only the largest cause has them.
     """
 
     name: str
     seconds: float
     work: Pair | None = None
     stages: tuple["StageShare", ...] = ()
+    devices: tuple["DeviceShare", ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,14 @@ class StageShare:
     stage: int
     seconds: float
     work: Pair
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceShare:
+    """What a cause accounts for with what was measured on one device alone."""
+
+    device: str
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +115,8 @@ class Explanation:
 class MeasuredRun:
     """Seconds by entry of a run (rows) and measured step (columns).
 
-    ``measured`` are without ``waited``, the time in which a computation had no core. ``pace``
+    ``measured`` are without ``waited``, the time in which a computation had no core. ``gaps`` are
+    those before an entry, from when all that it needs has ended. ``pace``
     gives the seconds of iterations from the ends of all entries, ``iteration`` are the measured
     ones, and ``pause`` what comes on top of an iteration.
     """
@@ -111,6 +125,7 @@ class MeasuredRun:
     replay: Replay
     measured: Floats
     waited: Floats
+    gaps: Floats
     pace: Callable[[Floats], Floats]
     iteration: Floats
     pause: Pair
@@ -163,17 +178,30 @@ def explain(plan: PipelinePlan, trace: Trace, iteration: Pair, update: Pair) -> 
         case = measured_steps(plan, trace)
     else:
         return None
-    base, difference = case.seconds(case.planned), iteration.measured - iteration.predicted
-    causes = _causes(case, base, iteration.predicted)
-    rest = difference - sum(one.seconds for one in causes)
+    base, least = case.seconds(case.planned), ROUNDING * iteration.predicted
+    difference = _beyond(least, iteration.measured - iteration.predicted)
+    causes = tuple(
+        replace(one, seconds=_beyond(least, one.seconds))
+        for one in _causes(case, base, iteration.predicted)
+    )
+    rest = _beyond(least, difference - sum(one.seconds for one in causes))
     sign = 1 if difference > 0 else -1
     largest = max(causes, key=lambda one: sign * one.seconds, default=None)
     calm = _without_waits(case) if case.waited.any() else None
     if difference == 0 or largest is None or sign * largest.seconds <= 0:
         return Explanation(causes, rest, None, calm)
-    detailed = replace(largest, stages=_stages(case, base, KINDS.get(largest.name, ())))
+    detailed = replace(
+        largest,
+        stages=_stages(case, base, KINDS.get(largest.name, ())),
+        devices=_devices(case, base, largest.name),
+    )
     causes = tuple(detailed if one is largest else one for one in causes)
     return Explanation(causes, rest, detailed, calm)
+
+
+def _beyond(least: float, seconds: float) -> float:
+    """Seconds, or 0 where they are rounding."""
+    return seconds if abs(seconds) > least else 0.0
 
 
 def _without_waits(case: MeasuredRun) -> float:
@@ -214,6 +242,21 @@ def _stages(
     return tuple(found)
 
 
+def _devices(case: MeasuredRun, base: float, name: str) -> tuple[DeviceShare, ...]:
+    """The shares of the devices in what happens on one: not in transfers and all-reduces."""
+    kinds = KINDS.get(name, ())
+    if not set(kinds) <= set(ON_DEVICE):
+        return ()
+    of_kind = np.array([action.kind in kinds for action in case.run.actions])
+    differing = np.where(of_kind[:, None], case.measured - case.planned, 0.0)
+    added = {WAITING: case.waited, BETWEEN: case.gaps}.get(name, differing)
+    names = np.array([one.device for one in case.run.plan.actions])
+    return tuple(
+        DeviceShare(device, case.seconds(case.planned + added * (names == device)[:, None]) - base)
+        for device in np.unique(names).tolist()
+    )
+
+
 def _place(action: Action) -> int:
     """The stage; of a transfer the first of both."""
     return action.stage - (action.kind is SEND_B)
@@ -230,7 +273,8 @@ def measured_steps(plan: PipelinePlan, trace: Trace) -> MeasuredRun:
     table = np.array([_times(plan, step) for step in steps])
     starts, ends, waited = table.transpose(2, 1, 0)
     on_device = np.array([action.kind in ON_DEVICE for action in run.actions])[:, None]
-    began = np.where(on_device, starts, np.maximum(starts, replay.ready(ends)))
+    ready = replay.ready(ends)
+    began = np.where(on_device, starts, np.maximum(starts, ready))
     lasting = np.maximum(0.0, ends - began)
     waited = np.minimum(waited, lasting)
     if trace.backend == "nccl":
@@ -241,6 +285,7 @@ def measured_steps(plan: PipelinePlan, trace: Trace) -> MeasuredRun:
         replay=replay,
         measured=lasting - waited,
         waited=waited,
+        gaps=np.maximum(0.0, began - ready),
         pace=lambda ends: ends.max(axis=0),
         iteration=iterations,
         pause=Pair(0.0, 0.0),
@@ -304,6 +349,7 @@ def _of_runs(
         replay=Replay(run),
         measured=measured,
         waited=np.zeros_like(measured),
+        gaps=np.zeros_like(measured),
         pace=pace,
         iteration=np.array([iteration.measured]),
         pause=update,

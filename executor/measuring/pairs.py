@@ -5,6 +5,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, reduce
 from itertools import chain as joined
+from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -191,7 +192,7 @@ class StageTimes:
 
 
 def require_same_plan(plan: PipelinePlan, trace: Trace) -> None:
-    """Refuse a trace of another plan."""
+    """Refuse a trace of another plan of the same problem, or of another problem."""
     if trace.digest != plan.digest:
         raise InputError(
             f"the trace is of a run of {trace.model!r} with digest {trace.digest[:12]!r}, the plan "
@@ -200,6 +201,7 @@ def require_same_plan(plan: PipelinePlan, trace: Trace) -> None:
     expected = cache(
         lambda iterations: Counter(map(_entry, finite_run(plan, iterations or 1).actions))
     )
+    neighbours = [] if plan.is_periodic else _neighbours(plan)
     for step in trace.steps:
         require_same_kind(plan, step)
         found = Counter(map(_entry, _planned(plan, step.actions)))
@@ -212,6 +214,33 @@ def require_same_plan(plan: PipelinePlan, trace: Trace) -> None:
                     f"step {step.step} of the trace {word} {action} on {device!r}, {contrast}: "
                     "give the plan that was run"
                 )
+        _require_order(neighbours, step)
+
+
+def _neighbours(plan: PipelinePlan) -> list[tuple[Entry, Entry]]:
+    """The computations that follow each other on a device, and in a stream of it."""
+    rows = defaultdict[tuple[str, str | None], list[ScheduledAction]](list)
+    for timed in sorted(plan.actions, key=lambda timed: timed.start_seconds):
+        if parse_action(timed.action).kind in COMPUTE:
+            rows[timed.device, timed.stream].append(timed)
+    return [
+        (_entry(one), _entry(other))
+        for row in rows.values()
+        for one, other in pairwise(row)
+        if one.start_seconds < other.start_seconds
+    ]
+
+
+def _require_order(neighbours: Iterable[tuple[Entry, Entry]], step: TracedStep) -> None:
+    """Refuse a step whose devices compute in another order than that of the plan."""
+    starts = {_entry(timed): timed.start_seconds for timed in step.actions}
+    for one, other in neighbours:
+        if starts[other] < starts[one]:
+            (device, before), (_, action) = one, other
+            raise InputError(
+                f"step {step.step} of the trace has {action} before {before} on {device!r}, unlike "
+                "the plan: give the plan that was run"
+            )
 
 
 def require_same_kind(plan: PipelinePlan, step: TracedStep) -> None:

@@ -77,6 +77,7 @@ class TracedStep:
             )
         self._require_waits(place)
         for timed in self.actions:
+            parse_action(timed.action)  # which refuses another spelling
             if not 0 <= timed.start_seconds <= timed.finish_seconds:
                 raise InputError(
                     f"{place}: {timed.action} on {timed.device!r} lasts from "

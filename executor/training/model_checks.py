@@ -17,7 +17,7 @@ from stagewright.formulations.plans.actions import B, I, parse_action
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.formulations.plans.tensor import share_count
 from stagewright.formulations.plans.weight_rules import FLUSH
-from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.errors import InputError, Notice
 
 CLIPPING_ARGUMENT = re.compile(r"max_(grad_)?norm|.*(grad|norm).*clip.*|.*clip.*(grad|norm).*")
 
@@ -67,6 +67,7 @@ def warn_of_divided_loss(plan: PipelinePlan) -> None:
             "loss is the mean of those of the parts: as of the whole if it is a mean over samples, "
             "another if samples have unequal numbers of labels or are compared; plan replicas that "
             "take whole microbatches (round-robin), or give a loss that returns (sum, count)",
+            Notice,
             stacklevel=3,
         )
 

@@ -150,10 +150,14 @@ def require_type(value: object, kind: type, name: str) -> None:
 
 def format_bytes(value: float) -> str:
     """``value`` bytes as text with decimal units."""
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if abs(value) >= scale:
-            return f"{value / scale:.3g} {unit}"
-    return f"{value:.0f} B"
+    unit, scale = byte_unit(value)
+    return f"{value / scale:.3g} {unit}" if scale > 1 else f"{value:.0f} B"
+
+
+def byte_unit(value: float) -> tuple[str, float]:
+    """The decimal unit in which ``value`` bytes are at least 1, and its bytes."""
+    units = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+    return next(((unit, scale) for unit, scale in units if abs(value) >= scale), ("B", 1.0))
 
 
 def format_seconds(value: float) -> str:

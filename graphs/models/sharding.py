@@ -25,7 +25,8 @@ def require_degree(chain: Chain, start: int, stop: int, degree: int) -> None:
         if degree not in layer.degrees:
             known = ", ".join(map(str, layer.degrees))
             raise InputError(
-                f"layer {layer.name!r} has no cost at tensor degree {degree}; there are {known}"
+                f"layer {layer.name!r} has no cost at tensor degree {degree}; "
+                f"it has costs at {known}: profile --tensor measures others"
             )
 
 

@@ -24,26 +24,41 @@ def relaxed_load_bound(problem: PipelineProblem) -> float:
     return problem.microbatches * total / len(problem.cluster)
 
 
-def fill_and_drain_bound(problem: PipelineProblem, incumbent: float, wide: bool = False) -> float:
+def fill_and_drain_bound(
+    problem: PipelineProblem,
+    incumbent: float,
+    wide: bool = False,
+    sizes: tuple[int, ...] | None = None,
+) -> float:
     """A lower bound on all plans of the class, at most ``incumbent`` (any known time).
 
     The relaxation covers every number of stages, replication and order. If its tables would be too
-    large, the load bound is returned. The class is DISJOINT_SPLIT, or DISJOINT_WHOLE if ``wide``.
+    large, the load bound is returned. The class is DISJOINT_SPLIT, or DISJOINT_WHOLE if ``wide``,
+    with all stages on the same number of devices, one of ``sizes``, if these are given.
     """
-    return FillAndDrain(problem, wide).bound(incumbent)
+    return FillAndDrain(problem, wide, sizes).bound(incumbent)
 
 
-def is_fill_and_drain_bound(problem: PipelineProblem, seconds: float, wide: bool = False) -> bool:
+def is_fill_and_drain_bound(
+    problem: PipelineProblem,
+    seconds: float,
+    wide: bool = False,
+    sizes: tuple[int, ...] | None = None,
+) -> bool:
     """Whether the relaxation proves that no plan of the class takes less than ``seconds``."""
-    return FillAndDrain(problem, wide).proves(seconds)
+    return FillAndDrain(problem, wide, sizes).proves(seconds)
 
 
 @dataclass
 class FillAndDrain:
-    """The relaxation's value, between ``low`` (proved) and ``high``, narrowed by every question."""
+    """The relaxation's value, between ``low`` (proved) and ``high``, narrowed by every question.
+
+    ``sizes`` are the numbers of devices that all stages alike may have; None: any, each its own.
+    """
 
     problem: PipelineProblem
     wide: bool = False
+    sizes: tuple[int, ...] | None = None
     low: float = field(init=False)
     high: float = field(init=False, default=math.inf)
 
@@ -67,7 +82,11 @@ class FillAndDrain:
     def proves(self, seconds: float) -> bool:
         """Whether no plan takes less than ``seconds``, by at most one pass."""
         if self.low < seconds < self.high and self._steps <= STEPS:
-            if _fits_under(self._form, len(self.problem.cluster), seconds, self.wide):
+            size = len(self.problem.cluster)
+            if any(
+                _fits_under(self._form, size, seconds, self.wide, equal)
+                for equal in self.sizes or (0,)
+            ):
                 self.high = seconds
             else:
                 self.low = seconds
@@ -88,8 +107,10 @@ class FillAndDrain:
 
 
 @njit(cache=True, error_model="numpy")
-def _fits_under(form: Relaxation, size: int, limit: float, wide: bool) -> bool:
+def _fits_under(form: Relaxation, size: int, limit: float, wide: bool, equal: int) -> bool:
     """Whether some relaxed plan on ``size`` devices takes at most ``limit``, up to rounding.
+
+    All its stages have ``equal`` devices (0: each its own number).
 
     way[k, i, l] is the least time of forward and backward through stages with the first l layers on
     i devices, there[k, i, l] that of the forward. The two are minimised separately, which is a
@@ -100,13 +121,13 @@ def _fits_under(form: Relaxation, size: int, limit: float, wide: bool) -> bool:
     there = np.full((2, size + 1, layers + 1), np.inf)
     way[0, 0, 0] = there[0, 0, 0] = 0.0
     until = limit * (1 + MARGIN)
-    turns = _turns(form.microbatches, size)
+    counts, turns = _numbers(min(size, replicas), equal), _turns(form.microbatches, size, equal)
     for used in range(size):
         for last in range(2):
             for before in range(layers):
                 if way[last, used, before] == np.inf:
                     continue
-                for r in range(1, min(size - used, replicas) + 1):
+                for r in counts[counts <= size - used]:
                     _place(form, until, used, r, before, last, 0, wide, way, there)
                 if wide:
                     for r in turns[turns <= size - used]:
@@ -115,11 +136,21 @@ def _fits_under(form: Relaxation, size: int, limit: float, wide: bool) -> bool:
 
 
 @njit(cache=True, error_model="numpy")
-def _turns(microbatches: int, size: int) -> Ints:
+def _numbers(most: int, equal: int) -> Ints:
+    """The numbers of devices up to ``most``, or only ``equal`` if that is not 0."""
+    numbers: Ints = np.arange(1, most + 1)
+    return numbers if equal == 0 else numbers[numbers == equal]
+
+
+@njit(cache=True, error_model="numpy")
+def _turns(microbatches: int, size: int, equal: int) -> Ints:
     """The least numbers of devices, from 2 on, for each number of rounds of their microbatches.
 
-    More devices for the same number of rounds only lengthen the all-reduce.
+    More devices for the same number of rounds only lengthen the all-reduce. Only ``equal`` if that
+    is not 0.
     """
+    if equal > 0:
+        return _numbers(size, equal)[: int(equal > 1)]
     numbers = np.arange(2, min(size, microbatches) + 1)
     rounds = -(-microbatches // numbers)
     turns: Ints = numbers[(numbers == 2) | (rounds < -(-microbatches // (numbers - 1)))]

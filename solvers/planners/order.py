@@ -149,6 +149,18 @@ def _cuts(
 
 def _published(problem: PipelineProblem, name: str, layout: Layout) -> Found:
     """The plan of a published schedule on given stages."""
+    found = timed(problem, name, layout)
+    return fitting(problem, name, found) if isinstance(found, Proposal) else found
+
+
+def timed(problem: PipelineProblem, name: str, layout: Layout) -> Found:
+    """The plan of a published schedule on given stages; memory is not checked at every instant.
+
+    Raises
+    ------
+    InputError
+        If the schedule needs the times of both parts of a backward, and there are none.
+    """
     kind, order, stages = KINDS[name], layout.order, layout.stages
     if kind.is_split:
         _require_parts(problem, name)
@@ -163,7 +175,7 @@ def _published(problem: PipelineProblem, name: str, layout: Layout) -> Found:
         order = schedule_of(name, _priced(problem, layout))
     weights, note = _weights(kind.weights, name, stages)
     found = in_order(problem, stages, order, weights)
-    return _fitting(problem, name, replace(found, notes=tuple(filter(None, (layout.note, note)))))
+    return replace(found, notes=tuple(filter(None, (layout.note, note))))
 
 
 def in_order(
@@ -235,7 +247,7 @@ def _without_flush(
     return PeriodicProposal(layout.stages, pattern, period, (), notes)
 
 
-def _fitting(problem: PipelineProblem, name: str, proposal: Proposal) -> Proposal | NoPlan:
+def fitting(problem: PipelineProblem, name: str, proposal: Proposal) -> Proposal | NoPlan:
     """The proposal, if the memory of every device suffices at every instant."""
     rule = WEIGHT_RULES[proposal.weights]
     plan = assemble(problem, name, proposal.stages, proposal.starts, rule)

@@ -33,6 +33,7 @@ class Options:
     out_of_order: bool = False
     batch: bool = False
     vertical_sync: bool = False
+    runtime: bool = False
 
 
 class Planner(Protocol):
@@ -132,3 +133,5 @@ def _asked(  # noqa: C901 - one case per choice
         yield "a batch", lambda one: one.batch
     if choices.vertical_sync:
         yield "vertical sync", lambda one: one.vertical_sync
+    if choices.runtime is not None:
+        yield f"plans for {choices.runtime.name} alone", lambda one: one.runtime

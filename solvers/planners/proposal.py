@@ -30,6 +30,7 @@ from stagewright.formulations.plans.structure import Structure
 from stagewright.formulations.plans.timing import Blocks, durations
 from stagewright.formulations.plans.weight_rules import DOUBLE_BUFFER, WEIGHT_RULES, Weights
 from stagewright.formulations.schedules.choice import ScheduleChoice
+from stagewright.formulations.schedules.runtimes import Runtime
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MAX_DEVICES, format_bytes, require_count
@@ -110,6 +111,9 @@ class Choices:
         ``pipedream-async``: whether every stage uses the weights that the first stage used.
     shards
         What the replicas of stages divide, put into the plan after the search; see `sharded`.
+    runtime
+        ``launchable``, and ``auto`` which then runs it: the framework's runtime to plan for (None:
+        that of torch.distributed.pipelining).
     """
 
     recompute: Recomputation | None = None
@@ -123,6 +127,7 @@ class Choices:
     batch: int | None = None
     vertical_sync: bool = False
     shards: Shards = "none"
+    runtime: Runtime | None = None
 
     def __post_init__(self) -> None:
         if self.group_size is not None:

@@ -79,7 +79,7 @@ def balanced_cuts(
     keys = [tuple(sorted(problem.cluster.devices[v].kind for v in group)) for group in placed]
     for key, group in zip(keys, placed, strict=True):
         if key not in tables:
-            tables[key] = _stage_seconds(problem, group, round_robin)
+            tables[key] = stage_seconds(problem, group, round_robin)
     return every_balanced_cuts([tables[key] for key in keys])[-1]
 
 
@@ -109,7 +109,9 @@ def _traced(choices: Sequence[NDArray[np.int64]], layers: int) -> list[int]:
     return cuts[::-1]
 
 
-def _stage_seconds(problem: PipelineProblem, group: tuple[int, ...], round_robin: bool) -> Floats:
+def stage_seconds(
+    problem: PipelineProblem, group: tuple[int, ...], round_robin: bool, recomputes: bool = False
+) -> Floats:
     """Seconds per microbatch of layers [start, stop) on a group; inf if infeasible."""
     shares = 1 if round_robin else len(group)
     layers = len(problem.chain)
@@ -117,7 +119,8 @@ def _stage_seconds(problem: PipelineProblem, group: tuple[int, ...], round_robin
     tables = []
     for kind in sorted(kinds):
         costs = problem.costs(kind, shares)
-        tables.append(range_sums(prefix_sums(costs.forward_seconds + costs.backward_seconds)))
+        forward = costs.forward_seconds * (2 if recomputes else 1)
+        tables.append(range_sums(prefix_sums(forward + costs.backward_seconds)))
     seconds = np.max(tables, axis=0) / (len(group) if round_robin else 1)
     first = earliest_starts(problem.replicas_per_layer, shares)[-1]
     possible = np.triu(first[None, :] <= np.arange(layers + 1)[:, None], 1)

@@ -19,7 +19,7 @@ from stagewright.cli.outputs import Writes
 from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
-    from stagewright.executor.measuring.causes import Explanation
+    from stagewright.executor.measuring.causes import Cause, Explanation
     from stagewright.executor.measuring.compare import Comparison, MemoryComparison
     from stagewright.executor.measuring.pairs import Pair
     from stagewright.executor.programs.trace import Trace
@@ -117,17 +117,20 @@ def _print_comparison(comparison: "Comparison", run: "Trace") -> None:
             str(one.stage), shorten_devices(one.devices),
             *cells(one.forward_seconds), ratio(one.forward_seconds),
             *cells(one.backward_seconds), ratio(one.backward_seconds),
-            percent(one.busy.predicted), percent(one.busy.measured),
         )
         for one in comparison.stages
     ]  # fmt: skip
+    busy = [
+        (str(one.stage), percent(one.busy.predicted), percent(one.busy.measured), ratio(one.busy))
+        for one in comparison.stages
+    ]
     print_lines(run_line(run))
     print_table(["<action", "count", "predicted", "measured", "ratio"], kinds)
     print_table(
-        ["stage", "<devices", "forward", "measured", "ratio", "backward", "measured", "ratio",
-         "busy", "measured"],
+        ["stage", "<devices", "forward", "measured", "ratio", "backward", "measured", "ratio"],
         stages,
-    )  # fmt: skip
+    )
+    print_table(["busy stage", "predicted", "measured", "ratio"], busy)
     update = comparison.update_seconds
     note = "" if update.predicted else ", which is not predicted"
     print_lines(
@@ -137,7 +140,7 @@ def _print_comparison(comparison: "Comparison", run: "Trace") -> None:
     if comparison.memory is not None:
         _print_memory(comparison.memory)
     if comparison.explanation is not None:
-        _print_causes(comparison.explanation, comparison.iteration_seconds)
+        _print_causes(comparison.explanation, comparison)
 
 
 def _print_memory(memory: "MemoryComparison") -> None:
@@ -156,17 +159,17 @@ def _print_memory(memory: "MemoryComparison") -> None:
     print_lines(what[memory.kind])
 
 
-def _print_causes(found: "Explanation", iteration: "Pair") -> None:
+def _print_causes(found: "Explanation", comparison: "Comparison") -> None:
     from stagewright.executor.measuring.pairs import Pair
     from stagewright.graphs.documents.units import format_seconds
 
-    difference = iteration.measured - iteration.predicted
+    iteration = comparison.iteration_seconds
     rows = [
         (one.name, *(("-",) * 3 if one.work is None else (*cells(one.work), ratio(one.work))),
          signed(one.seconds))
         for one in found.causes
     ]  # fmt: skip
-    rest = ("rest: they hide or add to each other", *("-",) * 3, signed(found.rest_seconds))
+    rest = ("rest: they hide or add up", *("-",) * 3, signed(found.rest_seconds))
     print_table(["<cause", "predicted", "measured", "ratio", "iteration, alone"], [*rows, rest])
     calm = found.without_waits_seconds
     if calm is not None:
@@ -175,21 +178,36 @@ def _print_causes(found: "Explanation", iteration: "Pair") -> None:
             f"without the waits for a core {format_seconds(calm)} by a replay: measured / "
             f"predicted = {ratio(pair)}"
         )
-    print_lines(_largest_cause(found, difference))
+    print_lines(_largest_cause(found, comparison))
 
 
-def _largest_cause(found: "Explanation", difference: float) -> str:
+def _largest_cause(found: "Explanation", comparison: "Comparison") -> str:
     """The cause of most of the difference, in a line."""
-    cause = found.largest
+    cause, iteration = found.largest, comparison.iteration_seconds
     if cause is None:
         return "the iteration takes as long as predicted"
+    difference = iteration.measured - iteration.predicted
+    sign = 1 if difference > 0 else -1
     of_all = f"{signed(cause.seconds)} of {signed(difference)} per iteration"
     line = f"largest cause: {cause.name}{_longer(cause.work)}: {of_all}"
-    if len(cause.stages) > 1:
-        sign = 1 if difference > 0 else -1
-        most = max(cause.stages, key=lambda share: sign * share.seconds)
-        line += f"; those of stage {most.stage}{_longer(most.work)}: {signed(most.seconds)} alone"
+    most = max(cause.stages, key=lambda share: sign * share.seconds, default=None)
+    if most is not None and len(cause.stages) > 1:
+        whose = f"of stage {most.stage}"
+        if cause.name == "transfers":
+            whose = f"between stages {most.stage} and {most.stage + 1}"
+        line += f"; those {whose}{_longer(most.work)}: {signed(most.seconds)} alone"
+    if most is None or len(comparison.stages[most.stage].devices) > 1:
+        line += _device_of_most(cause, sign)
     return line
+
+
+def _device_of_most(cause: "Cause", sign: int) -> str:
+    """The device that accounts for most, where every other one accounts for less than half."""
+    shares = sorted(((sign * one.seconds, one.device) for one in cause.devices), reverse=True)
+    if len(shares) < 2 or shares[0][0] <= 2 * max(0.0, shares[1][0]):
+        return ""
+    seconds, device = shares[0]
+    return f"; on {device} alone: {signed(sign * seconds)}"
 
 
 def _longer(work: "Pair | None") -> str:

@@ -17,6 +17,7 @@ from stagewright.cli.console import (
     Threads,
     TimeLimit,
     ask,
+    percent,
     print_answer,
     print_json,
     print_lines,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from stagewright.formulations.backprop.choice import OutOfOrder
     from stagewright.formulations.schedules.choice import ScheduleChoice
     from stagewright.graphs.models.chain import Chain
+    from stagewright.service.pipeline_answers import PlanAnswer
     from stagewright.solvers.planning import Result
 
 
@@ -60,12 +62,30 @@ def plan(
         int | None,
         typer.Option(help="Microbatches in an iteration; needed for a model of layers."),
     ] = None,
-    batch: Annotated[
+    global_batch: Annotated[
         int | None,
         typer.Option(
-            help="Samples between two updates, in place of --microbatches: the planner chooses "
-            "these and their size (planners 2bw and 2bw-flush).",
+            "--global-batch",
+            help="Samples between two updates, in place of --microbatches.",
             metavar="N",
+        ),
+    ] = None,
+    microbatch_size: Annotated[
+        str,
+        typer.Option(
+            "--microbatch-size",
+            help="With --global-batch: samples of a microbatch, of all replicas of a stage "
+            "together; auto plans every size that the model has costs for.",
+            metavar="<auto|N>",
+        ),
+    ] = "auto",
+    runtime: Annotated[
+        str | None,
+        typer.Option(
+            "--for",
+            help="Plan only what this framework runs, as `stagewright export --to` writes it: "
+            "torch-csv, torchtitan, nemo, megatron or deepspeed.",
+            metavar="FRAMEWORK",
         ),
     ] = None,
     planner: Annotated[
@@ -239,7 +259,8 @@ def plan(
     limits = read_limits(time_limit, threads, seed)
     if is_graph(model):
         given = {
-            "--microbatches": microbatches, "--batch": batch,
+            "--microbatches": microbatches, "--global-batch": global_batch, "--for": runtime,
+            "--microbatch-size": None if microbatch_size == "auto" else microbatch_size,
             "--memory-limit": memory_limit, "--period": period,
             "--group-size": group_size, "--backend": backend, "--recompute": recompute,
             "--offload": offload, "--gap": gap, "--order": order, "--chunks": chunks,
@@ -252,12 +273,14 @@ def plan(
         chosen = None if contention is None else contention.value
         return place((model, cluster), planner, chosen, limits, output, as_json)
     refuse_options({"--contention": contention}, "is for graphs of operators")
-    if (microbatches is None) == (batch is None):
+    if (microbatches is None) == (global_batch is None):
         raise InputError(
-            "--microbatches is missing; write for example --microbatches 8"
-            if batch is None
-            else "--batch is in place of --microbatches: give one of them"
+            "--microbatches is missing; write for example --microbatches 8, or --global-batch 256"
+            if global_batch is None
+            else "--global-batch is in place of --microbatches: give one of them"
         )
+    if microbatch_size != "auto" and global_batch is None:
+        raise InputError("--microbatch-size goes with --global-batch")
     _require_layers(planner, model)
     request = ask(
         PlanRequest,
@@ -266,7 +289,9 @@ def plan(
         chain=load_model(model),
         cluster=load_cluster(cluster),
         microbatches=1 if microbatches is None else microbatches,
-        batch=batch,
+        batch=global_batch,
+        microbatch_size=_number("--microbatch-size", microbatch_size),
+        runtime=runtime,
         vertical_sync=vertical_sync,
         tensor=tensor,
         shards=shards.value,
@@ -301,6 +326,7 @@ def plan(
         print_answer(answer)
     else:
         _print_result(request.chain, answer.result)
+        _print_exports(answer)
         if output is not None and answer.plan is not None:
             print_lines(f"{output} is written")
     return 1 if answer.plan is None else 0
@@ -376,6 +402,8 @@ def _print_result(chain: "Chain", result: "Result") -> None:
 
     if result.plan is not None:
         print_plan(result.plan, chain)
+    _print_sizes(result)
+    _print_restriction(result)
     # A portfolio's reason is already printed with its best attempt.
     portfolio = result.plan is not None and result.attempts
     shown = result.ended if portfolio else result.reason
@@ -391,6 +419,61 @@ def _print_result(chain: "Chain", result: "Result") -> None:
     if rows:
         head = ("<planner", "<status", "cost", "seconds", "<notes")
         print_table(head, rows)
+
+
+def _print_sizes(result: "Result") -> None:
+    """What was found for each size of a batch's microbatches, and what is proved about all."""
+    from stagewright.graphs.documents.units import format_seconds
+
+    if not result.sizes:
+        return
+    rows = []
+    for one in result.sizes:
+        cost, bound = ("-" if s is None else format_seconds(s) for s in (one.cost, one.bound))
+        rows.append((str(one.samples), str(one.microbatches), one.status.value, cost, bound))
+    head = ("samples", "microbatches", "<status", "cost", "bound")
+    print_table(head, rows, "sizes of microbatches, each with its own bound")
+    if result.plans is not None and result.bound is not None and result.gap is not None:
+        print_lines(
+            f"bound  {format_seconds(result.bound)} for {result.plans}, in all these sizes, "
+            f"gap {percent(result.gap)}"
+        )
+
+
+def _print_restriction(result: "Result") -> None:
+    """What planning for a framework alone costs."""
+    from stagewright.graphs.documents.units import format_seconds
+
+    known = result.restriction
+    if known is None or result.cost is None:
+        return
+    lines = []
+    if known.bound is not None and known.gap is not None:
+        lines.append(
+            f"for {known.name}: bound {format_seconds(known.bound)} for {known.plans}, "
+            f"gap {percent(known.gap)}, proved by {known.proved_by}"
+        )
+    if known.free_cost is not None:
+        less = 1 - known.free_cost / result.cost
+        better = f"{percent(less)} less" if less > 0 else "no less"
+        lines.append(
+            f"       the best plan found without this restriction takes "
+            f"{format_seconds(known.free_cost)}, {better}"
+        )
+    print_lines(*lines)
+
+
+def _print_exports(answer: "PlanAnswer") -> None:
+    """Which frameworks run the plan as it is, and why the first of the others does not."""
+    if answer.exports is None:
+        return
+    able = [to for to, refusal in answer.exports.items() if refusal is None]
+    unable = [(to, refusal) for to, refusal in answer.exports.items() if refusal is not None]
+    print_lines(f"exports to {', '.join(able)}" if able else "exports to no other framework")
+    if unable and answer.restriction is None:
+        to, refusal = unable[0]
+        others = f" (nor {', '.join(name for name, _ in unable[1:])})" if unable[1:] else ""
+        print_lines(f"not to {to}{others}: {refusal}")
 
 
 def planners(as_json: JsonFlag = False) -> int:

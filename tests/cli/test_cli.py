@@ -173,7 +173,7 @@ def test_plan_with_shards(files: Path) -> None:
     (stage,) = document["stages"]
     assert stage["shards"] == "optimizer"
     assert (document["bound_seconds"], document["gap"], document["plans"]) == (None, None, None)
-    assert document["reason"].startswith("stages with shards optimizer: 0; an iteration takes")
+    assert document["reason"].startswith("shards optimizer on stage 0; an iteration takes")
     text = answered("check", files / "sharded.json", *given_to(files))
     assert "valid" in text
     (shown,) = answered_json("show", files / "sharded.json")["stages"]

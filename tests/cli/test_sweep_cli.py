@@ -77,7 +77,6 @@ def test_json_and_no_plan() -> None:
         (["--microbatches", "4", "--planner", "best"], "--planner: 'best' is none of spp, "),
         (["--microbatches", "4", "--engine", "ray"], "--workers is for the engine local"),
         (["--batch", "12", "--planner", "2bw"], "use a batch of 8 or 16"),
-        (["--batch", "8", "--planner", "dp"], "does not support a batch: use 2bw"),
         (["--microbatches", "4", "-o", "sweep.txt"], "the name must end in .csv"),
     ],
 )

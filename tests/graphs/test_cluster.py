@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import (
+    byte_unit,
     format_bytes,
     format_seconds,
     parse_bandwidth,
@@ -365,4 +366,5 @@ def test_amounts_for_people():
     assert [format_bytes(value) for value in (0, 999, 1.5e3, 16e9, 2e12)] == [
         "0 B", "999 B", "1.5 kB", "16 GB", "2 TB",
     ]  # fmt: skip
+    assert [byte_unit(value) for value in (0, 1e3, 5e9)] == [("B", 1), ("kB", 1e3), ("GB", 1e9)]
     assert [format_seconds(value) for value in (2, 0.0123, 5e-6)] == ["2 s", "12.3 ms", "5 us"]

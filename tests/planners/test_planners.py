@@ -140,6 +140,7 @@ class TestEveryPlanner:
             "madpipe",
             "pipedream-async",
             "general",
+            "launchable",
             "ooo",
             "order",
             "servers",

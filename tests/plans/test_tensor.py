@@ -219,7 +219,7 @@ def test_memory_counts_shards() -> None:
 def test_a_degree_without_costs_is_refused_by_name() -> None:
     problem, plan = base()
     found = check(problem, restaged(0, tensor=4)(plan))
-    assert "layer 'layer0' has no cost at tensor degree 4; there are 1, 2" in str(found[0])
+    assert "layer 'layer0' has no cost at tensor degree 4; it has costs at 1, 2" in str(found[0])
 
 
 def test_the_slowest_member_sets_the_pace() -> None:

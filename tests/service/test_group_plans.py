@@ -112,7 +112,7 @@ def whole(problem: PipelineProblem) -> PipelineProblem:
 @pytest.mark.parametrize(
     ("change", "tensor", "fields", "message"),
     [
-        (whole, 2, {}, "layer 'one' has no cost at tensor degree 2; there are 1"),
+        (whole, 2, {}, "layer 'one' has no cost at tensor degree 2; it has costs at 1"),
         (lambda one: replace(one, cluster=uniform_servers(2, 1, Link(1e9), Link(1e9), kind="fast")),
          2, {}, "no server of '2x1' has 2 devices of one kind"),
         (None, 2, {"order": ScheduleChoice("zb-h1")}, "backwards of divided stages are whole"),

@@ -148,7 +148,7 @@ LIBRARY = {
     "the last of a pair": ({"down_proj": None}, PAIR),
     "queries are joined": ({"q_proj": "colwise_rep"}, PAIR),
     "experts": ({"q_proj": "moe_tp_experts"},
-        "tp_plan of LlamaForCausalLM '': 'model.layers.*.self_attn.q_proj': 'moe_tp_experts', "
+        "tp_plan of LlamaForCausalLM: 'model.layers.*.self_attn.q_proj': 'moe_tp_experts', "
         "which divides experts, is not run"),
     "the sequence": ({"down_proj": "sequence_parallel"},
         "'model.layers.*.mlp.down_proj': 'sequence_parallel', which divides the sequence, is not"),

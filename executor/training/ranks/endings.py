@@ -11,11 +11,12 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn
 
-from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.errors import InputError, Notice
 
 if TYPE_CHECKING:
     import torch
@@ -180,6 +181,29 @@ def say(line: str) -> None:
     """Print a line to stderr, if it is still open."""
     with contextlib.suppress(OSError):  # whoever read stderr may be gone
         os.write(2, f"stagewright: {line}\n".encode())
+
+
+@contextlib.contextmanager
+def said_notices() -> Iterator[None]:
+    """Print a notice as a line, without the place in our code that Python shows of warnings."""
+    usual = warnings.formatwarning
+
+    def line_of(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        line: str | None = None,
+    ) -> str:
+        if issubclass(category, Notice):
+            return f"stagewright: {' '.join(str(message).split())}\n"
+        return usual(message, category, filename, lineno, line)
+
+    warnings.formatwarning = line_of
+    try:
+        yield
+    finally:
+        warnings.formatwarning = usual
 
 
 @contextlib.contextmanager

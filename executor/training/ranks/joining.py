@@ -10,7 +10,13 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from stagewright.executor.training.ranks.endings import Ending, Member, attempt, watched_signals
+from stagewright.executor.training.ranks.endings import (
+    Ending,
+    Member,
+    attempt,
+    said_notices,
+    watched_signals,
+)
 from stagewright.executor.training.ranks.launch import end_with_parent, silence_torch
 from stagewright.executor.training.ranks.roll_call import RollCall, address
 from stagewright.graphs.documents.errors import InputError
@@ -27,6 +33,7 @@ def joined(timeout_seconds: float) -> Iterator[Member]:
     """Join the process group of the job that the environment describes, as one of its ranks.
 
     The body's failure ends the process: one line on stderr, exit code 2 for InputError, else 1.
+    A `Notice` is one line as well.
     So do a signal, a rank that does not come within ``timeout_seconds``, and the loss of another.
     Communication that takes longer than ``timeout_seconds`` counts as such a loss.
     """
@@ -43,7 +50,7 @@ def joined(timeout_seconds: float) -> Iterator[Member]:
     backend, device = _backend()
     member = Member(rank, world_size, device)
     ending = Ending(member)
-    with watched_signals(ending):
+    with watched_signals(ending), said_notices():
         try:
             store = _connect(timeout_seconds)
             # A second connection: the main thread may be waiting in the first.

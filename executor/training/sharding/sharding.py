@@ -27,7 +27,7 @@ from stagewright.executor.capture.layers import CapturedLayer, LayeredModel
 from stagewright.executor.training.sharding.division import Division
 from stagewright.executor.training.sharding.parallel_layers import SAME, TensorGroup
 from stagewright.executor.training.sharding.styles import Cut
-from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.errors import InputError, Notice
 
 NOTHING = 1e-6  # what is so small beside all gradients may be rounding alone
 
@@ -98,7 +98,7 @@ def shard_layers(
 
     def warn(message: str) -> None:
         if not quiet:
-            warnings.warn(message, stacklevel=2)
+            warnings.warn(message, Notice, stacklevel=2)
 
     division = Division(layers, primary, _names(model), group, warn)
     for plan in model.plans:

@@ -1,0 +1,100 @@
+"""A batch in microbatches of every size: the best of all sizes, and a bound on all of them."""
+
+from dataclasses import replace
+
+import pytest
+from plans import small_problem
+
+from stagewright.formulations.checking.check import check
+from stagewright.formulations.forms.answers import Status
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.models.chain import LayerCost
+from stagewright.service.pipeline_requests import PlanRequest
+from stagewright.service.planning import plan
+
+BATCH = 12
+
+
+def request(**changes) -> PlanRequest:
+    """Two layers whose forwards cost less per sample in larger microbatches, of 1 to 6 samples."""
+    problem = small_problem(layers=3, devices=3)
+    layers = tuple(
+        replace(one, costs=tuple(_cost(its, size) for its in one.costs for size in (1, 2, 6)))
+        for one in problem.chain.layers
+    )
+    chain = replace(problem.chain, layers=layers)
+    given = {
+        "chain": chain, "cluster": problem.cluster, "batch": BATCH, "planner": "exact",
+        "time_limit": 20.0,
+    }  # fmt: skip
+    return PlanRequest.of(**(given | changes))
+
+
+def _cost(like: LayerCost, size: int) -> LayerCost:
+    share = size / like.microbatch_size
+    fixed = 0.3 * (like.forward_seconds or 0.0)
+    return replace(
+        like,
+        microbatch_size=size,
+        forward_seconds=fixed + share * like.forward_seconds,
+        backward_seconds=fixed + share * like.backward_seconds,
+        saved_bytes=share * like.saved_bytes,
+        output_bytes=share * like.output_bytes,
+    )
+
+
+def test_the_best_of_all_sizes_and_a_bound_on_all() -> None:
+    asked = request()
+    found = plan(asked)
+    alone = {
+        size: plan(request(microbatch_size=size)) for size in (1, 2, 3, 4, 6) if BATCH % size == 0
+    }
+    assert [one.samples for one in found.sizes] == list(alone)
+    assert [one.microbatches for one in found.sizes] == [BATCH // size for size in alone]
+    best = min(alone, key=lambda size: alone[size].cost_seconds)
+    assert all(one.status is Status.OPTIMAL for one in alone.values())
+    assert found.cost_seconds == pytest.approx(alone[best].cost_seconds)
+    assert found.plan.microbatch_size == best
+    assert found.microbatches == BATCH // best
+    # All sizes are solved: their least bound is the best cost, up to the class it is about.
+    assert found.bound_seconds <= found.cost_seconds * (1 + 1e-9)
+    assert found.bound_seconds <= min(one.cost_seconds for one in alone.values())
+    assert 1 <= best <= 6
+
+
+def test_the_plan_is_of_its_size() -> None:
+    asked = request(planner="pipedream")
+    found = plan(asked)
+    problem = PipelineProblem(
+        asked.chain, asked.cluster, found.microbatches, microbatch_size=found.plan.microbatch_size
+    )
+    assert check(problem, found.plan) == ()
+    assert found.plan.certificate.bound_seconds <= found.cost_seconds
+
+
+def test_sizes_that_do_not_fit_do_not_lower_the_bound() -> None:
+    """Nothing of a size that is proved infeasible can be faster."""
+    found = plan(request(memory_limit_bytes=6e8))
+    fitting = [one for one in found.sizes if one.status is not Status.INFEASIBLE]
+    assert 0 < len(fitting) < len(found.sizes)
+    assert found.bound_seconds >= min(one.bound_seconds for one in fitting) * (1 - 1e-9)
+    nothing = plan(request(memory_limit_bytes=4e8))
+    assert nothing.status is Status.INFEASIBLE
+    assert nothing.plan is None
+    assert nothing.cost_seconds is None
+    assert "in microbatches of every size" in nothing.reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch": 0}, "the batch must be at least 1 sample, got 0"),
+        ({"microbatch_size": 5}, "12 samples is no multiple of a microbatch of 5"),
+        ({"microbatch_size": 12}, "microbatch"),
+        ({"batch": None, "microbatch_size": 2, "microbatches": 4}, "goes with a batch"),
+    ],
+)
+def test_what_is_no_batch_is_refused(changes, message) -> None:
+    with pytest.raises(InputError, match=message):
+        plan(request(**changes))
