@@ -24,7 +24,6 @@ HEAVY = (
     "highspy",
     "pulp",
     "numba",
-    "plotly",
     "matplotlib",
     "scipy",
     "pydantic",

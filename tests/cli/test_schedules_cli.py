@@ -2,13 +2,14 @@
 
 import csv
 import json
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import matplotlib.image
 import pytest
 from commands import answered, answered_json, refused, run
+from pages import drawings
 
 import stagewright
 from stagewright.formulations.schedules.channels import with_channels
@@ -360,12 +361,6 @@ def test_a_comparison_refuses_what_no_kind_takes() -> None:
 # Files
 
 
-def drawn(page: str) -> list[Any]:
-    """The data of the page's figure."""
-    start = page.index("[", page.index("Plotly.newPlot(", page.index("figure-schedules")))
-    return json.JSONDecoder().raw_decode(page[start:])[0]
-
-
 def test_schedules_are_drawn(tmp_path: Path) -> None:
     picture, page = tmp_path / "a.png", tmp_path / "a.html"
     options = ["--kind", "chimera", "--png", picture, "--html", page]
@@ -373,17 +368,20 @@ def test_schedules_are_drawn(tmp_path: Path) -> None:
     assert found["files"] == [str(page), str(picture)]
     alone = matplotlib.image.imread(picture).shape
     text = page.read_text()
-    bars = drawn(text)
-    assert sum(len(bar["y"]) for bar in bars) == 2 * 4 * 8
-    assert {bar["name"] for bar in bars} == {"forward", "backward"}
-    assert len({bar["marker"]["color"] for bar in bars}) == 4  # two directions
-    assert "both directions" in text
+    (drawing,) = drawings(text)
+    kinds = Counter(
+        drawing["kinds"][kind]["name"] for lane in drawing["lanes"] for kind in lane["kind"]
+    )
+    assert kinds == {"forward": 4 * 8, "backward": 4 * 8}
+    assert len({kind["light"] for kind in drawing["kinds"]}) == 4  # two directions
+    assert "both directions" in drawing["lanes"][0]["name"]
     compared = answered(*of(2, 4, "--compare", "--png", picture, "--html", page))
     assert f"{picture} is written" in compared
     assert matplotlib.image.imread(picture).shape[0] > 5 * alone[0]
     text = page.read_text()
     assert all(kind in text for kind in SCHEDULES)
-    assert len(drawn(text)) > 4
+    titles = [lane["name"] for lane in drawings(text)[0]["lanes"] if lane["group"] == "title"]
+    assert len(titles) > 4
 
 
 def test_nothing_is_written_without_a_schedule(tmp_path: Path) -> None:
