@@ -1,0 +1,54 @@
+"""JSON Schemas of the documents, from the types that read them."""
+
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from stagewright.executor.clusters.report import ClusterReport
+from stagewright.executor.programs.trace import Trace
+from stagewright.formulations.clusters.allocation_plan import AllocationPlan
+from stagewright.formulations.operators.plan import OperatorPlan
+from stagewright.formulations.parallelism.document import LayoutPlan
+from stagewright.formulations.parallelism.profiled_document import ProfiledDocument
+from stagewright.formulations.plans.plan import PipelinePlan
+from stagewright.graphs.machines.cluster import Cluster
+from stagewright.graphs.models.chain import Chain
+from stagewright.graphs.models.cost_book import CostBook
+from stagewright.graphs.models.layer_profiles import LayerProfiles
+from stagewright.graphs.models.step_graph import StepGraph
+from stagewright.graphs.workloads.jobs import Workload
+from stagewright.graphs.workloads.pool import Pool
+from stagewright.graphs.workloads.prices import Market
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+DOCUMENTS: dict[str, type] = {
+    "model": Chain,
+    "cluster": Cluster,
+    "plan": PipelinePlan,
+    "trace": Trace,
+    "layout": LayoutPlan,
+    "layer-profiles": LayerProfiles,
+    "profiled-plan": ProfiledDocument,
+    "graph": StepGraph,
+    "operators": OperatorPlan,
+    "costs": CostBook,
+    "jobs": Workload,
+    "pool": Pool,
+    "allocation": AllocationPlan,
+    "cluster-report": ClusterReport,
+    "prices": Market,
+}
+"""The type of every document, by what follows ``stagewright-`` in its ``format``."""
+
+
+def json_schema(name: str) -> dict[str, Any]:
+    """The JSON Schema of the documents whose ``format`` is ``stagewright-NAME``.
+
+    It states fields, types and ranges; rules between fields (unique names, sums) are checked
+    when a document is read.
+    """
+    schema = TypeAdapter(DOCUMENTS[name]).json_schema()
+    # Defaults in Python, but every file has to say them.
+    schema["required"] = sorted({*schema.get("required", ()), "format", "version"})
+    return {"$schema": DIALECT, **schema, "title": f"stagewright-{name}"}
