@@ -21,6 +21,7 @@ from stagewright.cli.pages import EXAMPLES
 from stagewright.service.schemas import DOCUMENTS, json_schema
 
 ROOT = Path(__file__).parents[1]
+FETCHED = "https://unpkg.com/iframe-worker/shim"
 LINK = re.compile(r"\[(?P<text>[^\]]+)\]\((?P<target>[^)#:]*)(?P<anchor>#[^)]*)?\)")
 
 
@@ -43,6 +44,17 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if page.file.src_uri == "reference/documents.md":
         markdown = markdown.replace("<!-- schemas -->", "\n".join(_schemas()))
     return markdown
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Search without a server, by a script of ours in place of one of another site."""
+    path = posixpath.relpath("worker.js", posixpath.dirname(page.url) or ".")
+    return output.replace(FETCHED, path)
+
+
+def on_post_template(output_content: str, template_name: str, config: MkDocsConfig) -> str:
+    """The same of the page for addresses that are not there, as of the root of a server."""
+    return output_content.replace(FETCHED, "/worker.js")
 
 
 def _start_page() -> str:

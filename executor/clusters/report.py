@@ -28,8 +28,8 @@ class JobOutcome:
     name: str
     state: Literal["done", "failed", "waiting"]
     steps: int
-    completion_seconds: float | None
-    error: str | None
+    completion_seconds: float | None = None
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

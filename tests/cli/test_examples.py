@@ -4,16 +4,22 @@ import importlib
 import os
 import re
 import runpy
-import shlex
-import subprocess
-import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 
 import pytest
-from commands import answered
+from documentation import (
+    EXAMPLES,
+    README,
+    ROOT,
+    as_a_script,
+    blocks,
+    in_this_process,
+    require_schemas,
+    run,
+)
 from profiles import slow_after
 
 from stagewright.formulations.plans.plan import load_plan
@@ -21,15 +27,9 @@ from stagewright.graphs.machines.cluster import load_cluster
 from stagewright.graphs.models.chain import load_model
 from stagewright.graphs.models.layer_profiles import load_layer_profiles
 
-ROOT = Path(__file__).parents[2]
-EXAMPLES = ROOT / "examples"
+OPERATORS = ROOT / "docs/operators-of-a-step.md"
 PROFILES = sorted((EXAMPLES / "profiles").glob("*.json"))
 CLUSTERS = sorted((EXAMPLES / "clusters").glob("*.json"))
-
-
-@pytest.fixture(scope="module")
-def readme() -> str:
-    return (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture
@@ -39,24 +39,10 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def blocks(text: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-
-
-def run(command: list[str], folder: Path) -> str:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path}
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 def test_the_python_example_plans(
-    readme: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (code,) = blocks(readme, "python")
+    (code,) = blocks(README, "python")
     monkeypatch.chdir(place)
     shortened = code.replace("time_limit=10", "time_limit=1")
     assert shortened != code
@@ -67,29 +53,15 @@ def test_the_python_example_plans(
     assert plan.certificate is not None
 
 
-SEARCHES = ("plan", "sweep", "what-if")
-
-
-def in_this_process(script: str) -> None:
-    """Run a script of nothing but commands of stagewright, with short searches."""
-    for line in script.splitlines():
-        program, *arguments = shlex.split(line)
-        assert program == "stagewright"
-        answered(*arguments, *(["--time-limit", 1] if arguments[0] in SEARCHES else []))
-
-
-def as_a_script(script: str) -> None:
-    run(["bash", "-euc", script], Path.cwd())
-
-
 @pytest.mark.parametrize("execute", slow_after(1, [in_this_process, as_a_script]))
 def test_the_walk_through_runs_as_written(
-    readme: str, place: Path, monkeypatch: pytest.MonkeyPatch, execute: Callable[[str], None]
+    place: Path, monkeypatch: pytest.MonkeyPatch, execute: Callable[[str], None]
 ) -> None:
-    (model,) = blocks(readme, "json")
+    (model,) = blocks(README, "json")
     (place / "model.json").write_text(model, encoding="utf-8")
     monkeypatch.chdir(place)
-    execute("".join(blocks(readme, "sh")))
+    execute("".join(blocks(README, "sh")))
+    assert require_schemas(place) == {"model", "cluster", "plan", "layout"}
     plan = load_plan(place / "plan.json")
     assert plan.stages[-1].layers[1] == len(load_model(place / "model.json"))
     page = (place / "timeline.html").read_text(encoding="utf-8")
@@ -98,9 +70,10 @@ def test_the_walk_through_runs_as_written(
 
 
 @pytest.mark.slow
-def test_the_readme_trains_by_plans(readme: str, place: Path) -> None:
+def test_the_documentation_trains_by_plans(place: Path) -> None:
     pytest.importorskip("torch", reason="running a plan needs torch")
-    pipeline, hugging_face, operators, learning = blocks(readme, "bash")
+    pipeline, hugging_face = blocks(README, "bash")
+    operators, learning = blocks(OPERATORS, "bash")
     assert "examples.hugging_face" in hugging_face
     for commands, told in (
         (pipeline, r"10 steps on \d ranks"),
@@ -116,14 +89,14 @@ def test_the_readme_trains_by_plans(readme: str, place: Path) -> None:
 
 @pytest.mark.slow
 def test_the_readme_trains_a_model_of_hugging_face(
-    readme: str, place: Path, monkeypatch: pytest.MonkeyPatch
+    place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch = pytest.importorskip("torch", reason="running a plan needs torch")
     if find_spec("transformers") is None:
         pytest.skip("transformers is not installed")
     # Commands of the test find a torchvision that may be of another build than torch.
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'tests/shared/site'}{os.pathsep}{ROOT}")
-    output = run(["bash", "-euc", blocks(readme, "bash")[1]], place)
+    output = run(["bash", "-euc", blocks(README, "bash")[1]], place)
     assert re.search(r"10 steps on \d ranks", output)
     assert "transformer.wte.weight" in torch.load(place / "gpt2.pt")
 
@@ -140,7 +113,7 @@ def test_devices_divide_a_model_as_the_documentation_says(
 
     # Commands of the test find a torchvision that may be of another build than torch.
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'tests/shared/site'}{os.pathsep}{ROOT}")
-    (commands,) = blocks((ROOT / "docs/layouts.md").read_text(encoding="utf-8"), "bash")
+    (commands,) = blocks(ROOT / "docs/layouts.md", "bash")
     output = run(["bash", "-euc", commands], tmp_path)
     assert "llama.plan.json: valid" in output
     assert "3 steps on 4 ranks" in output

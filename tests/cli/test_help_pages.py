@@ -3,17 +3,16 @@
 import re
 import shlex
 from inspect import cleandoc
-from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
+from documentation import PAGES, README
 from typer.testing import CliRunner
 
 from stagewright.cli import app
 from stagewright.cli.pages import EXAMPLES
 
-ROOT = Path(__file__).parents[2]
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
 # The same meaning in several forms: a file or a text, one for all or one for each, by name of unit.
@@ -79,7 +78,7 @@ def test_an_option_has_one_meaning() -> None:
 def documented() -> list[str]:
     """The command lines in blocks of code of the documentation."""
     found = []
-    for file in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+    for file in (README, *PAGES):
         for block in re.findall(r"^```\w+\n(.*?)^```$", file.read_text(), re.MULTILINE | re.DOTALL):
             whole = block.replace("\\\n", " ").replace("$network", "--module a:b --data a:b")
             found += [one for one in whole.splitlines() if one.startswith("stagewright ")]
