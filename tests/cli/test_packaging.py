@@ -1,6 +1,7 @@
 """What is installed: every module, and an import that stays light."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.metadata import Metadata
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("graphs", "formulations", "solvers", "executor", "service")
@@ -74,6 +76,39 @@ def test_the_source_distribution_holds_every_module_as_a_file(distributions: Pat
     with tarfile.open(next(distributions.glob("*.tar.gz"))) as archive:
         files = {m.name.split("/", 1)[1] for m in archive if m.isreg() or m.islnk()}
     assert modules() <= files
+
+
+@pytest.mark.slow
+def test_both_distributions_have_the_metadata_of_the_project(distributions: Path) -> None:
+    """It is valid, down to the classes of its fields, and describes the project by the README."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for text in (wheel_metadata(distributions), sdist_metadata(distributions)):
+        found = Metadata.from_email(text, validate=True)
+        assert (found.name, str(found.version)) == ("stagewright", project["version"])
+        assert found.license_expression == "Apache-2.0"
+        assert {*(found.provides_extra or ())} == {*project["optional-dependencies"]}
+        assert found.description_content_type == "text/markdown"
+        assert (found.description or "").startswith("# Stagewright\n")
+
+
+def wheel_metadata(folder: Path) -> bytes:
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
+        (name,) = (one for one in wheel.namelist() if one.endswith(".dist-info/METADATA"))
+        return wheel.read(name)
+
+
+def sdist_metadata(folder: Path) -> bytes:
+    with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
+        (name,) = (one for one in archive.getnames() if re.fullmatch(r"[^/]+/PKG-INFO", one))
+        file = archive.extractfile(name)
+        assert file is not None
+        return file.read()
+
+
+def test_the_changelog_begins_with_the_version() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    headings = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert re.fullmatch(rf"{re.escape(version)} \((unreleased|\d{{4}}-\d\d-\d\d)\)", headings[0])
 
 
 @pytest.mark.parametrize("room", ROOMS)
