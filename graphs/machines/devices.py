@@ -99,7 +99,7 @@ ACCELERATORS: dict[str, Accelerator] = {
         # An A100 in round numbers. Its links are not known: they are those of the user's machines.
         Accelerator(
             GENERIC, 40e9, 1500e9, 20e12, 300e12, has_bf16=True,
-            source="no device in particular: an A100 in round numbers",
+            source="no device in particular, an A100 in round numbers",
         ),
         # One of the board's two GPUs.
         Accelerator("k80", 12e9, 240e9, 4.37e12, 4.37e12),

@@ -63,7 +63,9 @@ class Fabric:
 
     def __post_init__(self) -> None:
         if self.own_kind is not None and self.own_kind.name != self.device:
-            raise InputError(f"own_kind is {self.own_kind.name!r}, but device {self.device!r}")
+            raise InputError(
+                f"the devices are of kind {self.device!r}, but own_kind is {self.own_kind.name!r}"
+            )
         require_amount(self.memory_bytes, "memory_bytes")
         if not 1 <= len(self.levels) <= 3:
             raise InputError(f"a fabric has one to three levels, got {len(self.levels)}")

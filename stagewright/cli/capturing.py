@@ -104,10 +104,10 @@ def capture(
     from stagewright.executor.measuring.operators import measure_operators
     from stagewright.executor.measuring.profiling import first_batch
     from stagewright.executor.training.losses import cross_entropy
-    from stagewright.graphs.machines.devices import accelerator
+    from stagewright.graphs.machines.devices import accelerator, read_kind
     from stagewright.graphs.models.data_parallel import data_parallel
 
-    kinds = [accelerator(kind).name for kind in device_kind.split(",")] if device_kind else []
+    kinds = [accelerator(read_kind(kind)) for kind in device_kind.split(",")] if device_kind else []
     make = load_factory(model, "MODEL")
     of_outputs = cross_entropy if loss is None else load_factory(loss, "--loss")
     given = first_batch(load_factory(data, "--data")())
