@@ -17,7 +17,7 @@ from stagewright.graphs.documents.units import (
     require_count,
 )
 from stagewright.graphs.machines.cluster import Cluster, Device, Link, ServerLinks
-from stagewright.graphs.machines.devices import Accelerator, accelerator
+from stagewright.graphs.machines.devices import ACCELERATORS, Accelerator, accelerator
 
 MAX_GPUS = 1 << 20
 
@@ -47,10 +47,8 @@ class Level:
 class Fabric:
     """``levels`` from the server outwards; the last holds all devices, of kind ``device``.
 
-    ``own_kind`` describes the kind if it is the user's own, not one of ``ACCELERATORS``.
-
     ``host_bytes_per_second`` is a device's bandwidth to host memory in each direction, None if not
-    known.
+    known; ``own_kind`` describes the kind if it is the user's own, not one of ``ACCELERATORS``.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -66,6 +64,8 @@ class Fabric:
             raise InputError(
                 f"the devices are of kind {self.device!r}, but own_kind is {self.own_kind.name!r}"
             )
+        if self.own_kind is not None and self.device.lower() in ACCELERATORS:
+            raise InputError(f"own_kind: {self.device!r} is a kind that is built in")
         require_amount(self.memory_bytes, "memory_bytes")
         if not 1 <= len(self.levels) <= 3:
             raise InputError(f"a fabric has one to three levels, got {len(self.levels)}")

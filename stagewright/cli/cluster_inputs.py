@@ -200,12 +200,11 @@ def _read_kinds(texts: Sequence[str | None], options: ClusterOptions) -> list[_K
     from stagewright.graphs.machines.devices import GENERIC, read_kind
 
     found = [read_kind(text or GENERIC) for text in texts]
-    names = [one if isinstance(one, str) else one.name for one in found]
+    names = [(one if isinstance(one, str) else one.name).lower() for one in found]
 
     def known(kind: str, option: str) -> str:
-        for name in names:
-            if name.lower() == kind.strip().lower():
-                return name
+        if kind.strip().lower() in names:
+            return kind.strip().lower()
         raise InputError(f"{option}: {kind.strip()!r} is none of {', '.join(dict.fromkeys(names))}")
 
     phrases = [
