@@ -246,14 +246,15 @@ def _with_shards(
         found = sharded(problem, result.plan, asked.shards, limits.stopped)
     else:
         found = _fitting_with_shards(problem, limits, asked, result.planner)
-    if found is None:
+    if found is None and result.plan is None:
         return replace(result, reason=f"{result.reason}; nor was a plan with shards found")
-    note = note_on_shards(found, result.plan)
-    if found is result.plan:
-        return replace(result, reason="; ".join(filter(None, (note, result.reason))))
+    note = note_on_shards(found, result.plan, asked.shards)
+    reason = "; ".join(filter(None, (note, result.reason)))
+    if found is None or found is result.plan:
+        return replace(result, reason=reason)
     return Result(
         Status.FEASIBLE, result.planner, found, _seconds(found), None, None, None,
-        result.seconds + monotonic() - began, "; ".join(filter(None, (note, result.reason))),
+        result.seconds + monotonic() - began, reason,
     )  # fmt: skip
 
 
@@ -267,7 +268,9 @@ def _fitting_with_shards(
     for smaller in every:
         given = plan(smaller, planner, replace(limits, seconds=each), choices=plain).plan
         found = given and sharded(problem, given, asked.shards, limits.stopped)
-        if found is not None and (best is None or _seconds(found) < _seconds(best)):
+        if found is None or found is given:  # without shards it is a plan of the smaller states
+            continue
+        if best is None or _seconds(found) < _seconds(best):
             best = found
     return best
 

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         check_proofs,
         compare,
         compare_schedules,
+        diff,
         export,
         jobshop,
         partition,
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
         show,
         simulate,
         sweep,
+        what_if,
     )
     from stagewright.front.results import print_progress
     from stagewright.graphs.importers.partition_problems import load_partition_problem
@@ -86,6 +88,7 @@ __all__ = [
     "cloud",
     "compare",
     "compare_schedules",
+    "diff",
     "divide",
     "estimate",
     "export",
@@ -129,6 +132,7 @@ __all__ = [
     "train_plan",
     "training_problem",
     "uniform_servers",
+    "what_if",
 ]
 
 # Loaded on first use, so that ``import stagewright`` is fast.
@@ -151,8 +155,8 @@ _LAZY = {
     "stagewright.front.operators": ("check_placement", "divide", "place"),
     "stagewright.graphs.importers.partition_problems": ("load_partition_problem",),
     "stagewright.front.pipelines": (
-        "check", "check_proofs", "compare", "compare_schedules", "export", "jobshop", "partition",
-        "plan", "schedule", "show", "simulate", "sweep",
+        "check", "check_proofs", "compare", "compare_schedules", "diff", "export", "jobshop",
+        "partition", "plan", "schedule", "show", "simulate", "sweep", "what_if",
     ),
     "stagewright.front.results": ("print_progress",),
     "stagewright.graphs.machines.cluster": (

@@ -28,12 +28,16 @@ def predicted(times: PlanTimes) -> Predicted:
     """Predictions of the cost model for a plan with these times."""
     devices = len({name for stage in times.stages for name in stage.devices})
     cost = times.cost_seconds
+    found = tuple(peaks(times))
     problem = replace(times.problem, microbatches=times.iteration_microbatches)
     return Predicted(
         iteration_seconds=cost,
         bubble=1 - _busy(times) / (devices * cost) if cost > 0 else 0.0,
-        peak_memory_bytes={name: static + saved for name, static, saved in peaks(times)},
+        peak_memory_bytes={name: static + saved for name, static, saved in found},
         link_bytes=_link_bytes(problem, times.stages, times.rule),
+        capacity_bytes={
+            name: float(problem.memory_bytes[problem.cluster.index[name]]) for name, _, _ in found
+        },
     )
 
 
@@ -99,7 +103,10 @@ def broken_prediction(computed: Predicted, stated: Predicted) -> Iterator[Violat
         yield _misstated("iteration_seconds", stated.iteration_seconds, computed.iteration_seconds)
     if not abs(stated.bubble - computed.bubble) <= RELATIVE_TOLERANCE:
         yield _misstated("bubble", stated.bubble, computed.bubble)
-    for field in ("peak_memory_bytes", "link_bytes"):
+    fields = ["peak_memory_bytes", "link_bytes"]
+    if stated.capacity_bytes:
+        fields.append("capacity_bytes")
+    for field in fields:
         right, found = getattr(computed, field), getattr(stated, field)
         for name in sorted(right.keys() ^ found.keys()):
             yield Violation("predicted", f"predicted.{field}", f"{name} is missing or superfluous")

@@ -2,7 +2,7 @@
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter
@@ -219,8 +219,9 @@ class Predicted:
     """Predictions of the cost model for the plan.
 
     ``bubble`` is the idle share of the used devices' time in the iteration; memory is the peak per
-    device, link bytes the sum per iteration over each pair of stages ("0-1") and group ("0"). An
-    iteration of a periodic plan is one period per microbatch, plus the pause.
+    device, ``capacity_bytes`` what a device may use (empty in older documents). Link bytes are the
+    sum per iteration over each pair of stages ("0-1") and group ("0"). An iteration of a periodic
+    plan is one period per microbatch, plus the pause.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -229,6 +230,7 @@ class Predicted:
     bubble: float
     peak_memory_bytes: dict[str, float]
     link_bytes: dict[str, float]
+    capacity_bytes: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

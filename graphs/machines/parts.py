@@ -1,10 +1,10 @@
-"""Clusters made of a given one: its first devices, other memory."""
+"""Clusters made of a given one: its first devices, one more server, other memory or links."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.machines.cluster import Cluster, Links, MatrixLinks, ServerLinks
+from stagewright.graphs.machines.cluster import Cluster, Link, Links, MatrixLinks, ServerLinks
 
 
 def first_devices(cluster: Cluster, count: int) -> Cluster:
@@ -37,6 +37,78 @@ def with_memory(cluster: Cluster, memory_bytes: float) -> Cluster:
     """The cluster with that much memory on every device."""
     devices = tuple(replace(device, memory_bytes=memory_bytes) for device in cluster.devices)
     return replace(cluster, devices=devices)
+
+
+def with_faster_links(cluster: Cluster, times: float, within: bool = False) -> Cluster:
+    """The cluster with ``times`` the bandwidth between its servers, or ``within`` them.
+
+    Latencies stay. Links between racks are links between servers. With a matrix that names no
+    servers, all devices are one server.
+
+    Raises
+    ------
+    InputError
+        If there are no such links.
+    """
+    places = [cluster.servers[0]] if len(cluster.servers) == 1 else cluster.servers
+    where = "within servers" if within else "between servers"
+    if (not within and len(places) == 1) or (within and max(map(len, places)) == 1):
+        raise InputError(f"cluster {cluster.name!r} has no links {where}")
+    links = cluster.links
+    if isinstance(links, MatrixLinks):
+        return replace(cluster, links=_scaled_matrix(links, places, times, within))
+    if within:
+        return replace(cluster, links=replace(links, intra=_scaled(links.intra, times)))
+    inter = links.inter and _scaled(links.inter, times)
+    inter_rack = links.inter_rack and _scaled(links.inter_rack, times)
+    return replace(cluster, links=replace(links, inter=inter, inter_rack=inter_rack))
+
+
+def with_one_more(cluster: Cluster) -> tuple[Cluster, str]:
+    """The cluster with a copy of its last server, or of its last device if it has one; which.
+
+    Raises
+    ------
+    InputError
+        If its links are a matrix, which says nothing of the links of another device.
+    """
+    links, devices = cluster.links, cluster.devices
+    if isinstance(links, MatrixLinks):
+        raise InputError(
+            f"cluster {cluster.name!r} has a matrix of links, which does not say those of another "
+            "device"
+        )
+    single = len(links.servers) == 1
+    copied = (devices[-1].name,) if single else links.servers[-1]
+    named = {name: f"{name}'" for name in copied}
+    added = tuple(replace(one, name=named[one.name]) for one in devices if one.name in named)
+    new = tuple(named.values())
+    servers = ((*links.servers[0], *new),) if single else (*links.servers, new)
+    racks = links.racks
+    if racks is not None:
+        racks = (*racks[:-1], (*racks[-1], *new))
+    what = "device" if single else f"server of {len(new)}"
+    found = replace(cluster, devices=(*devices, *added), links=replace(
+        links, servers=servers, racks=racks))  # fmt: skip
+    return found, f"one more {what}"
+
+
+def _scaled(link: Link, times: float) -> Link:
+    return replace(link, bandwidth_bytes_per_second=times * link.bandwidth_bytes_per_second)
+
+
+def _scaled_matrix(
+    links: MatrixLinks, servers: Sequence[Sequence[int]], times: float, within: bool
+) -> MatrixLinks:
+    home = {v: n for n, server in enumerate(servers) for v in server}
+    rows = (
+        tuple(
+            one if one is None or (home[i] == home[j]) != within else times * one
+            for j, one in enumerate(row)
+        )
+        for i, row in enumerate(links.bandwidth_bytes_per_second)
+    )
+    return replace(links, bandwidth_bytes_per_second=tuple(rows))
 
 
 def _matrix_of(links: MatrixLinks, count: int, names: Collection[str]) -> MatrixLinks:

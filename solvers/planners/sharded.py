@@ -86,17 +86,18 @@ def _with_shards(stage: Stage, shards: Shards) -> Stage:
     return replace(stage, shards=shards) if able and plain else stage
 
 
-def note_on_shards(plan: PipelinePlan, before: PipelinePlan | None) -> str:
-    """What the stages of ``plan`` divide, beside the plan without shards; None: nothing fits."""
+def note_on_shards(plan: PipelinePlan | None, before: PipelinePlan | None, shards: Shards) -> str:
+    """What the stages of ``plan`` divide, beside the plan without ``shards``; None: not found."""
+    if plan is None:
+        return f"no stage divides its state: with shards {shards} the plan does not fit"
     numbers = [str(s) for s, stage in enumerate(plan.stages) if stage.shards != "none"]
     if not numbers:
         none = all(stage.replicas == 1 for stage in plan.stages)
         why = "none has replicas" if none else "its replicas take turns, or it offloads"
         return f"no stage divides its state: {why}"
-    kind = plan.stages[int(numbers[0])].shards
-    without = "nothing fits" if before is None else _figures(before)
+    without = "no plan was found" if before is None else _figures(before)
     return (
-        f"shards {kind} on stage{'s' * (len(numbers) > 1)} {', '.join(numbers)}; "
+        f"shards {shards} on stage{'s' * (len(numbers) > 1)} {', '.join(numbers)}; "
         f"an iteration takes {_figures(plan)}, "
         f"without shards {without}"
     )

@@ -16,6 +16,7 @@ from stagewright.cli.capturing import capture
 from stagewright.cli.cloud import cloud
 from stagewright.cli.cluster_running import run_cluster
 from stagewright.cli.comparing import compare
+from stagewright.cli.differing import diff
 from stagewright.cli.dividing import divide
 from stagewright.cli.doctor import doctor
 from stagewright.cli.estimating import estimate
@@ -35,6 +36,7 @@ from stagewright.cli.schedules import schedule
 from stagewright.cli.simulating import simulate_cluster
 from stagewright.cli.sweeping import sweep
 from stagewright.cli.training import train
+from stagewright.cli.what_if import what_if
 from stagewright.graphs.documents.errors import InputError
 
 # Everything that typer raises for a wrong command line; typer has no public name for it.
@@ -94,7 +96,7 @@ app = typer.Typer(
 )
 
 PANELS: dict[str, tuple[Callable[..., int], ...]] = {
-    "Plan": (plan, sweep, check, simulate, show),
+    "Plan": (plan, sweep, what_if, check, diff, simulate, show),
     "Training of transformers": (train_plan, memory),
     "Scheduling problems": (partition, divide, schedule, jobshop),
     "Models and clusters": (import_, model, cluster, profile, profile_links, capture),

@@ -189,7 +189,15 @@ def show(
         print_lines(*(f"{path} is written" for path, _ in wanted))
     else:
         print_plan(answer)
+        _print_explanation(answer)
     return 0
+
+
+def _print_explanation(plan: "PipelinePlan") -> None:
+    from stagewright.executor.simulation.explanation import explain_plan
+    from stagewright.executor.simulation.sentences import explanation_sentences
+
+    print_lines(*explanation_sentences(plan, explain_plan(plan)))
 
 
 def _read_plan(plan: Path, model: Path, cluster: Path) -> dict[str, Any]:

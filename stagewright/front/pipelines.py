@@ -22,6 +22,7 @@ from stagewright.service.pipeline_requests import (
 
 if TYPE_CHECKING:
     from stagewright.executor.programs.trace import Trace
+    from stagewright.executor.simulation.difference import PlanDifference
     from stagewright.executor.simulation.results import Simulation
     from stagewright.formulations.checking.proofs import Verdict
     from stagewright.formulations.checking.violations import Violation
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
         ScheduleComparison,
     )
     from stagewright.service.sweep_requests import SweepAnswer, SweepRow
+    from stagewright.service.what_if import WhatIfAnswer, WhatIfRow
     from stagewright.solvers.planners.proposal import Choices
 
 
@@ -267,6 +269,47 @@ def sweep(
     return answer(request, on_row or (lambda _: None), stop)
 
 
+def what_if(
+    chain: "Chain",
+    cluster: "Cluster",
+    microbatches: int = 8,
+    planner: str = "auto",
+    time_limit: float = 10.0,
+    *,
+    runtime: str | None = None,
+    memory_limit_bytes: float | None = None,
+    threads: int = 1,
+    seed: int = 0,
+    on_row: "Callable[[WhatIfRow], None] | None" = None,
+    stop: StopToken | None = None,
+) -> "WhatIfAnswer":
+    """What one more GB, faster links, or one more device or server would buy.
+
+    Arguments as of :func:`plan`; ``time_limit`` is of each plan. ``on_row`` is told of each row
+    when it is planned. A row says what the plan with the change saves, and what its bound leaves at
+    most.
+
+    Raises
+    ------
+    InputError
+        If an argument is not valid.
+    """
+    from stagewright.service.what_if import what_if as answer
+
+    request = PlanRequest.of(
+        chain=chain,
+        cluster=cluster,
+        microbatches=microbatches,
+        planner=planner,
+        runtime=runtime,
+        memory_limit_bytes=memory_limit_bytes,
+        time_limit=time_limit,
+        threads=threads,
+        seed=seed,
+    )
+    return answer(request, on_row or (lambda _: None), stop)
+
+
 def partition(
     chain: "Chain",
     cluster: "Cluster",
@@ -319,6 +362,19 @@ def check_proofs(
         plan=plan, chain=chain, cluster=cluster, proofs=True, time_limit=time_limit
     )
     return answer(request).verdicts
+
+
+def diff(first: "PipelinePlan", second: "PipelinePlan") -> "PlanDifference":
+    """How much longer ``second`` takes than ``first``, by cause, and what it does otherwise.
+
+    Raises
+    ------
+    InputError
+        If they are plans of different models, or a schedule lacks actions.
+    """
+    from stagewright.executor.simulation.difference import differ
+
+    return differ(first, second)
 
 
 def simulate(

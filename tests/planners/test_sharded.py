@@ -8,6 +8,7 @@ from plans import small_problem
 from stagewright.executor.simulation.simulate import simulate
 from stagewright.formulations.checking.check import check
 from stagewright.formulations.forms.answers import Limits, Status
+from stagewright.formulations.plans.memory import static_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.schedules.choice import ScheduleChoice
 from stagewright.graphs.documents.errors import InputError
@@ -63,10 +64,44 @@ def test_what_fits_only_with_shards_is_found(shards: str) -> None:
     assert found.plan is not None
     assert check(tight, found.plan) == ()
     assert [stage.shards for stage in found.plan.stages] == [shards]
-    assert "without shards nothing fits" in found.reason
+    assert "without shards no plan was found" in found.reason
     nothing = planned(replace(problem, memory_limit_bytes=2e7), "dp", shards=shards)
     assert nothing.plan is None
     assert nothing.reason.endswith("nor was a plan with shards found")
+
+
+@pytest.mark.parametrize("shards", ["optimizer", "weights"])
+def test_plans_of_smaller_states_without_replicas_are_no_answer(shards: str) -> None:
+    """Layers that take whole microbatches only, of which one is a byte too large for a device."""
+    problem = one_server()
+    layers = tuple(replace(one, min_samples=4) for one in problem.chain.layers)
+    problem = replace(problem, chain=replace(problem.chain, layers=layers))
+    room = max(
+        static_bytes(problem, l, l + 1, 1) + problem.saved_bytes(l, l + 1, 1)
+        for l in range(len(layers))
+    )
+    fits = planned(replace(problem, memory_limit_bytes=room), "spp", shards=shards)
+    assert fits.plan is not None
+    assert check(replace(problem, memory_limit_bytes=room), fits.plan) == ()
+    found = planned(replace(problem, memory_limit_bytes=room - 1), "spp", shards=shards)
+    assert found.plan is None
+    assert found.reason.endswith("nor was a plan with shards found")
+
+
+def test_a_plan_that_does_not_fit_with_shards_keeps_its_state() -> None:
+    """What plain SGD saves is less than the whole layer takes beside its part."""
+    problem = one_server()
+    one = replace(
+        problem.chain, layers=problem.chain.layers[:1], optimizer_bytes_per_parameter_byte=0.0
+    )
+    problem = replace(problem, chain=one)
+    room = static_bytes(problem, 0, 1, 4) + problem.saved_bytes(0, 1, 4)
+    tight = replace(problem, memory_limit_bytes=room)
+    found = planned(tight, "dp", shards="weights")
+    assert found.plan is not None
+    assert check(tight, found.plan) == ()
+    assert found.plan.certificate is not None
+    assert found.reason.startswith("no stage divides its state: with shards weights the plan does")
 
 
 def test_a_chosen_microbatch_is_kept() -> None:

@@ -372,6 +372,18 @@ def test_stages_whose_replicas_divide_their_state(ranks: Ranks, shards: Any) -> 
     compare(ranks, plan, model, batches, held_out)
 
 
+@pytest.mark.slow
+def test_exported_models_whose_weights_are_gathered(ranks: Ranks) -> None:
+    """For numbers of samples that training, whose layers are not captured again, would refuse."""
+    one = FOREIGN["gpt2"]
+    pytest.importorskip(one.package, reason=f"{one.package} is not installed")
+    *batches, held_out = [(batch, ()) for batch in one.batches(8, STEPS + 1)]
+    fewer = [({key: v[:n] for key, v in held_out[0].items()}, ()) for n in (6, 7)]
+    count = layers_of(one.make().double(), batches[0][0])
+    plan = make.gpipe([Stage((0, count), ("a", "b"), "split", shards="weights")], 2)
+    compare(ranks, plan, "gpt2", batches, [held_out, *fewer])
+
+
 def test_stages_whose_layers_are_divided(ranks: Ranks) -> None:
     model = tensor_runs.gpt().double()
     count = len(capture(model))

@@ -1,0 +1,126 @@
+"""What one more GB, device or faster link would buy: the plans of a cluster that is changed."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from stagewright.formulations.forms.answers import StopToken, is_stopped
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.machines.parts import with_faster_links, with_one_more
+from stagewright.service.answers import Answer, Finite
+from stagewright.service.pipeline_answers import PlanAnswer
+from stagewright.service.pipeline_requests import PlanRequest
+from stagewright.service.planning import plan
+from stagewright.solvers.planning import PLANNERS
+
+T = TypeVar("T")
+GB = 1e9
+FASTER = 2.0  # times the bandwidth
+
+OnRow = Callable[["WhatIfRow"], None]
+
+
+class WhatIfRow(Answer):
+    """The plan with one change.
+
+    ``saved_seconds`` is how much less time it takes than the plan as things are. With the change no
+    plan of the class ``plans`` saves more than ``most_seconds``, as ``bound_seconds`` is below all
+    of them. None where a plan or a bound is missing.
+    """
+
+    change: str
+    status: str
+    cost_seconds: Finite = None
+    bound_seconds: Finite = None
+    saved_seconds: Finite = None
+    most_seconds: Finite = None
+    plans: str | None = None
+    reason: str = ""
+
+
+class WhatIfAnswer(Answer):
+    """The plan as things are, and a row for every change."""
+
+    status: str
+    base: PlanAnswer
+    rows: tuple[WhatIfRow, ...]
+
+
+def what_if(
+    request: PlanRequest, on_row: OnRow = lambda _: None, stop: StopToken | None = None
+) -> WhatIfAnswer:
+    """Plan as things are, then with each change, from the plan as things are.
+
+    Every plan has the time limit of ``request``. A change that the cluster does not admit is left
+    out.
+
+    Raises
+    ------
+    InputError
+        If the request is refused.
+    """
+    base = plan(request, stop=stop)
+    rows = []
+    for change, changed in changes(request):
+        if is_stopped(stop):
+            break
+        row = _row(change, base, plan(_from(changed, base), stop=stop))
+        rows.append(row)
+        on_row(row)
+    status = "interrupted" if is_stopped(stop) else "done"
+    return WhatIfAnswer(status=status, base=base, rows=tuple(rows))
+
+
+def changes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+    """Each change in words, and the request with it."""
+    cluster, limit = request.cluster, request.memory_limit_bytes
+    more = tuple(replace(one, memory_bytes=one.memory_bytes + GB) for one in cluster.devices)
+    raised = None if limit is None else limit + GB
+    yield (
+        "1 GB more memory on every device",
+        _with(request, cluster=replace(cluster, devices=more), memory_limit_bytes=raised),
+    )
+    for where, within in (("within", True), ("between", False)):
+        faster = _made(partial(with_faster_links, cluster, FASTER, within))
+        if faster is not None:
+            yield f"links {where} servers twice as fast", _with(request, cluster=faster)
+    grown = _made(partial(with_one_more, cluster))
+    if grown is not None:
+        yield grown[1], _with(request, cluster=grown[0])
+
+
+def _made(make: Callable[[], T]) -> T | None:
+    """What ``make`` gives; None if the cluster does not admit it."""
+    try:
+        return make()
+    except InputError:
+        return None
+
+
+def _with(request: PlanRequest, **changes: Any) -> PlanRequest:
+    return PlanRequest.of(**(request.given() | changes))
+
+
+def _from(request: PlanRequest, base: PlanAnswer) -> PlanRequest:
+    """The request, which starts from the plan as things are where its planner can."""
+    known = PLANNERS.get(request.planner)
+    able = known is not None and known.options.start and request.batch is None
+    if not able or request.order or request.runtime or request.tensor or base.plan is None:
+        return request
+    return _with(request, start=base.plan)
+
+
+def _row(change: str, base: PlanAnswer, found: PlanAnswer) -> WhatIfRow:
+    cost, bound, before = found.cost_seconds, found.bound_seconds, base.cost_seconds
+    plans = found.result.plans
+    return WhatIfRow(
+        change=change,
+        status=found.status.value,
+        cost_seconds=cost,
+        bound_seconds=bound,
+        saved_seconds=None if cost is None or before is None else before - cost,
+        most_seconds=None if bound is None or before is None else before - bound,
+        plans=None if plans is None else str(plans),
+        reason=found.reason,
+    )

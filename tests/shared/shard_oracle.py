@@ -1,0 +1,136 @@
+"""Times and bytes of plans whose replicas divide their state, in plain arithmetic.
+
+What decision 0035 says on top of what holds for stages without; no cost comes from the package.
+"""
+
+from collections.abc import Sequence
+
+from tensor_oracle import UPDATE, B, F, Links, TensorOracle
+
+from stagewright.formulations.plans.actions import Action
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import Stage
+
+UNIT = 16
+"""Bytes; every part is a multiple of it."""
+
+
+class ShardOracle(TensorOracle):
+    """What a plan costs whose stages may have ``shards``; backwards are whole."""
+
+    def __init__(self, problem: PipelineProblem, stages: Sequence[Stage], links: Links) -> None:
+        super().__init__(problem, stages, links, split=[False] * len(stages))
+        self.reached = problem.cluster.all_reduce_share or 1.0
+        """The share of a link's bandwidth that collectives reach."""
+
+    def shards(self, s: int) -> str:
+        return self.stages[s].shards if len(self.groups(s)) > 1 else "none"
+
+    def layer_bytes(self, s: int) -> list[float]:
+        """Weights of each layer of stage ``s`` on a device."""
+        if self.stages[s].tensor == 1:
+            start, stop = self.stages[s].layers
+            return [one.parameter_bytes for one in self.chain.layers[start:stop]]
+        return [one.shard_parameter_bytes or 0.0 for one in self.of(s, self.kinds_of(s)[0])]
+
+    def divided(self, s: int) -> list[float]:
+        """The bytes of each flat tensor that stage ``s`` cuts into parts."""
+        each = self.layer_bytes(s)
+        return [sum(each)] if self.shards(s) == "optimizer" else [one for one in each if one]
+
+    def part_bytes(self, s: int) -> list[float]:
+        """The part of each flat tensor that a replica has: equal ones, in whole units."""
+        count = len(self.groups(s))
+        return [UNIT * -(-whole // (UNIT * count)) for whole in self.divided(s)]
+
+    # --- Times ------------------------------------------------------------------------------------
+
+    def round_seconds(self, s: int) -> float:
+        """An all-gather or a reduce-scatter of all flat tensors, one after the other."""
+        return sum(
+            max(self.half_ring(ring, part) for ring in zip(*self.groups(s), strict=True))
+            for part in self.part_bytes(s)
+        )
+
+    def half_ring(self, ring: Sequence[str], part: float) -> float:
+        """k-1 steps, in each of which a part moves over the slowest link."""
+        ends = [self.links[one, other] for one in ring for other in ring if one != other]
+        slowest, latest = min(b for b, _ in ends), max(late for _, late in ends)
+        return (len(ring) - 1) * (part / (self.reached * slowest) + latest)
+
+    def ring_seconds(self, ring: Sequence[str], volume: float) -> float:
+        """An all-reduce: two rounds, of parts that need no whole units."""
+        return 2 * self.half_ring(ring, volume / len(ring)) if len(ring) > 1 else 0.0
+
+    def reduce_seconds(self, s: int) -> float:
+        if self.shards(s) == "optimizer":
+            return self.round_seconds(s)
+        return super().reduce_seconds(s)
+
+    def seconds(self, action: Action) -> float:
+        s, kind = action.stage, action.kind
+        found, shards = super().seconds(action), self.shards(s)
+        if kind is UPDATE and shards != "none":
+            found *= self.step_share(s)
+            found += self.round_seconds(s) if shards == "optimizer" else 0.0
+        if shards == "weights" and kind is F:
+            found += self.round_seconds(s)
+        if shards == "weights" and kind is B:
+            again = 1 if self.stages[s].recompute == "full" else 0
+            found += (2 + again) * self.round_seconds(s)
+        return found
+
+    def step_share(self, s: int) -> float:
+        """Of the bytes of all parameters, those that a replica steps; padding is no parameter."""
+        whole = sum(self.divided(s))
+        return min(1.0, sum(self.part_bytes(s)) / whole) if whole else 1.0
+
+    def add_end(self, s: int, found: dict[Action, list[Action]]) -> None:
+        """Gradients of divided weights are scattered within backwards."""
+        if self.shards(s) != "weights":
+            return super().add_end(s, found)
+        if self.seconds(Action(s, UPDATE)) > 0:
+            found[Action(s, UPDATE)] = [Action(s, B, m) for m in self.microbatches]
+        return None
+
+    # --- Memory -----------------------------------------------------------------------------------
+
+    def always(self, s: int) -> float:
+        """Parts in place of what is divided; the rest as without."""
+        part, states = sum(self.part_bytes(s)), self.chain.optimizer_bytes_per_parameter_byte
+        found, whole = super().always(s), self.shard(s)
+        if self.shards(s) == "optimizer":
+            return found - states * (whole - part)
+        if self.shards(s) == "weights":
+            return found - (2 + states) * (whole - part)
+        return found
+
+    def gathered(self, name: str) -> float:
+        """Of the largest layer whose weights ``name`` divides, the weights and the gradients."""
+        return max(
+            (
+                2.0 * len(self.groups(s)) * max(self.part_bytes(s), default=0)
+                for s, one in enumerate(self.stages)
+                if name in one.devices and self.shards(s) == "weights"
+            ),
+            default=0.0,
+        )
+
+    def peak(self, name: str, times: dict[Action, tuple[float, float]]) -> float:
+        return super().peak(name, times) + self.gathered(name)
+
+    def link_bytes(self) -> dict[str, float]:
+        """Bytes per iteration over boundaries, and within stages: half a round counts half."""
+        found: dict[str, float] = {}
+        for s, one in enumerate(self.stages):
+            if s + 1 < len(self.stages) and (
+                sent := sum(self.crosses(s, m) for m in self.microbatches)
+            ):
+                both = self.stages[s + 1].tensor + one.tensor
+                found[f"{s}-{s + 1}"] = sent * both * self.boundary(s)
+            if len(self.groups(s)) > 1:
+                rounds = 2
+                if self.shards(s) == "weights":
+                    rounds = len(self.microbatches) * (4 if one.recompute == "full" else 3)
+                found[str(s)] = rounds / 2 * self.shard(s) * one.tensor
+        return found
