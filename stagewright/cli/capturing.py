@@ -67,7 +67,8 @@ def capture(
     device_kind: Annotated[
         str | None,
         typer.Option(
-            help="Compute times on these devices, e.g. v100; no memory is needed.",
+            help="Compute times on these devices, e.g. v100, or the JSON file of your own; "
+            "no memory is needed.",
             metavar="D,D,...",
         ),
     ] = None,

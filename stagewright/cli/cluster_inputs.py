@@ -20,6 +20,9 @@ _SHAPE = re.compile(r"(\d+[xX])?\d+[xX]\d+")
 _RACKS = re.compile(r"\d+[xX]\d+[xX]\d+")
 _COUNT = re.compile(r"\d{1,9}")
 
+Level = Literal["intra", "inter"]
+_WHERE = {"intra": ("inside a server", "100GB/s"), "inter": ("between servers", "12.5GB/s")}
+
 
 @dataclass(frozen=True, slots=True)
 class ByLevel(Generic[T]):
@@ -64,7 +67,7 @@ class _Kind:
     latency: ByLevel[float]
     facts: list[str]
 
-    def link(self, level: Literal["intra", "inter"]) -> "Link":
+    def link(self, level: Level) -> "Link":
         """The link that is given, or that of the kind."""
         from stagewright.graphs.machines.cluster import Link
 
@@ -151,7 +154,8 @@ def _of_kinds(options: ClusterOptions, shape: str) -> "Cluster":
         _group(kind, servers, devices, total)
         for kind, (_, servers, devices) in zip(kinds, parts, strict=True)
     ]
-    return _with_source(mixed_servers(groups, shape), kinds)
+    shapes = [f"{one.device.kind}:{one.servers}x{one.devices}" for one in groups]
+    return _with_source(mixed_servers(groups, ",".join(shapes)), kinds)
 
 
 def _of_shape(options: ClusterOptions, shape: str) -> "Cluster":
@@ -168,7 +172,8 @@ def _of_shape(options: ClusterOptions, shape: str) -> "Cluster":
         )
     racks, servers, devices = [1, *map(int, shape.lower().split("x"))][-3:]
     kind = _read_kinds([options.device], options)[0]
-    group = _group(kind, servers, devices, servers)
+    is_linked = options.bandwidth.inter_rack is not None
+    group = _group(kind, servers, devices, servers, is_linked=is_linked)
     if options.bandwidth.inter_rack is None:
         if racks > 1:
             raise InputError("--inter-rack is missing: the racks must be connected, e.g. 100Gbps")
@@ -183,38 +188,57 @@ def _of_shape(options: ClusterOptions, shape: str) -> "Cluster":
     return _with_source(_with_host(made, device.host_bytes_per_second), [kind])
 
 
-def _group(kind: _Kind, servers: int, devices: int, total: int) -> "ServerGroup":
-    """The servers of a kind among ``total`` servers, with the links that they need."""
+def _group(
+    kind: _Kind, servers: int, devices: int, total: int, *, is_linked: bool = False
+) -> "ServerGroup":
+    """The servers of a kind among ``total`` servers, with the links that they need.
+
+    A single device has a link too, unless it ``is_linked`` to other racks.
+    """
     from stagewright.graphs.machines.servers import ServerGroup
 
     intra = kind.link("intra") if devices > 1 or "intra" in kind.bandwidth else None
     inter = kind.link("inter") if total > 1 or "inter" in kind.bandwidth else None
-    if intra is None and inter is None:
+    if intra is None and inter is None and not is_linked:
         intra = kind.link("intra")
     return ServerGroup(kind.device, servers, devices, intra, inter)
 
 
 def _read_kinds(texts: Sequence[str | None], options: ClusterOptions) -> list[_Kind]:
     """The kinds that ``texts`` name (None: the generic one), with their values."""
-    from stagewright.graphs.documents.units import parse_bandwidth, parse_bytes
     from stagewright.graphs.machines.devices import GENERIC, read_kind
 
     found = [read_kind(text or GENERIC) for text in texts]
     names = [(one if isinstance(one, str) else one.name).lower() for one in found]
+    values = _values(options, names)
+    phrases = [
+        f"{_phrase(one)}, as --device is not given" if text is None else _phrase(one)
+        for text, one in zip(texts, found, strict=True)
+    ]
+    return [
+        _kind(
+            kind, phrase, {option: of[name] for option, of in values.items() if name in of}, options
+        )
+        for kind, phrase, name in zip(found, phrases, names, strict=True)
+    ]
+
+
+def _values(options: ClusterOptions, names: Sequence[str]) -> dict[str, dict[str, float]]:
+    """The values of every option by the kind's name in lower case."""
+    from stagewright.graphs.documents.units import parse_bandwidth, parse_bytes
 
     def known(kind: str, option: str) -> str:
         if kind.strip().lower() in names:
             return kind.strip().lower()
         raise InputError(f"{option}: {kind.strip()!r} is none of {', '.join(dict.fromkeys(names))}")
 
-    phrases = [
-        f"{_phrase(one)}, as --device is not given" if text is None else _phrase(one)
-        for text, one in zip(texts, found, strict=True)
-    ]
-    texts_of = {"memory": options.memory, "host-bandwidth": options.host_bandwidth} | {
-        "intra": options.bandwidth.intra, "inter": options.bandwidth.inter,
-    }  # fmt: skip
-    values = {
+    texts = {
+        "memory": options.memory,
+        "host-bandwidth": options.host_bandwidth,
+        "intra": options.bandwidth.intra,
+        "inter": options.bandwidth.inter,
+    }
+    return {
         option: read_by_kind(
             text,
             f"--{option}",
@@ -222,14 +246,8 @@ def _read_kinds(texts: Sequence[str | None], options: ClusterOptions) -> list[_K
             names,
             known,
         )
-        for option, text in texts_of.items()
+        for option, text in texts.items()
     }
-    return [
-        _kind(
-            kind, phrase, {option: of[name] for option, of in values.items() if name in of}, options
-        )
-        for kind, phrase, name in zip(found, phrases, names, strict=True)
-    ]
 
 
 def _kind(
@@ -240,13 +258,14 @@ def _kind(
     from stagewright.graphs.machines.devices import kind_of_device
 
     name, memory, peak = kind_of_device(kind, given.get("memory"))
-    host = given.get("host-bandwidth") or getattr(kind, "host_bytes_per_second", None)
+    known = None if isinstance(kind, str) else kind.host_bytes_per_second
+    host = given.get("host-bandwidth", known)
     facts = [] if "memory" in given else [f"memory {format_bytes(memory)}"]
     device = Device(name, name, memory, peak, host)
     return _Kind(kind, phrase, device, given, options.latency, facts)
 
 
-def _known_link(kind: "str | Accelerator", level: Literal["intra", "inter"]) -> tuple["Link", str]:
+def _known_link(kind: "str | Accelerator", level: Level) -> tuple["Link", str]:
     """The link of a kind, and how to say it."""
     from stagewright.graphs.machines.devices import ACCELERATORS
     from stagewright.graphs.machines.networks import (
@@ -256,23 +275,17 @@ def _known_link(kind: "str | Accelerator", level: Literal["intra", "inter"]) -> 
         server_link,
     )
 
+    where, example = _WHERE[level]
+    share = SERVER_SHARE if level == "intra" else NETWORK_SHARE
     card = ACCELERATORS.get(kind.lower()) if isinstance(kind, str) else kind
-    link = None
-    if card is not None:
-        link = server_link(card) if level == "intra" else network_link(card)
+    link_of = server_link if level == "intra" else network_link
+    link = None if card is None else link_of(card)
     if link is None:
-        name, example = (
-            (kind if isinstance(kind, str) else kind.name),
-            {
-                "intra": "inside a server, for example --intra 100GB/s",
-                "inter": "between servers, for example --inter 12.5GB/s",
-            }[level],
-        )
+        name = kind if isinstance(kind, str) else kind.name
         raise InputError(
-            f"--{level} is missing: links of kind {name} are not known; give those {example}"
+            f"--{level} is missing: links of kind {name} are not known; give those {where}, for "
+            f"example --{level} {example}"
         )
-    inside = ("inside a server", SERVER_SHARE)
-    where, share = inside if level == "intra" else ("between servers", NETWORK_SHARE)
     rate = link.bandwidth_bytes_per_second / 1e9
     return link, f"{rate:.4g} GB/s {where} ({share:.1%} of {rate / share:.4g})"
 

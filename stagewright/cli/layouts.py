@@ -40,7 +40,10 @@ Sequence_ = Annotated[
 Batch = Annotated[
     int, typer.Option("--global-batch", help="Samples between two updates.", metavar="N")
 ]
-Kind = Annotated[str | None, typer.Option("--device", help="Kind of GPU, for example h100.")]
+Kind = Annotated[
+    str | None,
+    typer.Option("--device", help="Kind of GPU, for example h100, or the JSON file of your own."),
+]
 Gpus = Annotated[int | None, typer.Option("--gpus", help="Number of GPUs.", metavar="N")]
 PerServer = Annotated[
     int | None, typer.Option("--per-server", help="GPUs in a server; default: 8.", metavar="N")
@@ -296,7 +299,9 @@ def memory(
             metavar="N",
         ),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="Kind of GPU; default: h100.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Kind of GPU, or the JSON file of your own; default: h100.")
+    ] = None,
     memory: Memory = None,
     precision: Annotated[
         Arithmetic | None, typer.Option(help="Type of weights and activations; default: bf16.")

@@ -1,5 +1,6 @@
 """``stagewright cluster`` and ``model``: kinds, what is assumed of them, several servers."""
 
+import importlib
 import json
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 from commands import answered, answered_json, refused
 
 from stagewright.graphs.machines.cluster import MatrixLinks, ServerLinks, load_cluster
+from stagewright.graphs.machines.devices import read_accelerator
 from stagewright.graphs.models.chain import load_model
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "devices" / "l40s.json"
@@ -84,6 +86,19 @@ def test_the_generic_kind_is_not_taken_in_silence() -> None:
     assert message.startswith("--intra is missing: links of kind generic are not known; give those")
 
 
+def test_single_devices() -> None:
+    links = json.loads(answered("cluster", "2x1x1", "--inter-rack", "1GB/s"))["links"]
+    assert links["inter_rack"]["bandwidth_bytes_per_second"] == 1e9
+    links = json.loads(answered("cluster", "2x1", "--inter", "1GB/s"))["links"]
+    assert links["inter"]["bandwidth_bytes_per_second"] == 1e9
+    links = json.loads(answered("cluster", "1x1", "--device", "h100"))["links"]
+    assert "inter" not in links
+    assert "--intra is missing" in refused("cluster", "1x1")
+    racks = ["cluster", "2x2x2", "--device", "h100", "--inter-rack", "1GB/s"]
+    links = json.loads(answered(*racks, "--host-bandwidth", "9GB/s"))["links"]
+    assert links["intra"]["bandwidth_bytes_per_second"] == 0.812 * 450e9
+
+
 def test_servers_of_several_kinds() -> None:
     answered(
         "cluster", "a100:1x2,V100:2x4", "--intra", "a100=300GB/s,v100=25GB/s", "--inter", "10GB/s",
@@ -121,6 +136,11 @@ def test_several_servers_of_one_topology() -> None:
     assert len(json.loads(answered("cluster", 2, "--dgx1"))["devices"]) == 16
 
 
+def test_the_example_is_generated() -> None:
+    generator = importlib.import_module("examples.documents")
+    assert read_accelerator(EXAMPLE) == generator.L40S
+
+
 def test_ones_own_kind() -> None:
     answered("cluster", "2x4", "--device", EXAMPLE, "-o", "c.json")
     cluster = load_cluster("c.json")
@@ -128,7 +148,9 @@ def test_ones_own_kind() -> None:
     assert (first.kind, first.memory_bytes, first.host_bytes_per_second) == ("l40s", 48e9, 24e9)
     assert str(cluster.source).startswith("devices l40s (NVIDIA's datasheet")
     mixed = [f"{EXAMPLE}:1x2,t4:1x2", "--intra", "9GB/s", "--inter", "l40s=9GB/s,t4=1GB/s"]
-    devices = json.loads(answered("cluster", *mixed))["devices"]
+    made = json.loads(answered("cluster", *mixed))
+    assert made["name"] == "l40s:1x2,t4:1x2"
+    devices = made["devices"]
     assert [one["kind"] for one in devices] == ["l40s", "l40s", "t4", "t4"]
     answered("model", "gpt", "--device", f"{EXAMPLE},h100", "--precision", "fp8", "-o", "m.json")
     chain = load_model("m.json")
