@@ -180,10 +180,12 @@ def accelerator(kind: str | Accelerator) -> Accelerator:
 def require_arithmetic(card: Accelerator, precision: str) -> None:
     """Refuse a device without products in that type of number: bf16 or fp8; all have the others."""
     if precision == "bf16" and not card.has_bf16:
-        raise InputError(f"{card.name} has no bf16 arithmetic; the precision may be fp16")
+        raise InputError(f"precision bf16: {card.name} has no bf16 arithmetic; it may be fp16")
     if precision == "fp8" and card.fp8_flops is None:
         able = sorted(one.name for one in ACCELERATORS.values() if one.fp8_flops is not None)
-        raise InputError(f"{card.name} has no fp8 arithmetic; {', '.join(able)} have it")
+        raise InputError(
+            f"precision fp8: {card.name} has no fp8 arithmetic; {', '.join(able)} have it"
+        )
 
 
 def read_kind(kind: str) -> str | Accelerator:

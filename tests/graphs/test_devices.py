@@ -79,7 +79,9 @@ def test_arithmetic_that_a_kind_lacks_is_refused() -> None:
     require_arithmetic(ABACUS, "fp8")
     with pytest.raises(InputError, match="a100 has no fp8 arithmetic; b200, h100, h200, h800, mi3"):
         require_arithmetic(accelerator("a100"), "fp8")
-    with pytest.raises(InputError, match="abacus has no bf16 arithmetic; the precision may be fp1"):
+    with pytest.raises(
+        InputError, match="precision bf16: abacus has no bf16 arithmetic; it may be fp16"
+    ):
         require_arithmetic(ABACUS, "bf16")
 
 
