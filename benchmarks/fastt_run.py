@@ -119,7 +119,7 @@ def _rows(name: str, folder: Path, turns: int) -> Iterator[tuple[object, ...]]:
 
 def _options(name: str) -> list[str]:
     model, data = (f"benchmarks.fastt_run:{one.__name__}" for one in MODELS[name])
-    return [model, "--data", data, "--optimizer", f"sgd:lr={RATE},momentum=0.9"]
+    return ["--module", model, "--data", data, "--optimizer", f"sgd:lr={RATE},momentum=0.9"]
 
 
 def _train(name: str, folder: Path, replicas: int) -> dict[str, Any]:
@@ -132,9 +132,8 @@ def _train(name: str, folder: Path, replicas: int) -> dict[str, Any]:
 
 
 def _planned(name: str, plan: Path) -> float:
-    model, *rest = _options(name)
     steps = str(STEPS + WARM_UP)
-    answer = _answer("run", str(plan), "--model", model, *rest, "--steps", steps, "--json")
+    answer = _answer("run", str(plan), *_options(name), "--steps", steps, "--json")
     seconds: float = answer["iteration_seconds"]
     return seconds
 

@@ -70,7 +70,7 @@ def tables(quick: bool) -> Iterator[Table]:
         for ranks in RANKS:
             save_plan(plan_on(ranks), folder / f"{ranks}.json")
             (folder / f"model{ranks}.py").write_text(MODEL.format(stages=ranks))
-            given = ["--model", f"model{ranks}:model", "--data", f"model{ranks}:batches"]
+            given = ["--module", f"model{ranks}:model", "--data", f"model{ranks}:batches"]
             run = ["-m", "stagewright", "run", f"{ranks}.json", *given, "--steps", "1"]
             commands[f"stagewright run, one step, ranks: {ranks}"] = run
         taken: dict[str, list[float]] = {label: [] for label in commands}

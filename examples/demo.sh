@@ -28,7 +28,7 @@ run stagewright show demo-output/plan.json --html demo-output/timeline.html
 
 # Limited memory: a periodic plan, in which a device may hold several stages.
 images=(--model demo-output/images.json --cluster demo-output/images.cluster.json)
-run stagewright model resnet50 --device v100 --microbatch-size 8 --image 1000 \
+run stagewright model resnet50 --device v100 --microbatch-size 8 --image-size 1000 \
     -o demo-output/images.json
 run stagewright cluster 1x4 --device v100 --intra 12GB/s -o demo-output/images.cluster.json
 run stagewright plan "${images[@]}" --microbatches 8 --planner madpipe --memory-limit 12GB \
@@ -39,7 +39,7 @@ run stagewright show demo-output/periodic.json --png demo-output/periodic.png
 # each core (two to four), and compare the parameters with those of the unsplit model.
 cores=$(python -c 'import os; print(len(os.sched_getaffinity(0)))')
 ranks=$((cores < 2 ? 2 : cores > 4 ? 4 : cores))
-network=(--model examples.models:transformer --data examples.models:batches)
+network=(--module examples.models:transformer --data examples.models:batches)
 transformer=demo-output/transformer
 run stagewright profile "${network[@]}" --microbatch-sizes 4 --dtype float64 --ranks $ranks \
     --optimizer sgd:lr=0.1,momentum=0.9 -o $transformer.json

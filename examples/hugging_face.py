@@ -1,6 +1,6 @@
 """A model of ``transformers`` as it comes, and mini-batches of its keywords with labels.
 
-    stagewright profile --model examples.hugging_face:gpt2 --data examples.hugging_face:batches \
+    stagewright profile --module examples.hugging_face:gpt2 --data examples.hugging_face:batches \
         -o gpt2.json
 
 The models are small and untrained; ``GPT2LMHeadModel.from_pretrained("gpt2")`` goes in their place.

@@ -1,6 +1,6 @@
 """Models and data for ``stagewright profile`` and ``stagewright run``, in plain torch.
 
-    stagewright profile --model examples.models:transformer --data examples.models:batches \
+    stagewright profile --module examples.models:transformer --data examples.models:batches \
         -o model.json
 
 The factories take no argument. The data are the same mini-batches in every process.

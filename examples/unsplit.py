@@ -1,6 +1,6 @@
 """Train a model in a single process and compare its parameters with those of a run.
 
-    python examples/unsplit.py --model examples.models:transformer \
+    python examples/unsplit.py --module examples.models:transformer \
         --data examples.models:batches --steps 20 parameters.pt
 
 Both use float64, SGD with momentum and seed 0. The exit code is 1 if a parameter differs.
@@ -41,7 +41,7 @@ def main() -> int:
 def train(options: argparse.Namespace) -> dict[str, torch.Tensor]:
     """Return the state dict of the unsplit model after training."""
     torch.manual_seed(0)
-    model = load_factory(options.model, "--model")().double()
+    model = load_factory(options.module, "--module")().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     batches = mini_batches(load_factory(options.data, "--data"), seed=0)
     for _ in range(options.steps):
@@ -55,7 +55,7 @@ def train(options: argparse.Namespace) -> dict[str, torch.Tensor]:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parameters", type=Path, help="file from `run --save-parameters`")
-    parser.add_argument("--model", required=True, metavar="PACKAGE:FACTORY")
+    parser.add_argument("--module", required=True, metavar="PACKAGE:FACTORY")
     parser.add_argument("--data", required=True, metavar="PACKAGE:FACTORY")
     parser.add_argument("--steps", required=True, type=int)
     return parser.parse_args()

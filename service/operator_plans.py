@@ -132,7 +132,7 @@ def _require_times(graph: StepGraph, cluster: Cluster) -> None:
     known = {kind for node in graph.nodes for kind in node.seconds}
     if not known:
         raise InputError(
-            f"graph {graph.name!r} has no times: capture it with --measure or --device-kind, or "
+            f"graph {graph.name!r} has no times: capture it with --measure or --device, or "
             "let `train` learn them, from a first plan on one device or data parallel"
         )
     for device in cluster.devices:
@@ -154,7 +154,7 @@ def _require_times_on(graph: StepGraph, kind: str) -> None:
         there = ", ".join(sorted(first.seconds)) or "no kind"
         raise InputError(
             f"operator {first.name!r}{more} of graph {graph.name!r} has no time on {kind!r} (it "
-            f"has one on {there}); capture it with --device-kind {kind}, or let `train` learn it"
+            f"has one on {there}); capture it with --device {kind}, or let `train` learn it"
         )
 
 

@@ -1,7 +1,7 @@
 """The language models of FastT's table 1 (Middleware 2020), in plain torch; sizes as published.
 
-stagewright capture examples.fastt.language:bert_large \
-        --data examples.fastt.language:bert_batches --batch 16 -o bert-large.json
+stagewright capture --module examples.fastt.language:bert_large \
+        --data examples.fastt.language:bert_batches --mini-batch 16 -o bert-large.json
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """The image models of FastT's table 1 (Middleware 2020), in plain torch; sizes as published.
 
-stagewright capture examples.fastt.vision:vgg19 --data examples.fastt.vision:images \
-        --batch 64 -o vgg19.json
+stagewright capture --module examples.fastt.vision:vgg19 --data examples.fastt.vision:images \
+        --mini-batch 64 -o vgg19.json
 """
 
 from collections.abc import Iterator

@@ -2,25 +2,46 @@
 
 import io
 import os
+import textwrap
 import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from stagewright.executor.drawing.periods import finish_seconds, phases
-from stagewright.executor.drawing.timeline import (
+from stagewright.executor.drawing.colours import (
     BAND_COLOUR,
+    CRITICAL_COLOUR,
+    IDLE_COLOUR,
     KIND_COLOURS,
     KIND_NAMES,
+    label_colour,
+)
+from stagewright.executor.drawing.lanes import Gap
+from stagewright.executor.drawing.periods import finish_seconds, phases
+from stagewright.executor.drawing.plan_lanes import (
+    BOUND,
+    CAUSES,
+    critical_actions,
+    idle_of,
+    is_bottleneck,
+    timed,
+)
+from stagewright.executor.drawing.timeline import (
+    MAX_DEVICE_ROWS,
     Block,
     Row,
+    fold,
     headline,
-    label_colour,
-    notes,
+    numbering,
+    row_note,
     time_unit,
     timeline,
 )
+from stagewright.executor.simulation.explanation import PlanExplanation, explain_plan
+from stagewright.executor.simulation.idle import Cause
+from stagewright.executor.simulation.sentences import explanation_sentences
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents import documents
+from stagewright.graphs.documents.units import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,6 +53,8 @@ CHARACTER_SHARE = 0.0055  # fraction of the axis' width that one character of a 
 ROW_HEIGHT = {"device": 0.86, "channel": 0.5, "reduce": 0.5}  # of the space between two rows
 MAX_HEIGHT_INCHES = 30.0
 HEADING_ROWS = 1.0  # height of the period names above the rows, in row heights
+STRIP = 0.12  # height of the mark of the critical path
+SENTENCE_CHARACTERS = 190  # of a line below the title
 MAX_OUTLINED_BLOCKS = 120  # per row; white outlines around more would hide the thin ones
 
 
@@ -46,19 +69,85 @@ def png(plan: PipelinePlan) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows = timeline(plan)
-    height = min(MAX_HEIGHT_INCHES, 1.7 + 0.26 * len(rows))
+    rows, note = _rows(plan)
+    found = explain_plan(plan)
+    height = min(MAX_HEIGHT_INCHES, 2.1 + 0.26 * len(rows))
     figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DOTS_PER_INCH, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     unit, scale = time_unit(finish_seconds(plan))
-    for y, row in enumerate(rows):
-        draw_row(axes, y, row, scale, finish_seconds(plan))
+    _draw_rows(axes, rows, found, scale, finish_seconds(plan))
     is_bounded = _draw_bound(axes, plan, scale)
-    _dress(axes, plan, rows, unit, scale)
+    _dress(axes, plan, rows, unit, scale, note)
+    _mark_bottleneck(axes, rows, found)
+    _title(axes, headline(plan), explanation_sentences(plan, found)[:1])
     _draw_phases(axes, plan, scale)
-    draw_legend(axes, rows, is_bounded)
+    draw_legend(axes, rows, is_bounded, found)
     return save(figure)
+
+
+def _rows(plan: PipelinePlan) -> tuple[tuple[Row, ...], str]:
+    """Identical devices in one row, or a row per stage where too many differ; what it says."""
+    rows = fold(timeline(plan, max_device_rows=None))
+    if sum(row.group == "device" for row in rows) <= MAX_DEVICE_ROWS:
+        return rows, ""
+    return timeline(plan), row_note(plan)
+
+
+def _draw_rows(
+    axes: "Axes",
+    rows: Sequence[Row],
+    found: PlanExplanation | None,
+    scale: float,
+    finish: float,
+) -> None:
+    """Blocks, idle intervals, and the critical path at the foot of its rows."""
+    critical, idle = critical_actions(found), idle_of(rows, found)
+    for y, row in enumerate(rows):
+        _draw_idle(axes, y, idle[y], scale, finish)
+        draw_row(axes, y, row, scale, finish)
+        spans = [
+            (block.start_seconds * scale, (block.finish_seconds - block.start_seconds) * scale)
+            for block in row.blocks
+            if timed(block) in critical
+        ]
+        foot = y + ROW_HEIGHT[row.group] / 2
+        axes.broken_barh(spans, (foot - 0.04, STRIP), facecolors=CRITICAL_COLOUR, zorder=3)
+
+
+def _draw_idle(axes: "Axes", y: float, gaps: Sequence[Gap], scale: float, finish: float) -> None:
+    """Hatched intervals, named by their cause where there is room."""
+    axes.broken_barh(
+        [(start * scale, (end - start) * scale) for start, end, _ in gaps],
+        (y - 0.3, 0.6),
+        facecolors="none",
+        edgecolors=IDLE_COLOUR,
+        linewidth=0,
+        hatch="/////",
+        zorder=0.9,
+    )
+    for start, end, cause in gaps:
+        name = CAUSES[Cause(cause)]
+        if end - start >= CHARACTER_SHARE * (len(name) + 2) * finish:
+            axes.text((start + end) / 2 * scale, y, name, ha="center", va="center", fontsize=6,
+                      color="#566271",
+                      bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6})  # fmt: skip
+
+
+def _mark_bottleneck(axes: "Axes", rows: Sequence[Row], found: PlanExplanation | None) -> None:
+    """Its name in bold letters."""
+    for label, row in zip(axes.get_yticklabels(), rows, strict=True):
+        if is_bottleneck(row, found):
+            label.set_fontweight("bold")
+
+
+def _title(axes: "Axes", title: str, sentences: Sequence[str]) -> None:
+    """A title, and below it sentences in smaller letters."""
+    lines = [line for one in sentences for line in textwrap.wrap(one, SENTENCE_CHARACTERS)]
+    axes.set_title(title, fontsize=11, loc="left", pad=8 + 12 * len(lines))
+    for i, line in enumerate(lines):
+        axes.annotate(line, (0, 1), (0, 4 + 12 * (len(lines) - 1 - i)), fontsize=8.5,
+                      xycoords="axes fraction", textcoords="offset points")  # fmt: skip
 
 
 def draw_row(
@@ -107,7 +196,8 @@ def _draw_bound(axes: "Axes", plan: PipelinePlan, scale: float) -> bool:
     """Draw the bound on an iteration, if the time axis is one iteration."""
     if plan.certificate is None or phases(plan) is not None:
         return False
-    axes.axvline(plan.certificate.bound_seconds * scale, color="#b02a30", lw=1.2, ls="--")
+    at = plan.certificate.bound_seconds * scale
+    axes.axvline(at, color=CRITICAL_COLOUR, lw=1.2, ls="--")
     return True
 
 
@@ -128,14 +218,13 @@ def _draw_phases(axes: "Axes", plan: PipelinePlan, scale: float) -> None:
 
 
 def _dress(
-    axes: "Axes", plan: PipelinePlan, rows: tuple[Row, ...], unit: str, scale: float
+    axes: "Axes", plan: PipelinePlan, rows: tuple[Row, ...], unit: str, scale: float, note: str
 ) -> None:
-    axes.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=8)
+    axes.set_yticks(range(len(rows)), [_row_name(row) for row in rows], fontsize=8)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlim(0, finish_seconds(plan) * scale * 1.005 or 1.0)
-    note = notes(plan)
-    axes.set_xlabel(f"time in {unit}" + (f" · {note}" if note else ""))
-    axes.set_title(headline(plan), fontsize=11, loc="left")
+    said = [f"time in {unit}", *filter(None, [note]), f"numbers: {numbering(plan)}"]
+    axes.set_xlabel(" · ".join(said))
     axes.tick_params(length=0)
     axes.grid(axis="x", color="#dddddd", lw=0.6)
     axes.set_axisbelow(True)
@@ -143,7 +232,14 @@ def _dress(
         axes.spines[side].set_visible(False)
 
 
-def draw_legend(axes: "Axes", rows: Sequence[Row], bounded: bool) -> None:
+def _row_name(row: Row) -> str:
+    count = len(row.devices)
+    return f"{row.name} · {counted(count, 'device', 'devices')}" if count > 1 else row.name
+
+
+def draw_legend(
+    axes: "Axes", rows: Sequence[Row], bounded: bool, found: PlanExplanation | None = None
+) -> None:
     """Draw the legend of the kinds of actions in ``rows``."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -154,10 +250,15 @@ def draw_legend(axes: "Axes", rows: Sequence[Row], bounded: bool) -> None:
         for kind, colour in KIND_COLOURS.items()
         if kind in kinds
     ]
+    if found is not None and found.path:
+        handles.append(Line2D([], [], color=CRITICAL_COLOUR, lw=2.5, label="critical path"))
+    if found is not None:
+        idle = Patch(facecolor="none", edgecolor=IDLE_COLOUR, hatch="/////", lw=0, label="idle")
+        handles.append(idle)
     if bounded:
-        handles.append(Line2D([], [], color="#b02a30", ls="--", label="proved lower bound"))
+        handles.append(Line2D([], [], color=CRITICAL_COLOUR, ls="--", label=BOUND))
     axes.figure.legend(
-        handles=handles, loc="outside lower center", ncols=6, frameon=False, fontsize=8
+        handles=handles, loc="outside lower center", ncols=11, frameon=False, fontsize=8
     )
 
 
@@ -183,7 +284,8 @@ def stacked_png(plans: Sequence[PipelinePlan], titles: Sequence[str]) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    drawn = [timeline(plan) for plan in plans]
+    drawn, note = zip(*(_rows(plan) for plan in plans), strict=True)
+    found = [explain_plan(plan) for plan in plans]
     heights = [1.0 + 0.26 * len(rows) for rows in drawn]
     height = min(MAX_HEIGHT_INCHES, 0.7 + sum(heights))
     figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DOTS_PER_INCH, layout="constrained")
@@ -192,13 +294,13 @@ def stacked_png(plans: Sequence[PipelinePlan], titles: Sequence[str]) -> bytes:
     last = max(finish_seconds(plan) for plan in plans)
     unit, scale = time_unit(last)
     is_bounded = False
-    for axes, plan, rows, title in zip(column, plans, drawn, titles, strict=True):
-        for y, row in enumerate(rows):
-            draw_row(axes, y, row, scale, last)
+    for i, (axes, plan, rows, title) in enumerate(zip(column, plans, drawn, titles, strict=True)):
+        _draw_rows(axes, rows, found[i], scale, last)
         is_bounded |= _draw_bound(axes, plan, scale)
-        _dress(axes, plan, rows, unit, scale)
+        _dress(axes, plan, rows, unit, scale, note[i])
+        _mark_bottleneck(axes, rows, found[i])
         axes.set_title(title, fontsize=11, loc="left")
         axes.set_xlim(0, last * scale * 1.005 or 1.0)
         axes.label_outer()
-    draw_legend(column[-1], [row for rows in drawn for row in rows], is_bounded)
+    draw_legend(column[-1], [row for rows in drawn for row in rows], is_bounded, found[0])
     return save(figure)

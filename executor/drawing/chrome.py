@@ -4,8 +4,9 @@ import json
 import os
 from typing import Any
 
+from stagewright.executor.drawing.colours import KIND_NAMES
 from stagewright.executor.drawing.periods import phases
-from stagewright.executor.drawing.timeline import KIND_NAMES, Block, timeline
+from stagewright.executor.drawing.timeline import Block, timeline
 from stagewright.formulations.plans.plan import (
     PipelinePlan,
 )

@@ -3,13 +3,15 @@
 import io
 import itertools
 import os
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from stagewright.executor.clusters.timeline import ClusterTimeline, Round
+from stagewright.executor.drawing.colours import CATEGORIES, label_colour
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
@@ -25,9 +27,12 @@ DOTS_PER_INCH = 150
 MAX_HEIGHT_INCHES = 30.0
 ROW_INCHES = 0.18
 HOUR = 3600.0
-MAX_LABELLED_SPANS = 400  # more labels would not be readable
-PALETTES = ("tab20", "tab20b", "tab20c")
-MAX_NAMED_JOBS = 60  # the colours of the palettes
+CHARACTER_SHARE = 0.007  # of the width, for one character of a label
+MAX_NUMBERED_ROWS = 96
+# Jobs have the colours, then the colours with each hatch.
+HATCHES = (None, "///", "...", "xxx", "---", "|||")
+MAX_NAMED_JOBS = len(CATEGORIES) * len(HATCHES)
+LINES = ("-", "--", ":", "-.")  # of lines, whose colours are those of jobs
 BINS = 240  # time bins of the utilisation
 
 
@@ -50,16 +55,12 @@ def draw_rounds(timeline: ClusterTimeline, path: str | os.PathLike[str]) -> None
     spans = list(_spans(timeline, first_row))
     if not spans:
         raise InputError("the timeline has no assignments: simulate with keep_assignments=True")
-    height = min(MAX_HEIGHT_INCHES, 1.5 + ROW_INCHES * rows)
+    named = min(24, len({job for span in spans for job in span[3]}))
+    height = min(MAX_HEIGHT_INCHES, max(1.5 + ROW_INCHES * rows, 1.0 + 0.15 * named))
     figure, axes = _figure(path, height)
-    for row, start, end, jobs in spans:
-        _draw_span(axes, row, start, end, jobs, len(spans) <= MAX_LABELLED_SPANS)
-    for name, row in zip(timeline.pool.names, first_row, strict=True):
-        axes.axhline(row - 0.5, color="black", linewidth=0.8)
-        axes.text(
-            -0.01, row, f"{name} ", transform=axes.get_yaxis_transform(), ha="right", va="top"
-        )
+    _draw_spans(axes, spans)
     axes.set(xlabel="hours", ylim=(rows - 0.5, -0.5), yticks=[], title="Rounds by accelerator")
+    _name_rows(axes, timeline.pool, first_row, rows)
     axes.set_xlim(spans[0][1] / HOUR, max(span[2] for span in spans) / HOUR)
     _name_jobs(axes, timeline, sorted({job for span in spans for job in span[3]}))
     _write(figure, path)
@@ -96,48 +97,92 @@ def _first_rows(pool: Pool) -> list[int]:
     return [0, *itertools.accumulate(counts)][:-1]
 
 
-def _draw_span(
-    axes: "Axes", row: int, start: float, end: float, jobs: tuple[int, ...], label: bool
-) -> None:
-    part = 0.9 / len(jobs)
-    for place, job in enumerate(jobs):
-        bottom = row - 0.45 + place * part
-        axes.broken_barh(
-            [(start / HOUR, (end - start) / HOUR)],
-            (bottom, part),
-            facecolors=_colour(job),
-            edgecolors="white" if label else "none",
-            linewidth=0.3,
+def _draw_spans(axes: "Axes", spans: Sequence[_Span]) -> None:
+    """Draw all spans, those of a job at once, with the job's number where it fits."""
+    from matplotlib.collections import PolyCollection
+
+    rectangles = defaultdict[int, list[Floats]](list)
+    hours = (max(span[2] for span in spans) - spans[0][1]) / HOUR
+    for row, start, end, jobs in spans:
+        part = 0.9 / len(jobs)
+        for place, job in enumerate(jobs):
+            bottom, left, right = row - 0.45 + place * part, start / HOUR, end / HOUR
+            rectangles[job].append(
+                np.array(
+                    [(left, bottom), (right, bottom), (right, bottom + part), (left, bottom + part)]
+                )
+            )
+            if right - left >= CHARACTER_SHARE * len(str(job)) * hours:
+                _number(axes, (left + right) / 2, bottom + part / 2, job)
+    for job, verts in rectangles.items():
+        its = looks(job)
+        axes.add_collection(
+            PolyCollection(verts, edgecolors=its.edge, linewidth=0, hatch=its.hatch,
+                           facecolors=its.colour)
+        )  # fmt: skip
+        axes.add_collection(
+            PolyCollection(verts, facecolors="none", edgecolors="white", linewidth=0.4)
         )
-        if label:
-            middle = (start + end) / 2 / HOUR
-            axes.text(middle, bottom + part / 2, str(job), ha="center", va="center", fontsize=6)
+
+
+def _number(axes: "Axes", x: float, y: float, job: int) -> None:
+    its = looks(job)
+    box = {"facecolor": its.colour, "edgecolor": "none", "pad": 0.4} if its.hatch else None
+    axes.text(x, y, str(job), ha="center", va="center", fontsize=6,
+              color=label_colour(its.colour), bbox=box)  # fmt: skip
+
+
+class Looks(NamedTuple):
+    """How a job is filled: its colour, and a hatch (None: plain) in the colour ``edge``."""
+
+    colour: str
+    hatch: str | None
+    edge: str
+
+
+def looks(job: int) -> Looks:
+    """Each of the first ``MAX_NAMED_JOBS`` jobs differs from all others."""
+    texture, place = divmod(job % MAX_NAMED_JOBS, len(CATEGORIES))
+    colour = CATEGORIES[place]
+    return Looks(colour, HATCHES[texture], label_colour(colour))
+
+
+def _name_rows(axes: "Axes", pool: Pool, first_row: list[int], rows: int) -> None:
+    """The types of accelerators, and the numbers of their rows while they are legible."""
+    for name, row in zip(pool.names, first_row, strict=True):
+        axes.axhline(row - 0.5, color="black", linewidth=0.8)
+        axes.text(-0.025, row, f"{name} ", transform=axes.get_yaxis_transform(), ha="right",
+                  va="center", fontsize=9)  # fmt: skip
+    if rows <= MAX_NUMBERED_ROWS:
+        numbers = [n for accelerator in pool.accelerators for n in range(accelerator.count)]
+        axes.set_yticks(range(rows), [str(n) for n in numbers], fontsize=6)
+        axes.tick_params(axis="y", length=0)
 
 
 def _name_jobs(axes: "Axes", timeline: ClusterTimeline, jobs: list[int]) -> None:
-    """Add a legend of the jobs' numbers and names, if their colours differ."""
+    """Add a legend of the jobs' numbers and names; of too many, say that colours recur."""
     from matplotlib.patches import Patch
 
     if len(jobs) > MAX_NAMED_JOBS:
+        axes.set_title(f"Rounds by accelerator; numbers are jobs, colours of {len(jobs)} recur")
         return
     patches = [
-        Patch(color=_colour(job), label=f"{job}  {timeline.jobs[job].job.name}") for job in jobs
-    ]
+        Patch(facecolor=its.colour, hatch=its.hatch and 2 * its.hatch, edgecolor=its.edge,
+              linewidth=0, label=f"{job}  {timeline.jobs[job].job.name}")
+        for job in jobs
+        for its in [looks(job)]
+    ]  # fmt: skip
     axes.legend(
         handles=patches,
-        loc="center left",
-        bbox_to_anchor=(1.0, 0.5),
+        loc="upper left",
+        bbox_to_anchor=(1.0, 1.02),
         title="job",
         fontsize=7,
-        ncols=-(-len(jobs) // 20),
+        frameon=False,
+        handlelength=2.4,
+        handleheight=1.1,
+        ncols=-(-len(jobs) // 24),
     )
-
-
-def _colour(job: int) -> tuple[float, float, float, float]:
-    from matplotlib import colormaps
-
-    palette, colour = divmod(job % MAX_NAMED_JOBS, 20)
-    return colormaps[PALETTES[palette]](colour)
 
 
 def draw_jct_cdf(
@@ -153,12 +198,13 @@ def draw_jct_cdf(
         If no job completed, or the suffix is not one of ``SUFFIXES``.
     """
     figure, axes = _figure(path, 5.0)
-    for name, timeline in timelines.items():
+    for k, (name, timeline) in enumerate(timelines.items()):
         hours = np.sort(timeline.durations(window)) / HOUR
         if not hours.size:
             raise InputError(f"{name}: no job completed, there is no completion time to draw")
         part = np.arange(1, len(hours) + 1) / len(hours)
-        axes.step(hours, part, where="post", label=f"{name} (mean {hours.mean():.2f} h)")
+        label = f"{name} (mean {hours.mean():.2f} h)"
+        axes.step(hours, part, where="post", label=label, **_line(k))
     axes.set(
         xlabel="job completion time, hours",
         ylabel="fraction of the jobs",
@@ -184,8 +230,8 @@ def draw_utilisation(timeline: ClusterTimeline, path: str | os.PathLike[str]) ->
     figure, axes = _figure(path, 5.0)
     middle = (edges[1:] + edges[:-1]) / 2 / HOUR
     counts = np.array([accelerator.count for accelerator in timeline.pool.accelerators])
-    for name, part in zip(timeline.pool.names, (busy / counts).T, strict=True):
-        axes.plot(middle, part, label=name)
+    for k, (name, part) in enumerate(zip(timeline.pool.names, (busy / counts).T, strict=True)):
+        axes.plot(middle, part, label=name, **_line(k))
     axes.set(
         xlabel="hours",
         ylabel="fraction of the accelerators in use",
@@ -200,6 +246,12 @@ def draw_utilisation(timeline: ClusterTimeline, path: str | os.PathLike[str]) ->
     jobs.set_ylabel("active jobs (grey)")
     jobs.set_ylim(bottom=0)
     _write(figure, path)
+
+
+def _line(number: int) -> "dict[str, Any]":
+    """Colour and style of a line."""
+    places = len(CATEGORIES)
+    return {"color": CATEGORIES[number % places], "linestyle": LINES[number % len(LINES)]}
 
 
 def _binned(timeline: ClusterTimeline) -> tuple[Floats, Floats, Floats]:

@@ -4,15 +4,16 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from stagewright.executor.drawing.chart import DOTS_PER_INCH, save
+from stagewright.executor.drawing.colours import CATEGORIES, CRITICAL_COLOUR
 
 WIDTH_INCHES, HEIGHT_INCHES = 10.0, 5.5
 KINDS = {
-    "weights": "#2b6cb0",
-    "gradients": "#63a4dd",
-    "optimizer": "#b7791f",
-    "activations": "#2f855a",
-    "buffers": "#9ae6b4",
-    "reserve": "#a0aec0",
+    "weights": "#194ab3",
+    "gradients": "#3fd3fb",
+    "optimizer": "#e79228",
+    "activations": "#1e9b64",
+    "buffers": "#fbe72a",
+    "reserve": "#bcbcbc",
 }
 
 
@@ -61,7 +62,7 @@ def memory_png(ranks: Sequence[Memory], limit_bytes: float, title: str) -> bytes
         below = [low + size for low, size in zip(below, sizes, strict=True)]
     axes.axhline(
         limit_bytes / 1e9,
-        color="#b02a30",
+        color=CRITICAL_COLOUR,
         lw=1.5,
         ls="--",
         label=f"a device has {limit_bytes / 1e9:g}",
@@ -88,7 +89,9 @@ def front_png(points: Sequence[Point], limit_bytes: float, title: str) -> bytes:
     ascending = sorted(points, key=lambda one: one.peak_bytes)
     memory = [one.peak_bytes / 1e9 for one in ascending]
     seconds = [one.seconds for one in ascending]
-    axes.step(memory, seconds, "o-", where="post", color="#2b6cb0", ms=4, label="fastest layout")
+    axes.step(
+        memory, seconds, "o-", where="post", color=CATEGORIES[0], ms=4, label="fastest layout"
+    )
     shown = ascending[:: max(1, len(ascending) // 8)]
     for one in shown:
         axes.annotate(
@@ -101,7 +104,7 @@ def front_png(points: Sequence[Point], limit_bytes: float, title: str) -> bytes:
         )
     axes.axvline(
         limit_bytes / 1e9,
-        color="#b02a30",
+        color=CRITICAL_COLOUR,
         lw=1.5,
         ls="--",
         label=f"a device has {limit_bytes / 1e9:g}",

@@ -2,18 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from stagewright.executor.drawing.chart import DOTS_PER_INCH, save
-from stagewright.executor.drawing.figures import new_figure
-from stagewright.executor.drawing.page import embed, render
-
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
+from stagewright.executor.drawing.colours import CATEGORIES, CRITICAL_COLOUR
+from stagewright.executor.drawing.web.charts import Chart, Series
+from stagewright.executor.drawing.web.render import render
 
 TEMPLATE = "schedules.html.jinja"
-WIDTH_INCHES, HEIGHT_INCHES, HEIGHT_PIXELS = 10.0, 5.5, 520
-BEST_COLOUR, BOUND_COLOUR, KIND_COLOUR = "#2b6cb0", "#b02a30", "#3c4a5a"
+WIDTH_INCHES, HEIGHT_INCHES, HEIGHT_PIXELS = 10.0, 5.5, 460
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +44,12 @@ def curve_png(curve: Curve) -> bytes:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for costs, colour, label, style in (
-        (curve.cost, BEST_COLOUR, "best schedule", "o-"),
-        (curve.bound, BOUND_COLOUR, "proved lower bound", "--"),
+        (curve.cost, CATEGORIES[0], "best schedule", "o-"),
+        (curve.bound, CRITICAL_COLOUR, "proved lower bound", "--"),
     ):
         axes.step(curve.memory, costs, style, where="post", color=colour, label=label, ms=4)
     for name, memory, cost in curve.shown():
-        axes.plot(memory, cost, "D", color=KIND_COLOUR, ms=5)
+        axes.plot(memory, cost, "D", color=CATEGORIES[-1], ms=5)
         axes.annotate(name, (memory, cost), (5, 4), textcoords="offset points", fontsize=8)
     axes.set_xlabel("limit of memory on every device")
     axes.set_ylabel(curve.cost_name)
@@ -76,43 +72,20 @@ def curve_page(
         head=head,
         rows=rows,
         heading="Schedules and bounds",
-        figure=embed(_figure(curve), buttons=True),
+        timeline=None,
+        chart=_chart(curve),
     )
 
 
-def _figure(curve: Curve) -> "Figure":
-    from plotly.graph_objects import Scatter
-
-    figure = new_figure("memory-curve", HEIGHT_PIXELS)
-    for name, costs, colour, dash, mode in (
-        ("best schedule", curve.cost, BEST_COLOUR, "solid", "lines+markers"),
-        ("proved lower bound", curve.bound, BOUND_COLOUR, "dash", "lines"),
-    ):
-        figure.add_trace(
-            Scatter(
-                name=name,
-                x=curve.memory,
-                y=costs,
-                mode=mode,
-                line={"shape": "hv", "color": colour, "dash": dash},
-                hovertemplate=f"{name}: %{{y:.6g}} with memory %{{x:.6g}}<extra></extra>",
-            )
-        )
+def _chart(curve: Curve) -> Chart:
+    series = [
+        Series("best schedule", curve.memory, curve.cost, colour="--best"),
+        Series("proved lower bound", curve.memory, curve.bound, "dashes", "--critical"),
+    ]
     shown = curve.shown()
     if shown:
         names, memory, costs = zip(*shown, strict=True)
-        figure.add_trace(
-            Scatter(
-                name="published schedules",
-                x=memory,
-                y=costs,
-                text=names,
-                mode="markers+text",
-                textposition="top right",
-                marker={"color": KIND_COLOUR, "symbol": "diamond", "size": 8},
-                hovertemplate="%{text}: %{y:.6g} with memory %{x:.6g}<extra></extra>",
-            )
+        series.append(
+            Series("published schedules", memory, costs, "points", "--other", names=names)
         )
-    figure.update_xaxes(title="limit of memory on every device")
-    figure.update_yaxes(title=curve.cost_name)
-    return figure
+    return Chart("limit of memory on every device", curve.cost_name, tuple(series), HEIGHT_PIXELS)

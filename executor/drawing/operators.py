@@ -4,7 +4,6 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -15,57 +14,40 @@ from stagewright.executor.drawing.chart import (
     WIDTH_INCHES,
     save,
 )
-from stagewright.executor.drawing.figures import MAX_FIGURE_PIXELS, ROW_PIXELS, new_figure
-from stagewright.executor.drawing.page import embed, render
+from stagewright.executor.drawing.colours import CRITICAL_COLOUR, DARK_COLOURS, KIND_COLOURS
+from stagewright.executor.drawing.lanes import Bar, Drawing, Kind, Lane, Mark
 from stagewright.executor.drawing.timeline import time_unit
+from stagewright.executor.drawing.web.render import render
 from stagewright.formulations.operators.plan import OperatorPlan, loads_of
+from stagewright.formulations.plans.actions import ActionKind
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from plotly.graph_objects import Figure
 
 TEMPLATE = "operators.html.jinja"
 TRANSFER, CRITICAL = "transfer", "critical path"
 COLOURS = {  # as those of pipelines: forward, backward, optimizer step, activations sent
     "input": "#9aa7b5",
     "state": "#9aa7b5",
-    "forward": "#4d8fd1",
-    "backward": "#2a9d78",
-    "update": "#5c5c5c",
-    TRANSFER: "#f0b94a",
-    CRITICAL: "#b02a30",
+    "forward": KIND_COLOURS[ActionKind.FORWARD],
+    "backward": KIND_COLOURS[ActionKind.BACKWARD],
+    "update": KIND_COLOURS[ActionKind.UPDATE],
+    TRANSFER: KIND_COLOURS[ActionKind.SEND_FORWARD],
+    CRITICAL: CRITICAL_COLOUR,
+}
+DARK = {
+    "input": "#9aa7b5",
+    "state": "#9aa7b5",
+    "forward": DARK_COLOURS[ActionKind.FORWARD],
+    "backward": DARK_COLOURS[ActionKind.BACKWARD],
+    "update": DARK_COLOURS[ActionKind.UPDATE],
+    TRANSFER: DARK_COLOURS[ActionKind.SEND_FORWARD],
 }
 HEIGHT = {"device": 0.82, "sends": 0.46}  # of the space between two rows
 STRIP = 0.12  # height of the mark of the critical path, at the foot of a row
 MOST_ROWS = 96  # with more, what devices send is left out
-MOST_BARS = 30_000  # of a page; the shortest are left out
-
-
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """An operator or a transfer in time (seconds)."""
-
-    name: str
-    kind: str
-    start: float
-    finish: float
-    critical: bool
-
-    @property
-    def seconds(self) -> float:
-        """How long it takes."""
-        return self.finish - self.start
-
-
-@dataclass(frozen=True, slots=True)
-class Lane:
-    """The bars of a device, or of what it ``sends``."""
-
-    name: str
-    group: str
-    bars: tuple[Bar, ...]
 
 
 def lanes(plan: OperatorPlan, most: int | None = MOST_ROWS) -> tuple[Lane, ...]:
@@ -210,21 +192,26 @@ def write_html(plan: OperatorPlan, path: str | os.PathLike[str]) -> None:
 
 def page(plan: OperatorPlan) -> str:
     """The page's HTML: timeline, bounds, devices and splits."""
-    rows, devices = lanes(plan), loads_of(plan)
-    bars = sum(len(row.bars) for row in rows)
-    note = f"; the {MOST_BARS} longest of {bars} bars" if bars > MOST_BARS else ""
+    devices, end = loads_of(plan), end_of(plan) or 1.0
     return render(
         TEMPLATE,
         title=f"{plan.model} on {plan.cluster}",
         subtitle=f"planner {plan.planner} · {len(plan.operators)} operators on "
         f"{len(devices)} devices · {len(plan.transfers)} transfers",
         facts=list(_facts(plan)),
-        shown=f"One training step{note}",
-        timeline=embed(_figure(plan, rows), buttons=True),
+        timeline=_drawing(plan),
         bounds=_bounds(plan),
-        devices=devices,
-        cost=end_of(plan) or 1.0,
-        splits=plan.splits,
+        devices=[
+            (
+                one.device,
+                str(one.operators),
+                format_seconds(one.busy_seconds),
+                f"{one.busy_seconds / end:.1%}",
+                format_bytes(one.peak_memory_bytes),
+            )
+            for one in devices
+        ],
+        splits=[(one.operator, str(one.dimension), str(one.parts)) for one in plan.splits],
         unmeasured=len(plan.unmeasured),
     )
 
@@ -251,6 +238,7 @@ def _bounds(plan: OperatorPlan) -> list[dict[str, Any]]:
         {
             "proved_by": who,
             "plans": plans,
+            "kind": "problem",
             "seconds": seconds,
             "percent": f"{100 * min(1.0, seconds / (cost or 1.0)):.2f}",
         }
@@ -258,51 +246,15 @@ def _bounds(plan: OperatorPlan) -> list[dict[str, Any]]:
     ]
 
 
-def _figure(plan: OperatorPlan, rows: tuple[Lane, ...]) -> "Figure":
-    """The timeline, with one trace of bars per kind."""
-    from plotly.graph_objects import Bar as Bars
-
+def _drawing(plan: OperatorPlan) -> Drawing:
+    """The timeline, with the critical path marked."""
     unit, scale = time_unit(end_of(plan))
-    figure = new_figure("timeline", min(MAX_FIGURE_PIXELS, 120 + ROW_PIXELS * len(rows)))
-    placed = [(y, row, bar) for y, row in enumerate(rows) for bar in row.bars]
-    placed = sorted(placed, key=lambda one: -one[2].seconds)[:MOST_BARS]
-    for kind in (*_kinds(rows), CRITICAL):
-        strip = kind == CRITICAL
-        its = [one for one in placed if (one[2].critical if strip else one[2].kind == kind)]
-        if not its:
-            continue
-        heights = [HEIGHT[row.group] for _, row, _ in its]
-        figure.add_trace(
-            Bars(
-                name=kind,
-                orientation="h",
-                y=[y for y, _, _ in its],
-                x=[bar.seconds * scale for _, _, bar in its],
-                base=[bar.start * scale for _, _, bar in its],
-                width=[STRIP] * len(its) if strip else heights,
-                offset=[h / 2 - STRIP if strip else -h / 2 for h in heights],
-                marker={"color": COLOURS[kind], "line": {"width": 0}},
-                hovertext=[_hover(row, bar, unit, scale) for _, row, bar in its],
-                hoverinfo="text",
-            )
-        )
-    figure.update_layout(barmode="overlay", bargap=0, hovermode="closest")
-    figure.update_xaxes(title=f"time in {unit}", range=[0, end_of(plan) * scale * 1.01 or 1.0])
-    figure.update_yaxes(
-        tickvals=list(range(len(rows))),
-        ticktext=[row.name for row in rows],
-        range=[len(rows) - 0.4, -0.6],
-        fixedrange=True,
-        showgrid=False,
-        zeroline=False,
-    )
-    return figure
-
-
-def _hover(row: Lane, bar: Bar, unit: str, scale: float) -> str:
-    times = f"{bar.start * scale:.4g} to {bar.finish * scale:.4g} {unit}"
-    critical = ", on the critical path" if bar.critical else ""
-    return f"{bar.name}<br>{bar.kind}{critical}<br>{row.name}<br>{times}"
+    rows = lanes(plan, None)
+    kinds = {kind: Kind(kind, COLOURS[kind], DARK[kind]) for kind in _kinds(rows)}
+    marks: tuple[Mark, ...] = ()
+    if plan.certificate is not None:
+        marks = (Mark(plan.certificate.bound_seconds, "proved lower bound"),)
+    return Drawing(rows, kinds, end_of(plan), unit, scale, marks)
 
 
 def write_trace(plan: OperatorPlan, path: str | os.PathLike[str]) -> None:

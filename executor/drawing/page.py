@@ -1,30 +1,45 @@
 """A plan as one self-contained HTML page: timeline, memory, bounds and stages; works offline."""
 
 import os
-from collections.abc import Iterator
-from functools import cache
-from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-from jinja2 import Environment, FunctionLoader, StrictUndefined
-
-from stagewright.executor.drawing.figures import (
-    in_flight_figure,
-    memory_figure,
-    timeline_figure,
+from stagewright.executor.drawing.periods import finish_seconds, iteration_seconds, phases
+from stagewright.executor.drawing.plan_lanes import plan_drawing
+from stagewright.executor.drawing.summary import (
+    Curve,
+    StageSummary,
+    in_flight,
+    shared_text,
+    shifts_text,
+    summarise,
 )
-from stagewright.executor.drawing.periods import iteration_seconds, phases
-from stagewright.executor.drawing.summary import shared_text, shifts_text, summarise
-from stagewright.executor.drawing.timeline import device_count, notes, shorten_devices
+from stagewright.executor.drawing.timeline import (
+    device_count,
+    numbering,
+    shorten_devices,
+    stages_name,
+    time_unit,
+)
+from stagewright.executor.drawing.web.charts import Chart, Series
+from stagewright.executor.drawing.web.render import render
+from stagewright.executor.simulation.explanation import PlanExplanation, explain_plan
+from stagewright.executor.simulation.sentences import (
+    explanation_sentences,
+    proof_sentences,
+    resource_name,
+)
 from stagewright.formulations.checking.certificates import headlines
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.units import counted, format_bytes, format_seconds
 
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
-
 TEMPLATE = "page.html.jinja"
+MOST_OF = 75  # characters of a class that are shown with a number
+MOST_CURVES = 32  # of microbatches in flight
+MOST_BARS = 64  # of peak memory; the fullest devices are shown
+# Work, then idle time from the most to the least.
+SHARE_COLOURS = ("var(--problem)", "#d98a2b", "#8a6fc0", "#6f7d8c", "#b9707f", "#4f9d9d", "#a8a04b")
 
 
 def write_html(plan: PipelinePlan, path: str | os.PathLike[str]) -> None:
@@ -33,65 +48,29 @@ def write_html(plan: PipelinePlan, path: str | os.PathLike[str]) -> None:
 
 
 def page(plan: PipelinePlan) -> str:
-    """The page's HTML, with plotly's script embedded."""
-    charts = {
-        "Peak memory": memory_figure(plan),
-        "Microbatches in flight, per stage": in_flight_figure(plan),
-    }
+    """The page's HTML, which needs nothing else."""
+    found, flights = explain_plan(plan), in_flight(plan)
+    memory = list(_memory(plan))
     return render(
         TEMPLATE,
         title=f"{plan.model} on {plan.cluster}",
         subtitle=_subtitle(plan),
         facts=list(_facts(plan)),
-        shown=", ".join(filter(None, (_shown(plan), notes(plan)))),
-        timeline=embed(timeline_figure(plan), buttons=True),
-        charts=[(name, embed(chart)) for name, chart in charts.items() if chart is not None],
+        duration=format_seconds(iteration_seconds(plan)),
+        sentences=[*explanation_sentences(plan, found), *proof_sentences(plan)],
+        shares=[] if found is None else list(_shares(found)),
+        share_title="" if found is None else f"An iteration on {resource_name(found.device)}",
+        shown=f"{_shown(plan)}, numbers: {numbering(plan)}",
+        timeline=plan_drawing(plan, found),
+        memory=memory[:MOST_BARS],
+        memory_note=f"the {MOST_BARS} fullest of {len(memory)}" if len(memory) > MOST_BARS else "",
+        has_limits=any(one["limit_percent"] is not None for one in memory),
+        in_flight=_in_flight(plan, flights),
         bounds=_bounds(plan),
-        is_periodic=phases(plan) is not None,
-        stages=summarise(plan),
-        guarantees=() if plan.certificate is None else plan.certificate.guarantees,
+        head=_head(plan),
+        stages=[list(_stage(plan, line)) for line in summarise(plan, flights)],
+        guarantees=list(_guarantees(plan)),
     )
-
-
-def render(template: str, **values: Any) -> str:
-    """A page in the style of all, with plotly's script embedded."""
-    from plotly.offline import get_plotlyjs
-
-    return _environment().get_template(template).render(plotly=get_plotlyjs(), **values)
-
-
-@cache
-def _environment() -> Environment:
-    """The templates, which escape all text not marked as safe."""
-    folder = files("stagewright.executor.drawing")
-    environment = Environment(
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        loader=FunctionLoader(lambda name: folder.joinpath(name).read_text(encoding="utf-8")),
-    )
-    environment.filters |= {
-        "seconds": format_seconds,
-        "bytes": format_bytes,
-        "devices": shorten_devices,
-        "shifts": shifts_text,
-        "shared": shared_text,
-    }
-    return environment
-
-
-def embed(figure: "Figure", buttons: bool = False) -> str:
-    """The figure as a part of a page."""
-    config = {
-        "responsive": True,
-        "displaylogo": False,
-        "displayModeBar": buttons,
-        "modeBarButtons": [["toImage", "zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"]],
-    }
-    # plotly draws a random id per figure; a fixed one makes the page the same for the same plan.
-    name = f"figure-{figure.layout.meta}"
-    return str(figure.to_html(full_html=False, include_plotlyjs=False, div_id=name, config=config))
 
 
 def _subtitle(plan: PipelinePlan) -> str:
@@ -122,11 +101,65 @@ def _facts(plan: PipelinePlan) -> Iterator[tuple[str, str]]:
         certificate = plan.certificate
         yield format_seconds(certificate.bound_seconds), f"bound, by {certificate.proved_by}"
         for one in headlines(certificate):
-            yield f"{one.gap:.2%}", f"gap, over {one.plans}{plan.of_sizes}"
+            of = f"{one.plans}{plan.of_sizes}"
+            # What it is a gap of is said in full below the numbers.
+            yield f"{one.gap:.2%}", f"gap, over {of if len(of) < MOST_OF else 'its class of plans'}"
     if plan.predicted is not None:
         yield f"{plan.predicted.bubble:.1%}", "of the devices' time idle"
         peak = max(plan.predicted.peak_memory_bytes.values(), default=0.0)
         yield format_bytes(peak), "peak memory of a device"
+
+
+def _shares(found: PlanExplanation) -> Iterator[dict[str, str]]:
+    """The parts of an iteration of the busiest device."""
+    idle = found.idle_seconds[found.device.devices[0]]
+    parts = [("works", found.device.seconds)]
+    parts += sorted(((f"idle {cause}", s) for cause, s in idle.items()), key=lambda one: -one[1])
+    whole = found.iteration_seconds
+    for (name, seconds), fill in zip(parts, SHARE_COLOURS, strict=False):
+        percent = f"{100 * seconds / whole:.2f}"
+        yield {"name": f"{seconds / whole:.1%} {name}", "percent": percent, "fill": fill}
+
+
+def _memory(plan: PipelinePlan) -> Iterator[dict[str, Any]]:
+    """Peak memory and its limit, one entry for all devices with the same stages and memory."""
+    if plan.predicted is None:
+        return
+    capacity, peaks = plan.predicted.capacity_bytes, plan.predicted.peak_memory_bytes
+    homes: dict[str, list[int | str]] = {}
+    for s, stage in enumerate(plan.stages):
+        for name in stage.devices:
+            homes.setdefault(name, []).append(s)
+    same: dict[tuple[tuple[int | str, ...], float, float | None], list[str]] = {}
+    for name, its in homes.items():
+        key = (tuple(its), peaks.get(name, 0.0), capacity.get(name))
+        same.setdefault(key, []).append(name)
+    rows = list(same.items())
+    if len(rows) > MOST_BARS:
+        rows.sort(key=lambda row: -row[0][1])
+    most = 1.02 * max((max(peak, limit or 0.0) for (_, peak, limit), _ in rows), default=1.0)
+    for (stages, peak, limit), names in rows:
+        of = "" if limit is None else f" of {format_bytes(limit)}"
+        yield {
+            "name": f"{shorten_devices(names)} · {stages_name(stages)}",
+            "percent": f"{100 * peak / (most or 1.0):.2f}",
+            "limit_percent": None if limit is None else f"{100 * limit / most:.2f}",
+            "text": f"{format_bytes(peak)}{of}",
+        }
+
+
+def _in_flight(plan: PipelinePlan, flights: Sequence[Curve]) -> Chart:
+    """Microbatches in flight over time, per stage; of many stages some at equal distances."""
+    unit, scale = time_unit(finish_seconds(plan))
+    every = -(-len(plan.stages) // MOST_CURVES)
+    return Chart(
+        f"time in {unit}",
+        "microbatches",
+        tuple(
+            Series(f"stage {s}", (times * scale).tolist(), counts.tolist())
+            for s, (times, counts) in list(enumerate(flights))[::every]
+        ),
+    )
 
 
 def _bounds(plan: PipelinePlan) -> list[dict[str, Any]]:
@@ -152,3 +185,36 @@ def _bounds(plan: PipelinePlan) -> list[dict[str, Any]]:
         }
         for who, of, scope, seconds in rows
     ]
+
+
+def _head(plan: PipelinePlan) -> tuple[str, ...]:
+    """Columns of the table of stages; those of text begin with ``<``."""
+    named = () if plan.layers is None else ("<first to last layer",)
+    more = ("index shifts", "shares with") if plan.is_periodic else ()
+    return ("stage", "layers", *named, "<devices", "replicas", "forward", "backward",
+            "in flight", "peak memory", *more)  # fmt: skip
+
+
+def _stage(plan: PipelinePlan, line: StageSummary) -> Iterator[str]:
+    start, stop = line.layers
+    yield str(line.stage)
+    yield f"{start} to {stop - 1}" if stop - start > 1 else str(start)
+    if plan.layers is not None:
+        names = [layer.name for layer in plan.layers[start:stop]]
+        yield f"{names[0]} to {names[-1]}" if len(names) > 1 else "".join(names)
+    yield shorten_devices(line.devices)
+    yield str(line.replicas)
+    yield format_seconds(line.forward_seconds)
+    yield format_seconds(line.backward_seconds)
+    yield str(line.in_flight)
+    yield "" if line.peak_memory_bytes is None else format_bytes(line.peak_memory_bytes)
+    if plan.is_periodic:
+        yield shifts_text(line)
+        yield shared_text(line)
+
+
+def _guarantees(plan: PipelinePlan) -> Iterator[tuple[str, ...]]:
+    for one in () if plan.certificate is None else plan.certificate.guarantees:
+        holds = "yes" if one.holds else "no"
+        cost, promised = format_seconds(one.cost_seconds), format_seconds(one.seconds)
+        yield one.theorem, cost, promised, holds, one.premise

@@ -122,7 +122,8 @@ def _drawn_microbatches(schedule: PeriodicSchedule) -> int:
 
 def finish_seconds(plan: PipelinePlan) -> float:
     """End of the last drawn action; 0 for an empty schedule."""
-    return max((action.finish_seconds for action in drawn(plan).actions), default=0.0)
+    finite = drawn(plan) if plan.is_periodic else plan
+    return max((action.finish_seconds for action in finite.actions), default=0.0)
 
 
 def iteration_seconds(plan: PipelinePlan) -> float:

@@ -4,7 +4,7 @@ Later chunks of a device, and the second direction, are drawn in lighter colours
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from stagewright.executor.drawing.chart import (
@@ -15,26 +15,26 @@ from stagewright.executor.drawing.chart import (
     draw_row,
     save,
 )
-from stagewright.executor.drawing.figures import (
-    MAX_FIGURE_PIXELS,
-    MAX_LABELLED_BLOCKS,
-    ROW_PIXELS,
-    bars,
-    new_figure,
+from stagewright.executor.drawing.colours import (
+    CRITICAL_COLOUR,
+    DARK_COLOURS,
+    KIND_COLOURS,
+    KIND_NAMES,
+    mixed,
 )
-from stagewright.executor.drawing.page import embed, render
-from stagewright.executor.drawing.timeline import KIND_COLOURS, Block, Row, label_colour
+from stagewright.executor.drawing.lanes import Bar, Drawing, Kind, Lane, Mark
+from stagewright.executor.drawing.plan_lanes import BOUND, block_bar
+from stagewright.executor.drawing.timeline import Block, Row
+from stagewright.executor.drawing.web.render import render
 from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.schedules.timing import TimedOrder
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from plotly.graph_objects import Bar, Figure
 
 TEMPLATE = "schedules.html.jinja"
 ROW_INCHES = 0.22
 LIGHTEST = 0.42  # share of white in the colour of a device's last chunk
-BOUND_COLOUR = "#b02a30"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def schedules_png(panels: Sequence[Panel]) -> bytes:
             colours = [_colour(block.action.kind, shade) for block, shade in pairs]
             draw_row(axes, y + i, row, 1.0, _end(panels), colours)
         if one.bound is not None:
-            axes.vlines(one.bound, y + 0.5, y + len(one.rows) + 0.5, color=BOUND_COLOUR, lw=1.2,
+            axes.vlines(one.bound, y + 0.5, y + len(one.rows) + 0.5, color=CRITICAL_COLOUR, lw=1.2,
                         ls="--")  # fmt: skip
     _dress(axes, panels)
     bounded = any(one.bound is not None for one in panels)
@@ -102,56 +102,40 @@ def schedules_page(
         head=head,
         rows=rows,
         heading="One row per device",
-        figure=embed(_figure(panels), buttons=True),
+        timeline=_drawing(panels),
     )
 
 
-def _figure(panels: Sequence[Panel]) -> "Figure":
-    lines = _lines(panels)
-    figure = new_figure("schedules", min(MAX_FIGURE_PIXELS, 120 + ROW_PIXELS * lines))
-    for y, one in _placed(panels):
-        figure.add_annotation(x=0, y=y, text=f"<b>{one.title}</b>", showarrow=False, xanchor="left")
+def _drawing(panels: Sequence[Panel]) -> Drawing:
+    """A lane per device, below one with the schedule's name."""
+    lanes, kinds, marks = list[Lane](), dict[str, Kind](), list[Mark]()
+    for one in panels:
+        lanes.append(Lane(one.title, "title", ()))
         if one.bound is not None:
-            sides = {"x0": one.bound, "x1": one.bound, "y0": y + 0.5, "y1": y + len(one.rows) + 0.5}
-            line = {"color": BOUND_COLOUR, "dash": "dash", "width": 1.5}
-            figure.add_shape(type="line", **sides, line=line)
-    figure.add_traces(_traces(panels))
-    ticks = _ticks(panels)
-    figure.update_layout(barmode="overlay", bargap=0, hovermode="closest")
-    figure.update_xaxes(title="time", range=[0, _end(panels) * 1.01 or 1.0])
-    figure.update_yaxes(
-        tickvals=[*ticks],
-        ticktext=[*ticks.values()],
-        range=[lines - 0.4, -0.6],
-        fixedrange=True,
-        showgrid=False,
-        zeroline=False,
+            marks.append(Mark(one.bound, BOUND, (len(lanes), len(lanes) + len(one.rows))))
+        for row, shades in zip(one.rows, one.shades, strict=True):
+            bars = [_bar(block, shade) for block, shade in zip(row.blocks, shades, strict=True)]
+            lanes.append(Lane(row.name, row.group, tuple(bars)))
+            kinds |= {
+                bar.kind: _kind(block.action.kind, shade)
+                for bar, block, shade in zip(bars, row.blocks, shades, strict=True)
+            }
+    # In the order of the legend: kinds, then from the darkest to the lightest.
+    order = [str(kind) for kind in KIND_COLOURS]
+    ordered = sorted(kinds, key=lambda key: (order.index(key.split(" ")[0]), float(key.split()[1])))
+    return Drawing(
+        tuple(lanes), {key: kinds[key] for key in ordered}, _end(panels), marks=tuple(marks)
     )
-    return figure
 
 
-def _traces(panels: Sequence[Panel]) -> "list[Bar]":
-    """The bars by kind and shade, with one entry per kind in the legend."""
-    found: dict[tuple[ActionKind, float], list[tuple[int, Row, Block]]] = {}
-    for y, one in _placed(panels):
-        for i, (row, shades) in enumerate(zip(one.rows, one.shades, strict=True), start=1):
-            for block, shade in zip(row.blocks, shades, strict=True):
-                found.setdefault((block.action.kind, shade), []).append((y + i, row, block))
-    labelled = sum(map(len, found.values())) <= MAX_LABELLED_BLOCKS
-    order = [*KIND_COLOURS]
-    traces, named = [], set()
-    for kind, shade in sorted(found, key=lambda key: (order.index(key[0]), key[1])):
-        colour = _colour(kind, shade)
-        trace = bars(kind, found[kind, shade], "", 1.0, labelled)
-        trace.update(
-            marker_color=colour,
-            textfont_color=label_colour(colour),
-            legendgroup=kind.value,
-            showlegend=kind not in named,
-        )
-        traces.append(trace)
-        named.add(kind)
-    return traces
+def _bar(block: Block, shade: float) -> Bar:
+    bar = block_bar(block)
+    return replace(bar, kind=f"{bar.kind} {shade}")
+
+
+def _kind(kind: ActionKind, shade: float) -> Kind:
+    dark = mixed(DARK_COLOURS[kind], "#ffffff", LIGHTEST * shade)
+    return Kind(KIND_NAMES[kind], _colour(kind, shade), dark)
 
 
 def _dress(axes: "Axes", panels: Sequence[Panel]) -> None:
@@ -198,6 +182,4 @@ def _shades(timed: TimedOrder, device: int) -> tuple[float, ...]:
 
 
 def _colour(kind: ActionKind, shade: float) -> str:
-    colour, white = KIND_COLOURS[kind], LIGHTEST * shade
-    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return "#" + "".join(f"{round(part + (255 - part) * white):02x}" for part in parts)
+    return mixed(KIND_COLOURS[kind], "#ffffff", LIGHTEST * shade)

@@ -4,13 +4,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from stagewright.executor.drawing.chart import DOTS_PER_INCH, save
+from stagewright.executor.drawing.colours import CATEGORIES, CRITICAL_COLOUR
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 WIDTH_INCHES, HEIGHT_INCHES = 10.0, 6.5
-COLOURS = ("#2b6cb0", "#b7791f", "#2f855a", "#805ad5", "#b83280", "#4a5568")
-LIMIT_COLOUR = "#b02a30"
 
 
 class Stage(Protocol):
@@ -71,7 +70,7 @@ def stages_png(stages: Sequence[Stage], title: str) -> bytes:
     FigureCanvasAgg(figure)
     above, below = figure.subplots(2, 1, sharex=True)
     kinds = list(dict.fromkeys(one.device_kind for one in stages))
-    colour = {kind: COLOURS[i % len(COLOURS)] for i, kind in enumerate(kinds)}
+    colour = {kind: CATEGORIES[i % len(CATEGORIES)] for i, kind in enumerate(kinds)}
     _draw_times(above, stages, colour)
     _draw_memory(below, stages, colour)
     above.set_title(title, fontsize=10)
@@ -100,7 +99,7 @@ def _draw_memory(axes: "Axes", stages: Sequence[Stage], colour: dict[str, str]) 
     for s, one in enumerate(stages):
         limit = one.capacity_bytes / 1e9
         label = "a GPU has" if s == 0 else None
-        axes.plot([s - 0.45, s + 0.45], [limit, limit], "--", color=LIMIT_COLOUR, label=label)
+        axes.plot([s - 0.45, s + 0.45], [limit, limit], "--", color=CRITICAL_COLOUR, label=label)
     axes.set_ylabel("peak memory of a GPU (GB)")
     axes.set_xticks(
         places,

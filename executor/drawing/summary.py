@@ -1,6 +1,7 @@
 """A table of a plan's stages."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,14 +41,23 @@ class StageSummary:
     shifts: tuple[int, int] | None = None
 
 
-def summarise(plan: PipelinePlan) -> tuple[StageSummary, ...]:
-    """A line per stage; times and in-flight counts are read from the schedule."""
+Curve = tuple[NDArray[np.float64], NDArray[np.int64]]
+"""Steps of a count over time: times in seconds, and the count from each on."""
+
+
+def summarise(
+    plan: PipelinePlan, flights: Sequence[Curve] | None = None
+) -> tuple[StageSummary, ...]:
+    """A line per stage; times and in-flight counts are read from the schedule.
+
+    ``flights`` are those of :func:`in_flight`, where they are known.
+    """
     longest: dict[tuple[int, ActionKind], float] = defaultdict(float)
     for _, block in blocks_of(plan, {stage.devices[0] for stage in plan.stages}):
         key = (block.action.stage, block.action.kind)
         longest[key] = max(longest[key], block.finish_seconds - block.start_seconds)
     peaks = plan.predicted.peak_memory_bytes if plan.predicted else {}
-    flights, shifts = in_flight(plan), _shifts(plan)
+    flights, shifts = flights or in_flight(plan), _shifts(plan)
     return tuple(
         StageSummary(
             s,
@@ -96,7 +106,7 @@ def _shifts(plan: PipelinePlan) -> list[tuple[int, int]]:
     ]
 
 
-def in_flight(plan: PipelinePlan) -> list[tuple[NDArray[np.float64], NDArray[np.int64]]]:
+def in_flight(plan: PipelinePlan) -> list[Curve]:
     """Per stage the steps (times, counts) of microbatches in flight on its first device.
 
     A microbatch is in flight from the start of its forward to the end of its backward; between two

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stagewright.executor.drawing.chart import DOTS_PER_INCH, save
+from stagewright.executor.drawing.colours import CATEGORIES
 
 WIDTH_INCHES, HEIGHT_INCHES = 10.0, 5.5
 MARKERS = "osD^vP*X"  # lines are told apart without their colours too
@@ -28,7 +29,8 @@ def sweep_png(axis: str, places: Sequence[str], lines: Sequence[SweepLine]) -> b
     for number, line in enumerate(lines):
         rates = [float("nan") if rate is None else rate for rate in line.rates]
         marker = MARKERS[number % len(MARKERS)]
-        axes.plot(range(len(places)), rates, f"{marker}-", label=line.name, ms=5)
+        colour = CATEGORIES[number % len(CATEGORIES)]
+        axes.plot(range(len(places)), rates, f"{marker}-", color=colour, label=line.name, ms=5)
     axes.set_xticks(range(len(places)), places)
     axes.set_ylim(bottom=0)
     axes.set_xlabel(axis)

@@ -6,7 +6,7 @@ For a periodic plan this is a run with its warm-up, some whole periods, and its 
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Literal
@@ -32,36 +32,6 @@ Numbers = Literal["microbatches", "stages", "stage.microbatch"]
 
 MAX_DEVICE_ROWS = 64  # with more devices rows would be lower than a line of text
 MOST_NAMES = 4  # numbers in the name of a row; more at equal distances are shortened
-
-
-KIND_NAMES = {
-    ActionKind.FORWARD: "forward",
-    ActionKind.BACKWARD: "backward",
-    ActionKind.INPUT_GRADIENT: "input gradient",
-    ActionKind.WEIGHT_GRADIENT: "weight gradient",
-    ActionKind.SEND_FORWARD: "activations sent",
-    ActionKind.SEND_BACKWARD: "gradients sent",
-    ActionKind.REDUCE: "all-reduce",
-    ActionKind.UPDATE: "optimizer step",
-}
-KIND_COLOURS = {  # after Okabe and Ito: distinct for every kind of colour vision
-    ActionKind.FORWARD: "#4d8fd1",
-    ActionKind.BACKWARD: "#2a9d78",
-    ActionKind.INPUT_GRADIENT: "#12533f",
-    ActionKind.WEIGHT_GRADIENT: "#6f4fc4",
-    ActionKind.SEND_FORWARD: "#f0b94a",
-    ActionKind.SEND_BACKWARD: "#d97b3f",
-    ActionKind.REDUCE: "#b0609b",
-    ActionKind.UPDATE: "#5c5c5c",
-}
-BAND_COLOUR = "#e4ebf4"  # background of the named period
-
-
-def label_colour(colour: str) -> str:
-    """White or a dark colour for text on ``colour``, whichever is easier to read."""
-    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    is_light = 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.6 * 255
-    return "#1d2733" if is_light else "white"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +67,16 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The blocks of a device or its stream, a channel or all-reduces; ``group`` says which."""
+    """The blocks of a device or its stream, a channel or all-reduces; ``group`` says which.
+
+    ``devices`` are those whose row it is, ``about`` its name without them.
+    """
 
     name: str
     group: str
     blocks: tuple[Block, ...]
+    devices: tuple[str, ...] = ()
+    about: str = ""
 
 
 def timeline(plan: PipelinePlan, max_device_rows: int | None = MAX_DEVICE_ROWS) -> tuple[Row, ...]:
@@ -127,7 +102,11 @@ def timeline(plan: PipelinePlan, max_device_rows: int | None = MAX_DEVICE_ROWS) 
         else:
             group, s = _link(block.action)
             links[group, shared[group].get(s, (s,))].append(block)
-    rows = [row for device, name in names.items() for row in _streams(name, devices[device])]
+    rows = [
+        row
+        for device, (name, about) in names.items()
+        for row in _streams(device, name, about, devices[device])
+    ]
     for (group, places), blocks in sorted(links.items()):
         name = f"channel {', '.join(f'{s}-{s + 1}' for s in places)}"
         if group == "reduce":
@@ -136,16 +115,34 @@ def timeline(plan: PipelinePlan, max_device_rows: int | None = MAX_DEVICE_ROWS) 
     return tuple(rows)
 
 
-def _streams(name: str, blocks: Sequence[Block]) -> Iterator[Row]:
+def _streams(device: str, name: str, about: str, blocks: Sequence[Block]) -> Iterator[Row]:
     """The row of a device, or one for each of its streams."""
     sub = [block for block in blocks if block.in_sub]
+    own = (device,)
     if not sub:
-        yield Row(name, "device", _sorted(blocks))
+        yield Row(name, "device", _sorted(blocks), own, about)
         return
-    device, rest = name.split(" · ", 1)
+    first, rest = name.split(" · ", 1)
     main = [block for block in blocks if not block.in_sub]
-    yield Row(f"{device} · main · {rest}", "device", _sorted(main))
-    yield Row(f"{device} · sub", "device", _sorted(sub))
+    yield Row(f"{first} · main · {rest}", "device", _sorted(main), own, f"main · {about}")
+    yield Row(f"{first} · sub", "device", _sorted(sub), own, "sub")
+
+
+def fold(rows: Sequence[Row]) -> tuple[Row, ...]:
+    """One row for all devices whose rows are the same, at the place of the first."""
+    same: dict[object, list[Row]] = {}
+    for i, row in enumerate(rows):
+        key = (row.about, row.blocks) if row.devices else i
+        same.setdefault(key, []).append(row)
+    return tuple(_folded(group) for group in same.values())
+
+
+def _folded(rows: Sequence[Row]) -> Row:
+    if len(rows) == 1:
+        return rows[0]
+    devices = tuple(name for row in rows for name in row.devices)
+    name = f"{shorten_devices(devices)} · {rows[0].about}"
+    return replace(rows[0], name=name, devices=devices)
 
 
 def _shared_reductions(plan: PipelinePlan) -> dict[int, tuple[int, ...]]:
@@ -243,11 +240,6 @@ def numbering(plan: PipelinePlan) -> Numbers:
     return "microbatches" if len(homes) == len(set(homes)) else "stage.microbatch"
 
 
-def notes(plan: PipelinePlan) -> str:
-    """What rows and numbers mean."""
-    return ", ".join(filter(None, (row_note(plan), f"numbers: {numbering(plan)}")))
-
-
 def time_unit(seconds: float) -> tuple[str, float]:
     """The unit in which ``seconds`` is a number of a few digits, and its units per second."""
     for unit, scale in (("s", 1.0), ("ms", 1e3)):
@@ -256,21 +248,25 @@ def time_unit(seconds: float) -> tuple[str, float]:
     return "us", 1e6
 
 
-def _device_rows(plan: PipelinePlan, merged: bool) -> dict[str, str]:
-    """The devices that have a row, with the row's name; a stage's first one only if ``merged``."""
+def _device_rows(plan: PipelinePlan, merged: bool) -> dict[str, tuple[str, str]]:
+    """The devices that have a row, with the row's name and what it says of the device.
+
+    A stage's first one only if ``merged``.
+    """
     stages: dict[str, list[int]] = defaultdict(list)
     for s, stage in enumerate(plan.stages):
         for device in stage.devices[:1] if merged else stage.devices:
             stages[device].append(s)
     if not merged:
         return {
-            device: f"{device} · {_row_name(plan, its, device)}" for device, its in stages.items()
+            device: (f"{device} · {_row_name(plan, its, device)}", _row_name(plan, its))
+            for device, its in stages.items()
         }
     rows = {}
     for device, its in stages.items():
         count = len({name for s in its for name in plan.stages[s].devices})
         name = _row_name(plan, its)
-        rows[device] = f"{name} · {count} device{'s' if count > 1 else ''}"
+        rows[device] = f"{name} · {counted(count, 'device', 'devices')}", name
     return rows
 
 

@@ -15,7 +15,7 @@ from stagewright.graphs.documents.errors import InputError
 Files = dict[str, str]
 
 PARTITION = ("model", "partition_only")
-LAUNCH = ("command", "cluster", "gpus_per_node")
+LAUNCH = ("command", "cluster", "per_server")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ FORMATS: dict[str, Format] = {
     "megatron": Format(megatron.arguments, PARTITION),
     "deepspeed": Format(deepspeed.module, PARTITION),
     "torchrun": Format(launchers.torchrun, LAUNCH),
-    "slurm": Format(launchers.slurm, LAUNCH),
+    "slurm": Format(launchers.slurm, (*LAUNCH, "cpus", "time")),
     "kubernetes": Format(launchers.kubernetes, (*LAUNCH, "image")),
 }
 

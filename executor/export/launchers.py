@@ -24,6 +24,10 @@ PORT = 29500  # torchrun's default
 JOB_PORT = "$((20000 + SLURM_JOB_ID % 20000))"  # two jobs on one node use different ports
 
 
+# Minutes, with seconds, or with hours; or days and hours, with minutes and seconds (man sbatch).
+TIME = r"\d+(:\d\d){0,2}|\d+-\d\d?(:\d\d){0,2}"
+
+
 @dataclass(frozen=True, slots=True)
 class Node:
     """A machine: its devices by rank, and their indices among the machine's GPUs."""
@@ -56,6 +60,7 @@ def torchrun(plan: PipelinePlan, options: Options) -> dict[str, str]:
 def slurm(plan: PipelinePlan, options: Options) -> dict[str, str]:
     """A script for sbatch: one torchrun per node."""
     nodes, words = _nodes(plan, options), _command(options)
+    cpus = _cpus(options, len(nodes[0].devices))
     on_node = [
         *_visible(nodes, "SLURM_NODEID"),
         f'exec torchrun {_several(nodes, "$SLURM_NODEID", JOB_PORT)} --no-python "$@"',
@@ -66,13 +71,36 @@ def slurm(plan: PipelinePlan, options: Options) -> dict[str, str]:
         f"#SBATCH --nodes={len(nodes)}",
         "#SBATCH --ntasks-per-node=1",
         f"#SBATCH --gpus-per-node={_gpus(nodes)}",
+        *(f"#SBATCH {one}" for one in (*cpus, *_limit(options))),
         *_told(nodes),
         "set -euo pipefail",
         'mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
         'export MASTER_ADDR="${hosts[0]}"',
-        f"srun bash -c {shlex.quote(chr(10).join(on_node))} bash {shlex.join(words)}",
+        # Since Slurm 22.05 srun does not take the CPUs from the job (man sbatch).
+        shlex.join(["srun", *cpus, "bash", "-c", "\n".join(on_node), "bash", *words]),
     ]
     return {"job.sbatch": "\n".join(lines) + "\n"}
+
+
+def _cpus(options: Options, processes: int) -> list[str]:
+    """The option for the CPUs of a task, which is a node's torchrun of so many ``processes``."""
+    if options.cpus is None:
+        return []
+    if options.cpus < 1:
+        raise InputError(f"--cpus must be at least 1, got {options.cpus}")
+    return [f"--cpus-per-task={options.cpus * processes}"]
+
+
+def _limit(options: Options) -> list[str]:
+    """The option for the time of a job."""
+    if options.time is None:
+        return []
+    if re.fullmatch(TIME, options.time) is None or not re.search("[1-9]", options.time):
+        raise InputError(
+            f"--time {options.time!r} is no time of Slurm; write for example 30 (minutes), "
+            "4:00:00 or 2-12:00:00 (days)"
+        )
+    return [f"--time={options.time}"]
 
 
 def kubernetes(plan: PipelinePlan, options: Options) -> dict[str, str]:
@@ -153,21 +181,21 @@ def _command(options: Options) -> list[str]:
     if not words:
         raise InputError(
             "a launch script needs --command, the command of every process, such as "
-            "--command 'stagewright run plan.json --model net:build --data net:batches'"
+            "--command 'stagewright run plan.json --module net:build --data net:batches'"
         )
     return words
 
 
 def _nodes(plan: PipelinePlan, options: Options) -> tuple[Node, ...]:
-    devices, each = plan_devices(plan), options.gpus_per_node
+    devices, each = plan_devices(plan), options.per_server
     if options.cluster is not None:
         if each is not None:
-            raise InputError("--gpus-per-node: the servers follow from --cluster; give one of them")
+            raise InputError("--per-server: the servers follow from --cluster; give one of them")
         return _servers(devices, options.cluster)
     each = len(devices) if each is None else each
     if each < 1 or len(devices) % each:
         raise InputError(
-            f"--gpus-per-node {each}: the plan's {len(devices)} devices do not fill nodes of {each}"
+            f"--per-server {each}: the plan's {len(devices)} devices do not fill nodes of {each}"
         )
     starts = range(0, len(devices), each)
     return tuple(Node(devices[i : i + each], tuple(range(each))) for i in starts)
@@ -176,7 +204,7 @@ def _nodes(plan: PipelinePlan, options: Options) -> tuple[Node, ...]:
 def _servers(devices: tuple[str, ...], cluster: Cluster) -> tuple[Node, ...]:
     """The servers of ``devices``, which must be consecutive and use equally many devices each."""
     if cluster.links.servers is None:
-        raise InputError(f"cluster {cluster.name!r} names no servers: give --gpus-per-node")
+        raise InputError(f"cluster {cluster.name!r} names no servers: give --per-server")
     place = {
         name: (n, gpu)
         for n, server in enumerate(cluster.links.servers)

@@ -15,16 +15,18 @@ class Options:
     ``model`` has the layer names and the samples of a microbatch. ``partition_only`` exports only
     the stages and leaves order, weights and recomputation to the framework. ``command`` is the
     command of every process, in shell syntax. The servers of the plan's devices follow from
-    ``cluster``, or from ``gpus_per_node`` if consecutive ranks fill the nodes. ``image`` is the
-    container's.
+    ``cluster``, or from ``per_server`` if consecutive ranks fill the nodes. ``image`` is the
+    container's. A batch job has ``cpus`` per process, and ``time`` at most, as Slurm writes it.
     """
 
     model: Chain | None = None
     partition_only: bool = False
     command: str | None = None
     cluster: Cluster | None = None
-    gpus_per_node: int | None = None
+    per_server: int | None = None
     image: str | None = None
+    cpus: int | None = None
+    time: str | None = None
 
 
 def layer_names(plan: PipelinePlan, options: Options) -> tuple[str, ...]:

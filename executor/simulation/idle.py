@@ -16,13 +16,13 @@ class Cause(StrEnum):
 
     FILL = "until its first computation (the pipeline fills)"
     DRAIN = "after its last computation (the pipeline drains)"
-    STAGES = "for computations of other devices"
-    TRANSFERS = "for transfers"
-    REDUCE = "for all-reduces"
+    STAGES = "waiting for computations of other devices"
+    TRANSFERS = "waiting for transfers"
+    REDUCE = "waiting for all-reduces"
     MEMORY = "although a forward is ready, which would hold more activations"
-    PLAN = "for nothing: the plan starts an action later than it could"
+    PLAN = "although the next action could start"
     PERIOD = "within every period"
-    PAUSE = "or updating in the pause of every iteration"
+    PAUSE = "in the pause of every iteration, in which weights are updated"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from stagewright.executor.simulation.idle import Cause
 from stagewright.formulations.checking.certificates import headlines
 from stagewright.formulations.plans.actions import ON_DEVICE, REDUCE
 from stagewright.formulations.plans.plan import PipelinePlan
+from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.units import format_bytes, format_seconds
 
 MOST_STAGES = 3  # of the critical path's, named with their shares
@@ -96,9 +97,10 @@ def proof_sentences(plan: PipelinePlan) -> Iterator[str]:
         yield "No lower bound is known: nothing is proved about how much faster a plan can be."
         return
     for one in headlines(plan.certificate):
+        saved = f"at most {one.gap:.2%}" if one.gap > RELATIVE_TOLERANCE else "nothing"
         yield (
             f"{format_seconds(one.seconds)} is a lower bound for {one.plans}{plan.of_sizes}, "
-            f"by {one.proved_by}: at most {one.gap:.2%} can be saved there."
+            f"by {one.proved_by}: {saved} can be saved there."
         )
 
 

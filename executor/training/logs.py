@@ -24,9 +24,9 @@ class StepReport:
     """A step of a run, from 1, on the rank that knows the losses.
 
     ``learning_rate`` is that of the rank's first group of parameters when the step began, None
-    where it trains none. ``peak_bytes`` is the most memory that the rank has had so far: allocated
-    on its GPU, or resident in the process. ``evaluation_loss`` is the mean loss of the held-out
-    mini-batches after the step, None where it was not evaluated.
+    where it trains none. ``peak_bytes`` is the most memory that any rank has had so far, as far as
+    this one knows: allocated on its GPU, or resident in the process. ``evaluation_loss`` is the
+    mean loss of the held-out mini-batches after the step, None where it was not evaluated.
     """
 
     step: int

@@ -275,6 +275,8 @@ class _Loop:
         losses = _step(executor, given, to_the_end=to_the_end)
         seconds = time.perf_counter() - start
         self.history.seconds.append(seconds)
+        if self.member.peaks is not None:
+            self.member.peaks.tell(peak_bytes(self.member.device))
         _save(task, executor, step)
         if step == task.steps:
             _write_results(task, executor)
@@ -294,6 +296,7 @@ class _Loop:
         """Tell of the next step whose loss is known."""
         self.history.losses.append(loss)
         step = self.first + len(self.history.losses)
+        own, peaks = peak_bytes(self.member.device), self.member.peaks
         self.on_step(
             StepReport(
                 step=step,
@@ -301,7 +304,7 @@ class _Loop:
                 samples_per_second=samples_per_second,
                 seconds=seconds,
                 learning_rate=rate,
-                peak_bytes=peak_bytes(self.member.device),
+                peak_bytes=own if peaks is None else peaks.most(own),
                 evaluation_loss=self.history.evaluations.get(step),
             )
         )

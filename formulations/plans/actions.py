@@ -14,6 +14,7 @@ in place of the microbatch: ``12RUN``, ``12SEND_O0``, ``12RECV_O0``, ``12FREE0``
 import re
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 
 from stagewright.graphs.documents.errors import InputError
 
@@ -132,6 +133,7 @@ def along_way(action: Action, *, backward_first: bool = False) -> tuple[int, int
     return 2 + late.index(kind) if kind in late else 1, -action.stage
 
 
+@lru_cache(maxsize=2**16)  # the devices of a stage repeat the texts, and every view reads them
 def parse_action(text: str) -> Action:
     """Read one action.
 

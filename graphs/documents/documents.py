@@ -5,6 +5,7 @@ against the annotations and its ``__post_init__`` against the rules between fiel
 """
 
 import contextlib
+import io
 import json
 import os
 import reprlib
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import from_json
 
+from stagewright.graphs.documents.contents import not_json, not_text
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import require_type
 
@@ -44,7 +46,7 @@ def parse(kind: type[T], text: str | bytes, place: str, format_name: str, versio
     except InputError as error:
         raise InputError(f"{place}: {error}") from None
     except ValueError as error:
-        raise InputError(f"{place}: not a complete JSON document ({error})") from None
+        raise InputError(f"{place}: {not_json(_decoded(text), error)}") from None
     if not isinstance(data, dict) or data.get("format") != format_name:
         found = data.get("format") if isinstance(data, dict) else type(data).__name__
         raise InputError(f"{place}: expected a {format_name!r} document, found {found!r}")
@@ -57,6 +59,10 @@ def parse(kind: type[T], text: str | bytes, place: str, format_name: str, versio
         return _adapter(kind).validate_json(text, strict=True)
     except ValidationError as error:
         raise InputError(f"{place}: {first_problem(error, data)}") from None
+
+
+def _decoded(text: str | bytes) -> str:
+    return text if isinstance(text, str) else text.decode(errors="replace")
 
 
 def _require_single_keys(pairs: list[tuple[str, Any]]) -> None:
@@ -83,14 +89,21 @@ def format_of(path: str | os.PathLike[str]) -> str | None:
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """The text of the file at ``path``; unreadable files raise InputError in one line."""
+    """The text of the file at ``path``, without the mark (BOM) with which some programs begin it.
+
+    Unreadable files raise InputError in one line, which says what they are instead.
+    """
     name = file_name(path)
     try:
-        return Path(name).read_text(encoding="utf-8")
+        data = Path(name).read_bytes()
+    except IsADirectoryError:
+        raise InputError(f"{name} is a folder; name a file in it") from None
     except OSError as error:
         raise InputError(f"{name}: {error.strerror}") from None
+    try:
+        return io.TextIOWrapper(io.BytesIO(data), encoding="utf-8-sig").read()
     except UnicodeDecodeError:
-        raise InputError(f"{name}: not a text file (UTF-8 expected)") from None
+        raise InputError(f"{name}: {not_text(data)}") from None
 
 
 def file_name(path: str | os.PathLike[str]) -> str:

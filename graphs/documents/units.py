@@ -18,7 +18,10 @@ MAX_MICROBATCHES = 65_536
 MAX_DEVICES = 16_384
 MAX_LAYERS = 16_384
 
+MAX_LATENCY = 1.0  # seconds; anything above is a number of us without its unit
+
 _BYTES = TypeAdapter(ByteSize)
+_PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "µs": 1e6, "ns": 1e9}
 
 
 def parse_bytes(text: str) -> float:
@@ -55,6 +58,28 @@ def parse_bandwidth(text: str) -> float:
         ) from None
     require_bandwidth(value, f"bandwidth {text!r}")
     return value
+
+
+def parse_latency(text: str, name: str) -> float:
+    """Seconds in ``text``: ``5us``, ``0.2 ms``; ``name`` is what it is of, for messages.
+
+    Raises
+    ------
+    InputError
+        If ``text`` is not a time with its unit, is negative, or above a second.
+    """
+    number, unit = re.fullmatch(r"(.*?)\s*([a-zµ]*)", text.strip(), re.IGNORECASE | re.S).groups()  # type: ignore[union-attr]
+    try:
+        value = float(number)
+    except ValueError:
+        raise InputError(f"{name} {text!r} is not a latency; write for example 5us") from None
+    if value and unit.lower() not in _PER_SECOND:
+        known = "has no unit" if not unit else f"has an unknown unit, {unit}"
+        raise InputError(f"{name} {text!r} {known}; write for example 5us, 0.2ms or 500ns")
+    seconds = value / _PER_SECOND.get(unit.lower(), 1.0)
+    if not 0 <= seconds <= MAX_LATENCY:
+        raise InputError(f"{name} must be from 0 to 1 s, such as 5us, got {text}")
+    return seconds
 
 
 def counted(number: int, one: str, several: str) -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from stagewright.graphs.documents import documents
+from stagewright.graphs.documents.contents import not_json
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.workloads.prices import Instance, Market, Preemptions, PriceSeries, Uptime
 
@@ -108,10 +109,11 @@ def read_aws(folder: str | os.PathLike[str]) -> Market:
 
 
 def _history(file: Path) -> list[Any]:
+    text = documents.read_text(file)
     try:
-        document = json.loads(documents.read_text(file))
+        document = json.loads(text)
     except ValueError as error:
-        raise InputError(f"{file}: not a complete JSON document ({error})") from None
+        raise InputError(f"{file}: {not_json(text, error)}") from None
     history = document.get("SpotPriceHistory") if isinstance(document, dict) else None
     if not isinstance(history, list):
         raise InputError(f"{file}: no list SpotPriceHistory; expected spot prices of AWS")
@@ -309,10 +311,11 @@ def read_model_rates(path: str | os.PathLike[str]) -> dict[str, dict[str, float]
     The table maps kinds of GPU to models to ``"null"`` for the rate alone; a model has its plain
     name, or Gavel's, ``"('ResNet-18 (batch size 16)', 1)"``.
     """
+    text = documents.read_text(path)
     try:
-        table = json.loads(documents.read_text(path))
+        table = json.loads(text)
     except ValueError as error:
-        raise InputError(f"{path}: not a complete JSON document ({error})") from None
+        raise InputError(f"{path}: {not_json(text, error)}") from None
     if not isinstance(table, dict) or not all(isinstance(rows, dict) for rows in table.values()):
         raise InputError(f"{path}: a throughput table is an object of kinds of GPU")
     found: dict[str, dict[str, float]] = {}

@@ -18,6 +18,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from stagewright.graphs.documents import documents
+from stagewright.graphs.documents.contents import not_json
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.workloads.jobs import Job, PairRate, Rate, Throughputs, Workload
 
@@ -109,7 +110,7 @@ def read_throughputs(path: str | os.PathLike[str]) -> Throughputs:
         from_json(text)  # refuses deep nesting, into which the json module recurses
         table = json.loads(text, parse_int=float)
     except ValueError as error:
-        raise InputError(f"{path}: not a complete JSON document ({error})") from None
+        raise InputError(f"{path}: {not_json(text, error)}") from None
     if not isinstance(table, dict):
         raise InputError(f"{path}: a throughput table is an object of worker types")
     try:

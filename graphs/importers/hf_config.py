@@ -15,8 +15,10 @@ from typing import Any
 from pydantic_core import from_json
 
 from stagewright.graphs.documents import documents
+from stagewright.graphs.documents.contents import not_json
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.importers.config_fields import Fields
+from stagewright.graphs.importers.hf_hub import hub_config, is_hub_name
 from stagewright.graphs.models.architecture import (
     Architecture,
     Experts,
@@ -29,13 +31,15 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def read_hf_config(path: str | os.PathLike[str]) -> Architecture:
-    """The architecture that a ``config.json`` describes.
+    """The architecture that a ``config.json`` describes; ``OWNER/NAME`` is that of a model's name.
+
+    A name is looked up by :func:`~stagewright.graphs.importers.hf_hub.hub_config`.
 
     Raises
     ------
     InputError
-        In one line with the file and the field: no JSON object, a model type that is not known, a
-        field that is missing or has a wrong type or value.
+        In one line with the file and the field: no such name, no JSON object, a model type that is
+        not known, a field that is missing or has a wrong type or value.
     """
     values = _values(path)
     try:
@@ -51,11 +55,11 @@ def read_most_positions(path: str | os.PathLike[str]) -> int | None:
 
 
 def _values(path: str | os.PathLike[str]) -> dict[str, Any]:
-    text = documents.read_text(path)
+    text = documents.read_text(hub_config(os.fspath(path)) if is_hub_name(path) else path)
     try:
         values = from_json(text)
     except ValueError as error:
-        raise InputError(f"{path}: not a complete JSON document ({error})") from None
+        raise InputError(f"{path}: {not_json(text, error)}") from None
     if not isinstance(values, dict):
         raise InputError(f"{path}: a configuration is an object with the field 'model_type'")
     return values

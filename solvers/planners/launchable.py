@@ -46,6 +46,7 @@ from stagewright.solvers.planners.seeds import every_balanced_cuts, lengths, sta
 
 CLIMBERS = 4  # plans whose cuts are moved
 NEAR = 1.1  # times the best cost, below which the cuts of a plan may be moved
+ANYWAY = 5  # pipelines that are timed however short the time, if none fits
 SHIFTS = (1, -1, 2, -2)
 ENDS = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)  # after which nothing is kept
 NOTHING_FITS = (
@@ -136,7 +137,7 @@ class _Search:
         self.candidates = len(found)
         scores: list[tuple[float, int, _Pipeline]] = []
         for one in found:
-            if self._left() <= 0:
+            if self._left() <= 0 and (self.best is not None or self.timed >= ANYWAY):
                 break
             made = self._pipeline(one) if one.least < self.cost else None
             if made is not None:

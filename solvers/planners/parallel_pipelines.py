@@ -362,7 +362,7 @@ def _of_problem(
 TWO_BUFFERED = SearchPlanner(
     "2bw",
     "equally replicated stages without flush, two versions of the weights; all widths, depths and "
-    "recomputations, with --batch all microbatch sizes",
+    "recomputations, with --global-batch all microbatch sizes",
     "PipeDream-2BW: Narayanan's thesis, 3.3",
     plan_two_buffered,
     Options(("none", "full", "auto"), group_size=True, period_seconds=True, batch=True),

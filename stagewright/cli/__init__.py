@@ -27,6 +27,7 @@ from stagewright.cli.interrupts import interrupt_once
 from stagewright.cli.layouts import memory, train_plan
 from stagewright.cli.makespans import jobshop
 from stagewright.cli.outputs import checked
+from stagewright.cli.pages import ROOT_EXAMPLES, add_command, with_plain_flags
 from stagewright.cli.partitioning import partition
 from stagewright.cli.planning import plan, planners
 from stagewright.cli.plans import check, show, simulate
@@ -47,6 +48,10 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 class Commands(TyperGroup):
     """The commands; bad input ends each of them with one line on stderr and exit code 2."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """The parameters with ``--help``."""
+        return with_plain_flags(super().get_params(ctx))
 
     def main(self, *args: Any, **extra: Any) -> Any:
         """Run a command and exit with the code that it returns: 0 answered, 1 the answer is no."""
@@ -89,9 +94,9 @@ def _drop_output() -> None:
 app = typer.Typer(
     name="stagewright",
     cls=Commands,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
+    epilog=ROOT_EXAMPLES,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -107,7 +112,7 @@ PANELS: dict[str, tuple[Callable[..., int], ...]] = {
 for panel, commands in PANELS.items():
     for command in commands:
         name = command.__name__.strip("_").replace("_", "-")
-        app.command(name, rich_help_panel=panel)(checked(command))
+        add_command(app, name, checked(command), panel)
 
 
 @app.callback(invoke_without_command=True)

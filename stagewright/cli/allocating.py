@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     )
 
 SHOWN_JOBS = 40
-SPELLED = {"budget_dollars": "--budget"}
+SPELLED = {"budget_dollars": "--budget", "placement": "--placement-sensitive"}
 """Options whose name differs from the request's field."""
 
 JobsFile = Annotated[Path, typer.Option("--jobs", help="Jobs file.", metavar="FILE")]
@@ -49,10 +49,11 @@ PolicyName = Annotated[
 SpaceSharing = Annotated[
     bool, typer.Option("--space-sharing", help="Two jobs may run on the same accelerators.")
 ]
-Placement = Annotated[
+PlacementSensitive = Annotated[
     bool,
     typer.Option(
-        "--placement", help="Distinguish accelerators of one server from those of several."
+        "--placement-sensitive",
+        help="Distinguish accelerators of one server from those of several.",
     ),
 ]
 Budget = Annotated[
@@ -74,7 +75,7 @@ def allocate(
     cluster: Accelerators,
     policy: PolicyName = "water-filling",
     space_sharing: SpaceSharing = False,
-    placement: Placement = False,
+    placement_sensitive: PlacementSensitive = False,
     budget: Budget = None,
     backend: Backend = None,
     parts: Annotated[
@@ -104,7 +105,7 @@ def allocate(
         **read_jobs(jobs, cluster),
         policy=policy,
         space_sharing=space_sharing,
-        placement=placement,
+        placement=placement_sensitive,
         budget_dollars=budget,
         backend=backend,
         parts=parts,
@@ -236,7 +237,7 @@ def rounds(
     count: Annotated[int, typer.Option("--rounds", help="How many rounds.")] = 10,
     round_seconds: Annotated[float, typer.Option(help="Length of a round.")] = 360.0,
     space_sharing: SpaceSharing = False,
-    placement: Placement = False,
+    placement_sensitive: PlacementSensitive = False,
     budget: Budget = None,
     time_limit: TimeLimit = 60.0,
     as_json: JsonFlag = False,
@@ -255,7 +256,7 @@ def rounds(
         rounds=count,
         round_seconds=round_seconds,
         space_sharing=space_sharing,
-        placement=placement,
+        placement=placement_sensitive,
         budget_dollars=budget,
         time_limit=limits.seconds,
     )

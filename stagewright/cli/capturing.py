@@ -5,7 +5,14 @@ from typing import Annotated
 
 import typer
 
-from stagewright.cli.console import JsonFlag, LossFunction, Optimizer, OutputFile
+from stagewright.cli.console import (
+    JsonFlag,
+    LossFunction,
+    Module,
+    Optimizer,
+    OutputFile,
+    Repetitions,
+)
 from stagewright.cli.inputs import hand_out
 from stagewright.cli.profiling import reporting
 from stagewright.graphs.documents.errors import InputError
@@ -19,12 +26,7 @@ class Weights(StrEnum):
 
 
 def capture(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="Function that returns the module.", metavar="PACKAGE:FACTORY", show_default=False
-        ),
-    ],
+    module: Module,
     data: Annotated[
         str,
         typer.Option(
@@ -34,7 +36,7 @@ def capture(
             show_default=False,
         ),
     ],
-    batch: Annotated[
+    mini_batch: Annotated[
         int | None,
         typer.Option(help="Samples of a mini-batch; default: those of the data's.", min=1),
     ] = None,
@@ -64,20 +66,18 @@ def capture(
             metavar="M",
         ),
     ] = 1,
-    device_kind: Annotated[
+    device: Annotated[
         str | None,
         typer.Option(
             help="Compute times on these devices, e.g. v100, or the JSON file of your own; "
             "no memory is needed.",
-            metavar="D,D,...",
+            metavar="KIND,...",
         ),
     ] = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure times on this machine's CPU.")
     ] = False,
-    rounds: Annotated[
-        int, typer.Option(help="Repetitions, of which the median is taken.", min=1)
-    ] = 9,
+    repetitions: Repetitions = 9,
     threads: Annotated[int, typer.Option(help="Threads that compute.", min=1)] = 1,
     loss: LossFunction = None,
     optimizer: Optimizer = "adamw",
@@ -87,8 +87,8 @@ def capture(
     """Capture a training step of a torch module as a graph of operators."""
     from stagewright.executor.training.ranks.launch import require_torch
 
-    if measure == (device_kind is not None):
-        raise InputError("give --device-kind, for computed times, or --measure")
+    if measure == (device is not None):
+        raise InputError("give --device, for computed times, or --measure")
     if weights is not None and replicas == 1:
         raise InputError("--weights goes with --replicas")
     if microbatches > 1 and replicas > 1:
@@ -108,23 +108,23 @@ def capture(
     from stagewright.graphs.machines.devices import accelerator, read_kind
     from stagewright.graphs.models.data_parallel import data_parallel
 
-    kinds = [accelerator(read_kind(kind)) for kind in device_kind.split(",")] if device_kind else []
-    make = load_factory(model, "MODEL")
+    kinds = [accelerator(read_kind(kind)) for kind in device.split(",")] if device else []
+    make = load_factory(module, "--module")
     of_outputs = cross_entropy if loss is None else load_factory(loss, "--loss")
     given = first_batch(load_factory(data, "--data")())
-    given = given if batch is None else resized(given, batch)
+    given = given if mini_batch is None else resized(given, mini_batch)
     given = share_of(given, replicas * microbatches, 0)
     stepping = parse_optimizer(optimizer)
     with reporting("capture") as report:
         report("making the model")
         torch.manual_seed(0)
-        module, tensors = (make(), given) if measure else without_values(make, given)
+        made, tensors = (make(), given) if measure else without_values(make, given)
         report("tracing a step")
-        name = model.rpartition(":")[2]
-        step = capture_step(module, tensors, loss=of_outputs, optimizer=stepping, name=name)
+        name = module.rpartition(":")[2]
+        step = capture_step(made, tensors, loss=of_outputs, optimizer=stepping, name=name)
         if measure:
             machine = Machine(torch.device("cpu"), threads, "cpu")
-            graph = measure_operators(step, given, machine, rounds=rounds, on_progress=report)
+            graph = measure_operators(step, given, machine, rounds=repetitions, on_progress=report)
         else:
             graph = with_analytic_seconds(step, kinds)
     if microbatches > 1:

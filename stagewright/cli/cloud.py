@@ -38,8 +38,8 @@ def cloud(
         str | None,
         typer.Option(help="Work per hour of each kind of GPU: v100=1.0,p100=0.4,k80=0.1."),
     ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="A model of the throughput table.", metavar="NAME")
+    job_type: Annotated[
+        str | None, typer.Option(help="A type of job of the throughput table.", metavar="NAME")
     ] = None,
     throughputs: Annotated[
         Path | None,
@@ -97,9 +97,9 @@ def cloud(
             show_default=False,
         ),
     ] = None,
-    plot: Annotated[
+    png: Annotated[
         Path | None,
-        typer.Option(help="Draw the prices and the plan, PNG.", metavar="FILE"),
+        typer.Option(help="Draw the prices and the plan.", metavar="FILE"),
         Writes(".png"),
     ] = None,
     save_prices: Annotated[
@@ -124,7 +124,7 @@ def cloud(
     request = ask(
         CloudRequest,
         market=market,
-        rates=read_rates(rates, model, throughputs, market),
+        rates=read_rates(rates, job_type, throughputs, market),
         v100_hours=v100_hours,
         gpus=gpus,
         strategy=strategy,
@@ -143,8 +143,8 @@ def cloud(
 
     with interruptible() as stop, progress("planning", stop):
         answer = answer_of(request, stop)
-    if plot is not None and answer.strategies:
-        _draw(answer, plot)
+    if png is not None and answer.strategies:
+        _draw(answer, png)
     if as_json:
         print_answer(answer)
     else:
@@ -156,7 +156,7 @@ def _draw(answer: "CloudAnswer", path: Path) -> None:
     from stagewright.executor.drawing.price_chart import write_price_png
 
     if answer.stays is None:
-        raise InputError(f"--plot: {answer.shown} has no plan to draw")
+        raise InputError(f"--png: {answer.shown} has no plan to draw")
     title = f"{answer.shown}: {answer.v100_hours:g} V100-hours"
     write_price_png(answer.problem, answer.stays, title, path)
 

@@ -41,7 +41,7 @@ def read_rates(
 ) -> dict[str, float]:
     """Work per hour of each kind of GPU, relative to a V100."""
     if (text is None) == (model is None) or (model is None) != (throughputs is None):
-        raise InputError("give --rates, or --model with --throughputs")
+        raise InputError("give --rates, or --job-type with --throughputs")
     if text is not None:
         return _spelled_rates(text)
     from stagewright.graphs.importers.cloud_prices import read_model_rates

@@ -35,7 +35,7 @@ class ByLevel(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class ClusterOptions:
-    """The options of ``cluster`` as they were given; latencies are seconds, 0 if not given."""
+    """The options of ``cluster`` as they were given; latencies are seconds."""
 
     shape: str | None
     matrix: Path | None
@@ -45,12 +45,16 @@ class ClusterOptions:
     memory: str | None
     host_bandwidth: str | None
     bandwidth: ByLevel[str | None]
-    latency: ByLevel[float]
+    latency: ByLevel[float | None]
 
     @property
     def describes_server(self) -> bool:
         """Whether a file, or a name, describes one server."""
         return self.matrix is not None or self.nvidia_smi is not None or self.dgx1
+
+    def gives(self, level: str) -> bool:
+        """Whether there is an option of the links of a level."""
+        return any(getattr(one, level) is not None for one in (self.bandwidth, self.latency))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,19 +68,19 @@ class _Kind:
     phrase: str
     device: "Device"
     bandwidth: dict[str, float]
-    latency: ByLevel[float]
+    latency: ByLevel[float | None]
     facts: list[str]
 
     def link(self, level: Level) -> "Link":
         """The link that is given, or that of the kind."""
         from stagewright.graphs.machines.cluster import Link
 
-        seconds: float = getattr(self.latency, level)
+        seconds: float | None = getattr(self.latency, level)
         if level in self.bandwidth:
-            return Link(self.bandwidth[level], seconds)
+            return Link(self.bandwidth[level], seconds or 0.0)
         link, fact = _known_link(self.kind, level)
         self.facts.append(fact)
-        return replace(link, latency_seconds=seconds or link.latency_seconds)
+        return link if seconds is None else replace(link, latency_seconds=seconds)
 
 
 def read_cluster(options: ClusterOptions) -> "Cluster":
@@ -95,8 +99,7 @@ def read_cluster(options: ClusterOptions) -> "Cluster":
             "give one of: a shape such as 8x4 or a100:2x4,v100:3x8; --matrix, --nvidia-smi, --dgx1 "
             "(with a number of such servers, for example 4, if there are several)"
         )
-    racks = options.bandwidth.inter_rack or options.latency.inter_rack
-    if racks and _RACKS.fullmatch(shape) is None:
+    if options.gives("inter_rack") and _RACKS.fullmatch(shape) is None:
         raise InputError("--inter-rack and --latency-inter-rack belong to a shape such as 4x8x4")
     if options.describes_server:
         return _of_server(options)
@@ -113,7 +116,7 @@ def _of_server(options: ClusterOptions) -> "Cluster":
     made = _server(options, kind)
     if options.shape is not None:
         made = repeated(made, int(options.shape), kind.link("inter"))
-    elif options.bandwidth.inter or options.latency.inter:
+    elif options.gives("inter"):
         raise InputError(
             "--inter and --latency-inter belong to a shape such as 8x4, or to a number of servers, "
             "for example 4 --nvidia-smi topo.txt"
@@ -129,7 +132,7 @@ def _server(options: ClusterOptions, kind: _Kind) -> "Cluster":
     every: dict[str, Any] = {
         "kind": kind.kind,
         "memory_bytes": kind.device.memory_bytes,
-        "latency": options.latency.intra,
+        "latency": options.latency.intra or 0.0,
     }
     if options.matrix is not None:
         made = topology.read_matrix(options.matrix, **every)
@@ -178,7 +181,7 @@ def _of_shape(options: ClusterOptions, shape: str) -> "Cluster":
         if racks > 1:
             raise InputError("--inter-rack is missing: the racks must be connected, e.g. 100Gbps")
         return _with_source(mixed_servers([group], f"{servers}x{devices}"), [kind])
-    between = Link(parse_bandwidth(options.bandwidth.inter_rack), options.latency.inter_rack)
+    between = Link(parse_bandwidth(options.bandwidth.inter_rack), options.latency.inter_rack or 0.0)
     inner = group.intra or group.inter or between
     device = kind.device
     made = uniform_racks(

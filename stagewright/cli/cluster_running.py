@@ -11,7 +11,7 @@ from stagewright.cli.allocating import (
     Accelerators,
     Budget,
     JobsFile,
-    Placement,
+    PlacementSensitive,
     PolicyName,
     SpaceSharing,
     read_jobs,
@@ -53,7 +53,7 @@ def run_cluster(
     ],
     policy: PolicyName = "max-min",
     space_sharing: SpaceSharing = False,
-    placement: Placement = False,
+    placement_sensitive: PlacementSensitive = False,
     budget: Budget = None,
     round_seconds: Annotated[
         float, typer.Option(help="Length of a round; several steps of every job should fit.")
@@ -94,7 +94,7 @@ def run_cluster(
         folder=str(folder),
         policy=policy,
         space_sharing=space_sharing,
-        placement=placement,
+        placement=placement_sensitive,
         budget_dollars=budget,
         round_seconds=round_seconds,
         grace_seconds=grace_seconds,

@@ -44,6 +44,13 @@ Threads = Annotated[
     int, typer.Option(help="Threads of the solvers; with one, answers are reproducible.")
 ]
 Seed = Annotated[int, typer.Option(help="Seed of all random choices.")]
+Module = Annotated[
+    str,
+    typer.Option(
+        help="Function that returns the module.", metavar="PACKAGE:FACTORY", show_default=False
+    ),
+]
+Repetitions = Annotated[int, typer.Option(help="Measurements, of which the median counts.", min=1)]
 LossFunction = Annotated[
     str | None,
     typer.Option(

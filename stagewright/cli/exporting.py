@@ -19,6 +19,7 @@ def export(
             help="torch-csv, torchtitan, nemo, megatron, deepspeed, torchrun, slurm, kubernetes; "
             "of a layout: megatron, megatron-bridge, nemo (2.x), torchtitan, deepspeed, "
             "accelerate, plan.",
+            metavar="FORMAT",
         ),
     ],
     output: Annotated[
@@ -51,11 +52,18 @@ def export(
         Path | None,
         typer.Option(help="Cluster file, with the servers of the devices.", metavar="FILE"),
     ] = None,
-    gpus_per_node: Annotated[
-        int | None, typer.Option(help="Devices per server, without a cluster file.", metavar="N")
+    per_server: Annotated[
+        int | None, typer.Option(help="Devices in a server, without a cluster file.", metavar="N")
     ] = None,
     image: Annotated[
         str | None, typer.Option(help="Container image of the Kubernetes Job.")
+    ] = None,
+    cpus: Annotated[
+        int | None, typer.Option(help="Slurm: CPUs of every process of the job.", metavar="N")
+    ] = None,
+    time: Annotated[
+        str | None,
+        typer.Option(help="Slurm: the job's most time, for example 4:00:00.", metavar="TIME"),
     ] = None,
     as_json: JsonFlag = False,
 ) -> int:
@@ -75,8 +83,10 @@ def export(
         partition_only=partition_only,
         command=command,
         cluster=load_cluster(cluster) if cluster else None,
-        gpus_per_node=gpus_per_node,
+        per_server=per_server,
         image=image,
+        cpus=cpus,
+        time=time,
     )
     if is_layout(plan):
         if options != Options(model=options.model):

@@ -47,7 +47,8 @@ def import_(
     output: OutputFile = None,
     microbatch_size: MicrobatchSize = None,
     device: Annotated[
-        str | None, typer.Option(help="Kind of device that was measured; default: any device.")
+        str | None,
+        typer.Option(help="Kind of device that was measured; default: any device.", metavar="KIND"),
     ] = None,
     contract: Annotated[
         bool, typer.Option("--contract", help="Merge branches, so that layers are cut points.")

@@ -48,7 +48,8 @@ def model(
     name: Annotated[
         str,
         typer.Argument(
-            help="For example bert-large, vgg19, gpt; or the path of a Hugging Face config.json.",
+            help="For example bert-large, vgg19, gpt; or a Hugging Face config.json, or the name "
+            "of its model, OWNER/NAME.",
             show_default=False,
         ),
     ],
@@ -65,7 +66,8 @@ def model(
         str | None,
         typer.Option(
             help="Kind of device, or the JSON file of your own; several, separated by commas, for "
-            "a mixed cluster. Default: generic, an A100 in round numbers."
+            "a mixed cluster. Default: generic, an A100 in round numbers.",
+            metavar="KIND,...",
         ),
     ] = None,
     precision: Annotated[
@@ -84,19 +86,19 @@ def model(
     hidden: Annotated[int | None, typer.Option(help="gpt: hidden size.")] = None,
     heads: Annotated[int | None, typer.Option(help="gpt: attention heads.")] = None,
     sequence: Annotated[
-        int | None, typer.Option(help="gpt, config.json: tokens in a sequence.")
+        int | None, typer.Option(help="gpt, config.json: tokens in a sample.", metavar="S")
     ] = None,
     vocabulary: Annotated[int | None, typer.Option(help="gpt: entries in the vocabulary.")] = None,
-    image: Annotated[
+    image_size: Annotated[
         int | None, typer.Option(help="Vision models: height and width of the images.")
     ] = None,
     as_json: JsonFlag = False,
 ) -> int:
     """Write an analytic profile: computed from FLOPs and bytes, not measured.
 
-    The model has a name, or is described by a transformer's config.json, for example:
-    stagewright model config.json --device h100 --precision bf16 --sequence 4096 -o model.json
+    The model has a name, or is described by a transformer's config.json.
     """
+    from stagewright.graphs.importers.hf_hub import is_hub_name
     from stagewright.graphs.machines.devices import GENERIC, read_kind
     from stagewright.graphs.models.analytic import analytic_model
 
@@ -106,7 +108,7 @@ def model(
         "heads": heads,
         "sequence": sequence,
         "vocabulary": vocabulary,
-        "image": image,
+        "image": image_size,
     }
     sizes: dict[str, Any] = {key: size for key, size in given.items() if size is not None}
     if microbatch_size is not None and microbatch_sizes is not None:
@@ -114,7 +116,7 @@ def model(
     samples = microbatch_size if microbatch_sizes is None else read_sizes(microbatch_sizes)
     options: dict[str, Any] = {"precision": precision.value, "optimizer_state": optimizer_state}
     kinds = [read_kind(kind.strip()) for kind in (device or GENERIC).split(",")]
-    if name.endswith(".json"):
+    if name.endswith(".json") or is_hub_name(name):
         if output is not None:
             require_apart([Named("--output", output)], [Named("NAME", Path(name))])
         chain = _configured(name, attention, sizes, samples, kinds, options)
@@ -136,7 +138,8 @@ def _configured(
     from stagewright.graphs.importers.hf_config import read_hf_config
     from stagewright.graphs.models.analytic import architecture_model
 
-    stray = [f"--{size}" for size in sizes if size != "sequence"]
+    stray = ["--image-size" if size == "image" else f"--{size}" for size in sizes]
+    stray = [one for one in stray if one != "--sequence"]
     if attention is not Attention.FUSED:
         stray.append(f"--attention {attention.value}")
     if stray:
@@ -169,12 +172,18 @@ def cluster(
     inter: Annotated[
         str | None, typer.Option(help="Bandwidth between servers, for example 12.5GB/s or 100Gbps.")
     ] = None,
-    latency_intra: Annotated[float, typer.Option(help="Seconds, inside a server.")] = 0.0,
-    latency_inter: Annotated[float, typer.Option(help="Seconds, between servers.")] = 0.0,
+    latency_intra: Annotated[
+        str | None, typer.Option(help="Latency inside a server, for example 5us.", metavar="TIME")
+    ] = None,
+    latency_inter: Annotated[
+        str | None, typer.Option(help="Latency between servers, for example 20us.", metavar="TIME")
+    ] = None,
     inter_rack: Annotated[
         str | None, typer.Option(help="Bandwidth between racks, for example 100Gbps.")
     ] = None,
-    latency_inter_rack: Annotated[float, typer.Option(help="Seconds, between racks.")] = 0.0,
+    latency_inter_rack: Annotated[
+        str | None, typer.Option(help="Latency between racks, for example 50us.", metavar="TIME")
+    ] = None,
     matrix: Annotated[
         Path | None, typer.Option(help="A text file of bandwidths, a row per device.")
     ] = None,
@@ -186,12 +195,16 @@ def cluster(
         str | None,
         typer.Option(
             help="Kind of device, or the JSON file of your own; default: generic, an A100 in round "
-            "numbers without links."
+            "numbers without links.",
+            metavar="KIND",
         ),
     ] = None,
     memory: Annotated[
         str | None,
-        typer.Option(help="Memory of a device, for example 16GB; default: that of the kind."),
+        typer.Option(
+            help="Memory of a device, for example 16GB; default: that of the kind.",
+            metavar="SIZE",
+        ),
     ] = None,
     host_bandwidth: Annotated[
         str | None,
@@ -205,6 +218,14 @@ def cluster(
     What is not given is that of the kind of device; the file's source says what was assumed.
     """
     from stagewright.cli.cluster_inputs import ByLevel, ClusterOptions, read_cluster
+    from stagewright.graphs.documents.units import parse_latency
+
+    latencies = [
+        None if text is None else parse_latency(text, f"--latency-{level}")
+        for level, text in (
+            ("intra", latency_intra), ("inter", latency_inter), ("inter-rack", latency_inter_rack)
+        )
+    ]  # fmt: skip
 
     made = read_cluster(
         ClusterOptions(
@@ -216,7 +237,7 @@ def cluster(
             memory=memory,
             host_bandwidth=host_bandwidth,
             bandwidth=ByLevel(intra, inter, inter_rack),
-            latency=ByLevel(latency_intra, latency_inter, latency_inter_rack),
+            latency=ByLevel(*latencies),
         )
     )
     return hand_out(made, output, as_json, made.source)

@@ -125,6 +125,10 @@ def read_problem(
         raise InputError(with_option(str(error), ("sequence", "precision"), options)) from None
 
 
+# The fields of a space whose options have another name.
+FIELDS = {"replicas": "data", "microbatch-sizes": "microbatch"}
+
+
 def read_space(
     degrees: dict[str, str | None],
     chunks: int,
@@ -139,7 +143,8 @@ def read_space(
     from stagewright.solvers.parallelism.space import Space
 
     values: dict[str, Any] = {
-        name: None if text is None else _integers(text, name) for name, text in degrees.items()
+        FIELDS.get(name, name): None if text is None else _integers(text, name)
+        for name, text in degrees.items()
     }
     kinds = tuple(recompute.split(","))
     for kind in kinds:

@@ -28,7 +28,8 @@ from stagewright.graphs.documents.errors import InputError
 Config = Annotated[
     Path,
     typer.Argument(
-        help="A Hugging Face config.json, or layer profiles that import wrote.",
+        help="A Hugging Face config.json, or the name of its model (OWNER/NAME), or layer "
+        "profiles that import wrote.",
         metavar="CONFIG_OR_PROFILES",
         show_default=False,
     ),
@@ -42,7 +43,11 @@ Batch = Annotated[
 ]
 Kind = Annotated[
     str | None,
-    typer.Option("--device", help="Kind of GPU, for example h100, or the JSON file of your own."),
+    typer.Option(
+        "--device",
+        help="Kind of GPU, for example h100, or the JSON file of your own.",
+        metavar="KIND",
+    ),
 ]
 Gpus = Annotated[int | None, typer.Option("--gpus", help="Number of GPUs.", metavar="N")]
 PerServer = Annotated[
@@ -78,14 +83,18 @@ RackBandwidth = Annotated[
     str | None, typer.Option(help="From a GPU out of its rack while all send.")
 ]
 HostBandwidth = Annotated[
-    str | None, typer.Option(help="From a GPU to its host's memory, for --offload.")
+    str | None, typer.Option(help="From a GPU to its host's memory, for --offload-optimizer.")
 ]
 Memory = Annotated[
     str | None, typer.Option(help="Memory of a GPU; default: that of the kind.", metavar="SIZE")
 ]
 ClusterOption = Annotated[
     Path | None,
-    typer.Option("--cluster", help="Cluster file, in place of --device, --gpus and bandwidths."),
+    typer.Option(
+        "--cluster",
+        help="Cluster file, in place of --device, --gpus and bandwidths.",
+        metavar="FILE",
+    ),
 ]
 PrecisionOption = Annotated[
     Arithmetic, typer.Option(help="Type of weights and activations; fp8: of products.")
@@ -134,31 +143,35 @@ def train_plan(
     pipeline: Annotated[str | None, typer.Option(help="Pipeline degrees to consider.")] = None,
     tensor: Annotated[str | None, typer.Option(help="Tensor degrees to consider: 1,2,4.")] = None,
     context: Annotated[str | None, typer.Option(help="Context degrees to consider.")] = None,
-    data: Annotated[str | None, typer.Option(help="Data degrees to consider.")] = None,
+    replicas: Annotated[
+        str | None, typer.Option(help="Data degrees to consider: copies of the model.")
+    ] = None,
     expert: Annotated[str | None, typer.Option(help="Expert degrees to consider.")] = None,
-    microbatch: Annotated[
-        str | None, typer.Option(help="Samples of a replica's microbatch to consider.")
+    microbatch_sizes: Annotated[
+        str | None, typer.Option(help="Samples of a microbatch to consider.", metavar="B,B,...")
     ] = None,
     chunks: Annotated[
-        int, typer.Option(help="The most stages on a pipeline rank (virtual stages).")
+        int, typer.Option(help="The most stages on a pipeline rank (virtual stages).", metavar="V")
     ] = 16,
     zero: Annotated[str, typer.Option(help="Stages of ZeRO to consider; 3 is FSDP.")] = "0,1,2,3",
     recompute: Annotated[
         str, typer.Option(help="none, selective, full: which to consider.")
     ] = "none,selective,full",
-    offload: Annotated[
-        bool, typer.Option("--offload", help="Consider the optimizer in host memory too.")
+    offload_optimizer: Annotated[
+        bool, typer.Option("--offload-optimizer", help="Consider the optimizer in host memory too.")
     ] = False,
     top: Annotated[int, typer.Option(help="Layouts in the table.", min=1, max=1000)] = 10,
     explain: Annotated[
         str | None,
         typer.Option(help='Why not this layout, for example "p8 t8 d2 b1 v3 full sp zero1".'),
     ] = None,
-    framework: Annotated[
+    runtime: Annotated[
         str | None,
         typer.Option(
+            "--for",
             help="Only layouts that can be exported to it: megatron, megatron-bridge, nemo, "
-            "torchtitan, deepspeed, accelerate; plan: a plan of stages, for `stagewright run`."
+            "torchtitan, deepspeed, accelerate; plan: a plan of stages, for `stagewright run`.",
+            metavar="FRAMEWORK",
         ),
     ] = None,
     schedule: Annotated[
@@ -193,12 +206,10 @@ def train_plan(
     """Find how to divide a transformer's training among GPUs; exit code 1 if nothing fits.
 
     Pipeline, tensor, context, expert and data degrees, microbatch, virtual stages, recomputation,
-    ZeRO and placement, for example: stagewright train-plan config.json --device h100 --gpus 64
-    --global-batch 512 --sequence 4096 -o layout.json
+    ZeRO and placement.
 
     With measured layer profiles, on servers of several kinds: stages, replicas, tensor degrees and
-    kinds of GPU, for example: stagewright train-plan profiles.json --servers a100:2x4,v100:3x8
-    --global-batch 256 -o plan.json
+    kinds of GPU.
     """
     from stagewright.cli.profiled import is_profiles, plan_profiles, require_options
     from stagewright.formulations.parallelism.document import save_layout
@@ -225,25 +236,26 @@ def train_plan(
     problem = read_problem(
         config, sequence, global_batch, fabric, precision, attention, no_overlap, reserve
     )
-    if offload and fabric.host_bytes_per_second is None:
-        raise InputError("--offload needs --host-bandwidth, for example 25GB/s")
+    if offload_optimizer and fabric.host_bytes_per_second is None:
+        raise InputError("--offload-optimizer needs --host-bandwidth, for example 25GB/s")
     degrees = {
         "pipeline": pipeline,
         "tensor": tensor,
         "context": context,
-        "data": data,
+        "replicas": replicas,
         "expert": expert,
-        "microbatch": microbatch,
+        "microbatch-sizes": microbatch_sizes,
     }
-    space = read_space(degrees, chunks, zero, recompute, schedule, offload)
+    space = read_space(degrees, chunks, zero, recompute, schedule, offload_optimizer)
     from stagewright.service.layouts import LayoutRequest, find_layouts
 
     request = ask(
         LayoutRequest,
+        {"framework": "--for"},
         problem=problem,
         space=space,
         top=top,
-        framework=framework,
+        framework=runtime,
         explain=None if explain is None else parse_layout(explain),
         by_stage=not alike,
         front=front or png is not None,
@@ -281,7 +293,8 @@ def memory(
     file: Annotated[
         Path,
         typer.Argument(
-            help="A Hugging Face config.json with --layout, or what train-plan wrote.",
+            help="A Hugging Face config.json, or OWNER/NAME, with --layout; or what train-plan "
+            "wrote.",
             metavar="CONFIG_OR_LAYOUT",
             show_default=False,
         ),
@@ -300,7 +313,10 @@ def memory(
         ),
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="Kind of GPU, or the JSON file of your own; default: h100.")
+        str | None,
+        typer.Option(
+            help="Kind of GPU, or the JSON file of your own; default: h100.", metavar="KIND"
+        ),
     ] = None,
     memory: Memory = None,
     precision: Annotated[
@@ -318,17 +334,15 @@ def memory(
     png: Picture = None,
     as_json: JsonFlag = False,
 ) -> int:
-    """Break down the peak memory of a layout by pipeline rank; exit code 1 if one is too full.
-
-    For example: stagewright memory config.json --layout "p8 t8 d2 b1 full" --sequence 4096
-    """
+    """Break down the peak memory of a layout by pipeline rank; exit code 1 if one is too full."""
     from stagewright.cli.profiled import is_profiled_plan
     from stagewright.formulations.parallelism.document import load_layout
     from stagewright.formulations.parallelism.layout import parse_layout
     from stagewright.graphs.documents.documents import write_bytes
+    from stagewright.graphs.importers.hf_hub import is_hub_name
     from stagewright.service.layout_memory import MemoryRequest, layout_memory
 
-    if is_profiled_plan(file):
+    if not is_hub_name(file) and is_profiled_plan(file):
         raise InputError(f"{file} is a plan by layer profiles: check computes its memory again")
     if is_layout(file):
         options = (layout, sequence, global_batch, device, memory, precision, attention, reserve)
@@ -367,11 +381,12 @@ def memory(
 
 
 def is_layout(path: Path) -> bool:
-    """Whether a file is a layout."""
+    """Whether a file is a layout; a model of the Hugging Face Hub by name is not."""
     from stagewright.formulations.parallelism.document import FORMAT
     from stagewright.graphs.documents.documents import format_of
+    from stagewright.graphs.importers.hf_hub import is_hub_name
 
-    return format_of(path) == FORMAT
+    return not is_hub_name(path) and format_of(path) == FORMAT
 
 
 def check_layout(path: Path, as_json: bool) -> int:

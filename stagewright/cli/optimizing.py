@@ -58,7 +58,7 @@ def parse_groups(texts: Sequence[str] | None, optimizer: "NamedOptimizer") -> "P
 
     groups: dict[str, dict[str, Any]] = {}
     for text in texts or ():
-        place = f"--group {text}"
+        place = f"--parameter-group {text}"
         pattern, _, listed = text.rpartition(":")  # a pattern may contain colons
         arguments = _parse_arguments(
             place, listed, "REGEX:KEY=VALUE,KEY=VALUE", "norm|bias:weight_decay=0"
@@ -84,7 +84,7 @@ def parse_schedule(text: str, steps: int) -> "Schedule":
     from stagewright.executor.training.stages.learning_rates import Schedule
 
     kind, _, listed = text.partition(":")
-    place = f"--schedule {text}"
+    place = f"--lr-schedule {text}"
     arguments = _parse_arguments(place, listed, "KIND:KEY=VALUE,KEY=VALUE", "cosine:warmup=100")
     for key, value in arguments.items():
         if key not in ("warmup", "min", "total"):
@@ -94,7 +94,7 @@ def parse_schedule(text: str, steps: int) -> "Schedule":
     try:
         return Schedule(kind, **{"total": steps, **arguments})
     except InputError as error:
-        raise InputError(f"--{error}") from None
+        raise InputError(f"--lr-{error}") from None
 
 
 def _require_accepted(choice: "NamedOptimizer", place: str) -> None:

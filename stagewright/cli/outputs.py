@@ -131,8 +131,8 @@ def _same(one: Path, other: Path) -> bool:
 def _files(command: Command, arguments: dict[str, Any]) -> _Files:
     """The files that ``arguments`` name; a ``-`` to be written becomes standard output."""
     files = _Files([], [])
-    for name, kind, marks in _paths(command):
-        option = _option(name, kind, marks)
+    for name, marks in _paths(command):
+        option = option_name(name, marks)
         writes = next((mark for mark in marks if isinstance(mark, Writes)), None)
         if writes is not None and arguments[name] == Path("-"):
             arguments[name] = STANDARD_OUTPUT
@@ -145,16 +145,16 @@ def _files(command: Command, arguments: dict[str, Any]) -> _Files:
     return files
 
 
-def _paths(command: Command) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
-    """The arguments of ``command`` that name files: name, default or not, and annotations."""
+def _paths(command: Command) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """The arguments of ``command`` that name files, with their annotations."""
     hints = get_type_hints(command, include_extras=True)
     for name in inspect.signature(command).parameters:
         kind, *marks = get_args(hints[name]) or (hints[name],)
         if Path in (kind, *get_args(kind)) or any(isinstance(mark, Reads) for mark in marks):
-            yield name, kind, tuple(marks)
+            yield name, tuple(marks)
 
 
-def _option(name: str, kind: Any, marks: tuple[Any, ...]) -> str:
+def option_name(name: str, marks: Sequence[Any]) -> str:
     """The name of an argument on the command line: ``--save-prices`` or ``PLAN``."""
     for mark in marks:
         if isinstance(mark, ArgumentInfo):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def partition(
     model: ModelFile,
     cluster: ClusterFile,
-    microbatches: Annotated[int, typer.Option(help="Microbatches in an iteration.")],
+    microbatches: Annotated[int, typer.Option(help="Microbatches in an iteration.", metavar="M")],
     stages: Annotated[
         int | None, typer.Option(help="Number of stages; default: every number.", metavar="N")
     ] = None,

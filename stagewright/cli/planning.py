@@ -230,7 +230,7 @@ def plan(
     start: Annotated[
         Path | None,
         typer.Option(
-            "--from",
+            "--from-plan",
             help="Start from this plan of the same layers, made for other times, memory or "
             "devices; planners auto and general.",
             metavar="FILE",
@@ -265,7 +265,7 @@ def plan(
             "--group-size": group_size, "--backend": backend, "--recompute": recompute,
             "--offload": offload, "--gap": gap, "--order": order, "--chunks": chunks,
             "--replicas": replicas, "--placement": placement, "--training": training,
-            "--k": reversed_layers, "--group": group, "--share": share, "--from": start,
+            "--k": reversed_layers, "--group": group, "--share": share, "--from-plan": start,
             "--vertical-sync": vertical_sync or None, "--tensor": tensor,
             "--shards": None if shards is Sharded.NONE else shards,
         }  # fmt: skip

@@ -30,7 +30,7 @@ BOTH = ("global_batch", "cluster", "server_bandwidth", "network_bandwidth", "mem
 
 
 def is_profiles(path: Path) -> bool:
-    """Whether a file has layer profiles.
+    """Whether a file has layer profiles; a model of the Hugging Face Hub by name has not.
 
     Raises
     ------
@@ -38,8 +38,11 @@ def is_profiles(path: Path) -> bool:
         If it is a file or folder of profiles that are not imported yet.
     """
     from stagewright.graphs.documents.documents import format_of
+    from stagewright.graphs.importers.hf_hub import is_hub_name
     from stagewright.graphs.models.layer_profiles import FORMAT
 
+    if is_hub_name(path):
+        return False
     source = _foreign(path)
     if source is not None:
         what = "is a folder" if path.is_dir() else f"seems to be a profile of {source}"

@@ -10,23 +10,29 @@ from stagewright.cli.console import (
     ClipNorm,
     JsonFlag,
     LossFunction,
+    Module,
     Optimizer,
     OutputFile,
+    Repetitions,
     read_sizes,
 )
 from stagewright.cli.inputs import hand_out
 from stagewright.graphs.documents.errors import InputError
 
+DeviceKind = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        help="Kind of device, as in cluster files; default: the device's name.",
+        metavar="KIND",
+    ),
+]
+
 TIMEOUT_SECONDS = 60.0  # a rank's limit for waiting for another one
 
 
 def profile(
-    model: Annotated[
-        str,
-        typer.Option(
-            help="Function that returns the module.", metavar="PACKAGE:FACTORY", show_default=False
-        ),
-    ],
+    module: Module,
     data: Annotated[
         str,
         typer.Option(
@@ -40,13 +46,9 @@ def profile(
         str, typer.Option(help="Samples; several sizes separated by commas.", metavar="B,B,...")
     ] = "1,2,4",
     loss: LossFunction = None,
-    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Device to measure.")] = "cpu",
-    kind: Annotated[
-        str, typer.Option(help="Kind of device, as in cluster files; default: the device's name.")
-    ] = "",
-    rounds: Annotated[
-        int, typer.Option(help="Repetitions, of which the median is taken.", min=1)
-    ] = 9,
+    on: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where to measure.")] = "cpu",
+    device: DeviceKind = None,
+    repetitions: Repetitions = 9,
     threads: Annotated[int, typer.Option(help="Threads that compute on a CPU.", min=1)] = 1,
     dtype: Annotated[
         Literal["float64", "float32", "bfloat16"],
@@ -95,8 +97,8 @@ def profile(
     from stagewright.executor.training.data.passes import pair
     from stagewright.executor.training.losses import loss_of_run
 
-    if device == "cuda" and not torch.cuda.is_available():
-        raise InputError("--device cuda: torch finds no GPU here")
+    if on == "cuda" and not torch.cuda.is_available():
+        raise InputError("--on cuda: torch finds no GPU here")
     ranks = tensor if ranks is None else ranks
     if ranks is not None:
         if ranks % (tensor or 1):
@@ -114,16 +116,16 @@ def profile(
         None if loss is None else load_factory(loss, "--loss"), given
     )
     profiled = Profiled(
-        make=load_factory(model, "--model"),
-        name=model.rpartition(":")[2],
+        make=load_factory(module, "--module"),
+        name=module.rpartition(":")[2],
         batch=pair(given, has_loss=not takes_loss),
         sizes=sizes,
         loss=of_outputs,
         takes_loss=takes_loss,
         optimizer=parse_optimizer(optimizer),
         clips=clip_norm is not None,
-        rounds=rounds,
-        machine=Machine(torch.device(device), threads, kind),
+        rounds=repetitions,
+        machine=Machine(torch.device(on), threads, _kind(device)),
         dtype=own,
         autocast=None if computed == own else computed,
     )
@@ -147,15 +149,13 @@ def profile_links(
     sizes: Annotated[
         str, typer.Option(help="Message sizes; at least two.", metavar="SIZE,SIZE,...")
     ] = "4kB,64kB,1MB,16MB",
-    rounds: Annotated[
-        int, typer.Option(help="Repetitions, of which the median is taken.", min=1)
-    ] = 9,
-    kind: Annotated[
-        str, typer.Option(help="Kind of device in the file; default: the device's name.")
-    ] = "",
+    repetitions: Repetitions = 9,
+    device: DeviceKind = None,
     memory: Annotated[
         str | None,
-        typer.Option(help="Memory of a device, for example 16GB; default: the machine's."),
+        typer.Option(
+            help="Memory of a device, for example 16GB; default: the machine's.", metavar="SIZE"
+        ),
     ] = None,
     output: OutputFile = None,
     as_json: JsonFlag = False,
@@ -181,11 +181,20 @@ def profile_links(
     with joined(TIMEOUT_SECONDS) as member:
         from stagewright.executor.measuring.links import describe, measure_links
 
-        links = measure_links(member.device, lengths, rounds=rounds)
-        cluster = describe(links, member.device, kind=kind, memory_bytes=memory_bytes)
+        links = measure_links(member.device, lengths, rounds=repetitions)
+        cluster = describe(links, member.device, kind=_kind(device), memory_bytes=memory_bytes)
         if member.rank == 0:
             hand_out(cluster, output, as_json)
     return 0
+
+
+def _kind(device: str | None) -> str:
+    """The kind of ``--device``; empty where it is the device's name."""
+    if device == "cuda":
+        raise InputError(
+            "--device cuda is no kind of device such as h100; --on cuda measures a GPU"
+        )
+    return device or ""
 
 
 @contextmanager

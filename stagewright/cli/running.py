@@ -14,6 +14,7 @@ from stagewright.cli.console import (
     ClipNorm,
     JsonFlag,
     LossFunction,
+    Module,
     Optimizer,
     PlanFile,
     Seed,
@@ -33,17 +34,12 @@ if TYPE_CHECKING:
     AnyPlan = PipelinePlan | OperatorPlan
 
 PROGRESS_SECONDS = 0.5  # minimum time between two lines of progress on a terminal
-QUIET_SECONDS = 10.0  # and where stderr is a file
+QUIET_SECONDS = 5.0  # and where stderr is a file
 
 
 def run(
     plan: PlanFile,
-    model: Annotated[
-        str,
-        typer.Option(
-            help="Function that returns the module.", metavar="PACKAGE:FACTORY", show_default=False
-        ),
-    ],
+    module: Module,
     data: Annotated[
         str,
         typer.Option(
@@ -64,7 +60,7 @@ def run(
     ],
     loss: LossFunction = None,
     optimizer: Optimizer = "sgd:lr=0.01",
-    group: Annotated[
+    parameter_group: Annotated[
         list[str] | None,
         typer.Option(
             help="Other arguments of the optimizer for parameters with a matching name, e.g. "
@@ -72,7 +68,7 @@ def run(
             metavar="REGEX:KEY=VALUE,...",
         ),
     ] = None,
-    schedule: Annotated[
+    lr_schedule: Annotated[
         str | None,
         typer.Option(
             help="Learning rates by step: constant, linear or cosine, e.g. "
@@ -100,9 +96,12 @@ def run(
     seed: Seed = 0,
     dtype: Annotated[
         Literal["float64", "float32", "bfloat16"] | None,
-        typer.Option(help="Type of a pipeline's parameters; default: float32."),
+        typer.Option(
+            help="Type of a pipeline's computations; bfloat16 is autocast of float32 parameters. "
+            "Default: float32."
+        ),
     ] = None,
-    weights: Annotated[
+    load_parameters: Annotated[
         Path | None,
         typer.Option(
             help="Begin with the weights of a .safetensors file, an index of several, or a folder; "
@@ -133,7 +132,7 @@ def run(
         Path | None,
         typer.Option(
             help="Write a row for each step: loss, samples per second, seconds, learning rate and "
-            "peak memory of the rank that knows the loss.",
+            "peak memory of the fullest rank.",
             metavar="FILE",
         ),
         Writes(".csv"),
@@ -191,18 +190,18 @@ def run(
         stepping = parse_optimizer(optimizer)
         return Task(
             plan=parsed,
-            model=load_factory(model, "--model"),
+            model=load_factory(module, "--module"),
             data=load_factory(data, "--data"),
             loss=None if loss is None else load_factory(loss, "--loss"),
             optimizer=stepping,
-            groups=parse_groups(group, stepping),
-            schedule=None if schedule is None else parse_schedule(schedule, steps),
+            groups=parse_groups(parameter_group, stepping),
+            schedule=None if lr_schedule is None else parse_schedule(lr_schedule, steps),
             accumulate=accumulate,
             clip_norm=clip_norm,
             steps=steps,
             seed=seed,
             dtype=None if dtype is None else getattr(torch, dtype),
-            weights=weights,
+            weights=load_parameters,
             timeout_seconds=timeout,
             checkpoints=checkpoint,
             checkpoint_every=checkpoint_every or steps,
@@ -275,7 +274,7 @@ def _require_runnable(task: "Task") -> None:
 
 def _progress(steps: int) -> "OnStep":
     """Report the progress of the training on stderr: often on a terminal, else now and then."""
-    from stagewright.graphs.documents.units import format_seconds
+    from stagewright.graphs.documents.units import format_bytes, format_seconds
 
     is_terminal = sys.stderr.isatty()
     pause = PROGRESS_SECONDS if is_terminal else QUIET_SECONDS
@@ -288,7 +287,7 @@ def _progress(steps: int) -> "OnStep":
             told = time.monotonic()
             line = (
                 f"step {one.step}/{steps}  loss {one.loss:.6g}  {format_seconds(one.seconds)}  "
-                f"{one.samples_per_second:.4g} samples/s"
+                f"{one.samples_per_second:.4g} samples/s  peak {format_bytes(one.peak_bytes)}"
             )
             if evaluated:
                 line += f"  evaluation loss {one.evaluation_loss:.6g}"

@@ -28,7 +28,7 @@ def read_stages(
         "microbatches": microbatches,
         "transfers": tuple(_numbers("--transfer", transfer)),
         "device": _read_devices(devices, stages),
-        "memory": () if memory is None else tuple(_numbers("--memory", memory)),
+        "memory": () if memory is None else tuple(_numbers("--memory-limit", memory)),
         **_read_times(times, stages),
         **_read_saved(saved, stages),
         **({} if in_flight is None else {"in_flight": _read_in_flight(in_flight, stages)}),
@@ -78,12 +78,14 @@ def _read_in_flight(text: str, stages: int) -> tuple[int, ...]:
 def _read_devices(text: str | None, stages: int) -> tuple[int, ...]:
     if text is None:
         return ()
-    devices = _numbers("--devices", text)
+    devices = _numbers("--stage-devices", text)
     for device in devices:
         if not (device.is_integer() and device >= 0):
-            raise InputError(f"--devices must be whole numbers from 0, got {device:g}")
+            raise InputError(f"--stage-devices must be whole numbers from 0, got {device:g}")
     if len(devices) != stages:
-        raise InputError(f"--devices needs {stages} values, one per stage; got {len(devices)}")
+        raise InputError(
+            f"--stage-devices needs {stages} values, one per stage; got {len(devices)}"
+        )
     return tuple(map(int, devices))
 
 

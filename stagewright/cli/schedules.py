@@ -47,10 +47,11 @@ SPELLED = {
     "send_forward": "--transfer",
     "send_backward": "--transfer",
     "transfers": "--transfer",
-    "device": "--devices",
+    "device": "--stage-devices",
     "placement": "--placement",
     "freed": "--saved: i",
-    "limit": "--memory",
+    "limit": "--memory-limit",
+    "memory": "--memory-limit",
     # One value of a list.
     "forward[]": "--times: forward of stage",
     "backward[]": "--times: backward of stage",
@@ -108,8 +109,8 @@ def schedule(
     stages: Annotated[
         int,
         typer.Option(
-            help="Number of pipeline stages P. Every stage has its own device, unless --devices "
-            "says otherwise: there are P devices.",
+            help="Number of pipeline stages P. Every stage has its own device, unless "
+            "--stage-devices says otherwise: there are P devices.",
             metavar="P",
         ),
     ],
@@ -140,8 +141,9 @@ def schedule(
         bool,
         typer.Option(
             "--curve",
-            help="The optimum for every limit in --memory, each with its bound; without --memory "
-            "from the least possible to where more is of no use. --html and --png draw it.",
+            help="The optimum for every limit in --memory-limit, each with its bound; without "
+            "--memory-limit from the least possible to where more is of no use. --html and --png "
+            "draw it.",
         ),
     ] = False,
     chunks: Annotated[
@@ -162,7 +164,7 @@ def schedule(
             case_sensitive=False,
         ),
     ] = None,
-    devices: Annotated[
+    stage_devices: Annotated[
         str | None,
         typer.Option(
             help="The device of each of the P stages, from 0 in the order of their use, such as "
@@ -197,7 +199,7 @@ def schedule(
             metavar="f,i,w",
         ),
     ] = None,
-    memory: Annotated[
+    memory_limit: Annotated[
         str | None,
         typer.Option(
             help="Limit on that memory: one, or one per device. zb1p, zb2p, zbv and optimal keep "
@@ -249,7 +251,14 @@ def schedule(
     fields = {
         **limit_fields(time_limit, threads, seed),
         **read_stages(
-            stages, microbatches, times, transfer, in_flight, devices, saved or [], memory
+            stages,
+            microbatches,
+            times,
+            transfer,
+            in_flight,
+            stage_devices,
+            saved or [],
+            memory_limit,
         ),
         "chunks": chunks,
         "objective": objective.value,

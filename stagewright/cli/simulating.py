@@ -11,7 +11,7 @@ from stagewright.cli.allocating import (
     SPELLED,
     Accelerators,
     Budget,
-    Placement,
+    PlacementSensitive,
     PolicyName,
     SpaceSharing,
     read_pool,
@@ -44,7 +44,9 @@ def simulate_cluster(
     jobs: Annotated[
         Path | None, typer.Option(help="Jobs file with its throughputs.", metavar="FILE")
     ] = None,
-    trace: Annotated[Path | None, typer.Option(help="Gavel trace.", metavar="FILE")] = None,
+    job_trace: Annotated[
+        Path | None, typer.Option(help="Gavel trace of arriving jobs.", metavar="FILE")
+    ] = None,
     throughputs: Annotated[
         Path | None, typer.Option(help="Gavel table of throughputs.", metavar="FILE")
     ] = None,
@@ -72,7 +74,7 @@ def simulate_cluster(
     ] = None,
     policy: PolicyName = "max-min",
     space_sharing: SpaceSharing = False,
-    placement: Placement = False,
+    placement_sensitive: PlacementSensitive = False,
     budget: Budget = None,
     round_seconds: Annotated[float, typer.Option(help="Length of a round.")] = 360.0,
     reset_seconds: Annotated[
@@ -86,16 +88,16 @@ def simulate_cluster(
     ] = None,
     repair_hours: Annotated[float, typer.Option(help="Hours that a repair takes.")] = 1.0,
     seed: Seed = 0,
-    timeline: Annotated[
-        Path | None, typer.Option(help="Draw the assignments.", metavar="FILE.png"), PICTURE
+    png: Annotated[
+        Path | None, typer.Option(help="Draw the assignments.", metavar="FILE"), PICTURE
     ] = None,
-    completion: Annotated[
+    completion_png: Annotated[
         Path | None,
-        typer.Option(help="Draw the completion times' distribution.", metavar="FILE.png"),
+        typer.Option(help="Draw the completion times' distribution.", metavar="FILE"),
         PICTURE,
     ] = None,
-    utilisation: Annotated[
-        Path | None, typer.Option(help="Draw the accelerators in use.", metavar="FILE.png"), PICTURE
+    utilisation_png: Annotated[
+        Path | None, typer.Option(help="Draw the accelerators in use.", metavar="FILE"), PICTURE
     ] = None,
     as_json: JsonFlag = False,
 ) -> int:
@@ -106,17 +108,17 @@ def simulate_cluster(
     """
     from stagewright.service.cluster_requests import SimulateClusterRequest
 
-    _require_pictures(ideal, timeline, completion, utilisation)
+    _require_pictures(ideal, png, completion_png, utilisation_png)
     generated = {"multi_gpu": multi_gpu, "priorities": priorities, "slos": slos}
     request = ask(
         SimulateClusterRequest,
         SPELLED,
         pool=read_pool(cluster),
-        **_read_jobs(jobs, trace, throughputs, poisson, generated),
+        **_read_jobs(jobs, job_trace, throughputs, poisson, generated),
         window=_window(window or (POISSON_WINDOW if poisson is not None else None)),
         policy=policy,
         space_sharing=space_sharing,
-        placement=placement,
+        placement=placement_sensitive,
         budget_dollars=budget,
         round_seconds=round_seconds,
         reset_seconds=reset_seconds,
@@ -124,14 +126,14 @@ def simulate_cluster(
         hours_to_failure=hours_to_failure,
         repair_hours=repair_hours,
         seed=seed,
-        keep_assignments=timeline is not None,
+        keep_assignments=png is not None,
     )
     # After the input is read: bad input is refused without waiting for the solvers to load.
     from stagewright.service.cluster_simulation import simulate_cluster as answer_of
 
     with interruptible() as stop, _progress(request.window) as on_progress:
         answer = answer_of(request, on_progress, stop)
-    _draw(answer.timeline, policy, timeline, completion, utilisation)
+    _draw(answer.timeline, policy, png, completion_png, utilisation_png)
     if as_json:
         print_answer(answer)
     else:
@@ -147,7 +149,7 @@ def _require_pictures(ideal: bool, timeline: Path | None, *others: Path | None) 
         if path is not None:
             require_suffix(path)
     if ideal and timeline is not None:
-        raise InputError("--ideal has no rounds to draw: leave out --timeline")
+        raise InputError("--ideal has no rounds to draw: leave out --png")
 
 
 def _read_jobs(
@@ -163,9 +165,11 @@ def _read_jobs(
     from stagewright.service.cluster_requests import ArrivalsRequest
 
     if sum(source is not None for source in (jobs, trace, poisson)) != 1:
-        raise InputError("give one of --jobs FILE, --trace FILE, --poisson JOBS_PER_HOUR")
+        raise InputError("give one of --jobs FILE, --job-trace FILE, --poisson JOBS_PER_HOUR")
     if (jobs is None) != (throughputs is not None):
-        raise InputError("--trace and --poisson need --throughputs FILE; a jobs file has its own")
+        raise InputError(
+            "--job-trace and --poisson need --throughputs FILE; a jobs file has its own"
+        )
     if poisson is None and any(generated.values()):
         raise InputError("--multi-gpu, --priorities and --slos belong to --poisson")
     if jobs is not None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from stagewright.service.sweep_requests import SweepAnswer, SweepRow
 
 T = TypeVar("T")
-SPELLED = {"memory_bytes": "--memory", "batches": "--batch", "planners": "--planner"}
+SPELLED = {"memory_bytes": "--memory", "batches": "--global-batch", "planners": "--planner"}
 
 
 class Engine(StrEnum):
@@ -48,7 +48,7 @@ def sweep(
     microbatches: Annotated[
         str | None, typer.Option(help="Microbatches in an iteration.", metavar="M,...")
     ] = None,
-    batch: Annotated[
+    global_batch: Annotated[
         str | None,
         typer.Option(
             help="Samples between two updates, in place of --microbatches, for planners 2bw and "
@@ -111,9 +111,6 @@ def sweep(
 ) -> int:
     """Plan every combination of sizes; exit code 1 if none has a plan.
 
-    For example: stagewright sweep --model model.json --cluster cluster.json --devices 4,8,16
-    --microbatches 8,16,32 --memory 16GB,32GB -o sweep.csv
-
     Each plan has its own time limit, and its own bound. Ctrl-C (or SIGTERM) ends the sweep and
     keeps the rows found so far; a second one ends immediately.
     """
@@ -123,8 +120,10 @@ def sweep(
     from stagewright.graphs.models.chain import load_model
     from stagewright.service.sweep_requests import SweepRequest
 
-    if (microbatches is None) == (batch is None):
-        raise InputError("give one of --microbatches and --batch, for example --microbatches 4,8")
+    if (microbatches is None) == (global_batch is None):
+        raise InputError(
+            "give one of --microbatches and --global-batch, for example --microbatches 4,8"
+        )
     limits = read_limits(time_limit, threads, seed)
     request = ask(
         SweepRequest,
@@ -132,7 +131,7 @@ def sweep(
         chain=load_model(model),
         cluster=load_cluster(cluster),
         microbatches=_listed("--microbatches", microbatches, _whole),
-        batches=_listed("--batch", batch, _whole),
+        batches=_listed("--global-batch", global_batch, _whole),
         devices=_listed("--devices", devices, _whole),
         memory_bytes=_listed("--memory", memory, parse_bytes),
         planners=_listed("--planner", planner, str),

@@ -16,6 +16,7 @@ from stagewright.cli.console import (
     ClusterFile,
     JsonFlag,
     LossFunction,
+    Module,
     Optimizer,
     Seed,
     TimeLimit,
@@ -37,12 +38,7 @@ PLAN, COSTS, GRAPH, CLUSTER, CHECKPOINTS = (
 
 
 def train(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="Function that returns the module.", metavar="PACKAGE:FACTORY", show_default=False
-        ),
-    ],
+    module: Module,
     data: Annotated[
         str,
         typer.Option(
@@ -65,8 +61,8 @@ def train(
         ),
         Writes(several=True),
     ],
-    rounds: Annotated[int, typer.Option(help="Plans that are tried at most.", min=1)] = 5,
-    round_steps: Annotated[int, typer.Option(help="Steps by each of them.", min=1)] = 10,
+    plans: Annotated[int, typer.Option(help="Plans that are tried at most.", min=1)] = 5,
+    plan_steps: Annotated[int, typer.Option(help="Steps by each of them.", min=1)] = 10,
     tolerance: Annotated[
         str, typer.Option(help="Costs are stable when a run differs by less.", metavar="SHARE")
     ] = "10%",
@@ -110,8 +106,8 @@ def train(
     require_torch()
     if not (math.isfinite(timeout) and timeout > 0):
         raise InputError(f"--timeout must be a positive number of seconds, got {timeout:g}")
-    if steps <= round_steps:
-        raise InputError(f"--steps {steps} leaves nothing after a round of {round_steps} steps")
+    if steps <= plan_steps:
+        raise InputError(f"--steps {steps} leaves nothing after a plan of {plan_steps} steps")
     if folder.exists():
         raise InputError(
             f"{folder} exists; name a new folder, or go on with stagewright run "
@@ -120,7 +116,7 @@ def train(
     machines = load_cluster(cluster)
     with reporting("train") as report:
         report("tracing a step")
-        graph = _captured(model, data, loss, optimizer, replicas, weights.value)
+        graph = _captured(module, data, loss, optimizer, replicas, weights.value)
     planned = Rounds(
         graph,
         machines,
@@ -128,7 +124,7 @@ def train(
         contention,  # type: ignore[arg-type]
         Limits(time_limit, seed=seed),
         parse_share(tolerance, "--tolerance"),
-        min(rounds, (steps - 1) // round_steps),
+        min(plans, (steps - 1) // plan_steps),
     )
     first = planned.start()
     if first is None:
@@ -137,9 +133,9 @@ def train(
             "with devices filled in turn"
         )
         return 1
-    given = ["--model", model, "--data", data, "--optimizer", optimizer, "--seed", str(seed)]
+    given = ["--module", module, "--data", data, "--optimizer", optimizer, "--seed", str(seed)]
     given += ["--timeout", str(timeout)] + ([] if loss is None else ["--loss", loss])
-    runs = _Runs(folder, given, round_steps)
+    runs = _Runs(folder, given, plan_steps)
     try:
         done = list(_shown(runs.rounds(planned, first), as_json))
         answer = runs.run(folder / PLAN, steps, _saving(save_parameters))
@@ -150,7 +146,7 @@ def train(
 
 
 def _captured(
-    model: str, data: str, loss: str | None, optimizer: str, replicas: int, weights: str
+    module: str, data: str, loss: str | None, optimizer: str, replicas: int, weights: str
 ) -> "StepGraph":
     """The graph of a step, without times."""
     from stagewright.cli.factories import load_factory
@@ -163,9 +159,9 @@ def _captured(
 
     of_outputs = cross_entropy if loss is None else load_factory(loss, "--loss")
     batch = share_of(first_batch(load_factory(data, "--data")()), replicas, 0)
-    module, tensors = without_values(load_factory(model, "MODEL"), batch)
-    stepping, name = parse_optimizer(optimizer), model.rpartition(":")[2]
-    step = capture_step(module, tensors, loss=of_outputs, optimizer=stepping, name=name)
+    made, tensors = without_values(load_factory(module, "--module"), batch)
+    stepping, name = parse_optimizer(optimizer), module.rpartition(":")[2]
+    step = capture_step(made, tensors, loss=of_outputs, optimizer=stepping, name=name)
     return data_parallel(step.graph, replicas, weights)  # type: ignore[arg-type]
 
 
@@ -179,7 +175,7 @@ class _Runs:
 
     folder: Path
     given: list[str]
-    round_steps: int
+    plan_steps: int
     steps: int = 0
     losses: list[float] = field(default_factory=list)
 
@@ -198,7 +194,7 @@ class _Runs:
             number = next(numbers)
             file, trace = (self.folder / f"{name}-{number}.json" for name in ("plan", "trace"))
             save_operator_plan(plan, file)
-            self.run(file, self.steps + self.round_steps, ["--trace", str(trace)])
+            self.run(file, self.steps + self.plan_steps, ["--trace", str(trace)])
             return load_trace(trace)
 
         for one in planned.run(first, measure):

@@ -47,6 +47,7 @@ def test_figure_5():
     assert three_ways(unit_layers(8), 2, 1)[2] == [23, 19, 16]
 
 
+@pytest.mark.slow
 def test_figure_5_is_optimal_for_its_devices():
     blocks, modulo, _ = three_ways(unit_layers(8), 2, 1)
     assert [solve(one, LIMITS).cost for one in (blocks, modulo)] == [19, 16]

@@ -456,6 +456,8 @@ DAMAGES: dict[str, tuple[str, Damage]] = {
     "memory understated": ("predicted", table_entry("peak_memory_bytes", "g1", 1e6)),
     "memory of a device left out": ("predicted", table_entry("peak_memory_bytes", "g1", None)),
     "memory of an idle device": ("predicted", table_entry("peak_memory_bytes", "g7", 0.0)),
+    "capacity overstated": ("predicted", table_entry("capacity_bytes", "g1", 1e12)),
+    "capacity of a device left out": ("predicted", table_entry("capacity_bytes", "g1", None)),
     "link bytes understated": ("predicted", table_entry("link_bytes", "0-1", 1.0)),
     "link left out": ("predicted", table_entry("link_bytes", "0", None)),
     "cost forged": ("certificate", scaled_cost),
@@ -1160,3 +1162,8 @@ def test_rounding_is_no_second_microbatch_in_flight(weights: str) -> None:
     assert check(by_hand, early) == ()
     peaks = (predict(by_hand, each).peak_memory_bytes for each in (plan, early))
     assert next(peaks) == next(peaks)
+
+
+def test_older_documents_without_capacities_are_valid() -> None:
+    older = figures(capacity_bytes={})(base(next(iter(BASES))))
+    assert check(problem(), older) == ()

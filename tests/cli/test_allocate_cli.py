@@ -110,9 +110,9 @@ def test_sharing_accelerators_is_shown_and_helps(jobs: Path):
 def test_a_cluster_may_be_a_file_of_devices(jobs: Path, tmp_path: Path):
     cluster = uniform_servers(1, 2, Link(1e9), kind="v100")
     save_cluster(cluster, tmp_path / "cluster.json")
-    spelled = as_json("allocate", "--jobs", jobs, "--cluster", "v100=1x2", "--placement")
+    spelled = as_json("allocate", "--jobs", jobs, "--cluster", "v100=1x2", "--placement-sensitive")
     read = as_json(
-        "allocate", "--jobs", jobs, "--cluster", tmp_path / "cluster.json", "--placement"
+        "allocate", "--jobs", jobs, "--cluster", tmp_path / "cluster.json", "--placement-sensitive"
     )
     assert read["objective"] == pytest.approx(spelled["objective"])
 
@@ -160,7 +160,7 @@ def test_policies_are_listed():
         (("--cluster", "v100=1,v100=2"), "two types of accelerators are named 'v100'"),
         (("--cluster", "v100=1@cheap"), "is not an accelerator type"),
         (("--cluster", "v100=1", "--policy", "fair"), "unknown policy 'fair'"),
-        (("--cluster", "v100=1", "--placement"), "placement needs servers"),
+        (("--cluster", "v100=1", "--placement-sensitive"), "placement needs servers"),
         (("--cluster", "v100=1", "--budget", "5"), "spends no budget"),
         (("--cluster", "v100=1", "--time-limit", "0"), "--time-limit"),
         (("--cluster", "v100=1", "--output", "/nowhere/a.json"), "does not exist"),
@@ -207,7 +207,8 @@ def test_the_generated_workload_is_what_the_script_writes():
 def test_a_cluster_is_simulated_on_a_jobs_file(tmp_path: Path):
     there = ("--jobs", EXAMPLE, "--cluster", "v100=2x4@2.48,p100=1x4@1.46")
     pictures = [tmp_path / f"{name}.png" for name in ("timeline", "completion", "utilisation")]
-    drawn = [word for file in pictures for word in (f"--{file.stem}", file)]
+    options = ("--png", "--completion-png", "--utilisation-png")
+    drawn = [word for pair in zip(options, pictures, strict=True) for word in pair]
     found = as_json("simulate-cluster", *there, *drawn, "--hours-to-failure", 20, "--seed", 1)
     assert found["completed"] == found["jobs"] == 24
     assert 0 < found["utilisation"] <= 1

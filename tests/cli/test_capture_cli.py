@@ -8,12 +8,18 @@ from commands import answered, answered_json, refused
 from stagewright.graphs.models.data_parallel import data_parallel
 from stagewright.graphs.models.step_graph import load_graph
 
-LENET = ("capture", "examples.fastt.vision:lenet", "--data", "examples.fastt.vision:digits")
+LENET = (
+    "capture",
+    "--module",
+    "examples.fastt.vision:lenet",
+    "--data",
+    "examples.fastt.vision:digits",
+)
 
 
 def test_capture_computes_times_for_devices(tmp_path: Path) -> None:
     file = tmp_path / "graph.json"
-    options = ("--batch", 6, "--device-kind", "v100,P100", "-o", file)
+    options = ("--mini-batch", 6, "--device", "v100,P100", "-o", file)
     assert answered_json(*LENET, *options) == {
         "name": "lenet",
         "operators": 162,
@@ -29,9 +35,9 @@ def test_capture_computes_times_for_devices(tmp_path: Path) -> None:
 
 def test_capture_of_replicas(tmp_path: Path) -> None:
     one = tmp_path / "one.json"
-    options = (*LENET, "--batch", 4, "--device-kind", "v100")
+    options = (*LENET, "--mini-batch", 4, "--device", "v100")
     answered(*options, "-o", one)
-    options = (*LENET, "--batch", 8, "--device-kind", "v100")
+    options = (*LENET, "--mini-batch", 8, "--device", "v100")
     for weights, extra in (("shared", 0), ("mirrored", 1)):
         file = tmp_path / f"{weights}.json"
         answered(*options, "--replicas", 2, "--weights", weights, "-o", file)
@@ -43,8 +49,8 @@ def test_capture_of_replicas(tmp_path: Path) -> None:
 
 def test_capture_of_microbatches(tmp_path: Path) -> None:
     one, file = tmp_path / "one.json", tmp_path / "four.json"
-    answered(*LENET, "--batch", 2, "--device-kind", "v100", "-o", one)
-    answered(*LENET, "--batch", 8, "--device-kind", "v100", "--microbatches", 4, "-o", file)
+    answered(*LENET, "--mini-batch", 2, "--device", "v100", "-o", one)
+    answered(*LENET, "--mini-batch", 8, "--device", "v100", "--microbatches", 4, "-o", file)
     graph = load_graph(file)
     assert graph == data_parallel(load_graph(one), 4, "accumulated")
     assert sum(node.operator == "accumulate" for node in graph.nodes) == 3 * 8
@@ -53,7 +59,9 @@ def test_capture_of_microbatches(tmp_path: Path) -> None:
 
 def test_capture_measures_on_this_machine(tmp_path: Path) -> None:
     file = tmp_path / "graph.json"
-    line = answered(*LENET, "--measure", "--rounds", 1, "--optimizer", "sgd:lr=0.1", "-o", file)
+    line = answered(
+        *LENET, "--measure", "--repetitions", 1, "--optimizer", "sgd:lr=0.1", "-o", file
+    )
     assert line == f"{file}: lenet, 65 operators\n"
     graph = load_graph(file)
     assert graph.samples == 2
@@ -61,21 +69,21 @@ def test_capture_measures_on_this_machine(tmp_path: Path) -> None:
 
 
 def test_the_document_is_printed_without_an_output() -> None:
-    assert '"format": "stagewright-graph"' in answered(*LENET, "--device-kind", "v100")
+    assert '"format": "stagewright-graph"' in answered(*LENET, "--device", "v100")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ((), "give --device-kind, for computed times, or --measure"),
-        (("--device-kind", "v100", "--measure"), "give --device-kind, for computed times, or"),
-        (("--device-kind", "abacus"), "device 'abacus' is not known"),
-        (("--device-kind", "v100", "--batch", 0), "'--batch'"),
-        (("--device-kind", "v100", "--replicas", 2, "--microbatches", 2), "--replicas or --micro"),
-        (("--device-kind", "v100", "--microbatches", 3), "has 2 samples, which 3 replicas"),
-        (("--device-kind", "v100", "--weights", "shared"), "--weights goes with --replicas"),
-        (("--device-kind", "v100", "--optimizer", "rprop"), "Rprop is not captured; there are"),
-        (("--device-kind", "v100", "--loss", "math:sqrt"), "--loss: 'math:sqrt' raised TypeError"),
+        ((), "give --device, for computed times, or --measure"),
+        (("--device", "v100", "--measure"), "give --device, for computed times, or"),
+        (("--device", "abacus"), "device 'abacus' is not known"),
+        (("--device", "v100", "--mini-batch", 0), "'--mini-batch'"),
+        (("--device", "v100", "--replicas", 2, "--microbatches", 2), "--replicas or --micro"),
+        (("--device", "v100", "--microbatches", 3), "has 2 samples, which 3 replicas"),
+        (("--device", "v100", "--weights", "shared"), "--weights goes with --replicas"),
+        (("--device", "v100", "--optimizer", "rprop"), "Rprop is not captured; there are"),
+        (("--device", "v100", "--loss", "math:sqrt"), "--loss: 'math:sqrt' raised TypeError"),
     ],
 )
 def test_capture_refuses_in_one_line(options: tuple[object, ...], message: str) -> None:
@@ -83,9 +91,21 @@ def test_capture_refuses_in_one_line(options: tuple[object, ...], message: str) 
 
 
 def test_capture_names_what_does_not_fit_together() -> None:
-    wrong = ("capture", "examples.fastt.vision:vgg19", "--data", "examples.fastt.vision:digits")
-    line = refused(*wrong, "--device-kind", "v100")
+    wrong = (
+        "capture",
+        "--module",
+        "examples.fastt.vision:vgg19",
+        "--data",
+        "examples.fastt.vision:digits",
+    )
+    line = refused(*wrong, "--device", "v100")
     assert line.startswith("examples/fastt/vision.py:")
     assert "to have 3 channels, but got 1 channels" in line
-    missing = ("capture", "examples.fastt.vision:lenet5", "--data", "examples.fastt.vision:digits")
-    assert "has no 'lenet5'" in refused(*missing, "--device-kind", "v100")
+    missing = (
+        "capture",
+        "--module",
+        "examples.fastt.vision:lenet5",
+        "--data",
+        "examples.fastt.vision:digits",
+    )
+    assert "has no 'lenet5'" in refused(*missing, "--device", "v100")

@@ -24,7 +24,6 @@ HEAVY = (
     "highspy",
     "pulp",
     "numba",
-    "plotly",
     "matplotlib",
     "scipy",
     "pydantic",
@@ -436,7 +435,7 @@ def test_plan_makes_a_published_schedule(
 
 
 def test_plan_starts_from_a_plan_and_refuses_one_of_other_layers(files: Path) -> None:
-    options = ["--microbatches", 4, "--from", files / "plan.json"]
+    options = ["--microbatches", 4, "--from-plan", files / "plan.json"]
     given = json.loads((files / "plan.json").read_text())["predicted"]["iteration_seconds"]
     document = answered_json("plan", *given_to(files), *options, "--time-limit", 1)
     assert document["attempts"][0]["planner"] == "given"
@@ -502,7 +501,7 @@ def test_gpipe_cannot_keep_an_in_flight_limit() -> None:
 
 def test_schedule_takes_several_stages_on_a_device_and_split_backwards() -> None:
     arguments = ["schedule", "--stages", 4, "--microbatches", 4, "--transfer", 1]
-    arguments += ["--times", "1,1,1", "--devices", "0,1,1,0"]
+    arguments += ["--times", "1,1,1", "--stage-devices", "0,1,1,0"]
     document = answered_json(*arguments)
     assert document["status"] == "optimal"
     everything = {f"{s}{kind}{m}" for s in range(4) for kind in "FIW" for m in range(4)}
@@ -512,7 +511,7 @@ def test_schedule_takes_several_stages_on_a_device_and_split_backwards() -> None
 
 
 def test_1f1b_is_interleaved_on_several_stages_of_a_device() -> None:
-    arguments = ["schedule", "--stages", 4, "--times", "1,2", "--devices", "0,1,0,1"]
+    arguments = ["schedule", "--stages", 4, "--times", "1,2", "--stage-devices", "0,1,0,1"]
     arguments += ["--kind", "1f1b"]
     document = answered_json(*arguments, "--microbatches", 4)
     assert (document["makespan"], document["bubble"]) == (27, pytest.approx(1 / 8))
@@ -538,14 +537,20 @@ def test_schedule_draws_the_rows() -> None:
         (["--times", "1"], "write F,B"),
         (["--times", "1,2,3,4"], "write F,B"),
         (["--times", "1,2;1,2,3;1,2"], "write F,B for every stage or F,I,W"),
-        (["--times", "1,2", "--devices", "0,1"], "--devices needs 3 values"),
-        (["--times", "1,2", "--devices", "0,1,-1"], "--devices must be whole numbers from 0"),
+        (["--times", "1,2", "--stage-devices", "0,1"], "--stage-devices needs 3 values"),
+        (
+            ["--times", "1,2", "--stage-devices", "0,1,-1"],
+            "--stage-devices must be whole numbers from 0",
+        ),
         (["--times", "1e308,1e308"], "their sum is not a finite number"),
         (
-            ["--times", "1,2", "--devices", "1,0,1"],
-            "--devices[0] must be an integer from 0 to 0, got 1: devices are numbered in order of",
+            ["--times", "1,2", "--stage-devices", "1,0,1"],
+            "--stage-devices[0] must be an integer from 0 to 0, got 1: devices are",
         ),
-        (["--times", "1,2", "--devices", "0,1,2,"], "--devices: '0,1,2,' is no list of numbers"),
+        (
+            ["--times", "1,2", "--stage-devices", "0,1,2,"],
+            "--stage-devices: '0,1,2,' is no list of numbers",
+        ),
         (["--times=1,-2"], "--times: backward of stage 0 must be finite and not negative, got -2"),
         (["--times", "1,2,nan"], "--times: weight gradient of stage 0 must be finite"),
         (["--times", "1,2", "--transfer=-1"], "--transfer of channel 0 must be finite and not neg"),
@@ -695,7 +700,7 @@ def test_model_refuses(arguments: list[object], message: str) -> None:
 def test_cluster_builds_servers(tmp_path: Path) -> None:
     answered(
         "cluster", "2x4", "--intra", "100GB/s", "--inter", "100Gbps", "--memory", "32GB",
-        "--device", "a100", "--latency-inter", "1e-5", "-o", tmp_path / "c.json",
+        "--device", "a100", "--latency-inter", "10us", "-o", tmp_path / "c.json",
     )  # fmt: skip
     cluster = load_cluster(tmp_path / "c.json")
     assert (len(cluster), len(cluster.servers)) == (8, 2)
@@ -708,7 +713,7 @@ def test_cluster_builds_servers(tmp_path: Path) -> None:
 def test_cluster_builds_racks(tmp_path: Path) -> None:
     answered(
         "cluster", "2x3x4", "--intra", "300GB/s", "--inter", "50GB/s", "--inter-rack", "100Gbps",
-        "--latency-inter-rack", "1e-5", "-o", tmp_path / "c.json",
+        "--latency-inter-rack", "10us", "-o", tmp_path / "c.json",
     )  # fmt: skip
     cluster = load_cluster(tmp_path / "c.json")
     assert (len(cluster), len(cluster.servers)) == (24, 6)
@@ -755,7 +760,12 @@ def test_cluster_reads_files(tmp_path: Path) -> None:
         (["1x2", "--intra", "9GB/s", "--memory", "16"], "is a unit missing?"),
         (["1x2", "--intra", "9GB/s", "--memory", "big"], "'big' is not a size"),
         (["1x2", "--intra", "9GB/s", "--device", "abacus"], "'abacus' is not known"),
-        (["1x2", "--intra", "9GB/s", "--latency-intra", "-1"], "latency_seconds"),
+        (["1x2", "--intra", "9GB/s", "--latency-intra", "-1us"], "--latency-intra must be from 0"),
+        (["1x2", "--intra", "9GB/s", "--latency-intra", "5"], "--latency-intra '5' has no unit"),
+        (["1x2", "--intra", "9GB/s", "--latency-intra", "5s"], "must be from 0 to 1 s"),
+        (["1x2", "--intra", "9GB/s", "--latency-intra", "5us/s"], "is not a latency"),
+        (["1x2", "--intra", "9GB/s", "--latency-intra", "5GB"], "has an unknown unit, GB"),
+        (["1x2", "--intra", "9GB/s", "--latency-intra", "nan us"], "must be from 0 to 1 s"),
         (["--dgx1", "--inter", "9GB/s"], "belong to a shape"),
         (["2x2", "--intra", "9GB/s", "--inter-rack", "9GB/s"], "belong to a shape such as 4x8x4"),
         (["2x2x2", "--intra", "9GB/s", "--inter", "9GB/s"], "--inter-rack is missing"),

@@ -101,7 +101,7 @@ def test_an_interrupted_comparison_keeps_the_strategies_so_far(
     assert "interrupted after the strategy multi-cloud" in answered(*options)
     monkeypatch.setattr(cloud, "interruptible", lambda: nullcontext(After(0)))
     assert answered(*options, code=1).count("interrupted before the first strategy") == 1
-    assert answered(*options, "--plot", prices.with_suffix(".png"), code=1)
+    assert answered(*options, "--png", prices.with_suffix(".png"), code=1)
     monkeypatch.setattr(cloud, "interruptible", lambda: nullcontext(After(999)))
     assert answered_json(*options)["status"] == "optimal"
 
@@ -125,7 +125,7 @@ def test_overheads_places_pictures_and_the_prices_as_a_file(prices: Path, tmp_pa
     found = answered_json(
         prices, "--rates", RATES, "--v100-hours", 6, "--only", "aws", "--strategy", "optimal",
         "--checkpoint-seconds", 60, "--restore-seconds", 1800, "--egress-dollars", 1,
-        "--dataset-dollars", 1, "--plot", picture, "--save-prices", written,
+        "--dataset-dollars", 1, "--png", picture, "--save-prices", written,
     )  # fmt: skip
     assert found["strategies"]["optimal"]["dollars"] == pytest.approx(15.5 * 0.9)
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -136,9 +136,9 @@ def test_rates_from_a_throughput_table(prices: Path, tmp_path: Path):
     table = {"v100": {"A3C": {"null": 5.0}}, "k80": {"A3C": {"null": 2.0}}, "tpu": {}}
     (tmp_path / "rates.json").write_text(json.dumps(table))
     options = ("--throughputs", tmp_path / "rates.json", "--v100-hours", 6)
-    found = answered_json(prices, "--model", "A3C", *options)
+    found = answered_json(prices, "--job-type", "A3C", *options)
     assert found["strategies"]["gpu-type"]["dollars"] == pytest.approx(13.5)
-    result = run(prices, "--model", "B3C", *options)
+    result = run(prices, "--job-type", "B3C", *options)
     assert (result.exit_code, result.stdout) == (2, "")
     assert "no rate of 'B3C' on a v100; models: A3C" in result.stderr
 
@@ -146,7 +146,7 @@ def test_rates_from_a_throughput_table(prices: Path, tmp_path: Path):
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        (["--v100-hours", "6"], "give --rates, or --model"),
+        (["--v100-hours", "6"], "give --rates, or --job-type"),
         (["--rates", "v100"], "'v100' is no rate"),
         (["--rates", "v100=x"], "is no rate"),
         (["--rates", "v100=1,v100=2"], "appears twice"),
@@ -163,7 +163,7 @@ def test_rates_from_a_throughput_table(prices: Path, tmp_path: Path):
         (["--rates", RATES, "--restore-seconds", "-1"], "restore_seconds must be finite"),
         (["--rates", RATES, "--gpus", "0"], "--gpus must be at least 1, got 0"),
         (["--rates", RATES, "--preempted", "600"], "--preempted needs a folder of logs"),
-        (["--rates", RATES, "--plot", "nowhere/x.png"], "does not exist"),
+        (["--rates", RATES, "--png", "nowhere/x.png"], "does not exist"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(prices: Path, options: list[str], word: str):
@@ -183,7 +183,7 @@ def test_a_missing_prices_file_is_refused(tmp_path: Path):
 def test_the_public_logs_are_read_as_they_are():
     found = answered_json(
         DATA / "logs", "--throughputs", DATA / "notebooks" / "oracle_throughputs.json",
-        "--model", "A3C", "--only", "aws/us-east-1,azure", "--strategy", "optimal",
+        "--job-type", "A3C", "--only", "aws/us-east-1,azure", "--strategy", "optimal",
         "--preempted", 1800, "--restore-seconds", 120,
     )  # fmt: skip
     # The K80 of Azure, of whose preemptions no log tells; 96 h on a V100 are 206 h there.

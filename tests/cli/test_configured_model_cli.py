@@ -57,7 +57,10 @@ def test_sizes_and_devices_of_a_configuration(config: Path) -> None:
     [
         ([], "--sequence is missing: the tokens in a sample, for example 4096"),
         (["--sequence", 0], "sequence must be at least 1, got 0"),
-        (["--layers", 3, "--image", 9], "--layers, --image: does not apply to a configuration"),
+        (
+            ["--layers", 3, "--image-size", 9],
+            "--layers, --image-size: does not apply to a configuration",
+        ),
         (["--sequence", 8, "--attention", "materialized"], "--attention materialized: does not"),
         (
             ["--sequence", 8, "--device", "v100", "--precision", "bf16"],

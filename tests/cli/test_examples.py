@@ -67,12 +67,15 @@ def test_the_python_example_plans(
     assert plan.certificate is not None
 
 
+SEARCHES = ("plan", "sweep", "what-if")
+
+
 def in_this_process(script: str) -> None:
     """Run a script of nothing but commands of stagewright, with short searches."""
     for line in script.splitlines():
         program, *arguments = shlex.split(line)
         assert program == "stagewright"
-        answered(*arguments, *(["--time-limit", 1] if arguments[0] == "plan" else []))
+        answered(*arguments, *(["--time-limit", 1] if arguments[0] in SEARCHES else []))
 
 
 def as_a_script(script: str) -> None:

@@ -75,7 +75,7 @@ def test_rows_are_ordered_and_their_parts_are_the_whole() -> None:
         assert memory["total_bytes"] <= 80e9
 
 
-TIGHT = ("--memory", "15GB", "--pipeline", 4, "--data", 2, "--chunks", 1, "--zero", "0,1")
+TIGHT = ("--memory", "15GB", "--pipeline", 4, "--replicas", 2, "--chunks", 1, "--zero", "0,1")
 
 
 def test_blocks_by_stage() -> None:
@@ -104,7 +104,7 @@ def test_blocks_by_stage() -> None:
 @pytest.mark.parametrize("framework", ["megatron", "torchtitan", "plan"])
 def test_blocks_by_stage_that_a_framework_can_express(framework: str) -> None:
     Path("config.json").write_text(json.dumps(LLAMA | {"tie_word_embeddings": False}))
-    found = answered_json(*PLAN, *TIGHT, "--framework", framework, "-o", "layout.json")
+    found = answered_json(*PLAN, *TIGHT, "--for", framework, "-o", "layout.json")
     assert found["refined"]["rows"]
     answered("export", "layout.json", "--to", framework, "-o", "exported")
 
@@ -165,7 +165,7 @@ def test_memory_by_rank() -> None:
         ({"--tensor": "two"}, "--tensor 'two': write for example 1,2,4"),
         ({"--zero": "4"}, "--zero: 4 is none of 0, 1, 2, 3"),
         ({"--recompute": "some"}, "--recompute: 'some' is none of none, selective, full"),
-        ({"--framework": "none"}, "--framework 'none' is not known; there are megatron, "),
+        ({"--for": "none"}, "--for 'none' is not known; there are megatron, "),
         ({"--schedule": "gpipe"}, "--schedule: 'gpipe' is none of 1f1b, zero-bubble"),
         ({"--explain": "p2 x3"}, "layout word 'x3' is not known; known are pN, tN"),
         ({"--explain": "p2 p3"}, "layout 'p2 p3': pipeline appears twice"),
@@ -205,8 +205,13 @@ def test_what_a_cluster_file_says_is_not_said_again() -> None:
 
 
 def test_offload_needs_the_way_to_the_host() -> None:
-    assert refused(*PLAN, "--offload") == "--offload needs --host-bandwidth, for example 25GB/s"
-    assert run(*PLAN, "--offload", "--host-bandwidth", "25GB/s", "--top", 1).exit_code == 0
+    assert (
+        refused(*PLAN, "--offload-optimizer")
+        == "--offload-optimizer needs --host-bandwidth, for example 25GB/s"
+    )
+    assert (
+        run(*PLAN, "--offload-optimizer", "--host-bandwidth", "25GB/s", "--top", 1).exit_code == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -223,7 +228,7 @@ def test_layouts_are_read_as_they_are_written(text: str) -> None:
 
 @pytest.mark.parametrize("to", ["megatron", "megatron-bridge", "nemo"])
 def test_export_of_a_layout(to: str) -> None:
-    shown = answered(*PLAN, "-o", "layout.json", "--pipeline", "2", "--framework", to)
+    shown = answered(*PLAN, "-o", "layout.json", "--pipeline", "2", "--for", to)
     assert f"of all layouts of 16 devices that {to} can express with" in shown
     found = answered_json("export", "layout.json", "--to", to, "-o", ".")
     assert found["status"] == "written"
@@ -249,7 +254,7 @@ def test_a_layout_becomes_a_plan() -> None:
     rewrite(Path("config.json"), tie_word_embeddings=False)
     degrees = ("--pipeline", 2, "--tensor", 2)
     one_server = ("train-plan", "config.json", "--device", "h100", "--gpus", 8, *RUN)
-    shown = answered(*one_server, *degrees, "--framework", "plan", "-o", "layout.json")
+    shown = answered(*one_server, *degrees, "--for", "plan", "-o", "layout.json")
     assert "that plan can express with" in shown
     shown = answered("export", "layout.json", "--to", "plan", "-o", "out")
     assert "out/plan.json is written" in shown
@@ -264,7 +269,7 @@ def test_a_layout_becomes_a_plan() -> None:
 
 
 def test_names_of_a_plan_are_those_of_the_model() -> None:
-    answered(*PLAN, "--framework", "plan", "-o", "layout.json")
+    answered(*PLAN, "--for", "plan", "-o", "layout.json")
     given = ("--to", "plan", "-o", "out", "--model", model_file())
     answered("export", "layout.json", *given)
     layers = json.loads(Path("out/plan.json").read_text())["layers"]
@@ -279,7 +284,7 @@ def test_names_of_a_plan_are_those_of_the_model() -> None:
 @pytest.mark.parametrize("to", ["deepspeed", "accelerate"])
 def test_whole_recomputation_where_a_framework_knows_no_other(to: str) -> None:
     """The explained layout fits, and is in the space: it cannot be faster than the best."""
-    asked = (*PLAN, "--framework", to, "--memory", "12GB", "--top", 1)
+    asked = (*PLAN, "--for", to, "--memory", "12GB", "--top", 1)
     found = answered_json(*asked, "--explain", "p1 t1 d16 b1 zero3 full")
     assert found["explained"]["shortages"] == []
     assert found["rows"][0]["seconds"] <= found["explained"]["row"]["seconds"] * (1 + 1e-9)

@@ -65,10 +65,13 @@ def test_what_is_given_is_not_assumed() -> None:
     assert half["source"] == (
         "devices a100; assumed: memory 40 GB, 21 GB/s between servers (84.0% of 25)"
     )
-    slow = ["--latency-intra", "1e-3"]
+    slow = ["--latency-intra", "1ms"]
     assert json.loads(answered("cluster", "1x2", "--device", "a100", *slow))["links"]["intra"] == {
         "bandwidth_bytes_per_second": 0.812 * 300e9, "latency_seconds": 1e-3,
     }  # fmt: skip
+    none = json.loads(answered("cluster", "1x2", "--device", "a100", "--latency-intra", "0"))
+    assert none["links"]["intra"]["latency_seconds"] == 0
+    assert "belong to a shape" in refused("cluster", "--dgx1", "--latency-inter", "1us")
 
 
 def test_the_generic_kind_is_not_taken_in_silence() -> None:

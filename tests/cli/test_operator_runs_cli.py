@@ -39,7 +39,9 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """LeNet in two replicas of a sample each, on two ranks."""
     folder = tmp_path_factory.mktemp("lenet")
     graph, cluster, file = (folder / f"{name}.json" for name in ("graph", "cluster", "plan"))
-    answered("capture", LENET, *DIGITS, "--replicas", 2, "--device-kind", "v100", "-o", graph)
+    answered(
+        "capture", "--module", LENET, *DIGITS, "--replicas", 2, "--device", "v100", "-o", graph
+    )
     save_cluster(uniform_servers(1, 2, Link(1e9, 1e-5), kind="v100"), cluster)
     options = ("--planner", "m-topo", "--model", graph, "--cluster", cluster)
     answered("plan", *options, "-o", file)
@@ -49,12 +51,12 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_a_run_is_traced_compared_and_resumed(plan: Path, tmp_path: Path) -> None:
     trace, picture, checkpoints = (tmp_path / name for name in ("t.json", "c.png", "steps"))
-    options = ("run", plan, "--model", LENET, *DIGITS, "--checkpoint", checkpoints)
+    options = ("run", plan, "--module", LENET, *DIGITS, "--checkpoint", checkpoints)
     first = launched(*options, "--steps", 3, "--trace", trace)
     assert first["world_size"] == 2
     assert len(first["losses"]) == 3
     more = launched(*options, "--steps", 5, "--resume")
-    whole = launched("run", plan, "--model", LENET, *DIGITS, "--steps", 5)
+    whole = launched("run", plan, "--module", LENET, *DIGITS, "--steps", 5)
     assert first["losses"] + more["losses"] == whole["losses"]
 
     placed, run = load_operator_plan(plan), load_trace(trace)
@@ -84,7 +86,7 @@ def test_a_run_is_traced_compared_and_resumed(plan: Path, tmp_path: Path) -> Non
 def test_options_of_pipelines_are_refused(
     plan: Path, options: tuple[object, ...], message: str
 ) -> None:
-    given = ("run", plan, "--model", LENET, *DIGITS, "--steps", 1)
+    given = ("run", plan, "--module", LENET, *DIGITS, "--steps", 1)
     assert message in refused(*given, *options)
 
 
@@ -94,9 +96,9 @@ def test_rounds_train_as_one_plan_does(replicas: int, tmp_path: Path) -> None:
     cluster, folder = tmp_path / "cluster.json", tmp_path / "out"
     save_cluster(uniform_servers(1, 2, Link(1e9, 1e-5), kind="here"), cluster)
     given = ("--data", "jobs:double_batches", "--optimizer", "adamw:lr=0.01", "--seed", 3)
-    options = ("--rounds", 2, "--round-steps", 3, "--replicas", replicas, "--time-limit", 1)
+    options = ("--plans", 2, "--plan-steps", 3, "--replicas", replicas, "--time-limit", 1)
     found = launched(
-        "train", "jobs:double_model", *given, *options, "--cluster", cluster,
+        "train", "--module", "jobs:double_model", *given, *options, "--cluster", cluster,
         "--steps", 8, "--folder", folder,
     )  # fmt: skip
     assert 1 <= len(found["rounds"]) <= 2
@@ -108,12 +110,12 @@ def test_rounds_train_as_one_plan_does(replicas: int, tmp_path: Path) -> None:
         folder / f"plan-{found['best']}.json"
     )
     start = folder / "plan-0.json"
-    plain = launched("run", start, "--model", "jobs:double_model", *given, "--steps", 8)
+    plain = launched("run", start, "--module", "jobs:double_model", *given, "--steps", 8)
     assert found["losses"] == pytest.approx(plain["losses"], rel=1e-9)
     assert len(found["losses"]) == 8
 
     again = launched(
-        "run", folder / "plan.json", "--model", "jobs:double_model", *given, "--steps", 9,
+        "run", folder / "plan.json", "--module", "jobs:double_model", *given, "--steps", 9,
         "--checkpoint", folder / "steps", "--resume",
     )  # fmt: skip
     assert len(again["losses"]) == 1
@@ -128,8 +130,8 @@ def test_rounds_train_as_one_plan_does(replicas: int, tmp_path: Path) -> None:
 def test_nothing_runs_on_when_train_is_ended(tmp_path: Path) -> None:
     cluster, folder = tmp_path / "cluster.json", tmp_path / "out"
     save_cluster(uniform_servers(1, 2, Link(1e9, 1e-5), kind="here"), cluster)
-    given = ("train", "jobs:model", "--data", "jobs:batches", "--cluster", cluster)
-    steps = ("--steps", 10**8, "--round-steps", 10**7, "--folder", folder)
+    given = ("train", "--module", "jobs:model", "--data", "jobs:batches", "--cluster", cluster)
+    steps = ("--steps", 10**8, "--plan-steps", 10**7, "--folder", folder)
     command = [sys.executable, "-m", "stagewright", *map(str, (*given, *steps))]
     environment = os.environ | {"PYTHONPATH": str(TESTS)}
     with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as process:
@@ -155,17 +157,17 @@ def running(folder: Path) -> list[str]:
 def test_a_folder_is_not_overwritten(plan: Path) -> None:
     options = ("--cluster", plan.parent / "cluster.json", "--steps", 20, "--folder", plan.parent)
     assert "exists; name a new folder, or go on with stagewright run" in refused(
-        "train", LENET, *DIGITS, *options
+        "train", "--module", LENET, *DIGITS, *options
     )
-    options = (*options[:-1], plan.parent / "new", "--round-steps", 20)
-    assert "--steps 20 leaves nothing after a round of 20" in refused(
-        "train", LENET, *DIGITS, *options
+    options = (*options[:-1], plan.parent / "new", "--plan-steps", 20)
+    assert "--steps 20 leaves nothing after a plan of 20" in refused(
+        "train", "--module", LENET, *DIGITS, *options
     )
 
 
 @pytest.mark.slow
 def test_another_model_is_refused(plan: Path) -> None:
-    given = ("run", plan, "--model", "examples.fastt.vision:lenet", "--steps", 1)
+    given = ("run", plan, "--module", "examples.fastt.vision:lenet", "--steps", 1)
     line = launched(*given, *DIGITS[:2], "--optimizer", "adamw", code=2)
     assert line.count("\n") == 1
     assert "are not those of 'lenet' as it was planned (the plan " in line

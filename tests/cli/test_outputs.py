@@ -14,7 +14,7 @@ from stagewright.cli import PANELS
 from stagewright.cli.outputs import Writes, _paths
 from stagewright.formulations.plans.plan import load_plan
 
-EXPORT = "export plan.json --to torchrun --command true --gpus-per-node 6"
+EXPORT = "export plan.json --to torchrun --command true --per-server 6"
 WITHOUT_ROOT = pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 
 
@@ -32,7 +32,7 @@ def test_every_path_of_a_command_is_known_as_read_or_written() -> None:
         (command.__name__, name)
         for commands in PANELS.values()
         for command in commands
-        for name, _, marks in _paths(command)
+        for name, marks in _paths(command)
         if any(isinstance(mark, Writes) for mark in marks)
     }
     assert written == {
@@ -45,9 +45,9 @@ def test_every_path_of_a_command_is_known_as_read_or_written() -> None:
         ("sweep", "output"), ("sweep", "png"),
         ("train", "folder"), ("train", "save_parameters"),
         ("compare", "png"), ("compare", "corrected"), ("export", "output"),
-        ("allocate", "output"), ("simulate_cluster", "timeline"),
-        ("simulate_cluster", "completion"), ("simulate_cluster", "utilisation"),
-        ("cloud", "plot"), ("cloud", "save_prices"), ("estimate", "output"),
+        ("allocate", "output"), ("simulate_cluster", "png"),
+        ("simulate_cluster", "completion_png"), ("simulate_cluster", "utilisation_png"),
+        ("cloud", "png"), ("cloud", "save_prices"), ("estimate", "output"),
         ("run_cluster", "folder"), ("run_cluster", "output"),
         ("train_plan", "output"), ("train_plan", "png"), ("memory", "png"),
     }  # fmt: skip
@@ -70,18 +70,18 @@ def test_every_path_of_a_command_is_known_as_read_or_written() -> None:
         ("compare plan.json run.json --model model.json --corrected model.json",
          ("--corrected", "--model")),
         ("compare plan.json run.json --png run.json", ("--png", "TRACE")),
-        ("run plan.json --model a:b --data a:b --steps 1 --trace a --save-parameters a",
+        ("run plan.json --module a:b --data a:b --steps 1 --trace a --save-parameters a",
          ("--trace", "--save-parameters")),
-        ("run plan.json --model a:b --data a:b --steps 1 --trace plan.json", ("--trace", "PLAN")),
+        ("run plan.json --module a:b --data a:b --steps 1 --trace plan.json", ("--trace", "PLAN")),
         ("export plan.json --to torch-csv -o plan.json", ("--output", "PLAN")),
         ("import plan.json --from pipedream -o plan.json", ("--output", "FILE")),
         ("allocate --jobs model.json --cluster cluster.json -o cluster.json",
          ("--output", "--cluster")),
         ("cloud plan.json --save-prices plan.json", ("--save-prices", "PRICES")),
-        ("cloud plan.json model.json --plot model.json", ("--plot", "PRICES")),
+        ("cloud plan.json model.json --png model.json", ("--png", "PRICES")),
         ("cluster --matrix model.json -o model.json", ("--output", "--matrix")),
-        ("simulate-cluster --cluster v100=1 --jobs model.json --timeline a.png --completion a.png",
-         ("--completion", "--timeline")),
+        ("simulate-cluster --cluster v100=1 --jobs model.json --png a.png --completion-png a.png",
+         ("--completion-png", "--png")),
     ],
 )  # fmt: skip
 def test_an_output_that_would_overwrite_is_refused(
@@ -110,11 +110,11 @@ def test_an_output_that_would_overwrite_is_refused(
          "must end in .json"),
         ("model vgg19 -o vgg19.yaml", "must end in .json"),
         (f"{EXPORT} -o plan.csv", "a name such as run.sh"),
-        ("simulate-cluster --cluster v100=1 --jobs model.json --timeline a.json", ".svg"),
+        ("simulate-cluster --cluster v100=1 --jobs model.json --png a.json", ".svg"),
         ("show plan.json --png none/a.png", "none does not exist"),
         ("show plan.json --png folder", "is a folder"),
         (f"{EXPORT} -o none/run.sh", "none does not exist"),
-        ("cloud plan.json --plot folder", "is a folder"),
+        ("cloud plan.json --png folder", "is a folder"),
         (f"model vgg19 -o {'n' * 300}", "File name too long"),
     ],
 )  # fmt: skip

@@ -13,12 +13,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("graphs", "formulations", "solvers", "executor", "service")
-HEAVY = ("ortools", "cvxpy", "highspy", "pulp", "numba", "plotly", "matplotlib", "torch")
+HEAVY = ("ortools", "cvxpy", "highspy", "pulp", "numba", "matplotlib", "torch")
 
 
 def modules() -> set[str]:
     """Every module and data file of the package, as a path inside it."""
-    inside = [path for room in ROOMS for path in (*python(room), *(ROOT / room).rglob("*.jinja"))]
+    data = [path for end in ("*.jinja", "*.js") for path in (ROOT / "executor").rglob(end)]
+    inside = [*data, *(path for room in ROOMS for path in python(room))]
     files = {f"stagewright/{path.relative_to(ROOT)}" for path in inside}
     front = list((ROOT / "stagewright").glob("*.py"))
     front += [*python("stagewright/cli"), *python("stagewright/front")]

@@ -2,13 +2,14 @@
 
 import csv
 import json
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import matplotlib.image
 import pytest
 from commands import answered, answered_json, refused, run
+from pages import drawings
 
 import stagewright
 from stagewright.formulations.schedules.channels import with_channels
@@ -85,11 +86,11 @@ def test_copies_of_stages_take_turns(replicas: tuple[int, ...]) -> None:
     assert found["bound"] >= max(timed.loads())
     peaks = found["peak_memory_per_device"]
     assert peaks == list(order.most_on_device())
-    fits = answered_json(*options, "--memory", ",".join(map(str, peaks)))
+    fits = answered_json(*options, "--memory-limit", ",".join(map(str, peaks)))
     assert fits["makespan"] == found["makespan"]
     last = next(d for d in reversed(range(len(peaks))) if peaks[d] > 1)
     peaks[last] -= 1
-    short = answered(*options, "--memory", ",".join(map(str, peaks)), code=1)
+    short = answered(*options, "--memory-limit", ",".join(map(str, peaks)), code=1)
     assert f"holds {peaks[last] + 1} on device {last}, whose limit is {peaks[last]}" in short
 
 
@@ -109,7 +110,7 @@ def test_chunks_are_parts_of_stages_and_devices_place_stages() -> None:
     """Two chunks of 1, 2, 3 in a V, by hand: the same schedule."""
     by_chunks = answered_json(*of(2, 6, "--kind", "zbv", "--saved", "4,2,2", times="2,4,6"))
     by_hand = answered_json(
-        *of(4, 6, "--kind", "zbv", "--devices", "0,1,1,0", "--saved", "2,1,1", times="1,2,3")
+        *of(4, 6, "--kind", "zbv", "--stage-devices", "0,1,1,0", "--saved", "2,1,1", times="1,2,3")
     )
     for name in ("makespan", "span", "order", "starts", "peak_memory", "chunks", "devices"):
         assert by_chunks[name] == by_hand[name]
@@ -120,7 +121,7 @@ def test_chunks_are_parts_of_stages_and_devices_place_stages() -> None:
 @pytest.mark.parametrize(("placement", "devices"), [("loop", "0,1,0,1"), ("v", "0,1,1,0")])
 def test_the_optimum_takes_a_placement(placement: str, devices: str) -> None:
     found = answered_json(*of(2, 3, "--chunks", 2, "--placement", placement, times="2,4"))
-    by_hand = answered_json(*of(4, 3, "--devices", devices, times="1,2"))
+    by_hand = answered_json(*of(4, 3, "--stage-devices", devices, times="1,2"))
     assert (found["status"], found["chunks"], found["devices"]) == ("optimal", 2, 2)
     assert (found["makespan"], found["bound"]) == (by_hand["makespan"], by_hand["bound"])
     assert found["order"] == by_hand["order"]
@@ -132,10 +133,10 @@ def test_memory_is_counted_and_limited() -> None:
     assert answered_json(*of(4, 12, "--kind", "zb-h1"))["peak_memory_per_device"] == [4] * 4
     halves = answered_json(*of(4, 12, "--kind", "zb-h2", "--saved", "6,4,2"))
     assert halves["peak_memory"] == 4 + 6 * 6 + 2  # 6 saved whole ones around an I
-    limited = of(4, 12, "--kind", "zb-h2", "--memory", "9,5,5,5")
+    limited = of(4, 12, "--kind", "zb-h2", "--memory-limit", "9,5,5,5")
     found = answered_json(*limited, code=1)
     assert (found["status"], found["makespan"], found["peak_memory"]) == ("infeasible", None, 7)
-    assert "holds 7 on device" not in answered(*of(4, 12, "--kind", "zb-h2", "--memory", 7))
+    assert "holds 7 on device" not in answered(*of(4, 12, "--kind", "zb-h2", "--memory-limit", 7))
     text = answered(*limited, code=1)
     assert "zb-h2 holds 7 on device 1, whose limit is 5" in text
     assert "at least 7" in text
@@ -144,7 +145,7 @@ def test_memory_is_counted_and_limited() -> None:
 @pytest.mark.parametrize("kind", ["zb1p", "zb2p", "zbv"])
 def test_heuristics_keep_the_limit(kind: str) -> None:
     free = answered_json(*of(4, 12, "--kind", kind, times="3,2,1"))
-    tight = answered_json(*of(4, 12, "--kind", kind, "--memory", 3, times="3,2,1"))
+    tight = answered_json(*of(4, 12, "--kind", kind, "--memory-limit", 3, times="3,2,1"))
     assert tight["peak_memory"] <= 3 < free["peak_memory"]
     assert tight["makespan"] >= free["makespan"]
 
@@ -152,12 +153,12 @@ def test_heuristics_keep_the_limit(kind: str) -> None:
 def test_the_optimum_keeps_memory_and_minimises_the_span() -> None:
     """Zero-bubble's published example: 195 with memory 10, where its heuristic has 198."""
     example = of(
-        4, 12, "--saved", "2,1,1", "--memory", 10, "--time-limit", 20, times="5,6,4"
+        4, 12, "--saved", "2,1,1", "--memory-limit", 10, "--time-limit", 20, times="5,6,4"
     )  # fmt: skip
     found = answered_json(*example)
     assert (found["status"], found["makespan"], found["bound"]) == ("optimal", 195, 195)
     assert found["peak_memory"] <= 10
-    span = answered_json(*of(4, 8, "--objective", "span", "--memory", 5))
+    span = answered_json(*of(4, 8, "--objective", "span", "--memory-limit", 5))
     assert (span["status"], span["span"], span["bound"]) == ("optimal", 26, 26)
 
 
@@ -217,7 +218,7 @@ def test_a_curve_of_memory(tmp_path: Path) -> None:
     assert {"zbv", "v-half"} <= {kind["kind"] for kind in found["kinds"]}
     assert "zbv" in page.read_text()
     assert matplotlib.image.imread(picture).shape[1] == 1500
-    some = answered(*of(2, 4, "--curve", "--memory", "2,1"))
+    some = answered(*of(2, 4, "--curve", "--memory-limit", "2,1"))
     assert [line.split()[0] for line in some.splitlines()[3:5]] == ["1", "2"]
 
 
@@ -239,20 +240,20 @@ def test_objectives_have_their_own_bounds() -> None:
         (["--kind", "zbv", "--chunks", 3], "zbv has 2 stages per device, got 3"),
         (["--kind", "zb-h1", "--times", "1,2"], "--times: weight gradient is needed: zb-h1 splits"),
         (["--kind", "dualpipe"], "DualPipe needs at least 8 microbatches (2 p), got 6"),
-        (["--kind", "zb1p", "--memory", "0.5"], "--memory[0] must be at least 1.0, one microbatch"),
-        (["--kind", "zb1p", "--memory", "4,4"], "--memory needs one value or 4, one per device"),
-        (["--kind", "zb1p", "--memory", "4,x"], "--memory: '4,x' is no list of numbers"),
-        (["--kind", "zb1p", "--memory", "-4"], "--memory[0] must be finite and not negative"),
+        (["--kind", "zb1p", "--memory-limit", "0.5"], "limit[0] must be at least 1.0, one"),
+        (["--kind", "zb1p", "--memory-limit", "4,4"], "limit needs one value or 4, one per device"),
+        (["--kind", "zb1p", "--memory-limit", "4,x"], "-limit: '4,x' is no list of numbers"),
+        (["--kind", "zb1p", "--memory-limit", "-4"], "limit[0] must be finite and not negative"),
         (["--saved", "4,1,2"], "stage 0: I and W must give back what F adds, 4, not 1 + 2"),
         (["--saved", "1,2"], "--saved: 2 numbers; write f for every stage or f,i,w"),
         (["--saved", "2,3,-1"], "--saved: i[0] must be 0 to 2"),
-        (["--memory", "0.5"], "--memory[0] must be at least 1.0, one microbatch"),
-        (["--memory", "4", "--backend", "highs"], "highs takes neither memory nor spans"),
+        (["--memory-limit", "0.5"], "limit[0] must be at least 1.0, one"),
+        (["--memory-limit", "4", "--backend", "highs"], "highs takes neither memory nor spans"),
         (["--objective", "span", "--backend", "highs"], "takes neither memory nor spans; use cp"),
         (["--chunks", "2"], "--placement must be given for optimal with chunks: loop, V, wave, or"),
         (["--kind", "pe", "--placement", "any"], "--placement any is for kind optimal, not pe"),
         (["--placement", "free", "--objective", "memory"], "memory is for named placements"),
-        (["--placement", "free", "--memory", "4,4,4,5"], "memory must be one value for placement"),
+        (["--placement", "free", "--memory-limit", "4,4,4,5"], "limit must be one value for"),
         (["--makespan-limit", "9"], "--makespan-limit is for kind optimal with objective memory"),
         (["--kind", "1f1b", "--replicas", "2,1,1,1"], "--replicas are of kind 1f1b-rr, not 1f1b"),
         (["--kind", "1f1b-rr", "--replicas", "2,1,1"], "--replicas needs 4 values, got 3"),
@@ -262,14 +263,14 @@ def test_objectives_have_their_own_bounds() -> None:
         (["--compare", "--replicas", "2,1,1,1"], "--replicas is of one schedule; leave it or"),
         (["--curve", "--kind", "zbv"], "--kind is of one schedule; leave it or --curve out"),
         (["--curve", "--objective", "memory"], "--objective memory is for single schedules"),
-        (["--curve", "--memory", "2,0.5"], "--memory[0] must be at least 1.0"),
+        (["--curve", "--memory-limit", "2,0.5"], "--memory-limit[0] must be at least 1.0"),
         (["--curve", "--placement", "any"], "'line', 'loop', 'V' or 'wave', got 'any'"),
         (["--chunks", "3", "--placement", "v"], "--placement V has 2 stages per device, got 3"),
         (["--kind", "zbv", "--placement", "loop"], "--placement of zbv is V, got loop"),
-        (["--kind", "zbv", "--devices", "0,1,0,1"], "zbv has its own, 0,1,1,0"),
-        (["--kind", "chimera", "--devices", "0,1,2,3"], "chimera has its own, two per stage"),
-        (["--kind", "zbv", "--devices", "0,1,2,0"], "--devices must have as many stages of zbv"),
-        (["--devices", "0,1,0,1", "--chunks", "2"], "--chunks must be left out"),
+        (["--kind", "zbv", "--stage-devices", "0,1,0,1"], "zbv has its own, 0,1,1,0"),
+        (["--kind", "chimera", "--stage-devices", "0,1,2,3"], "chimera has its own, two per stage"),
+        (["--kind", "zbv", "--stage-devices", "0,1,2,0"], "must have as many stages of zbv"),
+        (["--stage-devices", "0,1,0,1", "--chunks", "2"], "--chunks must be left out"),
         (["--kind", "zb"], "'zb' is none of gpipe, 1f1b, pe, pipedream"),
         (["--placement", "zig"], "Invalid value for '--placement': 'zig' is not one of 'line', "),
         (
@@ -329,7 +330,7 @@ def test_all_kinds_are_compared_with_the_optimum() -> None:
 
 
 def test_a_comparison_says_what_does_not_fit() -> None:
-    options = of(4, 6, "--compare", "--memory", 4, times="1,2")
+    options = of(4, 6, "--compare", "--memory-limit", 4, times="1,2")
     found = answered_json(*options)
     reasons = {one["kind"]: one["reason"] for one in found["refused"]}
     assert "gpipe holds 6 on device 0, whose limit is 4" in reasons["gpipe"]
@@ -352,16 +353,12 @@ def test_a_comparison_says_what_does_not_fit() -> None:
 def test_a_comparison_refuses_what_no_kind_takes() -> None:
     message = refused(*of(4, 6, "--compare", times="1,-2"))
     assert "--times: backward of stage 0 must be finite and not negative, got -2" in message
-    assert "--memory[0] must be at least" in refused(*of(4, 6, "--compare", "--memory", 0.1))
+    assert "--memory-limit[0] must be at least" in refused(
+        *of(4, 6, "--compare", "--memory-limit", 0.1)
+    )
 
 
 # Files
-
-
-def drawn(page: str) -> list[Any]:
-    """The data of the page's figure."""
-    start = page.index("[", page.index("Plotly.newPlot(", page.index("figure-schedules")))
-    return json.JSONDecoder().raw_decode(page[start:])[0]
 
 
 def test_schedules_are_drawn(tmp_path: Path) -> None:
@@ -371,23 +368,26 @@ def test_schedules_are_drawn(tmp_path: Path) -> None:
     assert found["files"] == [str(page), str(picture)]
     alone = matplotlib.image.imread(picture).shape
     text = page.read_text()
-    bars = drawn(text)
-    assert sum(len(bar["y"]) for bar in bars) == 2 * 4 * 8
-    assert {bar["name"] for bar in bars} == {"forward", "backward"}
-    assert len({bar["marker"]["color"] for bar in bars}) == 4  # two directions
-    assert "both directions" in text
+    (drawing,) = drawings(text)
+    kinds = Counter(
+        drawing["kinds"][kind]["name"] for lane in drawing["lanes"] for kind in lane["kind"]
+    )
+    assert kinds == {"forward": 4 * 8, "backward": 4 * 8}
+    assert len({kind["light"] for kind in drawing["kinds"]}) == 4  # two directions
+    assert "both directions" in drawing["lanes"][0]["name"]
     compared = answered(*of(2, 4, "--compare", "--png", picture, "--html", page))
     assert f"{picture} is written" in compared
     assert matplotlib.image.imread(picture).shape[0] > 5 * alone[0]
     text = page.read_text()
     assert all(kind in text for kind in SCHEDULES)
-    assert len(drawn(text)) > 4
+    titles = [lane["name"] for lane in drawings(text)[0]["lanes"] if lane["group"] == "title"]
+    assert len(titles) > 4
 
 
 def test_nothing_is_written_without_a_schedule(tmp_path: Path) -> None:
     page = tmp_path / "a.html"
     assert answered_json(
-        *of(4, 8, "--kind", "gpipe", "--memory", 2, "--html", page), code=1
+        *of(4, 8, "--kind", "gpipe", "--memory-limit", 2, "--html", page), code=1
     )["files"] == []  # fmt: skip
     assert not page.exists()
 

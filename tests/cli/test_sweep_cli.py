@@ -67,7 +67,7 @@ def test_json_and_no_plan() -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ([], "give one of --microbatches and --batch, for example --microbatches 4,8"),
+        ([], "give one of --microbatches and --global-batch, for example --microbatches 4,8"),
         (["--microbatches", "4,x"], "--microbatches: 'x' is no whole number"),
         (["--microbatches", "4,"], "--microbatches '4,' has an empty entry"),
         (["--microbatches", "0"], "--microbatches must be at least 1, got 0"),
@@ -76,7 +76,7 @@ def test_json_and_no_plan() -> None:
         (["--microbatches", "4", "--memory", "16XB"], "--memory: '16XB' is not a size"),
         (["--microbatches", "4", "--planner", "best"], "--planner: 'best' is none of spp, "),
         (["--microbatches", "4", "--engine", "ray"], "--workers is for the engine local"),
-        (["--batch", "12", "--planner", "2bw"], "use a batch of 8 or 16"),
+        (["--global-batch", "12", "--planner", "2bw"], "use a batch of 8 or 16"),
         (["--microbatches", "4", "-o", "sweep.txt"], "the name must end in .csv"),
     ],
 )

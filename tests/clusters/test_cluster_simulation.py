@@ -12,7 +12,13 @@ from stagewright.executor.clusters.outages import Outage, outages
 from stagewright.executor.clusters.rules import Rules
 from stagewright.executor.clusters.simulation import Allocate, Progress, simulate_cluster
 from stagewright.executor.clusters.timeline import ClusterTimeline
-from stagewright.executor.drawing.cluster_chart import draw_jct_cdf, draw_rounds, draw_utilisation
+from stagewright.executor.drawing.cluster_chart import (
+    MAX_NAMED_JOBS,
+    draw_jct_cdf,
+    draw_rounds,
+    draw_utilisation,
+    looks,
+)
 from stagewright.formulations.clusters.allocation import (
     Allocation,
     AllocationProblem,
@@ -269,6 +275,15 @@ def test_pictures(tmp_path: Path) -> None:
         draw_rounds(bare, tmp_path / "rounds.svg")
     with pytest.raises(InputError, match=r"must be one of \.png"):
         draw_utilisation(timeline, tmp_path / "busy.gif")
+
+
+def test_every_job_of_a_picture_is_named_and_looks_different(tmp_path: Path) -> None:
+    jobs = [Job(f"job{n}", "m", 400.0, arrival_seconds=100.0 * n) for n in range(24)]
+    timeline = simulate_cluster(jobs, UNIT, parse_pool("v100=2"), equal, keep_assignments=True)
+    draw_rounds(timeline, tmp_path / "rounds.svg")
+    picture = (tmp_path / "rounds.svg").read_text()
+    assert all(f"<!-- {n}  job{n} -->" in picture for n in range(24))
+    assert len({looks(n) for n in range(MAX_NAMED_JOBS)}) == MAX_NAMED_JOBS >= 48
 
 
 @needs_data

@@ -59,7 +59,7 @@ def test_drawings_say_that_they_lie_between_two_losses() -> None:
 def test_other_frameworks_are_refused_by_name_and_launchers_are_not(name: str) -> None:
     if name in ("torchrun", "slurm", "kubernetes"):
         image = "image" if name == "kubernetes" else None
-        assert export(plan(), name, Options(command="train", gpus_per_node=2, image=image))
+        assert export(plan(), name, Options(command="train", per_server=2, image=image))
         return
     with pytest.raises(InputError, match=r"the plan begins with the backwards: .* updates all"):
         export(plan(), name)

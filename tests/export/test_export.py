@@ -139,18 +139,32 @@ def test_torch_runs_the_files_and_gets_the_gradients(ranks: Ranks, tmp_path: Pat
     assert ranks.run(run_the_files, 2, tmp_path, cases) == [list(cases)] * 2
 
 
-def test_torch_runs_published_schedules(ranks: Ranks, tmp_path: Path) -> None:
+EVERY = tuple(
+    kind
+    for kind, one in KINDS.items()
+    if one.weights == "flush" and one.placement != "both directions"
+)
+FEW = ("1f1b", "interleaved-zb", "zbv")
+
+
+def test_the_quick_schedules_are_some_of_all() -> None:
+    assert len(EVERY) == 15
+    assert {*FEW} < {*EVERY}
+
+
+@pytest.mark.parametrize("kinds", [FEW, pytest.param(EVERY, marks=pytest.mark.slow)])
+def test_torch_runs_published_schedules(
+    ranks: Ranks, tmp_path: Path, kinds: tuple[str, ...]
+) -> None:
     """A plan of every kind with one copy of each stage and one version of its weights."""
     cases = {}
-    for kind, one in KINDS.items():
-        if one.weights == "flush" and one.placement != "both directions":
-            choice = ScheduleChoice(kind)
-            layers = small_problem(2 * choice.count, 2, MICROBATCHES, parts=True)
-            found = plan(layers, "order", Limits(1.0), choices=Choices(order=choice)).plan
-            assert found is not None
-            (tmp_path / f"{kind}.csv").write_text(export(found, "torch-csv")["schedule.csv"])
-            cases[kind] = tuple(int(stage.devices[0][1:]) for stage in found.stages)
-    assert len(cases) == 15
+    for kind in kinds:
+        choice = ScheduleChoice(kind)
+        layers = small_problem(2 * choice.count, 2, MICROBATCHES, parts=True)
+        found = plan(layers, "order", Limits(1.0), choices=Choices(order=choice)).plan
+        assert found is not None
+        (tmp_path / f"{kind}.csv").write_text(export(found, "torch-csv")["schedule.csv"])
+        cases[kind] = tuple(int(stage.devices[0][1:]) for stage in found.stages)
     assert ranks.run(run_the_files, 2, tmp_path, cases) == [list(cases)] * 2
 
 
@@ -688,7 +702,7 @@ def test_torchrun_on_one_node():
 
 def test_torchrun_on_two_nodes():
     plan = make_plan((0, 1, 2, 3))
-    script = export(plan, "torchrun", replace(LAUNCH, gpus_per_node=2))["run.sh"]
+    script = export(plan, "torchrun", replace(LAUNCH, per_server=2))["run.sh"]
     assert run_bash(script, NODE_RANK=1, MASTER_ADDR="first")[0] == [node_line(1)]
     said, complaint = run_bash(script, MASTER_ADDR="first")
     assert not said
@@ -709,8 +723,25 @@ def test_servers_say_nodes_and_gpus():
     assert run_bash(job)[0] == [node_line(0, "3,0", 20007), node_line(1, "0,1", 20007)]
 
 
+def test_a_batch_job_has_cpus_and_a_time():
+    plan = make_plan((0, 1, 2, 3))
+    job = export(plan, "slurm", replace(LAUNCH, per_server=2, cpus=8, time="1-12:00:00"))
+    (script,) = job.values()
+    assert "#SBATCH --cpus-per-task=16\n#SBATCH --time=1-12:00:00\n" in script
+    assert "\nsrun --cpus-per-task=16 bash -c " in script  # 8 of each of the node's 2 processes
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    plain = export(plan, "slurm", replace(LAUNCH, per_server=2))["job.sbatch"]
+    assert "cpus-per-task" not in plain
+    assert "--time" not in plain
+
+
+@pytest.mark.parametrize("time", ["", "4h", "0", "0:00:00", "1:2", "4:00:00:00", "-1", "1-2-3"])
+def test_a_time_is_one_of_slurm(time):
+    refuses("--time .* is no time of Slurm", make_plan((0, 1)), "slurm", replace(LAUNCH, time=time))
+
+
 def test_kubernetes_job():
-    options = replace(LAUNCH, gpus_per_node=2, image="repo/image:1", command="run '$(HOME) $$x'")
+    options = replace(LAUNCH, per_server=2, image="repo/image:1", command="run '$(HOME) $$x'")
     service, job = read_yaml(export(make_plan((0, 1, 2, 3)), "kubernetes", options)["job.yaml"])
     assert service["spec"]["clusterIP"] == "None"
     assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
@@ -739,7 +770,7 @@ def test_kubernetes_job():
 )
 def test_kubernetes_names_are_labels_that_no_other_export_has(model):
     plan = replace(on_devices(*map(str, range(12))), model=model)
-    options = replace(LAUNCH, gpus_per_node=1, image="image")
+    options = replace(LAUNCH, per_server=1, image="image")
     names = set()
     for _ in range(3):
         documents = read_yaml(export(plan, "kubernetes", options)["job.yaml"])
@@ -755,7 +786,7 @@ def test_kubernetes_names_are_labels_that_no_other_export_has(model):
 @pytest.mark.parametrize("to", ["torchrun", "slurm", "kubernetes"])
 def test_names_of_devices_inject_nothing(to):
     image = "image" if to == "kubernetes" else None
-    options = replace(LAUNCH, image=image, gpus_per_node=1)
+    options = replace(LAUNCH, image=image, per_server=1)
     text, plain = (
         re.sub("stagewright(-[a-z]+)*-[0-9a-f]{10}", "JOB", *export(plan, to, options).values())
         for plan in (on_devices(NASTY, "b"), on_devices("a", "b"))
@@ -773,8 +804,12 @@ def test_launch_refusals():
     plan = on_devices("s0g0", "s1g0", "s0g1")
     refuses("a launch script needs --command", plan, "torchrun")
     refuses('--command "a \'b": No closing quotation', plan, "torchrun", Options(command="a 'b"))
-    refuses("3 devices do not fill nodes of 2", plan, "slurm", replace(LAUNCH, gpus_per_node=2))
-    refuses("--gpus-per-node 0", plan, "slurm", replace(LAUNCH, gpus_per_node=0))
+    refuses("3 devices do not fill nodes of 2", plan, "slurm", replace(LAUNCH, per_server=2))
+    refuses("--per-server 0", plan, "slurm", replace(LAUNCH, per_server=0))
+    refuses("--cpus must be at least 1, got 0", plan, "slurm", replace(LAUNCH, cpus=0))
+    refuses("--cpus does not apply to torchrun", plan, "torchrun", replace(LAUNCH, cpus=1))
+    refuses("--time does not apply to kubernetes", plan, "kubernetes",
+            replace(LAUNCH, image="x", time="30"))  # fmt: skip
     refuses("--to kubernetes needs --image", plan, "kubernetes", LAUNCH)
     refuses("--image does not apply to slurm", plan, "slurm", replace(LAUNCH, image="x"))
     two = replace(LAUNCH, cluster=machines(4, 4))
@@ -783,7 +818,7 @@ def test_launch_refusals():
             "torchrun", two)  # fmt: skip
     refuses("has no device 's1g0' of the plan", plan, "torchrun",
             replace(LAUNCH, cluster=machines(4)))  # fmt: skip
-    refuses("--gpus-per-node: the servers follow", plan, "torchrun", replace(two, gpus_per_node=1))
+    refuses("--per-server: the servers follow", plan, "torchrun", replace(two, per_server=1))
     flat = from_matrix([Device("s0g0", "v100", 16e9)], [[1e9]], name="flat")
     refuses("'flat' names no servers", plan, "torchrun", replace(LAUNCH, cluster=flat))
 

@@ -13,6 +13,7 @@ from stagewright.graphs.documents.units import (
     format_seconds,
     parse_bandwidth,
     parse_bytes,
+    parse_latency,
 )
 from stagewright.graphs.machines.cluster import (
     Cluster,
@@ -347,6 +348,20 @@ def test_parse_bytes(text, value):
 )
 def test_parse_bandwidth(text, value):
     assert parse_bandwidth(text) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("5us", 5e-6), ("0.2 ms", 2e-4), ("500NS", 5e-7), ("1e1µs", 1e-5), ("0", 0.0), ("1s", 1.0)],
+)
+def test_parse_latency(text, value):
+    assert parse_latency(text, "latency") == pytest.approx(value)
+
+
+@pytest.mark.parametrize("text", ["", "us", "5", "1e-5", "5GB", "-5us", "inf us", "nan us", "2s"])
+def test_no_latencies(text):
+    with pytest.raises(InputError, match=r"^--latency .*5us"):
+        parse_latency(text, "--latency")
 
 
 @pytest.mark.parametrize("text", ["", "fast", "12 apples", "nan", "inf", "-5GB", "-5e9"])

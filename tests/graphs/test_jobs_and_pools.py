@@ -189,7 +189,7 @@ def test_cut_off_and_absent_files_are_refused(tmp_path: Path, name: str):
     for length in range(0, len(text), 7):
         assert "not a complete JSON document" in refusal(read, write(tmp_path, text[:length]))
     assert refusal(read, tmp_path / "absent").endswith("absent: No such file or directory")
-    assert "directory" in refusal(read, tmp_path)
+    assert "is a folder" in refusal(read, tmp_path)
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     assert "not a text file" in refusal(read, tmp_path / "binary")
 

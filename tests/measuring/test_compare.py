@@ -19,8 +19,8 @@ from typer.testing import CliRunner, Result
 
 from stagewright.cli import app
 from stagewright.executor.drawing.chart import png, stacked_png
+from stagewright.executor.drawing.colours import KIND_COLOURS
 from stagewright.executor.drawing.periods import finish_seconds
-from stagewright.executor.drawing.timeline import KIND_COLOURS
 from stagewright.executor.measuring.compare import Comparison, compare, measured_plan
 from stagewright.executor.measuring.correction import correct
 from stagewright.executor.measuring.pairs import Pair

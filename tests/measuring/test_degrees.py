@@ -4,6 +4,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from profiles import slow_after
 
 torch = pytest.importorskip("torch", reason="measuring needs torch")
 
@@ -49,7 +50,7 @@ def noisy() -> Any:
     return model
 
 
-@pytest.mark.parametrize(("world", "degree"), [(2, 2), (4, 2)])
+@pytest.mark.parametrize(("world", "degree"), slow_after(1, [(2, 2), (4, 2)]))
 def test_divided_layers_are_measured(ranks: Ranks, world: int, degree: int) -> None:
     chain, *others = ranks.run(measured, world, llama, degree)
     assert all(one.layers == chain.layers for one in others)

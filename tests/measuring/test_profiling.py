@@ -213,9 +213,9 @@ def test_the_command_writes_a_model_that_can_be_planned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "model.json"
-    named = {"model": "models:TiedTransformer", "data": "models:token_batches"}
+    named = {"module": "models:TiedTransformer", "data": "models:token_batches"}
     momentum = "sgd:lr=0.1,momentum=0.9"
-    more: dict[str, Any] = {"microbatch_sizes": "2,1", "rounds": 1, "output": file}
+    more: dict[str, Any] = {"microbatch_sizes": "2,1", "repetitions": 1, "output": file}
     assert profile(**named, **more, dtype="bfloat16", optimizer=momentum, as_json=True) == 0
     assert json.loads(capsys.readouterr().out)["layers"] == 8
     chain = load_model(file)
@@ -236,7 +236,7 @@ def test_the_command_writes_a_model_that_can_be_planned(
 @pytest.mark.parametrize("sizes", ["", "1,x", "0,2"])
 def test_the_command_refuses_bad_sizes(sizes: str) -> None:
     with pytest.raises(InputError, match="--microbatch-sizes"):
-        profile(model="models:TiedTransformer", data="models:tokens", microbatch_sizes=sizes)
+        profile(module="models:TiedTransformer", data="models:tokens", microbatch_sizes=sizes)
 
 
 def test_factories_are_found_in_the_current_folder(
@@ -245,13 +245,13 @@ def test_factories_are_found_in_the_current_folder(
     (tmp_path / "mine_at_home.py").write_text("class A:\n    make = staticmethod(lambda: 3)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
-    assert load_factory("mine_at_home:A.make", "--model")() == 3
+    assert load_factory("mine_at_home:A.make", "--module")() == 3
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("models", "--model 'models' names no PACKAGE:FUNCTION"),
+        ("models", "--module 'models' names no PACKAGE:FUNCTION"),
         (":x", "names no PACKAGE:FUNCTION"),
         ("no_such_thing.at_all:x", "no module 'no_such_thing'"),
         ("json.no_such_thing:x", "no module 'json.no_such_thing'"),
@@ -275,7 +275,7 @@ def test_faults_of_factories_are_told_in_one_line(
     )
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(InputError, match=words) as error:
-        load_factory(text, "--model")()
+        load_factory(text, "--module")()
     assert "\n" not in str(error.value)
 
 

@@ -66,7 +66,7 @@ def test_an_operator_without_a_time_on_a_kind_of_device_is_named(place):
     for planner in ("fastt", "dag", "single"):
         assert refused("plan", *FILES, "--planner", planner) == (
             "operator 'b' of graph 'fork' has no time on 'v100' (it has one on t4); capture it "
-            "with --device-kind v100, or let `train` learn it"
+            "with --device v100, or let `train` learn it"
         )
 
 

@@ -282,7 +282,7 @@ def test_other_json_is_refused(tmp_path: Path, text: str) -> None:
 def test_an_absent_or_unreadable_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"none.json: No such file"):
         load_plan(tmp_path / "none.json")
-    with pytest.raises(InputError, match="Is a directory"):
+    with pytest.raises(InputError, match="is a folder; name a file in it"):
         load_plan(tmp_path)
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InputError, match="not a text file"):

@@ -112,7 +112,7 @@ def arguments(one):
         "stages": one["stages"],
         "microbatches": one["microbatches"],
         "times": ";".join(",".join(map(str, row)) for row in one["times"]),
-        "devices": ",".join(map(str, one["device"])),
+        "stage-devices": ",".join(map(str, one["device"])),
         "in-flight": ",".join(map(str, one["in_flight"])),
         "threads": 1,
         "time-limit": 60,

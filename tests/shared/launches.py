@@ -46,7 +46,7 @@ class Job:
         pids.mkdir()
         given = [str(option) for option in options]
         for option, value in {
-            "--model": "jobs:model",
+            "--module": "jobs:model",
             "--data": "jobs:batches",
             "--steps": "5",
             "--dtype": "float64",

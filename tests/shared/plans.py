@@ -510,6 +510,7 @@ def require_exact_memory(problem: PipelineProblem, plan: PipelinePlan) -> None:
     most = max(plan.predicted.peak_memory_bytes.values())
     for room, broken in ((most, False), (most - 1, True)):
         limited = replace(problem, memory_limit_bytes=room)
-        found = check(limited, replace(plan, digest=limited.digest))
+        stated = replace(plan.predicted, capacity_bytes={})  # as it is another problem
+        found = check(limited, replace(plan, digest=limited.digest, predicted=stated))
         assert bool(found) == broken
         assert {one.rule for one in found} <= {"memory"}

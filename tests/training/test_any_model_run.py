@@ -94,14 +94,10 @@ REFUSED = {
 }
 PIPELINES = ("two_stages", "four_stages", "zero_bubble")
 QUICK = {
-    ("gpt2", "two_stages"),
     ("gpt2", "zero_bubble"),
-    ("llama", "four_stages"),
     ("llama", "divided"),
-    ("gpt2", "gathered"),
     ("llama", "optimizer_parts"),
     ("resnet18", "two_by_two"),
-    ("resnet18", "replicas"),
 }
 
 

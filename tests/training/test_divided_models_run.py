@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from profiles import slow_after
 
 torch = pytest.importorskip("torch", reason="the executor needs torch")
 pytest.importorskip("benchmarks.torchvision_operators")
@@ -35,8 +36,6 @@ IN_STAGES = ("two groups", "a device, then a group", "a group, then replicas")
 # Of a microbatch's samples those of each replica.
 SHARES = {name: ((0, 1), (2, 3)) for name in ("replicas of groups", "a group, then replicas")}
 QUICK = {
-    ("llama", "one group"),
-    ("qwen3", "one group"),
     ("gpt2", "one group"),
     ("llama", "two groups"),
 }
@@ -96,6 +95,7 @@ def test_a_group_trains_the_model(ranks: Ranks, name: str, layout: str) -> None:
         assert [own for *_, own in results] == [pytest.approx(whole / 2, rel=0.02)] * 2
 
 
+@pytest.mark.slow
 def test_clipping_counts_each_parameter_once(ranks: Ranks) -> None:
     """As torch's own clipping of the whole model; norms of heads are whole on both devices."""
     (found, losses, *_), _ = run(ranks, "qwen3", "one group", clip_norm=0.05)
@@ -200,7 +200,7 @@ def test_dropout_in_divided_layers_is_refused(ranks: Ranks) -> None:
     assert "layer 'transformer.h.0' draws random numbers and is divided among" in told
 
 
-@pytest.mark.parametrize("name", sorted(TIED))
+@pytest.mark.parametrize("name", slow_after(1, sorted(TIED)))
 def test_a_table_that_stages_share_is_refused(ranks: Ranks, name: str) -> None:
     told = refusal(ranks, name, None, "two groups")
     assert "is shared by stages 0 and 1, of which 0 has tensor degree 2; put its layers" in told
@@ -215,13 +215,13 @@ def few_heads(_: Any, rank: int, name: str, **options: Any) -> str:
 
 @pytest.mark.parametrize(
     ("name", "options", "message"),
-    [
+    slow_after(1, [
         ("llama", {"num_key_value_heads": 1},
          "'model.layers.0.self_attn.k_proj': 1 heads of 8 features do not divide among 2 devices"),
         ("gpt2", {"n_embd": 24, "n_head": 3},
          "'attn.c_attn': 3 heads of 8 features do not divide among 2 devices"),
         ("llama", {"vocab_size": 67}, "67 features do not divide among 2 devices"),
-    ],
+    ]),
 )  # fmt: skip
 def test_what_does_not_divide(
     ranks: Ranks, name: str, options: dict[str, Any], message: str

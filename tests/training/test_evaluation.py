@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from profiles import UNSHRUNK, examples
+from profiles import UNSHRUNK, examples, slow_after
 
 torch = pytest.importorskip("torch", reason="the executor needs torch")
 
@@ -347,6 +347,7 @@ def masked(_: Any, rank: int, plan: PipelinePlan, batches: Any) -> Any:
     return executor.evaluate(batches), executor.parameters_on_first_rank()
 
 
+@pytest.mark.slow
 def test_a_models_own_loss_is_of_whole_mini_batches(ranks: Ranks) -> None:
     one = FOREIGN["gpt2"]
     pytest.importorskip(one.package, reason=f"{one.package} is not installed")
@@ -361,7 +362,7 @@ def test_a_models_own_loss_is_of_whole_mini_batches(ranks: Ranks) -> None:
     assert value == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("shards", ["optimizer", "weights"])
+@pytest.mark.parametrize("shards", slow_after(1, ["weights", "optimizer"]))
 def test_stages_whose_replicas_divide_their_state(ranks: Ranks, shards: Any) -> None:
     example = EXAMPLES["dropping-transformer"]
     model = example.build().double()

@@ -109,6 +109,7 @@ def test_a_killed_run_is_resumed_to_the_bit(job: Job, killed: Path) -> None:
     assert left == ["step-00000004", "step-00000005"]
 
 
+@pytest.mark.slow
 def test_steps_of_two_mini_batches_are_those_of_a_plain_loop(job: Job) -> None:
     """Also when a run is killed, and resumed by another plan."""
     import jobs
@@ -141,7 +142,7 @@ def test_steps_of_two_mini_batches_are_those_of_a_plain_loop(job: Job) -> None:
 
 
 def test_steps_are_logged_and_a_resumed_run_goes_on(job: Job) -> None:
-    options = ("--schedule", "linear", "--log", "steps.csv", "--checkpoint", "logged")
+    options = ("--lr-schedule", "linear", "--log", "steps.csv", "--checkpoint", "logged")
     job.run(*options, "--checkpoint-every", 2, code=1, MISHAP="kill 0 4")
     rows = read_log(job.folder / "steps.csv")
     assert [row["step"] for row in rows] in ([1, 2, 3], [1, 2])
@@ -179,12 +180,12 @@ def test_what_is_held_out_is_evaluated(job: Job) -> None:
 
 @pytest.mark.parametrize(
     ("held_out", "told"),
-    [
+    slow_after(1, [
         ("jobs:nothing_held_out", "there is no mini-batch"),
         ("jobs:no_batches", "the data must be an iterable of mini-batches, got int"),
         ("jobs:wider_batches", "fails on inputs of shape"),
-    ],
-)
+    ]),
+)  # fmt: skip
 def test_bad_data_that_are_held_out_are_told_before_the_first_step(
     job: Job, held_out: str, told: str
 ) -> None:
@@ -193,6 +194,7 @@ def test_bad_data_that_are_held_out_are_told_before_the_first_step(
     assert not any("step 1/" in line for line in complaints)
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_by_an_evaluation_that_fails(job: Job) -> None:
     options = ("--evaluate", "jobs:ever_less_held_out", "--log", "failed.csv")
     saved = ("--checkpoint", "failed", "--save-parameters", "failed.pt")
@@ -235,15 +237,21 @@ def test_lines_of_progress_are_rare_where_stderr_is_a_file(
     report = running._progress(4)
     for step, seconds in enumerate((1, running.QUIET_SECONDS, 1, 1), 1):
         now += seconds
-        report(StepReport(step, 0.5, 800.0, 0.01, 0.1, 0))
-    assert capsys.readouterr().err == "step 2/4  loss 0.5  10 ms  800 samples/s\n"
+        report(StepReport(step, 0.5, 800.0, 0.01, 0.1, 1_500_000_000))
+    assert capsys.readouterr().err == "step 2/4  loss 0.5  10 ms  800 samples/s  peak 1.5 GB\n"
 
 
+@pytest.mark.slow
 def test_groups_and_schedules_of_the_command_line_are_those_of_a_plain_loop(job: Job) -> None:
     """Also when a run is killed, and resumed by another plan."""
     import jobs
 
-    options: list[object] = ["--group", "norm|bias:weight_decay=0", "--schedule", "linear:warmup=1"]
+    options: list[object] = [
+        "--parameter-group",
+        "norm|bias:weight_decay=0",
+        "--lr-schedule",
+        "linear:warmup=1",
+    ]
     options += ["--optimizer", "adamw:lr=0.1,weight_decay=0.5,eps=1e-3"]
     folder = ("--checkpoint", "scheduled", "--checkpoint-every", 2)
     job.run(*options, *folder, code=1, MISHAP="kill 1 4")
@@ -287,7 +295,7 @@ def test_a_killed_run_is_resumed_by_another_plan(job: Job, killed: Path) -> None
     ("options", "line"),
     [
         (
-            ("--model", "jobs:wider_model", "--checkpoint", "killed", "--resume"),
+            ("--module", "jobs:wider_model", "--checkpoint", "killed", "--resume"),
             "killed/step-00000002 is of another model: "
             "stem.weight is 6x6 of float64 there, 6x7 of float64 here",
         ),
@@ -326,6 +334,7 @@ def test_a_failure_is_told_by_every_rank_with_its_place(job: Job) -> None:
     assert len(complaints) == 3
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_ends_the_run(job: Job) -> None:
     _, complaints = job.run("--timeout", 6, code=1, MISHAP="sleep 0 2")
     assert complaints == [
@@ -359,6 +368,7 @@ def test_a_stopped_rank_does_not_hold_up_torchrun(job: Job) -> None:
     job.require_all_gone()
 
 
+@pytest.mark.slow
 def test_the_second_signal_ends_ranks_that_do_not_hear_the_first(job: Job) -> None:
     """One holds the interpreter, so that its handler does not run."""
     patient = (
@@ -432,6 +442,7 @@ def test_ranks_that_others_started(
 # --- Full disks ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_checkpoint_before(job: Job) -> None:
     job.run("--checkpoint", "whole", "--steps", 1)
     half = pages_of(job.folder / "whole") // 2
@@ -489,22 +500,28 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("--optimizer sgd:lr=open(1)", "write NAME:KEY=VALUE"),
         ("--optimizer sgd:lr=-1", "Invalid learning rate"),
         ("--optimizer sgd:0.1", "write NAME:KEY=VALUE"),
-        ("--group bias", "write REGEX:KEY=VALUE"),
-        ("--group bias:lr", "write REGEX:KEY=VALUE"),
-        ("--group bias:decay=0", "--group bias:decay=0: SGD"),
-        ("--group bias:lr=-1", "--group bias:lr=-1: Invalid learning rate"),
-        ("--group bias:lr=1 --group bias:momentum=0", "'bias' is given twice"),
-        ("--schedule cosin", "--schedule: 'cosin' is not known; one of constant, linear, cosine"),
-        ("--schedule cosine:warmup=3", "--schedule: warmup must be from 0 to the total of 2 steps"),
-        ("--schedule cosine:min=2", "--schedule: min is a fraction of the learning rate"),
-        ("--schedule cosine:warmup=0.5", "warmup must be a number of steps"),
-        ("--schedule cosine:warm=1", "there is no 'warm'; one of warmup, min, total"),
-        ("--schedule cosine:1", "write KIND:KEY=VALUE"),
+        ("--parameter-group bias", "write REGEX:KEY=VALUE"),
+        ("--parameter-group bias:lr", "write REGEX:KEY=VALUE"),
+        ("--parameter-group bias:decay=0", "--parameter-group bias:decay=0: SGD"),
+        ("--parameter-group bias:lr=-1", "--parameter-group bias:lr=-1: Invalid learning rate"),
+        ("--parameter-group bias:lr=1 --parameter-group bias:momentum=0", "'bias' is given twice"),
+        (
+            "--lr-schedule cosin",
+            "--lr-schedule: 'cosin' is not known; one of constant, linear, cosine",
+        ),
+        (
+            "--lr-schedule cosine:warmup=3",
+            "--lr-schedule: warmup must be from 0 to the total of 2 steps",
+        ),
+        ("--lr-schedule cosine:min=2", "--lr-schedule: min is a fraction of the learning rate"),
+        ("--lr-schedule cosine:warmup=0.5", "warmup must be a number of steps"),
+        ("--lr-schedule cosine:warm=1", "there is no 'warm'; one of warmup, min, total"),
+        ("--lr-schedule cosine:1", "write KIND:KEY=VALUE"),
         ("--log steps.txt", "--log steps.txt: the name must end in .csv"),
         ("--log nowhere/steps.csv", "nowhere does not exist"),
         ("--accumulate 0", "--accumulate"),
         ("--accumulate 2 --trace t.json", "accumulate: most mini-batches have no update to trace"),
-        ("--model jobs:nobody", "--model"),
+        ("--module jobs:nobody", "--module"),
         ("--data nowhere:batches", "--data"),
         ("--loss jobs:nobody", "--loss"),
         ("--steps 0", "--steps"),
@@ -536,13 +553,13 @@ def test_the_launcher_lowers_and_verifies_once(here: Path, monkeypatch: pytest.M
             lambda *args, f=function, p=place: (calls.append(p), f(*args))[1],
         )
     monkeypatch.setattr(launch.LocalRanks, "run", lambda _: 0)
-    words = ["--model", "jobs:model", "--data", "jobs:batches", "--steps", "2"]
+    words = ["--module", "jobs:model", "--data", "jobs:batches", "--steps", "2"]
     assert CliRunner().invoke(app, ["run", "two.json", *words]).exit_code == 0
     assert sorted(calls) == sorted(real)
 
 
 def require_refused(options: str, complaint: str) -> None:
-    given = {"--model": "jobs:model", "--data": "jobs:batches", "--steps": "2"}
+    given = {"--module": "jobs:model", "--data": "jobs:batches", "--steps": "2"}
     words = options.split()
     for option, value in given.items():
         words += [] if option in words else [option, value]

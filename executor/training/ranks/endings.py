@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.distributed_c10d import Store
 
+    from stagewright.executor.training.ranks.peaks import Peaks
     from stagewright.executor.training.ranks.roll_call import RollCall
 
 # How long a rank that lost another one waits for the reason, and for the others to answer.
@@ -32,12 +33,16 @@ ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 @dataclass(slots=True)
 class Member:
-    """One rank, as it sees itself; ``place`` is its progress, for messages."""
+    """One rank, as it sees itself; ``place`` is its progress, for messages.
+
+    ``peaks`` are there once it has joined the others.
+    """
 
     rank: int
     world_size: int
     device: "torch.device"
     place: str = "before the first step"
+    peaks: "Peaks | None" = None
 
 
 def attempt() -> str:

@@ -18,6 +18,7 @@ from stagewright.executor.training.ranks.endings import (
     watched_signals,
 )
 from stagewright.executor.training.ranks.launch import end_with_parent, silence_torch
+from stagewright.executor.training.ranks.peaks import Peaks
 from stagewright.executor.training.ranks.roll_call import RollCall, address
 from stagewright.graphs.documents.errors import InputError
 
@@ -58,6 +59,7 @@ def joined(timeout_seconds: float) -> Iterator[Member]:
             roll_call = RollCall(ending.store, attempt(), rank, world_size)
             _await_ranks(store, roll_call, timeout_seconds)
             ending.roll_call = roll_call
+            member.peaks = Peaks(PrefixStore(f"{attempt()}/peaks", store), rank, world_size)
             if device.type == "cuda":
                 torch.cuda.set_device(device)
             with roll_call.answered():

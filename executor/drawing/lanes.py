@@ -1,0 +1,180 @@
+"""Rows of bars in time, packed for a page."""
+
+import base64
+import json
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+TICKS = 10_000_000  # of the whole time; times in a page are whole numbers of them
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """An action in time (seconds); ``kind`` is a key of the drawing's kinds.
+
+    ``label`` is what is written on it, ``detail`` what else there is to know.
+    """
+
+    name: str
+    kind: str
+    start: float
+    finish: float
+    critical: bool = False
+    label: str = ""
+    detail: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """How long it takes."""
+        return self.finish - self.start
+
+
+Gap = tuple[float, float, str]
+"""Start and end of an idle interval in seconds, and its cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """The bars of a device, or of another resource that ``group`` names.
+
+    ``members`` are the devices whose rows these are, ``about`` is what is known of each.
+    """
+
+    name: str
+    group: str
+    bars: tuple[Bar, ...]
+    idle: tuple[Gap, ...] = ()
+    members: tuple[str, ...] = ()
+    about: str = ""
+    bottleneck: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of bars: its name, and its colours on light and dark pages."""
+
+    name: str
+    light: str
+    dark: str
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A vertical line at ``at`` seconds, across all lanes or a range of them."""
+
+    at: float
+    name: str = ""
+    lanes: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """A named interval of time."""
+
+    name: str
+    start: float
+    finish: float
+    shaded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """All that a page's timeline shows; ``scale`` is units per second."""
+
+    lanes: tuple[Lane, ...]
+    kinds: Mapping[str, Kind]
+    end: float
+    unit: str = ""
+    scale: float = 1.0
+    marks: tuple[Mark, ...] = ()
+    bands: tuple[Band, ...] = ()
+    causes: Mapping[str, str] | None = None  # short names of causes
+
+
+def packed(drawing: Drawing) -> str:
+    """The drawing as JSON, deflated, in base64: columns of whole numbers, texts listed once."""
+    texts: dict[str, int] = {"": 0}
+    kinds = {key: i for i, key in enumerate(drawing.kinds)}
+    names = drawing.causes or {}
+    causes = {key: i for i, key in enumerate(names)}
+    grid = TICKS / (drawing.end or 1.0)
+    table = {
+        "end": drawing.end * drawing.scale or 1.0,
+        "ticks": TICKS,
+        "unit": drawing.unit,
+        "kinds": [
+            {"name": kind.name, "light": kind.light, "dark": kind.dark}
+            for kind in drawing.kinds.values()
+        ],
+        "causes": [{"name": name, "short": short} for name, short in names.items()],
+        "marks": [
+            {"at": one.at * grid, "name": one.name, "lanes": one.lanes} for one in drawing.marks
+        ],
+        "bands": [
+            {"name": one.name, "from": one.start * grid, "to": one.finish * grid,
+             "shaded": one.shaded}
+            for one in drawing.bands
+        ],
+        "lanes": [_columns(lane, kinds, causes, texts, grid) for lane in drawing.lanes],
+    }  # fmt: skip
+    table["texts"] = list(texts)
+    text = json.dumps(table, separators=(",", ":"))
+    return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
+
+
+def _columns(
+    lane: Lane,
+    kinds: Mapping[str, int],
+    causes: Mapping[str, int],
+    texts: dict[str, int],
+    grid: float,
+) -> dict[str, Any]:
+    starts, lengths = _spans([(bar.start, bar.finish) for bar in lane.bars], grid)
+    begins, lasting = _spans([(start, finish) for start, finish, _ in lane.idle], grid)
+    why = [causes[cause] for _, _, cause in lane.idle]
+    names = [_split(bar.name) for bar in lane.bars]
+
+    def numbered(names: Iterable[str]) -> list[int]:
+        return [texts.setdefault(name, len(texts)) for name in names]
+
+    return {
+        "name": lane.name,
+        "group": lane.group,
+        "members": lane.members,
+        "about": lane.about,
+        "bottleneck": lane.bottleneck,
+        "start": starts,
+        "length": lengths,
+        "kind": [kinds[bar.kind] for bar in lane.bars],
+        "stem": numbered(stem for stem, _ in names),
+        "number": [number for _, number in names],
+        "label": numbered(bar.label for bar in lane.bars),
+        "detail": numbered(bar.detail for bar in lane.bars),
+        "critical": [int(bar.critical) for bar in lane.bars],
+        "idle": list(zip(begins, lasting, why, strict=True)),
+    }
+
+
+def _split(name: str) -> tuple[str, int]:
+    """A name without the number at its end, which differs most, and the number; -1: none."""
+    stem = name.rstrip("0123456789")
+    digits = name[len(stem) :]
+    # Only what is read back as it was.
+    return (stem, int(digits)) if digits == str(int(digits or -1)) else (name, -1)
+
+
+def _spans(spans: Sequence[tuple[float, float]], grid: float) -> tuple[list[int], list[int]]:
+    """Starts, each relative to the end of the one before, and lengths, in ticks.
+
+    So most are 0, and those of the same action are equal, which makes them small when deflated.
+    """
+    lengths = [round((finish - start) * grid) for start, finish in spans]
+    gaps, until = list[int](), 0
+    for (start, _), length in zip(spans, lengths, strict=True):
+        gap = round(start * grid) - until
+        gap = 0 if abs(gap) <= 1 else gap  # rounding
+        gaps.append(gap)
+        until += gap + length
+    return gaps, lengths

@@ -1,0 +1,1 @@
+"""Self-contained pages: templates, and the scripts that draw on them."""

@@ -1,0 +1,44 @@
+"""The ``config.json`` of a model by its name on the Hugging Face Hub."""
+
+import importlib
+import os
+import re
+from pathlib import Path
+
+from stagewright.graphs.documents.errors import InputError
+
+_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+FILE = "config.json"
+
+
+def is_hub_name(path: str | os.PathLike[str]) -> bool:
+    """Whether ``path`` is no file, and may be the name of a model: ``OWNER/NAME``."""
+    text = os.fspath(path)
+    named = _NAME.fullmatch(text) is not None and not text.endswith(".json")
+    return named and not Path(text).exists()
+
+
+def hub_config(name: str) -> Path:
+    """The configuration of a model, from the local cache or downloaded by ``huggingface_hub``.
+
+    Raises
+    ------
+    InputError
+        If ``huggingface_hub`` is not installed, or has no such configuration: no such model or
+        file, no network, or no permission.
+    """
+    try:
+        hub, errors = map(importlib.import_module, ("huggingface_hub", "huggingface_hub.errors"))
+    except ImportError:
+        raise InputError(
+            f"{name}: no such file; to look up a model by its name: pip install huggingface_hub, "
+            f"or give its {FILE}"
+        ) from None
+    try:
+        return Path(hub.hf_hub_download(name, FILE))
+    except (OSError, ValueError, errors.EntryNotFoundError) as error:
+        reason = " ".join(str(error).split())
+        raise InputError(
+            f"{name}: huggingface_hub has no {FILE} of a model of that name ({type(error).__name__}"
+            f": {reason[:200]})"
+        ) from None

@@ -1,0 +1,107 @@
+"""Values of options for the shell's completion, by option; files are completed by the shell.
+
+Completion answers while one types: names whose registries import solvers are repeated here, and a
+test compares them.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable
+
+import typer
+from typer.models import ParameterInfo
+
+from stagewright.cli.outputs import option_name
+from stagewright.formulations.schedules.kinds import KINDS
+
+PLANNERS = (
+    "auto", "spp", "exact", "dp", "gpipe", "pipedream", "hetpipe", "1f1b-star", "madpipe",
+    "pipedream-async", "2bw", "2bw-flush", "servers", "general", "order", "ooo",
+    "launchable",
+)  # fmt: skip
+POLICIES = (
+    "max-min", "las", "makespan", "makespan-agnostic", "finish-time-fairness",
+    "finish-time-fairness-agnostic", "fifo", "fifo-agnostic", "sjf", "sjf-agnostic", "isolated",
+    "static-partition", "allox", "gandiva", "water-filling", "water-filling-agnostic",
+    "hierarchical", "max-throughput", "min-cost", "min-cost-slo", "makespan-budget",
+)  # fmt: skip
+RUNTIMES = ("torch-csv", "torchtitan", "nemo", "megatron", "deepspeed")
+OF_PLANS = (*RUNTIMES, "torchrun", "slurm", "kubernetes")
+OF_LAYOUTS = (
+    "megatron", "megatron-bridge", "nemo", "torchtitan", "deepspeed", "accelerate", "plan",
+)  # fmt: skip
+STRATEGIES = (
+    "1xv100", "gpu-type", "multi-gpu", "multi-cloud", "dynamic", "rolling", "optimal", "all",
+)  # fmt: skip
+BACKENDS = (
+    "cp-sat", "highs", "highs-ipm", "pulp-highs", "pulp-cbc", "pdlp", "cvxpy", "cvxpy-convex",
+)  # fmt: skip
+
+Values = Callable[[], Iterable[str]]
+
+
+def _placing() -> Iterable[str]:
+    from stagewright.solvers.operators.names import PLANNERS as OF_OPERATORS
+
+    return OF_OPERATORS
+
+
+def _devices() -> Iterable[str]:
+    from stagewright.graphs.machines.devices import ACCELERATORS
+
+    return ACCELERATORS
+
+
+def _models() -> Iterable[str]:
+    from stagewright.graphs.models.named import MODELS
+
+    return MODELS
+
+
+# By the name of an option or an argument; that of a single command comes first.
+VALUES: dict[str, Values] = {
+    "model NAME": _models,
+    "partition --backend": lambda: ("recurrence", *BACKENDS),
+    "sweep --planner": lambda: PLANNERS,
+    "train --planner": _placing,
+    "train-plan --for": lambda: OF_LAYOUTS,
+    "train-plan --recompute": lambda: ("none", "selective", "full"),
+    "--backend": lambda: BACKENDS,
+    "--contention": lambda: ("none", "exclusive"),
+    "--device": _devices,
+    "--for": lambda: RUNTIMES,
+    "--kind": lambda: ("optimal", "pe", *KINDS),
+    "--lr-schedule": lambda: ("constant", "linear", "cosine"),
+    "--optimizer": lambda: ("adam", "adamw", "sgd"),
+    "--order": lambda: ("optimal", *KINDS),
+    "--planner": lambda: (*PLANNERS, *_placing()),
+    "--policy": lambda: POLICIES,
+    "--recompute": lambda: ("none", "full", "layer", "auto"),
+    "--schedule": lambda: ("1f1b", "zero-bubble"),
+    "--strategy": lambda: STRATEGIES,
+    "--to": lambda: dict.fromkeys((*OF_PLANS, *OF_LAYOUTS)),
+    "--training": lambda: ("data", "pipeline", "single"),
+}
+
+
+def complete_values(command: Callable[..., int]) -> None:
+    """Let the shell complete the options of ``command`` that have known values."""
+    for name, parameter in inspect.signature(command).parameters.items():
+        marks = getattr(parameter.annotation, "__metadata__", ())
+        shown = option_name(name, marks)
+        for mark in marks:
+            if isinstance(mark, ParameterInfo) and _is_known(shown):
+                mark.autocompletion = _completion(shown)
+
+
+def _is_known(name: str) -> bool:
+    return any(one.rpartition(" ")[2] == name for one in VALUES)
+
+
+def _completion(name: str) -> Callable[[typer.Context, str], list[str]]:
+    def complete(ctx: typer.Context, incomplete: str) -> list[str]:
+        """The values that continue ``incomplete``, of which the last of a list counts."""
+        values = VALUES.get(f"{ctx.command.name} {name}", VALUES.get(name, tuple))()
+        before, comma, last = incomplete.rpartition(",")
+        return [f"{before}{comma}{value}" for value in values if value.startswith(last)]
+
+    return complete

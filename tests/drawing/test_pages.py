@@ -1,0 +1,274 @@
+"""Pages in a browser: nothing runs off the side, everything is reachable, colours differ."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pages import CHROMIUM, drawings, visit
+from plans import (
+    elaborate,
+    made_up_certificate,
+    make_stages,
+    scheduled,
+    small_problem,
+    valid_plan,
+)
+from profiles import examples, slow_after
+
+from stagewright.executor.drawing.colours import CATEGORIES, DARK_COLOURS, KIND_COLOURS
+from stagewright.executor.drawing.lanes import TICKS
+from stagewright.executor.drawing.memory_bars import KINDS
+from stagewright.executor.drawing.memory_curve import Curve, curve_page
+from stagewright.executor.drawing.operators import page as operators_page
+from stagewright.executor.drawing.page import page
+from stagewright.executor.drawing.schedules import panel, schedules_page
+from stagewright.executor.drawing.timeline import fold, timeline
+from stagewright.executor.simulation.explanation import explain_plan
+from stagewright.formulations.checking.check import predict
+from stagewright.formulations.forms.answers import Limits
+from stagewright.formulations.operators.plan import OperatorPlan
+from stagewright.formulations.plans.actions import ON_DEVICE, ActionKind, parse_action
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import Guarantee, PipelinePlan
+from stagewright.formulations.schedules.one_f_one_b import one_f_one_b
+from stagewright.formulations.schedules.timing import StageTimes, timed
+from stagewright.graphs.machines.cluster import Link, uniform_servers
+from stagewright.graphs.models.step_graph import Node, Output, StepGraph
+from stagewright.solvers.operators.planning import plan_operators
+
+LIMITS = Limits(seconds=10)
+in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+
+
+@pytest.fixture(scope="module")
+def plan() -> PipelinePlan:
+    """A certified plan with replicas, and all kinds of actions but updates."""
+    problem = small_problem(microbatches=5, parts=True)
+    stages = make_stages((2, 4, 6), (2, 1, 3), ("split", "split", "round-robin"))
+    plan = valid_plan(problem, stages, split=[(0, 1), (2, 3)])
+    predicted = predict(problem, plan)
+    cost = predicted.iteration_seconds
+    promise = Guarantee("Lemma 1", 2 * cost, cost, True, "always", plan.stages)
+    certificate = replace(made_up_certificate(problem, plan, cost), guarantees=(promise,))
+    return replace(plan, predicted=predicted, certificate=certificate)
+
+
+@pytest.fixture(scope="module")
+def pages(plan: PipelinePlan) -> dict[str, str]:
+    """A page of every kind."""
+    times = StageTimes((1.0,) * 4, (1.0,) * 4, (1.0,) * 4, (0.1,) * 3, (0.1,) * 3)
+    orders = [panel(f"depth {n}", timed(one_f_one_b(4, n), times), 8.0) for n in (4, 6)]
+    others = (("1f1b", 3.0, 6.5),)
+    curve = Curve((1.0, 2.0, 4.0), (9.0, 7.0, 6.0), (8.0, 6.5, 6.0), "makespan", others)
+    head, rows = ("<schedule", "makespan"), [["1f1b", "19"], ["zb-h1", "17"]]
+    return {
+        "plan": page(plan),
+        "schedules": schedules_page("Two orders", "4 stages", head, rows, orders),
+        "curve": curve_page(curve, "4 stages", head, rows),
+        "operators": operators_page(placed_plan()),
+    }
+
+
+def placed_plan() -> OperatorPlan:
+    batch = Output(1e5)
+    nodes = (
+        Node("x", "placeholder", "input", outputs=(batch,)),
+        Node("y", "mm", "forward", (("x", 0),), (batch,), {"a": 4e-3}),
+        Node("z", "sum", "backward", (("y", 0),), (Output(4.0),), {"a": 1e-3}),
+    )
+    cluster = uniform_servers(1, 2, Link(1e9, 1e-6), kind="a")
+    found = plan_operators(StepGraph("small", "test", 8, nodes), cluster, "os-dpos", limits=LIMITS)
+    assert found.plan is not None
+    return found.plan
+
+
+QUICK = [
+    ("plan", 400, True),
+    ("schedules", 400, False),
+    ("curve", 400, True),
+    ("operators", 768, False),
+]
+VISITS = [*product(("plan", "schedules", "curve", "operators"), (1400, 768, 400), (False, True))]
+
+
+@in_a_browser
+@pytest.mark.parametrize(
+    ("which", "width", "dark"),
+    slow_after(len(QUICK), [*QUICK, *(one for one in VISITS if one not in QUICK)]),
+)
+def test_a_browser_draws_a_page_within_its_width(
+    which: str, width: int, dark: bool, pages: dict[str, str], tmp_path: Path
+) -> None:
+    seen = visit(pages[which], tmp_path, width, dark)
+    assert seen.errors == []
+    assert seen.found["inner"] == width
+    assert seen.found["width"] <= width
+    assert seen.found["timelines"] == pages[which].count('class="timeline"')
+    assert seen.found["charts"] == pages[which].count('class="chart"')
+    picture = matplotlib.image.imread(tmp_path / f"{width}-{'dark' if dark else 'light'}.png")
+    background = "#0e1217" if dark else "#f5f6f8"
+    corner = (picture[-1, 0, :3] * 255).round().astype(int)
+    assert tuple(corner) == tuple(bytes.fromhex(background[1:]))
+    drawn = {tuple(c) for c in (picture[:, :, :3].reshape(-1, 3) * 255).round().astype(int)}
+    if which != "curve":
+        colours = DARK_COLOURS if dark else KIND_COLOURS
+        assert tuple(bytes.fromhex(colours[ActionKind.FORWARD][1:])) in drawn
+
+
+@in_a_browser
+def test_keys_reach_every_action(pages: dict[str, str], plan: PipelinePlan, tmp_path: Path) -> None:
+    seen = visit(pages["plan"], tmp_path, 1400, dark=False)
+    critical, following = seen.found["told"][:2]
+    # The first of the critical path, and the one after it on its row.
+    found = explain_plan(plan)
+    assert found is not None
+    assert critical.startswith(f"{found.path[0].action} forward, on the critical path · ")
+    assert following.startswith("0F1 forward · ")
+    devices = len({name for stage in plan.stages for name in stage.devices})
+    others = sum(row.group != "device" for row in timeline(plan))
+    # The last fold but one unfolds, the last folds again.
+    assert seen.found["rows"] == len(fold(timeline(plan)))
+    assert seen.found["rows"] < devices + others
+
+
+def test_a_page_holds_every_action_once_for_identical_devices(plan: PipelinePlan) -> None:
+    (drawing,) = drawings(page(plan))
+    rows = fold(timeline(plan))
+    assert [len(lane["start"]) for lane in drawing["lanes"]] == [len(row.blocks) for row in rows]
+    grid = drawing["end"] / drawing["ticks"]
+    for lane, row in zip(drawing["lanes"], rows, strict=True):
+        until = 0
+        for pause, length, block in zip(lane["start"], lane["length"], row.blocks, strict=True):
+            start = until + pause
+            until = start + length
+            # Rounded to ticks, at most one more per bar.
+            near = len(row.blocks) * grid
+            assert start * grid == pytest.approx(block.start_seconds, abs=near)
+            assert until * grid == pytest.approx(block.finish_seconds, abs=near)
+        names = zip(lane["stem"], lane["number"], strict=True)
+        texts = [name_of(drawing, stem, n) for stem, n in names]
+        assert texts == [str(block.action) for block in row.blocks]
+    members = Counter(name for lane in drawing["lanes"] for name in lane["members"])
+    assert set(members.values()) == {1}
+    assert set(members) == {name for stage in plan.stages for name in stage.devices}
+
+
+@examples(20)
+@given(st.one_of(scheduled(waits=True), elaborate(waits=True)))
+def test_every_plan_has_a_page_of_all_its_computations(
+    case: tuple[PipelineProblem, PipelinePlan],
+) -> None:
+    _, plan = case
+    (drawing,) = drawings(page(plan))
+    drawn = Counter(
+        (member, name_of(drawing, stem, number))
+        for lane in drawing["lanes"]
+        for member in lane["members"]
+        for stem, number in zip(lane["stem"], lane["number"], strict=True)
+    )
+    kinds = {timed.action: parse_action(timed.action).kind for timed in plan.actions}
+    assert drawn == Counter(
+        (timed.device, timed.action) for timed in plan.actions if kinds[timed.action] in ON_DEVICE
+    )
+
+
+def name_of(drawing: dict[str, Any], stem: int, number: int) -> str:
+    return drawing["texts"][stem] + ("" if number < 0 else str(number))
+
+
+def test_a_page_marks_critical_path_bottleneck_and_idle_time(plan: PipelinePlan) -> None:
+    found = explain_plan(plan)
+    assert found is not None
+    (drawing,) = drawings(page(plan))
+    marked = []
+    for lane in drawing["lanes"]:
+        columns = zip(lane["stem"], lane["number"], lane["critical"], strict=True)
+        marked += [name_of(drawing, stem, n) for stem, n, critical in columns if critical]
+    assert sorted(marked) == sorted(str(step.action) for step in found.path)
+    (busiest,) = [lane for lane in drawing["lanes"] if lane["bottleneck"]]
+    assert busiest["members"] == list(found.bottleneck.devices)
+    for lane in (lane for lane in drawing["lanes"] if lane["members"]):
+        idle = sum(length for _, length, _ in lane["idle"]) / TICKS * found.iteration_seconds
+        expected = sum(found.idle_seconds[lane["members"][0]].values())
+        assert idle == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_page_says_what_binds_and_shows_limits_and_layers(plan: PipelinePlan) -> None:
+    text = page(plan)
+    for words in (
+        "The bottleneck is stage 1 (g2): it works for",
+        "On the critical path, the longest chain",
+        "is a lower bound for every plan",
+        "what a device may use",
+        "of 16 GB",
+        "layer0 to layer1",
+    ):
+        assert words in text, words
+
+
+def test_a_page_is_small() -> None:
+    problem = small_problem(devices=72)
+    plan = valid_plan(problem, make_stages((3, 6), (66, 6), ("round-robin", "split")))
+    assert len(page(plan)) < 60_000
+
+
+# Colours
+
+
+# From RGB without the cones for red, green and blue light (Machado et al. 2009, severity 1).
+WITHOUT = {
+    "red": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216],
+            [-0.003882, -0.048116, 1.051998]],
+    "green": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413],
+              [-0.011820, 0.042940, 0.968881]],
+    "blue": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602],
+             [0.004733, 0.691367, 0.303900]],
+    "none": np.eye(3),
+}  # fmt: skip
+XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+
+
+def linear(colour: str) -> np.ndarray:
+    """Linear RGB of a colour."""
+    parts = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+    return np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+
+
+def lab(rgb: np.ndarray) -> np.ndarray:
+    """CIELAB (D65) of linear RGB."""
+    white = np.array([0.9505, 1.0, 1.089])
+    ratio = XYZ @ np.clip(rgb, 0, 1) / white
+    x, y, z = np.where(ratio > 0.008856, np.cbrt(ratio), 7.787 * ratio + 16 / 116)
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+@pytest.mark.parametrize("missing", WITHOUT)
+@pytest.mark.parametrize(
+    "colours",
+    [KIND_COLOURS.values(), DARK_COLOURS.values(), CATEGORIES, KINDS.values()],
+    ids=["light", "dark", "categories", "memory"],
+)
+def test_colours_differ_for_every_kind_of_colour_vision(
+    colours: Iterable[str], missing: str
+) -> None:
+    seen = {one: lab(np.array(WITHOUT[missing]) @ linear(one)) for one in colours}
+    for one, other in combinations(seen, 2):
+        assert np.linalg.norm(seen[one] - seen[other]) > 20, (one, other)
+
+
+@pytest.mark.parametrize(
+    ("colours", "page_colour"), [(KIND_COLOURS, "#ffffff"), (DARK_COLOURS, "#151a21")]
+)
+def test_colours_stand_out_from_the_page(colours: dict[ActionKind, str], page_colour: str) -> None:
+    behind = XYZ[1] @ linear(page_colour)
+    for kind, one in colours.items():
+        light, dark = sorted((XYZ[1] @ linear(one), behind), reverse=True)
+        assert (light + 0.05) / (dark + 0.05) > 1.75, kind
