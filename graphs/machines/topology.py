@@ -45,7 +45,7 @@ _DGX1_NVLINKS = (
     (0, 0, 0, 1, 2, 1, 2, 0),
 )
 
-_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")  # nvidia-smi underlines the header
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")  # nvidia-smi underlines the header
 _GPU = re.compile(r"GPU\d+")
 _NIC = re.compile(r"^\s*(NIC\d+):\s*(\S+)", re.MULTILINE)  # a line of the legend
 _NO_LINK = ("-", "x", "none", "null")
