@@ -19,7 +19,7 @@ from stagewright.solvers.planning import OPTIMAL_GAP, Restriction, Result
 from stagewright.solvers.planning import plan as solve
 
 SHARE = 0.6  # of the time limit, for the framework's plans; the rest for those of all kinds
-MOST_ACTIONS = 20_000  # of a plan whose exports are tried unasked
+MOST_ACTIONS = 10_000  # of a plan whose exports are tried unasked, about a second each
 
 
 def plan_for(
@@ -52,10 +52,9 @@ def plan_for(
     if compares and left > 0:
         free = solve(problem, "auto", replace(limits, seconds=left), silent, _free(choices))
         free_cost = free.cost
-        if _is_better(free, found, choices) and why_not(free.plan, to, problem.chain) is None:
+        if _is_better(free, found, choices) and _is_exported(free.plan, to, problem.chain):
             found = free
-    if found.plan is not None:
-        found = _exported(found, to, problem.chain, choices)
+    found = _exported(found, to, problem.chain, choices)
     known = _restriction(problem, runtime, found, free_cost)
     status = status_for(found.status, known)
     return replace(found, status=status, restriction=known, seconds=monotonic() - began)
@@ -63,6 +62,8 @@ def plan_for(
 
 def _exported(found: Result, to: str, chain: Chain, choices: Choices) -> Result:
     """The result; without its plan, if shards put it into an order that cannot be exported."""
+    if found.plan is None or _is_long(found.plan):
+        return found
     refused = why_not(found.plan, to, chain)
     if refused is None:
         return found
@@ -123,6 +124,16 @@ def exports(plan: PipelinePlan, chain: Chain) -> dict[str, str | None] | None:
 
     None for plans with so many actions that it would take long.
     """
-    if not plan.is_periodic and len(plan.actions) > MOST_ACTIONS:
+    if _is_long(plan):
         return None
     return {to: why_not(plan, to, chain) for to in RUNTIMES}
+
+
+def _is_exported(plan: PipelinePlan | None, to: str, chain: Chain) -> bool:
+    """Whether the export ``to`` writes a plan, as far as that is found out in a short time."""
+    return plan is not None and not _is_long(plan) and why_not(plan, to, chain) is None
+
+
+def _is_long(plan: PipelinePlan) -> bool:
+    """Whether it would take long to find out if a plan can be exported."""
+    return not plan.is_periodic and len(plan.actions) > MOST_ACTIONS

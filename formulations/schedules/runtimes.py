@@ -107,7 +107,8 @@ class Runtime:
             recompute=self.recompute,
             offload=False,
             weights=("flush",),
-            equal_groups=self.replicas(samples, devices),
+            # With too few devices there are no plans, of any number of replicas.
+            equal_groups=self.replicas(samples, devices) or (1,),
         )
 
 

@@ -73,7 +73,8 @@ def plan_launchable(
     search.run(choices)
     if search.best is None:
         return NoPlan(f"{runtime.name}: {search.refusal}", proved=not search.shapes)
-    notes = (f"{search.candidates} pipelines, {search.timed} plans timed", *search.best.notes)
+    pipelines = counted(search.candidates, "pipeline", "pipelines")
+    notes = (f"{pipelines}, {search.timed} of their cuts timed", *search.best.notes)
     bounds = _bounds(problem, runtime, search.cost, search.seconds_left() / 2)
     return replace(search.best, bounds=bounds, notes=notes)
 
