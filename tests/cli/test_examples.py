@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 PROFILES = sorted((EXAMPLES / "profiles").glob("*.json"))
 CLUSTERS = sorted((EXAMPLES / "clusters").glob("*.json"))
+DEVICES = sorted((EXAMPLES / "devices").glob("*.json"))
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +187,7 @@ def test_documents_are_those_that_the_script_writes(
     monkeypatch.setitem(script["main"].__globals__, "HERE", tmp_path)
     script["main"]()
     written = sorted(tmp_path.rglob("*.json"))
-    kept = {path for path in (*PROFILES, *CLUSTERS) if ".cpu." not in path.name}
+    kept = {path for path in (*PROFILES, *CLUSTERS, *DEVICES) if ".cpu." not in path.name}
     assert {path.relative_to(tmp_path) for path in written} == {
         path.relative_to(EXAMPLES) for path in kept
     }
