@@ -28,8 +28,9 @@ run stagewright show demo-output/plan.json --html demo-output/timeline.html
 
 # Limited memory: a periodic plan, in which a device may hold several stages.
 images=(--model demo-output/images.json --cluster demo-output/images.cluster.json)
-run stagewright model resnet50 --microbatch-size 8 --image-size 1000 -o demo-output/images.json
-run stagewright cluster 1x4 --intra 12GB/s --memory 16GB -o demo-output/images.cluster.json
+run stagewright model resnet50 --device v100 --microbatch-size 8 --image-size 1000 \
+    -o demo-output/images.json
+run stagewright cluster 1x4 --device v100 --intra 12GB/s -o demo-output/images.cluster.json
 run stagewright plan "${images[@]}" --microbatches 8 --planner madpipe --memory-limit 12GB \
     --group-size 1 --time-limit "$seconds" -o demo-output/periodic.json
 run stagewright show demo-output/periodic.json --png demo-output/periodic.png

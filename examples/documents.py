@@ -1,4 +1,4 @@
-"""Write the clusters and the analytic profiles in this folder.
+"""Write the clusters, a kind of device and the analytic profiles in this folder.
 
     python examples/documents.py
 
@@ -7,6 +7,7 @@ The measured profiles come from ``stagewright profile`` and are not changed.
 
 from pathlib import Path
 
+from stagewright.graphs.documents import documents
 from stagewright.graphs.machines.cluster import (
     Cluster,
     Device,
@@ -15,6 +16,7 @@ from stagewright.graphs.machines.cluster import (
     save_cluster,
     uniform_servers,
 )
+from stagewright.graphs.machines.devices import Accelerator
 from stagewright.graphs.machines.topology import dgx1
 from stagewright.graphs.models.analytic import analytic_model
 from stagewright.graphs.models.chain import save_model
@@ -29,14 +31,21 @@ MODELS = {  # samples per microbatch, as in SPP table II
     "xlnet-large": 4,
     "bert-48": 2,
 }
+L40S = Accelerator(
+    "l40s", 48e9, 864e9, 91.6e12, 362e12, has_bf16=True, fp8_flops=733e12,
+    server_bytes_per_second=24e9, network_bytes_per_second=25e9, host_bytes_per_second=24e9,
+    source="NVIDIA's datasheet; PCIe 4.0 x16 at twice NCCL's 12 GB/s of PCIe 3.0, 200 Gb/s network",
+)  # fmt: skip
+"""A kind of device that is not built in: dense peaks, no NVLink."""
 
 
 def main() -> None:
     """Write every document."""
-    for folder in ("clusters", "profiles"):
+    for folder in ("clusters", "devices", "profiles"):
         (HERE / folder).mkdir(exist_ok=True)
     for cluster in clusters():
         save_cluster(cluster, HERE / "clusters" / f"{cluster.name}.json")
+    documents.write(Accelerator, L40S, HERE / "devices" / f"{L40S.name}.json")
     for name, size in MODELS.items():
         save_model(analytic_model(name, size, "v100"), HERE / "profiles" / f"{name}.v100.json")
 

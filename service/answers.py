@@ -96,11 +96,12 @@ class RoundsAnswer(Answer):
 
 
 class ModelFileAnswer(Answer):
-    """A model file that was written, with its number of layers."""
+    """A model file that was written, with its number of layers and where its costs are from."""
 
     name: str
     layers: int
     file: str
+    source: str
 
 
 class GraphFileAnswer(Answer):
@@ -112,11 +113,12 @@ class GraphFileAnswer(Answer):
 
 
 class ClusterFileAnswer(Answer):
-    """A cluster file that was written, with its number of devices."""
+    """A cluster file that was written, with its number of devices and what was assumed."""
 
     name: str
     devices: int
     file: str
+    source: str | None = None
 
 
 class LayerProfilesFileAnswer(Answer):

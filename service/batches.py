@@ -12,6 +12,7 @@ from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan_class import PlanClass
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MAX_MICROBATCHES
+from stagewright.service.launching import status_for
 from stagewright.solvers.pipelines.every_plan import every_plan_bounds
 from stagewright.solvers.planning import OPTIMAL_GAP, Result, SizeResult
 
@@ -111,7 +112,26 @@ def _of_every_size(
         status = Status.OPTIMAL
     elif status is Status.OPTIMAL:
         status = Status.FEASIBLE
-    return replace(result, status=status, bound=bound, gap=share, proved_by=proved_by, sizes=sizes)
+    every = replace(result, status=status, bound=bound, gap=share, proved_by=proved_by, sizes=sizes)
+    return every if result.restriction is None else _for_framework(problems, found, every)
+
+
+def _for_framework(
+    problems: Sequence[PipelineProblem], found: Sequence[Result], result: Result
+) -> Result:
+    """The result with a bound on what the framework runs of every size, and a status by that."""
+    known, cost = result.restriction, result.cost
+    assert known is not None
+    assert cost is not None
+    bounds = [
+        _bound(one, its, its.restriction.plans)
+        for one, its in zip(problems, found, strict=True)
+        if its.restriction is not None
+    ]
+    bound = min(cost, *bounds)
+    proved_by = known.proved_by if known.bound == bound else "the least bound of all sizes"
+    known = replace(known, bound=bound, gap=gap(cost, bound), proved_by=proved_by)
+    return replace(result, status=status_for(result.status, known), restriction=known)
 
 
 def _without_plan(found: Sequence[Result], sizes: tuple[SizeResult, ...]) -> Result:

@@ -7,7 +7,7 @@ from stagewright.executor.export import export
 from stagewright.executor.export.options import Options
 from stagewright.executor.export.runtimes import RUNTIMES, runtime_of
 from stagewright.formulations.checking.certificates import best_of, gap
-from stagewright.formulations.forms.answers import Limits, OnProgress, silent
+from stagewright.formulations.forms.answers import Limits, OnProgress, Status, silent
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.formulations.schedules.runtimes import Runtime
@@ -15,11 +15,11 @@ from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.models.chain import Chain
 from stagewright.solvers.planners.launchable import plans_of
 from stagewright.solvers.planners.proposal import Choices
-from stagewright.solvers.planning import Restriction, Result
+from stagewright.solvers.planning import OPTIMAL_GAP, Restriction, Result
 from stagewright.solvers.planning import plan as solve
 
 SHARE = 0.6  # of the time limit, for the framework's plans; the rest for those of all kinds
-MOST_ACTIONS = 20_000  # of a plan whose exports are tried unasked
+MOST_ACTIONS = 10_000  # of a plan whose exports are tried unasked, about a second each
 
 
 def plan_for(
@@ -44,6 +44,7 @@ def plan_for(
         does not plan for a framework.
     """
     began, runtime = monotonic(), runtime_of(to, problem.chain)
+    runtime.require(choices.recompute, choices.shards)
     own = replace(limits, seconds=(SHARE if compares else 1) * limits.seconds)
     found = solve(problem, planner, own, on_progress, replace(choices, runtime=runtime))
     free_cost = None
@@ -51,16 +52,33 @@ def plan_for(
     if compares and left > 0:
         free = solve(problem, "auto", replace(limits, seconds=left), silent, _free(choices))
         free_cost = free.cost
-        if _is_better(free, found, choices) and why_not(free.plan, to, problem.chain) is None:
+        if _is_better(free, found, choices) and _is_exported(free.plan, to, problem.chain):
             found = free
-    if found.plan is not None:
-        refused = why_not(found.plan, to, problem.chain)
-        assert refused is None, f"a plan for {runtime.name} cannot be exported: {refused}"
-    return replace(
-        found,
-        restriction=_restriction(problem, runtime, found, free_cost),
-        seconds=monotonic() - began,
+    found = _exported(found, to, problem.chain, choices)
+    known = _restriction(problem, runtime, found, free_cost)
+    status = status_for(found.status, known)
+    return replace(found, status=status, restriction=known, seconds=monotonic() - began)
+
+
+def _exported(found: Result, to: str, chain: Chain, choices: Choices) -> Result:
+    """The result; without its plan, if shards put it into an order that cannot be exported."""
+    if found.plan is None or _is_long(found.plan):
+        return found
+    refused = why_not(found.plan, to, chain)
+    if refused is None:
+        return found
+    assert choices.shards != "none", f"a plan for {to} cannot be exported: {refused}"
+    reason = f"the plan with shards has no export to {to}: {refused}"
+    return Result(
+        Status.NO_ANSWER, found.planner, None, None, None, None, None, found.seconds, reason
     )
+
+
+def status_for(status: Status, known: Restriction) -> Status:
+    """The status of a plan for a framework: optimal are plans that no other for it can beat."""
+    if known.gap is not None and known.gap <= OPTIMAL_GAP:
+        return Status.OPTIMAL
+    return Status.FEASIBLE if status is Status.OPTIMAL else status
 
 
 def _free(choices: Choices) -> Choices:
@@ -95,7 +113,7 @@ def why_not(plan: PipelinePlan | None, to: str, chain: Chain) -> str | None:
     if plan is None:
         return "there is no plan"
     try:
-        export(plan, to, Options(model=None if to == "torch-csv" else chain))
+        export(plan, to, Options(model=chain))
     except (InputError, InvalidPlan) as error:
         return str(error)
     return None
@@ -106,6 +124,16 @@ def exports(plan: PipelinePlan, chain: Chain) -> dict[str, str | None] | None:
 
     None for plans with so many actions that it would take long.
     """
-    if not plan.is_periodic and len(plan.actions) > MOST_ACTIONS:
+    if _is_long(plan):
         return None
     return {to: why_not(plan, to, chain) for to in RUNTIMES}
+
+
+def _is_exported(plan: PipelinePlan | None, to: str, chain: Chain) -> bool:
+    """Whether the export ``to`` writes a plan, as far as that is found out in a short time."""
+    return plan is not None and not _is_long(plan) and why_not(plan, to, chain) is None
+
+
+def _is_long(plan: PipelinePlan) -> bool:
+    """Whether it would take long to find out if a plan can be exported."""
+    return not plan.is_periodic and len(plan.actions) > MOST_ACTIONS

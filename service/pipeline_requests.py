@@ -126,6 +126,16 @@ class PlanRequest(_Problem):
                 raise InputError(f"{name} is not planned together with a tensor degree")
         return self
 
+    @model_validator(mode="after")
+    def _require_orders_of_the_framework(self) -> Self:
+        """Refuse what would choose other plans than the framework's."""
+        for name in ("start", "order", "out_of_order", "offload"):
+            if self.runtime is not None and getattr(self, name):
+                raise InputError(
+                    f"{name} does not go with plans for a framework alone, {self.runtime!r}"
+                )
+        return self
+
     def limits(self, stop: StopToken | None = None) -> Limits:
         """The limits of the search, with the gap at which it may end."""
         return replace(super().limits(stop), gap=parse_share(self.gap, "gap"))

@@ -12,6 +12,7 @@ from stagewright.formulations.parallelism.document import LayoutPlan
 from stagewright.formulations.parallelism.profiled_document import ProfiledDocument
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.machines.cluster import Cluster
+from stagewright.graphs.machines.devices import Accelerator
 from stagewright.graphs.models.chain import Chain
 from stagewright.graphs.models.cost_book import CostBook
 from stagewright.graphs.models.layer_profiles import LayerProfiles
@@ -25,6 +26,7 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 DOCUMENTS: dict[str, type] = {
     "model": Chain,
     "cluster": Cluster,
+    "device": Accelerator,
     "plan": PipelinePlan,
     "trace": Trace,
     "layout": LayoutPlan,

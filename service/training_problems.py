@@ -1,8 +1,7 @@
 """Training problems from what users name: a precision, a kind of attention, a device."""
 
 from stagewright.formulations.parallelism.training import TrainingProblem, precision_named
-from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.machines.devices import accelerator
+from stagewright.graphs.machines.devices import require_arithmetic
 from stagewright.graphs.machines.fabric import Fabric
 from stagewright.graphs.machines.rates import reached_on
 from stagewright.graphs.models.architecture import Architecture
@@ -42,16 +41,13 @@ def training_problem(
     InputError
         If a value is out of range, or the device has no such arithmetic.
     """
-    if precision == "bf16" and not accelerator(fabric.device).has_bf16:
-        raise InputError(
-            f"precision {precision}: {fabric.device} has no bf16 arithmetic; it may be fp16"
-        )
+    require_arithmetic(fabric.card, precision)
     return TrainingProblem(
         architecture=architecture,
         sequence=sequence,
         batch=batch,
         fabric=fabric,
-        reached=reached_on(fabric.device),
+        reached=reached_on(fabric.card),
         precision=precision_named(precision),
         attention=attention,
         overlap=overlap,

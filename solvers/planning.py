@@ -95,7 +95,9 @@ class Restriction:
 
     ``bound`` is a lower bound in seconds on every plan of the class ``plans``, which has all that
     the framework ``name`` runs, and ``gap`` is the answer's to it; None without a plan, or if no
-    bound is about the answer. ``free_cost`` is that of the best plan found of any kind.
+    bound is about the answer. With ``Result.sizes`` they are about what the framework runs in all
+    of these, and ``plans`` about the answer's size. ``free_cost`` is that of the best plan found of
+    any kind.
     """
 
     name: str
@@ -243,7 +245,7 @@ def _with_shards(
     """The result with shards in its plan, or in one that fits only so: no bound is about it."""
     began = monotonic()
     if result.plan is not None:
-        found = sharded(problem, result.plan, asked.shards, limits.stopped)
+        found = sharded(problem, result.plan, asked.shards, limits.stopped, _is_ordered(asked))
     else:
         found = _fitting_with_shards(problem, limits, asked, result.planner)
     if found is None and result.plan is None:
@@ -258,6 +260,11 @@ def _with_shards(
     )  # fmt: skip
 
 
+def _is_ordered(asked: Choices) -> bool:
+    """Whether plans are for a framework that has orders of its own."""
+    return asked.runtime is not None and not asked.runtime.any_order
+
+
 def _fitting_with_shards(
     problem: PipelineProblem, limits: Limits, asked: Choices, planner: str
 ) -> PipelinePlan | None:
@@ -267,7 +274,7 @@ def _fitting_with_shards(
     best: PipelinePlan | None = None
     for smaller in every:
         given = plan(smaller, planner, replace(limits, seconds=each), choices=plain).plan
-        found = given and sharded(problem, given, asked.shards, limits.stopped)
+        found = given and sharded(problem, given, asked.shards, limits.stopped, _is_ordered(asked))
         if found is None or found is given:  # without shards it is a plan of the smaller states
             continue
         if best is None or _seconds(found) < _seconds(best):

@@ -28,7 +28,7 @@ class Format:
 
 
 FORMATS: dict[str, Format] = {
-    "torch-csv": Format(torch_pipelining.schedule, (), torch_pipelining.remarks),
+    "torch-csv": Format(torch_pipelining.schedule, ("model",), torch_pipelining.remarks),
     "torchtitan": Format(torch_pipelining.torchtitan, PARTITION),
     "nemo": Format(torch_pipelining.nemo, PARTITION),
     "megatron": Format(megatron.arguments, PARTITION),

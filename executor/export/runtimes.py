@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from stagewright.executor.export import deepspeed, megatron, torch_pipelining
 from stagewright.executor.export.decoder import modules
+from stagewright.formulations.plans.plan_class import Shards
 from stagewright.formulations.schedules.runtimes import ANY_ORDER, Runtime, torch_runtime
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.chain import Chain
@@ -13,6 +14,7 @@ _NAMES: dict[str, tuple[str, Mapping[str, str]]] = {
     "nemo": ("NeMo AutoModel", torch_pipelining.NEMO),
     "megatron": (megatron.NAME, megatron.SYMBOLS),
 }
+ZERO_1: tuple[Shards, ...] = ("none", "optimizer")
 RUNTIMES = ("torch-csv", *_NAMES, "deepspeed")
 
 
@@ -31,14 +33,17 @@ def runtime_of(to: str, chain: Chain) -> Runtime:
         return torch_runtime(len(chain))
     if to == "deepspeed":
         every = tuple(range(1, len(chain)))
-        return Runtime(deepspeed.NAME, ("1f1b",), every, ("none", "full", "layer"))
+        return Runtime(deepspeed.NAME, ("1f1b",), every, ("none", "full", "layer"), ZERO_1)
     name, names = _NAMES[to]
     cuts = _cuts(chain, names, name)
     if to == "megatron":
-        return Runtime(name, ("1f1b", "interleaved"), cuts)
+        return Runtime(name, ("1f1b", "interleaved"), cuts, shards=ZERO_1)
     if to == "nemo":
-        return Runtime(name, ANY_ORDER, cuts, least_ranks=2, most_replicas=1, fills=True)
-    return Runtime(name, ANY_ORDER, cuts, least_ranks=2)
+        return Runtime(
+            name, ANY_ORDER, cuts, any_order=True, least_ranks=2, most_replicas=1, fills=True
+        )
+    shards: tuple[Shards, ...] = ("none", "weights")
+    return Runtime(name, ANY_ORDER, cuts, shards=shards, any_order=True, least_ranks=2)
 
 
 def _cuts(chain: Chain, names: Mapping[str, str], framework: str) -> tuple[int, ...]:

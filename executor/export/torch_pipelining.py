@@ -71,8 +71,11 @@ F = ActionKind.FORWARD
 
 
 def schedule(plan: PipelinePlan, options: Options) -> dict[str, str]:
-    """The schedule file."""
-    return {SCHEDULE: _csv(plan, pipeline(plan, "torch"))}
+    """The schedule file; copies of the pipeline have equal shares of the samples, if known."""
+    ranks = pipeline(plan, "torch")
+    if plan.microbatch_size is not None or options.model is not None:
+        samples_per_replica(plan, options, ranks.replicas)
+    return {SCHEDULE: _csv(plan, ranks)}
 
 
 def torchtitan(plan: PipelinePlan, options: Options) -> dict[str, str]:
@@ -181,8 +184,8 @@ def remarks(plan: PipelinePlan) -> tuple[str, ...]:
     ]
     if ranks.replicas > 1:
         found.append(
-            f"the pipeline runs {ranks.replicas} times, each copy with the same file and its share "
-            "of every microbatch's samples: average the gradients over the copies"
+            f"the pipeline runs {ranks.replicas} times, each copy with the same file and its equal "
+            "share of every microbatch's samples: average the gradients over the copies"
         )
         actions = (parse_action(entry.action) for entry in plan.actions)
         if any(action.kind is ActionKind.WEIGHT_GRADIENT for action in actions):

@@ -9,7 +9,7 @@ from pydantic import ConfigDict
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import require_amount, require_count
-from stagewright.graphs.machines.devices import Accelerator, accelerator
+from stagewright.graphs.machines.devices import Accelerator, require_arithmetic
 from stagewright.graphs.machines.fabric import Fabric
 from stagewright.graphs.machines.rates import Reached
 from stagewright.graphs.models.architecture import MAX_SIZE, Architecture
@@ -86,13 +86,13 @@ class TrainingProblem:
         require_count(self.sequence, "sequence", MAX_SIZE)
         require_count(self.batch, "batch", MAX_SIZE)
         require_amount(self.reserve_bytes, "reserve_bytes")
-        if self.precision.fp8_products and self.card.fp8_flops is None:
-            raise InputError(f"{self.card.name} has no fp8 arithmetic")
+        if self.precision.fp8_products:
+            require_arithmetic(self.card, "fp8")
 
     @cached_property
     def card(self) -> Accelerator:
         """The device's peaks."""
-        return accelerator(self.fabric.device)
+        return self.fabric.card
 
     @property
     def peak_flops(self) -> float:

@@ -8,8 +8,9 @@ modules begin.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from stagewright.formulations.plans.plan_class import EVERY_FINITE, PlanClass, Recompute
+from stagewright.formulations.plans.plan_class import EVERY_FINITE, PlanClass, Recompute, Shards
 from stagewright.formulations.schedules.kinds import KINDS
+from stagewright.graphs.documents.errors import InputError
 
 ANY_ORDER = (
     "1f1b", "gpipe", "interleaved", "interleaved-ragged", "zb-h1", "zb1p", "interleaved-zb", "zbv",
@@ -32,6 +33,10 @@ class Runtime:
         The layers before which a stage may begin, ascending, without the first.
     recompute
         What all stages alike may do.
+    shards
+        What the replicas of all stages alike may divide.
+    any_order
+        Whether it runs any order in the placements of its schedules.
     least_ranks
         The fewest groups of devices.
     most_replicas
@@ -44,9 +49,31 @@ class Runtime:
     kinds: tuple[str, ...]
     cuts: tuple[int, ...]
     recompute: tuple[Recompute, ...] = ("none",)
+    shards: tuple[Shards, ...] = ("none",)
+    any_order: bool = False
     least_ranks: int = 1
     most_replicas: int | None = None
     fills: bool = False
+
+    def require(self, recompute: str | None, shards: Shards) -> None:
+        """Refuse recomputation or shards that no plan for the framework has.
+
+        Raises
+        ------
+        InputError
+            If ``recompute`` is neither None, ``auto`` nor one of its own, or by its ``shards``.
+        """
+        for what, asked, own in (
+            ("recompute", recompute or "auto", (*self.recompute, "auto")),
+            ("shards", shards, self.shards),
+        ):
+            if asked not in own:
+                raise InputError(f"{what} {asked!r}: plans for {self.name} have {' or '.join(own)}")
+
+    def needs(self) -> str:
+        """The least that any of its pipelines needs."""
+        ranks = f"at least {self.least_ranks} rank{'s' * (self.least_ranks > 1)}"
+        return f"its pipelines have {ranks}" + " and as many microbatches as ranks" * self.fills
 
     def replicas(self, samples: int, devices: int) -> tuple[int, ...]:
         """The numbers of replicas that split a microbatch of ``samples`` evenly, ascending."""
@@ -80,10 +107,11 @@ class Runtime:
             recompute=self.recompute,
             offload=False,
             weights=("flush",),
-            equal_groups=self.replicas(samples, devices),
+            # With too few devices there are no plans, of any number of replicas.
+            equal_groups=self.replicas(samples, devices) or (1,),
         )
 
 
 def torch_runtime(layers: int) -> Runtime:
     """The runtime of torch.distributed.pipelining, of a model that may be cut at every layer."""
-    return Runtime("torch", ANY_ORDER, tuple(range(1, layers)))
+    return Runtime("torch", ANY_ORDER, tuple(range(1, layers)), any_order=True)

@@ -119,7 +119,8 @@ class Cluster:
     """Devices and links. Devices without a direct link use the widest path between them.
 
     ``all_reduce_share`` is the share of its slowest link's bandwidth that a ring all-reduce
-    reaches, as it also copies and adds; None if it is not known, and all is assumed.
+    reaches, as it also copies and adds; None if it is not known, and all is assumed. ``source``
+    says where the figures are from that nobody gave.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -128,6 +129,7 @@ class Cluster:
     devices: tuple[Device, ...]
     links: Links
     all_reduce_share: float | None = None
+    source: str | None = None
     format: Literal["stagewright-cluster"] = FORMAT
     version: Literal[1] = VERSION
 

@@ -1,20 +1,46 @@
-"""Accelerators by name: peaks and memory from the manufacturers' datasheets.
+"""Accelerators by name: peaks, memory and links from the manufacturers' datasheets.
 
 Peaks are dense; datasheets of NVIDIA since A100 print twice as much, with structured sparsity.
 """
 
+import os
+import re
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
+from pydantic import ConfigDict
+
+from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import MIN_MEMORY, require_amount, require_bandwidth
+
+FORMAT: Literal["stagewright-device"] = "stagewright-device"
+VERSION: Literal[1] = 1
+
+GENERIC = "generic"
+"""The kind of device where none is named."""
+
+NVLINK = 25e9
+"""Bytes/s per direction of one NVLink of the second to fourth generation (V100, A100, H100;
+NVIDIA's datasheets)."""
+
+MIN_FLOPS = 1e9  # FLOP/s; anything below is a number of TFLOP/s without its unit
 
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """Peaks of one device.
+    """Peaks, memory and links of one kind of device.
 
     ``fp16_flops`` is the dense peak with fp32 accumulation, on tensor cores if it has them; that of
     bf16 is the same where the device ``has_bf16``. ``fp8_flops`` is None without fp8 products.
+
+    Links are bytes/s per direction, None if not known: ``server_bytes_per_second`` from a device to
+    the others of its server, ``pair_bytes_per_second`` to one of them, if that is less (links that
+    join pairs, without a switch), ``network_bytes_per_second`` out of the server, per device;
+    ``host_bytes_per_second`` to the host's memory, and ``nvlink_bytes_per_second`` of one NVLink.
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     name: str
     memory_bytes: float
@@ -23,49 +49,170 @@ class Accelerator:
     fp16_flops: float
     has_bf16: bool = False
     fp8_flops: float | None = None
+    server_bytes_per_second: float | None = None
+    network_bytes_per_second: float | None = None
+    pair_bytes_per_second: float | None = None
+    host_bytes_per_second: float | None = None
+    nvlink_bytes_per_second: float = NVLINK
+    source: str | None = None
+    format: Literal["stagewright-device"] = FORMAT
+    version: Literal[1] = VERSION
+
+    def __post_init__(self) -> None:
+        if re.fullmatch(r"[^\s,:=/]+", self.name) is None or self.name.endswith(".json"):
+            raise InputError(
+                f"name {self.name!r}: a kind is one word without , : = or /, for example l40s"
+            )
+        require_amount(self.memory_bytes, "memory_bytes")
+        if self.memory_bytes < MIN_MEMORY:
+            raise InputError(
+                f"memory_bytes is {self.memory_bytes:g}, less than 1 MB: is a unit missing? "
+                f"{self.memory_bytes:g} GB is {self.memory_bytes * 1e9:g}"
+            )
+        for field in self.__dataclass_fields__:
+            value = getattr(self, field)
+            if field.endswith("_per_second") and value is not None:
+                require_bandwidth(value, field)
+            elif field.endswith("_flops") and value is not None:
+                _require_flops(value, field)
+
+    def __str__(self) -> str:
+        """The name, with where the figures are from if that is said."""
+        return self.name if self.source is None else f"{self.name} ({self.source})"
 
 
+def _require_flops(value: float, field: str) -> None:
+    require_amount(value, field)
+    if value < MIN_FLOPS:
+        raise InputError(
+            f"{field} is {value:g} FLOP/s, less than 1 GFLOP/s: is a unit missing? "
+            f"{value:g} TFLOP/s is {value * 1e12:g}"
+        )
+
+
+# Links in servers are NVLink of the second to fifth generation and seven Infinity Fabric links (the
+# manufacturers' datasheets); a pair of a DGX-1 may have one NVLink only. Networks are the network
+# cards of DGX-1, DGX-2, DGX A100, DGX H100 and DGX B200 per device, and 400 Gb/s per MI300X.
 ACCELERATORS: dict[str, Accelerator] = {
     accelerator.name: accelerator
     for accelerator in (
-        Accelerator("k80", 12e9, 240e9, 4.37e12, 4.37e12),  # one of the board's two GPUs
-        Accelerator("1080ti", 11e9, 484e9, 11.3e12, 11.3e12),  # fp16 runs as fp32
-        Accelerator("p100", 16e9, 732e9, 10.6e12, 21.2e12),  # SXM2
-        Accelerator("v100", 16e9, 900e9, 15.7e12, 125e12),  # SXM2
-        Accelerator("v100-32gb", 32e9, 900e9, 15.7e12, 125e12),
+        # An A100 in round numbers. Its links are not known: they are those of the user's machines.
+        Accelerator(
+            GENERIC, 40e9, 1500e9, 20e12, 300e12, has_bf16=True,
+            source="no device in particular, an A100 in round numbers",
+        ),
+        # One of the board's two GPUs.
+        Accelerator("k80", 12e9, 240e9, 4.37e12, 4.37e12),
+        # fp16 runs as fp32.
+        Accelerator("1080ti", 11e9, 484e9, 11.3e12, 11.3e12),
+        # SXM2, as V100; NVLink of the first generation.
+        Accelerator("p100", 16e9, 732e9, 10.6e12, 21.2e12, nvlink_bytes_per_second=20e9),
+        Accelerator(
+            "v100", 16e9, 900e9, 15.7e12, 125e12,
+            server_bytes_per_second=150e9, network_bytes_per_second=6.25e9,
+            pair_bytes_per_second=25e9,
+        ),
+        Accelerator(
+            "v100-32gb", 32e9, 900e9, 15.7e12, 125e12,
+            server_bytes_per_second=150e9, network_bytes_per_second=12.5e9,
+        ),
         Accelerator("t4", 16e9, 320e9, 8.1e12, 65e12),
-        Accelerator("a100", 40e9, 1555e9, 19.5e12, 312e12, has_bf16=True),  # SXM4
-        Accelerator("a100-80gb", 80e9, 2039e9, 19.5e12, 312e12, has_bf16=True),
-        Accelerator("h100", 80e9, 3350e9, 67e12, 989e12, has_bf16=True, fp8_flops=1979e12),  # SXM5
-        # An H100 with less FP64 and NVLink (DeepSeek-AI, arXiv 2505.09343, section 4.1).
-        Accelerator("h800", 80e9, 3350e9, 67e12, 989e12, has_bf16=True, fp8_flops=1979e12),
-        Accelerator("h200", 141e9, 4800e9, 67e12, 989e12, has_bf16=True, fp8_flops=1979e12),
+        # SXM4.
+        Accelerator(
+            "a100", 40e9, 1555e9, 19.5e12, 312e12, has_bf16=True,
+            server_bytes_per_second=300e9, network_bytes_per_second=25e9,
+        ),
+        Accelerator(
+            "a100-80gb", 80e9, 2039e9, 19.5e12, 312e12, has_bf16=True,
+            server_bytes_per_second=300e9, network_bytes_per_second=25e9,
+        ),
+        # SXM5.
+        Accelerator(
+            "h100", 80e9, 3350e9, 67e12, 989e12, has_bf16=True, fp8_flops=1979e12,
+            server_bytes_per_second=450e9, network_bytes_per_second=50e9,
+        ),
+        # An H100 with less FP64 and NVLink (DeepSeek-AI, arXiv 2505.09343, sections 4.1 and 4.3),
+        # who reach 160 GB/s of the 200 in a server.
+        Accelerator(
+            "h800", 80e9, 3350e9, 67e12, 989e12, has_bf16=True, fp8_flops=1979e12,
+            server_bytes_per_second=200e9, network_bytes_per_second=50e9,
+        ),
+        Accelerator(
+            "h200", 141e9, 4800e9, 67e12, 989e12, has_bf16=True, fp8_flops=1979e12,
+            server_bytes_per_second=450e9, network_bytes_per_second=50e9,
+        ),
         # A DGX B200's 1440 GB and 64 TB/s, an HGX B200's 600 TFLOP/s and 18 PFLOP/s, over 8 GPUs.
-        Accelerator("b200", 180e9, 8000e9, 75e12, 2250e12, has_bf16=True, fp8_flops=4500e12),
+        Accelerator(
+            "b200", 180e9, 8000e9, 75e12, 2250e12, has_bf16=True, fp8_flops=4500e12,
+            server_bytes_per_second=900e9, network_bytes_per_second=50e9,
+            nvlink_bytes_per_second=50e9,
+        ),
         # AMD's datasheet; fp32 as vectors and as matrices.
         Accelerator(
-            "mi300x", 192e9, 5300e9, 163.4e12, 1307.4e12, has_bf16=True, fp8_flops=2614.9e12
+            "mi300x", 192e9, 5300e9, 163.4e12, 1307.4e12, has_bf16=True, fp8_flops=2614.9e12,
+            server_bytes_per_second=448e9, network_bytes_per_second=50e9,
+            pair_bytes_per_second=64e9,
         ),
     )
-}
+}  # fmt: skip
 
 
-def accelerator(name: str) -> Accelerator:
-    """The accelerator called ``name``, in any case.
+def accelerator(kind: str | Accelerator) -> Accelerator:
+    """The accelerator called ``kind``, in any case; one that is given is returned.
 
     Raises
     ------
     InputError
         If the name is not in the table.
     """
+    if isinstance(kind, Accelerator):
+        return kind
     try:
-        return ACCELERATORS[name.lower()]
+        return ACCELERATORS[kind.lower()]
     except KeyError:
         known = ", ".join(sorted(ACCELERATORS))
-        raise InputError(f"device {name!r} is not known; known are {known}") from None
+        raise InputError(
+            f"device {kind!r} is not known; known are {known}; or give the JSON file of a kind "
+            "of your own"
+        ) from None
 
 
-def kind_of_device(kind: str, memory_bytes: float | None) -> tuple[str, float, float | None]:
+def require_arithmetic(card: Accelerator, precision: str) -> None:
+    """Refuse a device without products in that type of number: bf16 or fp8; all have the others."""
+    if precision == "bf16" and not card.has_bf16:
+        raise InputError(f"precision bf16: {card.name} has no bf16 arithmetic; it may be fp16")
+    if precision == "fp8" and card.fp8_flops is None:
+        able = sorted(one.name for one in ACCELERATORS.values() if one.fp8_flops is not None)
+        raise InputError(
+            f"precision fp8: {card.name} has no fp8 arithmetic; {', '.join(able)} have it"
+        )
+
+
+def read_kind(kind: str) -> str | Accelerator:
+    """The user's own kind, if ``kind`` is the path of its JSON file; else the name as it is.
+
+    Raises
+    ------
+    InputError
+        If the file is not valid, or gives its kind the name of one in the table.
+    """
+    return read_accelerator(kind) if kind.lower().endswith(".json") else kind
+
+
+def read_accelerator(path: str | os.PathLike[str]) -> Accelerator:
+    """The kind of device that the JSON file at ``path`` describes; see :func:`read_kind`."""
+    own = documents.read(Accelerator, path, FORMAT, VERSION)
+    if own.name.lower() in ACCELERATORS:
+        raise InputError(
+            f"{path}: {own.name!r} is a kind that is built in; choose another name, for example "
+            f"{own.name}-own"
+        )
+    return own
+
+
+def kind_of_device(
+    kind: str | Accelerator, memory_bytes: float | None
+) -> tuple[str, float, float | None]:
     """Kind, memory and fp32 peak of a device; for kinds not in the table, memory is required.
 
     Raises
@@ -73,7 +220,7 @@ def kind_of_device(kind: str, memory_bytes: float | None) -> tuple[str, float, f
     InputError
         If the kind is unknown and no memory is given.
     """
-    if memory_bytes is not None and kind.lower() not in ACCELERATORS:
+    if memory_bytes is not None and isinstance(kind, str) and kind.lower() not in ACCELERATORS:
         return kind, memory_bytes, None
     card = accelerator(kind)
     memory = card.memory_bytes if memory_bytes is None else memory_bytes

@@ -17,6 +17,7 @@ from stagewright.graphs.documents.units import (
     require_count,
 )
 from stagewright.graphs.machines.cluster import Cluster, Device, Link, ServerLinks
+from stagewright.graphs.machines.devices import ACCELERATORS, Accelerator, accelerator
 
 MAX_GPUS = 1 << 20
 
@@ -47,7 +48,7 @@ class Fabric:
     """``levels`` from the server outwards; the last holds all devices, of kind ``device``.
 
     ``host_bytes_per_second`` is a device's bandwidth to host memory in each direction, None if not
-    known.
+    known; ``own_kind`` describes the kind if it is the user's own, not one of ``ACCELERATORS``.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -56,8 +57,15 @@ class Fabric:
     memory_bytes: float
     levels: tuple[Level, ...]
     host_bytes_per_second: float | None = None
+    own_kind: Accelerator | None = None
 
     def __post_init__(self) -> None:
+        if self.own_kind is not None and self.own_kind.name != self.device:
+            raise InputError(
+                f"the devices are of kind {self.device!r}, but own_kind is {self.own_kind.name!r}"
+            )
+        if self.own_kind is not None and self.device.lower() in ACCELERATORS:
+            raise InputError(f"own_kind: {self.device!r} is a kind that is built in")
         require_amount(self.memory_bytes, "memory_bytes")
         if not 1 <= len(self.levels) <= 3:
             raise InputError(f"a fabric has one to three levels, got {len(self.levels)}")
@@ -67,6 +75,17 @@ class Fabric:
                     f"{outer.name} has {outer.devices} devices, which is no multiple of the "
                     f"{inner.devices} of {inner.name}"
                 )
+
+    @property
+    def card(self) -> Accelerator:
+        """The peaks of the devices.
+
+        Raises
+        ------
+        InputError
+            If the kind is not known.
+        """
+        return self.own_kind or accelerator(self.device)
 
     @property
     def devices(self) -> int:

@@ -2,7 +2,8 @@
 
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import require_count
-from stagewright.graphs.machines.devices import accelerator
+from stagewright.graphs.machines.cluster import Link
+from stagewright.graphs.machines.devices import ACCELERATORS, Accelerator, accelerator
 from stagewright.graphs.machines.fabric import MAX_GPUS, Fabric, Level
 
 SERVER_SHARE, NETWORK_SHARE = 0.812, 0.84
@@ -10,41 +11,12 @@ SERVER_SHARE, NETWORK_SHARE = 0.812, 0.84
 given: of NVLink and InfiniBand of DGX A100, fitted together with the rates of the A100 (see
 ``rates.py``); the same parts for other kinds are not measured."""
 
-_SERVER = {
-    "v100": 150e9,
-    "v100-32gb": 150e9,
-    "a100": 300e9,
-    "a100-80gb": 300e9,
-    "h100": 450e9,
-    "h800": 200e9,
-    "h200": 450e9,
-    "b200": 900e9,
-    "mi300x": 448e9,
-}
-"""Bytes/s per direction from a device to the others of its server: NVLink of the second to fifth
-generation, seven Infinity Fabric links (the manufacturers' datasheets); of H800 and its eight
-network cards DeepSeek-AI (arXiv 2505.09343, section 4.3), who reach 160 GB/s of the 200."""
-
-_NETWORK = {
-    "v100": 6.25e9,
-    "v100-32gb": 12.5e9,
-    "a100": 25e9,
-    "a100-80gb": 25e9,
-    "h100": 50e9,
-    "h800": 50e9,
-    "h200": 50e9,
-    "b200": 50e9,
-    "mi300x": 50e9,
-}
-"""Bytes/s per device out of a server: network cards of DGX-1, DGX-2, DGX A100, DGX H100, DGX B200,
-and 400 Gb/s for every MI300X."""
-
 SERVER_LATENCY, NETWORK_LATENCY = 2.7e-6, 4.7e-6
 """Seconds of a step of a collective: the first from the same fit, the network's 2 us above it."""
 
 
 def fabric_of_kind(
-    kind: str,
+    kind: str | Accelerator,
     devices: int,
     *,
     per_server: int = 8,
@@ -59,7 +31,7 @@ def fabric_of_kind(
 
     ``rack_bandwidth`` is that out of a rack (or pod) of ``per_rack`` devices. Default bandwidths
     are parts of the kind's links (:data:`SERVER_SHARE`, :data:`NETWORK_SHARE`), default memory is
-    the kind's.
+    the kind's. ``kind`` is a name or the user's own.
 
     Raises
     ------
@@ -73,10 +45,15 @@ def fabric_of_kind(
         raise InputError(f"gpus must be a multiple of per_server ({inside}), got {devices}")
     if (per_rack is None) != (rack_bandwidth is None):
         raise InputError("per_rack and rack_bandwidth belong together: give both")
-    within = _given(server_bandwidth, SERVER_SHARE, _SERVER, card.name, "server_bandwidth")
+    within = _given(
+        server_bandwidth, SERVER_SHARE, card.server_bytes_per_second, card, "server_bandwidth"
+    )
     levels = [Level("server", inside, within, SERVER_LATENCY)]
     if devices > inside:
-        between = _given(network_bandwidth, NETWORK_SHARE, _NETWORK, card.name, "network_bandwidth")
+        between = _given(
+            network_bandwidth, NETWORK_SHARE, card.network_bytes_per_second, card,
+            "network_bandwidth",
+        )  # fmt: skip
         size = devices if per_rack is None else min(per_rack, devices)
         levels.append(
             Level("rack" if size < devices else "network", size, between, NETWORK_LATENCY)
@@ -84,14 +61,28 @@ def fabric_of_kind(
         if size < devices and rack_bandwidth is not None:
             levels.append(Level("network", devices, rack_bandwidth, NETWORK_LATENCY))
     memory = card.memory_bytes if memory_bytes is None else memory_bytes
-    return Fabric(card.name, memory, tuple(levels), host_bytes_per_second)
+    host = host_bytes_per_second or card.host_bytes_per_second
+    own = None if card.name in ACCELERATORS else card
+    return Fabric(card.name, memory, tuple(levels), host, own)
+
+
+def server_link(card: Accelerator) -> Link | None:
+    """What a device reaches to another of its server; None if the kind's links are not known."""
+    rate = card.pair_bytes_per_second or card.server_bytes_per_second
+    return None if rate is None else Link(SERVER_SHARE * rate, SERVER_LATENCY)
+
+
+def network_link(card: Accelerator) -> Link | None:
+    """What a device reaches to one of another server; None if the kind's network is not known."""
+    rate = card.network_bytes_per_second
+    return None if rate is None else Link(NETWORK_SHARE * rate, NETWORK_LATENCY)
 
 
 def _given(
-    value: float | None, share: float, known: dict[str, float], kind: str, what: str
+    value: float | None, share: float, known: float | None, card: Accelerator, what: str
 ) -> float:
     if value is not None:
         return value
-    if kind not in known:
-        raise InputError(f"{what} of {kind} is not known: give it, for example 50GB/s")
-    return share * known[kind]
+    if known is None:
+        raise InputError(f"{what} of {card.name} is not known: give it, for example 50GB/s")
+    return share * known

@@ -7,7 +7,7 @@ from pydantic import ConfigDict
 
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.machines.devices import ACCELERATORS, accelerator
+from stagewright.graphs.machines.devices import ACCELERATORS, Accelerator, accelerator
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +72,12 @@ B200 = replace(
 )
 """``benchmarks/layout_simumax.py`` has 43 iterations that are not fitted."""
 
-REACHED: dict[str, Reached] = {
-    kind: replace(A100, source=f"the A100's fractions on the peaks of {kind}; not measured")
-    for kind in ACCELERATORS
-} | {
+
+def _not_measured(kind: str) -> Reached:
+    return replace(A100, source=f"the A100's fractions on the peaks of {kind}; not measured")
+
+
+REACHED: dict[str, Reached] = {kind: _not_measured(kind) for kind in ACCELERATORS} | {
     "a100": A100,
     "a100-80gb": A100,
     "h100": H100,
@@ -86,12 +88,13 @@ REACHED: dict[str, Reached] = {
 """What kernels reach, by the kind of device."""
 
 
-def reached_on(kind: str) -> Reached:
-    """What kernels reach on a kind of device.
+def reached_on(kind: str | Accelerator) -> Reached:
+    """What kernels reach on a kind of device, named or the user's own.
 
     Raises
     ------
     InputError
-        If the kind is not known.
+        If the name is not known.
     """
-    return REACHED[accelerator(kind).name]
+    card = accelerator(kind)
+    return REACHED.get(card.name) or _not_measured(card.name)

@@ -4,6 +4,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -11,11 +12,12 @@ from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MAX_DEVICES, parse_bandwidth, require_count
 from stagewright.graphs.machines.cluster import Cluster, Device, Link, ServerLinks, from_matrix
-from stagewright.graphs.machines.devices import kind_of_device
-
-NVLINK_BRICK = 25e9
-"""Bytes per second and direction of one NVLink of the second to fourth generation (V100, A100,
-H100; NVIDIA's datasheets). The first, on the P100, has 20e9."""
+from stagewright.graphs.machines.devices import (
+    ACCELERATORS,
+    NVLINK,
+    Accelerator,
+    kind_of_device,
+)
 
 PATH_BANDWIDTH: dict[str, float] = {
     "PIX": 12e9,  # one PCIe switch
@@ -23,6 +25,7 @@ PATH_BANDWIDTH: dict[str, float] = {
     "PHB": 10e9,  # a PCIe host bridge, that is the CPU
     "NODE": 10e9,  # the host bridges of one NUMA node
     "SYS": 6e9,  # the link between CPUs
+    "SOC": 6e9,  # the same, of old drivers
 }
 """Bytes per second and direction over the paths that ``nvidia-smi topo -m`` names.
 
@@ -42,17 +45,18 @@ _DGX1_NVLINKS = (
     (0, 0, 0, 1, 2, 1, 2, 0),
 )
 
-_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")  # nvidia-smi underlines the header
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")  # nvidia-smi underlines the header
 _GPU = re.compile(r"GPU\d+")
+_NIC = re.compile(r"^\s*(NIC\d+):\s*(\S+)", re.MULTILINE)  # a line of the legend
 _NO_LINK = ("-", "x", "none", "null")
 
 
 def dgx1(
     *,
-    brick: float = NVLINK_BRICK,
+    brick: float = NVLINK,
     pcie: float = PATH_BANDWIDTH["SYS"],
     latency: float = 0.0,
-    kind: str = "v100",
+    kind: str | Accelerator = "v100",
     memory_bytes: float | None = None,
     name: str = "dgx1",
 ) -> Cluster:
@@ -112,7 +116,7 @@ def read_matrix(
     path: str | os.PathLike[str],
     *,
     latency: float = 0.0,
-    kind: str = "v100",
+    kind: str | Accelerator = "v100",
     memory_bytes: float | None = None,
     name: str | None = None,
 ) -> Cluster:
@@ -150,16 +154,17 @@ def parse_nvidia_smi(
     text: str,
     *,
     place: str = "nvidia-smi topo -m",
-    brick: float = NVLINK_BRICK,
+    brick: float | None = None,
     paths: Mapping[str, float] = PATH_BANDWIDTH,
     latency: float = 0.0,
-    kind: str = "v100",
+    kind: str | Accelerator = "v100",
     memory_bytes: float | None = None,
     name: str = "nvidia-smi",
 ) -> Cluster:
     """A cluster of one server from the text that ``nvidia-smi topo -m`` prints.
 
-    Network cards, CPU affinities and the legend are ignored.
+    Network cards are columns like NIC0, which the legend names, or like mlx5_0; ``source`` lists
+    them. CPU affinities are ignored.
 
     Parameters
     ----------
@@ -168,7 +173,7 @@ def parse_nvidia_smi(
     place
         Starts every message, for example a file name.
     brick
-        Bytes/s per direction of one NVLink: ``NV2`` is two of them.
+        Bytes/s per direction of one NVLink (default: that of the kind): ``NV2`` is two of them.
     paths
         Bytes/s of the other paths; the default is ``PATH_BANDWIDTH``.
     latency
@@ -192,6 +197,7 @@ def parse_nvidia_smi(
     names = [column for column in columns if _GPU.fullmatch(column)]
     links = [[_smi_entry(table, columns, a, b, place) for b in names] for a in names]
     bandwidths = {**PATH_BANDWIDTH, **paths}
+    rate = _nvlink(kind) if brick is None else brick
     rows = []
     for i, row in enumerate(links):
         for j, link in enumerate(row):
@@ -199,12 +205,33 @@ def parse_nvidia_smi(
                 raise InputError(
                     f"{place}: {names[i]} to {names[j]} is {link}, back it is {links[j][i]}"
                 )
-        rows.append([_smi_bandwidth(link, brick, bandwidths) for link in row])
+        rows.append(
+            [None if link == "X" else _smi_bandwidth(link, rate, bandwidths) for link in row]
+        )
     devices = _devices(names, kind, memory_bytes)
-    return from_matrix(devices, rows, latency, servers=[names], name=name)
+    kinds = sorted({link for row in links for link in row} - {"X"})
+    stated = [f"{one} at {_smi_bandwidth(one, rate, bandwidths) / 1e9:g} GB/s" for one in kinds]
+    source = "; ".join([place, *stated, *_network_cards(text, columns)])
+    made = from_matrix(devices, rows, latency, servers=[names], name=name)
+    return replace(made, source=source)
 
 
-def _devices(names: Sequence[str], kind: str, memory_bytes: float | None) -> list[Device]:
+def _nvlink(kind: str | Accelerator) -> float:
+    """Bytes/s per direction of one NVLink of a kind."""
+    card = ACCELERATORS.get(kind.lower()) if isinstance(kind, str) else kind
+    return NVLINK if card is None else card.nvlink_bytes_per_second
+
+
+def _network_cards(text: str, columns: Sequence[str]) -> list[str]:
+    """The network cards, by the names of the legend, as one phrase if there are any."""
+    legend = dict(_NIC.findall(text))
+    cards = [legend.get(one, one) for one in columns if not _GPU.fullmatch(one)]
+    return [f"network cards {', '.join(cards)}"] if cards else []
+
+
+def _devices(
+    names: Sequence[str], kind: str | Accelerator, memory_bytes: float | None
+) -> list[Device]:
     return [Device(name, *kind_of_device(kind, memory_bytes)) for name in names]
 
 
@@ -272,7 +299,5 @@ def _smi_entry(
     return link
 
 
-def _smi_bandwidth(link: str, brick: float, bandwidths: Mapping[str, float]) -> float | None:
-    if link == "X":
-        return None
+def _smi_bandwidth(link: str, brick: float, bandwidths: Mapping[str, float]) -> float:
     return int(link[2:]) * brick if link.startswith("NV") else bandwidths[link]

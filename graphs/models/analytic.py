@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.machines.devices import Accelerator, accelerator
+from stagewright.graphs.machines.devices import Accelerator, accelerator, require_arithmetic
 from stagewright.graphs.models.architecture import Architecture
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.graphs.models.language import Attention
 from stagewright.graphs.models.named import named_model
 from stagewright.graphs.models.operations import LayerWork, Operation
 
-Precision = Literal["fp32", "fp16", "bf16"]
+Precision = Literal["fp32", "fp16", "bf16", "fp8"]
 
 OPTIMIZERS = {0: "SGD", 1: "SGD with momentum", 2: "Adam"}  # by numbers of state per parameter
 
@@ -42,7 +42,7 @@ class Efficiency:
 def analytic_model(
     name: str,
     microbatch_size: int | Sequence[int] | None = None,
-    device: str | Sequence[str] = "v100",
+    device: str | Accelerator | Sequence[str | Accelerator] = "v100",
     *,
     efficiency: Efficiency | None = None,
     precision: Precision = "fp32",
@@ -71,13 +71,14 @@ def analytic_model(
         Samples; by default the model's usual number. Of several, all have costs and the largest is
         the planned one.
     device
-        A device of ``devices.ACCELERATORS``, or several for a mixed cluster.
+        A device of ``devices.ACCELERATORS`` or the user's own; several for a mixed cluster.
     efficiency
         The achieved fractions of the peaks.
     precision
         ``fp32``, or ``fp16`` and ``bf16``: weights, gradients and activations of 2 bytes, and an
         optimizer that keeps masters of the weights and its state in fp32 (Adam: 12 bytes per
-        parameter).
+        parameter). ``fp8`` is bf16 with the matrix products (attention's too, not convolutions) at
+        the peak of 8 bits; making the 8-bit operands takes no time.
     attention
         ``fused``: one kernel that keeps no matrix of scores and recomputes them in the backward,
         or ``materialized``. It does not apply to vision models.
@@ -112,7 +113,7 @@ def architecture_model(
     architecture: Architecture,
     sequence: int,
     microbatch_size: int | Sequence[int] = 1,
-    device: str | Sequence[str] = "v100",
+    device: str | Accelerator | Sequence[str | Accelerator] = "v100",
     *,
     efficiency: Efficiency | None = None,
     precision: Precision = "fp32",
@@ -167,7 +168,7 @@ class Rates:
 
     def __str__(self) -> str:
         return (
-            f"{self.card.name}, {self.precision} peak {self.peak_flops / 1e12:g} TFLOP/s at "
+            f"{self.card}, {self.precision} peak {self.peak_flops / 1e12:g} TFLOP/s at "
             f"{self.efficiency.matmul:.0%} (matmul) and {self.efficiency.convolution:.0%} "
             f"(convolution), memory {self.card.memory_bytes_per_second / 1e9:g} GB/s at "
             f"{self.efficiency.memory:.0%}"
@@ -175,7 +176,14 @@ class Rates:
 
     @property
     def peak_flops(self) -> float:
-        """FLOP/s at this precision."""
+        """FLOP/s of matrix products at this precision."""
+        if self.precision == "fp8" and self.card.fp8_flops is not None:
+            return self.card.fp8_flops
+        return self.convolution_flops
+
+    @property
+    def convolution_flops(self) -> float:
+        """FLOP/s of convolutions at this precision: in fp8 those of bf16."""
         return self.card.fp32_flops if self.precision == "fp32" else self.card.fp16_flops
 
     @property
@@ -210,26 +218,28 @@ class Rates:
         if operation.kind == "memory":
             return memory
         reached: float = getattr(self.efficiency, operation.kind)
-        return max(operation.flops / (self.peak_flops * reached), memory)
+        products = operation.kind == "matmul"
+        peak = self.peak_flops if products else self.convolution_flops
+        return max(operation.flops / (peak * reached), memory)
 
 
 def _rates(
-    device: str | Sequence[str],
+    device: str | Accelerator | Sequence[str | Accelerator],
     precision: Precision,
     efficiency: Efficiency | None,
     optimizer_state: int,
 ) -> list[Rates]:
     """The rates of every device."""
     if precision not in get_args(Precision):
-        raise InputError(f"precision must be fp32, fp16 or bf16, got {precision!r}")
+        raise InputError(f"precision must be fp32, fp16, bf16 or fp8, got {precision!r}")
     if optimizer_state not in OPTIMIZERS:
         raise InputError(f"optimizer_state must be 0, 1 or 2, got {optimizer_state!r}")
-    cards = [accelerator(kind) for kind in ([device] if isinstance(device, str) else device)]
+    kinds = [device] if isinstance(device, str | Accelerator) else device
+    cards = [accelerator(kind) for kind in kinds]
     if not cards:
         raise InputError("an analytic profile needs at least one device")
     for card in cards:
-        if precision == "bf16" and not card.has_bf16:
-            raise InputError(f"{card.name} has no bf16 arithmetic; the precision may be fp16")
+        require_arithmetic(card, precision)
     return [Rates(card, precision, efficiency or Efficiency(), optimizer_state) for card in cards]
 
 
@@ -260,6 +270,7 @@ def _chain(
     if any(work.tied_parameters for work in works):
         where = "copied to every layer that uses them" if tied_copies else "in their first layer"
         stated.append(f"tied weights {where}")
+    stated += _stated_numbers(rates[0].precision)
     stated.append(f"update by {OPTIMIZERS[rates[0].optimizer_state]}")
     chosen = ",".join(f"{size}={value}" for size, value in sizes.items())
     return Chain(
@@ -272,6 +283,18 @@ def _chain(
         ),
         optimizer_bytes_per_parameter_byte=rates[0].state_bytes_per_parameter_byte,
     )
+
+
+def _stated_numbers(precision: Precision) -> list[str]:
+    """The types of the numbers where they are not all of one."""
+    if precision == "fp32":
+        return []
+    kept = "bf16" if precision == "fp8" else precision
+    products = [f"matrix products in fp8, convolutions in {kept}"] if precision == "fp8" else []
+    return [
+        *products,
+        f"weights, gradients and activations in {kept}, masters and optimizer state in fp32",
+    ]
 
 
 def _layer(parameters: float, works: Mapping[int, LayerWork], rates: Sequence[Rates]) -> Layer:

@@ -1,8 +1,8 @@
 """Plans that a framework's runtime runs as they are: equal groups of devices in its own orders.
 
 For every size of the groups, number of groups and schedule of the runtime, the stages are cut so
-that the slowest is as fast as possible and each holds its microbatches in flight; the groups are
-neighbours in SPP's order of devices. The schedules are timed in the order of an estimate. The cuts
+that the slowest is as fast as possible and each holds its microbatches in flight; `arrangements`
+has the groups. The schedules are timed in the order of an estimate. The cuts
 of the best plans are then moved layer by layer.
 """
 
@@ -29,8 +29,9 @@ from stagewright.formulations.schedules.placements import placed
 from stagewright.formulations.schedules.runtimes import Runtime, torch_runtime
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.machines.ordering import recursive_device_order
+from stagewright.graphs.documents.units import counted
 from stagewright.solvers.pipelines.relaxation import FillAndDrain
+from stagewright.solvers.planners.arrangements import arrangements
 from stagewright.solvers.planners.class_bounds import ClassBounds
 from stagewright.solvers.planners.order import Layout, fitting, timed
 from stagewright.solvers.planners.planner import Options, SearchPlanner
@@ -60,13 +61,21 @@ SEARCHING = 0.8  # of the time limit; the rest is for the bound
 def plan_launchable(
     problem: PipelineProblem, limits: Limits, on_progress: OnProgress, choices: Choices
 ) -> Proposal | NoPlan:
-    """The best plan found for the runtime of ``choices``, with a bound on all of its plans."""
+    """The best plan found for the runtime of ``choices``, with a bound on all of its plans.
+
+    Raises
+    ------
+    InputError
+        If no plan for the runtime has the recomputation that is asked for.
+    """
     runtime = choices.runtime or torch_runtime(len(problem.chain))
+    runtime.require(choices.recompute, "none")
     search = _Search(problem, runtime, limits, on_progress)
     search.run(choices)
     if search.best is None:
-        return NoPlan(f"{runtime.name}: {search.refusal}", proved=False)
-    notes = (f"{search.timed} of {search.candidates} pipelines timed", *search.best.notes)
+        return NoPlan(f"{runtime.name}: {search.refusal}", proved=not search.shapes)
+    pipelines = counted(search.candidates, "pipeline", "pipelines")
+    notes = (f"{pipelines}, {search.timed} of their cuts timed", *search.best.notes)
     bounds = _bounds(problem, runtime, search.cost, search.seconds_left() / 2)
     return replace(search.best, bounds=bounds, notes=notes)
 
@@ -75,6 +84,7 @@ def _bounds(
     problem: PipelineProblem, runtime: Runtime, cost: float, seconds: float
 ) -> tuple[Bound, ...]:
     """What relaxations prove about all plans for the runtime, also with equal groups."""
+    until = monotonic() + seconds
     plans = plans_of(problem, runtime)
     found = ClassBounds(problem, seconds).relaxed(plans, cost)
     for name, one, wide in (
@@ -82,7 +92,8 @@ def _bounds(
         (WIDE_FILL_AND_DRAIN, plans, True),
     ):
         if (DISJOINT_WHOLE if wide else DISJOINT_SPLIT).contains(one):
-            proved = FillAndDrain(problem, wide, plans.equal_groups).bound(cost, seconds)
+            left = max(0.0, until - monotonic())
+            proved = FillAndDrain(problem, wide, plans.equal_groups).bound(cost, left)
             found += (Bound(proved, name, "problem", one),)
     return found
 
@@ -127,12 +138,15 @@ class _Search:
     cost: float = math.inf
     timed: int = 0
     candidates: int = 0
-    refusal: str = "no number of replicas and stages that it has fits these devices"
+    shapes: int = 0  # numbers and sizes of groups
+    refusal: str = ""
     tables: dict[object, Floats] = field(default_factory=dict)
 
     def run(self, choices: Choices) -> None:
         """Time the candidates that may be best, then move the cuts of the best ones."""
-        modes = [mode for mode in choices.uniform_modes if mode in self.runtime.recompute]
+        chosen = self.runtime.recompute
+        modes = chosen if choices.recompute in (None, "auto") else choices.uniform_modes
+        self.refusal = self._too_few()
         found = sorted(self._candidates(modes), key=lambda one: one.estimate)
         self.candidates = len(found)
         scores: list[tuple[float, int, _Pipeline]] = []
@@ -146,6 +160,14 @@ class _Search:
             if cost < math.inf:
                 self._climb(made, cost)
 
+    def _too_few(self) -> str:
+        devices, cuts = len(self.problem.cluster), len(self.runtime.cuts)
+        return (
+            f"{self.runtime.needs()}; here are {counted(devices, 'device', 'devices')}, "
+            f"{counted(self.problem.microbatches, 'microbatch', 'microbatches')} and "
+            f"{counted(cuts, 'place', 'places')} to cut the model"
+        )
+
     def seconds_left(self) -> float:
         """Seconds to the limit."""
         return self.limits.left(monotonic() - self.began)
@@ -157,19 +179,34 @@ class _Search:
     # --- Candidates ---------------------------------------------------------------------------
 
     def _candidates(self, modes: Sequence[MemoryMode]) -> Iterator[_Candidate]:
-        problem, runtime = self.problem, self.runtime
-        size, samples = len(problem.cluster), problem.chain.microbatch_size
-        devices = recursive_device_order(problem.cluster)
-        whole = problem.layer_with_whole_backward(0, len(problem.chain)) is not None
-        for r in runtime.replicas(samples, size):
+        """The candidates on the first arrangement of devices, then as long as there is time."""
+        others = []
+        for r, ranks in self._sizes():
+            self.shapes += 1
+            first, *more = arrangements(self.problem, r, ranks)
+            others += more
+            yield from self._on(first, modes)
+        for groups in others:
+            if self._left() <= self.limits.seconds / 2:
+                return
+            yield from self._on(groups, modes)
+
+    def _sizes(self) -> Iterator[tuple[int, int]]:
+        """The numbers of replicas and ranks."""
+        problem, runtime, size = self.problem, self.runtime, len(self.problem.cluster)
+        for r in runtime.replicas(problem.chain.microbatch_size, size):
             most = runtime.most_ranks(size // r, problem.microbatches)
             for ranks in lengths(size // r, most) if most else ():
-                if ranks < runtime.least_ranks:
-                    continue
-                groups = tuple(tuple(devices[i * r : (i + 1) * r]) for i in range(ranks))
-                for kind, chunks in runtime.shapes(ranks):
-                    for mode in modes if not (whole and KINDS[kind].is_split) else ():
-                        yield from self._candidate(kind, chunks, groups, mode)
+                if ranks >= runtime.least_ranks:
+                    yield r, ranks
+
+    def _on(
+        self, groups: tuple[tuple[int, ...], ...], modes: Sequence[MemoryMode]
+    ) -> Iterator[_Candidate]:
+        whole = self.problem.layer_with_whole_backward(0, len(self.problem.chain)) is not None
+        for kind, chunks in self.runtime.shapes(len(groups)):
+            for mode in modes if not (whole and KINDS[kind].is_split) else ():
+                yield from self._candidate(kind, chunks, groups, mode)
 
     def _candidate(
         self, kind: str, chunks: int, groups: tuple[tuple[int, ...], ...], mode: MemoryMode

@@ -23,12 +23,16 @@ from stagewright.solvers.planners.warm_start import Retiming
 
 
 def sharded(
-    problem: PipelineProblem, given: PipelinePlan, shards: Shards, over: Callable[[], bool]
+    problem: PipelineProblem,
+    given: PipelinePlan,
+    shards: Shards,
+    over: Callable[[], bool],
+    in_order: bool = False,
 ) -> PipelinePlan | None:
     """``given`` with ``shards`` in its replicated stages, checked; None if that does not fit.
 
-    ``over`` ends the search for a shorter schedule. Stages keep all of their state where they
-    cannot divide it. If all do, the plan is ``given``.
+    ``over`` ends the search for a shorter schedule; with ``in_order`` there is none. Stages keep
+    all of their state where they cannot divide it. If all do, the plan is ``given``.
 
     Raises
     ------
@@ -51,7 +55,14 @@ def sharded(
     work, endings, _ = work_of(problem, structure)
     if misfit(problem, structure, work) is not None:
         return None
-    found = Retiming(problem, given, structure, work, endings).best(over)
+    retiming = Retiming(problem, given, structure, work, endings)
+    if in_order:
+        kept = retiming.in_order()
+        if kept is None:
+            return None
+        found, _ = kept
+    else:
+        found = retiming.best(over)
     plan = assemble(problem, given.planner, stages, found.starts)
     require_valid(problem, plan)
     return plan

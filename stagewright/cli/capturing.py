@@ -69,7 +69,8 @@ def capture(
     device: Annotated[
         str | None,
         typer.Option(
-            help="Compute times on these devices, e.g. v100; no memory is needed.",
+            help="Compute times on these devices, e.g. v100, or the JSON file of your own; "
+            "no memory is needed.",
             metavar="KIND,...",
         ),
     ] = None,
@@ -104,10 +105,10 @@ def capture(
     from stagewright.executor.measuring.operators import measure_operators
     from stagewright.executor.measuring.profiling import first_batch
     from stagewright.executor.training.losses import cross_entropy
-    from stagewright.graphs.machines.devices import accelerator
+    from stagewright.graphs.machines.devices import accelerator, read_kind
     from stagewright.graphs.models.data_parallel import data_parallel
 
-    kinds = [accelerator(kind).name for kind in device.split(",")] if device else []
+    kinds = [accelerator(read_kind(kind)) for kind in device.split(",")] if device else []
     make = load_factory(module, "--module")
     of_outputs = cross_entropy if loss is None else load_factory(loss, "--loss")
     given = first_batch(load_factory(data, "--data")())

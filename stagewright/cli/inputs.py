@@ -1,7 +1,5 @@
 """``model`` and ``cluster``: the input documents of a plan."""
 
-import re
-from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +18,7 @@ from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
     from stagewright.graphs.machines.cluster import Cluster
+    from stagewright.graphs.machines.devices import Accelerator
     from stagewright.graphs.models.chain import Chain
     from stagewright.graphs.models.step_graph import StepGraph
     from stagewright.service.answers import Answer
@@ -35,6 +34,7 @@ class Precision(StrEnum):
     FP32 = "fp32"
     FP16 = "fp16"
     BF16 = "bf16"
+    FP8 = "fp8"
 
 
 class Attention(StrEnum):
@@ -63,14 +63,16 @@ def model(
         ),
     ] = None,
     device: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="Kind of device; several, separated by commas, for a mixed cluster.",
+            help="Kind of device, or the JSON file of your own; several, separated by commas, for "
+            "a mixed cluster. Default: generic, an A100 in round numbers.",
             metavar="KIND,...",
         ),
-    ] = "v100",
+    ] = None,
     precision: Annotated[
-        Precision, typer.Option(help="Type of weights and activations.")
+        Precision,
+        typer.Option(help="Type of weights and activations; fp8: of products, the others in bf16."),
     ] = Precision.FP32,
     attention: Annotated[
         Attention,
@@ -97,6 +99,7 @@ def model(
     The model has a name, or is described by a transformer's config.json.
     """
     from stagewright.graphs.importers.hf_hub import is_hub_name
+    from stagewright.graphs.machines.devices import GENERIC, read_kind
     from stagewright.graphs.models.analytic import analytic_model
 
     given = {
@@ -112,14 +115,15 @@ def model(
         raise InputError("give one of --microbatch-size and --microbatch-sizes")
     samples = microbatch_size if microbatch_sizes is None else read_sizes(microbatch_sizes)
     options: dict[str, Any] = {"precision": precision.value, "optimizer_state": optimizer_state}
-    kinds = device.split(",")
+    kinds = [read_kind(kind.strip()) for kind in (device or GENERIC).split(",")]
     if name.endswith(".json") or is_hub_name(name):
         if output is not None:
             require_apart([Named("--output", output)], [Named("NAME", Path(name))])
         chain = _configured(name, attention, sizes, samples, kinds, options)
     else:
         chain = analytic_model(name, samples, kinds, attention=attention.value, **options, **sizes)
-    return hand_out(chain, output, as_json)
+    said = "" if device else f"no --device is given: {GENERIC} is taken; "
+    return hand_out(chain, output, as_json, said + chain.source)
 
 
 def _configured(
@@ -127,7 +131,7 @@ def _configured(
     attention: Attention,
     sizes: dict[str, int],
     samples: int | list[int] | None,
-    kinds: list[str],
+    kinds: "list[str | Accelerator]",
     options: dict[str, Any],
 ) -> "Chain":
     """The profile of a model that a config.json describes."""
@@ -152,28 +156,34 @@ def cluster(
     shape: Annotated[
         str | None,
         typer.Argument(
-            help="Servers x devices, for example 8x4, or racks x servers x devices, 4x8x4.",
+            help="Servers x devices, for example 8x4; racks x servers x devices, 4x8x4; servers by "
+            "kind, a100:2x4,v100:3x8; or a number of servers, each that of --nvidia-smi, --dgx1 or "
+            "--matrix.",
             show_default=False,
         ),
     ] = None,
     intra: Annotated[
-        str | None, typer.Option(help="Bandwidth inside a server, for example 100GB/s.")
+        str | None,
+        typer.Option(
+            help="Bandwidth inside a server, for example 100GB/s; default: that of the kind. "
+            "Bandwidths and memory may be given by kind: a100=300GB/s,v100=25GB/s."
+        ),
     ] = None,
     inter: Annotated[
         str | None, typer.Option(help="Bandwidth between servers, for example 12.5GB/s or 100Gbps.")
     ] = None,
     latency_intra: Annotated[
-        str, typer.Option(help="Latency inside a server, for example 5us.", metavar="TIME")
-    ] = "0",
+        str | None, typer.Option(help="Latency inside a server, for example 5us.", metavar="TIME")
+    ] = None,
     latency_inter: Annotated[
-        str, typer.Option(help="Latency between servers, for example 20us.", metavar="TIME")
-    ] = "0",
+        str | None, typer.Option(help="Latency between servers, for example 20us.", metavar="TIME")
+    ] = None,
     inter_rack: Annotated[
         str | None, typer.Option(help="Bandwidth between racks, for example 100Gbps.")
     ] = None,
     latency_inter_rack: Annotated[
-        str, typer.Option(help="Latency between racks, for example 50us.", metavar="TIME")
-    ] = "0",
+        str | None, typer.Option(help="Latency between racks, for example 50us.", metavar="TIME")
+    ] = None,
     matrix: Annotated[
         Path | None, typer.Option(help="A text file of bandwidths, a row per device.")
     ] = None,
@@ -181,7 +191,14 @@ def cluster(
         Path | None, typer.Option(help="The text that nvidia-smi topo -m prints.")
     ] = None,
     dgx1: Annotated[bool, typer.Option("--dgx1", help="Eight V100 in a cube of NVLinks.")] = False,
-    device: Annotated[str, typer.Option(help="Kind of device.", metavar="KIND")] = "v100",
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="Kind of device, or the JSON file of your own; default: generic, an A100 in round "
+            "numbers without links.",
+            metavar="KIND",
+        ),
+    ] = None,
     memory: Annotated[
         str | None,
         typer.Option(
@@ -196,82 +213,43 @@ def cluster(
     output: OutputFile = None,
     as_json: JsonFlag = False,
 ) -> int:
-    """Describe a cluster: servers x devices, or from a file, or a DGX-1."""
-    from stagewright.graphs.documents import documents
-    from stagewright.graphs.documents.units import parse_bandwidth, parse_bytes, parse_latency
-    from stagewright.graphs.machines import topology
+    """Describe a cluster: servers x devices, of several kinds, from a file, or of DGX-1.
 
-    given = [shape is not None, matrix is not None, nvidia_smi is not None, dgx1]
-    if sum(given) != 1:
-        raise InputError("give one of: a shape such as 8x4, --matrix, --nvidia-smi, --dgx1")
-    within = parse_latency(latency_intra, "--latency-intra")
-    between = parse_latency(latency_inter, "--latency-inter")
-    racks = parse_latency(latency_inter_rack, "--latency-inter-rack")
-    if shape is None and (intra or inter or between):
-        raise InputError("--intra, --inter and --latency-inter belong to a shape such as 8x4")
-    if (inter_rack or racks) and (shape or "").lower().count("x") < 2:
-        raise InputError("--inter-rack and --latency-inter-rack belong to a shape such as 4x8x4")
-    bytes_ = None if memory is None else parse_bytes(memory)
-    every: dict[str, Any] = {"kind": device, "memory_bytes": bytes_, "latency": within}
-    if matrix is not None:
-        made = topology.read_matrix(matrix, **every)
-    elif nvidia_smi is not None:
-        text = documents.read_text(nvidia_smi)
-        made = topology.parse_nvidia_smi(text, place=str(nvidia_smi), **every)
-    elif dgx1:
-        made = topology.dgx1(**every)
-    else:
-        latencies = (within, between, racks)
-        made = _servers(shape or "", (intra, inter, inter_rack), latencies, device, bytes_)
-    if host_bandwidth is not None:
-        rate = parse_bandwidth(host_bandwidth)
-        linked = tuple(replace(one, host_bytes_per_second=rate) for one in made.devices)
-        made = replace(made, devices=linked)
-    return hand_out(made, output, as_json)
+    What is not given is that of the kind of device; the file's source says what was assumed.
+    """
+    from stagewright.cli.cluster_inputs import ByLevel, ClusterOptions, read_cluster
+    from stagewright.graphs.documents.units import parse_latency
 
-
-def _servers(
-    shape: str,
-    bandwidths: tuple[str | None, str | None, str | None],
-    latency: tuple[float, float, float],
-    device: str,
-    memory_bytes: float | None,
-) -> "Cluster":
-    from stagewright.graphs.documents.units import parse_bandwidth
-    from stagewright.graphs.machines.cluster import Link, uniform_servers
-    from stagewright.graphs.machines.devices import kind_of_device
-    from stagewright.graphs.machines.topology import uniform_racks
-
-    if re.fullmatch(r"(\d+[xX])?\d+[xX]\d+", shape) is None:
-        raise InputError(
-            f"{shape!r} is no shape; write servers x devices, for example 8x4, or racks x servers "
-            f"x devices, 4x8x4"
+    latencies = [
+        None if text is None else parse_latency(text, f"--latency-{level}")
+        for level, text in (
+            ("intra", latency_intra), ("inter", latency_inter), ("inter-rack", latency_inter_rack)
         )
-    racks, servers, devices = [1, *map(int, shape.lower().split("x"))][-3:]
-    intra, inter, inter_rack = bandwidths
-    if devices > 1 and intra is None:
-        raise InputError("--intra is missing; write for example --intra 100GB/s")
-    if servers > 1 and inter is None:
-        raise InputError("--inter is missing: the servers must be connected, e.g. --inter 12.5GB/s")
-    if racks > 1 and inter_rack is None:
-        raise InputError("--inter-rack is missing: the racks must be connected, e.g. 100Gbps")
-    links = [
-        None if text is None else Link(parse_bandwidth(text), seconds)
-        for text, seconds in zip(bandwidths, latency, strict=True)
-    ]
-    inside = links[0] or links[1] or links[2]
-    if inside is None:
-        raise InputError("--intra is missing; write for example --intra 100GB/s")
-    kind, memory, peak = kind_of_device(device, memory_bytes)
-    same: dict[str, Any] = {"kind": kind, "memory_bytes": memory, "peak_flops": peak}
-    if links[2] is None:
-        return uniform_servers(servers, devices, inside, links[1], **same)
-    every = (inside, links[1] or inside, links[2])
-    return uniform_racks(racks, servers, devices, every, **same)
+    ]  # fmt: skip
+
+    made = read_cluster(
+        ClusterOptions(
+            shape=shape,
+            matrix=matrix,
+            nvidia_smi=nvidia_smi,
+            dgx1=dgx1,
+            device=device,
+            memory=memory,
+            host_bandwidth=host_bandwidth,
+            bandwidth=ByLevel(intra, inter, inter_rack),
+            latency=ByLevel(*latencies),
+        )
+    )
+    return hand_out(made, output, as_json, made.source)
 
 
-def hand_out(document: "Chain | Cluster | StepGraph", output: Path | None, as_json: bool) -> int:
-    """Print the document, or write it to ``output`` and print a summary."""
+def hand_out(
+    document: "Chain | Cluster | StepGraph",
+    output: Path | None,
+    as_json: bool,
+    said: str | None = None,
+) -> int:
+    """Print the document, or write it to ``output`` and print a summary, then what is ``said``."""
     from stagewright.graphs.documents import documents
     from stagewright.graphs.documents.units import counted
     from stagewright.graphs.models.chain import Chain
@@ -285,13 +263,21 @@ def hand_out(document: "Chain | Cluster | StepGraph", output: Path | None, as_js
     name, size, file = document.name, len(document), str(output)
     answer: Answer
     if isinstance(document, Chain):
-        part, answer = "layer", ModelFileAnswer(name=name, layers=size, file=file)
+        part, answer = (
+            "layer",
+            ModelFileAnswer(name=name, layers=size, file=file, source=document.source),
+        )
     elif isinstance(document, StepGraph):
         part, answer = "operator", GraphFileAnswer(name=name, operators=size, file=file)
     else:
-        part, answer = "device", ClusterFileAnswer(name=name, devices=size, file=file)
+        part, answer = (
+            "device",
+            ClusterFileAnswer(name=name, devices=size, file=file, source=document.source),
+        )
     if as_json:
         print_answer(answer)
     else:
         print_lines(f"{output}: {name}, {counted(size, part, f'{part}s')}")
+        if said is not None:
+            print_lines(said)
     return 0

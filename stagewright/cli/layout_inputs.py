@@ -1,5 +1,6 @@
 """From options to the machines, the problem and the space of layouts."""
 
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -44,6 +45,7 @@ def read_fabric(
     """The machines of the options, or of a cluster file."""
     from stagewright.graphs.documents.units import parse_bandwidth, parse_bytes
     from stagewright.graphs.machines.cluster import load_cluster
+    from stagewright.graphs.machines.devices import Accelerator, read_kind
     from stagewright.graphs.machines.fabric import fabric_of
     from stagewright.graphs.machines.networks import fabric_of_kind
 
@@ -58,12 +60,16 @@ def read_fabric(
         "--memory": memory,
         "--host-bandwidth": host_bandwidth,
     }
+    kind = None if device is None else read_kind(device)
     if cluster is not None:
+        own = kind if isinstance(kind, Accelerator) else None
         stray = [name for name, value in options.items() if value is not None]
+        if own is not None:
+            stray.remove("--device")  # the cluster file has the kind's name only
         if stray:
             raise InputError(f"{', '.join(stray)}: the cluster file says it; leave it out")
-        return fabric_of(load_cluster(cluster))
-    if device is None or gpus is None:
+        return replace(fabric_of(load_cluster(cluster)), own_kind=own)
+    if kind is None or gpus is None:
         raise InputError("give --device and --gpus, for example h100 and 64, or --cluster FILE")
     rates = [server_bandwidth, network_bandwidth, rack_bandwidth, host_bandwidth]
     within, between, racks, host = [None if one is None else parse_bandwidth(one) for one in rates]
@@ -77,7 +83,7 @@ def read_fabric(
         "host_bytes_per_second": host,
     }
     try:
-        return fabric_of_kind(device, gpus, **fields)
+        return fabric_of_kind(kind, gpus, **fields)
     except InputError as error:
         raise InputError(with_option(str(error), ("gpus", *fields), {})) from None
 

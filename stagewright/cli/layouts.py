@@ -42,7 +42,12 @@ Batch = Annotated[
     int, typer.Option("--global-batch", help="Samples between two updates.", metavar="N")
 ]
 Kind = Annotated[
-    str | None, typer.Option("--device", help="Kind of GPU, for example h100.", metavar="KIND")
+    str | None,
+    typer.Option(
+        "--device",
+        help="Kind of GPU, for example h100, or the JSON file of your own.",
+        metavar="KIND",
+    ),
 ]
 Gpus = Annotated[int | None, typer.Option("--gpus", help="Number of GPUs.", metavar="N")]
 PerServer = Annotated[
@@ -308,7 +313,10 @@ def memory(
         ),
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="Kind of GPU; default: h100.", metavar="KIND")
+        str | None,
+        typer.Option(
+            help="Kind of GPU, or the JSON file of your own; default: h100.", metavar="KIND"
+        ),
     ] = None,
     memory: Memory = None,
     precision: Annotated[

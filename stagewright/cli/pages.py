@@ -58,7 +58,10 @@ EXAMPLES: dict[str, str] = {
             --sequence 4096 -o model.json""",
     "cluster": """
         stagewright cluster 8x4 --intra 100GB/s --inter 100Gbps \\
-            --latency-inter 5us --device v100 -o cluster.json""",
+            --latency-inter 5us --device v100 -o cluster.json
+        stagewright cluster 4x8 --device h100 -o cluster.json
+        stagewright cluster a100:2x4,v100:3x8 --inter 12.5GB/s -o cluster.json
+        stagewright cluster 4 --nvidia-smi topo.txt --inter 50GB/s -o cluster.json""",
     "profile": """
         stagewright profile --module net:build --data net:batches --on cuda \\
             --microbatch-sizes 1,2,4 -o model.json""",

@@ -55,6 +55,15 @@ if TYPE_CHECKING:
     from stagewright.solvers.planning import Result
 
 
+_OPTIONS = {
+    "memory_limit_bytes": "--memory-limit",
+    "period_seconds": "--period",
+    "batch": "--global-batch",
+    "runtime": "--for",
+    "start": "--from",
+}
+
+
 def plan(
     model: ModelFile,
     cluster: ClusterFile,
@@ -115,8 +124,8 @@ def plan(
         str | None,
         typer.Option(
             help="none; full or layer: stages keep their input, or every layer's, and recompute "
-            "the rest; auto: the best of them. Default: auto for the planners auto and general, "
-            "none for the others.",
+            "the rest; auto: the best of them. Default: auto for the planners auto, general "
+            "and launchable, none for the others.",
             metavar="<none|full|layer|auto>",
         ),
     ] = None,
@@ -284,7 +293,7 @@ def plan(
     _require_layers(planner, model)
     request = ask(
         PlanRequest,
-        {"memory_limit_bytes": "--memory-limit", "period_seconds": "--period"},
+        _OPTIONS,
         memory_limit_bytes=None if memory_limit is None else parse_bytes(memory_limit),
         chain=load_model(model),
         cluster=load_cluster(cluster),
@@ -449,8 +458,9 @@ def _print_restriction(result: "Result") -> None:
         return
     lines = []
     if known.bound is not None and known.gap is not None:
+        whose = "every plan that it runs, in all these sizes" if result.sizes else known.plans
         lines.append(
-            f"for {known.name}: bound {format_seconds(known.bound)} for {known.plans}, "
+            f"for {known.name}: bound {format_seconds(known.bound)} for {whose}, "
             f"gap {percent(known.gap)}, proved by {known.proved_by}"
         )
     if known.free_cost is not None:
@@ -464,16 +474,14 @@ def _print_restriction(result: "Result") -> None:
 
 
 def _print_exports(answer: "PlanAnswer") -> None:
-    """Which frameworks run the plan as it is, and why the first of the others does not."""
+    """Which frameworks run the plan as it is, and, unless it is for one, why others do not."""
     if answer.exports is None:
         return
     able = [to for to, refusal in answer.exports.items() if refusal is None]
-    unable = [(to, refusal) for to, refusal in answer.exports.items() if refusal is not None]
     print_lines(f"exports to {', '.join(able)}" if able else "exports to no other framework")
-    if unable and answer.restriction is None:
-        to, refusal = unable[0]
-        others = f" (nor {', '.join(name for name, _ in unable[1:])})" if unable[1:] else ""
-        print_lines(f"not to {to}{others}: {refusal}")
+    if answer.restriction is None:
+        refusals = [(to, why) for to, why in answer.exports.items() if why is not None]
+        print_lines(*(f"not to {to}: {why}" for to, why in refusals))
 
 
 def planners(as_json: JsonFlag = False) -> int:

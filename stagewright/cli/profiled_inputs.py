@@ -1,16 +1,14 @@
 """From options to the servers that a profiled model is planned on."""
 
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stagewright.cli.server_inputs import read_by_kind, read_groups
 from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
     from stagewright.formulations.parallelism.profiled_cluster import Pool, ServerPools
-
-_POOL = re.compile(r"(?P<kind>[^:,]+):(?P<servers>\d{1,9})[xX](?P<devices>\d{1,9})")
 
 
 def read_server_pools(
@@ -45,16 +43,10 @@ def read_server_pools(
 
 def _shapes(text: str, kinds: Sequence[str]) -> list[tuple[str, int, int]]:
     """Kind, servers and devices of a server of every pool."""
-    found = []
-    for part in text.split(","):
-        match = _POOL.fullmatch(part.strip())
-        if match is None:
-            raise InputError(
-                f"--servers {part.strip()!r}: write KIND:SERVERSxGPUS, for example a100:2x4"
-            )
-        kind = _measured(match["kind"], kinds, "--servers")
-        found.append((kind, int(match["servers"]), int(match["devices"])))
-    return found
+    return [
+        (_measured(kind, kinds, "--servers"), servers, devices)
+        for kind, servers, devices in read_groups(text, "--servers")
+    ]
 
 
 def _measured(kind: str, kinds: Sequence[str], option: str) -> str:
@@ -69,20 +61,11 @@ def _by_kind(name: str, text: str | None, kinds: Sequence[str]) -> dict[str, flo
     """The value of each kind; none is given where the text is None."""
     from stagewright.graphs.documents.units import parse_bandwidth, parse_bytes
 
-    if text is None:
-        return {}
     option = f"--{name.replace('_', '-')}"
     parse: Callable[[str], float] = parse_bytes if name == "memory" else parse_bandwidth
-    try:
-        if "=" not in text:
-            return dict.fromkeys(kinds, parse(text))
-        pairs = [part.partition("=") for part in text.split(",")]
-        return {_measured(kind, kinds, option): parse(value.strip()) for kind, _, value in pairs}
-    except InputError as error:
-        message = str(error)
-        raise InputError(
-            message if message.startswith(option) else f"{option}: {message}"
-        ) from None
+    return read_by_kind(
+        text, option, parse, kinds, lambda kind, option: _measured(kind, kinds, option)
+    )
 
 
 def _pool(

@@ -137,6 +137,8 @@ def plan(
     given = {one.name: getattr(asked, one.name) for one in fields(asked)}
     if global_batch is not None:
         given["batch"] = global_batch
+    if asked.runtime is not None:
+        raise InputError("choices.runtime: give runtime='megatron' or the like to plan itself")
     given["runtime"] = runtime
     request = PlanRequest.of(
         chain=chain,

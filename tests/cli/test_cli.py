@@ -666,9 +666,11 @@ def test_import_refuses(text: str, edit: list[object], message: str, tmp_path: P
 
 
 def test_model_writes_an_analytic_profile(tmp_path: Path) -> None:
-    line = answered("model", "bert-large", "--microbatch-size", 4, "-o", tmp_path / "m.json")
+    bert = ["bert-large", "--device", "v100", "--microbatch-size", 4]
+    line, said = answered("model", *bert, "-o", tmp_path / "m.json").splitlines()
     chain = load_model(tmp_path / "m.json")
-    assert line == f"{tmp_path}/m.json: {chain.name}, {len(chain)} layers\n"
+    assert line == f"{tmp_path}/m.json: {chain.name}, {len(chain)} layers"
+    assert said == chain.source
     assert chain.source.startswith("analytic")
     assert chain.microbatch_size == 4
     small = ["--layers", 2, "--hidden", 64, "--heads", 4, "--sequence", 32, "--vocabulary", 1000]

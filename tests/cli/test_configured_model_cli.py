@@ -25,12 +25,13 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_configuration_becomes_a_model_and_a_plan(config: Path) -> None:
-    line = answered(
+    line, said = answered(
         "model", config, "--device", "h100", "--precision", "bf16", "--sequence", 256,
         "--microbatch-size", 2, "-o", "model.json",
-    )  # fmt: skip
-    assert line == "model.json: mixtral(layers=6,hidden=512,sequence=256), 8 layers\n"
+    ).splitlines()  # fmt: skip
+    assert line == "model.json: mixtral(layers=6,hidden=512,sequence=256), 8 layers"
     chain = load_model("model.json")
+    assert said == chain.source
     assert chain.source.startswith("analytic: h100, bf16 peak 989 TFLOP/s")
     assert "tokens spread evenly over the experts" in chain.source
     assert chain.microbatch_size == 2
@@ -61,7 +62,10 @@ def test_sizes_and_devices_of_a_configuration(config: Path) -> None:
             "--layers, --image-size: does not apply to a configuration",
         ),
         (["--sequence", 8, "--attention", "materialized"], "--attention materialized: does not"),
-        (["--sequence", 8, "--precision", "bf16"], "v100 has no bf16 arithmetic"),
+        (
+            ["--sequence", 8, "--device", "v100", "--precision", "bf16"],
+            "v100 has no bf16 arithmetic",
+        ),
         (["--sequence", 8, "-o", "./config.json"], "--output would overwrite NAME"),
     ],
 )

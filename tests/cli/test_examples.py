@@ -30,6 +30,7 @@ from stagewright.graphs.models.layer_profiles import load_layer_profiles
 OPERATORS = ROOT / "docs/operators-of-a-step.md"
 PROFILES = sorted((EXAMPLES / "profiles").glob("*.json"))
 CLUSTERS = sorted((EXAMPLES / "clusters").glob("*.json"))
+DEVICES = sorted((EXAMPLES / "devices").glob("*.json"))
 
 
 @pytest.fixture
@@ -159,7 +160,7 @@ def test_documents_are_those_that_the_script_writes(
     monkeypatch.setitem(script["main"].__globals__, "HERE", tmp_path)
     script["main"]()
     written = sorted(tmp_path.rglob("*.json"))
-    kept = {path for path in (*PROFILES, *CLUSTERS) if ".cpu." not in path.name}
+    kept = {path for path in (*PROFILES, *CLUSTERS, *DEVICES) if ".cpu." not in path.name}
     assert {path.relative_to(tmp_path) for path in written} == {
         path.relative_to(EXAMPLES) for path in kept
     }

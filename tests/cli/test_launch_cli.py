@@ -74,6 +74,9 @@ def test_the_json_object_says_which_frameworks_run_the_plan(files: Path) -> None
         (("--global-batch", 8, "--microbatch-size", "x"), "--microbatch-size must be auto or a"),
         (("--microbatches", 4, "--for", "jax"), "--for 'jax': no framework of that name"),
         (("--microbatches", 4, "--for", "nemo", "--planner", "dp"), "use launchable"),
+        (("--microbatches", 4, "--for", "nemo", "--order", "1f1b"), "--order does not go with"),
+        (("--microbatches", 4, "--for", "nemo", "--tensor", 2), "--for is not planned together"),
+        (("--microbatches", 4, "--for", "nemo", "--recompute", "full"), "have none or auto"),
     ],
 )
 def test_bad_input_is_refused(files: Path, arguments, complaint) -> None:

@@ -22,7 +22,7 @@ from stagewright.graphs.models.step_graph import Node, Output, Split, StepGraph
 from stagewright.graphs.workloads.pool import Accelerator, Pool
 from stagewright.service.schemas import DOCUMENTS, json_schema
 
-FILES = ("profiles", "clusters", "jobs", "prices", "layers")
+FILES = ("profiles", "clusters", "devices", "jobs", "prices", "layers")
 ROOMS = ("graphs", "formulations", "executor")
 
 

@@ -354,7 +354,7 @@ def test_several_devices(tmp_path):
         (("gpt",), {"layers": 0}, "layers must be a positive integer, got 0"),
         (("gpt",), {"hidden": 2.5}, "hidden must be a positive integer, got 2.5"),
         (("gpt",), {"hidden": 100, "heads": 3}, "must be a multiple of heads"),
-        (("gpt",), {"precision": "int8"}, "precision must be fp32, fp16 or bf16"),
+        (("gpt",), {"precision": "int8"}, "precision must be fp32, fp16, bf16 or fp8"),
         (("gpt",), {"attention": "none"}, "attention must be fused or materialized, got 'none'"),
         (("gpt",), {"optimizer_state": 3}, "optimizer_state must be 0, 1 or 2, got 3"),
         (("vgg19",), {"image": 16}, "image is too small: 1 pixels"),
@@ -369,3 +369,27 @@ def test_bad_requests_are_refused(arguments, sizes, message):
 def test_bad_efficiencies_are_refused(value):
     with pytest.raises(InputError, match=r"efficiency: memory must be in \(0, 1\]"):
         Efficiency(memory=value)
+
+
+def test_fp8_multiplies_in_8_bits_and_keeps_bf16():
+    """Products take half the time on H100 unless traffic decides; bytes are those of bf16."""
+    half, eight = (
+        analytic_model("gpt", 8, device="h100", precision=one) for one in ("bf16", "fp8")
+    )
+    for one, other in zip(half.layers, eight.layers, strict=True):
+        a, b = one.costs[0], other.costs[0]
+        assert one.parameter_bytes == other.parameter_bytes
+        assert (a.saved_bytes, a.output_bytes, a.update_seconds) == (
+            b.saved_bytes, b.output_bytes, b.update_seconds,
+        )  # fmt: skip
+        assert a.forward_seconds * 989 / 1979 <= b.forward_seconds <= a.forward_seconds
+    assert seconds(eight) < 0.9 * seconds(half)
+    state = "optimizer_bytes_per_parameter_byte"
+    assert getattr(half, state) == getattr(eight, state) == 6
+    assert "matrix products in fp8, convolutions in bf16" in eight.source
+    assert "gradients and activations in bf16, masters and optimizer state in fp32" in eight.source
+    images = [analytic_model("vgg16", 4, device="h100", precision=one) for one in ("bf16", "fp8")]
+    first = [chain.layers[0].costs[0].forward_seconds for chain in images]
+    assert first[0] == first[1]  # convolutions
+    with pytest.raises(InputError, match="a100 has no fp8 arithmetic"):
+        analytic_model("gpt", device=["h100", "a100"], precision="fp8")

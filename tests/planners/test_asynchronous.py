@@ -22,6 +22,7 @@ from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan, Stage
 from stagewright.formulations.plans.weight_rules import STASH, STASH_VERTICAL_SYNC
 from stagewright.formulations.schedules.choice import ScheduleChoice
+from stagewright.formulations.schedules.runtimes import torch_runtime
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
@@ -176,7 +177,8 @@ def test_python_passes_every_choice(monkeypatch: pytest.MonkeyPatch) -> None:
         "full", True, 2, 0.5, made, "highs", ScheduleChoice("1f1b"), OutOfOrder("data"), 64, True,
         "optimizer",
     )  # fmt: skip
-    assert all(getattr(choices, one.name) != one.default for one in fields(Choices))
+    passed = [one for one in fields(Choices) if one.name != "runtime"]  # plan has its own
+    assert all(getattr(choices, one.name) != one.default for one in passed)
     seen = []
 
     class StoppedError(Exception): ...
@@ -188,5 +190,7 @@ def test_python_passes_every_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "plan", answer)
     with pytest.raises(StoppedError):
         stagewright.plan(problem.chain, problem.cluster, choices=choices)
-    for one in fields(Choices):
+    with pytest.raises(InputError, match="give runtime='megatron' or the like to plan"):
+        stagewright.plan(problem.chain, problem.cluster, choices=Choices(runtime=torch_runtime(4)))
+    for one in passed:
         assert getattr(seen[0], one.name) == getattr(choices, one.name), one.name

@@ -82,9 +82,9 @@ def test_the_relaxation_makes_as_many_passes_as_there_is_time_for(monkeypatch, w
     problem = small_problem(layers=8, devices=5)
     passes: list[float] = []
 
-    def counted(form: object, size: int, limit: float, wide: bool) -> bool:
+    def counted(form: object, size: int, limit: float, wide: bool, equal: int) -> bool:
         passes.append(limit)
-        return original(form, size, limit, wide)
+        return original(form, size, limit, wide, equal)
 
     original: Callable[..., bool] = relaxation._fits_under
     monkeypatch.setattr(relaxation, "_fits_under", counted)

@@ -63,6 +63,19 @@ def test_the_best_of_all_sizes_and_a_bound_on_all() -> None:
     assert 1 <= best <= 6
 
 
+@pytest.mark.parametrize("to", ["torch-csv", "deepspeed"])
+def test_a_framework_s_bound_is_below_its_plans_of_every_size(to: str) -> None:
+    found = plan(request(planner="auto", runtime=to, time_limit=3.0))
+    alone = [
+        plan(request(planner="auto", runtime=to, microbatch_size=one.samples, time_limit=1.0))
+        for one in found.sizes
+    ]
+    least = min(one.cost_seconds for one in alone if one.cost_seconds is not None)
+    known = found.restriction
+    assert known.bound_seconds <= min(least, found.cost_seconds) * (1 + 1e-9)
+    assert (found.status is Status.OPTIMAL) == (known.gap <= 1e-6)
+
+
 def test_the_plan_is_of_its_size() -> None:
     asked = request(planner="pipedream")
     found = plan(asked)

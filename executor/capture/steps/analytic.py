@@ -11,7 +11,7 @@ from torch.utils.flop_counter import flop_registry
 
 from stagewright.executor.capture.steps.document import bytes_of, is_view, operators, results_of
 from stagewright.executor.capture.steps.step import CapturedStep
-from stagewright.graphs.machines.devices import accelerator
+from stagewright.graphs.machines.devices import Accelerator, accelerator
 from stagewright.graphs.models.analytic import Efficiency, Rates
 from stagewright.graphs.models.operations import Kind, Operation
 from stagewright.graphs.models.step_graph import StepGraph
@@ -29,8 +29,8 @@ FLOPS = {
 CONVOLUTIONS = (aten.convolution, aten.convolution_backward)
 
 
-def with_analytic_seconds(step: CapturedStep, kinds: Sequence[str]) -> StepGraph:
-    """The step's graph with times on devices of ``graphs.machines.devices``, in single precision.
+def with_analytic_seconds(step: CapturedStep, kinds: Sequence[str | Accelerator]) -> StepGraph:
+    """The step's graph with times on devices, named or the user's own, in single precision.
 
     As in ``graphs.models.analytic``, an operator takes the larger of FLOPs over achieved FLOP/s
     and bytes over achieved memory bandwidth; launch times are not counted. FLOPs are torch's

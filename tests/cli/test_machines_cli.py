@@ -1,0 +1,206 @@
+"""``stagewright cluster`` and ``model``: kinds, what is assumed of them, several servers."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+from commands import answered, answered_json, refused
+
+from stagewright.graphs.machines.cluster import MatrixLinks, ServerLinks, load_cluster
+from stagewright.graphs.machines.devices import read_accelerator
+from stagewright.graphs.models.chain import load_model
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "devices" / "l40s.json"
+NVSWITCH = """\
+\x1b[4m\tGPU0\tGPU1\tNIC0\tNIC1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
+GPU0\t X \tNV18\tPXB\tSYS\t0-55,112-167\t0\t\tN/A
+GPU1\tNV18\t X \tNODE\tSYS\t0-55,112-167\t0\t\tN/A
+NIC0\tPXB\tNODE\t X \tSYS
+NIC1\tSYS\tSYS\tSYS\t X
+
+Legend:
+
+  X    = Self
+  NV#  = Connection traversing a bonded set of # NVLinks
+
+NIC Legend:
+
+  NIC0: mlx5_0
+  NIC1: mlx5_bond_1
+"""
+OLD = """\
+\tGPU0\tGPU1\tGPU2\tmlx5_0\tCPU Affinity
+GPU0\t X \tPIX\tSOC\tPHB\t0-9
+GPU1\tPIX\t X \tSOC\tPHB\t0-9
+GPU2\tSOC\tSOC\t X \tSOC\t10-19
+mlx5_0\tPHB\tPHB\tSOC\t X
+"""
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("topo.txt").write_text(NVSWITCH)
+    Path("old.txt").write_text(OLD)
+
+
+def test_a_kind_needs_no_bandwidths_and_says_what_is_assumed() -> None:
+    line, said = answered("cluster", "4x8", "--device", "H100", "-o", "c.json").splitlines()
+    cluster = load_cluster("c.json")
+    assert line == "c.json: 4x8, 32 devices"
+    assert said == cluster.source == (
+        "devices h100; assumed: memory 80 GB, 365.4 GB/s inside a server (81.2% of 450), "
+        "42 GB/s between servers (84.0% of 50)"
+    )  # fmt: skip
+    assert cluster.bandwidth[0, [1, 8]].tolist() == [0.812 * 450e9, 0.84 * 50e9]
+    assert cluster.latency[0, [1, 8]].tolist() == [2.7e-6, 4.7e-6]
+    assert answered_json("cluster", "4x8", "--device", "h100", "-o", "c.json")["source"] == said
+
+
+def test_what_is_given_is_not_assumed() -> None:
+    given = ["--intra", "300GB/s", "--inter", "25GB/s", "--memory", "40GB"]
+    assert "source" not in json.loads(answered("cluster", "2x2", "--device", "a100", *given))
+    half = json.loads(answered("cluster", "2x2", "--device", "a100", *given[:2]))
+    assert half["source"] == (
+        "devices a100; assumed: memory 40 GB, 21 GB/s between servers (84.0% of 25)"
+    )
+    slow = ["--latency-intra", "1ms"]
+    assert json.loads(answered("cluster", "1x2", "--device", "a100", *slow))["links"]["intra"] == {
+        "bandwidth_bytes_per_second": 0.812 * 300e9, "latency_seconds": 1e-3,
+    }  # fmt: skip
+    none = json.loads(answered("cluster", "1x2", "--device", "a100", "--latency-intra", "0"))
+    assert none["links"]["intra"]["latency_seconds"] == 0
+    assert "belong to a shape" in refused("cluster", "--dgx1", "--latency-inter", "1us")
+
+
+def test_the_generic_kind_is_not_taken_in_silence() -> None:
+    links = ["--intra", "9GB/s", "--memory", "16GB"]
+    _, said = answered("cluster", "1x2", *links, "-o", "c.json").splitlines()
+    assert said.endswith("an A100 in round numbers), as --device is not given")
+    assert load_cluster("c.json").devices[0].kind == "generic"
+    _, said = answered("model", "vgg19", "-o", "m.json").splitlines()
+    chain = load_model("m.json")
+    assert said == f"no --device is given: generic is taken; {chain.source}"
+    assert "in round numbers), fp32 peak 20 TFLOP/s" in chain.source
+    given = ["--model", "m.json", "--cluster", "c.json", "--microbatches", 2, "--planner", "gpipe"]
+    answered("plan", *given, "-o", "p.json")
+    message = refused("cluster", "2x2", "--inter", "1GB/s")
+    assert message.startswith("--intra is missing: links of kind generic are not known; give those")
+
+
+def test_single_devices() -> None:
+    links = json.loads(answered("cluster", "2x1x1", "--inter-rack", "1GB/s"))["links"]
+    assert links["inter_rack"]["bandwidth_bytes_per_second"] == 1e9
+    links = json.loads(answered("cluster", "2x1", "--inter", "1GB/s"))["links"]
+    assert links["inter"]["bandwidth_bytes_per_second"] == 1e9
+    links = json.loads(answered("cluster", "1x1", "--device", "h100"))["links"]
+    assert "inter" not in links
+    assert "--intra is missing" in refused("cluster", "1x1")
+    racks = ["cluster", "2x2x2", "--device", "h100", "--inter-rack", "1GB/s"]
+    links = json.loads(answered(*racks, "--host-bandwidth", "9GB/s"))["links"]
+    assert links["intra"]["bandwidth_bytes_per_second"] == 0.812 * 450e9
+
+
+def test_servers_of_several_kinds() -> None:
+    answered(
+        "cluster", "a100:1x2,V100:2x4", "--intra", "a100=300GB/s,v100=25GB/s", "--inter", "10GB/s",
+        "--memory", "v100=32GB", "--host-bandwidth", "12GB/s", "-o", "c.json",
+    )  # fmt: skip
+    cluster = load_cluster("c.json")
+    assert isinstance(cluster.links, MatrixLinks)
+    assert [len(server) for server in cluster.servers] == [2, 4, 4]
+    found = {(one.kind, one.memory_bytes, one.host_bytes_per_second) for one in cluster.devices}
+    assert found == {("a100", 40e9, 12e9), ("v100", 32e9, 12e9)}
+    assert cluster.bandwidth[0, [1, 2]].tolist() == [300e9, 10e9]
+    assert cluster.bandwidth[2, [3, 6]].tolist() == [25e9, 10e9]
+    assert cluster.source == "devices a100; assumed: memory 40 GB"
+    same = ["--intra", "25GB/s", "--inter", "10GB/s", "-o", "c.json"]
+    answered("cluster", "a100:1x2,v100:2x4,a100:1x1", *same)
+    assert isinstance(load_cluster("c.json").links, ServerLinks)
+
+
+def test_several_servers_of_one_topology() -> None:
+    four = ["cluster", 4, "--nvidia-smi", "topo.txt"]
+    answered(*four, "--inter", "50GB/s", "--device", "h100", "-o", "c.json")
+    cluster = load_cluster("c.json")
+    assert (len(cluster), len(cluster.servers)) == (8, 4)
+    assert cluster.bandwidth[0, [1, 2]].tolist() == [450e9, 50e9]
+    assert cluster.source == (
+        "topo.txt; NV18 at 450 GB/s; network cards mlx5_0, mlx5_bond_1; "
+        "devices h100; assumed: memory 80 GB"
+    )
+    answered(*four, "--device", "b200", "-o", "c.json")  # NVLink of the fifth generation
+    assert load_cluster("c.json").bandwidth[0, [1, 2]].tolist() == [900e9, 0.84 * 50e9]
+    answered("cluster", 2, "--nvidia-smi", "old.txt", "--inter", "1GB/s", "-o", "c.json")
+    cluster = load_cluster("c.json")
+    assert cluster.bandwidth[0, [1, 2, 3]].tolist() == [12e9, 6e9, 1e9]
+    assert "PIX at 12 GB/s; SOC at 6 GB/s; network cards mlx5_0;" in str(cluster.source)
+    assert len(json.loads(answered("cluster", 2, "--dgx1"))["devices"]) == 16
+
+
+def test_the_example_is_generated() -> None:
+    generator = importlib.import_module("examples.documents")
+    assert read_accelerator(EXAMPLE) == generator.L40S
+
+
+def test_ones_own_kind() -> None:
+    answered("cluster", "2x4", "--device", EXAMPLE, "-o", "c.json")
+    cluster = load_cluster("c.json")
+    first = cluster.devices[0]
+    assert (first.kind, first.memory_bytes, first.host_bytes_per_second) == ("l40s", 48e9, 24e9)
+    assert str(cluster.source).startswith("devices l40s (NVIDIA's datasheet")
+    mixed = [f"{EXAMPLE}:1x2,t4:1x2", "--intra", "9GB/s", "--inter", "l40s=9GB/s,t4=1GB/s"]
+    made = json.loads(answered("cluster", *mixed))
+    assert made["name"] == "l40s:1x2,t4:1x2"
+    devices = made["devices"]
+    assert [one["kind"] for one in devices] == ["l40s", "l40s", "t4", "t4"]
+    answered("model", "gpt", "--device", f"{EXAMPLE},h100", "--precision", "fp8", "-o", "m.json")
+    chain = load_model("m.json")
+    assert [cost.device_kind for cost in chain.layers[1].costs] == ["l40s", "h100"]
+    assert "fp8 peak 733 TFLOP/s" in chain.source
+    assert "masters and optimizer state in fp32" in chain.source
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["cluster", "a100:1x2", "--device", "a100"], "the shape a100:1x2 names the kinds"),
+        (["cluster", "a100:1x2,v100"], "the shape 'v100': write KIND:SERVERSxGPUS"),
+        (["cluster", "a100:1x2", "--intra", "v100=9GB/s"], "--intra: 'v100' is none of a100"),
+        (["cluster", "a100:1x2", "--intra", "a100=9"], "--intra: bandwidth '9' is 9 bytes/s"),
+        (["cluster", "t4:1x2"], "--intra is missing: links of kind t4 are not known"),
+        (["cluster", "a100:2x2x2"], "write KIND:SERVERSxGPUS"),
+        (["cluster", "4"], "'4' is no shape"),
+        (["cluster", "4x8", "--nvidia-smi", "topo.txt"], "give one of: a shape"),
+        (["cluster", "4", "--nvidia-smi", "topo.txt", "--dgx1"], "give one of: a shape"),
+        (["cluster", "4", "--nvidia-smi", "topo.txt"], "--inter is missing: links of kind generic"),
+        (["cluster", "--nvidia-smi", "topo.txt", "--inter", "1GB/s"], "or to a number of servers"),
+        (["cluster", "--dgx1", "--intra", "1GB/s"], "the server's links are given"),
+        (["cluster", "0", "--dgx1"], "the number of servers must be at least 1"),
+        (["cluster", "1x2", "--device", "nowhere.json"], "nowhere.json: No such file"),
+        (["cluster", "1x2", "--device", "topo.json"], "topo.json: not a complete JSON document"),
+        (["model", "vgg19", "--device", "topo.json"], "topo.json: not a complete JSON document"),
+        (
+            ["model", "vgg19", "--device", "a100", "--precision", "fp8"],
+            "a100 has no fp8 arithmetic",
+        ),
+        (["model", "vgg19", "--precision", "fp8"], "b200, h100, h200, h800, mi300x have it"),
+    ],
+)
+def test_refusals(arguments: list[str], message: str) -> None:
+    Path("topo.json").write_text("no JSON")
+    assert message in refused(*arguments)
+
+
+def test_a_layout_on_ones_own_kind() -> None:
+    config = EXAMPLE.parents[1] / "configs" / "transformer-8b.json"
+    run = ["--sequence", 2048, "--global-batch", 16, "--pipeline", 8, "--tensor", 1]
+    machines = ["--device", EXAMPLE, "--gpus", 8]
+    answered("train-plan", config, *machines, *run, "--precision", "fp8", "-o", "layout.json")
+    assert "valid" in answered("check", "layout.json")
+    answered("cluster", "1x8", "--device", EXAMPLE, "-o", "c.json")
+    of_file = ["train-plan", config, "--cluster", "c.json", *run]
+    assert "MFU" in answered(*of_file, "--device", EXAMPLE)
+    assert "'l40s' is not known" in refused(*of_file)
+    assert "--device, --gpus: the cluster file" in refused(*of_file, "--device", "t4", "--gpus", 8)

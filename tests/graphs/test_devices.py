@@ -1,0 +1,132 @@
+"""Kinds of devices: the table, kinds of one's own, and their links."""
+
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from stagewright.graphs.documents import documents
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.machines.cluster import Link
+from stagewright.graphs.machines.devices import (
+    ACCELERATORS,
+    GENERIC,
+    Accelerator,
+    accelerator,
+    read_accelerator,
+    read_kind,
+    require_arithmetic,
+)
+from stagewright.graphs.machines.fabric import Fabric, Level, fabric_of
+from stagewright.graphs.machines.networks import fabric_of_kind, network_link, server_link
+from stagewright.graphs.machines.rates import A100, reached_on
+from stagewright.graphs.machines.servers import ServerGroup, mixed_servers
+from stagewright.graphs.machines.topology import parse_nvidia_smi
+from stagewright.graphs.models.analytic import analytic_model
+
+ABACUS = Accelerator("abacus", 8e9, 100e9, 1e12, 4e12, fp8_flops=8e12, source="counted by hand")
+
+
+def test_the_kinds_that_have_fp8_have_bf16() -> None:
+    able = {one.name for one in ACCELERATORS.values() if one.fp8_flops is not None}
+    assert able == {"b200", "h100", "h200", "h800", "mi300x"}
+    assert all(ACCELERATORS[name].has_bf16 for name in able)
+    assert set(ACCELERATORS) >= {"v100", "a100", GENERIC}
+
+
+def test_a_kind_of_ones_own_is_a_document(tmp_path: Path) -> None:
+    documents.write(Accelerator, ABACUS, tmp_path / "a.json")
+    assert read_accelerator(tmp_path / "a.json") == ABACUS
+    assert read_kind(str(tmp_path / "a.json")) == ABACUS
+    assert read_kind("h100") == "h100"
+    assert accelerator(ABACUS) is ABACUS
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"name": "H100"}, "'H100' is a kind that is built in; choose another name"),
+        ({"name": "two words"}, "name 'two words': a kind is one word"),
+        ({"name": "a:b"}, "a kind is one word without"),
+        ({"name": "mine.json"}, "a kind is one word without"),
+        ({"fp32_flops": 15.7}, "fp32_flops is 15.7 FLOP/s, less than 1 GFLOP/s: is a unit missing"),
+        ({"fp8_flops": -1e12}, "fp8_flops must be finite and not negative"),
+        ({"memory_bytes": 16}, "memory_bytes is 16, less than 1 MB: is a unit missing"),
+        ({"memory_bytes_per_second": 900}, "memory_bytes_per_second is 900 bytes/s"),
+        ({"server_bytes_per_second": 0}, "server_bytes_per_second must be positive"),
+        ({"fp16_flops": None}, "fp16_flops: "),
+        ({"tf32_flops": 1e12}, "tf32_flops: unknown field"),
+    ],
+)
+def test_bad_kinds_get_one_line(tmp_path: Path, changed: dict[str, object], message: str) -> None:
+    file = tmp_path / "a.json"
+    file.write_text(json.dumps(json.loads(documents.to_json(ABACUS)) | changed))
+    with pytest.raises(InputError, match=message) as caught:
+        read_accelerator(file)
+    assert str(caught.value).startswith(f"{file}: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_every_figure_of_a_kind_is_checked() -> None:
+    for field in fields(Accelerator):
+        if field.name.endswith(("_flops", "_per_second")):
+            with pytest.raises(InputError, match=field.name):
+                replace(ABACUS, **{field.name: 1.0})
+
+
+def test_arithmetic_that_a_kind_lacks_is_refused() -> None:
+    require_arithmetic(ABACUS, "fp8")
+    with pytest.raises(InputError, match="a100 has no fp8 arithmetic; b200, h100, h200, h800, mi3"):
+        require_arithmetic(accelerator("a100"), "fp8")
+    with pytest.raises(
+        InputError, match="precision bf16: abacus has no bf16 arithmetic; it may be fp16"
+    ):
+        require_arithmetic(ABACUS, "bf16")
+
+
+def test_links_of_kinds() -> None:
+    """As of train-plan's machines; where links join pairs, of one of them."""
+    fabric = fabric_of_kind("h100", 32)
+    card = accelerator("h100")
+    known = [server_link(card), network_link(card)]
+    assert known == [Link(one.bytes_per_second, one.latency_seconds) for one in fabric.levels]
+    assert server_link(accelerator("mi300x")) == replace(
+        known[0], bandwidth_bytes_per_second=0.812 * 64e9
+    )
+    assert server_link(accelerator(GENERIC)) is None
+    assert network_link(ABACUS) is None
+
+
+def test_machines_of_ones_own_kind() -> None:
+    with pytest.raises(InputError, match="server_bandwidth of abacus is not known"):
+        fabric_of_kind(ABACUS, 8)
+    linked = replace(ABACUS, server_bytes_per_second=1e10, host_bytes_per_second=2e9)
+    fabric = fabric_of_kind(linked, 8)
+    assert (fabric.device, fabric.own_kind, fabric.card) == ("abacus", linked, linked)
+    assert fabric.host_bytes_per_second == 2e9
+    assert fabric_of_kind("h100", 8).own_kind is None
+    source = "the A100's fractions on the peaks of abacus; not measured"
+    assert reached_on(linked) == replace(A100, source=source)
+    with pytest.raises(InputError, match="of kind 'abacus', but own_kind is 'other'"):
+        replace(fabric, own_kind=replace(linked, name="other"))
+    level = Level("server", 8, 1e9)
+    with pytest.raises(InputError, match="'h100' is a kind that is built in"):
+        Fabric("h100", 80e9, (level,), own_kind=replace(linked, name="h100"))
+    with pytest.raises(InputError, match=r"'abacus' is not known.*JSON file of a kind"):
+        _ = replace(fabric, own_kind=None).card
+
+
+def test_a_cluster_has_the_name_of_ones_own_kind() -> None:
+    text = "\tGPU0\tGPU1\nGPU0\tX\tNV2\nGPU1\tNV2\tX\n"
+    cluster = parse_nvidia_smi(text, kind=replace(ABACUS, nvlink_bytes_per_second=3e9))
+    assert (cluster.devices[0].kind, cluster.devices[0].memory_bytes) == ("abacus", 8e9)
+    assert cluster.bandwidth[0, 1] == 6e9
+    servers = mixed_servers([ServerGroup(cluster.devices[0], 1, 2, Link(1e9), None)], "two")
+    assert fabric_of(servers).device == "abacus"
+
+
+def test_a_model_on_ones_own_kind() -> None:
+    chain = analytic_model("vgg19", 2, [ABACUS, "v100"])
+    assert [cost.device_kind for cost in chain.layers[0].costs] == ["abacus", "v100"]
+    assert "abacus (counted by hand), fp32 peak 1 TFLOP/s" in chain.source
