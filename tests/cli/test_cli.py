@@ -608,6 +608,7 @@ def test_import_reads_a_pipedream_profile(tmp_path: Path) -> None:
     (tmp_path / "graph.txt").write_text(PROFILE)
     arguments = ["import", "--from", "pipedream", tmp_path / "graph.txt"]
     document = answered_json(*arguments, "-o", tmp_path / "model.json", "--device", "v100")
+    assert "measured: PipeDream profile graph.txt" in document.pop("source")
     assert document == {"name": "graph", "layers": 2, "file": str(tmp_path / "model.json")}
     chain = load_model(tmp_path / "model.json")
     assert sum(layer.costs[0].forward_seconds for layer in chain.layers) == pytest.approx(3e-3)

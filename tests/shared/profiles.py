@@ -1,4 +1,4 @@
-"""What is left to ``make test-all``: four fifths of the examples, and further instances."""
+"""What is left to ``make test-all``: nine tenths of the examples, and further instances."""
 
 import os
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings  # noqa: TID251
 
 QUICK, NIGHTLY = "quick", "nightly"
-QUICK_SHARE = 5
+QUICK_SHARE = 10
 UNSHRUNK = (Phase.explicit, Phase.reuse, Phase.generate)  # where shrinking takes minutes
 
 # A busy machine is no error, and no test writes to what its fixtures share.
@@ -24,7 +24,7 @@ for name, options in {
 def examples(count: int, *, quick: int | None = None, **options: Any) -> settings:
     """``count`` examples under the nightly profile, ``quick`` under any other.
 
-    ``quick`` is a fifth of them unless told, and at least two.
+    ``quick`` is a tenth of them unless told, and at least two.
     """
     if settings.get_current_profile_name() != NIGHTLY:
         count = max(2, count // QUICK_SHARE) if quick is None else quick

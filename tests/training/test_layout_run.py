@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from profiles import slow_after
 
 torch = pytest.importorskip("torch", reason="the executor needs torch")
 
@@ -72,7 +73,7 @@ def steps(_: Any, rank: int, plan: PipelinePlan, model: Any, data: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("model", "chunks", "limits"),
-    [
+    slow_after(3, [
         (LLAMA, 1, {"pipeline": (2,), "tensor": (2,)}),
         (LLAMA, 2, {"pipeline": (2,), "tensor": (2,)}),
         (GPT, 1, {"pipeline": (2,), "tensor": (2,)}),
@@ -81,8 +82,8 @@ def steps(_: Any, rank: int, plan: PipelinePlan, model: Any, data: Any) -> Any:
         (LLAMA, 1, {"tensor": (2,), "data": (2,)}),
         (LLAMA, 1, {"tensor": (2,), "data": (2,), "zero": (1,)}),
         (GPT, 1, {"pipeline": (2,), "data": (2,), "zero": (3,)}),
-    ],
-)
+    ]),
+)  # fmt: skip
 def test_the_layout_that_was_found_is_what_runs(
     ranks: Ranks, model: Any, chunks: int, limits: dict[str, Any]
 ) -> None:
