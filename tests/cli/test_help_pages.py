@@ -67,8 +67,9 @@ def test_an_option_has_one_meaning() -> None:
         for one in command.params:
             for option in one.opts:
                 if option.startswith("--"):
+                    # A help page that was shown has emptied the names of flags.
                     kind = (
-                        str(one.metavar).removesuffix(",..."),
+                        str(one.metavar or None).removesuffix(",..."),
                         bool(getattr(one, "is_flag", False)),
                     )
                     meanings.setdefault(option, {}).setdefault(kind, []).append(name)
