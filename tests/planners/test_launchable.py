@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from plans import small_problem
+from profiles import examples
 
 from stagewright.executor.export import export
 from stagewright.executor.export.options import Options
@@ -84,6 +85,7 @@ def straight_plans(problem: PipelineProblem) -> Iterator[tuple[int, float]]:
             yield r, cost_of(problem, made)
 
 
+@examples(60)
 @given(st.integers(2, 4), st.integers(2, 3), st.integers(1, 3), st.sampled_from([16e9, 2e9, 1e9]))
 def test_bounds_are_below_every_plan_of_equal_groups(layers, devices, microbatches, memory) -> None:
     problem = small_problem(layers, devices, microbatches, memory)

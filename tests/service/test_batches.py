@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 from plans import small_problem
+from profiles import slow_after
 
 from stagewright.formulations.checking.check import check
 from stagewright.formulations.forms.answers import Status
@@ -63,7 +64,7 @@ def test_the_best_of_all_sizes_and_a_bound_on_all() -> None:
     assert 1 <= best <= 6
 
 
-@pytest.mark.parametrize("to", ["torch-csv", "deepspeed"])
+@pytest.mark.parametrize("to", slow_after(1, ["torch-csv", "deepspeed"]))
 def test_a_framework_s_bound_is_below_its_plans_of_every_size(to: str) -> None:
     found = plan(request(planner="auto", runtime=to, time_limit=3.0))
     alone = [

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from profiles import UNSHRUNK, examples
+from profiles import UNSHRUNK, examples, slow_after
 
 torch = pytest.importorskip("torch", reason="the executor needs torch")
 
@@ -144,7 +144,7 @@ def of_the_first_stage(plan: PipelinePlan) -> set[int]:
     return {i for i, one in enumerate(row) if str(one).startswith("0I")}
 
 
-@pytest.mark.parametrize("plan", [DELAYED, LATE, MIXED, recomputed(DELAYED)])
+@pytest.mark.parametrize("plan", slow_after(2, [DELAYED, MIXED, LATE, recomputed(DELAYED)]))
 def test_no_memory_is_raced_for_and_every_wait_is_needed(plan: PipelinePlan) -> None:
     streamed = in_two_streams(plan)
     assert races(streamed) == []
