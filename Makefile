@@ -38,7 +38,7 @@ bench: $(READY)
 $(READY): constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev,executor,cluster,vision]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev,executor,cluster,service,vision]'
 	cp benchmarks/torchvision_operators.py \
 		"$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/sitecustomize.py"
 	touch $@
@@ -48,7 +48,7 @@ $(READY): constraints.txt pyproject.toml
 lock:
 	rm -rf build
 	$(PYTHON) -m venv build/lock
-	build/lock/bin/python -m pip install --quiet '.[dev,cluster]'
+	build/lock/bin/python -m pip install --quiet '.[dev,cluster,service]'
 	{ build/lock/bin/python -m pip freeze --all --exclude pip --exclude stagewright; \
 		echo torch==$(TORCH); echo torchvision==$(TORCHVISION); } | LC_ALL=C sort -f > build/constraints.txt
 	mv build/constraints.txt constraints.txt

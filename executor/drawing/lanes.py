@@ -94,13 +94,19 @@ class Drawing:
 
 
 def packed(drawing: Drawing) -> str:
-    """The drawing as JSON, deflated, in base64: columns of whole numbers, texts listed once."""
+    """The drawing's table as JSON, deflated, in base64."""
+    text = json.dumps(table(drawing), separators=(",", ":"))
+    return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
+
+
+def table(drawing: Drawing) -> dict[str, Any]:
+    """What the script reads: columns of whole numbers, texts listed once."""
     texts: dict[str, int] = {"": 0}
     kinds = {key: i for i, key in enumerate(drawing.kinds)}
     names = drawing.causes or {}
     causes = {key: i for i, key in enumerate(names)}
     grid = TICKS / (drawing.end or 1.0)
-    table = {
+    found = {
         "end": drawing.end * drawing.scale or 1.0,
         "ticks": TICKS,
         "unit": drawing.unit,
@@ -119,9 +125,8 @@ def packed(drawing: Drawing) -> str:
         ],
         "lanes": [_columns(lane, kinds, causes, texts, grid) for lane in drawing.lanes],
     }  # fmt: skip
-    table["texts"] = list(texts)
-    text = json.dumps(table, separators=(",", ":"))
-    return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
+    found["texts"] = list(texts)
+    return found
 
 
 def _columns(

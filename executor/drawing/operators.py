@@ -239,7 +239,7 @@ def _bounds(plan: OperatorPlan) -> list[dict[str, Any]]:
             "proved_by": who,
             "plans": plans,
             "kind": "problem",
-            "seconds": seconds,
+            "text": format_seconds(seconds),
             "percent": f"{100 * min(1.0, seconds / (cost or 1.0)):.2f}",
         }
         for who, plans, seconds in found

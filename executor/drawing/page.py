@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from stagewright.executor.drawing.lanes import table
 from stagewright.executor.drawing.periods import finish_seconds, iteration_seconds, phases
 from stagewright.executor.drawing.plan_lanes import plan_drawing
 from stagewright.executor.drawing.summary import (
@@ -49,10 +50,24 @@ def write_html(plan: PipelinePlan, path: str | os.PathLike[str]) -> None:
 
 def page(plan: PipelinePlan) -> str:
     """The page's HTML, which needs nothing else."""
+    return render(TEMPLATE, **_contents(plan))
+
+
+def page_object(plan: PipelinePlan) -> dict[str, Any]:
+    """What the page shows, as a JSON object; the scripts draw its ``timeline`` and ``in_flight``.
+
+    Names of columns in ``head`` that begin with ``<`` are of text.
+    """
+    told = _contents(plan)
+    drawn = {"timeline": table(told["timeline"]), "in_flight": told["in_flight"].table()}
+    return told | drawn
+
+
+def _contents(plan: PipelinePlan) -> dict[str, Any]:
+    """The values of the template."""
     found, flights = explain_plan(plan), in_flight(plan)
     memory = list(_memory(plan))
-    return render(
-        TEMPLATE,
+    return dict(
         title=f"{plan.model} on {plan.cluster}",
         subtitle=_subtitle(plan),
         facts=list(_facts(plan)),
@@ -180,7 +195,7 @@ def _bounds(plan: PipelinePlan) -> list[dict[str, Any]]:
             "proved_by": who,
             "plans": of,
             "kind": scope,
-            "seconds": seconds,
+            "text": format_seconds(seconds),
             "percent": f"{100 * min(1.0, seconds / (cost or 1.0)):.2f}",
         }
         for who, of, scope, seconds in rows

@@ -16,6 +16,10 @@ EXAMPLES: dict[str, str] = {
     "sweep": """
         stagewright sweep --model model.json --cluster cluster.json \\
             --devices 2,4 --microbatches 8,16 -o sweep.csv --png sweep.png""",
+    "serve": """
+        stagewright serve --port 8754 --workers 2""",
+    "token": """
+        stagewright token alice --scope submit""",
     "what-if": """
         stagewright what-if --model model.json --cluster cluster.json \\
             --microbatches 8 --time-limit 3""",

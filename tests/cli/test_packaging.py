@@ -20,7 +20,9 @@ HEAVY = ("ortools", "cvxpy", "highspy", "pulp", "numba", "matplotlib", "torch")
 
 def modules() -> set[str]:
     """Every module and data file of the package, as a path inside it."""
-    data = [path for end in ("*.jinja", "*.js") for path in (ROOT / "executor").rglob(end)]
+    ends = ("*.css", "*.html", "*.jinja", "*.js", "*.json", "*.svg")
+    data = [path for room in ("executor", "service") for end in ends
+            for path in (ROOT / room).rglob(end)]  # fmt: skip
     inside = [*data, *(path for room in ROOMS for path in python(room))]
     files = {f"stagewright/{path.relative_to(ROOT)}" for path in inside}
     front = list((ROOT / "stagewright").glob("*.py"))

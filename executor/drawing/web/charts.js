@@ -72,10 +72,10 @@ class Chart {
     pen.font = `11px ${SANS}`;
     const xs = series.flatMap((one) => one.x), ys = series.flatMap((one) => one.y);
     const most = (values, start) => values.reduce((one, other) => Math.max(one, other), start);
-    const points = series.some((one) => one.style === "points");
+    const points = series.some((one) => one.style === "points"), close = points || this.data.close;
     const low = points ? xs.reduce((one, other) => Math.min(one, other), Infinity) : 0;
     const high = most(xs, low), top = most(ys, 0) * 1.06 || 1;
-    const floor = points ? ys.reduce((one, other) => Math.min(one, other), Infinity) * 0.94 : 0;
+    const floor = close ? ys.reduce((one, other) => Math.min(one, other), Infinity) * 0.94 : 0;
     const rows = ticks(floor, top, 6), left = 14 + Math.max(...rows.map((y) => pen.measureText(`${y}`).width));
     const box = {left, right: width - 10, top: 18, bottom: height - 34};
     this.x = (x) => box.left + (x - low) / (high - low || 1) * (box.right - box.left);
@@ -149,6 +149,7 @@ class Chart {
   }
 }
 
+window.stagewright.drawChart = (root, data) => { root.chart = new Chart(root, data); };
 for (const root of document.querySelectorAll(".chart"))
-  root.chart = new Chart(root, JSON.parse(root.dataset.chart));
+  window.stagewright.drawChart(root, JSON.parse(root.dataset.chart));
 })();

@@ -152,10 +152,11 @@ class Interactive extends Timeline {
   }
 }
 
+window.stagewright.drawTimeline = (root, data) => { root.timeline = new Interactive(root, data); };
 for (const root of document.querySelectorAll(".timeline")) {
   const held = root.querySelector("script");
   unpack(held.textContent)
-    .then((data) => { root.timeline = new Interactive(root, data); })
+    .then((data) => window.stagewright.drawTimeline(root, data))
     .catch((error) => { make("p", root, {}, `The timeline cannot be drawn: ${error}`); throw error; });
 }
 })();

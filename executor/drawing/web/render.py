@@ -9,15 +9,16 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 
 from stagewright.executor.drawing.lanes import packed
 from stagewright.executor.drawing.web.charts import Chart
-from stagewright.graphs.documents.units import format_seconds
 
 FOLDER = "stagewright.executor.drawing.web"
+STYLE = "page.css"
 SCRIPTS = ("timeline.js", "interaction.js", "charts.js")
 
 
 def render(template: str, **values: Any) -> str:
     """A page in the style of all, with the scripts that draw on it."""
-    return _environment().get_template(template).render(scripts=_scripts(), **values)
+    style = _read(STYLE)
+    return _environment().get_template(template).render(scripts=_scripts(), style=style, **values)
 
 
 def _read(name: str) -> str:
@@ -40,7 +41,6 @@ def _environment() -> Environment:
         loader=FunctionLoader(_read),
     )
     environment.filters |= {
-        "seconds": format_seconds,
         "packed": packed,
         "chart": _chart,
     }

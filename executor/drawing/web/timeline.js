@@ -98,15 +98,16 @@ class Timeline {
 
   legend() {
     this.keys.replaceChildren();
-    const entry = (name, style, kind = "") => {
+    const entry = (name, colour, kind = "") => {
       const item = make("li", this.keys);
-      make("span", item, {class: `key ${kind}`, style});
+      // Not by an attribute, which a page's security policy may forbid.
+      make("span", item, {class: `key ${kind}`}).style.background = colour;
       item.append(name);
     };
     const used = new Set(this.data.lanes.flatMap((lane) => lane.kind));
     const named = new Set();
     this.data.kinds.forEach((kind, k) => {
-      if (used.has(k) && !named.has(kind.name)) entry(kind.name, `background:${this.colour(k)}`);
+      if (used.has(k) && !named.has(kind.name)) entry(kind.name, this.colour(k));
       if (used.has(k)) named.add(kind.name);
     });
     if (this.data.lanes.some((lane) => lane.gaps.length)) entry("idle", "", "hatch");

@@ -1,0 +1,59 @@
+"""The application: jobs of every kind submitted, watched, stopped, and their answers read.
+
+A request is validated before it is queued, by the model that users of Python have. Nothing of a
+request is opened as a path or imported.
+"""
+
+from collections.abc import Awaitable, Callable
+
+from fastapi import FastAPI, Request, Response
+
+from stagewright.service.http import downloads, health, jobs, pages, submitting
+from stagewright.service.http.guard import Service
+from stagewright.service.http.problems import add_handlers, problem
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'",
+    "Cache-Control": "no-store",
+}
+
+
+def create_app(service: Service) -> FastAPI:
+    """The application on a store."""
+    app = FastAPI(
+        title="Stagewright", version="1", openapi_url="/v1/openapi.json", docs_url=None,
+        redoc_url=None,
+    )  # fmt: skip
+    app.state.service = service
+    add_handlers(app)
+    app.middleware("http")(_secured)
+    for module in (submitting, jobs, downloads, health, pages):
+        app.include_router(module.router)
+    return app
+
+
+async def _secured(
+    request: Request, call_next: Callable[[Request], Awaitable[Response]]
+) -> Response:
+    refusal = _refusal(request)
+    response = await call_next(request) if refusal is None else problem(403, refusal)
+    for name, value in HEADERS.items():
+        response.headers.setdefault(name, value)
+    return response
+
+
+def _refusal(request: Request) -> str | None:
+    """Why a request may be another site's, which uses a browser of this machine; None if not.
+
+    Without tokens the browser's place is all that a request needs.
+    """
+    if request.headers.get("sec-fetch-site") in ("cross-site", "same-site"):
+        return "requests of other sites are refused"
+    host = request.url.hostname
+    if request.app.state.service.open_to_all and host not in LOOPBACK:
+        return f"without tokens this service is at {', '.join(LOOPBACK)} alone, not at {host}"
+    return None

@@ -1,0 +1,86 @@
+"""Routes of what can be made of a job's plan: the document, a picture, files of frameworks."""
+
+import io
+import zipfile
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from fastapi import APIRouter, HTTPException, Query, Response
+
+from stagewright.formulations.plans.plan import FORMAT, VERSION, PipelinePlan
+from stagewright.graphs.documents import documents
+from stagewright.service.http.guard import Readable, Reader, Serving, own_job
+from stagewright.service.jobs.kinds import KINDS
+from stagewright.service.jobs.records import Job
+from stagewright.service.pipeline_requests import PlanRequest
+
+router = APIRouter(prefix="/v1")
+
+
+@router.get("/jobs/{job}/plan")
+def read_plan(job: Readable) -> Response:
+    """The best plan so far."""
+    return _file(_document(job), "application/json", "plan.json")
+
+
+@router.get("/jobs/{job}/timeline.png")
+def draw_timeline(job: Readable) -> Response:
+    """The plan's timeline."""
+    from stagewright.executor.drawing.chart import png
+
+    return Response(png(_plan(job)), media_type="image/png")
+
+
+@router.get("/jobs/{job}/timeline")
+def read_timeline(job: Readable) -> dict[str, Any]:
+    """What the page of the plan shows: why it is slow, timeline, memory, bounds, stages."""
+    from stagewright.executor.drawing.page import page_object
+
+    return page_object(_plan(job))
+
+
+@router.get("/jobs/{job}/export/{to}")
+def export_plan(
+    job: Readable, to: str, command: Annotated[str | None, Query(max_length=2000)] = None
+) -> Response:
+    """The files for a framework, or a script that launches, as a ZIP archive."""
+    from stagewright.executor.export import FORMATS, export
+    from stagewright.executor.export.options import Options
+
+    plan = _plan(job)
+    request = KINDS[job.kind].request.parse(job.request)
+    assert isinstance(request, PlanRequest)  # no other kind has such a plan
+    allowed = FORMATS[to].options if to in FORMATS else ()
+    given: dict[str, Any] = {
+        "model": request.chain, "cluster": request.cluster, "command": command,
+    }  # fmt: skip
+    chosen = {name: value for name, value in given.items() if name in allowed}
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, text in export(plan, to, Options(**chosen)).items():
+            archive.writestr(name, text)
+    return _file(packed.getvalue(), "application/zip", f"{to}.zip")
+
+
+@router.get("/diff")
+def diff(first: str, second: str, caller: Reader, service: Serving) -> dict[str, Any]:
+    """How the plan of the second job differs from that of the first."""
+    from stagewright.executor.simulation.difference import differ
+
+    one, other = (_plan(own_job(job, caller, service)) for job in (first, second))
+    return asdict(differ(one, other))
+
+
+def _document(job: Job) -> str:
+    if job.document is None:
+        raise HTTPException(404, "the job has no plan" + ("" if job.has_ended else " yet"))
+    return job.document
+
+
+def _plan(job: Job) -> PipelinePlan:
+    return documents.parse(PipelinePlan, _document(job), "plan", FORMAT, VERSION)
+
+
+def _file(content: str | bytes, kind: str, name: str) -> Response:
+    headers = {"Content-Disposition": f'attachment; filename="{name}"'}
+    return Response(content, media_type=kind, headers=headers)

@@ -1,0 +1,78 @@
+"""Who calls, what they may do, and which jobs are theirs; as dependencies of the routes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from fastapi import Depends, HTTPException, Request
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+
+from stagewright.service.http.limits import RequestLimits
+from stagewright.service.http.tokens import Caller, Scope, Tokens
+from stagewright.service.jobs.records import Job
+from stagewright.service.jobs.store import Store
+
+LOCAL = Caller("local", Scope.ADMIN)
+_BEARER = HTTPBearer(auto_error=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What the routes work on; ``open_to_all``: without tokens, for one machine alone."""
+
+    store: Store
+    limits: RequestLimits = field(default_factory=RequestLimits)
+    open_to_all: bool = False
+
+
+def _service(request: Request) -> Service:
+    found: Service = request.app.state.service
+    return found
+
+
+Serving = Annotated[Service, Depends(_service)]
+
+
+def _allowed(scope: Scope) -> Callable[..., Caller]:
+    def caller(
+        service: Serving,
+        given: Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)],
+    ) -> Caller:
+        if service.open_to_all:
+            return LOCAL
+        found = None if given is None else Tokens(service.store.engine).caller(given.credentials)
+        if found is None:
+            raise HTTPException(
+                401,
+                "a token is needed: Authorization: Bearer TOKEN",
+                {"WWW-Authenticate": "Bearer"},
+            )
+        if not found.may(scope):
+            raise HTTPException(403, f"this token may not: it needs the scope {scope.value}")
+        return found
+
+    return caller
+
+
+Reader = Annotated[Caller, Depends(_allowed(Scope.READ))]
+Submitter = Annotated[Caller, Depends(_allowed(Scope.SUBMIT))]
+
+
+def own_job(job: str, caller: Caller, service: Service) -> Job:
+    """The caller's own job of that whole id; an administrator's is any."""
+    found = service.store.get(job, None if caller.may(Scope.ADMIN) else caller.user)
+    if found is None:
+        raise HTTPException(404, f"there is no job {job!r}")
+    return found
+
+
+def _readable(job: str, caller: Reader, service: Serving) -> Job:
+    return own_job(job, caller, service)
+
+
+def _changeable(job: str, caller: Submitter, service: Serving) -> Job:
+    return own_job(job, caller, service)
+
+
+Readable = Annotated[Job, Depends(_readable)]
+Changeable = Annotated[Job, Depends(_changeable)]

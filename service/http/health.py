@@ -1,0 +1,33 @@
+"""Routes for those who run the service: liveness, readiness, metrics."""
+
+from fastapi import APIRouter, Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
+
+from stagewright.service.http.guard import Reader, Serving
+from stagewright.service.jobs.records import State
+
+router = APIRouter()
+
+
+@router.get("/health/live")
+def live() -> dict[str, str]:
+    """The process answers."""
+    return {"status": "live"}
+
+
+@router.get("/health/ready")
+def ready(service: Serving) -> dict[str, str]:
+    """The store answers too."""
+    service.store.ping()
+    return {"status": "ready"}
+
+
+@router.get("/metrics")
+def metrics(caller: Reader, service: Serving) -> Response:
+    """Jobs by state, for Prometheus."""
+    registry = CollectorRegistry()
+    gauge = Gauge("stagewright_jobs", "Jobs by state.", ["state"], registry=registry)
+    counts = service.store.counts()
+    for state in State:
+        gauge.labels(state.value).set(counts.get(state, 0))
+    return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)

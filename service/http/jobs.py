@@ -1,0 +1,121 @@
+"""Routes of jobs: list, watch, stop, try again."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, HTTPException, Query, Request, Response
+from sse_starlette import EventSourceResponse, ServerSentEvent
+from starlette.concurrency import run_in_threadpool
+
+from stagewright.service.http.guard import Changeable, Readable, Reader, Serving
+from stagewright.service.http.tokens import Scope
+from stagewright.service.http.views import JobPage, JobView, view
+from stagewright.service.jobs.records import Asked, State
+from stagewright.service.jobs.store import PAGE, Store
+
+POLL_SECONDS = 0.5  # between looks at the events of a job
+router = APIRouter(prefix="/v1/jobs")
+
+
+@router.get("")
+def list_jobs(
+    caller: Reader,
+    service: Serving,
+    before: Annotated[str | None, Query(max_length=32)] = None,
+    state: State | None = None,
+    limit: Annotated[int, Query(ge=1, le=PAGE)] = 20,
+    all_users: bool = False,
+) -> JobPage:
+    """The newest jobs; ``before`` is the ``next`` of the page before."""
+    if all_users and not caller.may(Scope.ADMIN):
+        raise HTTPException(403, "the jobs of all users need the scope admin")
+    user = None if all_users else caller.user
+    found = service.store.page(user, before=before, state=state, limit=limit)
+    last = found[-1].id if len(found) == limit else None
+    return JobPage(jobs=tuple(map(view, found)), next=last)
+
+
+@router.get("/{job}")
+def read_job(job: Readable) -> JobView:
+    """A job."""
+    return view(job)
+
+
+@router.get("/{job}/answer")
+def read_answer(job: Readable) -> Response:
+    """The answer: the JSON object that the command line prints."""
+    if job.answer is None:
+        code, yet = (404, "") if job.has_ended else (409, " yet")
+        raise HTTPException(code, f"there is no answer{yet}")
+    return Response(job.answer, media_type="application/json")
+
+
+@router.get("/{job}/request")
+def read_request(job: Readable) -> Response:
+    """What was asked."""
+    return Response(job.request, media_type="application/json")
+
+
+@router.delete("/{job}")
+def stop_job(job: Changeable, service: Serving) -> JobView:
+    """End a job with its best answer so far."""
+    return view(service.store.ask(job.id, Asked.STOP))
+
+
+@router.post("/{job}/abort")
+def abort_job(job: Changeable, service: Serving) -> JobView:
+    """End a job at once, without an answer."""
+    return view(service.store.ask(job.id, Asked.ABORT))
+
+
+@router.post("/{job}/retry")
+def retry_job(job: Changeable, service: Serving) -> JobView:
+    """Queue a job again that has failed or was stopped."""
+    return view(service.store.retry(job.id))
+
+
+@router.post("/{job}/discard", status_code=204)
+def discard_job(job: Changeable, service: Serving) -> None:
+    """Delete a job that has ended."""
+    service.store.discard(job.id)
+
+
+@router.get("/{job}/history")
+def read_history(
+    job: Readable, service: Serving, after: Annotated[int, Query(ge=0)] = 0
+) -> list[dict[str, Any]]:
+    """What happened to a job after the event of that number."""
+    return [
+        {"number": one.number, "at": one.at, "name": one.name, "data": json.loads(one.data)}
+        for one in service.store.events(job.id, after)
+    ]
+
+
+@router.get("/{job}/events")
+async def stream_events(
+    request: Request,
+    job: Readable,
+    service: Serving,
+    last_event_id: Annotated[str, Header()] = "",
+) -> EventSourceResponse:
+    """The history as server-sent events; ``Last-Event-ID`` replays what came after."""
+    after = int(last_event_id) if last_event_id.isdecimal() else 0
+    return EventSourceResponse(_stream(service.store, job.id, after, request))
+
+
+async def _stream(
+    store: Store, job: str, after: int, request: Request
+) -> AsyncIterator[ServerSentEvent]:
+    """Every event of a job, until it has ended."""
+    while not await request.is_disconnected():
+        # Read before the events, so that those of its end are not missed.
+        found = await run_in_threadpool(store.get, job)
+        for one in await run_in_threadpool(store.events, job, after):
+            after = one.number
+            data = json.dumps(json.loads(one.data) | {"at": one.at})
+            yield ServerSentEvent(data, event=one.name, id=str(one.number))
+        if found is None or found.has_ended:
+            return
+        await asyncio.sleep(POLL_SECONDS)

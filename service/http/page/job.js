@@ -1,0 +1,191 @@
+// One job: its life as it happens, what can be done with it, and its plan.
+import {call, download, follow, now, read} from "./api.js";
+import {age, cost, make, percent, section} from "./dom.js";
+import {state} from "./jobs.js";
+import {showPlan} from "./plan.js";
+
+const ENDED = new Set(["optimal", "feasible", "infeasible", "failed"]);
+const AGAIN = new Set(["feasible", "failed"]);
+const FORMATS = ["torch-csv", "torchtitan", "nemo", "megatron", "deepspeed", "torchrun", "slurm", "kubernetes"];
+const LAUNCHERS = new Set(["torchrun", "slurm", "kubernetes"]);
+
+// Costs and bounds over the time of the search, from its events.
+class Curve {
+  constructor(root) {
+    Object.assign(this, {root, began: null, until: 0, costs: [], bounds: []});
+  }
+
+  add(event) {
+    if (event.name === "solving") Object.assign(this, {began: event.at, costs: [], bounds: []});
+    if (this.began === null) return;
+    const at = this.until = event.at - this.began;
+    if (event.cost === undefined) return;
+    const best = this.costs.at(-1)?.[1] ?? Infinity;
+    if (event.cost !== null && event.cost < best) this.costs.push([at, event.cost]);
+    if (event.bound !== null && event.bound !== this.bounds.at(-1)?.[1]) this.bounds.push([at, event.bound]);
+  }
+
+  draw(unit, until = this.until) {
+    const series = [["best cost", this.costs, "steps", "--best"], ["proved lower bound", this.bounds, "dashes", "--critical"]]
+      .filter(([, points]) => points.length)
+      .map(([name, points, style, colour]) => {
+        const end = 1.02 * Math.max(until, this.until);  // so that what is last is seen too
+        const whole = [...points, [end, points.at(-1)[1]]];
+        return {name, style, colour, names: [], x: whole.map(([x]) => x), y: whole.map(([, y]) => y)};
+      });
+    if (!series.length) return;
+    const data = {x: "seconds since its begin", y: unit, height: 240, close: true, series};
+    if (!this.root.chart) window.stagewright.drawChart(this.root, data);
+    this.root.chart.data = data;
+    this.root.chart.draw();
+  }
+}
+
+const how = (job) => [job.finished !== null && job.started !== null && `${age(job.started, job.finished)} of search`,
+  job.stopped_by && `stopped by ${job.stopped_by}`, job.reason,
+  job.cached_from && `answered before, by ${job.cached_from.slice(0, 8)}`].filter(Boolean).join(" · ");
+
+function factsOf(job) {
+  const told = [[cost(job, job.cost) || "none", "best cost"], [cost(job, job.bound) || "none", "lower bound"],
+    [percent(job.gap) || "unknown", "gap"]];
+  if (!ENDED.has(job.state))
+    told.push([age(job.started ?? job.created, now()), job.started === null ? "in the queue" : "so far"]);
+  return told.map(([value, what]) =>
+    make("div", {class: "fact"}, make("b", {}, value), make("span", {}, what)));
+}
+
+class JobPage {
+  constructor(root, id, signal, problem) {
+    Object.assign(this, {root, id, signal, problem, drawn: null, asked: null});
+    this.build();
+  }
+
+  build() {
+    this.title = make("h1", {tabindex: "-1"}, `Job ${this.id.slice(0, 8)}`);
+    this.life = make("p", {class: "sub", "aria-live": "polite"});
+    this.facts = make("div", {class: "facts"});
+    const chart = make("div", {class: "chart"});
+    this.curve = new Curve(chart);
+    this.note = make("p", {class: "told"},
+      "The bound is of the class of the best plan so far: it falls where a better plan of another class is found.");
+    this.gap = section("Cost and bound", chart, this.note);
+    this.gap.hidden = true;
+    this.better = make("button", {type: "button", hidden: true, click: () => this.act(() => this.plan())},
+      "Show the better plan");
+    this.buttons = make("div", {class: "buttons", role: "group", "aria-label": "What to do with the job"});
+    this.shown = make("div");
+    this.root.replaceChildren(this.title, this.life, this.facts, this.buttons, this.gap,
+      make("p", {}, this.better), this.shown);
+    this.makeButtons();
+  }
+
+  makeButtons() {
+    const button = (name, text, act) => this[name] = make("button", {type: "button", click: () => this.act(act)}, text);
+    const send = (path, method) => async () => { this.tell(await read(`jobs/${this.id}${path}`, {method})); };
+    const format = make("select", {"aria-label": "Framework of the export", change: () => {
+      command.hidden = !LAUNCHERS.has(format.value);
+    }}, ...FORMATS.map((one) => make("option", {}, one)));
+    const command = make("input", {hidden: true, "aria-label": "Command of every process",
+      placeholder: "command of every process", size: 24});
+    const query = () => command.hidden || !command.value ? "" : `?${new URLSearchParams({command: command.value})}`;
+    button("stop", "Stop, keep the best", send("", "DELETE"));
+    button("abort", "Abort", send("/abort", "POST"));
+    button("retry", "Try again", async () => { await send("/retry", "POST")(); this.watch(); });
+    button("discard", "Discard", () => this.discardTwice());
+    button("answer", "Download answer", () => download(`jobs/${this.id}/answer`));
+    button("file", "Download plan", () => download(`jobs/${this.id}/plan`));
+    button("export", "Export", () => download(`jobs/${this.id}/export/${format.value}${query()}`));
+    this.exporting = make("span", {class: "export"}, format, command, this.export);
+    this.buttons.append(this.stop, this.abort, this.retry, this.file, this.answer, this.exporting, this.discard);
+  }
+
+  // What cannot be undone takes two presses.
+  async discardTwice() {
+    if (!this.discard.dataset.sure) {
+      this.discard.dataset.sure = "yes";
+      this.discard.textContent = "Discard for good?";
+      return;
+    }
+    await call(`jobs/${this.id}/discard`, {method: "POST"});
+    location.hash = "#/jobs";
+  }
+
+  async act(what) {
+    this.problem("");
+    try {
+      await what();
+    } catch (error) {
+      if (!this.signal.aborted) this.problem(error.message);
+    }
+  }
+
+  hasEnded() { return this.job !== undefined && ENDED.has(this.job.state); }
+
+  tell(job) {
+    this.job = job;
+    const ended = ENDED.has(job.state), more = how(job);
+    this.life.replaceChildren(state(job), ` ${job.kind} of ${job.user}${more && ` · ${more}`}`);
+    this.facts.replaceChildren(...factsOf(job));
+    this.facts.hidden = ended && (job.has_document || job.cost === null);
+    this.stop.hidden = this.abort.hidden = ended;
+    this.retry.hidden = !AGAIN.has(job.state);
+    this.discard.hidden = this.answer.hidden = !ended;
+    if (job.state === "failed") this.answer.hidden = true;
+    this.file.hidden = this.exporting.hidden = !job.has_document;
+  }
+
+  async plan() {
+    const shown = this.job.cost, told = await read(`jobs/${this.id}/timeline`, {signal: this.signal});
+    this.drawn = shown;
+    this.better.hidden = true;
+    this.title.textContent = told.title;
+    showPlan(this.shown, told);
+  }
+
+  // A better plan is drawn at once where there is none, and at the end; else the reader decides.
+  async refresh() {
+    this.tell(await read(`jobs/${this.id}`, {signal: this.signal}));
+    if (!this.job.has_document || this.drawn === this.job.cost) return;
+    if (this.drawn === null || this.hasEnded()) await this.act(() => this.plan());
+    else this.better.hidden = false;
+  }
+
+  async happened(event) {
+    if (ENDED.has(event.name)) {
+      await this.refresh();
+      // The answer, which need not have been told of as progress; earlier ends are of earlier tries.
+      if (Math.abs(this.job.finished - event.at) < 1)
+        this.curve.add({...event, cost: this.job.cost, bound: this.job.bound});
+    } else this.curve.add(event);
+    if (!this.asked) this.asked = setTimeout(() => { this.asked = null; this.act(() => this.refresh()); }, 300);
+    this.drawCurve();
+  }
+
+  drawCurve(until) {
+    // An answer known before has no search.
+    if (this.curve.began === null || !(this.curve.costs.length || this.curve.bounds.length)) return;
+    const plans = this.job?.kind === "plan";
+    this.gap.hidden = false;
+    this.note.hidden = !plans;
+    this.curve.draw(plans ? "seconds of an iteration" : "cost", until);
+  }
+
+  tick() {
+    if (this.job === undefined || this.hasEnded()) return;
+    this.facts.replaceChildren(...factsOf(this.job));
+    if (this.job.state === "solving" && this.curve.began !== null) this.drawCurve(now() - this.curve.began);
+  }
+
+  async watch() {
+    const timer = setInterval(() => this.tick(), 1000);
+    this.signal.addEventListener("abort", () => clearInterval(timer));
+    await this.act(() => follow(this.id, (event) => this.happened(event), () => this.hasEnded(), this.signal));
+    clearInterval(timer);
+  }
+}
+
+export async function showJob(root, id, signal, problem) {
+  const page = new JobPage(root, id, signal, problem);
+  await page.refresh();
+  page.watch();
+}

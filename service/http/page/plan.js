@@ -1,0 +1,71 @@
+// What the page of a plan shows, from its contents as JSON.
+import {make, section, table} from "./dom.js";
+
+function share(told) {
+  if (!told.shares.length) return [];
+  const bar = make("div", {class: "share", role: "img", "aria-label": told.share_title});
+  const keys = make("ul", {class: "legend"}, make("li", {}, `${told.share_title}:`));
+  for (const one of told.shares) {
+    const part = make("i", {title: one.name}), key = make("span", {class: "key"});
+    part.style.width = `${one.percent}%`;
+    part.style.background = key.style.background = one.fill;
+    bar.append(part);
+    keys.append(make("li", {}, key, one.name));
+  }
+  return [bar, keys];
+}
+
+function memory(told) {
+  const rows = told.memory.map((one) => {
+    const bar = make("i"), limit = one.limit_percent === null ? null : make("b");
+    bar.style.width = `${one.percent}%`;
+    if (limit) limit.style.left = `${one.limit_percent}%`;
+    return make("div", {}, make("span", {}, one.name), make("span", {class: "room"}, bar, limit),
+      make("span", {}, one.text));
+  });
+  const note = told.memory_note ? make("p", {class: "sub"}, told.memory_note) : null;
+  const key = told.has_limits ? make("ul", {class: "legend"},
+    make("li", {}, make("span", {class: "key dashed"}), "what a device may use")) : null;
+  return section("Peak memory", note, make("div", {class: "memory"}, ...rows), key);
+}
+
+function bounds(told) {
+  const rows = told.bounds.map((one) => {
+    const bar = make("div", {class: one.kind});
+    bar.style.width = `${one.percent}%`;
+    return make("tr", {}, make("td", {class: "text"}, one.proved_by), make("td", {class: "bar"}, bar),
+      make("td", {class: "number"}, one.text), make("td", {class: "text of"}, one.plans));
+  });
+  return section("Cost and lower bounds",
+    make("p", {class: "sub"}, "of ", make("b", {class: "problem"}, "plans of the problem"), ", and of ",
+      make("b", {class: "schedule"}, "schedules of these stages")),
+    make("table", {class: "bounds"}, make("tbody", {}, ...rows)));
+}
+
+export function facts(told) {
+  return make("div", {class: "facts"}, ...told.facts.map(([value, what]) =>
+    make("div", {class: "fact"}, make("b", {}, value), make("span", {}, what))));
+}
+
+// The timeline; it is drawn once its place is in the document.
+export function timeline(told) {
+  const root = make("div", {class: "timeline"});
+  requestAnimationFrame(() => window.stagewright.drawTimeline(root, told.timeline));
+  return root;
+}
+
+export function showPlan(root, told) {
+  const chart = make("div", {class: "chart"});
+  root.replaceChildren(
+    facts(told),
+    section(`Why an iteration takes ${told.duration}`,
+      ...told.sentences.map((one) => make("p", {}, one)), ...share(told)),
+    section(told.shown, timeline(told)),
+    make("div", {class: "charts"}, ...(told.memory.length ? [memory(told)] : []),
+      section("Microbatches in flight, per stage", chart)),
+    ...(told.bounds.length ? [bounds(told)] : []),
+    section("Stages", table(told.head, told.stages, "Stages")),
+    ...(told.guarantees.length ? [section("Guarantees", table(
+      ["<theorem", "cost", "promised at most", "holds", "<premise"], told.guarantees, "Guarantees"))] : []));
+  requestAnimationFrame(() => window.stagewright.drawChart(chart, told.in_flight));
+}

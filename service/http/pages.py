@@ -1,0 +1,50 @@
+"""Routes of the page that browsers show; it holds nothing that needs a token."""
+
+from functools import cache
+from importlib.resources import files
+
+from fastapi import APIRouter, HTTPException, Response
+
+from stagewright.executor.drawing.web.render import FOLDER as DRAWING
+
+OWN = "stagewright.service.http.page"
+MEDIA_TYPES = {
+    "css": "text/css", "html": "text/html", "js": "text/javascript", "json": "application/json",
+    "svg": "image/svg+xml",
+}  # fmt: skip
+
+router = APIRouter(include_in_schema=False)
+
+
+@router.get("/")
+def show_page() -> Response:
+    """The page."""
+    return _response("index.html")
+
+
+@router.get("/page/{name}")
+def read_file(name: str) -> Response:
+    """A file that the page loads; its names are those in the two folders alone."""
+    return _response(name)
+
+
+def _response(name: str) -> Response:
+    if name not in _folders():
+        raise HTTPException(404, f"there is no file {name!r}")
+    return Response(_content(name), media_type=MEDIA_TYPES[name.rpartition(".")[2]])
+
+
+@cache
+def _folders() -> dict[str, str]:
+    """The folder of each file that browsers load."""
+    return {
+        one.name: folder
+        for folder in (DRAWING, OWN)
+        for one in files(folder).iterdir()
+        if one.name.rpartition(".")[2] in MEDIA_TYPES
+    }
+
+
+@cache
+def _content(name: str) -> bytes:
+    return files(_folders()[name]).joinpath(name).read_bytes()

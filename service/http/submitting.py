@@ -1,0 +1,72 @@
+"""Routes that submit and validate requests, one for each kind of job."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Header, HTTPException, Query, Request, Response
+from starlette.concurrency import run_in_threadpool
+
+from stagewright.service.http.guard import Service, Serving, Submitter
+from stagewright.service.http.tokens import Caller, Scope
+from stagewright.service.http.views import JobView, canonical, view
+from stagewright.service.jobs.kinds import KINDS, parse_request
+from stagewright.service.jobs.records import Job
+
+router = APIRouter()
+
+
+def _add(kind: str) -> None:
+    """Submit and validate requests of a kind, whose body is the model of users of Python."""
+    one = KINDS[kind]
+    content = {"application/json": {"schema": one.request.model_json_schema()}}
+    body = {"requestBody": {"required": True, "content": content}}
+
+    @router.post(
+        f"/v1/{kind}",
+        summary=one.summary,
+        operation_id=f"submit-{kind}",
+        status_code=202,
+        openapi_extra=body,
+    )
+    async def submit(
+        request: Request,
+        response: Response,
+        caller: Submitter,
+        service: Serving,
+        priority: Annotated[int, Query(ge=-100, le=100)] = 0,
+        idempotency_key: Annotated[str | None, Header(max_length=200)] = None,
+    ) -> JobView:
+        text = await service.limits.body(request)
+        found, new = await run_in_threadpool(
+            _submitted, service, kind, text, caller, priority, idempotency_key
+        )
+        response.status_code = 202 if new and not found.has_ended else 200
+        response.headers["Location"] = f"/v1/jobs/{found.id}"
+        return view(found)
+
+    @router.post(
+        f"/v1/{kind}/validate",
+        summary=f"Validate without solving: {one.summary}",
+        operation_id=f"validate-{kind}",
+        openapi_extra=body,
+    )
+    async def validate(request: Request, caller: Submitter, service: Serving) -> dict[str, bool]:
+        text = await service.limits.body(request)
+        await run_in_threadpool(_require_valid, service, kind, text)
+        return {"valid": True}
+
+
+for _kind in KINDS:
+    _add(_kind)
+
+
+def _require_valid(service: Service, kind: str, text: bytes) -> None:
+    service.limits.require_modest(parse_request(kind, text))
+
+
+def _submitted(
+    service: Service, kind: str, text: bytes, caller: Caller, priority: int, key: str | None
+) -> tuple[Job, bool]:
+    _require_valid(service, kind, text)
+    if priority > 0 and not caller.may(Scope.ADMIN):
+        raise HTTPException(403, "a priority above 0 needs the scope admin")
+    return service.store.submit(caller.user, kind, canonical(text), priority, key)

@@ -1,0 +1,58 @@
+"""What the service tells of a job."""
+
+import json
+
+from pydantic import BaseModel, ConfigDict
+
+from stagewright.service.jobs.records import Job, State, StoppedBy
+
+
+class JobView(BaseModel):
+    """A job: where it is in its life, and the best of its answers so far.
+
+    ``cost`` and ``bound`` are in the unit of its kind (seconds of an iteration for plans); times
+    are seconds since 1970. ``stopped_by`` says what ended it before its search was complete.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    id: str
+    kind: str
+    user: str
+    state: State
+    priority: int
+    created: float
+    started: float | None
+    finished: float | None
+    stopped_by: StoppedBy | None
+    cost: float | None
+    bound: float | None
+    gap: float | None
+    reason: str
+    cached_from: str | None
+    has_document: bool
+
+
+class JobPage(BaseModel):
+    """Jobs, the newest first; ``next`` is the ``before`` of the next page, None on the last."""
+
+    jobs: tuple[JobView, ...]
+    next: str | None
+
+
+def view(job: Job) -> JobView:
+    """A job as it is told of."""
+    gap = None
+    if job.cost and job.bound is not None:
+        gap = (job.cost - job.bound) / job.cost
+    own = {
+        name: getattr(job, name)
+        for name in JobView.model_fields
+        if name not in ("gap", "has_document")
+    }
+    return JobView(**own, gap=gap, has_document=job.document is not None)
+
+
+def canonical(text: bytes) -> str:
+    """The same JSON value always in the same text, for digests."""
+    return json.dumps(json.loads(text), sort_keys=True, separators=(",", ":"))

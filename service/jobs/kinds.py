@@ -1,0 +1,81 @@
+"""What may be submitted: each kind of job is a typed request and the use case that answers it."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from stagewright.formulations.forms.answers import OnProgress, StopToken
+from stagewright.graphs.documents.errors import InputError
+from stagewright.service.answers import Answer
+from stagewright.service.cloud_requests import CloudRequest
+from stagewright.service.cluster_requests import (
+    AllocateRequest,
+    RoundsRequest,
+    SimulateClusterRequest,
+)
+from stagewright.service.operator_plans import PlaceRequest
+from stagewright.service.pipeline_requests import (
+    CompareSchedulesRequest,
+    JobShopRequest,
+    PartitionRequest,
+    PlanRequest,
+    ScheduleRequest,
+)
+from stagewright.service.requests import Request
+from stagewright.service.sweep_requests import SweepRequest
+
+MODULES = "stagewright.service."
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of job.
+
+    ``function`` names the use case, ``MODULE:NAME`` below ``stagewright.service``: solvers are
+    imported where a job is answered, not where it is submitted. ``reports``: it tells of progress.
+    """
+
+    request: type[Request]
+    function: str
+    summary: str
+    reports: bool = False
+
+    def answer(self, request: Request, on_progress: OnProgress, stop: StopToken) -> Answer:
+        """Answer a request of this kind."""
+        module, name = self.function.split(":")
+        use_case: Callable[..., Answer] = getattr(importlib.import_module(MODULES + module), name)
+        given: dict[str, Any] = {"on_progress": on_progress} if self.reports else {}
+        return use_case(request, stop=stop, **given)
+
+
+KINDS: dict[str, Kind] = {
+    "plan": Kind(PlanRequest, "planning:plan", "A plan of a model on a cluster.", True),
+    "place": Kind(PlaceRequest, "operator_plans:place", "Operators on devices.", True),
+    "partition": Kind(PartitionRequest, "partitioning:partition", "Stages of a model."),
+    "schedule": Kind(ScheduleRequest, "scheduling:schedule", "An order of given stages.", True),
+    "compare-schedules": Kind(
+        CompareSchedulesRequest, "comparing_schedules:compare_schedules", "All schedules."
+    ),
+    "jobshop": Kind(JobShopRequest, "scheduling:jobshop", "A job shop.", True),
+    "sweep": Kind(SweepRequest, "sweeping:sweep", "Plans of many sizes."),
+    "allocate": Kind(AllocateRequest, "allocating:allocate", "Jobs on a cluster's devices."),
+    "rounds": Kind(RoundsRequest, "allocating:rounds", "Rounds of an allocation."),
+    "simulate-cluster": Kind(
+        SimulateClusterRequest, "cluster_simulation:simulate_cluster", "A cluster of jobs."
+    ),
+    "cloud": Kind(CloudRequest, "cloud:cloud", "Training on rented machines."),
+}
+
+
+def parse_request(kind: str, text: str | bytes) -> Request:
+    """The request of a kind in a JSON text.
+
+    Raises
+    ------
+    InputError
+        If there is no such kind, or in one line with the place in the document.
+    """
+    if kind not in KINDS:
+        raise InputError(f"{kind!r} is no kind of job; there are {', '.join(KINDS)}")
+    return KINDS[kind].request.parse(text)

@@ -1,0 +1,168 @@
+"""The queue: the table of jobs, as workers see it.
+
+A worker claims the next job for a lease, which it renews; a job whose lease has run out is queued
+again, or ends with its best answer so far. What a worker writes counts only while it holds the
+lease.
+"""
+
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, Row, func, select, update
+
+from stagewright.service.jobs.records import Asked, Job, Outcome, State, StoppedBy
+from stagewright.service.jobs.rows import tell, writing
+from stagewright.service.jobs.store import Store
+from stagewright.service.jobs.tables import JOBS
+
+MOST_ATTEMPTS = 3  # workers that may be lost over a job
+
+
+class LeaseLostError(Exception):
+    """Another worker has the job, or it has ended: what this one has found does not count."""
+
+
+class Queue:
+    """The queue of a store."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._engine, self._clock = store.engine, store.clock
+
+    def claim(self, worker: str, lease_seconds: float) -> Job | None:
+        """The next job for a worker: of the highest priority, of who has the fewest running."""
+        if not self._any(JOBS.c.state == State.QUEUED):
+            return None
+        with writing(self._engine) as database:
+            now = self._clock()
+            running = (
+                select(JOBS.c.user, func.count().label("count"))
+                .where(JOBS.c.state == State.SOLVING)
+                .group_by(JOBS.c.user)
+                .subquery()
+            )
+            asked = (
+                select(JOBS.c.id)
+                .outerjoin(running, running.c.user == JOBS.c.user)
+                .where(JOBS.c.state == State.QUEUED)
+                .order_by(JOBS.c.priority.desc(), func.coalesce(running.c.count, 0), JOBS.c.created)
+                .limit(1)
+                .with_for_update(skip_locked=True, of=JOBS)
+            )
+            job = database.execute(asked).scalar_one_or_none()
+            if job is None:
+                return None
+            database.execute(
+                update(JOBS)
+                .where(JOBS.c.id == job)
+                .values(
+                    state=State.SOLVING, worker=worker, leased_until=now + lease_seconds,
+                    attempts=JOBS.c.attempts + 1, started=now, asked=None,
+                )
+            )  # fmt: skip
+            self._tell(database, job, State.SOLVING)
+        return self.store.get(job)
+
+    def renew(self, job: str, worker: str, lease_seconds: float) -> Asked | None:
+        """Renew a lease; what the user asks of the job.
+
+        Raises
+        ------
+        LeaseLostError
+            If this worker does not have it any more.
+        """
+        with writing(self._engine) as database:
+            self._write(database, job, worker, leased_until=self._clock() + lease_seconds)
+            asked = database.execute(select(JOBS.c.asked).where(JOBS.c.id == job)).scalar_one()
+        return None if asked is None else Asked(asked)
+
+    def improve(
+        self,
+        job: str,
+        worker: str,
+        cost: float | None,
+        bound: float | None,
+        document: str | None = None,
+    ) -> None:
+        """Store a better answer so far, or bound; raises LeaseLostError as `renew`.
+
+        An answer that is no better than that of an earlier worker is not kept.
+        """
+        with writing(self._engine) as database:
+            known = database.execute(select(JOBS.c.cost).where(JOBS.c.id == job)).scalar()
+            kept: dict[str, Any] = {"bound": bound}
+            if document is not None and (known is None or cost is None or cost < known):
+                kept |= {"cost": cost, "document": document}
+            self._write(database, job, worker, **kept)
+            self._tell(database, job, "progress", {"cost": cost, "bound": bound})
+
+    def finish(self, job: str, worker: str, outcome: Outcome) -> None:
+        """Store how a job ended; raises LeaseLostError as `renew`.
+
+        A cost, bound or document that the outcome lacks stays that of the best answer so far.
+        """
+        with writing(self._engine) as database:
+            self._end(database, job, outcome, JOBS.c.worker == worker)
+
+    def expire(self) -> int:
+        """End the leases that have run out: jobs are queued again, or end; how many there were."""
+        if not self._any(*self._overdue()):
+            return 0
+        with writing(self._engine) as database:
+            lost = database.execute(
+                select(JOBS).where(*self._overdue()).with_for_update(skip_locked=True)
+            ).all()
+            for row in lost:
+                self._lose(database, row)
+        return len(lost)
+
+    def _any(self, *conditions: ColumnElement[bool]) -> bool:
+        """Whether there is such a job; asked without taking a lock, as workers ask all the time."""
+        with self._engine.connect() as database:
+            found = database.execute(select(JOBS.c.id).where(*conditions).limit(1)).first()
+        return found is not None
+
+    def _overdue(self) -> tuple[ColumnElement[bool], ...]:
+        return (JOBS.c.state == State.SOLVING, JOBS.c.leased_until < self._clock())
+
+    def _lose(self, database: Connection, row: Row[Any]) -> None:
+        """What becomes of a job whose worker is gone."""
+        if row.asked is None and row.attempts < MOST_ATTEMPTS:
+            database.execute(
+                update(JOBS)
+                .where(JOBS.c.id == row.id)
+                .values(state=State.QUEUED, worker=None, leased_until=None)
+            )
+            self._tell(database, row.id, State.QUEUED, {"reason": "its worker was lost"})
+            return
+        by = StoppedBy.USER if row.asked is not None else StoppedBy.LOST
+        state = State.FAILED if row.document is None else State.FEASIBLE
+        why = f"its worker was lost{'' if row.asked else f', for the {row.attempts}. time'}"
+        self._end(database, row.id, Outcome(state, reason=why, stopped_by=by))
+
+    def _end(self, database: Connection, job: str, outcome: Outcome, *held: Any) -> None:
+        values = {
+            name: getattr(outcome, name)
+            for name in ("answer", "document", "cost", "bound")
+            if getattr(outcome, name) is not None
+        }
+        changed = database.execute(
+            update(JOBS)
+            .where(JOBS.c.id == job, JOBS.c.state == State.SOLVING, *held)
+            .values(
+                state=outcome.state, stopped_by=outcome.stopped_by, reason=outcome.reason,
+                finished=self._clock(), worker=None, leased_until=None, **values,
+            )
+        ).rowcount  # fmt: skip
+        if not changed:
+            raise LeaseLostError(job)
+        self._tell(database, job, outcome.state, {"stopped_by": outcome.stopped_by})
+
+    def _write(self, database: Connection, job: str, worker: str, **values: Any) -> None:
+        mine = (JOBS.c.id == job, JOBS.c.state == State.SOLVING, JOBS.c.worker == worker)
+        if not database.execute(update(JOBS).where(*mine).values(**values)).rowcount:
+            raise LeaseLostError(job)
+
+    def _tell(
+        self, database: Connection, job: str, name: str, data: dict[str, Any] | None = None
+    ) -> None:
+        tell(database, self._clock(), job, name, data)

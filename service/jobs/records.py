@@ -1,0 +1,93 @@
+"""The life of a job, as data."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class State(StrEnum):
+    """Where a job is in its life; requests are validated before they are queued."""
+
+    QUEUED = "queued"
+    SOLVING = "solving"
+    OPTIMAL = "optimal"
+    FEASIBLE = "feasible"
+    INFEASIBLE = "infeasible"
+    FAILED = "failed"
+
+
+ENDED = (State.OPTIMAL, State.FEASIBLE, State.INFEASIBLE, State.FAILED)
+
+
+class StoppedBy(StrEnum):
+    """What ended a job before its search was complete."""
+
+    USER = "user"
+    TIME = "time"
+    MEMORY = "memory"
+    LOST = "lost"
+
+
+class Asked(StrEnum):
+    """What a user asks of a running job: to end with its best answer, or at once without one."""
+
+    STOP = "stop"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job: what was asked, where it is, and the best of its answers so far.
+
+    ``cost`` and ``bound`` are those of the answer in its own unit, ``answer`` is its JSON object
+    and ``document`` the document that it carries (a plan). Times are seconds since 1970.
+    ``cached_from`` is the job whose answer this one has.
+    """
+
+    id: str
+    kind: str
+    user: str
+    state: State
+    request: str
+    digest: str
+    priority: int
+    created: float
+    started: float | None
+    finished: float | None
+    stopped_by: StoppedBy | None
+    asked: Asked | None
+    attempts: int
+    cost: float | None
+    bound: float | None
+    answer: str | None
+    document: str | None
+    reason: str
+    cached_from: str | None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more will happen to it."""
+        return self.state in ENDED
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened to a job; ``number`` counts over all jobs and never repeats."""
+
+    number: int
+    job: str
+    at: float
+    name: str
+    data: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a job ended; the arguments of `Store.finish`."""
+
+    state: State
+    answer: str | None = None
+    document: str | None = None
+    reason: str = ""
+    stopped_by: StoppedBy | None = None
+    cost: float | None = None
+    bound: float | None = None

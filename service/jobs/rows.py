@@ -1,0 +1,64 @@
+"""What the store and its queue have in common: rows as jobs, events, transactions that write."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from sqlalchemy import Connection, Engine, Row, create_engine, event, insert, text
+
+from stagewright.service.jobs.records import Asked, Job, State, StoppedBy
+from stagewright.service.jobs.tables import EVENTS
+
+LOCK_SECONDS = 30.0  # how long a transaction waits for another one
+_FIELDS = tuple(Job.__dataclass_fields__)
+
+
+def job_of(row: Row[Any]) -> Job:
+    """The job of a row of the table."""
+    values = {name: getattr(row, name) for name in _FIELDS}
+    values["state"] = State(values["state"])
+    values["stopped_by"] = values["stopped_by"] and StoppedBy(values["stopped_by"])
+    values["asked"] = values["asked"] and Asked(values["asked"])
+    return Job(**values)
+
+
+def tell(
+    database: Connection, at: float, job: str, name: str, data: dict[str, Any] | None = None
+) -> None:
+    """Add an event to a job's history."""
+    told = json.dumps(data or {})
+    database.execute(insert(EVENTS).values(job=job, at=at, name=name, data=told))
+
+
+def engine_of(url: str) -> Engine:
+    """The database of a URL; of SQLite one that several processes read while one writes."""
+    engine = create_engine(url, pool_pre_ping=True)
+    if engine.dialect.name != "sqlite":
+        return engine
+
+    @event.listens_for(engine, "connect")
+    def prepare(connection: Any, _: Any) -> None:
+        # The driver would begin transactions late and by itself; here each begins when it is told.
+        connection.isolation_level = None
+        for pragma in (
+            "journal_mode=WAL",  # readers and a writer do not wait for each other
+            "synchronous=NORMAL",
+            f"busy_timeout={int(LOCK_SECONDS * 1000)}",
+            "foreign_keys=ON",
+        ):
+            connection.execute(f"PRAGMA {pragma}")
+
+    return engine
+
+
+@contextmanager
+def writing(engine: Engine) -> Iterator[Connection]:
+    """A transaction that writes.
+
+    SQLite's lock for writing is taken now, not after reading, which could end in a deadlock.
+    """
+    with engine.begin() as database:
+        if engine.dialect.name == "sqlite":
+            database.execute(text("BEGIN IMMEDIATE"))
+        yield database

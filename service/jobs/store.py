@@ -1,0 +1,272 @@
+"""The store: jobs, their events and answers in SQLite or PostgreSQL, as users see them."""
+
+import hashlib
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from sqlalchemy import (
+    Connection,
+    Engine,
+    Select,
+    delete,
+    func,
+    insert,
+    select,
+    text,
+    update,
+)
+from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError
+
+from stagewright.graphs.documents.errors import InputError
+from stagewright.service.jobs.records import (
+    ENDED,
+    Asked,
+    Event,
+    Job,
+    State,
+    StoppedBy,
+)
+from stagewright.service.jobs.rows import engine_of, job_of, tell, writing
+from stagewright.service.jobs.tables import EVENTS, JOBS, TABLES
+
+PAGE = 100  # jobs of a page at most
+
+
+class ConflictError(Exception):
+    """The request contradicts what is stored: one line says what."""
+
+
+class Store:
+    """The jobs of a service.
+
+    Parameters
+    ----------
+    url
+        An SQLAlchemy URL: ``sqlite:///FILE``, or of PostgreSQL.
+    clock
+        Seconds since 1970; workers and servers of one store need clocks that agree to a second.
+
+    Raises
+    ------
+    InputError
+        If no store can be opened or made there.
+    """
+
+    def __init__(self, url: str, clock: Callable[[], float] = time.time) -> None:
+        self.clock = clock
+        try:
+            self._engine = engine_of(url)
+            TABLES.create_all(self._engine)
+        except (ImportError, SQLAlchemyError) as error:
+            cause = error.orig if isinstance(error, DBAPIError) else error
+            place = url.rpartition("@")[2]
+            raise InputError(f"{place}: no store of jobs can be kept here: {cause}") from None
+
+    @property
+    def engine(self) -> Engine:
+        """The database, for what else is kept in it."""
+        return self._engine
+
+    def close(self) -> None:
+        """Give the connections back."""
+        self._engine.dispose()
+
+    def ping(self) -> None:
+        """Ask the database for nothing; raises ``SQLAlchemyError`` if it does not answer."""
+        with self._engine.connect() as database:
+            database.execute(text("SELECT 1"))
+
+    # --- Users --------------------------------------------------------------------------------
+
+    def submit(
+        self, user: str, kind: str, request: str, priority: int = 0, key: str | None = None
+    ) -> tuple[Job, bool]:
+        """Queue a validated request; the job, and whether it is new.
+
+        A request with the ``key`` of an earlier one is that one. A request that was answered
+        completely before, for anybody, has its answer at once.
+
+        Raises
+        ------
+        ConflictError
+            If the key was used for another request.
+        """
+        digest = hashlib.sha256(f"{kind} {request}".encode()).hexdigest()
+        values: dict[str, Any] = {
+            "id": uuid.uuid4().hex, "kind": kind, "user": user, "state": State.QUEUED,
+            "request": request, "digest": digest, "priority": priority, "created": self.clock(),
+            "attempts": 0, "reason": "", "idempotency_key": key,
+        }  # fmt: skip
+        try:
+            with writing(self._engine) as database:
+                values |= self._known(database, digest)
+                database.execute(insert(JOBS).values(values))
+                tell(database, self.clock(), values["id"], str(values["state"]))
+        except IntegrityError:
+            earlier = self._of_key(user, key)
+            if earlier is None or earlier.digest != digest:
+                raise ConflictError(
+                    f"the idempotency key {key!r} belongs to another request"
+                ) from None
+            return earlier, False
+        found = self.get(values["id"])
+        assert found is not None
+        return found, True
+
+    def _known(self, database: Connection, digest: str) -> dict[str, Any]:
+        """The fields of an answer that is known, and complete."""
+        complete = (State.OPTIMAL, State.INFEASIBLE)
+        row = database.execute(
+            select(JOBS)
+            .where(JOBS.c.digest == digest, JOBS.c.state.in_(complete))
+            .order_by(JOBS.c.finished)
+            .limit(1)
+        ).one_or_none()
+        if row is None:
+            return {}
+        copied = ("state", "answer", "document", "reason", "cost", "bound")
+        now = self.clock()
+        return {name: getattr(row, name) for name in copied} | {
+            "cached_from": row.cached_from or row.id, "started": now, "finished": now,
+        }  # fmt: skip
+
+    def _of_key(self, user: str, key: str | None) -> Job | None:
+        return self._one(select(JOBS).where(JOBS.c.user == user, JOBS.c.idempotency_key == key))
+
+    def get(self, job: str, user: str | None = None) -> Job | None:
+        """The job of that id, of that user if one is given; None if there is none."""
+        asked = select(JOBS).where(JOBS.c.id == job)
+        return self._one(asked if user is None else asked.where(JOBS.c.user == user))
+
+    def _one(self, asked: Select[Any]) -> Job | None:
+        with self._engine.connect() as database:
+            row = database.execute(asked).one_or_none()
+        return None if row is None else job_of(row)
+
+    def page(
+        self,
+        user: str | None,
+        *,
+        before: str | None = None,
+        state: State | None = None,
+        limit: int = PAGE,
+    ) -> list[Job]:
+        """The newest jobs (None: of all users), from before the job of that id on."""
+        asked = select(JOBS).order_by(JOBS.c.created.desc(), JOBS.c.id.desc()).limit(limit)
+        if user is not None:
+            asked = asked.where(JOBS.c.user == user)
+        if state is not None:
+            asked = asked.where(JOBS.c.state == state)
+        last = None if before is None else self.get(before, user)
+        if last is not None:
+            earlier = (JOBS.c.created < last.created) | (
+                (JOBS.c.created == last.created) & (JOBS.c.id < last.id)
+            )
+            asked = asked.where(earlier)
+        with self._engine.connect() as database:
+            return [job_of(row) for row in database.execute(asked)]
+
+    def ask(self, job: str, what: Asked) -> Job:
+        """Ask a job to end: a queued one ends now, a running one as soon as its worker hears it.
+
+        Raises
+        ------
+        ConflictError
+            If the job has ended.
+        """
+        with writing(self._engine) as database:
+            now = self.clock()
+            queued = database.execute(
+                update(JOBS)
+                .where(JOBS.c.id == job, JOBS.c.state == State.QUEUED)
+                .values(
+                    state=State.FAILED, stopped_by=StoppedBy.USER, finished=now, asked=what,
+                    reason="stopped before it was begun",
+                )
+            ).rowcount  # fmt: skip
+            solving = database.execute(
+                update(JOBS)
+                .where(JOBS.c.id == job, JOBS.c.state == State.SOLVING)
+                .values(asked=what)
+            ).rowcount
+            if queued:
+                tell(database, self.clock(), job, State.FAILED)
+            elif solving:
+                tell(database, self.clock(), job, "asked", {"asked": what})
+            else:
+                raise ConflictError("the job has ended")
+        found = self.get(job)
+        assert found is not None
+        return found
+
+    def retry(self, job: str) -> Job:
+        """Queue a job again that has failed, or ended before its search was complete.
+
+        Raises
+        ------
+        ConflictError
+            If it has not ended, or has a complete answer.
+        """
+        again = (State.FAILED, State.FEASIBLE)
+        with writing(self._engine) as database:
+            changed = database.execute(
+                update(JOBS)
+                .where(JOBS.c.id == job, JOBS.c.state.in_(again))
+                .values(
+                    state=State.QUEUED, stopped_by=None, asked=None, attempts=0, started=None,
+                    finished=None, reason="",
+                )
+            ).rowcount  # fmt: skip
+            if not changed:
+                raise ConflictError("only a job that has failed or was stopped is tried again")
+            tell(database, self.clock(), job, State.QUEUED)
+        found = self.get(job)
+        assert found is not None
+        return found
+
+    def discard(self, job: str) -> None:
+        """Delete a job that has ended, with its events.
+
+        Raises
+        ------
+        ConflictError
+            If it has not ended.
+        """
+        with writing(self._engine) as database:
+            ended = database.execute(
+                select(JOBS.c.id).where(JOBS.c.id == job, JOBS.c.state.in_(ENDED))
+            ).one_or_none()
+            if ended is None:
+                raise ConflictError("only a job that has ended is discarded: stop it first")
+            database.execute(delete(EVENTS).where(EVENTS.c.job == job))
+            database.execute(delete(JOBS).where(JOBS.c.id == job))
+
+    def events(self, job: str, after: int = 0, limit: int = 1000) -> list[Event]:
+        """What happened to a job after the event of that number, in order."""
+        asked = (
+            select(EVENTS)
+            .where(EVENTS.c.job == job, EVENTS.c.number > after)
+            .order_by(EVENTS.c.number)
+            .limit(limit)
+        )
+        with self._engine.connect() as database:
+            return [Event(**row._mapping) for row in database.execute(asked)]
+
+    def counts(self) -> dict[State, int]:
+        """How many jobs are in each state."""
+        asked = select(JOBS.c.state, func.count()).group_by(JOBS.c.state)
+        with self._engine.connect() as database:
+            return {State(state): count for state, count in database.execute(asked)}
+
+
+@contextmanager
+def opened(url: str) -> Iterator[Store]:
+    """A store that is closed at the end."""
+    store = Store(url)
+    try:
+        yield store
+    finally:
+        store.close()

@@ -1,0 +1,71 @@
+"""The tables of the planning service's store."""
+
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Float,
+    ForeignKey,
+    Index,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+    UniqueConstraint,
+)
+
+TABLES = MetaData()
+# SQLite counts up only what it calls an integer; AUTOINCREMENT never uses a number again.
+_NUMBER = BigInteger().with_variant(Integer, "sqlite")
+
+JOBS = Table(
+    "jobs",
+    TABLES,
+    Column("id", String(32), primary_key=True),
+    Column("kind", String(40), nullable=False),
+    Column("user", String(200), nullable=False),
+    Column("state", String(12), nullable=False),
+    Column("request", Text, nullable=False),
+    Column("digest", String(64), nullable=False),
+    Column("priority", Integer, nullable=False),
+    Column("created", Float, nullable=False),
+    Column("started", Float),
+    Column("finished", Float),
+    Column("stopped_by", String(8)),
+    Column("asked", String(8)),
+    Column("attempts", Integer, nullable=False),
+    Column("cost", Float),
+    Column("bound", Float),
+    Column("answer", Text),
+    Column("document", Text),
+    Column("reason", Text, nullable=False),
+    Column("cached_from", String(32)),
+    Column("idempotency_key", String(200)),
+    Column("worker", String(64)),
+    Column("leased_until", Float),
+    UniqueConstraint("user", "idempotency_key", name="once"),
+    Index("waiting", "state", "priority", "created"),
+    Index("alike", "digest", "state"),
+    Index("of_user", "user", "created", "id"),
+)
+
+EVENTS = Table(
+    "events",
+    TABLES,
+    Column("number", _NUMBER, primary_key=True, autoincrement=True),
+    Column("job", String(32), ForeignKey("jobs.id", ondelete="CASCADE"), nullable=False),
+    Column("at", Float, nullable=False),
+    Column("name", String(20), nullable=False),
+    Column("data", Text, nullable=False),
+    Index("of_job", "job", "number"),
+    sqlite_autoincrement=True,
+)
+
+TOKENS = Table(
+    "tokens",
+    TABLES,
+    Column("digest", String(64), primary_key=True),
+    Column("user", String(200), nullable=False),
+    Column("scope", String(8), nullable=False),
+    Column("created", Float, nullable=False),
+)

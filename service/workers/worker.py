@@ -1,0 +1,216 @@
+"""A worker: claims jobs of the store and answers each in a process with limits."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+import uuid
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from stagewright.service.jobs.queue import LeaseLostError, Queue
+from stagewright.service.jobs.records import Asked, Job, Outcome, State, StoppedBy
+from stagewright.service.jobs.store import Store
+from stagewright.service.workers.solving import STOP, Better, solve
+
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a job may use.
+
+    ``seconds`` is the longest that a job may take, whatever it asks for, and ``grace_seconds`` how
+    long it has to end when it is asked to. ``memory_bytes`` is resident, of its process.
+    """
+
+    seconds: float = 3600.0
+    grace_seconds: float = 10.0
+    memory_bytes: float = 8e9
+
+
+@dataclass
+class Worker:
+    """Answers one job after another until it is stopped.
+
+    ``lease_seconds``: a job whose worker is silent for so long is another's.
+    """
+
+    store: Store
+    limits: Limits = Limits()
+    lease_seconds: float = 15.0
+    poll_seconds: float = 0.2
+    name: str = field(
+        default_factory=lambda: f"{socket.gethostname()[:20]}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    )
+    stopping: threading.Event = field(default_factory=threading.Event)
+    queue: Queue = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.queue = Queue(self.store)
+
+    def run(self) -> None:
+        """Claim and answer jobs; a store that does not answer is asked again."""
+        while not self.stopping.is_set():
+            try:
+                self.queue.expire()
+                job = self.queue.claim(self.name, self.lease_seconds)
+            except SQLAlchemyError:
+                job = None
+            if job is None:
+                self.stopping.wait(self.poll_seconds)
+            else:
+                self.answer(job)
+
+    def answer(self, job: Job) -> None:
+        """Answer a job that is claimed; what happens to the lease and the store ends it."""
+        run = _Run(self, job)
+        try:
+            run.until_done()
+        except LeaseLostError:
+            pass  # another worker has it: what this one found does not count
+        finally:
+            run.kill()
+
+
+class _Run:
+    """One job in its process."""
+
+    def __init__(self, worker: Worker, job: Job) -> None:
+        self.worker, self.job = worker, job
+        context = multiprocessing.get_context("spawn")
+        self.connection, other = context.Pipe()
+        self.process: SpawnProcess = context.Process(
+            target=solve, args=(other, job.kind, job.request), daemon=False
+        )
+        self.process.start()
+        other.close()
+        now = time.monotonic()
+        self.ends = now + worker.limits.seconds
+        self.renewed = now
+        self.kill_at: float | None = None
+        self.stopped_by: StoppedBy | None = None
+        self.aborted = False
+
+    def until_done(self) -> None:
+        """Pass on what the process tells, and end it if it must."""
+        while True:
+            told = _received(self.connection, self.worker.poll_seconds)
+            if isinstance(told, Outcome):
+                self._finish(told)
+                return
+            if told is not None:
+                self._write(told)
+            elif not self.process.is_alive():
+                self._finish(self._without_outcome())
+                return
+            self._watch()
+
+    def _write(self, better: Better) -> None:
+        with contextlib.suppress(SQLAlchemyError):  # the next one may be stored
+            self.worker.queue.improve(
+                self.job.id, self.worker.name, better.cost, better.bound, better.document
+            )
+
+    def _watch(self) -> None:
+        """Renew the lease, and see to the user's wish and to the limits."""
+        now, limits = time.monotonic(), self.worker.limits
+        if now - self.renewed > self.worker.lease_seconds / 4:
+            self._hear(self.worker.queue.renew(
+                self.job.id, self.worker.name, self.worker.lease_seconds))  # fmt: skip
+            self.renewed = now
+        if now > self.ends and self.kill_at is None:
+            self._ask_to_stop(StoppedBy.TIME)
+        if _resident_bytes(self.process.pid) > limits.memory_bytes:
+            self.stopped_by = StoppedBy.MEMORY
+            self.kill()
+        if self.kill_at is not None and now > self.kill_at:
+            self.kill()
+
+    def _hear(self, asked: Asked | None) -> None:
+        if asked is Asked.ABORT:
+            self.aborted, self.stopped_by = True, StoppedBy.USER
+            self.kill()
+        elif asked is Asked.STOP and self.kill_at is None:
+            self._ask_to_stop(StoppedBy.USER)
+        if self.worker.stopping.is_set() and self.kill_at is None:
+            self._ask_to_stop(StoppedBy.LOST)
+
+    def _ask_to_stop(self, why: StoppedBy) -> None:
+        self.stopped_by = why
+        self.kill_at = time.monotonic() + self.worker.limits.grace_seconds
+        with contextlib.suppress(OSError):
+            self.connection.send(STOP)
+
+    def _finish(self, outcome: Outcome) -> None:
+        """Store the outcome; a store that does not answer is asked again as long as we may."""
+        while True:
+            try:
+                told = outcome if self.aborted else self._told(outcome)
+                self.worker.queue.finish(self.job.id, self.worker.name, told)
+                return
+            except SQLAlchemyError:
+                time.sleep(self.worker.poll_seconds)
+
+    def _told(self, outcome: Outcome) -> Outcome:
+        """The outcome, stopped by whoever stopped it, with the best plan of earlier workers."""
+        if outcome.stopped_by is None:
+            return outcome
+        told = replace(outcome, stopped_by=self.stopped_by or outcome.stopped_by)
+        if told.state is State.FAILED and self._has_plan():
+            return replace(told, state=State.FEASIBLE)
+        return told
+
+    def _has_plan(self) -> bool:
+        kept = self.worker.store.get(self.job.id)
+        return kept is not None and kept.document is not None
+
+    def _without_outcome(self) -> Outcome:
+        """How a job ends whose process ended without a word."""
+        by = self.stopped_by or StoppedBy.LOST
+        reasons = {
+            StoppedBy.USER: "ended by the user",
+            StoppedBy.TIME: "ended at its time limit",
+            StoppedBy.MEMORY: f"its process took more than {self.worker.limits.memory_bytes:.3g} "
+            "bytes of memory",
+            StoppedBy.LOST: f"its process ended with exit code {self.process.exitcode}",
+        }
+        return Outcome(State.FAILED, reason=reasons[by], stopped_by=by)
+
+    def kill(self) -> None:
+        """End the process and all that it started."""
+        pid = self.process.pid
+        if pid is not None and self.process.is_alive():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.join()
+        self.connection.close()
+
+
+def _received(connection: Connection, seconds: float) -> Better | Outcome | None:
+    """What the process tells next; None if it is silent or gone."""
+    try:
+        if connection.poll(seconds):
+            told: Better | Outcome = connection.recv()
+            return told
+    except (EOFError, OSError):
+        time.sleep(seconds)
+    return None
+
+
+def _resident_bytes(pid: int | None) -> float:
+    """Resident memory of a process; 0 if it is gone, or the system does not say."""
+    try:
+        fields = Path(f"/proc/{pid}/statm").read_text().split()
+    except OSError:
+        return 0.0
+    return float(fields[1]) * PAGE_BYTES

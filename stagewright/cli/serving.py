@@ -1,0 +1,90 @@
+"""``serve`` and ``token``: the planning service."""
+
+import contextlib
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stagewright.cli.console import JsonFlag, print_json, print_lines
+from stagewright.graphs.documents.errors import InputError
+
+StoreUrl = Annotated[
+    str,
+    typer.Option(
+        "--store",
+        help="A file of SQLite, or an SQLAlchemy URL of PostgreSQL "
+        "(postgresql+psycopg://USER:PASSWORD@HOST/NAME).",
+        metavar="FILE_OR_URL",
+        envvar="STAGEWRIGHT_STORE",
+    ),
+]
+
+
+def serve(
+    store: StoreUrl = "stagewright-jobs.sqlite",
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen at; 0: a free one.")] = 8754,
+    workers: Annotated[
+        int,
+        typer.Option(
+            help="Jobs that are solved at a time; 0: other servers' workers do.", metavar="N"
+        ),
+    ] = 1,
+    memory_limit: Annotated[
+        str, typer.Option("--memory-limit", help="Memory that a job may take, for example 8GB.")
+    ] = "8GB",
+) -> int:
+    """Serve plans over HTTP, and solve the jobs in processes of their own.
+
+    On an address of this machine alone no token is needed as long as there is none; on any other it
+    starts only if there are tokens.
+    """
+    from stagewright.graphs.documents.units import parse_bytes
+    from stagewright.service.jobs.store import opened
+
+    limit = parse_bytes(memory_limit)
+    try:
+        from stagewright.service.http.server import Server
+    except ImportError as error:
+        raise InputError(
+            f"the service needs {error.name}: pip install 'stagewright[service]'"
+        ) from None
+    with opened(store_url(store)) as jobs:
+        server = Server(jobs, host, port, workers, limit)
+        server.require_safe()
+        server.run(lambda url: print_lines(f"serving at {url}"))
+    return 0
+
+
+def store_url(text: str) -> str:
+    """The URL of a store: a file is one of SQLite."""
+    return text if "://" in text else f"sqlite:///{Path(text).absolute()}"
+
+
+def token(
+    user: Annotated[str, typer.Argument(help="Whose token.", metavar="USER", show_default=False)],
+    scope: Annotated[str, typer.Option(help="read, submit or admin.")] = "submit",
+    revoke: Annotated[
+        bool, typer.Option("--revoke", help="Delete all tokens of the user instead.")
+    ] = False,
+    store: StoreUrl = "stagewright-jobs.sqlite",
+    as_json: JsonFlag = False,
+) -> int:
+    """Make a token of the planning service; it is shown once."""
+    from stagewright.service.http.tokens import Scope, Tokens
+    from stagewright.service.jobs.store import opened
+
+    with contextlib.suppress(ValueError):
+        scope = Scope(scope)
+    if not isinstance(scope, Scope):
+        raise InputError(f"--scope {scope!r} must be one of {', '.join(Scope)}")
+    with opened(store_url(store)) as jobs:
+        tokens = Tokens(jobs.engine)
+        if revoke:
+            count = tokens.revoke(user)
+            print_json({"revoked": count}) if as_json else print_lines(f"{count} tokens deleted")
+            return 0 if count else 1
+        made = tokens.create(user, scope)
+    print_json({"token": made}) if as_json else print_lines(made)
+    return 0

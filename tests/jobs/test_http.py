@@ -1,0 +1,252 @@
+"""The HTTP interface: what is answered, refused, shown to whom; without workers."""
+
+import io
+import json
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from planning_jobs import TWO_JOBS, plan_request
+
+pytest.importorskip("fastapi", reason="the service is not installed")
+pytest.importorskip("httpx", reason="httpx is not installed")
+
+from fastapi.testclient import TestClient
+
+from stagewright.service.http.app import HEADERS, create_app
+from stagewright.service.http.guard import Service
+from stagewright.service.http.limits import RequestLimits
+from stagewright.service.http.tokens import Scope, Tokens
+from stagewright.service.jobs.kinds import KINDS, parse_request
+from stagewright.service.jobs.queue import Queue
+from stagewright.service.jobs.store import Store
+from stagewright.service.planning import plan as plan_now
+from stagewright.service.workers.solving import outcome_of
+
+LOCAL = "http://127.0.0.1:8754"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    found = Store(f"sqlite:///{tmp_path / 'jobs.sqlite'}")
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def client(store: Store) -> Iterator[TestClient]:
+    """A client of a service that is open to this machine alone."""
+    limits = RequestLimits(body_bytes=200_000, seconds=60.0, devices=10)
+    app = create_app(Service(store, limits, open_to_all=True))
+    with TestClient(app, LOCAL, raise_server_exceptions=False) as found:
+        yield found
+
+
+def solved(store: Store, job: str) -> None:
+    """Answer a queued plan in this process."""
+    queue = Queue(store)
+    claimed = queue.claim("w", 60.0)
+    assert claimed is not None
+    assert claimed.id == job
+    request: Any = parse_request("plan", claimed.request)
+    queue.finish(job, "w", outcome_of(plan_now(request)))
+
+
+def told(response: Any, status: int) -> str:
+    """The one line of a problem."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/problem+json"
+    found = response.json()
+    assert found["status"] == status
+    assert "\n" not in found["detail"]
+    return str(found["detail"])
+
+
+def test_a_plan_from_its_submission_to_its_files(client: TestClient, store: Store) -> None:
+    made = client.post("/v1/plan", content=plan_request(), headers={"Idempotency-Key": "k"})
+    assert made.status_code == 202
+    job = made.json()["id"]
+    assert made.headers["location"] == f"/v1/jobs/{job}"
+    again = client.post("/v1/plan", content=plan_request(), headers={"Idempotency-Key": "k"})
+    assert (again.status_code, again.json()["id"]) == (200, job)
+    other = client.post("/v1/plan", content=plan_request(seed=1), headers={"Idempotency-Key": "k"})
+    assert "belongs to another request" in told(other, 409)
+    assert "no answer yet" in told(client.get(f"/v1/jobs/{job}/answer"), 409)
+    assert "no plan yet" in told(client.get(f"/v1/jobs/{job}/plan"), 404)
+    solved(store, job)
+    found = client.get(f"/v1/jobs/{job}").json()
+    assert found["state"] in ("optimal", "feasible")
+    answer = client.get(f"/v1/jobs/{job}/answer").json()
+    assert answer["cost_seconds"] == found["cost"]
+    assert client.get(f"/v1/jobs/{job}/plan").json()["format"] == "stagewright-plan"
+    assert client.get(f"/v1/jobs/{job}/timeline.png").content.startswith(b"\x89PNG")
+    shown = client.get(f"/v1/jobs/{job}/timeline").json()
+    assert shown["timeline"]["lanes"]
+    assert any("bottleneck" in one for one in shown["sentences"])
+    packed = client.get(f"/v1/jobs/{job}/export/deepspeed")
+    names = zipfile.ZipFile(io.BytesIO(packed.content)).namelist()
+    assert sorted(names) == ["ds_config.json", "stagewright_pipeline.py"]
+    assert "is not known" in told(client.get(f"/v1/jobs/{job}/export/jax"), 422)
+    difference = client.get("/v1/diff", params={"first": job, "second": job}).json()
+    assert difference["changes"] == []
+    assert json.loads(client.get(f"/v1/jobs/{job}/request").text) == json.loads(plan_request())
+    # The same request of anybody is answered at once.
+    cached = client.post("/v1/plan", content=plan_request(seed=0))
+    assert cached.status_code in (200, 202)
+
+
+def test_events_are_replayed_from_any_number(client: TestClient, store: Store) -> None:
+    job = client.post("/v1/plan", content=plan_request()).json()["id"]
+    solved(store, job)
+    history = client.get(f"/v1/jobs/{job}/history").json()
+    assert [one["name"] for one in history][:2] == ["queued", "solving"]
+
+    def stream(**headers: str) -> list[int]:
+        text = client.get(f"/v1/jobs/{job}/events", headers=headers).text
+        return [int(line[4:]) for line in text.splitlines() if line.startswith("id: ")]
+
+    numbers = [one["number"] for one in history]
+    assert stream() == numbers
+    assert stream(**{"Last-Event-ID": str(numbers[0])}) == numbers[1:]
+    assert stream(**{"Last-Event-ID": "x"}) == numbers
+
+
+def test_verbs_are_different(client: TestClient, store: Store) -> None:
+    job = client.post("/v1/plan", content=plan_request()).json()["id"]
+    assert "stop it first" in told(client.post(f"/v1/jobs/{job}/discard"), 409)
+    assert client.delete(f"/v1/jobs/{job}").json()["stopped_by"] == "user"
+    assert "has ended" in told(client.post(f"/v1/jobs/{job}/abort"), 409)
+    assert client.post(f"/v1/jobs/{job}/retry").json()["state"] == "queued"
+    assert client.post(f"/v1/jobs/{job}/abort").json()["state"] == "failed"
+    assert client.post(f"/v1/jobs/{job}/discard").status_code == 204
+    assert "there is no job" in told(client.get(f"/v1/jobs/{job}"), 404)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "detail"),
+    [
+        ("/v1/plan", "{", 422, "EOF"),
+        ("/v1/plan", "[]", 422, "should be an object"),
+        ("/v1/plan", plan_request(microbatches=0), 422, "microbatches must be at least 1"),
+        ("/v1/plan", plan_request(time_limit=61.0), 422, "time_limit: at most 60 here"),
+        ("/v1/plan", plan_request(nothing=1), 422, "nothing"),
+        ("/v1/plan/validate", plan_request(microbatches="2"), 422, "microbatches"),
+        ("/v1/plan", " " * 200_001, 413, "more than 200000 bytes"),
+        ("/v1/plan", "[" * 100_000, 422, "recursion"),
+        ("/v1/jobshop", '{"jobs": 1}', 422, "jobs"),
+        ("/v1/nothing", "{}", 404, "Not Found"),
+        ("/v1/plan?priority=x", plan_request(), 422, "priority"),
+    ],
+)  # fmt: skip
+def test_bad_requests_are_one_line(
+    client: TestClient, store: Store, path: str, body: str, status: int, detail: str
+) -> None:
+    assert detail in told(client.post(path, content=body), status)
+    assert store.counts() == {}
+
+
+def test_a_request_is_validated_without_solving(client: TestClient, store: Store) -> None:
+    assert client.post("/v1/jobshop/validate", content=TWO_JOBS).json() == {"valid": True}
+    assert store.counts() == {}
+
+
+def test_every_kind_is_described(client: TestClient) -> None:
+    document = client.get("/v1/openapi.json").json()
+    for kind in KINDS:
+        body = document["paths"][f"/v1/{kind}"]["post"]["requestBody"]
+        assert body["content"]["application/json"]["schema"]["properties"]
+
+
+def test_headers_close_the_service(client: TestClient) -> None:
+    response = client.get("/health/ready")
+    assert response.json() == {"status": "ready"}
+    for name, value in HEADERS.items():
+        assert response.headers[name] == value
+    assert "access-control-allow-origin" not in response.headers
+
+
+def test_other_sites_in_the_same_browser_are_refused(client: TestClient, store: Store) -> None:
+    for site in ("cross-site", "same-site"):
+        response = client.post("/v1/jobshop", content=TWO_JOBS, headers={"Sec-Fetch-Site": site})
+        assert "other sites" in told(response, 403)
+    renamed = client.post("/v1/jobshop", content=TWO_JOBS, headers={"Host": "evil.example:8754"})
+    assert "alone, not at evil.example" in told(renamed, 403)
+    assert store.counts() == {}
+    same = client.post("/v1/jobshop", content=TWO_JOBS, headers={"Sec-Fetch-Site": "same-origin"})
+    assert same.status_code == 202
+
+
+def test_metrics_count_jobs_by_state(client: TestClient) -> None:
+    client.post("/v1/jobshop", content=TWO_JOBS)
+    text = client.get("/metrics").text
+    assert 'stagewright_jobs{state="queued"} 1.0' in text
+    assert 'stagewright_jobs{state="failed"} 0.0' in text
+
+
+def test_a_store_that_does_not_answer_is_said(client: TestClient, store: Store) -> None:
+    with store.engine.begin() as database:
+        database.exec_driver_sql("DROP TABLE events")
+    response = client.post("/v1/jobshop", content=TWO_JOBS)
+    assert "does not answer" in told(response, 503)
+    assert response.headers["retry-after"]
+
+
+# --- Users ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tokens(store: Store) -> dict[str, dict[str, str]]:
+    """Headers with the token of each user."""
+    made = Tokens(store.engine)
+    users = {"ann": Scope.SUBMIT, "bob": Scope.SUBMIT, "eve": Scope.READ, "root": Scope.ADMIN}
+    return {
+        user: {"Authorization": f"Bearer {made.create(user, scope)}"}
+        for user, scope in users.items()
+    }
+
+
+@pytest.fixture
+def guarded(store: Store) -> Iterator[TestClient]:
+    with TestClient(create_app(Service(store)), raise_server_exceptions=False) as found:
+        yield found
+
+
+def test_users_see_their_own_jobs(guarded: TestClient, tokens: dict[str, dict[str, str]]) -> None:
+    ann, bob, eve, root = (tokens[name] for name in ("ann", "bob", "eve", "root"))
+    job = guarded.post("/v1/jobshop", content=TWO_JOBS, headers=ann).json()["id"]
+    assert guarded.get(f"/v1/jobs/{job}", headers=ann).json()["user"] == "ann"
+    for path in ("", "/answer", "/request", "/history", "/events", "/plan"):
+        assert "no job" in told(guarded.get(f"/v1/jobs/{job}{path}", headers=bob), 404)
+    assert "no job" in told(guarded.delete(f"/v1/jobs/{job}", headers=bob), 404)
+    assert guarded.get("/v1/jobs", headers=bob).json()["jobs"] == []
+    assert len(guarded.get("/v1/jobs?all_users=true", headers=root).json()["jobs"]) == 1
+    assert "admin" in told(guarded.get("/v1/jobs?all_users=true", headers=ann), 403)
+    assert "scope submit" in told(guarded.post("/v1/jobshop", content=TWO_JOBS, headers=eve), 403)
+    urgent = guarded.post("/v1/jobshop?priority=1", content=TWO_JOBS, headers=bob)
+    assert "admin" in told(urgent, 403)
+
+
+def test_without_a_token_nothing_is_told(
+    guarded: TestClient, tokens: dict[str, dict[str, str]]
+) -> None:
+    for method, path in (("GET", "/v1/jobs"), ("POST", "/v1/plan"), ("GET", "/metrics")):
+        response = guarded.request(method, path)
+        assert "a token is needed" in told(response, 401)
+        assert response.headers["www-authenticate"] == "Bearer"
+    wrong = {"Authorization": tokens["ann"]["Authorization"][:-1]}
+    assert "a token is needed" in told(guarded.get("/v1/jobs", headers=wrong), 401)
+    assert guarded.get("/health/live").status_code == 200
+
+
+def test_tokens_are_stored_as_digests_and_revoked(store: Store, guarded: TestClient) -> None:
+    made = Tokens(store.engine)
+    token = made.create("ann", Scope.SUBMIT)
+    with store.engine.connect() as database:
+        rows = database.exec_driver_sql("SELECT * FROM tokens").all()
+    assert token not in str(rows)
+    headers = {"Authorization": f"Bearer {token}"}
+    assert guarded.get("/v1/jobs", headers=headers).status_code == 200
+    assert made.revoke("ann") == 1
+    assert guarded.get("/v1/jobs", headers=headers).status_code == 401

@@ -1,0 +1,282 @@
+"""The service's page: its files, and what a browser does with them on a real server."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the service is not installed")
+pytest.importorskip("httpx", reason="httpx is not installed")
+
+from browser import Browser, browsing
+from fastapi.testclient import TestClient
+from pages import CHROMIUM
+from planning_jobs import TWO_JOBS
+from profiles import slow_after
+
+from stagewright.executor.export import FORMATS
+from stagewright.executor.export.runtimes import RUNTIMES
+from stagewright.service.http.app import create_app
+from stagewright.service.http.guard import Service
+from stagewright.service.http.pages import MEDIA_TYPES
+from stagewright.service.http.tokens import Scope, Tokens
+from stagewright.service.jobs.kinds import parse_request
+from stagewright.service.jobs.records import Asked
+from stagewright.service.jobs.store import Store
+from stagewright.solvers.planning import PLANNERS
+
+in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+
+ENDED = "['optimal', 'feasible'].includes(document.querySelector('.state')?.textContent)"
+CURVES = "document.querySelector('.chart')?.chart?.data.series.length === 2"  # cost and bound
+DRAWN = "document.querySelector('.timeline canvas')"
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[TestClient]:
+    store = Store(f"sqlite:///{tmp_path / 'jobs.sqlite'}")
+    with TestClient(create_app(Service(store))) as found:
+        yield found
+    store.close()
+
+
+def test_the_page_loads_only_what_the_service_has(client: TestClient) -> None:
+    text = client.get("/").text
+    names = re.findall(r'(?:src|href)="([^"#]+)"', text)
+    assert "page/main.js" in names
+    for name in names:
+        response = client.get(f"/{name}")
+        assert response.status_code == 200, name
+        assert response.headers["content-type"].startswith(MEDIA_TYPES[name.rpartition(".")[2]])
+        if name.endswith(".js"):
+            names += [f"page/{one}" for one in re.findall(r'from "\./([^"]+)"', response.text)]
+    # The policy forbids scripts and styles inside the page.
+    assert not re.search(r"<style|<script>|\son\w+=|\sstyle=", text)
+    for name in ("render.py", "..%2Fpages.py", "base.html.jinja", "nothing.js"):
+        assert client.get(f"/page/{name}").status_code == 404, name
+
+
+def test_the_page_offers_all_planners_and_formats(client: TestClient) -> None:
+    form, script = client.get("/").text, client.get("/page/job.js").text
+
+    def options(name: str) -> set[str]:
+        (inside,) = re.findall(rf'<select name="{name}">(.*?)</select>', form, flags=re.DOTALL)
+        return set(re.findall(r"<option>([^<]+)", inside))
+
+    assert options("planner") == set(PLANNERS)
+    assert options("runtime") == set(RUNTIMES)
+    (formats,) = re.findall(r"FORMATS = (\[.*?\])", script)
+    assert json.loads(formats) == list(FORMATS)
+
+
+def test_the_example_is_a_request(client: TestClient) -> None:
+    parse_request("plan", client.get("/page/example.json").text)
+
+
+# --- In a browser ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def serving(folder: Path, workers: int = 1) -> Iterator[str]:
+    """The address of a server on a store in a folder."""
+    command = [sys.executable, "-m", "stagewright", "serve", "--port", "0",
+               "--workers", str(workers), "--store", str(folder / "jobs.sqlite")]  # fmt: skip
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        try:
+            yield line.removeprefix("serving at ").strip()
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(60)
+
+
+@dataclass(frozen=True)
+class Site:
+    """A server, a browser that looks at it, and two jobs that have a plan."""
+
+    url: str
+    browser: Browser
+    jobs: tuple[str, str]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    folder = tmp_path_factory.mktemp("page")
+    with serving(folder) as url, browsing(folder) as browser:
+        browser.open(f"{url}/#/new", 1400)
+        jobs = tuple(submitted(browser, "dp", count) for count in (8, 4))
+        yield Site(url, browser, (jobs[0], jobs[1]))
+
+
+def submitted(browser: Browser, planner: str, count: int, seconds: int = 10) -> str:
+    """Submit the example by the form; the job, once it is shown."""
+    go(browser, *VIEWS["new"])
+    browser.run("document.querySelector('[name=example]').click()")
+    browser.await_that("document.querySelector('#cluster-told').textContent.includes('4 devices')")
+    given = {"planner": planner, "count": count, "time_limit": seconds}
+    for name, value in given.items():
+        browser.run(f"document.querySelector('form.request').elements.{name}.value = '{value}'")
+    browser.run("document.querySelector('form.request').requestSubmit()")
+    browser.await_that(f"/^#\\/jobs\\/\\w+$/.test(location.hash) && {DRAWN}")
+    if seconds <= 10:
+        browser.await_that(ENDED)
+    return str(browser.run("location.hash")).removeprefix("#/jobs/")
+
+
+def go(browser: Browser, place: str, until: str) -> None:
+    """Go to a view, and wait until it is there."""
+    for step, there in (("nothing", "!document.querySelector('#view *')"), (place, until)):
+        browser.run(f"location.hash = '#/{step}'")
+        browser.await_that(there)
+
+
+VIEWS = {  # the place of each, and what is true once it is there
+    "new": ("new", "document.querySelector('form.request')"),
+    "jobs": ("jobs", "document.querySelectorAll('.list tbody tr').length >= 2"),
+    "job": ("jobs/{0}", f"{DRAWN} && {CURVES}"),
+    "two": ("compare/{0}/{1}", "document.querySelectorAll('.timeline canvas').length === 2"),
+}
+QUICK = [("job", 360, True), ("two", 360, False)]
+LOOKS = [*product(VIEWS, (1400, 768, 360), (False, True))]
+
+
+@in_a_browser
+@pytest.mark.parametrize(
+    ("view", "width", "dark"),
+    slow_after(len(QUICK), [*QUICK, *(one for one in LOOKS if one not in QUICK)]),
+)
+def test_every_view_fits_its_window(
+    view: str, width: int, dark: bool, site: Site, tmp_path: Path
+) -> None:
+    browser = site.browser
+    browser.look(width, dark)
+    place, until = VIEWS[view]
+    go(browser, place.format(*site.jobs), until)
+    browser.picture(tmp_path / f"{view}-{width}-{'dark' if dark else 'light'}.png")
+    assert browser.run("document.documentElement.scrollWidth") <= width
+    background = "rgb(14, 18, 23)" if dark else "rgb(245, 246, 248)"
+    assert browser.run("getComputedStyle(document.body).backgroundColor") == background
+    # Everything that is operated has a name, and what is drawn is said.
+    nameless = """[...document.querySelectorAll("#view :is(input, select, button, canvas)")].filter(
+        (one) => !(one.labels?.length || one.ariaLabel || one.closest("[aria-label]")
+          || one.textContent.trim())).length"""
+    assert browser.run(nameless) == 0
+    assert browser.run("document.querySelectorAll('h1').length") == 1
+    assert browser.run("document.querySelector('#problem').textContent") == ""
+    assert browser.errors == []
+
+
+@in_a_browser
+def test_a_problem_is_said_at_its_place(site: Site) -> None:
+    browser = site.browser
+    go(browser, *VIEWS["new"])
+    browser.run("document.querySelector('[name=example]').click()")
+    browser.await_that("document.querySelector('#chain-told').textContent.includes('layers')")
+    drop = """(() => {
+      const data = new DataTransfer();
+      data.items.add(new File(['TEXT'], 'model.json'));
+      document.querySelector('[data-part=chain]').dispatchEvent(
+        new DragEvent('drop', {dataTransfer: data, cancelable: true}));
+    })()"""
+    said = "document.querySelector('form.request [role=alert]').textContent"
+    browser.run(drop.replace("TEXT", "{"))
+    browser.await_that(f"{said}.includes('model.json is no JSON')")
+    browser.run(drop.replace("TEXT", '{"name": "one", "layers": 3}'))
+    browser.await_that("document.querySelector('#chain-told').textContent === 'one'")
+    browser.run("document.querySelector('form.request').requestSubmit()")
+    browser.await_that(f"{said}.startsWith('chain')")
+    assert browser.run("document.activeElement.id") == "chain-file"
+    # The browser itself notes that a request was refused.
+    assert [one for one in browser.errors if " 422 " not in one] == []
+    browser.errors.clear()
+
+
+@in_a_browser
+@pytest.mark.slow
+def test_a_search_is_watched_stopped_and_discarded(site: Site, tmp_path: Path) -> None:
+    browser = site.browser
+    browser.look(1400, False)
+    job = submitted(browser, "general", 16, seconds=600)
+    browser.await_that(CURVES)
+    browser.picture(tmp_path / "solving.png")
+    buttons = "[...document.querySelectorAll('.buttons button')]"
+    button = buttons + ".find((one) => one.textContent === '{}')"
+    browser.run(f"{button.format('Stop, keep the best')}.click()")
+    browser.await_that(ENDED)
+    assert "stopped by user" in browser.run("document.querySelector('p.sub').textContent")
+    assert not browser.run(f"{button.format('Try again')}.hidden")
+    # What cannot be undone takes two presses.
+    browser.run(f"{button.format('Discard')}.click()")
+    browser.await_that(button.format("Discard for good?"))
+    browser.run(f"{button.format('Discard for good?')}.click()")
+    browser.await_that("location.hash === '#/jobs' && document.querySelector('.list table')")
+    assert not browser.run(f"Boolean(document.querySelector('a[href$=\"{job}\"]'))")
+    assert browser.errors == []
+
+
+@in_a_browser
+@pytest.mark.slow
+def test_where_events_do_not_come_the_history_is_asked(site: Site) -> None:
+    browser = site.browser
+    browser.run("""window.fetch = ((real) => (path, ...more) => `${path}`.endsWith("/events")
+      ? Promise.reject(new TypeError("no streams here")) : real(path, ...more))(window.fetch)""")
+    submitted(browser, "dp", 2)
+    browser.await_that(CURVES)
+    browser.open(f"{site.url}/?again", 1400)  # with the browser's own again
+    browser.await_that("document.querySelector('.list table')")
+    assert browser.errors == []
+
+
+@in_a_browser
+@pytest.mark.slow
+def test_older_jobs_are_on_further_pages(tmp_path: Path) -> None:
+    store = Store(f"sqlite:///{tmp_path / 'jobs.sqlite'}")
+    jobs = [store.submit("local", "jobshop", TWO_JOBS)[0].id for _ in range(21)]
+    store.ask(jobs[0], Asked.STOP)
+    store.close()
+    links = "[...document.querySelectorAll('.list a')]"
+    with serving(tmp_path, workers=0) as url, browsing(tmp_path) as browser:
+        browser.open(url, 360)
+        browser.await_that(f"{links}.length === 20")
+        browser.run("document.querySelector('.list + .buttons a').click()")
+        browser.await_that(f"{links}.length === 1 && {links}[0].hash === '#/jobs/{jobs[0]}'")
+        browser.run("document.querySelector('.list + .buttons a').click()")
+        browser.await_that(f"{links}.length === 20")
+        browser.run("""const states = document.querySelector('.tools select');
+          states.value = 'failed'; states.dispatchEvent(new Event('change'))""")
+        browser.await_that(f"{links}.length === 1")
+        assert browser.errors == []
+
+
+@in_a_browser
+@pytest.mark.slow
+def test_a_token_is_asked_for_and_kept_for_the_session(tmp_path: Path) -> None:
+    store = Store(f"sqlite:///{tmp_path / 'jobs.sqlite'}")
+    token = Tokens(store.engine).create("ann", Scope.SUBMIT)
+    store.close()
+    give = """document.querySelector('#token-text').value = '{}';
+      document.querySelector('#token').requestSubmit()"""
+    with serving(tmp_path) as url, browsing(tmp_path) as browser:
+        browser.open(url, 360)
+        asked = "document.querySelector('#token:not([hidden])')"
+        browser.await_that(asked)
+        browser.run(give.format("wrong"))
+        browser.await_that("document.querySelector('#problem').textContent.includes('token')")
+        browser.await_that(asked)
+        browser.run(give.format(token))
+        browser.await_that("document.querySelector('.list p')")
+        assert not browser.run(f"Boolean({asked})")
+        assert browser.run("sessionStorage.length") == 1
+        assert browser.run("localStorage.length") == 0
+        job = submitted(browser, "dp", 4)
+        assert job in browser.run("location.hash")
+        assert [one for one in browser.errors if " 401 " not in one] == []

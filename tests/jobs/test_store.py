@@ -1,0 +1,232 @@
+"""The store and its queue, on SQLite and on a real PostgreSQL."""
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from planning_jobs import Clock
+from postgres import PostgreSQL, postgres_server
+
+pytest.importorskip("sqlalchemy")
+
+from stagewright.graphs.documents.errors import InputError
+from stagewright.service.jobs.queue import MOST_ATTEMPTS, LeaseLostError, Queue
+from stagewright.service.jobs.records import Asked, Outcome, State, StoppedBy
+from stagewright.service.jobs.store import ConflictError, Store
+
+LEASE = 10.0
+DONE = Outcome(State.OPTIMAL, answer="{}", document="plan", cost=2.0, bound=2.0)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[PostgreSQL]:
+    with postgres_server() as found:
+        yield found
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'jobs.sqlite'}"
+    return request.getfixturevalue("server").new_database()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def store(url: str, clock: Clock) -> Iterator[Store]:
+    found = Store(url, clock)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def queue(store: Store) -> Queue:
+    return Queue(store)
+
+
+def test_a_job_lives_from_the_queue_to_its_answer(store: Store, queue: Queue) -> None:
+    job, new = store.submit("ann", "plan", "{}")
+    assert (new, job.state, job.has_ended) == (True, State.QUEUED, False)
+    claimed = queue.claim("w", LEASE)
+    assert claimed is not None
+    assert (claimed.id, claimed.state, claimed.attempts) == (job.id, State.SOLVING, 1)
+    assert queue.claim("v", LEASE) is None
+    queue.improve(job.id, "w", 3.0, 1.0, "better")
+    queue.improve(job.id, "w", 3.0, 1.5)
+    assert store.get(job.id).document == "better"
+    queue.finish(job.id, "w", DONE)
+    ended = store.get(job.id)
+    assert (ended.state, ended.document, ended.cost) == (State.OPTIMAL, "plan", 2.0)
+    names = [one.name for one in store.events(job.id)]
+    assert names == ["queued", "solving", "progress", "progress", "optimal"]
+    numbers = [one.number for one in store.events(job.id)]
+    assert numbers == sorted(set(numbers))
+    assert [one.name for one in store.events(job.id, after=numbers[2])] == ["progress", "optimal"]
+
+
+def test_a_key_submits_once(store: Store) -> None:
+    job, _ = store.submit("ann", "plan", "{}", key="k")
+    again, new = store.submit("ann", "plan", "{}", key="k")
+    assert (again.id, new) == (job.id, False)
+    other, new = store.submit("bob", "plan", "{}", key="k")
+    assert (other.id != job.id, new) == (True, True)
+    with pytest.raises(ConflictError, match="belongs to another request"):
+        store.submit("ann", "plan", '{"a":1}', key="k")
+    assert len(store.page("ann")) == 1
+
+
+def test_what_was_answered_completely_is_not_solved_again(store: Store, queue: Queue) -> None:
+    job, _ = store.submit("ann", "plan", "{}")
+    queue.claim("w", LEASE)
+    queue.finish(job.id, "w", DONE)
+    other, _ = store.submit("bob", "plan", "{}")
+    assert (other.state, other.cached_from, other.document) == (State.OPTIMAL, job.id, "plan")
+    third, _ = store.submit("bob", "schedule", "{}")  # the same text of another kind
+    assert third.state is State.QUEUED
+    assert queue.claim("w", LEASE).id == third.id
+
+
+def test_an_incomplete_answer_is_solved_again(store: Store, queue: Queue) -> None:
+    job, _ = store.submit("ann", "plan", "{}")
+    queue.claim("w", LEASE)
+    queue.finish(job.id, "w", Outcome(State.FEASIBLE, stopped_by=StoppedBy.TIME))
+    assert store.submit("ann", "plan", "{}")[0].state is State.QUEUED
+
+
+def test_turns_are_fair_and_priorities_first(store: Store, queue: Queue, clock: Clock) -> None:
+    def submit(user: str, priority: int = 0) -> str:
+        clock.now += 1
+        job, _ = store.submit(user, "plan", f'{{"n":{clock.now}}}', priority)
+        return job.id
+
+    first, second, third = (submit("ann") for _ in range(3))
+    bobs, urgent = submit("bob"), submit("cid", 5)
+    turns = [queue.claim(f"w{i}", LEASE).id for i in range(5)]
+    assert turns == [urgent, first, bobs, second, third]
+
+
+def test_only_the_holder_of_a_lease_writes(store: Store, queue: Queue, clock: Clock) -> None:
+    job, _ = store.submit("ann", "plan", "{}")
+    queue.claim("w", LEASE)
+    clock.now += LEASE - 1
+    assert queue.renew(job.id, "w", LEASE) is None
+    clock.now += LEASE - 1
+    assert queue.expire() == 0
+    clock.now += 2
+    assert queue.expire() == 1
+    assert store.get(job.id).state is State.QUEUED
+    for write in (
+        lambda: queue.renew(job.id, "w", LEASE),
+        lambda: queue.improve(job.id, "w", 1.0, 1.0),
+        lambda: queue.finish(job.id, "w", DONE),
+    ):
+        with pytest.raises(LeaseLostError):
+            write()
+    assert queue.claim("v", LEASE).attempts == 2
+    with pytest.raises(LeaseLostError):
+        queue.finish(job.id, "w", DONE)
+    queue.finish(job.id, "v", DONE)
+    with pytest.raises(LeaseLostError):
+        queue.finish(job.id, "v", DONE)
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_a_job_whose_workers_are_lost_ends_with_its_best(
+    store: Store, queue: Queue, clock: Clock, found: bool
+) -> None:
+    job, _ = store.submit("ann", "plan", "{}")
+    for attempt in range(MOST_ATTEMPTS):
+        assert queue.claim("w", LEASE).attempts == attempt + 1
+        if found:
+            queue.improve(job.id, "w", 3.0, 1.0, "better")
+        clock.now += LEASE + 1
+        queue.expire()
+    ended = store.get(job.id)
+    assert ended.state is (State.FEASIBLE if found else State.FAILED)
+    assert ended.stopped_by is StoppedBy.LOST
+    assert ended.document == ("better" if found else None)
+    assert store.retry(job.id).state is State.QUEUED
+
+
+def test_jobs_are_stopped_wherever_they_are(store: Store, queue: Queue, clock: Clock) -> None:
+    waiting, _ = store.submit("ann", "plan", '{"n":1}')
+    assert store.ask(waiting.id, Asked.STOP).state is State.FAILED
+    assert store.get(waiting.id).stopped_by is StoppedBy.USER
+    running, _ = store.submit("ann", "plan", '{"n":2}')
+    queue.claim("w", LEASE)
+    assert store.ask(running.id, Asked.STOP).state is State.SOLVING
+    assert queue.renew(running.id, "w", LEASE) is Asked.STOP
+    clock.now += LEASE + 1  # its worker is killed, before it has heard
+    queue.expire()
+    assert store.get(running.id).state is State.FAILED
+    with pytest.raises(ConflictError, match="has ended"):
+        store.ask(running.id, Asked.STOP)
+    with pytest.raises(ConflictError, match="has ended"):
+        store.ask("nothing", Asked.ABORT)
+
+
+def test_only_what_has_ended_is_discarded(store: Store, queue: Queue) -> None:
+    job, _ = store.submit("ann", "plan", "{}")
+    with pytest.raises(ConflictError, match="stop it first"):
+        store.discard(job.id)
+    queue.claim("w", LEASE)
+    queue.finish(job.id, "w", DONE)
+    with pytest.raises(ConflictError, match="failed or was stopped"):
+        store.retry(job.id)
+    store.discard(job.id)
+    assert store.get(job.id) is None
+    assert store.events(job.id) == []
+
+
+def test_pages_show_every_job_of_a_user_once(store: Store, clock: Clock) -> None:
+    made = []
+    for n in range(7):
+        clock.now += n % 2  # some at the same time
+        made.append(store.submit("ann", "plan", f'{{"n":{n}}}')[0].id)
+        store.submit("bob", "plan", f'{{"n":{n}}}')
+    seen: list[str] = []
+    while page := store.page("ann", before=seen[-1] if seen else None, limit=3):
+        seen += [job.id for job in page]
+    assert sorted(seen) == sorted(made)
+    assert len(store.page(None)) == 14
+    assert store.page("ann", state=State.OPTIMAL) == []
+    assert store.counts() == {State.QUEUED: 14}
+    assert store.get(made[0], "bob") is None
+    assert store.get(made[0][:8]) is None  # a prefix is no name
+
+
+def test_workers_at_once_claim_every_job_once(url: str) -> None:
+    opened = Store(url)
+    for n in range(40):
+        opened.submit(f"u{n % 3}", "plan", f'{{"n":{n}}}')
+    claimed: list[str] = []
+
+    def work(name: str) -> None:
+        mine = Store(url)
+        queue = Queue(mine)
+        while (job := queue.claim(name, LEASE)) is not None:
+            claimed.append(job.id)
+            queue.finish(job.id, name, DONE)
+        mine.close()
+
+    threads = [threading.Thread(target=work, args=(f"w{i}",)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert Counter(claimed).most_common(1)[0][1] == 1
+    assert len(claimed) == 40
+    assert opened.counts() == {State.OPTIMAL: 40}
+    opened.close()
+
+
+@pytest.mark.parametrize("url", ["sqlite:////nowhere/jobs.sqlite", "nosuch://x"])
+def test_where_no_store_can_be_it_is_said(url: str) -> None:
+    with pytest.raises(InputError, match="no store of jobs can be kept here"):
+        Store(url)

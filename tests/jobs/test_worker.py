@@ -1,0 +1,167 @@
+"""Workers and the processes of jobs: answers, stops, limits, and what is left of the killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from planning_jobs import TWO_JOBS, long_request, plan_request
+
+pytest.importorskip("sqlalchemy")
+
+from stagewright.formulations.plans.plan import FORMAT, VERSION, PipelinePlan
+from stagewright.graphs.documents import documents
+from stagewright.service.jobs.records import Asked, Job, State, StoppedBy
+from stagewright.service.jobs.store import Store
+from stagewright.service.workers.worker import Limits, Worker
+
+PATIENCE = 120.0  # seconds, on a busy machine
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    found = Store(f"sqlite:///{tmp_path / 'jobs.sqlite'}")
+    yield found
+    found.close()
+
+
+@contextmanager
+def working(store: Store, limits: Limits | None = None) -> Iterator[Worker]:
+    worker = Worker(store, limits or Limits(), lease_seconds=2.0, poll_seconds=0.05)
+    thread = threading.Thread(target=worker.run)
+    thread.start()
+    try:
+        yield worker
+    finally:
+        worker.stopping.set()
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+
+
+def awaited(store: Store, job: str, what: Callable[[Job], bool]) -> Job:
+    ends = time.monotonic() + PATIENCE
+    while time.monotonic() < ends:
+        found = store.get(job)
+        assert found is not None
+        if what(found):
+            return found
+        time.sleep(0.05)
+    raise AssertionError(found)
+
+
+def ended(store: Store, job: str) -> Job:
+    return awaited(store, job, lambda one: one.has_ended)
+
+
+def begun(store: Store, job: str) -> Job:
+    """The job when it has a plan."""
+    return awaited(store, job, lambda one: one.document is not None)
+
+
+def children() -> set[int]:
+    """The processes of jobs, by what they run."""
+    found = subprocess.run(
+        ["pgrep", "-P", str(os.getpid()), "-f", "spawn_main"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return {int(line) for line in found.stdout.split()}
+
+
+def test_jobs_of_different_kinds_are_answered(store: Store) -> None:
+    plan, _ = store.submit("ann", "plan", plan_request())
+    shop, _ = store.submit("ann", "jobshop", TWO_JOBS)
+    wrong, _ = store.submit("ann", "plan", plan_request(planner="no such planner"))
+    with working(store):
+        found = ended(store, plan.id)
+        assert found.state in (State.OPTIMAL, State.FEASIBLE)
+        assert found.document is not None
+        made = documents.parse(PipelinePlan, found.document, "plan", FORMAT, VERSION)
+        assert made.certificate.cost_seconds == found.cost
+        assert json.loads(found.answer)["cost_seconds"] == found.cost
+        solved = ended(store, shop.id)
+        assert (solved.state, json.loads(solved.answer)["makespan"]) == (State.OPTIMAL, 6)
+        refused = ended(store, wrong.id)
+        assert refused.state is State.FAILED
+        assert "unknown planner 'no such planner'" in refused.reason
+    assert children() == set()
+
+
+def test_a_stopped_job_keeps_its_best_plan_and_an_aborted_one_has_none(store: Store) -> None:
+    job, _ = store.submit("ann", "plan", long_request())
+    other, _ = store.submit("ann", "plan", long_request(seed=1))
+    with working(store):
+        begun(store, job.id)
+        store.ask(job.id, Asked.STOP)
+        found = ended(store, job.id)
+        assert (found.state, found.stopped_by) == (State.FEASIBLE, StoppedBy.USER)
+        assert found.document is not None
+        begun(store, other.id)
+        store.ask(other.id, Asked.ABORT)
+        found = ended(store, other.id)
+        assert (found.state, found.stopped_by) == (State.FAILED, StoppedBy.USER)
+    assert children() == set()
+
+
+def test_a_killed_process_leaves_its_best_plan(store: Store) -> None:
+    job, _ = store.submit("ann", "plan", long_request())
+    with working(store):
+        begun(store, job.id)
+        for pid in children():
+            os.kill(pid, signal.SIGKILL)
+        found = ended(store, job.id)
+    assert (found.state, found.stopped_by) == (State.FEASIBLE, StoppedBy.LOST)
+    assert found.document is not None
+    assert "exit code -9" in found.reason
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("limits", "by"),
+    [
+        (Limits(seconds=8.0, grace_seconds=5.0), StoppedBy.TIME),
+        (Limits(memory_bytes=2e7), StoppedBy.MEMORY),
+    ],
+)
+def test_limits_end_a_job(store: Store, limits: Limits, by: StoppedBy) -> None:
+    job, _ = store.submit("ann", "plan", long_request())
+    with working(store, limits):
+        found = ended(store, job.id)
+        assert found.stopped_by is by
+    assert children() == set()
+
+
+@pytest.mark.slow
+def test_a_killed_worker_leaves_no_process_and_another_takes_its_job(
+    store: Store, tmp_path: Path
+) -> None:
+    job, _ = store.submit("ann", "plan", long_request())
+    program = (
+        "import sys; from stagewright.service.jobs.store import Store; "
+        "from stagewright.service.workers.worker import Worker; "
+        "Worker(Store(sys.argv[1]), lease_seconds=2.0).run()"
+    )
+    url = f"sqlite:///{tmp_path / 'jobs.sqlite'}"
+    other = subprocess.Popen([sys.executable, "-c", program, url])
+    begun(store, job.id)
+    grandchildren = subprocess.run(
+        ["pgrep", "-P", str(other.pid)], capture_output=True, text=True, check=False
+    ).stdout.split()
+    assert grandchildren
+    other.kill()
+    other.wait()
+    ends = time.monotonic() + PATIENCE
+    while any(Path(f"/proc/{pid}").exists() for pid in grandchildren):
+        assert time.monotonic() < ends
+        time.sleep(0.1)
+    with working(store):
+        again = awaited(store, job.id, lambda one: one.attempts == 2)
+        assert again.document is not None  # the best plan of the first worker
+        store.ask(job.id, Asked.STOP)
+        assert ended(store, job.id).state is State.FEASIBLE

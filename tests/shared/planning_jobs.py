@@ -1,0 +1,50 @@
+"""Requests of the planning service, and a clock that is set."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from plans import small_problem
+
+from stagewright.graphs.documents.documents import to_json
+
+TWO_JOBS = json.dumps({"jobs": [[[0, 3], [1, 2]], [[1, 4], [0, 1]]]})
+"""A job shop whose least makespan is 6."""
+
+
+@dataclass
+class Clock:
+    """Seconds that pass only when they are told to."""
+
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def long_request(**changes: Any) -> str:
+    """A plan that is searched for until it is stopped."""
+    problem = small_problem(layers=12, devices=8, microbatches=16)
+    given = {
+        "chain": json.loads(to_json(problem.chain)),
+        "cluster": json.loads(to_json(problem.cluster)),
+        "microbatches": 16,
+        "planner": "general",
+        "time_limit": 600.0,
+    }
+    return json.dumps(given | changes)
+
+
+def plan_request(**changes: Any) -> str:
+    """A small plan, of layers that every framework knows, by data parallelism."""
+    problem = small_problem(layers=3, devices=2)
+    chain = json.loads(to_json(problem.chain))
+    for layer, name in zip(chain["layers"], ("embedding", "layers.0", "head"), strict=True):
+        layer["name"] = name
+    given = {
+        "chain": chain,
+        "cluster": json.loads(to_json(problem.cluster)),
+        "microbatches": 2,
+        "planner": "dp",
+    }
+    return json.dumps(given | changes)
