@@ -133,11 +133,14 @@ def _replication(ranks: Pipeline) -> dict[str, int | str]:
 
 
 def _torchtitan_batch(plan: PipelinePlan, options: Options, ranks: Pipeline) -> str:
-    """A line that sets the samples of a pipeline's iteration, if the plan's are known."""
+    """Lines that set the samples of a pipeline's iteration and of all, if the plan's are known."""
     if options.model is None:
         return ""
-    samples = samples_per_replica(plan, options, ranks.replicas)
-    return f"    config.training.local_batch_size = {samples * plan.microbatches}\n"
+    local = samples_per_replica(plan, options, ranks.replicas) * plan.microbatches
+    return (
+        f"    config.training.local_batch_size = {local}\n"
+        f"    config.training.global_batch_size = {local * ranks.replicas}\n"
+    )
 
 
 def nemo(plan: PipelinePlan, options: Options) -> dict[str, str]:

@@ -276,6 +276,7 @@ def test_torchtitan_gets_stages_and_schedule(placement, name, alone):
     }
     assert read_csv(files["schedule.csv"]) == rows
     assert configured(files).training.disable_cuda_graphs  # it refuses a pipeline with them
+    assert configured(files).training.global_batch_size == 2 * 4 * MICROBATCHES
     assert configured(files).activation_checkpoint is None  # the plan recomputes nothing
     files = export(plan, "torchtitan", replace(gpt(8), partition_only=True))
     assert list(files) == ["stagewright_parallelism.py"]
