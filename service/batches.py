@@ -69,11 +69,13 @@ def plan_every_size(
             best = progress.objective
             on_progress(replace(progress, seconds=monotonic() - began, bound=0.0))
 
-    found: list[Result] = []
-    for i, one in enumerate(problems):
+    made: dict[int, Result] = {}
+    # Few microbatches are planned first: many may take longer than their share of the time.
+    for i in sorted(range(len(problems)), key=lambda i: problems[i].microbatches):
         left = limits.left(monotonic() - began) - (1 - FIRST) * limits.seconds
-        share = replace(limits, seconds=max(0.0, left) / (len(problems) - i))
-        found.append(solve_one(one, share, report, None))
+        share = replace(limits, seconds=max(0.0, left) / (len(problems) - len(made)))
+        made[i] = solve_one(problems[i], share, report, None)
+    found = [made[i] for i in range(len(problems))]
     finalists = sorted(range(len(found)), key=lambda i: _cost(found[i]))[:FINALISTS]
     for n, i in enumerate(finalists):
         left = limits.left(monotonic() - began) / (len(finalists) - n)

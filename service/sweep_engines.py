@@ -3,10 +3,13 @@
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 from stagewright.executor.clusters.ray_ranks import connected, one_line
@@ -112,15 +115,30 @@ def _planned_in_worker(point: Point) -> SweepRow | None:
     return None if _stopping.is_set() else _planned(point, _stopping)
 
 
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """Processes that start within do not run the caller's script, of which they need nothing.
+
+    Where it sweeps without ``if __name__ == "__main__"``, each of them would sweep again.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
 def _in_processes(request: SweepRequest, stop: StopToken | None) -> Rows:
     # Not forked: this process may have threads, and its solvers their own.
     context = multiprocessing.get_context("spawn")
     stopping = context.Event()
     with ProcessPoolExecutor(_workers(request), context, _begin, (stopping,)) as pool:
-        waiting: dict[Future[SweepRow | None], int] = {
-            pool.submit(_planned_in_worker, point): number
-            for number, point in enumerate(request.points)
-        }
+        with _without_main():  # a submission may start a process
+            waiting: dict[Future[SweepRow | None], int] = {
+                pool.submit(_planned_in_worker, point): number
+                for number, point in enumerate(request.points)
+            }
         while waiting:
             if is_stopped(stop):
                 stopping.set()

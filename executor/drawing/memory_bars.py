@@ -7,6 +7,7 @@ from stagewright.executor.drawing.chart import DOTS_PER_INCH, save
 from stagewright.executor.drawing.colours import CATEGORIES, CRITICAL_COLOUR
 
 WIDTH_INCHES, HEIGHT_INCHES = 10.0, 5.5
+WIDEST = 0.75  # positions left and right of the bars: the one of a single position is not a wall
 KINDS = {
     "weights": "#194ab3",
     "gradients": "#3fd3fb",
@@ -65,11 +66,12 @@ def memory_png(ranks: Sequence[Memory], limit_bytes: float, title: str) -> bytes
         color=CRITICAL_COLOUR,
         lw=1.5,
         ls="--",
-        label=f"a device has {limit_bytes / 1e9:g}",
+        label=f"a device has {limit_bytes / 1e9:g} GB",
     )
     axes.set_xlabel("position in the pipeline")
     axes.set_ylabel("peak memory of a GPU (GB)")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.set_xlim(min(places) - WIDEST, max(places) + WIDEST)
     axes.set_title(title, fontsize=10)
     axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     for side in ("top", "right"):
@@ -107,7 +109,7 @@ def front_png(points: Sequence[Point], limit_bytes: float, title: str) -> bytes:
         color=CRITICAL_COLOUR,
         lw=1.5,
         ls="--",
-        label=f"a device has {limit_bytes / 1e9:g}",
+        label=f"a device has {limit_bytes / 1e9:g} GB",
     )
     axes.set_title(title, fontsize=10)
     axes.set_xscale("log")

@@ -115,10 +115,14 @@ def _facts(plan: PipelinePlan) -> Iterator[tuple[str, str]]:
     if plan.certificate is not None:
         certificate = plan.certificate
         yield format_seconds(certificate.bound_seconds), f"bound, by {certificate.proved_by}"
-        for one in headlines(certificate):
+        *of_plans, of_schedules = headlines(certificate)
+        for one, short in (
+            *((one, "its class of plans") for one in of_plans),
+            (of_schedules, "schedules of these stages"),
+        ):
             of = f"{one.plans}{plan.of_sizes}"
             # What it is a gap of is said in full below the numbers.
-            yield f"{one.gap:.2%}", f"gap, over {of if len(of) < MOST_OF else 'its class of plans'}"
+            yield f"{one.gap:.2%}", f"gap, over {of if len(of) < MOST_OF else short}"
     if plan.predicted is not None:
         yield f"{plan.predicted.bubble:.1%}", "of the devices' time idle"
         peak = max(plan.predicted.peak_memory_bytes.values(), default=0.0)

@@ -54,8 +54,11 @@ def arguments(plan: PipelinePlan, options: Options) -> dict[str, str]:
     )
     lines += "  --use-distributed-optimizer\n" * (ranks.shards == "optimizer")
     head = (
-        "# The pipeline that Stagewright planned, for Megatron-LM: source this file, then\n"
-        '# torchrun ... pretrain_gpt.py "${MEGATRON_ARGUMENTS[@]}" ...\n'
+        "# The pipeline that Stagewright planned, for Megatron-LM: source this file, then on\n"
+        f"# {count * ranks.replicas} ranks\n"
+        '#   torchrun ... pretrain_gpt.py "${MEGATRON_ARGUMENTS[@]}" ...\n'
+        "# with what is not in the plan: the model (--hidden-size, --num-attention-heads, ...),\n"
+        "# --seq-length, the precision (--bf16), data, tokenizer and learning rate.\n"
     )
     return {"megatron.sh": f"{head}MEGATRON_ARGUMENTS=(\n{lines})\n"}
 

@@ -40,7 +40,16 @@ NEMO: Names = {
     "loss": "",
 }
 _TORCHTITAN = '''\
-"""The pipeline that Stagewright planned, for torchtitan (0.3.0): call configure(config)."""
+"""The pipeline that Stagewright planned, for torchtitan (0.3.0).
+
+    from stagewright_parallelism import configure
+
+    def my_config():  # in a config registry
+        return configure(...)  # the configuration of the model that the plan is for
+
+Start it with torchrun on {ranks} ranks. Not in the plan, and so the configuration's: the tokens in
+a sample (training.seq_len) and the precision.
+"""
 
 
 def configure(config):
@@ -60,10 +69,13 @@ def configure(config):
         )
     config.training.disable_cuda_graphs = True  # it has none of a pipeline
     parallelism.pipeline_parallel_microbatch_size = size
-{fields}    parallelism.module_fqns_per_model_part = [
+{fields}{recompute}    parallelism.module_fqns_per_model_part = [
 {parts}    ]
     return config
 '''
+
+# The recipes of torchtitan recompute: their selective mode is not what the plan's times are of.
+_NO_RECOMPUTATION = "    config.activation_checkpoint = None  # the plan recomputes nothing\n"
 
 ROTARY = "model.rotary_emb"  # every stage of a Hugging Face decoder needs it
 
@@ -98,6 +110,8 @@ def torchtitan(plan: PipelinePlan, options: Options) -> dict[str, str]:
         blocks=sum(name.startswith("layers.") for part in stages for name in part),
         batch=_torchtitan_batch(plan, options, ranks),
         microbatches=plan.microbatches,
+        ranks=len(ranks.devices) * ranks.replicas,
+        recompute=_NO_RECOMPUTATION * (not options.partition_only),
         fields="".join(f"    parallelism.{name} = {value!r}\n" for name, value in fields.items()),
         parts="".join(f"        {part!r},\n" for part in stages),
     )
@@ -119,11 +133,14 @@ def _replication(ranks: Pipeline) -> dict[str, int | str]:
 
 
 def _torchtitan_batch(plan: PipelinePlan, options: Options, ranks: Pipeline) -> str:
-    """A line that sets the samples of a pipeline's iteration, if the plan's are known."""
+    """Lines that set the samples of a pipeline's iteration and of all, if the plan's are known."""
     if options.model is None:
         return ""
-    samples = samples_per_replica(plan, options, ranks.replicas)
-    return f"    config.training.local_batch_size = {samples * plan.microbatches}\n"
+    local = samples_per_replica(plan, options, ranks.replicas) * plan.microbatches
+    return (
+        f"    config.training.local_batch_size = {local}\n"
+        f"    config.training.global_batch_size = {local * ranks.replicas}\n"
+    )
 
 
 def nemo(plan: PipelinePlan, options: Options) -> dict[str, str]:

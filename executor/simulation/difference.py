@@ -9,6 +9,7 @@ from stagewright.executor.simulation.idle import Cause
 from stagewright.formulations.plans.actions import COMPUTE, ActionKind, parse_operation
 from stagewright.formulations.plans.plan import PeriodicSchedule, PipelinePlan, Stage
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import format_seconds
 
 _PARTS = {
     ActionKind.FORWARD: "forwards",
@@ -38,19 +39,29 @@ class Part:
         return self.second_seconds - self.first_seconds
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class PlanDifference:
     """How the second of two plans differs from the first.
 
     ``parts`` add up to ``iteration``: of a finite plan they are the actions and waits on its
     critical path, of a periodic one the load and the idle time of its busiest device. ``changes``
-    says in words what is different in the stages.
+    says in words what is different in the stages. It prints as lines.
     """
 
     iteration: Part
     parts: tuple[Part, ...]
     peak_memory_bytes: tuple[float | None, float | None]
     changes: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        return "\n".join((*map(_line, (self.iteration, *self.parts)), *self.changes))
+
+
+def _line(part: Part) -> str:
+    first, second, more = map(
+        format_seconds, (part.first_seconds, part.second_seconds, abs(part.difference))
+    )
+    return f"{part.cause} {first} -> {second}, {'-' if part.difference < 0 else '+'}{more}"
 
 
 def differ(first: PipelinePlan, second: PipelinePlan) -> PlanDifference:

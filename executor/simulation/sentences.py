@@ -11,6 +11,7 @@ from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.units import format_bytes, format_seconds
 
+UNEVEN = 1.02  # times the mean work of the devices; less is not worth a sentence
 MOST_STAGES = 3  # of the critical path's, named with their shares
 
 
@@ -49,6 +50,18 @@ def _binding(plan: PipelinePlan, found: PlanExplanation) -> Iterator[str]:
     yield f"{first}, and is idle {_listed(parts)}." if parts else f"{first}."
     if Cause.MEMORY in idle:
         yield from _memory(plan, device.devices[0])
+    yield from _balance(found)
+
+
+def _balance(found: PlanExplanation) -> Iterator[str]:
+    """How much longer the busiest device works than the others, if it does."""
+    mean = sum(found.busy_seconds.values()) / len(found.busy_seconds)
+    most = max(found.busy_seconds.values())
+    if most > UNEVEN * mean:
+        yield (
+            f"On average the devices in use work for {mean / found.iteration_seconds:.1%} of an "
+            f"iteration, the busiest {most / mean:.2f} times as long."
+        )
 
 
 def _memory(plan: PipelinePlan, device: str) -> Iterator[str]:

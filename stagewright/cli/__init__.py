@@ -44,6 +44,11 @@ from stagewright.graphs.documents.errors import InputError
 # Everything that typer raises for a wrong command line; typer has no public name for it.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
+PYDANTIC = (
+    ("Value error, ", ""),
+    ("Input should be a valid integer, unable to parse string as an integer", "no whole number"),
+    ("Input should be a valid number, unable to parse string as a number", "no number"),
+)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
@@ -63,8 +68,7 @@ class Commands(TyperGroup):
         except InputError as error:
             message = str(error)
         except UsageError as error:
-            # typer reads choices by pydantic, whose prefix is in its message.
-            message = error.format_message().replace("Value error, ", "")  # type: ignore[attr-defined]
+            message = _plain(error.format_message())  # type: ignore[attr-defined]
         except BrokenPipeError:
             _drop_output()
             sys.exit(1)
@@ -77,6 +81,13 @@ class Commands(TyperGroup):
             sys.exit(code or 0)
         print(f"stagewright: {' '.join(message.split())}", file=sys.stderr)
         sys.exit(2)
+
+
+def _plain(message: str) -> str:
+    """What typer says of a wrong value without the words of pydantic, by which it reads values."""
+    for words, plain in PYDANTIC:
+        message = message.replace(words, plain)
+    return message
 
 
 def _print_any_name() -> None:

@@ -215,6 +215,8 @@ def _longer(work: "Pair | None") -> str:
     if work is None or work.ratio is None:
         return ""
     change = work.ratio - 1
+    if change >= 1:
+        return f" take {work.ratio:.1f} times as long as predicted"
     return f" take {percent(abs(change))} {'longer' if change > 0 else 'less'} than predicted"
 
 

@@ -463,7 +463,11 @@ def _print_restriction(result: "Result") -> None:
             f"for {known.name}: bound {format_seconds(known.bound)} for {whose}, "
             f"gap {percent(known.gap)}, proved by {known.proved_by}"
         )
-    if known.free_cost is not None:
+    if known.free_cost is None:
+        lines.append(
+            "       no plan without this restriction was found in the time left: --time-limit"
+        )
+    else:
         less = 1 - known.free_cost / result.cost
         better = f"{percent(less)} less" if less > 0 else "no less"
         lines.append(

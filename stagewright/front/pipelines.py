@@ -239,9 +239,9 @@ def sweep(
     ``devices`` are numbers of the first devices of ``cluster``, ``memory_bytes`` the memory of
     each; ``batches``, samples between two updates, are in place of ``microbatches`` for the
     planners that choose these. ``time_limit`` is of each plan. ``engine`` is ``local`` (processes:
-    ``workers``; call it below ``if __name__ == "__main__"`` in a script) or ``ray``.
-    ``on_row`` is told of each row when it is planned. Rows are in the order of the lists, each with
-    its own bound; ``answer.rows[answer.best]`` has the most samples per second.
+    ``workers``) or ``ray``. ``on_row`` is told of each row when it is planned. Rows are in the
+    order of the lists, each with its own bound; ``answer.rows[answer.best]`` has the most samples
+    per second.
 
     Raises
     ------

@@ -1,10 +1,14 @@
 """From a transformer's configuration to files that a framework launches, on the command line."""
 
 import json
+from functools import partial
+from itertools import count
 from pathlib import Path
 
 import pytest
 from commands import answered, answered_json, refused
+
+from stagewright.service import launching
 
 CONFIG = {
     "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6,
@@ -41,6 +45,12 @@ def test_from_a_configuration_to_launchable_files(files: Path, to: str, file: st
     answered("export", "plan.json", "--to", to, "--model", "model.json", "-o", "out")
     assert file in [one.name for one in Path().rglob("*")] or Path("out").is_file()
     answered("check", "plan.json", "--model", "model.json", "--cluster", "cluster.json", "--proofs")
+
+
+def test_that_nothing_was_compared_is_told(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "monotonic", partial(next, count(0.0, 1e6)))  # much passes
+    told = answered(*ASKED, "--microbatches", 4, "--for", "megatron")
+    assert "no plan without this restriction was found in the time left: --time-limit" in told
 
 
 def test_the_batch_that_is_exported_is_the_one_that_was_planned(files: Path) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import combinations, product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import matplotlib.image
@@ -23,6 +24,7 @@ from plans import (
 )
 from profiles import examples, slow_after
 
+from stagewright.executor.drawing import memory_bars
 from stagewright.executor.drawing.colours import CATEGORIES, DARK_COLOURS, KIND_COLOURS
 from stagewright.executor.drawing.lanes import TICKS
 from stagewright.executor.drawing.memory_bars import KINDS
@@ -46,6 +48,26 @@ from stagewright.solvers.operators.planning import plan_operators
 
 LIMITS = Limits(seconds=10)
 in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+
+
+def test_classes_that_are_too_long_for_a_number_are_told_apart(
+    plan: PipelinePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stagewright.executor.drawing.page.MOST_OF", 0)
+    assert "gap, over its class of plans" in page(plan)
+    assert "gap, over schedules of these stages" in page(plan)
+
+
+def test_positions_in_a_pipeline_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_bars, "save", lambda figure: figure)
+    sizes = {f"{kind}_bytes": 1e9 for kind in KINDS}
+    for count in (1, 2, 16):
+        ranks = [SimpleNamespace(rank=rank, **sizes) for rank in range(count)]
+        axes = memory_bars.memory_png(ranks, 80e9, "a layout").axes[0]  # type: ignore[attr-defined]
+        low, high = axes.get_xlim()
+        ticks = [tick for tick in axes.get_xticks() if low <= tick <= high]
+        assert ticks
+        assert all(tick in range(count) for tick in ticks)
 
 
 @pytest.fixture(scope="module")

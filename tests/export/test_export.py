@@ -234,6 +234,7 @@ def configured(files, layers=8, batch=2 * MICROBATCHES):
             pipeline_parallel_microbatch_size=1, pipeline_parallel_schedule_csv="other.csv"
         ),
         training=SimpleNamespace(local_batch_size=batch),
+        activation_checkpoint="selective",  # as in torchtitan's recipes
         model_spec=SimpleNamespace(model=SimpleNamespace(layers=[None] * layers)),
     )
     return space["configure"](config)
@@ -275,10 +276,13 @@ def test_torchtitan_gets_stages_and_schedule(placement, name, alone):
     }
     assert read_csv(files["schedule.csv"]) == rows
     assert configured(files).training.disable_cuda_graphs  # it refuses a pipeline with them
+    assert configured(files).training.global_batch_size == 2 * 4 * MICROBATCHES
+    assert configured(files).activation_checkpoint is None  # the plan recomputes nothing
     files = export(plan, "torchtitan", replace(gpt(8), partition_only=True))
     assert list(files) == ["stagewright_parallelism.py"]
     assert titan_config(files)["pipeline_parallel_schedule"] == alone
     assert titan_config(files)["pipeline_parallel_schedule_csv"] == ""
+    assert configured(files).activation_checkpoint == "selective"  # left to torchtitan
 
 
 def test_layers_that_the_plan_names_need_no_model():

@@ -1,6 +1,7 @@
 """One plan against another: the causes add up to the iterations, and every change is named."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,6 +55,13 @@ def test_a_plan_does_not_differ_from_itself(plans) -> None:
         told = differ(one, one)
         assert all(part.difference == 0 for part in told.parts)
         assert told.changes == ()
+        assert repr(told).startswith("iteration ")
+
+
+def test_it_prints_as_lines(plans) -> None:
+    told = repr(differ(plans["dp"], plans["gpipe"])).splitlines()
+    assert re.fullmatch(r"iteration \S+ m?s -> \S+ m?s, [+-]\S+ m?s", told[0])
+    assert "planner: dp -> gpipe" in told
 
 
 def chain_on(bandwidth: float) -> PipelinePlan:

@@ -187,6 +187,11 @@ def test_sentences_name_the_bottleneck_and_what_is_proved() -> None:
     share = found.busy_seconds["g2"] / found.iteration_seconds
     assert f"The bottleneck is stage 1 (g2): it works for {share:.1%} of the" in text
     assert "computing on stage 1" in text
+    mean = sum(found.busy_seconds.values()) / 3
+    uneven = f"the busiest {found.busy_seconds['g2'] / mean:.2f} times as long."
+    assert uneven in text
+    balanced = replace(found, busy_seconds=dict.fromkeys(found.busy_seconds, 1.0))
+    assert "the busiest" not in " ".join(explanation_sentences(plan, balanced))
     assert "is a lower bound for every plan" in text
     assert f"at most {certificate.gap:.2%} can be saved there" in text
 

@@ -1,18 +1,21 @@
 """A batch in microbatches of every size: the best of all sizes, and a bound on all of them."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from plans import small_problem
 from profiles import slow_after
 
 from stagewright.formulations.checking.check import check
-from stagewright.formulations.forms.answers import Status
+from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.chain import LayerCost
+from stagewright.service import planning
 from stagewright.service.pipeline_requests import PlanRequest
 from stagewright.service.planning import plan
+from stagewright.solvers.planning import Result
 
 BATCH = 12
 
@@ -62,6 +65,24 @@ def test_the_best_of_all_sizes_and_a_bound_on_all() -> None:
     assert found.bound_seconds <= found.cost_seconds * (1 + 1e-9)
     assert found.bound_seconds <= min(one.cost_seconds for one in alone.values())
     assert 1 <= best <= 6
+
+
+def test_sizes_with_many_microbatches_do_not_take_the_time_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their schedules are the longest: they may take more than their share of the time."""
+    shares: list[tuple[int, float]] = []
+    solved = planning.solve
+
+    def solve(problem: PipelineProblem, planner: str, limits: Limits, *others: Any) -> Result:
+        shares.append((problem.microbatches, limits.seconds))
+        return solved(problem, planner, limits, *others)
+
+    monkeypatch.setattr(planning, "solve", solve)
+    found = plan(request(planner="dp"))
+    first = shares[: len(found.sizes)]
+    assert [count for count, _ in first] == sorted(one.microbatches for one in found.sizes)
+    assert first[0][1] == pytest.approx(20.0 / 2 / len(first), rel=0.5)  # the whole share
 
 
 @pytest.mark.parametrize("to", slow_after(1, ["torch-csv", "deepspeed"]))

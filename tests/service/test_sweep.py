@@ -1,5 +1,7 @@
 """Sweeps: every row is the plan of its combination alone, whichever engine makes it."""
 
+import subprocess
+import sys
 import threading
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
@@ -38,6 +40,25 @@ def swept(**options):
     found = stagewright.sweep(CHAIN, CLUSTER, planners=("dp", "pipedream"), **SIZES, **options)
     assert found.status == "done"
     return found
+
+
+SCRIPT = """
+import stagewright
+print("the script runs")
+cluster = stagewright.uniform_servers(1, 2, stagewright.Link(100e9), memory_bytes=1e12)
+found = stagewright.sweep(
+    stagewright.analytic_model("vgg19"), cluster, devices=[1, 2], microbatches=[2],
+    planners=["dp"], workers=2,
+)
+print(all(row.cost_seconds for row in found.rows))
+"""
+
+
+def test_a_script_needs_no_main_of_its_own(tmp_path):
+    script = tmp_path / "sweeps.py"
+    script.write_text(SCRIPT)
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    assert (ended.stdout.split("\n"), ended.stderr) == (["the script runs", "True", ""], "")
 
 
 def test_every_row_is_the_plan_of_its_combination():

@@ -33,7 +33,7 @@ _TEXT = '''\
     from stagewright_torchtitan import configure
 
     def my_config():  # in a config registry
-        return configure(llama3_70b())
+        return configure(...)  # the configuration of the model that the layout is for
 
 on {ranks} ranks: {launch} ...{remarks}
 """
