@@ -1,5 +1,6 @@
 """A PostgreSQL server of the distribution, of its own for the tests."""
 
+import getpass
 import os
 import shutil
 import socket
@@ -51,7 +52,7 @@ def postgres_server() -> Iterator[PostgreSQL]:
     found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
     if not found:
         pytest.skip("PostgreSQL is not installed")
-    folder, user = Path(tempfile.mkdtemp()), "postgres" if os.geteuid() == 0 else os.environ["USER"]
+    folder, user = Path(tempfile.mkdtemp()), "postgres" if os.geteuid() == 0 else getpass.getuser()
     if os.geteuid() == 0:
         shutil.chown(folder, user)
     folder.chmod(0o755)
