@@ -1,6 +1,9 @@
 """Answers about plans of pipelines, and about scheduling problems."""
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import computed_field
 
 from stagewright.formulations.forms.answers import Status
 from stagewright.service.answers import CARRIED, Answer, Finite
@@ -14,11 +17,12 @@ if TYPE_CHECKING:
     from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
     from stagewright.formulations.plans.plan import PipelinePlan
     from stagewright.formulations.schedules.timing import TimedOrder
+    from stagewright.graphs.models.chain import Chain
     from stagewright.solvers.pipelines.scheduling import ScheduleResult
     from stagewright.solvers.planning import Result
 else:  # carried, not validated: their libraries are slow to import
     Comparison = Simulation = Verdict = Violation = MakespanProblem = Timetable = Any
-    PipelinePlan = ScheduleResult = Result = TimedOrder = Any
+    PipelinePlan = ScheduleResult = Result = TimedOrder = Chain = Any
 
 Number = int | Finite
 """A whole number stays one."""
@@ -121,8 +125,16 @@ class PlanAnswer(PlanSummary):
     attempts: tuple[AttemptAnswer, ...]
     restriction: RestrictionAnswer | None
     sizes: tuple[SizeAnswer, ...]
-    exports: dict[str, str | None] | None
     result: Annotated[Result, CARRIED]
+    chain: Annotated[Chain, CARRIED]
+
+    @computed_field  # type: ignore[prop-decorator]
+    @cached_property
+    def exports(self) -> dict[str, str | None] | None:
+        """Found out when it is read: every format lowers the plan, which sweeps do not need."""
+        from stagewright.service.launching import exports
+
+        return None if self.plan is None else exports(self.plan, self.chain)
 
     @property
     def plan(self) -> PipelinePlan | None:

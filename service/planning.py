@@ -7,7 +7,7 @@ from stagewright.formulations.forms.answers import Limits, OnProgress, Status, S
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.schedules.groups import plan_of_devices, problem_of_groups
 from stagewright.service.batches import plan_every_size, problems_of
-from stagewright.service.launching import exports, plan_for
+from stagewright.service.launching import plan_for
 from stagewright.service.pipeline_answers import (
     AttemptAnswer,
     PlanAnswer,
@@ -145,8 +145,8 @@ def answer_of(problem: PipelineProblem, result: Result) -> PlanAnswer:
         attempts=tuple(AttemptAnswer(**asdict(attempt)) for attempt in result.attempts),
         restriction=_restriction(result.restriction),
         sizes=tuple(_size(one) for one in result.sizes),
-        exports=None if result.plan is None else exports(result.plan, problem.chain),
         result=result,
+        chain=problem.chain,
     )
 
 

@@ -123,9 +123,10 @@ class _Run:
         """Renew the lease, and see to the user's wish and to the limits."""
         now, limits = time.monotonic(), self.worker.limits
         if now - self.renewed > self.worker.lease_seconds / 4:
-            self._hear(self.worker.queue.renew(
-                self.job.id, self.worker.name, self.worker.lease_seconds))  # fmt: skip
-            self.renewed = now
+            with contextlib.suppress(SQLAlchemyError):  # asked again at the next look
+                self._hear(self.worker.queue.renew(
+                    self.job.id, self.worker.name, self.worker.lease_seconds))  # fmt: skip
+                self.renewed = now
         if now > self.ends and self.kill_at is None:
             self._ask_to_stop(StoppedBy.TIME)
         if _resident_bytes(self.process.pid) > limits.memory_bytes:

@@ -10,14 +10,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from planning_jobs import TWO_JOBS, long_request, plan_request
 
 pytest.importorskip("sqlalchemy")
 
+from sqlalchemy.exc import OperationalError
+
 from stagewright.formulations.plans.plan import FORMAT, VERSION, PipelinePlan
 from stagewright.graphs.documents import documents
+from stagewright.service.jobs.queue import Queue
 from stagewright.service.jobs.records import Asked, Job, State, StoppedBy
 from stagewright.service.jobs.store import Store
 from stagewright.service.workers.worker import Limits, Worker
@@ -165,3 +169,24 @@ def test_a_killed_worker_leaves_no_process_and_another_takes_its_job(
         assert again.document is not None  # the best plan of the first worker
         store.ask(job.id, Asked.STOP)
         assert ended(store, job.id).state is State.FEASIBLE
+
+
+@pytest.mark.slow
+def test_a_store_that_does_not_answer_for_a_while_ends_no_worker(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = iter(range(2))
+    renewed = Queue.renew
+
+    def renew(queue: Queue, *lease: Any) -> Asked | None:
+        if next(failures, None) is not None:
+            raise OperationalError("renew", {}, Exception("the server is restarted"))
+        return renewed(queue, *lease)
+
+    monkeypatch.setattr(Queue, "renew", renew)
+    job, _ = store.submit("ann", "plan", long_request())
+    with working(store):
+        begun(store, job.id)
+        store.ask(job.id, Asked.STOP)
+        assert ended(store, job.id).state is State.FEASIBLE
+    assert next(failures, None) is None  # the store had failed
