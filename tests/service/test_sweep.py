@@ -15,7 +15,8 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.machines.parts import first_devices, with_memory
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
-from stagewright.service import sweep_engines
+from stagewright.service import launching, planning, sweep_engines
+from stagewright.service.pipeline_requests import PlanRequest
 from stagewright.service.sweep_requests import SweepRequest, SweepRow
 
 LAYERS = (3.0, 1.0, 2.0, 4.0)
@@ -127,6 +128,16 @@ def test_a_process_that_ended_is_a_row():
     assert row is not None
     assert (row.status, row.microbatches, row.cost_seconds) == ("failed", 2, None)
     assert "a process ended" in row.reason
+
+
+def test_exports_that_nobody_reads_are_not_tried(monkeypatch):
+    tried = []
+    monkeypatch.setattr(launching, "why_not", lambda plan, to, chain: tried.append(to))
+    swept(workers=1)
+    assert tried == []
+    answer = planning.plan(PlanRequest(chain=CHAIN, cluster=CLUSTER, planner="dp"))
+    assert tried == []
+    assert set(answer.exports) == set(answer.json_object()["exports"]) == set(tried)
 
 
 def test_what_one_planner_refuses_is_a_row():
