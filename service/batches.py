@@ -14,6 +14,7 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MAX_MICROBATCHES
 from stagewright.service.launching import status_for
 from stagewright.solvers.pipelines.every_plan import every_plan_bounds
+from stagewright.solvers.planners.parallel_pipelines import in_microbatches
 from stagewright.solvers.planning import OPTIMAL_GAP, Result, SizeResult
 
 FIRST = 0.5  # of the time limit, for a plan of every size; the rest is for the best of them
@@ -38,13 +39,9 @@ def problems_of(
             f"a global batch of {batch} samples is no multiple of a microbatch of {samples}"
         )
     sizes = samples_of(problem.chain, batch) if samples is None else (samples,)
-    least = int(problem.chain.min_samples.max())
-    found = tuple(
-        replace(problem, microbatches=batch // size, microbatch_size=size)
-        for size in sizes
-        if size >= least and batch // size <= MAX_MICROBATCHES
-    )
+    found = tuple(in_microbatches(problem, batch, sizes).values())
     if not found:
+        least = int(problem.chain.min_samples.max())
         raise InputError(
             f"a global batch of {batch} samples has no microbatches of at least {least} samples, "
             f"of which at most {MAX_MICROBATCHES} can be planned: use another batch"

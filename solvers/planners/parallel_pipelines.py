@@ -284,6 +284,18 @@ def plan_flushed(
     return replace(drained(problem, stages), notes=(claim(found.choice),))
 
 
+def in_microbatches(
+    problem: PipelineProblem, batch: int, sizes: Sequence[int]
+) -> dict[int, PipelineProblem]:
+    """The problem of a batch in microbatches of each size that can be planned, by size."""
+    least = int(problem.chain.min_samples.max())
+    return {
+        samples: replace(problem, microbatches=batch // samples, microbatch_size=samples)
+        for samples in sizes
+        if samples >= least and batch // samples <= MAX_MICROBATCHES
+    }
+
+
 def of_batch(
     problem: PipelineProblem, planner: str, choices: Choices, limits: Limits
 ) -> tuple[PipelineProblem, str] | NoPlan:
@@ -296,11 +308,7 @@ def of_batch(
     """
     assert choices.batch is not None
     chain, batch, least = problem.chain, choices.batch, int(problem.chain.min_samples.max())
-    problems = {
-        samples: replace(problem, microbatches=batch // samples, microbatch_size=samples)
-        for samples in samples_of(chain, batch)
-        if samples >= least and batch // samples <= MAX_MICROBATCHES
-    }
+    problems = in_microbatches(problem, batch, samples_of(chain, batch))
     found = choose(problems, RULES[planner], choices, limits) if problems else None
     if found is None or not found.choice.configurations:
         width = "" if choices.group_size is None else f" on {choices.group_size} replicas"
