@@ -23,13 +23,13 @@ from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Cluster
 from stagewright.graphs.models.chain import Chain
+from stagewright.service.jobs.records import ENDED
 
 try:
     import httpx
 except ImportError:
     raise InputError("the client needs httpx: pip install 'stagewright[client]'") from None
 
-ENDED = ("optimal", "feasible", "infeasible", "failed")
 POLL_SECONDS = 0.5
 _PATIENCE = httpx.Timeout(30.0)
 
