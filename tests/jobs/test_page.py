@@ -36,7 +36,7 @@ from stagewright.solvers.planning import PLANNERS
 in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 
 ENDED = "['optimal', 'feasible'].includes(document.querySelector('.state')?.textContent)"
-CURVES = "document.querySelector('.chart')?.chart?.data.series.length === 2"  # cost and bound
+CURVES = "document.querySelector('.gap .chart')?.chart?.data.series.length === 2"  # cost and bound
 DRAWN = "document.querySelector('.timeline canvas')"
 
 
@@ -229,8 +229,9 @@ def test_where_events_do_not_come_the_history_is_asked(site: Site) -> None:
     browser = site.browser
     browser.run("""window.fetch = ((real) => (path, ...more) => `${path}`.endsWith("/events")
       ? Promise.reject(new TypeError("no streams here")) : real(path, ...more))(window.fetch)""")
-    submitted(browser, "dp", 2)
+    job = submitted(browser, "dp", 2)
     browser.await_that(CURVES)
+    go(browser, f"jobs/{job}", CURVES)  # and where it has ended before it is looked at
     browser.open(f"{site.url}/?again", 1400)  # with the browser's own again
     browser.await_that("document.querySelector('.list table')")
     assert browser.errors == []

@@ -80,9 +80,10 @@ async function* history(job, after, signal) {
 
 // Tell of every event of a job until it has ended: as they are sent, or by asking where that fails.
 export async function follow(job, tellOf, hasEnded, signal) {
-  let after = 0, failures = 0;
+  let after = 0, failures = 0, complete;
   do {
-    const polls = failures >= MOST_FAILURES;
+    const polls = failures >= MOST_FAILURES, ended = hasEnded();
+    complete = false;
     try {
       const headers = {"Last-Event-ID": `${after}`};
       const found = polls ? history(job, after, signal)
@@ -91,11 +92,13 @@ export async function follow(job, tellOf, hasEnded, signal) {
         after = one.number;
         await tellOf(one);
       }
+      complete = ended || !polls;  // what is asked while a job runs may lack its last events
     } catch (error) {
       if (signal.aborted) return;
       if (error instanceof Problem && error.status >= 400 && error.status < 500) throw error;
       failures += 1;
     }
-    if (!hasEnded()) await pause(polls ? POLL_SECONDS : RETRY_SECONDS, signal);
-  } while (!signal.aborted && !hasEnded());
+    complete &&= hasEnded();
+    if (!complete) await pause(polls ? POLL_SECONDS : RETRY_SECONDS, signal);
+  } while (!signal.aborted && !complete);
 }

@@ -69,6 +69,7 @@ class JobPage {
     this.note = make("p", {class: "told"},
       "The bound is of the class of the best plan so far: it falls where a better plan of another class is found.");
     this.gap = section("Cost and bound", chart, this.note);
+    this.gap.classList.add("gap");
     this.gap.hidden = true;
     this.better = make("button", {type: "button", hidden: true, click: () => this.act(() => this.plan())},
       "Show the better plan");
@@ -132,6 +133,7 @@ class JobPage {
     this.discard.hidden = this.answer.hidden = !ended;
     if (job.state === "failed") this.answer.hidden = true;
     this.file.hidden = this.exporting.hidden = !job.has_document;
+    (ended ? this.shown : this.buttons).after(this.gap);
   }
 
   async plan() {
