@@ -1,6 +1,7 @@
 """What is known of every step, and files of it."""
 
 import csv
+import os
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -81,14 +82,16 @@ class CsvLog:
     """A row of a file for each step, which is there as soon as the step is known."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._begun = path, False
+        self._path, self._last, self._row = path, 0, 0
 
     def __call__(self, report: StepReport) -> None:
-        """Add a row."""
-        if not self._begun:
+        """Add a row, or write the last one again if it is of the same step."""
+        if not self._last:
             self._begin(report.step)
-            self._begun = True
-        with self._path.open("a", newline="") as file:
+        with self._path.open("r+", newline="") as file:
+            if report.step != self._last:
+                self._last, self._row = report.step, file.seek(0, os.SEEK_END)
+            file.seek(self._row)
             csv.writer(file).writerow([getattr(report, name) for name in COLUMNS])
 
     def _begin(self, step: int) -> None:
@@ -109,16 +112,19 @@ class BoardLog:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._writer: SummaryWriter | None = None
+        self._last = 0
 
     def __call__(self, report: StepReport) -> None:
-        """Add a point to every curve."""
+        """Add a point to every curve; to that of evaluations alone if the others have it."""
         from torch.utils.tensorboard import SummaryWriter
 
         if self._writer is None:
             self._writer = SummaryWriter(
                 str(self._folder), purge_step=report.step, flush_secs=FLUSH_SECONDS
             )
-        for name in COLUMNS[1:]:
+        names = ["evaluation_loss"] if report.step == self._last else COLUMNS[1:]
+        self._last = report.step
+        for name in names:
             value = getattr(report, name)
             if value is not None:
                 self._writer.add_scalar(name, value, report.step)

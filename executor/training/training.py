@@ -3,7 +3,7 @@
 import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -223,7 +223,8 @@ def train(
 ) -> TrainingHistory:
     """Carry out ``task`` as one of its ranks.
 
-    ``on_step`` is called for every step, on one rank that knows its loss, as soon as it does;
+    ``on_step`` is called for every step, on one rank that knows its loss, as soon as it does, and
+    again with the loss of an evaluation after it;
     ``tell``, on the first rank, with notes for the user. Every rank returns the same losses and
     times.
     """
@@ -265,9 +266,10 @@ class _Loop:
     on_step: OnStep
     first: int
     history: TrainingHistory = field(default_factory=TrainingHistory)
+    reported: StepReport | None = None
 
     def step(self, step: int, given: Sequence[tuple[Any, Any]]) -> None:
-        """A step on ``given`` mini-batches; what it did is saved before it is evaluated."""
+        """A step on ``given`` mini-batches; what it did is saved and told before an evaluation."""
         task, executor = self.task, self.executor
         rate, start = _learning_rate(executor), time.perf_counter()
         evaluates = task.evaluation is not None and _is_due(task.evaluate_every, task, step)
@@ -280,15 +282,19 @@ class _Loop:
         _save(task, executor, step)
         if step == task.steps:
             _write_results(task, executor)
-        try:
-            if evaluates:
-                evaluated = _evaluated(task, self.readers, executor)
-                if evaluated is not None:
-                    self.history.evaluations[step] = evaluated
-        finally:  # also if that fails
-            rank, samples = self.member.rank, _samples(task, given)
-            for loss in losses if rank == executor.reporter else ():
-                self._report(loss, seconds, samples / seconds, rate)
+        rank, samples = self.member.rank, _samples(task, given)
+        for loss in losses if rank == executor.reporter else ():
+            self._report(loss, seconds, samples / seconds, rate)
+        if evaluates:
+            self._evaluate(step)
+
+    def _evaluate(self, step: int) -> None:
+        """Evaluate the model after a step, whose report is made again with the loss of that."""
+        evaluated = _evaluated(self.task, self.readers, self.executor)
+        if evaluated is not None:
+            self.history.evaluations[step] = evaluated
+            if self.reported is not None:
+                self.on_step(replace(self.reported, evaluation_loss=evaluated))
 
     def _report(
         self, loss: float, seconds: float, samples_per_second: float, rate: float | None
@@ -297,17 +303,15 @@ class _Loop:
         self.history.losses.append(loss)
         step = self.first + len(self.history.losses)
         own, peaks = peak_bytes(self.member.device), self.member.peaks
-        self.on_step(
-            StepReport(
-                step=step,
-                loss=loss,
-                samples_per_second=samples_per_second,
-                seconds=seconds,
-                learning_rate=rate,
-                peak_bytes=own if peaks is None else peaks.most(own),
-                evaluation_loss=self.history.evaluations.get(step),
-            )
+        self.reported = StepReport(
+            step=step,
+            loss=loss,
+            samples_per_second=samples_per_second,
+            seconds=seconds,
+            learning_rate=rate,
+            peak_bytes=own if peaks is None else peaks.most(own),
         )
+        self.on_step(self.reported)
 
 
 def _learning_rate(executor: AnyExecutor) -> float | None:
