@@ -1,4 +1,4 @@
-# On a machine with Python (3.11 or later) alone: `make demo`, `make test`.
+# On a machine with Python (3.11 or later) alone: `make demo`, `make serve`, `make test`.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,10 +9,13 @@ TORCHVISION := 0.28.0
 # The tests start many processes; without bytecode each of them compiles the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all check docs bench lock clean
+.PHONY: demo serve test test-all check docs bench lock clean
 
 demo: $(READY)  ## plan models, then train one by its plan; pictures in demo-output/
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/demo.sh
+
+serve: $(READY)  ## the planning service: http://127.0.0.1:8754
+	$(BIN)/stagewright serve
 
 test: $(READY)  ## every subject, in smaller instances
 	$(BIN)/pytest -n 2 -m "not slow"
