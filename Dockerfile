@@ -11,7 +11,7 @@ RUN pip install --no-cache-dir -c constraints.txt --no-build-isolation ".[servic
 
 FROM python:3.13-slim
 COPY --from=build /opt/stagewright /opt/stagewright
-RUN useradd --system --uid 10001 stagewright \
+RUN useradd --uid 10001 --no-create-home stagewright \
     && install -d -o stagewright /var/lib/stagewright /var/cache/stagewright
 ENV PATH=/opt/stagewright/bin:$PATH \
     NUMBA_CACHE_DIR=/var/cache/stagewright \
@@ -20,9 +20,9 @@ USER 10001
 WORKDIR /var/lib/stagewright
 # A first plan compiles kernels, which takes a minute that users of the service should not wait.
 RUN cd "$(mktemp -d)" \
-    && stagewright model gpt --layers 4 -o model.json \
-    && stagewright cluster 2x2 -o cluster.json \
-    && stagewright plan --model model.json --cluster cluster.json -o plan.json
+    && stagewright model gpt --layers 4 --device a100 -o model.json \
+    && stagewright cluster 2x2 --device a100 -o cluster.json \
+    && stagewright plan --model model.json --cluster cluster.json --microbatches 8 -o plan.json
 VOLUME /var/lib/stagewright
 EXPOSE 8754
 HEALTHCHECK --start-period=20s CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8754/health/ready', timeout=5)"]
