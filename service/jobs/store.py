@@ -21,6 +21,7 @@ from sqlalchemy import (
 from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError
 
 from stagewright.graphs.documents.errors import InputError
+from stagewright.service.jobs.migrating import NewerStoreError, migrate
 from stagewright.service.jobs.records import (
     ENDED,
     Asked,
@@ -30,9 +31,10 @@ from stagewright.service.jobs.records import (
     StoppedBy,
 )
 from stagewright.service.jobs.rows import engine_of, job_of, tell, writing
-from stagewright.service.jobs.tables import EVENTS, JOBS, TABLES
+from stagewright.service.jobs.tables import EVENTS, JOBS
 
 PAGE = 100  # jobs of a page at most
+TITLE = 200  # characters of a title at most
 
 
 class ConflictError(Exception):
@@ -52,15 +54,15 @@ class Store:
     Raises
     ------
     InputError
-        If no store can be opened or made there.
+        If no store can be opened or made there, or a newer version has made it.
     """
 
     def __init__(self, url: str, clock: Callable[[], float] = time.time) -> None:
         self.clock = clock
         try:
             self._engine = engine_of(url)
-            TABLES.create_all(self._engine)
-        except (ImportError, SQLAlchemyError) as error:
+            migrate(self._engine)
+        except (ImportError, NewerStoreError, SQLAlchemyError) as error:
             cause = error.orig if isinstance(error, DBAPIError) else error
             place = url.rpartition("@")[2]
             raise InputError(f"{place}: no store of jobs can be kept here: {cause}") from None
@@ -82,12 +84,21 @@ class Store:
     # --- Users --------------------------------------------------------------------------------
 
     def submit(
-        self, user: str, kind: str, request: str, priority: int = 0, key: str | None = None
+        self,
+        user: str,
+        kind: str,
+        request: str,
+        priority: int = 0,
+        key: str | None = None,
+        *,
+        title: str = "",
+        webhook: str | None = None,
     ) -> tuple[Job, bool]:
         """Queue a validated request; the job, and whether it is new.
 
         A request with the ``key`` of an earlier one is that one. A request that was answered
-        completely before, for anybody, has its answer at once.
+        completely before, for anybody, has its answer at once. ``title`` tells the job from others
+        in lists; ``webhook`` is the URL that is told of its end.
 
         Raises
         ------
@@ -98,7 +109,8 @@ class Store:
         values: dict[str, Any] = {
             "id": uuid.uuid4().hex, "kind": kind, "user": user, "state": State.QUEUED,
             "request": request, "digest": digest, "priority": priority, "created": self.clock(),
-            "attempts": 0, "reason": "", "idempotency_key": key,
+            "attempts": 0, "reason": "", "idempotency_key": key, "title": title[:TITLE],
+            "webhook": webhook,
         }  # fmt: skip
         try:
             with writing(self._engine) as database:

@@ -41,11 +41,11 @@ def serve(
     starts only if there are tokens.
     """
     from stagewright.graphs.documents.units import parse_bytes
-    from stagewright.service.jobs.store import opened
 
     limit = parse_bytes(memory_limit)
     try:
         from stagewright.service.http.server import Server
+        from stagewright.service.jobs.store import opened
     except ImportError as error:
         raise InputError(
             f"the service needs {error.name}: pip install 'stagewright[service]'"
