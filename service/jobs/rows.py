@@ -5,12 +5,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from sqlalchemy import Connection, Engine, Row, create_engine, event, insert, text
+from sqlalchemy import Connection, Engine, Row, create_engine, event, func, insert, select, text
 
 from stagewright.service.jobs.records import Asked, Job, State, StoppedBy
 from stagewright.service.jobs.tables import EVENTS
 
 LOCK_SECONDS = 30.0  # how long a transaction waits for another one
+CHANNEL = "stagewright_events"  # of PostgreSQL's notices: the job of an event, and its name
 _FIELDS = tuple(Job.__dataclass_fields__)
 
 
@@ -26,9 +27,13 @@ def job_of(row: Row[Any]) -> Job:
 def tell(
     database: Connection, at: float, job: str, name: str, data: dict[str, Any] | None = None
 ) -> None:
-    """Add an event to a job's history."""
-    told = json.dumps(data or {})
-    database.execute(insert(EVENTS).values(job=job, at=at, name=name, data=told))
+    """Add an event to a job's history; PostgreSQL sends notice of it at the commit."""
+    new = insert(EVENTS).values(job=job, at=at, name=name, data=json.dumps(data or {}))
+    if database.dialect.name == "sqlite":
+        database.execute(new)
+        return
+    told = new.returning((EVENTS.c.job + " " + EVENTS.c.name).label("event")).cte()
+    database.execute(select(func.pg_notify(CHANNEL, told.c.event)))
 
 
 def engine_of(url: str) -> Engine:

@@ -31,9 +31,11 @@ from stagewright.service.jobs.records import (
     StoppedBy,
 )
 from stagewright.service.jobs.rows import engine_of, job_of, tell, writing
+from stagewright.service.jobs.signals import Signals
 from stagewright.service.jobs.tables import EVENTS, JOBS
 
 PAGE = 100  # jobs of a page at most
+EVENTS_READ = 1000  # events of a job at a time at most
 TITLE = 200  # characters of a title at most
 
 
@@ -66,6 +68,7 @@ class Store:
             cause = error.orig if isinstance(error, DBAPIError) else error
             place = url.rpartition("@")[2]
             raise InputError(f"{place}: no store of jobs can be kept here: {cause}") from None
+        self.signals = Signals(self._engine)
 
     @property
     def engine(self) -> Engine:
@@ -74,7 +77,15 @@ class Store:
 
     def close(self) -> None:
         """Give the connections back."""
+        self.signals.close()
         self._engine.dispose()
+
+    @contextmanager
+    def writing(self) -> Iterator[Connection]:
+        """A transaction that writes; who waits for its events is woken after it."""
+        with writing(self._engine) as database:
+            yield database
+        self.signals.look()
 
     def ping(self) -> None:
         """Ask the database for nothing; raises ``SQLAlchemyError`` if it does not answer."""
@@ -113,7 +124,7 @@ class Store:
             "webhook": webhook,
         }  # fmt: skip
         try:
-            with writing(self._engine) as database:
+            with self.writing() as database:
                 values |= self._known(database, digest)
                 database.execute(insert(JOBS).values(values))
                 tell(database, self.clock(), values["id"], str(values["state"]))
@@ -189,7 +200,7 @@ class Store:
         ConflictError
             If the job has ended.
         """
-        with writing(self._engine) as database:
+        with self.writing() as database:
             now = self.clock()
             queued = database.execute(
                 update(JOBS)
@@ -223,7 +234,7 @@ class Store:
             If it has not ended, or has a complete answer.
         """
         again = (State.FAILED, State.FEASIBLE)
-        with writing(self._engine) as database:
+        with self.writing() as database:
             changed = database.execute(
                 update(JOBS)
                 .where(JOBS.c.id == job, JOBS.c.state.in_(again))
@@ -247,7 +258,7 @@ class Store:
         ConflictError
             If it has not ended.
         """
-        with writing(self._engine) as database:
+        with self.writing() as database:
             ended = database.execute(
                 select(JOBS.c.id).where(JOBS.c.id == job, JOBS.c.state.in_(ENDED))
             ).one_or_none()
@@ -256,7 +267,7 @@ class Store:
             database.execute(delete(EVENTS).where(EVENTS.c.job == job))
             database.execute(delete(JOBS).where(JOBS.c.id == job))
 
-    def events(self, job: str, after: int = 0, limit: int = 1000) -> list[Event]:
+    def events(self, job: str, after: int = 0, limit: int = EVENTS_READ) -> list[Event]:
         """What happened to a job after the event of that number, in order."""
         asked = (
             select(EVENTS)
