@@ -1,6 +1,7 @@
 """The store: jobs, their events and answers in SQLite or PostgreSQL, as users see them."""
 
 import hashlib
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from sqlalchemy import (
     Connection,
     Engine,
     Select,
+    bindparam,
     delete,
     func,
     insert,
@@ -18,7 +20,7 @@ from sqlalchemy import (
     text,
     update,
 )
-from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError, TimeoutError
 
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.jobs.migrating import NewerStoreError, migrate
@@ -30,13 +32,24 @@ from stagewright.service.jobs.records import (
     State,
     StoppedBy,
 )
-from stagewright.service.jobs.rows import engine_of, job_of, tell, writing
+from stagewright.service.jobs.rows import LOCK_SECONDS, engine_of, job_of, tell, writing
 from stagewright.service.jobs.signals import Signals
 from stagewright.service.jobs.tables import EVENTS, JOBS
 
 PAGE = 100  # jobs of a page at most
 EVENTS_READ = 1000  # events of a job at a time at most
 TITLE = 200  # characters of a title at most
+# The first complete answer of a digest, made once since each submission asks for it.
+_KNOWN = (
+    select(
+        JOBS.c.id, JOBS.c.state, JOBS.c.answer, JOBS.c.document, JOBS.c.reason, JOBS.c.cost,
+        JOBS.c.bound, JOBS.c.cached_from,
+    )
+    .where(JOBS.c.digest == bindparam("digest"))
+    .where(JOBS.c.state.in_((State.OPTIMAL, State.INFEASIBLE)))
+    .order_by(JOBS.c.finished)
+    .limit(1)
+)  # fmt: skip
 
 
 class ConflictError(Exception):
@@ -69,6 +82,7 @@ class Store:
             place = url.rpartition("@")[2]
             raise InputError(f"{place}: no store of jobs can be kept here: {cause}") from None
         self.signals = Signals(self._engine)
+        self._writer = threading.Lock()
 
     @property
     def engine(self) -> Engine:
@@ -83,9 +97,26 @@ class Store:
     @contextmanager
     def writing(self) -> Iterator[Connection]:
         """A transaction that writes; who waits for its events is woken after it."""
-        with writing(self._engine) as database:
+        with self._turn(), writing(self._engine) as database:
             yield database
         self.signals.look()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """One thread of this process at a time writes in SQLite.
+
+        SQLite makes those that wait for its lock sleep, up to a tenth of a second, and serves none
+        in turn.
+        """
+        if self._engine.dialect.name != "sqlite":
+            yield
+            return
+        if not self._writer.acquire(timeout=LOCK_SECONDS):
+            raise TimeoutError(f"the store is locked for more than {LOCK_SECONDS:g} s")
+        try:
+            yield
+        finally:
+            self._writer.release()
 
     def ping(self) -> None:
         """Ask the database for nothing; raises ``SQLAlchemyError`` if it does not answer."""
@@ -126,7 +157,7 @@ class Store:
         try:
             with self.writing() as database:
                 values |= self._known(database, digest)
-                database.execute(insert(JOBS).values(values))
+                database.execute(insert(JOBS), values)
                 tell(database, self.clock(), values["id"], str(values["state"]))
         except IntegrityError:
             earlier = self._of_key(user, key)
@@ -135,25 +166,17 @@ class Store:
                     f"the idempotency key {key!r} belongs to another request"
                 ) from None
             return earlier, False
-        found = self.get(values["id"])
-        assert found is not None
-        return found, True
+        return job_of(values), True
 
     def _known(self, database: Connection, digest: str) -> dict[str, Any]:
         """The fields of an answer that is known, and complete."""
-        complete = (State.OPTIMAL, State.INFEASIBLE)
-        row = database.execute(
-            select(JOBS)
-            .where(JOBS.c.digest == digest, JOBS.c.state.in_(complete))
-            .order_by(JOBS.c.finished)
-            .limit(1)
-        ).one_or_none()
+        row = database.execute(_KNOWN, {"digest": digest}).one_or_none()
         if row is None:
             return {}
-        copied = ("state", "answer", "document", "reason", "cost", "bound")
-        now = self.clock()
-        return {name: getattr(row, name) for name in copied} | {
-            "cached_from": row.cached_from or row.id, "started": now, "finished": now,
+        found, now = dict(row._mapping), self.clock()
+        own = found.pop("id")
+        return found | {
+            "cached_from": found["cached_from"] or own, "started": now, "finished": now,
         }  # fmt: skip
 
     def _of_key(self, user: str, key: str | None) -> Job | None:
@@ -167,7 +190,7 @@ class Store:
     def _one(self, asked: Select[Any]) -> Job | None:
         with self._engine.connect() as database:
             row = database.execute(asked).one_or_none()
-        return None if row is None else job_of(row)
+        return None if row is None else job_of(dict(row._mapping))
 
     def page(
         self,
@@ -190,7 +213,7 @@ class Store:
             )
             asked = asked.where(earlier)
         with self._engine.connect() as database:
-            return [job_of(row) for row in database.execute(asked)]
+            return [job_of(dict(row._mapping)) for row in database.execute(asked)]
 
     def ask(self, job: str, what: Asked) -> Job:
         """Ask a job to end: a queued one ends now, a running one as soon as its worker hears it.
