@@ -3,7 +3,7 @@
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 from sqlalchemy import Engine, func, select
@@ -59,14 +59,11 @@ class Signals:
         self._new.set()
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread; of PostgreSQL, it ends by itself a little later."""
         self._closed.set()
         self._new.set()
-        if self._thread is not None:
-            if self._notifies:
-                with suppress(SQLAlchemyError), self._engine.begin() as database:
-                    database.execute(select(func.pg_notify(CHANNEL, "")))
-            self._thread.join(2 * RETRY_SECONDS)
+        if self._thread is not None and not self._notifies:
+            self._thread.join()
 
     def _listen(self) -> None:
         errors = (SQLAlchemyError, self._engine.dialect.loaded_dbapi.Error)

@@ -114,6 +114,7 @@ class _Run:
         self.stopped_by: StoppedBy | None = None
         self.aborted = False
         self.asked = threading.Event()
+        self.asked.set()  # perhaps between its claim and now
 
     def until_done(self) -> None:
         """Pass on what the process tells, and end it if it must."""

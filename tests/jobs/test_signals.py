@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from planning_jobs import TWO_JOBS
+from planning_jobs import TWO_JOBS, long_request
 from postgres import PostgreSQL
 from served import PATIENCE, served
 
@@ -106,23 +106,25 @@ def test_who_waits_is_woken_after_a_restart_of_the_database(server: PostgreSQL) 
 
 def test_workers_wait_for_jobs_and_wishes(store: Store, other: Store) -> None:
     """Without looking: they would look in an hour."""
-    worker = Worker(store, lease_seconds=3600.0, look_seconds=3600.0, poll_seconds=0.05)
+    worker = Worker(store, lease_seconds=36000.0, look_seconds=3600.0, poll_seconds=0.05)
     thread = threading.Thread(target=worker.run)
     thread.start()
-    job, _ = other.submit("ann", "jobshop", TWO_JOBS)
-    ended = threading.Event()
-    with other.signals.subscribed(ended.set, job=job.id, name=State.OPTIMAL):
-        while not _ended(other, job.id):
-            ended.wait(PATIENCE)
+
+    def await_event(job: str, name: str) -> None:
+        told = threading.Event()
+        with other.signals.subscribed(told.set, job=job):
+            while name not in [one.name for one in other.events(job)]:
+                assert told.wait(PATIENCE)
+                told.clear()
+
+    await_event(other.submit("ann", "jobshop", TWO_JOBS)[0].id, State.OPTIMAL)
+    long, _ = other.submit("ann", "plan", long_request())
+    await_event(long.id, "progress")
+    other.ask(long.id, Asked.ABORT)
+    await_event(long.id, State.FAILED)
     worker.stop()
     thread.join(PATIENCE)
     assert not thread.is_alive()
-
-
-def _ended(store: Store, job: str) -> bool:
-    found = store.get(job)
-    assert found is not None
-    return found.has_ended
 
 
 # --- A server with many who wait ------------------------------------------------------------------
