@@ -13,9 +13,7 @@ from stagewright.service.jobs.rows import CHANNEL
 from stagewright.service.jobs.tables import EVENTS
 
 LOOK_SECONDS = 0.2  # between looks for events that other processes have written, in SQLite
-RETRY_SECONDS = (
-    1.0  # after a database that did not answer, and at most between two looks at the end
-)
+RETRY_SECONDS = 1.0  # after an error; how late the thread may end, too
 _Wake = Callable[[], None]
 
 
