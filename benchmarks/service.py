@@ -36,7 +36,8 @@ HEAD = """\
 sees, with validation and storage; clients are threads of one process on the same machine. *Paced*:
 every client submits once a second. *At once*: every client submits as soon as it is answered, so
 that {clients} requests are always waiting; the time is then that of {clients} requests. CPU is that
-of the server for each request, load the processes that ran before the row began.
+of the server for each request, load the processes that ran before the row began, which was
+measured at nice {nice}.
 
 | store | clients | load | accepted/s | median | 95 % | most | CPU | stored | claimed | twice |
 |---|---|---|---|---|---|---|---|---|---|---|
@@ -132,7 +133,11 @@ def main() -> None:
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "shared"))
     machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
     text = HEAD.format(
-        submissions=CLIENTS * EACH, clients=CLIENTS, workers=WORKERS, machine=machine
+        submissions=CLIENTS * EACH,
+        clients=CLIENTS,
+        workers=WORKERS,
+        machine=machine,
+        nice=os.getpriority(os.PRIO_PROCESS, 0),
     )
     with tempfile.TemporaryDirectory() as folder:
         for pause in (1.0, 0.0):
