@@ -4,9 +4,9 @@ A request is validated before it is queued, by the model that users of Python ha
 request is opened as a path or imported.
 """
 
-from collections.abc import Awaitable, Callable
-
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Request
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stagewright.service.http import downloads, health, jobs, pages, submitting
 from stagewright.service.http.guard import Service
@@ -30,20 +30,34 @@ def create_app(service: Service) -> FastAPI:
     )  # fmt: skip
     app.state.service = service
     add_handlers(app)
-    app.middleware("http")(_secured)
+    app.add_middleware(Secured)
     for module in (submitting, jobs, downloads, health, pages):
         app.include_router(module.router)
     return app
 
 
-async def _secured(
-    request: Request, call_next: Callable[[Request], Awaitable[Response]]
-) -> Response:
-    refusal = _refusal(request)
-    response = await call_next(request) if refusal is None else problem(403, refusal)
-    for name, value in HEADERS.items():
-        response.headers.setdefault(name, value)
-    return response
+class Secured:
+    """Refuses requests of other sites, and closes every response by headers."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request by the application, or refuse it."""
+
+        async def send_closed(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        refusal = _refusal(Request(scope))
+        answer = self._app if refusal is None else problem(403, refusal)
+        await answer(scope, receive, send_closed)
 
 
 def _refusal(request: Request) -> str | None:

@@ -25,7 +25,7 @@ class Service:
     open_to_all: bool = False
 
 
-def _service(request: Request) -> Service:
+async def _service(request: Request) -> Service:  # else it is called in a thread
     found: Service = request.app.state.service
     return found
 

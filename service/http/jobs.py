@@ -3,19 +3,22 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Annotated, Any
 
+from anyio import CapacityLimiter
+from anyio.to_thread import run_sync
 from fastapi import APIRouter, Header, HTTPException, Query, Request, Response
 from sse_starlette import EventSourceResponse, ServerSentEvent
-from starlette.concurrency import run_in_threadpool
 
 from stagewright.service.http.guard import Changeable, Readable, Reader, Serving
 from stagewright.service.http.tokens import Scope
 from stagewright.service.http.views import JobPage, JobView, view
-from stagewright.service.jobs.records import Asked, State
-from stagewright.service.jobs.store import PAGE, Store
+from stagewright.service.jobs.records import Asked, Event, Job, State
+from stagewright.service.jobs.store import EVENTS_READ, PAGE, Store
 
-POLL_SECONDS = 0.5  # between looks at the events of a job
+LOOK_SECONDS = 30.0  # between looks at the events of a job of which nothing is told
+READERS = CapacityLimiter(4)  # threads that read events, however many streams are woken at once
 router = APIRouter(prefix="/v1/jobs")
 
 
@@ -109,13 +112,28 @@ async def _stream(
     store: Store, job: str, after: int, request: Request
 ) -> AsyncIterator[ServerSentEvent]:
     """Every event of a job, until it has ended."""
-    while not await request.is_disconnected():
-        # Read before the events, so that those of its end are not missed.
-        found = await run_in_threadpool(store.get, job)
-        for one in await run_in_threadpool(store.events, job, after):
-            after = one.number
-            data = json.dumps(json.loads(one.data) | {"at": one.at})
-            yield ServerSentEvent(data, event=one.name, id=str(one.number))
-        if found is None or found.has_ended:
-            return
-        await asyncio.sleep(POLL_SECONDS)
+    woken, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def wake() -> None:
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(woken.set)
+
+    with store.signals.subscribed(wake, job=job):
+        while not await request.is_disconnected():
+            woken.clear()
+            found, told = await run_sync(_read, store, job, after, limiter=READERS)
+            for one in told:
+                after = one.number
+                data = json.dumps(json.loads(one.data) | {"at": one.at})
+                yield ServerSentEvent(data, event=one.name, id=str(one.number))
+            if len(told) == EVENTS_READ:
+                continue
+            if found is None or found.has_ended:
+                return
+            with suppress(TimeoutError):
+                await asyncio.wait_for(woken.wait(), LOOK_SECONDS)
+
+
+def _read(store: Store, job: str, after: int) -> tuple[Job | None, list[Event]]:
+    # The job is read before its events, so that those of its end are not missed.
+    return store.get(job), store.events(job, after)

@@ -57,7 +57,7 @@ class Server:
             pass
         finally:
             for one in made:
-                one.stopping.set()
+                one.stop()
             for thread in threads:
                 thread.join()
 

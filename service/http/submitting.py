@@ -8,8 +8,9 @@ from starlette.concurrency import run_in_threadpool
 from stagewright.service.http.guard import Service, Serving, Submitter
 from stagewright.service.http.tokens import Caller, Scope
 from stagewright.service.http.views import JobView, canonical, view
-from stagewright.service.jobs.kinds import KINDS, parse_request
+from stagewright.service.jobs.kinds import KINDS, parse_request, title_of
 from stagewright.service.jobs.records import Job
+from stagewright.service.requests import Request as JobRequest
 
 router = APIRouter()
 
@@ -51,7 +52,7 @@ def _add(kind: str) -> None:
     )
     async def validate(request: Request, caller: Submitter, service: Serving) -> dict[str, bool]:
         text = await service.limits.body(request)
-        await run_in_threadpool(_require_valid, service, kind, text)
+        await run_in_threadpool(_validated, service, kind, text)
         return {"valid": True}
 
 
@@ -59,14 +60,18 @@ for _kind in KINDS:
     _add(_kind)
 
 
-def _require_valid(service: Service, kind: str, text: bytes) -> None:
-    service.limits.require_modest(parse_request(kind, text))
+def _validated(service: Service, kind: str, text: bytes) -> JobRequest:
+    asked = parse_request(kind, text)
+    service.limits.require_modest(asked)
+    return asked
 
 
 def _submitted(
     service: Service, kind: str, text: bytes, caller: Caller, priority: int, key: str | None
 ) -> tuple[Job, bool]:
-    _require_valid(service, kind, text)
+    asked = _validated(service, kind, text)
     if priority > 0 and not caller.may(Scope.ADMIN):
         raise HTTPException(403, "a priority above 0 needs the scope admin")
-    return service.store.submit(caller.user, kind, canonical(text), priority, key)
+    return service.store.submit(
+        caller.user, kind, canonical(text), priority, key, title=title_of(asked)
+    )

@@ -11,13 +11,15 @@ class JobView(BaseModel):
     """A job: where it is in its life, and the best of its answers so far.
 
     ``cost`` and ``bound`` are in the unit of its kind (seconds of an iteration for plans); times
-    are seconds since 1970. ``stopped_by`` says what ended it before its search was complete.
+    are seconds since 1970. ``title`` names the model and the cluster. ``stopped_by`` says what
+    ended it before its search was complete.
     """
 
     model_config = ConfigDict(frozen=True)
 
     id: str
     kind: str
+    title: str
     user: str
     state: State
     priority: int

@@ -79,3 +79,10 @@ def parse_request(kind: str, text: str | bytes) -> Request:
     if kind not in KINDS:
         raise InputError(f"{kind!r} is no kind of job; there are {', '.join(KINDS)}")
     return KINDS[kind].request.parse(text)
+
+
+def title_of(request: Request) -> str:
+    """The names of the model and the cluster that a request is about; empty where it has none."""
+    documents = (getattr(request, part, None) for part in ("chain", "graph", "cluster"))
+    title = " on ".join(filter(None, (getattr(one, "name", "") for one in documents)))
+    return "".join(filter(str.isprintable, title))  # PostgreSQL stores no NUL

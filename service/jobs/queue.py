@@ -10,7 +10,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Row, func, select, update
 
 from stagewright.service.jobs.records import Asked, Job, Outcome, State, StoppedBy
-from stagewright.service.jobs.rows import tell, writing
+from stagewright.service.jobs.rows import tell
 from stagewright.service.jobs.store import Store
 from stagewright.service.jobs.tables import JOBS
 
@@ -32,7 +32,7 @@ class Queue:
         """The next job for a worker: of the highest priority, of who has the fewest running."""
         if not self._any(JOBS.c.state == State.QUEUED):
             return None
-        with writing(self._engine) as database:
+        with self.store.writing() as database:
             now = self._clock()
             running = (
                 select(JOBS.c.user, func.count().label("count"))
@@ -70,7 +70,7 @@ class Queue:
         LeaseLostError
             If this worker does not have it any more.
         """
-        with writing(self._engine) as database:
+        with self.store.writing() as database:
             self._write(database, job, worker, leased_until=self._clock() + lease_seconds)
             asked = database.execute(select(JOBS.c.asked).where(JOBS.c.id == job)).scalar_one()
         return None if asked is None else Asked(asked)
@@ -87,7 +87,7 @@ class Queue:
 
         An answer that is no better than that of an earlier worker is not kept.
         """
-        with writing(self._engine) as database:
+        with self.store.writing() as database:
             known = database.execute(select(JOBS.c.cost).where(JOBS.c.id == job)).scalar()
             kept: dict[str, Any] = {"bound": bound}
             if document is not None and (known is None or cost is None or cost < known):
@@ -100,14 +100,14 @@ class Queue:
 
         A cost, bound or document that the outcome lacks stays that of the best answer so far.
         """
-        with writing(self._engine) as database:
+        with self.store.writing() as database:
             self._end(database, job, outcome, JOBS.c.worker == worker)
 
     def expire(self) -> int:
         """End the leases that have run out: jobs are queued again, or end; how many there were."""
         if not self._any(*self._overdue()):
             return 0
-        with writing(self._engine) as database:
+        with self.store.writing() as database:
             lost = database.execute(
                 select(JOBS).where(*self._overdue()).with_for_update(skip_locked=True)
             ).all()

@@ -40,7 +40,8 @@ class Job:
 
     ``cost`` and ``bound`` are those of the answer in its own unit, ``answer`` is its JSON object
     and ``document`` the document that it carries (a plan). Times are seconds since 1970.
-    ``cached_from`` is the job whose answer this one has.
+    ``cached_from`` is the job whose answer this one has, ``title`` names its model and cluster, and
+    ``webhook`` is the URL that is told of its end.
     """
 
     id: str
@@ -62,6 +63,8 @@ class Job:
     document: str | None
     reason: str
     cached_from: str | None
+    title: str
+    webhook: str | None
 
     @property
     def has_ended(self) -> bool:

@@ -1,39 +1,47 @@
 """What the store and its queue have in common: rows as jobs, events, transactions that write."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from sqlalchemy import Connection, Engine, Row, create_engine, event, insert, text
+from sqlalchemy import Connection, Engine, create_engine, event, func, insert, select, text
 
 from stagewright.service.jobs.records import Asked, Job, State, StoppedBy
 from stagewright.service.jobs.tables import EVENTS
 
 LOCK_SECONDS = 30.0  # how long a transaction waits for another one
+CHANNEL = "stagewright_events"  # of PostgreSQL's notices: the job of an event, and its name
+CONNECTIONS = 15  # of a store, kept open, besides the one that hears of events
 _FIELDS = tuple(Job.__dataclass_fields__)
 
 
-def job_of(row: Row[Any]) -> Job:
-    """The job of a row of the table."""
-    values = {name: getattr(row, name) for name in _FIELDS}
-    values["state"] = State(values["state"])
-    values["stopped_by"] = values["stopped_by"] and StoppedBy(values["stopped_by"])
-    values["asked"] = values["asked"] and Asked(values["asked"])
-    return Job(**values)
+def job_of(values: Mapping[str, Any]) -> Job:
+    """The job of the fields of a row; those that are not given are empty."""
+    fields = {name: values.get(name) for name in _FIELDS}
+    fields["state"] = State(values["state"])
+    fields["stopped_by"] = fields["stopped_by"] and StoppedBy(fields["stopped_by"])
+    fields["asked"] = fields["asked"] and Asked(fields["asked"])
+    return Job(**fields)  # type: ignore[arg-type]
 
 
 def tell(
     database: Connection, at: float, job: str, name: str, data: dict[str, Any] | None = None
 ) -> None:
-    """Add an event to a job's history."""
-    told = json.dumps(data or {})
-    database.execute(insert(EVENTS).values(job=job, at=at, name=name, data=told))
+    """Add an event to a job's history; PostgreSQL sends notice of it at the commit."""
+    values = {"job": job, "at": at, "name": name, "data": json.dumps(data or {})}
+    if database.dialect.name == "sqlite":
+        database.execute(insert(EVENTS), values)
+        return
+    written = (EVENTS.c.job + " " + EVENTS.c.name).label("event")
+    told = insert(EVENTS).values(values).returning(written).cte()
+    database.execute(select(func.pg_notify(CHANNEL, told.c.event)))
 
 
 def engine_of(url: str) -> Engine:
     """The database of a URL; of SQLite one that several processes read while one writes."""
-    engine = create_engine(url, pool_pre_ping=True)
+    remote = not url.startswith("sqlite")  # then a connection may have been lost unnoticed
+    engine = create_engine(url, pool_pre_ping=remote, pool_size=CONNECTIONS, max_overflow=0)
     if engine.dialect.name != "sqlite":
         return engine
 

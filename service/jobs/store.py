@@ -1,6 +1,7 @@
 """The store: jobs, their events and answers in SQLite or PostgreSQL, as users see them."""
 
 import hashlib
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from sqlalchemy import (
     Connection,
     Engine,
     Select,
+    bindparam,
     delete,
     func,
     insert,
@@ -18,9 +20,10 @@ from sqlalchemy import (
     text,
     update,
 )
-from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError, TimeoutError
 
 from stagewright.graphs.documents.errors import InputError
+from stagewright.service.jobs.migrating import NewerStoreError, migrate
 from stagewright.service.jobs.records import (
     ENDED,
     Asked,
@@ -29,10 +32,24 @@ from stagewright.service.jobs.records import (
     State,
     StoppedBy,
 )
-from stagewright.service.jobs.rows import engine_of, job_of, tell, writing
-from stagewright.service.jobs.tables import EVENTS, JOBS, TABLES
+from stagewright.service.jobs.rows import LOCK_SECONDS, engine_of, job_of, tell, writing
+from stagewright.service.jobs.signals import Signals
+from stagewright.service.jobs.tables import EVENTS, JOBS
 
 PAGE = 100  # jobs of a page at most
+EVENTS_READ = 1000  # events of a job at a time at most
+TITLE = 200  # characters of a title at most
+# The first complete answer of a digest, made once since each submission asks for it.
+_KNOWN = (
+    select(
+        JOBS.c.id, JOBS.c.state, JOBS.c.answer, JOBS.c.document, JOBS.c.reason, JOBS.c.cost,
+        JOBS.c.bound, JOBS.c.cached_from,
+    )
+    .where(JOBS.c.digest == bindparam("digest"))
+    .where(JOBS.c.state.in_((State.OPTIMAL, State.INFEASIBLE)))
+    .order_by(JOBS.c.finished)
+    .limit(1)
+)  # fmt: skip
 
 
 class ConflictError(Exception):
@@ -52,18 +69,20 @@ class Store:
     Raises
     ------
     InputError
-        If no store can be opened or made there.
+        If no store can be opened or made there, or a newer version has made it.
     """
 
     def __init__(self, url: str, clock: Callable[[], float] = time.time) -> None:
         self.clock = clock
         try:
             self._engine = engine_of(url)
-            TABLES.create_all(self._engine)
-        except (ImportError, SQLAlchemyError) as error:
+            migrate(self._engine)
+        except (ImportError, NewerStoreError, SQLAlchemyError) as error:
             cause = error.orig if isinstance(error, DBAPIError) else error
             place = url.rpartition("@")[2]
             raise InputError(f"{place}: no store of jobs can be kept here: {cause}") from None
+        self.signals = Signals(self._engine)
+        self._writer = threading.Lock()
 
     @property
     def engine(self) -> Engine:
@@ -72,7 +91,32 @@ class Store:
 
     def close(self) -> None:
         """Give the connections back."""
+        self.signals.close()
         self._engine.dispose()
+
+    @contextmanager
+    def writing(self) -> Iterator[Connection]:
+        """A transaction that writes; who waits for its events is woken after it."""
+        with self._turn(), writing(self._engine) as database:
+            yield database
+        self.signals.look()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """One thread of this process at a time writes in SQLite.
+
+        SQLite makes those that wait for its lock sleep, up to a tenth of a second, and serves none
+        in turn.
+        """
+        if self._engine.dialect.name != "sqlite":
+            yield
+            return
+        if not self._writer.acquire(timeout=LOCK_SECONDS):
+            raise TimeoutError(f"the store is locked for more than {LOCK_SECONDS:g} s")
+        try:
+            yield
+        finally:
+            self._writer.release()
 
     def ping(self) -> None:
         """Ask the database for nothing; raises ``SQLAlchemyError`` if it does not answer."""
@@ -82,12 +126,21 @@ class Store:
     # --- Users --------------------------------------------------------------------------------
 
     def submit(
-        self, user: str, kind: str, request: str, priority: int = 0, key: str | None = None
+        self,
+        user: str,
+        kind: str,
+        request: str,
+        priority: int = 0,
+        key: str | None = None,
+        *,
+        title: str = "",
+        webhook: str | None = None,
     ) -> tuple[Job, bool]:
         """Queue a validated request; the job, and whether it is new.
 
         A request with the ``key`` of an earlier one is that one. A request that was answered
-        completely before, for anybody, has its answer at once.
+        completely before, for anybody, has its answer at once. ``title`` tells the job from others
+        in lists; ``webhook`` is the URL that is told of its end.
 
         Raises
         ------
@@ -98,12 +151,13 @@ class Store:
         values: dict[str, Any] = {
             "id": uuid.uuid4().hex, "kind": kind, "user": user, "state": State.QUEUED,
             "request": request, "digest": digest, "priority": priority, "created": self.clock(),
-            "attempts": 0, "reason": "", "idempotency_key": key,
+            "attempts": 0, "reason": "", "idempotency_key": key, "title": title[:TITLE],
+            "webhook": webhook,
         }  # fmt: skip
         try:
-            with writing(self._engine) as database:
+            with self.writing() as database:
                 values |= self._known(database, digest)
-                database.execute(insert(JOBS).values(values))
+                database.execute(insert(JOBS), values)
                 tell(database, self.clock(), values["id"], str(values["state"]))
         except IntegrityError:
             earlier = self._of_key(user, key)
@@ -112,25 +166,17 @@ class Store:
                     f"the idempotency key {key!r} belongs to another request"
                 ) from None
             return earlier, False
-        found = self.get(values["id"])
-        assert found is not None
-        return found, True
+        return job_of(values), True
 
     def _known(self, database: Connection, digest: str) -> dict[str, Any]:
         """The fields of an answer that is known, and complete."""
-        complete = (State.OPTIMAL, State.INFEASIBLE)
-        row = database.execute(
-            select(JOBS)
-            .where(JOBS.c.digest == digest, JOBS.c.state.in_(complete))
-            .order_by(JOBS.c.finished)
-            .limit(1)
-        ).one_or_none()
+        row = database.execute(_KNOWN, {"digest": digest}).one_or_none()
         if row is None:
             return {}
-        copied = ("state", "answer", "document", "reason", "cost", "bound")
-        now = self.clock()
-        return {name: getattr(row, name) for name in copied} | {
-            "cached_from": row.cached_from or row.id, "started": now, "finished": now,
+        found, now = dict(row._mapping), self.clock()
+        own = found.pop("id")
+        return found | {
+            "cached_from": found["cached_from"] or own, "started": now, "finished": now,
         }  # fmt: skip
 
     def _of_key(self, user: str, key: str | None) -> Job | None:
@@ -144,7 +190,7 @@ class Store:
     def _one(self, asked: Select[Any]) -> Job | None:
         with self._engine.connect() as database:
             row = database.execute(asked).one_or_none()
-        return None if row is None else job_of(row)
+        return None if row is None else job_of(dict(row._mapping))
 
     def page(
         self,
@@ -167,7 +213,7 @@ class Store:
             )
             asked = asked.where(earlier)
         with self._engine.connect() as database:
-            return [job_of(row) for row in database.execute(asked)]
+            return [job_of(dict(row._mapping)) for row in database.execute(asked)]
 
     def ask(self, job: str, what: Asked) -> Job:
         """Ask a job to end: a queued one ends now, a running one as soon as its worker hears it.
@@ -177,7 +223,7 @@ class Store:
         ConflictError
             If the job has ended.
         """
-        with writing(self._engine) as database:
+        with self.writing() as database:
             now = self.clock()
             queued = database.execute(
                 update(JOBS)
@@ -211,7 +257,7 @@ class Store:
             If it has not ended, or has a complete answer.
         """
         again = (State.FAILED, State.FEASIBLE)
-        with writing(self._engine) as database:
+        with self.writing() as database:
             changed = database.execute(
                 update(JOBS)
                 .where(JOBS.c.id == job, JOBS.c.state.in_(again))
@@ -235,7 +281,7 @@ class Store:
         ConflictError
             If it has not ended.
         """
-        with writing(self._engine) as database:
+        with self.writing() as database:
             ended = database.execute(
                 select(JOBS.c.id).where(JOBS.c.id == job, JOBS.c.state.in_(ENDED))
             ).one_or_none()
@@ -244,7 +290,7 @@ class Store:
             database.execute(delete(EVENTS).where(EVENTS.c.job == job))
             database.execute(delete(JOBS).where(JOBS.c.id == job))
 
-    def events(self, job: str, after: int = 0, limit: int = 1000) -> list[Event]:
+    def events(self, job: str, after: int = 0, limit: int = EVENTS_READ) -> list[Event]:
         """What happened to a job after the event of that number, in order."""
         asked = (
             select(EVENTS)

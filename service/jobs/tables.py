@@ -1,4 +1,4 @@
-"""The tables of the planning service's store."""
+"""The tables of the planning service's store; each change of them is a revision in migrations/."""
 
 from sqlalchemy import (
     BigInteger,
@@ -8,10 +8,12 @@ from sqlalchemy import (
     Index,
     Integer,
     MetaData,
+    PrimaryKeyConstraint,
     String,
     Table,
     Text,
     UniqueConstraint,
+    text,
 )
 
 TABLES = MetaData()
@@ -43,6 +45,8 @@ JOBS = Table(
     Column("idempotency_key", String(200)),
     Column("worker", String(64)),
     Column("leased_until", Float),
+    Column("title", String(200), nullable=False, server_default=text("''")),
+    Column("webhook", String(2000)),
     UniqueConstraint("user", "idempotency_key", name="once"),
     Index("waiting", "state", "priority", "created"),
     Index("alike", "digest", "state"),
@@ -68,4 +72,28 @@ TOKENS = Table(
     Column("user", String(200), nullable=False),
     Column("scope", String(8), nullable=False),
     Column("created", Float, nullable=False),
+)
+
+UPLOADS = Table(
+    "uploads",
+    TABLES,
+    Column("id", String(64), nullable=False),  # the SHA-256 of the canonical document
+    Column("user", String(200), nullable=False),
+    Column("kind", String(20), nullable=False),
+    Column("name", String(200), nullable=False),
+    Column("document", Text, nullable=False),
+    Column("created", Float, nullable=False),
+    PrimaryKeyConstraint("user", "id"),
+)
+
+DELIVERIES = Table(
+    "deliveries",
+    TABLES,
+    Column("number", _NUMBER, primary_key=True, autoincrement=True),
+    Column("job", String(32), ForeignKey("jobs.id", ondelete="CASCADE"), nullable=False),
+    Column("state", String(12), nullable=False),
+    Column("due", Float, nullable=False),
+    Column("attempts", Integer, nullable=False),
+    Index("due", "due"),
+    sqlite_autoincrement=True,
 )

@@ -40,24 +40,37 @@ class Limits:
 class Worker:
     """Answers one job after another until it is stopped.
 
-    ``lease_seconds``: a job whose worker is silent for so long is another's.
+    ``lease_seconds``: a job whose worker is silent for so long is another's. ``poll_seconds`` is
+    the time between looks at a running job, ``look_seconds`` that between looks at the queue when
+    nothing is told of it.
     """
 
     store: Store
     limits: Limits = Limits()
     lease_seconds: float = 15.0
     poll_seconds: float = 0.2
+    look_seconds: float = 2.0
     name: str = field(
         default_factory=lambda: f"{socket.gethostname()[:20]}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     )
     stopping: threading.Event = field(default_factory=threading.Event)
     queue: Queue = field(init=False)
+    _woken: threading.Event = field(init=False, default_factory=threading.Event)
 
     def __post_init__(self) -> None:
         self.queue = Queue(self.store)
 
     def run(self) -> None:
         """Claim and answer jobs; a store that does not answer is asked again."""
+        with self.store.signals.subscribed(self._woken.set, name=State.QUEUED):
+            self._work()
+
+    def stop(self) -> None:
+        """End `run` as soon as the job that is being answered has ended, which is asked to."""
+        self.stopping.set()
+        self._woken.set()
+
+    def _work(self) -> None:
         while not self.stopping.is_set():
             try:
                 self.queue.expire()
@@ -65,7 +78,8 @@ class Worker:
             except SQLAlchemyError:
                 job = None
             if job is None:
-                self.stopping.wait(self.poll_seconds)
+                self._woken.wait(self.look_seconds)
+                self._woken.clear()
             else:
                 self.answer(job)
 
@@ -73,7 +87,8 @@ class Worker:
         """Answer a job that is claimed; what happens to the lease and the store ends it."""
         run = _Run(self, job)
         try:
-            run.until_done()
+            with self.store.signals.subscribed(run.asked.set, job=job.id, name="asked"):
+                run.until_done()
         except LeaseLostError:
             pass  # another worker has it: what this one found does not count
         finally:
@@ -98,6 +113,8 @@ class _Run:
         self.kill_at: float | None = None
         self.stopped_by: StoppedBy | None = None
         self.aborted = False
+        self.asked = threading.Event()
+        self.asked.set()  # perhaps between its claim and now
 
     def until_done(self) -> None:
         """Pass on what the process tells, and end it if it must."""
@@ -122,7 +139,8 @@ class _Run:
     def _watch(self) -> None:
         """Renew the lease, and see to the user's wish and to the limits."""
         now, limits = time.monotonic(), self.worker.limits
-        if now - self.renewed > self.worker.lease_seconds / 4:
+        if self.asked.is_set() or now - self.renewed > self.worker.lease_seconds / 4:
+            self.asked.clear()
             with contextlib.suppress(SQLAlchemyError):  # asked again at the next look
                 self._hear(self.worker.queue.renew(
                     self.job.id, self.worker.name, self.worker.lease_seconds))  # fmt: skip

@@ -34,7 +34,7 @@ from stagewright.cli.plans import check, show, simulate
 from stagewright.cli.profiling import profile, profile_links
 from stagewright.cli.running import run
 from stagewright.cli.schedules import schedule
-from stagewright.cli.serving import serve, token
+from stagewright.cli.serving import backup, serve, token
 from stagewright.cli.simulating import simulate_cluster
 from stagewright.cli.sweeping import sweep
 from stagewright.cli.training import train
@@ -118,7 +118,7 @@ PANELS: dict[str, tuple[Callable[..., int], ...]] = {
     "Scheduling problems": (partition, divide, schedule, jobshop),
     "Models and clusters": (import_, model, cluster, profile, profile_links, capture),
     "Run": (run, train, compare, export),
-    "The planning service": (serve, token),
+    "The planning service": (serve, token, backup),
     "Clusters and jobs": (allocate, rounds, simulate_cluster, run_cluster, estimate, cloud),
     "About": (planners, policies, doctor),
 }

@@ -20,6 +20,8 @@ EXAMPLES: dict[str, str] = {
         stagewright serve --port 8754 --workers 2""",
     "token": """
         stagewright token alice --scope submit""",
+    "backup": """
+        stagewright backup jobs-monday.sqlite --store jobs.sqlite""",
     "what-if": """
         stagewright what-if --model model.json --cluster cluster.json \\
             --microbatches 8 --time-limit 3""",

@@ -1,4 +1,4 @@
-"""``serve`` and ``token``: the planning service."""
+"""``serve``, ``token`` and ``backup``: the planning service."""
 
 import contextlib
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from stagewright.cli.console import JsonFlag, print_json, print_lines
+from stagewright.cli.outputs import Writes
 from stagewright.graphs.documents.errors import InputError
 
 StoreUrl = Annotated[
@@ -41,11 +42,11 @@ def serve(
     starts only if there are tokens.
     """
     from stagewright.graphs.documents.units import parse_bytes
-    from stagewright.service.jobs.store import opened
 
     limit = parse_bytes(memory_limit)
     try:
         from stagewright.service.http.server import Server
+        from stagewright.service.jobs.store import opened
     except ImportError as error:
         raise InputError(
             f"the service needs {error.name}: pip install 'stagewright[service]'"
@@ -87,4 +88,20 @@ def token(
             return 0 if count else 1
         made = tokens.create(user, scope)
     print_json({"token": made}) if as_json else print_lines(made)
+    return 0
+
+
+def backup(
+    file: Annotated[Path, typer.Argument(help="The new file.", metavar="FILE"), Writes()],
+    store: StoreUrl = "stagewright-jobs.sqlite",
+) -> int:
+    """Copy a store of SQLite into a new file while servers work on it.
+
+    The file is a store too: put it in place of the other one, with no server running, to restore.
+    A store of PostgreSQL is backed up with pg_dump.
+    """
+    from stagewright.service.jobs.backups import back_up
+
+    back_up(store_url(store), file)
+    print_lines(f"{file}: {file.stat().st_size} bytes")
     return 0

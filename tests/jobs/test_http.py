@@ -69,6 +69,7 @@ def test_a_plan_from_its_submission_to_its_files(client: TestClient, store: Stor
     assert made.status_code == 202
     job = made.json()["id"]
     assert made.headers["location"] == f"/v1/jobs/{job}"
+    assert made.json()["title"] == "small on small"
     again = client.post("/v1/plan", content=plan_request(), headers={"Idempotency-Key": "k"})
     assert (again.status_code, again.json()["id"]) == (200, job)
     other = client.post("/v1/plan", content=plan_request(seed=1), headers={"Idempotency-Key": "k"})

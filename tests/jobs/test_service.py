@@ -1,46 +1,19 @@
 """The service as people run it: the command, its clients, and its end."""
 
 import asyncio
-import os
-import re
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from commands import answered, refused
 from planning_jobs import TWO_JOBS, long_request
 from plans import small_problem
+from served import PATIENCE, served
 
 pytest.importorskip("fastapi", reason="the service is not installed")
 pytest.importorskip("httpx", reason="httpx is not installed")
 
 from stagewright.client import AsyncClient, Client, ServiceError
-
-PATIENCE = 120.0
-
-
-@contextmanager
-def served(
-    folder: Path, *options: str, number: int = signal.SIGINT
-) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """A server at a free port, in a process of its own; its address."""
-    command = [sys.executable, "-m", "stagewright", "serve", "--port", "0", *options]
-    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(
-        command, cwd=folder, text=True, stdout=subprocess.PIPE, env=environment
-    ) as process:
-        assert process.stdout is not None
-        told = re.fullmatch(r"serving at (http://\S+)\n", process.stdout.readline())
-        assert told is not None
-        try:
-            yield told[1], process
-        finally:
-            process.send_signal(number)
-            process.wait(PATIENCE)
 
 
 def test_both_clients_get_plans_of_a_server(tmp_path: Path) -> None:

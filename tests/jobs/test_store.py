@@ -1,36 +1,26 @@
 """The store and its queue, on SQLite and on a real PostgreSQL."""
 
+import json
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from planning_jobs import Clock
-from postgres import PostgreSQL, postgres_server
+from planning_jobs import TWO_JOBS, Clock, plan_request
 
 pytest.importorskip("sqlalchemy")
 
+from sqlalchemy.exc import SQLAlchemyError
+
 from stagewright.graphs.documents.errors import InputError
+from stagewright.service.jobs.kinds import parse_request, title_of
 from stagewright.service.jobs.queue import MOST_ATTEMPTS, LeaseLostError, Queue
 from stagewright.service.jobs.records import Asked, Outcome, State, StoppedBy
 from stagewright.service.jobs.store import ConflictError, Store
 
 LEASE = 10.0
 DONE = Outcome(State.OPTIMAL, answer="{}", document="plan", cost=2.0, bound=2.0)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[PostgreSQL]:
-    with postgres_server() as found:
-        yield found
-
-
-@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "sqlite":
-        return f"sqlite:///{tmp_path / 'jobs.sqlite'}"
-    return request.getfixturevalue("server").new_database()
 
 
 @pytest.fixture
@@ -87,6 +77,9 @@ def test_what_was_answered_completely_is_not_solved_again(store: Store, queue: Q
     queue.finish(job.id, "w", DONE)
     other, _ = store.submit("bob", "plan", "{}")
     assert (other.state, other.cached_from, other.document) == (State.OPTIMAL, job.id, "plan")
+    fourth, _ = store.submit("cid", "plan", "{}")
+    assert fourth.cached_from == job.id
+    assert (store.get(other.id), store.get(fourth.id)) == (other, fourth)  # as it was returned
     third, _ = store.submit("bob", "schedule", "{}")  # the same text of another kind
     assert third.state is State.QUEUED
     assert queue.claim("w", LEASE).id == third.id
@@ -224,6 +217,33 @@ def test_workers_at_once_claim_every_job_once(url: str) -> None:
     assert len(claimed) == 40
     assert opened.counts() == {State.OPTIMAL: 40}
     opened.close()
+
+
+def test_who_waits_too_long_to_write_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an error of the database, whether this process or another one writes for so long."""
+    monkeypatch.setattr("stagewright.service.jobs.store.LOCK_SECONDS", 0.05)
+    monkeypatch.setattr("stagewright.service.jobs.rows.LOCK_SECONDS", 0.05)
+    one, other = (Store(f"sqlite:///{tmp_path / 'jobs.sqlite'}") for _ in range(2))
+    for waiting in (one, other):
+        with one.writing(), pytest.raises(SQLAlchemyError, match="locked"):
+            waiting.submit("ann", "plan", "{}")
+        waiting.submit("ann", "plan", "{}")
+    one.close()
+    other.close()
+
+
+def test_a_title_names_model_and_cluster(store: Store) -> None:
+    request = json.loads(plan_request())
+    request["chain"]["name"] = "a\0 model" + 300 * "x"
+    request["cluster"]["name"] = "two GPUs"
+    title = title_of(parse_request("plan", json.dumps(request)))
+    assert title.startswith("a modelx")
+    assert title.endswith("x on two GPUs")
+    assert title_of(parse_request("jobshop", TWO_JOBS)) == ""
+    job, _ = store.submit("ann", "plan", "{}", title=title, webhook="https://x.example/done")
+    assert (job.title, job.webhook) == (title[:200], "https://x.example/done")
 
 
 @pytest.mark.parametrize("url", ["sqlite:////nowhere/jobs.sqlite", "nosuch://x"])

@@ -44,7 +44,7 @@ def working(store: Store, limits: Limits | None = None) -> Iterator[Worker]:
     try:
         yield worker
     finally:
-        worker.stopping.set()
+        worker.stop()
         thread.join(PATIENCE)
         assert not thread.is_alive()
 

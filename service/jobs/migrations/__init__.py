@@ -1,0 +1,1 @@
+"""Revisions of the store's tables, for Alembic."""

@@ -1,0 +1,21 @@
+"""Databases of stores: SQLite, and a real PostgreSQL."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from postgres import PostgreSQL, postgres_server
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[PostgreSQL]:
+    with postgres_server() as found:
+        yield found
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The URL of an empty database."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'jobs.sqlite'}"
+    return request.getfixturevalue("server").new_database()

@@ -1,0 +1,115 @@
+"""Tables of stores: made, brought up to date, and refused where they are newer."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("alembic", reason="the service is not installed")
+
+from alembic.autogenerate import compare_metadata
+from alembic.runtime.migration import MigrationContext
+from sqlalchemy import Engine, create_engine, text
+
+from stagewright.graphs.documents.errors import InputError
+from stagewright.service.http.tokens import Caller, Scope, Tokens
+from stagewright.service.jobs.queue import Queue
+from stagewright.service.jobs.records import Outcome, State
+from stagewright.service.jobs.store import Store
+from stagewright.service.jobs.tables import TABLES
+
+# A store of the version before there were revisions, as it makes it: tables, jobs in three states.
+BEFORE = Path(__file__).parent / "data"
+TOKEN = "sw_of-ann"
+
+
+@pytest.fixture
+def engine(url: str) -> Iterator[Engine]:
+    found = create_engine(url)
+    yield found
+    found.dispose()
+
+
+def make_before(engine: Engine) -> None:
+    """The tables of the version before, with what it stored in them."""
+    tables = (BEFORE / f"store-before-{engine.dialect.name}.sql").read_text()
+    rows = (BEFORE / "store-before-rows.sql").read_text()
+    with engine.begin() as database:
+        for statement in filter(str.strip, f"{tables}{rows}".split(";\n")):
+            database.exec_driver_sql(statement)
+
+
+def revision(engine: Engine) -> str:
+    with engine.connect() as database:
+        return str(database.execute(text("SELECT version_num FROM alembic_version")).scalar_one())
+
+
+def test_the_revisions_make_the_tables_of_the_code(url: str, engine: Engine) -> None:
+    Store(url).close()
+    with engine.connect() as database:
+        context = MigrationContext.configure(database, opts={"compare_server_default": True})
+        assert compare_metadata(context, TABLES) == []
+
+
+def test_a_store_of_the_version_before_goes_on(url: str, engine: Engine) -> None:
+    make_before(engine)
+    store = Store(url)
+    ended, running, waiting = (store.get(letter * 32) for letter in "abc")
+    assert ended is not None
+    assert (ended.state, ended.document, ended.cost) == (State.OPTIMAL, '{"plan": "ü"}', 2.5)
+    assert (ended.title, ended.webhook) == ("", None)
+    assert [job.id[0] for job in store.page("ann")] == ["c", "a"]
+    assert [one.name for one in store.events(ended.id)] == ["queued", "solving", "optimal"]
+    assert Tokens(store.engine).caller(TOKEN) == Caller("ann", Scope.SUBMIT)
+    # The key, the answers that are known and the queue are those of before.
+    assert store.submit("ann", "plan", '{"n":1}', key="once")[0].id == ended.id
+    assert store.submit("cid", "plan", '{"n":1}')[0].cached_from == ended.id
+    new, _ = store.submit("ann", "plan", '{"n":4}', title="a model", webhook="https://x.example")
+    assert (new.title, new.webhook) == ("a model", "https://x.example")
+    assert store.events(new.id)[0].number == 9  # 7 was the last, of a job discarded
+    queue = Queue(store)
+    assert running is not None
+    assert queue.expire() == 1
+    claimed = [queue.claim("w", 60.0) for _ in range(3)]
+    assert [job.id for job in claimed if job] == [running.id, waiting.id, new.id]
+    queue.finish(new.id, "w", Outcome(State.OPTIMAL, answer="{}"))
+    store.close()
+    assert revision(engine) == "0002"
+
+
+def test_a_newer_store_is_refused_and_stays_as_it_is(url: str, engine: Engine) -> None:
+    Store(url).close()
+    with engine.begin() as database:
+        database.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+    with pytest.raises(InputError, match=r"revision 9999, this version knows 0002 at most") as told:
+        Store(url)
+    assert "\n" not in str(told.value)
+    assert revision(engine) == "9999"
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_servers_that_start_at_once_make_the_tables_once(
+    url: str, engine: Engine, before: bool
+) -> None:
+    if before:
+        make_before(engine)
+    code = (
+        "import sys; from stagewright.service.jobs.store import Store; sys.stdin.readline(); "
+        "print(len(Store(sys.argv[1]).page(None)))"
+    )
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, url],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for _ in range(4)
+    ]  # fmt: skip
+    for one in started:
+        assert one.stdin is not None
+        one.stdin.write("\n")
+        one.stdin.flush()
+    told = [one.communicate(timeout=120) for one in started]
+    assert told == [("3\n" if before else "0\n", "")] * 4
+    assert revision(engine) == "0002"
