@@ -3,16 +3,21 @@
 import io
 import zipfile
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, HTTPException, Query, Response
+from pydantic import BaseModel, ConfigDict, Field
 
 from stagewright.formulations.plans.plan import FORMAT, VERSION, PipelinePlan
 from stagewright.graphs.documents import documents
+from stagewright.graphs.documents.units import MAX_DEVICES
 from stagewright.service.http.guard import Readable, Reader, Serving, own_job
 from stagewright.service.jobs.kinds import KINDS
 from stagewright.service.jobs.records import Job
 from stagewright.service.pipeline_requests import PlanRequest
+
+if TYPE_CHECKING:
+    from stagewright.executor.export.options import Options
 
 router = APIRouter(prefix="/v1")
 
@@ -21,6 +26,22 @@ router = APIRouter(prefix="/v1")
 def read_plan(job: Readable) -> Response:
     """The best plan so far."""
     return _file(_document(job), "application/json", "plan.json")
+
+
+@router.get("/jobs/{job}/trace")
+def read_trace(job: Readable) -> Response:
+    """The plan's timeline as a Chrome trace, which Perfetto shows."""
+    from stagewright.executor.drawing.chrome import chrome_trace
+
+    return _file(chrome_trace(_plan(job)), "application/json", "trace.json")
+
+
+@router.get("/jobs/{job}/timeline.html")
+def read_page(job: Readable) -> Response:
+    """The plan's page, which needs nothing else: timeline, memory, bounds and stages."""
+    from stagewright.executor.drawing.page import page
+
+    return _file(page(_plan(job)), "text/html", "timeline.html")
 
 
 @router.get("/jobs/{job}/timeline.png")
@@ -39,27 +60,44 @@ def read_timeline(job: Readable) -> dict[str, Any]:
     return page_object(_plan(job))
 
 
+class ExportOptions(BaseModel):
+    """Options of an export; each is for some formats. See `stagewright export`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    command: str | None = Field(None, max_length=2000)
+    partition_only: bool = False
+    per_server: int | None = Field(None, ge=1, le=MAX_DEVICES)
+    image: str | None = Field(None, max_length=500)
+    cpus: int | None = Field(None, ge=1, le=100_000)
+    time: str | None = Field(None, max_length=20)
+
+
 @router.get("/jobs/{job}/export/{to}")
-def export_plan(
-    job: Readable, to: str, command: Annotated[str | None, Query(max_length=2000)] = None
-) -> Response:
+def export_plan(job: Readable, to: str, options: Annotated[ExportOptions, Query()]) -> Response:
     """The files for a framework, or a script that launches, as a ZIP archive."""
-    from stagewright.executor.export import FORMATS, export
+    from stagewright.executor.export import export
+
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, text in export(_plan(job), to, _options(job, to, options)).items():
+            archive.writestr(name, text)
+    return _file(packed.getvalue(), "application/zip", f"{to}.zip")
+
+
+def _options(job: Job, to: str, given: ExportOptions) -> "Options":
+    """The options, with the model and the cluster that the plan was asked for."""
+    from stagewright.executor.export import FORMATS
     from stagewright.executor.export.options import Options
 
-    plan = _plan(job)
     request = KINDS[job.kind].request.parse(job.request)
     assert isinstance(request, PlanRequest)  # no other kind has such a plan
     allowed = FORMATS[to].options if to in FORMATS else ()
-    given: dict[str, Any] = {
-        "model": request.chain, "cluster": request.cluster, "command": command,
-    }  # fmt: skip
-    chosen = {name: value for name, value in given.items() if name in allowed}
-    packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, text in export(plan, to, Options(**chosen)).items():
-            archive.writestr(name, text)
-    return _file(packed.getvalue(), "application/zip", f"{to}.zip")
+    own = {"model": request.chain, "cluster": request.cluster}
+    if given.per_server is not None:
+        del own["cluster"]  # one of both says where the servers are
+    chosen = {name: value for name, value in own.items() if name in allowed}
+    return Options(**chosen, **given.model_dump())
 
 
 @router.get("/diff")

@@ -8,6 +8,7 @@ from fastapi import Depends, HTTPException, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from stagewright.service.http.limits import RequestLimits
+from stagewright.service.http.rates import Rate
 from stagewright.service.http.tokens import Caller, Scope, Tokens
 from stagewright.service.jobs.records import Job
 from stagewright.service.jobs.store import Store
@@ -18,11 +19,21 @@ _BEARER = HTTPBearer(auto_error=False)
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What the routes work on; ``open_to_all``: without tokens, for one machine alone."""
+    """What the routes work on.
+
+    ``open_to_all``: without tokens, for one machine alone. ``rate`` limits the requests of each
+    user, and those without a valid token of each address.
+    """
 
     store: Store
     limits: RequestLimits = field(default_factory=RequestLimits)
     open_to_all: bool = False
+    rate: Rate | None = None
+
+    def take(self, who: str) -> None:
+        """Count a request; raises TooManyError if there are too many."""
+        if self.rate is not None:
+            self.rate.take(who)
 
 
 async def _service(request: Request) -> Service:  # else it is called in a thread
@@ -35,23 +46,30 @@ Serving = Annotated[Service, Depends(_service)]
 
 def _allowed(scope: Scope) -> Callable[..., Caller]:
     def caller(
+        request: Request,
         service: Serving,
         given: Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)],
     ) -> Caller:
-        if service.open_to_all:
-            return LOCAL
-        found = None if given is None else Tokens(service.store.engine).caller(given.credentials)
+        found = _known(service, None if given is None else given.credentials)
         if found is None:
+            service.take(f"address {request.client and request.client.host}")
             raise HTTPException(
                 401,
                 "a token is needed: Authorization: Bearer TOKEN",
                 {"WWW-Authenticate": "Bearer"},
             )
+        service.take(f"user {found.user}")
         if not found.may(scope):
             raise HTTPException(403, f"this token may not: it needs the scope {scope.value}")
         return found
 
     return caller
+
+
+def _known(service: Service, token: str | None) -> Caller | None:
+    if service.open_to_all:
+        return LOCAL
+    return None if token is None else Tokens(service.store.engine).caller(token)
 
 
 Reader = Annotated[Caller, Depends(_allowed(Scope.READ))]

@@ -1,32 +1,52 @@
-"""Limits of requests: bytes of a body, size of what is solved."""
+"""Limits of requests: bytes and depth of a body, size of what is solved, how many at a time."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from starlette.requests import Request as HttpRequest
 
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.requests import Request
+
+WAIT_SECONDS = 10.0  # until a queue may be shorter
+# The end of a text may be missing: then nothing after it is looked at twice.
+_TEXTS = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
+_NO_BRACKETS = bytes(sorted(set(range(256)) - set(b"[]{}")))
+_STEPS = np.zeros(256, np.int8)
+_STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
 
 
 class TooLargeError(Exception):
     """A body of more bytes than are taken."""
 
 
+class TooManyError(Exception):
+    """More requests, or jobs, than a user may have; ``seconds`` until it is worth asking again."""
+
+    def __init__(self, detail: str, seconds: float) -> None:
+        super().__init__(detail)
+        self.seconds = seconds
+
+
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
     """What may be asked for.
 
-    ``body_bytes`` of a request, ``seconds`` and ``threads`` of a search, and ``devices`` and
-    ``layers`` of a problem.
+    ``body_bytes`` of a request and ``depth`` of brackets in it, ``seconds`` and ``threads`` of a
+    search, ``devices`` and ``layers`` of a problem, and ``queued`` jobs of a user (None: any
+    number).
     """
 
     body_bytes: int = 16_000_000
+    depth: int = 32
     seconds: float = 3600.0
     threads: int = 4
     devices: int = 4096
     layers: int = 2000
+    queued: int | None = None
 
     async def body(self, request: HttpRequest) -> bytes:
         """The body; raises TooLargeError as soon as it is larger than allowed."""
@@ -37,6 +57,23 @@ class RequestLimits:
                 raise TooLargeError(f"the body has more than {self.body_bytes} bytes")
             parts.append(part)
         return b"".join(parts)
+
+    def require_shallow(self, text: bytes) -> None:
+        """Refuse brackets inside brackets that no parser should have to follow."""
+        brackets = _TEXTS.sub(b"", text).translate(None, _NO_BRACKETS)
+        steps = _STEPS[np.frombuffer(brackets, np.uint8)]
+        depth = int(steps.cumsum(dtype=np.int32).max(initial=0))
+        if depth > self.depth:
+            raise InputError(f"the body has {depth} brackets inside each other, over {self.depth}")
+
+    def require_room(self, queued: int) -> None:
+        """Refuse another job of a user who has so many that wait."""
+        if self.queued is not None and queued >= self.queued:
+            raise TooManyError(
+                f"you have {queued} jobs in the queue, and may have {self.queued}: wait, or stop "
+                "some",
+                WAIT_SECONDS,
+            )
 
     def require_modest(self, request: Request) -> None:
         """Refuse what would take too long, or would go beyond this machine."""

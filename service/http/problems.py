@@ -11,7 +11,8 @@ from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
 
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
-from stagewright.service.http.limits import TooLargeError
+from stagewright.service.http.limits import TooLargeError, TooManyError
+from stagewright.service.http.rates import seconds_to_wait
 from stagewright.service.jobs.store import ConflictError
 
 MEDIA_TYPE = "application/problem+json"
@@ -39,6 +40,10 @@ def add_handlers(app: FastAPI) -> None:
     def too_large(_: Request, error: Exception) -> JSONResponse:
         return problem(413, str(error))
 
+    def too_many(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, TooManyError)
+        return problem(429, str(error), {"Retry-After": seconds_to_wait(error.seconds)})
+
     def of_http(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         return problem(error.status_code, str(error.detail), error.headers)
@@ -56,6 +61,7 @@ def add_handlers(app: FastAPI) -> None:
     app.add_exception_handler(InvalidPlan, unprocessable)
     app.add_exception_handler(ConflictError, conflict)
     app.add_exception_handler(TooLargeError, too_large)
+    app.add_exception_handler(TooManyError, too_many)
     app.add_exception_handler(HTTPException, of_http)
     app.add_exception_handler(RequestValidationError, of_parameters)
     app.add_exception_handler(SQLAlchemyError, unavailable)

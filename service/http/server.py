@@ -11,20 +11,30 @@ import uvicorn
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.http.app import LOOPBACK, create_app
 from stagewright.service.http.guard import Service
+from stagewright.service.http.limits import RequestLimits
+from stagewright.service.http.rates import Rate
 from stagewright.service.http.tokens import Tokens
 from stagewright.service.jobs.store import Store
 from stagewright.service.workers.worker import Limits, Worker
 
+PER_SECOND = 50.0  # requests of each user
+BURST_SECONDS = 10.0  # how long a user may have asked for nothing, to ask for all of it at once
+MOST_QUEUED = 1000  # jobs of each user
+
 
 @dataclass
 class Server:
-    """A server on a store, with so many workers of its own."""
+    """A server on a store, with so many workers of its own.
+
+    ``per_second`` limits the requests of each user; None: to `PER_SECOND` where there are tokens.
+    """
 
     store: Store
     host: str
     port: int
     workers: int
     memory_bytes: float
+    per_second: float | None = None
 
     def require_safe(self) -> None:
         """Refuse to serve others without tokens."""
@@ -37,8 +47,7 @@ class Server:
     def run(self, on_start: Callable[[str], None] = lambda _: None) -> None:
         """Serve until a signal, ``on_start`` is told the address; running jobs then end."""
         listening = self._bound()
-        free = not Tokens(self.store.engine).exist()
-        app = create_app(Service(self.store, open_to_all=free))
+        app = create_app(self._service())
         made = [
             Worker(self.store, Limits(memory_bytes=self.memory_bytes)) for _ in range(self.workers)
         ]
@@ -61,6 +70,16 @@ class Server:
             for thread in threads:
                 thread.join()
 
+    def _service(self) -> Service:
+        free = not Tokens(self.store.engine).exist()
+        per_second = self.per_second or (None if free else PER_SECOND)
+        return Service(
+            self.store,
+            RequestLimits(queued=None if free else MOST_QUEUED),
+            open_to_all=free,
+            rate=None if per_second is None else _rate(per_second),
+        )
+
     def _bound(self) -> socket.socket:
         """A socket that listens at the address."""
         try:
@@ -69,3 +88,7 @@ class Server:
             raise InputError(
                 f"--host {self.host} --port {self.port}: {error.strerror or error}"
             ) from None
+
+
+def _rate(per_second: float) -> Rate:
+    return Rate(per_second, max(1.0, per_second * BURST_SECONDS))

@@ -61,6 +61,7 @@ for _kind in KINDS:
 
 
 def _validated(service: Service, kind: str, text: bytes) -> JobRequest:
+    service.limits.require_shallow(text)
     asked = parse_request(kind, text)
     service.limits.require_modest(asked)
     return asked
@@ -72,6 +73,7 @@ def _submitted(
     asked = _validated(service, kind, text)
     if priority > 0 and not caller.may(Scope.ADMIN):
         raise HTTPException(403, "a priority above 0 needs the scope admin")
+    service.limits.require_room(service.store.queued(caller.user))
     return service.store.submit(
         caller.user, kind, canonical(text), priority, key, title=title_of(asked)
     )

@@ -301,6 +301,12 @@ class Store:
         with self._engine.connect() as database:
             return [Event(**row._mapping) for row in database.execute(asked)]
 
+    def queued(self, user: str) -> int:
+        """How many jobs of a user wait in the queue."""
+        asked = select(func.count()).where(JOBS.c.user == user, JOBS.c.state == State.QUEUED)
+        with self._engine.connect() as database:
+            return database.execute(asked).scalar_one()
+
     def counts(self) -> dict[State, int]:
         """How many jobs are in each state."""
         asked = select(JOBS.c.state, func.count()).group_by(JOBS.c.state)

@@ -35,15 +35,25 @@ def serve(
     memory_limit: Annotated[
         str, typer.Option("--memory-limit", help="Memory that a job may take, for example 8GB.")
     ] = "8GB",
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            help="Requests a second of each user, ten times as many at once; default: 50 if there "
+            "are tokens, else any number.",
+            metavar="N",
+        ),
+    ] = None,
 ) -> int:
     """Serve plans over HTTP, and solve the jobs in processes of their own.
 
     On an address of this machine alone no token is needed as long as there is none; on any other it
     starts only if there are tokens.
     """
-    from stagewright.graphs.documents.units import parse_bytes
+    from stagewright.graphs.documents.units import is_finite, parse_bytes
 
     limit = parse_bytes(memory_limit)
+    if rate is not None and not (is_finite(rate) and rate > 0):
+        raise InputError(f"--rate must be more than 0 requests a second, got {rate:g}")
     try:
         from stagewright.service.http.server import Server
         from stagewright.service.jobs.store import opened
@@ -52,7 +62,7 @@ def serve(
             f"the service needs {error.name}: pip install 'stagewright[service]'"
         ) from None
     with opened(store_url(store)) as jobs:
-        server = Server(jobs, host, port, workers, limit)
+        server = Server(jobs, host, port, workers, limit, rate)
         server.require_safe()
         server.run(lambda url: print_lines(f"serving at {url}"))
     return 0

@@ -8,16 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planning_jobs import TWO_JOBS, plan_request
+from planning_jobs import TWO_JOBS, Clock, plan_request
 
 pytest.importorskip("fastapi", reason="the service is not installed")
 pytest.importorskip("httpx", reason="httpx is not installed")
 
 from fastapi.testclient import TestClient
 
+from stagewright.service.http import rates
 from stagewright.service.http.app import HEADERS, create_app
 from stagewright.service.http.guard import Service
 from stagewright.service.http.limits import RequestLimits
+from stagewright.service.http.rates import Rate
 from stagewright.service.http.tokens import Scope, Tokens
 from stagewright.service.jobs.kinds import KINDS, parse_request
 from stagewright.service.jobs.queue import Queue
@@ -90,12 +92,67 @@ def test_a_plan_from_its_submission_to_its_files(client: TestClient, store: Stor
     names = zipfile.ZipFile(io.BytesIO(packed.content)).namelist()
     assert sorted(names) == ["ds_config.json", "stagewright_pipeline.py"]
     assert "is not known" in told(client.get(f"/v1/jobs/{job}/export/jax"), 422)
+    trace = client.get(f"/v1/jobs/{job}/trace")
+    assert trace.headers["content-disposition"] == 'attachment; filename="trace.json"'
+    assert {one["ph"] for one in trace.json()["traceEvents"]} == {"M", "X"}
+    page = client.get(f"/v1/jobs/{job}/timeline.html")
+    assert page.headers["content-disposition"].startswith("attachment")
+    assert page.text.startswith("<!DOCTYPE html>")
     difference = client.get("/v1/diff", params={"first": job, "second": job}).json()
     assert difference["changes"] == []
     assert json.loads(client.get(f"/v1/jobs/{job}/request").text) == json.loads(plan_request())
     # The same request of anybody is answered at once.
     cached = client.post("/v1/plan", content=plan_request(seed=0))
     assert cached.status_code in (200, 202)
+
+
+@pytest.fixture
+def planned(client: TestClient, store: Store) -> str:
+    """A job that has a plan."""
+    job: str = client.post("/v1/plan", content=plan_request()).json()["id"]
+    solved(store, job)
+    return job
+
+
+def test_launch_scripts_take_the_options_of_the_command_line(
+    client: TestClient, planned: str
+) -> None:
+    def script(to: str, **options: str | int) -> str:
+        packed = client.get(f"/v1/jobs/{planned}/export/{to}", params=options)
+        assert packed.status_code == 200, packed.text
+        archive = zipfile.ZipFile(io.BytesIO(packed.content))
+        return archive.read(archive.namelist()[0]).decode()
+
+    slurm = script("slurm", command="train.py", cpus=4, time="4:00:00", per_server=1)
+    for line in ("--nodes=2", "--cpus-per-task=4", "--time=4:00:00"):
+        assert f"#SBATCH {line}\n" in slurm
+    pod = script("kubernetes", command="train.py", image="team/train:1", per_server=2)
+    assert 'image: "team/train:1"' in pod
+    assert "--nproc-per-node=2" in script("torchrun", command="train.py 'a b'", per_server=2)
+    assert script("deepspeed", partition_only="true")
+
+
+@pytest.mark.parametrize(
+    ("query", "detail"),
+    [
+        ("slurm?command=x&image=y&per_server=2", "image does not apply to slurm"),
+        ("megatron?cpus=1", "cpus does not apply to megatron"),
+        ("kubernetes?command=x&per_server=2", "--to kubernetes needs --image"),
+        ("slurm?command=x&per_server=2&time=soon", "no time of Slurm"),
+        ("slurm?command=x&per_server=2&time=1%0A%23SBATCH", "no time of Slurm"),
+        ("slurm?command=x&per_server=2&cpus=0", "query.cpus"),
+        ("slurm?command=x&per_server=2&model=/etc/passwd", "query.model"),
+        ("torchrun?per_server=2", "needs --command"),
+        ("torchrun?per_server=2&command='", "No closing quotation"),
+        ("torchrun?command=x&per_server=100000000000000000000", "query.per_server"),
+        ("..%2Fplan", "Not Found"),
+    ],
+)  # fmt: skip
+def test_options_that_an_export_does_not_take_are_named(
+    client: TestClient, planned: str, query: str, detail: str
+) -> None:
+    answer = client.get(f"/v1/jobs/{planned}/export/{query}")
+    assert detail in told(answer, 404 if detail == "Not Found" else 422)
 
 
 def test_events_are_replayed_from_any_number(client: TestClient, store: Store) -> None:
@@ -135,7 +192,9 @@ def test_verbs_are_different(client: TestClient, store: Store) -> None:
         ("/v1/plan", plan_request(nothing=1), 422, "nothing"),
         ("/v1/plan/validate", plan_request(microbatches="2"), 422, "microbatches"),
         ("/v1/plan", " " * 200_001, 413, "more than 200000 bytes"),
-        ("/v1/plan", "[" * 100_000, 422, "recursion"),
+        ("/v1/plan", "[" * 100_000, 422, "100000 brackets inside each other, over 32"),
+        ("/v1/plan", '{"chain": "]]]]]", "cluster": ' + "[" * 32, 422, "33 brackets"),
+        ("/v1/plan", '"' + r'\"' * 50_000, 422, "EOF"),
         ("/v1/jobshop", '{"jobs": 1}', 422, "jobs"),
         ("/v1/nothing", "{}", 404, "Not Found"),
         ("/v1/plan?priority=x", plan_request(), 422, "priority"),
@@ -192,6 +251,12 @@ def test_a_store_that_does_not_answer_is_said(client: TestClient, store: Store) 
     response = client.post("/v1/jobshop", content=TWO_JOBS)
     assert "does not answer" in told(response, 503)
     assert response.headers["retry-after"]
+
+
+def test_brackets_in_texts_are_not_depth(client: TestClient) -> None:
+    deep = json.loads(plan_request())
+    deep["chain"]["layers"][0]["name"] = '[{"\\' * 100
+    assert client.post("/v1/plan/validate", content=json.dumps(deep)).json() == {"valid": True}
 
 
 # --- Users ----------------------------------------------------------------------------------------
@@ -251,3 +316,48 @@ def test_tokens_are_stored_as_digests_and_revoked(store: Store, guarded: TestCli
     assert guarded.get("/v1/jobs", headers=headers).status_code == 200
     assert made.revoke("ann") == 1
     assert guarded.get("/v1/jobs", headers=headers).status_code == 401
+
+
+def test_a_user_has_a_rate_and_a_burst(store: Store, tokens: dict[str, dict[str, str]]) -> None:
+    clock = Clock()
+    app = create_app(Service(store, rate=Rate(2.0, 3.0, clock)))
+    with TestClient(app, raise_server_exceptions=False) as client:
+
+        def statuses(count: int, headers: dict[str, str]) -> list[int]:
+            return [client.get("/v1/jobs", headers=headers).status_code for _ in range(count)]
+
+        assert statuses(4, tokens["ann"]) == [200, 200, 200, 429]
+        refused = client.post("/v1/jobshop", content=TWO_JOBS, headers=tokens["ann"])
+        assert "more than 2 requests a second" in told(refused, 429)
+        assert refused.headers["retry-after"] == "1"
+        assert statuses(1, tokens["bob"]) == [200]
+        clock.now += 0.5
+        assert statuses(2, tokens["ann"]) == [200, 429]
+        clock.now += 1000.0
+        assert statuses(4, tokens["ann"]) == [200, 200, 200, 429]
+        # Tokens are not guessed faster either; who runs the service is told of its health.
+        assert statuses(4, {"Authorization": "Bearer x"}) == [401, 401, 401, 429]
+        assert {client.get("/health/live").status_code for _ in range(5)} == {200}
+
+
+def test_users_who_do_nothing_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates, "MOST_KNOWN", 3)
+    clock = Clock()
+    rate = Rate(1.0, 2.0, clock)
+    for number in range(10):
+        rate.take(f"user {number}")
+        clock.now += 1.0
+    assert len(rate._buckets) <= 3
+
+
+def test_a_user_has_so_many_jobs_in_the_queue(
+    store: Store, tokens: dict[str, dict[str, str]]
+) -> None:
+    with TestClient(create_app(Service(store, RequestLimits(queued=2)))) as client:
+        for status in (202, 202, 429):
+            answer = client.post("/v1/jobshop", content=TWO_JOBS, headers=tokens["ann"])
+            assert answer.status_code == status
+        assert "you have 2 jobs in the queue" in told(answer, 429)
+        assert answer.headers["retry-after"] == "10"
+        other = client.post("/v1/jobshop", content=TWO_JOBS, headers=tokens["bob"])
+        assert other.status_code == 202

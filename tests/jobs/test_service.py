@@ -66,6 +66,7 @@ def test_others_are_served_only_with_tokens(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert "make one first" in refused("serve", "--host", "0.0.0.0", "--port", 0)
+    assert "--rate must be more than 0" in refused("serve", "--rate", 0)
     assert "--scope 'all' must be one of read" in refused("token", "ann", "--scope", "all")
     token = answered("token", "ann", "--scope", "submit").strip()
     with served(tmp_path) as (url, _):
