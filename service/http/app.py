@@ -4,12 +4,13 @@ A request is validated before it is queued, by the model that users of Python ha
 request is opened as a path or imported.
 """
 
-from fastapi import FastAPI, Request
+from fastapi import Request
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stagewright.service.http import downloads, health, jobs, pages, submitting
 from stagewright.service.http.guard import Service
+from stagewright.service.http.openapi import Application
 from stagewright.service.http.problems import add_handlers, problem
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -22,9 +23,9 @@ HEADERS = {
 }
 
 
-def create_app(service: Service) -> FastAPI:
+def create_app(service: Service) -> Application:
     """The application on a store."""
-    app = FastAPI(
+    app = Application(
         title="Stagewright", version="1", openapi_url="/v1/openapi.json", docs_url=None,
         redoc_url=None,
     )  # fmt: skip

@@ -12,6 +12,16 @@ from stagewright.formulations.plans.plan import FORMAT, VERSION, PipelinePlan
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.units import MAX_DEVICES
 from stagewright.service.http.guard import Readable, Reader, Serving, own_job
+from stagewright.service.http.openapi import (
+    GUARDED,
+    Html,
+    JsonText,
+    Png,
+    Zip,
+    answered,
+    reference,
+    refused,
+)
 from stagewright.service.jobs.kinds import KINDS
 from stagewright.service.jobs.records import Job
 from stagewright.service.pipeline_requests import PlanRequest
@@ -19,37 +29,37 @@ from stagewright.service.pipeline_requests import PlanRequest
 if TYPE_CHECKING:
     from stagewright.executor.export.options import Options
 
-router = APIRouter(prefix="/v1")
+router = APIRouter(prefix="/v1", responses=refused(*GUARDED, 404))
 
 
-@router.get("/jobs/{job}/plan")
+@router.get("/jobs/{job}/plan", responses=answered(reference(PipelinePlan)))
 def read_plan(job: Readable) -> Response:
     """The best plan so far."""
-    return _file(_document(job), "application/json", "plan.json")
+    return _file(JsonText(_document(job)), "plan.json")
 
 
-@router.get("/jobs/{job}/trace")
+@router.get("/jobs/{job}/trace", responses=answered({"type": "object"}))
 def read_trace(job: Readable) -> Response:
     """The plan's timeline as a Chrome trace, which Perfetto shows."""
     from stagewright.executor.drawing.chrome import chrome_trace
 
-    return _file(chrome_trace(_plan(job)), "application/json", "trace.json")
+    return _file(JsonText(chrome_trace(_plan(job))), "trace.json")
 
 
-@router.get("/jobs/{job}/timeline.html")
+@router.get("/jobs/{job}/timeline.html", response_class=Html)
 def read_page(job: Readable) -> Response:
     """The plan's page, which needs nothing else: timeline, memory, bounds and stages."""
     from stagewright.executor.drawing.page import page
 
-    return _file(page(_plan(job)), "text/html", "timeline.html")
+    return _file(Html(page(_plan(job))), "timeline.html")
 
 
-@router.get("/jobs/{job}/timeline.png")
+@router.get("/jobs/{job}/timeline.png", response_class=Png)
 def draw_timeline(job: Readable) -> Response:
     """The plan's timeline."""
     from stagewright.executor.drawing.chart import png
 
-    return Response(png(_plan(job)), media_type="image/png")
+    return Png(png(_plan(job)))
 
 
 @router.get("/jobs/{job}/timeline")
@@ -73,7 +83,7 @@ class ExportOptions(BaseModel):
     time: str | None = Field(None, max_length=20)
 
 
-@router.get("/jobs/{job}/export/{to}")
+@router.get("/jobs/{job}/export/{to}", response_class=Zip)
 def export_plan(job: Readable, to: str, options: Annotated[ExportOptions, Query()]) -> Response:
     """The files for a framework, or a script that launches, as a ZIP archive."""
     from stagewright.executor.export import export
@@ -82,7 +92,7 @@ def export_plan(job: Readable, to: str, options: Annotated[ExportOptions, Query(
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, text in export(_plan(job), to, _options(job, to, options)).items():
             archive.writestr(name, text)
-    return _file(packed.getvalue(), "application/zip", f"{to}.zip")
+    return _file(Zip(packed.getvalue()), f"{to}.zip")
 
 
 def _options(job: Job, to: str, given: ExportOptions) -> "Options":
@@ -93,7 +103,7 @@ def _options(job: Job, to: str, given: ExportOptions) -> "Options":
     request = KINDS[job.kind].request.parse(job.request)
     assert isinstance(request, PlanRequest)  # no other kind has such a plan
     allowed = FORMATS[to].options if to in FORMATS else ()
-    own = {"model": request.chain, "cluster": request.cluster}
+    own: dict[str, Any] = {"model": request.chain, "cluster": request.cluster}
     if given.per_server is not None:
         del own["cluster"]  # one of both says where the servers are
     chosen = {name: value for name, value in own.items() if name in allowed}
@@ -119,6 +129,6 @@ def _plan(job: Job) -> PipelinePlan:
     return documents.parse(PipelinePlan, _document(job), "plan", FORMAT, VERSION)
 
 
-def _file(content: str | bytes, kind: str, name: str) -> Response:
-    headers = {"Content-Disposition": f'attachment; filename="{name}"'}
-    return Response(content, media_type=kind, headers=headers)
+def _file(response: Response, name: str) -> Response:
+    response.headers["Content-Disposition"] = f'attachment; filename="{name}"'
+    return response

@@ -1,5 +1,6 @@
 """Who calls, what they may do, and which jobs are theirs; as dependencies of the routes."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -13,7 +14,9 @@ from stagewright.service.http.tokens import Caller, Scope, Tokens
 from stagewright.service.jobs.records import Job
 from stagewright.service.jobs.store import Store
 
+ID = "[0-9a-f]{32}"  # of a job; databases refuse some texts
 LOCAL = Caller("local", Scope.ADMIN)
+_ID = re.compile(ID)
 _BEARER = HTTPBearer(auto_error=False)
 
 
@@ -78,7 +81,8 @@ Submitter = Annotated[Caller, Depends(_allowed(Scope.SUBMIT))]
 
 def own_job(job: str, caller: Caller, service: Service) -> Job:
     """The caller's own job of that whole id; an administrator's is any."""
-    found = service.store.get(job, None if caller.may(Scope.ADMIN) else caller.user)
+    whose = None if caller.may(Scope.ADMIN) else caller.user
+    found = service.store.get(job, whose) if _ID.fullmatch(job) else None
     if found is None:
         raise HTTPException(404, f"there is no job {job!r}")
     return found

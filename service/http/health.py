@@ -4,9 +4,16 @@ from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
 
 from stagewright.service.http.guard import Reader, Serving
+from stagewright.service.http.openapi import GUARDED, refused
 from stagewright.service.jobs.records import State
 
-router = APIRouter()
+router = APIRouter(responses=refused(403))
+
+
+class Metrics(Response):
+    """Metrics as Prometheus reads them."""
+
+    media_type = CONTENT_TYPE_LATEST
 
 
 @router.get("/health/live")
@@ -15,14 +22,14 @@ def live() -> dict[str, str]:
     return {"status": "live"}
 
 
-@router.get("/health/ready")
+@router.get("/health/ready", responses=refused(503))
 def ready(service: Serving) -> dict[str, str]:
     """The store answers too."""
     service.store.ping()
     return {"status": "ready"}
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=Metrics, responses=refused(*GUARDED))
 def metrics(caller: Reader, service: Serving) -> Response:
     """Jobs by state, for Prometheus."""
     registry = CollectorRegistry()
@@ -30,4 +37,4 @@ def metrics(caller: Reader, service: Serving) -> Response:
     counts = service.store.counts()
     for state in State:
         gauge.labels(state.value).set(counts.get(state, 0))
-    return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+    return Metrics(generate_latest(registry))

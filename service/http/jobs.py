@@ -4,29 +4,35 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from typing import Annotated, Any
+from typing import Annotated
 
 from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 from fastapi import APIRouter, Header, HTTPException, Query, Request, Response
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
-from stagewright.service.http.guard import Changeable, Readable, Reader, Serving
+from stagewright.service.http.guard import ID, Changeable, Readable, Reader, Serving
+from stagewright.service.http.openapi import GUARDED, Events, JsonText, Responses, answered, refused
 from stagewright.service.http.tokens import Scope
-from stagewright.service.http.views import JobPage, JobView, view
+from stagewright.service.http.views import EventView, JobPage, JobView, view
 from stagewright.service.jobs.records import Asked, Event, Job, State
 from stagewright.service.jobs.store import EVENTS_READ, PAGE, Store
 
 LOOK_SECONDS = 30.0  # between looks at the events of a job of which nothing is told
 READERS = CapacityLimiter(4)  # threads that read events, however many streams are woken at once
-router = APIRouter(prefix="/v1/jobs")
+OBJECT = answered({"type": "object"})
+_TEXTS = {name: {"type": "string"} for name in ("id", "event", "data")}
+EVENT: Responses = {
+    200: {"content": {"text/event-stream": {"schema": {"type": "object", "properties": _TEXTS}}}}
+}
+router = APIRouter(prefix="/v1/jobs", responses=refused(*GUARDED, 404))
 
 
 @router.get("")
 def list_jobs(
     caller: Reader,
     service: Serving,
-    before: Annotated[str | None, Query(max_length=32)] = None,
+    before: Annotated[str | None, Query(pattern=f"^{ID}$")] = None,
     state: State | None = None,
     limit: Annotated[int, Query(ge=1, le=PAGE)] = 20,
     all_users: bool = False,
@@ -46,40 +52,40 @@ def read_job(job: Readable) -> JobView:
     return view(job)
 
 
-@router.get("/{job}/answer")
+@router.get("/{job}/answer", responses=OBJECT | refused(409))
 def read_answer(job: Readable) -> Response:
     """The answer: the JSON object that the command line prints."""
     if job.answer is None:
         code, yet = (404, "") if job.has_ended else (409, " yet")
         raise HTTPException(code, f"there is no answer{yet}")
-    return Response(job.answer, media_type="application/json")
+    return JsonText(job.answer)
 
 
-@router.get("/{job}/request")
+@router.get("/{job}/request", responses=OBJECT)
 def read_request(job: Readable) -> Response:
     """What was asked."""
-    return Response(job.request, media_type="application/json")
+    return JsonText(job.request)
 
 
-@router.delete("/{job}")
+@router.delete("/{job}", responses=refused(409))
 def stop_job(job: Changeable, service: Serving) -> JobView:
     """End a job with its best answer so far."""
     return view(service.store.ask(job.id, Asked.STOP))
 
 
-@router.post("/{job}/abort")
+@router.post("/{job}/abort", responses=refused(409))
 def abort_job(job: Changeable, service: Serving) -> JobView:
     """End a job at once, without an answer."""
     return view(service.store.ask(job.id, Asked.ABORT))
 
 
-@router.post("/{job}/retry")
+@router.post("/{job}/retry", responses=refused(409))
 def retry_job(job: Changeable, service: Serving) -> JobView:
     """Queue a job again that has failed or was stopped."""
     return view(service.store.retry(job.id))
 
 
-@router.post("/{job}/discard", status_code=204)
+@router.post("/{job}/discard", status_code=204, responses=refused(409))
 def discard_job(job: Changeable, service: Serving) -> None:
     """Delete a job that has ended."""
     service.store.discard(job.id)
@@ -88,15 +94,15 @@ def discard_job(job: Changeable, service: Serving) -> None:
 @router.get("/{job}/history")
 def read_history(
     job: Readable, service: Serving, after: Annotated[int, Query(ge=0)] = 0
-) -> list[dict[str, Any]]:
+) -> list[EventView]:
     """What happened to a job after the event of that number."""
     return [
-        {"number": one.number, "at": one.at, "name": one.name, "data": json.loads(one.data)}
+        EventView(number=one.number, at=one.at, name=one.name, data=json.loads(one.data))
         for one in service.store.events(job.id, after)
     ]
 
 
-@router.get("/{job}/events")
+@router.get("/{job}/events", response_class=Events, responses=EVENT)
 async def stream_events(
     request: Request,
     job: Readable,

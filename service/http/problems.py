@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
 
@@ -18,14 +18,20 @@ from stagewright.service.jobs.store import ConflictError
 MEDIA_TYPE = "application/problem+json"
 
 
-def problem(
-    status: int, detail: str, headers: Mapping[str, str] | None = None, **more: Any
-) -> JSONResponse:
+class Problem(BaseModel):
+    """What is wrong, in one line with the place in the document (RFC 9457)."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+
+
+def problem(status: int, detail: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
     """A problem: its status, the phrase of that, and what is wrong here."""
-    told = {"type": "about:blank", "title": HTTPStatus(status).phrase, "status": status}
-    return JSONResponse(
-        told | {"detail": detail} | more, status, headers=headers, media_type=MEDIA_TYPE
-    )
+    title = HTTPStatus(status).phrase
+    told = Problem(type="about:blank", title=title, status=status, detail=detail)
+    return JSONResponse(told.model_dump(), status, headers=headers, media_type=MEDIA_TYPE)
 
 
 def add_handlers(app: FastAPI) -> None:

@@ -6,19 +6,22 @@ from fastapi import APIRouter, Header, HTTPException, Query, Request, Response
 from starlette.concurrency import run_in_threadpool
 
 from stagewright.service.http.guard import Service, Serving, Submitter
+from stagewright.service.http.openapi import GUARDED, Responses, reference, refused
 from stagewright.service.http.tokens import Caller, Scope
 from stagewright.service.http.views import JobView, canonical, view
 from stagewright.service.jobs.kinds import KINDS, parse_request, title_of
 from stagewright.service.jobs.records import Job
 from stagewright.service.requests import Request as JobRequest
 
-router = APIRouter()
+router = APIRouter(responses=refused(*GUARDED, 413))
+
+KNOWN: Responses = {200: {"model": JobView, "description": "It is known, or its answer is."}}
 
 
 def _add(kind: str) -> None:
     """Submit and validate requests of a kind, whose body is the model of users of Python."""
     one = KINDS[kind]
-    content = {"application/json": {"schema": one.request.model_json_schema()}}
+    content = {"application/json": {"schema": reference(one.request)}}
     body = {"requestBody": {"required": True, "content": content}}
 
     @router.post(
@@ -26,6 +29,7 @@ def _add(kind: str) -> None:
         summary=one.summary,
         operation_id=f"submit-{kind}",
         status_code=202,
+        responses=KNOWN | refused(409),
         openapi_extra=body,
     )
     async def submit(

@@ -1,6 +1,7 @@
 """What the service tells of a job."""
 
 import json
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
@@ -33,6 +34,17 @@ class JobView(BaseModel):
     reason: str
     cached_from: str | None
     has_document: bool
+
+
+class EventView(BaseModel):
+    """Something that happened to a job; ``at`` is seconds since 1970."""
+
+    model_config = ConfigDict(frozen=True)
+
+    number: int
+    at: float
+    name: str
+    data: dict[str, Any]
 
 
 class JobPage(BaseModel):

@@ -1,0 +1,102 @@
+"""The description of the service (OpenAPI): schemas of what is sent, answered and refused."""
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from fastapi import FastAPI, Response
+from pydantic import TypeAdapter
+
+from stagewright.formulations.plans.plan import PipelinePlan
+from stagewright.service.http.problems import MEDIA_TYPE, Problem
+from stagewright.service.jobs.kinds import KINDS
+
+PLACE = "#/components/schemas/{model}"
+Responses = dict[int | str, dict[str, Any]]
+PROBLEMS = {
+    401: "No token, or one that nobody has.",
+    403: "The token's scope does not allow it, or the request comes from another site.",
+    404: "There is no such job, or it does not have what is asked for.",
+    409: "The request contradicts what is stored.",
+    413: "The body is too large.",
+    422: "The request is not valid; the detail names the place.",
+    429: "Too many requests, or queued jobs.",
+    503: "The store does not answer.",
+}
+GUARDED = (401, 403, 422, 429, 503)
+
+
+class Application(FastAPI):
+    """An application that describes documents and problems too."""
+
+    def openapi(self) -> dict[str, Any]:
+        """The document, with the schemas to which the routes refer."""
+        found = super().openapi()
+        found["components"]["schemas"] |= _components()
+        return found
+
+
+class JsonText(Response):
+    """A JSON value that is a text already."""
+
+    media_type = "application/json"
+
+
+class Png(Response):
+    """A picture."""
+
+    media_type = "image/png"
+
+
+class Zip(Response):
+    """An archive."""
+
+    media_type = "application/zip"
+
+
+class Html(Response):
+    """A page."""
+
+    media_type = "text/html"
+
+
+class Events(Response):
+    """Server-sent events."""
+
+    media_type = "text/event-stream"
+
+
+def refused(*statuses: int) -> Responses:
+    """With what a route may refuse, for its ``responses``."""
+    content = {MEDIA_TYPE: {"schema": reference(Problem)}}
+    return {
+        status: {"description": PROBLEMS[status], "content": content} | _headers(status)
+        for status in statuses
+    }
+
+
+def answered(schema: Mapping[str, Any]) -> Responses:
+    """A JSON value of a schema, for the ``responses`` of a route that has its text."""
+    return {200: {"content": {"application/json": {"schema": schema}}}}
+
+
+def reference(kind: type) -> dict[str, str]:
+    """The place of the schema of a request, a document or a problem."""
+    return {"$ref": PLACE.format(model=kind.__name__)}
+
+
+def _headers(status: int) -> dict[str, Any]:
+    names = {401: "WWW-Authenticate", 429: "Retry-After", 503: "Retry-After"}
+    if status not in names:
+        return {}
+    return {"headers": {names[status]: {"schema": {"type": "string"}}}}
+
+
+@cache
+def _components() -> dict[str, Any]:
+    kinds: list[Any] = [*(one.request for one in KINDS.values()), PipelinePlan, Problem]
+    found = TypeAdapter.json_schemas(
+        [(kind.__name__, "validation", TypeAdapter(kind)) for kind in kinds], ref_template=PLACE
+    )[1]
+    schemas: dict[str, Any] = found["$defs"]
+    return schemas
