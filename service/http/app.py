@@ -8,7 +8,7 @@ from fastapi import Request
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from stagewright.service.http import downloads, health, jobs, pages, submitting
+from stagewright.service.http import downloads, health, jobs, pages, submitting, uploads
 from stagewright.service.http.guard import Service
 from stagewright.service.http.openapi import Application
 from stagewright.service.http.problems import add_handlers, problem
@@ -32,7 +32,7 @@ def create_app(service: Service) -> Application:
     app.state.service = service
     add_handlers(app)
     app.add_middleware(Secured)
-    for module in (submitting, jobs, downloads, health, pages):
+    for module in (submitting, jobs, downloads, uploads, health, pages):
         app.include_router(module.router)
     return app
 

@@ -22,9 +22,10 @@ from stagewright.service.http.openapi import (
     reference,
     refused,
 )
+from stagewright.service.http.uploads import ID, own_trace
 from stagewright.service.jobs.kinds import KINDS
 from stagewright.service.jobs.records import Job
-from stagewright.service.pipeline_requests import PlanRequest
+from stagewright.service.pipeline_requests import CompareRequest, PlanRequest
 
 if TYPE_CHECKING:
     from stagewright.executor.export.options import Options
@@ -108,6 +109,28 @@ def _options(job: Job, to: str, given: ExportOptions) -> "Options":
         del own["cluster"]  # one of both says where the servers are
     chosen = {name: value for name, value in own.items() if name in allowed}
     return Options(**chosen, **given.model_dump())
+
+
+@router.get("/jobs/{job}/comparison")
+def compare_with_run(
+    job: Readable,
+    trace: Annotated[str, Query(pattern=ID)],
+    caller: Reader,
+    service: Serving,
+) -> dict[str, Any]:
+    """The plan's prediction and what a run of it measured, from its uploaded trace.
+
+    What ``compare --json`` prints, with the ``measured`` timeline as the page draws it.
+    """
+    from stagewright.executor.drawing.lanes import table
+    from stagewright.executor.drawing.plan_lanes import plan_drawing
+    from stagewright.executor.measuring.compare import measured_plan
+    from stagewright.service.plans import compare
+
+    plan, run = _plan(job), own_trace(service, caller.user, trace)
+    answer = compare(CompareRequest.of(plan=plan, trace=run))
+    measured = table(plan_drawing(measured_plan(plan, run), None))
+    return answer.json_object() | {"measured": {"timeline": measured}}
 
 
 @router.get("/diff")

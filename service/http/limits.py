@@ -9,6 +9,7 @@ import numpy as np
 from starlette.requests import Request as HttpRequest
 
 from stagewright.graphs.documents.errors import InputError
+from stagewright.service.jobs.store import ConflictError
 from stagewright.service.requests import Request
 
 WAIT_SECONDS = 10.0  # until a queue may be shorter
@@ -36,8 +37,8 @@ class RequestLimits:
     """What may be asked for.
 
     ``body_bytes`` of a request and ``depth`` of brackets in it, ``seconds`` and ``threads`` of a
-    search, ``devices`` and ``layers`` of a problem, and ``queued`` jobs of a user (None: any
-    number).
+    search, ``devices`` and ``layers`` of a problem, ``queued`` jobs of a user (None: any number),
+    and documents that a user has uploaded.
     """
 
     body_bytes: int = 16_000_000
@@ -47,6 +48,7 @@ class RequestLimits:
     devices: int = 4096
     layers: int = 2000
     queued: int | None = None
+    uploads: int = 100
 
     async def body(self, request: HttpRequest) -> bytes:
         """The body; raises TooLargeError as soon as it is larger than allowed."""
@@ -74,6 +76,11 @@ class RequestLimits:
                 "some",
                 WAIT_SECONDS,
             )
+
+    def require_shelf(self, uploads: int) -> None:
+        """Refuse another document of a user who has so many."""
+        if uploads >= self.uploads:
+            raise ConflictError(f"you have {uploads} uploads, and may have no more: delete some")
 
     def require_modest(self, request: Request) -> None:
         """Refuse what would take too long, or would go beyond this machine."""

@@ -23,6 +23,14 @@ PROBLEMS = {
     429: "Too many requests, or queued jobs.",
     503: "The store does not answer.",
 }
+FIELDS = {"chain": "model", "cluster": "cluster"}
+"""The fields of requests that may name an upload, and the kind that this has."""
+_UPLOAD = {
+    "type": "object",
+    "properties": {"upload": {"type": "string"}},
+    "required": ["upload"],
+    "additionalProperties": False,
+}
 GUARDED = (401, 403, 422, 429, 503)
 
 
@@ -99,4 +107,8 @@ def _components() -> dict[str, Any]:
         [(kind.__name__, "validation", TypeAdapter(kind)) for kind in kinds], ref_template=PLACE
     )[1]
     schemas: dict[str, Any] = found["$defs"]
+    for one in KINDS.values():
+        fields = schemas[one.request.__name__]["properties"]
+        for name in FIELDS.keys() & fields:
+            fields[name] = {"anyOf": [fields[name], _UPLOAD]}
     return schemas

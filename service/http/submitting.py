@@ -8,6 +8,7 @@ from starlette.concurrency import run_in_threadpool
 from stagewright.service.http.guard import Service, Serving, Submitter
 from stagewright.service.http.openapi import GUARDED, Responses, reference, refused
 from stagewright.service.http.tokens import Caller, Scope
+from stagewright.service.http.uploads import resolved
 from stagewright.service.http.views import JobView, canonical, view
 from stagewright.service.jobs.kinds import KINDS, parse_request, title_of
 from stagewright.service.jobs.records import Job
@@ -56,7 +57,7 @@ def _add(kind: str) -> None:
     )
     async def validate(request: Request, caller: Submitter, service: Serving) -> dict[str, bool]:
         text = await service.limits.body(request)
-        await run_in_threadpool(_validated, service, kind, text)
+        await run_in_threadpool(_validated, service, kind, text, caller)
         return {"valid": True}
 
 
@@ -64,20 +65,24 @@ for _kind in KINDS:
     _add(_kind)
 
 
-def _validated(service: Service, kind: str, text: bytes) -> JobRequest:
+def _validated(
+    service: Service, kind: str, text: bytes, caller: Caller
+) -> tuple[JobRequest, bytes]:
+    """The request, and its text with the documents that it names."""
     service.limits.require_shallow(text)
-    asked = parse_request(kind, text)
+    whole = resolved(service, caller.user, text)
+    asked = parse_request(kind, whole)
     service.limits.require_modest(asked)
-    return asked
+    return asked, whole
 
 
 def _submitted(
     service: Service, kind: str, text: bytes, caller: Caller, priority: int, key: str | None
 ) -> tuple[Job, bool]:
-    asked = _validated(service, kind, text)
+    asked, whole = _validated(service, kind, text, caller)
     if priority > 0 and not caller.may(Scope.ADMIN):
         raise HTTPException(403, "a priority above 0 needs the scope admin")
     service.limits.require_room(service.store.queued(caller.user))
     return service.store.submit(
-        caller.user, kind, canonical(text), priority, key, title=title_of(asked)
+        caller.user, kind, canonical(whole), priority, key, title=title_of(asked)
     )

@@ -1,0 +1,220 @@
+"""Routes of uploaded documents, and what requests that name them ask for."""
+
+import json
+from enum import StrEnum
+from typing import Annotated, Any
+
+from fastapi import APIRouter, HTTPException, Path, Query, Request, Response
+from pydantic import BaseModel, ConfigDict
+from starlette.concurrency import run_in_threadpool
+
+from stagewright.executor.programs import trace
+from stagewright.executor.programs.trace import Trace
+from stagewright.graphs.documents import documents
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import parse_bytes
+from stagewright.graphs.machines import cluster, topology
+from stagewright.graphs.machines.cluster import Cluster
+from stagewright.graphs.models import chain
+from stagewright.graphs.models.chain import Chain
+from stagewright.service.http.guard import Reader, Service, Serving, Submitter
+from stagewright.service.http.openapi import FIELDS, GUARDED, JsonText, Responses, answered, refused
+from stagewright.service.http.views import canonical
+from stagewright.service.jobs.store import PAGE
+from stagewright.service.jobs.uploads import Upload, Uploads
+
+NAME = 200  # characters at most
+ID = "^[0-9a-f]{64}$"
+router = APIRouter(prefix="/v1/uploads", responses=refused(*GUARDED, 404))
+UploadId = Annotated[str, Path(pattern=ID)]
+
+
+class Kind(StrEnum):
+    """What is kept."""
+
+    MODEL = "model"
+    CLUSTER = "cluster"
+    TRACE = "trace"
+
+
+class UploadView(BaseModel):
+    """An uploaded document; ``created`` is seconds since 1970."""
+
+    model_config = ConfigDict(frozen=True)
+
+    id: str
+    kind: Kind
+    name: str
+    created: float
+
+
+class UploadPage(BaseModel):
+    """Uploads, the newest first; ``next`` is the ``before`` of the next page, None on the last."""
+
+    uploads: tuple[UploadView, ...]
+    next: str | None
+
+
+KNOWN: Responses = {200: {"model": UploadView, "description": "It is kept already."}}
+
+
+def _body(media_type: str, schema: str) -> dict[str, Any]:
+    content = {media_type: {"schema": {"type": schema}}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+@router.post(
+    "/topology", status_code=201, responses=KNOWN | refused(413),
+    openapi_extra=_body("text/plain", "string"),
+)  # fmt: skip
+async def upload_topology(
+    request: Request,
+    response: Response,
+    caller: Submitter,
+    service: Serving,
+    device: Annotated[str, Query(max_length=NAME)],
+    memory: Annotated[str | None, Query(max_length=20)] = None,
+    name: Annotated[str | None, Query(max_length=NAME)] = None,
+) -> UploadView:
+    """Keep the cluster that ``nvidia-smi topo -m`` prints.
+
+    ``device`` is the kind of its devices, ``memory`` that of each where the kind is not known, such
+    as 80GB.
+    """
+
+    def read(text: bytes) -> str:
+        size = None if memory is None else parse_bytes(memory)
+        made = topology.parse_nvidia_smi(_utf8(text), kind=device, memory_bytes=size)
+        return documents.to_json(made)
+
+    text = await service.limits.body(request)
+    made = (await run_in_threadpool(read, text)).encode()
+    return await run_in_threadpool(_kept, service, caller.user, Kind.CLUSTER, made, name, response)
+
+
+@router.post(
+    "/{kind}", status_code=201, responses=KNOWN | refused(413),
+    openapi_extra=_body("application/json", "object"),
+)  # fmt: skip
+async def upload(
+    kind: Kind,
+    request: Request,
+    response: Response,
+    caller: Submitter,
+    service: Serving,
+    name: Annotated[str | None, Query(max_length=NAME)] = None,
+) -> UploadView:
+    """Keep a model, a cluster or a measured trace, for requests that name it."""
+    text = await service.limits.body(request)
+    return await run_in_threadpool(_kept, service, caller.user, kind, text, name, response)
+
+
+@router.get("")
+def list_uploads(
+    caller: Reader,
+    service: Serving,
+    before: Annotated[str | None, Query(pattern=ID)] = None,
+    kind: Kind | None = None,
+    limit: Annotated[int, Query(ge=1, le=PAGE)] = 20,
+) -> UploadPage:
+    """Your newest uploads; ``before`` is the ``next`` of the page before."""
+    found = Uploads(service.store).page(caller.user, before=before, kind=kind, limit=limit)
+    last = found[-1].id if len(found) == limit else None
+    return UploadPage(uploads=tuple(map(_view, found)), next=last)
+
+
+@router.get("/{upload}", responses=answered({"type": "object"}))
+def read_upload(upload: UploadId, caller: Reader, service: Serving) -> Response:
+    """An uploaded document."""
+    return JsonText(own_upload(service, caller.user, upload)[1])
+
+
+@router.delete("/{upload}", status_code=204)
+def discard_upload(upload: UploadId, caller: Submitter, service: Serving) -> None:
+    """Delete an uploaded document; jobs that were made of it have it."""
+    if not Uploads(service.store).discard(caller.user, upload):
+        raise _no_upload(upload)
+
+
+def own_upload(service: Service, user: str, upload: str) -> tuple[Upload, str]:
+    """A user's own upload, and its text."""
+    found = Uploads(service.store).get(user, upload)
+    if found is None:
+        raise _no_upload(upload)
+    return found
+
+
+def own_trace(service: Service, user: str, upload: str) -> Trace:
+    """A trace that a user has uploaded."""
+    found, text = own_upload(service, user, upload)
+    if found.kind != Kind.TRACE:
+        raise InputError(f"trace: upload {upload!r} is a {found.kind}, not a trace")
+    return documents.parse(Trace, text, found.name, trace.FORMAT, trace.VERSION)
+
+
+def resolved(service: Service, user: str, text: bytes) -> bytes:
+    """The text of a request, with the documents of the uploads that it names."""
+    if b'"upload"' not in text:
+        return text
+    try:
+        body = json.loads(text)
+    except ValueError:
+        return text  # what is wrong with it is said where it is parsed
+    if not isinstance(body, dict):
+        return text
+    for field, kind in FIELDS.items():
+        named = body.get(field)
+        if isinstance(named, dict) and named.keys() == {"upload"}:
+            body[field] = json.loads(_named(service, user, field, kind, named["upload"]))
+    return json.dumps(body).encode()
+
+
+def _named(service: Service, user: str, field: str, kind: str, upload: Any) -> str:
+    """The document that a field names."""
+    found = None
+    if isinstance(upload, str) and upload.isalnum():
+        found = Uploads(service.store).get(user, upload)
+    if found is None:
+        raise InputError(f"{field}.upload: there is no upload {upload!r}")
+    if found[0].kind != kind:
+        raise InputError(f"{field}.upload: {upload!r} is a {found[0].kind}, not a {kind}")
+    return found[1]
+
+
+def _no_upload(upload: str) -> HTTPException:
+    return HTTPException(404, f"there is no upload {upload!r}")
+
+
+def _kept(
+    service: Service, user: str, kind: Kind, text: bytes, name: str | None, response: Response
+) -> UploadView:
+    """Keep a document that is valid."""
+    service.limits.require_shallow(text)
+    own = _name_of(kind, text)
+    shown = "".join(filter(str.isprintable, own if name is None else name))[:NAME]
+    uploads = Uploads(service.store)
+    service.limits.require_shelf(uploads.count(user))
+    found, new = uploads.add(user, kind, shown, canonical(text))
+    response.status_code = 201 if new else 200
+    response.headers["Location"] = f"/v1/uploads/{found.id}"
+    return _view(found)
+
+
+def _name_of(kind: Kind, text: bytes) -> str:
+    """The name that a document gives itself; raises InputError if it is not valid."""
+    if kind is Kind.MODEL:
+        return documents.parse(Chain, text, kind, chain.FORMAT, chain.VERSION).name
+    if kind is Kind.CLUSTER:
+        return documents.parse(Cluster, text, kind, cluster.FORMAT, cluster.VERSION).name
+    return documents.parse(Trace, text, kind, trace.FORMAT, trace.VERSION).model
+
+
+def _view(found: Upload) -> UploadView:
+    return UploadView(id=found.id, kind=Kind(found.kind), name=found.name, created=found.created)
+
+
+def _utf8(text: bytes) -> str:
+    try:
+        return text.decode()
+    except UnicodeDecodeError:
+        raise InputError("the body is no text in UTF-8") from None

@@ -1,0 +1,223 @@
+"""Uploaded documents: kept for their user alone, named by requests, compared with plans."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from planning_jobs import TWO_JOBS, plan_request
+from plans import small_problem
+
+pytest.importorskip("fastapi", reason="the service is not installed")
+pytest.importorskip("httpx", reason="httpx is not installed")
+
+from fastapi.testclient import TestClient
+
+from stagewright.executor.drawing.periods import finish_seconds
+from stagewright.executor.programs.trace import Trace, TracedStep
+from stagewright.formulations.plans.plan import FORMAT, VERSION, PipelinePlan
+from stagewright.graphs.documents import documents
+from stagewright.graphs.documents.documents import to_json
+from stagewright.service.http.app import create_app
+from stagewright.service.http.guard import Service
+from stagewright.service.http.limits import RequestLimits
+from stagewright.service.http.tokens import Scope, Tokens
+from stagewright.service.jobs.kinds import parse_request
+from stagewright.service.jobs.queue import Queue
+from stagewright.service.jobs.store import Store
+from stagewright.service.planning import plan as plan_now
+from stagewright.service.workers.solving import outcome_of
+
+PROBLEM = small_problem(layers=3, devices=2)
+MODEL, CLUSTER = to_json(PROBLEM.chain), to_json(PROBLEM.cluster)
+TOPOLOGY = "\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \tNV2\t0-7\nGPU1\tNV2\t X \t0-7\n"
+Headers = dict[str, str]
+
+
+@pytest.fixture
+def store(tmp_path: Any) -> Iterator[Store]:
+    found = Store(f"sqlite:///{tmp_path / 'jobs.sqlite'}")
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def client(store: Store) -> Iterator[TestClient]:
+    limits = RequestLimits(body_bytes=200_000, uploads=3)
+    with TestClient(create_app(Service(store, limits)), raise_server_exceptions=False) as found:
+        yield found
+
+
+@pytest.fixture
+def ann(store: Store) -> Headers:
+    return {"Authorization": f"Bearer {Tokens(store.engine).create('ann', Scope.SUBMIT)}"}
+
+
+@pytest.fixture
+def bob(store: Store) -> Headers:
+    return {"Authorization": f"Bearer {Tokens(store.engine).create('bob', Scope.ADMIN)}"}
+
+
+def told(response: Any, status: int) -> str:
+    assert response.status_code == status, response.text
+    return str(response.json()["detail"])
+
+
+def kept(client: TestClient, path: str, text: str, headers: Headers) -> dict[str, Any]:
+    response = client.post(f"/v1/uploads/{path}", content=text, headers=headers)
+    assert response.status_code == 201, response.text
+    found: dict[str, Any] = response.json()
+    assert response.headers["location"] == f"/v1/uploads/{found['id']}"
+    return found
+
+
+def test_uploads_are_listed_read_and_deleted(client: TestClient, ann: Headers) -> None:
+    model = kept(client, "model", MODEL, ann)
+    assert (model["kind"], model["name"]) == ("model", "small")
+    again = client.post("/v1/uploads/model?name=b", content=MODEL, headers=ann)
+    assert (again.status_code, again.json()) == (200, model)
+    cluster = kept(client, "cluster?name=two%20cards", CLUSTER, ann)
+    assert cluster["name"] == "two cards"
+    first = client.get("/v1/uploads?limit=1", headers=ann).json()
+    assert first == {"uploads": [cluster], "next": cluster["id"]}
+    rest = client.get(f"/v1/uploads?before={cluster['id']}", headers=ann).json()
+    assert rest == {"uploads": [model], "next": None}
+    models = client.get("/v1/uploads?kind=model", headers=ann).json()
+    assert models["uploads"] == [model]
+    text = client.get(f"/v1/uploads/{model['id']}", headers=ann)
+    assert text.json() == json.loads(MODEL)
+    assert client.delete(f"/v1/uploads/{model['id']}", headers=ann).status_code == 204
+    assert "no upload" in told(client.delete(f"/v1/uploads/{model['id']}", headers=ann), 404)
+
+
+def test_a_topology_becomes_a_cluster(client: TestClient, ann: Headers) -> None:
+    made = kept(client, "topology?device=a100&name=box", TOPOLOGY, ann)
+    assert (made["kind"], made["name"]) == ("cluster", "box")
+    document = client.get(f"/v1/uploads/{made['id']}", headers=ann).json()
+    assert [one["name"] for one in document["devices"]] == ["GPU0", "GPU1"]
+    assert document["devices"][0]["memory_bytes"] == 40e9
+    own = kept(client, "topology?device=mine&memory=3GB", TOPOLOGY, ann)
+    document = client.get(f"/v1/uploads/{own['id']}", headers=ann).json()
+    assert {one["memory_bytes"] for one in document["devices"]} == {3e9}
+
+
+def test_a_request_with_uploads_is_the_request_with_the_documents(
+    client: TestClient, store: Store, ann: Headers
+) -> None:
+    whole = json.loads(plan_request())
+    named = whole | {
+        field: {"upload": kept(client, kind, json.dumps(whole[field]), ann)["id"]}
+        for field, kind in (("chain", "model"), ("cluster", "cluster"))
+    }
+    one, other = (
+        client.post("/v1/plan", content=json.dumps(body), headers=ann) for body in (whole, named)
+    )
+    jobs = [store.get(response.json()["id"]) for response in (one, other)]
+    assert jobs[0].request == jobs[1].request  # type: ignore[union-attr]
+    assert jobs[0].digest == jobs[1].digest  # type: ignore[union-attr]
+    validated = client.post("/v1/plan/validate", content=json.dumps(named), headers=ann)
+    assert validated.json() == {"valid": True}
+
+
+def test_users_have_their_own_uploads(client: TestClient, ann: Headers, bob: Headers) -> None:
+    made = kept(client, "model", MODEL, ann)["id"]
+    assert client.get("/v1/uploads", headers=bob).json()["uploads"] == []
+    for method in ("GET", "DELETE"):
+        response = client.request(method, f"/v1/uploads/{made}", headers=bob)
+        assert "no upload" in told(response, 404)
+    for upload in (made, made[:10], made.upper(), "../x", "", None, 1, ["a"], "\0", "%"):
+        body = plan_request(chain={"upload": upload})
+        assert "chain.upload: there is no upload" in told(
+            client.post("/v1/plan", content=body, headers=bob), 422
+        )
+    assert "422" in client.get(f"/v1/uploads/{made[:10]}", headers=ann).text
+    assert client.get(f"/v1/uploads/{made}", headers=ann).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "detail"),
+    [
+        ("model", CLUSTER, "model: expected a 'stagewright-model' document"),
+        ("cluster", "{", "cluster: "),
+        ("cluster", "\0", "cluster: "),
+        ("trace", '{"format": "stagewright-trace", "version": 1}', "missing field"),
+        ("model", "[" * 40, "40 brackets"),
+        ("plan", "{}", "path.kind"),
+        ("topology?device=a100", "hello", "no header of GPU0"),
+        ("topology?device=a100", "\udcff", "no text in UTF-8"),
+        ("topology", TOPOLOGY, "query.device"),
+        ("topology?device=/etc/passwd", TOPOLOGY, "/etc/passwd"),
+        ("topology?device=mine&memory=-3GB", TOPOLOGY, "3GB"),
+        ("topology?device=a100&memory=1e999GB", TOPOLOGY, "1e999GB"),
+    ],
+)
+def test_what_is_no_such_document_is_refused(
+    client: TestClient, ann: Headers, path: str, text: str, detail: str
+) -> None:
+    body = text.encode(errors="surrogateescape")
+    response = client.post(f"/v1/uploads/{path}", content=body, headers=ann)
+    assert detail in told(response, 422)
+    assert client.get("/v1/uploads", headers=ann).json()["uploads"] == []
+
+
+def test_an_upload_of_another_kind_is_named(client: TestClient, ann: Headers) -> None:
+    made = kept(client, "cluster", CLUSTER, ann)["id"]
+    response = client.post("/v1/plan", content=plan_request(chain={"upload": made}), headers=ann)
+    assert "is a cluster, not a model" in told(response, 422)
+    with_both = plan_request(chain={"upload": made, "name": "x"})
+    assert told(client.post("/v1/plan", content=with_both, headers=ann), 422)
+
+
+def test_a_user_has_so_many_uploads(client: TestClient, ann: Headers, bob: Headers) -> None:
+    for number in range(3):
+        text = to_json(replace(PROBLEM.chain, name=f"m{number}"))
+        kept(client, "model", text, ann)
+    assert "3 uploads" in told(client.post("/v1/uploads/model", content=MODEL, headers=ann), 409)
+    kept(client, "model", MODEL, bob)
+
+
+# --- Measured traces ------------------------------------------------------------------------------
+
+
+def traced(plan: PipelinePlan, factor: float) -> Trace:
+    """A run of a plan in which everything takes ``factor`` times as long."""
+    actions = tuple(
+        replace(
+            one,
+            start_seconds=one.start_seconds * factor,
+            finish_seconds=one.finish_seconds * factor,
+        )
+        for one in plan.actions
+    )
+    step = TracedStep(0, finish_seconds(plan) * factor, 0.0, actions)
+    return Trace(plan.digest, plan.model, "a desk", "gloo", 2, "float32", (step,))
+
+
+def test_a_plan_is_compared_with_its_run(
+    client: TestClient, store: Store, ann: Headers, bob: Headers
+) -> None:
+    job = client.post("/v1/plan", content=plan_request(), headers=ann).json()["id"]
+    queue = Queue(store)
+    claimed = queue.claim("w", 60.0)
+    assert claimed is not None
+    request: Any = parse_request("plan", claimed.request)
+    queue.finish(job, "w", outcome_of(plan_now(request)))
+    text = client.get(f"/v1/jobs/{job}/plan", headers=ann).text
+    run = traced(documents.parse(PipelinePlan, text, "plan", FORMAT, VERSION), 2.0)
+    trace = kept(client, "trace", to_json(run), ann)["id"]
+    where = f"/v1/jobs/{job}/comparison"
+    found = client.get(where, params={"trace": trace}, headers=ann).json()
+    assert found["iteration_seconds"]["ratio"] == pytest.approx(2.0)
+    predicted = client.get(f"/v1/jobs/{job}/timeline", headers=ann).json()["timeline"]
+    measured = found["measured"]["timeline"]
+    assert measured["end"] == pytest.approx(2.0 * predicted["end"])
+    assert [one["name"] for one in measured["lanes"]] == [one["name"] for one in predicted["lanes"]]
+    other = kept(client, "trace", to_json(replace(run, digest="0" * 64)), ann)["id"]
+    assert "plan" in told(client.get(where, params={"trace": other}, headers=ann), 422)
+    model = kept(client, "model", MODEL, ann)["id"]
+    assert "not a trace" in told(client.get(where, params={"trace": model}, headers=ann), 422)
+    assert "no upload" in told(client.get(where, params={"trace": trace}, headers=bob), 404)
+    empty = client.post("/v1/jobshop", content=TWO_JOBS, headers=ann).json()["id"]
+    answer = client.get(f"/v1/jobs/{empty}/comparison?trace={trace}", headers=ann)
+    assert "no plan yet" in told(answer, 404)
