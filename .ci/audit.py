@@ -89,10 +89,10 @@ def advisories() -> tuple[list[str], str]:
         for flaw in one.get("vulns", ())
     ]
     skipped = [one["name"] for one in told if "skip_reason" in one]
+    if not skipped:
+        return bad, ""
     some = ", ".join(skipped[:5]) + (", ..." if len(skipped) > 5 else "")
-    return bad, f"{len(skipped)} of {len(told)} packages are not known there: {some}" * bool(
-        skipped
-    )
+    return bad, f"{len(skipped)} of {len(told)} packages are not known there: {some}"
 
 
 def main() -> int:

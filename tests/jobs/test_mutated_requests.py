@@ -82,7 +82,7 @@ def require_one_line(response: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", BODIES)
-@examples(1500, quick=60)
+@examples(5000, quick=60)
 @given(data=st.data())
 def test_changed_requests_are_taken_or_refused(client: TestClient, kind: str, data: Any) -> None:
     body = data.draw(mutated(kind))
