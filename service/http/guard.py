@@ -11,6 +11,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from stagewright.service.http.limits import RequestLimits
 from stagewright.service.http.rates import Rate
 from stagewright.service.http.tokens import Caller, Scope, Tokens
+from stagewright.service.http.webhooks import Webhooks
 from stagewright.service.jobs.records import Job
 from stagewright.service.jobs.store import Store
 
@@ -25,13 +26,14 @@ class Service:
     """What the routes work on.
 
     ``open_to_all``: without tokens, for one machine alone. ``rate`` limits the requests of each
-    user, and those without a valid token of each address.
+    user, and those without a valid token of each address. ``webhooks`` None: none are sent.
     """
 
     store: Store
     limits: RequestLimits = field(default_factory=RequestLimits)
     open_to_all: bool = False
     rate: Rate | None = None
+    webhooks: Webhooks | None = None
 
     def take(self, who: str) -> None:
         """Count a request; raises TooManyError if there are too many."""

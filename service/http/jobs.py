@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Annotated
@@ -20,6 +21,8 @@ from stagewright.service.jobs.store import EVENTS_READ, PAGE, Store
 
 LOOK_SECONDS = 30.0  # between looks at the events of a job of which nothing is told
 READERS = CapacityLimiter(4)  # threads that read events, however many streams are woken at once
+MOST = 10**18  # of the numbers of events, which databases keep in 64 bits
+_NUMBER = re.compile("[0-9]{1,18}")
 OBJECT = answered({"type": "object"})
 _TEXTS = {name: {"type": "string"} for name in ("id", "event", "data")}
 EVENT: Responses = {
@@ -93,7 +96,7 @@ def discard_job(job: Changeable, service: Serving) -> None:
 
 @router.get("/{job}/history")
 def read_history(
-    job: Readable, service: Serving, after: Annotated[int, Query(ge=0)] = 0
+    job: Readable, service: Serving, after: Annotated[int, Query(ge=0, lt=MOST)] = 0
 ) -> list[EventView]:
     """What happened to a job after the event of that number."""
     return [
@@ -110,7 +113,7 @@ async def stream_events(
     last_event_id: Annotated[str, Header()] = "",
 ) -> EventSourceResponse:
     """The history as server-sent events; ``Last-Event-ID`` replays what came after."""
-    after = int(last_event_id) if last_event_id.isdecimal() else 0
+    after = int(last_event_id) if _NUMBER.fullmatch(last_event_id) else 0
     return EventSourceResponse(_stream(service.store, job.id, after, request))
 
 

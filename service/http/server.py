@@ -14,11 +14,13 @@ from stagewright.service.http.guard import Service
 from stagewright.service.http.limits import RequestLimits
 from stagewright.service.http.rates import Rate
 from stagewright.service.http.tokens import Tokens
+from stagewright.service.http.webhooks import Deliverer, Webhooks
 from stagewright.service.jobs.store import Store
 from stagewright.service.workers.worker import Limits, Worker
 
 PER_SECOND = 50.0  # requests of each user
 BURST_SECONDS = 10.0  # how long a user may have asked for nothing, to ask for all of it at once
+DELIVERERS = 4  # deliveries of webhooks at a time
 MOST_QUEUED = 1000  # jobs of each user
 
 
@@ -35,6 +37,7 @@ class Server:
     workers: int
     memory_bytes: float
     per_second: float | None = None
+    webhooks: Webhooks | None = None
 
     def require_safe(self) -> None:
         """Refuse to serve others without tokens."""
@@ -51,7 +54,10 @@ class Server:
         made = [
             Worker(self.store, Limits(memory_bytes=self.memory_bytes)) for _ in range(self.workers)
         ]
-        threads = [threading.Thread(target=one.run) for one in made]
+        hooks = () if self.webhooks is None else (self.webhooks,) * DELIVERERS
+        deliverers = [Deliverer(self.store, one) for one in hooks]
+        runs = [one.run for one in made] + [one.run for one in deliverers]
+        threads = [threading.Thread(target=run) for run in runs]
         for thread in threads:
             thread.start()
         on_start(f"http://{self.host}:{listening.getsockname()[1]}")
@@ -67,6 +73,8 @@ class Server:
         finally:
             for one in made:
                 one.stop()
+            for deliverer in deliverers:
+                deliverer.stopping.set()
             for thread in threads:
                 thread.join()
 
@@ -77,6 +85,7 @@ class Server:
             self.store,
             RequestLimits(queued=None if free else MOST_QUEUED),
             open_to_all=free,
+            webhooks=self.webhooks,
             rate=None if per_second is None else _rate(per_second),
         )
 

@@ -1,15 +1,19 @@
 """Routes that submit and validate requests, one for each kind of job."""
 
+from dataclasses import dataclass
 from typing import Annotated
 
 from fastapi import APIRouter, Header, HTTPException, Query, Request, Response
+from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
 
+from stagewright.graphs.documents.errors import InputError
 from stagewright.service.http.guard import Service, Serving, Submitter
 from stagewright.service.http.openapi import GUARDED, Responses, reference, refused
 from stagewright.service.http.tokens import Caller, Scope
 from stagewright.service.http.uploads import resolved
 from stagewright.service.http.views import JobView, canonical, view
+from stagewright.service.http.webhooks import Webhooks
 from stagewright.service.jobs.kinds import KINDS, parse_request, title_of
 from stagewright.service.jobs.records import Job
 from stagewright.service.requests import Request as JobRequest
@@ -17,6 +21,29 @@ from stagewright.service.requests import Request as JobRequest
 router = APIRouter(responses=refused(*GUARDED, 413))
 
 KNOWN: Responses = {200: {"model": JobView, "description": "It is known, or its answer is."}}
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What a user asks of a job besides its answer."""
+
+    priority: int
+    key: str | None
+    webhook: str | None
+
+
+class WebhookView(BaseModel):
+    """Where webhooks may go, and the secret that signs yours (Standard Webhooks)."""
+
+    origins: tuple[str, ...]
+    secret: str
+
+
+@router.get("/v1/webhooks")
+def read_webhooks(caller: Submitter, service: Serving) -> WebhookView:
+    """Where webhooks may go, and how yours are signed."""
+    found = _webhooks(service)
+    return WebhookView(origins=found.origins, secret=found.secret_of(caller.user))
 
 
 def _add(kind: str) -> None:
@@ -40,11 +67,11 @@ def _add(kind: str) -> None:
         service: Serving,
         priority: Annotated[int, Query(ge=-100, le=100)] = 0,
         idempotency_key: Annotated[str | None, Header(max_length=200)] = None,
+        webhook: Annotated[str | None, Query(max_length=2000)] = None,
     ) -> JobView:
         text = await service.limits.body(request)
-        found, new = await run_in_threadpool(
-            _submitted, service, kind, text, caller, priority, idempotency_key
-        )
+        wishes = Wishes(priority, idempotency_key, webhook)
+        found, new = await run_in_threadpool(_submitted, service, kind, text, caller, wishes)
         response.status_code = 202 if new and not found.has_ended else 200
         response.headers["Location"] = f"/v1/jobs/{found.id}"
         return view(found)
@@ -77,12 +104,21 @@ def _validated(
 
 
 def _submitted(
-    service: Service, kind: str, text: bytes, caller: Caller, priority: int, key: str | None
+    service: Service, kind: str, text: bytes, caller: Caller, wishes: Wishes
 ) -> tuple[Job, bool]:
     asked, whole = _validated(service, kind, text, caller)
-    if priority > 0 and not caller.may(Scope.ADMIN):
+    if wishes.priority > 0 and not caller.may(Scope.ADMIN):
         raise HTTPException(403, "a priority above 0 needs the scope admin")
+    if wishes.webhook is not None:
+        _webhooks(service).require_allowed(wishes.webhook)
     service.limits.require_room(service.store.queued(caller.user))
     return service.store.submit(
-        caller.user, kind, canonical(whole), priority, key, title=title_of(asked)
-    )
+        caller.user, kind, canonical(whole), wishes.priority, wishes.key, title=title_of(asked),
+        webhook=wishes.webhook,
+    )  # fmt: skip
+
+
+def _webhooks(service: Service) -> Webhooks:
+    if service.webhooks is None:
+        raise InputError("webhook: this service sends none (serve --webhook-origin)")
+    return service.webhooks

@@ -5,14 +5,25 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from sqlalchemy import Connection, Engine, create_engine, event, func, insert, select, text
+from sqlalchemy import (
+    Connection,
+    Engine,
+    create_engine,
+    event,
+    func,
+    insert,
+    literal,
+    select,
+    text,
+)
 
-from stagewright.service.jobs.records import Asked, Job, State, StoppedBy
-from stagewright.service.jobs.tables import EVENTS
+from stagewright.service.jobs.records import ENDED, Asked, Job, State, StoppedBy
+from stagewright.service.jobs.tables import DELIVERIES, EVENTS, JOBS
 
 LOCK_SECONDS = 30.0  # how long a transaction waits for another one
 CHANNEL = "stagewright_events"  # of PostgreSQL's notices: the job of an event, and its name
 CONNECTIONS = 15  # of a store, kept open, besides the one that hears of events
+WAITING = "waiting"  # a delivery that has not arrived
 _FIELDS = tuple(Job.__dataclass_fields__)
 
 
@@ -28,7 +39,12 @@ def job_of(values: Mapping[str, Any]) -> Job:
 def tell(
     database: Connection, at: float, job: str, name: str, data: dict[str, Any] | None = None
 ) -> None:
-    """Add an event to a job's history; PostgreSQL sends notice of it at the commit."""
+    """Add an event to a job's history; PostgreSQL sends notice of it at the commit.
+
+    The event of its end makes the delivery of its webhook due, if it has one.
+    """
+    if name in ENDED:
+        _announce(database, at, job)
     values = {"job": job, "at": at, "name": name, "data": json.dumps(data or {})}
     if database.dialect.name == "sqlite":
         database.execute(insert(EVENTS), values)
@@ -36,6 +52,14 @@ def tell(
     written = (EVENTS.c.job + " " + EVENTS.c.name).label("event")
     told = insert(EVENTS).values(values).returning(written).cte()
     database.execute(select(func.pg_notify(CHANNEL, told.c.event)))
+
+
+def _announce(database: Connection, at: float, job: str) -> None:
+    hooked = select(JOBS.c.id, literal(WAITING), literal(at), literal(0)).where(
+        JOBS.c.id == job, JOBS.c.webhook.is_not(None)
+    )
+    columns = ["job", "state", "due", "attempts"]
+    database.execute(insert(DELIVERIES).from_select(columns, hooked))
 
 
 def engine_of(url: str) -> Engine:

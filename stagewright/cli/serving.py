@@ -1,6 +1,7 @@
 """``serve``, ``token`` and ``backup``: the planning service."""
 
 import contextlib
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -43,6 +44,14 @@ def serve(
             metavar="N",
         ),
     ] = None,
+    webhook_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Tell of the ends of jobs there, for example https://example.com; repeat it for "
+            "several. STAGEWRIGHT_WEBHOOK_SECRET signs what is told.",
+            metavar="URL",
+        ),
+    ] = None,
 ) -> int:
     """Serve plans over HTTP, and solve the jobs in processes of their own.
 
@@ -56,13 +65,17 @@ def serve(
         raise InputError(f"--rate must be more than 0 requests a second, got {rate:g}")
     try:
         from stagewright.service.http.server import Server
+        from stagewright.service.http.webhooks import SECRET, Webhooks
         from stagewright.service.jobs.store import opened
     except ImportError as error:
         raise InputError(
             f"the service needs {error.name}: pip install 'stagewright[service]'"
         ) from None
+    webhooks = None
+    if webhook_origin:
+        webhooks = Webhooks(tuple(webhook_origin), os.environ.get(SECRET, ""))
     with opened(store_url(store)) as jobs:
-        server = Server(jobs, host, port, workers, limit, rate)
+        server = Server(jobs, host, port, workers, limit, rate, webhooks)
         server.require_safe()
         server.run(lambda url: print_lines(f"serving at {url}"))
     return 0

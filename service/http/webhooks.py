@@ -1,0 +1,183 @@
+"""Webhooks: jobs that have ended are told to addresses that the server was started for alone.
+
+The headers are those of Standard Webhooks. No redirect is followed, the body of an answer is not
+read, and a name is resolved once: what is checked is what is connected to.
+"""
+
+import base64
+import contextlib
+import hashlib
+import hmac
+import http.client
+import ipaddress
+import json
+import socket
+import ssl
+import threading
+from dataclasses import dataclass, field
+from urllib.parse import SplitResult, urlsplit
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from stagewright.graphs.documents.errors import InputError
+from stagewright.service.http.views import view
+from stagewright.service.jobs.deliveries import Deliveries, Delivery
+from stagewright.service.jobs.store import Store
+
+SECRET = "STAGEWRIGHT_WEBHOOK_SECRET"  # the variable of the environment
+LEAST_SECRET = 24  # characters
+SECONDS = 10.0  # for a delivery, whatever the other end does
+POLL_SECONDS = 1.0  # between looks at what is due
+PORTS = {"http": 80, "https": 443}
+
+
+@dataclass(frozen=True, slots=True)
+class Webhooks:
+    """Where deliveries may go: ``origins`` such as https://example.com; ``secret`` signs them."""
+
+    origins: tuple[str, ...]
+    secret: str = field(repr=False)
+
+    def __post_init__(self) -> None:
+        for one in self.origins:
+            if one not in (_origin(_parts(one)), _origin(_parts(one)) + "/"):
+                raise InputError(
+                    f"--webhook-origin {one!r}: write it as https://HOST or with :PORT"
+                )
+        if len(self.secret) < LEAST_SECRET:
+            raise InputError(
+                f"webhooks are signed: set {SECRET} to a random text of at least {LEAST_SECRET} "
+                "characters"
+            )
+
+    def require_allowed(self, url: str) -> None:
+        """Refuse a URL that is not of one of the origins."""
+        if _origin(_parts(url)) not in {one.rstrip("/") for one in self.origins}:
+            raise InputError(f"webhook: must be at one of {', '.join(self.origins)}")
+
+    def secret_of(self, user: str) -> str:
+        """The secret that signs what a user is told, as receivers take it."""
+        return "whsec_" + base64.b64encode(self._key(user)).decode()
+
+    def signature(self, user: str, number: str, at: int, body: str) -> str:
+        """The signature of a delivery (Standard Webhooks, v1)."""
+        told = hmac.digest(self._key(user), f"{number}.{at}.{body}".encode(), hashlib.sha256)
+        return "v1," + base64.b64encode(told).decode()
+
+    def _key(self, user: str) -> bytes:
+        # A user who knows their own cannot sign for others.
+        return hmac.digest(self.secret.encode(), user.encode(), hashlib.sha256)
+
+
+@dataclass
+class Deliverer:
+    """Delivers what is due until it is stopped."""
+
+    store: Store
+    webhooks: Webhooks
+    stopping: threading.Event = field(default_factory=threading.Event)
+
+    def run(self) -> None:
+        """Deliver; a store that does not answer is asked again."""
+        while not self.stopping.is_set():
+            due = None
+            with contextlib.suppress(SQLAlchemyError):
+                due = Deliveries(self.store).claim()
+                if due is not None:
+                    self.deliver(due)
+            if due is None:
+                self.stopping.wait(POLL_SECONDS)
+
+    def deliver(self, delivery: Delivery) -> bool:
+        """Tell of a job's end; whether that has arrived."""
+        job = self.store.get(delivery.job)
+        if job is None:
+            return False
+        at = int(self.store.clock())
+        body = json.dumps({"type": "job.ended", "timestamp": at, "data": view(job).model_dump()})
+        number = f"{job.id}-{delivery.number}"
+        headers = {
+            "Content-Type": "application/json",
+            "User-Agent": "stagewright",
+            "webhook-id": number,
+            "webhook-timestamp": str(at),
+            "webhook-signature": self.webhooks.signature(job.user, number, at, body),
+        }
+        try:
+            self.webhooks.require_allowed(delivery.url)
+            status = post(delivery.url, body.encode(), headers)
+        except (InputError, OSError, http.client.HTTPException):
+            return False
+        if not 200 <= status < 300:
+            return False
+        Deliveries(self.store).done(delivery)
+        return True
+
+
+def post(url: str, body: bytes, headers: dict[str, str]) -> int:
+    """The status with which a URL answers; it must do so within `SECONDS`."""
+    parts = _parts(url)
+    host, port = parts.hostname or "", parts.port or PORTS[parts.scheme]
+    opened = socket.create_connection((_address(host, port), port), SECONDS)
+    watch = threading.Timer(SECONDS, _shut, [opened])
+    watch.start()
+    try:
+        if parts.scheme == "https":
+            opened = ssl.create_default_context().wrap_socket(opened, server_hostname=host)
+        connection = http.client.HTTPConnection(host, port)
+        connection.sock = opened
+        path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        connection.request("POST", path, body, headers | {"Host": parts.netloc})
+        return connection.getresponse().status
+    finally:
+        watch.cancel()
+        opened.close()
+
+
+def _shut(opened: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        opened.shutdown(socket.SHUT_RDWR)
+
+
+def _address(host: str, port: int) -> str:
+    """The address of a name, unless it is one that no name should have."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    addresses = [str(one[4][0]) for one in found]
+    for one in addresses:
+        if host not in (one, "localhost") and not _is_reachable(one):
+            raise OSError(f"{host} is {one}")
+    return addresses[0]
+
+
+def _is_reachable(address: str) -> bool:
+    """Whether others than this machine and its network's own services may be there."""
+    found = ipaddress.ip_address(address.partition("%")[0])
+    plain = getattr(found, "ipv4_mapped", None) or found
+    return not (
+        plain.is_loopback
+        or plain.is_link_local
+        or plain.is_multicast
+        or plain.is_unspecified
+        or plain.is_reserved
+    )
+
+
+def _parts(url: str) -> SplitResult:
+    """The parts of a URL that has a scheme and a host, and nobody's name."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        raise InputError(f"webhook: {url!r} is no URL") from None
+    plain = url.isascii() and url.isprintable() and " " not in url and "\\" not in url
+    if not plain or parts.scheme not in PORTS or not parts.hostname or port == 0:
+        raise InputError(f"webhook: {url!r} is no URL of http or https")
+    if "@" in parts.netloc or parts.fragment:
+        raise InputError("webhook: a URL without a user's name and without a fragment is needed")
+    return parts
+
+
+def _origin(parts: SplitResult) -> str:
+    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+    port = parts.port or PORTS[parts.scheme]
+    return f"{parts.scheme}://{host}" + ("" if port == PORTS[parts.scheme] else f":{port}")
