@@ -4,6 +4,8 @@ A request is validated before it is queued, by the model that users of Python ha
 request is opened as a path or imported.
 """
 
+import re
+
 from fastapi import Request
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -14,6 +16,7 @@ from stagewright.service.http.openapi import Application
 from stagewright.service.http.problems import add_handlers, problem
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_LOCAL = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?", re.IGNORECASE | re.ASCII)
 HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
@@ -68,7 +71,8 @@ def _refusal(request: Request) -> str | None:
     """
     if request.headers.get("sec-fetch-site") in ("cross-site", "same-site"):
         return "requests of other sites are refused"
-    host = request.url.hostname
-    if request.app.state.service.open_to_all and host not in LOOPBACK:
+    # Not the URL's: where the header makes none, that is the address that the server listens at.
+    host = request.headers.get("host", "")
+    if request.app.state.service.open_to_all and not _LOCAL.fullmatch(host):
         return f"without tokens this service is at {', '.join(LOOPBACK)} alone, not at {host}"
     return None

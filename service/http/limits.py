@@ -1,5 +1,6 @@
 """Limits of requests: bytes and depth of a body, size of what is solved, how many at a time."""
 
+import asyncio
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +25,10 @@ class TooLargeError(Exception):
     """A body of more bytes than are taken."""
 
 
+class TooSlowError(Exception):
+    """A body that takes longer than is waited for."""
+
+
 class TooManyError(Exception):
     """More requests, or jobs, than a user may have; ``seconds`` until it is worth asking again."""
 
@@ -36,12 +41,13 @@ class TooManyError(Exception):
 class RequestLimits:
     """What may be asked for.
 
-    ``body_bytes`` of a request and ``depth`` of brackets in it, ``seconds`` and ``threads`` of a
-    search, ``devices`` and ``layers`` of a problem, ``queued`` jobs of a user (None: any number),
-    and documents that a user has uploaded.
+    ``body_bytes`` of a request, ``body_seconds`` for it to arrive and ``depth`` of brackets in it,
+    ``seconds`` and ``threads`` of a search, ``devices`` and ``layers`` of a problem, ``queued``
+    jobs of a user (None: any number), and documents that a user has uploaded.
     """
 
     body_bytes: int = 16_000_000
+    body_seconds: float = 60.0
     depth: int = 32
     seconds: float = 3600.0
     threads: int = 4
@@ -51,13 +57,18 @@ class RequestLimits:
     uploads: int = 100
 
     async def body(self, request: HttpRequest) -> bytes:
-        """The body; raises TooLargeError as soon as it is larger than allowed."""
+        """The body; raises TooLargeError or TooSlowError as soon as it is larger, or later."""
         parts, size = [], 0
-        async for part in request.stream():
-            size += len(part)
-            if size > self.body_bytes:
-                raise TooLargeError(f"the body has more than {self.body_bytes} bytes")
-            parts.append(part)
+        try:
+            async with asyncio.timeout(self.body_seconds):
+                async for part in request.stream():
+                    size += len(part)
+                    if size > self.body_bytes:
+                        raise TooLargeError(f"the body has more than {self.body_bytes} bytes")
+                    parts.append(part)
+        except TimeoutError:
+            told = f"the body was not received within {self.body_seconds:g} s"
+            raise TooSlowError(told) from None
         return b"".join(parts)
 
     def require_shallow(self, text: bytes) -> None:

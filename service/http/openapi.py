@@ -17,6 +17,7 @@ PROBLEMS = {
     401: "No token, or one that nobody has.",
     403: "The token's scope does not allow it, or the request comes from another site.",
     404: "There is no such job, or it does not have what is asked for.",
+    408: "The body takes too long.",
     409: "The request contradicts what is stored.",
     413: "The body is too large.",
     422: "The request is not valid; the detail names the place.",

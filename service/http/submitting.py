@@ -18,7 +18,7 @@ from stagewright.service.jobs.kinds import KINDS, parse_request, title_of
 from stagewright.service.jobs.records import Job
 from stagewright.service.requests import Request as JobRequest
 
-router = APIRouter(responses=refused(*GUARDED, 413))
+router = APIRouter(responses=refused(*GUARDED, 408, 413))
 
 KNOWN: Responses = {200: {"model": JobView, "description": "It is known, or its answer is."}}
 

@@ -64,7 +64,7 @@ def _body(media_type: str, schema: str) -> dict[str, Any]:
 
 
 @router.post(
-    "/topology", status_code=201, responses=KNOWN | refused(413),
+    "/topology", status_code=201, responses=KNOWN | refused(408, 409, 413),
     openapi_extra=_body("text/plain", "string"),
 )  # fmt: skip
 async def upload_topology(
@@ -93,7 +93,7 @@ async def upload_topology(
 
 
 @router.post(
-    "/{kind}", status_code=201, responses=KNOWN | refused(413),
+    "/{kind}", status_code=201, responses=KNOWN | refused(408, 409, 413),
     openapi_extra=_body("application/json", "object"),
 )  # fmt: skip
 async def upload(

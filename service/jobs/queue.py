@@ -149,7 +149,8 @@ class Queue:
             update(JOBS)
             .where(JOBS.c.id == job, JOBS.c.state == State.SOLVING, *held)
             .values(
-                state=outcome.state, stopped_by=outcome.stopped_by, reason=outcome.reason,
+                state=outcome.state, stopped_by=outcome.stopped_by,
+                reason=outcome.reason.replace("\0", ""),  # which PostgreSQL refuses
                 finished=self._clock(), worker=None, leased_until=None, **values,
             )
         ).rowcount  # fmt: skip

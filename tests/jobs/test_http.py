@@ -1,5 +1,6 @@
 """The HTTP interface: what is answered, refused, shown to whom; without workers."""
 
+import asyncio
 import io
 import json
 import zipfile
@@ -232,11 +233,72 @@ def test_other_sites_in_the_same_browser_are_refused(client: TestClient, store: 
     for site in ("cross-site", "same-site"):
         response = client.post("/v1/jobshop", content=TWO_JOBS, headers={"Sec-Fetch-Site": site})
         assert "other sites" in told(response, 403)
-    renamed = client.post("/v1/jobshop", content=TWO_JOBS, headers={"Host": "evil.example:8754"})
-    assert "alone, not at evil.example" in told(renamed, 403)
+    for host in (
+        "evil.example:8754", "127.0.0.1.evil.example", "127.0.0.1@evil.example", "[", "", "[::1",
+        "127.0.0.1:8754:1", "evil.example\\\\127.0.0.1", "127.0.0.1:x", "127.0.0.2",
+    ):  # fmt: skip
+        renamed = client.post("/v1/jobshop", content=TWO_JOBS, headers={"Host": host})
+        assert f"alone, not at {host}" in told(renamed, 403)
     assert store.counts() == {}
+    for host in ("127.0.0.1", "localhost:8754", "LOCALHOST", "[::1]:8754"):
+        assert client.get("/v1/jobs", headers={"Host": host}).status_code == 200
     same = client.post("/v1/jobshop", content=TWO_JOBS, headers={"Sec-Fetch-Site": "same-origin"})
     assert same.status_code == 202
+
+
+def exchanged(app: Any, *messages: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    """What an application answers to a body that comes as these messages, and then no more."""
+    sent: list[Any] = []
+    waiting = list(messages)
+
+    async def receive() -> Any:
+        if not waiting:
+            await asyncio.sleep(1000)
+        return waiting.pop(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http", "http_version": "1.1", "method": "POST", "path": "/v1/jobshop",
+        "raw_path": b"/v1/jobshop", "query_string": b"", "headers": [(b"host", b"127.0.0.1")],
+        "scheme": "http", "server": ("127.0.0.1", 8754), "client": ("127.0.0.1", 1),
+    }  # fmt: skip
+    asyncio.run(app(scope, receive, send))
+    return sent[0]["status"], json.loads(sent[1]["body"])
+
+
+def test_a_body_that_does_not_arrive_is_not_waited_for(store: Store) -> None:
+    limits = RequestLimits(body_seconds=0.05)
+    app = create_app(Service(store, limits, open_to_all=True))
+    part = {"type": "http.request", "body": b'{"jobs', "more_body": True}
+    status, found = exchanged(app, part)
+    assert (status, found["detail"]) == (408, "the body was not received within 0.05 s")
+    status, found = exchanged(app, part, {"type": "http.disconnect"})
+    assert (status, found["detail"]) == (400, "the body ends too early")
+    assert store.counts() == {}
+
+
+def test_an_error_of_ours_is_a_problem_without_its_place(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("a secret")
+
+    monkeypatch.setattr(Store, "ping", fail)
+    response = client.get("/health/ready")
+    assert "its log says more" in told(response, 500)
+    assert "secret" not in response.text
+
+
+@pytest.mark.parametrize("number", ["9" * 30, "9" * 5000, "-1", "1.5", str(2**63), "\u0663"])
+def test_numbers_of_events_that_no_database_has(
+    client: TestClient, planned: str, number: str
+) -> None:
+    headers = {"Last-Event-ID": number.encode()}
+    assert "id: " in client.get(f"/v1/jobs/{planned}/events", headers=headers).text
+    where = f"/v1/jobs/{planned}/history"
+    assert "after" in told(client.get(where, params={"after": number}), 422)
 
 
 def test_metrics_count_jobs_by_state(client: TestClient) -> None:
@@ -293,6 +355,43 @@ def test_users_see_their_own_jobs(guarded: TestClient, tokens: dict[str, dict[st
     assert "scope submit" in told(guarded.post("/v1/jobshop", content=TWO_JOBS, headers=eve), 403)
     urgent = guarded.post("/v1/jobshop?priority=1", content=TWO_JOBS, headers=bob)
     assert "admin" in told(urgent, 403)
+
+
+def operations() -> Iterator[tuple[str, str]]:
+    """Method and path of every call that the service describes."""
+    app = create_app(Service(Store("sqlite://")))
+    for path, methods in app.openapi()["paths"].items():
+        for method in methods:
+            yield method.upper(), path
+
+
+def test_no_call_reaches_the_job_of_another_user(
+    guarded: TestClient, store: Store, tokens: dict[str, dict[str, str]]
+) -> None:
+    ann, bob = tokens["ann"], tokens["bob"]
+    job = guarded.post("/v1/plan", content=plan_request(), headers=ann).json()["id"]
+    solved(store, job)
+    calls = [(method, path) for method, path in operations() if "{job}" in path]
+    assert len(calls) > 15
+    options = {"trace": "0" * 64, "command": "x"}
+    for method, path in calls:
+        for named in (job, job[:31], job.upper(), f"{job} ", f"%00{job}", f"{job}%2f"):
+            where = path.format(job=named, to="torchrun")
+            response = guarded.request(method, where, headers=bob, params=options)
+            assert response.status_code == 404, (method, where, response.text)
+    for pair in ((job, job), ("x", job)):
+        where = f"/v1/diff?first={pair[0]}&second={pair[1]}"
+        assert "no job" in told(guarded.get(where, headers=bob), 404)
+    assert store.get(job).document is not None  # type: ignore[union-attr]
+
+
+def test_every_call_but_those_of_health_needs_a_token(
+    guarded: TestClient, tokens: dict[str, dict[str, str]]
+) -> None:
+    for method, path in operations():
+        response = guarded.request(method, path, content="{}")
+        expected = 200 if path.startswith("/health/") else 401
+        assert response.status_code == expected, (method, path)
 
 
 def test_without_a_token_nothing_is_told(
