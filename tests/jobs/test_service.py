@@ -67,6 +67,8 @@ def test_others_are_served_only_with_tokens(
     monkeypatch.chdir(tmp_path)
     assert "make one first" in refused("serve", "--host", "0.0.0.0", "--port", 0)
     assert "--rate must be more than 0" in refused("serve", "--rate", 0)
+    hook = ("serve", "--webhook-origin", "https://ci.example.com")
+    assert "set STAGEWRIGHT_WEBHOOK_SECRET" in refused(*hook)
     assert "--scope 'all' must be one of read" in refused("token", "ann", "--scope", "all")
     token = answered("token", "ann", "--scope", "submit").strip()
     with served(tmp_path) as (url, _):

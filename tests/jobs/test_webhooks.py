@@ -6,18 +6,22 @@ import hmac
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 from planning_jobs import TWO_JOBS, Clock
+from served import PATIENCE, served
 from sqlalchemy import text
 
 pytest.importorskip("fastapi", reason="the service is not installed")
 pytest.importorskip("httpx", reason="httpx is not installed")
 
+import httpx
 from fastapi.testclient import TestClient
 
 from stagewright.graphs.documents.errors import InputError
@@ -222,6 +226,23 @@ def test_what_was_checked_is_connected_to(monkeypatch: pytest.MonkeyPatch) -> No
         assert webhooks.post(f"http://hooks.example:{port}/x", b"{}", {}) == 204
     assert asked == [("10.1.2.3", port)]
     assert received[0][0]["host"] == f"hooks.example:{port}"
+
+
+def test_a_server_tells_of_the_ends_of_its_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(webhooks.SECRET, SECRET)
+    with (
+        receiving() as (origin, received),
+        served(tmp_path, "--webhook-origin", origin) as (url, _),
+    ):
+        made = httpx.post(f"{url}/v1/jobshop", content=TWO_JOBS, params={"webhook": origin})
+        ends = time.monotonic() + PATIENCE
+        while not received and time.monotonic() < ends:
+            time.sleep(0.05)
+    told = json.loads(received[0][1])
+    assert (told["type"], told["data"]["id"]) == ("job.ended", made.json()["id"])
+    assert told["data"]["state"] == "optimal"
 
 
 ALLOWED = Webhooks(("https://hooks.example", "http://127.0.0.1:99"), SECRET)
