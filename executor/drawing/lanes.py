@@ -39,7 +39,8 @@ Gap = tuple[float, float, str]
 class Lane:
     """The bars of a device, or of another resource that ``group`` names.
 
-    ``members`` are the devices whose rows these are, ``about`` is what is known of each.
+    ``members`` are the devices whose rows these are, ``about`` is what is known of each,
+    ``stages`` are those whose colours mark the row.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Lane:
     members: tuple[str, ...] = ()
     about: str = ""
     bottleneck: bool = False
+    stages: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ class Band:
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """All that a page's timeline shows; ``scale`` is units per second."""
+    """All that a page's timeline shows; ``scale`` is units per second, ``stages`` their number."""
 
     lanes: tuple[Lane, ...]
     kinds: Mapping[str, Kind]
@@ -91,11 +93,13 @@ class Drawing:
     marks: tuple[Mark, ...] = ()
     bands: tuple[Band, ...] = ()
     causes: Mapping[str, str] | None = None  # short names of causes
+    stages: int = 0
 
 
-def packed(drawing: Drawing) -> str:
-    """The drawing's table as JSON, deflated, in base64."""
-    text = json.dumps(table(drawing), separators=(",", ":"))
+def packed(found: Drawing | dict[str, Any]) -> str:
+    """The drawing's table, or a table, as JSON, deflated, in base64."""
+    shown = table(found) if isinstance(found, Drawing) else found
+    text = json.dumps(shown, separators=(",", ":"))
     return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
 
 
@@ -110,6 +114,7 @@ def table(drawing: Drawing) -> dict[str, Any]:
         "end": drawing.end * drawing.scale or 1.0,
         "ticks": TICKS,
         "unit": drawing.unit,
+        "stages": drawing.stages,
         "kinds": [
             {"name": kind.name, "light": kind.light, "dark": kind.dark}
             for kind in drawing.kinds.values()
@@ -149,6 +154,7 @@ def _columns(
         "group": lane.group,
         "members": lane.members,
         "about": lane.about,
+        "stages": lane.stages,
         "bottleneck": lane.bottleneck,
         "start": starts,
         "length": lengths,

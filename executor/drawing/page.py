@@ -22,6 +22,8 @@ from stagewright.executor.drawing.timeline import (
     stages_name,
     time_unit,
 )
+from stagewright.executor.drawing.topology import HEAD as TOPOLOGY_HEAD
+from stagewright.executor.drawing.topology import topology, topology_rows
 from stagewright.executor.drawing.web.charts import Chart, Series
 from stagewright.executor.drawing.web.render import render
 from stagewright.executor.simulation.explanation import PlanExplanation, explain_plan
@@ -34,6 +36,7 @@ from stagewright.formulations.checking.certificates import headlines
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.units import counted, format_bytes, format_seconds
+from stagewright.graphs.machines.cluster import Cluster
 
 TEMPLATE = "page.html.jinja"
 MOST_OF = 75  # characters of a class that are shown with a number
@@ -43,29 +46,33 @@ MOST_BARS = 64  # of peak memory; the fullest devices are shown
 SHARE_COLOURS = ("var(--problem)", "#d98a2b", "#8a6fc0", "#6f7d8c", "#b9707f", "#4f9d9d", "#a8a04b")
 
 
-def write_html(plan: PipelinePlan, path: str | os.PathLike[str]) -> None:
-    """Write the page to ``path`` atomically."""
-    documents.write_text(path, page(plan))
+def write_html(
+    plan: PipelinePlan, path: str | os.PathLike[str], cluster: Cluster | None = None
+) -> None:
+    """Write the page to ``path`` atomically; with a cluster, its links are drawn too."""
+    documents.write_text(path, page(plan, cluster))
 
 
-def page(plan: PipelinePlan) -> str:
+def page(plan: PipelinePlan, cluster: Cluster | None = None) -> str:
     """The page's HTML, which needs nothing else."""
-    return render(TEMPLATE, **_contents(plan))
+    return render(TEMPLATE, **_contents(plan, cluster))
 
 
-def page_object(plan: PipelinePlan) -> dict[str, Any]:
-    """What the page shows, as a JSON object; the scripts draw its ``timeline`` and ``in_flight``.
+def page_object(plan: PipelinePlan, cluster: Cluster | None = None) -> dict[str, Any]:
+    """What the page shows, as a JSON object.
 
-    Names of columns in ``head`` that begin with ``<`` are of text.
+    The scripts draw its ``timeline``, ``in_flight`` and ``topology``. Names of columns in ``head``
+    that begin with ``<`` are of text.
     """
-    told = _contents(plan)
+    told = _contents(plan, cluster)
     drawn = {"timeline": table(told["timeline"]), "in_flight": told["in_flight"].table()}
     return told | drawn
 
 
-def _contents(plan: PipelinePlan) -> dict[str, Any]:
+def _contents(plan: PipelinePlan, cluster: Cluster | None) -> dict[str, Any]:
     """The values of the template."""
     found, flights = explain_plan(plan), in_flight(plan)
+    drawn = None if cluster is None else topology(plan, cluster)
     memory = list(_memory(plan))
     return dict(
         title=f"{plan.model} on {plan.cluster}",
@@ -77,6 +84,10 @@ def _contents(plan: PipelinePlan) -> dict[str, Any]:
         share_title="" if found is None else f"An iteration on {resource_name(found.device)}",
         shown=f"{_shown(plan)}, numbers: {numbering(plan)}",
         timeline=plan_drawing(plan, found),
+        cluster=plan.cluster,
+        topology=drawn,
+        topology_head=TOPOLOGY_HEAD,
+        topology_rows=[] if drawn is None else topology_rows(drawn),
         memory=memory[:MOST_BARS],
         memory_note=f"the {MOST_BARS} fullest of {len(memory)}" if len(memory) > MOST_BARS else "",
         has_limits=any(one["limit_percent"] is not None for one in memory),

@@ -80,6 +80,7 @@ def plan_drawing(plan: PipelinePlan, found: PlanExplanation | None) -> Drawing:
         marks=tuple(_marks(plan)),
         bands=tuple(_bands(plan)),
         causes={str(cause): short for cause, short in CAUSES.items()},
+        stages=len(plan.stages),
     )
 
 
@@ -120,6 +121,7 @@ def _lane(row: Row, critical: frozenset[Timed], idle: tuple[Gap, ...], bottlenec
         members=row.devices,
         about=row.about,
         bottleneck=bottleneck,
+        stages=tuple(sorted({block.action.stage for block in row.blocks})) if row.devices else (),
     )
 
 

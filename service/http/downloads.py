@@ -65,10 +65,10 @@ def draw_timeline(job: Readable) -> Response:
 
 @router.get("/jobs/{job}/timeline")
 def read_timeline(job: Readable) -> dict[str, Any]:
-    """What the page of the plan shows: why it is slow, timeline, memory, bounds, stages."""
+    """What the page of the plan shows: why it is slow, timeline, cluster, memory and bounds."""
     from stagewright.executor.drawing.page import page_object
 
-    return page_object(_plan(job))
+    return page_object(_plan(job), _request(job).cluster)
 
 
 class ExportOptions(BaseModel):
@@ -101,8 +101,7 @@ def _options(job: Job, to: str, given: ExportOptions) -> "Options":
     from stagewright.executor.export import FORMATS
     from stagewright.executor.export.options import Options
 
-    request = KINDS[job.kind].request.parse(job.request)
-    assert isinstance(request, PlanRequest)  # no other kind has such a plan
+    request = _request(job)
     allowed = FORMATS[to].options if to in FORMATS else ()
     own: dict[str, Any] = {"model": request.chain, "cluster": request.cluster}
     if given.per_server is not None:
@@ -150,6 +149,13 @@ def _document(job: Job) -> str:
 
 def _plan(job: Job) -> PipelinePlan:
     return documents.parse(PipelinePlan, _document(job), "plan", FORMAT, VERSION)
+
+
+def _request(job: Job) -> PlanRequest:
+    """What a job with a plan was asked."""
+    request = KINDS[job.kind].request.parse(job.request)
+    assert isinstance(request, PlanRequest)  # no other kind has such a plan
+    return request
 
 
 def _file(response: Response, name: str) -> Response:

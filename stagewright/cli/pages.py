@@ -31,7 +31,8 @@ EXAMPLES: dict[str, str] = {
         stagewright simulate plan.json --model model.json \\
             --cluster cluster.json --jitter 0.1""",
     "show": """
-        stagewright show plan.json --html timeline.html --png timeline.png""",
+        stagewright show plan.json --html timeline.html --png timeline.png
+        stagewright show plan.json --html plan.html --cluster cluster.json""",
     "diff": """
         stagewright diff plan.json other.json""",
     "train-plan": """

@@ -1,6 +1,7 @@
 """``check``, ``simulate`` and ``show``: commands on a plan file."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -160,22 +161,29 @@ def show(
         typer.Option(help="Write a trace for Perfetto or Chrome.", metavar="FILE"),
         Writes(".json"),
     ] = None,
+    cluster: Annotated[
+        Path | None, typer.Option(help="Cluster file; the page draws its links.", metavar="FILE")
+    ] = None,
     as_json: JsonFlag = False,
 ) -> int:
     """Draw a plan, or print its summary if no file is given."""
     from stagewright.cli.placing import is_placement, show_placement
 
+    if cluster is not None and (html is None or is_placement(plan)):
+        raise InputError("--cluster: only the --html page of a pipeline plan draws links")
     if is_placement(plan):
         return show_placement(plan, html, png, trace, as_json)
     from stagewright.executor.drawing.chart import write_png
     from stagewright.executor.drawing.chrome import write_trace
     from stagewright.executor.drawing.page import write_html
     from stagewright.formulations.plans.plan import load_plan
+    from stagewright.graphs.machines.cluster import load_cluster
     from stagewright.service.plans import summary
 
     answer = load_plan(plan)
+    machines = None if cluster is None else load_cluster(cluster)
     writers: tuple[tuple[Path | None, Callable[[PipelinePlan, Path], None]], ...] = (
-        (html, write_html),
+        (html, partial(write_html, cluster=machines)),
         (png, write_png),
         (trace, write_trace),
     )

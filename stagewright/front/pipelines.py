@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -159,16 +160,20 @@ def plan(
         return shown(answer(request, on_progress, token).result)
 
 
-def show(plan: "PipelinePlan", path: str | os.PathLike[str] | None = None) -> "Picture | None":
+def show(
+    plan: "PipelinePlan",
+    path: str | os.PathLike[str] | None = None,
+    cluster: "Cluster | None" = None,
+) -> "Picture | None":
     """The timeline of ``plan``: a picture that a notebook draws, or a file.
 
-    A ``path`` ends in .html (a page with memory, bounds and stages), .png, or .json (a trace for
-    Perfetto or Chrome).
+    A ``path`` ends in .html (a page with memory, bounds and stages, and with its links if the
+    ``cluster`` is given), .png, or .json (a trace for Perfetto or Chrome).
 
     Raises
     ------
     InputError
-        If the name ends in something else.
+        If the name ends in something else, or the plan's devices are not in the cluster.
     """
     from stagewright.executor.drawing.chart import write_png
     from stagewright.executor.drawing.chrome import write_trace
@@ -177,7 +182,11 @@ def show(plan: "PipelinePlan", path: str | os.PathLike[str] | None = None) -> "P
 
     if path is None:
         return Picture(plan)
-    writers = {".html": write_html, ".png": write_png, ".json": write_trace}
+    writers: dict[str, Callable[[PipelinePlan, str | os.PathLike[str]], None]] = {
+        ".html": partial(write_html, cluster=cluster),
+        ".png": write_png,
+        ".json": write_trace,
+    }
     kind = Path(path).suffix
     if kind not in writers:
         raise InputError(f"{path}: the name must end in {', '.join(writers)}")

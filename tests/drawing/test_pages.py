@@ -33,16 +33,19 @@ from stagewright.executor.drawing.operators import page as operators_page
 from stagewright.executor.drawing.page import page
 from stagewright.executor.drawing.schedules import panel, schedules_page
 from stagewright.executor.drawing.timeline import fold, timeline
+from stagewright.executor.drawing.topology import topology, topology_rows
 from stagewright.executor.simulation.explanation import explain_plan
 from stagewright.formulations.checking.check import predict
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.operators.plan import OperatorPlan
 from stagewright.formulations.plans.actions import ON_DEVICE, ActionKind, parse_action
 from stagewright.formulations.plans.pipeline import PipelineProblem
-from stagewright.formulations.plans.plan import Guarantee, PipelinePlan
+from stagewright.formulations.plans.plan import Guarantee, PipelinePlan, Stage
 from stagewright.formulations.schedules.one_f_one_b import one_f_one_b
 from stagewright.formulations.schedules.timing import StageTimes, timed
-from stagewright.graphs.machines.cluster import Link, uniform_servers
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import format_bytes
+from stagewright.graphs.machines.cluster import Cluster, Link, ServerLinks, uniform_servers
 from stagewright.graphs.models.step_graph import Node, Output, StepGraph
 from stagewright.solvers.operators.planning import plan_operators
 
@@ -92,7 +95,7 @@ def pages(plan: PipelinePlan) -> dict[str, str]:
     curve = Curve((1.0, 2.0, 4.0), (9.0, 7.0, 6.0), (8.0, 6.5, 6.0), "makespan", others)
     head, rows = ("<schedule", "makespan"), [["1f1b", "19"], ["zb-h1", "17"]]
     return {
-        "plan": page(plan),
+        "plan": page(plan, small_problem().cluster),
         "schedules": schedules_page("Two orders", "4 stages", head, rows, orders),
         "curve": curve_page(curve, "4 stages", head, rows),
         "operators": operators_page(placed_plan()),
@@ -135,6 +138,7 @@ def test_a_browser_draws_a_page_within_its_width(
     assert seen.found["width"] <= width
     assert seen.found["timelines"] == pages[which].count('class="timeline"')
     assert seen.found["charts"] == pages[which].count('class="chart"')
+    assert seen.found["topologies"] == pages[which].count('class="topology"')
     picture = matplotlib.image.imread(tmp_path / f"{width}-{'dark' if dark else 'light'}.png")
     background = "#0e1217" if dark else "#f5f6f8"
     corner = (picture[-1, 0, :3] * 255).round().astype(int)
@@ -240,6 +244,73 @@ def test_a_page_is_small() -> None:
     problem = small_problem(devices=72)
     plan = valid_plan(problem, make_stages((3, 6), (66, 6), ("round-robin", "split")))
     assert len(page(plan)) < 60_000
+
+
+# The cluster
+
+
+def test_a_cluster_shows_stages_replicas_memory_and_bytes(plan: PipelinePlan) -> None:
+    drawn = topology(plan, small_problem().cluster)
+    assert [one["stages"] for one in drawn["devices"]] == [[0], [0], [1], [2], [2], [2]]
+    assert drawn["devices"][1]["about"] == ["stage 0, replica 2 of 2"]
+    assert plan.predicted is not None
+    fullest = max(plan.predicted.peak_memory_bytes.values())
+    assert max(one["share"] for one in drawn["devices"]) == pytest.approx(fullest / 16e9, abs=1e-4)
+    # Stage 1 has one device, which all bytes of both boundaries pass.
+    crossing = plan.predicted.link_bytes["0-1"] + plan.predicted.link_bytes["1-2"]
+    assert drawn["devices"][2]["sent"] == format_bytes(crossing)
+    assert drawn["devices"][2]["reduced"] == ""
+    # Of the five microbatches the last of three devices that take turns has one, the others two.
+    parts = [format_bytes(n / 5 * plan.predicted.link_bytes["1-2"]) for n in (2, 2, 1)]
+    assert [one["sent"] for one in drawn["devices"][3:]] == parts
+    rows = topology_rows(drawn)
+    assert [row[1] for row in rows] == ["g0, g1", "g2", "g3, g4", "g5"]
+    assert [row[3] for row in rows][2] == "stage 2, replica 1 of 3 to replica 2 of 3"
+    # Pairs of devices have faster links, which the only server shows.
+    assert [one["text"] for one in drawn["levels"]] == ["4 to 20 GB/s"]
+    fast = [(i, j) for i, j, rate in drawn["servers"][0]["links"] if rate == 20e9]
+    assert fast == [(1, 0), (3, 2), (5, 4)]
+
+
+def test_levels_of_links_are_those_that_join_something() -> None:
+    plan = placed(uniform_servers(4, 2, Link(300e9), Link(25e9, 5e-6), kind="fast"))
+    links = plan[1].links
+    assert isinstance(links, ServerLinks)
+    racks = (sum(links.servers[:2], ()), sum(links.servers[2:], ()))
+    apart = replace(plan[1], links=replace(links, racks=racks, inter_rack=Link(10e9)))
+    drawn = topology(plan[0], apart)
+    assert [(one["name"], one["text"]) for one in drawn["levels"]] == [
+        ("within a server", "300 GB/s"),
+        ("between servers", "25 GB/s, 5 us latency"),
+        ("between racks", "10 GB/s"),
+    ]
+    assert [one["rack"] for one in drawn["servers"]] == [0, 0, 1, 1]
+    one = uniform_servers(1, 8, Link(300e9), Link(25e9), name="one", kind="fast")
+    with pytest.raises(InputError, match="cluster one: the plan's device 's1g0' is not in it"):
+        topology(plan[0], one)
+
+
+def placed(cluster: Cluster) -> tuple[PipelinePlan, Cluster]:
+    """A plan on the first four devices."""
+    names = tuple(device.name for device in cluster.devices)
+    problem = replace(small_problem(), cluster=cluster)
+    stages = (Stage((0, 3), names[:2]), Stage((3, 6), names[2:4]))
+    return valid_plan(problem, stages), cluster
+
+
+@in_a_browser
+def test_keys_reach_every_device(plan: PipelinePlan, tmp_path: Path) -> None:
+    cluster = uniform_servers(16, 8, Link(300e9), Link(25e9), kind="fast")
+    seen = visit(page(*placed(cluster)), tmp_path, 400, dark=True)
+    assert seen.errors == []
+    first, second, below, last = seen.found["devices"]
+    assert first.startswith("s0g0 · fast · server 0 · stage 0, replica 1 of 2")
+    assert second.startswith("s0g1 ")
+    assert below.split(" ")[0] not in ("s0g0", "s0g1")
+    assert last.startswith("s15g7 ")
+    assert last.endswith("server 15 · not used by this plan · memory 16 GB")
+    # Many devices are shown as blocks, and as devices after a key.
+    assert seen.found["blocks"] == [16, 0]
 
 
 # Colours

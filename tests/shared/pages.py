@@ -41,6 +41,26 @@ SCRIPT = """<script>addEventListener("load", () => setTimeout(() => {
     one.picked = null;
     one.foldAll(true);
   }
+  found.topologies = document.querySelectorAll(".topology canvas").length;
+  for (const {topology} of document.querySelectorAll(".topology")) {
+    const press = (key) => {
+      topology.scroller.dispatchEvent(new KeyboardEvent("keydown", {key, cancelable: true}));
+      return topology.status.textContent;
+    };
+    found.devices = [press("ArrowRight"), press("ArrowRight"), press("ArrowDown")];
+    found.blocks = [topology.folded.size];
+    for (const _ of topology.data.devices) press("ArrowRight");
+    found.devices.push(topology.status.textContent);
+    if (topology.folded.size) press("f");
+    found.blocks.push(topology.folded.size);
+    for (let y = 2; y < topology.height; y += 7)
+      for (let x = 5; x < topology.width; x += 40) {
+        const box = topology.canvas.getBoundingClientRect();
+        const where = {clientX: box.left + x, clientY: box.top + y};
+        topology.canvas.dispatchEvent(new PointerEvent("pointermove", where));
+      }
+    topology.tip.hidden = true;
+  }
   for (const chart of document.querySelectorAll(".chart canvas"))
     chart.dispatchEvent(new PointerEvent("pointermove", {clientX: 0, clientY: 0}));
   found.width = document.documentElement.scrollWidth;

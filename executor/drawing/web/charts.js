@@ -1,20 +1,8 @@
 // Draws charts of steps and points on canvases, with named axes and a legend.
 "use strict";
 (() => {
+const {css, dark, shade} = window.stagewright;
 const SANS = "system-ui, sans-serif", MOST_NAMED = 8;
-const RAMP = ["#440154", "#3b528b", "#21918c", "#5ec962", "#fde725"];  // viridis
-const dark = matchMedia("(prefers-color-scheme: dark)");
-const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-
-// Dark ends of the ramp are left out on dark pages, light ones on light pages.
-function shade(share) {
-  const at = (dark.matches ? 0.3 + 0.7 * share : 0.82 * share) * (RAMP.length - 1);
-  const i = Math.min(RAMP.length - 2, Math.floor(at)), part = at - i;
-  const mix = [1, 3, 5].map((k) => Math.round(
-    parseInt(RAMP[i].slice(k, k + 2), 16) * (1 - part) + parseInt(RAMP[i + 1].slice(k, k + 2), 16) * part));
-  return `rgb(${mix.join(" ")})`;
-}
-
 function ticks(from, to, most) {
   const span = to - from || 1;
   let step = 10 ** Math.floor(Math.log10(span / most));
@@ -44,7 +32,7 @@ class Chart {
 
   colour(s) {
     const {series} = this.data;
-    return series[s].colour ? css(series[s].colour) : shade(series.length > 1 ? s / (series.length - 1) : 0.4);
+    return series[s].colour ? css(series[s].colour) : shade(s, series.length);
   }
 
   legend() {

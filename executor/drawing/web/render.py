@@ -13,21 +13,20 @@ from stagewright.executor.drawing.web.charts import Chart
 FOLDER = "stagewright.executor.drawing.web"
 STYLE = "page.css"
 SCRIPTS = ("timeline.js", "interaction.js", "charts.js")
+CLUSTER_SCRIPT = "topology.js"
 
 
 def render(template: str, **values: Any) -> str:
     """A page in the style of all, with the scripts that draw on it."""
+    names = (*SCRIPTS, CLUSTER_SCRIPT) if values.get("topology") else SCRIPTS
+    scripts = "\n".join(map(_read, names))
     style = _read(STYLE)
-    return _environment().get_template(template).render(scripts=_scripts(), style=style, **values)
-
-
-def _read(name: str) -> str:
-    return files(FOLDER).joinpath(name).read_text(encoding="utf-8")
+    return _environment().get_template(template).render(scripts=scripts, style=style, **values)
 
 
 @cache
-def _scripts() -> str:
-    return "\n".join(map(_read, SCRIPTS))
+def _read(name: str) -> str:
+    return files(FOLDER).joinpath(name).read_text(encoding="utf-8")
 
 
 @cache

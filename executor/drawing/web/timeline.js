@@ -1,10 +1,22 @@
 // Draws rows of bars in time on a canvas: only what is visible, so that many rows stay fluid.
 "use strict";
 (() => {
-const AXIS = 30, NARROW = 640, SANS = "system-ui, sans-serif";
+const AXIS = 30, NARROW = 640, SANS = "system-ui, sans-serif", CHIP = 6;
+const RAMP = ["#440154", "#3b528b", "#21918c", "#5ec962", "#fde725"];  // viridis
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const clamp = (value, low, high) => Math.min(high, Math.max(low, value));
+
+// The colour of one of several in an order, as of stages. Dark ends of the ramp are left out on
+// dark pages, light ones on light pages.
+function shade(rank, count) {
+  const share = count > 1 ? rank / (count - 1) : 0.4;
+  const at = (dark.matches ? 0.3 + 0.7 * share : 0.82 * share) * (RAMP.length - 1);
+  const i = Math.min(RAMP.length - 2, Math.floor(at)), part = at - i;
+  return `#${[1, 3, 5].map((k) => Math.round(
+    parseInt(RAMP[i].slice(k, k + 2), 16) * (1 - part) + parseInt(RAMP[i + 1].slice(k, k + 2), 16) * part)
+    .toString(16).padStart(2, "0")).join("")}`;
+}
 
 function make(tag, parent, attributes = {}, text = "") {
   const node = parent.appendChild(document.createElement(tag));
@@ -154,7 +166,8 @@ class Timeline {
       this.context.font = `${row.lane.bottleneck ? "600 " : ""}12px ${SANS}`;
       return this.context.measureText(this.title(row)).width;
     });
-    this.gutter = this.narrow ? 0 : Math.min(Math.max(...names, 20) + 18, 0.36 * width);
+    this.chip = this.data.lanes.some((lane) => lane.stages.length) ? CHIP : 0;
+    this.gutter = this.narrow ? 0 : Math.min(Math.max(...names, 20) + 18 + this.chip, 0.36 * width);
     const whole = AXIS + this.rows.length * this.pitch + 6;
     this.height = Math.min(whole, Math.max(260, Math.round(0.72 * innerHeight)));
     this.scroller.style.height = `${this.height}px`;
@@ -270,8 +283,12 @@ class Timeline {
     pen.fillStyle = lane.group === "device" || lane.group === "title" ? this.look.ink : this.look.soft;
     pen.font = `${lane.bottleneck || lane.group === "title" ? "600 " : ""}12px ${SANS}`;
     const free = lane.group === "title" ? this.width : this.narrow ? this.width - 8 : this.gutter - 10;
-    pen.fillText(this.cut(pen, this.title(row), free), this.narrow ? 2 : 4,
-      this.narrow ? this.top(y) + 9 : top + tall / 2 + 0.5);
+    const middle = this.narrow ? this.top(y) + 9 : top + tall / 2 + 0.5;
+    pen.fillText(this.cut(pen, this.title(row), free - this.chip), (this.narrow ? 2 : 4) + this.chip, middle);
+    lane.stages.forEach((stage, i) => {  // in the colours that stages have elsewhere on the page
+      pen.fillStyle = shade(stage, this.data.stages);
+      pen.fillRect(0, middle - 7 + i * 14 / lane.stages.length, CHIP - 1, 14 / lane.stages.length);
+    });
     pen.save();
     pen.beginPath();
     pen.rect(this.gutter, this.top(y), this.width - this.gutter, this.pitch);
@@ -362,5 +379,5 @@ class Timeline {
   }
 }
 
-window.stagewright = {AXIS, Timeline, after, clamp, make, unpack};
+window.stagewright = {AXIS, Timeline, after, clamp, css, dark, isLight, make, shade, unpack};
 })();

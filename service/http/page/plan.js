@@ -54,6 +54,13 @@ export function timeline(told) {
   return root;
 }
 
+function topology(told) {
+  const root = make("div", {class: "topology"});
+  requestAnimationFrame(() => window.stagewright.drawTopology(root, told.topology));
+  return section(`Stages on the cluster ${told.cluster}`, root, make("details", {},
+    make("summary", {}, "The same as a table"), table(told.topology_head, told.topology_rows, "Devices")));
+}
+
 export function showPlan(root, told) {
   const chart = make("div", {class: "chart"});
   root.replaceChildren(
@@ -61,6 +68,7 @@ export function showPlan(root, told) {
     section(`Why an iteration takes ${told.duration}`,
       ...told.sentences.map((one) => make("p", {}, one)), ...share(told)),
     section(told.shown, timeline(told)),
+    topology(told),
     make("div", {class: "charts"}, ...(told.memory.length ? [memory(told)] : []),
       section("Microbatches in flight, per stage", chart)),
     ...(told.bounds.length ? [bounds(told)] : []),
