@@ -75,10 +75,21 @@ class RoundsAnswer(Answer):
     accelerators: Annotated[tuple[str, ...], CARRIED]
 
 
+class RunAnswer(Answer):
+    """The time from one change to the next that an accelerator of a type, by number, ran jobs."""
+
+    jobs: tuple[str, ...]
+    accelerator: str
+    number: int
+    start_seconds: float
+    end_seconds: float
+
+
 class SimulateClusterAnswer(Answer):
     """Statistics of a simulated cluster; None if no job completed.
 
     ``status`` is ``done``, or ``interrupted`` if the simulation was stopped before its end.
+    ``runs`` are there if the request keeps the assignments.
     """
 
     status: str
@@ -100,7 +111,16 @@ class SimulateClusterAnswer(Answer):
     allocations: int
     mean_deviation: Finite
     seconds: float
+    runs: tuple[RunAnswer, ...] | None = None
     timeline: Annotated[ClusterTimeline, CARRIED]
+
+    @model_serializer(mode="wrap")
+    def _without_runs(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave the runs out where they are not kept."""
+        fields: dict[str, Any] = write(self)
+        if self.runs is None:
+            fields.pop("runs", None)
+        return fields
 
 
 class JobOutcomeAnswer(Answer):

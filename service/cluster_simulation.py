@@ -16,7 +16,7 @@ from stagewright.graphs.workloads.jobs import Entity, Job, Throughputs
 from stagewright.graphs.workloads.poisson import Arrivals
 from stagewright.graphs.workloads.prices import HOUR
 from stagewright.service.allocating import policy_allocator
-from stagewright.service.cluster_answers import SimulateClusterAnswer
+from stagewright.service.cluster_answers import RunAnswer, SimulateClusterAnswer
 from stagewright.service.cluster_requests import ArrivalsRequest, SimulateClusterRequest
 from stagewright.solvers.clusters.policies import policy_named
 
@@ -56,7 +56,7 @@ def simulate_cluster(
         on_progress=on_progress,
         stop=stop,
     )
-    return _answer(request.policy, found, window)
+    return _answer(request.policy, found, window, request.keep_assignments)
 
 
 def _rules(request: SimulateClusterRequest) -> Rules:
@@ -94,7 +94,9 @@ def _arrivals(coming: ArrivalsRequest, seed: int) -> Arrivals:
     )
 
 
-def _answer(policy: str, found: ClusterTimeline, window: range | None) -> SimulateClusterAnswer:
+def _answer(
+    policy: str, found: ClusterTimeline, window: range | None, keeps: bool
+) -> SimulateClusterAnswer:
     durations, fairness = found.durations(window), found.fairness(window)
     weights = sorted({outcome.job.weight for outcome in found.jobs})
     deviations = [one.mean_deviation for one in found.resets]
@@ -123,5 +125,26 @@ def _answer(policy: str, found: ClusterTimeline, window: range | None) -> Simula
         allocations=len(found.resets),
         mean_deviation=float(np.mean(deviations)) if deviations else None,
         seconds=found.seconds,
+        runs=_runs(found) if keeps else None,
         timeline=found,
+    )
+
+
+def _runs(found: ClusterTimeline) -> tuple[RunAnswer, ...]:
+    from stagewright.executor.drawing.cluster_chart import spans
+
+    places = [
+        (accelerator.name, number)
+        for accelerator in found.pool.accelerators
+        for number in range(accelerator.count)
+    ]
+    return tuple(
+        RunAnswer(
+            jobs=tuple(found.jobs[job].job.name for job in jobs),
+            accelerator=places[row][0],
+            number=places[row][1],
+            start_seconds=start,
+            end_seconds=end,
+        )
+        for row, start, end, jobs in spans(found)
     )

@@ -52,26 +52,31 @@ def draw_rounds(timeline: ClusterTimeline, path: str | os.PathLike[str]) -> None
     """
     first_row = _first_rows(timeline.pool)
     rows = sum(accelerator.count for accelerator in timeline.pool.accelerators)
-    spans = list(_spans(timeline, first_row))
-    if not spans:
+    found = spans(timeline)
+    if not found:
         raise InputError("the timeline has no assignments: simulate with keep_assignments=True")
-    named = min(24, len({job for span in spans for job in span[3]}))
+    named = min(24, len({job for span in found for job in span[3]}))
     height = min(MAX_HEIGHT_INCHES, max(1.5 + ROW_INCHES * rows, 1.0 + 0.15 * named))
     figure, axes = _figure(path, height)
-    _draw_spans(axes, spans)
+    _draw_spans(axes, found)
     axes.set(xlabel="hours", ylim=(rows - 0.5, -0.5), yticks=[], title="Rounds by accelerator")
     _name_rows(axes, timeline.pool, first_row, rows)
-    axes.set_xlim(spans[0][1] / HOUR, max(span[2] for span in spans) / HOUR)
-    _name_jobs(axes, timeline, sorted({job for span in spans for job in span[3]}))
+    axes.set_xlim(found[0][1] / HOUR, max(span[2] for span in found) / HOUR)
+    _name_jobs(axes, timeline, sorted({job for span in found for job in span[3]}))
     _write(figure, path)
 
 
-_Span = tuple[int, float, float, tuple[int, ...]]
+Span = tuple[int, float, float, tuple[int, ...]]
+"""Row of an accelerator, start and end in seconds, and the numbers of the jobs on it."""
 
 
-def _spans(timeline: ClusterTimeline, first_row: list[int]) -> Iterable[_Span]:
-    """(row, start, end, jobs) of all assignments; consecutive rounds of a job are one span."""
-    running: dict[int, _Span] = {}
+def spans(timeline: ClusterTimeline) -> list[Span]:
+    """All assignments, rows in the order of the pool; consecutive rounds of a job are one."""
+    return list(_spans(timeline, _first_rows(timeline.pool)))
+
+
+def _spans(timeline: ClusterTimeline, first_row: list[int]) -> Iterable[Span]:
+    running: dict[int, Span] = {}
     for one in timeline.rounds:
         for row, jobs in _rows(one, timeline.accelerator, first_row):
             before = running.get(row)
@@ -97,7 +102,7 @@ def _first_rows(pool: Pool) -> list[int]:
     return [0, *itertools.accumulate(counts)][:-1]
 
 
-def _draw_spans(axes: "Axes", spans: Sequence[_Span]) -> None:
+def _draw_spans(axes: "Axes", spans: Sequence[Span]) -> None:
     """Draw all spans, those of a job at once, with the job's number where it fits."""
     from matplotlib.collections import PolyCollection
 

@@ -102,11 +102,11 @@ def schedules_page(
         head=head,
         rows=rows,
         heading="One row per device",
-        timeline=_drawing(panels),
+        timeline=schedules_drawing(panels),
     )
 
 
-def _drawing(panels: Sequence[Panel]) -> Drawing:
+def schedules_drawing(panels: Sequence[Panel]) -> Drawing:
     """A lane per device, below one with the schedule's name."""
     lanes, kinds, marks = list[Lane](), dict[str, Kind](), list[Mark]()
     for one in panels:

@@ -1,6 +1,7 @@
 """Routes of what can be made of a job's plan: the document, a picture, files of frameworks."""
 
 import io
+import json
 import zipfile
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
@@ -69,6 +70,17 @@ def read_timeline(job: Readable) -> dict[str, Any]:
     from stagewright.executor.drawing.page import page_object
 
     return page_object(_plan(job), _request(job).cluster)
+
+
+@router.get("/jobs/{job}/figures")
+def read_figures(job: Readable) -> dict[str, Any]:
+    """What the page shows of an answer of another kind: numbers, tables, timelines, charts."""
+    from stagewright.service.http.figures import figures
+
+    if job.answer is None or job.kind == "plan":
+        raise HTTPException(404, "there is no answer" if job.answer is None else "it is a plan")
+    request = KINDS[job.kind].request.parse(job.request)
+    return figures(job.kind, request, json.loads(job.answer)).table()
 
 
 class ExportOptions(BaseModel):

@@ -28,7 +28,7 @@ from stagewright.service.http.app import create_app
 from stagewright.service.http.guard import Service
 from stagewright.service.http.pages import MEDIA_TYPES
 from stagewright.service.http.tokens import Scope, Tokens
-from stagewright.service.jobs.kinds import parse_request
+from stagewright.service.jobs.kinds import KINDS, parse_request
 from stagewright.service.jobs.records import Asked
 from stagewright.service.jobs.store import Store
 from stagewright.solvers.planning import PLANNERS
@@ -77,8 +77,9 @@ def test_the_page_offers_all_planners_and_formats(client: TestClient) -> None:
     assert json.loads(formats) == list(FORMATS)
 
 
-def test_the_example_is_a_request(client: TestClient) -> None:
-    parse_request("plan", client.get("/page/example.json").text)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_has_an_example_that_is_a_request(kind: str, client: TestClient) -> None:
+    parse_request(kind, client.get(f"/page/example-{kind}.json").text)
 
 
 # --- In a browser ---------------------------------------------------------------------------------
@@ -143,6 +144,7 @@ VIEWS = {  # the place of each, and what is true once it is there
     "new": ("new", "document.querySelector('form.request')"),
     "jobs": ("jobs", "document.querySelectorAll('.list tbody tr').length >= 2"),
     "job": ("jobs/{0}", f"{DRAWN} && {CURVES}"),
+    "kind": ("new/schedule", "document.querySelector('[name=microbatches]')"),
     "two": ("compare/{0}/{1}", "document.querySelectorAll('.timeline canvas').length === 2"),
 }
 QUICK = [("job", 360, True), ("two", 360, False)]
@@ -171,6 +173,7 @@ def test_every_view_fits_its_window(
           || one.textContent.trim())).length"""
     assert browser.run(nameless) == 0
     assert browser.run("document.querySelectorAll('h1').length") == 1
+    assert browser.run("document.getAnimations().length") == 0  # for those who get sick by motion
     assert browser.run("document.querySelector('#problem').textContent") == ""
     assert browser.errors == []
 
@@ -198,6 +201,98 @@ def test_a_problem_is_said_at_its_place(site: Site) -> None:
     # The browser itself notes that a request was refused.
     assert [one for one in browser.errors if " 422 " not in one] == []
     browser.errors.clear()
+
+
+BROUGHT = "document.querySelectorAll('form.request [aria-invalid]').length === {}"
+OTHERS = ["jobshop", *(kind for kind in KINDS if kind not in ("plan", "jobshop"))]
+
+
+@in_a_browser
+@pytest.mark.parametrize("kind", slow_after(1, OTHERS))
+def test_every_kind_is_submitted_and_its_answer_shown(
+    kind: str, site: Site, tmp_path: Path
+) -> None:
+    browser = site.browser
+    browser.look(360, False)
+    go(browser, f"new/{kind}", "document.querySelector('form.request')")
+    browser.run("document.querySelector('form.request').requestSubmit()")
+    browser.await_that(BROUGHT.format(1))  # what is missing is said there
+    browser.run("document.querySelector('[name=example]').click()")
+    browser.await_that(BROUGHT.format(0))
+    browser.picture(tmp_path / f"{kind}-form.png")
+    assert browser.run("document.documentElement.scrollWidth") <= 360
+    browser.run("document.querySelector('form.request').requestSubmit()")
+    shown = "document.querySelector('#view .timeline canvas, #view table')"
+    browser.await_that(f"/^#\\/jobs\\/\\w+$/.test(location.hash) && {ENDED} && {shown}")
+    for width in (360, 768, 1400):
+        browser.look(width, width == 768)
+        browser.picture(tmp_path / f"{kind}-{width}.png")
+        assert browser.run("document.documentElement.scrollWidth") <= width
+    assert kind in browser.run("document.querySelector('p.sub').textContent")
+    assert browser.run("document.querySelector('#problem').textContent") == ""
+    assert browser.errors == []
+
+
+@in_a_browser
+def test_a_field_that_is_wrong_is_said_beside_it(site: Site) -> None:
+    browser = site.browser
+    go(browser, "new/jobshop", "document.querySelector('form.request')")
+    browser.run("document.querySelector('[name=example]').click()")
+    browser.await_that("document.querySelector('#jobs-told').textContent === '4 entries'")
+    browser.run("document.querySelector('[name=time_limit]').value = -1")
+    browser.run("document.querySelector('[name=validate]').click()")
+    browser.await_that("document.querySelector('form.request [role=alert]').textContent")
+    beside = "document.querySelector('label:has([name=time_limit]) + [role=alert]').textContent"
+    assert browser.run(beside).startswith("time_limit")
+    assert browser.run("document.activeElement.name") == "time_limit"
+    # A document may be pasted; what is wrong in it is said below it.
+    browser.run("document.querySelector('[name=time_limit]').value = ''")
+    browser.run("""(() => {
+      const text = document.querySelector('[data-part=jobs] textarea');
+      text.value = '[[["a", 3]]]';
+      text.dispatchEvent(new Event('change'));
+      document.querySelector('[name=validate]').click();
+    })()""")
+    within = "document.querySelector('[data-part=jobs] [role=alert]')?.textContent"
+    browser.await_that(f"{within}?.startsWith('jobs')")
+    assert [one for one in browser.errors if " 422 " not in one] == []
+    browser.errors.clear()
+
+
+@in_a_browser
+@pytest.mark.slow
+def test_a_job_is_submitted_and_read_by_keys_alone(site: Site, tmp_path: Path) -> None:
+    browser = site.browser
+    browser.look(1400, True)
+
+    def reach(what: str) -> None:
+        for _ in range(80):
+            if browser.run(f"document.activeElement.matches({what!r})"):
+                return
+            browser.press("Tab", 9)
+        raise AssertionError(f"{what} is not reached")
+
+    go(browser, "new/plan", "document.querySelector('form.request')")
+    reach("[name=example]")
+    browser.press(" ", 32)
+    browser.await_that("document.querySelector('#cluster-told').textContent.includes('4 devices')")
+    reach("button.main")
+    browser.press(" ", 32)
+    browser.await_that(f"/^#\\/jobs\\/\\w+$/.test(location.hash) && {ENDED} && {DRAWN}")
+    job = browser.run("location.hash").removeprefix("#/")
+    go(browser, job, f"{DRAWN} && document.querySelector('.topology canvas')")
+    reach(".topology .scroller")
+    said = "document.querySelector('.topology .status').textContent"
+    browser.press("ArrowRight", 39)
+    browser.await_that(f"{said}.startsWith('s0g0 ')")
+    browser.press("ArrowRight", 39)
+    browser.await_that(f"{said}.startsWith('s0g1 ')")
+    browser.picture(tmp_path / "picked.png")
+    reach(".topology ~ details summary")
+    browser.press(" ", 32)
+    rows = "document.querySelectorAll('.topology ~ details[open] tbody tr').length"
+    browser.await_that(f"{rows} >= 1")
+    assert browser.errors == []
 
 
 @in_a_browser

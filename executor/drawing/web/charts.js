@@ -36,7 +36,7 @@ class Chart {
   }
 
   legend() {
-    const {series} = this.data, entries = series.map((one, s) => [one.name, this.colour(s)]);
+    const {series} = this.data, entries = [...new Map(series.map((one, s) => [one.name, this.colour(s)]))];
     const shown = entries.length > MOST_NAMED ? [entries[0], entries[entries.length >> 1], entries.at(-1)] : entries;
     this.keys.replaceChildren(...shown.map(([name, colour]) => {
       const item = document.createElement("li"), key = document.createElement("span");
@@ -62,13 +62,14 @@ class Chart {
     const most = (values, start) => values.reduce((one, other) => Math.max(one, other), start);
     const points = series.some((one) => one.style === "points"), close = points || this.data.close;
     const low = points ? xs.reduce((one, other) => Math.min(one, other), Infinity) : 0;
-    const high = most(xs, low), top = most(ys, 0) * 1.06 || 1;
+    const high = most(xs, low) + (points ? 0.02 * (most(xs, low) - low) : 0), top = most(ys, 0) * 1.06 || 1;
     const floor = close ? ys.reduce((one, other) => Math.min(one, other), Infinity) * 0.94 : 0;
     const rows = ticks(floor, top, 6), left = 14 + Math.max(...rows.map((y) => pen.measureText(`${y}`).width));
     const box = {left, right: width - 10, top: 18, bottom: height - 34};
     this.x = (x) => box.left + (x - low) / (high - low || 1) * (box.right - box.left);
     this.y = (y) => box.bottom - (y - floor) / (top - floor) * (box.bottom - box.top);
     this.axes(pen, box, rows, ticks(low, high, Math.max(2, (width - left) / 80)));
+    this.texts = [];
     series.forEach((one, s) => this.line(pen, one, this.colour(s), this.near && this.near.s === s));
   }
 
@@ -113,9 +114,12 @@ class Chart {
       pen.beginPath();
       pen.moveTo(at, y - 5); pen.lineTo(at + 5, y); pen.lineTo(at, y + 5); pen.lineTo(at - 5, y);
       pen.fill();
-      const left = at + 8 + size > this.canvas.clientWidth - 4 ? at - 8 - size : at + 8;
+      const left = Math.max(2, at + 8 + size > this.canvas.clientWidth - 4 ? at - 8 - size : at + 8);
+      // A name that would cover another is told where it is pointed at.
+      if (this.texts.some((other) => Math.abs(other.y - y) < 12 && left < other.right + 4 && left + size > other.left - 4)) return;
+      this.texts.push({left, right: left + size, y});
       pen.textAlign = "left";
-      pen.fillText(one.names[i], Math.max(2, left), y - 7);
+      pen.fillText(one.names[i], left, y - 7);
     });
   }
 

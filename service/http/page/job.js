@@ -1,6 +1,7 @@
 // One job: its life as it happens, what can be done with it, and its plan.
 import {call, download, follow, now, read} from "./api.js";
 import {age, cost, make, percent, section} from "./dom.js";
+import {showFigures} from "./figures.js";
 import {state} from "./jobs.js";
 import {showPlan} from "./plan.js";
 
@@ -127,7 +128,8 @@ class JobPage {
     const ended = ENDED.has(job.state), more = how(job);
     this.life.replaceChildren(state(job), ` ${job.kind} of ${job.user}${more && ` · ${more}`}`);
     this.facts.replaceChildren(...factsOf(job));
-    this.facts.hidden = ended && (job.has_document || job.cost === null);
+    this.facts.hidden = ended && (job.has_document || job.cost === null || job.kind !== "plan");
+    if (this.drawn === null) this.title.textContent = job.title || `${job.kind} ${this.id.slice(0, 8)}`;
     this.stop.hidden = this.abort.hidden = ended;
     this.retry.hidden = !AGAIN.has(job.state);
     this.discard.hidden = this.answer.hidden = !ended;
@@ -144,9 +146,19 @@ class JobPage {
     showPlan(this.shown, told);
   }
 
+  // The answer of a kind that has no plan to draw.
+  async figures() {
+    const told = await read(`jobs/${this.id}/figures`, {signal: this.signal});
+    this.drawn = this.job.finished;
+    showFigures(this.shown, told);
+  }
+
   // A better plan is drawn at once where there is none, and at the end; else the reader decides.
   async refresh() {
     this.tell(await read(`jobs/${this.id}`, {signal: this.signal}));
+    const {kind, state: ends, finished} = this.job;
+    if (kind !== "plan" && this.hasEnded() && ends !== "failed" && this.drawn !== finished)
+      await this.act(() => this.figures());
     if (!this.job.has_document || this.drawn === this.job.cost) return;
     if (this.drawn === null || this.hasEnded()) await this.act(() => this.plan());
     else this.better.hidden = false;

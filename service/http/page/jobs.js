@@ -3,7 +3,7 @@ import {now, read} from "./api.js";
 import {age, cost, make, percent, table} from "./dom.js";
 
 const REFRESH_SECONDS = 5, PAGE = 20;
-const HEAD = ["<compare", "<job", "<kind", "<state", "cost", "bound", "gap", "age"];
+const HEAD = ["<compare", "<job", "<what", "<state", "cost", "bound", "gap", "age"];
 const chosen = new Set();
 
 export const state = (job) => make("span", {class: `state ${job.state}`}, job.state);
@@ -12,7 +12,7 @@ function row(job, changed) {
   const box = make("input", {type: "checkbox", "aria-label": `compare ${job.id.slice(0, 8)}`,
     checked: chosen.has(job.id), disabled: !job.has_document,
     change: () => { if (box.checked) chosen.add(job.id); else chosen.delete(job.id); changed(); }});
-  return [box, make("a", {href: `#/jobs/${job.id}`}, job.id.slice(0, 8)), job.kind, state(job),
+  return [box, make("a", {href: `#/jobs/${job.id}`}, job.id.slice(0, 8)), job.title ? `${job.title} · ${job.kind}` : job.kind, state(job),
     cost(job, job.cost), cost(job, job.bound), percent(job.gap), age(job.created, now())];
 }
 

@@ -16,7 +16,8 @@ const VIEWS = [
   [/^jobs\/before\/(\w+)$/, (signal, before) => showJobs(root, signal, before)],
   [/^jobs\/(\w+)$/, (signal, id) => showJob(root, id, signal, problem)],
   [/^compare\/(\w+)\/(\w+)$/, (signal, ...jobs) => showComparison(root, jobs, signal)],
-  [/^new$/, () => showForm(root)],
+  [/^new$/, (signal) => showForm(root, "plan", signal)],
+  [/^new\/([\w-]+)$/, (signal, kind) => showForm(root, kind, signal)],
 ];
 
 function failed(error) {

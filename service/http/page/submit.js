@@ -1,31 +1,35 @@
-// The form of a new plan: its documents from files or the example, its errors where they belong.
+// The forms of new jobs: documents from files, pasted or the example, errors where they belong.
 import {read} from "./api.js";
-import {tell} from "./dom.js";
+import {make, tell} from "./dom.js";
+import {described, fields, resolved, valueOf} from "./schema.js";
 
-const NAMES = {microbatches: "count", batch: "count", planner: "planner", time_limit: "time_limit", runtime: "runtime"};
+const NAMES = {microbatches: "count", batch: "count", time_limit: "time_limit"};  // fields of plans that are named otherwise
 
-function summary(part, document) {
-  const parts = part === "chain" ? document.layers : document.devices;
-  const count = Array.isArray(parts) ? ` · ${parts.length} ${part === "chain" ? "layers" : "devices"}` : "";
-  return `${document.name ?? "without a name"}${count}`;
+// Its name, and of what it has how many.
+function summary(document) {
+  const [key, parts] = Object.entries(document ?? {}).find(([, value]) => Array.isArray(value)) ?? [];
+  if (Array.isArray(document)) return `${document.length} entries`;
+  const told = [document?.name, parts && `${parts.length} ${key}`].filter(Boolean);
+  return told.join(" · ") || `${Object.keys(document ?? {}).length} entries`;
 }
 
 class Form {
-  constructor(root) {
-    const template = document.getElementById("form").content.cloneNode(true);
-    root.replaceChildren(template);
-    this.form = root.querySelector("form");
-    this.alert = this.form.querySelector("[role=alert]");
-    this.said = this.form.querySelector("output");
-    this.documents = {};
-    for (const place of this.form.querySelectorAll(".drop")) this.listen(place);
-    this.form.addEventListener("submit", (event) => { event.preventDefault(); this.submit(); });
-    this.form.elements.validate.addEventListener("click", () => this.validate());
-    this.form.elements.example.addEventListener("click", () => this.example());
+  constructor(form, kind) {
+    Object.assign(this, {form, kind, documents: {}});
+    this.alert = form.querySelector("[role=alert]");
+    this.home = this.alert.previousElementSibling;
+    this.said = form.querySelector("output");
+    for (const place of form.querySelectorAll(".drop")) this.listen(place);
+    form.addEventListener("submit", (event) => { event.preventDefault(); this.submit(); });
+    form.elements.validate.addEventListener("click", () => this.validate());
+    form.elements.example.addEventListener("click", () => this.example());
   }
 
   listen(place) {
     const {part} = place.dataset, input = place.querySelector("input");
+    const paste = make("textarea", {rows: 4, spellcheck: "false", "aria-label": `${part} as JSON`,
+      change: () => paste.value.trim() && this.parse(part, paste.value, "this text")});
+    place.append(make("details", {}, make("summary", {}, "or paste JSON"), paste));
     input.addEventListener("change", () => input.files.length && this.take(part, input.files[0]));
     for (const type of ["dragenter", "dragover"])
       place.addEventListener(type, (event) => { event.preventDefault(); place.classList.add("over"); });
@@ -39,58 +43,54 @@ class Form {
     });
   }
 
-  async take(part, file) {
+  async take(part, file) { this.parse(part, await file.text(), file.name); }
+
+  parse(part, text, name) {
     delete this.documents[part];
     try {
-      this.keep(part, JSON.parse(await file.text()));
+      this.keep(part, JSON.parse(text));
     } catch (error) {
-      this.refuse(`${part}: ${file.name} is no JSON: ${error.message}`);
+      this.refuse(`${part}: ${name} is no JSON: ${error.message}`);
     }
   }
 
   keep(part, document) {
     this.documents[part] = document;
-    this.form.querySelector(`#${part}-told`).textContent = summary(part, document ?? {});
+    this.form.querySelector(`#${part}-told`).textContent = summary(document);
     this.refuse("");
   }
 
   async example() {
-    const found = await (await fetch("page/example.json")).json();
-    for (const part of ["chain", "cluster"]) {
-      this.form.querySelector(`#${part}-file`).value = "";
-      this.keep(part, found[part]);
+    const found = await (await fetch(`page/example-${this.kind}.json`)).json();
+    for (const place of this.form.querySelectorAll(".drop")) {
+      place.querySelector("input").value = place.querySelector("textarea").value = "";
+      if (place.dataset.part in found) this.keep(place.dataset.part, found[place.dataset.part]);
     }
+    return found;
   }
 
-  // What the service says, and the field that it speaks of.
+  // What the service says, at the field that it speaks of.
   refuse(text) {
-    tell(this.alert, text);
     this.said.textContent = "";
-    for (const one of this.form.querySelectorAll("[aria-invalid]")) one.removeAttribute("aria-invalid");
-    if (!text) return;
-    const name = /^\w+/.exec(text)?.[0] ?? "";
-    const field = this.form.querySelector(`#${name}-file`) ?? this.form.elements[NAMES[name]];
-    field?.setAttribute("aria-invalid", "true");
-    (field ?? this.form.elements.validate).focus();
+    for (const one of this.form.querySelectorAll("[aria-invalid]")) {
+      one.removeAttribute("aria-invalid");
+      one.removeAttribute("aria-errormessage");
+    }
+    const name = /^\w+/.exec(text)?.[0] ?? "", field = text && this.field(name);
+    if (field) {
+      const place = field.closest(".drop");
+      if (place) place.append(this.alert); else (field.closest("fieldset, label") ?? field).after(this.alert);
+      field.setAttribute("aria-invalid", "true");
+      field.setAttribute("aria-errormessage", this.alert.id);
+      field.closest("details")?.setAttribute("open", "");
+    } else this.home.after(this.alert);
+    tell(this.alert, text);
+    if (text) (field || this.form.elements.validate).focus();
   }
 
-  // The request, or null if something is missing.
-  request() {
-    for (const part of ["chain", "cluster"])
-      if (!(part in this.documents)) {
-        this.refuse(`${part}: choose ${part === "chain" ? "a model" : "a cluster"}, or take the example`);
-        return null;
-      }
-    const {elements} = this.form;
-    const amount = elements.amount.value, count = elements.count.valueAsNumber, limit = elements.time_limit.valueAsNumber;
-    for (const [name, value] of [[amount, count], ["time_limit", limit]])
-      if (Number.isNaN(value)) {
-        this.refuse(`${name}: a number is needed`);
-        return null;
-      }
-    return {...this.documents, [amount]: count, planner: elements.planner.value, time_limit: limit,
-      ...(elements.runtime.value && {runtime: elements.runtime.value})};
-  }
+  field(name) { return this.form.querySelector(`#${name}-file`) ?? this.form.elements[this.names(name)]; }
+
+  names(name) { return name; }
 
   async send(path) {
     const request = this.request();
@@ -110,13 +110,100 @@ class Form {
   }
 
   async validate() {
-    if (await this.send("plan/validate")) this.said.textContent = "The request is valid.";
+    if (await this.send(`${this.kind}/validate`)) this.said.textContent = "The request is valid.";
   }
 
   async submit() {
-    const job = await this.send("plan");
+    const job = await this.send(this.kind);
     if (job) location.hash = `#/jobs/${job.id}`;
   }
 }
 
-export async function showForm(root) { new Form(root); }
+class PlanForm extends Form {
+  names(name) { return NAMES[name] ?? name; }
+
+  // The request, or null if something is missing.
+  request() {
+    for (const part of ["chain", "cluster"])
+      if (!(part in this.documents)) {
+        this.refuse(`${part}: choose ${part === "chain" ? "a model" : "a cluster"}, or take the example`);
+        return null;
+      }
+    const {elements} = this.form;
+    const amount = elements.amount.value, count = elements.count.valueAsNumber, limit = elements.time_limit.valueAsNumber;
+    for (const [name, value] of [[amount, count], ["time_limit", limit]])
+      if (Number.isNaN(value)) {
+        this.refuse(`${name}: a number is needed`);
+        return null;
+      }
+    return {...this.documents, [amount]: count, planner: elements.planner.value, time_limit: limit,
+      ...(elements.runtime.value && {runtime: elements.runtime.value})};
+  }
+}
+
+// A form from the schema of a kind's requests: what the example does not use is folded.
+class KindForm extends Form {
+  constructor(form, kind, given) {
+    super(form, kind);
+    this.given = given;
+  }
+
+  async example() {
+    const found = await super.example();
+    for (const {name, type} of this.given)
+      if (type !== "document") this.set(this.form.elements[name], found[name]);
+    this.refuse("");
+  }
+
+  set(node, value) {
+    if (node.type === "checkbox") node.checked = value ?? false;
+    else node.value = Array.isArray(value) ? value.join(", ") : value ?? "";
+  }
+
+  request() {
+    const found = {...this.documents};
+    for (const one of this.given) {
+      const node = this.form.elements[one.name], value = one.type === "document" ? undefined : valueOf(one, node);
+      if (value !== undefined) found[one.name] = value;
+      if (Number.isNaN(value) || (one.required && !(one.name in found))) {
+        this.refuse(`${one.name}: ${one.type === "document" ? "a JSON document" : "a value"} is needed, or take the example`);
+        return null;
+      }
+    }
+    return found;
+  }
+}
+
+async function ofSchema(kind, about) {
+  const example = await (await fetch(`page/example-${kind}.json`)).json();
+  const given = fields(about.schema, about.root), form = document.getElementById("kind-form").content.cloneNode(true).firstElementChild;
+  const [shown, more] = [true, false].map((used) => given.filter((one) => (one.required || one.name in example) === used));
+  const place = (root, of) => {
+    for (const {type, node} of of) root.querySelector(type === "document" ? ".parts" : ".fields").append(node);
+  };
+  place(form, shown);
+  place(form.querySelector(".more"), more);
+  for (const node of form.querySelectorAll(".parts, .fields"))
+    if (!node.firstChild) (node.closest(".options") ?? node).hidden = true;
+  form.querySelector(".more").hidden = !more.length;
+  return new KindForm(form, kind, given).form;
+}
+
+export async function showForm(root, kind, signal) {
+  const whole = await read("openapi.json", {signal}), {paths} = whole, kinds = Object.keys(paths)
+    .map((path) => /^\/v1\/([\w-]+)$/.exec(path)?.[1]).filter((one) => one && `/v1/${one}/validate` in paths);
+  if (!kinds.includes(kind)) throw new Error(`There is no kind of job named ${kind}.`);
+  const about = (one) => {
+    const {summary: title, requestBody} = paths[`/v1/${one}`].post;
+    return {title, root: whole, schema: resolved(requestBody.content["application/json"].schema, {}, whole)};
+  };
+  const choose = make("select", {change: () => { location.hash = `#/new/${choose.value}`; }},
+    ...kinds.map((one) => make("option", {value: one, selected: one === kind}, `${one}: ${about(one).title.replace(/\.$/, "")}`)));
+  const form = kind === "plan" ? new PlanForm(document.getElementById("form").content.cloneNode(true).firstElementChild, kind).form
+    : await ofSchema(kind, about(kind));
+  if (signal.aborted) return;
+  root.replaceChildren(make("h1", {tabindex: "-1"}, "New job"),
+    make("p", {class: "kind"}, make("label", {}, "Kind ", choose)),
+    make("p", {class: "sub"}, ...(kind === "plan" ? ["A model's profile and a cluster become a plan, with a bound on every other."]
+      : described(about(kind).schema.description))), form);
+}

@@ -1,0 +1,76 @@
+// Fields of a form from the JSON schema of a request: one for each property.
+import {make} from "./dom.js";
+
+const SCALARS = new Set(["integer", "number", "string"]);
+
+// The first paragraph of a description, whose code is between double backticks.
+export function described(text = "") {
+  return text.split(/\n\n/)[0].replaceAll("\n", " ").split("``")
+    .map((part, i) => i % 2 ? make("code", {}, part) : part);
+}
+
+function typeOf(schema) {
+  if (schema.enum) return "choice";
+  if (schema.type === "array") return SCALARS.has(schema.items?.type) ? "list" : "document";
+  return SCALARS.has(schema.type) || schema.type === "boolean" ? schema.type : "document";
+}
+
+const words = (name) => name.replaceAll("_", " ");
+const told = (value) => Array.isArray(value) ? value.join(", ") : `${value ?? ""}`;
+
+function drop(name, required) {
+  return make("section", {class: "drop", "data-part": name},
+    make("h2", {}, make("label", {for: `${name}-file`}, words(name))),
+    make("input", {id: `${name}-file`, type: "file", accept: ".json,application/json", "aria-describedby": `${name}-told`}),
+    make("p", {id: `${name}-told`, class: "told"}, `Choose or drop a JSON file${required ? "" : "; not needed"}.`));
+}
+
+function input(name, type, schema, initial) {
+  if (type === "boolean" && initial === false) return make("input", {name, type: "checkbox"});
+  if (type === "choice" || type === "boolean") {
+    const choices = schema.enum ?? ["true", "false"];
+    return make("select", {name}, ...(initial === null ? [make("option", {value: ""}, "as it is best")] : []),
+      ...choices.map((one) => make("option", {selected: one === initial}, one)));
+  }
+  const given = told(initial);
+  if (type === "list")
+    return make("input", {name, placeholder: given || "values, with commas between", autocomplete: "off", spellcheck: "false"});
+  if (type === "string") return make("input", {name, placeholder: given, autocomplete: "off", spellcheck: "false"});
+  return make("input", {name, type: "number", step: type === "integer" ? 1 : "any", placeholder: given});
+}
+
+// What a schema refers to, in its own definitions or in the root's.
+export function resolved(one, schema, root) {
+  const parts = one.$ref?.split("/").slice(1);
+  return parts ? parts.reduce((node, part) => node[part], parts[0] === "components" ? root : schema) : one;
+}
+
+// Every property: its name, type, whether it is required, and its node.
+export function fields(schema, root) {
+  const shapeOf = (one) => resolved(one.anyOf?.find((other) => other.type !== "null") ?? one, schema, root);
+  const required = new Set(schema.required);
+  const found = Object.entries(schema.properties).map(([name, property]) => {
+    const shape = shapeOf(property), type = typeOf(shape);
+    const needed = required.has(name), initial = property.default;
+    const node = type === "document" ? drop(name, needed)
+      : make("label", {class: type === "boolean" && initial === false ? "check" : null}, words(name), input(name, type, shape, initial));
+    return {name, type, items: shape.items?.type, required: needed, node};
+  });
+  return found.sort((one, other) => other.required - one.required);
+}
+
+const ofText = (text, type) => type === "string" ? text : text === "" ? NaN : Number(text);
+
+// What a field holds; nothing if it is left as it is.
+export function valueOf({type, items}, node) {
+  if (node.type === "checkbox") return node.checked || undefined;
+  const text = node.value.trim();
+  if (node.validity?.badInput) return NaN;
+  if (!text) return undefined;
+  if (type === "boolean") return text === "true";
+  if (type === "list") {
+    const values = text.split(",").map((one) => ofText(one.trim(), items));
+    return values.some(Number.isNaN) ? NaN : values;
+  }
+  return type === "integer" || type === "number" ? Number(text) : text;
+}
