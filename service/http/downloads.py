@@ -50,10 +50,10 @@ def read_trace(job: Readable) -> Response:
 
 @router.get("/jobs/{job}/timeline.html", response_class=Html)
 def read_page(job: Readable) -> Response:
-    """The plan's page, which needs nothing else: timeline, memory, bounds and stages."""
+    """The plan's page, which needs nothing else: timeline, cluster, memory, bounds and stages."""
     from stagewright.executor.drawing.page import page
 
-    return _file(Html(page(_plan(job))), "timeline.html")
+    return _file(Html(page(_plan(job), _request(job).cluster)), "timeline.html")
 
 
 @router.get("/jobs/{job}/timeline.png", response_class=Png)

@@ -19,11 +19,13 @@ pytest.importorskip("httpx", reason="httpx is not installed")
 from browser import Browser, browsing
 from fastapi.testclient import TestClient
 from pages import CHROMIUM
-from planning_jobs import TWO_JOBS
+from planning_jobs import TWO_JOBS, traced
 from profiles import slow_after
 
 from stagewright.executor.export import FORMATS
 from stagewright.executor.export.runtimes import RUNTIMES
+from stagewright.formulations.plans.plan import FORMAT, VERSION, PipelinePlan
+from stagewright.graphs.documents import documents
 from stagewright.service.http.app import create_app
 from stagewright.service.http.guard import Service
 from stagewright.service.http.pages import MEDIA_TYPES
@@ -293,6 +295,38 @@ def test_a_job_is_submitted_and_read_by_keys_alone(site: Site, tmp_path: Path) -
     rows = "document.querySelectorAll('.topology ~ details[open] tbody tr').length"
     browser.await_that(f"{rows} >= 1")
     assert browser.errors == []
+
+
+@in_a_browser
+@pytest.mark.slow
+def test_a_run_is_shown_above_its_prediction(site: Site, tmp_path: Path) -> None:
+    browser, job = site.browser, site.jobs[0]
+    text = browser.run(f"fetch('v1/jobs/{job}/plan').then((found) => found.text())")
+    plan = documents.parse(PipelinePlan, text, "plan", FORMAT, VERSION)
+    drop = """(() => {
+      const data = new DataTransfer();
+      data.items.add(new File([TEXT], 'trace.json'));
+      document.querySelector('.measured .drop').dispatchEvent(
+        new DragEvent('drop', {dataTransfer: data, cancelable: true}));
+    })()"""
+    browser.look(1400, False)
+    go(browser, f"jobs/{job}", "document.querySelector('.measured')")
+    browser.run(drop.replace("TEXT", "'{}'"))
+    browser.await_that("document.querySelector('.measured [role=alert]').textContent")
+    browser.run(drop.replace("TEXT", json.dumps(documents.to_json(traced(plan, 2.0)))))
+    drawn = "[...document.querySelectorAll('.measured .timeline')].map((one) => one.timeline?.data)"
+    browser.await_that(f"{drawn}.length === 2 && {drawn}.every(Boolean)")
+    assert browser.run("document.querySelector('.measured [role=alert]').textContent") == ""
+    measured, predicted = browser.run(f"{drawn}.map((one) => [one.end, one.unit])")
+    assert measured == predicted  # on one scale
+    said = browser.run("document.querySelector('.measured .facts').textContent")
+    assert "2measured over predicted" in said
+    for width, dark in ((1400, False), (360, True)):
+        browser.look(width, dark)
+        browser.picture(tmp_path / f"measured-{width}.png")
+        assert browser.run("document.documentElement.scrollWidth") <= width
+    assert [one for one in browser.errors if " 422 " not in one] == []
+    browser.errors.clear()
 
 
 @in_a_browser

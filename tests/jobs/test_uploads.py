@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from planning_jobs import TWO_JOBS, plan_request
+from planning_jobs import TWO_JOBS, plan_request, traced
 from plans import small_problem
 
 pytest.importorskip("fastapi", reason="the service is not installed")
@@ -14,8 +14,6 @@ pytest.importorskip("httpx", reason="httpx is not installed")
 
 from fastapi.testclient import TestClient
 
-from stagewright.executor.drawing.periods import finish_seconds
-from stagewright.executor.programs.trace import Trace, TracedStep
 from stagewright.formulations.plans.plan import FORMAT, VERSION, PipelinePlan
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.documents import to_json
@@ -178,20 +176,6 @@ def test_a_user_has_so_many_uploads(client: TestClient, ann: Headers, bob: Heade
 
 
 # --- Measured traces ------------------------------------------------------------------------------
-
-
-def traced(plan: PipelinePlan, factor: float) -> Trace:
-    """A run of a plan in which everything takes ``factor`` times as long."""
-    actions = tuple(
-        replace(
-            one,
-            start_seconds=one.start_seconds * factor,
-            finish_seconds=one.finish_seconds * factor,
-        )
-        for one in plan.actions
-    )
-    step = TracedStep(0, finish_seconds(plan) * factor, 0.0, actions)
-    return Trace(plan.digest, plan.model, "a desk", "gloo", 2, "float32", (step,))
 
 
 def test_a_plan_is_compared_with_its_run(

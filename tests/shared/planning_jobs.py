@@ -1,11 +1,14 @@
 """Requests of the planning service, and a clock that is set."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from plans import small_problem
 
+from stagewright.executor.drawing.periods import finish_seconds
+from stagewright.executor.programs.trace import Trace, TracedStep
+from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.documents import to_json
 
 TWO_JOBS = json.dumps({"jobs": [[[0, 3], [1, 2]], [[1, 4], [0, 1]]]})
@@ -48,3 +51,17 @@ def plan_request(**changes: Any) -> str:
         "planner": "dp",
     }
     return json.dumps(given | changes)
+
+
+def traced(plan: PipelinePlan, factor: float) -> Trace:
+    """A run of a plan in which everything takes ``factor`` times as long."""
+    actions = tuple(
+        replace(
+            one,
+            start_seconds=one.start_seconds * factor,
+            finish_seconds=one.finish_seconds * factor,
+        )
+        for one in plan.actions
+    )
+    step = TracedStep(0, finish_seconds(plan) * factor, 0.0, actions)
+    return Trace(plan.digest, plan.model, "a desk", "gloo", 2, "float32", (step,))

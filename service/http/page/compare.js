@@ -11,7 +11,7 @@ function row({cause, first_seconds: first, second_seconds: second}) {
 }
 
 // Lengthen the axes to that of the longest, so that equal times are equally long.
-function toOneScale(drawings) {
+export function toOneScale(drawings) {
   const [longest, unit] = drawings.map((one) => [one.end / SCALES[one.unit], one.unit])
     .reduce((one, other) => one[0] < other[0] ? other : one);
   for (const one of drawings) {

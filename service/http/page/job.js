@@ -3,6 +3,7 @@ import {call, download, follow, now, read} from "./api.js";
 import {age, cost, make, percent, section} from "./dom.js";
 import {showFigures} from "./figures.js";
 import {state} from "./jobs.js";
+import {measured} from "./measured.js";
 import {showPlan} from "./plan.js";
 
 const ENDED = new Set(["optimal", "feasible", "infeasible", "failed"]);
@@ -144,6 +145,7 @@ class JobPage {
     this.better.hidden = true;
     this.title.textContent = told.title;
     showPlan(this.shown, told);
+    if (!this.compared) this.shown.after(this.compared = measured(this.id, this.signal));
   }
 
   // The answer of a kind that has no plan to draw.
