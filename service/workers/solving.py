@@ -1,5 +1,6 @@
 """The process of a job: it answers one request, and tells the worker of every better answer."""
 
+import math
 import os
 import threading
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.service.answers import Answer
 from stagewright.service.jobs.kinds import KINDS, parse_request
 from stagewright.service.jobs.records import Outcome, State, StoppedBy
+from stagewright.service.whole_answers import written
 
 STOP = "stop"
 NEARLY = 0.9  # of its time limit, after which a search has probably been ended by it
@@ -71,7 +73,8 @@ def _answered(connection: Connection, kind: str, request: str, stop: threading.E
         if cost is not None and cost < least and progress.best is not None:
             least = cost
             better = _document(progress.best())
-        connection.send(Better(cost, progress.bound, better))
+        bound = progress.bound if math.isfinite(progress.bound) else None
+        connection.send(Better(cost, bound, better))
 
     asked, began = parse_request(kind, request), monotonic()
     answer = KINDS[kind].answer(asked, report, stop)
@@ -88,7 +91,7 @@ def outcome_of(answer: Answer, stopped_by: StoppedBy | None = None) -> Outcome:
     state, by = _state(told, stopped_by)
     return Outcome(
         state,
-        answer=answer.model_dump_json(),
+        answer=written(answer),
         document=_document(getattr(answer, "plan", None)),
         reason=str(told.get("reason") or ""),
         stopped_by=by,

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stagewright.cli.console import (
-    DEFAULT_THREADS,
     ClusterFile,
     JsonFlag,
     MemoryLimit,
     ModelFile,
     OutputFile,
     Seed,
+    Server,
     Threads,
     TimeLimit,
     ask,
@@ -29,6 +29,7 @@ from stagewright.cli.interrupts import interruptible
 from stagewright.cli.printing import print_plan
 from stagewright.cli.schedule_options import read_replicas
 from stagewright.cli.schedules import Placement
+from stagewright.cli.solving import answer_of
 from stagewright.graphs.documents.errors import InputError
 
 
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from stagewright.formulations.schedules.choice import ScheduleChoice
     from stagewright.graphs.models.chain import Chain
     from stagewright.service.pipeline_answers import PlanAnswer
+    from stagewright.service.pipeline_requests import PlanRequest
     from stagewright.solvers.planning import Result
 
 
@@ -246,8 +248,9 @@ def plan(
         ),
     ] = None,
     time_limit: TimeLimit = 10.0,
-    threads: Threads = DEFAULT_THREADS,
+    threads: Threads = None,
     seed: Seed = 0,
+    server: Server = None,
     output: OutputFile = None,
     as_json: JsonFlag = False,
 ) -> int:
@@ -259,13 +262,13 @@ def plan(
     immediately.
     """
     from stagewright.cli.placing import is_graph, place, refuse_options
-    from stagewright.formulations.plans.plan import load_plan
+    from stagewright.formulations.plans.plan import load_plan, save_plan
     from stagewright.graphs.documents.units import parse_bytes, parse_share
     from stagewright.graphs.machines.cluster import load_cluster
     from stagewright.graphs.models.chain import load_model
     from stagewright.service.pipeline_requests import PlanRequest
 
-    limits = read_limits(time_limit, threads, seed)
+    limits = read_limits(time_limit, threads, seed, server)
     if is_graph(model):
         given = {
             "--microbatches": microbatches, "--global-batch": global_batch, "--for": runtime,
@@ -280,7 +283,7 @@ def plan(
         }  # fmt: skip
         refuse_options(given, f"is for models of layers; {model} is a graph of operators")
         chosen = None if contention is None else contention.value
-        return place((model, cluster), planner, chosen, limits, output, as_json)
+        return place((model, cluster), planner, chosen, limits, server, output, as_json)
     refuse_options({"--contention": contention}, "is for graphs of operators")
     if (microbatches is None) == (global_batch is None):
         raise InputError(
@@ -319,16 +322,7 @@ def plan(
         threads=limits.threads,
         seed=limits.seed,
     )
-    # After the input is read: bad input is refused without waiting for the solvers to load.
-    from stagewright.formulations.plans.plan import save_plan
-    from stagewright.service.planning import plan as answer_of
-    from stagewright.solvers.planners.warm_up import compile_kernels
-
-    with interruptible() as stop:
-        with progress("loading kernels (at the first use: compiling, 1 to 2 minutes)", stop):
-            compile_kernels(stop)
-        with progress("planning", stop) as on_progress:
-            answer = answer_of(request, on_progress, stop)
+    answer = _found(request, server)
     if output is not None and answer.plan is not None:
         save_plan(answer.plan, output)
     if as_json:
@@ -339,6 +333,20 @@ def plan(
         if output is not None and answer.plan is not None:
             print_lines(f"{output} is written")
     return 1 if answer.plan is None else 0
+
+
+def _found(request: "PlanRequest", server: str | None) -> "PlanAnswer":
+    """The answer; kernels are compiled before the time limit begins."""
+    from stagewright.service.pipeline_answers import PlanAnswer
+
+    with interruptible() as stop:
+        if server is None:
+            from stagewright.solvers.planners.warm_up import compile_kernels
+
+            with progress("loading kernels (at the first use: compiling, 1 to 2 minutes)", stop):
+                compile_kernels(stop)
+        with progress("planning", stop) as on_progress:
+            return answer_of(PlanAnswer, request, server, on_progress, stop)
 
 
 def _require_layers(planner: str, model: Path) -> None:

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stagewright.cli.console import (
-    DEFAULT_THREADS,
     ClusterFile,
     JsonFlag,
     MemoryLimit,
@@ -42,7 +41,7 @@ def what_if(
     ] = None,
     memory_limit: MemoryLimit = None,
     time_limit: TimeLimit = 10.0,
-    threads: Threads = DEFAULT_THREADS,
+    threads: Threads = None,
     seed: Seed = 0,
     as_json: JsonFlag = False,
 ) -> int:
