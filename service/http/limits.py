@@ -19,7 +19,7 @@ class RequestLimits:
     """What may be asked for.
 
     ``body_bytes`` of a request, ``seconds`` and ``threads`` of a search, and ``devices`` and
-    ``layers`` of a problem.
+    ``layers`` of a problem. ``ray``: sweeps may use the Ray cluster on which jobs are solved.
     """
 
     body_bytes: int = 16_000_000
@@ -27,6 +27,7 @@ class RequestLimits:
     threads: int = 4
     devices: int = 4096
     layers: int = 2000
+    ray: bool = False
 
     async def body(self, request: HttpRequest) -> bytes:
         """The body; raises TooLargeError as soon as it is larger than allowed."""
@@ -47,5 +48,7 @@ class RequestLimits:
         for name, most in (("cluster", self.devices), ("chain", self.layers)):
             if given.get(name) is not None and len(given[name]) > most:
                 raise InputError(f"{name}: at most {most} parts here, got {len(given[name])}")
-        if given.get("engine") == "ray" or given.get("address") is not None:
+        if given.get("engine") == "ray" and not self.ray:
             raise InputError("engine: sweeps of this service run on its own machine")
+        if given.get("address") is not None:
+            raise InputError("address: jobs of this service connect to no other cluster")

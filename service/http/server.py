@@ -11,20 +11,26 @@ import uvicorn
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.http.app import LOOPBACK, create_app
 from stagewright.service.http.guard import Service
+from stagewright.service.http.limits import RequestLimits
 from stagewright.service.http.tokens import Tokens
 from stagewright.service.jobs.store import Store
+from stagewright.service.workers.processes import LocalProcess, Start
 from stagewright.service.workers.worker import Limits, Worker
 
 
 @dataclass
 class Server:
-    """A server on a store, with so many workers of its own."""
+    """A server on a store, with so many workers of its own; ``start`` says where jobs are solved.
+
+    Anything but processes of this machine is a Ray cluster.
+    """
 
     store: Store
     host: str
     port: int
     workers: int
     memory_bytes: float
+    start: Start = LocalProcess
 
     def require_safe(self) -> None:
         """Refuse to serve others without tokens."""
@@ -38,9 +44,11 @@ class Server:
         """Serve until a signal, ``on_start`` is told the address; running jobs then end."""
         listening = self._bound()
         free = not Tokens(self.store.engine).exist()
-        app = create_app(Service(self.store, open_to_all=free))
+        limits = RequestLimits(ray=self.start is not LocalProcess)
+        app = create_app(Service(self.store, limits, open_to_all=free))
         made = [
-            Worker(self.store, Limits(memory_bytes=self.memory_bytes)) for _ in range(self.workers)
+            Worker(self.store, Limits(memory_bytes=self.memory_bytes), start=self.start)
+            for _ in range(self.workers)
         ]
         threads = [threading.Thread(target=one.run) for one in made]
         for thread in threads:

@@ -2,13 +2,25 @@
 
 import contextlib
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stagewright.cli.console import JsonFlag, print_json, print_lines
+from stagewright.cli.console import (
+    Engine,
+    EngineName,
+    JsonFlag,
+    RayAddress,
+    print_json,
+    print_lines,
+)
 from stagewright.cli.outputs import Writes
 from stagewright.graphs.documents.errors import InputError
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from stagewright.service.workers.processes import Start
 
 StoreUrl = Annotated[
     str,
@@ -35,6 +47,8 @@ def serve(
     memory_limit: Annotated[
         str, typer.Option("--memory-limit", help="Memory that a job may take, for example 8GB.")
     ] = "8GB",
+    engine: EngineName = Engine.LOCAL,
+    address: RayAddress = None,
 ) -> int:
     """Serve plans over HTTP, and solve the jobs in processes of their own.
 
@@ -44,6 +58,8 @@ def serve(
     from stagewright.graphs.documents.units import parse_bytes
 
     limit = parse_bytes(memory_limit)
+    if engine is Engine.LOCAL and address is not None:
+        raise InputError("--address goes with --engine ray")
     try:
         from stagewright.service.http.server import Server
         from stagewright.service.jobs.store import opened
@@ -51,11 +67,22 @@ def serve(
         raise InputError(
             f"the service needs {error.name}: pip install 'stagewright[service]'"
         ) from None
-    with opened(store_url(store)) as jobs:
-        server = Server(jobs, host, port, workers, limit)
+    with opened(store_url(store)) as jobs, _processes(engine, address) as start:
+        server = Server(jobs, host, port, workers, limit, start)
         server.require_safe()
         server.run(lambda url: print_lines(f"serving at {url}"))
     return 0
+
+
+def _processes(engine: Engine, address: str | None) -> "AbstractContextManager[Start]":
+    """What starts the processes of jobs."""
+    if engine is Engine.RAY:
+        from stagewright.service.workers.ray_processes import on_ray
+
+        return on_ray(address)
+    from stagewright.service.workers.processes import LocalProcess
+
+    return contextlib.nullcontext(LocalProcess)
 
 
 def store_url(text: str) -> str:
