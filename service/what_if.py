@@ -8,43 +8,17 @@ from typing import Any, TypeVar
 from stagewright.formulations.forms.answers import StopToken, is_stopped
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.parts import with_faster_links, with_one_more
-from stagewright.service.answers import Answer, Finite
 from stagewright.service.pipeline_answers import PlanAnswer
 from stagewright.service.pipeline_requests import PlanRequest
 from stagewright.service.planning import plan
+from stagewright.service.what_if_answers import WhatIfAnswer, WhatIfRow
 from stagewright.solvers.planning import PLANNERS
 
 T = TypeVar("T")
 GB = 1e9
 FASTER = 2.0  # times the bandwidth
 
-OnRow = Callable[["WhatIfRow"], None]
-
-
-class WhatIfRow(Answer):
-    """The plan with one change.
-
-    ``saved_seconds`` is how much less time it takes than the plan as things are. With the change no
-    plan of the class ``plans`` saves more than ``most_seconds``, as ``bound_seconds`` is below all
-    of them. None where a plan or a bound is missing.
-    """
-
-    change: str
-    status: str
-    cost_seconds: Finite = None
-    bound_seconds: Finite = None
-    saved_seconds: Finite = None
-    most_seconds: Finite = None
-    plans: str | None = None
-    reason: str = ""
-
-
-class WhatIfAnswer(Answer):
-    """The plan as things are, and a row for every change."""
-
-    status: str
-    base: PlanAnswer
-    rows: tuple[WhatIfRow, ...]
+OnRow = Callable[[WhatIfRow], None]
 
 
 def what_if(

@@ -36,6 +36,7 @@ from stagewright.service.pipeline_answers import (
 from stagewright.service.pipeline_requests import PlanRequest
 from stagewright.service.requests import Request
 from stagewright.service.sweep_requests import SweepAnswer
+from stagewright.service.what_if_answers import WhatIfAnswer
 
 CARRIED, TYPE, OBJECTS = "carried", "type", "objects"
 """Names in a whole answer's JSON object of what ``--json`` does not print."""
@@ -107,6 +108,8 @@ def _carried(answer: Answer) -> Any:
     match answer:
         case PlanAnswer():
             return replace(answer.result, plan=None)
+        case WhatIfAnswer():
+            return answer.base.result
         case PlaceAnswer() | AllocateAnswer():
             return answer.plan
         case ScheduleAnswer():
@@ -126,6 +129,12 @@ def _of_plan(request: Request, told: Made, carried: Any) -> Made:
 
     assert isinstance(request, PlanRequest)
     return {"result": _object(Result, carried), "chain": request.chain}
+
+
+def _of_what_if(request: Request, told: Made, carried: Any) -> Made:
+    base = told["base"]
+    base.pop("exports", None)
+    return {"base": PlanAnswer.model_validate(base | _of_plan(request, base, carried))}
 
 
 def _of_place(request: Request, told: Made, carried: Any) -> Made:
@@ -201,6 +210,7 @@ def _of_cloud(request: Request, told: Made, carried: Any) -> Made:
 
 _MADE: dict[type[Answer], Callable[[Request, Made, Any], Made]] = {
     PlanAnswer: _of_plan,
+    WhatIfAnswer: _of_what_if,
     PlaceAnswer: _of_place,
     ScheduleAnswer: _of_schedule,
     ScheduleComparison: _of_comparison,

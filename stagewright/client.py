@@ -18,6 +18,7 @@ Or step by step:
 
 import asyncio
 import json
+import math
 import threading
 import time
 import uuid
@@ -27,6 +28,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from pydantic import TypeAdapter
+
 from stagewright.formulations.forms.answers import (
     OnProgress,
     Progress,
@@ -35,6 +38,7 @@ from stagewright.formulations.forms.answers import (
     silent,
 )
 from stagewright.formulations.plans.plan import FORMAT, VERSION, PipelinePlan
+from stagewright.formulations.plans.plan_class import PlanClass
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Cluster
@@ -55,6 +59,8 @@ except ImportError as error:
 POLL_SECONDS = 0.5
 _PATIENCE = httpx.Timeout(30.0)
 _AWAY = (502, 503, 504)  # the service, behind a proxy, or its store
+
+_PLANS = TypeAdapter(PlanClass)
 
 T = TypeVar("T")
 AnyRequest = Request | Mapping[str, Any] | str
@@ -198,9 +204,13 @@ def _event(found: ServerSentEvent) -> JobEvent:
 
 
 def _progress(event: JobEvent, began: float) -> Progress:
-    bound = event.data["bound"]
-    seconds = time.monotonic() - began
-    return Progress(seconds, event.data["cost"], -float("inf") if bound is None else bound)
+    bound, plans = event.data["bound"], event.data["plans"]
+    return Progress(
+        time.monotonic() - began,
+        event.data["cost"],
+        -math.inf if bound is None else bound,
+        plans=None if plans is None else _PLANS.validate_python(plans),
+    )
 
 
 def _headers(token: str | None) -> dict[str, str]:
@@ -260,11 +270,13 @@ class Client:
         request: Request,
         on_progress: OnProgress = silent,
         stop: StopToken | None = None,
+        kind: str | None = None,
     ) -> Answer:
         """The answer to a request, of the same type as the library's own.
 
         ``on_progress`` is told of every better answer or bound, and ``stop`` ends the search with
-        its best answer so far.
+        its best answer so far. ``kind`` is that of the request by default; ``what-if`` asks it of
+        the request for a plan.
 
         Raises
         ------
@@ -273,7 +285,7 @@ class Client:
         LostServiceError
             If the service goes away after it has taken the request.
         """
-        job = self._submitted(kind_of(request), request).id
+        job = self._submitted(kind or kind_of(request), request).id
         began = time.monotonic()
         try:
             with self._stopping(job, stop):
@@ -424,9 +436,10 @@ class AsyncClient:
         request: Request,
         on_progress: OnProgress = silent,
         stop: StopToken | None = None,
+        kind: str | None = None,
     ) -> Answer:
         """As `Client.solve`."""
-        job = (await self._submitted(kind_of(request), request)).id
+        job = (await self._submitted(kind or kind_of(request), request)).id
         began = time.monotonic()
         try:
             async with self._stopping(job, stop):

@@ -53,6 +53,7 @@ class Kind:
 
 KINDS: dict[str, Kind] = {
     "plan": Kind(PlanRequest, "planning:plan", "A plan of a model on a cluster.", True),
+    "what-if": Kind(PlanRequest, "what_if:what_if", "What more devices or memory would buy."),
     "place": Kind(PlaceRequest, "operator_plans:place", "Operators on devices.", True),
     "partition": Kind(PartitionRequest, "partitioning:partition", "Stages of a model."),
     "schedule": Kind(ScheduleRequest, "scheduling:schedule", "An order of given stages.", True),
@@ -75,7 +76,7 @@ KINDS: dict[str, Kind] = {
 
 
 def kind_of(request: Request) -> str:
-    """The kind of job that a request is of.
+    """The kind of job that a request is of; of a plan it is ``plan``.
 
     Raises
     ------

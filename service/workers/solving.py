@@ -3,7 +3,7 @@
 import math
 import os
 import threading
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from time import monotonic
 from typing import Any
@@ -30,11 +30,15 @@ _STATES = {
 
 @dataclass(frozen=True, slots=True)
 class Better:
-    """A better answer so far, with its document if there is one, or a better bound."""
+    """A better answer so far, with its document if there is one, or a better bound.
+
+    ``plans`` is the class of plans that the bound is of, where it is known.
+    """
 
     cost: float | None
     bound: float | None
     document: str | None
+    plans: dict[str, Any] | None
 
 
 def solve(connection: Connection, kind: str, request: str) -> None:
@@ -74,7 +78,8 @@ def _answered(connection: Connection, kind: str, request: str, stop: threading.E
             least = cost
             better = _document(progress.best())
         bound = progress.bound if math.isfinite(progress.bound) else None
-        connection.send(Better(cost, bound, better))
+        plans = None if progress.plans is None else asdict(progress.plans)
+        connection.send(Better(cost, bound, better, plans))
 
     asked, began = parse_request(kind, request), monotonic()
     answer = KINDS[kind].answer(asked, report, stop)

@@ -124,8 +124,9 @@ class _Run:
     def _write(self, better: Better) -> None:
         with contextlib.suppress(SQLAlchemyError):  # the next one may be stored
             self.worker.queue.improve(
-                self.job.id, self.worker.name, better.cost, better.bound, better.document
-            )
+                self.job.id, self.worker.name, better.cost, better.bound, better.document,
+                better.plans,
+            )  # fmt: skip
 
     def _watch(self, resident_bytes: float) -> None:
         """Renew the lease, and see to the user's wish and to the limits."""

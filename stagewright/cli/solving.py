@@ -36,15 +36,19 @@ def answer_of(
     server: str | None,
     on_progress: "OnProgress",
     stop: "StopToken",
+    job_kind: str | None = None,
 ) -> A:
-    """The answer, of that type, from this process or the service at ``server``."""
+    """The answer, of that type, from this process or the service at ``server``.
+
+    ``job_kind`` is that of the request by default.
+    """
     from stagewright.service.jobs.kinds import KINDS, kind_of
 
     if server is None:
-        found = KINDS[kind_of(request)].answer(request, on_progress, stop)
+        found = KINDS[job_kind or kind_of(request)].answer(request, on_progress, stop)
     else:
         with serving(server) as client:
-            found = client.solve(request, on_progress, stop)
+            found = client.solve(request, on_progress, stop, job_kind)
     assert isinstance(found, kind)
     return found
 

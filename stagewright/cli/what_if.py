@@ -10,6 +10,7 @@ from stagewright.cli.console import (
     MemoryLimit,
     ModelFile,
     Seed,
+    Server,
     Threads,
     TimeLimit,
     ask,
@@ -21,9 +22,10 @@ from stagewright.cli.console import (
     read_limits,
 )
 from stagewright.cli.interrupts import interruptible
+from stagewright.cli.solving import answer_of
 
 if TYPE_CHECKING:
-    from stagewright.service.what_if import WhatIfAnswer
+    from stagewright.service.what_if_answers import WhatIfAnswer
 
 
 def what_if(
@@ -43,6 +45,7 @@ def what_if(
     time_limit: TimeLimit = 10.0,
     threads: Threads = None,
     seed: Seed = 0,
+    server: Server = None,
     as_json: JsonFlag = False,
 ) -> int:
     """What one more GB, faster links, or one more device or server would buy.
@@ -56,7 +59,7 @@ def what_if(
     from stagewright.graphs.models.chain import load_model
     from stagewright.service.pipeline_requests import PlanRequest
 
-    limits = read_limits(time_limit, threads, seed)
+    limits = read_limits(time_limit, threads, seed, server)
     request = ask(
         PlanRequest,
         {"memory_limit_bytes": "--memory-limit"},
@@ -70,12 +73,14 @@ def what_if(
         threads=limits.threads,
         seed=limits.seed,
     )
-    from stagewright.service.what_if import what_if as answer_of
-    from stagewright.solvers.planners.warm_up import compile_kernels
+    from stagewright.service.what_if_answers import WhatIfAnswer
 
-    with interruptible() as stop, progress("planning", stop):
-        compile_kernels(stop)
-        answer = answer_of(request, stop=stop)
+    with interruptible() as stop, progress("planning", stop) as on_progress:
+        if server is None:
+            from stagewright.solvers.planners.warm_up import compile_kernels
+
+            compile_kernels(stop)
+        answer = answer_of(WhatIfAnswer, request, server, on_progress, stop, "what-if")
     if as_json:
         print_answer(answer)
     else:

@@ -17,7 +17,7 @@ from commands import FT06, answered, answered_json, refused, run
 from markets import series
 from planning_jobs import TWO_JOBS, long_request
 from profiles import slow_after
-from servers import PATIENCE, served
+from served import PATIENCE, served
 from terminals import in_a_terminal, wait_for
 
 pytest.importorskip("fastapi", reason="the service is not installed")
@@ -47,6 +47,7 @@ COMMANDS = {
     "jobshop": "jobshop ft06.txt",
     "plan": f"plan {MODEL} --microbatches 4 --planner dp -o out.json",
     "no plan": f"plan {MODEL} --microbatches 4 --planner dp --memory-limit 1MB",
+    "what-if": f"what-if {MODEL} --microbatches 4 --planner dp",
     "place": f"plan {PLACE} -o out.json",
     "partition": f"partition {MODEL} --microbatches 4",
     "schedule": f"schedule {STAGES} --png out.png --csv out.csv",
