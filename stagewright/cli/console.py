@@ -55,7 +55,7 @@ Threads = Annotated[
     int | None,
     typer.Option(
         help="Threads of the solvers; with one, answers are reproducible. Default: one per core, "
-        f"at most {MOST_THREADS}; of a sweep 1; with --server {SERVED_THREADS}.",
+        f"at most {MOST_THREADS}; of a sweep and on Ray 1; with --server {SERVED_THREADS}.",
     ),
 ]
 Seed = Annotated[int, typer.Option(help="Seed of all random choices.")]
@@ -232,6 +232,12 @@ def read_limits(
         here = min(MOST_THREADS, os.cpu_count() or 1)
         threads = here if server is None else SERVED_THREADS
     return require_limits(Limits(seconds, threads, seed), spelled)
+
+
+def require_ray(engine: Engine, address: str | None) -> None:
+    """Refuse the address of a cluster that is not used."""
+    if engine is Engine.LOCAL and address is not None:
+        raise InputError("--address goes with --engine ray")
 
 
 def spelled(name: str) -> str:

@@ -13,6 +13,7 @@ from stagewright.cli.console import (
     RayAddress,
     print_json,
     print_lines,
+    require_ray,
 )
 from stagewright.cli.outputs import Writes
 from stagewright.graphs.documents.errors import InputError
@@ -58,8 +59,7 @@ def serve(
     from stagewright.graphs.documents.units import parse_bytes
 
     limit = parse_bytes(memory_limit)
-    if engine is Engine.LOCAL and address is not None:
-        raise InputError("--address goes with --engine ray")
+    require_ray(engine, address)
     try:
         from stagewright.service.http.server import Server
         from stagewright.service.jobs.store import opened
