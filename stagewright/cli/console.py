@@ -234,10 +234,12 @@ def read_limits(
     return require_limits(Limits(seconds, threads, seed), spelled)
 
 
-def require_ray(engine: Engine, address: str | None) -> None:
-    """Refuse the address of a cluster that is not used."""
+def require_ray(engine: Engine, address: str | None, server: str | None = None) -> None:
+    """Refuse the address of a cluster that is not used, and a cluster for the jobs of a server."""
     if engine is Engine.LOCAL and address is not None:
         raise InputError("--address goes with --engine ray")
+    if engine is Engine.RAY and server is not None:
+        raise InputError("--engine ray is of searches here; leave it or --server out")
 
 
 def spelled(name: str) -> str:

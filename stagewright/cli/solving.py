@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, TypeVar
 
 import typer
 
-from stagewright.cli.console import progress, warn
+from stagewright.cli.console import Engine, progress, warn
 from stagewright.cli.interrupts import interruptible
 from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
     from stagewright.client import Client
     from stagewright.formulations.forms.answers import OnProgress, StopToken
+    from stagewright.service import engines
     from stagewright.service.answers import Answer
     from stagewright.service.requests import Request
 
@@ -51,6 +52,15 @@ def answer_of(
             found = client.solve(request, on_progress, stop, job_kind)
     assert isinstance(found, kind)
     return found
+
+
+def planning_engine(engine: Engine, address: str | None, threads: int) -> "engines.Engine":
+    """Where several plans are made: one by one in this process, or on Ray at the same time."""
+    from stagewright.service import engines
+
+    if engine is Engine.LOCAL:
+        return engines.HERE
+    return engines.Engine("ray", address=address, cpus=threads)
 
 
 @contextmanager

@@ -26,8 +26,7 @@ from stagewright.cli.console import (
     require_ray,
 )
 from stagewright.cli.interrupts import interruptible
-from stagewright.cli.solving import answer_of
-from stagewright.graphs.documents.errors import InputError
+from stagewright.cli.solving import answer_of, planning_engine
 
 if TYPE_CHECKING:
     from stagewright.service.pipeline_requests import PlanRequest
@@ -69,9 +68,7 @@ def what_if(
 
     on_ray = engine is Engine.RAY
 
-    require_ray(engine, address)
-    if on_ray and server is not None:
-        raise InputError("--engine ray is of this machine; leave it or --server out")
+    require_ray(engine, address, server)
     limits = read_limits(time_limit, 1 if on_ray and threads is None else threads, seed, server)
     request = ask(
         PlanRequest,
@@ -102,12 +99,11 @@ def _found(
     with interruptible() as stop, progress("planning", stop) as on_progress:
         if server is not None:
             return answer_of(WhatIfAnswer, request, server, on_progress, stop, "what-if")
-        from stagewright.service import engines
         from stagewright.service.what_if import what_if as changed
         from stagewright.solvers.planners.warm_up import compile_kernels
 
         compile_kernels(stop)
-        where = engines.Engine(engine.value, 1, address, request.threads)
+        where = planning_engine(engine, address, request.threads)
         return changed(request, stop=stop, engine=where)
 
 
