@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import refused
@@ -20,7 +21,7 @@ from stagewright.service.jobs.kinds import parse_request
 from stagewright.service.jobs.records import Asked, Job, State, StoppedBy
 from stagewright.service.jobs.store import Store
 from stagewright.service.workers.processes import JobProcess, Look, MachineLostError
-from stagewright.service.workers.ray_processes import RayProcess, on_ray
+from stagewright.service.workers.ray_processes import on_ray
 from stagewright.service.workers.worker import Limits, Worker
 
 PATIENCE = 120.0
@@ -32,6 +33,16 @@ def store(tmp_path: Path) -> Iterator[Store]:
     found = Store(f"sqlite:///{tmp_path / 'jobs.sqlite'}")
     yield found
     found.close()
+
+
+@pytest.fixture
+def cluster() -> Iterator[Any]:
+    """A head without CPUs, to which machines are added."""
+    from ray.cluster_utils import Cluster
+
+    found = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    yield found
+    found.shutdown()
 
 
 def sweep_request(**changes: object) -> str:
@@ -101,25 +112,18 @@ def test_options_of_ray_are_refused_in_a_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_jobs_are_solved_on_a_cluster(store: Store) -> None:
-    started: list[RayProcess] = []
-    with on_ray(None) as start:
-
-        def kept(kind: str, request: str) -> JobProcess:
-            process = start(kind, request)
-            assert isinstance(process, RayProcess)
-            started.append(process)
-            return process
-
+def test_jobs_are_solved_on_a_cluster(store: Store, cluster: Any) -> None:
+    node = cluster.add_node(num_cpus=2)
+    with on_ray(cluster.address) as start:
         limits = Limits(memory_bytes=2e9)
-        worker = Worker(store, limits, lease_seconds=LEASE_SECONDS, poll_seconds=0.05, start=kept)
+        worker = Worker(store, limits, lease_seconds=LEASE_SECONDS, poll_seconds=0.05, start=start)
         thread = threading.Thread(target=worker.run)
         thread.start()
         try:
             _answer(store)
             _sweep(store)
             _stop(store)
-            _lose(store, started)
+            _lose(store, cluster, node)
             _exceed(store, worker)
         finally:
             worker.stopping.set()
@@ -157,13 +161,12 @@ def _stop(store: Store) -> None:
     assert awaited(store, other.id, State.FAILED).stopped_by is StoppedBy.USER
 
 
-def _lose(store: Store, started: list[RayProcess]) -> None:
-    """The actor is gone, as with its machine: the job is queued again, and ends."""
-    import ray
-
+def _lose(store: Store, cluster: Any, node: Any) -> None:
+    """The job of a machine that is gone is queued again, and is solved on another one."""
     job, _ = store.submit("ann", "plan", long_request(seed=2))
     awaited(store, job.id)
-    ray.kill(started[-1]._actor)
+    cluster.add_node(num_cpus=2)
+    cluster.remove_node(node, allow_graceful=False)
     awaited(store, job.id, State.SOLVING, attempts=2)
     store.ask(job.id, Asked.STOP)
     assert awaited(store, job.id, State.FEASIBLE).attempts == 2

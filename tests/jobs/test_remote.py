@@ -44,7 +44,7 @@ STAGES = "--stages 3 --microbatches 4 --times 1,2 --time-limit 30 --threads 1"
 JOBS = f"--jobs {EXAMPLE} --cluster v100=2x4,p100=1x4"
 PLACE = "--model graph.json --cluster pair.json --planner heft"
 COMMANDS = {
-    "jobshop": "jobshop ft06.txt",
+    "jobshop": "jobshop ft06.txt --threads 1",
     "plan": f"plan {MODEL} --microbatches 4 --planner dp -o out.json",
     "no plan": f"plan {MODEL} --microbatches 4 --planner dp --memory-limit 1MB",
     "what-if": f"what-if {MODEL} --microbatches 4 --planner dp",
@@ -319,3 +319,14 @@ def test_a_killed_server_that_comes_back_goes_on(tmp_path: Path, files: Path) ->
             other.send_signal(signal.SIGINT)
             other.wait(PATIENCE)
     assert found[0]["cost_seconds"] > 0
+
+
+def test_searches_on_ray_are_of_several_plans_and_here(files: Path) -> None:
+    asked = ["plan", *MODEL.split(), "--engine", "ray"]
+    assert "--engine ray goes with --global-batch" in refused(*asked, "--microbatches", 4)
+    line = refused(*asked, "--global-batch", 8, "--server", "http://127.0.0.1:1")
+    assert line == "--engine ray is of searches here; leave it or --server out"
+    address = ["--address", "127.0.0.1:1"]
+    what_if = ["what-if", *MODEL.split(), "--microbatches", 4]
+    assert "--address goes with --engine ray" in refused(*what_if, *address)
+    assert "no Ray cluster at" in refused(*what_if, "--engine", "ray", "--planner", "dp", *address)
