@@ -116,7 +116,7 @@ def written(folder: Path) -> dict[str, bytes]:
     return found
 
 
-@pytest.mark.parametrize("name", slow_after(2, list(COMMANDS)))
+@pytest.mark.parametrize("name", slow_after(1, list(COMMANDS)))
 def test_a_command_answers_as_it_does_itself(name: str, server: str, files: Path) -> None:
     for form in ([], ["--json"]):
         arguments = [*COMMANDS[name].split(), *form]
@@ -186,6 +186,7 @@ def test_a_signal_ends_the_job_with_its_best_plan(server: str, files: Path) -> N
         assert client.jobs(1)[0].stopped_by == "user"
 
 
+@pytest.mark.slow
 def test_jobs_are_listed_stopped_and_fetched(server: str, files: Path) -> None:
     with Client(server) as client:
         job = client.submit("plan", long_request(seed=1)).id
@@ -202,6 +203,7 @@ def test_jobs_are_listed_stopped_and_fetched(server: str, files: Path) -> None:
     assert "--stop is of one job" in refused("jobs", "--stop", "--server", server)
 
 
+@pytest.mark.slow
 def test_both_clients_solve_requests_of_the_library(server: str) -> None:
     request = JobShopRequest.parse(TWO_JOBS)
     with Client(server) as client:
