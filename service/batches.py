@@ -2,16 +2,25 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from time import monotonic
 
 from stagewright.formulations.checking.certificates import gap
-from stagewright.formulations.forms.answers import Limits, OnProgress, Progress, Status
+from stagewright.formulations.forms.answers import (
+    Limits,
+    OnProgress,
+    Progress,
+    Status,
+    StopToken,
+    silent,
+)
 from stagewright.formulations.patterns.parallel_pipelines import samples_of
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan_class import PlanClass
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MAX_MICROBATCHES
+from stagewright.service.engines import HERE, Engine, Pieces, results
 from stagewright.service.launching import status_for
 from stagewright.solvers.pipelines.every_plan import every_plan_bounds
 from stagewright.solvers.planners.parallel_pipelines import in_microbatches
@@ -54,8 +63,12 @@ def plan_every_size(
     solve_one: SolveOne,
     limits: Limits,
     on_progress: OnProgress,
+    engine: Engine = HERE,
 ) -> tuple[PipelineProblem, Result]:
-    """The best result of all problems, with a bound on the plans of every size, and its problem."""
+    """The best result of all problems, with a bound on the plans of every size, and its problem.
+
+    The sizes share the time for their first plans, unless ``engine`` plans them at the same time.
+    """
     began = monotonic()
     best = math.inf
 
@@ -66,13 +79,8 @@ def plan_every_size(
             best = progress.objective
             on_progress(replace(progress, seconds=monotonic() - began, bound=0.0))
 
-    made: dict[int, Result] = {}
-    # Few microbatches are planned first: many may take longer than their share of the time.
-    for i in sorted(range(len(problems)), key=lambda i: problems[i].microbatches):
-        left = limits.left(monotonic() - began) - (1 - FIRST) * limits.seconds
-        share = replace(limits, seconds=max(0.0, left) / (len(problems) - len(made)))
-        made[i] = solve_one(problems[i], share, report, None)
-    found = [made[i] for i in range(len(problems))]
+    first = _one_by_one if engine == HERE else partial(_at_once, engine)
+    found = first(problems, solve_one, limits, report)
     finalists = sorted(range(len(found)), key=lambda i: _cost(found[i]))[:FINALISTS]
     for n, i in enumerate(finalists):
         left = limits.left(monotonic() - began) / (len(finalists) - n)
@@ -82,6 +90,62 @@ def plan_every_size(
     chosen = min(range(len(found)), key=lambda i: _cost(found[i]))
     result = _of_every_size(problems, found, chosen)
     return problems[chosen], replace(result, seconds=monotonic() - began)
+
+
+def _one_by_one(
+    problems: Sequence[PipelineProblem], solve_one: SolveOne, limits: Limits, report: OnProgress
+) -> list[Result]:
+    """A plan of every size, within their part of the time limit."""
+    began = monotonic()
+    made: dict[int, Result] = {}
+    # Few microbatches are planned first: many may take longer than their share of the time.
+    for i in sorted(range(len(problems)), key=lambda i: problems[i].microbatches):
+        left = limits.left(monotonic() - began) - (1 - FIRST) * limits.seconds
+        share = replace(limits, seconds=max(0.0, left) / (len(problems) - len(made)))
+        made[i] = solve_one(problems[i], share, report, None)
+    return [made[i] for i in range(len(problems))]
+
+
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """A problem in microbatches of one size, and how it is planned."""
+
+    problem: PipelineProblem
+    solve_one: SolveOne
+    limits: Limits
+
+
+def _at_once(
+    engine: Engine,
+    problems: Sequence[PipelineProblem],
+    solve_one: SolveOne,
+    limits: Limits,
+    report: OnProgress,
+) -> list[Result]:
+    """A plan of every size, each within the time that all have together one by one."""
+    share = replace(limits, seconds=FIRST * limits.seconds, stop=None)
+    sizes = [_Size(one, solve_one, share) for one in problems]
+    found: dict[int, Result] = {}
+    for number, result in results(Pieces(sizes, _planned, _lost), engine, limits.stop):
+        found[number] = result
+        report(Progress(0.0, result.cost, 0.0, partial(getattr, result, "plan")))
+    left_out = _unplanned(limits.status(found=False), "")
+    return [found.get(number, left_out) for number in range(len(sizes))]
+
+
+def _planned(size: _Size, stop: StopToken | None) -> Result:
+    return size.solve_one(size.problem, replace(size.limits, stop=stop), silent, None)
+
+
+def _lost(_: _Size, why: str) -> Result:
+    return _unplanned(Status.NO_ANSWER, why)
+
+
+def _unplanned(status: Status, why: str) -> Result:
+    return Result(
+        status=status, planner="batch", plan=None, cost=None, bound=None, gap=None, proved_by=None,
+        seconds=0.0, reason=why,
+    )  # fmt: skip
 
 
 def _cost(result: Result) -> float:

@@ -36,7 +36,7 @@ def cloud(request: CloudRequest, stop: StopToken | None = None) -> CloudAnswer:
     """
     require_stop(stop)
     names, home = strategies(request.strategy), home_of(request.home)
-    problem = _problem(request)
+    problem = switching_problem(request)
     found = _followed(problem, names, home, stop)
     shown = found[-1] if found else _Followed(names[0], None, None)
     result = shown.result
@@ -68,7 +68,8 @@ def iso(seconds: float) -> str:
 # --- The problem ---------------------------------------------------------------------------------
 
 
-def _problem(request: CloudRequest) -> SwitchingProblem:
+def switching_problem(request: CloudRequest) -> SwitchingProblem:
+    """The problem of a request; errors as for :func:`cloud`."""
     overheads = Overheads(
         request.checkpoint_seconds,
         request.restore_seconds,

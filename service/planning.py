@@ -7,6 +7,7 @@ from stagewright.formulations.forms.answers import Limits, OnProgress, Status, S
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.schedules.groups import plan_of_devices, problem_of_groups
 from stagewright.service.batches import plan_every_size, problems_of
+from stagewright.service.engines import HERE, Engine
 from stagewright.service.launching import plan_for
 from stagewright.service.pipeline_answers import (
     AttemptAnswer,
@@ -23,12 +24,16 @@ from stagewright.solvers.planning import plan as solve
 
 
 def plan(
-    request: PlanRequest, on_progress: OnProgress = silent, stop: StopToken | None = None
+    request: PlanRequest,
+    on_progress: OnProgress = silent,
+    stop: StopToken | None = None,
+    engine: Engine = HERE,
 ) -> PlanAnswer:
     """Plan; infeasible, out of time and interrupted are answers.
 
     ``on_progress`` is told of every better plan and can ask for it (``Progress.best``); ``stop``
-    ends the search within about a second and keeps the best plan so far.
+    ends the search within about a second and keeps the best plan so far. The sizes of a batch's
+    microbatches are planned by ``engine``, which may plan several at a time.
 
     Raises
     ------
@@ -45,7 +50,8 @@ def plan(
     if len(problems) == 1:
         found = _solve(request, problems[0], limits, on_progress, alone=True)
         return answer_of(problems[0], found)
-    return answer_of(*plan_every_size(problems, partial(_solve, request), limits, on_progress))
+    solve_one = partial(_solve, request)
+    return answer_of(*plan_every_size(problems, solve_one, limits, on_progress, engine))
 
 
 def _chooses_itself(request: PlanRequest) -> bool:

@@ -5,8 +5,9 @@ from time import perf_counter
 
 from stagewright.formulations.forms.answers import Status, StopToken, is_stopped
 from stagewright.graphs.documents.errors import InputError
-from stagewright.service.sweep_engines import REFUSED, engine_of, row
+from stagewright.service.engines import results
 from stagewright.service.sweep_requests import SweepAnswer, SweepRequest, SweepRow
+from stagewright.service.sweep_rows import REFUSED, engine_of, pieces_of, row
 
 OnRow = Callable[[SweepRow], None]
 
@@ -26,7 +27,7 @@ def sweep(
     """
     began = perf_counter()
     found: dict[int, SweepRow] = {}
-    for number, one in engine_of(request)(request, stop):
+    for number, one in results(pieces_of(request), engine_of(request), stop):
         found[number] = one
         on_row(one)
     rows = [

@@ -1,59 +1,37 @@
 """What one more GB, device or faster link would buy: the plans of a cluster that is changed."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
 from stagewright.formulations.forms.answers import StopToken, is_stopped
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.parts import with_faster_links, with_one_more
-from stagewright.service.answers import Answer, Finite
+from stagewright.service.engines import HERE, Engine, Pieces, results
 from stagewright.service.pipeline_answers import PlanAnswer
 from stagewright.service.pipeline_requests import PlanRequest
 from stagewright.service.planning import plan
+from stagewright.service.what_if_answers import WhatIfAnswer, WhatIfRow
 from stagewright.solvers.planning import PLANNERS
 
 T = TypeVar("T")
 GB = 1e9
 FASTER = 2.0  # times the bandwidth
 
-OnRow = Callable[["WhatIfRow"], None]
-
-
-class WhatIfRow(Answer):
-    """The plan with one change.
-
-    ``saved_seconds`` is how much less time it takes than the plan as things are. With the change no
-    plan of the class ``plans`` saves more than ``most_seconds``, as ``bound_seconds`` is below all
-    of them. None where a plan or a bound is missing.
-    """
-
-    change: str
-    status: str
-    cost_seconds: Finite = None
-    bound_seconds: Finite = None
-    saved_seconds: Finite = None
-    most_seconds: Finite = None
-    plans: str | None = None
-    reason: str = ""
-
-
-class WhatIfAnswer(Answer):
-    """The plan as things are, and a row for every change."""
-
-    status: str
-    base: PlanAnswer
-    rows: tuple[WhatIfRow, ...]
+OnRow = Callable[[WhatIfRow], None]
 
 
 def what_if(
-    request: PlanRequest, on_row: OnRow = lambda _: None, stop: StopToken | None = None
+    request: PlanRequest,
+    on_row: OnRow = lambda _: None,
+    stop: StopToken | None = None,
+    engine: Engine = HERE,
 ) -> WhatIfAnswer:
     """Plan as things are, then with each change, from the plan as things are.
 
     Every plan has the time limit of ``request``. A change that the cluster does not admit is left
-    out.
+    out. The changes are planned by ``engine``, which may plan several at a time.
 
     Raises
     ------
@@ -61,15 +39,27 @@ def what_if(
         If the request is refused.
     """
     base = plan(request, stop=stop)
-    rows = []
-    for change, changed in changes(request):
-        if is_stopped(stop):
-            break
-        row = _row(change, base, plan(_from(changed, base), stop=stop))
-        rows.append(row)
+    items = [
+        _Change(change, _from(changed, base), base.cost_seconds)
+        for change, changed in changes(request)
+    ]
+    rows: dict[int, WhatIfRow] = {}
+    for number, row in results(Pieces(items, _row, _lost), engine, stop):
+        rows[number] = row
         on_row(row)
     status = "interrupted" if is_stopped(stop) else "done"
-    return WhatIfAnswer(status=status, base=base, rows=tuple(rows))
+    return WhatIfAnswer(
+        status=status, base=base, rows=tuple(rows[number] for number in sorted(rows))
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """A change in words, the request with it, and the cost as things are."""
+
+    change: str
+    request: PlanRequest
+    before: float | None
 
 
 def changes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
@@ -111,11 +101,12 @@ def _from(request: PlanRequest, base: PlanAnswer) -> PlanRequest:
     return _with(request, start=base.plan)
 
 
-def _row(change: str, base: PlanAnswer, found: PlanAnswer) -> WhatIfRow:
-    cost, bound, before = found.cost_seconds, found.bound_seconds, base.cost_seconds
+def _row(one: _Change, stop: StopToken | None) -> WhatIfRow:
+    found = plan(one.request, stop=stop)
+    cost, bound, before = found.cost_seconds, found.bound_seconds, one.before
     plans = found.result.plans
     return WhatIfRow(
-        change=change,
+        change=one.change,
         status=found.status.value,
         cost_seconds=cost,
         bound_seconds=bound,
@@ -124,3 +115,7 @@ def _row(change: str, base: PlanAnswer, found: PlanAnswer) -> WhatIfRow:
         plans=None if plans is None else str(plans),
         reason=found.reason,
     )
+
+
+def _lost(one: _Change, why: str) -> WhatIfRow:
+    return WhatIfRow(change=one.change, status="failed", reason=why)

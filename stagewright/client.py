@@ -4,6 +4,12 @@ Examples
 --------
 >>> from stagewright.client import Client
 >>> with Client("http://127.0.0.1:8754") as client:  # doctest: +SKIP
+...     answer = client.solve(PlanRequest.of(chain=chain, cluster=cluster, microbatches=8))
+...     answer.plan
+
+Or step by step:
+
+>>> with Client("http://127.0.0.1:8754") as client:  # doctest: +SKIP
 ...     job = client.plan(chain, cluster, microbatches=8, time_limit=60)
 ...     for event in client.events(job.id):
 ...         print(event.name, event.data)
@@ -12,26 +18,53 @@ Examples
 
 import asyncio
 import json
+import math
+import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
+from pydantic import TypeAdapter
+
+from stagewright.formulations.forms.answers import (
+    OnProgress,
+    Progress,
+    Status,
+    StopToken,
+    silent,
+)
 from stagewright.formulations.plans.plan import FORMAT, VERSION, PipelinePlan
+from stagewright.formulations.plans.plan_class import PlanClass
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Cluster
 from stagewright.graphs.models.chain import Chain
+from stagewright.service.answers import Answer
+from stagewright.service.jobs.kinds import kind_of, parse_request
 from stagewright.service.jobs.records import ENDED
+from stagewright.service.pipeline_requests import PlanRequest
+from stagewright.service.requests import Request
+from stagewright.service.whole_answers import kept_plan, read
 
 try:
     import httpx
-except ImportError:
-    raise InputError("the client needs httpx: pip install 'stagewright[client]'") from None
+    from httpx_sse import ServerSentEvent, aconnect_sse, connect_sse
+except ImportError as error:
+    raise InputError(f"the client needs {error.name}: pip install 'stagewright[client]'") from None
 
 POLL_SECONDS = 0.5
 _PATIENCE = httpx.Timeout(30.0)
+_AWAY = (502, 503, 504)  # the service, behind a proxy, or its store
+
+_PLANS = TypeAdapter(PlanClass)
+
+T = TypeVar("T")
+AnyRequest = Request | Mapping[str, Any] | str
+"""A request: the model, its fields as plain data, or those as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +73,9 @@ class JobState:
 
     id: str
     kind: str
+    user: str
     state: str
+    created: float
     cost: float | None
     bound: float | None
     gap: float | None
@@ -71,18 +106,34 @@ class ServiceError(InputError):
         self.status = status
 
 
+class UnansweredError(InputError):
+    """The job ended without an answer; ``job`` says why."""
+
+    def __init__(self, job: JobState) -> None:
+        super().__init__(job.reason or f"the job {job.id} has no answer")
+        self.job = job
+
+
+class LostServiceError(InputError):
+    """The service does not answer any more; the job goes on there, and keeps its answer."""
+
+    def __init__(self, url: str, job: str) -> None:
+        super().__init__(
+            f"{url} does not answer any more; job {job} is kept there: "
+            f"stagewright jobs {job} --server {url}"
+        )
+        self.job = job
+
+
 class _Calls:
     """The calls that both clients make: method, path and arguments of httpx."""
 
     @staticmethod
-    def submit(
-        kind: str, request: Mapping[str, Any] | str, key: str | None, priority: int
-    ) -> dict[str, Any]:
-        content = request if isinstance(request, str) else json.dumps(request)
+    def submit(kind: str, request: AnyRequest, key: str | None, priority: int) -> dict[str, Any]:
         headers = {} if key is None else {"Idempotency-Key": key}
         return {
-            "method": "POST", "url": f"/v1/{kind}", "content": content, "headers": headers,
-            "params": {"priority": priority},
+            "method": "POST", "url": f"/v1/{kind}", "content": _content(request),
+            "headers": headers, "params": {"priority": priority},
         }  # fmt: skip
 
     @staticmethod
@@ -91,6 +142,17 @@ class _Calls:
         given = {name: json.loads(documents.to_json(one)) for name, one in (
             ("chain", chain), ("cluster", cluster))}  # fmt: skip
         return json.dumps(given | dict(options))
+
+    @staticmethod
+    def events(job: str, after: int) -> dict[str, Any]:
+        headers = {"Last-Event-ID": str(after)}
+        return {"method": "GET", "url": f"/v1/jobs/{job}/events", "headers": headers}
+
+
+def _content(request: AnyRequest) -> str:
+    if isinstance(request, Request):
+        return request.model_dump_json(by_alias=True)
+    return request if isinstance(request, str) else json.dumps(request)
 
 
 def _told(response: httpx.Response) -> httpx.Response:
@@ -105,7 +167,10 @@ def _told(response: httpx.Response) -> httpx.Response:
 
 
 def _state(response: httpx.Response) -> JobState:
-    found = _told(response).json()
+    return _job(_told(response).json())
+
+
+def _job(found: Mapping[str, Any]) -> JobState:
     return JobState(**{name: found[name] for name in JobState.__dataclass_fields__})
 
 
@@ -113,22 +178,80 @@ def _plan(response: httpx.Response) -> PipelinePlan:
     return documents.parse(PipelinePlan, _told(response).text, "plan", FORMAT, VERSION)
 
 
-def _event(found: Mapping[str, Any]) -> JobEvent:
-    return JobEvent(found["number"], found["name"], found["data"])
+def _optional(response: httpx.Response) -> str | None:
+    """The text of what may not be there."""
+    return None if response.status_code == httpx.codes.NOT_FOUND else _told(response).text
+
+
+def _answer(job: JobState, request: str, answer: str | None, document: str | None) -> Answer:
+    asked = parse_request(job.kind, request)
+    if answer is not None:
+        return read(answer, asked, document)
+    if document is None or not isinstance(asked, PlanRequest):
+        raise UnansweredError(job)
+    by_user = job.stopped_by == "user"
+    status = Status.INTERRUPTED if by_user else Status.FEASIBLE
+    return kept_plan(asked, document, status, job.reason)
+
+
+def _has_data(found: ServerSentEvent) -> bool:
+    """Whether it is an event; httpx-sse also tells of the comments that keep a connection."""
+    return bool(found.data)
+
+
+def _event(found: ServerSentEvent) -> JobEvent:
+    return JobEvent(int(found.id), found.event, found.json())
+
+
+def _progress(event: JobEvent, began: float) -> Progress:
+    bound, plans = event.data["bound"], event.data["plans"]
+    return Progress(
+        time.monotonic() - began,
+        event.data["cost"],
+        -math.inf if bound is None else bound,
+        plans=None if plans is None else _PLANS.validate_python(plans),
+    )
 
 
 def _headers(token: str | None) -> dict[str, str]:
     return {} if token is None else {"Authorization": f"Bearer {token}"}
 
 
+@dataclass
+class _Patience:
+    """How long a service that does not answer is asked again."""
+
+    seconds: float
+    since: float | None = None
+
+    def answered(self) -> None:
+        """The service is there."""
+        self.since = None
+
+    def require(self, error: Exception) -> None:
+        """Raise the error if it is no loss of connection, or has lasted for too long."""
+        if isinstance(error, ServiceError) and error.status not in _AWAY:
+            raise error
+        now = time.monotonic()
+        self.since = self.since or now
+        if now - self.since > self.seconds:
+            raise error
+
+
+_CUT = (httpx.ReadError, httpx.ReadTimeout, httpx.RemoteProtocolError)
+_LOST = (httpx.TransportError, ServiceError)
+
+
 class Client:
     """The service at ``url``; ``token`` is one that ``stagewright token`` made.
 
     Every method raises `ServiceError` if the service refuses, and ``httpx.HTTPError`` if it does
-    not answer.
+    not answer. ``events`` and ``solve`` connect again if a connection is lost, for ``patience``
+    seconds.
     """
 
-    def __init__(self, url: str, token: str | None = None) -> None:
+    def __init__(self, url: str, token: str | None = None, patience: float = 60.0) -> None:
+        self.url, self.patience = url, patience
         self._http = httpx.Client(base_url=url, headers=_headers(token), timeout=_PATIENCE)
 
     def __enter__(self) -> Self:
@@ -142,10 +265,78 @@ class Client:
     ) -> None:
         self._http.close()
 
+    def solve(
+        self,
+        request: Request,
+        on_progress: OnProgress = silent,
+        stop: StopToken | None = None,
+        kind: str | None = None,
+    ) -> Answer:
+        """The answer to a request, of the same type as the library's own.
+
+        ``on_progress`` is told of every better answer or bound, and ``stop`` ends the search with
+        its best answer so far. ``kind`` is that of the request by default; ``what-if`` asks it of
+        the request for a plan.
+
+        Raises
+        ------
+        UnansweredError
+            If the job ends without an answer.
+        LostServiceError
+            If the service goes away after it has taken the request.
+        """
+        job = self._submitted(kind or kind_of(request), request).id
+        began = time.monotonic()
+        try:
+            with self._stopping(job, stop):
+                for event in self.events(job):
+                    if event.name == "progress":
+                        on_progress(_progress(event, began))
+            return self._persistent(lambda: self.answer(job))
+        except httpx.TransportError:
+            raise LostServiceError(self.url, job) from None
+
+    def _submitted(self, kind: str, request: Request) -> JobState:
+        """Submit once, however often the connection is lost after the service was there."""
+        key = uuid.uuid4().hex
+        try:
+            return self.submit(kind, request, key=key)
+        except _CUT:
+            return self._persistent(lambda: self.submit(kind, request, key=key))
+
+    def _persistent(self, call: Callable[[], T]) -> T:
+        """What a call returns, which is tried again while the connection is lost."""
+        patience = _Patience(self.patience)
+        while True:
+            try:
+                return call()
+            except _LOST as error:
+                patience.require(error)
+                time.sleep(POLL_SECONDS)
+
+    @contextmanager
+    def _stopping(self, job: str, stop: StopToken | None) -> Iterator[None]:
+        """Stop the job once the token is set while the body runs."""
+        over = threading.Event()
+        thread = threading.Thread(target=self._stop_when_set, args=(job, stop, over), daemon=True)
+        if stop is not None:
+            thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+
+    def _stop_when_set(self, job: str, stop: StopToken, over: threading.Event) -> None:
+        while not over.wait(POLL_SECONDS / 5):
+            if stop.is_set():
+                with suppress(httpx.TransportError, ServiceError):
+                    self.stop(job)
+                    return
+
     def submit(
         self,
         kind: str,
-        request: Mapping[str, Any] | str,
+        request: AnyRequest,
         *,
         key: str | None = None,
         priority: int = 0,
@@ -158,6 +349,11 @@ class Client:
     ) -> JobState:
         """Submit a plan; ``options`` are the other fields of a `PlanRequest`."""
         return self.submit("plan", _Calls.plan(chain, cluster, options), key=key)
+
+    def jobs(self, limit: int = 20) -> list[JobState]:
+        """The newest jobs."""
+        found = _told(self._http.get("/v1/jobs", params={"limit": limit})).json()
+        return [_job(one) for one in found["jobs"]]
 
     def job(self, job: str) -> JobState:
         """A job."""
@@ -173,21 +369,36 @@ class Client:
         return found
 
     def events(self, job: str, after: int = 0) -> Iterator[JobEvent]:
-        """What happens to a job, until it has ended."""
+        """What happens to a job after the event of that number, until it has ended."""
+        patience = _Patience(self.patience)
         while True:
-            ended = self.job(job).has_ended  # asked first, so that no event of the end is missed
-            history = self._http.get(f"/v1/jobs/{job}/history", params={"after": after})
-            for one in _told(history).json():
-                after = one["number"]
-                yield _event(one)
+            try:
+                ended = self.job(job).has_ended  # asked first: no event of the end is missed
+                with connect_sse(self._http, **_Calls.events(job, after)) as source:
+                    patience.answered()
+                    for one in filter(_has_data, source.iter_sse()):
+                        after = int(one.id)
+                        yield _event(one)
+            except _LOST as error:
+                patience.require(error)
+                time.sleep(POLL_SECONDS)
+                continue
             if ended:
                 return
-            time.sleep(POLL_SECONDS)
 
-    def answer(self, job: str) -> dict[str, Any]:
-        """The answer, as ``--json`` prints it."""
-        found: dict[str, Any] = _told(self._http.get(f"/v1/jobs/{job}/answer")).json()
-        return found
+    def answer(self, job: str) -> Answer:
+        """The answer, of the same type as the library's own.
+
+        Raises
+        ------
+        UnansweredError
+            If the job ended without one.
+        """
+        found = self.job(job)
+        request = _told(self._http.get(f"/v1/jobs/{job}/request")).text
+        text = _optional(self._http.get(f"/v1/jobs/{job}/answer", params={"whole": True}))
+        plan = _optional(self._http.get(f"/v1/jobs/{job}/plan"))
+        return _answer(found, request, text, plan)
 
     def document(self, job: str) -> PipelinePlan:
         """The best plan so far."""
@@ -205,7 +416,8 @@ class Client:
 class AsyncClient:
     """The same with ``await``."""
 
-    def __init__(self, url: str, token: str | None = None) -> None:
+    def __init__(self, url: str, token: str | None = None, patience: float = 60.0) -> None:
+        self.url, self.patience = url, patience
         self._http = httpx.AsyncClient(base_url=url, headers=_headers(token), timeout=_PATIENCE)
 
     async def __aenter__(self) -> Self:
@@ -219,10 +431,67 @@ class AsyncClient:
     ) -> None:
         await self._http.aclose()
 
+    async def solve(
+        self,
+        request: Request,
+        on_progress: OnProgress = silent,
+        stop: StopToken | None = None,
+        kind: str | None = None,
+    ) -> Answer:
+        """As `Client.solve`."""
+        job = (await self._submitted(kind or kind_of(request), request)).id
+        began = time.monotonic()
+        try:
+            async with self._stopping(job, stop):
+                async for event in self.events(job):
+                    if event.name == "progress":
+                        on_progress(_progress(event, began))
+            return await self._persistent(lambda: self.answer(job))
+        except httpx.TransportError:
+            raise LostServiceError(self.url, job) from None
+
+    async def _submitted(self, kind: str, request: Request) -> JobState:
+        """As `Client._submitted`."""
+        key = uuid.uuid4().hex
+        try:
+            return await self.submit(kind, request, key=key)
+        except _CUT:
+            return await self._persistent(lambda: self.submit(kind, request, key=key))
+
+    async def _persistent(self, call: Callable[[], Awaitable[T]]) -> T:
+        """As `Client._persistent`."""
+        patience = _Patience(self.patience)
+        while True:
+            try:
+                return await call()
+            except _LOST as error:
+                patience.require(error)
+                await asyncio.sleep(POLL_SECONDS)
+
+    @asynccontextmanager
+    async def _stopping(self, job: str, stop: StopToken | None) -> AsyncIterator[None]:
+        """As `Client._stopping`."""
+        if stop is None:
+            yield
+            return
+        task = asyncio.create_task(self._stop_when_set(job, stop))
+        try:
+            yield
+        finally:
+            task.cancel()
+
+    async def _stop_when_set(self, job: str, stop: StopToken) -> None:
+        while True:
+            await asyncio.sleep(POLL_SECONDS / 5)
+            if stop.is_set():
+                with suppress(httpx.TransportError, ServiceError):
+                    await self.stop(job)
+                    return
+
     async def submit(
         self,
         kind: str,
-        request: Mapping[str, Any] | str,
+        request: AnyRequest,
         *,
         key: str | None = None,
         priority: int = 0,
@@ -236,6 +505,11 @@ class AsyncClient:
         """As `Client.plan`."""
         return await self.submit("plan", _Calls.plan(chain, cluster, options), key=key)
 
+    async def jobs(self, limit: int = 20) -> list[JobState]:
+        """As `Client.jobs`."""
+        found = _told(await self._http.get("/v1/jobs", params={"limit": limit})).json()
+        return [_job(one) for one in found["jobs"]]
+
     async def job(self, job: str) -> JobState:
         """A job."""
         return _state(await self._http.get(f"/v1/jobs/{job}"))
@@ -247,21 +521,32 @@ class AsyncClient:
         return found
 
     async def events(self, job: str, after: int = 0) -> AsyncIterator[JobEvent]:
-        """What happens to a job, until it has ended."""
+        """As `Client.events`."""
+        patience = _Patience(self.patience)
         while True:
-            ended = (await self.job(job)).has_ended
-            history = await self._http.get(f"/v1/jobs/{job}/history", params={"after": after})
-            for one in _told(history).json():
-                after = one["number"]
-                yield _event(one)
+            try:
+                ended = (await self.job(job)).has_ended
+                async with aconnect_sse(self._http, **_Calls.events(job, after)) as source:
+                    patience.answered()
+                    async for one in source.aiter_sse():
+                        if _has_data(one):
+                            after = int(one.id)
+                            yield _event(one)
+            except _LOST as error:
+                patience.require(error)
+                await asyncio.sleep(POLL_SECONDS)
+                continue
             if ended:
                 return
-            await asyncio.sleep(POLL_SECONDS)
 
-    async def answer(self, job: str) -> dict[str, Any]:
-        """The answer, as ``--json`` prints it."""
-        found: dict[str, Any] = _told(await self._http.get(f"/v1/jobs/{job}/answer")).json()
-        return found
+    async def answer(self, job: str) -> Answer:
+        """As `Client.answer`."""
+        found = await self.job(job)
+        request = _told(await self._http.get(f"/v1/jobs/{job}/request")).text
+        whole = {"whole": True}
+        text = _optional(await self._http.get(f"/v1/jobs/{job}/answer", params=whole))
+        plan = _optional(await self._http.get(f"/v1/jobs/{job}/plan"))
+        return _answer(found, request, text, plan)
 
     async def document(self, job: str) -> PipelinePlan:
         """The best plan so far."""

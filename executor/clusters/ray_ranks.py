@@ -22,12 +22,16 @@ if TYPE_CHECKING:
 
 CONNECT_SECONDS = 5.0
 KILL_SECONDS = 10.0  # how long a killed process may take to end
+ADDRESS = "RAY_ADDRESS"  # Ray's own name for the cluster of a process
 LOG = "output.log"  # output of a job's processes, in the job's folder
 
 
 @contextlib.contextmanager
 def connected(counts: Mapping[str, int], address: str | None) -> Iterator[Any]:
-    """The ray module, connected; a cluster started here is shut down at the end."""
+    """The ray module, connected; a cluster started here is shut down at the end.
+
+    Without an ``address`` it is the cluster that RAY_ADDRESS names, or one that is started.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault(
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0"
@@ -40,7 +44,7 @@ def connected(counts: Mapping[str, int], address: str | None) -> Iterator[Any]:
         yield ray
         return
     handler = signal.getsignal(signal.SIGTERM)
-    _connect(ray, counts, address)
+    _connect(ray, counts, address or os.environ.get(ADDRESS))
     if callable(handler) and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)  # Ray replaces it
     try:

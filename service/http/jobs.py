@@ -18,6 +18,7 @@ from stagewright.service.http.tokens import Scope
 from stagewright.service.http.views import EventView, JobPage, JobView, view
 from stagewright.service.jobs.records import Asked, Event, Job, State
 from stagewright.service.jobs.store import EVENTS_READ, PAGE, Store
+from stagewright.service.whole_answers import printed
 
 LOOK_SECONDS = 30.0  # between looks at the events of a job of which nothing is told
 READERS = CapacityLimiter(4)  # threads that read events, however many streams are woken at once
@@ -56,12 +57,12 @@ def read_job(job: Readable) -> JobView:
 
 
 @router.get("/{job}/answer", responses=OBJECT | refused(409))
-def read_answer(job: Readable) -> Response:
-    """The answer: the JSON object that the command line prints."""
+def read_answer(job: Readable, whole: bool = False) -> Response:
+    """The answer: the JSON object that the command line prints; ``whole``: with all it carries."""
     if job.answer is None:
         code, yet = (404, "") if job.has_ended else (409, " yet")
         raise HTTPException(code, f"there is no answer{yet}")
-    return JsonText(job.answer)
+    return JsonText(job.answer if whole else printed(job.answer))
 
 
 @router.get("/{job}/request", responses=OBJECT)

@@ -43,7 +43,8 @@ class RequestLimits:
 
     ``body_bytes`` of a request, ``body_seconds`` for it to arrive and ``depth`` of brackets in it,
     ``seconds`` and ``threads`` of a search, ``devices`` and ``layers`` of a problem, ``queued``
-    jobs of a user (None: any number), and documents that a user has uploaded.
+    jobs of a user (None: any number), and documents that a user has uploaded. ``ray``: sweeps may
+    use the Ray cluster on which jobs are solved.
     """
 
     body_bytes: int = 16_000_000
@@ -55,6 +56,7 @@ class RequestLimits:
     layers: int = 2000
     queued: int | None = None
     uploads: int = 100
+    ray: bool = False
 
     async def body(self, request: HttpRequest) -> bytes:
         """The body; raises TooLargeError or TooSlowError as soon as it is larger, or later."""
@@ -102,5 +104,7 @@ class RequestLimits:
         for name, most in (("cluster", self.devices), ("chain", self.layers)):
             if given.get(name) is not None and len(given[name]) > most:
                 raise InputError(f"{name}: at most {most} parts here, got {len(given[name])}")
-        if given.get("engine") == "ray" or given.get("address") is not None:
+        if given.get("engine") == "ray" and not self.ray:
             raise InputError("engine: sweeps of this service run on its own machine")
+        if given.get("address") is not None:
+            raise InputError("address: jobs of this service connect to no other cluster")

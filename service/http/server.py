@@ -16,6 +16,7 @@ from stagewright.service.http.rates import Rate
 from stagewright.service.http.tokens import Tokens
 from stagewright.service.http.webhooks import Deliverer, Webhooks
 from stagewright.service.jobs.store import Store
+from stagewright.service.workers.processes import LocalProcess, Start
 from stagewright.service.workers.worker import Limits, Worker
 
 PER_SECOND = 50.0  # requests of each user
@@ -26,9 +27,10 @@ MOST_QUEUED = 1000  # jobs of each user
 
 @dataclass
 class Server:
-    """A server on a store, with so many workers of its own.
+    """A server on a store, with so many workers of its own; ``start`` says where jobs are solved.
 
-    ``per_second`` limits the requests of each user; None: to `PER_SECOND` where there are tokens.
+    Anything but processes of this machine is a Ray cluster. ``per_second`` limits the requests of
+    each user; None: to `PER_SECOND` where there are tokens.
     """
 
     store: Store
@@ -38,6 +40,7 @@ class Server:
     memory_bytes: float
     per_second: float | None = None
     webhooks: Webhooks | None = None
+    start: Start = LocalProcess
 
     def require_safe(self) -> None:
         """Refuse to serve others without tokens."""
@@ -52,7 +55,8 @@ class Server:
         listening = self._bound()
         app = create_app(self._service())
         made = [
-            Worker(self.store, Limits(memory_bytes=self.memory_bytes)) for _ in range(self.workers)
+            Worker(self.store, Limits(memory_bytes=self.memory_bytes), start=self.start)
+            for _ in range(self.workers)
         ]
         hooks = () if self.webhooks is None else (self.webhooks,) * DELIVERERS
         deliverers = [Deliverer(self.store, one) for one in hooks]
@@ -83,7 +87,7 @@ class Server:
         per_second = self.per_second or (None if free else PER_SECOND)
         return Service(
             self.store,
-            RequestLimits(queued=None if free else MOST_QUEUED),
+            RequestLimits(queued=None if free else MOST_QUEUED, ray=self.start is not LocalProcess),
             open_to_all=free,
             webhooks=self.webhooks,
             rate=None if per_second is None else _rate(per_second),

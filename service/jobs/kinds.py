@@ -14,10 +14,12 @@ from stagewright.service.cluster_requests import (
     RoundsRequest,
     SimulateClusterRequest,
 )
+from stagewright.service.dividing import DivideRequest
 from stagewright.service.operator_plans import PlaceRequest
 from stagewright.service.pipeline_requests import (
     CompareSchedulesRequest,
     JobShopRequest,
+    MemoryCurveRequest,
     PartitionRequest,
     PlanRequest,
     ScheduleRequest,
@@ -51,14 +53,19 @@ class Kind:
 
 KINDS: dict[str, Kind] = {
     "plan": Kind(PlanRequest, "planning:plan", "A plan of a model on a cluster.", True),
+    "what-if": Kind(PlanRequest, "what_if:what_if", "What more devices or memory would buy."),
     "place": Kind(PlaceRequest, "operator_plans:place", "Operators on devices.", True),
     "partition": Kind(PartitionRequest, "partitioning:partition", "Stages of a model."),
     "schedule": Kind(ScheduleRequest, "scheduling:schedule", "An order of given stages.", True),
     "compare-schedules": Kind(
-        CompareSchedulesRequest, "comparing_schedules:compare_schedules", "All schedules."
+        CompareSchedulesRequest, "comparing_schedules:compare_schedules", "All schedules.", True
+    ),
+    "schedule-curve": Kind(
+        MemoryCurveRequest, "memory_curves:schedule_curve", "The best for every memory.", True
     ),
     "jobshop": Kind(JobShopRequest, "scheduling:jobshop", "A job shop.", True),
     "sweep": Kind(SweepRequest, "sweeping:sweep", "Plans of many sizes."),
+    "divide": Kind(DivideRequest, "dividing:divide", "Operators in sets.", True),
     "allocate": Kind(AllocateRequest, "allocating:allocate", "Jobs on a cluster's devices."),
     "rounds": Kind(RoundsRequest, "allocating:rounds", "Rounds of an allocation."),
     "simulate-cluster": Kind(
@@ -66,6 +73,20 @@ KINDS: dict[str, Kind] = {
     ),
     "cloud": Kind(CloudRequest, "cloud:cloud", "Training on rented machines."),
 }
+
+
+def kind_of(request: Request) -> str:
+    """The kind of job that a request is of; of a plan it is ``plan``.
+
+    Raises
+    ------
+    InputError
+        If there is none: it is answered by the library alone.
+    """
+    for name, kind in KINDS.items():
+        if type(request) is kind.request:
+            return name
+    raise InputError(f"a {type(request).__name__} is no job of the service")
 
 
 def parse_request(kind: str, text: str | bytes) -> Request:

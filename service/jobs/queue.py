@@ -82,8 +82,11 @@ class Queue:
         cost: float | None,
         bound: float | None,
         document: str | None = None,
+        plans: dict[str, Any] | None = None,
     ) -> None:
         """Store a better answer so far, or bound; raises LeaseLostError as `renew`.
+
+        ``plans`` is the class of plans that the bound is of, where it is known.
 
         An answer that is no better than that of an earlier worker is not kept.
         """
@@ -93,7 +96,7 @@ class Queue:
             if document is not None and (known is None or cost is None or cost < known):
                 kept |= {"cost": cost, "document": document}
             self._write(database, job, worker, **kept)
-            self._tell(database, job, "progress", {"cost": cost, "bound": bound})
+            self._tell(database, job, "progress", {"cost": cost, "bound": bound, "plans": plans})
 
     def finish(self, job: str, worker: str, outcome: Outcome) -> None:
         """Store how a job ended; raises LeaseLostError as `renew`.

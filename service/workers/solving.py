@@ -1,8 +1,9 @@
 """The process of a job: it answers one request, and tells the worker of every better answer."""
 
+import math
 import os
 import threading
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from time import monotonic
 from typing import Any
@@ -14,6 +15,7 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.service.answers import Answer
 from stagewright.service.jobs.kinds import KINDS, parse_request
 from stagewright.service.jobs.records import Outcome, State, StoppedBy
+from stagewright.service.whole_answers import written
 
 STOP = "stop"
 NEARLY = 0.9  # of its time limit, after which a search has probably been ended by it
@@ -28,11 +30,15 @@ _STATES = {
 
 @dataclass(frozen=True, slots=True)
 class Better:
-    """A better answer so far, with its document if there is one, or a better bound."""
+    """A better answer so far, with its document if there is one, or a better bound.
+
+    ``plans`` is the class of plans that the bound is of, where it is known.
+    """
 
     cost: float | None
     bound: float | None
     document: str | None
+    plans: dict[str, Any] | None
 
 
 def solve(connection: Connection, kind: str, request: str) -> None:
@@ -71,7 +77,9 @@ def _answered(connection: Connection, kind: str, request: str, stop: threading.E
         if cost is not None and cost < least and progress.best is not None:
             least = cost
             better = _document(progress.best())
-        connection.send(Better(cost, progress.bound, better))
+        bound = progress.bound if math.isfinite(progress.bound) else None
+        plans = None if progress.plans is None else asdict(progress.plans)
+        connection.send(Better(cost, bound, better, plans))
 
     asked, began = parse_request(kind, request), monotonic()
     answer = KINDS[kind].answer(asked, report, stop)
@@ -88,7 +96,7 @@ def outcome_of(answer: Answer, stopped_by: StoppedBy | None = None) -> Outcome:
     state, by = _state(told, stopped_by)
     return Outcome(
         state,
-        answer=answer.model_dump_json(),
+        answer=written(answer),
         document=_document(getattr(answer, "plan", None)),
         reason=str(told.get("reason") or ""),
         stopped_by=by,

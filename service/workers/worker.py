@@ -1,26 +1,20 @@
 """A worker: claims jobs of the store and answers each in a process with limits."""
 
 import contextlib
-import multiprocessing
 import os
-import signal
 import socket
 import threading
 import time
 import uuid
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
-from pathlib import Path
 
 from sqlalchemy.exc import SQLAlchemyError
 
 from stagewright.service.jobs.queue import LeaseLostError, Queue
 from stagewright.service.jobs.records import Asked, Job, Outcome, State, StoppedBy
 from stagewright.service.jobs.store import Store
-from stagewright.service.workers.solving import STOP, Better, solve
-
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+from stagewright.service.workers.processes import LocalProcess, MachineLostError, Start
+from stagewright.service.workers.solving import Better
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +36,7 @@ class Worker:
 
     ``lease_seconds``: a job whose worker is silent for so long is another's. ``poll_seconds`` is
     the time between looks at a running job, ``look_seconds`` that between looks at the queue when
-    nothing is told of it.
+    nothing is told of it. ``start`` decides where processes of jobs are.
     """
 
     store: Store
@@ -50,6 +44,7 @@ class Worker:
     lease_seconds: float = 15.0
     poll_seconds: float = 0.2
     look_seconds: float = 2.0
+    start: Start = LocalProcess
     name: str = field(
         default_factory=lambda: f"{socket.gethostname()[:20]}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     )
@@ -91,8 +86,10 @@ class Worker:
                 run.until_done()
         except LeaseLostError:
             pass  # another worker has it: what this one found does not count
+        except MachineLostError:
+            pass  # its lease runs out, and it is queued again as if this worker were lost
         finally:
-            run.kill()
+            run.process.kill()
 
 
 class _Run:
@@ -100,13 +97,7 @@ class _Run:
 
     def __init__(self, worker: Worker, job: Job) -> None:
         self.worker, self.job = worker, job
-        context = multiprocessing.get_context("spawn")
-        self.connection, other = context.Pipe()
-        self.process: SpawnProcess = context.Process(
-            target=solve, args=(other, job.kind, job.request), daemon=False
-        )
-        self.process.start()
-        other.close()
+        self.process = worker.start(job.kind, job.request)
         now = time.monotonic()
         self.ends = now + worker.limits.seconds
         self.renewed = now
@@ -119,24 +110,25 @@ class _Run:
     def until_done(self) -> None:
         """Pass on what the process tells, and end it if it must."""
         while True:
-            told = _received(self.connection, self.worker.poll_seconds)
-            if isinstance(told, Outcome):
-                self._finish(told)
+            seen = self.process.look(self.worker.poll_seconds)
+            if isinstance(seen.told, Outcome):
+                self._finish(seen.told)
                 return
-            if told is not None:
-                self._write(told)
-            elif not self.process.is_alive():
-                self._finish(self._without_outcome())
+            if seen.told is not None:
+                self._write(seen.told)
+            elif seen.exit_code is not None:
+                self._finish(self._without_outcome(seen.exit_code))
                 return
-            self._watch()
+            self._watch(seen.resident_bytes)
 
     def _write(self, better: Better) -> None:
         with contextlib.suppress(SQLAlchemyError):  # the next one may be stored
             self.worker.queue.improve(
-                self.job.id, self.worker.name, better.cost, better.bound, better.document
-            )
+                self.job.id, self.worker.name, better.cost, better.bound, better.document,
+                better.plans,
+            )  # fmt: skip
 
-    def _watch(self) -> None:
+    def _watch(self, resident_bytes: float) -> None:
         """Renew the lease, and see to the user's wish and to the limits."""
         now, limits = time.monotonic(), self.worker.limits
         if self.asked.is_set() or now - self.renewed > self.worker.lease_seconds / 4:
@@ -147,16 +139,16 @@ class _Run:
                 self.renewed = now
         if now > self.ends and self.kill_at is None:
             self._ask_to_stop(StoppedBy.TIME)
-        if _resident_bytes(self.process.pid) > limits.memory_bytes:
+        if resident_bytes > limits.memory_bytes:
             self.stopped_by = StoppedBy.MEMORY
-            self.kill()
+            self.process.kill()
         if self.kill_at is not None and now > self.kill_at:
-            self.kill()
+            self.process.kill()
 
     def _hear(self, asked: Asked | None) -> None:
         if asked is Asked.ABORT:
             self.aborted, self.stopped_by = True, StoppedBy.USER
-            self.kill()
+            self.process.kill()
         elif asked is Asked.STOP and self.kill_at is None:
             self._ask_to_stop(StoppedBy.USER)
         if self.worker.stopping.is_set() and self.kill_at is None:
@@ -165,8 +157,7 @@ class _Run:
     def _ask_to_stop(self, why: StoppedBy) -> None:
         self.stopped_by = why
         self.kill_at = time.monotonic() + self.worker.limits.grace_seconds
-        with contextlib.suppress(OSError):
-            self.connection.send(STOP)
+        self.process.stop()
 
     def _finish(self, outcome: Outcome) -> None:
         """Store the outcome; a store that does not answer is asked again as long as we may."""
@@ -191,7 +182,7 @@ class _Run:
         kept = self.worker.store.get(self.job.id)
         return kept is not None and kept.document is not None
 
-    def _without_outcome(self) -> Outcome:
+    def _without_outcome(self, exit_code: int) -> Outcome:
         """How a job ends whose process ended without a word."""
         by = self.stopped_by or StoppedBy.LOST
         reasons = {
@@ -199,37 +190,6 @@ class _Run:
             StoppedBy.TIME: "ended at its time limit",
             StoppedBy.MEMORY: f"its process took more than {self.worker.limits.memory_bytes:.3g} "
             "bytes of memory",
-            StoppedBy.LOST: f"its process ended with exit code {self.process.exitcode}",
+            StoppedBy.LOST: f"its process ended with exit code {exit_code}",
         }
         return Outcome(State.FAILED, reason=reasons[by], stopped_by=by)
-
-    def kill(self) -> None:
-        """End the process and all that it started."""
-        pid = self.process.pid
-        if pid is not None and self.process.is_alive():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.process.join()
-        self.connection.close()
-
-
-def _received(connection: Connection, seconds: float) -> Better | Outcome | None:
-    """What the process tells next; None if it is silent or gone."""
-    try:
-        if connection.poll(seconds):
-            told: Better | Outcome = connection.recv()
-            return told
-    except (EOFError, OSError):
-        time.sleep(seconds)
-    return None
-
-
-def _resident_bytes(pid: int | None) -> float:
-    """Resident memory of a process; 0 if it is gone, or the system does not say."""
-    try:
-        fields = Path(f"/proc/{pid}/statm").read_text().split()
-    except OSError:
-        return 0.0
-    return float(fields[1]) * PAGE_BYTES

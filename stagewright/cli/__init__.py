@@ -24,6 +24,7 @@ from stagewright.cli.exporting import export
 from stagewright.cli.importing import import_
 from stagewright.cli.inputs import cluster, model
 from stagewright.cli.interrupts import interrupt_once
+from stagewright.cli.jobs import jobs
 from stagewright.cli.layouts import memory, train_plan
 from stagewright.cli.makespans import jobshop
 from stagewright.cli.outputs import checked
@@ -118,7 +119,7 @@ PANELS: dict[str, tuple[Callable[..., int], ...]] = {
     "Scheduling problems": (partition, divide, schedule, jobshop),
     "Models and clusters": (import_, model, cluster, profile, profile_links, capture),
     "Run": (run, train, compare, export),
-    "The planning service": (serve, token, backup),
+    "The planning service": (serve, token, backup, jobs),
     "Clusters and jobs": (allocate, rounds, simulate_cluster, run_cluster, estimate, cloud),
     "About": (planners, policies, doctor),
 }

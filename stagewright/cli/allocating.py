@@ -8,6 +8,7 @@ import typer
 from stagewright.cli.console import (
     JsonFlag,
     OutputFile,
+    Server,
     TimeLimit,
     ask,
     percent,
@@ -18,6 +19,7 @@ from stagewright.cli.console import (
     read_limits,
 )
 from stagewright.cli.outputs import Reads
+from stagewright.cli.solving import find
 from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
@@ -91,11 +93,13 @@ def allocate(
     ] = False,
     seed: Annotated[int, typer.Option(help="Decides which job is in which part.")] = 0,
     time_limit: TimeLimit = 60.0,
+    server: Server = None,
     output: OutputFile = None,
     as_json: JsonFlag = False,
 ) -> int:
     """Divide the accelerators' time among jobs; exit code 1 if there is no such allocation."""
     from stagewright.formulations.clusters.allocation_plan import save_allocation
+    from stagewright.service.cluster_answers import AllocateAnswer
     from stagewright.service.cluster_requests import AllocateRequest
 
     limits = read_limits(time_limit, 1, seed)
@@ -113,10 +117,7 @@ def allocate(
         time_limit=limits.seconds,
         seed=limits.seed,
     )
-    # After the input is read: bad input is refused without waiting for the solvers to load.
-    from stagewright.service.allocating import allocate as answer_of
-
-    answer = answer_of(request)
+    answer = find(AllocateAnswer, request, "allocating", server)
     if output is not None and answer.plan is not None:
         save_allocation(answer.plan, output)
     if as_json:
@@ -240,10 +241,13 @@ def rounds(
     placement_sensitive: PlacementSensitive = False,
     budget: Budget = None,
     time_limit: TimeLimit = 60.0,
+    server: Server = None,
     as_json: JsonFlag = False,
 ) -> int:
     """Realise an allocation in rounds: placements, renewed leases, deviation from the target."""
     from stagewright.formulations.clusters.allocation_plan import load_allocation
+    from stagewright.service.answers import Answer
+    from stagewright.service.cluster_answers import AllocateAnswer, RoundsAnswer
     from stagewright.service.cluster_requests import RoundsRequest
 
     limits = read_limits(time_limit, 1, 0)
@@ -260,15 +264,12 @@ def rounds(
         budget_dollars=budget,
         time_limit=limits.seconds,
     )
-    from stagewright.service.allocating import rounds as answer_of
-    from stagewright.service.cluster_answers import RoundsAnswer
-
-    answer = answer_of(request)
+    answer = find(Answer, request, "making rounds", server)
     if as_json:
         print_answer(answer)
     elif isinstance(answer, RoundsAnswer):
         _print_rounds(answer)
-    else:
+    elif isinstance(answer, AllocateAnswer):
         print_lines(f"{answer.policy}: {answer.status}, no allocation", *answer.notes)
     return 0 if isinstance(answer, RoundsAnswer) else 1
 

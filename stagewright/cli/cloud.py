@@ -8,6 +8,7 @@ import typer
 from stagewright.cli.cloud_inputs import parse_time, read_market, read_preemptions, read_rates
 from stagewright.cli.console import (
     JsonFlag,
+    Server,
     ask,
     percent,
     print_answer,
@@ -15,8 +16,8 @@ from stagewright.cli.console import (
     print_table,
     progress,
 )
-from stagewright.cli.interrupts import interruptible
 from stagewright.cli.outputs import Writes
+from stagewright.cli.solving import find
 from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
@@ -107,12 +108,14 @@ def cloud(
         typer.Option(help="Write the prices as one prices file.", metavar="FILE"),
         Writes(".json"),
     ] = None,
+    server: Server = None,
     as_json: JsonFlag = False,
 ) -> int:
     """Compare strategies of renting cloud GPUs for a job, and plan its instances over time.
 
     Ctrl-C (or SIGTERM) keeps the strategies compared so far.
     """
+    from stagewright.service.cloud_answers import CloudAnswer
     from stagewright.service.cloud_requests import CloudRequest
 
     with progress("reading prices"):
@@ -138,11 +141,7 @@ def cloud(
         checkpoint_every_seconds=preempted,
         home=home,
     )
-    # After the input is read: bad input is refused without waiting for the solvers to load.
-    from stagewright.service.cloud import cloud as answer_of
-
-    with interruptible() as stop, progress("planning", stop):
-        answer = answer_of(request, stop)
+    answer = find(CloudAnswer, request, "planning", server)
     if png is not None and answer.strategies:
         _draw(answer, png)
     if as_json:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -28,6 +29,16 @@ if TYPE_CHECKING:
 
 R = TypeVar("R", bound="Request")
 
+
+class Engine(StrEnum):
+    """Where plans are made."""
+
+    LOCAL = "local"
+    RAY = "ray"
+
+
+MOST_THREADS = 8  # unless more are asked for
+SERVED_THREADS = 4  # what services allow unless they are set otherwise
 BEGAN = monotonic()  # the command line is imported when a command begins
 WIDTH_WITHOUT_TERMINAL = 120
 
@@ -41,7 +52,11 @@ ClusterFile = Annotated[Path, typer.Option("--cluster", help="Cluster file.", me
 PlanFile = Annotated[Path, typer.Argument(help="Plan file.", metavar="PLAN", show_default=False)]
 TimeLimit = Annotated[float, typer.Option(help="Time limit of the search in seconds.")]
 Threads = Annotated[
-    int, typer.Option(help="Threads of the solvers; with one, answers are reproducible.")
+    int | None,
+    typer.Option(
+        help="Threads of the solvers; with one, answers are reproducible. Default: one per core, "
+        f"at most {MOST_THREADS}; of a sweep and on Ray 1; with --server {SERVED_THREADS}.",
+    ),
 ]
 Seed = Annotated[int, typer.Option(help="Seed of all random choices.")]
 Module = Annotated[
@@ -64,13 +79,29 @@ Optimizer = Annotated[
 ClipNorm = Annotated[
     float | None, typer.Option(help="Clip gradients to this norm over all parameters.")
 ]
+Server = Annotated[
+    str | None,
+    typer.Option(
+        help="Solve on the planning service at this URL, with the token in STAGEWRIGHT_TOKEN.",
+        metavar="URL",
+        envvar="STAGEWRIGHT_SERVER",
+    ),
+]
+EngineName = Annotated[
+    Engine, typer.Option("--engine", help="Processes of this machine, or of a Ray cluster.")
+]
+RayAddress = Annotated[
+    str | None,
+    typer.Option(
+        "--address",
+        help="With --engine ray: address of the Ray cluster; default: Ray is started here.",
+    ),
+]
 OutputFile = Annotated[
     Path | None,
     typer.Option("--output", "-o", help="Where to write; - is standard output.", metavar="FILE"),
     Writes(".json"),
 ]
-
-DEFAULT_THREADS = min(8, os.cpu_count() or 1)
 
 
 def out() -> "Console":
@@ -191,11 +222,24 @@ def _gap(best: float, bound: float) -> float:
     return (best - bound) / best if best > 0 else 0.0
 
 
-def read_limits(seconds: float, threads: int, seed: int) -> "Limits":
-    """The limits of a search from the options of a command."""
+def read_limits(
+    seconds: float, threads: int | None, seed: int, server: str | None = None
+) -> "Limits":
+    """The limits of a search, here or on a server, from the options of a command."""
     from stagewright.formulations.forms.answers import Limits, require_limits
 
+    if threads is None:
+        here = min(MOST_THREADS, os.cpu_count() or 1)
+        threads = here if server is None else SERVED_THREADS
     return require_limits(Limits(seconds, threads, seed), spelled)
+
+
+def require_ray(engine: Engine, address: str | None, server: str | None = None) -> None:
+    """Refuse the address of a cluster that is not used, and a cluster for the jobs of a server."""
+    if engine is Engine.LOCAL and address is not None:
+        raise InputError("--address goes with --engine ray")
+    if engine is Engine.RAY and server is not None:
+        raise InputError("--engine ray is of searches here; leave it or --server out")
 
 
 def spelled(name: str) -> str:

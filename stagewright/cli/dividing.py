@@ -8,6 +8,7 @@ import typer
 
 from stagewright.cli.console import (
     JsonFlag,
+    Server,
     TimeLimit,
     ask,
     percent,
@@ -15,7 +16,8 @@ from stagewright.cli.console import (
     print_lines,
     print_table,
 )
-from stagewright.cli.makespans import find, limit_fields
+from stagewright.cli.makespans import limit_fields
+from stagewright.cli.solving import find
 
 if TYPE_CHECKING:
     from stagewright.service.dividing import DivideAnswer, DividedSet
@@ -82,6 +84,7 @@ def divide(
         int | None, typer.Option(help="Piper: samples in a batch; default: as in the file.")
     ] = None,
     time_limit: TimeLimit = 10.0,
+    server: Server = None,
     as_json: JsonFlag = False,
 ) -> int:
     """Divide an operator graph among devices: least time between two samples; exit code 1 if none.
@@ -93,7 +96,7 @@ def divide(
     """
     from stagewright.graphs.documents.units import parse_bandwidth, parse_bytes
     from stagewright.graphs.importers.partition_problems import load_partition_problem
-    from stagewright.service.dividing import DivideRequest
+    from stagewright.service.dividing import DivideAnswer, DivideRequest
 
     request = ask(
         DivideRequest,
@@ -109,10 +112,7 @@ def divide(
         bandwidth_bytes_per_second=None if bandwidth is None else parse_bandwidth(bandwidth),
         samples=samples,
     )
-    # After the input is read: bad input is refused without waiting for the solvers to load.
-    from stagewright.service.dividing import divide as answer_of
-
-    answer = find(answer_of, request, f"dividing {file.name}")
+    answer = find(DivideAnswer, request, f"dividing {file.name}", server)
     if as_json:
         print_answer(answer)
     else:

@@ -22,6 +22,8 @@ EXAMPLES: dict[str, str] = {
         stagewright token alice --scope submit""",
     "backup": """
         stagewright backup jobs-monday.sqlite --store jobs.sqlite""",
+    "jobs": """
+        stagewright jobs --server http://127.0.0.1:8754""",
     "what-if": """
         stagewright what-if --model model.json --cluster cluster.json \\
             --microbatches 8 --time-limit 3""",

@@ -9,16 +9,16 @@ from stagewright.cli.console import (
     JsonFlag,
     MemoryLimit,
     ModelFile,
+    Server,
     TimeLimit,
     ask,
     percent,
     print_answer,
     print_lines,
     print_table,
-    progress,
     read_limits,
 )
-from stagewright.cli.interrupts import interruptible
+from stagewright.cli.solving import find
 
 if TYPE_CHECKING:
     from stagewright.service.pipeline_answers import PartitionAnswer, PartitionChoice
@@ -41,12 +41,14 @@ def partition(
     ] = "recurrence",
     memory_limit: MemoryLimit = None,
     time_limit: TimeLimit = 10.0,
+    server: Server = None,
     as_json: JsonFlag = False,
 ) -> int:
     """Divide a model into stages of minimum bottleneck (SPP's BPPM); exit code 1 if none fits."""
     from stagewright.graphs.documents.units import parse_bytes
     from stagewright.graphs.machines.cluster import load_cluster
     from stagewright.graphs.models.chain import load_model
+    from stagewright.service.pipeline_answers import PartitionAnswer
     from stagewright.service.pipeline_requests import PartitionRequest
 
     request = ask(
@@ -60,11 +62,7 @@ def partition(
         backend=backend,
         time_limit=read_limits(time_limit, 1, 0).seconds,
     )
-    # After the input is read: bad input is refused without waiting for the solvers to load.
-    from stagewright.service.partitioning import partition as answer_of
-
-    with interruptible() as stop, progress("partitioning", stop):
-        answer = answer_of(request, stop)
+    answer = find(PartitionAnswer, request, "partitioning", server)
     if as_json:
         print_answer(answer)
     else:

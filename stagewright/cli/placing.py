@@ -12,7 +12,7 @@ from stagewright.cli.console import (
     print_table,
     progress,
 )
-from stagewright.cli.interrupts import interruptible
+from stagewright.cli.solving import find
 from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ def place(
     planner: str,
     contention: str | None,
     limits: "Limits",
+    server: str | None,
     output: Path | None,
     as_json: bool,
 ) -> int:
@@ -57,8 +58,7 @@ def place(
     from stagewright.formulations.operators.plan import save_operator_plan
     from stagewright.graphs.machines.cluster import load_cluster
     from stagewright.graphs.models.step_graph import load_graph
-    from stagewright.service.operator_plans import PlaceRequest
-    from stagewright.service.operator_plans import place as answer_of
+    from stagewright.service.operator_plans import PlaceAnswer, PlaceRequest
 
     graph, cluster = load_graph(files[0]), load_cluster(files[1])
     request = ask(
@@ -71,8 +71,7 @@ def place(
         threads=limits.threads,
         seed=limits.seed,
     )
-    with interruptible() as stop, progress("placing operators", stop) as on_progress:
-        answer = answer_of(request, stop, on_progress)
+    answer = find(PlaceAnswer, request, "placing operators", server)
     if output is not None and answer.plan is not None:
         save_operator_plan(answer.plan, output)
     if as_json:

@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stagewright.cli.console import (
-    DEFAULT_THREADS,
     ClusterFile,
+    Engine,
+    EngineName,
     JsonFlag,
     MemoryLimit,
     ModelFile,
     OutputFile,
+    RayAddress,
     Seed,
+    Server,
     Threads,
     TimeLimit,
     ask,
@@ -24,11 +27,13 @@ from stagewright.cli.console import (
     print_table,
     progress,
     read_limits,
+    require_ray,
 )
 from stagewright.cli.interrupts import interruptible
 from stagewright.cli.printing import print_plan
 from stagewright.cli.schedule_options import read_replicas
 from stagewright.cli.schedules import Placement
+from stagewright.cli.solving import answer_of, planning_engine
 from stagewright.graphs.documents.errors import InputError
 
 
@@ -52,6 +57,7 @@ if TYPE_CHECKING:
     from stagewright.formulations.schedules.choice import ScheduleChoice
     from stagewright.graphs.models.chain import Chain
     from stagewright.service.pipeline_answers import PlanAnswer
+    from stagewright.service.pipeline_requests import PlanRequest
     from stagewright.solvers.planning import Result
 
 
@@ -246,8 +252,11 @@ def plan(
         ),
     ] = None,
     time_limit: TimeLimit = 10.0,
-    threads: Threads = DEFAULT_THREADS,
+    threads: Threads = None,
     seed: Seed = 0,
+    engine: EngineName = Engine.LOCAL,
+    address: RayAddress = None,
+    server: Server = None,
     output: OutputFile = None,
     as_json: JsonFlag = False,
 ) -> int:
@@ -255,17 +264,21 @@ def plan(
 
     A model is a file of layers, or a graph of operators that `stagewright capture` writes.
 
+    With --engine ray the sizes of a batch's microbatches are planned at the same time.
+
     Ctrl-C (or SIGTERM) ends the search and keeps the best plan found so far; a second one ends
     immediately.
     """
     from stagewright.cli.placing import is_graph, place, refuse_options
-    from stagewright.formulations.plans.plan import load_plan
+    from stagewright.formulations.plans.plan import load_plan, save_plan
     from stagewright.graphs.documents.units import parse_bytes, parse_share
     from stagewright.graphs.machines.cluster import load_cluster
     from stagewright.graphs.models.chain import load_model
     from stagewright.service.pipeline_requests import PlanRequest
 
-    limits = read_limits(time_limit, threads, seed)
+    require_ray(engine, address, server)
+    on_ray = engine is Engine.RAY
+    limits = read_limits(time_limit, 1 if on_ray and threads is None else threads, seed, server)
     if is_graph(model):
         given = {
             "--microbatches": microbatches, "--global-batch": global_batch, "--for": runtime,
@@ -277,10 +290,11 @@ def plan(
             "--k": reversed_layers, "--group": group, "--share": share, "--from-plan": start,
             "--vertical-sync": vertical_sync or None, "--tensor": tensor,
             "--shards": None if shards is Sharded.NONE else shards,
+            "--engine": None if engine is Engine.LOCAL else engine,
         }  # fmt: skip
         refuse_options(given, f"is for models of layers; {model} is a graph of operators")
         chosen = None if contention is None else contention.value
-        return place((model, cluster), planner, chosen, limits, output, as_json)
+        return place((model, cluster), planner, chosen, limits, server, output, as_json)
     refuse_options({"--contention": contention}, "is for graphs of operators")
     if (microbatches is None) == (global_batch is None):
         raise InputError(
@@ -290,6 +304,8 @@ def plan(
         )
     if microbatch_size != "auto" and global_batch is None:
         raise InputError("--microbatch-size goes with --global-batch")
+    if on_ray and (global_batch is None or microbatch_size != "auto"):
+        raise InputError("--engine ray goes with --global-batch, whose sizes it plans")
     _require_layers(planner, model)
     request = ask(
         PlanRequest,
@@ -319,16 +335,7 @@ def plan(
         threads=limits.threads,
         seed=limits.seed,
     )
-    # After the input is read: bad input is refused without waiting for the solvers to load.
-    from stagewright.formulations.plans.plan import save_plan
-    from stagewright.service.planning import plan as answer_of
-    from stagewright.solvers.planners.warm_up import compile_kernels
-
-    with interruptible() as stop:
-        with progress("loading kernels (at the first use: compiling, 1 to 2 minutes)", stop):
-            compile_kernels(stop)
-        with progress("planning", stop) as on_progress:
-            answer = answer_of(request, on_progress, stop)
+    answer = _found(request, server, engine, address)
     if output is not None and answer.plan is not None:
         save_plan(answer.plan, output)
     if as_json:
@@ -339,6 +346,26 @@ def plan(
         if output is not None and answer.plan is not None:
             print_lines(f"{output} is written")
     return 1 if answer.plan is None else 0
+
+
+def _found(
+    request: "PlanRequest", server: str | None, engine: Engine, address: str | None
+) -> "PlanAnswer":
+    """The answer; kernels are compiled before the time limit begins."""
+    from stagewright.service.pipeline_answers import PlanAnswer
+
+    with interruptible() as stop:
+        if server is not None:
+            with progress("planning", stop) as on_progress:
+                return answer_of(PlanAnswer, request, server, on_progress, stop)
+        from stagewright.service.planning import plan as planned
+        from stagewright.solvers.planners.warm_up import compile_kernels
+
+        with progress("loading kernels (at the first use: compiling, 1 to 2 minutes)", stop):
+            compile_kernels(stop)
+        where = planning_engine(engine, address, request.threads)
+        with progress("planning", stop) as on_progress:
+            return planned(request, on_progress, stop, where)
 
 
 def _require_layers(planner: str, model: Path) -> None:

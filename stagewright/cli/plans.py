@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stagewright.cli.console import (
-    DEFAULT_THREADS,
     ClusterFile,
     JsonFlag,
     ModelFile,
@@ -44,7 +43,7 @@ def check(
         bool, typer.Option("--proofs", help="Run the searches behind the bounds again.")
     ] = False,
     time_limit: TimeLimit = 60.0,
-    threads: Threads = DEFAULT_THREADS,
+    threads: Threads = None,
     as_json: JsonFlag = False,
 ) -> int:
     """Check a plan against all rules and verify its bounds; exit code 1 if one fails.

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stagewright.cli.console import (
-    DEFAULT_THREADS,
     JsonFlag,
     Seed,
+    Server,
     Threads,
     TimeLimit,
     ask,
@@ -19,7 +19,7 @@ from stagewright.cli.console import (
     progress,
     with_option,
 )
-from stagewright.cli.makespans import Backend, find, limit_fields
+from stagewright.cli.makespans import Backend, limit_fields
 from stagewright.cli.outputs import Writes
 from stagewright.cli.schedule_options import read_replicas, read_stages
 from stagewright.cli.schedule_printing import (
@@ -34,6 +34,7 @@ from stagewright.cli.schedule_printing import (
     print_schedule,
     title_of,
 )
+from stagewright.cli.solving import find
 from stagewright.formulations.schedules.kinds import KINDS
 from stagewright.graphs.documents.errors import InputError
 
@@ -242,14 +243,15 @@ def schedule(
         Writes(".csv"),
     ] = None,
     time_limit: TimeLimit = 10.0,
-    threads: Threads = DEFAULT_THREADS,
+    threads: Threads = None,
     seed: Seed = 0,
     backend: Backend = None,
+    server: Server = None,
     as_json: JsonFlag = False,
 ) -> int:
     """Schedule the microbatches of a pipeline of stages with given times."""
     fields = {
-        **limit_fields(time_limit, threads, seed),
+        **limit_fields(time_limit, threads, seed, server),
         **read_stages(
             stages,
             microbatches,
@@ -272,18 +274,18 @@ def schedule(
     }  # fmt: skip
     if compare:
         _require_none("--compare", {**of_one, "--placement": placement})
-        return _compare(fields, html, png, as_json)
+        return _compare(fields, server, html, png, as_json)
     if curve:
         _require_none("--curve", of_one)
         fields["placement"] = None if placement is None else placement.value
-        return _curve(fields, html, png, as_json)
+        return _curve(fields, server, html, png, as_json)
     fields["kind"] = kind or "optimal"
     fields["replicas"] = read_replicas(replicas)
     if placement is not None:
         fields["placement"] = placement.value
     if makespan_limit is not None:
         fields["makespan_limit"] = makespan_limit
-    return _schedule(fields, html, png, csv, as_json)
+    return _schedule(fields, server, html, png, csv, as_json)
 
 
 def _require_none(option: str, others: Mapping[str, object]) -> None:
@@ -294,15 +296,20 @@ def _require_none(option: str, others: Mapping[str, object]) -> None:
 
 
 def _schedule(
-    fields: dict[str, object], html: Path | None, png: Path | None, csv: Path | None, as_json: bool
+    fields: dict[str, object],
+    server: str | None,
+    html: Path | None,
+    png: Path | None,
+    csv: Path | None,
+    as_json: bool,
 ) -> int:
+    from stagewright.service.pipeline_answers import ScheduleAnswer
     from stagewright.service.pipeline_requests import ScheduleRequest
-    from stagewright.service.scheduling import schedule as answer_of
 
     request = ask(ScheduleRequest, SPELLED, **fields)
     if csv is not None:
         _require_torch(request.kind)
-    answer = find(answer_of, request, "scheduling")
+    answer = find(ScheduleAnswer, request, "scheduling", server)
     files = []
     if answer.timed is not None:
         if csv is not None:
@@ -317,12 +324,18 @@ def _schedule(
     return 1 if answer.makespan is None else 0
 
 
-def _compare(fields: dict[str, object], html: Path | None, png: Path | None, as_json: bool) -> int:
-    from stagewright.service.comparing_schedules import compare_schedules
+def _compare(
+    fields: dict[str, object],
+    server: str | None,
+    html: Path | None,
+    png: Path | None,
+    as_json: bool,
+) -> int:
+    from stagewright.service.pipeline_answers import ScheduleComparison
     from stagewright.service.pipeline_requests import CompareSchedulesRequest
 
     request = ask(CompareSchedulesRequest, SPELLED, **fields)
-    answer = find(compare_schedules, request, "comparing schedules")
+    answer = find(ScheduleComparison, request, "comparing schedules", server)
     files = _draw("all kinds", answer.schedules, answer.answers, html, png)
     if as_json:
         print_json(answer.json_object() | {"files": list(map(str, files))})
@@ -332,13 +345,19 @@ def _compare(fields: dict[str, object], html: Path | None, png: Path | None, as_
     return 0 if answer.schedules else 1
 
 
-def _curve(fields: dict[str, object], html: Path | None, png: Path | None, as_json: bool) -> int:
+def _curve(
+    fields: dict[str, object],
+    server: str | None,
+    html: Path | None,
+    png: Path | None,
+    as_json: bool,
+) -> int:
     from stagewright.graphs.documents.documents import write_bytes, write_text
-    from stagewright.service.memory_curves import schedule_curve
+    from stagewright.service.pipeline_answers import MemoryCurve
     from stagewright.service.pipeline_requests import MemoryCurveRequest
 
     request = ask(MemoryCurveRequest, SPELLED, **fields)
-    answer = find(schedule_curve, request, "scheduling for every limit of memory")
+    answer = find(MemoryCurve, request, "scheduling for every limit of memory", server)
     if html is not None or png is not None:
         from stagewright.executor.drawing.memory_curve import curve_page, curve_png
 

@@ -3,13 +3,26 @@
 import contextlib
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stagewright.cli.console import JsonFlag, print_json, print_lines
+from stagewright.cli.console import (
+    Engine,
+    EngineName,
+    JsonFlag,
+    RayAddress,
+    print_json,
+    print_lines,
+    require_ray,
+)
 from stagewright.cli.outputs import Writes
 from stagewright.graphs.documents.errors import InputError
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from stagewright.service.workers.processes import Start
 
 StoreUrl = Annotated[
     str,
@@ -52,6 +65,8 @@ def serve(
             metavar="URL",
         ),
     ] = None,
+    engine: EngineName = Engine.LOCAL,
+    address: RayAddress = None,
 ) -> int:
     """Serve plans over HTTP, and solve the jobs in processes of their own.
 
@@ -63,6 +78,7 @@ def serve(
     limit = parse_bytes(memory_limit)
     if rate is not None and not (is_finite(rate) and rate > 0):
         raise InputError(f"--rate must be more than 0 requests a second, got {rate:g}")
+    require_ray(engine, address)
     try:
         from stagewright.service.http.server import Server
         from stagewright.service.http.webhooks import SECRET, Webhooks
@@ -74,11 +90,22 @@ def serve(
     webhooks = None
     if webhook_origin:
         webhooks = Webhooks(tuple(webhook_origin), os.environ.get(SECRET, ""))
-    with opened(store_url(store)) as jobs:
-        server = Server(jobs, host, port, workers, limit, rate, webhooks)
+    with opened(store_url(store)) as jobs, _processes(engine, address) as start:
+        server = Server(jobs, host, port, workers, limit, rate, webhooks, start)
         server.require_safe()
         server.run(lambda url: print_lines(f"serving at {url}"))
     return 0
+
+
+def _processes(engine: Engine, address: str | None) -> "AbstractContextManager[Start]":
+    """What starts the processes of jobs."""
+    if engine is Engine.RAY:
+        from stagewright.service.workers.ray_processes import on_ray
+
+        return on_ray(address)
+    from stagewright.service.workers.processes import LocalProcess
+
+    return contextlib.nullcontext(LocalProcess)
 
 
 def store_url(text: str) -> str:

@@ -19,6 +19,7 @@ from stagewright.cli.allocating import (
 from stagewright.cli.console import (
     JsonFlag,
     Seed,
+    Server,
     ask,
     percent,
     print_answer,
@@ -27,12 +28,14 @@ from stagewright.cli.console import (
 )
 from stagewright.cli.interrupts import interruptible
 from stagewright.cli.outputs import Writes
+from stagewright.cli.solving import find
 from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
     from stagewright.executor.clusters.simulation import Progress
     from stagewright.executor.clusters.timeline import ClusterTimeline
     from stagewright.service.cluster_answers import SimulateClusterAnswer
+    from stagewright.service.cluster_requests import SimulateClusterRequest
 
 HOUR = 3600.0
 PICTURE = Writes(".png", ".svg", ".pdf")
@@ -99,6 +102,7 @@ def simulate_cluster(
     utilisation_png: Annotated[
         Path | None, typer.Option(help="Draw the accelerators in use.", metavar="FILE"), PICTURE
     ] = None,
+    server: Server = None,
     as_json: JsonFlag = False,
 ) -> int:
     """Simulate a cluster's rounds on a trace: completion times, fairness, cost, utilisation.
@@ -128,17 +132,24 @@ def simulate_cluster(
         seed=seed,
         keep_assignments=png is not None,
     )
-    # After the input is read: bad input is refused without waiting for the solvers to load.
-    from stagewright.service.cluster_simulation import simulate_cluster as answer_of
-
-    with interruptible() as stop, _progress(request.window) as on_progress:
-        answer = answer_of(request, on_progress, stop)
+    answer = _found(request, server)
     _draw(answer.timeline, policy, png, completion_png, utilisation_png)
     if as_json:
         print_answer(answer)
     else:
         _print_summary(answer)
     return 1 if answer.status == "interrupted" and not answer.completed else 0
+
+
+def _found(request: "SimulateClusterRequest", server: str | None) -> "SimulateClusterAnswer":
+    from stagewright.service.cluster_answers import SimulateClusterAnswer
+
+    if server is not None:
+        return find(SimulateClusterAnswer, request, "simulating", server)
+    from stagewright.service.cluster_simulation import simulate_cluster as answer_of
+
+    with interruptible() as stop, _progress(request.window) as on_progress:
+        return answer_of(request, on_progress, stop)
 
 
 def _require_pictures(ideal: bool, timeline: Path | None, *others: Path | None) -> None:

@@ -4,7 +4,6 @@ import csv
 import io
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -12,9 +11,13 @@ import typer
 
 from stagewright.cli.console import (
     ClusterFile,
+    Engine,
+    EngineName,
     JsonFlag,
     ModelFile,
+    RayAddress,
     Seed,
+    Server,
     Threads,
     TimeLimit,
     ask,
@@ -26,20 +29,14 @@ from stagewright.cli.console import (
 )
 from stagewright.cli.interrupts import interruptible
 from stagewright.cli.outputs import Writes
+from stagewright.cli.solving import find
 from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
-    from stagewright.service.sweep_requests import SweepAnswer, SweepRow
+    from stagewright.service.sweep_requests import SweepAnswer, SweepRequest, SweepRow
 
 T = TypeVar("T")
 SPELLED = {"memory_bytes": "--memory", "batches": "--global-batch", "planners": "--planner"}
-
-
-class Engine(StrEnum):
-    """Where plans are made."""
-
-    LOCAL = "local"
-    RAY = "ray"
 
 
 def sweep(
@@ -84,19 +81,13 @@ def sweep(
     time_limit: TimeLimit = 10.0,
     threads: Threads = 1,
     seed: Seed = 0,
-    engine: Annotated[
-        Engine, typer.Option(help="Processes of this machine, or tasks on a Ray cluster.")
-    ] = Engine.LOCAL,
+    engine: EngineName = Engine.LOCAL,
     workers: Annotated[
         int | None,
         typer.Option(help="With --engine local: processes; default: one per core.", metavar="N"),
     ] = None,
-    address: Annotated[
-        str | None,
-        typer.Option(
-            help="With --engine ray: address of the Ray cluster; default: Ray is started here."
-        ),
-    ] = None,
+    address: RayAddress = None,
+    server: Server = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Write the table as CSV; - is standard output."),
@@ -144,12 +135,7 @@ def sweep(
         workers=workers,
         address=address,
     )
-    from stagewright.service.sweeping import sweep as answer_of
-    from stagewright.solvers.planners.warm_up import compile_kernels
-
-    with interruptible() as stop, _bar(len(request.points)) as on_row:
-        compile_kernels(stop)  # once, before all processes need them
-        answer = answer_of(request, on_row, stop)
+    answer = _found(request, server)
     if output is not None:
         write_text(output, _csv(answer.rows))
     if png is not None:
@@ -160,6 +146,19 @@ def sweep(
         _print(answer)
         print_lines(*(f"{path} is written" for path in (output, png) if path is not None))
     return 1 if answer.best is None else 0
+
+
+def _found(request: "SweepRequest", server: str | None) -> "SweepAnswer":
+    from stagewright.service.sweep_requests import SweepAnswer
+
+    if server is not None:
+        return find(SweepAnswer, request, f"{len(request.points)} plans", server)
+    from stagewright.service.sweeping import sweep as answer_of
+    from stagewright.solvers.planners.warm_up import compile_kernels
+
+    with interruptible() as stop, _bar(len(request.points)) as on_row:
+        compile_kernels(stop)  # once, before all processes need them
+        return answer_of(request, on_row, stop)
 
 
 def _listed(option: str, text: str | None, read: Callable[[str], T]) -> tuple[T, ...]:

@@ -5,12 +5,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stagewright.cli.console import (
-    DEFAULT_THREADS,
     ClusterFile,
+    Engine,
+    EngineName,
     JsonFlag,
     MemoryLimit,
     ModelFile,
+    RayAddress,
     Seed,
+    Server,
     Threads,
     TimeLimit,
     ask,
@@ -20,11 +23,14 @@ from stagewright.cli.console import (
     print_table,
     progress,
     read_limits,
+    require_ray,
 )
 from stagewright.cli.interrupts import interruptible
+from stagewright.cli.solving import answer_of, planning_engine
 
 if TYPE_CHECKING:
-    from stagewright.service.what_if import WhatIfAnswer
+    from stagewright.service.pipeline_requests import PlanRequest
+    from stagewright.service.what_if_answers import WhatIfAnswer
 
 
 def what_if(
@@ -42,22 +48,28 @@ def what_if(
     ] = None,
     memory_limit: MemoryLimit = None,
     time_limit: TimeLimit = 10.0,
-    threads: Threads = DEFAULT_THREADS,
+    threads: Threads = None,
     seed: Seed = 0,
+    engine: EngineName = Engine.LOCAL,
+    address: RayAddress = None,
+    server: Server = None,
     as_json: JsonFlag = False,
 ) -> int:
     """What one more GB, faster links, or one more device or server would buy.
 
     Every change is planned with the time limit, from the plan as things are, and has its own bound:
-    no plan with the change saves more than that leaves. Exit code 1 if there is no plan as things
-    are.
+    no plan with the change saves more than that leaves. With --engine ray the changes are planned
+    at the same time. Exit code 1 if there is no plan as things are.
     """
     from stagewright.graphs.documents.units import parse_bytes
     from stagewright.graphs.machines.cluster import load_cluster
     from stagewright.graphs.models.chain import load_model
     from stagewright.service.pipeline_requests import PlanRequest
 
-    limits = read_limits(time_limit, threads, seed)
+    on_ray = engine is Engine.RAY
+
+    require_ray(engine, address, server)
+    limits = read_limits(time_limit, 1 if on_ray and threads is None else threads, seed, server)
     request = ask(
         PlanRequest,
         {"memory_limit_bytes": "--memory-limit"},
@@ -71,17 +83,28 @@ def what_if(
         threads=limits.threads,
         seed=limits.seed,
     )
-    from stagewright.service.what_if import what_if as answer_of
-    from stagewright.solvers.planners.warm_up import compile_kernels
-
-    with interruptible() as stop, progress("planning", stop):
-        compile_kernels(stop)
-        answer = answer_of(request, stop=stop)
+    answer = _found(request, server, engine, address)
     if as_json:
         print_answer(answer)
     else:
         _print(answer)
     return 1 if answer.base.plan is None else 0
+
+
+def _found(
+    request: "PlanRequest", server: str | None, engine: Engine, address: str | None
+) -> "WhatIfAnswer":
+    from stagewright.service.what_if_answers import WhatIfAnswer
+
+    with interruptible() as stop, progress("planning", stop) as on_progress:
+        if server is not None:
+            return answer_of(WhatIfAnswer, request, server, on_progress, stop, "what-if")
+        from stagewright.service.what_if import what_if as changed
+        from stagewright.solvers.planners.warm_up import compile_kernels
+
+        compile_kernels(stop)
+        where = planning_engine(engine, address, request.threads)
+        return changed(request, stop=stop, engine=where)
 
 
 def _print(answer: "WhatIfAnswer") -> None:

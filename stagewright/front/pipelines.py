@@ -39,7 +39,7 @@ if TYPE_CHECKING:
         ScheduleComparison,
     )
     from stagewright.service.sweep_requests import SweepAnswer, SweepRow
-    from stagewright.service.what_if import WhatIfAnswer, WhatIfRow
+    from stagewright.service.what_if_answers import WhatIfAnswer, WhatIfRow
     from stagewright.solvers.planners.proposal import Choices
 
 

@@ -3,7 +3,6 @@
 import json
 import re
 from contextlib import nullcontext
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from markets import series
 from tokens import After
 from typer.testing import CliRunner, Result
 
-from stagewright.cli import app
+from stagewright.cli import app, solving
 from stagewright.graphs.workloads.prices import Market, load_market, save_market
 
 DATA = Path(__file__).parents[3] / "shared" / "data" / "cloud"
@@ -92,17 +91,16 @@ def test_an_interrupted_comparison_keeps_the_strategies_so_far(
 ):
     options = (prices, "--rates", RATES, "--v100-hours", 6)
     whole = answered_json(*options)["strategies"]
-    cloud = import_module("stagewright.cli.cloud")  # the package's attribute is the command
     for times in range(len(whole) - 2):
-        monkeypatch.setattr(cloud, "interruptible", lambda n=times: nullcontext(After(n)))
+        monkeypatch.setattr(solving, "interruptible", lambda n=times: nullcontext(After(n)))
         found = answered_json(*options, code=0 if times else 1)
         assert found["status"] == "interrupted"
         assert list(found["strategies"].items()) == list(whole.items())[:times]
     assert "interrupted after the strategy multi-cloud" in answered(*options)
-    monkeypatch.setattr(cloud, "interruptible", lambda: nullcontext(After(0)))
+    monkeypatch.setattr(solving, "interruptible", lambda: nullcontext(After(0)))
     assert answered(*options, code=1).count("interrupted before the first strategy") == 1
     assert answered(*options, "--png", prices.with_suffix(".png"), code=1)
-    monkeypatch.setattr(cloud, "interruptible", lambda: nullcontext(After(999)))
+    monkeypatch.setattr(solving, "interruptible", lambda: nullcontext(After(999)))
     assert answered_json(*options)["status"] == "optimal"
 
 

@@ -2,15 +2,13 @@
 
 import json
 import os
-import pty
 import re
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from io import StringIO
 from pathlib import Path
 
@@ -18,8 +16,9 @@ import pytest
 from commands import FT06, answered, answered_json
 from profiles import slow_after
 from rich.console import Console
+from terminals import PATIENCE, in_a_terminal, wait_for
 
-from stagewright.cli import console, interrupts, makespans, planning
+from stagewright.cli import console, interrupts, planning, solving
 from stagewright.cli.console import ProgressLine
 from stagewright.cli.interrupts import interruptible
 from stagewright.formulations.forms.answers import Progress
@@ -29,7 +28,6 @@ from stagewright.graphs.models.analytic import analytic_model
 from stagewright.graphs.models.chain import save_model
 from stagewright.solvers.planners import warm_up
 
-PATIENCE = 120.0  # seconds that a machine under load may need
 LONG = 1000  # seconds that no search here may take
 
 
@@ -46,36 +44,6 @@ def plan_arguments(files: Path, *more: object) -> list[str]:
     given = ["--model", files / "model.json", "--cluster", files / "cluster.json"]
     options = ["--microbatches", 16, "--time-limit", LONG, "--threads", 1, *more]
     return ["plan", *map(str, (*given, *options))]
-
-
-def in_a_terminal(arguments: list[str]) -> tuple[subprocess.Popen[bytes], list[str]]:
-    """A real process whose standard error is a pseudo-terminal, and what that shows so far."""
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "stagewright", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=theirs,
-        env={**os.environ, "TERM": "xterm", "COLUMNS": "200"},
-    )
-    os.close(theirs)
-    shown: list[str] = []
-
-    def read() -> None:
-        with suppress(OSError):  # the process has ended
-            while data := os.read(ours, 4096):
-                shown.append(data.decode(errors="replace"))
-
-    threading.Thread(target=read, daemon=True).start()
-    return process, shown
-
-
-def wait_for(shown: list[str], pattern: str) -> str:
-    """What is shown once ``pattern`` is there."""
-    ends = time.monotonic() + PATIENCE
-    while not re.search(pattern, "".join(shown)) and time.monotonic() < ends:
-        time.sleep(0.05)
-    assert re.search(pattern, "".join(shown)), "".join(shown)[-2000:]
-    return "".join(shown)
 
 
 @pytest.mark.parametrize("number", slow_after(1, [signal.SIGINT, signal.SIGTERM]))
@@ -197,7 +165,7 @@ def test_no_plan_yet_is_one_line(files: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_schedules_and_job_shops_are_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(makespans, "interruptible", stopped)
+    monkeypatch.setattr(solving, "interruptible", stopped)
     (tmp_path / "ft06.txt").write_text(FT06)
     assert answered_json("jobshop", tmp_path / "ft06.txt", code=1)["status"] == "interrupted"
     assert "no answer (interrupted)" in answered("jobshop", tmp_path / "ft06.txt", code=1)

@@ -49,7 +49,7 @@ def test_every_path_of_a_command_is_known_as_read_or_written() -> None:
         ("simulate_cluster", "completion_png"), ("simulate_cluster", "utilisation_png"),
         ("cloud", "png"), ("cloud", "save_prices"), ("estimate", "output"),
         ("run_cluster", "folder"), ("run_cluster", "output"),
-        ("train_plan", "output"), ("train_plan", "png"), ("memory", "png"),
+        ("train_plan", "output"), ("train_plan", "png"), ("memory", "png"), ("jobs", "output"),
         ("backup", "file"),
     }  # fmt: skip
 

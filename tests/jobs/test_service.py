@@ -24,7 +24,7 @@ def test_both_clients_get_plans_of_a_server(tmp_path: Path) -> None:
         async with AsyncClient(url) as client:
             job = await client.submit("jobshop", TWO_JOBS)
             assert (await client.wait(job.id)).state == "optimal"
-            assert (await client.answer(job.id))["makespan"] == 6
+            assert (await client.answer(job.id)).json_object()["makespan"] == 6
             names = [one.name async for one in client.events(job.id)]
             assert (names[0], names[-1]) == ("queued", "optimal")
             with pytest.raises(ServiceError, match="the job has ended"):
@@ -38,7 +38,7 @@ def test_both_clients_get_plans_of_a_server(tmp_path: Path) -> None:
         assert found.state in ("optimal", "feasible")
         plan = client.document(job.id)
         assert plan.certificate.cost_seconds == found.cost
-        assert client.answer(job.id)["cost_seconds"] == found.cost
+        assert client.answer(job.id).plan == plan
         assert next(one.name for one in client.events(job.id)) == "queued"
         with pytest.raises(ServiceError, match="microbatches must be at least 1") as refusal:
             client.plan(problem.chain, problem.cluster, microbatches=0)

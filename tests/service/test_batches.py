@@ -1,6 +1,8 @@
 """A batch in microbatches of every size: the best of all sizes, and a bound on all of them."""
 
+import threading
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.chain import LayerCost
 from stagewright.service import planning
+from stagewright.service.engines import Engine
 from stagewright.service.pipeline_requests import PlanRequest
 from stagewright.service.planning import plan
 from stagewright.solvers.planning import Result
@@ -133,3 +136,34 @@ def test_sizes_that_do_not_fit_do_not_lower_the_bound() -> None:
 def test_what_is_no_batch_is_refused(changes, message) -> None:
     with pytest.raises(InputError, match=message):
         plan(request(**changes))
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        Engine(workers=2),
+        pytest.param(
+            Engine("ray"),
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed"),
+            ],
+        ),
+    ],
+    ids=["processes", "ray"],
+)
+def test_sizes_at_the_same_time_give_what_they_give_one_by_one(engine: Engine) -> None:
+    told: list[float | None] = []
+    there = plan(request(), lambda one: told.append(one.objective), engine=engine)
+    here = plan(request())
+    assert there.sizes == here.sizes
+    assert (there.cost_seconds, there.bound_seconds) == (here.cost_seconds, here.bound_seconds)
+    assert min(told) == there.cost_seconds
+
+
+def test_a_stop_leaves_the_sizes_that_are_not_begun() -> None:
+    stop = threading.Event()
+    stop.set()
+    found = plan(request(), stop=stop, engine=Engine(workers=2))
+    assert found.status is Status.INTERRUPTED
+    assert {one.status for one in found.sizes} == {Status.INTERRUPTED}

@@ -15,9 +15,10 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.machines.parts import first_devices, with_memory
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
-from stagewright.service import launching, planning, sweep_engines
+from stagewright.service import engines, launching, planning
 from stagewright.service.pipeline_requests import PlanRequest
 from stagewright.service.sweep_requests import SweepRequest, SweepRow
+from stagewright.service.sweep_rows import pieces_of
 
 LAYERS = (3.0, 1.0, 2.0, 4.0)
 CHAIN = Chain(
@@ -119,12 +120,10 @@ def test_a_stop_reaches_the_processes():
 
 
 def test_a_process_that_ended_is_a_row():
-    (point,) = SweepRequest.of(
-        chain=CHAIN, cluster=CLUSTER, microbatches=(2,), planners=("dp",)
-    ).points
+    request = SweepRequest.of(chain=CHAIN, cluster=CLUSTER, microbatches=(2,), planners=("dp",))
     lost: Future[SweepRow | None] = Future()
     lost.set_exception(BrokenProcessPool("a child ended"))
-    row = sweep_engines._result(lost, point)
+    row = engines._result(lost, pieces_of(request), 0)
     assert row is not None
     assert (row.status, row.microbatches, row.cost_seconds) == ("failed", 2, None)
     assert "a process ended" in row.reason

@@ -1,6 +1,7 @@
 """What a change of the cluster buys: plans of the changed cluster, each with its own bound."""
 
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 from plans import small_problem
@@ -10,6 +11,10 @@ from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Cluster, Device, Link, from_matrix, uniform_servers
 from stagewright.graphs.machines.parts import with_faster_links, with_one_more
+from stagewright.service.engines import Engine
+from stagewright.service.pipeline_requests import PlanRequest
+from stagewright.service.what_if import what_if
+from stagewright.service.what_if_answers import WhatIfRow
 from stagewright.solvers.planning import plan
 
 
@@ -90,3 +95,14 @@ def test_one_more_is_a_copy_of_the_last() -> None:
     assert grown.bandwidth[0, 4] == 1e9
     grown, what = with_one_more(servers(1, 2))
     assert (what, len(grown), len(grown.servers)) == ("one more device", 3, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
+def test_ray_gives_what_this_process_gives() -> None:
+    asked = problem(servers(2, 1))
+    request = PlanRequest(chain=asked.chain, cluster=asked.cluster, planner="exact")
+    told: list[WhatIfRow] = []
+    there = what_if(request, told.append, engine=Engine("ray"))
+    assert len(told) == 3
+    assert there.rows == what_if(request).rows

@@ -1,0 +1,234 @@
+"""Whole answers as text: what ``--json`` prints, and the objects that users of Python have.
+
+The text has those objects that the request does not determine; the others are made again from it.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from pydantic import TypeAdapter
+from pydantic_core import from_json, to_json
+
+from stagewright.formulations.forms.answers import Status
+from stagewright.formulations.plans.plan import FORMAT, VERSION, PipelinePlan
+from stagewright.graphs.documents.documents import parse
+from stagewright.service.answers import Answer
+from stagewright.service.cloud_answers import CloudAnswer
+from stagewright.service.cloud_requests import CloudRequest
+from stagewright.service.cluster_answers import (
+    AllocateAnswer,
+    RoundsAnswer,
+    SimulateClusterAnswer,
+)
+from stagewright.service.cluster_requests import AllocateRequest, RoundsRequest
+from stagewright.service.dividing import DivideAnswer
+from stagewright.service.operator_plans import PlaceAnswer
+from stagewright.service.pipeline_answers import (
+    JobShopAnswer,
+    MemoryCurve,
+    PartitionAnswer,
+    PlanAnswer,
+    ScheduleAnswer,
+    ScheduleComparison,
+)
+from stagewright.service.pipeline_requests import PlanRequest
+from stagewright.service.requests import Request
+from stagewright.service.sweep_requests import SweepAnswer
+from stagewright.service.what_if_answers import WhatIfAnswer
+
+CARRIED, TYPE, OBJECTS = "carried", "type", "objects"
+"""Names in a whole answer's JSON object of what ``--json`` does not print."""
+
+Made = dict[str, Any]
+
+
+def written(answer: Answer) -> str:
+    """The whole answer; a plan of a pipeline is left out, as a document of its own."""
+    return to_json(_whole(answer), inf_nan_mode="constants").decode()
+
+
+def printed(text: str) -> str:
+    """Of a whole answer what ``--json`` prints."""
+    told = from_json(text)
+    told.pop(CARRIED, None)
+    return to_json(told, inf_nan_mode="null").decode()
+
+
+def read(text: str, request: Request, document: str | None = None) -> Answer:
+    """The answer to the request from its whole text, and the document of its plan."""
+    found = _read(from_json(text), request)
+    if isinstance(found, PlanAnswer) and document is not None:
+        return found.model_copy(update={"result": replace(found.result, plan=_plan(document))})
+    return found
+
+
+def kept_plan(request: PlanRequest, document: str, status: Status, reason: str) -> PlanAnswer:
+    """The answer of a search that ended without one, from the best plan that it had found."""
+    from stagewright.service.planning import answer_of
+    from stagewright.solvers.planning import Result
+
+    plan = _plan(document)
+    stated = plan.certificate
+    assert stated is not None  # planners certify
+    result = Result(
+        status=status,
+        planner=plan.planner,
+        plan=plan,
+        cost=stated.cost_seconds,
+        bound=stated.bound_seconds,
+        gap=stated.gap,
+        proved_by=stated.proved_by,
+        seconds=0.0,
+        reason=reason,
+        plans=stated.plans,
+    )
+    return answer_of(request.problem, result)
+
+
+def _plan(document: str) -> PipelinePlan:
+    return parse(PipelinePlan, document, "plan", FORMAT, VERSION)
+
+
+def _whole(answer: Answer) -> Made:
+    carried = {TYPE: type(answer).__name__, OBJECTS: _carried(answer)}
+    return answer.json_object() | {CARRIED: carried}
+
+
+def _read(told: Made, request: Request) -> Answer:
+    carried = told.pop(CARRIED)
+    kind = _KINDS[carried[TYPE]]
+    told.pop("exports", None)  # of a plan; found out when it is read
+    made = _MADE[kind](request, told, carried[OBJECTS]) if kind in _MADE else {}
+    return kind.model_validate(told | made)
+
+
+def _carried(answer: Answer) -> Any:
+    match answer:
+        case PlanAnswer():
+            return replace(answer.result, plan=None)
+        case WhatIfAnswer():
+            return answer.base.result
+        case PlaceAnswer() | AllocateAnswer():
+            return answer.plan
+        case ScheduleAnswer():
+            return {"timed": answer.timed, "problem": answer.problem}
+        case ScheduleComparison():
+            return [_whole(one) for one in answer.answers]
+        case SimulateClusterAnswer():
+            return answer.timeline
+        case CloudAnswer():
+            return answer.stays
+        case _:
+            return None
+
+
+def _of_plan(request: Request, told: Made, carried: Any) -> Made:
+    from stagewright.solvers.planning import Result
+
+    assert isinstance(request, PlanRequest)
+    return {"result": _object(Result, carried), "chain": request.chain}
+
+
+def _of_what_if(request: Request, told: Made, carried: Any) -> Made:
+    base = told["base"]
+    base.pop("exports", None)
+    return {"base": PlanAnswer.model_validate(base | _of_plan(request, base, carried))}
+
+
+def _of_place(request: Request, told: Made, carried: Any) -> Made:
+    from stagewright.formulations.operators.plan import OperatorPlan
+
+    return {"plan": _object(OperatorPlan, carried)}
+
+
+def _of_schedule(request: Request, told: Made, carried: Any) -> Made:
+    """The record of the search for the optimum is not kept."""
+    from stagewright.formulations.pipelines.makespan import MakespanProblem
+    from stagewright.formulations.schedules.timing import TimedOrder
+
+    return {
+        "timed": _object(TimedOrder, carried["timed"]),
+        "problem": _object(MakespanProblem, carried["problem"]),
+        "result": None,
+    }
+
+
+def _of_comparison(request: Request, told: Made, carried: Any) -> Made:
+    return {"answers": tuple(_read(one, request) for one in carried)}
+
+
+def _of_curve(request: Request, told: Made, carried: Any) -> Made:
+    return {"timetables": ()}
+
+
+def _of_allocation(request: Request, told: Made, carried: Any) -> Made:
+    from stagewright.formulations.clusters.allocation import problem_of
+    from stagewright.formulations.clusters.allocation_plan import AllocationPlan, allocation_of
+    from stagewright.solvers.clusters.policies import AllocationResult
+
+    assert isinstance(request, AllocateRequest | RoundsRequest)
+    problem = problem_of(
+        request.workload,
+        request.pool,
+        space_sharing=request.space_sharing,
+        placement=request.placement,
+    )
+    plan = _object(AllocationPlan, carried)
+    result = AllocationResult(
+        told["status"],
+        told["objective"],
+        told["bound"],
+        None if plan is None else allocation_of(plan, problem),
+        told["proved_by"],
+        notes=tuple(told["notes"]),
+        policy=told["policy"],
+        seconds=told["wall_seconds"],
+    )
+    return {"plan": plan, "problem": problem, "result": result}
+
+
+def _of_rounds(request: Request, told: Made, carried: Any) -> Made:
+    assert isinstance(request, RoundsRequest)
+    return {"accelerators": request.pool.names}
+
+
+def _of_simulation(request: Request, told: Made, carried: Any) -> Made:
+    from stagewright.executor.clusters.timeline import ClusterTimeline
+
+    return {"timeline": _object(ClusterTimeline, carried)}
+
+
+def _of_cloud(request: Request, told: Made, carried: Any) -> Made:
+    from stagewright.formulations.cloud.switching import Plan
+    from stagewright.service.cloud import switching_problem
+
+    assert isinstance(request, CloudRequest)
+    return {"problem": switching_problem(request), "stays": _object(Plan, carried)}
+
+
+_MADE: dict[type[Answer], Callable[[Request, Made, Any], Made]] = {
+    PlanAnswer: _of_plan,
+    WhatIfAnswer: _of_what_if,
+    PlaceAnswer: _of_place,
+    ScheduleAnswer: _of_schedule,
+    ScheduleComparison: _of_comparison,
+    MemoryCurve: _of_curve,
+    AllocateAnswer: _of_allocation,
+    RoundsAnswer: _of_rounds,
+    SimulateClusterAnswer: _of_simulation,
+    CloudAnswer: _of_cloud,
+}
+_PLAIN: tuple[type[Answer], ...] = (DivideAnswer, JobShopAnswer, PartitionAnswer, SweepAnswer)
+_KINDS: dict[str, type[Answer]] = {kind.__name__: kind for kind in (*_MADE, *_PLAIN)}
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def _object(kind: Any, found: Any) -> Any:
+    """The object of that type from plain data; None from None."""
+    return None if found is None else _adapter(kind).validate_python(found)

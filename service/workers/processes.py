@@ -1,0 +1,115 @@
+"""Processes of jobs, wherever they run: what a worker sees of them and does to them."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Protocol
+
+from stagewright.service.jobs.records import Outcome
+from stagewright.service.workers.solving import STOP, Better, solve
+
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What is seen of a process: what it tells next, if anything, and its resident memory.
+
+    ``exit_code`` is None while it runs.
+    """
+
+    told: Better | Outcome | None
+    exit_code: int | None
+    resident_bytes: float
+
+
+class MachineLostError(Exception):
+    """The machine of a process is gone, or does not answer: nobody knows what became of it."""
+
+
+class JobProcess(Protocol):
+    """The process of one job."""
+
+    def look(self, seconds: float) -> Look:
+        """Wait for so long, at most, for what it tells.
+
+        Raises
+        ------
+        MachineLostError
+            If nobody can tell any more.
+        """
+        ...
+
+    def stop(self) -> None:
+        """Ask it to end with its best answer."""
+        ...
+
+    def kill(self) -> None:
+        """End it and all that it started."""
+        ...
+
+
+Start = Callable[[str, str], JobProcess]
+"""Starts the process of a job of a kind with a request."""
+
+
+class LocalProcess:
+    """A process of this machine."""
+
+    def __init__(self, kind: str, request: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, other = context.Pipe()
+        self._process: SpawnProcess = context.Process(
+            target=solve, args=(other, kind, request), daemon=False
+        )
+        self._process.start()
+        other.close()
+
+    def look(self, seconds: float) -> Look:
+        """See :meth:`JobProcess.look`."""
+        exit_code = self._process.exitcode  # asked first, so that no last word is missed
+        told = _received(self._connection, seconds)
+        return Look(told, exit_code, _resident_bytes(self._process.pid))
+
+    def stop(self) -> None:
+        """See :meth:`JobProcess.stop`."""
+        with contextlib.suppress(OSError):
+            self._connection.send(STOP)
+
+    def kill(self) -> None:
+        """See :meth:`JobProcess.kill`."""
+        pid = self._process.pid
+        if pid is not None and self._process.is_alive():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.join()
+        self._connection.close()
+
+
+def _received(connection: Connection, seconds: float) -> Better | Outcome | None:
+    """What the process tells next; None if it is silent or gone."""
+    try:
+        if connection.poll(seconds):
+            told: Better | Outcome = connection.recv()
+            return told
+    except (EOFError, OSError):
+        time.sleep(seconds)
+    return None
+
+
+def _resident_bytes(pid: int | None) -> float:
+    """Resident memory of a process; 0 if it is gone, or the system does not say."""
+    try:
+        fields = Path(f"/proc/{pid}/statm").read_text().split()
+    except OSError:
+        return 0.0
+    return float(fields[1]) * PAGE_BYTES

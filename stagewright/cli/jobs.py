@@ -1,0 +1,86 @@
+"""``jobs``: the jobs of a planning service, and their answers."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stagewright.cli.console import (
+    JsonFlag,
+    OutputFile,
+    Server,
+    percent,
+    print_answer,
+    print_json,
+    print_lines,
+    print_table,
+)
+from stagewright.cli.solving import serving
+from stagewright.graphs.documents.errors import InputError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from stagewright.client import Client, JobState
+
+HEAD = ("<job", "<kind", "<user", "<state", "cost", "bound", "gap")
+
+
+def jobs(
+    job: Annotated[
+        str | None,
+        typer.Argument(help="A job; default: the newest ones.", metavar="JOB", show_default=False),
+    ] = None,
+    stop: Annotated[
+        bool, typer.Option("--stop", help="End the job with its best answer so far.")
+    ] = False,
+    server: Server = None,
+    output: OutputFile = None,
+    as_json: JsonFlag = False,
+) -> int:
+    """List jobs of a planning service, show one, stop it, or fetch its answer.
+
+    --output writes the best plan so far; --json prints the answer once the job has ended. Exit code
+    1 if the job has ended without an answer.
+    """
+    if server is None:
+        raise InputError("--server URL is missing: the planning service whose jobs they are")
+    if job is None and (stop or output is not None):
+        raise InputError(f"{'--stop' if stop else '--output'} is of one job: name it")
+    with serving(server) as client:
+        if job is None:
+            return _list(client, as_json)
+        if stop:
+            client.stop(job)
+            client.wait(job)
+        return _show(client, client.job(job), output, as_json)
+
+
+def _list(client: "Client", as_json: bool) -> int:
+    from dataclasses import asdict
+
+    found = client.jobs()
+    if as_json:
+        print_json({"jobs": [asdict(one) for one in found]})
+        return 0
+    print_table(HEAD, [_row(one) for one in found])
+    return 0
+
+
+def _row(one: "JobState") -> tuple[str, ...]:
+    cost, bound = ("-" if value is None else f"{value:.6g}" for value in (one.cost, one.bound))
+    return one.id, one.kind, one.user, one.state, cost, bound, percent(one.gap)
+
+
+def _show(client: "Client", found: "JobState", output: "Path | None", as_json: bool) -> int:
+    from stagewright.formulations.plans.plan import save_plan
+
+    if output is not None:
+        save_plan(client.document(found.id), output)
+    if as_json:
+        print_answer(client.answer(found.id))
+        return 0
+    print_table(HEAD, [_row(found)])
+    by = "" if found.stopped_by is None else f"stopped by {found.stopped_by}"
+    print_lines(*(line for line in (by, found.reason) if line))
+    print_lines(*([f"{output} is written"] if output is not None else []))
+    return 1 if found.state == "failed" else 0
