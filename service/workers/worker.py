@@ -119,13 +119,14 @@ class _Run:
     def until_done(self) -> None:
         """Pass on what the process tells, and end it if it must."""
         while True:
+            alive = self.process.is_alive()  # asked first, so that its last word is not missed
             told = _received(self.connection, self.worker.poll_seconds)
             if isinstance(told, Outcome):
                 self._finish(told)
                 return
             if told is not None:
                 self._write(told)
-            elif not self.process.is_alive():
+            elif not alive:
                 self._finish(self._without_outcome())
                 return
             self._watch()
