@@ -1,18 +1,22 @@
 """What workers leave when they are lost at a bad moment."""
 
 import contextlib
+import errno
 import multiprocessing
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from planning_jobs import TWO_JOBS, Clock
+from planning_jobs import TWO_JOBS, Clock, long_request
 
 pytest.importorskip("sqlalchemy")
 
+from sqlalchemy.exc import OperationalError
 
 from stagewright.service.jobs.queue import MOST_ATTEMPTS, LeaseLostError, Queue
 from stagewright.service.jobs.records import Asked, Job, Outcome, State, StoppedBy
@@ -225,3 +229,61 @@ def test_an_outcome_that_is_told_at_the_last_moment_counts(
     job, _ = store.submit("ann", "jobshop", TWO_JOBS)
     with working(Worker(store, poll_seconds=0.05)):
         assert ended(store, job).state is State.OPTIMAL
+
+
+def test_a_worker_lives_on_when_no_process_can_be_started(
+    store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, refused = SpawnProcess.start, threading.Event()
+
+    def start(process: SpawnProcess) -> None:
+        if not refused.is_set():
+            refused.set()
+            raise OSError(errno.EMFILE, "Too many open files")
+        started(process)
+
+    monkeypatch.setattr(SpawnProcess, "start", start)
+    job, _ = store.submit("ann", "jobshop", TWO_JOBS)
+    with working(Worker(store, poll_seconds=0.05)):
+        assert refused.wait(60.0)
+        clock.now += 2 * LEASE
+        assert ended(store, job).state is State.OPTIMAL
+
+
+def test_an_answer_that_the_store_refuses_fails_its_job_alone(
+    store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard, spoilt = workers._received, iter([True])
+
+    def received(connection: Any, seconds: float) -> Any:
+        told = heard(connection, seconds)
+        if isinstance(told, Outcome) and next(spoilt, False):
+            return replace(told, reason="half a character: \ud800")
+        return told
+
+    monkeypatch.setattr(workers, "_received", received)
+    job, _ = store.submit("ann", "jobshop", TWO_JOBS)
+    clock.now += 1.0
+    other, _ = store.submit("ann", "jobshop", TWO_JOBS.replace("]]]}", ']]], "seed": 1}'))
+    with working(Worker(store, poll_seconds=0.05)):
+        failed = ended(store, job)
+        assert failed.state is State.FAILED
+        assert "cannot be stored" in failed.reason
+        assert ended(store, other).state is State.OPTIMAL
+
+
+def test_a_worker_can_be_stopped_while_the_store_does_not_answer(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = threading.Event()
+
+    def fail(queue: Queue, *told: Any) -> None:
+        asked.set()
+        raise OperationalError("any", {}, Exception("the server is gone"))
+
+    for name in ("renew", "improve", "finish"):
+        monkeypatch.setattr(Queue, name, fail)
+    store.submit("ann", "plan", long_request())
+    with working(Worker(store, lease_seconds=1.0, poll_seconds=0.05)):
+        assert asked.wait(120.0)
+    assert not multiprocessing.active_children()

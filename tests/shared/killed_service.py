@@ -30,6 +30,14 @@ from stagewright.graphs.documents.documents import to_json
 from stagewright.service.pipeline_requests import CheckRequest, PlanRequest
 from stagewright.service.plans import check
 
+# The command, with workers whose silence is noticed sooner than after 15 s.
+SERVE = """
+import functools, runpy
+from stagewright.service.http import server
+server.Worker = functools.partial(server.Worker, lease_seconds=4.0)
+runpy.run_module("stagewright", run_name="__main__")
+"""
+
 
 @dataclass
 class Served:
@@ -54,7 +62,7 @@ class Served:
     def start(self) -> None:
         """Start it, and wait until it serves."""
         given = ("--port", str(self.port), "--store", self.store, "--workers", str(self.workers))
-        command = [sys.executable, "-m", "stagewright", "serve", *given, *self.options]
+        command = [sys.executable, "-c", SERVE, "serve", *given, *self.options]
         self.process = subprocess.Popen(
             command, cwd=self.folder, text=True, stdout=subprocess.PIPE,
             stderr=(self.folder / "stderr").open("a"), env=os.environ | {"PYTHONUNBUFFERED": "1"},
