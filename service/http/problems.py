@@ -1,5 +1,6 @@
 """Errors as ``application/problem+json`` (RFC 9457), in one line with the place in the document."""
 
+import logging
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
@@ -14,6 +15,7 @@ from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.service.http.limits import TooLargeError
 from stagewright.service.jobs.store import ConflictError
 
+LOG = logging.getLogger("uvicorn.error")  # where the server's own errors go
 MEDIA_TYPE = "application/problem+json"
 
 
@@ -50,6 +52,7 @@ def add_handlers(app: FastAPI) -> None:
         return problem(422, f"{place}: {first['msg']}")
 
     def unavailable(_: Request, error: Exception) -> JSONResponse:
+        LOG.error("the store does not answer: %s", getattr(error, "orig", error))
         return problem(503, "the store does not answer; try again", {"Retry-After": "2"})
 
     app.add_exception_handler(InputError, unprocessable)

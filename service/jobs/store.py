@@ -78,9 +78,7 @@ class Store:
             self._engine = engine_of(url)
             migrate(self._engine)
         except (ImportError, NewerStoreError, SQLAlchemyError) as error:
-            cause = error.orig if isinstance(error, DBAPIError) else error
-            place = url.rpartition("@")[2]
-            raise InputError(f"{place}: no store of jobs can be kept here: {cause}") from None
+            raise _unusable(url, error) from None
         self.signals = Signals(self._engine)
         self._writer = threading.Lock()
 
@@ -307,9 +305,17 @@ class Store:
 
 @contextmanager
 def opened(url: str) -> Iterator[Store]:
-    """A store that is closed at the end."""
+    """A store that is closed at the end; InputError if what is stored cannot be read."""
     store = Store(url)
     try:
         yield store
+    except SQLAlchemyError as error:
+        raise _unusable(url, error) from None
     finally:
         store.close()
+
+
+def _unusable(url: str, error: Exception) -> InputError:
+    cause = error.orig if isinstance(error, DBAPIError) else error
+    place = url.rpartition("@")[2]
+    return InputError(f"{place}: no store of jobs can be kept here: {cause}")
