@@ -30,7 +30,6 @@ from stagewright.service.http.guard import Service
 from stagewright.service.jobs import rows
 from stagewright.service.jobs.store import Store
 
-
 T = TypeVar("T")
 
 
