@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from benchmarks.service_report import put
 from stagewright.client import Client
 from stagewright.service.jobs.queue import Queue
 from stagewright.service.jobs.records import Outcome, State
@@ -27,10 +28,8 @@ from stagewright.service.jobs.store import opened
 CLIENTS, WORKERS = 50, 8
 EACH = 20  # submissions of a client
 SHOP = {"jobs": [[[0, 3], [1, 2]], [[1, 4], [0, 1]]]}
-REPORT = Path(__file__).with_name("service.md")
+HEADING = "# The planning service under load"
 HEAD = """\
-# The planning service under load
-
 `python -m benchmarks.service`: {submissions} requests from {clients} clients on {machine}; then
 {workers} workers claim them all and answer at once. Times of acceptance are those that a client
 sees, with validation and storage; clients are threads of one process on the same machine. *Paced*:
@@ -148,8 +147,7 @@ def main() -> None:
         with postgres_server() as server:
             for pause in (1.0, 0.0):
                 text += row("PostgreSQL", server.new_database(), pause)
-    REPORT.write_text(text)
-    print(text)
+    put(HEADING, text)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ class Metrics(Response):
 
 
 @router.get("/health/live")
-def live() -> dict[str, str]:
-    """The process answers."""
+async def live() -> dict[str, str]:
+    """The process answers, even when all its threads wait for the store."""
     return {"status": "live"}
 
 

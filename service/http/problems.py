@@ -1,5 +1,6 @@
 """Errors as ``application/problem+json`` (RFC 9457), in one line with the place in the document."""
 
+import logging
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
 
@@ -16,6 +17,7 @@ from stagewright.service.http.limits import TooLargeError, TooManyError, TooSlow
 from stagewright.service.http.rates import seconds_to_wait
 from stagewright.service.jobs.store import ConflictError
 
+LOG = logging.getLogger("uvicorn.error")  # where the server's own errors go
 MEDIA_TYPE = "application/problem+json"
 
 
@@ -23,10 +25,9 @@ STATUSES: dict[type[Exception], int] = {
     InputError: 422, InvalidPlan: 422, ConflictError: 409, TooLargeError: 413, TooSlowError: 408,
 }  # fmt: skip
 """Errors whose text is what is told."""
-UNSAID: tuple[tuple[type[Exception], int, str, dict[str, str]], ...] = (
-    (SQLAlchemyError, 503, "the store does not answer; try again", {"Retry-After": "2"}),
-    (ClientDisconnect, 400, "the body ends too early", {}),
-    (Exception, 500, "an error of the service itself; its log says more", {}),
+UNSAID: tuple[tuple[type[Exception], int, str], ...] = (
+    (ClientDisconnect, 400, "the body ends too early"),
+    (Exception, 500, "an error of the service itself; its log says more"),
 )
 Handler = Callable[[Request, Exception], JSONResponse]
 
@@ -54,16 +55,22 @@ def add_handlers(app: FastAPI) -> None:
     app.add_exception_handler(TooManyError, _too_many)
     app.add_exception_handler(HTTPException, _of_http)
     app.add_exception_handler(RequestValidationError, _of_parameters)
-    for kind, status, detail, headers in UNSAID:
-        app.add_exception_handler(kind, _unsaid(status, detail, headers))
+    app.add_exception_handler(SQLAlchemyError, _unavailable)
+    for kind, status, detail in UNSAID:
+        app.add_exception_handler(kind, _unsaid(status, detail))
 
 
 def _saying(status: int) -> Handler:
     return lambda _, error: problem(status, str(error))
 
 
-def _unsaid(status: int, detail: str, headers: Mapping[str, str]) -> Handler:
-    return lambda _, __: problem(status, detail, headers)
+def _unsaid(status: int, detail: str) -> Handler:
+    return lambda _, __: problem(status, detail)
+
+
+def _unavailable(_: Request, error: Exception) -> JSONResponse:
+    LOG.error("the store does not answer: %s", getattr(error, "orig", error))
+    return problem(503, "the store does not answer; try again", {"Retry-After": "2"})
 
 
 def _too_many(_: Request, error: Exception) -> JSONResponse:

@@ -86,14 +86,13 @@ class Queue:
     ) -> None:
         """Store a better answer so far, or bound; raises LeaseLostError as `renew`.
 
-        ``plans`` is the class of plans that the bound is of, where it is known.
-
-        An answer that is no better than that of an earlier worker is not kept.
+        ``plans`` is the class of plans that the bound is of, where it is known. An answer or bound
+        that is no better than that of an earlier worker is not kept.
         """
         with self.store.writing() as database:
-            known = database.execute(select(JOBS.c.cost).where(JOBS.c.id == job)).scalar()
-            kept: dict[str, Any] = {"bound": bound}
-            if document is not None and (known is None or cost is None or cost < known):
+            least, highest = self._known(database, job)
+            kept: dict[str, Any] = {"bound": _higher(highest, bound)}
+            if document is not None and (least is None or cost is None or cost < least):
                 kept |= {"cost": cost, "document": document}
             self._write(database, job, worker, **kept)
             self._tell(database, job, "progress", {"cost": cost, "bound": bound, "plans": plans})
@@ -101,7 +100,8 @@ class Queue:
     def finish(self, job: str, worker: str, outcome: Outcome) -> None:
         """Store how a job ended; raises LeaseLostError as `renew`.
 
-        A cost, bound or document that the outcome lacks stays that of the best answer so far.
+        A cost, bound or document that the outcome lacks, or that is worse, stays that of the best
+        answer so far.
         """
         with self.store.writing() as database:
             self._end(database, job, outcome, JOBS.c.worker == worker)
@@ -138,16 +138,13 @@ class Queue:
             self._tell(database, row.id, State.QUEUED, {"reason": "its worker was lost"})
             return
         by = StoppedBy.USER if row.asked is not None else StoppedBy.LOST
-        state = State.FAILED if row.document is None else State.FEASIBLE
+        kept = row.document is not None and row.asked != Asked.ABORT
+        state = State.FEASIBLE if kept else State.FAILED
         why = f"its worker was lost{'' if row.asked else f', for the {row.attempts}. time'}"
         self._end(database, row.id, Outcome(state, reason=why, stopped_by=by))
 
     def _end(self, database: Connection, job: str, outcome: Outcome, *held: Any) -> None:
-        values = {
-            name: getattr(outcome, name)
-            for name in ("answer", "document", "cost", "bound")
-            if getattr(outcome, name) is not None
-        }
+        values = _changes(*self._known(database, job), outcome)
         changed = database.execute(
             update(JOBS)
             .where(JOBS.c.id == job, JOBS.c.state == State.SOLVING, *held)
@@ -161,6 +158,14 @@ class Queue:
             raise LeaseLostError(job)
         self._tell(database, job, outcome.state, {"stopped_by": outcome.stopped_by})
 
+    def _known(self, database: Connection, job: str) -> tuple[float | None, float | None]:
+        """Cost and bound of the best answer so far."""
+        asked = select(JOBS.c.cost, JOBS.c.bound).where(JOBS.c.id == job)
+        row = database.execute(asked).one_or_none()
+        if row is None:
+            raise LeaseLostError(job)
+        return row.cost, row.bound
+
     def _write(self, database: Connection, job: str, worker: str, **values: Any) -> None:
         mine = (JOBS.c.id == job, JOBS.c.state == State.SOLVING, JOBS.c.worker == worker)
         if not database.execute(update(JOBS).where(*mine).values(**values)).rowcount:
@@ -170,3 +175,19 @@ class Queue:
         self, database: Connection, job: str, name: str, data: dict[str, Any] | None = None
     ) -> None:
         tell(database, self._clock(), job, name, data)
+
+
+def _changes(cost: float | None, bound: float | None, outcome: Outcome) -> dict[str, Any]:
+    """What an outcome changes of the best answer so far, which may be an earlier worker's."""
+    names = ("answer", "document", "cost", "bound")
+    given = {name: getattr(outcome, name) for name in names if getattr(outcome, name) is not None}
+    if outcome.state is State.FEASIBLE:
+        if cost is not None and outcome.cost is not None and cost < outcome.cost:
+            given = {}
+        given["bound"] = _higher(bound, outcome.bound)
+    return given
+
+
+def _higher(*bounds: float | None) -> float | None:
+    """The strongest of lower bounds."""
+    return max((one for one in bounds if one is not None), default=None)

@@ -1,8 +1,11 @@
 """What the store and its queue have in common: rows as jobs, events, transactions that write."""
 
 import json
+import sqlite3
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from sqlalchemy import (
@@ -16,11 +19,13 @@ from sqlalchemy import (
     select,
     text,
 )
+from sqlalchemy.exc import DisconnectionError
+from sqlalchemy.pool import ConnectionPoolEntry
 
 from stagewright.service.jobs.records import ENDED, Asked, Job, State, StoppedBy
 from stagewright.service.jobs.tables import DELIVERIES, EVENTS, JOBS
 
-LOCK_SECONDS = 30.0  # how long a transaction waits for another one
+LOCK_SECONDS = 10.0  # how long a transaction waits for another one: less than a worker's lease
 CHANNEL = "stagewright_events"  # of PostgreSQL's notices: the job of an event, and its name
 CONNECTIONS = 15  # of a store, kept open, besides the one that hears of events
 WAITING = "waiting"  # a delivery that has not arrived
@@ -66,9 +71,14 @@ def engine_of(url: str) -> Engine:
     """The database of a URL; of SQLite one that several processes read while one writes."""
     remote = not url.startswith("sqlite")  # then a connection may have been lost unnoticed
     engine = create_engine(url, pool_pre_ping=remote, pool_size=CONNECTIONS, max_overflow=0)
-    if engine.dialect.name != "sqlite":
-        return engine
+    if engine.dialect.name == "sqlite":
+        _prepare_connections(engine)
+        if engine.url.database not in (None, "", ":memory:"):
+            _watch_file(engine, Path(engine.url.database))
+    return engine
 
+
+def _prepare_connections(engine: Engine) -> None:
     @event.listens_for(engine, "connect")
     def prepare(connection: Any, _: Any) -> None:
         # The driver would begin transactions late and by itself; here each begins when it is told.
@@ -81,7 +91,32 @@ def engine_of(url: str) -> Engine:
         ):
             connection.execute(f"PRAGMA {pragma}")
 
-    return engine
+
+def _watch_file(engine: Engine, path: Path) -> None:
+    """Refuse what would go to a file that was deleted, and take up one that took its place."""
+    opened = threading.Event()
+
+    @event.listens_for(engine, "do_connect")
+    def require_file(*_: Any) -> None:
+        if opened.is_set() and _inode(path) is None:
+            raise sqlite3.OperationalError(f"{path} was deleted")
+
+    @event.listens_for(engine, "connect")
+    def remember(_: Any, record: ConnectionPoolEntry) -> None:
+        record.info["inode"] = _inode(path)
+        opened.set()
+
+    @event.listens_for(engine, "checkout")
+    def compare(_: Any, record: ConnectionPoolEntry, __: Any) -> None:
+        if _inode(path) != record.info["inode"]:
+            raise DisconnectionError(f"{path} was deleted or replaced")
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return None
 
 
 @contextmanager

@@ -78,9 +78,7 @@ class Store:
             self._engine = engine_of(url)
             migrate(self._engine)
         except (ImportError, NewerStoreError, SQLAlchemyError) as error:
-            cause = error.orig if isinstance(error, DBAPIError) else error
-            place = url.rpartition("@")[2]
-            raise InputError(f"{place}: no store of jobs can be kept here: {cause}") from None
+            raise _unusable(url, error) from None
         self.signals = Signals(self._engine)
         self._writer = threading.Lock()
 
@@ -224,29 +222,26 @@ class Store:
             If the job has ended.
         """
         with self.writing() as database:
-            now = self.clock()
-            queued = database.execute(
-                update(JOBS)
-                .where(JOBS.c.id == job, JOBS.c.state == State.QUEUED)
-                .values(
-                    state=State.FAILED, stopped_by=StoppedBy.USER, finished=now, asked=what,
-                    reason="stopped before it was begun",
-                )
-            ).rowcount  # fmt: skip
-            solving = database.execute(
-                update(JOBS)
-                .where(JOBS.c.id == job, JOBS.c.state == State.SOLVING)
-                .values(asked=what)
-            ).rowcount
-            if queued:
-                tell(database, self.clock(), job, State.FAILED)
-            elif solving:
-                tell(database, self.clock(), job, "asked", {"asked": what})
-            else:
-                raise ConflictError("the job has ended")
+            self._ask(database, job, what)
         found = self.get(job)
         assert found is not None
         return found
+
+    def _ask(self, database: Connection, job: str, what: Asked) -> None:
+        asked = select(JOBS.c.state, JOBS.c.document).where(JOBS.c.id == job)
+        row = database.execute(asked.with_for_update()).one_or_none()
+        if row is None or row.state in ENDED:
+            raise ConflictError("the job has ended")
+        values: dict[str, Any] = {"asked": what}
+        name, told = "asked", dict(values)
+        if row.state == State.QUEUED:
+            # A worker that was lost may have found a plan.
+            kept = what is Asked.STOP and row.document is not None
+            name, told = State.FEASIBLE if kept else State.FAILED, {"stopped_by": StoppedBy.USER}
+            why = "stopped after its worker was lost" if kept else "stopped before it was begun"
+            values |= told | {"state": name, "finished": self.clock(), "reason": why}
+        database.execute(update(JOBS).where(JOBS.c.id == job).values(values))
+        tell(database, self.clock(), job, name, told)
 
     def retry(self, job: str) -> Job:
         """Queue a job again that has failed, or ended before its search was complete.
@@ -316,9 +311,17 @@ class Store:
 
 @contextmanager
 def opened(url: str) -> Iterator[Store]:
-    """A store that is closed at the end."""
+    """A store that is closed at the end; InputError if what is stored cannot be read."""
     store = Store(url)
     try:
         yield store
+    except SQLAlchemyError as error:
+        raise _unusable(url, error) from None
     finally:
         store.close()
+
+
+def _unusable(url: str, error: Exception) -> InputError:
+    cause = error.orig if isinstance(error, DBAPIError) else error
+    place = url.rpartition("@")[2]
+    return InputError(f"{place}: no store of jobs can be kept here: {cause}")

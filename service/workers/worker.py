@@ -8,7 +8,7 @@ import time
 import uuid
 from dataclasses import dataclass, field, replace
 
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import DataError, SQLAlchemyError
 
 from stagewright.service.jobs.queue import LeaseLostError, Queue
 from stagewright.service.jobs.records import Asked, Job, Outcome, State, StoppedBy
@@ -80,7 +80,11 @@ class Worker:
 
     def answer(self, job: Job) -> None:
         """Answer a job that is claimed; what happens to the lease and the store ends it."""
-        run = _Run(self, job)
+        try:
+            run = _Run(self, job)
+        except OSError:  # no process can be started now: the lease runs out
+            self.stopping.wait(self.poll_seconds)
+            return
         try:
             with self.store.signals.subscribed(run.asked.set, job=job.id, name="asked"):
                 run.until_done()
@@ -137,6 +141,8 @@ class _Run:
                 self._hear(self.worker.queue.renew(
                     self.job.id, self.worker.name, self.worker.lease_seconds))  # fmt: skip
                 self.renewed = now
+        if self.worker.stopping.is_set() and self.kill_at is None:
+            self._ask_to_stop(StoppedBy.LOST)
         if now > self.ends and self.kill_at is None:
             self._ask_to_stop(StoppedBy.TIME)
         if resident_bytes > limits.memory_bytes:
@@ -151,8 +157,6 @@ class _Run:
             self.process.kill()
         elif asked is Asked.STOP and self.kill_at is None:
             self._ask_to_stop(StoppedBy.USER)
-        if self.worker.stopping.is_set() and self.kill_at is None:
-            self._ask_to_stop(StoppedBy.LOST)
 
     def _ask_to_stop(self, why: StoppedBy) -> None:
         self.stopped_by = why
@@ -166,8 +170,11 @@ class _Run:
                 told = outcome if self.aborted else self._told(outcome)
                 self.worker.queue.finish(self.job.id, self.worker.name, told)
                 return
+            except (DataError, ValueError):  # it will never take this: no text of a database
+                outcome = Outcome(State.FAILED, reason="its answer cannot be stored")
             except SQLAlchemyError:
-                time.sleep(self.worker.poll_seconds)
+                if self.worker.stopping.wait(self.worker.poll_seconds):
+                    return  # the lease runs out, and the best plan so far stays
 
     def _told(self, outcome: Outcome) -> Outcome:
         """The outcome, stopped by whoever stopped it, with the best plan of earlier workers."""

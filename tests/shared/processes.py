@@ -1,0 +1,89 @@
+"""Processes of this machine, as ``/proc`` tells of them."""
+
+import contextlib
+import time
+from pathlib import Path
+
+PATIENCE = 120.0  # seconds, on a busy machine
+
+
+def is_alive(pid: int) -> bool:
+    """Whether there is such a process that still runs: one that has ended may await its parent."""
+    return _state(pid)[0] not in ("", "Z", "X")
+
+
+def descendants(pid: int) -> set[int]:
+    """The processes that one started, and those that these started."""
+    parents = {one: _state(one)[1] for one in _pids()}
+    found, new = set[int](), {pid}
+    while new:
+        new = {one for one, parent in parents.items() if parent in new} - found
+        found |= new
+    return found
+
+
+def job_processes(pid: int) -> set[int]:
+    """Those descendants that answer jobs."""
+    return {one for one in descendants(pid) if b"spawn_main" in _command(one)}
+
+
+def holders(path: Path) -> set[int]:
+    """The processes that have the file open, or one beside it whose name begins with its name."""
+    found = set()
+    for pid in _pids():
+        with contextlib.suppress(OSError):
+            for one in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    if str(one.readlink()).startswith(str(path)):
+                        found.add(pid)
+    return found
+
+
+def seconds_until_gone(pids: set[int]) -> float:
+    """How long it takes until none of them is alive; AssertionError if one stays."""
+    began = time.monotonic()
+    while left := {one for one in pids if is_alive(one)}:
+        assert time.monotonic() - began < PATIENCE, f"still there: {left}"
+        time.sleep(0.02)
+    return time.monotonic() - began
+
+
+def resident_bytes(pid: int) -> int:
+    """Resident memory of a process."""
+    return 1024 * int(_status(pid, "VmRSS"))
+
+
+def threads(pid: int) -> int:
+    """Its threads."""
+    return int(_status(pid, "Threads"))
+
+
+def open_files(pid: int) -> int:
+    """Its open files and sockets."""
+    return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
+
+
+def _status(pid: int, name: str) -> str:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(line.split()[1] for line in lines if line.startswith(f"{name}:"))
+
+
+def _pids() -> list[int]:
+    return [int(one.name) for one in Path("/proc").iterdir() if one.name.isdecimal()]
+
+
+def _state(pid: int) -> tuple[str, int]:
+    """Its state and its parent."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return "", 0
+    state, parent = text.rpartition(")")[2].split()[:2]
+    return state, int(parent)
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
