@@ -73,11 +73,12 @@ def curve_page(
         rows=rows,
         heading="Schedules and bounds",
         timeline=None,
-        chart=_chart(curve),
+        chart=curve_chart(curve),
     )
 
 
-def _chart(curve: Curve) -> Chart:
+def curve_chart(curve: Curve) -> Chart:
+    """The curve, its bound and the others, as pages draw them."""
     series = [
         Series("best schedule", curve.memory, curve.cost, colour="--best"),
         Series("proved lower bound", curve.memory, curve.bound, "dashes", "--critical"),

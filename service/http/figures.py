@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from stagewright.executor.drawing.job_lanes import Run, runs_drawing
 from stagewright.executor.drawing.lanes import Drawing, Mark, table
+from stagewright.executor.drawing.memory_curve import Curve, curve_chart
 from stagewright.executor.drawing.plan_lanes import BOUND
 from stagewright.executor.drawing.schedules import Panel, schedules_drawing
 from stagewright.executor.drawing.timeline import Block, Row
@@ -232,6 +233,26 @@ def _front(found: Sequence[Told], names: dict[str, str]) -> Chart:
     )  # fmt: skip
 
 
+def _schedule_curve(request: Request, answer: Told) -> Figures:
+    name, points = answer["objective"], answer["points"]
+    facts = [
+        (_number(len(points)), "limits of memory"),
+        (_number(points[0][name]), f"{name} with the least memory, {_number(points[0]['memory'])}"),
+        (_number(points[-1][name]), f"{name} with the most, {_number(points[-1]['memory'])}"),
+    ]  # fmt: skip
+    rows = [
+        (_number(one["memory"]), _number(one["makespan"]), _number(one["span"]),
+         _number(one["bound"]), _percent(one["gap"]), one["proved_by"], one["status"])
+        for one in points
+    ]  # fmt: skip
+    head = ("memory", "makespan", "span", "bound", "gap", "<proved by", "<status")
+    memory, cost, bound = (tuple(one[key] for one in points) for key in ("memory", name, "bound"))
+    others = tuple((one["kind"], one["peak_memory"], one[name]) for one in answer["kinds"])
+    chart = curve_chart(Curve(memory, cost, bound, name, others))
+    tables = (Table("The best schedule within every limit", head, rows),)
+    return Figures(facts, tables, charts=((f"Memory and {name}", chart),))
+
+
 def _jobshop(request: Request, answer: Told) -> Figures:
     assert isinstance(request, JobShopRequest)
     facts = [
@@ -253,6 +274,38 @@ def _jobshop(request: Request, answer: Told) -> Figures:
 
 def _in_order(runs: Iterable[Run]) -> list[Run]:
     return sorted(runs, key=lambda run: run.start)
+
+
+def _divide(request: Request, answer: Told) -> Figures:
+    facts = [
+        (_time(answer["cost_seconds"]), "between two samples, or of one"),
+        (_time(answer["bound_seconds"]), f"bound, by {answer['proved_by']}"),
+        (_percent(answer["gap"]), f"gap, over {answer['plan_class']}"),
+        (answer["reason"] or "", "why there is none"),
+    ]
+    rows = [
+        (one["device"], f"{one['replicas']} x {one['shards']}", _number(len(one["nodes"])),
+         _time(one["seconds"]), _size(one["memory_bytes"]), ", ".join(one["nodes"]))
+        for one in answer["sets"] or ()
+    ]  # fmt: skip
+    head = ("<device", "<replicas x shards", "nodes", "time", "memory", "<they are")
+    return Figures(facts, (Table("Sets", head, rows),))
+
+
+def _what_if(request: Request, answer: Told) -> Figures:
+    base = answer["base"]
+    facts = [
+        (_time(base["cost_seconds"]), "per iteration, as things are"),
+        (_time(base["bound_seconds"]), "bound"),
+        (_number(len(answer["rows"])), "changes"),
+    ]
+    rows = [
+        (one["change"], _time(one["cost_seconds"]), _time(one["saved_seconds"]),
+         _time(one["most_seconds"]), one["plans"] or "", one["reason"])
+        for one in answer["rows"]
+    ]  # fmt: skip
+    head = ("<change", "iteration", "saves", "saves at most", "<of all", "<reason")
+    return Figures(facts, (Table("What a change would buy", head, rows),))
 
 
 def _sweep(request: Request, answer: Told) -> Figures:
@@ -407,12 +460,15 @@ def _cloud(request: Request, answer: Told) -> Figures:
 
 
 _FIGURES: dict[str, Callable[[Request, Told], Figures]] = {
+    "what-if": _what_if,
     "place": _place,
     "partition": _partition,
     "schedule": _schedule,
     "compare-schedules": _compare_schedules,
+    "schedule-curve": _schedule_curve,
     "jobshop": _jobshop,
     "sweep": _sweep,
+    "divide": _divide,
     "allocate": _allocate,
     "rounds": _rounds,
     "simulate-cluster": _simulate_cluster,

@@ -21,7 +21,7 @@ from sqlalchemy.exc import OperationalError
 from stagewright.service.jobs.queue import MOST_ATTEMPTS, LeaseLostError, Queue
 from stagewright.service.jobs.records import Asked, Job, Outcome, State, StoppedBy
 from stagewright.service.jobs.store import Store
-from stagewright.service.workers import worker as workers
+from stagewright.service.workers import processes
 from stagewright.service.workers.worker import Worker
 
 LEASE = 15.0
@@ -213,7 +213,7 @@ def ended(store: Store, job: Job) -> Job:
 def test_an_outcome_that_is_told_at_the_last_moment_counts(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heard = workers._received
+    heard = processes._received
     silent = iter([True])
 
     def received(connection: Any, seconds: float) -> Any:
@@ -225,7 +225,7 @@ def test_an_outcome_that_is_told_at_the_last_moment_counts(
             return None
         return heard(connection, seconds)
 
-    monkeypatch.setattr(workers, "_received", received)
+    monkeypatch.setattr(processes, "_received", received)
     job, _ = store.submit("ann", "jobshop", TWO_JOBS)
     with working(Worker(store, poll_seconds=0.05)):
         assert ended(store, job).state is State.OPTIMAL
@@ -253,7 +253,7 @@ def test_a_worker_lives_on_when_no_process_can_be_started(
 def test_an_answer_that_the_store_refuses_fails_its_job_alone(
     store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heard, spoilt = workers._received, iter([True])
+    heard, spoilt = processes._received, iter([True])
 
     def received(connection: Any, seconds: float) -> Any:
         told = heard(connection, seconds)
@@ -261,7 +261,7 @@ def test_an_answer_that_the_store_refuses_fails_its_job_alone(
             return replace(told, reason="half a character: \ud800")
         return told
 
-    monkeypatch.setattr(workers, "_received", received)
+    monkeypatch.setattr(processes, "_received", received)
     job, _ = store.submit("ann", "jobshop", TWO_JOBS)
     clock.now += 1.0
     other, _ = store.submit("ann", "jobshop", TWO_JOBS.replace("]]]}", ']]], "seed": 1}'))
