@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "shared"))
 from killed_service import Served, serving
 from processes import open_files, resident_bytes, threads
 
-JOBS, USERS = 3000, 4
+JOBS, USERS = 8000, 4
 SAMPLES = 100
 FIGURE = Path(__file__).parent / "figures" / "service_day.png"
 HEADING = "## A day of load"

@@ -18,8 +18,8 @@ class TooLargeError(Exception):
 class RequestLimits:
     """What may be asked for.
 
-    ``body_bytes`` of a request, ``seconds`` and ``threads`` of a search, and ``devices`` and
-    ``layers`` of a problem.
+    ``body_bytes`` of a request, ``seconds`` and ``threads`` of a search (and processes of a sweep),
+    and ``devices`` and ``layers`` of a problem.
     """
 
     body_bytes: int = 16_000_000
@@ -41,7 +41,12 @@ class RequestLimits:
     def require_modest(self, request: Request) -> None:
         """Refuse what would take too long, or would go beyond this machine."""
         given: Mapping[str, Any] = request.given()
-        for name, most in (("time_limit", self.seconds), ("threads", self.threads)):
+        numbers = (
+            ("time_limit", self.seconds),
+            ("threads", self.threads),
+            ("workers", self.threads),
+        )
+        for name, most in numbers:
             if given.get(name) is not None and given[name] > most:
                 raise InputError(f"{name}: at most {most:g} here, got {given[name]:g}")
         for name, most in (("cluster", self.devices), ("chain", self.layers)):
