@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "shared"))
 from killed_service import Served, serving
 from processes import open_files, resident_bytes, threads
 
-JOBS, USERS = 3000, 4
+JOBS, USERS = 8000, 4
 SAMPLES = 100
 FIGURE = Path(__file__).parent / "figures" / "service_day.png"
 HEADING = "## A day of load"
@@ -162,7 +162,7 @@ def text_of(day: Day, seconds: float, rows: int) -> str:
         "| jobs submitted | resident memory | open files | threads | store | write-ahead log |\n"
         "|---|---|---|---|---|---|\n"
     )
-    for one in day.samples[:: SAMPLES // 10] + day.samples[-1:]:
+    for one in day.samples[:: SAMPLES // 10]:
         text += (
             f"| {one.jobs} | {one.memory:.1f} MB | {one.files} | {one.threads} | "
             f"{one.store / 1e6:.2f} MB | {one.log / 1e6:.2f} MB |\n"
@@ -184,7 +184,7 @@ def draw(day: Day) -> None:
     jobs = [one.jobs for one in day.samples]
     above.plot(jobs, [one.memory for one in day.samples], label="resident memory")
     above.set_ylabel("MB")
-    above.set_ylim(0)
+    above.set_ylim(0, 1.2 * max(one.memory for one in day.samples))
     above.legend()
     below.plot(jobs, [one.files for one in day.samples], label="open files")
     below.plot(jobs, [one.threads for one in day.samples], label="threads")

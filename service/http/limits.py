@@ -42,9 +42,9 @@ class RequestLimits:
     """What may be asked for.
 
     ``body_bytes`` of a request, ``body_seconds`` for it to arrive and ``depth`` of brackets in it,
-    ``seconds`` and ``threads`` of a search, ``devices`` and ``layers`` of a problem, ``queued``
-    jobs of a user (None: any number), and documents that a user has uploaded. ``ray``: sweeps may
-    use the Ray cluster on which jobs are solved.
+    ``seconds`` and ``threads`` of a search (and processes of a sweep), ``devices`` and ``layers``
+    of a problem, ``queued`` jobs of a user (None: any number), and documents that a user has
+    uploaded. ``ray``: sweeps may use the Ray cluster on which jobs are solved.
     """
 
     body_bytes: int = 16_000_000
@@ -98,7 +98,12 @@ class RequestLimits:
     def require_modest(self, request: Request) -> None:
         """Refuse what would take too long, or would go beyond this machine."""
         given: Mapping[str, Any] = request.given()
-        for name, most in (("time_limit", self.seconds), ("threads", self.threads)):
+        numbers = (
+            ("time_limit", self.seconds),
+            ("threads", self.threads),
+            ("workers", self.threads),
+        )
+        for name, most in numbers:
             if given.get(name) is not None and given[name] > most:
                 raise InputError(f"{name}: at most {most:g} here, got {given[name]:g}")
         for name, most in (("cluster", self.devices), ("chain", self.layers)):

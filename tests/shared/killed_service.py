@@ -123,10 +123,10 @@ def free_port() -> int:
         return port
 
 
-def request_of(random_: random.Random) -> tuple[str, str]:
+def request_of(random_: random.Random, small: bool) -> tuple[str, str]:
     """A request that nobody has made: small ones, and some that are searched for some seconds."""
     seed = random_.randrange(10**9)
-    drawn = random_.random()
+    drawn = random_.uniform(0.0, 0.8 if small else 1.0)
     if drawn < 0.4:
         return "jobshop", json.dumps({"jobs": [[[0, 3], [1, 2]], [[1, 4], [0, 1]]], "seed": seed})
     if drawn < 0.8:
@@ -141,10 +141,11 @@ class Accepted:
     jobs: dict[str, str] = field(default_factory=dict)
     of_key: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     unanswered: int = 0
+    small: bool = False
 
     def submit(self, url: str, random_: random.Random, done: threading.Event) -> None:
         """Submit until it is accepted; with a key even after it was, as who lost the answer."""
-        kind, request = request_of(random_)
+        kind, request = request_of(random_, self.small)
         key = random_.choice([None, f"key {random_.randrange(10**12)}"])
         times = 1 if key is None else random_.choice([1, 2])
         while times and not done.is_set():
@@ -164,9 +165,11 @@ class Accepted:
 
 
 @contextmanager
-def submitting(url: str, clients: int, pause: float, seed: int = 0) -> Iterator[Accepted]:
+def submitting(
+    url: str, clients: int, pause: float, seed: int = 0, *, small: bool = False
+) -> Iterator[Accepted]:
     """Clients that submit all the time, each after a pause of about so many seconds."""
-    accepted, done = Accepted(), threading.Event()
+    accepted, done = Accepted(small=small), threading.Event()
 
     def client(number: int) -> None:
         own = random.Random(f"{seed} {number}")
