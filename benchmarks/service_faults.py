@@ -34,7 +34,7 @@ both, each up to {longest:g} s after the last, while {clients} clients submit jo
 (some with an idempotency key, sent again when an answer is lost), on {machine}; two workers, whose
 lease is 4 s here. Lost: jobs that were accepted and have no end, or an end without answer or
 reason; keys with two jobs; plans that `stagewright check` refuses or whose cost is not the stored
-one; events out of order; processes that stay, or hold the database. Any of these ends the study.
+one; events out of order; processes that stay, or hold SQLite's file. Any of these ends the study.
 
 | store | killed: server | jobs | both | submissions unanswered | accepted | optimal | feasible | \
 failed | lost | children gone after, at most |
