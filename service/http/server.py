@@ -15,6 +15,7 @@ from stagewright.service.http.limits import RequestLimits
 from stagewright.service.http.rates import Rate
 from stagewright.service.http.tokens import Tokens
 from stagewright.service.http.webhooks import Deliverer, Webhooks
+from stagewright.service.jobs.retention import Retention
 from stagewright.service.jobs.store import Store
 from stagewright.service.workers.processes import LocalProcess, Start
 from stagewright.service.workers.worker import Limits, Worker
@@ -30,7 +31,8 @@ class Server:
     """A server on a store, with so many workers of its own; ``start`` says where jobs are solved.
 
     Anything but processes of this machine is a Ray cluster. ``per_second`` limits the requests of
-    each user; None: to `PER_SECOND` where there are tokens.
+    each user; None: to `PER_SECOND` where there are tokens. Jobs are deleted ``keep_days`` after
+    their ends; None: never.
     """
 
     store: Store
@@ -41,6 +43,7 @@ class Server:
     per_second: float | None = None
     webhooks: Webhooks | None = None
     start: Start = LocalProcess
+    keep_days: float | None = None
 
     def require_safe(self) -> None:
         """Refuse to serve others without tokens."""
@@ -59,8 +62,8 @@ class Server:
             for _ in range(self.workers)
         ]
         hooks = () if self.webhooks is None else (self.webhooks,) * DELIVERERS
-        deliverers = [Deliverer(self.store, one) for one in hooks]
-        runs = [one.run for one in made] + [one.run for one in deliverers]
+        beside = [Deliverer(self.store, one) for one in hooks] + self._retention()
+        runs = [one.run for one in made] + [one.run for one in beside]
         threads = [threading.Thread(target=run) for run in runs]
         for thread in threads:
             thread.start()
@@ -77,10 +80,13 @@ class Server:
         finally:
             for one in made:
                 one.stop()
-            for deliverer in deliverers:
-                deliverer.stopping.set()
+            for other in beside:
+                other.stopping.set()
             for thread in threads:
                 thread.join()
+
+    def _retention(self) -> list[Retention]:
+        return [] if self.keep_days is None else [Retention(self.store, self.keep_days)]
 
     def _service(self) -> Service:
         free = not Tokens(self.store.engine).exist()

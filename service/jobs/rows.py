@@ -25,7 +25,10 @@ from sqlalchemy.pool import ConnectionPoolEntry
 from stagewright.service.jobs.records import ENDED, Asked, Job, State, StoppedBy
 from stagewright.service.jobs.tables import DELIVERIES, EVENTS, JOBS
 
-LOCK_SECONDS = 10.0  # how long a transaction waits for another one: less than a worker's lease
+# How long a transaction waits for one of this process, then for one of another: together less than
+# a worker's lease.
+LOCK_SECONDS = 7.0
+CONNECT_SECONDS = 10  # how long PostgreSQL may take to answer
 CHANNEL = "stagewright_events"  # of PostgreSQL's notices: the job of an event, and its name
 CONNECTIONS = 15  # of a store, kept open, besides the one that hears of events
 WAITING = "waiting"  # a delivery that has not arrived
@@ -70,7 +73,14 @@ def _announce(database: Connection, at: float, job: str) -> None:
 def engine_of(url: str) -> Engine:
     """The database of a URL; of SQLite one that several processes read while one writes."""
     remote = not url.startswith("sqlite")  # then a connection may have been lost unnoticed
-    engine = create_engine(url, pool_pre_ping=remote, pool_size=CONNECTIONS, max_overflow=0)
+    patience = {"connect_timeout": CONNECT_SECONDS} if url.startswith("postgresql") else {}
+    engine = create_engine(
+        url,
+        pool_pre_ping=remote,
+        pool_size=CONNECTIONS,
+        max_overflow=0,
+        connect_args=patience,
+    )
     if engine.dialect.name == "sqlite":
         _prepare_connections(engine)
         if engine.url.database not in (None, "", ":memory:"):

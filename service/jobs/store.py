@@ -285,6 +285,13 @@ class Store:
             database.execute(delete(EVENTS).where(EVENTS.c.job == job))
             database.execute(delete(JOBS).where(JOBS.c.id == job))
 
+    def discard_ended(self, before: float) -> int:
+        """Delete the jobs that ended before that time, with their events; how many there were."""
+        with self.writing() as database:
+            old = select(JOBS.c.id).where(JOBS.c.state.in_(ENDED), JOBS.c.finished < before)
+            database.execute(delete(EVENTS).where(EVENTS.c.job.in_(old)))
+            return database.execute(delete(JOBS).where(JOBS.c.id.in_(old))).rowcount
+
     def events(self, job: str, after: int = 0, limit: int = EVENTS_READ) -> list[Event]:
         """What happened to a job after the event of that number, in order."""
         asked = (

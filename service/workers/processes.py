@@ -106,10 +106,15 @@ def _received(connection: Connection, seconds: float) -> Better | Outcome | None
     return None
 
 
-def _resident_bytes(pid: int | None) -> float:
-    """Resident memory of a process; 0 if it is gone, or the system does not say."""
+def _resident_bytes(pid: int | str | None) -> float:
+    """Resident memory of a process and all that it started; 0 of what is gone.
+
+    Pages that they share count for each of them.
+    """
+    own = Path(f"/proc/{pid}")
     try:
-        fields = Path(f"/proc/{pid}/statm").read_text().split()
+        pages = float((own / "statm").read_text().split()[1])
+        started = [one.read_text().split() for one in own.glob("task/*/children")]
     except OSError:
         return 0.0
-    return float(fields[1]) * PAGE_BYTES
+    return pages * PAGE_BYTES + sum(_resident_bytes(child) for its in started for child in its)

@@ -65,6 +65,12 @@ def serve(
             metavar="URL",
         ),
     ] = None,
+    keep_days: Annotated[
+        float | None,
+        typer.Option(
+            help="Delete jobs so many days after their ends; default: never.", metavar="N"
+        ),
+    ] = None,
     engine: EngineName = Engine.LOCAL,
     address: RayAddress = None,
 ) -> int:
@@ -76,8 +82,12 @@ def serve(
     from stagewright.graphs.documents.units import is_finite, parse_bytes
 
     limit = parse_bytes(memory_limit)
-    if rate is not None and not (is_finite(rate) and rate > 0):
-        raise InputError(f"--rate must be more than 0 requests a second, got {rate:g}")
+    for name, given, unit in (
+        ("rate", rate, "requests a second"),
+        ("keep-days", keep_days, "days"),
+    ):
+        if given is not None and not (is_finite(given) and given > 0):
+            raise InputError(f"--{name} must be more than 0 {unit}, got {given:g}")
     require_ray(engine, address)
     try:
         from stagewright.service.http.server import Server
@@ -91,7 +101,7 @@ def serve(
     if webhook_origin:
         webhooks = Webhooks(tuple(webhook_origin), os.environ.get(SECRET, ""))
     with opened(store_url(store)) as jobs, _processes(engine, address) as start:
-        server = Server(jobs, host, port, workers, limit, rate, webhooks, start)
+        server = Server(jobs, host, port, workers, limit, rate, webhooks, start, keep_days)
         server.require_safe()
         server.run(lambda url: print_lines(f"serving at {url}"))
     return 0

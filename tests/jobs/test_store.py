@@ -1,7 +1,9 @@
 """The store and its queue, on SQLite and on a real PostgreSQL."""
 
 import json
+import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +19,7 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.service.jobs.kinds import parse_request, title_of
 from stagewright.service.jobs.queue import MOST_ATTEMPTS, LeaseLostError, Queue
 from stagewright.service.jobs.records import Asked, Outcome, State, StoppedBy
+from stagewright.service.jobs.retention import DAY, Retention
 from stagewright.service.jobs.store import ConflictError, Store
 
 LEASE = 10.0
@@ -250,3 +253,44 @@ def test_a_title_names_model_and_cluster(store: Store) -> None:
 def test_where_no_store_can_be_it_is_said(url: str) -> None:
     with pytest.raises(InputError, match="no store of jobs can be kept here"):
         Store(url)
+
+
+def test_jobs_are_deleted_so_long_after_their_ends(
+    store: Store, queue: Queue, clock: Clock
+) -> None:
+    jobs = list[str]()
+    for seed in range(3):
+        jobs.append(store.submit("ann", "plan", f'{{"seed": {seed}}}')[0].id)
+        clock.now += 1.0
+    old, running, late = jobs
+    queue.claim("w", LEASE)
+    queue.finish(old, "w", DONE)
+    clock.now += 2 * DAY
+    assert queue.claim("w", LEASE).id == running
+    queue.claim("v", LEASE)
+    queue.finish(late, "v", DONE)
+    keeper = Retention(store, 1.0)
+    thread = threading.Thread(target=keeper.run)
+    thread.start()
+    try:
+        ends = time.monotonic() + 60.0
+        while store.get(old) is not None:
+            assert time.monotonic() < ends
+            time.sleep(0.01)
+    finally:
+        keeper.stopping.set()
+        thread.join()
+    assert store.events(old) == []
+    assert store.get(running) is not None
+    assert store.get(late) is not None
+
+
+def test_a_postgresql_that_does_not_answer_is_not_waited_for_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("psycopg")
+    monkeypatch.setattr("stagewright.service.jobs.rows.CONNECT_SECONDS", 2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        with pytest.raises(InputError, match="no store of jobs can be kept here: connection time"):
+            Store(f"postgresql+psycopg://ann:word@127.0.0.1:{port}/jobs")

@@ -24,6 +24,7 @@ from stagewright.graphs.documents import documents
 from stagewright.service.jobs.queue import Queue
 from stagewright.service.jobs.records import Asked, Job, State, StoppedBy
 from stagewright.service.jobs.store import Store
+from stagewright.service.workers.processes import _resident_bytes
 from stagewright.service.workers.worker import Limits, Worker
 
 PATIENCE = 120.0  # seconds, on a busy machine
@@ -139,6 +140,19 @@ def test_limits_end_a_job(store: Store, limits: Limits, by: StoppedBy) -> None:
         found = ended(store, job.id)
         assert found.stopped_by is by
     assert children() == set()
+
+
+def test_the_memory_of_a_process_is_that_of_all_that_it_started() -> None:
+    child = "held = bytes(range(256)) * 400_000; print(flush=True); input()"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', '{child}'])"
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", parent], stdin=pipe, stdout=pipe) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        held = _resident_bytes(process.pid)
+        process.communicate(b"\n")
+    assert 1e8 < held < 2e8
+    assert _resident_bytes(process.pid) == 0.0
 
 
 @pytest.mark.slow
