@@ -86,12 +86,16 @@ class Queue:
     ) -> None:
         """Store a better answer so far, or bound; raises LeaseLostError as `renew`.
 
-        ``plans`` is the class of plans that the bound is of, where it is known. An answer or bound
-        that is no better than that of an earlier worker is not kept.
+        ``plans`` is the class of plans that the bound is of, where it is known. An answer that is
+        no better than that of an earlier worker is not kept, nor is the bound of its class.
         """
         with self.store.writing() as database:
             least, highest = self._known(database, job)
-            kept: dict[str, Any] = {"bound": _higher(highest, bound)}
+            kept: dict[str, Any] = {"bound": highest}
+            if plans is None:
+                kept["bound"] = _higher(highest, bound)
+            elif least is None or (cost is not None and cost <= least):
+                kept["bound"] = bound
             if document is not None and (least is None or cost is None or cost < least):
                 kept |= {"cost": cost, "document": document}
             self._write(database, job, worker, **kept)
@@ -144,7 +148,7 @@ class Queue:
         self._end(database, row.id, Outcome(state, reason=why, stopped_by=by))
 
     def _end(self, database: Connection, job: str, outcome: Outcome, *held: Any) -> None:
-        values = _changes(*self._known(database, job), outcome)
+        values = _changes(self._known(database, job)[0], outcome)
         changed = database.execute(
             update(JOBS)
             .where(JOBS.c.id == job, JOBS.c.state == State.SOLVING, *held)
@@ -177,15 +181,15 @@ class Queue:
         tell(database, self._clock(), job, name, data)
 
 
-def _changes(cost: float | None, bound: float | None, outcome: Outcome) -> dict[str, Any]:
-    """What an outcome changes of the best answer so far, which may be an earlier worker's."""
+def _changes(cost: float | None, outcome: Outcome) -> dict[str, Any]:
+    """What an outcome changes of the best answer so far, which may be an earlier worker's.
+
+    The bound stays with its answer: those of others may be of other classes of plans.
+    """
     names = ("answer", "document", "cost", "bound")
     given = {name: getattr(outcome, name) for name in names if getattr(outcome, name) is not None}
-    if outcome.state is State.FEASIBLE:
-        if cost is not None and outcome.cost is not None and cost < outcome.cost:
-            given = {}
-        given["bound"] = _higher(bound, outcome.bound)
-    return given
+    worse = cost is not None and outcome.cost is not None and cost < outcome.cost
+    return {} if worse and outcome.state is State.FEASIBLE else given
 
 
 def _higher(*bounds: float | None) -> float | None:

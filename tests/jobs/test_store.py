@@ -63,6 +63,34 @@ def test_a_job_lives_from_the_queue_to_its_answer(store: Store, queue: Queue) ->
     assert [one.name for one in store.events(job.id, after=numbers[2])] == ["progress", "optimal"]
 
 
+def test_the_bound_is_that_of_the_best_answer(store: Store, queue: Queue, clock: Clock) -> None:
+    """A bound on a smaller class of plans may be above the cost of a better plan outside of it."""
+    job, _ = store.submit("ann", "plan", "{}")
+    narrow, wide = {"sharing": "none"}, {"sharing": "any"}
+
+    def known() -> tuple[float | None, float | None]:
+        found = store.get(job.id)
+        return found.cost, found.bound
+
+    queue.claim("w", LEASE)
+    queue.improve(job.id, "w", None, 0.5, None, wide)
+    queue.improve(job.id, "w", 4.0, 3.5, "narrow", narrow)
+    queue.improve(job.id, "w", 3.0, 2.0, "wide", wide)
+    assert known() == (3.0, 2.0)
+    clock.now += LEASE + 1
+    queue.expire()
+    queue.claim("v", LEASE)
+    queue.improve(job.id, "v", 4.0, 3.5, "narrow", narrow)
+    assert known() == (3.0, 2.0)
+    queue.finish(job.id, "v", Outcome(State.FEASIBLE, answer="{}", cost=3.5, bound=3.2))
+    assert known() == (3.0, 2.0)
+    other, _ = store.submit("ann", "plan", '{"n":1}')
+    queue.claim("w", LEASE)
+    queue.improve(other.id, "w", 4.0, 3.5, "narrow", narrow)
+    queue.finish(other.id, "w", Outcome(State.FEASIBLE, answer="{}", cost=3.0, bound=2.0))
+    assert (store.get(other.id).cost, store.get(other.id).bound) == (3.0, 2.0)
+
+
 def test_a_key_submits_once(store: Store) -> None:
     job, _ = store.submit("ann", "plan", "{}", key="k")
     again, new = store.submit("ann", "plan", "{}", key="k")
