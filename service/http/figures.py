@@ -304,7 +304,7 @@ def _what_if(request: Request, answer: Told) -> Figures:
          _time(one["most_seconds"]), one["plans"] or "", one["reason"])
         for one in answer["rows"]
     ]  # fmt: skip
-    head = ("<change", "iteration", "saves", "saves at most", "<of all", "<reason")
+    head = ("<change", "iteration", "saves", "saves at most", "<among", "<reason")
     return Figures(facts, (Table("What a change would buy", head, rows),))
 
 
