@@ -203,10 +203,11 @@ def first_problem(error: ValidationError, document: Any = None) -> str:
     """The first problem as ``field.path[3]: message, got value``, and the number of others.
 
     With ``document``, the plain data that was read, the path has only fields of the document,
-    without the tag by which pydantic chose the member of a union.
+    without the tag by which pydantic chose the member of a union. That a document is of another
+    kind comes before what it therefore lacks.
     """
     problems = error.errors(include_url=False)
-    first = problems[0]
+    first = next((one for one in problems if one["loc"][-1:] == ("format",)), problems[0])
     path, message = list(first["loc"]), first["msg"].removeprefix("Value error, ")
     if document is not None:
         path = _without_tags(path, document, first["type"])

@@ -183,6 +183,9 @@ def test_verbs_are_different(client: TestClient, store: Store) -> None:
     assert "there is no job" in told(client.get(f"/v1/jobs/{job}"), 404)
 
 
+OTHER = json.loads(plan_request())["cluster"]  # where a model belongs
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "detail"),
     [
@@ -191,6 +194,7 @@ def test_verbs_are_different(client: TestClient, store: Store) -> None:
         ("/v1/plan", plan_request(microbatches=0), 422, "microbatches must be at least 1"),
         ("/v1/plan", plan_request(time_limit=61.0), 422, "time_limit: at most 60 here"),
         ("/v1/plan", plan_request(nothing=1), 422, "nothing"),
+        ("/v1/plan", plan_request(chain=OTHER), 422, "'stagewright-model', got 'stagewright-cl"),
         ("/v1/plan/validate", plan_request(microbatches="2"), 422, "microbatches"),
         ("/v1/plan", " " * 200_001, 413, "more than 200000 bytes"),
         ("/v1/plan", "[" * 100_000, 422, "100000 brackets inside each other, over 32"),
