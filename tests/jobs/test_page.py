@@ -195,6 +195,9 @@ def test_a_problem_is_said_at_its_place(site: Site) -> None:
     said = "document.querySelector('form.request [role=alert]').textContent"
     browser.run(drop.replace("TEXT", "{"))
     browser.await_that(f"{said}.includes('model.json is no JSON')")
+    assert browser.run("document.querySelector('#chain-told').textContent") == ""
+    browser.run(drop.replace("'TEXT'", "new Uint8Array([31, 139, 8, 0])"))
+    browser.await_that(f"{said}.includes('model.json is no text; unpack it')")
     browser.run(drop.replace("TEXT", '{"name": "one", "layers": 3}'))
     browser.await_that("document.querySelector('#chain-told').textContent === 'one'")
     browser.run("document.querySelector('form.request').requestSubmit()")

@@ -22,7 +22,7 @@ export function seconds(value) {
 // Costs of these kinds are seconds; of others they are in the unit of the request.
 const TIMED = new Set(["plan", "place", "partition"]);
 export const cost = (job, value) => (TIMED.has(job.kind) ? seconds : number)(value);
-export const percent = (value) => value === null ? "" : `${(100 * value).toFixed(2)} %`;
+export const percent = (value) => value === null ? "" : `${(100 * value).toFixed(2)}%`;
 
 export function bytes(value) {
   if (value === null) return "";

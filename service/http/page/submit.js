@@ -47,10 +47,12 @@ class Form {
 
   parse(part, text, name) {
     delete this.documents[part];
+    this.form.querySelector(`#${part}-told`).textContent = "";
     try {
       this.keep(part, JSON.parse(text));
     } catch (error) {
-      this.refuse(`${part}: ${name} is no JSON: ${error.message}`);
+      const binary = text.includes("\ufffd");  // what is not UTF-8 is read as this
+      this.refuse(`${part}: ${name} is no ${binary ? "text; unpack it if it is compressed" : `JSON: ${error.message}`}`);
     }
   }
 
