@@ -242,6 +242,17 @@ _CUT = (httpx.ReadError, httpx.ReadTimeout, httpx.RemoteProtocolError)
 _LOST = (httpx.TransportError, ServiceError)
 
 
+def _made(kind: Callable[..., T], url: str, token: str | None) -> T:
+    """A client of httpx, which reads the proxies in the environment when it is made."""
+    try:
+        return kind(base_url=url, headers=_headers(token), timeout=_PATIENCE)
+    except ImportError:
+        raise InputError(
+            f"{url}: the environment names a SOCKS proxy: pip install 'httpx[socks]', "
+            "or unset ALL_PROXY"
+        ) from None
+
+
 class Client:
     """The service at ``url``; ``token`` is one that ``stagewright token`` made.
 
@@ -252,7 +263,7 @@ class Client:
 
     def __init__(self, url: str, token: str | None = None, patience: float = 60.0) -> None:
         self.url, self.patience = url, patience
-        self._http = httpx.Client(base_url=url, headers=_headers(token), timeout=_PATIENCE)
+        self._http = _made(httpx.Client, url, token)
 
     def __enter__(self) -> Self:
         return self
@@ -418,7 +429,7 @@ class AsyncClient:
 
     def __init__(self, url: str, token: str | None = None, patience: float = 60.0) -> None:
         self.url, self.patience = url, patience
-        self._http = httpx.AsyncClient(base_url=url, headers=_headers(token), timeout=_PATIENCE)
+        self._http = _made(httpx.AsyncClient, url, token)
 
     async def __aenter__(self) -> Self:
         return self

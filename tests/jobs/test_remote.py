@@ -153,6 +153,9 @@ def test_a_dead_server_and_a_wrong_token(
     assert told in refused("jobshop", "ft06.txt", "--server", dead)
     assert "no service answers there" in refused("jobshop", "ft06.txt", "--server", "nonsense")
     assert "--server URL is missing" in refused("jobs")
+    with monkeypatch.context() as proxied:
+        proxied.setenv("ALL_PROXY", "socks5://127.0.0.1:1")
+        assert "names a SOCKS proxy" in refused("jobs", "--server", dead)
     token = answered("token", "ann").strip()
     with served(tmp_path) as (url, _):
         monkeypatch.setenv("STAGEWRIGHT_TOKEN", "wrong")
