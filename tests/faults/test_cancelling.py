@@ -21,6 +21,7 @@ import httpx
 from killed_service import Served, serving
 
 from stagewright.client import Client, JobState, ServiceError
+from stagewright.service.jobs.rows import CONNECTIONS
 
 STREAMS = 1000
 
@@ -118,7 +119,7 @@ async def _stream_and_work(served: Served) -> None:
         for names in await asyncio.gather(*streams):
             assert names == ["queued", "failed"]
     ends = time.monotonic() + PATIENCE
-    while open_files(served.pid) > before + 20:
+    while open_files(served.pid) > before + 3 * CONNECTIONS:  # SQLite opens three files for each
         assert time.monotonic() < ends, open_files(served.pid)
         await asyncio.sleep(0.1)
 
