@@ -77,7 +77,7 @@ def read_figures(job: Readable) -> dict[str, Any]:
     """What the page shows of an answer of another kind: numbers, tables, timelines, charts."""
     from stagewright.service.http.figures import figures
 
-    if job.answer is None or job.kind == "plan":
+    if job.answer is None or not job.has_ended or job.kind == "plan":
         raise HTTPException(404, "there is no answer" if job.answer is None else "it is a plan")
     request = KINDS[job.kind].request.parse(job.request)
     return figures(job.kind, request, json.loads(job.answer)).table()

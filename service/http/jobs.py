@@ -45,9 +45,9 @@ def list_jobs(
     if all_users and not caller.may(Scope.ADMIN):
         raise HTTPException(403, "the jobs of all users need the scope admin")
     user = None if all_users else caller.user
-    found = service.store.page(user, before=before, state=state, limit=limit)
-    last = found[-1].id if len(found) == limit else None
-    return JobPage(jobs=tuple(map(view, found)), next=last)
+    found = service.store.page(user, before=before, state=state, limit=limit + 1)
+    last = found[limit - 1].id if len(found) > limit else None
+    return JobPage(jobs=tuple(map(view, found[:limit])), next=last)
 
 
 @router.get("/{job}")
@@ -59,7 +59,7 @@ def read_job(job: Readable) -> JobView:
 @router.get("/{job}/answer", responses=OBJECT | refused(409))
 def read_answer(job: Readable, whole: bool = False) -> Response:
     """The answer: the JSON object that the command line prints; ``whole``: with all it carries."""
-    if job.answer is None:
+    if job.answer is None or not job.has_ended:
         code, yet = (404, "") if job.has_ended else (409, " yet")
         raise HTTPException(code, f"there is no answer{yet}")
     return JsonText(job.answer if whole else printed(job.answer))
@@ -85,7 +85,8 @@ def abort_job(job: Changeable, service: Serving) -> JobView:
 
 @router.post("/{job}/retry", responses=refused(409))
 def retry_job(job: Changeable, service: Serving) -> JobView:
-    """Queue a job again that has failed or was stopped."""
+    """Queue a job again that is failed or feasible."""
+    service.limits.require_room(service.store.queued(job.user))
     return view(service.store.retry(job.id))
 
 

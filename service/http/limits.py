@@ -10,7 +10,6 @@ import numpy as np
 from starlette.requests import Request as HttpRequest
 
 from stagewright.graphs.documents.errors import InputError
-from stagewright.service.jobs.store import ConflictError
 from stagewright.service.requests import Request
 
 WAIT_SECONDS = 10.0  # until a queue may be shorter
@@ -89,11 +88,6 @@ class RequestLimits:
                 "some",
                 WAIT_SECONDS,
             )
-
-    def require_shelf(self, uploads: int) -> None:
-        """Refuse another document of a user who has so many."""
-        if uploads >= self.uploads:
-            raise ConflictError(f"you have {uploads} uploads, and may have no more: delete some")
 
     def require_modest(self, request: Request) -> None:
         """Refuse what would take too long, or would go beyond this machine."""

@@ -9,6 +9,7 @@ from starlette.concurrency import run_in_threadpool
 
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.http.guard import Service, Serving, Submitter
+from stagewright.service.http.limits import TooManyError
 from stagewright.service.http.openapi import GUARDED, Responses, reference, refused
 from stagewright.service.http.tokens import Caller, Scope
 from stagewright.service.http.uploads import resolved
@@ -104,16 +105,21 @@ def _validated(
 
 
 def _submitted(
-    service: Service, kind: str, text: bytes, caller: Caller, wishes: Wishes
+    service: Service, kind: str, body: bytes, caller: Caller, wishes: Wishes
 ) -> tuple[Job, bool]:
-    asked, whole = _validated(service, kind, text, caller)
+    asked, whole = _validated(service, kind, body, caller)
     if wishes.priority > 0 and not caller.may(Scope.ADMIN):
         raise HTTPException(403, "a priority above 0 needs the scope admin")
     if wishes.webhook is not None:
         _webhooks(service).require_allowed(wishes.webhook)
-    service.limits.require_room(service.store.queued(caller.user))
-    return service.store.submit(
-        caller.user, kind, canonical(whole), wishes.priority, wishes.key, title=title_of(asked),
+    text, store = canonical(whole), service.store
+    try:
+        service.limits.require_room(store.queued(caller.user))
+    except TooManyError:
+        if not store.knows(caller.user, kind, text, wishes.key):
+            raise
+    return store.submit(
+        caller.user, kind, text, wishes.priority, wishes.key, title=title_of(asked),
         webhook=wishes.webhook,
     )  # fmt: skip
 

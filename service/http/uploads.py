@@ -118,9 +118,9 @@ def list_uploads(
     limit: Annotated[int, Query(ge=1, le=PAGE)] = 20,
 ) -> UploadPage:
     """Your newest uploads; ``before`` is the ``next`` of the page before."""
-    found = Uploads(service.store).page(caller.user, before=before, kind=kind, limit=limit)
-    last = found[-1].id if len(found) == limit else None
-    return UploadPage(uploads=tuple(map(_view, found)), next=last)
+    found = Uploads(service.store).page(caller.user, before=before, kind=kind, limit=limit + 1)
+    last = found[limit - 1].id if len(found) > limit else None
+    return UploadPage(uploads=tuple(map(_view, found[:limit])), next=last)
 
 
 @router.get("/{upload}", responses=answered({"type": "object"}))
@@ -192,9 +192,8 @@ def _kept(
     service.limits.require_shallow(text)
     own = _name_of(kind, text)
     shown = "".join(filter(str.isprintable, own if name is None else name))[:NAME]
-    uploads = Uploads(service.store)
-    service.limits.require_shelf(uploads.count(user))
-    found, new = uploads.add(user, kind, shown, canonical(text))
+    most = service.limits.uploads
+    found, new = Uploads(service.store).add(user, kind, shown, canonical(text), most)
     response.status_code = 201 if new else 200
     response.headers["Location"] = f"/v1/uploads/{found.id}"
     return _view(found)

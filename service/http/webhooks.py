@@ -91,10 +91,11 @@ class Deliverer:
     def deliver(self, delivery: Delivery) -> bool:
         """Tell of a job's end; whether that has arrived."""
         job = self.store.get(delivery.job)
-        if job is None:
+        if job is None or job.finished is None:  # discarded, or queued again meanwhile
             return False
         at = int(self.store.clock())
-        body = json.dumps({"type": "job.ended", "timestamp": at, "data": view(job).model_dump()})
+        ended = {"type": "job.ended", "timestamp": int(job.finished)}
+        body = json.dumps(ended | {"data": view(job).model_dump()})
         number = f"{job.id}-{delivery.number}"
         headers = {
             "Content-Type": "application/json",

@@ -97,7 +97,8 @@ class Queue:
             elif least is None or (cost is not None and cost <= least):
                 kept["bound"] = bound
             if document is not None and (least is None or cost is None or cost < least):
-                kept |= {"cost": cost, "document": document}
+                # An answer that an earlier attempt gave is of another plan.
+                kept |= {"cost": cost, "document": document, "answer": None}
             self._write(database, job, worker, **kept)
             self._tell(database, job, "progress", {"cost": cost, "bound": bound, "plans": plans})
 
@@ -189,7 +190,11 @@ def _changes(cost: float | None, outcome: Outcome) -> dict[str, Any]:
     names = ("answer", "document", "cost", "bound")
     given = {name: getattr(outcome, name) for name in names if getattr(outcome, name) is not None}
     worse = cost is not None and outcome.cost is not None and cost < outcome.cost
-    return {} if worse and outcome.state is State.FEASIBLE else given
+    if worse and outcome.state is State.FEASIBLE:
+        return {}
+    if outcome.state is State.FAILED:
+        given["answer"] = outcome.answer  # that of an earlier attempt counts no more
+    return given
 
 
 def _higher(*bounds: float | None) -> float | None:

@@ -34,7 +34,7 @@ from stagewright.service.jobs.records import (
 )
 from stagewright.service.jobs.rows import LOCK_SECONDS, engine_of, job_of, tell, writing
 from stagewright.service.jobs.signals import Signals
-from stagewright.service.jobs.tables import EVENTS, JOBS
+from stagewright.service.jobs.tables import DELIVERIES, EVENTS, JOBS
 
 PAGE = 100  # jobs of a page at most
 EVENTS_READ = 1000  # events of a job at a time at most
@@ -145,7 +145,7 @@ class Store:
         ConflictError
             If the key was used for another request.
         """
-        digest = hashlib.sha256(f"{kind} {request}".encode()).hexdigest()
+        digest = _digest(kind, request)
         values: dict[str, Any] = {
             "id": uuid.uuid4().hex, "kind": kind, "user": user, "state": State.QUEUED,
             "request": request, "digest": digest, "priority": priority, "created": self.clock(),
@@ -165,6 +165,13 @@ class Store:
                 ) from None
             return earlier, False
         return job_of(values), True
+
+    def knows(self, user: str, kind: str, request: str, key: str | None) -> bool:
+        """Whether a submission adds nothing to the queue: its key is known, or its answer."""
+        if key is not None and self._of_key(user, key) is not None:
+            return True
+        with self._engine.connect() as database:
+            return database.execute(_KNOWN, {"digest": _digest(kind, request)}).first() is not None
 
     def _known(self, database: Connection, digest: str) -> dict[str, Any]:
         """The fields of an answer that is known, and complete."""
@@ -240,6 +247,8 @@ class Store:
             name, told = State.FEASIBLE if kept else State.FAILED, {"stopped_by": StoppedBy.USER}
             why = "stopped after its worker was lost" if kept else "stopped before it was begun"
             values |= told | {"state": name, "finished": self.clock(), "reason": why}
+            if not kept:
+                values["answer"] = None  # of an earlier attempt
         database.execute(update(JOBS).where(JOBS.c.id == job).values(values))
         tell(database, self.clock(), job, name, told)
 
@@ -263,6 +272,7 @@ class Store:
             ).rowcount  # fmt: skip
             if not changed:
                 raise ConflictError("only a job that has failed or was stopped is tried again")
+            database.execute(delete(DELIVERIES).where(DELIVERIES.c.job == job))  # of an end undone
             tell(database, self.clock(), job, State.QUEUED)
         found = self.get(job)
         assert found is not None
@@ -314,6 +324,10 @@ class Store:
         asked = select(JOBS.c.state, func.count()).group_by(JOBS.c.state)
         with self._engine.connect() as database:
             return {State(state): count for state, count in database.execute(asked)}
+
+
+def _digest(kind: str, request: str) -> str:
+    return hashlib.sha256(f"{kind} {request}".encode()).hexdigest()
 
 
 @contextmanager

@@ -4,10 +4,10 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Row, delete, func, insert, select
+from sqlalchemy import Connection, Row, delete, func, insert, select
 
 from stagewright.service.jobs.rows import writing
-from stagewright.service.jobs.store import Store
+from stagewright.service.jobs.store import ConflictError, Store
 from stagewright.service.jobs.tables import UPLOADS
 
 
@@ -30,8 +30,14 @@ class Uploads:
     def __init__(self, store: Store) -> None:
         self._engine, self._clock = store.engine, store.clock
 
-    def add(self, user: str, kind: str, name: str, document: str) -> tuple[Upload, bool]:
-        """Keep a canonical text; one that the user has already is that one, and not new."""
+    def add(self, user: str, kind: str, name: str, document: str, most: int) -> tuple[Upload, bool]:
+        """Keep a canonical text; one that the user has already is that one, and not new.
+
+        Raises
+        ------
+        ConflictError
+            If it is new, and the user has ``most`` documents.
+        """
         made = {
             "id": hashlib.sha256(document.encode()).hexdigest(), "user": user, "kind": kind,
             "name": name, "document": document, "created": self._clock(),
@@ -40,6 +46,7 @@ class Uploads:
             mine = (UPLOADS.c.user == user, UPLOADS.c.id == made["id"])
             row = database.execute(select(*_FIELDS).where(*mine)).one_or_none()
             if row is None:
+                _require_shelf(database, user, most)
                 database.execute(insert(UPLOADS).values(made))
                 row = database.execute(select(*_FIELDS).where(*mine)).one()
                 return _upload(row), True
@@ -70,17 +77,17 @@ class Uploads:
             rows = database.execute(asked.order_by(*(one.desc() for one in order)))
             return [_upload(row) for row in rows]
 
-    def count(self, user: str) -> int:
-        """How many documents a user has."""
-        asked = select(func.count()).where(UPLOADS.c.user == user)
-        with self._engine.connect() as database:
-            return database.execute(asked).scalar_one()
-
     def discard(self, user: str, upload: str) -> bool:
         """Delete a user's document; whether there was one. Jobs that were made of it stay."""
         with writing(self._engine) as database:
             found = delete(UPLOADS).where(UPLOADS.c.user == user, UPLOADS.c.id == upload)
             return bool(database.execute(found).rowcount)
+
+
+def _require_shelf(database: Connection, user: str, most: int) -> None:
+    asked = select(func.count()).where(UPLOADS.c.user == user)
+    if (kept := database.execute(asked).scalar_one()) >= most:
+        raise ConflictError(f"you have {kept} uploads, and may have no more: delete some")
 
 
 def _upload(row: Row[Any]) -> Upload:

@@ -24,6 +24,7 @@ from stagewright.service.http.rates import Rate
 from stagewright.service.http.tokens import Scope, Tokens
 from stagewright.service.jobs.kinds import KINDS, parse_request
 from stagewright.service.jobs.queue import Queue
+from stagewright.service.jobs.records import Outcome, State
 from stagewright.service.jobs.store import Store
 from stagewright.service.planning import plan as plan_now
 from stagewright.service.workers.solving import outcome_of
@@ -464,3 +465,54 @@ def test_a_user_has_so_many_jobs_in_the_queue(
         assert answer.headers["retry-after"] == "10"
         other = client.post("/v1/jobshop", content=TWO_JOBS, headers=tokens["bob"])
         assert other.status_code == 202
+
+
+def test_a_full_queue_takes_what_does_not_wait_in_it(
+    store: Store, tokens: dict[str, dict[str, str]]
+) -> None:
+    ann, known = tokens["ann"], Outcome(State.OPTIMAL, answer="{}")
+    with TestClient(create_app(Service(store, RequestLimits(queued=1)))) as client:
+
+        def submit(path: str, content: str, key: str) -> Any:
+            headers = ann | {"Idempotency-Key": key}
+            return client.post(f"/v1/{path}", content=content, headers=headers)
+
+        first = submit("jobshop", TWO_JOBS, "first").json()["id"]
+        Queue(store).claim("w", 60.0)
+        Queue(store).finish(first, "w", known)
+        stopped = submit("plan", plan_request(), "stopped").json()["id"]
+        client.delete(f"/v1/jobs/{stopped}", headers=ann)
+        waiting = submit("plan", plan_request(seed=1), "waiting").json()["id"]
+        again = submit("plan", plan_request(seed=1), "waiting")
+        assert (again.status_code, again.json()["id"]) == (200, waiting)
+        assert "another request" in told(submit("plan", plan_request(seed=2), "waiting"), 409)
+        cached = submit("jobshop", TWO_JOBS, "cached")
+        assert (cached.status_code, cached.json()["cached_from"]) == (200, first)
+        retried = client.post(f"/v1/jobs/{stopped}/retry", headers=ann)
+        assert "1 jobs in the queue" in told(retried, 429)
+        assert client.get("/v1/jobs?limit=4", headers=ann).json()["next"] is None
+
+
+def test_a_job_that_is_tried_again_has_no_answer_until_it_ends(
+    client: TestClient, store: Store
+) -> None:
+    queue = Queue(store)
+    job = client.post("/v1/jobshop", content=TWO_JOBS).json()["id"]
+    queue.claim("w", 60.0)
+    first = Outcome(State.FEASIBLE, answer="{}", document="first", cost=3.0, bound=1.0)
+    queue.finish(job, "w", first)
+    client.post(f"/v1/jobs/{job}/retry")
+    assert "no answer yet" in told(client.get(f"/v1/jobs/{job}/answer"), 409)
+    assert client.get(f"/v1/jobs/{job}/figures").status_code == 404
+    queue.claim("v", 60.0)
+    queue.finish(job, "v", Outcome(State.FEASIBLE, answer='{"worse":1}', cost=4.0, bound=1.0))
+    assert client.get(f"/v1/jobs/{job}/answer").json() == {}  # as its plan is the first one
+    client.post(f"/v1/jobs/{job}/retry")
+    queue.claim("u", 60.0)
+    queue.improve(job, "u", 2.0, 1.0, "second")
+    queue.finish(job, "u", Outcome(State.FEASIBLE, reason="lost"))
+    assert client.get(f"/v1/jobs/{job}").json()["cost"] == 2.0
+    assert "no answer" in told(client.get(f"/v1/jobs/{job}/answer"), 404)  # not that of cost 3
+    client.post(f"/v1/jobs/{job}/retry")
+    assert client.post(f"/v1/jobs/{job}/abort").json()["state"] == "failed"
+    assert "no answer" in told(client.get(f"/v1/jobs/{job}/answer"), 404)

@@ -173,6 +173,10 @@ def test_a_user_has_so_many_uploads(client: TestClient, ann: Headers, bob: Heade
         kept(client, "model", text, ann)
     assert "3 uploads" in told(client.post("/v1/uploads/model", content=MODEL, headers=ann), 409)
     kept(client, "model", MODEL, bob)
+    again = client.post("/v1/uploads/model", content=text, headers=ann)
+    assert again.status_code == 200  # it is kept already
+    whole = client.get("/v1/uploads?limit=3", headers=ann).json()
+    assert (len(whole["uploads"]), whole["next"]) == (3, None)
 
 
 # --- Measured traces ------------------------------------------------------------------------------

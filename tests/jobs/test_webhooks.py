@@ -182,6 +182,27 @@ def test_a_receiver_that_does_not_answer_is_left(
     assert deliver_all(store, origin) == [False]  # nobody listens
 
 
+def test_a_job_that_is_queued_again_is_told_of_when_it_ends_again(
+    store: Store, clock: Clock
+) -> None:
+    with receiving() as (origin, received):
+        job = ended(store, origin)
+        store.retry(job)
+        assert deliver_all(store, origin) == []
+        clock.now += 5.5
+        store.ask(job, Asked.STOP)
+        claimed = Deliveries(store).claim()
+        store.retry(job)  # while a server is about to tell
+        assert claimed is not None
+        assert not Deliverer(store, Webhooks((origin,), SECRET)).deliver(claimed)
+        store.ask(job, Asked.STOP)
+        clock.now += 7.0
+        assert deliver_all(store, origin) == [True]
+    told = json.loads(received[0][1])
+    assert told["data"]["state"] == "failed"
+    assert told["timestamp"] == int(told["data"]["finished"])
+
+
 @pytest.mark.parametrize(
     "address",
     [

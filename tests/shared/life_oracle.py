@@ -1,0 +1,183 @@
+"""The planning service as its documentation tells of it: dictionaries, no database, no HTTP."""
+
+from dataclasses import dataclass, field
+
+LEASE = 15.0  # seconds of silence after which a job is queued again
+MOST_LOSSES = 2  # how often it is queued again
+PAUSES = (30.0, 120.0, 480.0, 1920.0, 7680.0, 30720.0)  # seconds between deliveries
+ENDED = ("optimal", "feasible", "infeasible", "failed")
+
+
+@dataclass
+class KnownJob:
+    """A job, with the names that ``GET /v1/jobs/ID`` gives to what it tells."""
+
+    id: str
+    user: str
+    kind: str
+    body: str
+    created: float
+    priority: int = 0
+    webhook: bool = False
+    state: str = "queued"
+    stopped_by: str | None = None
+    cost: float | None = None
+    bound: float | None = None
+    document: str | None = None
+    answer: str | None = None
+    cached: bool = False
+    started: float | None = None
+    finished: float | None = None
+    worker: str | None = None
+    heard: float = 0.0
+    asked: str | None = None
+    losses: int = 0
+    names: list[str] = field(default_factory=lambda: ["queued"])
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in ENDED
+
+    @property
+    def is_complete(self) -> bool:
+        return self.state in ("optimal", "infeasible") and self.stopped_by is None
+
+
+@dataclass
+class KnownDelivery:
+    """A webhook that is due at a time, and has failed so often."""
+
+    job: str
+    user: str
+    due: float
+    failures: int = 0
+    id: str | None = None
+
+
+class Oracle:
+    """Jobs by id, in the order of their submission."""
+
+    def __init__(self, most_queued: int) -> None:
+        self.most_queued = most_queued
+        self.jobs: dict[str, KnownJob] = {}
+        self.keys: dict[tuple[str, str], str] = {}
+        self.deliveries: list[KnownDelivery] = []
+
+    # --- What users ask ---
+
+    def mine(self, user: str) -> list[KnownJob]:
+        """The newest first."""
+        return [one for one in reversed(self.jobs.values()) if one.user == user]
+
+    def complete(self, kind: str, body: str) -> list[KnownJob]:
+        """Jobs whose answer a request has at once."""
+        return [
+            one for one in self.jobs.values()
+            if one.is_complete and (one.kind, one.body) == (kind, body)
+        ]  # fmt: skip
+
+    def queue_is_full(self, user: str) -> bool:
+        queued = [one for one in self.jobs.values() if (one.user, one.state) == (user, "queued")]
+        return len(queued) >= self.most_queued
+
+    def add(self, job: KnownJob, source: KnownJob | None, key: str | None) -> None:
+        self.jobs[job.id] = job
+        if key is not None:
+            self.keys[job.user, key] = job.id
+        if source is not None:
+            job.names = []
+            job.cached, job.cost, job.bound = True, source.cost, source.bound
+            job.document, job.answer = source.document, source.answer
+            self.end(job, source.state, None, job.created)
+
+    def change(self, job: KnownJob, verb: str, now: float) -> int:
+        """Stop, abort, retry or discard a job; the status of the answer."""
+        if verb == "retry":
+            if self.queue_is_full(job.user):
+                return 429
+            if job.state not in ("failed", "feasible"):
+                return 409
+            self.retry(job)
+        elif verb == "discard":
+            if not job.has_ended:
+                return 409
+            self.discard(job)
+            return 204
+        elif job.has_ended:
+            return 409
+        else:
+            self.ask(job, verb, now)
+        return 200
+
+    def ask(self, job: KnownJob, verb: str, now: float) -> None:
+        """Stop or abort what has not ended."""
+        if job.state == "solving":
+            job.names.append("asked")
+            job.asked = "abort" if "abort" in (verb, job.asked) else "stop"
+        else:
+            self.end_with_best(job, verb, "user", now)
+
+    def retry(self, job: KnownJob) -> None:
+        job.state, job.stopped_by, job.asked, job.losses = "queued", None, None, 0
+        job.finished = job.started = None
+        job.names.append("queued")
+        self.deliveries = [one for one in self.deliveries if one.job != job.id]
+
+    def discard(self, job: KnownJob) -> None:
+        del self.jobs[job.id]
+        self.keys = {key: one for key, one in self.keys.items() if one != job.id}
+        self.deliveries = [one for one in self.deliveries if one.job != job.id]
+
+    # --- What workers do ---
+
+    def next(self) -> KnownJob | None:
+        """Of the highest priority, then of the user with the fewest running, then the oldest."""
+        running = [one.user for one in self.jobs.values() if one.state == "solving"]
+        queued = [one for one in self.jobs.values() if one.state == "queued"]
+        return min(queued, key=lambda one: (-one.priority, running.count(one.user)), default=None)
+
+    def claim(self, job: KnownJob, worker: str, now: float) -> None:
+        job.state, job.worker, job.heard, job.asked = "solving", worker, now, None
+        job.started = now
+        job.names.append("solving")
+
+    def improve(self, job: KnownJob, cost: float, bound: float, document: str) -> None:
+        """A plan that a worker has found, and a bound of all plans."""
+        if job.cost is None or cost < job.cost:
+            job.cost, job.document, job.answer = cost, document, None
+        job.bound = bound if job.bound is None else max(bound, job.bound)
+
+    def answer(self, job: KnownJob, cost: float, bound: float, document: str, answer: str) -> None:
+        """The last plan of a search, with its bound; an earlier one that is better stays."""
+        if job.cost is None or cost <= job.cost:
+            job.cost, job.bound, job.document, job.answer = cost, bound, document, answer
+
+    def expire(self, now: float) -> list[KnownJob]:
+        lost = [
+            one for one in self.jobs.values()
+            if one.state == "solving" and now > one.heard + LEASE
+        ]  # fmt: skip
+        for job in lost:
+            job.losses += 1
+            if job.asked is not None:
+                self.end_with_best(job, job.asked, "user", now)
+            elif job.losses > MOST_LOSSES:
+                self.end_with_best(job, "stop", "lost", now)
+            else:
+                job.state, job.worker = "queued", None
+                job.names.append("queued")
+        return lost
+
+    # --- Ends ---
+
+    def end_with_best(self, job: KnownJob, verb: str, by: str, now: float) -> None:
+        has_answer = verb != "abort" and job.document is not None
+        self.end(job, "feasible" if has_answer else "failed", by, now)
+
+    def end(self, job: KnownJob, state: str, by: str | None, now: float) -> None:
+        job.state, job.stopped_by, job.finished, job.worker = state, by, now, None
+        job.names.append(state)
+        if state == "failed":
+            job.answer = None
+        if job.webhook:
+            self.deliveries.append(KnownDelivery(job.id, job.user, now))
