@@ -19,7 +19,7 @@ pytest.importorskip("httpx", reason="httpx is not installed")
 from browser import Browser, browsing
 from fastapi.testclient import TestClient
 from pages import CHROMIUM
-from planning_jobs import TWO_JOBS, traced
+from planning_jobs import TWO_JOBS, plan_request, traced
 from profiles import slow_after
 
 from stagewright.executor.export import FORMATS
@@ -31,6 +31,7 @@ from stagewright.service.http.guard import Service
 from stagewright.service.http.pages import MEDIA_TYPES
 from stagewright.service.http.tokens import Scope, Tokens
 from stagewright.service.jobs.kinds import KINDS, parse_request
+from stagewright.service.jobs.queue import Queue
 from stagewright.service.jobs.records import Asked
 from stagewright.service.jobs.store import Store
 from stagewright.solvers.planning import PLANNERS
@@ -388,6 +389,23 @@ def test_older_jobs_are_on_further_pages(tmp_path: Path) -> None:
           states.value = 'failed'; states.dispatchEvent(new Event('change'))""")
         browser.await_that(f"{links}.length === 1")
         assert browser.errors == []
+
+
+@in_a_browser
+@pytest.mark.slow
+def test_a_first_plan_of_which_nothing_is_heard_is_explained(tmp_path: Path) -> None:
+    store = Store(f"sqlite:///{tmp_path / 'jobs.sqlite'}")
+    job, _ = store.submit("local", "plan", plan_request())
+    queue, warm = Queue(store), "[...document.querySelectorAll('p.told')].find((one) => "
+    warm += "one.textContent.includes('compiles its kernels'))"
+    queue.claim("w", 600.0)
+    with serving(tmp_path, workers=0) as url, browsing(tmp_path) as browser:
+        browser.open(f"{url}/#/jobs/{job.id}", 768)
+        browser.await_that(f"{warm} && !{warm}.hidden")
+        queue.improve(job.id, "w", None, 0.5)
+        browser.await_that(f"{warm}.hidden")
+        assert browser.errors == []
+    store.close()
 
 
 @in_a_browser

@@ -11,6 +11,8 @@ const AGAIN = new Set(["feasible", "failed"]);
 const FORMATS = ["torch-csv", "torchtitan", "nemo", "megatron", "deepspeed", "torchrun", "slurm", "kubernetes"];
 const LAUNCHERS = new Set(["torchrun", "slurm", "kubernetes"]);
 
+const SILENT_SECONDS = 15;  // after which a search has told of something, once its kernels are compiled
+
 // Costs and bounds over the time of the search, from its events.
 class Curve {
   constructor(root) {
@@ -73,11 +75,13 @@ class JobPage {
     this.gap = section("Cost and bound", chart, this.note);
     this.gap.classList.add("gap");
     this.gap.hidden = true;
+    this.warm = make("p", {class: "told", hidden: true},
+      "The first plan on a machine compiles its kernels, which takes minutes and does not count towards the time limit.");
     this.better = make("button", {type: "button", hidden: true, click: () => this.act(() => this.plan())},
       "Show the better plan");
     this.buttons = make("div", {class: "buttons", role: "group", "aria-label": "What to do with the job"});
     this.shown = make("div");
-    this.root.replaceChildren(this.title, this.life, this.facts, this.buttons, this.gap,
+    this.root.replaceChildren(this.title, this.life, this.facts, this.warm, this.buttons, this.gap,
       make("p", {}, this.better), this.shown);
     this.makeButtons();
   }
@@ -124,11 +128,17 @@ class JobPage {
 
   hasEnded() { return this.job !== undefined && ENDED.has(this.job.state); }
 
+  count() {
+    const {kind, state: is, started, bound} = this.job;
+    this.facts.replaceChildren(...factsOf(this.job));
+    this.warm.hidden = kind !== "plan" || is !== "solving" || bound !== null || now() - started < SILENT_SECONDS;
+  }
+
   tell(job) {
     this.job = job;
     const ended = ENDED.has(job.state), more = how(job);
     this.life.replaceChildren(state(job), ` ${job.kind} of ${job.user}${more && ` · ${more}`}`);
-    this.facts.replaceChildren(...factsOf(job));
+    this.count();
     this.facts.hidden = ended && (job.has_document || job.cost === null || job.kind !== "plan");
     if (this.drawn === null) this.title.textContent = job.title || `${job.kind} ${this.id.slice(0, 8)}`;
     this.stop.hidden = this.abort.hidden = ended;
@@ -188,7 +198,7 @@ class JobPage {
 
   tick() {
     if (this.job === undefined || this.hasEnded()) return;
-    this.facts.replaceChildren(...factsOf(this.job));
+    this.count();
     if (this.job.state === "solving" && this.curve.began !== null) this.drawCurve(now() - this.curve.began);
   }
 
