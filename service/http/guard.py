@@ -60,7 +60,9 @@ def _allowed(scope: Scope) -> Callable[..., Caller]:
             service.take(f"address {request.client and request.client.host}")
             raise HTTPException(
                 401,
-                "a token is needed: Authorization: Bearer TOKEN",
+                "a token is needed: Authorization: Bearer TOKEN"
+                if given is None
+                else "this token is unknown, or was revoked",
                 {"WWW-Authenticate": "Bearer"},
             )
         service.take(f"user {found.user}")

@@ -160,7 +160,7 @@ def test_a_dead_server_and_a_wrong_token(
     with served(tmp_path) as (url, _):
         monkeypatch.setenv("STAGEWRIGHT_TOKEN", "wrong")
         line = refused("jobshop", "ft06.txt", "--server", url)
-        assert "a token is needed" in line
+        assert "this token is unknown" in line
         assert line.endswith("a token is read from STAGEWRIGHT_TOKEN")
         monkeypatch.setenv("STAGEWRIGHT_TOKEN", token)
         assert "makespan 55 (optimal)" in answered("jobshop", "ft06.txt", "--server", url)
