@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from stagewright.service.workers.processes import Start
 
+LEAST_MEMORY = 100e6  # bytes; a process that only starts takes more
+
 StoreUrl = Annotated[
     str,
     typer.Option(
@@ -39,11 +41,15 @@ StoreUrl = Annotated[
 def serve(
     store: StoreUrl = "stagewright-jobs.sqlite",
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen at; 0: a free one.")] = 8754,
+    port: Annotated[
+        int, typer.Option(help="Port to listen at; 0: a free one.", min=0, max=65535)
+    ] = 8754,
     workers: Annotated[
         int,
         typer.Option(
-            help="Jobs that are solved at a time; 0: other servers' workers do.", metavar="N"
+            help="Jobs that are solved at a time; 0: other servers' workers do.",
+            metavar="N",
+            min=0,
         ),
     ] = 1,
     memory_limit: Annotated[
@@ -82,6 +88,8 @@ def serve(
     from stagewright.graphs.documents.units import is_finite, parse_bytes
 
     limit = parse_bytes(memory_limit)
+    if limit < LEAST_MEMORY:
+        raise InputError(f"--memory-limit must be at least 100MB, got {memory_limit}")
     for name, given, unit in (
         ("rate", rate, "requests a second"),
         ("keep-days", keep_days, "days"),
