@@ -19,6 +19,7 @@ from packaging.version import Version
 CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
 PACKAGE = "stagewright[dev,executor,cluster,service,vision]"
 PER_MACHINE = ("torch", "torchvision")  # built per accelerator, with dependencies of their own
+UNPINNED = ("stagewright", "pip")  # pip comes with Python
 SECONDS = 120  # for all advisories
 
 
@@ -36,7 +37,7 @@ def unpinned(requirement: str, pins: dict[str, str]) -> Iterator[str]:
             yield f"{one.name} is not installed"
             continue
         name = canonicalize_name(one.name)
-        if name != "stagewright":
+        if name not in UNPINNED:
             yield from _differs(name, found.version, pins)
         if name not in PER_MACHINE:
             waiting += _dependencies(found, one.extras)

@@ -33,6 +33,7 @@ def test_what_is_not_installed_as_pinned_is_named(audit: ModuleType) -> None:
     assert list(audit.unpinned("jinja2", {
         "jinja2": version("jinja2"), "markupsafe": version("markupsafe"),
     })) == []  # fmt: skip
+    assert list(audit.unpinned("pip", {})) == []  # it comes with Python
     assert list(audit.unpinned("no-such-package", {})) == ["no-such-package is not installed"]
 
 
