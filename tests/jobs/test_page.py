@@ -209,6 +209,31 @@ def test_a_problem_is_said_at_its_place(site: Site) -> None:
     browser.errors.clear()
 
 
+@in_a_browser
+def test_an_export_asks_for_what_its_format_needs(site: Site) -> None:
+    browser = site.browser
+    go(browser, f"jobs/{site.jobs[0]}", DRAWN)
+    browser.run("""(() => {
+      const plain = window.fetch;
+      window.fetch = async (...asked) => {
+        const found = await plain(...asked);
+        if (String(asked[0]).includes('/export/')) window.exported = found.status;
+        return found;
+      };
+      const place = document.querySelector('.export'), format = place.querySelector('select');
+      format.value = 'kubernetes';
+      format.dispatchEvent(new Event('change'));
+      const [command, image] = [...place.querySelectorAll('input')].filter((one) => !one.hidden);
+      command.value = 'python train.py';
+      image.value = 'train:1';
+      place.querySelector('button').click();
+    })()""")
+    browser.await_that("window.exported")
+    assert browser.run("window.exported") == 200
+    assert browser.run("document.querySelector('#problem').textContent") == ""
+    assert browser.errors == []
+
+
 BROUGHT = "document.querySelectorAll('form.request [aria-invalid]').length === {}"
 OTHERS = ["jobshop", *(kind for kind in KINDS if kind not in ("plan", "jobshop"))]
 

@@ -91,18 +91,21 @@ class JobPage {
     const send = (path, method) => async () => { this.tell(await read(`jobs/${this.id}${path}`, {method})); };
     const format = make("select", {"aria-label": "Framework of the export", change: () => {
       command.hidden = !LAUNCHERS.has(format.value);
+      image.hidden = format.value !== "kubernetes";
     }}, ...FORMATS.map((one) => make("option", {}, one)));
     const command = make("input", {hidden: true, "aria-label": "Command of every process",
       placeholder: "command of every process", size: 24});
-    const query = () => command.hidden || !command.value ? "" : `?${new URLSearchParams({command: command.value})}`;
+    const image = make("input", {hidden: true, "aria-label": "Image of the container", placeholder: "image of the container", size: 24});
+    const query = () => new URLSearchParams(
+      Object.entries({command, image}).filter(([, one]) => !one.hidden && one.value).map(([name, one]) => [name, one.value]));
     button("stop", "Stop, keep the best", send("", "DELETE"));
     button("abort", "Abort", send("/abort", "POST"));
     button("retry", "Try again", async () => { await send("/retry", "POST")(); this.watch(); });
     button("discard", "Discard", () => this.discardTwice());
     button("answer", "Download answer", () => download(`jobs/${this.id}/answer`));
     button("file", "Download plan", () => download(`jobs/${this.id}/plan`));
-    button("export", "Export", () => download(`jobs/${this.id}/export/${format.value}${query()}`));
-    this.exporting = make("span", {class: "export"}, format, command, this.export);
+    button("export", "Export", () => download(`jobs/${this.id}/export/${format.value}?${query()}`));
+    this.exporting = make("span", {class: "export"}, format, command, image, this.export);
     this.buttons.append(this.stop, this.abort, this.retry, this.file, this.answer, this.exporting, this.discard);
   }
 
