@@ -34,6 +34,7 @@ from stagewright.executor.simulation.sentences import (
 )
 from stagewright.formulations.checking.certificates import headlines
 from stagewright.formulations.plans.plan import PipelinePlan
+from stagewright.formulations.plans.plan_class import class_of
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.units import counted, format_bytes, format_seconds
 from stagewright.graphs.machines.cluster import Cluster
@@ -193,7 +194,10 @@ def _in_flight(plan: PipelinePlan, flights: Sequence[Curve]) -> Chart:
 
 
 def _bounds(plan: PipelinePlan) -> list[dict[str, Any]]:
-    """The cost and every computed lower bound; ``percent`` is relative to the cost."""
+    """The cost and every computed lower bound; ``percent`` is relative to the cost.
+
+    Last are bounds for plans that this one is not among, which may be above its cost.
+    """
     if plan.certificate is None:
         return []
     cost = plan.certificate.cost_seconds
@@ -201,10 +205,14 @@ def _bounds(plan: PipelinePlan) -> list[dict[str, Any]]:
         (bound.proved_by, bound.scope, bound.plans): bound.seconds
         for bound in sorted(plan.certificate.bounds, key=lambda bound: bound.seconds)
     }
-    rows = [("this plan", "", "cost", cost)]
+    own = class_of(plan)
+    rows, others = [("this plan", "", "cost", cost)], []
     for (who, scope, plans), seconds in reversed(largest.items()):
         of = (str(plans) if scope == "problem" else plans.schedule_phrase()) + plan.of_sizes
-        rows.append((who, of, scope, seconds))
+        if plans.contains(own):
+            rows.append((who, of, scope, seconds))
+        else:
+            others.append((who, of, "outside", seconds))
     return [
         {
             "proved_by": who,
@@ -213,7 +221,7 @@ def _bounds(plan: PipelinePlan) -> list[dict[str, Any]]:
             "text": format_seconds(seconds),
             "percent": f"{100 * min(1.0, seconds / (cost or 1.0)):.2f}",
         }
-        for who, of, scope, seconds in rows
+        for who, of, scope, seconds in rows + others
     ]
 
 

@@ -30,7 +30,7 @@ from stagewright.executor.drawing.lanes import TICKS
 from stagewright.executor.drawing.memory_bars import KINDS
 from stagewright.executor.drawing.memory_curve import Curve, curve_page
 from stagewright.executor.drawing.operators import page as operators_page
-from stagewright.executor.drawing.page import page
+from stagewright.executor.drawing.page import page, page_object
 from stagewright.executor.drawing.schedules import panel, schedules_page
 from stagewright.executor.drawing.timeline import fold, timeline
 from stagewright.executor.drawing.topology import topology, topology_rows
@@ -41,10 +41,11 @@ from stagewright.formulations.operators.plan import OperatorPlan
 from stagewright.formulations.plans.actions import ON_DEVICE, ActionKind, parse_action
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Guarantee, PipelinePlan, Stage
+from stagewright.formulations.plans.plan_class import PlanClass, class_of
 from stagewright.formulations.schedules.one_f_one_b import one_f_one_b
 from stagewright.formulations.schedules.timing import StageTimes, timed
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.documents.units import format_bytes
+from stagewright.graphs.documents.units import format_bytes, format_seconds
 from stagewright.graphs.machines.cluster import Cluster, Link, ServerLinks, uniform_servers
 from stagewright.graphs.models.step_graph import Node, Output, StepGraph
 from stagewright.solvers.operators.planning import plan_operators
@@ -365,3 +366,18 @@ def test_colours_stand_out_from_the_page(colours: dict[ActionKind, str], page_co
     for kind, one in colours.items():
         light, dark = sorted((XYZ[1] @ linear(one), behind), reverse=True)
         assert (light + 0.05) / (dark + 0.05) > 1.75, kind
+
+
+def test_bounds_of_plans_that_this_one_is_not_among_come_last(plan: PipelinePlan) -> None:
+    assert plan.certificate is not None
+    cost, one = plan.certificate.cost_seconds, plan.certificate.bounds[0]
+    smaller = replace(class_of(plan), replication=())
+    above = replace(one, seconds=2 * cost, plans=smaller, scope="problem")
+    of_all = replace(one, seconds=cost / 2, plans=PlanClass(), scope="problem")
+    certificate = replace(plan.certificate, bounds=(above, of_all))
+    shown = page_object(replace(plan, certificate=certificate))["bounds"]
+    assert [(it["kind"], it["text"]) for it in shown] == [
+        ("cost", format_seconds(cost)),
+        ("problem", format_seconds(cost / 2)),
+        ("outside", format_seconds(2 * cost)),
+    ]

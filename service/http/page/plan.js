@@ -36,9 +36,11 @@ function bounds(told) {
     return make("tr", {}, make("td", {class: "text"}, one.proved_by), make("td", {class: "bar"}, bar),
       make("td", {class: "number"}, one.text), make("td", {class: "text of"}, one.plans));
   });
+  const others = told.bounds.some((one) => one.kind === "outside")
+    ? ["; last, of ", make("b", {class: "outside"}, "plans that this one is not among")] : [];
   return section("Cost and lower bounds",
     make("p", {class: "sub"}, "of ", make("b", {class: "problem"}, "plans of the problem"), ", and of ",
-      make("b", {class: "schedule"}, "schedules of these stages")),
+      make("b", {class: "schedule"}, "schedules of these stages"), ...others),
     make("table", {class: "bounds"}, make("tbody", {}, ...rows)));
 }
 
