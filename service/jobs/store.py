@@ -235,11 +235,11 @@ class Store:
         return found
 
     def _ask(self, database: Connection, job: str, what: Asked) -> None:
-        asked = select(JOBS.c.state, JOBS.c.document).where(JOBS.c.id == job)
+        asked = select(JOBS.c.state, JOBS.c.document, JOBS.c.asked).where(JOBS.c.id == job)
         row = database.execute(asked.with_for_update()).one_or_none()
         if row is None or row.state in ENDED:
             raise ConflictError("the job has ended")
-        values: dict[str, Any] = {"asked": what}
+        values: dict[str, Any] = {"asked": row.asked if row.asked == Asked.ABORT else what}
         name, told = "asked", dict(values)
         if row.state == State.QUEUED:
             # A worker that was lost may have found a plan.

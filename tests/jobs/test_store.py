@@ -195,6 +195,17 @@ def test_jobs_are_stopped_wherever_they_are(store: Store, queue: Queue, clock: C
         store.ask("nothing", Asked.ABORT)
 
 
+def test_a_stop_takes_no_abort_back(store: Store, queue: Queue) -> None:
+    job, _ = store.submit("ann", "plan", "{}")
+    queue.claim("w", LEASE)
+    for asked in (Asked.STOP, Asked.ABORT, Asked.STOP):
+        store.ask(job.id, asked)
+    assert queue.renew(job.id, "w", LEASE) is Asked.ABORT
+    assert [json.loads(one.data) for one in store.events(job.id)][2:] == [
+        {"asked": "stop"}, {"asked": "abort"}, {"asked": "abort"},
+    ]  # fmt: skip
+
+
 def test_only_what_has_ended_is_discarded(store: Store, queue: Queue) -> None:
     job, _ = store.submit("ann", "plan", "{}")
     with pytest.raises(ConflictError, match="stop it first"):
