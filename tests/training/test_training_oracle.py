@@ -487,6 +487,7 @@ def tensors(_: dist.ProcessGroup, rank: int) -> dict[str, Tensor]:
 
 def one_fails(group: dist.ProcessGroup, rank: int) -> None:
     """The others wait for what never comes, with a send that nobody takes."""
+    dist.barrier(group)  # all are connected
     if rank == 0:
         dist.isend(torch.ones(1), 1, group=group)
         raise LookupError("no such thing")
