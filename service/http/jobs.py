@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from functools import partial
 from typing import Annotated
 
 from anyio import CapacityLimiter
@@ -86,7 +87,7 @@ def abort_job(job: Changeable, service: Serving) -> JobView:
 @router.post("/{job}/retry", responses=refused(409))
 def retry_job(job: Changeable, service: Serving) -> JobView:
     """Queue a job again that is failed or feasible."""
-    service.limits.require_room(service.store.queued(job.user))
+    service.limits.require_room(partial(service.store.queued, job.user))
     return view(service.store.retry(job.id))
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,11 +80,11 @@ class RequestLimits:
         if depth > self.depth:
             raise InputError(f"the body has {depth} brackets inside each other, over {self.depth}")
 
-    def require_room(self, queued: int) -> None:
-        """Refuse another job of a user who has so many that wait."""
-        if self.queued is not None and queued >= self.queued:
+    def require_room(self, queued: Callable[[], int]) -> None:
+        """Refuse another job of a user who has so many that wait, asked only where it matters."""
+        if self.queued is not None and (waiting := queued()) >= self.queued:
             raise TooManyError(
-                f"you have {queued} jobs in the queue, and may have {self.queued}: wait, or stop "
+                f"you have {waiting} jobs in the queue, and may have {self.queued}: wait, or stop "
                 "some",
                 WAIT_SECONDS,
             )

@@ -1,6 +1,7 @@
 """Routes that submit and validate requests, one for each kind of job."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Header, HTTPException, Query, Request, Response
@@ -114,7 +115,7 @@ def _submitted(
         _webhooks(service).require_allowed(wishes.webhook)
     text, store = canonical(whole), service.store
     try:
-        service.limits.require_room(store.queued(caller.user))
+        service.limits.require_room(partial(store.queued, caller.user))
     except TooManyError:
         if not store.knows(caller.user, kind, text, wishes.key):
             raise

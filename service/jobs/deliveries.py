@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from sqlalchemy import delete, select, update
 
-from stagewright.service.jobs.rows import WAITING, writing
+from stagewright.service.jobs.rows import WAITING
 from stagewright.service.jobs.store import Store
 from stagewright.service.jobs.tables import DELIVERIES, JOBS
 
@@ -26,7 +26,7 @@ class Deliveries:
     """The deliveries of a store."""
 
     def __init__(self, store: Store) -> None:
-        self._engine, self._clock = store.engine, store.clock
+        self._store, self._engine, self._clock = store, store.engine, store.clock
 
     def claim(self) -> Delivery | None:
         """The next delivery that is due; unless it is `done` it is due again after a pause."""
@@ -41,7 +41,7 @@ class Deliveries:
         with self._engine.connect() as database:  # without a lock, as this is asked all the time
             if database.execute(asked).first() is None:
                 return None
-        with writing(self._engine) as database:
+        with self._store.writing() as database:
             locked = asked.with_for_update(skip_locked=True, of=DELIVERIES)
             row = database.execute(locked).one_or_none()
             if row is None:
@@ -60,5 +60,5 @@ class Deliveries:
 
     def done(self, delivery: Delivery) -> None:
         """The delivery has arrived."""
-        with writing(self._engine) as database:
+        with self._store.writing() as database:
             database.execute(delete(DELIVERIES).where(DELIVERIES.c.number == delivery.number))

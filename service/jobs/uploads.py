@@ -6,7 +6,6 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, delete, func, insert, select
 
-from stagewright.service.jobs.rows import writing
 from stagewright.service.jobs.store import ConflictError, Store
 from stagewright.service.jobs.tables import UPLOADS
 
@@ -28,7 +27,7 @@ class Uploads:
     """The uploaded documents of a store; every user sees their own."""
 
     def __init__(self, store: Store) -> None:
-        self._engine, self._clock = store.engine, store.clock
+        self._store, self._engine, self._clock = store, store.engine, store.clock
 
     def add(self, user: str, kind: str, name: str, document: str, most: int) -> tuple[Upload, bool]:
         """Keep a canonical text; one that the user has already is that one, and not new.
@@ -42,7 +41,7 @@ class Uploads:
             "id": hashlib.sha256(document.encode()).hexdigest(), "user": user, "kind": kind,
             "name": name, "document": document, "created": self._clock(),
         }  # fmt: skip
-        with writing(self._engine) as database:
+        with self._store.writing() as database:
             mine = (UPLOADS.c.user == user, UPLOADS.c.id == made["id"])
             row = database.execute(select(*_FIELDS).where(*mine)).one_or_none()
             if row is None:
@@ -79,7 +78,7 @@ class Uploads:
 
     def discard(self, user: str, upload: str) -> bool:
         """Delete a user's document; whether there was one. Jobs that were made of it stay."""
-        with writing(self._engine) as database:
+        with self._store.writing() as database:
             found = delete(UPLOADS).where(UPLOADS.c.user == user, UPLOADS.c.id == upload)
             return bool(database.execute(found).rowcount)
 
