@@ -5,9 +5,10 @@ import errno
 import multiprocessing
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,13 @@ def store(tmp_path: Path, clock: Clock) -> Iterator[Store]:
 @pytest.fixture
 def queue(store: Store) -> Queue:
     return Queue(store)
+
+
+@pytest.fixture
+def children() -> Callable[[], set[BaseProcess]]:
+    """The processes that the test started and that still run; other tests' may stay beside them."""
+    others = set(multiprocessing.active_children())
+    return lambda: set(multiprocessing.active_children()) - others
 
 
 def lost(store: Store, queue: Queue, clock: Clock, **best: Any) -> Job:
@@ -211,7 +219,7 @@ def ended(store: Store, job: Job) -> Job:
 
 
 def test_an_outcome_that_is_told_at_the_last_moment_counts(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+    store: Store, children: Callable[[], set[BaseProcess]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard = processes._received
     silent = iter([True])
@@ -220,7 +228,7 @@ def test_an_outcome_that_is_told_at_the_last_moment_counts(
         """Silence, as long as the process has not ended; then what it told."""
         if next(silent, False):
             connection.poll(120.0)
-            while multiprocessing.active_children():
+            while children():
                 time.sleep(0.02)
             return None
         return heard(connection, seconds)
@@ -273,7 +281,7 @@ def test_an_answer_that_the_store_refuses_fails_its_job_alone(
 
 
 def test_a_worker_can_be_stopped_while_the_store_does_not_answer(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+    store: Store, children: Callable[[], set[BaseProcess]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = threading.Event()
 
@@ -286,4 +294,4 @@ def test_a_worker_can_be_stopped_while_the_store_does_not_answer(
     store.submit("ann", "plan", long_request())
     with working(Worker(store, lease_seconds=1.0, poll_seconds=0.05)):
         assert asked.wait(120.0)
-    assert not multiprocessing.active_children()
+    assert not children()
