@@ -68,7 +68,7 @@ def test_stops_are_heard_behind_a_full_queue(served: Served) -> None:
 @pytest.mark.slow
 def test_a_job_that_was_killed_for_its_memory_is_stopped_and_tried_again(tmp_path: Path) -> None:
     store = str(tmp_path / "jobs.sqlite")
-    limit = ("--memory-limit", "20MB")
+    limit = ("--memory-limit", "100MB")
     with serving(store, tmp_path, workers=1, options=limit) as served, Client(served.url) as client:
         job = client.submit("jobshop", TWO_JOBS).id
         found = client.wait(job, PATIENCE)
