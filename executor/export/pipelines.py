@@ -1,7 +1,8 @@
 """A plan as a framework's pipeline: ranks that run whole stages, and replicas of the pipeline."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from stagewright.executor.programs.lower import lower
 from stagewright.executor.programs.verify import verify
@@ -135,12 +136,7 @@ def orders(plan: PipelinePlan, ranks: Pipeline) -> tuple[Row, ...]:
     InvalidPlan
         If computations are missing or the order is a deadlock.
     """
-    program = lower(plan)
-    verify(plan, program)
-    of_device = {
-        name: tuple(one.action for one in row if one.action.kind in COMPUTE)
-        for name, row in zip(program.devices, program.rows, strict=True)
-    }
+    of_device = _verified(replace(plan, predicted=None, certificate=None))  # without dicts
     for group in ranks.devices:
         for name in group[1:]:
             require_order(
@@ -150,6 +146,17 @@ def orders(plan: PipelinePlan, ranks: Pipeline) -> tuple[Row, ...]:
                 "replicas need the same order",
             )
     return tuple(of_device[group[0]] for group in ranks.devices)
+
+
+@lru_cache(maxsize=1)  # a plan is exported to one framework after the other
+def _verified(plan: PipelinePlan) -> dict[str, Row]:
+    """Each device's computations in order, by a program that carries out the plan."""
+    program = lower(plan)
+    verify(plan, program)
+    return {
+        name: tuple(one.action for one in row if one.action.kind in COMPUTE)
+        for name, row in zip(program.devices, program.rows, strict=True)
+    }
 
 
 def require_order(

@@ -8,13 +8,14 @@ proportional to the number of devices. Dense tables of 10,000 devices take 1.6 G
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-from scipy import sparse
-from scipy.sparse import csgraph
 
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
+
+if TYPE_CHECKING:  # takes as long to import as all else that a short command needs
+    from scipy import sparse
 
 
 class Pairs(Protocol):
@@ -141,6 +142,8 @@ class NestedPairs:
 
     def components(self, bandwidth: float) -> Ints:
         """As in :class:`Pairs`."""
+        from scipy import sparse
+
         rows, columns = zip(*self._joined(bandwidth), strict=True)
         ends = np.concatenate(rows), np.concatenate(columns)
         links = sparse.coo_array((np.ones(len(ends[0])), ends), shape=2 * self.groups.shape[1:])
@@ -175,5 +178,7 @@ def _same(groups: Ints) -> int:
     return int((np.unique(groups, return_counts=True)[1] ** 2).sum())
 
 
-def _components(links: Bools | sparse.coo_array) -> Ints:
+def _components(links: "Bools | sparse.coo_array") -> Ints:
+    from scipy.sparse import csgraph
+
     return np.asarray(csgraph.connected_components(links, directed=False)[1], dtype=np.int64)

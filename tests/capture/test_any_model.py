@@ -1,5 +1,6 @@
 """Models that were written elsewhere are captured as they are: losses, gradients, names."""
 
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -10,7 +11,7 @@ torch = pytest.importorskip("torch", reason="the executor needs torch")
 from torch import Tensor, nn  # noqa: E402
 
 import stagewright  # noqa: E402
-from benchmarks.any_models import MODELS, AnyModel  # noqa: E402
+from benchmarks.any_models import MODELS, AnyModel, Batch  # noqa: E402
 from benchmarks.plain_loop import gradients  # noqa: E402
 from stagewright.executor.capture.layers import LayeredModel  # noqa: E402
 from stagewright.executor.measuring.captured import captured_by_size  # noqa: E402
@@ -22,9 +23,19 @@ from stagewright.formulations.checking.check import check  # noqa: E402
 from stagewright.formulations.plans.pipeline import PipelineProblem  # noqa: E402
 from stagewright.graphs.machines.cluster import Link, uniform_servers  # noqa: E402
 
-QUICK = ("gpt2", "llama", "resnet18", "transformer-encoder", "u-net")
+QUICK = ("gpt2", "resnet18", "u-net")
 CPU = torch.device("cpu")
 SAMPLES = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, of which ``layered`` is captured with a mini-batch."""
+
+    one: AnyModel
+    model: nn.Module
+    batch: Batch
+    layered: LayeredModel
 
 
 def any_models() -> list[Any]:
@@ -59,6 +70,15 @@ def captured(model: nn.Module, batch: Any, samples: int = SAMPLES) -> LayeredMod
     return every[samples]
 
 
+@pytest.fixture(scope="module", params=any_models())
+def case(request: pytest.FixtureRequest) -> Case:
+    """Captured once for all tests, none of which changes what the capture has found."""
+    one = request.param
+    (batch,) = one.batches(SAMPLES, 1)
+    model = one.make()
+    return Case(one, model, batch, captured(model, batch))
+
+
 def loss_of_layers(layered: LayeredModel, batch: Any) -> Tensor:
     """What the executor computes of a batch."""
     takes_loss = isinstance(batch, dict)
@@ -69,45 +89,37 @@ def loss_of_layers(layered: LayeredModel, batch: Any) -> Tensor:
     return result if takes_loss else nn.functional.cross_entropy(result, batch[1])
 
 
-@pytest.mark.parametrize("one", any_models())
-def test_layers_have_the_loss_and_gradients_of_the_model(one: AnyModel) -> None:
-    example, batch = one.batches(SAMPLES, 2)
-    model = one.make()
-    loss, expected = gradients(model, batch)
-    layered = captured(model, example)
-    model.zero_grad()
-    found = loss_of_layers(layered, batch)
+def test_layers_have_the_loss_and_gradients_of_the_model(case: Case) -> None:
+    """Of another mini-batch than that of the capture."""
+    _, batch = case.one.batches(SAMPLES, 2)
+    loss, expected = gradients(case.one.make(), batch)
+    found = loss_of_layers(case.layered, batch)
+    case.model.zero_grad()
     found.backward()
-    assert len(layered.layers) >= 5
+    assert len(case.layered.layers) >= 5
     assert found.item() == pytest.approx(loss, rel=1e-12)
-    for name, parameter in model.named_parameters():
+    for name, parameter in case.model.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-10, atol=1e-14, msg=name)
 
 
-@pytest.mark.parametrize("one", any_models())
-def test_layers_have_the_names_of_the_state(one: AnyModel) -> None:
-    (batch,) = one.batches(SAMPLES, 1)
-    model = one.make()
-    layered = captured(model, batch)
-    names = [name for layer in layered.layers for name in layer.module.state_dict()]
-    assert set(names) == set(model.state_dict())
-    assert set(one.make().state_dict()) == set(model.state_dict())
+def test_layers_have_the_names_of_the_state(case: Case) -> None:
+    names = [name for layer in case.layered.layers for name in layer.module.state_dict()]
+    assert set(names) == set(case.model.state_dict())
+    assert set(case.one.make().state_dict()) == set(case.model.state_dict())
 
 
-@pytest.mark.parametrize("one", any_models())
-def test_profiled_models_are_planned(one: AnyModel) -> None:
-    (batch,) = one.batches(SAMPLES, 1)
-    takes_loss = isinstance(batch, dict)
-    pair = (batch, ()) if takes_loss else batch
+def test_profiled_models_are_planned(case: Case) -> None:
+    takes_loss = isinstance(case.batch, dict)
+    pair = (case.batch, ()) if takes_loss else case.batch
     chain = measure_layers(
-        {SAMPLES: captured(one.make(), batch)},
+        {SAMPLES: case.layered},
         pair,
         (SAMPLES,),
         machine=Machine(CPU, kind="core"),
         loss=own_loss if takes_loss else cross_entropy,
         rounds=1,
     )
-    state = sum(parameter.nbytes for parameter in one.make().parameters())
+    state = sum(parameter.nbytes for parameter in case.model.parameters())
     assert chain.parameter_bytes.sum() >= state
     cluster = uniform_servers(1, 2, Link(1e9), kind="core")
     result = stagewright.plan(chain, cluster, 4, "pipedream", time_limit=1)

@@ -114,7 +114,7 @@ class Random(nn.Module):
         return {"loss": loss + state.mask.float().mean(), "kept": state.kept}
 
 
-@examples(60, quick=6)
+@examples(60, quick=3)
 @given(
     st.lists(st.tuples(st.integers(0, len(STEPS) - 1), st.integers(0, 9)), max_size=12),
     st.integers(2, 3),

@@ -5,6 +5,7 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import pytest
 import torch
@@ -299,11 +300,17 @@ def work(counts: Counter[OpOverload]) -> Counter[OpOverload]:
     return result
 
 
+@pytest.fixture(scope="module")
+def split_case() -> Callable[[str], SplitLayer]:
+    """Cases by name, each of which is split once."""
+    return cache(lambda name: split_layer(*CASES[name], needs(CASES[name][1])))
+
+
 # Where slices are written, autograd goes another way through the views when it is traced.
 @pytest.mark.parametrize("name", sorted(CASES.keys() - {"written slice"}))
-def test_nothing_is_computed_twice(name: str):
+def test_nothing_is_computed_twice(name: str, split_case: Callable[[str], SplitLayer]):
     layer, inputs = CASES[name]
-    split = split_layer(layer, inputs, needs(inputs))
+    split = split_case(name)
     nodes = computed(split.f, split.i, split.w)
     assert len({node.name for node in nodes}) == len(nodes)
     ours = work(Counter(node.target for node in nodes if isinstance(node.target, OpOverload)))
@@ -394,9 +401,9 @@ def test_each_microbatch_brings_its_own_weights():
 
 
 @pytest.mark.parametrize("name", WITH_PARAMETERS)
-def test_weight_gradients_have_their_own_memory(name: str):
+def test_weight_gradients_have_their_own_memory(name: str, split_case: Callable[[str], SplitLayer]):
     layer, inputs = CASES[name]
-    split = split_layer(layer, inputs, needs(inputs))
+    split = split_case(name)
     _, upstream, by_input, by_weight = by_autograd(copy.deepcopy(layer), inputs, needs(inputs))
     _, for_inputs, for_weights = by_pieces(split, copy.deepcopy(layer), inputs, upstream)
     for gradient in for_weights:
@@ -413,9 +420,9 @@ def kept_bytes(tensors: Sequence[Tensor], beside: Sequence[Tensor]) -> int:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_f_keeps_no_more_than_autograd(name: str):
+def test_f_keeps_no_more_than_autograd(name: str, split_case: Callable[[str], SplitLayer]):
     layer, inputs = CASES[name]
-    split = split_layer(layer, inputs, needs(inputs))
+    split = split_case(name)
     own = [*layer.parameters(), *layer.buffers()]
     by_autograd: list[Tensor] = []
 

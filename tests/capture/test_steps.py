@@ -29,6 +29,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 BATCH = vectors(7)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_steps_of_an_optimizer_are_those_of_torch(optimizer: Any, dtype: torch.dtype) -> None:
@@ -91,6 +92,7 @@ def test_a_capture_leaves_the_model_as_it_was() -> None:
     assert counted.calls == 0
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_dropout_between_recurrent_layers(kind: Any, bidirectional: bool) -> None:
@@ -105,7 +107,7 @@ def test_dropout_between_recurrent_layers(kind: Any, bidirectional: bool) -> Non
             last = last[0] if isinstance(last, tuple) else last
             return found[:, -1, :4] + last.sum(0)
 
-    inputs = torch.randn(7, 3, 6, dtype=torch.float64)
+    inputs = torch.randn(7, 2, 6, dtype=torch.float64)
     same = partial(torch.allclose, rtol=1e-12, atol=1e-15)
     assert_equal_to_loop(Recurrent().double(), (inputs, BATCH[1]), same=same)
 

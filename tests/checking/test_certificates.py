@@ -302,7 +302,7 @@ class TestCases:
     @pytest.mark.parametrize("name", MICROBATCHES)
     def test_no_bound_on_its_class_is_above_a_given_plan(self, name):
         problem = case(name)
-        result = plan(problem, "auto", Limits(seconds=1.0))
+        result = plan(problem, "auto", Limits(seconds=0.5))
         if result.plan is not None:
             assert check(problem, result.plan) == ()
         path = PROOFS / f"{name}.plan.json"

@@ -72,6 +72,15 @@ def test_help_names_every_command_and_loads_nothing_heavy() -> None:
     assert text.rstrip().endswith("[]")
 
 
+def test_a_command_that_solves_nothing_does_not_load_scipy() -> None:
+    code = (
+        "import sys; from typer.testing import CliRunner; from stagewright.cli import app; "
+        "result = CliRunner().invoke(app, ['cluster', '1x2', '--intra', '1GB/s']); "
+        "sys.exit(result.exit_code or 'scipy' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_version_and_no_command() -> None:
     assert re.fullmatch(r"stagewright \d+\.\d+\.\d+\n", answered("--version"))
     assert "Usage" in answered()

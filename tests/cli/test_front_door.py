@@ -344,6 +344,15 @@ def test_pictures_and_exports_are_written_once(model, cluster, tmp_path):
     assert not (tmp_path / "caffe").exists()
 
 
+@pytest.fixture
+def heard():
+    """Interrupts are heard, even if the tests run in the background of a shell."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heard")
 def test_a_first_ctrl_c_in_an_interactive_session_keeps_the_best(model, cluster, monkeypatch):
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
 

@@ -74,8 +74,10 @@ with interruptible() as stop:
     print("stopping", flush=True)
     hold()
 """
+# What starts the tests in the background may ignore interrupts, which its children inherit.
 COMMAND = f"""
-import time
+import signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from holding import hold
 from stagewright.cli import app, main
 

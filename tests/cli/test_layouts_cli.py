@@ -338,19 +338,20 @@ def test_tables_fit_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tokens_per_second_and_days() -> None:
-    found = answered_json(*PLAN, "--tokens", "15e12")
+    asked = (*PLAN, "--pipeline", 4)
+    found = answered_json(*asked, "--tokens", "15e12")
     for row in found["rows"]:
         assert row["tokens_per_second"] == pytest.approx(32 * 2048 / row["seconds"])
     days = 15e12 / found["rows"][0]["tokens_per_second"] / 86_400
     assert found["training_days"] == pytest.approx(days)
-    shown = answered(*PLAN, "--tokens", "15e12")
+    shown = answered(*asked, "--tokens", "15e12")
     assert f"all tokens take {days:,.1f} days without interruptions" in shown
-    assert "tokens/s" in answered(*PLAN)
-    assert answered_json(*PLAN)["training_days"] is None
+    assert "tokens/s" in answered(*asked)
+    assert answered_json(*asked)["training_days"] is None
     # One token more than ten iterations are eleven.
-    one = answered_json(*PLAN, "--tokens", 10 * 32 * 2048 + 1)
+    one = answered_json(*asked, "--tokens", 10 * 32 * 2048 + 1)
     assert one["training_days"] == pytest.approx(11 * one["rows"][0]["seconds"] / 86_400)
-    assert refused(*PLAN, "--tokens", 0).startswith("--tokens: ")
+    assert refused(*asked, "--tokens", 0).startswith("--tokens: ")
 
 
 def test_samples_longer_than_the_model_knows_are_a_warning() -> None:

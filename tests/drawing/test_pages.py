@@ -1,7 +1,7 @@
 """Pages in a browser: nothing runs off the side, everything is reachable, colours differ."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import combinations, product
 from pathlib import Path
@@ -11,9 +11,10 @@ from typing import Any
 import matplotlib.image
 import numpy as np
 import pytest
+from browser import Browser, browsing
 from hypothesis import given
 from hypothesis import strategies as st
-from pages import CHROMIUM, drawings, visit
+from pages import CHROMIUM, colours, drawings, visit
 from plans import (
     elaborate,
     made_up_certificate,
@@ -125,15 +126,21 @@ QUICK = [
 VISITS = [*product(("plan", "schedules", "curve", "operators"), (1400, 768, 400), (False, True))]
 
 
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browsing(tmp_path_factory.mktemp("browser")) as opened:
+        yield opened
+
+
 @in_a_browser
 @pytest.mark.parametrize(
     ("which", "width", "dark"),
     slow_after(len(QUICK), [*QUICK, *(one for one in VISITS if one not in QUICK)]),
 )
 def test_a_browser_draws_a_page_within_its_width(
-    which: str, width: int, dark: bool, pages: dict[str, str], tmp_path: Path
+    browser: Browser, which: str, width: int, dark: bool, pages: dict[str, str], tmp_path: Path
 ) -> None:
-    seen = visit(pages[which], tmp_path, width, dark)
+    seen = visit(browser, pages[which], tmp_path, width, dark)
     assert seen.errors == []
     assert seen.found["inner"] == width
     assert seen.found["width"] <= width
@@ -144,15 +151,17 @@ def test_a_browser_draws_a_page_within_its_width(
     background = "#0e1217" if dark else "#f5f6f8"
     corner = (picture[-1, 0, :3] * 255).round().astype(int)
     assert tuple(corner) == tuple(bytes.fromhex(background[1:]))
-    drawn = {tuple(c) for c in (picture[:, :, :3].reshape(-1, 3) * 255).round().astype(int)}
+    drawn = colours(picture)
     if which != "curve":
-        colours = DARK_COLOURS if dark else KIND_COLOURS
-        assert tuple(bytes.fromhex(colours[ActionKind.FORWARD][1:])) in drawn
+        kinds = DARK_COLOURS if dark else KIND_COLOURS
+        assert tuple(bytes.fromhex(kinds[ActionKind.FORWARD][1:])) in drawn
 
 
 @in_a_browser
-def test_keys_reach_every_action(pages: dict[str, str], plan: PipelinePlan, tmp_path: Path) -> None:
-    seen = visit(pages["plan"], tmp_path, 1400, dark=False)
+def test_keys_reach_every_action(
+    browser: Browser, pages: dict[str, str], plan: PipelinePlan, tmp_path: Path
+) -> None:
+    seen = visit(browser, pages["plan"], tmp_path, 1400, dark=False)
     critical, following = seen.found["told"][:2]
     # The first of the critical path, and the one after it on its row.
     found = explain_plan(plan)
@@ -300,9 +309,9 @@ def placed(cluster: Cluster) -> tuple[PipelinePlan, Cluster]:
 
 
 @in_a_browser
-def test_keys_reach_every_device(plan: PipelinePlan, tmp_path: Path) -> None:
+def test_keys_reach_every_device(browser: Browser, plan: PipelinePlan, tmp_path: Path) -> None:
     cluster = uniform_servers(16, 8, Link(300e9), Link(25e9), kind="fast")
-    seen = visit(page(*placed(cluster)), tmp_path, 400, dark=True)
+    seen = visit(browser, page(*placed(cluster)), tmp_path, 400, dark=True)
     assert seen.errors == []
     first, second, below, last = seen.found["devices"]
     assert first.startswith("s0g0 · fast · server 0 · stage 0, replica 1 of 2")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pages import drawings
+from pages import colours, drawings
 from plans import elaborate, made_up_certificate, make_stages, scheduled, small_problem, valid_plan
 from profiles import examples
 
@@ -275,8 +275,7 @@ def test_the_picture_shows_every_kind_in_its_colour(plan: PipelinePlan) -> None:
     width, height = struct.unpack(">II", data[16:24])
     assert width >= 2000
     assert height >= 400
-    pixels = matplotlib.image.imread(BytesIO(data))[:, :, :3]
-    shown = {tuple(colour) for colour in (pixels.reshape(-1, 3) * 255).round().astype(int)}
+    shown = colours(matplotlib.image.imread(BytesIO(data)))
     kinds = {parse_action(timed.action).kind for timed in plan.actions}
     assert len(kinds) == 7
     for colour in (*(KIND_COLOURS[kind] for kind in kinds), CRITICAL_COLOUR, IDLE_COLOUR):

@@ -15,10 +15,11 @@ from plans import small_problem
 from ranks import Ranks
 
 from stagewright.cli import exporting
-from stagewright.executor.export import FORMATS, export, remarks
+from stagewright.executor.export import FORMATS, export, pipelines, remarks
 from stagewright.executor.export.layouts import EVERY_FORMAT
 from stagewright.executor.export.options import Options
 from stagewright.executor.export.strict_yaml import to_yaml
+from stagewright.executor.programs.lower import lower
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.plans.actions import parse_action
 from stagewright.formulations.plans.plan import (
@@ -886,6 +887,17 @@ def test_help_names_every_format():
     plans, layouts = hint.rstrip(".").split("; of a layout: ")
     assert plans.split(", ") == list(FORMATS)
     assert layouts.replace(" (2.x)", "").split(", ") == list(EVERY_FORMAT)
+
+
+def test_a_plan_is_lowered_once_for_all_formats(monkeypatch):
+    """Figures do not matter, other actions do."""
+    lowered = []
+    monkeypatch.setattr(pipelines, "lower", lambda one: lowered.append(one) or lower(one))
+    pipelines._verified.cache_clear()
+    one, other = (make_plan((0, 1), microbatches=count) for count in (4, 8))
+    for made in (one, replace(one, certificate=None, predicted=None), other):
+        assert len(export(made, "torch-csv")["schedule.csv"]) > 0
+    assert [made.microbatches for made in lowered] == [4, 8]
 
 
 def test_exports_need_no_torch():

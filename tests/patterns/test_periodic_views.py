@@ -11,7 +11,7 @@ import matplotlib.image
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pages import drawings
+from pages import colours, drawings
 from periodic_plans import periodic, placed_plan, plan_by_hand, stages_on
 from plans import small_problem
 from profiles import examples
@@ -294,8 +294,7 @@ def test_the_summary_says_what_the_pattern_is_like(shared: Case) -> None:
 
 def test_the_picture_marks_a_period(shared: Case) -> None:
     _, plan = shared
-    pixels = matplotlib.image.imread(BytesIO(png(plan)))[:, :, :3]
-    shown = {tuple(colour) for colour in (pixels.reshape(-1, 3) * 255).round().astype(int)}
+    shown = colours(matplotlib.image.imread(BytesIO(png(plan))))
     assert tuple(bytes.fromhex(BAND_COLOUR[1:])) in shown
     text = page(plan)
     period = f"period {1e3 * pattern_of(plan).period_seconds:.1f} ms"

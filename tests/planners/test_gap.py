@@ -17,7 +17,7 @@ from stagewright.solvers.planning import plan
 
 # Seconds that no test here takes, unless the gap does not end the search. Some planners give their
 # first steps a share of it.
-LONG = 60.0
+LONG = 20.0
 
 
 @pytest.mark.parametrize(

@@ -31,10 +31,10 @@ def named(problem):
 
 
 def solved(problem, to, choices=None, compares=False):
-    return plan_for(to, problem, "auto", Limits(2.0), silent, choices or Choices(), compares)
+    return plan_for(to, problem, "auto", Limits(1.0), silent, choices or Choices(), compares)
 
 
-@examples(60)
+@examples(60, quick=3)
 @given(
     random_problem(3, 3, 2, tight_memory=True, kinds=("a", "b")),
     st.sampled_from(RUNTIMES),
@@ -56,7 +56,7 @@ def test_no_plan_that_is_exported_refutes_a_claim(problem, to, draw) -> None:
         assert found.cost <= best * (1 + 1e-6)
 
 
-@examples(60)
+@examples(60, quick=3)
 @given(random_problem(3, 3, 2, tight_memory=True, kinds=("a", "b")))
 def test_a_pipeline_is_found_wherever_one_fits(problem) -> None:
     """Of 1F1B, which DeepSpeed runs, on whatever devices in whatever order."""

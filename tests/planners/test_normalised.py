@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from profiles import UNSHRUNK, examples
+from profiles import UNSHRUNK, examples, slow_but
 
 torch = pytest.importorskip("torch", reason="the executor needs torch")
 
@@ -124,14 +124,20 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("name", PLANS)
+def some_plans(turn: int) -> list[Any]:
+    """All names, of which three from number ``turn`` on are quick."""
+    marks = slow_but(3, turn, len(PLANS))
+    return [pytest.param(name, marks=mark) for name, mark in zip(PLANS, marks, strict=True)]
+
+
+@pytest.mark.parametrize("name", some_plans(0))
 def test_masked_labels_count_as_without_a_plan(ranks: Ranks, name: str) -> None:
     batches = masked(16)
     results = ranks.run(run, world(PLANS[name]), PLANS[name], built(), batches, {})
     require_equal(results[0][0], plainly(batches))
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", some_plans(3))
 def test_gradients_are_clipped_as_without_a_plan(ranks: Ranks, name: str) -> None:
     batches = masked(16)
     free, clipped = plainly(batches), plainly(batches, 0.5)

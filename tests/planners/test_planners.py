@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from plans import scaled, small_problem
+from plans import AtFirstPlan, scaled, small_problem
 from profiles import examples, slow_after
 from strategies import PROBLEMS, hard_problem, paper_problem
 
@@ -93,7 +93,9 @@ class TestEveryPlanner:
             return once(problem, drawn)
 
         monkeypatch.setattr(checking, "read_times", counted)
-        result = plan(small_problem(), planner, Limits(seconds=1.0))
+        watch = AtFirstPlan()
+        limits = Limits(1.0) if planner == "auto" else replace(LIMITS, stop=watch.stop)
+        result = plan(small_problem(), planner, limits, watch)
         attempts = [one for one in result.attempts if one.cost_seconds is not None]
         assert result.plan is not None
         assert len(checked) == len(attempts) + 1

@@ -25,7 +25,7 @@ def one_server() -> PipelineProblem:
 
 
 def planned(problem: PipelineProblem, planner: str, **choices: object) -> Result:
-    return plan(problem, planner, Limits(seconds=3), choices=Choices(**choices))  # type: ignore[arg-type]
+    return plan(problem, planner, Limits(seconds=1.5), choices=Choices(**choices))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from stagewright.solvers.planners.proposal import Choices
 from stagewright.solvers.planners.uniform import UNIFORM_OPTIONS
 from stagewright.solvers.planning import PLANNERS, plan
 
-LIMITS = Limits(seconds=2.0)
+LIMITS = Limits(seconds=0.5)  # spp takes all of it
 NAMED = tuple(name for name, one in PLANNERS.items() if one.options is UNIFORM_OPTIONS)
 OFFLOAD = Choices(offload=True)
 GB = 1e9

@@ -114,7 +114,7 @@ def test_a_plan_for_other_devices_and_microbatches_is_scheduled_again():
     chain = small_problem().chain
     before = plan(PipelineProblem(chain, servers(3), 4), "spp", LIMITS).plan
     changed = PipelineProblem(chain, servers(2), 6)
-    result = plan(changed, "auto", Limits(1.0), choices=Choices(start=before))
+    result = plan(changed, "auto", Limits(0.5), choices=Choices(start=before))
     assert check(changed, result.plan) == ()
     given_attempt = result.attempts[0]
     assert (given_attempt.planner, given_attempt.reason) == (

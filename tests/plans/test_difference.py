@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from commands import answered, answered_json, refused
 from periodic_plans import plan_by_hand
-from plans import small_problem
+from plans import AtFirstPlan, small_problem
 
 from stagewright.executor.simulation.difference import differ
 from stagewright.formulations.forms.answers import Limits
@@ -19,12 +19,13 @@ from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.solvers.planning import plan
 
-LIMITS = Limits(1.0)
 PLANNERS = ("dp", "gpipe", "pipedream", "spp", "general", "madpipe", "1f1b-star", "ooo")
 
 
 def found(planner: str, microbatches: int = 4) -> PipelinePlan:
-    made = plan(replace(small_problem(parts=True), microbatches=microbatches), planner, LIMITS)
+    watch = AtFirstPlan()
+    problem = replace(small_problem(parts=True), microbatches=microbatches)
+    made = plan(problem, planner, Limits(60.0, stop=watch.stop), watch)
     assert made.plan is not None, planner
     return made.plan
 

@@ -688,7 +688,7 @@ def takes_whole_turns(plan: PipelinePlan) -> bool:
 BETWEEN_LOSSES = plans(4, weights=["flush"], begins="backward", max_microbatches=3)
 
 
-@examples(50)
+@examples(50, quick=3)
 @given(
     periodic_plans(4, max_microbatches=3) | BETWEEN_LOSSES.filter(takes_whole_turns),
     st.randoms(use_true_random=False),

@@ -94,7 +94,7 @@ class Browser:
         """Open a page in a window of that width."""
         self.look(width, dark, height)
         self.send("Page.navigate", url=url)
-        self.await_that("document.readyState === 'complete' && location.protocol === 'http:'")
+        self.await_that("document.readyState === 'complete' && location.protocol !== 'about:'")
 
     def look(self, width: int, dark: bool, height: int = 900) -> None:
         """Set the width of the window, and the scheme of colours."""

@@ -2,12 +2,18 @@
 
 import json
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from typer import testing
+from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from stagewright.cli import app
+
+# A runner makes all commands anew for each call, which takes longer than a refusal does.
+testing._get_command = cache(get_command)
 
 FT06 = """# Fisher and Thompson
 6 6

@@ -4,23 +4,19 @@ import base64
 import json
 import re
 import shutil
-import subprocess
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from browser import Browser
 
 CHROMIUM = shutil.which("chromium")
-FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync",
-    "--host-resolver-rules=MAP * ~NOTFOUND", "--enable-logging=stderr",
-    "--virtual-time-budget=10000",
-)  # fmt: skip
-DARK = "--blink-settings=preferredColorScheme=0"
-
 # Presses the keys of the timelines, points at all their rows, and tells what it found.
-SCRIPT = """<script>addEventListener("load", () => setTimeout(() => {
+SCRIPT = """(() => {
   const found = {timelines: 0, charts: document.querySelectorAll(".chart canvas").length, told: []};
   for (const root of document.querySelectorAll(".timeline")) {
     const one = root.timeline;
@@ -65,8 +61,8 @@ SCRIPT = """<script>addEventListener("load", () => setTimeout(() => {
     chart.dispatchEvent(new PointerEvent("pointermove", {clientX: 0, clientY: 0}));
   found.width = document.documentElement.scrollWidth;
   found.inner = innerWidth;
-  console.log("FOUND " + JSON.stringify(found));
-}, 500));</script>"""
+  return found;
+})()"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,29 +73,23 @@ class Visit:
     errors: list[str]
 
 
-def visit(text: str, folder: Path, width: int, dark: bool, height: int = 1600) -> Visit:
-    """Open a page at a width; a screenshot is kept in ``folder``.
-
-    The page is in a frame, as a window is at least 500 pixels wide.
-    """
-    assert CHROMIUM is not None
+def visit(browser: "Browser", text: str, folder: Path, width: int, dark: bool) -> Visit:
+    """Open a page at a width; a screenshot is kept in ``folder``."""
     name = f"{width}-{'dark' if dark else 'light'}"
     file = folder / f"{name}.html"
-    file.write_text(text.replace("</body>", f"{SCRIPT}</body>"))
-    frame = folder / f"{name}.frame.html"
-    style = f"border: 0; width: {width}px; height: {height}px; display: block"
-    scheme = f"<meta name='color-scheme' content='{'dark' if dark else 'light'}'>"
-    frame.write_text(f"{scheme}<body style='margin: 0'><iframe src='{file.name}' style='{style}'>")
-    run = subprocess.run(
-        [CHROMIUM, *FLAGS, *([DARK] if dark else []), f"--window-size={max(width, 500)},{height}",
-         f"--user-data-dir={folder}/profile", f"--screenshot={folder / name}.png", frame.as_uri()],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    said = [line for line in run.stderr.splitlines() if ":CONSOLE" in line]
-    found = [line for line in said if "FOUND " in line]
-    assert len(found) == 1, run.stderr[-2000:]
-    told = json.JSONDecoder().raw_decode(found[0].split("FOUND ", 1)[1])[0]
-    return Visit(told, [line for line in said if line not in found])
+    file.write_text(text)
+    browser.errors.clear()
+    browser.open(file.as_uri(), width, dark, height=1600)
+    found = browser.run(SCRIPT)
+    browser.picture(folder / f"{name}.png")
+    return Visit(found, list(browser.errors))
+
+
+def colours(picture: np.ndarray) -> set[tuple[int, ...]]:
+    """The colours of a picture, whose values are from 0 to 1, in bytes."""
+    pixels = (picture[:, :, :3].reshape(-1, 3) * 255).round().astype(np.uint32)
+    packed = np.unique(pixels @ np.array([1 << 16, 1 << 8, 1], dtype=np.uint32))
+    return {tuple(int(one).to_bytes(3)) for one in packed}
 
 
 def drawings(text: str) -> list[dict[str, Any]]:

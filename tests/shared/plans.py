@@ -1,5 +1,6 @@
 """Small problems and valid plans for them, by a naive list scheduler that knows no planner."""
 
+import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from stagewright.formulations.checking.certificates import certificate
 from stagewright.formulations.checking.check import check
+from stagewright.formulations.forms.answers import Progress
 from stagewright.formulations.pipelines.every_plan import LOAD, priced_load_bound
 from stagewright.formulations.plans.actions import COMPUTE, Action, ActionKind
 from stagewright.formulations.plans.memory import in_flight_limit
@@ -502,6 +504,19 @@ def long_problem() -> PipelineProblem:
     )
     chain = analytic_model("bert-large", 4, ("v100", "p100"))
     return PipelineProblem(chain, replace(cluster, devices=devices), microbatches=12)
+
+
+class AtFirstPlan:
+    """A token that is set once a plan was reported."""
+
+    def __init__(self) -> None:
+        self.stop = threading.Event()
+        self.steps: list[Progress] = []
+
+    def __call__(self, step: Progress) -> None:
+        self.steps.append(step)
+        if step.objective is not None:
+            self.stop.set()
 
 
 def require_exact_memory(problem: PipelineProblem, plan: PipelinePlan) -> None:
