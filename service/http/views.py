@@ -5,6 +5,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from stagewright.service.http.wording import in_fields
 from stagewright.service.jobs.records import Job, State, StoppedBy
 
 
@@ -62,9 +63,10 @@ def view(job: Job) -> JobView:
     own = {
         name: getattr(job, name)
         for name in JobView.model_fields
-        if name not in ("gap", "has_document")
+        if name not in ("gap", "has_document", "reason")
     }
-    return JobView(**own, gap=gap, has_document=job.document is not None)
+    reason, has_document = in_fields(job.reason), job.document is not None
+    return JobView(**own, gap=gap, reason=reason, has_document=has_document)
 
 
 def canonical(text: bytes) -> str:

@@ -71,11 +71,22 @@ def _row(one: "JobState") -> tuple[str, ...]:
     return one.id, one.kind, one.user, one.state, cost, bound, percent(one.gap)
 
 
-def _show(client: "Client", found: "JobState", output: "Path | None", as_json: bool) -> int:
+def _save(client: "Client", found: "JobState", output: "Path") -> None:
+    """Write the best plan of a job: one of operators is in its answer."""
+    from stagewright.formulations.operators.plan import save_operator_plan
     from stagewright.formulations.plans.plan import save_plan
+    from stagewright.service.operator_plans import PlaceAnswer
 
-    if output is not None:
+    answer = client.answer(found.id) if found.kind == "place" else None
+    if isinstance(answer, PlaceAnswer) and answer.plan is not None:
+        save_operator_plan(answer.plan, output)
+    else:
         save_plan(client.document(found.id), output)
+
+
+def _show(client: "Client", found: "JobState", output: "Path | None", as_json: bool) -> int:
+    if output is not None:
+        _save(client, found, output)
     if as_json:
         print_answer(client.answer(found.id))
         return 0

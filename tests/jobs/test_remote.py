@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from commands import FT06, answered, answered_json, refused, run
 from markets import series
-from planning_jobs import TWO_JOBS, long_request
+from planning_jobs import TWO_JOBS, TWO_OPERATORS, long_request
 from profiles import slow_after
 from served import PATIENCE, served
 from terminals import in_a_terminal, wait_for
@@ -30,11 +30,12 @@ import stagewright.client as client_module
 from stagewright.cli.console import SERVED_THREADS
 from stagewright.client import AsyncClient, Client, LostServiceError, UnansweredError
 from stagewright.formulations.forms.answers import Progress
+from stagewright.formulations.operators.plan import load_operator_plan
 from stagewright.formulations.plans.plan import load_plan
 from stagewright.graphs.machines.cluster import Link, save_cluster, uniform_servers
 from stagewright.graphs.models.analytic import analytic_model
 from stagewright.graphs.models.chain import save_model
-from stagewright.graphs.models.step_graph import Node, Output, StepGraph, save_graph
+from stagewright.graphs.models.step_graph import save_graph
 from stagewright.graphs.workloads.prices import Market, save_market
 from stagewright.service.http.limits import RequestLimits
 from stagewright.service.pipeline_answers import JobShopAnswer, PlanAnswer
@@ -66,13 +67,6 @@ COMMANDS = {
     "cloud": "cloud prices.json --rates v100=1.0,k80=0.4 --v100-hours 6 --png out.png",
 }
 
-GRAPH = StepGraph(
-    "two", "test", 8,
-    (
-        Node("a", "mm", "forward", (), (Output(4e6),), {"v100": 1e-3}),
-        Node("b", "mm", "backward", (("a", 0),), (), {"v100": 4e-3}),
-    ),
-)  # fmt: skip
 WORKLOAD = {
     "maxFPGAs": 2, "maxCPUs": 0, "maxSizePerFPGA": 4e3,
     "nodes": [
@@ -98,7 +92,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     market = (series([3.0] * 40, name="p3"), series([0.9] * 40, name="p2", gpu="k80"))
     save_market(Market(market), "prices.json")
     save_cluster(uniform_servers(1, 2, Link(1e9), kind="v100", memory_bytes=1e10), "pair.json")
-    save_graph(GRAPH, "graph.json")
+    save_graph(TWO_OPERATORS, "graph.json")
     Path("ft06.txt").write_text(FT06)
     Path("workload.json").write_text(json.dumps(WORKLOAD))
     return tmp_path
@@ -205,6 +199,10 @@ def test_jobs_are_listed_stopped_and_fetched(server: str, files: Path) -> None:
     assert "best.json is written" in shown
     found = answered_json("jobs", job, "--server", server)
     assert found["cost_seconds"] == load_plan("best.json").certificate.cost_seconds
+    answered("plan", *PLACE.split(), "--server", server)
+    (placed, *_) = answered_json("jobs", "--server", server)["jobs"]
+    answered("jobs", placed["id"], "--server", server, "-o", "placed.json")
+    assert load_operator_plan("placed.json").certificate.cost_seconds == placed["cost"]
     assert "--stop is of one job" in refused("jobs", "--stop", "--server", server)
 
 
