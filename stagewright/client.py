@@ -69,6 +69,15 @@ AnyRequest = Request | Mapping[str, Any] | str
 
 
 @dataclass(frozen=True, slots=True)
+class Webhook:
+    """Whether a webhook was delivered; see `stagewright.service.http.views.DeliveryView`."""
+
+    state: str
+    attempts: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class JobState:
     """A job as the service tells of it; see `stagewright.service.http.views.JobView`."""
 
@@ -83,6 +92,7 @@ class JobState:
     stopped_by: str | None
     reason: str
     has_document: bool
+    webhook: Webhook | None
 
     @property
     def has_ended(self) -> bool:
@@ -172,7 +182,9 @@ def _state(response: httpx.Response) -> JobState:
 
 
 def _job(found: Mapping[str, Any]) -> JobState:
-    return JobState(**{name: found[name] for name in JobState.__dataclass_fields__})
+    fields = {name: found[name] for name in JobState.__dataclass_fields__}
+    told = fields["webhook"]
+    return JobState(**fields | {"webhook": None if told is None else Webhook(**told)})
 
 
 def _plan(response: httpx.Response) -> PipelinePlan:

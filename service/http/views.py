@@ -6,7 +6,17 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from stagewright.service.http.wording import in_fields
-from stagewright.service.jobs.records import Job, State, StoppedBy
+from stagewright.service.jobs.records import DeliveryState, Job, State, StoppedBy
+
+
+class DeliveryView(BaseModel):
+    """Whether a webhook was delivered, after how many attempts, and how the last one failed."""
+
+    model_config = ConfigDict(frozen=True, from_attributes=True)
+
+    state: DeliveryState
+    attempts: int
+    reason: str
 
 
 class JobView(BaseModel):
@@ -14,7 +24,7 @@ class JobView(BaseModel):
 
     ``cost`` and ``bound`` are in the unit of its kind (seconds of an iteration for plans); times
     are seconds since 1970. ``title`` names the model and the cluster. ``stopped_by`` says what
-    ended it before its search was complete.
+    ended it before its search was complete, and ``webhook`` what became of its webhook.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -35,6 +45,7 @@ class JobView(BaseModel):
     reason: str
     cached_from: str | None
     has_document: bool
+    webhook: DeliveryView | None
 
 
 class EventView(BaseModel):
@@ -63,10 +74,15 @@ def view(job: Job) -> JobView:
     own = {
         name: getattr(job, name)
         for name in JobView.model_fields
-        if name not in ("gap", "has_document", "reason")
+        if name not in ("gap", "has_document", "reason", "webhook")
     }
-    reason, has_document = in_fields(job.reason), job.document is not None
-    return JobView(**own, gap=gap, reason=reason, has_document=has_document)
+    return JobView(
+        **own,
+        gap=gap,
+        reason=in_fields(job.reason),
+        has_document=job.document is not None,
+        webhook=None if job.delivery is None else DeliveryView.model_validate(job.delivery),
+    )
 
 
 def canonical(text: bytes) -> str:

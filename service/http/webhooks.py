@@ -104,15 +104,25 @@ class Deliverer:
             "webhook-timestamp": str(at),
             "webhook-signature": self.webhooks.signature(job.user, number, at, body),
         }
+        deliveries, reason = Deliveries(self.store), self._failure(delivery.url, body, headers)
+        if reason is None:
+            deliveries.done(delivery)
+        else:
+            deliveries.failed(delivery, reason)
+        return reason is None
+
+    def _failure(self, url: str, body: str, headers: dict[str, str]) -> str | None:
+        """Post; why that has failed, or None. What networks here tell stays here."""
         try:
-            self.webhooks.require_allowed(delivery.url)
-            status = post(delivery.url, body.encode(), headers)
-        except (InputError, OSError, http.client.HTTPException):
-            return False
-        if not 200 <= status < 300:
-            return False
-        Deliveries(self.store).done(delivery)
-        return True
+            self.webhooks.require_allowed(url)
+            status = post(url, body.encode(), headers)
+        except InputError as error:
+            return str(error)
+        except (TimeoutError, http.client.HTTPException):
+            return f"no answer of HTTP within {SECONDS:g} s"
+        except OSError as error:
+            return ": ".join(filter(None, ("no connection", error.strerror)))
+        return None if 200 <= status < 300 else f"HTTP {status}"
 
 
 def post(url: str, body: bytes, headers: dict[str, str]) -> int:

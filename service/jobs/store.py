@@ -32,7 +32,14 @@ from stagewright.service.jobs.records import (
     State,
     StoppedBy,
 )
-from stagewright.service.jobs.rows import LOCK_SECONDS, engine_of, job_of, tell, writing
+from stagewright.service.jobs.rows import (
+    LOCK_SECONDS,
+    WITH_DELIVERY,
+    engine_of,
+    job_of,
+    tell,
+    writing,
+)
 from stagewright.service.jobs.signals import Signals
 from stagewright.service.jobs.tables import DELIVERIES, EVENTS, JOBS
 
@@ -185,11 +192,12 @@ class Store:
         }  # fmt: skip
 
     def _of_key(self, user: str, key: str | None) -> Job | None:
-        return self._one(select(JOBS).where(JOBS.c.user == user, JOBS.c.idempotency_key == key))
+        mine = (JOBS.c.user == user, JOBS.c.idempotency_key == key)
+        return self._one(WITH_DELIVERY.where(*mine))
 
     def get(self, job: str, user: str | None = None) -> Job | None:
         """The job of that id, of that user if one is given; None if there is none."""
-        asked = select(JOBS).where(JOBS.c.id == job)
+        asked = WITH_DELIVERY.where(JOBS.c.id == job)
         return self._one(asked if user is None else asked.where(JOBS.c.user == user))
 
     def _one(self, asked: Select[Any]) -> Job | None:
@@ -206,7 +214,7 @@ class Store:
         limit: int = PAGE,
     ) -> list[Job]:
         """The newest jobs (None: of all users), from before the job of that id on."""
-        asked = select(JOBS).order_by(JOBS.c.created.desc(), JOBS.c.id.desc()).limit(limit)
+        asked = WITH_DELIVERY.order_by(JOBS.c.created.desc(), JOBS.c.id.desc()).limit(limit)
         if user is not None:
             asked = asked.where(JOBS.c.user == user)
         if state is not None:

@@ -71,6 +71,15 @@ def _row(one: "JobState") -> tuple[str, ...]:
     return one.id, one.kind, one.user, one.state, cost, bound, percent(one.gap)
 
 
+def _webhook(found: "JobState") -> str:
+    """What became of the job's webhook."""
+    told = found.webhook
+    if told is None:
+        return ""
+    tried = f" after {told.attempts} attempts" if told.attempts > 1 else ""
+    return f"webhook {told.state}{tried}" + (f": {told.reason}" if told.reason else "")
+
+
 def _save(client: "Client", found: "JobState", output: "Path") -> None:
     """Write the best plan of a job: one of operators is in its answer."""
     from stagewright.formulations.operators.plan import save_operator_plan
@@ -92,6 +101,6 @@ def _show(client: "Client", found: "JobState", output: "Path | None", as_json: b
         return 0
     print_table(HEAD, [_row(found)])
     by = "" if found.stopped_by is None else f"stopped by {found.stopped_by}"
-    print_lines(*(line for line in (by, found.reason) if line))
+    print_lines(*(line for line in (by, found.reason, _webhook(found)) if line))
     print_lines(*([f"{output} is written"] if output is not None else []))
     return 1 if found.state == "failed" else 0
