@@ -5,7 +5,7 @@ from enum import StrEnum
 from typing import Annotated, Any
 
 from fastapi import APIRouter, HTTPException, Path, Query, Request, Response
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.concurrency import run_in_threadpool
 
 from stagewright.executor.programs import trace
@@ -13,9 +13,12 @@ from stagewright.executor.programs.trace import Trace
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import parse_bytes
+from stagewright.graphs.importers.hf_config import parse_hf_config
 from stagewright.graphs.machines import cluster, topology
 from stagewright.graphs.machines.cluster import Cluster
+from stagewright.graphs.machines.devices import GENERIC
 from stagewright.graphs.models import chain
+from stagewright.graphs.models.analytic import Precision, architecture_model
 from stagewright.graphs.models.chain import Chain
 from stagewright.service.http.guard import Reader, Service, Serving, Submitter
 from stagewright.service.http.openapi import FIELDS, GUARDED, JsonText, Responses, answered, refused
@@ -24,6 +27,8 @@ from stagewright.service.jobs.store import PAGE
 from stagewright.service.jobs.uploads import Upload, Uploads
 
 NAME = 200  # characters at most
+MOST_TOKENS = 100_000_000  # in a sample
+SIZES = 32  # of microbatches at most
 ID = "^[0-9a-f]{64}$"
 router = APIRouter(prefix="/v1/uploads", responses=refused(*GUARDED, 404))
 UploadId = Annotated[str, Path(pattern=ID)]
@@ -90,6 +95,53 @@ async def upload_topology(
     text = await service.limits.body(request)
     made = (await run_in_threadpool(read, text)).encode()
     return await run_in_threadpool(_kept, service, caller.user, Kind.CLUSTER, made, name, response)
+
+
+class Training(BaseModel):
+    """How a configured model is trained, as ``stagewright model`` takes it.
+
+    ``sequence``: tokens in a sample; ``device``: kinds, separated by commas; ``microbatch_size``:
+    samples, several where all have costs; ``optimizer_state``: numbers per parameter.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    sequence: int = Field(ge=1, le=MOST_TOKENS)
+    device: str = Field(GENERIC, max_length=NAME)
+    microbatch_size: list[int] = Field([1], max_length=SIZES)
+    precision: Precision = "fp32"
+    optimizer_state: int = Field(2, ge=0, le=2)
+    name: str | None = Field(None, max_length=NAME)
+
+
+@router.post(
+    "/config", status_code=201, responses=KNOWN | refused(408, 409, 413),
+    openapi_extra=_body("application/json", "object"),
+)  # fmt: skip
+async def upload_config(
+    request: Request,
+    response: Response,
+    caller: Submitter,
+    service: Serving,
+    training: Annotated[Training, Query()],
+) -> UploadView:
+    """Keep the model that a Hugging Face ``config.json`` describes, with computed costs."""
+    text, limits = await service.limits.body(request), service.limits
+
+    def keep() -> UploadView:
+        limits.require_shallow(text)
+        architecture = parse_hf_config(_utf8(text), "config")
+        if architecture.layers > limits.layers:
+            raise InputError(f"config: at most {limits.layers} layers here")
+        made = architecture_model(
+            architecture, training.sequence, sorted(set(training.microbatch_size)),
+            [kind.strip() for kind in training.device.split(",")],
+            precision=training.precision, optimizer_state=training.optimizer_state,
+        )  # fmt: skip
+        document = documents.to_json(made).encode()
+        return _kept(service, caller.user, Kind.MODEL, document, training.name, response)
+
+    return await run_in_threadpool(keep)
 
 
 @router.post(
@@ -202,10 +254,24 @@ def _kept(
 def _name_of(kind: Kind, text: bytes) -> str:
     """The name that a document gives itself; raises InputError if it is not valid."""
     if kind is Kind.MODEL:
+        _require_costs(text)
         return documents.parse(Chain, text, kind, chain.FORMAT, chain.VERSION).name
     if kind is Kind.CLUSTER:
         return documents.parse(Cluster, text, kind, cluster.FORMAT, cluster.VERSION).name
     return documents.parse(Trace, text, kind, trace.FORMAT, trace.VERSION).model
+
+
+def _require_costs(text: bytes) -> None:
+    """Refuse what describes a model without costs, and say where it is taken."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return  # what is wrong with it is said where it is parsed
+    if isinstance(found, dict) and "model_type" in found and "format" not in found:
+        raise InputError(
+            "model: a Hugging Face configuration has no costs: send it to "
+            "/v1/uploads/config?sequence=TOKENS"
+        )
 
 
 def _view(found: Upload) -> UploadView:
