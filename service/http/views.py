@@ -5,6 +5,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from stagewright.service.http.tokens import Caller, Scope
 from stagewright.service.http.wording import in_fields
 from stagewright.service.jobs.records import DeliveryState, Job, State, StoppedBy
 
@@ -66,18 +67,20 @@ class JobPage(BaseModel):
     next: str | None
 
 
-def view(job: Job) -> JobView:
-    """A job as it is told of."""
+def view(job: Job, caller: Caller) -> JobView:
+    """A job as the caller is told of it: not of which job of another user its answer is."""
     gap = None
     if job.cost and job.bound is not None:
         gap = (job.cost - job.bound) / job.cost
     own = {
         name: getattr(job, name)
         for name in JobView.model_fields
-        if name not in ("gap", "has_document", "reason", "webhook")
+        if name not in ("gap", "has_document", "reason", "webhook", "cached_from")
     }
+    is_known = caller.may(Scope.ADMIN) or caller.user == job.cached_user
     return JobView(
         **own,
+        cached_from=job.cached_from if is_known else None,
         gap=gap,
         reason=in_fields(job.reason),
         has_document=job.document is not None,

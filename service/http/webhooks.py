@@ -20,6 +20,7 @@ from urllib.parse import SplitResult, urlsplit
 from sqlalchemy.exc import SQLAlchemyError
 
 from stagewright.graphs.documents.errors import InputError
+from stagewright.service.http.tokens import Caller, Scope
 from stagewright.service.http.views import view
 from stagewright.service.jobs.deliveries import Deliveries, Delivery
 from stagewright.service.jobs.store import Store
@@ -93,9 +94,9 @@ class Deliverer:
         job = self.store.get(delivery.job)
         if job is None or job.finished is None:  # discarded, or queued again meanwhile
             return False
-        at = int(self.store.clock())
+        at, owner = int(self.store.clock()), Caller(job.user, Scope.READ)
         ended = {"type": "job.ended", "timestamp": int(job.finished)}
-        body = json.dumps(ended | {"data": view(job).model_dump()})
+        body = json.dumps(ended | {"data": view(job, owner).model_dump()})
         number = f"{job.id}-{delivery.number}"
         headers = {
             "Content-Type": "application/json",

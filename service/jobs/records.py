@@ -57,8 +57,9 @@ class Job:
 
     ``cost`` and ``bound`` are those of the answer in its own unit, ``answer`` is its JSON object
     and ``document`` the document that it carries (a plan). Times are seconds since 1970.
-    ``cached_from`` is the job whose answer this one has, ``title`` names its model and cluster, and
-    ``webhook`` is the URL that is told of its end, of which ``delivery`` says whether it has been.
+    ``cached_from`` is the job whose answer this one has, ``cached_user`` whose job that is,
+    ``title`` names its model and cluster, and ``webhook`` is the URL that is told of its end, of
+    which ``delivery`` says whether it has been.
     """
 
     id: str
@@ -83,6 +84,7 @@ class Job:
     title: str
     webhook: str | None
     delivery: DeliveryRecord | None
+    cached_user: str | None
 
     @property
     def has_ended(self) -> bool:

@@ -41,10 +41,17 @@ CHANNEL = "stagewright_events"  # of PostgreSQL's notices: the job of an event, 
 CONNECTIONS = 15  # of a store, kept open, besides the one that hears of events
 _FIELDS = tuple(Job.__dataclass_fields__)
 _DELIVERY = {name: f"delivery_{name}" for name in DeliveryRecord.__dataclass_fields__}
-WITH_DELIVERY = select(
-    JOBS, *(DELIVERIES.c[name].label(label) for name, label in _DELIVERY.items())
-).outerjoin(DELIVERIES, DELIVERIES.c.job == JOBS.c.id)
-"""Jobs, with what `job_of` makes the delivery of."""
+_ORIGIN = JOBS.alias("origin")
+WHOLE = (
+    select(
+        JOBS,
+        _ORIGIN.c.user.label("cached_user"),
+        *(DELIVERIES.c[name].label(label) for name, label in _DELIVERY.items()),
+    )
+    .outerjoin(_ORIGIN, _ORIGIN.c.id == JOBS.c.cached_from)
+    .outerjoin(DELIVERIES, DELIVERIES.c.job == JOBS.c.id)
+)
+"""Jobs with all that `job_of` reads."""
 
 
 def job_of(values: Mapping[str, Any]) -> Job:

@@ -34,7 +34,7 @@ from stagewright.service.jobs.records import (
 )
 from stagewright.service.jobs.rows import (
     LOCK_SECONDS,
-    WITH_DELIVERY,
+    WHOLE,
     engine_of,
     job_of,
     tell,
@@ -171,7 +171,9 @@ class Store:
                     f"the idempotency key {key!r} belongs to another request"
                 ) from None
             return earlier, False
-        return job_of(values), True
+        if values["state"] == State.QUEUED:
+            return job_of(values), True
+        return self._stored(values["id"]), True
 
     def knows(self, user: str, kind: str, request: str, key: str | None) -> bool:
         """Whether a submission adds nothing to the queue: its key is known, or its answer."""
@@ -193,12 +195,17 @@ class Store:
 
     def _of_key(self, user: str, key: str | None) -> Job | None:
         mine = (JOBS.c.user == user, JOBS.c.idempotency_key == key)
-        return self._one(WITH_DELIVERY.where(*mine))
+        return self._one(WHOLE.where(*mine))
 
     def get(self, job: str, user: str | None = None) -> Job | None:
         """The job of that id, of that user if one is given; None if there is none."""
-        asked = WITH_DELIVERY.where(JOBS.c.id == job)
+        asked = WHOLE.where(JOBS.c.id == job)
         return self._one(asked if user is None else asked.where(JOBS.c.user == user))
+
+    def _stored(self, job: str) -> Job:
+        found = self.get(job)
+        assert found is not None
+        return found
 
     def _one(self, asked: Select[Any]) -> Job | None:
         with self._engine.connect() as database:
@@ -214,7 +221,7 @@ class Store:
         limit: int = PAGE,
     ) -> list[Job]:
         """The newest jobs (None: of all users), from before the job of that id on."""
-        asked = WITH_DELIVERY.order_by(JOBS.c.created.desc(), JOBS.c.id.desc()).limit(limit)
+        asked = WHOLE.order_by(JOBS.c.created.desc(), JOBS.c.id.desc()).limit(limit)
         if user is not None:
             asked = asked.where(JOBS.c.user == user)
         if state is not None:
@@ -238,9 +245,7 @@ class Store:
         """
         with self.writing() as database:
             self._ask(database, job, what)
-        found = self.get(job)
-        assert found is not None
-        return found
+        return self._stored(job)
 
     def _ask(self, database: Connection, job: str, what: Asked) -> None:
         asked = select(JOBS.c.state, JOBS.c.document, JOBS.c.asked).where(JOBS.c.id == job)
@@ -282,9 +287,7 @@ class Store:
                 raise ConflictError("only a job that has failed or was stopped is tried again")
             database.execute(delete(DELIVERIES).where(DELIVERIES.c.job == job))  # of an end undone
             tell(database, self.clock(), job, State.QUEUED)
-        found = self.get(job)
-        assert found is not None
-        return found
+        return self._stored(job)
 
     def discard(self, job: str) -> None:
         """Delete a job that has ended, with its events.

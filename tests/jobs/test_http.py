@@ -398,6 +398,27 @@ def test_users_see_their_own_jobs(guarded: TestClient, tokens: dict[str, dict[st
     assert "admin" in told(urgent, 403)
 
 
+def test_a_job_of_another_user_whose_answer_is_known_is_not_named(
+    guarded: TestClient, store: Store, tokens: dict[str, dict[str, str]]
+) -> None:
+    def submit(user: str) -> Any:
+        return guarded.post("/v1/jobshop", content=TWO_JOBS, headers=tokens[user]).json()
+
+    first = submit("ann")["id"]
+    queue = Queue(store)
+    queue.claim("w", 60.0)
+    queue.finish(first, "w", Outcome(State.OPTIMAL, answer="{}"))
+    assert submit("ann")["cached_from"] == first
+    known = submit("bob")
+    assert (known["state"], known["cached_from"]) == ("optimal", None)
+    for user, shown in (("bob", None), ("root", first)):
+        headers = tokens[user]
+        found = guarded.get(f"/v1/jobs/{known['id']}", headers=headers).json()
+        assert found["cached_from"] == shown
+    listed = guarded.get("/v1/jobs", headers=tokens["bob"]).json()["jobs"]
+    assert [one["cached_from"] for one in listed] == [None]
+
+
 def operations() -> Iterator[tuple[str, str]]:
     """Method and path of every call that the service describes."""
     for path, methods in create_app(None).openapi()["paths"].items():
