@@ -17,8 +17,9 @@ import pytest
 from commands import FT06, answered, answered_json, refused, run
 from markets import series
 from planning_jobs import TWO_JOBS, TWO_OPERATORS, long_request
+from processes import PATIENCE
 from profiles import slow_after
-from served import PATIENCE, served
+from served import served
 from terminals import in_a_terminal, wait_for
 
 pytest.importorskip("fastapi", reason="the service is not installed")

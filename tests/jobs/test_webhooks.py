@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 from commands import answered
 from planning_jobs import TWO_JOBS, Clock
-from served import PATIENCE, served
+from processes import PATIENCE
+from served import served
 from sqlalchemy import text
 
 pytest.importorskip("fastapi", reason="the service is not installed")
