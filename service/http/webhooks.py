@@ -17,8 +17,6 @@ import threading
 from dataclasses import dataclass, field
 from urllib.parse import SplitResult, urlsplit
 
-from sqlalchemy.exc import SQLAlchemyError
-
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.http.tokens import Caller, Scope
 from stagewright.service.http.views import view
@@ -70,24 +68,19 @@ class Webhooks:
         return hmac.digest(self.secret.encode(), user.encode(), hashlib.sha256)
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class Deliverer:
-    """Delivers what is due until it is stopped."""
+    """Delivers what is due."""
 
     store: Store
     webhooks: Webhooks
-    stopping: threading.Event = field(default_factory=threading.Event)
 
-    def run(self) -> None:
-        """Deliver; a store that does not answer is asked again."""
-        while not self.stopping.is_set():
-            due = None
-            with contextlib.suppress(SQLAlchemyError):
-                due = Deliveries(self.store).claim()
-                if due is not None:
-                    self.deliver(due)
-            if due is None:
-                self.stopping.wait(POLL_SECONDS)
+    def deliver_next(self) -> bool:
+        """Deliver what is due first; whether anything is."""
+        due = Deliveries(self.store).claim()
+        if due is not None:
+            self.deliver(due)
+        return due is not None
 
     def deliver(self, delivery: Delivery) -> bool:
         """Tell of a job's end; whether that has arrived."""

@@ -11,6 +11,8 @@ from typing import Any
 from sqlalchemy import (
     Connection,
     Engine,
+    Select,
+    Table,
     create_engine,
     event,
     func,
@@ -18,6 +20,7 @@ from sqlalchemy import (
     literal,
     select,
     text,
+    tuple_,
 )
 from sqlalchemy.exc import DisconnectionError
 from sqlalchemy.pool import ConnectionPoolEntry
@@ -72,6 +75,15 @@ def _delivery_of(
         return DeliveryRecord(**told | {"state": DeliveryState(told["state"])})
     # None of a job that has ended, or not: it was delivered before that was kept, or is not due.
     return None if webhook is None or has_ended else DeliveryRecord(DeliveryState.WAITING)
+
+
+def newest(
+    asked: Select[Any], table: Table, limit: int, last: tuple[float, str] | None
+) -> Select[Any]:
+    """The newest rows that are asked for, from before the one of that time and id on."""
+    order = table.c.created, table.c.id
+    asked = asked.order_by(*(one.desc() for one in order)).limit(limit)
+    return asked if last is None else asked.where(tuple_(*order) < last)
 
 
 def tell(

@@ -37,6 +37,7 @@ from stagewright.service.jobs.rows import (
     WHOLE,
     engine_of,
     job_of,
+    newest,
     tell,
     writing,
 )
@@ -221,17 +222,12 @@ class Store:
         limit: int = PAGE,
     ) -> list[Job]:
         """The newest jobs (None: of all users), from before the job of that id on."""
-        asked = WHOLE.order_by(JOBS.c.created.desc(), JOBS.c.id.desc()).limit(limit)
+        last = None if before is None else self.get(before, user)
+        asked = newest(WHOLE, JOBS, limit, None if last is None else (last.created, last.id))
         if user is not None:
             asked = asked.where(JOBS.c.user == user)
         if state is not None:
             asked = asked.where(JOBS.c.state == state)
-        last = None if before is None else self.get(before, user)
-        if last is not None:
-            earlier = (JOBS.c.created < last.created) | (
-                (JOBS.c.created == last.created) & (JOBS.c.id < last.id)
-            )
-            asked = asked.where(earlier)
         with self._engine.connect() as database:
             return [job_of(dict(row._mapping)) for row in database.execute(asked)]
 
