@@ -6,7 +6,7 @@ The text has those objects that the request does not determine; the others are m
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 from pydantic_core import from_json, to_json
@@ -38,6 +38,9 @@ from stagewright.service.requests import Request
 from stagewright.service.sweep_requests import SweepAnswer
 from stagewright.service.what_if_answers import WhatIfAnswer
 
+if TYPE_CHECKING:
+    from stagewright.formulations.operators.plan import OperatorPlan
+
 CARRIED, TYPE, OBJECTS = "carried", "type", "objects"
 """Names in a whole answer's JSON object of what ``--json`` does not print."""
 
@@ -62,6 +65,13 @@ def read(text: str, request: Request, document: str | None = None) -> Answer:
     if isinstance(found, PlanAnswer) and document is not None:
         return found.model_copy(update={"result": replace(found.result, plan=_plan(document))})
     return found
+
+
+def placement(told: Made) -> "OperatorPlan | None":
+    """The plan that a whole answer to a `PlaceRequest` carries."""
+    from stagewright.formulations.operators.plan import OperatorPlan
+
+    return _object(OperatorPlan, told[CARRIED][OBJECTS])  # type: ignore[no-any-return]
 
 
 def kept_plan(request: PlanRequest, document: str, status: Status, reason: str) -> PlanAnswer:

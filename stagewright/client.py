@@ -57,6 +57,7 @@ except ImportError as error:
     raise InputError(f"the client needs {error.name}: pip install 'stagewright[client]'") from None
 
 POLL_SECONDS = 0.5
+LEAVE_SECONDS = 5.0  # for ending a job that is waited for no more
 _PATIENCE = httpx.Timeout(30.0)
 _AWAY = (502, 503, 504)  # the service, behind a proxy, or its store
 
@@ -65,6 +66,15 @@ _PLANS = TypeAdapter(PlanClass)
 T = TypeVar("T")
 AnyRequest = Request | Mapping[str, Any] | str
 """A request: the model, its fields as plain data, or those as JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class Webhook:
+    """Whether a webhook was delivered; see `stagewright.service.http.views.DeliveryView`."""
+
+    state: str
+    attempts: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +92,7 @@ class JobState:
     stopped_by: str | None
     reason: str
     has_document: bool
+    webhook: Webhook | None
 
     @property
     def has_ended(self) -> bool:
@@ -171,7 +182,9 @@ def _state(response: httpx.Response) -> JobState:
 
 
 def _job(found: Mapping[str, Any]) -> JobState:
-    return JobState(**{name: found[name] for name in JobState.__dataclass_fields__})
+    fields = {name: found[name] for name in JobState.__dataclass_fields__}
+    told = fields["webhook"]
+    return JobState(**fields | {"webhook": None if told is None else Webhook(**told)})
 
 
 def _plan(response: httpx.Response) -> PipelinePlan:
@@ -240,6 +253,7 @@ class _Patience:
 
 _CUT = (httpx.ReadError, httpx.ReadTimeout, httpx.RemoteProtocolError)
 _LOST = (httpx.TransportError, ServiceError)
+_TOLD = (httpx.TransportError, InputError)  # what the service, or its loss, ends a wait with
 
 
 def _made(kind: Callable[..., T], url: str, token: str | None) -> T:
@@ -287,7 +301,8 @@ class Client:
 
         ``on_progress`` is told of every better answer or bound, and ``stop`` ends the search with
         its best answer so far. ``kind`` is that of the request by default; ``what-if`` asks it of
-        the request for a plan.
+        the request for a plan. An exception that ends the wait, such as KeyboardInterrupt, ends the
+        job as well, but for those of a service that goes away.
 
         Raises
         ------
@@ -327,20 +342,26 @@ class Client:
 
     @contextmanager
     def _stopping(self, job: str, stop: StopToken | None) -> Iterator[None]:
-        """Stop the job once the token is set while the body runs."""
+        """Stop the job once the token is set while the body runs, or if the body fails."""
         over = threading.Event()
         thread = threading.Thread(target=self._stop_when_set, args=(job, stop, over), daemon=True)
         if stop is not None:
             thread.start()
         try:
             yield
+        except _TOLD:
+            raise
+        except BaseException:
+            with suppress(*_LOST):
+                _told(self._http.delete(f"/v1/jobs/{job}", timeout=LEAVE_SECONDS))
+            raise
         finally:
             over.set()
 
     def _stop_when_set(self, job: str, stop: StopToken, over: threading.Event) -> None:
         while not over.wait(POLL_SECONDS / 5):
             if stop.is_set():
-                with suppress(httpx.TransportError, ServiceError):
+                with suppress(*_LOST):
                     self.stop(job)
                     return
 
@@ -449,17 +470,18 @@ class AsyncClient:
         stop: StopToken | None = None,
         kind: str | None = None,
     ) -> Answer:
-        """As `Client.solve`."""
-        job = (await self._submitted(kind or kind_of(request), request)).id
+        """As `Client.solve`; cancelling the task, as ``asyncio.timeout`` does, ends the job."""
+        submitted = asyncio.create_task(self._submitted(kind or kind_of(request), request))
         began = time.monotonic()
-        try:
-            async with self._stopping(job, stop):
+        async with self._stopping(submitted, stop):
+            job = (await asyncio.shield(submitted)).id
+            try:
                 async for event in self.events(job):
                     if event.name == "progress":
                         on_progress(_progress(event, began))
-            return await self._persistent(lambda: self.answer(job))
-        except httpx.TransportError:
-            raise LostServiceError(self.url, job) from None
+                return await self._persistent(lambda: self.answer(job))
+            except httpx.TransportError:
+                raise LostServiceError(self.url, job) from None
 
     async def _submitted(self, kind: str, request: Request) -> JobState:
         """As `Client._submitted`."""
@@ -480,23 +502,36 @@ class AsyncClient:
                 await asyncio.sleep(POLL_SECONDS)
 
     @asynccontextmanager
-    async def _stopping(self, job: str, stop: StopToken | None) -> AsyncIterator[None]:
-        """As `Client._stopping`."""
-        if stop is None:
-            yield
-            return
-        task = asyncio.create_task(self._stop_when_set(job, stop))
+    async def _stopping(
+        self, submitted: asyncio.Task[JobState], stop: StopToken | None
+    ) -> AsyncIterator[None]:
+        """As `Client._stopping`; what stops the job is not cancelled with the task."""
+        watch = None if stop is None else asyncio.create_task(self._stop_when_set(submitted, stop))
         try:
             yield
+        except _TOLD:
+            raise
+        except BaseException:
+            leaving = asyncio.create_task(self._leave(submitted))
+            while not leaving.done():
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait({leaving})
+            raise
         finally:
-            task.cancel()
+            if watch is not None:
+                watch.cancel()
 
-    async def _stop_when_set(self, job: str, stop: StopToken) -> None:
+    async def _leave(self, submitted: asyncio.Task[JobState]) -> None:
+        with suppress(*_LOST, TimeoutError):
+            async with asyncio.timeout(LEAVE_SECONDS):
+                await self.stop((await submitted).id)
+
+    async def _stop_when_set(self, submitted: asyncio.Task[JobState], stop: StopToken) -> None:
         while True:
             await asyncio.sleep(POLL_SECONDS / 5)
             if stop.is_set():
-                with suppress(httpx.TransportError, ServiceError):
-                    await self.stop(job)
+                with suppress(*_LOST):
+                    await self.stop((await submitted).id)
                     return
 
     async def submit(

@@ -199,7 +199,7 @@ def page(plan: OperatorPlan) -> str:
         subtitle=f"planner {plan.planner} · {len(plan.operators)} operators on "
         f"{len(devices)} devices · {len(plan.transfers)} transfers",
         facts=list(_facts(plan)),
-        timeline=_drawing(plan),
+        timeline=drawing(plan),
         bounds=_bounds(plan),
         devices=[
             (
@@ -246,7 +246,7 @@ def _bounds(plan: OperatorPlan) -> list[dict[str, Any]]:
     ]
 
 
-def _drawing(plan: OperatorPlan) -> Drawing:
+def drawing(plan: OperatorPlan) -> Drawing:
     """The timeline, with the critical path marked."""
     unit, scale = time_unit(end_of(plan))
     rows = lanes(plan, None)

@@ -62,7 +62,7 @@ def pipeline(plan: PipelinePlan, framework: str, shards: Shards = "none") -> Pip
         if count != len(first.devices):
             raise InputError(
                 f"stage {s} is on {count} devices, stage 0 on {len(first.devices)}: {framework} "
-                "replicates the whole pipeline; stagewright plan --for plans such stages"
+                "replicates the whole pipeline; plan with --for, which makes such stages"
             )
         if count > 1 and stage.replication == "round-robin":
             raise InputError(

@@ -41,27 +41,41 @@ def read_hf_config(path: str | os.PathLike[str]) -> Architecture:
         In one line with the file and the field: no such name, no JSON object, a model type that is
         not known, a field that is missing or has a wrong type or value.
     """
-    values = _values(path)
+    return parse_hf_config(_text(path), os.fspath(path))
+
+
+def parse_hf_config(text: str, place: str) -> Architecture:
+    """The architecture in the text of a ``config.json``; ``place`` starts every message.
+
+    Raises
+    ------
+    InputError
+        As of :func:`read_hf_config`.
+    """
+    values = _values(text, place)
     try:
         return architecture_of(values)
     except InputError as error:
-        raise InputError(f"{path}: {error}") from None
+        raise InputError(f"{place}: {error}") from None
 
 
 def read_most_positions(path: str | os.PathLike[str]) -> int | None:
     """The longest sequence that a ``config.json`` speaks of; None if it has no such field."""
-    found = _values(path).get("max_position_embeddings")
+    found = _values(_text(path), os.fspath(path)).get("max_position_embeddings")
     return found if isinstance(found, int) else None
 
 
-def _values(path: str | os.PathLike[str]) -> dict[str, Any]:
-    text = documents.read_text(hub_config(os.fspath(path)) if is_hub_name(path) else path)
+def _text(path: str | os.PathLike[str]) -> str:
+    return documents.read_text(hub_config(os.fspath(path)) if is_hub_name(path) else path)
+
+
+def _values(text: str, place: str) -> dict[str, Any]:
     try:
         values = from_json(text)
     except ValueError as error:
-        raise InputError(f"{path}: {not_json(text, error)}") from None
+        raise InputError(f"{place}: {not_json(text, error)}") from None
     if not isinstance(values, dict):
-        raise InputError(f"{path}: a configuration is an object with the field 'model_type'")
+        raise InputError(f"{place}: a configuration is an object with the field 'model_type'")
     return values
 
 

@@ -27,41 +27,56 @@ from stagewright.service.http.uploads import ID, own_trace
 from stagewright.service.jobs.kinds import KINDS
 from stagewright.service.jobs.records import Job
 from stagewright.service.pipeline_requests import CompareRequest, PlanRequest
+from stagewright.service.whole_answers import placement
 
 if TYPE_CHECKING:
     from stagewright.executor.export.options import Options
+    from stagewright.formulations.operators.plan import OperatorPlan
 
+PLACE = "place"  # the kind whose plans are of operators
+PLANS = [reference(PipelinePlan), {"type": "object", "title": "OperatorPlan"}]
 router = APIRouter(prefix="/v1", responses=refused(*GUARDED, 404))
 
 
-@router.get("/jobs/{job}/plan", responses=answered(reference(PipelinePlan)))
+@router.get("/jobs/{job}/plan", responses=answered({"anyOf": PLANS}))
 def read_plan(job: Readable) -> Response:
-    """The best plan so far."""
-    return _file(JsonText(_document(job)), "plan.json")
+    """The best plan so far; a placement when its job has ended."""
+    placed = _placement(job)
+    text = _document(job) if placed is None else documents.to_json(placed)
+    return _file(JsonText(text), "plan.json")
 
 
 @router.get("/jobs/{job}/trace", responses=answered({"type": "object"}))
 def read_trace(job: Readable) -> Response:
     """The plan's timeline as a Chrome trace, which Perfetto shows."""
+    from stagewright.executor.drawing import operators
     from stagewright.executor.drawing.chrome import chrome_trace
 
-    return _file(JsonText(chrome_trace(_plan(job))), "trace.json")
+    placed = _placement(job)
+    text = chrome_trace(_plan(job)) if placed is None else operators.chrome_trace(placed)
+    return _file(JsonText(text), "trace.json")
 
 
 @router.get("/jobs/{job}/timeline.html", response_class=Html)
 def read_page(job: Readable) -> Response:
     """The plan's page, which needs nothing else: timeline, cluster, memory, bounds and stages."""
+    from stagewright.executor.drawing import operators
     from stagewright.executor.drawing.page import page
 
+    placed = _placement(job)
+    if placed is not None:
+        return _file(Html(operators.page(placed)), "timeline.html")
     return _file(Html(page(_plan(job), _request(job).cluster)), "timeline.html")
 
 
 @router.get("/jobs/{job}/timeline.png", response_class=Png)
 def draw_timeline(job: Readable) -> Response:
     """The plan's timeline."""
+    from stagewright.executor.drawing import operators
     from stagewright.executor.drawing.chart import png
 
-    return Png(png(_plan(job)))
+    placed = _placement(job)
+    return Png(png(_plan(job)) if placed is None else operators.png(placed))
 
 
 @router.get("/jobs/{job}/timeline")
@@ -153,7 +168,16 @@ def diff(first: str, second: str, caller: Reader, service: Serving) -> dict[str,
     return asdict(differ(one, other))
 
 
+def _placement(job: Job) -> "OperatorPlan | None":
+    """The plan of operators that a job has found, which is in its answer; None of other kinds."""
+    if job.kind != PLACE or job.answer is None or not job.has_ended:
+        return None
+    return placement(json.loads(job.answer))
+
+
 def _document(job: Job) -> str:
+    if job.kind == PLACE and job.cost is not None and job.has_ended:
+        raise HTTPException(404, "the job's plan is one of operators, not of a pipeline")
     if job.document is None:
         raise HTTPException(404, "the job has no plan" + ("" if job.has_ended else " yet"))
     return job.document

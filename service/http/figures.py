@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from stagewright.executor.drawing.job_lanes import Run, runs_drawing
 from stagewright.executor.drawing.lanes import Drawing, Mark, table
 from stagewright.executor.drawing.memory_curve import Curve, curve_chart
+from stagewright.executor.drawing.operators import drawing
 from stagewright.executor.drawing.plan_lanes import BOUND
 from stagewright.executor.drawing.schedules import Panel, schedules_drawing
 from stagewright.executor.drawing.timeline import Block, Row
@@ -25,6 +26,7 @@ from stagewright.service.cluster_requests import (
 )
 from stagewright.service.pipeline_requests import JobShopRequest, ScheduleRequest
 from stagewright.service.requests import Request
+from stagewright.service.whole_answers import placement
 
 HOUR = 3600.0
 Told = dict[str, Any]
@@ -70,7 +72,7 @@ class Figures:
 
 
 def figures(kind: str, request: Request, answer: Told) -> Figures:
-    """The figures of an answer, which is the JSON object that the command line prints."""
+    """The figures of an answer, which is the whole one's JSON object."""
     return _FIGURES[kind](request, answer)
 
 
@@ -126,9 +128,9 @@ def _place(request: Request, answer: Told) -> Figures:
     head = ("<device", "operators", "computes", "peak memory")
     splits = [tuple(map(str, one.values())) for one in answer["splits"]]
     names = [f"<{name}" for name in (answer["splits"] or [{}])[0]]
-    return Figures(
-        facts, (Table("Devices", head, devices), Table("Split operators", names, splits))
-    )
+    tables = Table("Devices", head, devices), Table("Split operators", names, splits)
+    plan = placement(answer)
+    return Figures(facts, tables, [("Operators and transfers", drawing(plan))] if plan else ())
 
 
 def _partition(request: Request, answer: Told) -> Figures:

@@ -13,7 +13,7 @@ from anyio.to_thread import run_sync
 from fastapi import APIRouter, Header, HTTPException, Query, Request, Response
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
-from stagewright.service.http.guard import ID, Changeable, Readable, Reader, Serving
+from stagewright.service.http.guard import ID, Changeable, Readable, Reader, Serving, Submitter
 from stagewright.service.http.openapi import GUARDED, Events, JsonText, Responses, answered, refused
 from stagewright.service.http.tokens import Scope
 from stagewright.service.http.views import EventView, JobPage, JobView, view
@@ -48,13 +48,13 @@ def list_jobs(
     user = None if all_users else caller.user
     found = service.store.page(user, before=before, state=state, limit=limit + 1)
     last = found[limit - 1].id if len(found) > limit else None
-    return JobPage(jobs=tuple(map(view, found[:limit])), next=last)
+    return JobPage(jobs=tuple(view(one, caller) for one in found[:limit]), next=last)
 
 
 @router.get("/{job}")
-def read_job(job: Readable) -> JobView:
+def read_job(job: Readable, caller: Reader) -> JobView:
     """A job."""
-    return view(job)
+    return view(job, caller)
 
 
 @router.get("/{job}/answer", responses=OBJECT | refused(409))
@@ -73,22 +73,22 @@ def read_request(job: Readable) -> Response:
 
 
 @router.delete("/{job}", responses=refused(409))
-def stop_job(job: Changeable, service: Serving) -> JobView:
+def stop_job(job: Changeable, caller: Submitter, service: Serving) -> JobView:
     """End a job with its best answer so far."""
-    return view(service.store.ask(job.id, Asked.STOP))
+    return view(service.store.ask(job.id, Asked.STOP), caller)
 
 
 @router.post("/{job}/abort", responses=refused(409))
-def abort_job(job: Changeable, service: Serving) -> JobView:
+def abort_job(job: Changeable, caller: Submitter, service: Serving) -> JobView:
     """End a job at once, without an answer."""
-    return view(service.store.ask(job.id, Asked.ABORT))
+    return view(service.store.ask(job.id, Asked.ABORT), caller)
 
 
 @router.post("/{job}/retry", responses=refused(409))
-def retry_job(job: Changeable, service: Serving) -> JobView:
+def retry_job(job: Changeable, caller: Submitter, service: Serving) -> JobView:
     """Queue a job again that is failed or feasible."""
     service.limits.require_room(partial(service.store.queued, job.user))
-    return view(service.store.retry(job.id))
+    return view(service.store.retry(job.id), caller)
 
 
 @router.post("/{job}/discard", status_code=204, responses=refused(409))

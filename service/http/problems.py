@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.service.http.limits import TooLargeError, TooManyError, TooSlowError
 from stagewright.service.http.rates import seconds_to_wait
+from stagewright.service.http.wording import in_fields
 from stagewright.service.jobs.store import ConflictError
 
 LOG = logging.getLogger("uvicorn.error")  # where the server's own errors go
@@ -61,7 +62,7 @@ def add_handlers(app: FastAPI) -> None:
 
 
 def _saying(status: int) -> Handler:
-    return lambda _, error: problem(status, str(error))
+    return lambda _, error: problem(status, in_fields(str(error)))
 
 
 def _unsaid(status: int, detail: str) -> Handler:

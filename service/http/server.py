@@ -3,7 +3,7 @@
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import uvicorn
@@ -14,8 +14,9 @@ from stagewright.service.http.guard import Service
 from stagewright.service.http.limits import RequestLimits
 from stagewright.service.http.rates import Rate
 from stagewright.service.http.tokens import Tokens
-from stagewright.service.http.webhooks import Deliverer, Webhooks
-from stagewright.service.jobs.retention import Retention
+from stagewright.service.http.webhooks import POLL_SECONDS, Deliverer, Webhooks
+from stagewright.service.jobs.repeating import Repeated
+from stagewright.service.jobs.retention import retention
 from stagewright.service.jobs.store import Store
 from stagewright.service.workers.processes import LocalProcess, Start
 from stagewright.service.workers.worker import Limits, Worker
@@ -61,8 +62,7 @@ class Server:
             Worker(self.store, Limits(memory_bytes=self.memory_bytes), start=self.start)
             for _ in range(self.workers)
         ]
-        hooks = () if self.webhooks is None else (self.webhooks,) * DELIVERERS
-        beside = [Deliverer(self.store, one) for one in hooks] + self._retention()
+        beside = list(self._beside())
         runs = [one.run for one in made] + [one.run for one in beside]
         threads = [threading.Thread(target=run) for run in runs]
         for thread in threads:
@@ -85,8 +85,14 @@ class Server:
             for thread in threads:
                 thread.join()
 
-    def _retention(self) -> list[Retention]:
-        return [] if self.keep_days is None else [Retention(self.store, self.keep_days)]
+    def _beside(self) -> Iterator[Repeated]:
+        """What is done beside jobs and requests."""
+        if self.webhooks is not None:
+            deliverer = Deliverer(self.store, self.webhooks)
+            for _ in range(DELIVERERS):
+                yield Repeated(deliverer.deliver_next, POLL_SECONDS)
+        if self.keep_days is not None:
+            yield retention(self.store, self.keep_days)
 
     def _service(self) -> Service:
         free = not Tokens(self.store.engine).exist()

@@ -76,7 +76,7 @@ def _add(kind: str) -> None:
         found, new = await run_in_threadpool(_submitted, service, kind, text, caller, wishes)
         response.status_code = 202 if new and not found.has_ended else 200
         response.headers["Location"] = f"/v1/jobs/{found.id}"
-        return view(found)
+        return view(found, caller)
 
     @router.post(
         f"/v1/{kind}/validate",

@@ -1,11 +1,13 @@
 """Routes of uploaded documents, and what requests that name them ask for."""
 
 import json
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, HTTPException, Path, Query, Request, Response
-from pydantic import BaseModel, ConfigDict
+from fastapi import APIRouter, Depends, HTTPException, Path, Query, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.concurrency import run_in_threadpool
 
 from stagewright.executor.programs import trace
@@ -13,9 +15,12 @@ from stagewright.executor.programs.trace import Trace
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import parse_bytes
+from stagewright.graphs.importers.hf_config import parse_hf_config
 from stagewright.graphs.machines import cluster, topology
 from stagewright.graphs.machines.cluster import Cluster
+from stagewright.graphs.machines.devices import GENERIC
 from stagewright.graphs.models import chain
+from stagewright.graphs.models.analytic import Precision, architecture_model
 from stagewright.graphs.models.chain import Chain
 from stagewright.service.http.guard import Reader, Service, Serving, Submitter
 from stagewright.service.http.openapi import FIELDS, GUARDED, JsonText, Responses, answered, refused
@@ -24,8 +29,11 @@ from stagewright.service.jobs.store import PAGE
 from stagewright.service.jobs.uploads import Upload, Uploads
 
 NAME = 200  # characters at most
+MOST_TOKENS = 100_000_000  # in a sample
+SIZES = 32  # of microbatches at most
 ID = "^[0-9a-f]{64}$"
 router = APIRouter(prefix="/v1/uploads", responses=refused(*GUARDED, 404))
+Route = TypeVar("Route", bound=Callable[..., Any])
 UploadId = Annotated[str, Path(pattern=ID)]
 
 
@@ -58,23 +66,62 @@ class UploadPage(BaseModel):
 KNOWN: Responses = {200: {"model": UploadView, "description": "It is kept already."}}
 
 
-def _body(media_type: str, schema: str) -> dict[str, Any]:
-    content = {media_type: {"schema": {"type": schema}}}
-    return {"requestBody": {"required": True, "content": content}}
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What a user sends to be kept, under a name where it has another than its own."""
+
+    text: bytes
+    user: str
+    name: str | None
+    service: Service
+    response: Response
+
+    async def kept(self, kind: Kind, document: Callable[[], bytes]) -> UploadView:
+        """Keep the document that is made of it, in a thread."""
+        return await run_in_threadpool(self._keep, kind, document)
+
+    def _keep(self, kind: Kind, made: Callable[[], bytes]) -> UploadView:
+        self.service.limits.require_shallow(self.text)
+        document = made()
+        own = _name_of(kind, document)
+        shown = own if self.name is None else self.name
+        shown = "".join(filter(str.isprintable, shown))[:NAME]
+        uploads, most = Uploads(self.service.store), self.service.limits.uploads
+        found, new = uploads.add(self.user, kind, shown, canonical(document), most)
+        self.response.status_code = 201 if new else 200
+        self.response.headers["Location"] = f"/v1/uploads/{found.id}"
+        return _view(found)
 
 
-@router.post(
-    "/topology", status_code=201, responses=KNOWN | refused(408, 409, 413),
-    openapi_extra=_body("text/plain", "string"),
-)  # fmt: skip
-async def upload_topology(
+async def _sent(
     request: Request,
     response: Response,
     caller: Submitter,
     service: Serving,
+    name: Annotated[str | None, Query(max_length=NAME)] = None,
+) -> Sent:
+    return Sent(await service.limits.body(request), caller.user, name, service, response)
+
+
+Received = Annotated[Sent, Depends(_sent)]
+
+
+def _route(path: str, media_type: str, schema: str) -> Callable[[Route], Route]:
+    """A route that keeps what is sent."""
+    content = {media_type: {"schema": {"type": schema}}}
+    return router.post(
+        path,
+        status_code=201,
+        responses=KNOWN | refused(408, 409, 413),
+        openapi_extra={"requestBody": {"required": True, "content": content}},
+    )
+
+
+@_route("/topology", "text/plain", "string")
+async def upload_topology(
+    sent: Received,
     device: Annotated[str, Query(max_length=NAME)],
     memory: Annotated[str | None, Query(max_length=20)] = None,
-    name: Annotated[str | None, Query(max_length=NAME)] = None,
 ) -> UploadView:
     """Keep the cluster that ``nvidia-smi topo -m`` prints.
 
@@ -82,31 +129,59 @@ async def upload_topology(
     as 80GB.
     """
 
-    def read(text: bytes) -> str:
+    def made() -> bytes:
         size = None if memory is None else parse_bytes(memory)
-        made = topology.parse_nvidia_smi(_utf8(text), kind=device, memory_bytes=size)
-        return documents.to_json(made)
+        found = topology.parse_nvidia_smi(_utf8(sent.text), kind=device, memory_bytes=size)
+        return documents.to_json(found).encode()
 
-    text = await service.limits.body(request)
-    made = (await run_in_threadpool(read, text)).encode()
-    return await run_in_threadpool(_kept, service, caller.user, Kind.CLUSTER, made, name, response)
+    return await sent.kept(Kind.CLUSTER, made)
 
 
-@router.post(
-    "/{kind}", status_code=201, responses=KNOWN | refused(408, 409, 413),
-    openapi_extra=_body("application/json", "object"),
-)  # fmt: skip
-async def upload(
-    kind: Kind,
-    request: Request,
-    response: Response,
-    caller: Submitter,
-    service: Serving,
-    name: Annotated[str | None, Query(max_length=NAME)] = None,
-) -> UploadView:
+class Training(BaseModel):
+    """How a configured model is trained, as ``stagewright model`` takes it.
+
+    ``sequence``: tokens in a sample; ``device``: kinds, separated by commas; ``microbatch_size``:
+    samples, several where all have costs; ``optimizer_state``: numbers per parameter.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    sequence: int = Field(ge=1, le=MOST_TOKENS)
+    device: str = Field(GENERIC, max_length=NAME)
+    microbatch_size: list[int] = Field([1], max_length=SIZES)
+    precision: Precision = "fp32"
+    optimizer_state: int = Field(2, ge=0, le=2)
+
+    def model(self, config: str, most_layers: int) -> Chain:
+        """The model that the text of a ``config.json`` describes, with computed costs."""
+        architecture = parse_hf_config(config, "config")
+        if architecture.layers > most_layers:
+            raise InputError(f"config: at most {most_layers} layers here")
+        return architecture_model(
+            architecture,
+            self.sequence,
+            sorted(set(self.microbatch_size)),
+            [kind.strip() for kind in self.device.split(",")],
+            precision=self.precision,
+            optimizer_state=self.optimizer_state,
+        )
+
+
+@_route("/config", "application/json", "object")
+async def upload_config(sent: Received, training: Annotated[Training, Query()]) -> UploadView:
+    """Keep the model that a Hugging Face ``config.json`` describes, with computed costs."""
+
+    def made() -> bytes:
+        most = sent.service.limits.layers
+        return documents.to_json(training.model(_utf8(sent.text), most)).encode()
+
+    return await sent.kept(Kind.MODEL, made)
+
+
+@_route("/{kind}", "application/json", "object")
+async def upload(kind: Kind, sent: Received) -> UploadView:
     """Keep a model, a cluster or a measured trace, for requests that name it."""
-    text = await service.limits.body(request)
-    return await run_in_threadpool(_kept, service, caller.user, kind, text, name, response)
+    return await sent.kept(kind, lambda: sent.text)
 
 
 @router.get("")
@@ -185,27 +260,27 @@ def _no_upload(upload: str) -> HTTPException:
     return HTTPException(404, f"there is no upload {upload!r}")
 
 
-def _kept(
-    service: Service, user: str, kind: Kind, text: bytes, name: str | None, response: Response
-) -> UploadView:
-    """Keep a document that is valid."""
-    service.limits.require_shallow(text)
-    own = _name_of(kind, text)
-    shown = "".join(filter(str.isprintable, own if name is None else name))[:NAME]
-    most = service.limits.uploads
-    found, new = Uploads(service.store).add(user, kind, shown, canonical(text), most)
-    response.status_code = 201 if new else 200
-    response.headers["Location"] = f"/v1/uploads/{found.id}"
-    return _view(found)
-
-
 def _name_of(kind: Kind, text: bytes) -> str:
     """The name that a document gives itself; raises InputError if it is not valid."""
     if kind is Kind.MODEL:
+        _require_costs(text)
         return documents.parse(Chain, text, kind, chain.FORMAT, chain.VERSION).name
     if kind is Kind.CLUSTER:
         return documents.parse(Cluster, text, kind, cluster.FORMAT, cluster.VERSION).name
     return documents.parse(Trace, text, kind, trace.FORMAT, trace.VERSION).model
+
+
+def _require_costs(text: bytes) -> None:
+    """Refuse what describes a model without costs, and say where it is taken."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return  # what is wrong with it is said where it is parsed
+    if isinstance(found, dict) and "model_type" in found and "format" not in found:
+        raise InputError(
+            "model: a Hugging Face configuration has no costs: send it to "
+            "/v1/uploads/config?sequence=TOKENS"
+        )
 
 
 def _view(found: Upload) -> UploadView:

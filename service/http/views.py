@@ -5,7 +5,19 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from stagewright.service.jobs.records import Job, State, StoppedBy
+from stagewright.service.http.tokens import Caller, Scope
+from stagewright.service.http.wording import in_fields
+from stagewright.service.jobs.records import DeliveryState, Job, State, StoppedBy
+
+
+class DeliveryView(BaseModel):
+    """Whether a webhook was delivered, after how many attempts, and how the last one failed."""
+
+    model_config = ConfigDict(frozen=True, from_attributes=True)
+
+    state: DeliveryState
+    attempts: int
+    reason: str
 
 
 class JobView(BaseModel):
@@ -13,7 +25,7 @@ class JobView(BaseModel):
 
     ``cost`` and ``bound`` are in the unit of its kind (seconds of an iteration for plans); times
     are seconds since 1970. ``title`` names the model and the cluster. ``stopped_by`` says what
-    ended it before its search was complete.
+    ended it before its search was complete, and ``webhook`` what became of its webhook.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -34,6 +46,7 @@ class JobView(BaseModel):
     reason: str
     cached_from: str | None
     has_document: bool
+    webhook: DeliveryView | None
 
 
 class EventView(BaseModel):
@@ -54,17 +67,25 @@ class JobPage(BaseModel):
     next: str | None
 
 
-def view(job: Job) -> JobView:
-    """A job as it is told of."""
+def view(job: Job, caller: Caller) -> JobView:
+    """A job as the caller is told of it: not of which job of another user its answer is."""
     gap = None
     if job.cost and job.bound is not None:
         gap = (job.cost - job.bound) / job.cost
     own = {
         name: getattr(job, name)
         for name in JobView.model_fields
-        if name not in ("gap", "has_document")
+        if name not in ("gap", "has_document", "reason", "webhook", "cached_from")
     }
-    return JobView(**own, gap=gap, has_document=job.document is not None)
+    is_known = caller.may(Scope.ADMIN) or caller.user == job.cached_user
+    return JobView(
+        **own,
+        cached_from=job.cached_from if is_known else None,
+        gap=gap,
+        reason=in_fields(job.reason),
+        has_document=job.document is not None,
+        webhook=None if job.delivery is None else DeliveryView.model_validate(job.delivery),
+    )
 
 
 def canonical(text: bytes) -> str:

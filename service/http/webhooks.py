@@ -17,9 +17,8 @@ import threading
 from dataclasses import dataclass, field
 from urllib.parse import SplitResult, urlsplit
 
-from sqlalchemy.exc import SQLAlchemyError
-
 from stagewright.graphs.documents.errors import InputError
+from stagewright.service.http.tokens import Caller, Scope
 from stagewright.service.http.views import view
 from stagewright.service.jobs.deliveries import Deliveries, Delivery
 from stagewright.service.jobs.store import Store
@@ -69,33 +68,28 @@ class Webhooks:
         return hmac.digest(self.secret.encode(), user.encode(), hashlib.sha256)
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class Deliverer:
-    """Delivers what is due until it is stopped."""
+    """Delivers what is due."""
 
     store: Store
     webhooks: Webhooks
-    stopping: threading.Event = field(default_factory=threading.Event)
 
-    def run(self) -> None:
-        """Deliver; a store that does not answer is asked again."""
-        while not self.stopping.is_set():
-            due = None
-            with contextlib.suppress(SQLAlchemyError):
-                due = Deliveries(self.store).claim()
-                if due is not None:
-                    self.deliver(due)
-            if due is None:
-                self.stopping.wait(POLL_SECONDS)
+    def deliver_next(self) -> bool:
+        """Deliver what is due first; whether anything is."""
+        due = Deliveries(self.store).claim()
+        if due is not None:
+            self.deliver(due)
+        return due is not None
 
     def deliver(self, delivery: Delivery) -> bool:
         """Tell of a job's end; whether that has arrived."""
         job = self.store.get(delivery.job)
         if job is None or job.finished is None:  # discarded, or queued again meanwhile
             return False
-        at = int(self.store.clock())
+        at, owner = int(self.store.clock()), Caller(job.user, Scope.READ)
         ended = {"type": "job.ended", "timestamp": int(job.finished)}
-        body = json.dumps(ended | {"data": view(job).model_dump()})
+        body = json.dumps(ended | {"data": view(job, owner).model_dump()})
         number = f"{job.id}-{delivery.number}"
         headers = {
             "Content-Type": "application/json",
@@ -104,15 +98,25 @@ class Deliverer:
             "webhook-timestamp": str(at),
             "webhook-signature": self.webhooks.signature(job.user, number, at, body),
         }
+        deliveries, reason = Deliveries(self.store), self._failure(delivery.url, body, headers)
+        if reason is None:
+            deliveries.done(delivery)
+        else:
+            deliveries.failed(delivery, reason)
+        return reason is None
+
+    def _failure(self, url: str, body: str, headers: dict[str, str]) -> str | None:
+        """Post; why that has failed, or None. What networks here tell stays here."""
         try:
-            self.webhooks.require_allowed(delivery.url)
-            status = post(delivery.url, body.encode(), headers)
-        except (InputError, OSError, http.client.HTTPException):
-            return False
-        if not 200 <= status < 300:
-            return False
-        Deliveries(self.store).done(delivery)
-        return True
+            self.webhooks.require_allowed(url)
+            status = post(url, body.encode(), headers)
+        except InputError as error:
+            return str(error)
+        except (TimeoutError, http.client.HTTPException):
+            return f"no answer of HTTP within {SECONDS:g} s"
+        except OSError as error:
+            return ": ".join(filter(None, ("no connection", error.strerror)))
+        return None if 200 <= status < 300 else f"HTTP {status}"
 
 
 def post(url: str, body: bytes, headers: dict[str, str]) -> int:

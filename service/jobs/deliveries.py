@@ -2,13 +2,12 @@
 
 from dataclasses import dataclass
 
-from sqlalchemy import delete, select, update
+from sqlalchemy import select, update
 
-from stagewright.service.jobs.rows import WAITING
+from stagewright.service.jobs.records import DeliveryState
 from stagewright.service.jobs.store import Store
 from stagewright.service.jobs.tables import DELIVERIES, JOBS
 
-GIVEN_UP = "given up"
 PAUSES = (30.0, 120.0, 480.0, 1920.0, 7680.0, 30720.0)  # seconds before each further attempt
 
 
@@ -30,7 +29,7 @@ class Deliveries:
 
     def claim(self) -> Delivery | None:
         """The next delivery that is due; unless it is `done` it is due again after a pause."""
-        due = (DELIVERIES.c.state == WAITING, DELIVERIES.c.due <= self._clock())
+        due = (DELIVERIES.c.state == DeliveryState.WAITING, DELIVERIES.c.due <= self._clock())
         asked = (
             select(DELIVERIES.c.number, DELIVERIES.c.job, DELIVERIES.c.attempts, JOBS.c.webhook)
             .join(JOBS, JOBS.c.id == DELIVERIES.c.job)
@@ -53,12 +52,20 @@ class Deliveries:
                 .where(DELIVERIES.c.number == row.number)
                 .values(
                     attempts=row.attempts + 1, due=self._clock() + pause,
-                    state=GIVEN_UP if is_last else WAITING,
+                    state=DeliveryState.GIVEN_UP if is_last else DeliveryState.WAITING,
                 )
             )  # fmt: skip
         return Delivery(row.number, row.job, row.webhook, is_last)
 
     def done(self, delivery: Delivery) -> None:
         """The delivery has arrived."""
+        self._write(delivery, state=DeliveryState.DELIVERED, reason="")
+
+    def failed(self, delivery: Delivery, reason: str) -> None:
+        """An attempt has failed; it is tried again unless it was the last."""
+        self._write(delivery, reason=reason)
+
+    def _write(self, delivery: Delivery, **values: str) -> None:
         with self._store.writing() as database:
-            database.execute(delete(DELIVERIES).where(DELIVERIES.c.number == delivery.number))
+            mine = DELIVERIES.c.number == delivery.number
+            database.execute(update(DELIVERIES).where(mine).values(**values))

@@ -34,14 +34,32 @@ class Asked(StrEnum):
     ABORT = "abort"
 
 
+class DeliveryState(StrEnum):
+    """How far the delivery of a webhook is: it is tried until it arrives, or is given up."""
+
+    WAITING = "waiting"
+    DELIVERED = "delivered"
+    GIVEN_UP = "given up"
+
+
+@dataclass(frozen=True, slots=True)
+class DeliveryRecord:
+    """The delivery of a webhook after so many attempts; ``reason`` is how the last one failed."""
+
+    state: DeliveryState
+    attempts: int = 0
+    reason: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """A job: what was asked, where it is, and the best of its answers so far.
 
     ``cost`` and ``bound`` are those of the answer in its own unit, ``answer`` is its JSON object
     and ``document`` the document that it carries (a plan). Times are seconds since 1970.
-    ``cached_from`` is the job whose answer this one has, ``title`` names its model and cluster, and
-    ``webhook`` is the URL that is told of its end.
+    ``cached_from`` is the job whose answer this one has, ``cached_user`` whose job that is,
+    ``title`` names its model and cluster, and ``webhook`` is the URL that is told of its end, of
+    which ``delivery`` says whether it has been.
     """
 
     id: str
@@ -65,6 +83,8 @@ class Job:
     cached_from: str | None
     title: str
     webhook: str | None
+    delivery: DeliveryRecord | None
+    cached_user: str | None
 
     @property
     def has_ended(self) -> bool:

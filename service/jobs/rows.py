@@ -11,6 +11,8 @@ from typing import Any
 from sqlalchemy import (
     Connection,
     Engine,
+    Select,
+    Table,
     create_engine,
     event,
     func,
@@ -18,11 +20,20 @@ from sqlalchemy import (
     literal,
     select,
     text,
+    tuple_,
 )
 from sqlalchemy.exc import DisconnectionError
 from sqlalchemy.pool import ConnectionPoolEntry
 
-from stagewright.service.jobs.records import ENDED, Asked, Job, State, StoppedBy
+from stagewright.service.jobs.records import (
+    ENDED,
+    Asked,
+    DeliveryRecord,
+    DeliveryState,
+    Job,
+    State,
+    StoppedBy,
+)
 from stagewright.service.jobs.tables import DELIVERIES, EVENTS, JOBS
 
 # How long a transaction waits for one of this process, then for one of another: together less than
@@ -31,8 +42,19 @@ LOCK_SECONDS = 7.0
 CONNECT_SECONDS = 10  # how long PostgreSQL may take to answer
 CHANNEL = "stagewright_events"  # of PostgreSQL's notices: the job of an event, and its name
 CONNECTIONS = 15  # of a store, kept open, besides the one that hears of events
-WAITING = "waiting"  # a delivery that has not arrived
 _FIELDS = tuple(Job.__dataclass_fields__)
+_DELIVERY = {name: f"delivery_{name}" for name in DeliveryRecord.__dataclass_fields__}
+_ORIGIN = JOBS.alias("origin")
+WHOLE = (
+    select(
+        JOBS,
+        _ORIGIN.c.user.label("cached_user"),
+        *(DELIVERIES.c[name].label(label) for name, label in _DELIVERY.items()),
+    )
+    .outerjoin(_ORIGIN, _ORIGIN.c.id == JOBS.c.cached_from)
+    .outerjoin(DELIVERIES, DELIVERIES.c.job == JOBS.c.id)
+)
+"""Jobs with all that `job_of` reads."""
 
 
 def job_of(values: Mapping[str, Any]) -> Job:
@@ -41,7 +63,27 @@ def job_of(values: Mapping[str, Any]) -> Job:
     fields["state"] = State(values["state"])
     fields["stopped_by"] = fields["stopped_by"] and StoppedBy(fields["stopped_by"])
     fields["asked"] = fields["asked"] and Asked(fields["asked"])
+    fields["delivery"] = _delivery_of(values, fields["webhook"], fields["state"] in ENDED)
     return Job(**fields)  # type: ignore[arg-type]
+
+
+def _delivery_of(
+    values: Mapping[str, Any], webhook: str | None, has_ended: bool
+) -> DeliveryRecord | None:
+    told: dict[str, Any] = {name: values.get(label) for name, label in _DELIVERY.items()}
+    if told["state"] is not None:
+        return DeliveryRecord(**told | {"state": DeliveryState(told["state"])})
+    # None of a job that has ended, or not: it was delivered before that was kept, or is not due.
+    return None if webhook is None or has_ended else DeliveryRecord(DeliveryState.WAITING)
+
+
+def newest(
+    asked: Select[Any], table: Table, limit: int, last: tuple[float, str] | None
+) -> Select[Any]:
+    """The newest rows that are asked for, from before the one of that time and id on."""
+    order = table.c.created, table.c.id
+    asked = asked.order_by(*(one.desc() for one in order)).limit(limit)
+    return asked if last is None else asked.where(tuple_(*order) < last)
 
 
 def tell(
@@ -63,7 +105,7 @@ def tell(
 
 
 def _announce(database: Connection, at: float, job: str) -> None:
-    hooked = select(JOBS.c.id, literal(WAITING), literal(at), literal(0)).where(
+    hooked = select(JOBS.c.id, literal(DeliveryState.WAITING), literal(at), literal(0)).where(
         JOBS.c.id == job, JOBS.c.webhook.is_not(None)
     )
     columns = ["job", "state", "due", "attempts"]

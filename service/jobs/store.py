@@ -32,7 +32,15 @@ from stagewright.service.jobs.records import (
     State,
     StoppedBy,
 )
-from stagewright.service.jobs.rows import LOCK_SECONDS, engine_of, job_of, tell, writing
+from stagewright.service.jobs.rows import (
+    LOCK_SECONDS,
+    WHOLE,
+    engine_of,
+    job_of,
+    newest,
+    tell,
+    writing,
+)
 from stagewright.service.jobs.signals import Signals
 from stagewright.service.jobs.tables import DELIVERIES, EVENTS, JOBS
 
@@ -164,7 +172,9 @@ class Store:
                     f"the idempotency key {key!r} belongs to another request"
                 ) from None
             return earlier, False
-        return job_of(values), True
+        if values["state"] == State.QUEUED:
+            return job_of(values), True
+        return self._stored(values["id"]), True
 
     def knows(self, user: str, kind: str, request: str, key: str | None) -> bool:
         """Whether a submission adds nothing to the queue: its key is known, or its answer."""
@@ -185,12 +195,18 @@ class Store:
         }  # fmt: skip
 
     def _of_key(self, user: str, key: str | None) -> Job | None:
-        return self._one(select(JOBS).where(JOBS.c.user == user, JOBS.c.idempotency_key == key))
+        mine = (JOBS.c.user == user, JOBS.c.idempotency_key == key)
+        return self._one(WHOLE.where(*mine))
 
     def get(self, job: str, user: str | None = None) -> Job | None:
         """The job of that id, of that user if one is given; None if there is none."""
-        asked = select(JOBS).where(JOBS.c.id == job)
+        asked = WHOLE.where(JOBS.c.id == job)
         return self._one(asked if user is None else asked.where(JOBS.c.user == user))
+
+    def _stored(self, job: str) -> Job:
+        found = self.get(job)
+        assert found is not None
+        return found
 
     def _one(self, asked: Select[Any]) -> Job | None:
         with self._engine.connect() as database:
@@ -206,17 +222,12 @@ class Store:
         limit: int = PAGE,
     ) -> list[Job]:
         """The newest jobs (None: of all users), from before the job of that id on."""
-        asked = select(JOBS).order_by(JOBS.c.created.desc(), JOBS.c.id.desc()).limit(limit)
+        last = None if before is None else self.get(before, user)
+        asked = newest(WHOLE, JOBS, limit, None if last is None else (last.created, last.id))
         if user is not None:
             asked = asked.where(JOBS.c.user == user)
         if state is not None:
             asked = asked.where(JOBS.c.state == state)
-        last = None if before is None else self.get(before, user)
-        if last is not None:
-            earlier = (JOBS.c.created < last.created) | (
-                (JOBS.c.created == last.created) & (JOBS.c.id < last.id)
-            )
-            asked = asked.where(earlier)
         with self._engine.connect() as database:
             return [job_of(dict(row._mapping)) for row in database.execute(asked)]
 
@@ -230,9 +241,7 @@ class Store:
         """
         with self.writing() as database:
             self._ask(database, job, what)
-        found = self.get(job)
-        assert found is not None
-        return found
+        return self._stored(job)
 
     def _ask(self, database: Connection, job: str, what: Asked) -> None:
         asked = select(JOBS.c.state, JOBS.c.document, JOBS.c.asked).where(JOBS.c.id == job)
@@ -274,9 +283,7 @@ class Store:
                 raise ConflictError("only a job that has failed or was stopped is tried again")
             database.execute(delete(DELIVERIES).where(DELIVERIES.c.job == job))  # of an end undone
             tell(database, self.clock(), job, State.QUEUED)
-        found = self.get(job)
-        assert found is not None
-        return found
+        return self._stored(job)
 
     def discard(self, job: str) -> None:
         """Delete a job that has ended, with its events.

@@ -94,6 +94,8 @@ DELIVERIES = Table(
     Column("state", String(12), nullable=False),
     Column("due", Float, nullable=False),
     Column("attempts", Integer, nullable=False),
-    Index("due", "due"),
+    Column("reason", Text, nullable=False, server_default=text("''")),
+    Index("due", "state", "due"),
+    Index("delivery_of_job", "job"),
     sqlite_autoincrement=True,
 )

@@ -6,6 +6,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, delete, func, insert, select
 
+from stagewright.service.jobs.rows import newest
 from stagewright.service.jobs.store import ConflictError, Store
 from stagewright.service.jobs.tables import UPLOADS
 
@@ -62,19 +63,13 @@ class Uploads:
         self, user: str, *, before: str | None = None, kind: str | None = None, limit: int
     ) -> list[Upload]:
         """A user's newest documents, from before the one of that id on."""
-        order = (UPLOADS.c.created, UPLOADS.c.id)
-        asked = select(*_FIELDS).where(UPLOADS.c.user == user).limit(limit)
+        found = None if before is None else self.get(user, before)
+        last = None if found is None else (found[0].created, found[0].id)
+        asked = newest(select(*_FIELDS).where(UPLOADS.c.user == user), UPLOADS, limit, last)
         if kind is not None:
             asked = asked.where(UPLOADS.c.kind == kind)
-        last = None if before is None else self.get(user, before)
-        if last is not None:
-            found = last[0]
-            asked = asked.where(
-                (order[0] < found.created) | ((order[0] == found.created) & (order[1] < found.id))
-            )
         with self._engine.connect() as database:
-            rows = database.execute(asked.order_by(*(one.desc() for one in order)))
-            return [_upload(row) for row in rows]
+            return [_upload(row) for row in database.execute(asked)]
 
     def discard(self, user: str, upload: str) -> bool:
         """Delete a user's document; whether there was one. Jobs that were made of it stay."""

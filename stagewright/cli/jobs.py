@@ -71,16 +71,36 @@ def _row(one: "JobState") -> tuple[str, ...]:
     return one.id, one.kind, one.user, one.state, cost, bound, percent(one.gap)
 
 
-def _show(client: "Client", found: "JobState", output: "Path | None", as_json: bool) -> int:
-    from stagewright.formulations.plans.plan import save_plan
+def _webhook(found: "JobState") -> str:
+    """What became of the job's webhook."""
+    told = found.webhook
+    if told is None:
+        return ""
+    tried = f" after {told.attempts} attempts" if told.attempts > 1 else ""
+    return f"webhook {told.state}{tried}" + (f": {told.reason}" if told.reason else "")
 
-    if output is not None:
+
+def _save(client: "Client", found: "JobState", output: "Path") -> None:
+    """Write the best plan of a job: one of operators is in its answer."""
+    from stagewright.formulations.operators.plan import save_operator_plan
+    from stagewright.formulations.plans.plan import save_plan
+    from stagewright.service.operator_plans import PlaceAnswer
+
+    answer = client.answer(found.id) if found.kind == "place" else None
+    if isinstance(answer, PlaceAnswer) and answer.plan is not None:
+        save_operator_plan(answer.plan, output)
+    else:
         save_plan(client.document(found.id), output)
+
+
+def _show(client: "Client", found: "JobState", output: "Path | None", as_json: bool) -> int:
+    if output is not None:
+        _save(client, found, output)
     if as_json:
         print_answer(client.answer(found.id))
         return 0
     print_table(HEAD, [_row(found)])
     by = "" if found.stopped_by is None else f"stopped by {found.stopped_by}"
-    print_lines(*(line for line in (by, found.reason) if line))
+    print_lines(*(line for line in (by, found.reason, _webhook(found)) if line))
     print_lines(*([f"{output} is written"] if output is not None else []))
     return 1 if found.state == "failed" else 0

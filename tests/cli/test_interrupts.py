@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 from commands import FT06, answered, answered_json
+from processes import PATIENCE
 from profiles import slow_after
 from rich.console import Console
-from terminals import PATIENCE, in_a_terminal, wait_for
+from terminals import in_a_terminal, wait_for
 
 from stagewright.cli import console, interrupts, planning, solving
 from stagewright.cli.console import ProgressLine

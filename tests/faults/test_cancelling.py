@@ -44,7 +44,7 @@ def begun(client: Client, job: str) -> JobState:
 def test_stops_are_heard_behind_a_full_queue(served: Served) -> None:
     with Client(served.url) as client:
         running = client.submit("plan", long_request(seed=1)).id
-        queued = [client.submit("plan", long_request(seed=n)).id for n in range(2, 60)]
+        queued = [client.submit("plan", long_request(seed=n)).id for n in range(2, 20)]
         begun(client, running)
         stopped = client.stop(queued[-1])
         assert (stopped.state, stopped.stopped_by) == ("failed", "user")

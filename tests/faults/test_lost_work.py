@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 from planning_jobs import TWO_JOBS, Clock, long_request
+from processes import PATIENCE, started_from_now_on
 
 pytest.importorskip("sqlalchemy")
 
@@ -48,9 +48,7 @@ def queue(store: Store) -> Queue:
 
 @pytest.fixture
 def children() -> Callable[[], set[BaseProcess]]:
-    """The processes that the test started and that still run; other tests' may stay beside them."""
-    others = set(multiprocessing.active_children())
-    return lambda: set(multiprocessing.active_children()) - others
+    return started_from_now_on()
 
 
 def lost(store: Store, queue: Queue, clock: Clock, **best: Any) -> Job:
@@ -211,7 +209,7 @@ def working(worker: Worker) -> Iterator[None]:
 
 
 def ended(store: Store, job: Job) -> Job:
-    ends = time.monotonic() + 120.0
+    ends = time.monotonic() + PATIENCE
     while not (one := found(store, job)).has_ended:
         assert time.monotonic() < ends, one
         time.sleep(0.05)

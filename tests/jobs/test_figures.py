@@ -16,6 +16,7 @@ from stagewright.formulations.forms.answers import silent
 from stagewright.service.http.figures import figures
 from stagewright.service.http.pages import OWN
 from stagewright.service.jobs.kinds import KINDS, parse_request
+from stagewright.service.whole_answers import written
 
 QUICK = ["jobshop", "schedule", "allocate", "rounds", "simulate-cluster", "cloud"]
 OTHERS = [kind for kind in KINDS if kind != "plan"]
@@ -26,7 +27,7 @@ def answered(kind: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
     """The example's request, its answer, and what is shown of it."""
     text = files(OWN).joinpath(f"example-{kind}.json").read_text()
     request = parse_request(kind, text)
-    answer = KINDS[kind].answer(request, silent, threading.Event()).model_dump(mode="json")
+    answer = json.loads(written(KINDS[kind].answer(request, silent, threading.Event())))
     return json.loads(text), answer, figures(kind, request, answer).table()
 
 

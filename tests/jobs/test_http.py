@@ -3,19 +3,25 @@
 import asyncio
 import io
 import json
+import re
+import threading
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from planning_jobs import TWO_JOBS, Clock, plan_request
+from planning_jobs import TWO_JOBS, TWO_OPERATORS, Clock, plan_request
 
 pytest.importorskip("fastapi", reason="the service is not installed")
 pytest.importorskip("httpx", reason="httpx is not installed")
 
 from fastapi.testclient import TestClient
 
+from stagewright.formulations.forms.answers import silent
+from stagewright.formulations.operators.plan import FORMAT as OPERATORS
+from stagewright.graphs.documents.documents import to_json
+from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.service.http import rates
 from stagewright.service.http.app import HEADERS, create_app
 from stagewright.service.http.guard import Service
@@ -26,7 +32,6 @@ from stagewright.service.jobs.kinds import KINDS, parse_request
 from stagewright.service.jobs.queue import Queue
 from stagewright.service.jobs.records import Outcome, State
 from stagewright.service.jobs.store import Store
-from stagewright.service.planning import plan as plan_now
 from stagewright.service.workers.solving import outcome_of
 
 LOCAL = "http://127.0.0.1:8754"
@@ -49,13 +54,14 @@ def client(store: Store) -> Iterator[TestClient]:
 
 
 def solved(store: Store, job: str) -> None:
-    """Answer a queued plan in this process."""
+    """Answer a queued job in this process."""
     queue = Queue(store)
     claimed = queue.claim("w", 60.0)
     assert claimed is not None
     assert claimed.id == job
-    request: Any = parse_request("plan", claimed.request)
-    queue.finish(job, "w", outcome_of(plan_now(request)))
+    request = parse_request(claimed.kind, claimed.request)
+    answer = KINDS[claimed.kind].answer(request, silent, threading.Event())
+    queue.finish(job, "w", outcome_of(answer))
 
 
 def told(response: Any, status: int) -> str:
@@ -108,6 +114,26 @@ def test_a_plan_from_its_submission_to_its_files(client: TestClient, store: Stor
     assert cached.status_code in (200, 202)
 
 
+def test_a_placement_is_drawn_and_fetched_as_a_plan_is(client: TestClient, store: Store) -> None:
+    cluster = uniform_servers(1, 2, Link(1e9), kind="v100", memory_bytes=1e10)
+    documents = {"graph": TWO_OPERATORS, "cluster": cluster}
+    given = {name: json.loads(to_json(one)) for name, one in documents.items()}
+    made = client.post("/v1/place", json=given | {"planner": "heft"})
+    job = made.json()["id"]
+    assert "no plan yet" in told(client.get(f"/v1/jobs/{job}/timeline.png"), 404)
+    solved(store, job)
+    plan = client.get(f"/v1/jobs/{job}/plan").json()
+    assert plan["format"] == OPERATORS
+    (drawn,) = client.get(f"/v1/jobs/{job}/figures").json()["timelines"]
+    assert sum(len(lane["length"]) for lane in drawn["timeline"]["lanes"]) == 2
+    assert client.get(f"/v1/jobs/{job}/timeline.png").content.startswith(b"\x89PNG")
+    assert "two on" in client.get(f"/v1/jobs/{job}/timeline.html").text
+    events = client.get(f"/v1/jobs/{job}/trace").json()["traceEvents"]
+    assert {one["name"] for one in events if one["ph"] == "X"} == {"a", "b"}
+    for path in ("timeline", "export/torchrun"):
+        assert "is one of operators" in told(client.get(f"/v1/jobs/{job}/{path}"), 404)
+
+
 @pytest.fixture
 def planned(client: TestClient, store: Store) -> str:
     """A job that has a plan."""
@@ -137,14 +163,14 @@ def test_launch_scripts_take_the_options_of_the_command_line(
 @pytest.mark.parametrize(
     ("query", "detail"),
     [
-        ("slurm?command=x&image=y&per_server=2", "image does not apply to slurm"),
-        ("megatron?cpus=1", "cpus does not apply to megatron"),
-        ("kubernetes?command=x&per_server=2", "--to kubernetes needs --image"),
-        ("slurm?command=x&per_server=2&time=soon", "no time of Slurm"),
+        ("slurm?command=x&image=y&per_server=2", "^image does not apply to slurm$"),
+        ("megatron?cpus=1", "^cpus does not apply to megatron$"),
+        ("kubernetes?command=x&per_server=2", "^to kubernetes needs image, the container"),
+        ("slurm?command=x&per_server=2&time=soon", "^time 'soon' is no time of Slurm"),
         ("slurm?command=x&per_server=2&time=1%0A%23SBATCH", "no time of Slurm"),
         ("slurm?command=x&per_server=2&cpus=0", "query.cpus"),
         ("slurm?command=x&per_server=2&model=/etc/passwd", "query.model"),
-        ("torchrun?per_server=2", "needs --command"),
+        ("torchrun?per_server=2", "needs command, .* command 'stagewright run plan.json --module"),
         ("torchrun?per_server=2&command='", "No closing quotation"),
         ("torchrun?command=x&per_server=100000000000000000000", "query.per_server"),
         ("..%2Fplan", "Not Found"),
@@ -154,7 +180,17 @@ def test_options_that_an_export_does_not_take_are_named(
     client: TestClient, planned: str, query: str, detail: str
 ) -> None:
     answer = client.get(f"/v1/jobs/{planned}/export/{query}")
-    assert detail in told(answer, 404 if detail == "Not Found" else 422)
+    assert re.search(detail, told(answer, 404 if detail == "Not Found" else 422))
+
+
+def test_a_job_that_failed_names_fields_not_options(client: TestClient, store: Store) -> None:
+    job = client.post("/v1/jobshop", content=TWO_JOBS).json()["id"]
+    queue = Queue(store)
+    queue.claim("w", 60.0)
+    reason = "plan with --planner spp; profile --tensor measures others"
+    queue.finish(job, "w", Outcome(State.FAILED, reason=reason))
+    found = client.get(f"/v1/jobs/{job}").json()
+    assert found["reason"] == "plan with planner spp; profile --tensor measures others"
 
 
 def test_events_are_replayed_from_any_number(client: TestClient, store: Store) -> None:
@@ -360,6 +396,27 @@ def test_users_see_their_own_jobs(guarded: TestClient, tokens: dict[str, dict[st
     assert "scope submit" in told(guarded.post("/v1/jobshop", content=TWO_JOBS, headers=eve), 403)
     urgent = guarded.post("/v1/jobshop?priority=1", content=TWO_JOBS, headers=bob)
     assert "admin" in told(urgent, 403)
+
+
+def test_a_job_of_another_user_whose_answer_is_known_is_not_named(
+    guarded: TestClient, store: Store, tokens: dict[str, dict[str, str]]
+) -> None:
+    def submit(user: str) -> Any:
+        return guarded.post("/v1/jobshop", content=TWO_JOBS, headers=tokens[user]).json()
+
+    first = submit("ann")["id"]
+    queue = Queue(store)
+    queue.claim("w", 60.0)
+    queue.finish(first, "w", Outcome(State.OPTIMAL, answer="{}"))
+    assert submit("ann")["cached_from"] == first
+    known = submit("bob")
+    assert (known["state"], known["cached_from"]) == ("optimal", None)
+    for user, shown in (("bob", None), ("root", first)):
+        headers = tokens[user]
+        found = guarded.get(f"/v1/jobs/{known['id']}", headers=headers).json()
+        assert found["cached_from"] == shown
+    listed = guarded.get("/v1/jobs", headers=tokens["bob"]).json()["jobs"]
+    assert [one["cached_from"] for one in listed] == [None]
 
 
 def operations() -> Iterator[tuple[str, str]]:

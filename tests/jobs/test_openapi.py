@@ -18,7 +18,7 @@ import schemathesis
 from stagewright.service.http.app import create_app
 from stagewright.service.http.guard import Service
 from stagewright.service.http.tokens import Scope, Tokens
-from stagewright.service.jobs.kinds import parse_request
+from stagewright.service.jobs.kinds import KINDS, parse_request
 from stagewright.service.jobs.queue import Queue
 from stagewright.service.jobs.records import Outcome
 from stagewright.service.jobs.store import Store
@@ -61,9 +61,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 # parameters of a query are ignored, as a token is that is sent in any case.
 schemathesis.checks.load_all_checks()
 NAMES = ("positive_data_acceptance", "negative_data_rejection")
+# They read the body as the calls that submit do.
+ALIKE = {f"/v1/{kind}/validate" for kind in KINDS} - {"/v1/jobshop/validate"}
 UNCHECKED = [schemathesis.checks.CHECKS.get_one(name) for name in NAMES]
 OPERATIONS = [
-    (method, path)
+    pytest.param(method, path, marks=pytest.mark.slow if path in ALIKE else ())
     for path, methods in create_app(None).openapi()["paths"].items()
     for method in methods
 ]

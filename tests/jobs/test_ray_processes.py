@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from commands import refused
 from planning_jobs import TWO_JOBS, long_request, plan_request
+from processes import PATIENCE
 
 pytest.importorskip("sqlalchemy")
 pytest.importorskip("ray", reason="Ray is not installed")
@@ -24,7 +25,6 @@ from stagewright.service.workers.processes import JobProcess, Look, MachineLostE
 from stagewright.service.workers.ray_processes import on_ray
 from stagewright.service.workers.worker import Limits, Worker
 
-PATIENCE = 120.0
 LEASE_SECONDS = 2.0
 
 

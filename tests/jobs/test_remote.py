@@ -8,16 +8,18 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 from commands import FT06, answered, answered_json, refused, run
 from markets import series
-from planning_jobs import TWO_JOBS, long_request
+from planning_jobs import TWO_JOBS, TWO_OPERATORS, long_request
+from processes import PATIENCE
 from profiles import slow_after
-from served import PATIENCE, served
+from served import served
 from terminals import in_a_terminal, wait_for
 
 pytest.importorskip("fastapi", reason="the service is not installed")
@@ -25,14 +27,16 @@ pytest.importorskip("httpx_sse", reason="the client is not installed")
 
 import httpx
 
+import stagewright.client as client_module
 from stagewright.cli.console import SERVED_THREADS
 from stagewright.client import AsyncClient, Client, LostServiceError, UnansweredError
 from stagewright.formulations.forms.answers import Progress
+from stagewright.formulations.operators.plan import load_operator_plan
 from stagewright.formulations.plans.plan import load_plan
 from stagewright.graphs.machines.cluster import Link, save_cluster, uniform_servers
 from stagewright.graphs.models.analytic import analytic_model
 from stagewright.graphs.models.chain import save_model
-from stagewright.graphs.models.step_graph import Node, Output, StepGraph, save_graph
+from stagewright.graphs.models.step_graph import save_graph
 from stagewright.graphs.workloads.prices import Market, save_market
 from stagewright.service.http.limits import RequestLimits
 from stagewright.service.pipeline_answers import JobShopAnswer, PlanAnswer
@@ -64,13 +68,6 @@ COMMANDS = {
     "cloud": "cloud prices.json --rates v100=1.0,k80=0.4 --v100-hours 6 --png out.png",
 }
 
-GRAPH = StepGraph(
-    "two", "test", 8,
-    (
-        Node("a", "mm", "forward", (), (Output(4e6),), {"v100": 1e-3}),
-        Node("b", "mm", "backward", (("a", 0),), (), {"v100": 4e-3}),
-    ),
-)  # fmt: skip
 WORKLOAD = {
     "maxFPGAs": 2, "maxCPUs": 0, "maxSizePerFPGA": 4e3,
     "nodes": [
@@ -96,7 +93,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     market = (series([3.0] * 40, name="p3"), series([0.9] * 40, name="p2", gpu="k80"))
     save_market(Market(market), "prices.json")
     save_cluster(uniform_servers(1, 2, Link(1e9), kind="v100", memory_bytes=1e10), "pair.json")
-    save_graph(GRAPH, "graph.json")
+    save_graph(TWO_OPERATORS, "graph.json")
     Path("ft06.txt").write_text(FT06)
     Path("workload.json").write_text(json.dumps(WORKLOAD))
     return tmp_path
@@ -203,6 +200,10 @@ def test_jobs_are_listed_stopped_and_fetched(server: str, files: Path) -> None:
     assert "best.json is written" in shown
     found = answered_json("jobs", job, "--server", server)
     assert found["cost_seconds"] == load_plan("best.json").certificate.cost_seconds
+    answered("plan", *PLACE.split(), "--server", server)
+    (placed, *_) = answered_json("jobs", "--server", server)["jobs"]
+    answered("jobs", placed["id"], "--server", server, "-o", "placed.json")
+    assert load_operator_plan("placed.json").certificate.cost_seconds == placed["cost"]
     assert "--stop is of one job" in refused("jobs", "--stop", "--server", server)
 
 
@@ -236,7 +237,11 @@ def test_both_clients_solve_requests_of_the_library(server: str) -> None:
 JOB = {
     "id": "j", "kind": "jobshop", "user": "ann", "state": "solving", "created": 1.0, "cost": None,
     "bound": None, "gap": None, "stopped_by": None, "reason": "", "has_document": False,
+    "webhook": None,
 }  # fmt: skip
+
+
+NEWS = {"cost": 2.0, "bound": 1.0, "plans": None}
 
 
 def sent(number: int, name: str, **data: object) -> str:
@@ -291,6 +296,101 @@ def test_a_server_that_goes_away_is_named_with_the_job() -> None:
         )
         with pytest.raises(LostServiceError, match="stagewright jobs j --server http://somewhere"):
             client.solve(JobShopRequest.parse(TWO_JOBS))
+
+
+class Endless(httpx.AsyncByteStream):
+    """A stream of a job to which nothing happens."""
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        await asyncio.Event().wait()
+        yield b""
+
+
+@dataclass
+class Patient:
+    """A service whose job goes on until it is stopped; the names of the calls it had."""
+
+    slow: str = ""
+    is_gone: bool = False
+    calls: list[str] = field(default_factory=list)
+    slowed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def __call__(self, request: httpx.Request) -> httpx.Response:
+        name = "events" if request.url.path.endswith("events") else request.method
+        if name == self.slow:
+            self.slowed.set()
+            await asyncio.sleep(60.0 if self.is_gone else 0.05)
+        self.calls.append(name)
+        if name == "events":
+            self.slowed.set()
+            stream = {"Content-Type": "text/event-stream"}
+            return httpx.Response(200, headers=stream, stream=Endless())
+        return httpx.Response(200, json=JOB)
+
+    async def leave(self, cancels: int = 1) -> None:
+        """Ask it for an answer, and be cancelled so often."""
+        async with AsyncClient("http://somewhere") as client:
+            client._http = httpx.AsyncClient(
+                transport=httpx.MockTransport(self), base_url="http://somewhere"
+            )
+            task = asyncio.create_task(client.solve(JobShopRequest.parse(TWO_JOBS)))
+            for _ in range(cancels):
+                await self.slowed.wait()
+                self.slowed.clear()
+                task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+
+def test_a_task_that_is_cancelled_stops_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def leaves() -> None:
+        await (waits := Patient()).leave()
+        assert waits.calls == ["POST", "GET", "events", "DELETE"]
+        await (submits := Patient("POST")).leave()
+        assert submits.calls == ["POST", "DELETE"]
+        await (twice := Patient("DELETE")).leave(cancels=2)
+        assert twice.calls == ["POST", "GET", "events", "DELETE"]
+        monkeypatch.setattr(client_module, "LEAVE_SECONDS", 0.05)
+        await (gone := Patient("DELETE", is_gone=True)).leave(cancels=2)
+        assert gone.calls == ["POST", "GET", "events"]
+
+    asyncio.run(leaves())
+
+
+def test_an_interrupted_wait_stops_the_job() -> None:
+    calls: list[str] = []
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        calls.append(request.method)
+        if not request.url.path.endswith("events"):
+            return httpx.Response(200, json=JOB)
+        stream = {"Content-Type": "text/event-stream"}
+        return httpx.Response(200, headers=stream, text=sent(4, "progress", **NEWS))
+
+    def interrupt(_: Progress) -> None:
+        raise KeyboardInterrupt
+
+    with Client("http://somewhere") as client:
+        client._http = httpx.Client(
+            transport=httpx.MockTransport(handle), base_url="http://somewhere"
+        )
+        with pytest.raises(KeyboardInterrupt):
+            client.solve(JobShopRequest.parse(TWO_JOBS), interrupt)
+    assert calls == ["POST", "GET", "GET", "DELETE"]
+
+
+@pytest.mark.slow
+def test_a_timeout_stops_the_job_on_the_server(server: str) -> None:
+    async def asked() -> None:
+        async with AsyncClient(server) as client:
+            async with asyncio.timeout(2.0):
+                await client.solve(PlanRequest.parse(long_request(seed=4)))
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(asked())
+    with Client(server) as client:
+        (job,) = client.jobs(1)
+        assert client.wait(job.id, PATIENCE).stopped_by == "user"
 
 
 def test_a_job_without_an_answer_says_why(server: str) -> None:

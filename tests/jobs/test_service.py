@@ -8,7 +8,8 @@ import pytest
 from commands import answered, refused
 from planning_jobs import TWO_JOBS, long_request
 from plans import small_problem
-from served import PATIENCE, served
+from processes import PATIENCE
+from served import served
 
 pytest.importorskip("fastapi", reason="the service is not installed")
 pytest.importorskip("httpx", reason="httpx is not installed")

@@ -11,7 +11,8 @@ from urllib.parse import urlsplit
 import pytest
 from planning_jobs import TWO_JOBS, long_request
 from postgres import PostgreSQL
-from served import PATIENCE, served
+from processes import PATIENCE
+from served import served
 
 pytest.importorskip("fastapi", reason="the service is not installed")
 pytest.importorskip("httpx", reason="httpx is not installed")

@@ -19,7 +19,7 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.service.jobs.kinds import parse_request, title_of
 from stagewright.service.jobs.queue import MOST_ATTEMPTS, LeaseLostError, Queue
 from stagewright.service.jobs.records import Asked, Outcome, State, StoppedBy
-from stagewright.service.jobs.retention import DAY, Retention
+from stagewright.service.jobs.retention import DAY, retention
 from stagewright.service.jobs.store import ConflictError, Store
 
 LEASE = 10.0
@@ -308,7 +308,7 @@ def test_jobs_are_deleted_so_long_after_their_ends(
     assert queue.claim("w", LEASE).id == running
     queue.claim("v", LEASE)
     queue.finish(late, "v", DONE)
-    keeper = Retention(store, 1.0)
+    keeper = retention(store, 1.0)
     thread = threading.Thread(target=keeper.run)
     thread.start()
     try:

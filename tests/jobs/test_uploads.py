@@ -1,11 +1,14 @@
 """Uploaded documents: kept for their user alone, named by requests, compared with plans."""
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import answered
 from planning_jobs import TWO_JOBS, plan_request, traced
 from plans import small_problem
 
@@ -98,6 +101,55 @@ def test_a_topology_becomes_a_cluster(client: TestClient, ann: Headers) -> None:
     own = kept(client, "topology?device=mine&memory=3GB", TOPOLOGY, ann)
     document = client.get(f"/v1/uploads/{own['id']}", headers=ann).json()
     assert {one["memory_bytes"] for one in document["devices"]} == {3e9}
+
+
+CONFIG = {"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": 100}
+
+
+def test_a_configuration_becomes_the_model_of_the_command_line(
+    client: TestClient, ann: Headers, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    options = "--sequence 128 --device h100,a100 --precision bf16 --microbatch-sizes 1,2"
+    answered("model", tmp_path / "config.json", *options.split(), "-o", tmp_path / "own.json")
+    query = "sequence=128&device=h100,a100&precision=bf16&microbatch_size=1&microbatch_size=2"
+    made = kept(client, f"config?{query}", json.dumps(CONFIG), ann)
+    assert made["kind"] == "model"
+    assert made["name"].startswith("gpt2(")
+    document = client.get(f"/v1/uploads/{made['id']}", headers=ann).json()
+    assert document == json.loads((tmp_path / "own.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("query", "text", "detail"),
+    [
+        ("", CONFIG, "^query.sequence: "),
+        ("sequence=9", {}, "^config: model_type must be one of .*; there is no such field$"),
+        ("sequence=9", CONFIG | {"model_type": "resnet"}, "^config: model_type must be one of"),
+        ("sequence=9", CONFIG | {"n_head": 5}, "^config: n_embd"),
+        ("sequence=9", CONFIG | {"n_layer": 2001}, "^config: at most 2000 layers here$"),
+        ("sequence=9", [], "^config: a configuration is an object"),
+        ("sequence=9", "{", "^config: "),
+        ("sequence=9&device=/etc/passwd.json", CONFIG, "passwd.json"),
+        ("sequence=9&microbatch_size=0", CONFIG, "microbatch"),
+        ("sequence=9&precision=int4", CONFIG, "^query.precision"),
+    ],
+)
+def test_what_is_no_configuration_is_refused_in_a_line(
+    client: TestClient, ann: Headers, query: str, text: Any, detail: str
+) -> None:
+    body = text if isinstance(text, str) else json.dumps(text)
+    response = client.post(f"/v1/uploads/config?{query}", content=body, headers=ann)
+    line = told(response, 422)
+    assert re.search(detail, line), line
+    assert "\n" not in line
+
+
+def test_a_configuration_in_the_wrong_place_is_told_the_right_one(
+    client: TestClient, ann: Headers
+) -> None:
+    response = client.post("/v1/uploads/model", content=json.dumps(CONFIG), headers=ann)
+    assert "send it to /v1/uploads/config?sequence=TOKENS" in told(response, 422)
 
 
 def test_a_request_with_uploads_is_the_request_with_the_documents(

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import answered
 from planning_jobs import TWO_JOBS, Clock
-from served import PATIENCE, served
+from processes import PATIENCE
+from served import served
 from sqlalchemy import text
 
 pytest.importorskip("fastapi", reason="the service is not installed")
@@ -31,10 +33,11 @@ from stagewright.service.http.guard import Service
 from stagewright.service.http.webhooks import Deliverer, Webhooks
 from stagewright.service.jobs.deliveries import PAUSES, Deliveries
 from stagewright.service.jobs.queue import Queue
-from stagewright.service.jobs.records import Asked, Outcome, State
+from stagewright.service.jobs.records import Asked, DeliveryRecord, DeliveryState, Outcome, State
 from stagewright.service.jobs.store import Store
 
 SECRET = "a secret of the service of this test"
+WAITING, DELIVERED, GIVEN_UP = DeliveryState
 Received = list[tuple[dict[str, str], bytes]]
 
 
@@ -89,7 +92,14 @@ def deliver_all(store: Store, origin: str) -> list[bool]:
     return found
 
 
-def test_every_end_of_a_job_is_told_once(store: Store) -> None:
+def told_of(store: Store) -> DeliveryRecord | None:
+    """What the newest job says of its webhook."""
+    (job,) = store.page(None, limit=1)
+    assert store.get(job.id) == job
+    return job.delivery
+
+
+def test_every_end_of_a_job_is_told_once(store: Store, clock: Clock) -> None:
     queue = Queue(store)
     with receiving() as (origin, received):
         url = f"{origin}/hook?a=b"
@@ -99,8 +109,11 @@ def test_every_end_of_a_job_is_told_once(store: Store) -> None:
         assert deliver_all(store, origin) == [True]
         queue.claim("w", 10.0)
         queue.finish(solved.id, "w", Outcome(State.OPTIMAL, answer="{}", cost=6.0, bound=6.0))
+        clock.now += 1.0
         known, _ = store.submit("bob", "jobshop", TWO_JOBS, webhook=url)
+        assert told_of(store) == DeliveryRecord(WAITING)
         assert deliver_all(store, origin) == [True, True]
+        assert told_of(store) == DeliveryRecord(DELIVERED, 1)
         assert deliver_all(store, origin) == []
         told = [json.loads(body)["data"] for _, body in received]
     assert {one["id"]: one["state"] for one in told} == {
@@ -131,10 +144,12 @@ def test_a_delivery_is_tried_again_after_growing_pauses(
         ended(store, origin)
         assert deliver_all(store, origin) == [False]
         for pause in PAUSES:
+            assert told_of(store) == DeliveryRecord(WAITING, len(got), f"HTTP {status}")
             clock.now += pause - 1.0
             assert deliver_all(store, origin) == []
             clock.now += 1.0
             assert deliver_all(store, origin) == [False]
+        assert told_of(store) == DeliveryRecord(GIVEN_UP, len(got), f"HTTP {status}")
         clock.now += 1e6
         assert deliver_all(store, origin) == []
     assert len(got) == 1 + len(PAUSES)
@@ -155,12 +170,14 @@ def test_a_server_that_is_killed_while_it_delivers_loses_nothing(
 
 
 def test_an_end_that_is_not_stored_is_not_told(store: Store) -> None:
+    job, _ = store.submit("ann", "jobshop", TWO_JOBS, webhook="http://127.0.0.1:1")
     with store.engine.begin() as database:
         database.execute(text("DROP TABLE deliveries"))
-    job, _ = store.submit("ann", "jobshop", TWO_JOBS, webhook="http://127.0.0.1:1")
     with pytest.raises(Exception, match="deliveries"):
         store.ask(job.id, Asked.STOP)
-    assert store.get(job.id).state == State.QUEUED  # type: ignore[union-attr]
+    with store.engine.connect() as database:
+        states = database.execute(text("SELECT state FROM jobs")).scalars().all()
+    assert states == [State.QUEUED]
 
 
 def test_a_job_that_is_discarded_is_not_told_of(store: Store) -> None:
@@ -171,15 +188,17 @@ def test_a_job_that_is_discarded_is_not_told_of(store: Store) -> None:
 
 
 def test_a_receiver_that_does_not_answer_is_left(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+    store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(webhooks, "SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         origin = f"http://127.0.0.1:{silent.getsockname()[1]}"
         ended(store, origin)
         assert deliver_all(store, origin) == [False]
-    ended(store, origin)
-    assert deliver_all(store, origin) == [False]  # nobody listens
+        assert told_of(store) == DeliveryRecord(WAITING, 1, "no answer of HTTP within 0.2 s")
+    clock.now += PAUSES[0]
+    assert deliver_all(store, origin) == [False]
+    assert told_of(store) == DeliveryRecord(WAITING, 2, "no connection: Connection refused")
 
 
 def test_a_job_that_is_queued_again_is_told_of_when_it_ends_again(
@@ -259,8 +278,10 @@ def test_a_server_tells_of_the_ends_of_its_jobs(
     ):
         made = httpx.post(f"{url}/v1/jobshop", content=TWO_JOBS, params={"webhook": origin})
         ends = time.monotonic() + PATIENCE
-        while not received and time.monotonic() < ends:
+        path = f"{url}/v1/jobs/{made.json()['id']}"
+        while httpx.get(path).json()["webhook"]["state"] != "delivered" and time.monotonic() < ends:
             time.sleep(0.05)
+        assert "webhook delivered\n" in answered("jobs", made.json()["id"], "--server", url)
     told = json.loads(received[0][1])
     assert (told["type"], told["data"]["id"]) == ("job.ended", made.json()["id"])
     assert told["data"]["state"] == "optimal"
@@ -301,6 +322,7 @@ def test_webhooks_are_asked_for_over_http(store: Store) -> None:
         where = {"webhook": "https://hooks.example/a"}
         made = client.post("/v1/jobshop", content=TWO_JOBS, params=where)
         assert store.get(made.json()["id"]).webhook == where["webhook"]  # type: ignore[union-attr]
+        assert made.json()["webhook"] == {"state": "waiting", "attempts": 0, "reason": ""}
         elsewhere = client.post("/v1/jobshop", content=TWO_JOBS, params={"webhook": "http://x"})
         assert elsewhere.status_code == 422
         assert "must be at one of https://hooks.example" in elsewhere.json()["detail"]

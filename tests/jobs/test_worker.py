@@ -1,19 +1,19 @@
 """Workers and the processes of jobs: answers, stops, limits, and what is left of the killed."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from planning_jobs import TWO_JOBS, long_request, plan_request
+from processes import PATIENCE, started_from_now_on
 
 pytest.importorskip("sqlalchemy")
 
@@ -27,7 +27,7 @@ from stagewright.service.jobs.store import Store
 from stagewright.service.workers.processes import _resident_bytes
 from stagewright.service.workers.worker import Limits, Worker
 
-PATIENCE = 120.0  # seconds, on a busy machine
+Children = Callable[[], set[BaseProcess]]
 
 
 @pytest.fixture
@@ -70,16 +70,12 @@ def begun(store: Store, job: str) -> Job:
     return awaited(store, job, lambda one: one.document is not None)
 
 
-def children() -> set[int]:
-    """The processes of jobs, by what they run."""
-    found = subprocess.run(
-        ["pgrep", "-P", str(os.getpid()), "-f", "spawn_main"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    return {int(line) for line in found.stdout.split()}
+@pytest.fixture
+def children() -> Children:
+    return started_from_now_on()
 
 
-def test_jobs_of_different_kinds_are_answered(store: Store) -> None:
+def test_jobs_of_different_kinds_are_answered(store: Store, children: Children) -> None:
     plan, _ = store.submit("ann", "plan", plan_request())
     shop, _ = store.submit("ann", "jobshop", TWO_JOBS)
     wrong, _ = store.submit("ann", "plan", plan_request(planner="no such planner"))
@@ -98,7 +94,9 @@ def test_jobs_of_different_kinds_are_answered(store: Store) -> None:
     assert children() == set()
 
 
-def test_a_stopped_job_keeps_its_best_plan_and_an_aborted_one_has_none(store: Store) -> None:
+def test_a_stopped_job_keeps_its_best_plan_and_an_aborted_one_has_none(
+    store: Store, children: Children
+) -> None:
     job, _ = store.submit("ann", "plan", long_request())
     other, _ = store.submit("ann", "plan", long_request(seed=1))
     with working(store):
@@ -114,12 +112,12 @@ def test_a_stopped_job_keeps_its_best_plan_and_an_aborted_one_has_none(store: St
     assert children() == set()
 
 
-def test_a_killed_process_leaves_its_best_plan(store: Store) -> None:
+def test_a_killed_process_leaves_its_best_plan(store: Store, children: Children) -> None:
     job, _ = store.submit("ann", "plan", long_request())
     with working(store):
         begun(store, job.id)
-        for pid in children():
-            os.kill(pid, signal.SIGKILL)
+        for process in children():
+            process.kill()
         found = ended(store, job.id)
     assert (found.state, found.stopped_by) == (State.FEASIBLE, StoppedBy.LOST)
     assert found.document is not None
@@ -134,7 +132,7 @@ def test_a_killed_process_leaves_its_best_plan(store: Store) -> None:
         (Limits(memory_bytes=2e7), StoppedBy.MEMORY),
     ],
 )
-def test_limits_end_a_job(store: Store, limits: Limits, by: StoppedBy) -> None:
+def test_limits_end_a_job(store: Store, children: Children, limits: Limits, by: StoppedBy) -> None:
     job, _ = store.submit("ann", "plan", long_request())
     with working(store, limits):
         found = ended(store, job.id)

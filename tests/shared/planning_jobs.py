@@ -10,9 +10,17 @@ from stagewright.executor.drawing.periods import finish_seconds
 from stagewright.executor.programs.trace import Trace, TracedStep
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.documents import to_json
+from stagewright.graphs.models.step_graph import Node, Output, StepGraph
 
 TWO_JOBS = json.dumps({"jobs": [[[0, 3], [1, 2]], [[1, 4], [0, 1]]]})
 """A job shop whose least makespan is 6."""
+TWO_OPERATORS = StepGraph(
+    "two", "test", 8,
+    (
+        Node("a", "mm", "forward", (), (Output(4e6),), {"v100": 1e-3}),
+        Node("b", "mm", "backward", (("a", 0),), (), {"v100": 4e-3}),
+    ),
+)  # fmt: skip
 
 
 @dataclass

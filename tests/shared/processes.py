@@ -1,10 +1,19 @@
 """Processes of this machine, as ``/proc`` tells of them."""
 
 import contextlib
+import multiprocessing
 import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-PATIENCE = 120.0  # seconds, on a busy machine
+PATIENCE = 600.0  # seconds, on a busy machine that compiles its kernels first
+
+
+def started_from_now_on() -> Callable[[], set[BaseProcess]]:
+    """Tells which processes this one has started since, and still run: not those of other tests."""
+    others = set(multiprocessing.active_children())
+    return lambda: set(multiprocessing.active_children()) - others
 
 
 def is_alive(pid: int) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-PATIENCE = 120.0  # seconds, on a busy machine
+from processes import PATIENCE
 
 
 @contextmanager

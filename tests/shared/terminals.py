@@ -9,7 +9,7 @@ import threading
 import time
 from contextlib import suppress
 
-PATIENCE = 120.0  # seconds that a machine under load may need
+from processes import PATIENCE
 
 
 def in_a_terminal(arguments: list[str]) -> tuple[subprocess.Popen[bytes], list[str]]:

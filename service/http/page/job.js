@@ -45,8 +45,12 @@ class Curve {
   }
 }
 
+const webhook = (told) => told && [`webhook ${told.state}`, told.attempts > 1 && `after ${told.attempts} attempts`,
+  told.reason && `(${told.reason})`].filter(Boolean).join(" ");
+
 const how = (job) => [job.finished !== null && job.started !== null && `${age(job.started, job.finished)} of search`,
   job.stopped_by && `stopped by ${job.stopped_by}`, job.reason,
+  webhook(job.webhook),
   job.cached_from && `answered before, by ${job.cached_from.slice(0, 8)}`].filter(Boolean).join(" · ");
 
 function factsOf(job) {
@@ -104,9 +108,11 @@ class JobPage {
     button("discard", "Discard", () => this.discardTwice());
     button("answer", "Download answer", () => download(`jobs/${this.id}/answer`));
     button("file", "Download plan", () => download(`jobs/${this.id}/plan`));
+    button("drawing", "Download page", () => download(`jobs/${this.id}/timeline.html`));
+    button("trace", "Download trace", () => download(`jobs/${this.id}/trace`));
     button("export", "Export", () => download(`jobs/${this.id}/export/${format.value}?${query()}`));
     this.exporting = make("span", {class: "export"}, format, command, image, this.export);
-    this.buttons.append(this.stop, this.abort, this.retry, this.file, this.answer, this.exporting, this.discard);
+    this.buttons.append(this.stop, this.abort, this.retry, this.file, this.drawing, this.trace, this.answer, this.exporting, this.discard);
   }
 
   // What cannot be undone takes two presses.
@@ -148,7 +154,10 @@ class JobPage {
     this.retry.hidden = !AGAIN.has(job.state);
     this.discard.hidden = this.answer.hidden = !ended;
     if (job.state === "failed") this.answer.hidden = true;
-    this.file.hidden = this.exporting.hidden = !job.has_document;
+    this.exporting.hidden = !job.has_document;
+    const placed = job.kind === "place" && ended && job.cost !== null;
+    this.file.hidden = !job.has_document && !placed;
+    this.drawing.hidden = this.trace.hidden = !placed;
     (ended ? this.shown : this.buttons).after(this.gap);
   }
 
