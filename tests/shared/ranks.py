@@ -41,6 +41,8 @@ PRELOADED = (
     "transformers.models.llama.modeling_llama",
 )
 
+ROOT = str(Path(__file__).parents[2])
+
 # How long the others may take to notice that a rank failed.
 GRACE_SECONDS = 5.0
 
@@ -66,6 +68,8 @@ def _environment() -> Iterator[None]:
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": loopback,
         "TORCH_CPP_LOG_LEVEL": "FATAL",  # as `stagewright run` asks for
+        # For the benchmarks: without theirs transformers may not be importable beside torch.
+        "PYTHONPATH": os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH")))),
     }
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
