@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.metadata import PackageNotFoundError
@@ -399,10 +398,12 @@ def test_the_second_signal_ends_ranks_that_do_not_hear_the_first(job: Job) -> No
     slow_after(1, [(signal.SIGINT, 130, "SIGINT"), (signal.SIGKILL, -9, "SIGTERM")]),
 )
 def test_ranks_end_with_their_launcher(job: Job, number: int, code: int, told: str) -> None:
+    asleep = job.folder / "asleep"
+    asleep.unlink(missing_ok=True)
     process = job.start(MISHAP="sleep 0 2")
+    until(asleep.exists)  # rank 1 waits for rank 0 now, or will do so; it must end either way
     job.await_ranks(2)
     job.require_forks(process.pid)
-    time.sleep(0.5)  # rank 1 waits for rank 0 now, or will do so; it must end either way
     process.send_signal(number)
     _, complaints = process.communicate(timeout=TIMEOUT_SECONDS)
     assert process.returncode == code
