@@ -1,8 +1,9 @@
 """Evaluation of the model that a rank trains: forwards through the plan's stages."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import itemgetter
 from typing import Any
@@ -39,6 +40,8 @@ from stagewright.graphs.documents.errors import InputError
 
 Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
+KEPT = 16  # passes, for mini-batches of the shapes that came last
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Evaluation:
@@ -58,6 +61,9 @@ class Evaluation:
     seed: int
     dtype: torch.dtype
     autocast: torch.dtype | None
+    _passes: "OrderedDict[tuple[int, int, Shapes], _Pass]" = field(
+        default_factory=OrderedDict, init=False
+    )
 
     def mean(self, batches: Iterable[Any], measure: Loss | None = None) -> float | None:
         """The mean of ``measure``, by default the loss, on ranks of the last stage; None elsewhere.
@@ -65,26 +71,30 @@ class Evaluation:
         All ranks give the same mini-batches, of any number of samples. Where the measure is a sum
         and its count, the mean is that of all sums; else it is weighted by samples.
         """
-        total, weight = 0.0, 0.0
         last = len(self.rank.plan.stages) - 1
         modules = [layer.module for layer in self.model.layers]  # all: shapes are those of all
-        passes: dict[tuple[int, int, Shapes], _Pass] = {}
-        with evaluating(modules), self._same_buffers():
-            for batch in batches:
-                inputs, targets = pair(batch, has_loss=not self.takes_loss)
-                for count, samples, given, wanted in self._parts(inputs, targets):
-                    shapes = tuple((one.shape[1:], one.dtype) for one in given)
-                    key = count, samples, shapes
-                    if key not in passes:
-                        passes[key] = self._pass(count, samples, given, measure or self.loss)
-                    value, counted = passes[key].run(given, wanted)
-                    total, weight = total + value, weight + counted
+        try:
+            with evaluating(modules), self._same_buffers():
+                total, weight = self._sums(batches, measure or self.loss)
+        except BaseException:
+            self._passes.clear()  # one of them ended half-way
+            raise
         if last not in self.model.modules:
             return None
         total, weight = summed(self.rank, (total, weight), self.groups.get(last))
         if weight == 0:
             raise InputError("the evaluation counts nothing: there is no mini-batch, or no label")
         return total / weight
+
+    def _sums(self, batches: Iterable[Any], measure: Loss) -> tuple[float, float]:
+        """The rank's parts of the measures of all mini-batches, and what they are divided by."""
+        total, weight = 0.0, 0.0
+        for batch in batches:
+            inputs, targets = pair(batch, has_loss=not self.takes_loss)
+            for count, samples, given, wanted in self._parts(inputs, targets):
+                value, counted = self._pass(count, samples, given).run(given, wanted, measure)
+                total, weight = total + value, weight + counted
+        return total, weight
 
     def _parts(
         self, inputs: Batch, targets: Batch
@@ -114,7 +124,17 @@ class Evaluation:
                 yield count, size, tuple(one[own] for one in given), part
                 begin = own.stop
 
-    def _pass(self, count: int, samples: int, inputs: tuple[Tensor, ...], measure: Loss) -> "_Pass":
+    def _pass(self, count: int, samples: int, inputs: tuple[Tensor, ...]) -> "_Pass":
+        """What evaluates ``count`` microbatches of such inputs, of which the shapes alone count."""
+        key = count, samples, tuple((one.shape[1:], one.dtype) for one in inputs)
+        if key not in self._passes:
+            self._passes[key] = self._made(count, samples, inputs)
+            if len(self._passes) > KEPT:
+                self._passes.popitem(last=False)
+        self._passes.move_to_end(key)
+        return self._passes[key]
+
+    def _made(self, count: int, samples: int, inputs: tuple[Tensor, ...]) -> "_Pass":
         plan = forwards_of(self.rank.plan, count)
         rank = replace(self.rank, plan=plan)
         found: dict[tuple[tuple[int, ...], ...], LayeredModel] = {}
@@ -137,7 +157,6 @@ class Evaluation:
             iterations,
             Exchange(rank, iterations, crossing.boundaries(), computations),
             found[whole].result,
-            measure,
             self.seed,
         )
 
@@ -179,10 +198,9 @@ class _Pass:
     iterations: Iterations
     exchange: Exchange
     result: Callable[[Tensors], Any]
-    measure: Loss
     seed: int
 
-    def run(self, inputs: Tensors, targets: Batch) -> tuple[float, float]:
+    def run(self, inputs: Tensors, targets: Batch, measure: Loss) -> tuple[float, float]:
         """The rank's part of the measure of a mini-batch: a sum, and what it is divided by."""
         device, last = self.rank.device, len(self.rank.plan.stages) - 1
         if 0 in self.computations:
@@ -201,7 +219,7 @@ class _Pass:
             if s < last:
                 self.exchange.give(Action(s, SEND_F, m), outputs)
                 continue
-            value, counted = self._measured(m, outputs)
+            value, counted = self._measured(m, outputs, measure)
             total, weight = total + value, weight + counted
         self.exchange.release_all()
         self.iterations.forget(iteration)
@@ -216,10 +234,10 @@ class _Pass:
             inputs, lambda i: layer_seed(self.seed, 0, m, first + i)
         )
 
-    def _measured(self, m: int, outputs: Tensors) -> tuple[float, float]:
+    def _measured(self, m: int, outputs: Tensors, measure: Loss) -> tuple[float, float]:
         last = len(self.rank.plan.stages) - 1
         with torch.no_grad(), self.computations[last].cast():
-            found = self.measure(self.result(outputs), self.iterations.targets(m, last))
+            found = measure(self.result(outputs), self.iterations.targets(m, last))
         value, count = read_measure(found)
         if count is not None:
             return value, count

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from profiles import examples
 
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.operators.check import check
@@ -320,6 +321,7 @@ def accepted(graph, cluster, plan) -> bool:
     return not any(one.rule == "rules" for one in check(graph, cluster, plan))
 
 
+@examples(200, quick=40)
 @given(cases(), st.data())
 def test_the_checker_refuses_what_breaks_a_rule_and_nothing_else(case, data):
     graph, cluster, plan = case
@@ -328,6 +330,7 @@ def test_the_checker_refuses_what_breaks_a_rule_and_nothing_else(case, data):
     assert accepted(graph, cluster, wrong) == is_valid(graph, cluster, wrong)
 
 
+@examples(200, quick=40)
 @given(cases(), st.integers(-1, 1))
 def test_the_memory_that_a_plan_needs_is_that_of_its_tensors(case, more):
     graph, cluster, plan = case

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from layout_oracle import CHUNKS, copies, every_layout, fewest_recomputed, problems
+from layout_oracle import CHUNKS, copies, enumerable, every_layout, fewest_recomputed
 from profiles import UNSHRUNK, examples
 
 from stagewright.formulations.parallelism.estimate import Estimate
@@ -40,7 +40,7 @@ def require_best(
 
 
 @examples(60, phases=UNSHRUNK)
-@given(problems(12, 16), st.integers(1, 12), st.data())
+@given(enumerable(12, 16), st.integers(1, 12), st.data())
 def test_the_best_of_every_memory_are_those_of_all_layouts(problem, keep, data) -> None:
     every = list(every_layout(problem))
     assume(every)
@@ -56,7 +56,7 @@ def test_the_best_of_every_memory_are_those_of_all_layouts(problem, keep, data) 
 
 
 @examples(30, phases=UNSHRUNK)
-@given(problems(8, 8), st.data())
+@given(enumerable(8, 8, (False, True)), st.data())
 def test_the_optimizer_in_host_memory_is_chosen_where_memory_is_small(problem, data) -> None:
     every = list(every_layout(problem, (False, True)))
     assume(every)
@@ -92,7 +92,7 @@ def is_chosen(problem: TrainingProblem, layout: Layout, name: str, values: Set[o
 
 
 @examples(50, phases=UNSHRUNK)
-@given(problems(12, 12), st.data())
+@given(enumerable(12, 12), st.data())
 def test_of_a_part_of_the_space_the_best_are_those_with_its_values(problem, data) -> None:
     every = list(every_layout(problem))
     assume(every)
@@ -125,7 +125,7 @@ class SetAfter:
 
 
 @examples(30, phases=UNSHRUNK)
-@given(problems(8, 8), st.integers(0, 40))
+@given(enumerable(8, 8), st.integers(0, 40))
 def test_the_bound_of_a_search_that_was_stopped_holds(problem, looks) -> None:
     layouts = list(every_layout(problem))
     assume(layouts)
@@ -139,7 +139,7 @@ def test_the_bound_of_a_search_that_was_stopped_holds(problem, looks) -> None:
 
 
 @examples(30, phases=UNSHRUNK)
-@given(problems(12, 12), st.integers(1, 8))
+@given(enumerable(12, 12), st.integers(1, 8))
 def test_of_layouts_that_are_alike_the_fastest_is_kept(problem, keep) -> None:
     layouts = list(every_layout(problem))
     assume(layouts)

@@ -80,6 +80,7 @@ def _meet(mishap: str) -> None:
     elif mishap == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif mishap == "sleep":
+        Path("asleep").touch()
         time.sleep(1000)
     elif mishap == "hold":
         Path("held").touch()

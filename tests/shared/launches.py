@@ -1,15 +1,20 @@
 """``stagewright run`` as processes of its own."""
 
+import multiprocessing
 import os
+import runpy
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
+from ranks import forked
 from training_plans import gpipe, one_f_one_b, straight
 
 from stagewright.formulations.plans.plan import save_plan
@@ -18,6 +23,67 @@ TIMEOUT_SECONDS = 30  # what a rank waits for another; nothing here may take tha
 
 
 TESTS = Path(__file__).parent
+
+
+class Command:
+    """``python -m stagewright`` in a fork of a process that has imported it, and torch.
+
+    Which is most of what a short command takes. As far as tests need it a ``subprocess.Popen``.
+    """
+
+    def __init__(self, words: list[str], folder: Path, environment: Mapping[str, str]) -> None:
+        (self._out, out), (self._err, err) = (multiprocessing.Pipe(duplex=False) for _ in "ab")
+        self._process = forked(_command, words, folder, dict(environment), out, err)
+        out.close()
+        err.close()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        """What it and its ranks print until the last of them has ended."""
+        until = time.monotonic() + timeout
+        with ThreadPoolExecutor(2) as readers:
+            texts = [readers.submit(_read, one) for one in (self._out, self._err)]
+            try:
+                out, err = (text.result(until - time.monotonic()) for text in texts)
+            except TimeoutError:
+                self._process.kill()  # and with it the ranks, whose ends the readers await
+                raise
+        self._process.join()
+        return out, err
+
+
+def _read(pipe: Connection) -> str:
+    with open(pipe.fileno(), encoding="utf-8", closefd=False) as file:
+        return file.read()
+
+
+def _command(
+    words: list[str], folder: Path, environment: dict[str, str], out: Connection, err: Connection
+) -> None:
+    multiprocessing.current_process().daemon = False  # which could not start ranks
+    for descriptor, pipe in enumerate((out, err), 1):
+        os.dup2(pipe.fileno(), descriptor)
+        pipe.close()
+    # Those of the process that was forked know where in another file they are.
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 - until the end
+    sys.stderr = open(2, "w", 1, closefd=False)  # noqa: SIM115
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:0] = [str(folder), str(TESTS)]
+    sys.argv = ["stagewright", *words]
+    runpy.run_module("stagewright", run_name="__main__", alter_sys=True)
 
 
 class Job:
@@ -33,13 +99,12 @@ class Job:
         self,
         *options: object,
         plan: str = "two.json",
-        launcher: tuple[str, ...] = (),
-        module: tuple[str, ...] = ("-m", "stagewright"),
+        python: tuple[str, ...] = (),
         **environment: str,
-    ) -> subprocess.Popen[str]:
+    ) -> Command | subprocess.Popen[str]:
         """Five steps in float64 with AdamW, unless ``options`` say otherwise.
 
-        ``launcher`` and ``module`` are the arguments of Python before those of the command.
+        With ``python``, its arguments before those of the command, by a new Python.
         """
         pids = self.folder / "pids"
         shutil.rmtree(pids, ignore_errors=True)
@@ -54,26 +119,28 @@ class Job:
             "--timeout": str(TIMEOUT_SECONDS),
         }.items():
             given += [] if option in given else [option, value]
+        words = ["run", plan, *given]
         places = [str(TESTS), os.environ.get("PYTHONPATH", "")]
+        variables = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, places)),
+            "PIDS": str(pids),
+            **environment,
+        }
+        if not python:
+            return Command(words, self.folder, variables)
         return subprocess.Popen(
-            [sys.executable, *launcher, *module, "run", plan, *given],
+            [sys.executable, *python, *words],
             cwd=self.folder,
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(filter(None, places)),
-                "PIDS": str(pids),
-                **environment,
-            },
+            env=variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
 
-    def run(
-        self, *options: object, code: int = 0, plan: str = "two.json", **environment: Any
-    ) -> tuple[str, list[str]]:
-        """Stdout, and the lines on stderr in order; no process is left."""
-        process = self.start(*options, plan=plan, **environment)
+    def run(self, *options: object, code: int = 0, **start: Any) -> tuple[str, list[str]]:
+        """Stdout, and the lines on stderr in order; no process is left. See `start`."""
+        process = self.start(*options, **start)
         # Two seconds for imports may be twenty on a busy machine; then the ranks' own limit.
         out, complaints = process.communicate(timeout=60 + TIMEOUT_SECONDS)
         assert process.returncode == code, complaints

@@ -1,12 +1,15 @@
 """Every layout of a tiny training problem by plain nested loops; random tiny problems."""
 
 import math
-from collections.abc import Container, Iterator
+from bisect import bisect_right
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import accumulate, pairwise, product
 from random import Random
+from typing import Any
 
 from hypothesis import strategies as st
+from profiles import by_profile
 
 from stagewright.formulations.parallelism.estimate import Estimate, evaluate
 from stagewright.formulations.parallelism.layout import Layout
@@ -24,6 +27,7 @@ from stagewright.graphs.models.architecture import (
 from stagewright.solvers.parallelism.tree import compiled_walk
 
 CHUNKS = 4
+MOST = by_profile(quick=4000, nightly=math.inf)  # layouts, where all of them are looked at
 
 
 def fewest_recomputed(
@@ -55,7 +59,7 @@ def every_layout(
     ZeRO without ranks with the same parameters, sequence parallelism without tensor parallelism.
     """
     walk = compiled_walk()
-    for layout in _candidates(problem, offloads):
+    for layout in Candidates(problem, offloads):
         try:
             yield evaluate(problem, layout, walk)
         except InputError:
@@ -71,7 +75,7 @@ def copies(problem: TrainingProblem, layout: Layout) -> int:
 
 def random_layouts(problem: TrainingProblem, chance: Random, most: int) -> list[Layout]:
     """Up to ``most`` layouts that ``evaluate`` takes, of all their kinds."""
-    every = list(_candidates(problem, (False, True)))
+    every = Candidates(problem, (False, True))
     found = []
     for layout in chance.sample(every, min(4 * most, len(every))):
         try:
@@ -100,63 +104,107 @@ def by_stage(layout: Layout, problem: TrainingProblem, chance: Random) -> Layout
     )
 
 
-def _candidates(problem: TrainingProblem, offloads: tuple[bool, ...]) -> Iterator[Layout]:
-    sizes = range(1, problem.fabric.devices + 1)
-    architecture = problem.architecture
-    experts = 1 if architecture.experts is None else architecture.experts.number
+class Candidates(Sequence[Layout]):
+    """Every layout that is worth asking for, made when it is looked at: there may be millions."""
+
+    def __init__(self, problem: TrainingProblem, offloads: tuple[bool, ...]) -> None:
+        self._parts = [(each, _choices(problem, each, offloads)) for each in _degrees(problem)]
+        sizes = (math.prod(map(len, choices)) for _, choices in self._parts)
+        self._ends = list(accumulate(sizes))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, number: int) -> Layout:  # type: ignore[override]  # of one alone
+        part = bisect_right(self._ends, number)
+        degrees, choices = self._parts[part]
+        left, values = number - self._ends[part], []
+        for each in reversed(choices):
+            left, place = divmod(left, len(each))
+            values.append(each[place])
+        return _layout(degrees, values[::-1])
+
+    def __iter__(self) -> Iterator[Layout]:
+        for degrees, choices in self._parts:
+            for values in product(*choices):
+                yield _layout(degrees, values)
+
+
+def _degrees(problem: TrainingProblem) -> Iterator[dict[str, int]]:
+    devices, batch = problem.fabric.devices, problem.batch
+    sizes = [size for size in range(1, devices + 1) if devices % size == 0]
+    experts = problem.architecture.experts
+    shared = range(1, 2 if experts is None else experts.number + 1)
     for p, t, c, d in product(sizes, repeat=4):
-        if p * t * c * d != problem.fabric.devices:
+        if p * t * c * d != devices:
             continue
-        degrees = {"pipeline": p, "tensor": t, "context": c, "data": d}
-        for v, e, b in product(
-            range(1, CHUNKS + 1), range(1, experts + 1), range(1, problem.batch // d + 1)
-        ):
-            if problem.batch % (b * d) or t * c * d % e or (p == 1 and v > 1):
+        for v, e, b in product(range(1, CHUNKS + 1), shared, range(1, batch // d + 1)):
+            if batch % (b * d) or t * c * d % e or (p == 1 and v > 1):
                 continue  # `evaluate` refuses them too: it only takes longer
-            degrees |= {"expert": e, "microbatch": b, "chunks": v}
-            both = p > 1 and d > 1 and t * c % e == 0
-            placements = ("data-inside", "pipeline-inside") if both else ("data-inside",)
-            stages = p * v
-            for ends, schedule, recompute, shared, zero, placement, offload in product(
-                _ends(architecture.layers, stages),
-                ("1f1b", "zero-bubble") if p > 1 else ("1f1b",),
-                _recomputed(architecture.layers),
-                (False, True) if t > 1 else (False,),
-                (0, 1, 2, 3) if c * d > 1 or (experts > 1 and t * c * d > e) else (0,),
-                placements,
-                offloads,
-            ):
-                yield Layout(
-                    **degrees,
-                    schedule=schedule,
-                    recompute=recompute[0],
-                    recompute_blocks=recompute[1],
-                    sequence_parallel=shared,
-                    zero=zero,
-                    offload_optimizer=offload,
-                    placement=placement,
-                    first_blocks=ends[0],
-                    last_blocks=ends[1],
-                )
+            yield {
+                "pipeline": p,
+                "tensor": t,
+                "context": c,
+                "data": d,
+                "expert": e,
+                "microbatch": b,
+                "chunks": v,
+            }
 
 
-def _ends(blocks: int, stages: int) -> set[tuple[int | None, int | None]]:
+def _choices(
+    problem: TrainingProblem, degrees: dict[str, int], offloads: tuple[bool, ...]
+) -> list[Sequence[Any]]:
+    """What else a layout of these degrees may be, in the order that `_layout` takes."""
+    p, t, c = degrees["pipeline"], degrees["tensor"], degrees["context"]
+    d, e = degrees["data"], degrees["expert"]
+    blocks, experts = problem.architecture.layers, problem.architecture.experts
+    several = experts is not None and experts.number > 1
+    both = p > 1 and d > 1 and t * c % e == 0
+    return [
+        _ends(blocks, p * degrees["chunks"]),
+        ("1f1b", "zero-bubble") if p > 1 else ("1f1b",),
+        _recomputed(blocks),
+        (False, True) if t > 1 else (False,),
+        (0, 1, 2, 3) if c * d > 1 or (several and t * c * d > e) else (0,),
+        ("data-inside", "pipeline-inside") if both else ("data-inside",),
+        offloads,
+    ]
+
+
+def _layout(degrees: dict[str, int], values: Sequence[Any]) -> Layout:
+    ends, schedule, recompute, shared, zero, placement, offload = values
+    return Layout(
+        **degrees,
+        schedule=schedule,
+        recompute=recompute[0],
+        recompute_blocks=recompute[1],
+        sequence_parallel=shared,
+        zero=zero,
+        offload_optimizer=offload,
+        placement=placement,
+        first_blocks=ends[0],
+        last_blocks=ends[1],
+    )
+
+
+def _ends(blocks: int, stages: int) -> list[tuple[int | None, int | None]]:
     """Blocks of the first and the last stage.
 
     All stages have an even share, or those between the ends have one more than the even share,
     rounded down, and the ends any number up to that. Two stages are divided in any way.
     """
     if stages == 1:
-        return {(None, None)}
-    found: set[tuple[int | None, int | None]] = set()
+        return [(None, None)]
+    found: list[tuple[int | None, int | None]] = []
     if blocks % stages == 0:
-        found.add((None, None))
+        found.append((None, None))
     each = blocks // stages + 1
     for first, last in product(range(blocks + 1), repeat=2):
         short = stages > 2 and max(first, last) > each
         even = first == last == blocks / stages
         if first + (stages - 2) * each + last == blocks and not short and not even:
-            found.add((first, last))
+            found.append((first, last))
     return found
 
 
@@ -245,4 +293,13 @@ def problems(draw: st.DrawFn, most_devices: int = 24, most_samples: int = 48) ->
         overlap_tensor=draw(st.booleans()),
         fused_gradients=draw(st.booleans()),
         reserve_bytes=draw(st.sampled_from((0.0, 1e5))),
+    )
+
+
+def enumerable(
+    most_devices: int, most_samples: int, offloads: tuple[bool, ...] = (False,)
+) -> st.SearchStrategy[TrainingProblem]:
+    """Problems of which every layout can be looked at."""
+    return problems(most_devices, most_samples).filter(
+        lambda problem: len(Candidates(problem, offloads)) <= MOST
     )

@@ -2,10 +2,12 @@
 
 import os
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings  # noqa: TID251
+
+Value = TypeVar("Value")
 
 QUICK, NIGHTLY = "quick", "nightly"
 QUICK_SHARE = 10
@@ -21,14 +23,18 @@ for name, options in {
     settings.register_profile(name, deadline=None, suppress_health_check=tolerated, **options)
 
 
+def by_profile(quick: Value, nightly: Value) -> Value:
+    """A limit of instances, which is wider under the nightly profile."""
+    return nightly if settings.get_current_profile_name() == NIGHTLY else quick
+
+
 def examples(count: int, *, quick: int | None = None, **options: Any) -> settings:
     """``count`` examples under the nightly profile, ``quick`` under any other.
 
     ``quick`` is a tenth of them unless told, and at least two.
     """
-    if settings.get_current_profile_name() != NIGHTLY:
-        count = max(2, count // QUICK_SHARE) if quick is None else quick
-    return settings(max_examples=count, **options)
+    few = max(2, count // QUICK_SHARE) if quick is None else quick
+    return settings(max_examples=by_profile(few, count), **options)
 
 
 def slow_after(count: int, values: Iterable[Any]) -> list[Any]:

@@ -25,17 +25,62 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-# What ranks import sooner or later (optimizers the second); the server does it once for all.
+# What ranks import sooner or later (optimizers the second, an export the next two); the server does
+# it once for all. What is not installed is left out.
 PRELOADED = (
     "torch",
     "torch._dynamo",
+    "torch.export",
+    "torch._functorch.partitioners",
     "hypothesis",
     "pytest",
-    "stagewright.executor.training.runtime",
+    "stagewright.cli",
+    "stagewright.executor.training.training",
+    "benchmarks.torchvision_operators",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
 )
+
+ROOT = str(Path(__file__).parents[2])
 
 # How long the others may take to notice that a rank failed.
 GRACE_SECONDS = 5.0
+
+
+def forked(function: Callable[..., Any], *args: Any) -> multiprocessing.process.BaseProcess:
+    """A process that calls ``function``, forked where torch has been imported; ends with this one.
+
+    Its only thread is the one that calls.
+    """
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(list(PRELOADED))
+    with _environment():
+        process = server.Process(target=function, args=args, daemon=True)
+        process.start()
+    return process
+
+
+@contextmanager
+def _environment() -> Iterator[None]:
+    """What the processes inherit: one thread each, and sockets on this machine only."""
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    settings = {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": loopback,
+        "TORCH_CPP_LOG_LEVEL": "FATAL",  # as `stagewright run` asks for
+        # For the benchmarks: without theirs transformers may not be importable beside torch.
+        "PYTHONPATH": os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH")))),
+    }
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 class RanksFailed(RuntimeError):  # noqa: N818 - says what happened
@@ -117,16 +162,11 @@ class Ranks:
         """Start the processes unless they stand ready; a run does it by itself."""
         if self._processes:
             return
-        server = multiprocessing.get_context("forkserver")
-        server.set_forkserver_preload(list(PRELOADED))
-        with _environment():
-            for _ in range(self.world):
-                ours, theirs = server.Pipe()
-                process = server.Process(target=_work, args=(theirs,), daemon=True)
-                process.start()
-                theirs.close()
-                self._processes.append(process)
-                self._pipes.append(ours)
+        for _ in range(self.world):
+            ours, theirs = multiprocessing.Pipe()
+            self._processes.append(forked(_work, theirs))
+            theirs.close()
+            self._pipes.append(ours)
         for pipe in self._pipes:
             pipe.recv_bytes()  # torch is imported: from here on time is the run's own
 
@@ -149,23 +189,6 @@ class Ranks:
             if errors:
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         return answers, errors
-
-
-@contextmanager
-def _environment() -> Iterator[None]:
-    """What the processes inherit: one thread each, and sockets on this machine only."""
-    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback}
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _work(pipe: Connection) -> None:

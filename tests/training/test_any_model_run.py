@@ -95,10 +95,10 @@ REFUSED = {
 PIPELINES = ("two_stages", "four_stages", "zero_bubble")
 QUICK = {
     ("gpt2", "zero_bubble"),
-    ("llama", "divided"),
-    ("llama", "optimizer_parts"),
-    ("resnet18", "two_by_two"),
+    ("llama", "gathered"),
+    ("resnet18", "divided"),
 }
+FURTHER = {("llama", "divided"), ("llama", "optimizer_parts"), ("resnet18", "two_by_two")}
 
 
 def runs() -> list[Any]:
@@ -108,7 +108,7 @@ def runs() -> list[Any]:
         absent = find_spec(one.package) is None
         skip = pytest.mark.skipif(absent, reason=f"{one.package} is not installed")
         for number, layout in enumerate(PIPELINES if one.name == TRACKING else LAYOUTS):
-            told = (one.name, layout) in QUICK | REFUSED.keys()
+            told = (one.name, layout) in QUICK | REFUSED.keys() | FURTHER
             if not told and (turn + number) % 2:
                 continue
             marks = [skip, *([] if (one.name, layout) in QUICK else [pytest.mark.slow])]

@@ -284,6 +284,25 @@ def test_buffers_are_afterwards_what_they_were(ranks: Ranks) -> None:
     assert all(torch.equal(value, with_it[2][name]) for name, value in without[2].items())
 
 
+def failing(_: Any, rank: int, batches: Any) -> Any:
+    """Two evaluations of the first mini-batch, between which one of the second has failed."""
+    plan = make.gpipe([Stage((0, 4), ("a",))], 2)
+    executor = Executor(plan, Modes(), None, SGD, dtype=torch.float64, evaluates=True)
+
+    def none(output: Tensor, targets: Tensor) -> Tensor:
+        raise ValueError("no such measure")
+
+    before = executor.evaluate(batches[:1])
+    with pytest.raises(ValueError, match="no such measure"):
+        executor.evaluate(batches[1:], none)
+    return before, executor.evaluate(batches[:1])
+
+
+def test_an_evaluation_after_one_that_failed_is_right(ranks: Ranks) -> None:
+    before, after = ranks.run(failing, 1, [modes_batch(4, seed) for seed in range(2)])[0]
+    assert after == before
+
+
 class Doubling(nn.Linear):
     """Sets more than its mode."""
 

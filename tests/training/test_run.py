@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.metadata import PackageNotFoundError
@@ -55,7 +54,8 @@ def require_equal(one: dict[str, Any], other: dict[str, Any], tolerance: float) 
 def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     """A run of five steps without mishap has written ``whole.pt``."""
     made = Job(tmp_path_factory.mktemp("job"))
-    out, complaints = made.run("--json", "--save-parameters", "whole.pt", "--trace", "trace.json")
+    written = ("--json", "--save-parameters", "whole.pt", "--trace", "trace.json")
+    out, complaints = made.run(*written, python=("-m", "stagewright"))
     assert complaints == []
     document = json.loads(out)
     assert document["status"] == "trained"
@@ -360,7 +360,8 @@ def test_a_stopped_rank_is_named_and_ends_with_the_run(job: Job) -> None:
 def test_a_stopped_rank_does_not_hold_up_torchrun(job: Job) -> None:
     """Which would wait half a minute for it, then kill it."""
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    process = job.start("--timeout", 4, launcher=torchrun, MISHAP="stop 1 3")
+    python = (*torchrun, "-m", "stagewright")
+    process = job.start("--timeout", 4, python=python, MISHAP="stop 1 3")
     _, complaints = process.communicate(timeout=60 + TIMEOUT_SECONDS)
     assert process.returncode == 1
     told = sorted(line for line in complaints.splitlines() if line.startswith("stagewright: "))
@@ -378,9 +379,10 @@ def test_the_second_signal_ends_ranks_that_do_not_hear_the_first(job: Job) -> No
         "launch.SHUTDOWN_SECONDS = 1000\n"
         "main()",
     )
-    process = job.start(launcher=patient, module=(), MISHAP="hold 0 2")
+    process = job.start(python=patient, MISHAP="hold 0 2")
     until((job.folder / "held").exists)
     process.send_signal(signal.SIGINT)
+    assert isinstance(process, subprocess.Popen)
     assert process.stderr is not None
     assert "rank 1: stopped at step" in process.stderr.readline()  # the first is heard
     job.await_end(1)
@@ -396,10 +398,12 @@ def test_the_second_signal_ends_ranks_that_do_not_hear_the_first(job: Job) -> No
     slow_after(1, [(signal.SIGINT, 130, "SIGINT"), (signal.SIGKILL, -9, "SIGTERM")]),
 )
 def test_ranks_end_with_their_launcher(job: Job, number: int, code: int, told: str) -> None:
+    asleep = job.folder / "asleep"
+    asleep.unlink(missing_ok=True)
     process = job.start(MISHAP="sleep 0 2")
+    until(asleep.exists)  # rank 1 waits for rank 0 now, or will do so; it must end either way
     job.await_ranks(2)
     job.require_forks(process.pid)
-    time.sleep(0.5)  # rank 1 waits for rank 0 now, or will do so; it must end either way
     process.send_signal(number)
     _, complaints = process.communicate(timeout=TIMEOUT_SECONDS)
     assert process.returncode == code
@@ -423,11 +427,11 @@ def free_port() -> str:
 @pytest.mark.parametrize(
     ("rank", "world", "code", "line"),
     slow_after(1, [
-        ("0", "2", 1, "rank 0: stopped before the first step: 1 of 2 ranks came within 3 s, "
+        ("0", "2", 1, "rank 0: stopped before the first step: 1 of 2 ranks came within 1 s, "
          "missing: 1"),
         ("0", "1", 2, "the plan needs 2 ranks (devices d0, d1), torchrun started 1"),
         ("1", "2", 1, "rank 1: stopped before the first step: cannot reach the job's store at "
-         "localhost:PORT in 3 s; is rank 0 there?"),
+         "localhost:PORT in 1 s; is rank 0 there?"),
     ]),
 )  # fmt: skip
 def test_ranks_that_others_started(
@@ -435,7 +439,7 @@ def test_ranks_that_others_started(
 ) -> None:
     """As torchrun does, but not all of them."""
     where = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port}
-    _, complaints = job.run("--timeout", 3, code=code, RANK=rank, WORLD_SIZE=world, **where)
+    _, complaints = job.run("--timeout", 1, code=code, RANK=rank, WORLD_SIZE=world, **where)
     assert complaints == [f"stagewright: {line.replace('PORT', free_port)}"]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from profiles import UNSHRUNK, examples
+from profiles import UNSHRUNK, examples, slow_after
 
 torch = pytest.importorskip("torch", reason="the executor needs torch")
 
@@ -105,6 +105,7 @@ def test_any_mixture_of_shards(ranks: Ranks, stages: list[Stage], clips: bool) -
     trained(ranks, llama, stages, samples=36, clip_norm=0.1 if clips else None)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("shards", KINDS)
 @pytest.mark.parametrize("devices", ["abcd", "adcb"])
 def test_replicas_of_groups(ranks: Ranks, shards: Any, devices: str) -> None:
@@ -140,7 +141,15 @@ def test_groups_schedules_and_accumulation(ranks: Ranks) -> None:
             torch.testing.assert_close(one[0][0][name], values, rtol=1e-11, atol=1e-12, msg=name)
 
 
-def test_checkpoints_hold_whole_tensors(ranks: Ranks) -> None:
+READ_BY_OTHERS = [
+    # Of the first list each writes, and each reads.
+    [("optimizer", "weights"), ("weights", "none"), ("groups", "optimizer"), ("none", "groups")],
+    [("weights", "optimizer"), ("none", "weights"), ("optimizer", "none")],
+]
+
+
+@pytest.mark.parametrize("pairs", slow_after(1, READ_BY_OTHERS))
+def test_checkpoints_hold_whole_tensors(ranks: Ranks, pairs: list[tuple[str, str]]) -> None:
     """Written with any shards, read with any; the optimizer's state too."""
     torch.manual_seed(0)
     model, data = tied().double(), batches(8)
@@ -164,10 +173,7 @@ def test_checkpoints_hold_whole_tensors(ranks: Ranks) -> None:
     assert any(key.startswith("optimizer.") and one.dim() == 2 for key, one in whole.items())
     for kind in (*KINDS, "groups"):
         require_equal(first[kind], first["none"])
-    for writer, reader in (
-        ("optimizer", "weights"), ("weights", "optimizer"), ("weights", "none"),
-        ("none", "weights"), ("optimizer", "none"), ("groups", "optimizer"), ("none", "groups"),
-    ):  # fmt: skip
+    for writer, reader in pairs:
         require_equal(after(reader, data[1:], first[writer]), whole)
 
 

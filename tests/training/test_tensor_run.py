@@ -90,6 +90,7 @@ def test_groups_in_turn_recompute(ranks: Ranks) -> None:
     trained(ranks, gpt, [Stage((0, 4), ("a", "b"), recompute="full", tensor=2)])
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "stages",
     [

@@ -549,7 +549,8 @@ def gone(process: int) -> bool:
 
 def test_no_process_outlives_a_killed_parent(tmp_path: Path) -> None:
     code = (
-        "from ranks import Ranks; pool = Ranks(1); pool.start(); print('up', flush=True); input()"
+        "import ranks; ranks.PRELOADED = ('torch',); pool = ranks.Ranks(1); pool.start(); "
+        "print('up', flush=True); input()"
     )
     parent = subprocess.Popen(
         [sys.executable, "-c", code],
