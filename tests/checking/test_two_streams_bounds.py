@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -60,7 +61,7 @@ def require_bounds(problem: PipelineProblem, main: Sequence[Action], sub: Sequen
     assert plans.streams == (2 if sub else 1)
     for bound in every_plan_bounds(problem):
         assert bound.seconds <= cost or not bound.plans.contains(plans), (bound, main, sub)
-    if hash(tuple(main)) % 50 == 0:
+    if crc32(repr(main).encode()) % 50 == 0:  # the same ones in every process
         assert check(problem, plan) == ()
     return True
 
