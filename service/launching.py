@@ -22,6 +22,19 @@ SHARE = 0.6  # of the time limit, for the framework's plans; the rest for those 
 MOST_ACTIONS = 10_000  # of a plan whose exports are tried unasked, about a second each
 
 
+def required_runtime(to: str, chain: Chain, choices: Choices) -> Runtime:
+    """What the export ``to`` runs of a model, if it runs plans with ``choices``.
+
+    Raises
+    ------
+    InputError
+        If there is no such export, or it does not know the model's layers, or not the choices.
+    """
+    runtime = runtime_of(to, chain)
+    runtime.require(choices.recompute, choices.shards)
+    return runtime
+
+
 def plan_for(
     to: str,
     problem: PipelineProblem,
@@ -43,8 +56,7 @@ def plan_for(
         If there is no such export, the framework does not know the model's layers, or the planner
         does not plan for a framework.
     """
-    began, runtime = monotonic(), runtime_of(to, problem.chain)
-    runtime.require(choices.recompute, choices.shards)
+    began, runtime = monotonic(), required_runtime(to, problem.chain, choices)
     own = replace(limits, seconds=(SHARE if compares else 1) * limits.seconds)
     found = solve(problem, planner, own, on_progress, replace(choices, runtime=runtime))
     free_cost = None

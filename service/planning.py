@@ -8,7 +8,7 @@ from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.schedules.groups import plan_of_devices, problem_of_groups
 from stagewright.service.batches import plan_every_size, problems_of
 from stagewright.service.engines import HERE, Engine
-from stagewright.service.launching import plan_for
+from stagewright.service.launching import plan_for, required_runtime
 from stagewright.service.pipeline_answers import (
     AttemptAnswer,
     PlanAnswer,
@@ -19,7 +19,13 @@ from stagewright.service.pipeline_requests import PlanRequest
 from stagewright.service.plans import class_object, summary_fields
 from stagewright.solvers.planners import auto, spp
 from stagewright.solvers.planners.proposal import Choices
-from stagewright.solvers.planning import PLANNERS, Restriction, Result, SizeResult
+from stagewright.solvers.planning import (
+    PLANNERS,
+    Restriction,
+    Result,
+    SizeResult,
+    able_planner,
+)
 from stagewright.solvers.planning import plan as solve
 
 
@@ -52,6 +58,25 @@ def plan(
         return answer_of(problems[0], found)
     solve_one = partial(_solve, request)
     return answer_of(*plan_every_size(problems, solve_one, limits, on_progress, engine))
+
+
+def require_supported(request: PlanRequest) -> None:
+    """Refuse at once what :func:`plan` refuses before it searches.
+
+    Raises
+    ------
+    InputError
+        If there is no such planner, or it does not support what the request asks for.
+    """
+    choices, planner = _choices(request), request.planner
+    if not _chooses_itself(request):
+        choices = replace(choices, batch=None)
+    if request.tensor is not None:
+        planner = _planner_of_groups(request)
+    elif request.runtime is not None:
+        runtime = required_runtime(request.runtime, request.chain, choices)
+        choices = replace(choices, runtime=runtime)
+    able_planner(request.problem, planner, choices)
 
 
 def _chooses_itself(request: PlanRequest) -> bool:
@@ -98,17 +123,21 @@ def _choices(request: PlanRequest) -> Choices:
     )
 
 
-def _of_groups(request: PlanRequest, degree: int, stop: StopToken | None) -> Result:
-    """The plan whose stages all have a tensor degree; its bounds are of groups, and not kept.
+def _planner_of_groups(request: PlanRequest) -> str:
+    """By default SPP's, or that of the order.
 
-    By default it is SPP's, or that of the order, as some planners of the portfolio make plans that
-    are not run with divided stages.
+    Some planners of the portfolio make plans that are not run with divided stages.
     """
-    planner = request.planner
-    if planner == auto.PLANNER.name and request.order is None:
-        planner = spp.PLANNER.name
+    is_default = request.planner == auto.PLANNER.name and request.order is None
+    return spp.PLANNER.name if is_default else request.planner
+
+
+def _of_groups(request: PlanRequest, degree: int, stop: StopToken | None) -> Result:
+    """The plan whose stages all have a tensor degree; its bounds are of groups, and not kept."""
     problem = problem_of_groups(request.problem, degree)
-    found = solve(problem, planner, request.limits(stop), choices=_choices(request))
+    found = solve(
+        problem, _planner_of_groups(request), request.limits(stop), choices=_choices(request)
+    )
     how = f"every {degree} devices are planned as one, and no bound is proved on such plans"
     if found.plan is None:
         how = f"every {degree} devices are planned as one, which alone are spoken of here"

@@ -176,11 +176,8 @@ def plan(
         plain = replace(asked, shards="none")
         result = plan(problem, planner, limits, on_progress, plain)
         return _with_shards(problem, limits, asked, result)
-    if asked.order is not None and planner == auto.PLANNER.name:
-        planner = order.PLANNER.name
-    if asked.runtime is not None and planner == auto.PLANNER.name:
-        planner = launchable.PLANNER.name
-    proposer = _able_planner(problem, planner, asked)
+    proposer = able_planner(problem, planner, asked)
+    planner = proposer.name
     compile_kernels(limits.stop)
     began = monotonic()
     note = ""
@@ -204,8 +201,20 @@ def plan(
     return _answered(planner, answer, make_plan(answer), limits, target, began)
 
 
-def _able_planner(problem: PipelineProblem, planner: str, asked: Choices) -> Planner:
-    """The planner of that name, if it supports what is asked for."""
+def able_planner(problem: PipelineProblem, planner: str, choices: Choices) -> Planner:
+    """The planner that :func:`plan` asks; nothing is compiled or searched for.
+
+    Raises
+    ------
+    InputError
+        If ``planner`` is not one of PLANNERS, or does not support ``choices``, or the plan to start
+        from has other layers.
+    """
+    asked = replace(choices, shards="none")  # which are added to any planner's plan
+    if asked.order is not None and planner == auto.PLANNER.name:
+        planner = order.PLANNER.name
+    if asked.runtime is not None and planner == auto.PLANNER.name:
+        planner = launchable.PLANNER.name
     if planner not in PLANNERS:
         raise InputError(f"unknown planner {planner!r}; there are {', '.join(PLANNERS)}")
     require_honoured(PLANNERS[planner], asked, PLANNERS.values())

@@ -359,8 +359,10 @@ def _found(
             with progress("planning", stop) as on_progress:
                 return answer_of(PlanAnswer, request, server, on_progress, stop)
         from stagewright.service.planning import plan as planned
+        from stagewright.service.planning import require_supported
         from stagewright.solvers.planners.warm_up import compile_kernels
 
+        require_supported(request)  # before minutes of compilation
         with progress("loading kernels (at the first use: compiling, 1 to 2 minutes)", stop):
             compile_kernels(stop)
         where = planning_engine(engine, address, request.threads)

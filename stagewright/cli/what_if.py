@@ -99,9 +99,11 @@ def _found(
     with interruptible() as stop, progress("planning", stop) as on_progress:
         if server is not None:
             return answer_of(WhatIfAnswer, request, server, on_progress, stop, "what-if")
+        from stagewright.service.planning import require_supported
         from stagewright.service.what_if import what_if as changed
         from stagewright.solvers.planners.warm_up import compile_kernels
 
+        require_supported(request)  # before minutes of compilation
         compile_kernels(stop)
         where = planning_engine(engine, address, request.threads)
         return changed(request, stop=stop, engine=where)

@@ -16,6 +16,7 @@ from plans import small_problem
 from stagewright.formulations.plans.plan import load_plan, save_plan
 from stagewright.graphs.machines.cluster import Link, load_cluster, save_cluster, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost, load_model, save_model
+from stagewright.solvers.planners import warm_up
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 HEAVY = (
@@ -415,6 +416,35 @@ def test_plan_says_no_when_the_time_is_too_short(files: Path, planner: str) -> N
 )
 def test_plan_refuses_options(options: list[object], message: str, files: Path) -> None:
     assert message in refused("plan", *given_to(files), *options)
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "message"),
+    [
+        ("plan", ["--microbatches", 4, "--planner", "magic"], "unknown planner 'magic'"),
+        ("plan", ["--global-batch", 4, "--planner", "magic"], "unknown planner 'magic'"),
+        ("plan", ["--microbatches", 4, "--tensor", 2, "--planner", "magic"], "unknown planner"),
+        ("plan", ["--microbatches", 4, "--order", "1f1b", "--planner", "spp"], "use order"),
+        ("plan", ["--microbatches", 4, "--recompute", "full", "--planner", "ooo"], "recompute 'fu"),
+        ("plan", ["--microbatches", 4, "--offload"], "needs host_bytes_per_second"),
+        ("plan", ["--microbatches", 4, "--for", "jax"], "no framework of that name"),
+        ("plan", ["--microbatches", 4, "--for", "torch-csv", "--planner", "spp"], "use launchable"),
+        ("what-if", ["--microbatches", 4, "--planner", "magic"], "unknown planner 'magic'"),
+        ("what-if", ["--microbatches", 4, "--for", "jax"], "no framework of that name"),
+    ],
+)
+def test_what_no_planner_supports_is_refused_before_kernels_are_compiled(
+    command: str,
+    options: list[object],
+    message: str,
+    files: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def compile_kernels(*_: object) -> None:
+        raise AssertionError("minutes are spent before a refusal")
+
+    monkeypatch.setattr(warm_up, "compile_kernels", compile_kernels)
+    assert message in refused(command, *given_to(files), *options)
 
 
 def test_plan_ends_at_the_gap_and_says_so(files: Path) -> None:
