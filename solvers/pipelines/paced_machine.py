@@ -3,13 +3,13 @@
 import numpy as np
 
 from stagewright.graphs.documents.arrays import Floats
-from stagewright.solvers.pipelines.compiled import inner
+from stagewright.solvers.pipelines.compiled import lean
 
 WINDOWS = 8  # releases and tails that are tried
 MARGIN = 1e-9
 
 
-@inner
+@lean
 def least_schedule(
     M: int, f: float, b: float, pace: float, around: float, tails: Floats, cut: float
 ) -> float:
@@ -32,7 +32,7 @@ def least_schedule(
     return most
 
 
-@inner
+@lean
 def _below(seconds: float, pace: float, most: int) -> int:
     """How many of 0, pace, 2 pace, ... are less than ``seconds``, at most ``most``."""
     if seconds <= 0:
@@ -40,7 +40,7 @@ def _below(seconds: float, pace: float, most: int) -> int:
     return most if pace <= 0 else min(most, int(np.ceil(seconds / pace - MARGIN)))
 
 
-@inner
+@lean
 def _by_tails(
     M: int,
     f: float,
@@ -64,7 +64,7 @@ def _by_tails(
     return most
 
 
-@inner
+@lean
 def _window(head: float, forwards: int, f: float, backwards: int, b: float, tail: float) -> float:
     if forwards <= 0 and backwards <= 0:
         return 0.0

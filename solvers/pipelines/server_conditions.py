@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from stagewright.formulations.pipelines.server_relaxation import ServerRelaxation
 from stagewright.graphs.documents.arrays import Floats, Ints
-from stagewright.solvers.pipelines.compiled import inner
+from stagewright.solvers.pipelines.compiled import lean
 from stagewright.solvers.pipelines.paced_machine import least_schedule
 from stagewright.solvers.pipelines.server_labels import (
     BACK,
@@ -80,13 +80,13 @@ class Search(NamedTuple):
     tails: Floats
 
 
-@inner
+@lean
 def before_last(microbatches: int, i: int) -> int:
     """The number of later microbatches k of a label's i-th trip: 0, M/4, M/2, M - 1."""
     return microbatches - 1 if i == TRIPS - 1 else min(microbatches - 1, microbatches * i // 4)
 
 
-@inner
+@lean
 def _fill_tails(microbatches: int, known: Floats, tails: Floats) -> None:
     """Set tails[k] to what follows the k-th last backward at least; they ascend."""
     step = 0
@@ -98,7 +98,7 @@ def _fill_tails(microbatches: int, known: Floats, tails: Floats) -> None:
             tails[k] = max(tails[k], tails[k - 1])
 
 
-@inner
+@lean
 def is_late(search: Search, known: Floats, f: float, b: float, around: float) -> bool:
     """Whether the schedule of a device or channel after ``known`` cannot end in time."""
     M, pace, back = search.form.microbatches, max(known[FORWARDS], f), max(known[BACKWARDS], b)
@@ -117,7 +117,7 @@ def is_late(search: Search, known: Floats, f: float, b: float, around: float) ->
     return late
 
 
-@inner
+@lean
 def waits(search: Search, k: int, f: float, b: float, around: float, head_and_tail: float) -> bool:
     """Whether a split stage with at most k microbatches in flight cannot end in time.
 
@@ -132,14 +132,14 @@ def waits(search: Search, k: int, f: float, b: float, around: float, head_and_ta
     return late
 
 
-@inner
+@lean
 def fast_left(search: Search, values: Floats) -> int:
     """The first index of ``rest`` for a label: how many devices of rank 0 are left."""
     most = len(search.rest.path) - 1
     return max(0, most - int(values[UP_TO]))
 
 
-@inner
+@lean
 def exceeds(search: Search, values: Floats, send: float, left: int, l: int) -> bool:
     """Whether the layers from l on, after a channel of ``send``, make any plan too slow."""
     rest, last = search.rest, (search.form.microbatches - 1) * values[FORWARDS]
@@ -154,7 +154,7 @@ def exceeds(search: Search, values: Floats, send: float, left: int, l: int) -> b
     return exceeds
 
 
-@inner
+@lean
 def is_crowded(search: Search, known: Floats, send: float, left: int, l: int) -> bool:
     """Whether the channel after ``known`` cannot carry all microbatches in time."""
     if known[TRIP] + 2 * search.form.microbatches * send > search.until:
@@ -163,13 +163,13 @@ def is_crowded(search: Search, known: Floats, send: float, left: int, l: int) ->
     return is_late(search, known, send, send, around)
 
 
-@inner
+@lean
 def devices_left(form: ServerRelaxation, used: int) -> int:
     """How many devices the next stages may have."""
     return form.size if form.shared else form.size - used
 
 
-@inner
+@lean
 def next_link(form: ServerRelaxation, values: Floats) -> int:
     """The best link that the next stage may have to the last one."""
     if form.shared:

@@ -15,7 +15,7 @@ from stagewright.formulations.pipelines.server_relaxation import (
     ServerRelaxation,
 )
 from stagewright.graphs.documents.arrays import Floats
-from stagewright.solvers.pipelines.compiled import inner
+from stagewright.solvers.pipelines.compiled import WITHOUT_COUNTS, copy, lean
 from stagewright.solvers.pipelines.server_conditions import (
     ALONE,
     Search,
@@ -51,7 +51,7 @@ NONE, GAVE_UP = -1, -2
 MARGIN = 1e-9
 
 
-@inner
+@lean
 def _arrive(search: Search, state: tuple[int, int, int], apart: int, c: int, again: bool) -> None:
     """Collect the labels after the channel from ``state`` to a stage of choice c.
 
@@ -67,7 +67,7 @@ def _arrive(search: Search, state: tuple[int, int, int], apart: int, c: int, aga
         known = labels.values[last, l, used, i]
         if apart < ALONE and not _has_room(form, known, apart, c, again):
             continue
-        values[:] = known
+        copy(known, 0, len(known), values)
         for level in range(apart):
             _close(form, known, level, values)
         send = 0.0
@@ -83,7 +83,7 @@ def _arrive(search: Search, state: tuple[int, int, int], apart: int, c: int, aga
         insert(search.arrivals, (0, 0, 0), values, labels.source[last, l, used, i])
 
 
-@inner
+@lean
 def _has_room(form: ServerRelaxation, known: Floats, apart: int, c: int, again: bool) -> bool:
     """Whether the server (0) or rack (1) of the last stage has room for a stage of choice c."""
     if form.shared and known[LAST + apart] + form.devices[c] > form.rooms[apart]:
@@ -91,16 +91,17 @@ def _has_room(form: ServerRelaxation, known: Floats, apart: int, c: int, again: 
     return again or bool(-known[ROOM + apart] >= form.devices[c])
 
 
-@inner
+@lean
 def _close(form: ServerRelaxation, known: Floats, level: int, values: Floats) -> None:
     """Close the run in a server (level 0) or a rack (1), and start an empty one."""
     room, at = int(-known[ROOM + level]), RUNS + 2 * level
     if room > 0:
-        values[at : at + 2] += form.packing[level, :, form.rooms[level] - room]
+        for k in range(2):
+            values[at + k] += form.packing[level, k, form.rooms[level] - room]
     values[ROOM + level] = -form.rooms[level]
 
 
-@inner
+@lean
 def _cross(search: Search, known: Floats, send: float, several: bool) -> None:
     """Add a channel to ``search.values``.
 
@@ -119,13 +120,13 @@ def _cross(search: Search, known: Floats, send: float, several: bool) -> None:
         values[BACKWARDS] = max(known[BACKWARDS], send)
 
 
-@inner
+@lean
 def _most_in_turns(microbatches: int, rounds: int) -> int:
     """The most devices among which one has ``rounds`` of the microbatches."""
     return microbatches if rounds == 1 else -(-microbatches // (rounds - 1)) - 1
 
 
-@inner
+@lean
 def _extend(
     search: Search, known: Floats, f: float, b: float, i: float, finish: float, most: int
 ) -> None:
@@ -144,10 +145,10 @@ def _extend(
         values[BACKWARDS] = max(known[BACKWARDS], i)
 
 
-@inner
+@lean
 def _count(form: ServerRelaxation, known: Floats, c: int, again: bool, values: Floats) -> bool:
     """Count the new devices of choice c in ``values`` by rank; whether there are as many."""
-    values[UP_TO:ROOM] = known[UP_TO:ROOM]
+    copy(known, UP_TO, ROOM, values)
     enough = True
     if c < form.turns and not again:
         for rank in range(form.rank[c], len(form.available) - 1):
@@ -156,12 +157,12 @@ def _count(form: ServerRelaxation, known: Floats, c: int, again: bool, values: F
     return enough
 
 
-@inner
+@lean
 def _settle(
     form: ServerRelaxation, known: Floats, c: int, place: int, again: bool, values: Floats
 ) -> bool:
     """Take the room of a stage from its server and rack; whether the runs still fit."""
-    values[RUNS:UP_TO] = known[RUNS:UP_TO]
+    copy(known, RUNS, UP_TO, values)
     values[PIECES] = -form.pieces[c]
     fits = True
     for level in range(len(form.rooms)):
@@ -177,11 +178,12 @@ def _settle(
             fits = fits and most <= form.groups[level] + MARGIN
             values[ROOM + level] = -room
             if room == 0:
-                values[at : at + 2] += taken
+                values[at] += taken[0]
+                values[at + 1] += taken[1]
     return fits
 
 
-@inner
+@lean
 def _place(
     search: Search, state: tuple[int, int, int], place: int, c: int, arrival: int, again: bool
 ) -> bool:
@@ -212,7 +214,7 @@ def _place(
     return False
 
 
-@inner
+@lean
 def _keep(search: Search, known: Floats, l: int, at: tuple[int, int, int], c: int) -> bool:
     """Insert the label of the stage from layer l to ``at``; whether there is one.
 
@@ -226,7 +228,7 @@ def _keep(search: Search, known: Floats, l: int, at: tuple[int, int, int], c: in
     return kept
 
 
-@inner
+@lean
 def _finish(form: ServerRelaxation, link: int, c: int, l: int, m: int, before: float) -> float:
     """Seconds of the all-reduce and step after layers [l, m); ``before``: after [l, m - 1).
 
@@ -239,7 +241,7 @@ def _finish(form: ServerRelaxation, link: int, c: int, l: int, m: int, before: f
     return min(before, seconds) if form.shared else seconds
 
 
-@inner
+@lean
 def _remember(search: Search, source: int, start: int, stop: int, c: int, place: int) -> None:
     """Note a placed stage, if there is room for it."""
     index = search.steps[0]
@@ -249,7 +251,7 @@ def _remember(search: Search, source: int, start: int, stop: int, c: int, place:
     search.steps[0] += 1
 
 
-@inner
+@lean
 def _try(
     search: Search,
     known: Floats,
@@ -293,7 +295,7 @@ def _try(
     return not late, False
 
 
-@inner
+@lean
 def _expand(search: Search, state: tuple[int, int, int]) -> bool:
     """Place every next stage after the labels of ``state``; whether a plan is complete."""
     form, used = search.form, state[2]
@@ -310,7 +312,7 @@ def _expand(search: Search, state: tuple[int, int, int]) -> bool:
     return False
 
 
-@inner
+@lean
 def _may_follow(form: ServerRelaxation, state: tuple[int, int, int], apart: int, c: int) -> bool:
     """Whether a stage of choice c may be so far ``apart`` from the last one of ``state``.
 
@@ -324,7 +326,7 @@ def _may_follow(form: ServerRelaxation, state: tuple[int, int, int], apart: int,
     return apart < ALONE or form.groups[1] > 1
 
 
-@inner
+@lean
 def _place_after(
     search: Search, state: tuple[int, int, int], apart: int, c: int, again: bool
 ) -> bool:
@@ -344,7 +346,7 @@ def _place_after(
     return False
 
 
-@inner
+@lean
 def _may_be(form: ServerRelaxation, within: int, c: int) -> bool:
     """Whether a stage of choice c may be in one server (0), in one rack (1), or in several.
 
@@ -355,7 +357,7 @@ def _may_be(form: ServerRelaxation, within: int, c: int) -> bool:
     return bool(within == 0 or (form.groups[within - 1] > 1 and form.pieces[c] > 1))
 
 
-@njit(cache=True, error_model="numpy")
+@njit(cache=True, error_model="numpy", **WITHOUT_COUNTS)
 def find(search: Search, most: float) -> int:
     """The index of the last stage of a relaxed plan in time.
 

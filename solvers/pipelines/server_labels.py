@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from stagewright.graphs.documents.arrays import Floats, Ints
-from stagewright.solvers.pipelines.compiled import inner
+from stagewright.solvers.pipelines.compiled import copy, lean
 
 # The values of a label: the less, the better. In seconds unless they say what they count.
 TRIP = 0  # of 4: the way to the end of the prefix and back, then k backwards and an all-reduce
@@ -42,7 +42,7 @@ class Labels(NamedTuple):
     values: Floats
 
 
-@inner
+@lean
 def _is_dominated(values: Floats, by: Floats) -> bool:
     for i in range(len(values)):  # noqa: SIM110 (numba has no all())
         if by[i] > values[i]:
@@ -50,7 +50,7 @@ def _is_dominated(values: Floats, by: Floats) -> bool:
     return True
 
 
-@inner
+@lean
 def insert(labels: Labels, at: tuple[int, int, int], values: Floats, source: int) -> None:
     """Add a label unless it is dominated; a full list merges it with another, which relaxes."""
     known, sources = labels.values[at], labels.source[at]
@@ -61,19 +61,20 @@ def insert(labels: Labels, at: tuple[int, int, int], values: Floats, source: int
     for i in range(labels.counts[at]):
         if not _is_dominated(known[i], values):
             sources[kept] = sources[i]
-            known[kept] = known[i]
+            copy(known[i], 0, len(values), known[kept])
             kept += 1
     labels.counts[at] = kept
     if kept == len(sources):
         i = _closest(kept, values, known)
-        known[i] = np.minimum(known[i], values)
+        for k in range(len(values)):
+            known[i, k] = min(known[i, k], values[k])
         return
     sources[kept] = source
-    known[kept] = values
+    copy(values, 0, len(values), known[kept])
     labels.counts[at] += 1
 
 
-@inner
+@lean
 def _closest(count: int, values: Floats, known: Floats) -> int:
     """The label that loses least by a merger."""
     chosen, least = 0, np.inf
@@ -90,7 +91,7 @@ def _closest(count: int, values: Floats, known: Floats) -> int:
     return chosen
 
 
-@inner
+@lean
 def _weight(k: int) -> float:
     """How much a relative difference in the k-th value matters."""
     if k in (TRIP, FORTH, TRIPS - 1) or k >= LOAD:

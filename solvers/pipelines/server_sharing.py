@@ -8,7 +8,7 @@ stage. Both limit the layers that the groups can have together.
 import numpy as np
 
 from stagewright.graphs.documents.arrays import Floats
-from stagewright.solvers.pipelines.compiled import inner
+from stagewright.solvers.pipelines.compiled import lean
 from stagewright.solvers.pipelines.server_conditions import Search, next_link
 from stagewright.solvers.pipelines.server_labels import (
     BACK,
@@ -24,7 +24,7 @@ MARGIN = 1e-9
 COUNT_SLACK = 1e-5  # of the layers that a group can have
 
 
-@inner
+@lean
 def _capacity(search: Search, known: Floats, i: int, c: int) -> float:
     """What devices of choice c, reached after ``known``, can do by the i-th measure.
 
@@ -41,7 +41,7 @@ def _capacity(search: Search, known: Floats, i: int, c: int) -> float:
     return _count(search.until - known[FORTH] - tail, loads.size[c])
 
 
-@inner
+@lean
 def _count(seconds: float, size: float) -> float:
     """How many times ``size`` fits in ``seconds``."""
     if size <= 0:
@@ -50,7 +50,7 @@ def _count(seconds: float, size: float) -> float:
     return count
 
 
-@inner
+@lean
 def look_ahead(search: Search, known: Floats, free: int) -> None:
     """Set ``spare`` to what ``free`` devices that are reached after ``known`` can do."""
     for i in range(LOADS):
@@ -60,7 +60,7 @@ def look_ahead(search: Search, known: Floats, free: int) -> None:
         search.loads.spare[i] = free * most
 
 
-@inner
+@lean
 def is_overloaded(search: Search, known: Floats, l: int, m: int, c: int, again: bool) -> bool:
     """Whether shared devices cannot take layers [l, m), and the rest, in time; sets the loads."""
     loads, values = search.loads, search.values
@@ -74,14 +74,14 @@ def is_overloaded(search: Search, known: Floats, l: int, m: int, c: int, again: 
     return over
 
 
-@inner
+@lean
 def _backwards(search: Search, around: float, c: int) -> float:
     """How many long layers' backwards devices of choice c can do ``around`` after the start."""
     loads = search.loads
     return _count(search.until - around - loads.finish[c], loads.back[c])
 
 
-@inner
+@lean
 def _transfers(search: Search, behind: float, l: int, free: float) -> float:
     """The least transfers of a microbatch between groups that do ``behind`` long layers.
 
@@ -112,7 +112,7 @@ def _transfers(search: Search, behind: float, l: int, free: float) -> float:
     return sent
 
 
-@inner
+@lean
 def may_close(search: Search, known: Floats, l: int, m: int, c: int, last: bool) -> bool:
     """Whether the backwards of all long layers can be done in time; sets the values for it.
 

@@ -10,7 +10,7 @@ from numba import njit
 
 from stagewright.formulations.pipelines.server_relaxation import ServerRelaxation
 from stagewright.graphs.documents.arrays import Floats
-from stagewright.solvers.pipelines.compiled import inner
+from stagewright.solvers.pipelines.compiled import lean
 
 FAST = 0  # the best link
 
@@ -54,7 +54,7 @@ class _Stage(NamedTuple):
     finish: float
 
 
-@inner
+@lean
 def least_link(form: ServerRelaxation, c: int) -> int:
     """The best links that all devices of choice c may have: of a server, a rack, or between."""
     link = 0
@@ -63,7 +63,7 @@ def least_link(form: ServerRelaxation, c: int) -> int:
     return link
 
 
-@inner
+@lean
 def _next_link(form: ServerRelaxation, c: int) -> int:
     """The best link from a split stage of choice c to the next one, which needs room, too."""
     link = 0
@@ -72,7 +72,7 @@ def _next_link(form: ServerRelaxation, c: int) -> int:
     return link
 
 
-@inner
+@lean
 def _stage(form: ServerRelaxation, c: int, start: int, stop: int) -> _Stage:
     f = form.forward[c, stop] - form.forward[c, start]
     both = f + form.gradient[c, stop] - form.gradient[c, start]
@@ -84,7 +84,7 @@ def _stage(form: ServerRelaxation, c: int, start: int, stop: int) -> _Stage:
     return _Stage(f, both, form.rounds[c] * both, work, finish)
 
 
-@inner
+@lean
 def send_seconds(form: ServerRelaxation, l: int, pieces: int, link: int) -> float:
     """Seconds of a transfer before layer l in at most ``pieces`` pieces."""
     size = form.boundary[l] * form.share[min(form.samples, pieces)]
@@ -113,7 +113,7 @@ def fill_before(form: ServerRelaxation, until: float, before: Before) -> None:
             before.forth[used + 1, l] = min(before.forth[used + 1, l], before.forth[used, l])
 
 
-@inner
+@lean
 def _add_all_stages(
     form: ServerRelaxation, until: float, used: int, l: int, before: Before
 ) -> None:
@@ -123,7 +123,7 @@ def _add_all_stages(
             _add_stages(form, until, used, l, c, before)
 
 
-@inner
+@lean
 def _add_stages(
     form: ServerRelaxation, until: float, used: int, l: int, c: int, before: Before
 ) -> None:
@@ -196,7 +196,7 @@ def fill_shared_rest(form: ServerRelaxation, until: float, before: Before, rest:
                 reduced[l] = min(reduced[l], max(stage.work, onward))
 
 
-@inner
+@lean
 def _rest_after(form: ServerRelaxation, c: int, q: int, most: int) -> int:
     """The first index of ``rest`` after a stage of choice c; negative if it is not possible.
 
@@ -206,7 +206,7 @@ def _rest_after(form: ServerRelaxation, c: int, q: int, most: int) -> int:
     return q - form.devices[c] if counted else q
 
 
-@inner
+@lean
 def _put_first(
     form: ServerRelaxation, until: float, before: Before, q: int, l: int, c: int, rest: Rest
 ) -> None:
@@ -231,7 +231,7 @@ def _put_first(
             _put_all(form, stage, c, last - r, (after, m), (q, l), rest)
 
 
-@inner
+@lean
 def _put_all(
     form: ServerRelaxation,
     stage: _Stage,
@@ -259,7 +259,7 @@ def _put_all(
     _put(stage, send, crossings, left, most + 1, r, after, at, rest)
 
 
-@inner
+@lean
 def _put(
     stage: _Stage,
     send: float,
