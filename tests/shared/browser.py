@@ -93,8 +93,10 @@ class Browser:
     def open(self, url: str, width: int, dark: bool = False, height: int = 900) -> None:
         """Open a page in a window of that width."""
         self.look(width, dark, height)
-        self.send("Page.navigate", url=url)
-        self.await_that("document.readyState === 'complete' && location.protocol !== 'about:'")
+        self.run("window.isLeft = true")  # the page before, which answers until the new one is there
+        found = self.send("Page.navigate", url=url)
+        leaves = "loaderId" in found  # not for another place on the same page
+        self.await_that("document.readyState === 'complete'" + " && !window.isLeft" * leaves)
 
     def look(self, width: int, dark: bool, height: int = 900) -> None:
         """Set the width of the window, and the scheme of colours."""
