@@ -93,7 +93,7 @@ class Browser:
     def open(self, url: str, width: int, dark: bool = False, height: int = 900) -> None:
         """Open a page in a window of that width."""
         self.look(width, dark, height)
-        self.run("window.isLeft = true")  # the page before, which answers until the new one is there
+        self.run("window.isLeft = true")  # what answers until the new page is there
         found = self.send("Page.navigate", url=url)
         leaves = "loaderId" in found  # not for another place on the same page
         self.await_that("document.readyState === 'complete'" + " && !window.isLeft" * leaves)
