@@ -64,6 +64,10 @@ SCRIPT = """(() => {
   return found;
 })()"""
 
+# Their data are unpacked beside the loading of the page.
+DRAWN = """[...document.querySelectorAll(".timeline")].every((one) => one.timeline)
+  && [...document.querySelectorAll(".topology")].every((one) => one.topology)"""
+
 
 @dataclass(frozen=True, slots=True)
 class Visit:
@@ -80,6 +84,7 @@ def visit(browser: "Browser", text: str, folder: Path, width: int, dark: bool) -
     file.write_text(text)
     browser.errors.clear()
     browser.open(file.as_uri(), width, dark, height=1600)
+    browser.await_that(DRAWN)
     found = browser.run(SCRIPT)
     browser.picture(folder / f"{name}.png")
     return Visit(found, list(browser.errors))
