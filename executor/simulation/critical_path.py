@@ -43,12 +43,10 @@ def critical_path(run: Run, before: list[list[int]]) -> tuple[Step, ...]:
     if not entries:
         return ()
     i: int | None = max(range(len(entries)), key=lambda k: entries[k].finish_seconds)
-    passed = set[int]()
     while i is not None:
         one = entries[i]
-        passed.add(i)
         last = max(
-            (k for k in before[i] if k not in passed),  # measured runs may wait in a circle
+            before[i],
             key=lambda k: (entries[k].finish_seconds, entries[k].device == one.device),
             default=None,
         )

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 
 import numpy as np
 
@@ -60,7 +61,9 @@ class PlanExplanation:
 def explain_plan(plan: PipelinePlan) -> PlanExplanation | None:
     """Where the time of an iteration goes, by the plan's own times.
 
-    None if the schedule lacks actions that the stages need, or takes no time.
+    None if the schedule lacks actions that the stages need, or takes no time, or is no iteration:
+    the end of a run of several, which is what is measured of a periodic plan, updates weights
+    before computations that an update of one iteration would wait for.
     """
     if isinstance(plan.schedule, PeriodicSchedule):
         return _of_periods(plan, plan.schedule)
@@ -71,6 +74,8 @@ def explain_plan(plan: PipelinePlan) -> PlanExplanation | None:
     if end <= 0:
         return None
     before = predecessors(run, [*edges(run)])
+    if not _is_acyclic(before):
+        return None
     idle = tuple(idle_spans(run, before, end))
     sums = defaultdict[str, dict[Cause, float]](dict)
     for one in idle:
@@ -86,6 +91,15 @@ def explain_plan(plan: PipelinePlan) -> PlanExplanation | None:
         device=device,
         bottleneck=_bottleneck(device, links),
     )
+
+
+def _is_acyclic(before: list[list[int]]) -> bool:
+    """Whether no entry waits for itself, be it by others."""
+    try:
+        TopologicalSorter(dict(enumerate(before))).prepare()
+    except CycleError:
+        return False
+    return True
 
 
 _Links = dict[tuple[str, tuple[int, ...]], float]

@@ -235,3 +235,16 @@ def test_a_schedule_that_lacks_actions_is_not_explained() -> None:
     assert explain_plan(fewer) is None
     assert explanation_sentences(fewer, None) == ()
     assert next(proof_sentences(fewer)).startswith("No lower bound is known")
+
+
+def test_the_end_of_a_run_of_several_iterations_is_not_explained() -> None:
+    """An update among the computations of later microbatches, as asynchronous plans have it."""
+    plan = valid_plan(small_problem(updates=True), [Stage((0, 6), ("g0",))])
+    assert explain_plan(plan) is not None
+    last = max(one.start_seconds for one in plan.actions if "B" in one.action)
+    moved = tuple(
+        replace(one, start_seconds=last - 1e-3, finish_seconds=last) if "UP" in one.action else one
+        for one in plan.actions
+    )
+    assert moved != plan.actions
+    assert explain_plan(replace(plan, schedule=Schedule(moved))) is None
