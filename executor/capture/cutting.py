@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from stagewright.executor.capture.layers import CapturedLayer, LayeredModel
+from stagewright.executor.capture.made_once import shared
 from stagewright.graphs.documents.errors import InputError
 
 PLAIN_METHODS = {"dim", "get_device", "item", "ndimension", "nelement", "numel", "size", "stride"}
@@ -48,9 +49,17 @@ def cut_graph(
     remade = _remade(model, graph, attributes)
     results, single = _results(model, graph, remade)
     cuts = _find_cuts(model, graph, remade, results, attributes)
+    read = [_remade_tensors(nodes, graph, remade) for nodes in cuts.nodes]
+    together = {
+        roots: _Together.of(roots, graph, remade)
+        for roots, layers in Counter(read).items()
+        if roots and layers > 1
+    }
     modules = [
-        _module(model, nodes, before, after, attributes)
-        for nodes, before, after in zip(cuts.nodes, cuts.alive[:-1], cuts.alive[1:], strict=True)
+        _module(model, nodes, before, after, attributes, together.get(roots))
+        for nodes, before, after, roots in zip(
+            cuts.nodes, cuts.alive[:-1], cuts.alive[1:], read, strict=True
+        )
     ]
     _add_unused(model, modules)
     layers = map(CapturedLayer, cuts.names, modules)
@@ -179,6 +188,57 @@ def _is_plain(node: fx.Node, remade: set[fx.Node]) -> bool:
     return of_plain and getattr(node.target, "__module__", "") in PLAIN_LIBRARIES
 
 
+def _remade_tensors(
+    own: Iterable[fx.Node], graph: fx.Graph, remade: set[fx.Node]
+) -> tuple[fx.Node, ...]:
+    """The masks and positions that the nodes of a layer read, in order."""
+    read = {one for node in own for one in node.all_input_nodes if one in remade}
+    return tuple(
+        node
+        for node in graph.nodes
+        if node in read and node.op == "call_function" and isinstance(node.meta.get("val"), Tensor)
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Together:
+    """Masks and positions that several layers read, and how they are made of ``arguments``.
+
+    These are the model's inputs and buffers, and sizes.
+    """
+
+    roots: tuple[fx.Node, ...]
+    arguments: tuple[fx.Node, ...]
+    make: Callable[..., tuple[Any, ...]]
+
+    @classmethod
+    def of(cls, roots: tuple[fx.Node, ...], graph: fx.Graph, remade: set[fx.Node]) -> "_Together":
+        inside = _made_of_inside(graph, remade)
+        needed = set(roots)
+        for node in reversed(graph.nodes):
+            if node in needed & inside:
+                needed.update(node.all_input_nodes)
+        arguments = tuple(node for node in graph.nodes if node in needed - inside)
+        own = fx.Graph()
+        made = {node: own.placeholder(node.name) for node in arguments}
+        for node in graph.nodes:
+            if node in needed & inside:
+                made[node] = own.node_copy(node, made.__getitem__)
+        own.output(tuple(made[node] for node in roots))
+        return cls(roots, arguments, shared(fx.GraphModule(nn.Module(), own).forward))
+
+
+def _made_of_inside(graph: fx.Graph, remade: set[fx.Node]) -> set[fx.Node]:
+    """The tensors that are made again by operators, and plain values made of these alone."""
+    inside: set[fx.Node] = set()
+    for node in graph.nodes:
+        sources = node.all_input_nodes
+        is_own = not _is_plain(node, remade) or (sources and inside.issuperset(sources))
+        if node in remade and node.op == "call_function" and is_own:
+            inside.add(node)
+    return inside
+
+
 def _layer_of(
     graph: fx.Graph, remade: set[fx.Node], attributes: Mapping[str, Any]
 ) -> dict[fx.Node, int]:
@@ -238,8 +298,12 @@ def _module(
     before: Sequence[fx.Node],
     after: Sequence[fx.Node],
     attributes: Mapping[str, Any],
+    together: _Together | None,
 ) -> fx.GraphModule:
-    """The module that computes ``nodes`` from ``before`` and returns ``after``."""
+    """The module that computes ``nodes`` from ``before`` and returns ``after``.
+
+    What it makes ``together`` with other layers is made once where they run one after another.
+    """
     graph = fx.Graph()
     made = {node: graph.placeholder(node.name) for node in before}
 
@@ -248,6 +312,11 @@ def _module(
             made[node] = graph.node_copy(node, make)
         return made[node]
 
+    if together is not None:
+        found = graph.call_function(together.make, tuple(map(make, together.arguments)))
+        for i, node in enumerate(together.roots):
+            made[node] = graph.call_function(operator.getitem, (found, i))
+            made[node].meta["val"] = node.meta["val"]
     for node in nodes:
         make(node)
     graph.output(tuple(make(node) for node in after))

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from stagewright.executor.capture.steps.step import CapturedStep
-from stagewright.executor.measuring.machine import Machine, threads
+from stagewright.executor.measuring.machine import Machine, Seconds, threads
 from stagewright.executor.measuring.profiling import DIGITS, WARM_UP
 from stagewright.graphs.models.step_graph import StepGraph
 
@@ -21,7 +21,7 @@ class _Timing(fx.Interpreter):
     def __init__(self, module: fx.GraphModule, machine: Machine) -> None:
         super().__init__(module)
         self.machine = machine
-        self.seconds: dict[str, float] = {}
+        self.seconds: dict[str, Seconds] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         if not isinstance(n.target, torch._ops.OpOverload):
@@ -53,7 +53,7 @@ def measure_operators(
         for i in range(WARM_UP + rounds):
             on_progress(f"step {i + 1} of {WARM_UP + rounds}")
             timing.run(*states.values(), *inputs)
-            found.append(dict(timing.seconds))
+            found.append({name: one() for name, one in timing.seconds.items()})
     medians = {
         name: float(f"{np.median([one[name] for one in found[WARM_UP:]]):.{DIGITS}g}")
         for name in timing.seconds

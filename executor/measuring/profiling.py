@@ -5,7 +5,8 @@ inputs alone (I) and its whole backward (B) are timed; the weight gradient is th
 B adds to gradients that are there, as the backward of every microbatch does.
 Rounds over all layers are repeated and medians taken, so that a disturbance of the machine affects
 all layers equally. With one thread of a CPU processor time is measured, which other processes do
-not affect; otherwise elapsed time.
+not affect; otherwise elapsed time. On a GPU it is that between events in its stream: nothing waits
+for a layer, as in a run (`Machine.timed`).
 
 ``saved_bytes`` counts every storage that autograd keeps once, without parameters and buffers. A
 tensor that two neighbouring layers keep is counted in both, because a cut between them makes two
@@ -33,8 +34,9 @@ from stagewright.executor.capture.loss_graph import (
     require_from_outputs,
     require_no_parameters,
 )
+from stagewright.executor.capture.made_once import made_once
 from stagewright.executor.capture.shapes import SavedStorages, propagate, values_of
-from stagewright.executor.measuring.machine import Machine, threads
+from stagewright.executor.measuring.machine import Machine, Seconds, threads
 from stagewright.executor.training.data.batches import (
     mapped_batch,
     require_samples,
@@ -94,7 +96,9 @@ def measure_layers(
             seconds = np.empty((WARM_UP + rounds, len(model), 3))
             for i in range(len(seconds)):
                 on_progress(f"microbatch size {size}, round {i + 1} of {len(seconds)}")
-                seconds[i] = [run.times(machine) for run in runs]
+                with made_once():
+                    times = [run.times(machine) for run in runs]
+                seconds[i] = [[one() for one in of_run] for of_run in times]
             measured.append((seconds[WARM_UP:], [run.bytes() for run in runs]))
         min_samples = [_min_samples(run) for run in runs] if min(microbatch_sizes) > 1 else None
         on_progress("the optimizer step")
@@ -170,7 +174,7 @@ class _LayerInputs:
             leaves = tuple(one.detach().requires_grad_(one.requires_grad) for one in outputs)
             require_from_outputs(self.end(leaves)[0], leaves)
 
-    def times(self, machine: Machine) -> tuple[float, float, float]:
+    def times(self, machine: Machine) -> tuple[Seconds, Seconds, Seconds]:
         """Seconds of one forward, input gradient and whole backward."""
         inputs = [value for value in self.inputs if value.requires_grad]
         parameters = [one for one in self.module.parameters() if one.requires_grad]
@@ -184,10 +188,10 @@ class _LayerInputs:
 
     def _input_gradient(
         self, machine: Machine, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
-    ) -> float:
+    ) -> Seconds:
         roots, gradients = _seeds(outputs)
         if not inputs or not roots:
-            return 0.0
+            return _nothing
         seconds, _ = machine.timed(
             lambda: torch.autograd.grad(roots, inputs, gradients, allow_unused=True)
         )
@@ -195,11 +199,11 @@ class _LayerInputs:
 
     def _whole_backward(
         self, machine: Machine, outputs: Sequence[Tensor], parameters: Sequence[Tensor]
-    ) -> float:
+    ) -> Seconds:
         """Time a backward that adds to the gradients of parameters, as every microbatch does."""
         roots, gradients = _seeds(outputs)
         if not roots:
-            return 0.0
+            return _nothing
         for one in parameters:
             one.grad = torch.zeros_like(one)
         seconds, _ = machine.timed(lambda: torch.autograd.backward(roots, gradients))
@@ -213,6 +217,11 @@ class _LayerInputs:
         with torch.autograd.graph.saved_tensors_hooks(kept.add, lambda saved: saved):
             results = self.forward()
         return sum(kept.sizes.values()), sum(value.nbytes for value in results)
+
+
+def _nothing() -> float:
+    """The seconds of no computation."""
+    return 0.0
 
 
 def _seeds(outputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -274,9 +283,8 @@ def _measure_updates(
                 weights.squares()
             weights.update(0.5 if clips else 1.0)
 
-        return float(
-            np.median([machine.timed(update)[0] for _ in range(WARM_UP + rounds)][WARM_UP:])
-        )
+        measured = [machine.timed(update)[0] for _ in range(WARM_UP + rounds)]
+        return float(np.median([one() for one in measured][WARM_UP:]))
 
     number = nn.Linear(1, 1, bias=False, device=machine.device, dtype=_dtype(model))
     least = times(_weights(number, optimizer))

@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from stagewright.executor.capture.layers import LayeredModel
 from stagewright.executor.capture.shapes import Value, propagate
-from stagewright.executor.measuring.machine import Machine
+from stagewright.executor.measuring.machine import Machine, Seconds
 from stagewright.executor.measuring.profiling import rounded
 from stagewright.executor.training.model_checks import require_no_divided_draws
 from stagewright.executor.training.sharding.parallel_layers import TensorGroup
@@ -36,7 +37,7 @@ class GroupMachine(Machine):
         """The kind of time that is measured."""
         return "elapsed time"
 
-    def timed(self, work: Callable[[], Any]) -> tuple[float, Any]:
+    def timed(self, work: Callable[[], Any]) -> tuple[Seconds, Any]:
         """The seconds that ``work`` takes, and its result; all of the group call it."""
         assert self.group is not None
         self._synchronise()
@@ -44,7 +45,12 @@ class GroupMachine(Machine):
         start = time.perf_counter()
         result = work()
         self._synchronise()
-        return time.perf_counter() - start, result
+        seconds = time.perf_counter() - start
+        return lambda: seconds, result
+
+    def _synchronise(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
 
 def group_of(degree: int) -> TensorGroup:

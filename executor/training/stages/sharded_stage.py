@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from stagewright.executor.capture.made_once import made_once
 from stagewright.executor.training.stages.sharded_weights import WeightShards
 from stagewright.executor.training.stages.stage import (
     Gradients,
@@ -27,6 +28,7 @@ class ShardedComputation(StageComputation):
         with self._weights.gathered(i):
             return super()._layer(i, inputs, seed)
 
+    @made_once()
     def _run(self, flight: Any, inputs: Tensors, in_two: bool, attached: bool = False) -> Tensors:
         for i in range(len(self.layers)):
             graph, outputs = self._record(range(i, i + 1), inputs, flight.seed)

@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from stagewright.executor.capture.draws import DrawsOfShare, WholeDraw
 from stagewright.executor.capture.layers import CapturedLayer
+from stagewright.executor.capture.made_once import made_once
 from stagewright.executor.capture.shapes import LayerTrace, Value
 from stagewright.executor.capture.split_backward import split_layer
 from stagewright.executor.capture.split_layer import CannotSplit, Saved, SavedForWeights, SplitLayer
@@ -207,7 +208,7 @@ class StageComputation:
             return self._run(flight, inputs, in_two, attached)
         if self.recompute == "full":
             self._keep(flight, range(len(self.layers)), inputs)
-        with torch.no_grad(), self.cast():
+        with torch.no_grad(), self.cast(), made_once():
             for i in range(len(self.layers)):
                 if self.recompute == "layer":
                     self._keep(flight, range(i, i + 1), inputs)
@@ -216,7 +217,7 @@ class StageComputation:
 
     def evaluate(self, inputs: Tensors, seed: Seed) -> Tensors:
         """Outputs of the stage, of which nothing is kept for a backward."""
-        with torch.no_grad(), self.cast():
+        with torch.no_grad(), self.cast(), made_once():
             for i in range(len(self.layers)):
                 inputs = self._layer(i, inputs, seed)
         return inputs
@@ -291,6 +292,7 @@ class StageComputation:
                 if gradient is not None:
                     _add_gradient(parameter, gradient)
 
+    @made_once()
     def _run(
         self, flight: _InFlight, inputs: Tensors, in_two: bool, attached: bool = False
     ) -> Tensors:
