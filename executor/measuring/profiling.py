@@ -8,6 +8,9 @@ all layers equally. With one thread of a CPU processor time is measured, which o
 not affect; otherwise elapsed time. On a GPU it is that between events in its stream: nothing waits
 for a layer, as in a run (`Machine.timed`).
 
+Masks and positions that several layers make of the same inputs are made in the first of them, as in
+a stage (`made_once`). A stage that begins later makes them again, which no layer's time includes.
+
 ``saved_bytes`` counts every storage that autograd keeps once, without parameters and buffers. A
 tensor that two neighbouring layers keep is counted in both, because a cut between them makes two
 copies of it. ``output_bytes`` counts all values that pass from a layer to the next. Shared
