@@ -216,13 +216,13 @@ class _Together:
         inside = _made_of_inside(graph, remade)
         needed = set(roots)
         for node in reversed(graph.nodes):
-            if node in needed & inside:
+            if node in needed and node in inside:
                 needed.update(node.all_input_nodes)
-        arguments = tuple(node for node in graph.nodes if node in needed - inside)
+        arguments = tuple(node for node in graph.nodes if node in needed and node not in inside)
         own = fx.Graph()
         made = {node: own.placeholder(node.name) for node in arguments}
         for node in graph.nodes:
-            if node in needed & inside:
+            if node in needed and node in inside:
                 made[node] = own.node_copy(node, made.__getitem__)
         own.output(tuple(made[node] for node in roots))
         return cls(roots, arguments, shared(fx.GraphModule(nn.Module(), own).forward))

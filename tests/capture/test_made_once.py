@@ -102,7 +102,7 @@ def plan(stages: int, recompute: Any = "none", pieces: bool = False) -> Any:
 SGD = partial(torch.optim.SGD, lr=0.1)
 
 
-def trained(how: Any, counted: bool = False) -> tuple[dict[str, Tensor], list[float], Counter[str]]:
+def trained(how: Any) -> tuple[dict[str, Tensor], list[float], Counter[str]]:
     executor = Executor(how, language(), None, SGD, example=batch(0), device="cpu")
     losses = [executor.step(batch(i)) for i in range(3)]
     with Calls() as calls:

@@ -11,9 +11,9 @@ torch = pytest.importorskip("torch", reason="the executor needs torch")
 import training_plans as make  # noqa: E402
 from ranks import Ranks, RanksFailed  # noqa: E402
 
+from benchmarks.any_model import layers_of  # noqa: E402
 from benchmarks.any_models import MODELS, TRACKING, AnyModel  # noqa: E402
 from benchmarks.plain_loop import difference, loop  # noqa: E402
-from stagewright.executor.measuring.captured import captured_by_size  # noqa: E402
 from stagewright.executor.training.runtime import Executor  # noqa: E402
 from stagewright.formulations.plans.plan import PipelinePlan, Stage  # noqa: E402
 
@@ -120,21 +120,6 @@ def optimizer(one: AnyModel) -> Any:
     return partial(torch.optim.SGD, lr=one.lr, momentum=0.9)
 
 
-def layers_of(one: AnyModel) -> int:
-    (batch,) = one.batches(SAMPLES, 1)
-    takes_loss = isinstance(batch, dict)
-    captured = captured_by_size(
-        one.make,
-        batch if takes_loss else batch[0],
-        [SAMPLES],
-        takes_loss,
-        device=torch.device("cpu"),
-        dtype=torch.float64,
-        autocast=None,
-    )
-    return len(captured[SAMPLES])
-
-
 def trained(_: Any, rank: int, name: str, plan: PipelinePlan) -> Any:
     """The state on rank 0, and the losses where the last stage is."""
     one = MODELS[name]
@@ -156,7 +141,7 @@ def trained(_: Any, rank: int, name: str, plan: PipelinePlan) -> Any:
 
 @pytest.mark.parametrize(("one", "layout"), runs())
 def test_a_plan_trains_the_model(ranks: Ranks, one: AnyModel, layout: str) -> None:
-    plan = LAYOUTS[layout](layers_of(one))
+    plan = LAYOUTS[layout](len(layers_of(one)))
     if refusal := REFUSED.get((one.name, layout)):
         with pytest.raises(RanksFailed, match=refusal):
             run(ranks, one, plan)
@@ -185,7 +170,7 @@ def in_the_encoder(replication: Any) -> PipelinePlan:
     """T5 cut after its first block, whose position bias all others use: (1, heads, q, k)."""
     stages = [
         Stage((0, 2), ("a0", "a1"), replication),
-        Stage((2, layers_of(MODELS["t5"])), ("b0", "b1"), replication),
+        Stage((2, len(layers_of(MODELS["t5"]))), ("b0", "b1"), replication),
     ]
     return make.one_f_one_b(stages, MICROBATCHES)
 

@@ -15,9 +15,9 @@ from races import in_two_streams  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.utils._pytree import tree_map_only  # noqa: E402
 
+from benchmarks.any_model import layers_of  # noqa: E402
 from benchmarks.any_models import MODELS, AnyModel  # noqa: E402
 from benchmarks.plain_loop import difference, loop  # noqa: E402
-from stagewright.executor.measuring.captured import captured_by_size  # noqa: E402
 from stagewright.executor.training.runtime import Executor  # noqa: E402
 from stagewright.formulations.plans.actions import parse_action  # noqa: E402
 from stagewright.formulations.plans.plan import PipelinePlan, Stage  # noqa: E402
@@ -65,20 +65,9 @@ def models() -> list[Any]:
 def test_a_model_trains_on_a_gpu_as_in_a_plain_loop(one: AnyModel) -> None:
     batches = list(one.batches(SAMPLES * MICROBATCHES, STEPS))
     pairs = [(batch, ()) if isinstance(batch, dict) else batch for batch in batches]
-    (small,) = one.batches(SAMPLES, 1)
-    takes_loss = isinstance(small, dict)
-    captured = captured_by_size(
-        one.make,
-        small if takes_loss else small[0],
-        [SAMPLES],
-        takes_loss,
-        device=torch.device("cuda"),
-        dtype=torch.float64,
-        autocast=None,
-    )
     optimizer = partial(torch.optim.SGD, lr=one.lr, momentum=0.9)
     executor = Executor(
-        two_on_one(len(captured[SAMPLES])),
+        two_on_one(len(layers_of(one))),
         one.make(),
         None,
         optimizer,
