@@ -106,20 +106,21 @@ class Bounds:
     @cached_property
     def rates(self) -> Floats:
         """(4, ranks) start and rate of gathering shared and experts' parameters, at the least."""
-        found: Floats = self._rates[2:, self.of]
+        found: Floats = self.family.rates(self.table.pipeline)[2:, self.of]
         return found
-
-    @cached_property
-    def _rates(self) -> Floats:
-        return self.family.rates(self.table.pipeline)
 
     @cached_property
     def hops(self) -> Floats:
         """Seconds from the first rank to every other, for the nearer of the placements."""
-        start, per_byte = self._rates[:2]
+        found: Floats = self.hop_seconds(self.table.pipeline)[self.of] * self.table.rank
+        return found
+
+    def hop_seconds(self, pipelines: Ints) -> Floats:
+        """Seconds from a rank to the next, for pipelines of so many ranks."""
+        start, per_byte = self.family.rates(pipelines)[:2]
         width = self.family.shares.kinds[0].width / self.family.split.tensor
         moved = self.sized.samples * width * self.problem.precision.activation_bytes
-        found: Floats = (start + per_byte * moved)[self.of] * self.table.rank
+        found: Floats = start + per_byte * moved
         return found
 
     def update(self, keeping: Keeping) -> Floats:

@@ -158,6 +158,7 @@ class Choice:
     def layout(self, division: int, keeping: Keeping) -> Layout:
         """The layout of a division."""
         table, split = self.bounds.table, self.bounds.family.split
+        ends = int(table.first[division]), int(table.last[division])
         return Layout(
             pipeline=int(table.pipeline[division]),
             tensor=split.tensor,
@@ -171,8 +172,8 @@ class Choice:
             sequence_parallel=split.sequence_parallel,
             zero=keeping.zero,
             offload_optimizer=keeping.offload,
-            first_blocks=table.every[division].ends[0],
-            last_blocks=table.every[division].ends[1],
+            first_blocks=None if table.is_even[division] else ends[0],
+            last_blocks=None if table.is_even[division] else ends[1],
         )
 
 

@@ -1,11 +1,13 @@
 """Every pipeline of a model's blocks: ranks, chunks, and the blocks of the first and last stage.
 
-Between the ends all stages have equally many blocks: an even share k = floor(L / S), or one more.
-The ends have as many where the blocks can be divided evenly, or else any two numbers from 0 to
-k + 1 that leave k + 1 to each of the others. Two stages are divided in any way.
+Between the ends all stages have equally many blocks, at least one; the ends have any number. Some
+divisions are nearly even: as many blocks in all stages, or k + 1 in the stages between the ends and
+at most as many in the ends, for k = floor(L / S); if there are none, one with k between the ends
+and ends that are alike. Two stages are always nearly even. There are up to L^2 divisions for every
+number of ranks, and few are nearly even; the search looks at the others by groups with one number
+of blocks between the ends.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,89 +18,133 @@ from stagewright.formulations.parallelism.pipeline_time import first_forwards, k
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 from stagewright.graphs.documents.units import MAX_MICROBATCHES
 
-Ends = tuple[int | None, int | None]
+
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """Arrays by group: its ranks, chunks, and the blocks of every stage but the first and last."""
+
+    layers: int
+    pipeline: Ints
+    chunks: Ints
+    middle: Ints
+
+    def only(self, kept: Bools | Ints) -> "Groups":
+        """The groups that are ``kept``."""
+        return Groups(self.layers, self.pipeline[kept], self.chunks[kept], self.middle[kept])
+
+    @cached_property
+    def stages(self) -> Ints:
+        """Of every group, on all ranks together."""
+        found: Ints = self.pipeline * self.chunks
+        return found
+
+    @cached_property
+    def ends(self) -> Ints:
+        """The blocks of the first and the last stage together."""
+        found: Ints = self.layers - np.maximum(self.stages - 2, 0) * self.middle
+        return found
+
+    @cached_property
+    def divisions(self) -> Ints:
+        """How many there are in every group: one for every number of blocks in the first stage."""
+        return np.where(self.stages == 1, 1, self.ends + 1)
+
+    def table(self) -> "Table":
+        """The divisions of all groups."""
+        of = np.repeat(np.arange(len(self.middle)), self.divisions)
+        first = np.arange(len(of)) - _offsets(self.divisions)[of]
+        first = np.where(self.stages[of] == 1, self.layers, first)
+        return Table(
+            layers=self.layers,
+            pipeline=self.pipeline[of],
+            chunks=self.chunks[of],
+            first=first,
+            middle=self.middle[of],
+            last=self.ends[of] - first,
+        )
 
 
-@dataclass(frozen=True)
-class Division:
-    """One pipeline; ``blocks`` are those of every stage."""
-
-    pipeline: int
-    chunks: int
-    ends: Ends
-    blocks: tuple[int, ...]
-
-
-def divisions(blocks: int, pipelines: list[int], most_chunks: int) -> list[Division]:
+def groups(layers: int, pipelines: list[int], most_chunks: int) -> Groups:
     """All pipelines with one of the numbers of ranks and at most ``most_chunks`` chunks."""
-    found = []
-    for pipeline in pipelines:
-        for chunks in range(1, 1 + (most_chunks if pipeline > 1 else 1)):
-            stages = pipeline * chunks
-            if stages > blocks + 2:
-                break
-            for ends in _ends(blocks, stages):
-                found.append(Division(pipeline, chunks, ends, _counts(blocks, stages, ends)))
-    return found
+    found = [
+        (pipeline, chunks, middle)
+        for pipeline in pipelines
+        for chunks in range(1, 1 + (most_chunks if pipeline > 1 else 1))
+        for middle in _middles(layers, pipeline * chunks)
+    ]
+    pipeline, chunks, middle = np.array(found, dtype=np.int64).reshape(-1, 3).T
+    return Groups(layers, pipeline, chunks, middle)
 
 
-def _ends(blocks: int, stages: int) -> Iterator[Ends]:
-    """The ends that the module's rule allows; None for as many blocks as in the other stages."""
-    if blocks % stages == 0:
-        yield None, None
-    if stages == 1:
-        return
-    each = blocks // stages + 1
-    together = blocks - (stages - 2) * each
-    most = blocks if stages == 2 else each
-    for first in range(max(0, together - most), min(most, together) + 1):
-        if (first, together - first) != (blocks / stages, blocks / stages):
-            yield first, together - first
-
-
-def _counts(blocks: int, stages: int, ends: Ends) -> tuple[int, ...]:
-    if stages == 1:
-        return (blocks,)
-    first, last = ends
-    if first is None or last is None:
-        return (blocks // stages,) * stages
-    middle = (blocks - first - last) // (stages - 2) if stages > 2 else 0
-    return (first, *(middle,) * (stages - 2), last)
+def _middles(layers: int, stages: int) -> range:
+    """The blocks that stages between the ends may have; 0 if there are no such stages."""
+    return range(1) if stages <= 2 else range(1, layers // (stages - 2) + 1)
 
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """All divisions in flat arrays: one entry per chunk of every rank, rank by rank.
+    """Divisions of ``layers`` blocks in flat arrays.
 
+    Fields have the blocks of the first stage, of every one between the ends, and of the last; a
+    single stage is the first. Other arrays have an entry per chunk of every rank, rank by rank.
     ``starts`` and ``stops`` are positions in the model's layers (0 is the embedding, the last the
     head), ``blocks`` those of the stage; these, ``rank_of`` and ``chunk_of`` belong to the entries.
-    ``begins`` of every (division, rank) is the start of its first stage.
     """
 
-    every: tuple[Division, ...]
+    layers: int
     pipeline: Ints
     chunks: Ints
-    begins: Ints
-    starts: Ints
-    stops: Ints
-    blocks: Ints
-    rank_of: Ints
-    chunk_of: Ints
+    first: Ints
+    middle: Ints
+    last: Ints
+
+    def __len__(self) -> int:
+        return len(self.pipeline)
 
     def only(self, kept: Bools) -> "Table":
         """The divisions that are ``kept``."""
-        ranks, entries = kept[self.division_of_rank], kept[self.division_of_entry]
         return Table(
-            every=tuple(self.every[one] for one in np.flatnonzero(kept)),
+            layers=self.layers,
             pipeline=self.pipeline[kept],
             chunks=self.chunks[kept],
-            begins=self.begins[ranks],
-            starts=self.starts[entries],
-            stops=self.stops[entries],
-            blocks=self.blocks[entries],
-            rank_of=self.rank_of[entries],
-            chunk_of=self.chunk_of[entries],
+            first=self.first[kept],
+            middle=self.middle[kept],
+            last=self.last[kept],
         )
+
+    @cached_property
+    def is_even(self) -> Bools:
+        """Where all stages have as many blocks."""
+        is_between = (self.stages <= 2) | (self.first == self.middle)
+        found: Bools = is_between & ((self.stages == 1) | (self.first == self.last))
+        return found
+
+    @cached_property
+    def is_nearly_even(self) -> Bools:
+        """Where the module's text says so."""
+        share, rest = np.divmod(self.layers, self.stages)
+        is_one_more = (self.middle == share + 1) & (self.most_blocks == self.middle)
+        is_none = (rest > 0) & (self.layers < (self.stages - 2) * (share + 1))
+        is_only = is_none & (self.middle == share) & (self.first == (self.first + self.last) // 2)
+        found: Bools = self.is_even | is_one_more | is_only | (self.stages == 2)
+        return found
+
+    @cached_property
+    def stages(self) -> Ints:
+        """Of every division, on all ranks together."""
+        found: Ints = self.pipeline * self.chunks
+        return found
+
+    @cached_property
+    def most_blocks(self) -> Ints:
+        """The blocks of every division's largest stage."""
+        found: Ints = np.maximum(np.maximum(self.first, self.last), self.middle)
+        return found
+
+    @cached_property
+    def division_of_rank(self) -> Ints:
+        """The division of every (division, rank)."""
+        return np.repeat(np.arange(len(self)), self.pipeline)
 
     @cached_property
     def first_rank(self) -> Ints:
@@ -106,9 +152,16 @@ class Table:
         return _offsets(self.pipeline)
 
     @cached_property
+    def rank(self) -> Ints:
+        """The position in the pipeline of every (division, rank)."""
+        found: Ints = np.arange(len(self.division_of_rank)) - self.first_rank[self.division_of_rank]
+        return found
+
+    @cached_property
     def _entries(self) -> Ints:
         """How many entries every (division, rank) has."""
-        return np.repeat(self.chunks, self.pipeline)
+        found: Ints = self.chunks[self.division_of_rank]
+        return found
 
     @cached_property
     def first_entry(self) -> Ints:
@@ -121,20 +174,54 @@ class Table:
         return np.repeat(np.arange(len(self._entries)), self._entries)
 
     @cached_property
-    def division_of_rank(self) -> Ints:
-        """The division of every (division, rank)."""
-        return np.repeat(np.arange(len(self.every)), self.pipeline)
-
-    @cached_property
     def division_of_entry(self) -> Ints:
         """The division of every entry."""
-        return np.repeat(np.arange(len(self.every)), self.pipeline * self.chunks)
+        found: Ints = self.division_of_rank[self.rank_of_entry]
+        return found
 
     @cached_property
-    def rank(self) -> Ints:
-        """The position in the pipeline of every (division, rank)."""
-        found: Ints = self.rank_of[self.first_entry]
+    def rank_of(self) -> Ints:
+        """The position in the pipeline of every entry's rank."""
+        found: Ints = self.rank[self.rank_of_entry]
         return found
+
+    @cached_property
+    def chunk_of(self) -> Ints:
+        """The position of every entry among those of its rank."""
+        found: Ints = np.arange(len(self.rank_of_entry)) - self.first_entry[self.rank_of_entry]
+        return found
+
+    @cached_property
+    def _stage(self) -> Ints:
+        """The stage of every entry."""
+        found: Ints = self.chunk_of * self.pipeline[self.division_of_entry] + self.rank_of
+        return found
+
+    @cached_property
+    def _is_last(self) -> Bools:
+        found: Bools = self._stage == self.stages[self.division_of_entry] - 1
+        return found
+
+    @cached_property
+    def blocks(self) -> Ints:
+        """The blocks of every entry's stage."""
+        of = self.division_of_entry
+        inner = np.where(self._is_last, self.last[of], self.middle[of])
+        return np.where(self._stage == 0, self.first[of], inner)
+
+    @cached_property
+    def starts(self) -> Ints:
+        """The first layer of every entry's stage."""
+        of = self.division_of_entry
+        after = 1 + self.first[of] + (self._stage - 1) * self.middle[of]
+        return np.where(self._stage == 0, 0, after)
+
+    @cached_property
+    def stops(self) -> Ints:
+        """The layer after the last of every entry's stage."""
+        of = self.division_of_entry
+        before = 1 + self.first[of] + self._stage * self.middle[of]
+        return np.where(self._is_last, self.layers + 2, before)
 
     def by_rank(self, of_layers: Floats) -> Floats:
         """Sums of a quantity of the layers over every rank's stages."""
@@ -146,11 +233,6 @@ class Table:
         found: Floats = prefix[self.stops] - prefix[self.starts]
         return found
 
-    @cached_property
-    def most_blocks(self) -> Ints:
-        """The blocks of every division's largest stage."""
-        return np.array([max(one.blocks) for one in self.every])
-
     def sum_by_rank(self, of_entries: Floats) -> Floats:
         """Sums of the entries of every rank."""
         found: Floats = np.add.reduceat(of_entries, self.first_entry)
@@ -159,13 +241,13 @@ class Table:
     def before(self, of_layers: Floats) -> Floats:
         """Sums over the layers before every rank's first stage."""
         prefix = _prefix(of_layers)
-        found: Floats = prefix[self.begins]
+        found: Floats = prefix[self.starts[self.first_entry]]
         return found
 
     def after(self, of_layers: Floats) -> Floats:
         """Sums over the layers after every rank's last stage."""
         prefix = _prefix(of_layers)
-        last = self.first_entry + self.chunks[self.division_of_rank] - 1
+        last = self.first_entry + self._entries - 1
         found: Floats = prefix[-1] - prefix[self.stops[last]]
         return found
 
@@ -173,33 +255,6 @@ class Table:
         """The greatest of every division's ranks."""
         found: Floats = np.maximum.reduceat(of_ranks, self.first_rank)
         return found
-
-
-def table_of(every: list[Division]) -> Table:
-    """The table of some divisions, at least one."""
-    starts, stops, blocks, ranks, chunks, begins = [], [], [], [], [], []
-    for one in every:
-        counts = np.array(one.blocks)
-        bounds = np.concatenate(([0], 1 + np.cumsum(counts)))
-        bounds[-1] += 1
-        stage = np.arange(len(counts)).reshape(one.chunks, one.pipeline).T.ravel()
-        starts.append(bounds[stage])
-        stops.append(bounds[stage + 1])
-        blocks.append(counts[stage])
-        ranks.append(np.repeat(np.arange(one.pipeline), one.chunks))
-        chunks.append(np.tile(np.arange(one.chunks), one.pipeline))
-        begins.append(bounds[: one.pipeline])
-    return Table(
-        every=tuple(every),
-        pipeline=np.array([one.pipeline for one in every]),
-        chunks=np.array([one.chunks for one in every]),
-        begins=np.concatenate(begins),
-        starts=np.concatenate(starts),
-        stops=np.concatenate(stops),
-        blocks=np.concatenate(blocks),
-        rank_of=np.concatenate(ranks),
-        chunk_of=np.concatenate(chunks),
-    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,15 +310,22 @@ def sized(table: Table, left: int, batch: int, samples: int, schedule: Schedule)
 
     A replica has a whole number of microbatches, with chunks a multiple of its pipeline's ranks.
     """
-    data = left // table.pipeline
-    m = batch // (samples * data)
-    whole = batch % (samples * data) == 0
-    in_groups = (table.chunks == 1) | (m % table.pipeline == 0)
-    bubbles = (table.pipeline > 1) | (schedule == "1f1b")
-    kept = whole & (m > 0) & (m <= MAX_MICROBATCHES) & in_groups & bubbles
+    data, m, kept = replicas(table, left, batch, samples, schedule)
     if not kept.any():
         return None
     return Sized(table.only(kept), samples, data[kept], m[kept], schedule == "zero-bubble")
+
+
+def replicas(
+    of: Table | Groups, left: int, batch: int, samples: int, schedule: Schedule
+) -> tuple[Ints, Ints, Bools]:
+    """Replicas, microbatches of each, and whether the rules on microbatches allow them."""
+    data = left // of.pipeline
+    m = batch // (samples * data)
+    whole = batch % (samples * data) == 0
+    in_groups = (of.chunks == 1) | (m % of.pipeline == 0)
+    bubbles = (of.pipeline > 1) | (schedule == "1f1b")
+    return data, m, whole & (m > 0) & (m <= MAX_MICROBATCHES) & in_groups & bubbles
 
 
 def _prefix(of_layers: Floats) -> Floats:

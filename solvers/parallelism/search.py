@@ -15,14 +15,16 @@ A layout is chosen in five steps, each with a lower bound on the time of all lay
 5. the time of the layout itself (``estimate.evaluate``).
 
 Nodes are taken by their bound. When the least bound is not below the k-th best time, the best k are
-those of the whole space. Memory prunes at steps 3 and 5.
+those of the whole space. Memory prunes at steps 3 and 5. Pipelines whose stages are not nearly even
+(``divisions``) are many, alike in time, and seldom the best: step 3 takes them last, with groups of
+them as nodes (``uneven``), and looks at so many only for what comes after the best.
 """
 
 import heapq
 import itertools
 import math
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 
 from stagewright.formulations.forms.answers import StopToken, is_stopped
@@ -34,7 +36,11 @@ from stagewright.graphs.documents.units import require_count
 from stagewright.solvers.parallelism.space import Space
 from stagewright.solvers.parallelism.tree import Part, Tree, simple_first
 
+Heap = list[tuple[float, int, Part]]
 MOST_KEPT = 10_000
+MOST_FOR_THE_LIST = 500
+"""Postponed parts that may hold no faster layout than the first, opened for others of the list."""
+
 MOST_STEPS = 1000
 """Parts of the space that are opened after a stop to find a first layout: about 0.1 s."""
 
@@ -43,15 +49,17 @@ MOST_STEPS = 1000
 class Found:
     """The best layouts, by time.
 
-    No layout of the space that fits is faster than ``bound``; if ``proved``, the ``best`` are the
-    fastest of the space. ``examined`` layouts were evaluated; ``folded`` are those of them that fit
-    and are like one of the best, but slower.
+    No layout of the space that fits is faster than ``bound``; if ``proved``, the first of the
+    ``best`` is the fastest, or none fits. The first ``fastest`` of them are the fastest of the
+    space. ``examined`` layouts were evaluated; ``folded`` are those of them that fit and are like
+    one of the best, but slower.
     """
 
     best: tuple[Estimate, ...]
     folded: tuple[Estimate, ...]
     bound: float
     proved: bool
+    fastest: int
     examined: int
     seconds: float
 
@@ -85,26 +93,48 @@ def search(
     heapq.heapify(heap)
     if not heap:
         raise InputError(f"no degrees of the space are possible: {tree.space.why_none(problem)}")
-    while heap and heap[0][0] < tree.worst and not is_stopped(stop):
-        _, _, part = heapq.heappop(heap)
+    for part in _open_parts(heap, tree, numbers, stop):
         for bound, inner in part():
             if bound < tree.worst:
                 heapq.heappush(heap, (bound, next(numbers), inner))
-    open_bound = heap[0][0] if heap else math.inf
+    open_bound = min([math.inf, *(one[0] for one in heap[:1]), *(one[0] for one in tree.postponed)])
     if not tree.best:
         _dive(heap, tree)
-    kept = {alike(one.layout) for one in tree.best}
+    best = tuple(sorted(tree.best, key=simple_first))
+    kept = {alike(one.layout) for one in best}
     return Found(
-        best=tuple(sorted(tree.best, key=simple_first)),
+        best=best,
         folded=tuple(one for one in tree.folded if alike(one.layout) in kept),
-        bound=min([open_bound, *(one.seconds for one in (*tree.best, *tree.folded))]),
-        proved=open_bound >= tree.worst,
+        bound=min([open_bound, *(one.seconds for one in (*best, *tree.folded))]),
+        proved=open_bound >= tree.least,
+        fastest=sum(one.seconds <= open_bound for one in best),
         examined=tree.examined,
         seconds=time.perf_counter() - started,
     )
 
 
-def _dive(heap: list[tuple[float, int, Part]], tree: Tree) -> None:
+def _open_parts(
+    heap: Heap, tree: Tree, numbers: Iterator[int], stop: StopToken | None
+) -> Iterator[Part]:
+    """The parts that may hold one of the best, by their bounds; the postponed ones after others."""
+    are_late, left = False, MOST_FOR_THE_LIST
+    while not is_stopped(stop):
+        if not heap or heap[0][0] >= tree.worst:
+            if not tree.postponed:
+                return
+            for bound, part in tree.postponed:
+                heapq.heappush(heap, (bound, next(numbers), part))
+            tree.postponed.clear()
+            are_late = True
+            continue
+        if are_late and heap[0][0] >= tree.least:
+            left -= 1
+            if left < 0:
+                return
+        yield heapq.heappop(heap)[2]
+
+
+def _dive(heap: Heap, tree: Tree) -> None:
     """Follow the least bounds downwards to a first layout that fits, in not too many steps."""
     open_ = [part for _, _, part in sorted(heap, reverse=True)]
     for _ in range(MOST_STEPS):

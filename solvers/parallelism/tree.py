@@ -4,7 +4,9 @@ import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
+
+import numpy as np
 
 from stagewright.formulations.parallelism.estimate import Estimate, evaluate
 from stagewright.formulations.parallelism.layout import Layout, Placement, Schedule
@@ -12,12 +14,17 @@ from stagewright.formulations.parallelism.parts import Parts
 from stagewright.formulations.parallelism.pipeline_time import Walk, walk
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
+from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.models.shards import Recompute
 from stagewright.solvers.parallelism.bounds import Bounds, Keeping
 from stagewright.solvers.parallelism.choices import Choice, Divided, divided
-from stagewright.solvers.parallelism.divisions import Sized, Table, divisions, sized, table_of
+from stagewright.solvers.parallelism.divisions import Groups, Sized, Table, groups, sized
 from stagewright.solvers.parallelism.family import Family, Work
 from stagewright.solvers.parallelism.space import Space, chosen
+from stagewright.solvers.parallelism.uneven import least_of_ends, least_seconds
+
+MOST_ENTRIES = 100_000
+"""Stages of all divisions that are bounded at once."""
 
 
 @cache
@@ -54,7 +61,8 @@ class Tree:
         self.best: list[Estimate] = []
         self.folded: list[Estimate] = []
         self.examined = 0
-        self._tables: dict[int, Table | None] = {}
+        self.postponed: list[Child] = []
+        self._tables: dict[int, tuple[Table, Groups]] = {}
         self._sizes: dict[tuple[int, int, Schedule], Sized | None] = {}
 
     @property
@@ -62,31 +70,38 @@ class Tree:
         """The time from which a layout is not among the best."""
         return self.best[-1].seconds if len(self.best) == self.keep else math.inf
 
+    @property
+    def least(self) -> float:
+        """The best time."""
+        return self.best[0].seconds if self.best else math.inf
+
     def families(self) -> Iterator[Child]:
         """Step 1."""
         for split in self.space.families(self.problem):
-            if self._table(self.problem.fabric.devices // (split.tensor * split.context)) is None:
-                continue
             family = Family(self.problem, split)
+            if not len(self._divisions(family.left)[0]):
+                continue
             work = family.work(self.problem.batch, "none")
             yield self._spread(family, self.problem.batch, work), self._of_split(family)
 
-    def _table(self, left: int) -> Table | None:
-        """The divisions for the devices that are left beside t and c; None if there are none."""
+    def _divisions(self, left: int) -> tuple[Table, Groups]:
+        """The nearly even divisions for the devices that are left beside t and c; all others."""
         if left not in self._tables:
-            blocks = self.problem.architecture.layers
+            layers = self.problem.architecture.layers
             data = chosen(self.space.data, left)
-            pipelines = chosen(self.space.pipeline, left)
-            fitting = [p for p in pipelines if p <= blocks + 2 and left // p in data]
-            found = divisions(blocks, fitting, self.space.chunks)
-            self._tables[left] = table_of(found) if found else None
+            pipelines = [p for p in chosen(self.space.pipeline, left) if left // p in data]
+            found = groups(layers, pipelines, self.space.chunks)
+            share = layers // found.stages
+            few = (found.stages <= 2) | (found.middle == share) | (found.middle == share + 1)
+            near = found.only(few).table()
+            others = found.only(found.stages > 2)
+            self._tables[left] = near.only(near.is_nearly_even), others
         return self._tables[left]
 
     def _sized(self, left: int, samples: int, schedule: Schedule) -> Sized | None:
         key = left, samples, schedule
         if key not in self._sizes:
-            table = self._table(left)
-            assert table is not None
+            table, _ = self._divisions(left)
             self._sizes[key] = sized(table, left, self.problem.batch, samples, schedule)
         return self._sizes[key]
 
@@ -132,8 +147,58 @@ class Tree:
         def parts() -> Iterator[Child]:
             for choice in choices:
                 yield float(choice.seconds.min()), self._of_choice(choice)
+                self._postpone(choice)
 
         return parts
+
+    def _postpone(self, choice: Choice) -> None:
+        """The divisions that are not nearly even, which are seldom the best, for later."""
+        others = self._divisions(choice.bounds.family.left)[1]
+        bound = least_seconds(choice, others)
+        order = np.argsort(bound, kind="stable")
+        self.postponed += self._groups(choice, others.only(order), bound[order])
+
+    def _groups(self, choice: Choice, of: Groups, bound: Floats) -> Iterator[Child]:
+        """Groups in the order of their bounds, as many at once as is well for the arrays."""
+        if len(bound) and bound[0] < self.worst:
+            yield float(bound[0]), partial(self._of_groups, choice, of, bound)
+
+    def _of_groups(self, choice: Choice, of: Groups, bound: Floats) -> Iterator[Child]:
+        """Step 3, the schedule: groups of divisions that are not nearly even."""
+        is_open = bound < self.worst
+        entries = np.cumsum(of.divisions * of.stages)
+        many = max(1, int(np.searchsorted(entries, MOST_ENTRIES)))
+        table = of.only(is_open & (np.arange(len(bound)) < many)).table()
+        inner = self._better(choice, table.only(~table.is_nearly_even))
+        if inner is not None:
+            yield float(inner.seconds.min()), self._of_choice(inner)
+        yield from self._groups(choice, of.only(np.arange(many, len(bound))), bound[many:])
+
+    def _better(self, choice: Choice, table: Table) -> Choice | None:
+        """The choice with the divisions of a table that have a bound below the worst time."""
+        family, batch = choice.bounds.family, self.problem.batch
+        for bound in (least_of_ends, _seconds):
+            table = table.only(bound(choice, table) < self.worst)
+            of = sized(table, family.left, batch, choice.samples, choice.schedule)
+            if of is None:
+                return None
+            choice = replace(choice, bounds=Bounds(family, of))
+            table = of.table
+        return choice
+
+    def _chained(
+        self, bound: Floats, order: Ints, part: Callable[[int], Part], at: int = 0
+    ) -> Iterator[Child]:
+        """Parts one after the other, by their bounds: each is made when the one before is."""
+        if at == len(order) or bound[order[at]] >= self.worst:
+            return
+        place = int(order[at])
+
+        def parts() -> Iterator[Child]:
+            yield float(bound[place]), part(place)
+            yield from self._chained(bound, order, part, at + 1)
+
+        yield float(bound[place]), parts
 
     def _of_choice(self, choice: Choice) -> Part:
         """Step 3, the pipeline."""
@@ -151,18 +216,9 @@ class Tree:
                     differs = differs & ~choice.bounds.alone
                 found = divided(choice, keeping, room, least, self.worst, differs)
                 if found is not None:
-                    yield float(found.bound[found.order[0]]), self._of_divisions(found)
-
-        return parts
-
-    def _of_divisions(self, of: Divided, at: int = 0) -> Part:
-        """The divisions of step 3 one after the other, by their bounds."""
-
-        def parts() -> Iterator[Child]:
-            bound, order = of.bound, of.order
-            yield float(bound[order[at]]), self._of_division(of, int(order[at]))
-            if at + 1 < len(order):
-                yield float(bound[order[at + 1]]), self._of_divisions(of, at + 1)
+                    yield from self._chained(
+                        found.bound, found.order, partial(self._of_division, found)
+                    )
 
         return parts
 
@@ -254,6 +310,10 @@ class Tree:
         self.folded += rest
         several = [first, *(one for one in self.best if one not in same)]
         self.best = sorted(several, key=lambda one: one.seconds)[: self.keep]
+
+
+def _seconds(choice: Choice, _: Table) -> Floats:
+    return choice.seconds
 
 
 def simple_first(one: Estimate) -> tuple[float, int, int, str]:

@@ -1,0 +1,151 @@
+"""Lower bounds on pipelines that are not nearly even, by groups of divisions.
+
+A group has p ranks, v chunks and w blocks in every stage but the first and the last, which have any
+of the others. A pipeline takes at least as long as each of its ranks by ``Choice.filled``, and so
+at least as long as the mean of two of them. The mean of the first and the last rank depends on the
+blocks of both, whatever the first has of them: on what the (p v - 2) w blocks between the ends,
+which are in a row, leave of the model. The last rank but one has v stages of w blocks.
+
+Thousands of divisions are ruled out in a few operations on arrays of groups. Those that are left
+are bounded by their own first and last ranks, and then by all ranks, as the nearly even ones are.
+"""
+
+from functools import cached_property
+
+import numpy as np
+
+from stagewright.graphs.documents.arrays import Bools, Floats, Ints
+from stagewright.solvers.parallelism.choices import Choice
+from stagewright.solvers.parallelism.divisions import Groups, Table, replicas
+
+ROUNDING = 1e-12  # the sums are those of the layouts, in another order
+
+
+class _Rows:
+    """Sums of a quantity of the layers over blocks in a row."""
+
+    def __init__(self, of_layers: Floats) -> None:
+        self.ends = float(of_layers[0]), float(of_layers[-1])
+        self.total = float(of_layers.sum())
+        self.before = np.concatenate(([0.0], np.cumsum(of_layers[1:-1])))
+
+    @cached_property
+    def _sums(self) -> Floats:
+        """(L + 1, L + 1) sums of n blocks from the i-th on; nan where there are not as many."""
+        size = len(self.before)
+        stops = np.add.outer(np.arange(size), np.arange(size))
+        sums = self.before[np.minimum(stops, size - 1)] - self.before
+        return np.where(stops < size, sums, np.nan)
+
+    @cached_property
+    def _least(self) -> Floats:
+        found: Floats = np.fmin.accumulate(self._sums[:, ::-1], axis=1)[:, ::-1]
+        return found
+
+    @cached_property
+    def _most(self) -> Floats:
+        found: Floats = np.nanmax(self._sums, axis=1)
+        return found
+
+    def least(self, number: Ints, start: Ints | int = 0) -> Floats:
+        """The least sum of so many blocks, the first of which is ``start`` or a later one."""
+        found: Floats = self._least[number, start]
+        return found
+
+    def without(self, number: Ints) -> Floats:
+        """The least sum of all layers but so many blocks in a row."""
+        found: Floats = self.total - self._most[number]
+        return found
+
+
+def least_seconds(choice: Choice, groups: Groups) -> Floats:
+    """A bound on all divisions of every group; infinite where none is allowed."""
+    m, allowed = _allowed(choice, groups)
+    found = np.full(len(m), np.inf)
+    if allowed.any():
+        bound = _Bound(choice, groups.only(allowed), m[allowed])
+        found[allowed] = bound.seconds * (1 - ROUNDING)
+    return found
+
+
+def least_of_ends(choice: Choice, table: Table) -> Floats:
+    """A bound on every division by its first and last rank; infinite where it is not allowed."""
+    m, allowed = _allowed(choice, table)
+    total, returned = _Rows(choice.work.total), _Rows(choice.work.total - choice.work.weight)
+    p, w, first, inner = table.pipeline, table.middle, table.first, table.chunks - 1
+    before_last = first + (p - 2) * w
+    blocks = total.ends[0] + total.before[first] + inner * total.least(w, first)
+    way = returned.ends[0] + returned.before[before_last]
+    there = returned.ends[1] + returned.before[-1] - returned.before[table.layers - table.last]
+    there = there + inner * returned.least(w, before_last)
+    found = np.maximum(m * blocks, way + m * there) * (1 - ROUNDING)
+    return np.where(allowed, found, np.inf)
+
+
+def _allowed(choice: Choice, of: Groups | Table) -> tuple[Ints, Bools]:
+    """Microbatches of every replica, and whether there can be so many, and the experts divided."""
+    family = choice.bounds.family
+    batch, samples = family.problem.batch, choice.samples
+    data, m, allowed = replicas(of, family.left, batch, samples, choice.schedule)
+    return m, allowed & (family.replica * data % family.split.expert == 0)
+
+
+class _Bound:
+    """Arrays by group; ``m`` microbatches of each replica."""
+
+    def __init__(self, choice: Choice, groups: Groups, m: Ints) -> None:
+        work = choice.work
+        self.p, self.v, self.w, self.m = groups.pipeline, groups.chunks, groups.middle, m
+        self.forward = _Rows(work.forward)
+        self.returned = _Rows(work.total - work.weight)
+        self.backward = _Rows(work.total - work.weight - work.forward)
+        self.weight = _Rows(work.weight)
+        self.total = _Rows(work.total)
+        self.hop = choice.bounds.hop_seconds(groups.pipeline)
+
+    @property
+    def seconds(self) -> Floats:
+        plain = np.where(self.v == 1, self._plain_ends, self._interleaved_ends)
+        return np.maximum(plain, np.where(self.p > 2, self._middle, 0.0))
+
+    @property
+    def _between(self) -> Ints:
+        """The blocks of all stages but the first and the last."""
+        found: Ints = (self.p * self.v - 2) * self.w
+        return found
+
+    @property
+    def _plain_ends(self) -> Floats:
+        """The mean of the first rank, from its first backward, and the last one."""
+        n, m = self._between, self.m
+        both = (m - np.minimum(self.p, m)) * self.forward.without(n)
+        both += (m - 1) * self.backward.without(n) + self.returned.total
+        there = self.returned.total + 2 * (self.p - 1) * self.hop
+        here = self.forward.total + m * self.weight.without(n)
+        found: Floats = (both + np.maximum(there, here)) / 2
+        return found
+
+    @property
+    def _interleaved_ends(self) -> Floats:
+        """The same, from the first rank's first forward."""
+        others = 2 * (self.v - 1)
+        way = self.returned.ends[0] + self.returned.before[(self.p - 2) * self.w]
+        there = self.m * (
+            self.returned.without(self._between) + others * self.returned.least(self.w)
+        )
+        busy = self.m * (self.total.without(self._between) + others * self.total.least(self.w))
+        found: Floats = np.maximum(there + way + 2 * (self.p - 1) * self.hop, busy) / 2
+        return found
+
+    @property
+    def _middle(self) -> Floats:
+        """The last rank but one, with its way there and back, or there and all its work."""
+        start = np.maximum(self.p - 3, 0) * self.w
+        stages, hops = self.m * self.v, (self.p - 2) * self.hop
+        there = self.returned.ends[0] + self.returned.before[start] + 2 * hops
+        here = self.forward.ends[0] + self.forward.before[start] + hops
+        found: Floats = np.maximum(
+            there + stages * self.returned.least(self.w, start),
+            here + stages * self.total.least(self.w, start),
+        )
+        return found
