@@ -1,0 +1,189 @@
+"""What ``train-plan`` claims of tiny problems, against every layout of the class that it names."""
+
+import math
+import sys
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
+from itertools import zip_longest
+from random import Random
+
+import pytest
+from layout_class import Case, Priced, every_division, every_layout, fewest, priced, random_case
+from profiles import slow_after
+
+from stagewright.formulations.parallelism.layout import Layout, parse_layout
+from stagewright.graphs.machines.networks import fabric_of_kind
+from stagewright.graphs.models.architecture import (
+    Architecture,
+    Experts,
+    FeedForward,
+    GroupedAttention,
+)
+from stagewright.service.layouts import LESS_MEMORY, FrontPoint, LayoutRequest, find_layouts
+from stagewright.service.refined_layouts import RefinedRow
+from stagewright.service.training_problems import training_problem
+from stagewright.solvers.parallelism.search import search
+from stagewright.solvers.parallelism.space import Space
+
+EXACT, ROUNDED = 1 + 1e-9, 1 + 1e-8
+MOST = 400
+"""Layouts of a case."""
+
+
+def same_work(layout: Layout) -> Hashable:
+    """What layouts have in common that differ in placement, or in how c x d ranks divide tokens."""
+    ranks = layout.context * layout.data
+    same = replace(layout, placement="data-inside", context=1, data=ranks, microbatch=1)
+    return same, layout.microbatch / layout.context
+
+
+def without_blocks(layout: Layout) -> Layout:
+    return replace(
+        layout,
+        recompute_blocks=None,
+        first_blocks=None,
+        last_blocks=None,
+        blocks_by_stage=None,
+        recomputed_by_stage=None,
+    )
+
+
+def wrong_search(case: Case, memory: float, keep: int) -> Iterator[str]:
+    """The search's best layouts and its bound."""
+    found = search(case.problem, case.space, keep=keep, memory_bytes=memory)
+    fitting = case.fitting(memory)
+    for one in fitting:
+        if one.seconds < found.bound:
+            yield f"bound {found.bound}: {said(one)}"
+    for one, best in zip_longest(found.best, fitting[:keep]):
+        if one is None or best is None or one.seconds != pytest.approx(best.seconds, rel=1e-9):
+            yield f"best {keep}: {said(best)} is searched as {said(one)}"
+    least = fitting[0].seconds if fitting else math.inf
+    if not found.proved or found.bound != pytest.approx(least, rel=1e-9):
+        yield f"bound {found.bound} is not the least time {least}"
+
+
+def wrong_answer(case: Case, memory: float, top: int, front: bool) -> Iterator[str]:
+    """What the command prints: layouts of other work, the bound and the front."""
+    request = LayoutRequest(
+        problem=case.limited(memory), space=case.space, top=top, by_stage=False, front=front
+    )
+    answer = find_layouts(request)
+    groups: dict[Hashable, Priced] = {}
+    for one in case.fitting(memory):
+        groups.setdefault(same_work(one.layout), one)
+    for row, one in zip_longest(answer.rows, [*groups.values()][:top]):
+        if row is None or one is None or row.seconds != pytest.approx(one.seconds, rel=1e-8):
+            yield f"alike: {said(one)} is answered as {row and (row.seconds, row.layout)}"
+    for one in groups.values():
+        if answer.bound_seconds is None or one.seconds < answer.bound_seconds:
+            yield f"bound {answer.bound_seconds}: {said(one)}"
+    if len({same_work(parse_layout(row.layout)) for row in answer.rows}) < len(answer.rows):
+        yield "alike: two rows are of the same work"
+    if front:
+        yield from wrong_front(case, answer.front)
+
+
+def wrong_front(case: Case, front: Sequence[FrontPoint]) -> Iterator[str]:
+    """Layouts that are better than a point in both, or that are better than all in one."""
+    for point in front:
+        for one in case.fitting(point.peak_bytes):
+            if one.seconds * EXACT < point.seconds:
+                yield f"front: {said(one)} beats {point.layout} {point.seconds}"
+    peaks = sorted({one.peak_bytes for one in case.every})
+    for memory in peaks[:: 1 + len(peaks) // 30]:
+        for best in case.fitting(memory)[:1]:
+            if not any(
+                point.seconds <= best.seconds * ROUNDED and point.peak_bytes * LESS_MEMORY < memory
+                for point in front
+            ):
+                yield f"front: no point is as good as {said(best)}"
+
+
+def wrong_refined(case: Case, memory: float) -> Iterator[str]:
+    """The bounds on pipelines of any blocks and recomputed blocks of every stage."""
+    problem = case.limited(memory)
+    answer = find_layouts(LayoutRequest(problem=problem, space=case.space, top=2)).refined
+    if answer is None:
+        return
+    fitting = [one for one in case.every if one.peak_bytes <= memory]
+    for one in fitting:
+        if one.seconds * EXACT < answer.bound_seconds:
+            yield f"any pipeline {answer.bound_seconds}: {said(one)}"
+    plain = fewest((one for one in case.every if one.layout.chunks == 1), memory)
+    for one in plain:
+        if one.seconds * EXACT < answer.plain_bound_seconds:
+            yield f"plain pipelines {answer.plain_bound_seconds}: {said(one)}"
+    for row in answer.rows:
+        yield from wrong_row(case, row, memory, plain)
+
+
+def wrong_row(case: Case, row: RefinedRow, memory: float, plain: Sequence[Priced]) -> Iterator[str]:
+    """A refined layout, and the bound on other blocks by stage of the same pipeline."""
+    layout = parse_layout(row.layout)
+    one = priced(case.problem, layout)
+    if one.peak_bytes > memory or one.seconds != pytest.approx(row.seconds, rel=1e-9):
+        yield f"{row.layout} {row.seconds} does not fit or is {said(one)}"
+    for one in plain:
+        same = without_blocks(one.layout) == without_blocks(layout)
+        if same and one.seconds * EXACT < row.bound_seconds:
+            yield f"blocks of {row.layout} {row.bound_seconds}: {said(one)}"
+
+
+def said(one: Priced | None) -> str:
+    return "nothing" if one is None else f"{one.seconds} {one.peak_bytes} {one.layout}"
+
+
+def wrong_alike(seed: int) -> list[str]:
+    """What is wrong with the search of a random case, and with its answer."""
+    chance = Random(seed)
+    case = random_case(chance, every_layout, MOST)
+    memory, keep = case.draw_memory(chance), chance.choice((1, 3, 20))
+    return [
+        *wrong_search(case, chance.choice((memory, math.inf)), keep),
+        *wrong_answer(case, memory, keep, front=chance.random() < 0.3),
+    ]
+
+
+def wrong_divided(seed: int) -> list[str]:
+    """What is wrong with the bounds on any division of a random case."""
+    chance = Random(seed)
+    case = random_case(chance, every_division, 2 * MOST)
+    return [*wrong_refined(case, case.draw_memory(chance) * EXACT)]
+
+
+@pytest.mark.parametrize("seed", slow_after(6, range(150)))
+def test_no_layout_of_the_class_is_below_its_bound_or_beats_the_best(seed: int) -> None:
+    assert wrong_alike(seed) == []
+
+
+@pytest.mark.parametrize("seed", slow_after(4, range(50)))
+def test_no_division_is_below_the_bounds_on_any(seed: int) -> None:
+    assert wrong_divided(seed) == []
+
+
+def test_stages_between_the_ends_may_have_fewer_blocks() -> None:
+    """Two blocks in the first stage and one in each other, where only few layouts fit."""
+    attention, experts = GroupedAttention(4, 4, 64), Experts(4, 2, 1024)
+    model = Architecture(
+        "moe", 5, 256, 32000, attention, FeedForward(1024), experts=experts, tied=True
+    )
+    fabric = fabric_of_kind(
+        "a100", 8, per_server=2, server_bandwidth=200e9, network_bandwidth=1e9,
+        memory_bytes=644_977_528,
+    )  # fmt: skip
+    problem = training_problem(model, fabric, sequence=8192, batch=8, reserve_bytes=0)
+    layout = parse_layout("p2 t2 c2 d1 e2 b1 v2 zero1 blocks1 first2 last1 full sp")
+    one = priced(problem, layout)
+    assert one.peak_bytes <= fabric.memory_bytes
+    assert one.seconds == pytest.approx(0.2748, rel=1e-3)
+    found = search(
+        problem, Space(chunks=2, schedules=("1f1b",), recompute=("none", "full"), zero=(1,)), keep=1
+    )
+    assert found.bound <= one.seconds
+
+
+if __name__ == "__main__":  # python test_every_layout.py FIRST LAST: what is wrong, by seed
+    for number in range(int(sys.argv[1]), int(sys.argv[2])):
+        for wrong in (*wrong_alike(number), *wrong_divided(number)):
+            print(number, wrong, flush=True)
