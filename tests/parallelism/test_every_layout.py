@@ -91,13 +91,14 @@ def wrong_front(case: Case, front: Sequence[FrontPoint]) -> Iterator[str]:
             if one.seconds * EXACT < point.seconds:
                 yield f"front: {said(one)} beats {point.layout} {point.seconds}"
     peaks = sorted({one.peak_bytes for one in case.every})
-    for memory in peaks[:: 1 + len(peaks) // 30]:
-        for best in case.fitting(memory)[:1]:
-            if not any(
-                point.seconds <= best.seconds * ROUNDED and point.peak_bytes * LESS_MEMORY < memory
-                for point in front
-            ):
-                yield f"front: no point is as good as {said(best)}"
+    bests = {one for memory in peaks[:: 1 + len(peaks) // 30] for one in case.fitting(memory)[:1]}
+    for best in bests:
+        if not any(
+            point.seconds <= best.seconds * ROUNDED
+            and point.peak_bytes * LESS_MEMORY < best.peak_bytes * EXACT
+            for point in front
+        ):
+            yield f"front: no point is as good as {said(best)}"
 
 
 def wrong_refined(case: Case, memory: float) -> Iterator[str]:
