@@ -163,6 +163,31 @@ def test_no_division_is_below_the_bounds_on_any(seed: int) -> None:
     assert wrong_divided(seed) == []
 
 
+class SetAfter:
+    """A token that is set when it has been looked at some times."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+
+    def is_set(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+
+@pytest.mark.parametrize("seed", slow_after(3, range(30)))
+def test_the_bound_of_a_search_that_was_stopped_holds(seed: int) -> None:
+    chance = Random(seed)
+    case = random_case(chance, every_layout, MOST)
+    times = [one.seconds for one in case.fitting(math.inf)]
+    stop = SetAfter(chance.randint(0, 40))
+    found = search(case.problem, case.space, keep=3, memory_bytes=math.inf, stop=stop)
+    assert found.bound <= times[0] * (1 + 1e-12)
+    assert found.best  # some layout, however early the stop
+    assert found.best[0].seconds >= times[0] * (1 - 1e-12)
+    if found.proved:
+        assert [one.seconds for one in found.best] == pytest.approx(times[:3], rel=1e-12)
+
+
 def test_stages_between_the_ends_may_have_fewer_blocks() -> None:
     """Two blocks in the first stage and one in each other, where only few layouts fit."""
     attention, experts = GroupedAttention(4, 4, 64), Experts(4, 2, 1024)

@@ -1,17 +1,16 @@
-"""Every layout of a tiny training problem by plain nested loops; random tiny problems."""
+"""Random layouts of tiny training problems."""
 
 import math
 from bisect import bisect_right
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise, product
 from random import Random
 from typing import Any
 
 from hypothesis import strategies as st
-from profiles import by_profile
+from layout_class import divisions
 
-from stagewright.formulations.parallelism.estimate import Estimate, evaluate
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.rules import require_layout
 from stagewright.formulations.parallelism.training import Precision, TrainingProblem
@@ -24,46 +23,8 @@ from stagewright.graphs.models.architecture import (
     FeedForward,
     GroupedAttention,
 )
-from stagewright.solvers.parallelism.tree import compiled_walk
 
 CHUNKS = 4
-MOST = by_profile(quick=4000, nightly=math.inf)  # layouts, where all of them are looked at
-
-
-def fewest_recomputed(
-    every: list[Estimate], memory: float, kinds: Container[str] = ("none", "selective", "full")
-) -> list[Estimate]:
-    """Those that fit, of layouts that differ in the recomputed blocks alone the one with fewest."""
-    found: dict[Layout, tuple[float, Estimate]] = {}
-    others = []
-    for one in every:
-        layout = one.layout
-        if one.peak_bytes > memory or layout.recompute not in kinds:
-            continue
-        if layout.recompute == "selective":
-            others.append(one)
-            continue
-        blocks = 0 if layout.recompute == "none" else layout.recompute_blocks or math.inf
-        same = replace(layout, recompute="none", recompute_blocks=None)
-        if same not in found or blocks < found[same][0]:
-            found[same] = blocks, one
-    return others + [one for _, one in found.values()]
-
-
-def every_layout(
-    problem: TrainingProblem, offloads: tuple[bool, ...] = (False,)
-) -> Iterator[Estimate]:
-    """All layouts that ``evaluate`` takes, each once.
-
-    A dimension that changes nothing has its first value: placements with a single stage or replica,
-    ZeRO without ranks with the same parameters, sequence parallelism without tensor parallelism.
-    """
-    walk = compiled_walk()
-    for layout in Candidates(problem, offloads):
-        try:
-            yield evaluate(problem, layout, walk)
-        except InputError:
-            continue
 
 
 def copies(problem: TrainingProblem, layout: Layout) -> int:
@@ -162,7 +123,7 @@ def _choices(
     several = experts is not None and experts.number > 1
     both = p > 1 and d > 1 and t * c % e == 0
     return [
-        _ends(blocks, p * degrees["chunks"]),
+        divisions(blocks, p, degrees["chunks"]),
         ("1f1b", "zero-bubble") if p > 1 else ("1f1b",),
         _recomputed(blocks),
         (False, True) if t > 1 else (False,),
@@ -186,26 +147,6 @@ def _layout(degrees: dict[str, int], values: Sequence[Any]) -> Layout:
         first_blocks=ends[0],
         last_blocks=ends[1],
     )
-
-
-def _ends(blocks: int, stages: int) -> list[tuple[int | None, int | None]]:
-    """Blocks of the first and the last stage.
-
-    All stages have an even share, or those between the ends have one more than the even share,
-    rounded down, and the ends any number up to that. Two stages are divided in any way.
-    """
-    if stages == 1:
-        return [(None, None)]
-    found: list[tuple[int | None, int | None]] = []
-    if blocks % stages == 0:
-        found.append((None, None))
-    each = blocks // stages + 1
-    for first, last in product(range(blocks + 1), repeat=2):
-        short = stages > 2 and max(first, last) > each
-        even = first == last == blocks / stages
-        if first + (stages - 2) * each + last == blocks and not short and not even:
-            found.append((first, last))
-    return found
 
 
 def _recomputed(blocks: int) -> list[tuple[str, int | None]]:
@@ -293,13 +234,4 @@ def problems(draw: st.DrawFn, most_devices: int = 24, most_samples: int = 48) ->
         overlap_tensor=draw(st.booleans()),
         fused_gradients=draw(st.booleans()),
         reserve_bytes=draw(st.sampled_from((0.0, 1e5))),
-    )
-
-
-def enumerable(
-    most_devices: int, most_samples: int, offloads: tuple[bool, ...] = (False,)
-) -> st.SearchStrategy[TrainingProblem]:
-    """Problems of which every layout can be looked at."""
-    return problems(most_devices, most_samples).filter(
-        lambda problem: len(Candidates(problem, offloads)) <= MOST
     )
