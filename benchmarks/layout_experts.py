@@ -43,7 +43,7 @@ from stagewright.solvers.parallelism.space import Space
 
 V3 = Architecture(
     "deepseek-v3", 61, 7168, 129280,
-    LatentAttention(128, 1536, 512, 128, 64, 128),
+    LatentAttention(128, 512, 128, 64, 128, query_rank=1536),
     FeedForward(18432),
     experts=Experts(256, 8, 2048, 2048, dense_layers=frozenset({0, 1, 2})),
 )  # fmt: skip

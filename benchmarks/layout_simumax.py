@@ -50,7 +50,7 @@ _STRATEGIES = {
 }
 _TRANSFORMER_ENGINE = "2.11.0"  # of the runs; it keeps a gradient of every shape of weight
 
-_LATENT = LatentAttention(128, 1536, 512, 128, 64, 128)
+_LATENT = LatentAttention(128, 512, 128, 64, 128, query_rank=1536)
 _FIRST = frozenset({0})  # the runs have one dense layer, the whole DeepSeek-V3 three
 MODELS = {
     "llama3_70b": Architecture(

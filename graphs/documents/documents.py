@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Discriminator, TypeAdapter, ValidationError
 from pydantic_core import from_json
 
 from stagewright.graphs.documents.contents import not_json, not_text
@@ -27,6 +27,16 @@ STANDARD_OUTPUT = 1  # its file descriptor
 
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 """Configuration that every document's dataclass carries as ``__pydantic_config__``."""
+
+
+def told_by(field: str, with_it: str, without: str) -> Discriminator:
+    """Which of two members, by their tags, a union has, so that errors speak of that one only."""
+
+    def tag(value: Any) -> str:
+        has = field in value if isinstance(value, dict) else hasattr(value, field)
+        return with_it if has else without
+
+    return Discriminator(tag)
 
 
 def parse(kind: type[T], text: str | bytes, place: str, format_name: str, version: int) -> T:
@@ -116,7 +126,8 @@ def file_name(path: str | os.PathLike[str]) -> str:
 def to_json(document: Any) -> str:
     """The JSON text of a dataclass document, without its unset (None) fields.
 
-    Numbers are written so that reading them back gives the same floats.
+    So None must be the default of every field that may be None. Numbers are written so that reading
+    them back gives the same floats.
     """
     plain = _adapter(type(document)).dump_python(document, mode="json", exclude_none=True)
     return json.dumps(plain, indent=1, allow_nan=False) + "\n"

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
-from pydantic import ConfigDict, Discriminator, Tag
+from pydantic import ConfigDict, Tag
 
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.arrays import Floats
@@ -102,15 +102,9 @@ class MatrixLinks:
     servers: tuple[tuple[str, ...], ...] | None = None
 
 
-def _shape_of_links(links: object) -> str:
-    """Which of the two a document has, so that errors refer to that one only."""
-    of_servers = isinstance(links, ServerLinks) or (isinstance(links, dict) and "intra" in links)
-    return "servers" if of_servers else "matrix"
-
-
 Links = Annotated[
     Annotated[ServerLinks, Tag("servers")] | Annotated[MatrixLinks, Tag("matrix")],
-    Discriminator(_shape_of_links),
+    documents.told_by("intra", "servers", "matrix"),
 ]
 
 

@@ -6,9 +6,9 @@ once.
 """
 
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Tag
 
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
@@ -79,11 +79,11 @@ class LatentAttention:
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     heads: int
-    query_rank: int | None
     key_value_rank: int
     plain_size: int
     rotary_size: int
     value_size: int
+    query_rank: int | None = None
     bias: bool = False
 
     def __post_init__(self) -> None:
@@ -93,6 +93,12 @@ class LatentAttention:
     def key_size(self) -> int:
         """Elements of a head's query or key."""
         return self.plain_size + self.rotary_size
+
+
+AnyAttention = Annotated[
+    Annotated[LatentAttention, Tag("latent")] | Annotated[GroupedAttention, Tag("grouped")],
+    documents.told_by("key_value_rank", "latent", "grouped"),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +159,7 @@ class Architecture:
     layers: int
     hidden: int
     vocabulary: int
-    attention: GroupedAttention | LatentAttention
+    attention: AnyAttention
     feed_forward: FeedForward
     experts: Experts | None = None
     norm: Literal["layer", "rms"] = "rms"

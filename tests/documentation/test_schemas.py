@@ -2,8 +2,11 @@
 
 import json
 import re
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import fields, is_dataclass, replace
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 from documentation import EXAMPLES, ROOT, require_schema
@@ -12,11 +15,13 @@ from plans import make_stages, small_problem, valid_plan
 
 from stagewright.executor.clusters.report import ClusterReport, JobOutcome, Placed, Share
 from stagewright.executor.programs.trace import MeasuredMemory, Trace, TracedStep
+from stagewright.executor.training.checkpoint import Header
 from stagewright.formulations.checking.check import predict
 from stagewright.formulations.clusters.allocation_plan import AllocationPlan
 from stagewright.formulations.clusters.allocation_plan import Share as PlannedShare
 from stagewright.formulations.plans.plan import PipelinePlan, ScheduledAction
-from stagewright.graphs.documents.documents import to_json
+from stagewright.graphs.documents.documents import parse, to_json
+from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.cost_book import Computed, CostBook
 from stagewright.graphs.models.step_graph import Node, Output, Split, StepGraph
 from stagewright.graphs.workloads.pool import Accelerator, Pool
@@ -64,6 +69,9 @@ DOCUMENT = {
     **{path.name: path.read_text() for kind in FILES for path in (EXAMPLES / kind).glob("*.json")},
     **{f"{type(one).__name__}{i}": to_json(one) for i, one in enumerate(MADE)},
 }
+SMALLEST = {
+    json.loads(text)["format"]: text for text in sorted(DOCUMENT.values(), key=len, reverse=True)
+}
 OF_PAGES = {"layout", "profiled-plan", "operators"}  # commands in the documentation write them
 
 
@@ -107,3 +115,61 @@ def test_every_format_has_a_schema() -> None:
     code = "".join(file.read_text() for room in ROOMS for file in (ROOT / room).rglob("*.py"))
     formats = set(re.findall(r'^FORMAT: Literal\["stagewright-([\w-]+)"\]', code, re.MULTILINE))
     assert formats - {"checkpoint"} == set(DOCUMENTS)
+
+
+def members(annotation: Any) -> Iterator[Any]:
+    """An annotation and all that is within it."""
+    yield annotation
+    for one in get_args(annotation) if get_origin(annotation) is not Literal else ():
+        yield from members(one)
+
+
+def records(kind: type, found: dict[type, dict[str, Any]]) -> dict[type, dict[str, Any]]:
+    """The dataclasses within a document, with the annotations of their fields."""
+    if kind not in found:
+        found[kind] = get_type_hints(kind)
+        for annotation in found[kind].values():
+            for one in members(annotation):
+                if isinstance(one, type) and is_dataclass(one):
+                    records(one, found)
+    return found
+
+
+@pytest.mark.parametrize("kind", [*DOCUMENTS.values(), Header])
+def test_what_may_be_none_is_none_where_it_is_not_written(kind: type) -> None:
+    """None is left out of documents, so it must be what an absent field is read as."""
+    for record, hints in records(kind, {}).items():
+        for one in fields(record):
+            if NoneType in get_args(hints[one.name]):
+                assert one.default is None, f"{record.__name__}.{one.name}"
+        inner = [part for annotation in hints.values() for part in members(annotation)]
+        maps = [get_args(part)[1] for part in inner if get_origin(part) in (dict, Mapping)]
+        assert not any(NoneType in members(one) for one in maps)
+
+
+def without_one(value: Any) -> Iterator[Any]:
+    """The value with each of its set optional fields None, at any depth."""
+    if isinstance(value, tuple):
+        for index, one in enumerate(value[:2]):
+            for other in without_one(one):
+                yield (*value[:index], other, *value[index + 1 :])
+    elif is_dataclass(value) and not isinstance(value, type):
+        hints = get_type_hints(type(value))
+        for field in fields(value):
+            old = getattr(value, field.name)
+            changed = [*without_one(old)]
+            if old is not None and NoneType in get_args(hints[field.name]):
+                changed.append(None)
+            for new in changed:
+                with suppress(InputError):  # a rule between fields
+                    yield replace(value, **{field.name: new})
+
+
+@pytest.mark.parametrize("name", SMALLEST)
+def test_documents_are_read_as_they_are_written(name: str) -> None:
+    """With all that they hold, and with each optional field None."""
+    text = SMALLEST[name]
+    kind = DOCUMENTS[name.removeprefix("stagewright-")]
+    whole = parse(kind, text, "file", name, 1)
+    for one in (whole, *without_one(whole)):
+        assert parse(kind, to_json(one), "file", name, 1) == one

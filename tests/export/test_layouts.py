@@ -170,8 +170,8 @@ def attention_from(args):
     heads, size = args.num_attention_heads, args.kv_channels
     if args.multi_latent_attention:
         return LatentAttention(
-            heads, args.q_lora_rank, args.kv_lora_rank, args.qk_head_dim,
-            args.qk_pos_emb_head_dim, args.v_head_dim,
+            heads, args.kv_lora_rank, args.qk_head_dim, args.qk_pos_emb_head_dim, args.v_head_dim,
+            args.q_lora_rank,
         )  # fmt: skip
     assert args.group_query_attention == (args.num_query_groups is not None)
     return GroupedAttention(

@@ -174,7 +174,7 @@ def test_latent_attention_by_plain_loops(heads, query_rank, rank, data):
         layers=1,
         hidden=hidden,
         vocabulary=7,
-        attention=LatentAttention(heads, query_rank, rank, plain, rotary, value),
+        attention=LatentAttention(heads, rank, plain, rotary, value, query_rank),
         feed_forward=FeedForward(3),
     )
     found = model.flops(1, sequence)["block0"]

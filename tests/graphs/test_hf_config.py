@@ -5,9 +5,23 @@ import re
 
 import pytest
 
+from stagewright.formulations.parallelism.document import (
+    FORMAT,
+    VERSION,
+    LayoutPlan,
+    layout_plan,
+    violations,
+)
+from stagewright.formulations.parallelism.estimate import evaluate
+from stagewright.formulations.parallelism.layout import Layout
+from stagewright.graphs.documents.documents import parse, to_json
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.importers import hf_config
+from stagewright.graphs.importers.config_fields import Fields
 from stagewright.graphs.importers.hf_config import MODEL_TYPES, architecture_of, read_hf_config
+from stagewright.graphs.machines.networks import fabric_of_kind
 from stagewright.graphs.models.analytic import architecture_model
+from stagewright.service.training_problems import training_problem
 
 GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
 BERT = {
@@ -134,6 +148,47 @@ CHANGES = [
     ("qwen2_moe", {"mlp_only_layers": [1], "qkv_bias": False}),
     ("mistral", {"head_dim": None}),
 ]
+
+
+def fields_read(values):
+    """The names of all fields that are looked for in a configuration."""
+    fields = Fields(values)
+    hf_config._READERS[values["model_type"]](fields)
+    return sorted(fields.sought)
+
+
+def architectures(kind):
+    """Those of a small model with one field null, or absent, if it may be; by the field."""
+    values = SMALL[kind] | {"use_sliding_window": True}
+    found, refused = {"": architecture_of(values)}, {}
+    for name in fields_read(values):
+        for how, changed in (("null", {name: None}), ("absent", {})):
+            others = {one: value for one, value in values.items() if one != name}
+            try:
+                found[f"{name} {how}"] = architecture_of(others | changed)
+            except InputError as error:
+                refused[name] = str(error)
+    assert all(name in told for name, told in refused.items())
+    return found
+
+
+@pytest.mark.parametrize("kind", MODEL_TYPES)
+def test_a_layout_of_every_model_is_read_as_it_is_written(kind):
+    """With every field null, and absent."""
+    found = architectures(kind)
+    for one in dict.fromkeys(found.values()):
+        problem = training_problem(one, fabric_of_kind("h100", 1), sequence=8, batch=1)
+        plan = layout_plan(problem, evaluate(problem, Layout(1, 1, 1, 1)))
+        text = to_json(plan)
+        read = parse(LayoutPlan, text, "layout", FORMAT, VERSION)
+        assert (read.problem.architecture, read.layout, read.memory) == (
+            one, plan.layout, plan.memory,
+        )  # fmt: skip
+        assert to_json(read) == text
+        assert violations(read) == ()
+    if kind.startswith("deepseek"):
+        assert found["q_lora_rank null"].attention.query_rank is None
+    assert len(found) > 3  # some fields are optional
 
 
 def built(fields, **options):

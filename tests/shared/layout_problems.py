@@ -39,7 +39,7 @@ QWEN2_MOE = Architecture(
     Experts(8, 2, 512, 2048, shared_gate=True),
 )  # fmt: skip
 DEEPSEEK = Architecture(
-    "deepseek_v3", 16, 1024, 32000, LatentAttention(16, 256, 128, 64, 32, 64), FeedForward(4096),
+    "deepseek_v3", 16, 1024, 32000, LatentAttention(16, 128, 64, 32, 64, 256), FeedForward(4096),
     Experts(16, 4, 512, 1024, dense_layers=frozenset(range(3))),
     left_out="the layers of multi-token prediction",
 )  # fmt: skip
