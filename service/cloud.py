@@ -15,7 +15,7 @@ from stagewright.formulations.cloud.switching import (
     evaluate,
     offers_of,
 )
-from stagewright.formulations.forms.answers import Status, StopToken, is_stopped, require_stop
+from stagewright.formulations.forms.answers import Status, StopToken, is_stopped
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.workloads.prices import useful_share
 from stagewright.service.cloud_answers import CloudAnswer, StayAnswer, StrategyAnswer
@@ -34,7 +34,6 @@ def cloud(request: CloudRequest, stop: StopToken | None = None) -> CloudAnswer:
     InputError
         If there is no such strategy, a price or rate is missing, or no instance makes progress.
     """
-    require_stop(stop)
     names, home = strategies(request.strategy), home_of(request.home)
     problem = switching_problem(request)
     found = _followed(problem, names, home, stop)

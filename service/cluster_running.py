@@ -9,7 +9,6 @@ from stagewright.formulations.forms.answers import (
     Status,
     StopToken,
     is_stopped,
-    require_stop,
 )
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.allocating import policy_allocator
@@ -36,7 +35,6 @@ def run_cluster(
     InputError
         If a model has no program, the policy has no allocation, or as for the cluster runtime.
     """
-    require_stop(stop)
     policy_named(request.policy)
     for job in request.workload.jobs:
         if job.model not in programs:

@@ -10,7 +10,7 @@ from stagewright.executor.clusters.rules import Rules
 from stagewright.executor.clusters.simulation import Progress
 from stagewright.executor.clusters.simulation import simulate_cluster as simulate
 from stagewright.executor.clusters.timeline import ClusterTimeline
-from stagewright.formulations.forms.answers import Status, StopToken, require_stop
+from stagewright.formulations.forms.answers import Status, StopToken
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.workloads.jobs import Entity, Job, Throughputs
 from stagewright.graphs.workloads.poisson import Arrivals
@@ -35,7 +35,6 @@ def simulate_cluster(
     InputError
         If a job has no throughput, the policy has no allocation, or nothing can run any more.
     """
-    require_stop(stop)
     rules = _rules(request)
     jobs, table, entities = _jobs(request)
     failures: Iterable[Any] = ()

@@ -7,15 +7,15 @@ from a body.
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from types import UnionType
-from typing import Any, Self, get_args, get_origin
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from stagewright.formulations.forms.answers import Limits, StopToken, require_limits
+from stagewright.graphs.documents.arguments import require_kind
 from stagewright.graphs.documents.documents import first_problem
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.documents.units import is_finite, require_number, require_type
+from stagewright.graphs.documents.units import is_finite
 
 
 class Request(BaseModel):
@@ -56,21 +56,9 @@ class Request(BaseModel):
         """Name a wrong argument as the rest of the library does."""
         for name, value in fields.items():
             if name in cls.model_fields:
-                _require_type(value, cls.model_fields[name].annotation, name)
-
-
-def _require_type(value: object, annotation: Any, name: str) -> None:
-    """Refuse what is not of the field's type, where that is a class, or classes and None."""
-    kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
-    if any(isinstance(kind, type) and isinstance(value, kind) for kind in kinds[1:]):
-        return
-    kind = kinds[0]
-    if kind is float:
-        require_number(value, name)  # type: ignore[arg-type]
-        if not is_finite(value):  # type: ignore[arg-type]
-            raise InputError(f"{name} must be finite, got {value}")
-    elif isinstance(kind, type) and get_origin(kind) is None and kind is not int:
-        require_type(value, kind, name)
+                require_kind(value, cls.model_fields[name].annotation, name)
+                if isinstance(value, int | float) and not is_finite(value):
+                    raise InputError(f"{name} must be finite, got {value}")
 
 
 class Search(Request):

@@ -1,8 +1,9 @@
 """Training problems from what users name: a precision, a kind of attention, a device."""
 
 from stagewright.formulations.parallelism.training import TrainingProblem, precision_named
+from stagewright.graphs.machines.cluster import Cluster
 from stagewright.graphs.machines.devices import require_arithmetic
-from stagewright.graphs.machines.fabric import Fabric
+from stagewright.graphs.machines.fabric import Fabric, fabric_of
 from stagewright.graphs.machines.rates import reached_on
 from stagewright.graphs.models.architecture import Architecture
 from stagewright.graphs.models.language import Attention
@@ -10,7 +11,7 @@ from stagewright.graphs.models.language import Attention
 
 def training_problem(
     architecture: Architecture,
-    fabric: Fabric,
+    fabric: Fabric | Cluster,
     *,
     sequence: int,
     batch: int,
@@ -24,7 +25,8 @@ def training_problem(
     Parameters
     ----------
     architecture, fabric
-        For example of ``importers.hf_config.read_hf_config`` and ``machines.networks``.
+        For example of ``importers.hf_config.read_hf_config`` and ``machines.networks``; or a
+        cluster of equal devices in equal servers.
     sequence, batch
         Tokens in a sample, samples between two updates.
     precision
@@ -39,8 +41,10 @@ def training_problem(
     Raises
     ------
     InputError
-        If a value is out of range, or the device has no such arithmetic.
+        If a value is out of range, the device has no such arithmetic, or the servers differ.
     """
+    if isinstance(fabric, Cluster):
+        fabric = fabric_of(fabric)
     require_arithmetic(fabric.card, precision)
     return TrainingProblem(
         architecture=architecture,

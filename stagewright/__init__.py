@@ -177,7 +177,13 @@ _MODULE = {name: module for module, names in _LAZY.items() for name in names}
 
 def __getattr__(name: str) -> object:
     if name in _MODULE:
-        return getattr(importlib.import_module(_MODULE[name]), name)
+        found = getattr(importlib.import_module(_MODULE[name]), name)
+        if not isinstance(found, type):
+            from stagewright.graphs.documents.arguments import checked
+
+            found = checked(found)  # a wrong argument is told here for all functions
+        globals()[name] = found
+        return found
     if name == "__version__":
         return importlib.metadata.version("stagewright")
     raise AttributeError(f"module 'stagewright' has no attribute {name!r}")

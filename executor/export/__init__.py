@@ -5,12 +5,16 @@ Features that a format cannot express are refused by name, never dropped.
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 from stagewright.executor.export import deepspeed, launchers, megatron, torch_pipelining
 from stagewright.executor.export.options import Options
 from stagewright.executor.programs.program import plan_devices
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError
+
+if TYPE_CHECKING:
+    from stagewright.formulations.parallelism.document import LayoutPlan
 
 Files = dict[str, str]
 
@@ -39,7 +43,7 @@ FORMATS: dict[str, Format] = {
 }
 
 
-def export(plan: PipelinePlan, to: str, options: Options | None = None) -> Files:
+def export(plan: "PipelinePlan | LayoutPlan", to: str, options: Options | None = None) -> Files:
     """The texts of the files of ``plan`` in the format ``to``, by file name.
 
     Raises
@@ -50,18 +54,28 @@ def export(plan: PipelinePlan, to: str, options: Options | None = None) -> Files
     InvalidPlan
         If the plan's order is a deadlock.
     """
-    format_ = _format(to)
     options = options or Options()
+    if isinstance(plan, PipelinePlan):
+        format_ = _format(to)
+        _require_options(options, format_.options, to)
+        return format_.write(plan, options)
+    from stagewright.executor.export.layouts import export_layout
+
+    _require_options(options, ("model",), "a layout")
+    names = None if options.model is None else [layer.name for layer in options.model.layers]
+    return export_layout(plan.problem, plan.layout, to, names)
+
+
+def _require_options(options: Options, known: tuple[str, ...], to: str) -> None:
     for field in fields(options):
-        given = getattr(options, field.name) != field.default
-        if given and field.name not in format_.options:
-            flag = "--" + field.name.replace("_", "-")
-            raise InputError(f"{flag} does not apply to {to}")
-    return format_.write(plan, options)
+        if getattr(options, field.name) != field.default and field.name not in known:
+            raise InputError(f"--{field.name.replace('_', '-')} does not apply to {to}")
 
 
-def remarks(plan: PipelinePlan, to: str) -> tuple[str, ...]:
-    """Remarks for the user that the files cannot express, one per line."""
+def remarks(plan: "PipelinePlan | LayoutPlan", to: str) -> tuple[str, ...]:
+    """Remarks for the user that the files cannot express, one per line; none of a layout."""
+    if not isinstance(plan, PipelinePlan):
+        return ()
     ranks = ", ".join(f"{r} {name!r}" for r, name in enumerate(plan_devices(plan)))
     return (f"ranks: {ranks}", *_format(to).remarks(plan))
 

@@ -115,14 +115,7 @@ def require_limits(limits: Limits, spelled: Callable[[str], str] = str) -> Limit
     require_count(limits.threads, spelled("threads"), MAX_THREADS)
     require_seed(limits.seed, spelled("seed"))
     parse_share(limits.gap, spelled("gap"))
-    require_stop(limits.stop, spelled("stop"))
     return limits
-
-
-def require_stop(stop: StopToken | None, name: str = "stop") -> None:
-    """Refuse a token without ``is_set()``."""
-    if not (stop is None or callable(getattr(stop, "is_set", None))):
-        raise InputError(f"{name} must have is_set(), as a threading.Event has")
 
 
 @dataclass(frozen=True, slots=True)

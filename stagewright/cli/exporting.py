@@ -72,6 +72,7 @@ def export(
     from stagewright.executor.export import export as written
     from stagewright.executor.export import remarks
     from stagewright.executor.export.options import Options
+    from stagewright.formulations.parallelism.document import load_layout
     from stagewright.formulations.plans.plan import load_plan
     from stagewright.graphs.documents.errors import InvalidPlan
     from stagewright.graphs.machines.cluster import load_cluster
@@ -88,13 +89,7 @@ def export(
         cpus=cpus,
         time=time,
     )
-    if is_layout(plan):
-        if options != Options(model=options.model):
-            raise InputError(
-                f"{plan} is a layout: of the options only --to, --output and --model apply"
-            )
-        return _export_layout(plan, to, output, model, as_json)
-    answer = load_plan(plan)
+    answer = load_layout(plan) if is_layout(plan) else load_plan(plan)
     try:
         files = written(answer, to, options)
     except InvalidPlan as error:
@@ -109,17 +104,6 @@ def export(
 
 def _named(*given: tuple[str, Path | None]) -> list[Named]:
     return [Named(name, path) for name, path in given if path is not None]
-
-
-def _export_layout(path: Path, to: str, output: Path, model: Path | None, as_json: bool) -> int:
-    from stagewright.executor.export.layouts import export_layout
-    from stagewright.formulations.parallelism.document import load_layout
-    from stagewright.graphs.models.chain import load_model
-
-    plan = load_layout(path)
-    names = None if model is None else [layer.name for layer in load_model(model).layers]
-    files = export_layout(plan.problem, plan.layout, to, names)
-    return _write(files, output, _named(("PLAN", path), ("--model", model)), (), as_json)
 
 
 def _write(

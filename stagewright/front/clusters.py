@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, overload
 
 from stagewright.formulations.forms.answers import StopToken
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.documents.units import require_type
 
 if TYPE_CHECKING:
     from stagewright.executor.clusters.leases import Lease
@@ -185,7 +184,6 @@ def run_cluster(
     from stagewright.service.cluster_requests import RunClusterRequest
     from stagewright.service.cluster_running import run_cluster as answer
 
-    require_type(programs, Mapping, "programs")
     request = RunClusterRequest.of(
         workload=workload, pool=pool, folder=os.fspath(folder), policy=policy, **options
     )
@@ -264,5 +262,4 @@ def cloud(
     from stagewright.service.cloud import cloud as answer
     from stagewright.service.cloud_requests import CloudRequest
 
-    require_type(rates, Mapping, "rates")
     return answer(CloudRequest.of(market=market, rates=dict(rates), **options), stop)

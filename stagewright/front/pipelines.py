@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from stagewright.formulations.forms.answers import OnProgress, StopToken, silent
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.documents.units import parse_share, require_type
+from stagewright.graphs.documents.units import parse_share
 from stagewright.service.pipeline_requests import (
     CheckRequest,
     CompareRequest,
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from stagewright.executor.simulation.results import Simulation
     from stagewright.formulations.checking.proofs import Verdict
     from stagewright.formulations.checking.violations import Violation
+    from stagewright.formulations.parallelism.document import LayoutPlan
     from stagewright.formulations.plans.plan import PipelinePlan
     from stagewright.front.results import Picture, Result
     from stagewright.graphs.machines.cluster import Cluster
@@ -132,7 +133,6 @@ def plan(
     from stagewright.solvers.planners.proposal import Choices
 
     asked = Choices() if choices is None else choices
-    require_type(asked, Choices, "choices")
     if start is not None:
         asked = replace(asked, start=start)
     given = {one.name: getattr(asked, one.name) for one in fields(asked)}
@@ -195,12 +195,12 @@ def show(
 
 
 def export(
-    plan: "PipelinePlan", to: str, folder: str | os.PathLike[str], **options: Any
+    plan: "PipelinePlan | LayoutPlan", to: str, folder: str | os.PathLike[str], **options: Any
 ) -> tuple[Path, ...]:
-    """Write ``plan`` for another framework into a new or empty ``folder``; the files' paths.
+    """Write a plan for another framework into a new or empty ``folder``; the files' paths.
 
-    ``to`` is a format of ``stagewright export``, and ``options`` are fields of
-    :class:`~stagewright.executor.export.options.Options`.
+    ``plan`` is of :func:`plan` or :func:`train_plan`, ``to`` a format of ``stagewright export``,
+    and ``options`` are fields of :class:`~stagewright.executor.export.options.Options`.
 
     Raises
     ------
@@ -266,7 +266,7 @@ def sweep(
         microbatches=tuple(microbatches),
         batches=tuple(batches),
         devices=tuple(devices),
-        memory_bytes=tuple(float(size) for size in memory_bytes),
+        memory_bytes=tuple(memory_bytes),
         planners=tuple(planners),
         recompute=recompute,
         offload=offload,
@@ -400,8 +400,6 @@ def simulate(
     """Run the order of ``plan`` under the cost model; see :mod:`simulate`."""
     from stagewright.service.plans import simulate as answer
 
-    if stragglers is not None:
-        require_type(stragglers, Mapping, "stragglers")
     request = SimulateRequest.of(
         plan=plan,
         chain=chain,

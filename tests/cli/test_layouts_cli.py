@@ -236,9 +236,7 @@ def test_export_of_a_layout(to: str) -> None:
     message = refused("export", "layout.json", "--to", "torch-csv", "-o", "x.csv")
     assert message.startswith("--to 'torch-csv' is not known; there are megatron, ")
     message = refused("export", "layout.json", "--to", to, "-o", ".", "--partition-only")
-    assert (
-        message == "layout.json is a layout: of the options only --to, --output and --model apply"
-    )
+    assert message == "--partition-only does not apply to a layout"
     assert (
         refused("export", "layout.json", "--to", to, "-o", ".", "--model", model_file())
         == "--model gives the names of layers, which only --to plan takes"

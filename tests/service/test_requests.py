@@ -89,7 +89,7 @@ def test_a_request_comes_back_from_its_json(request_: Request) -> None:
         ({"time_limit": 0}, "time_limit must be a positive number of seconds"),
         ({"budget_dollars": -1.0}, "budget_dollars must be finite and not negative"),
         ({"budget_dollars": float("nan")}, "budget_dollars must be finite"),
-        ({"parts": "two"}, "parts: Input should be a valid integer"),
+        ({"parts": "two"}, "parts must be a whole number, got 'two' (str)"),
         ({"parts": 2, "budget_dollars": 1.0}, "budget_dollars is for a policy"),
         ({"parts": 2, "backend": "highs"}, "backend is for a policy"),
         ({"at_once": True}, "at_once is for parts"),
