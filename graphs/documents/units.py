@@ -118,6 +118,7 @@ def _plain_or_bytes(text: str) -> float:
 
 def require_bandwidth(value: float, place: str) -> None:
     """Refuse a bandwidth (bytes/s) that is not finite and positive, or that lacks its unit."""
+    require_number(value, place)
     if not math.isfinite(value) or value <= 0:
         raise InputError(f"{place} must be positive and finite, got {value:g} bytes/s")
     if value < MIN_BANDWIDTH:

@@ -130,5 +130,7 @@ def test_values_of_another_kind_are_named():
         stagewright.sweep(planners="dp")
     with pytest.raises(stagewright.InputError, match=r"stop must have is_set\(\), got 3 \(int\)"):
         stagewright.train_plan(stop=3)
+    with pytest.raises(stagewright.InputError, match="bandwidth_bytes_per_second must be a number"):
+        stagewright.Link("25GB/s")
     with pytest.raises(TypeError, match="missing 2 required positional arguments"):
         stagewright.plan()
