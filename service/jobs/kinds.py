@@ -36,12 +36,14 @@ class Kind:
 
     ``function`` names the use case, ``MODULE:NAME`` below ``stagewright.service``: solvers are
     imported where a job is answered, not where it is submitted. ``reports``: it tells of progress.
+    ``timed``: costs are seconds, else they are in the unit of the request.
     """
 
     request: type[Request]
     function: str
     summary: str
     reports: bool = False
+    timed: bool = False
 
     def answer(self, request: Request, on_progress: OnProgress, stop: StopToken) -> Answer:
         """Answer a request of this kind."""
@@ -52,10 +54,10 @@ class Kind:
 
 
 KINDS: dict[str, Kind] = {
-    "plan": Kind(PlanRequest, "planning:plan", "A plan of a model on a cluster.", True),
+    "plan": Kind(PlanRequest, "planning:plan", "A plan of a model on a cluster.", True, True),
     "what-if": Kind(PlanRequest, "what_if:what_if", "What more devices or memory would buy."),
-    "place": Kind(PlaceRequest, "operator_plans:place", "Operators on devices.", True),
-    "partition": Kind(PartitionRequest, "partitioning:partition", "Stages of a model."),
+    "place": Kind(PlaceRequest, "operator_plans:place", "Operators on devices.", True, True),
+    "partition": Kind(PartitionRequest, "partitioning:partition", "Stages of a model.", timed=True),
     "schedule": Kind(ScheduleRequest, "scheduling:schedule", "An order of given stages.", True),
     "compare-schedules": Kind(
         CompareSchedulesRequest, "comparing_schedules:compare_schedules", "All schedules.", True

@@ -16,8 +16,10 @@ from stagewright.cli.console import (
 )
 from stagewright.cli.solving import serving
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import format_seconds
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from stagewright.client import Client, JobState
@@ -62,13 +64,33 @@ def _list(client: "Client", as_json: bool) -> int:
     if as_json:
         print_json({"jobs": [asdict(one) for one in found]})
         return 0
-    print_table(HEAD, [_row(one) for one in found])
+    _print(found)
     return 0
 
 
+def _print(found: "Sequence[JobState]") -> None:
+    """A table of jobs; costs have a unit, which a line names where it is that of the request."""
+    print_table(HEAD, [_row(one) for one in found])
+    if any(one.cost is not None and not _is_timed(one) for one in found):
+        print_lines("units: those of the request's times or memory")
+
+
 def _row(one: "JobState") -> tuple[str, ...]:
-    cost, bound = ("-" if value is None else f"{value:.6g}" for value in (one.cost, one.bound))
+    cost, bound = (_amount(one, value) for value in (one.cost, one.bound))
     return one.id, one.kind, one.user, one.state, cost, bound, percent(one.gap)
+
+
+def _amount(one: "JobState", value: float | None) -> str:
+    """A cost or bound of a job with its unit."""
+    if value is None:
+        return "-"
+    return format_seconds(value) if _is_timed(one) else f"{value:.6g} units"
+
+
+def _is_timed(one: "JobState") -> bool:
+    from stagewright.service.jobs.kinds import KINDS
+
+    return one.kind in KINDS and KINDS[one.kind].timed
 
 
 def _webhook(found: "JobState") -> str:
@@ -99,7 +121,7 @@ def _show(client: "Client", found: "JobState", output: "Path | None", as_json: b
     if as_json:
         print_answer(client.answer(found.id))
         return 0
-    print_table(HEAD, [_row(found)])
+    _print([found])
     by = "" if found.stopped_by is None else f"stopped by {found.stopped_by}"
     print_lines(*(line for line in (by, found.reason, _webhook(found)) if line))
     print_lines(*([f"{output} is written"] if output is not None else []))

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import product
 from pathlib import Path
 
@@ -22,6 +22,8 @@ from pages import CHROMIUM
 from planning_jobs import TWO_JOBS, plan_request, traced
 from profiles import slow_after
 
+from stagewright.cli.jobs import _row
+from stagewright.client import JobState
 from stagewright.executor.export import FORMATS
 from stagewright.executor.export.runtimes import RUNTIMES
 from stagewright.formulations.plans.plan import FORMAT, VERSION, PipelinePlan
@@ -181,8 +183,29 @@ def test_every_view_fits_its_window(
     assert browser.errors == []
 
 
+@pytest.mark.parametrize("part", ["chain", "cluster", "graph", "workload", "pool", "market"])
+def test_the_schema_of_every_document_says_its_format(part: str, client: TestClient) -> None:
+    """So that the page refuses another document where it is dropped."""
+    components = client.get("/v1/openapi.json").json()["components"]["schemas"]
+    requests = [kind.request for kind in KINDS.values() if part in kind.request.model_fields]
+    (first, *_) = [one for one in requests if one.__name__ != "DivideRequest"]
+    found = components[first.__name__]["properties"][part]
+    while "$ref" not in found:
+        found = found["anyOf"][0]
+    properties = components[found["$ref"].rpartition("/")[2]]["properties"]
+    assert properties["format"]["const"].startswith("stagewright-")
+
+
+def test_the_page_and_the_command_know_whose_costs_are_seconds(client: TestClient) -> None:
+    (timed,) = re.findall(r"TIMED = new Set\((\[.*?\])\)", client.get("/page/dom.js").text)
+    assert set(json.loads(timed)) == {name for name, kind in KINDS.items() if kind.timed}
+    job = {field.name: None for field in fields(JobState)} | {"cost": 0.025, "bound": None}
+    units = [_row(JobState(**job | {"kind": kind}))[4:6] for kind in ("plan", "jobshop")]
+    assert units == [("25 ms", "-"), ("0.025 units", "-")]
+
+
 @in_a_browser
-def test_a_problem_is_said_at_its_place(site: Site) -> None:
+def test_a_problem_is_said_at_its_place(site: Site, tmp_path: Path) -> None:
     browser = site.browser
     go(browser, *VIEWS["new"])
     browser.run("document.querySelector('[name=example]').click()")
@@ -201,6 +224,20 @@ def test_a_problem_is_said_at_its_place(site: Site) -> None:
     browser.await_that(f"{said}.includes('model.json is no text; unpack it')")
     browser.run(drop.replace("TEXT", '{"name": "one", "layers": 3}'))
     browser.await_that("document.querySelector('#chain-told').textContent === 'one'")
+    browser.run(drop.replace("TEXT", '{"name": "one", "layers": [3]}'))
+    browser.await_that("document.querySelector('#chain-told').textContent === 'one · 1 layer'")
+    for document, told in (
+        ('{"architectures": ["Llama"], "model_type": "llama"}', "is a Hugging Face configuration"),
+        ('{"format": "stagewright-cluster"}', "stagewright-cluster document; it belongs under Cl"),
+        ('{"format": "stagewright-trace"}', "no field of this job takes it, here a stagewright-mod"),
+    ):
+        browser.run(drop.replace("TEXT", document))
+        browser.await_that(f"{said}.startsWith('chain model.json') && {said}.includes('{told}')")
+        assert browser.run("document.activeElement.id") == "chain-file"
+        assert browser.run("document.querySelector('#chain-told').textContent") == ""
+    browser.picture(tmp_path / "refused.png")
+    browser.run(drop.replace("TEXT", '{"name": "one", "layers": 3}'))
+    browser.await_that(f"{said} === ''")
     browser.run("document.querySelector('form.request').requestSubmit()")
     browser.await_that(f"{said}.startsWith('chain')")
     assert browser.run("document.activeElement.id") == "chain-file"

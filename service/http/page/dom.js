@@ -19,7 +19,7 @@ export function seconds(value) {
   return `${number(value)} s`;
 }
 
-// Costs of these kinds are seconds; of others they are in the unit of the request.
+// Costs of these kinds are seconds, as jobs/kinds.py says; of others they are in the unit of the request.
 const TIMED = new Set(["plan", "place", "partition"]);
 export const cost = (job, value) => (TIMED.has(job.kind) ? seconds : number)(value);
 export const percent = (value) => value === null ? "" : `${(100 * value).toFixed(2)}%`;

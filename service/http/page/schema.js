@@ -45,7 +45,13 @@ export function resolved(one, schema, root) {
   return parts ? parts.reduce((node, part) => node[part], parts[0] === "components" ? root : schema) : one;
 }
 
-// Every property: its name, type, whether it is required, and its node.
+// What documents of a shape name as their format, also where an upload may stand for them.
+function formatOf(shape, schema, root) {
+  const document = resolved(shape.anyOf?.[0] ?? shape, schema, root);
+  return document.properties?.format?.const;
+}
+
+// Every property: its name, type, format (of a document that has one), whether it is required, and its node.
 export function fields(schema, root) {
   const shapeOf = (one) => resolved(one.anyOf?.find((other) => other.type !== "null") ?? one, schema, root);
   const required = new Set(schema.required);
@@ -54,7 +60,7 @@ export function fields(schema, root) {
     const needed = required.has(name), initial = property.default;
     const node = type === "document" ? drop(name, needed)
       : make("label", {class: type === "boolean" && initial === false ? "check" : null}, words(name), input(name, type, shape, initial));
-    return {name, type, items: shape.items?.type, required: needed, node};
+    return {name, type, format: formatOf(shape, schema, root), items: shape.items?.type, required: needed, node};
   });
   return found.sort((one, other) => other.required - one.required);
 }

@@ -9,13 +9,22 @@ const NAMES = {microbatches: "count", batch: "count", time_limit: "time_limit"};
 function summary(document) {
   const [key, parts] = Object.entries(document ?? {}).find(([, value]) => Array.isArray(value)) ?? [];
   if (Array.isArray(document)) return `${document.length} entries`;
-  const told = [document?.name, parts && `${parts.length} ${key}`].filter(Boolean);
+  const told = [document?.name, parts && `${parts.length} ${parts.length === 1 ? key.replace(/(?<!ie)s$/, "") : key}`].filter(Boolean);
   return told.join(" · ") || `${Object.keys(document ?? {}).length} entries`;
 }
 
+// What a document is, in words, if it is not one of a format; "" if it may be.
+function otherThan(format, document) {
+  if (!document?.format && (document?.architectures || document?.model_type))
+    return `is a Hugging Face configuration, which has no costs: "stagewright model config.json --device h100 -o model.json" makes a model of it`;
+  if (!format || !document?.format || document.format === format) return "";
+  return `is a ${document.format} document`;
+}
+
 class Form {
-  constructor(form, kind) {
-    Object.assign(this, {form, kind, documents: {}});
+  constructor(form, kind, given) {
+    const formats = Object.fromEntries(given.map((one) => [one.name, one.format]));
+    Object.assign(this, {form, kind, formats, documents: {}});
     this.alert = form.querySelector("[role=alert]");
     this.home = this.alert.previousElementSibling;
     this.said = form.querySelector("output");
@@ -49,11 +58,21 @@ class Form {
     delete this.documents[part];
     this.form.querySelector(`#${part}-told`).textContent = "";
     try {
-      this.keep(part, JSON.parse(text));
+      const document = JSON.parse(text), other = otherThan(this.formats[part], document);
+      if (other) this.refuse(`${part}: ${name} ${other}${this.belongs(part, document)}`);
+      else this.keep(part, document);
     } catch (error) {
       const binary = text.includes("\ufffd");  // what is not UTF-8 is read as this
       this.refuse(`${part}: ${name} is no ${binary ? "text; unpack it if it is compressed" : `JSON: ${error.message}`}`);
     }
+  }
+
+  // Where a document that was refused belongs.
+  belongs(part, {format}) {
+    if (!format) return "";
+    const [home] = Object.entries(this.formats).find(([, its]) => its === format) ?? [];
+    const label = home && this.form.querySelector(`label[for=${home}-file]`).textContent;
+    return `; ${label ? `it belongs under ${label}` : "no field of this job takes it"}, here a ${this.formats[part]} document is needed`;
   }
 
   keep(part, document) {
@@ -146,7 +165,7 @@ class PlanForm extends Form {
 // A form from the schema of a kind's requests: what the example does not use is folded.
 class KindForm extends Form {
   constructor(form, kind, given) {
-    super(form, kind);
+    super(form, kind, given);
     this.given = given;
   }
 
@@ -176,9 +195,9 @@ class KindForm extends Form {
   }
 }
 
-async function ofSchema(kind, about) {
+async function ofSchema(kind, given) {
   const example = await (await fetch(`page/example-${kind}.json`)).json();
-  const given = fields(about.schema, about.root), form = document.getElementById("kind-form").content.cloneNode(true).firstElementChild;
+  const form = document.getElementById("kind-form").content.cloneNode(true).firstElementChild;
   const [shown, more] = [true, false].map((used) => given.filter((one) => (one.required || one.name in example) === used));
   const place = (root, of) => {
     for (const {type, node} of of) root.querySelector(type === "document" ? ".parts" : ".fields").append(node);
@@ -197,12 +216,13 @@ export async function showForm(root, kind, signal) {
   if (!kinds.includes(kind)) throw new Error(`There is no kind of job named ${kind}.`);
   const about = (one) => {
     const {summary: title, requestBody} = paths[`/v1/${one}`].post;
-    return {title, root: whole, schema: resolved(requestBody.content["application/json"].schema, {}, whole)};
+    return {title, schema: resolved(requestBody.content["application/json"].schema, {}, whole)};
   };
   const choose = make("select", {change: () => { location.hash = `#/new/${choose.value}`; }},
     ...kinds.map((one) => make("option", {value: one, selected: one === kind}, `${one}: ${about(one).title.replace(/\.$/, "")}`)));
-  const form = kind === "plan" ? new PlanForm(document.getElementById("form").content.cloneNode(true).firstElementChild, kind).form
-    : await ofSchema(kind, about(kind));
+  const given = fields(about(kind).schema, whole);
+  const form = kind === "plan" ? new PlanForm(document.getElementById("form").content.cloneNode(true).firstElementChild, kind, given).form
+    : await ofSchema(kind, given);
   if (signal.aborted) return;
   root.replaceChildren(make("h1", {tabindex: "-1"}, "New job"),
     make("p", {class: "kind"}, make("label", {}, "Kind ", choose)),
