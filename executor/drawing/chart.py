@@ -2,9 +2,10 @@
 
 import io
 import os
-import textwrap
 import warnings
+from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING
 
 from stagewright.executor.drawing.colours import (
@@ -31,7 +32,7 @@ from stagewright.executor.drawing.timeline import (
     Row,
     fold,
     headline,
-    numbering,
+    numbers_note,
     row_note,
     time_unit,
     timeline,
@@ -49,12 +50,16 @@ if TYPE_CHECKING:
 
 WIDTH_INCHES = 14.0
 DOTS_PER_INCH = 150
+MARGIN = 0.003  # left of the headline, of the width
 CHARACTER_SHARE = 0.0055  # fraction of the axis' width that one character of a block's label needs
-ROW_HEIGHT = {"device": 0.86, "channel": 0.5, "reduce": 0.5}  # of the space between two rows
+ROW_INCHES = 0.26
+ROW_SPACE = {"device": 1.0, "channel": 0.5, "reduce": 0.5}  # of a row, in ROW_INCHES
+ROW_HEIGHT = {"device": 0.86, "channel": 0.4, "reduce": 0.4}  # of its blocks
+LABEL_POINTS = {"device": 7, "channel": 5.5, "reduce": 5.5}
+MIN_LINK_ROWS = 8  # that are always drawn; of more, the busiest up to half the rows of devices
 MAX_HEIGHT_INCHES = 30.0
 HEADING_ROWS = 1.0  # height of the period names above the rows, in row heights
 STRIP = 0.12  # height of the mark of the critical path
-SENTENCE_CHARACTERS = 190  # of a line below the title
 MAX_OUTLINED_BLOCKS = 120  # per row; white outlines around more would hide the thin ones
 
 
@@ -69,9 +74,9 @@ def png(plan: PipelinePlan) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows, note = _rows(plan)
+    ((rows, note),) = _rows([plan])
     found = explain_plan(plan)
-    height = min(MAX_HEIGHT_INCHES, 2.1 + 0.26 * len(rows))
+    height = min(MAX_HEIGHT_INCHES, 2.1 + ROW_INCHES * _space(rows))
     figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DOTS_PER_INCH, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -80,18 +85,58 @@ def png(plan: PipelinePlan) -> bytes:
     is_bounded = _draw_bound(axes, plan, scale)
     _dress(axes, plan, rows, unit, scale, note)
     _mark_bottleneck(axes, rows, found)
-    _title(axes, headline(plan), explanation_sentences(plan, found)[:1])
+    figure.suptitle(headline(plan), x=MARGIN, ha="left", fontsize=11, wrap=True)
+    for sentence in explanation_sentences(plan, found)[:1]:
+        axes.set_title(sentence, loc="left", fontsize=8.5, wrap=True)
     _draw_phases(axes, plan, scale)
     draw_legend(axes, rows, is_bounded, found)
     return save(figure)
 
 
-def _rows(plan: PipelinePlan) -> tuple[tuple[Row, ...], str]:
-    """Identical devices in one row, or a row per stage where too many differ; what it says."""
-    rows = fold(timeline(plan, max_device_rows=None))
-    if sum(row.group == "device" for row in rows) <= MAX_DEVICE_ROWS:
-        return rows, ""
-    return timeline(plan), row_note(plan)
+def _rows(plans: Sequence[PipelinePlan]) -> list[tuple[tuple[Row, ...], str]]:
+    """The rows of each plan with a note on them.
+
+    Identical devices are one row, or a stage's where too many differ. Of many channels and
+    all-reduces all plans have the busiest ones.
+    """
+    drawn = []
+    for plan in plans:
+        rows, note = fold(timeline(plan, max_device_rows=None)), ""
+        if _devices(rows) > MAX_DEVICE_ROWS:
+            rows, note = timeline(plan), row_note(plan)
+        drawn.append((rows, note))
+    busy = Counter[str]()
+    for row in chain.from_iterable(rows for rows, _ in drawn):
+        if row.group != "device":
+            busy[row.name] += sum(one.finish_seconds - one.start_seconds for one in row.blocks)
+    most = max(MIN_LINK_ROWS, max(_devices(rows) for rows, _ in drawn) // 2)
+    if len(busy) <= most:
+        return drawn
+    kept = {name for name, _ in busy.most_common(most)}
+    left_out = f"the {most} busiest of {len(busy)} channels and all-reduces"
+    return [
+        (
+            tuple(row for row in rows if row.group == "device" or row.name in kept),
+            " · ".join(filter(None, [note, left_out])),
+        )
+        for rows, note in drawn
+    ]
+
+
+def _devices(rows: Sequence[Row]) -> int:
+    return sum(row.group == "device" for row in rows)
+
+
+def _space(rows: Sequence[Row]) -> float:
+    """The height of all rows, in that of a device's."""
+    return sum(ROW_SPACE[row.group] for row in rows)
+
+
+def _middles(rows: Sequence[Row]) -> list[float]:
+    """The middle of every row; the first is at 0."""
+    spaces = [ROW_SPACE[row.group] for row in rows]
+    ends = accumulate(spaces, initial=-0.5)
+    return [end + space / 2 for end, space in zip(ends, spaces, strict=False)]
 
 
 def _draw_rows(
@@ -103,8 +148,8 @@ def _draw_rows(
 ) -> None:
     """Blocks, idle intervals, and the critical path at the foot of its rows."""
     critical, idle = critical_actions(found), idle_of(rows, found)
-    for y, row in enumerate(rows):
-        _draw_idle(axes, y, idle[y], scale, finish)
+    for y, row, gaps in zip(_middles(rows), rows, idle, strict=True):
+        _draw_idle(axes, y, gaps, scale, finish)
         draw_row(axes, y, row, scale, finish)
         spans = [
             (block.start_seconds * scale, (block.finish_seconds - block.start_seconds) * scale)
@@ -141,15 +186,6 @@ def _mark_bottleneck(axes: "Axes", rows: Sequence[Row], found: PlanExplanation |
             label.set_fontweight("bold")
 
 
-def _title(axes: "Axes", title: str, sentences: Sequence[str]) -> None:
-    """A title, and below it sentences in smaller letters."""
-    lines = [line for one in sentences for line in textwrap.wrap(one, SENTENCE_CHARACTERS)]
-    axes.set_title(title, fontsize=11, loc="left", pad=8 + 12 * len(lines))
-    for i, line in enumerate(lines):
-        axes.annotate(line, (0, 1), (0, 4 + 12 * (len(lines) - 1 - i)), fontsize=8.5,
-                      xycoords="axes fraction", textcoords="offset points")  # fmt: skip
-
-
 def draw_row(
     axes: "Axes",
     y: float,
@@ -179,11 +215,13 @@ def draw_row(
     )
     if not (computes or in_turn):
         return
+    one_stage = len({block.action.stage for block in row.blocks}) == 1
     for block, colour in zip(row.blocks, colours, strict=True):
-        label = block.label
-        if label and _fits(block, label, finish):
+        texts = [block.label, *([block.label.rpartition(".")[2]] if one_stage else [])]
+        label = next((text for text in texts if _fits(block, text, finish)), "")
+        if label:
             middle = (block.start_seconds + block.finish_seconds) / 2 * scale
-            axes.text(middle, y, label, ha="center", va="center", fontsize=7,
+            axes.text(middle, y, label, ha="center", va="center", fontsize=LABEL_POINTS[row.group],
                       color=label_colour(colour))  # fmt: skip
 
 
@@ -220,10 +258,12 @@ def _draw_phases(axes: "Axes", plan: PipelinePlan, scale: float) -> None:
 def _dress(
     axes: "Axes", plan: PipelinePlan, rows: tuple[Row, ...], unit: str, scale: float, note: str
 ) -> None:
-    axes.set_yticks(range(len(rows)), [_row_name(row) for row in rows], fontsize=8)
-    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_yticks(_middles(rows), [_row_name(row) for row in rows], fontsize=8)
+    for label, row in zip(axes.get_yticklabels(), rows, strict=True):
+        label.set_fontsize(8 if row.group == "device" else 6.5)
+    axes.set_ylim(_space(rows) - 0.4, -0.6)
     axes.set_xlim(0, finish_seconds(plan) * scale * 1.005 or 1.0)
-    said = [f"time in {unit}", *filter(None, [note]), f"numbers: {numbering(plan)}"]
+    said = [f"time in {unit}", *filter(None, [note]), numbers_note(plan)]
     axes.set_xlabel(" · ".join(said))
     axes.tick_params(length=0)
     axes.grid(axis="x", color="#dddddd", lw=0.6)
@@ -284,9 +324,9 @@ def stacked_png(plans: Sequence[PipelinePlan], titles: Sequence[str]) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    drawn, note = zip(*(_rows(plan) for plan in plans), strict=True)
+    drawn, note = zip(*_rows(plans), strict=True)
     found = [explain_plan(plan) for plan in plans]
-    heights = [1.0 + 0.26 * len(rows) for rows in drawn]
+    heights = [1.0 + ROW_INCHES * _space(rows) for rows in drawn]
     height = min(MAX_HEIGHT_INCHES, 0.7 + sum(heights))
     figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DOTS_PER_INCH, layout="constrained")
     FigureCanvasAgg(figure)
@@ -299,7 +339,7 @@ def stacked_png(plans: Sequence[PipelinePlan], titles: Sequence[str]) -> bytes:
         is_bounded |= _draw_bound(axes, plan, scale)
         _dress(axes, plan, rows, unit, scale, note[i])
         _mark_bottleneck(axes, rows, found[i])
-        axes.set_title(title, fontsize=11, loc="left")
+        axes.set_title(title, fontsize=11, loc="left", wrap=True)
         axes.set_xlim(0, last * scale * 1.005 or 1.0)
         axes.label_outer()
     draw_legend(column[-1], [row for rows in drawn for row in rows], is_bounded, found[0])

@@ -72,7 +72,7 @@ def memory_png(ranks: Sequence[Memory], limit_bytes: float, title: str) -> bytes
     axes.set_ylabel("peak memory of a GPU (GB)")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.set_xlim(min(places) - WIDEST, max(places) + WIDEST)
-    axes.set_title(title, fontsize=10)
+    axes.set_title(title, fontsize=10, wrap=True)
     axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
@@ -111,7 +111,7 @@ def front_png(points: Sequence[Point], limit_bytes: float, title: str) -> bytes:
         ls="--",
         label=f"a device has {limit_bytes / 1e9:g} GB",
     )
-    axes.set_title(title, fontsize=10)
+    axes.set_title(title, fontsize=10, wrap=True)
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.xaxis.set_major_formatter("{x:g}")

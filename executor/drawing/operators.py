@@ -14,7 +14,12 @@ from stagewright.executor.drawing.chart import (
     WIDTH_INCHES,
     save,
 )
-from stagewright.executor.drawing.colours import CRITICAL_COLOUR, DARK_COLOURS, KIND_COLOURS
+from stagewright.executor.drawing.colours import (
+    CRITICAL_COLOUR,
+    DARK_COLOURS,
+    KIND_COLOURS,
+    label_colour,
+)
 from stagewright.executor.drawing.lanes import Bar, Drawing, Kind, Lane, Mark
 from stagewright.executor.drawing.timeline import time_unit
 from stagewright.executor.drawing.web.render import render
@@ -46,6 +51,8 @@ DARK = {
     TRANSFER: DARK_COLOURS[ActionKind.SEND_FORWARD],
 }
 HEIGHT = {"device": 0.82, "sends": 0.46}  # of the space between two rows
+CHARACTER_SHARE = 0.0052  # fraction of the axis' width that one character of a name needs
+LEAST_CHARACTERS = 4  # that are written on a bar of a name that is too long for it
 STRIP = 0.12  # height of the mark of the critical path, at the foot of a row
 MOST_ROWS = 96  # with more, what devices send is left out
 
@@ -62,7 +69,7 @@ def lanes(plan: OperatorPlan, most: int | None = MOST_ROWS) -> tuple[Lane, ...]:
     crossed = {(one, home[other]) for one, other in pairwise(plan.critical)}
     for one in plan.operators:
         bar = Bar(one.operator, one.role, one.start_seconds, one.finish_seconds,
-                  one.operator in chain)  # fmt: skip
+                  one.operator in chain, one.operator)  # fmt: skip
         computed[one.device].append(bar)
     for it in plan.transfers:
         critical = (it.operator, it.device) in crossed
@@ -130,11 +137,12 @@ def stacked_png(plans: Sequence[OperatorPlan], titles: Sequence[str]) -> bytes:
     for axes, plan, rows, title in zip(column, plans, drawn, titles, strict=True):
         for y, row in enumerate(rows):
             _draw_lane(axes, y, row, scale)
+            _name_bars(axes, y, row, scale, last)
         if plan.certificate is not None:
             bound = plan.certificate.bound_seconds * scale
             axes.axvline(bound, color=COLOURS[CRITICAL], lw=1.2, ls="--")
         axes.set_xlim(0, last * scale * 1.005 or 1.0)
-        axes.set_title(title, fontsize=11, loc="left")
+        axes.set_title(title, fontsize=11, loc="left", wrap=True)
         _dress(axes, rows, unit)
     _draw_legend(column[-1], plans, [row for rows in drawn for row in rows])
     return save(figure)
@@ -163,6 +171,16 @@ def _draw_lane(axes: "Axes", y: int, row: Lane, scale: float) -> None:
         axes.broken_barh(
             spans, (foot, its), facecolors=colours, edgecolors="white", linewidth=width
         )
+
+
+def _name_bars(axes: "Axes", y: int, row: Lane, scale: float, end: float) -> None:
+    """Write the name of every operator on its bar, or as much of it as there is room for."""
+    for bar in (bar for bar in row.bars if bar.label):
+        room = int(bar.seconds / (CHARACTER_SHARE * end)) if end else 0
+        name = bar.label if len(bar.label) <= room else f"{bar.label[: room - 1]}…"
+        if room >= min(LEAST_CHARACTERS, len(bar.label)):
+            axes.text((bar.start + bar.finish) / 2 * scale, y, name, ha="center", va="center",
+                      fontsize=6, color=label_colour(COLOURS[bar.kind]))  # fmt: skip
 
 
 def _draw_legend(axes: "Axes", plans: Sequence[OperatorPlan], rows: Sequence[Lane]) -> None:

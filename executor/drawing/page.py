@@ -17,7 +17,7 @@ from stagewright.executor.drawing.summary import (
 )
 from stagewright.executor.drawing.timeline import (
     device_count,
-    numbering,
+    numbers_note,
     shorten_devices,
     stages_name,
     time_unit,
@@ -83,7 +83,7 @@ def _contents(plan: PipelinePlan, cluster: Cluster | None) -> dict[str, Any]:
         sentences=[*explanation_sentences(plan, found), *proof_sentences(plan)],
         shares=[] if found is None else list(_shares(found)),
         share_title="" if found is None else f"An iteration on {resource_name(found.device)}",
-        shown=f"{_shown(plan)}, numbers: {numbering(plan)}",
+        shown=f"{_shown(plan)}, {numbers_note(plan)}",
         timeline=plan_drawing(plan, found),
         cluster=plan.cluster,
         topology=drawn,

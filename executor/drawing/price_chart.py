@@ -38,7 +38,7 @@ def price_png(problem: SwitchingProblem, plan: Sequence[Stay], title: str) -> by
     for place, number in enumerate(drawn_offers(problem, plan)):
         stays = [stay for stay in plan if stay.offer == number]
         _draw_offer(axes, problem, problem.offers[number], stays, f"C{place}")
-    axes.set_title(title, fontsize=11, loc="left")
+    axes.set_title(title, fontsize=11, loc="left", wrap=True)
     axes.set_ylabel("dollars per hour of work")
     paid = [problem.offers[stay.offer].dollars_per_work(stay.begin_seconds) for stay in plan]
     axes.set_ylim(0, HEADROOM * max(paid, default=0.0) or None)

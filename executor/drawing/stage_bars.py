@@ -73,7 +73,7 @@ def stages_png(stages: Sequence[Stage], title: str) -> bytes:
     colour = {kind: CATEGORIES[i % len(CATEGORIES)] for i, kind in enumerate(kinds)}
     _draw_times(above, stages, colour)
     _draw_memory(below, stages, colour)
-    above.set_title(title, fontsize=10)
+    above.set_title(title, fontsize=10, wrap=True)
     for axes in (above, below):
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)

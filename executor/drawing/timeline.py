@@ -233,11 +233,16 @@ def row_note(plan: PipelinePlan) -> str:
 
 
 def numbering(plan: PipelinePlan) -> Numbers:
-    """What the numbers on computations are, so that they tell those of a device apart."""
-    if plan.microbatches == 1 and len(plan.stages) > 1:
-        return "stages"
-    homes = [device for stage in plan.stages for device in stage.devices]
-    return "microbatches" if len(homes) == len(set(homes)) else "stage.microbatch"
+    """What the numbers on computations are."""
+    only_stages = plan.microbatches == 1 and len(plan.stages) > 1
+    return "stages" if only_stages else "stage.microbatch"
+
+
+def numbers_note(plan: PipelinePlan) -> str:
+    """What a drawing says of the numbers on computations."""
+    numbers = numbering(plan)
+    narrow = ", microbatch alone in narrow bars of a stage" if numbers == "stage.microbatch" else ""
+    return f"numbers: {numbers}{narrow}"
 
 
 def time_unit(seconds: float) -> tuple[str, float]:

@@ -155,7 +155,7 @@ def test_stages_in_a_row_are_named_by_the_ends(stages: list[int | str], name: st
 @pytest.mark.parametrize(
     ("microbatches", "shared", "meaning", "labels"),
     [
-        (2, False, "microbatches", {"0", "1"}),
+        (2, False, "stage.microbatch", {"0.0", "0.1", "1.0", "1.1"}),
         (2, True, "stage.microbatch", {"0.0", "0.1", "1.0", "1.1"}),
         (1, True, "stages", {"0", "1"}),
     ],

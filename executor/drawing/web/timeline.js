@@ -345,17 +345,20 @@ class Timeline {
         pen.strokeRect(left + 1, top, Math.max(2, wide - 2), tall);
         pen.lineWidth = 1;
       }
-      this.drawLabel(pen, this.data.texts[lane.label[i]], kind, left, right, top + tall / 2 + 0.5, tall);
+      const label = this.data.texts[lane.label[i]], y = top + tall / 2 + 0.5;
+      this.drawLabel(pen, label, kind, left, right, y, tall)
+        || (lane.stages.length === 1 && this.drawLabel(pen, label.replace(/^\d+\./, ""), kind, left, right, y, tall));
     }
   }
 
   drawLabel(pen, label, kind, left, right, y, tall) {
-    if (!label || tall < 10 || right - left < 7) return;
+    if (!label || tall < 10 || right - left < 7) return false;
     const from = Math.max(left, this.gutter), to = Math.min(right, this.width);
     const size = pen.measureText(label).width;
-    if (size + 3 > to - from) return;
+    if (size + 3 > to - from) return false;
     pen.fillStyle = this.look.inks[kind];
     pen.fillText(label, (from + to - size) / 2, y);
+    return true;
   }
 
   drawMarks(pen) {
