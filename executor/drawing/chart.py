@@ -3,8 +3,9 @@
 import io
 import os
 import warnings
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
+from heapq import nlargest
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING
 
@@ -105,14 +106,14 @@ def _rows(plans: Sequence[PipelinePlan]) -> list[tuple[tuple[Row, ...], str]]:
         if _devices(rows) > MAX_DEVICE_ROWS:
             rows, note = timeline(plan), row_note(plan)
         drawn.append((rows, note))
-    busy = Counter[str]()
+    busy = defaultdict[str, float](float)
     for row in chain.from_iterable(rows for rows, _ in drawn):
         if row.group != "device":
             busy[row.name] += sum(one.finish_seconds - one.start_seconds for one in row.blocks)
     most = max(MIN_LINK_ROWS, max(_devices(rows) for rows, _ in drawn) // 2)
     if len(busy) <= most:
         return drawn
-    kept = {name for name, _ in busy.most_common(most)}
+    kept = nlargest(most, busy, key=busy.__getitem__)
     left_out = f"the {most} busiest of {len(busy)} channels and all-reduces"
     return [
         (

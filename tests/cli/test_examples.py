@@ -17,11 +17,14 @@ from documentation import (
     as_a_script,
     blocks,
     in_this_process,
+    require_passage,
     require_schemas,
     run,
+    spelled,
 )
 from profiles import slow_after
 
+from stagewright.formulations.parallelism.document import load_layout
 from stagewright.formulations.plans.plan import load_plan
 from stagewright.graphs.machines.cluster import load_cluster
 from stagewright.graphs.models.chain import load_model
@@ -56,18 +59,23 @@ def test_the_python_example_plans(
 
 @pytest.mark.parametrize("execute", slow_after(1, [in_this_process, as_a_script]))
 def test_the_walk_through_runs_as_written(
-    place: Path, monkeypatch: pytest.MonkeyPatch, execute: Callable[[str], None]
+    place: Path, monkeypatch: pytest.MonkeyPatch, execute: Callable[[str], str]
 ) -> None:
     (model,) = blocks(README, "json")
     (place / "model.json").write_text(model, encoding="utf-8")
     monkeypatch.chdir(place)
-    execute("".join(blocks(README, "sh")))
+    printed = execute("".join(blocks(README, "sh")))
     assert require_schemas(place) == {"model", "cluster", "plan", "layout"}
     plan = load_plan(place / "plan.json")
     assert plan.stages[-1].layers[1] == len(load_model(place / "model.json"))
     page = (place / "timeline.html").read_text(encoding="utf-8")
     assert page.lower().startswith("<!doctype html>")
     assert (place / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    # What the README and a page say of this output.
+    require_passage("layout", spelled(load_layout(place / "layout.json").layout))
+    (table,) = re.findall(r"^ layout +time +MFU .*?^transformer-70b", printed, re.DOTALL | re.M)
+    assert len(re.findall(r" \d+\.\d% ", table)) == 10
+    assert "bound" in printed
 
 
 @pytest.mark.slow

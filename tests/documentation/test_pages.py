@@ -56,7 +56,7 @@ def test_commands_of_a_page_run(
     made: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    execute: Callable[[str], None],
+    execute: Callable[[str], str],
 ) -> None:
     """The documents they write keep their schemas."""
     if "capture" in SCRIPTS[page]:
@@ -65,8 +65,21 @@ def test_commands_of_a_page_run(
     for file in made.iterdir():
         shutil.copy(file, tmp_path)
     monkeypatch.chdir(tmp_path)
-    execute(SCRIPTS[page])
+    printed = execute(SCRIPTS[page])
     assert require_schemas(tmp_path) >= {"model", "cluster", "plan", *WRITTEN.get(page.stem, ())}
+    if page.stem == "which-schedule":
+        require_published_schedules_on_the_curve(printed)
+
+
+def require_published_schedules_on_the_curve(printed: str) -> None:
+    """As the page says: all points are proved, and V-Min, V-Half and ZBV are among them."""
+    curve = printed[printed.index(" memory   makespan ") :]
+    points = re.findall(r"^ +([\d.]+) +([\d.]+) .* (\w+) *$", curve, re.MULTILINE)
+    assert {status for _, _, status in points} == {"optimal"}
+    for kind in ("v-min", "v-half", "zbv"):
+        told = re.search(rf"{kind} has makespan (\S+) with peak memory (\S+)", curve)
+        assert told is not None
+        assert (told[2], told[1], "optimal") in points
 
 
 def anchors(file: Path) -> set[str]:

@@ -5,8 +5,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from matplotlib.figure import Figure
 from markets import problem as market
+from matplotlib.figure import Figure
 from plans import made_up_certificate, make_stages, small_problem, valid_plan
 
 from stagewright.executor.drawing import memory_bars, operators
@@ -101,8 +101,7 @@ def test_all_text_is_inside_the_picture(name: str, figures: list[Figure]) -> Non
     PICTURES[name]()
     (figure,) = figures
     box, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
-    assert 0 <= box.x0
-    assert 0 <= box.y0
+    assert min(box.x0, box.y0) >= 0
     assert box.x1 <= width
     assert box.y1 <= height
 
@@ -113,7 +112,8 @@ def test_devices_have_most_of_the_height_and_only_the_busiest_links_a_row(
     plan = certified(16, 4)
     png(plan)
     axes = figures[0].axes[0]
-    rows = dict(zip([one.get_text() for one in axes.get_yticklabels()], axes.get_yticks()))
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    rows = dict(zip(names, axes.get_yticks(), strict=True))
     links = {name: y for name, y in rows.items() if name.startswith(("channel", "all-reduce"))}
     bottom, top = axes.get_ylim()
     assert (min(links.values()) - top) / (bottom - top) > 0.75
@@ -155,6 +155,6 @@ def test_bars_have_stage_and_microbatch_where_they_are_wide_enough(figures: list
 
 def test_operators_are_named_as_far_as_their_bars_are_wide(figures: list[Figure]) -> None:
     name = "convolution_backward_with_a_name"
-    operators.png(placed((name, 0.0, 4.0), ("addmm_mm", 4.0, 4.6), (name, 4.6, 5.05),
-                         ("mm", 5.06, 5.1), (name, 5.1, 5.11), ("max_mmm_pool", 5.2, 20.0)))  # fmt: skip
+    short = (("addmm_mm", 4.0, 4.6), (name, 4.6, 5.05), ("mm", 5.06, 5.1), (name, 5.1, 5.11))
+    operators.png(placed((name, 0.0, 4.0), *short, ("max_mmm_pool", 5.2, 20.0)))
     assert written(figures[0]) == [name, "addm…", "con…", "max_mmm_pool"]

@@ -231,7 +231,7 @@ def test_a_problem_is_said_at_its_place(site: Site, tmp_path: Path) -> None:
         ('{"format": "stagewright-cluster"}', "stagewright-cluster document; it belongs under Cl"),
         (
             '{"format": "stagewright-trace"}',
-            "no field of this job takes it, here a stagewright-mod",
+            "no field of this job takes it, here a stagewri",
         ),
     ):
         browser.run(drop.replace("TEXT", document))

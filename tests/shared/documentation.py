@@ -12,6 +12,8 @@ from typing import Any
 from commands import answered
 from jsonschema import Draft202012Validator
 
+from stagewright.formulations.parallelism.layout import Layout
+from stagewright.graphs.documents.units import counted
 from stagewright.service.schemas import json_schema
 
 ROOT = Path(__file__).parents[2]
@@ -21,23 +23,64 @@ PAGES = (*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/reference"
 SEARCHES = ("plan", "sweep", "what-if")
 
 
+PASSAGES = (README, ROOT / "docs/what-fits.md")
+
+
+def require_passage(name: str, text: str) -> None:
+    """Pages say ``text`` between their marks of this name; with REWRITE_DOCS=1 they are made to."""
+    for file in PASSAGES:
+        before = file.read_text(encoding="utf-8")
+        marks = rf"(<!-- {name} -->).*?(<!-- /{name} -->)"
+        after, count = re.subn(marks, rf"\1{text}\2", before, flags=re.DOTALL)
+        assert count == 1, f"{file.name} has no marks of {name}"
+        if os.environ.get("REWRITE_DOCS"):
+            file.write_text(after, encoding="utf-8")
+        else:
+            assert before == after, f"{file.name} is not what the commands give: set REWRITE_DOCS=1"
+
+
+def spelled(layout: Layout) -> str:
+    """A layout's text, and what its parts mean."""
+    ranks = ("pipeline", "tensor", "context", "data", "expert")
+    degrees = [f"{getattr(layout, one)} {one}" for one in ranks if f" {one[0]}" in f" {layout}"]
+    of_layers = "all" if layout.recompute_blocks is None else str(layout.recompute_blocks)
+    parts = [
+        f"{', '.join(degrees[:-1])} and {degrees[-1]} ranks",
+        f"microbatches of {counted(layout.microbatch, 'sample', 'samples')}",
+        layout.chunks > 1 and f"{layout.chunks} stages on each pipeline rank",
+        layout.zero and f"ZeRO {layout.zero}",
+        layout.first_blocks is not None and f"{layout.first_blocks} blocks in the first stage",
+        layout.last_blocks is not None and f"{layout.last_blocks} in the last",
+        layout.recompute != "none"
+        and f"{layout.recompute} recomputation of {of_layers} blocks of a stage",
+        layout.sequence_parallel and "sequence parallelism",
+        layout.schedule != "1f1b" and f"the schedule {layout.schedule}",
+        layout.blocks_by_stage and "the blocks of each stage",
+        layout.offload_optimizer and "the optimizer's state in host memory",
+    ]
+    return f"`{layout}`, reads: {', '.join(filter(None, parts))}."
+
+
 def blocks(file: Path, language: str) -> list[str]:
     """The blocks of code in a language: ``sh`` is executed, ``bash`` where torch trains."""
     text = file.read_text(encoding="utf-8")
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
-def in_this_process(script: str) -> None:
-    """Run a script of nothing but commands of stagewright, with short searches."""
+def in_this_process(script: str) -> str:
+    """What commands of stagewright print, which a script has alone; searches are short."""
+    printed = []
     for line in script.replace("\\\n", " ").splitlines():
         program, *arguments = shlex.split(line)
         assert program == "stagewright"
-        answered(*arguments, *(["--time-limit", 1] if arguments[0] in SEARCHES else []))
+        short = ["--time-limit", 1] if arguments[0] in SEARCHES else []
+        printed.append(answered(*arguments, *short))
+    return "".join(printed)
 
 
-def as_a_script(script: str) -> None:
-    """Run a script in the current folder, as it is written."""
-    run(["bash", "-euc", script], Path.cwd())
+def as_a_script(script: str) -> str:
+    """What a script prints in the current folder, as it is written."""
+    return run(["bash", "-euc", script], Path.cwd())
 
 
 def run(command: list[str], folder: Path) -> str:
