@@ -13,6 +13,7 @@ from stagewright.formulations.forms.answers import (
     Progress,
     Status,
     StopToken,
+    settled,
     silent,
 )
 from stagewright.formulations.patterns.parallel_pipelines import samples_of
@@ -170,11 +171,8 @@ def _of_every_size(
     bound = min(bounds[weakest], result.cost)
     proved_by = result.proved_by if weakest == chosen else "the least bound of all sizes"
     share = gap(result.cost, bound)
-    status = result.status
-    if share <= OPTIMAL_GAP:
-        status = Status.OPTIMAL
-    elif status is Status.OPTIMAL:
-        status = Status.FEASIBLE
+    open_ = Status.FEASIBLE if result.status is Status.OPTIMAL else result.status
+    status = settled(open_, result.cost, bound, OPTIMAL_GAP)
     every = replace(result, status=status, bound=bound, gap=share, proved_by=proved_by, sizes=sizes)
     return every if result.restriction is None else _for_framework(problems, found, every)
 
@@ -194,7 +192,7 @@ def _for_framework(
     bound = min(cost, *bounds)
     proved_by = known.proved_by if known.bound == bound else "the least bound of all sizes"
     known = replace(known, bound=bound, gap=gap(cost, bound), proved_by=proved_by)
-    return replace(result, status=status_for(result.status, known), restriction=known)
+    return replace(result, status=status_for(result.status, cost, known), restriction=known)
 
 
 def _without_plan(found: Sequence[Result], sizes: tuple[SizeResult, ...]) -> Result:

@@ -7,7 +7,7 @@ from stagewright.executor.export import export
 from stagewright.executor.export.options import Options
 from stagewright.executor.export.runtimes import RUNTIMES, runtime_of
 from stagewright.formulations.checking.certificates import best_of, gap
-from stagewright.formulations.forms.answers import Limits, OnProgress, Status, silent
+from stagewright.formulations.forms.answers import Limits, OnProgress, Status, settled, silent
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.formulations.schedules.runtimes import Runtime
@@ -67,9 +67,17 @@ def plan_for(
         if _is_better(free, found, choices) and _is_exported(free.plan, to, problem.chain):
             found = free
     found = _exported(found, to, problem.chain, choices)
+    found = restricted(problem, runtime, found, free_cost)
+    return replace(found, seconds=monotonic() - began)
+
+
+def restricted(
+    problem: PipelineProblem, runtime: Runtime, found: Result, free_cost: float | None
+) -> Result:
+    """The result with what the restriction to a framework costs, and a status by that."""
     known = _restriction(problem, runtime, found, free_cost)
-    status = status_for(found.status, known)
-    return replace(found, status=status, restriction=known, seconds=monotonic() - began)
+    status = status_for(found.status, found.cost, known)
+    return replace(found, status=status, restriction=known)
 
 
 def _exported(found: Result, to: str, chain: Chain, choices: Choices) -> Result:
@@ -86,11 +94,10 @@ def _exported(found: Result, to: str, chain: Chain, choices: Choices) -> Result:
     )
 
 
-def status_for(status: Status, known: Restriction) -> Status:
+def status_for(status: Status, cost: float | None, known: Restriction) -> Status:
     """The status of a plan for a framework: optimal are plans that no other for it can beat."""
-    if known.gap is not None and known.gap <= OPTIMAL_GAP:
-        return Status.OPTIMAL
-    return Status.FEASIBLE if status is Status.OPTIMAL else status
+    open_ = Status.FEASIBLE if status is Status.OPTIMAL else status
+    return open_ if known.bound is None else settled(open_, cost, known.bound, OPTIMAL_GAP)
 
 
 def _free(choices: Choices) -> Choices:

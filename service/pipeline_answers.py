@@ -110,12 +110,14 @@ class SizeAnswer(Answer):
 class PlanAnswer(PlanSummary):
     """The answer of a planner.
 
-    With ``sizes`` the bound and the status are about microbatches of all these sizes.
+    ``optimal_among`` says of which plans an optimal plan is the shortest. With ``sizes`` the bound
+    and the status are about microbatches of all these sizes.
     ``exports`` has the exports to other frameworks, each with why it refuses the plan or None; it
     is None without a plan, and for plans with very many actions.
     """
 
     status: Status
+    optimal_among: str | None = None
     wall_seconds: float
     reason: str
     microbatches: int

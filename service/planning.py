@@ -3,12 +3,21 @@
 from dataclasses import asdict, replace
 from functools import partial
 
-from stagewright.formulations.forms.answers import Limits, OnProgress, Status, StopToken, silent
+from stagewright.formulations.forms.answers import (
+    Limits,
+    OnProgress,
+    Status,
+    StopToken,
+    settled,
+    silent,
+)
+from stagewright.formulations.plans.assembly import certify
 from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.formulations.schedules.groups import plan_of_devices, problem_of_groups
 from stagewright.service.batches import plan_every_size, problems_of
 from stagewright.service.engines import HERE, Engine
-from stagewright.service.launching import plan_for, required_runtime
+from stagewright.service.launching import plan_for, required_runtime, restricted
 from stagewright.service.pipeline_answers import (
     AttemptAnswer,
     PlanAnswer,
@@ -17,9 +26,12 @@ from stagewright.service.pipeline_answers import (
 )
 from stagewright.service.pipeline_requests import PlanRequest
 from stagewright.service.plans import class_object, summary_fields
+from stagewright.solvers.pipelines.every_plan import every_plan_bounds
 from stagewright.solvers.planners import auto, spp
 from stagewright.solvers.planners.proposal import Choices
+from stagewright.solvers.planners.warm_start import in_its_order
 from stagewright.solvers.planning import (
+    OPTIMAL_GAP,
     PLANNERS,
     Restriction,
     Result,
@@ -158,6 +170,51 @@ def _of_groups(request: PlanRequest, degree: int, stop: StopToken | None) -> Res
     return replace(result, status=Status.FEASIBLE, plan=plan, cost=cost)
 
 
+def repriced(request: PlanRequest, known: PlanAnswer, given: PipelinePlan | None) -> PlanAnswer:
+    """The known answer, or that of the given plan in its order where it is shorter.
+
+    Nothing is searched for. Where plans have a tensor degree, shards or one of several sizes of
+    microbatches, the known answer is kept.
+    """
+    is_plain = request.tensor is None and request.batch is None and request.shards == "none"
+    problem, result = request.problem, known.result
+    plan = in_its_order(problem, given) if is_plain and given is not None else None
+    if plan is None or plan.predicted is None:
+        return known
+    if result.cost is not None and plan.predicted.iteration_seconds >= result.cost:
+        return known
+    stated = None if result.plan is None else result.plan.certificate
+    bounds = () if stated is None else (one for one in stated.bounds if one.scope == "problem")
+    plan = certify(problem, plan, (*every_plan_bounds(problem), *bounds), ())
+    proof = plan.certificate
+    assert proof is not None
+    is_stopped = result.status is Status.INTERRUPTED
+    status = settled(
+        Status.INTERRUPTED if is_stopped else Status.FEASIBLE,
+        proof.cost_seconds,
+        proof.bound_seconds,
+        OPTIMAL_GAP,
+    )
+    result = replace(
+        result,
+        status=status,
+        plan=plan,
+        cost=proof.cost_seconds,
+        bound=proof.bound_seconds,
+        gap=proof.gap,
+        proved_by=proof.proved_by,
+        plans=proof.plans,
+    )
+    if request.runtime is not None:
+        runtime = required_runtime(request.runtime, request.chain, _choices(request))
+        result = restricted(problem, runtime, result, _free_cost(known))
+    return answer_of(problem, result)
+
+
+def _free_cost(known: PlanAnswer) -> float | None:
+    return None if known.restriction is None else known.restriction.free_cost_seconds
+
+
 def answer_of(problem: PipelineProblem, result: Result) -> PlanAnswer:
     """The answer: the same fields whatever it is; without a plan many are None."""
     fields = summary_fields(result.plan) | {
@@ -171,6 +228,7 @@ def answer_of(problem: PipelineProblem, result: Result) -> PlanAnswer:
     return PlanAnswer(
         **fields,
         status=result.status,
+        optimal_among=result.optimal_among,
         wall_seconds=result.seconds,
         reason=result.reason,
         microbatches=problem.microbatches if result.plan is None else result.plan.microbatches,

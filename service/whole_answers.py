@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter
 from pydantic_core import from_json, to_json
 
-from stagewright.formulations.forms.answers import Status
+from stagewright.formulations.forms.answers import Status, settled
 from stagewright.formulations.plans.plan import FORMAT, VERSION, PipelinePlan
 from stagewright.graphs.documents.documents import parse
 from stagewright.service.answers import Answer
@@ -77,13 +77,13 @@ def placement(told: Made) -> "OperatorPlan | None":
 def kept_plan(request: PlanRequest, document: str, status: Status, reason: str) -> PlanAnswer:
     """The answer of a search that ended without one, from the best plan that it had found."""
     from stagewright.service.planning import answer_of
-    from stagewright.solvers.planning import Result
+    from stagewright.solvers.planning import OPTIMAL_GAP, Result
 
     plan = _plan(document)
     stated = plan.certificate
     assert stated is not None  # planners certify
     result = Result(
-        status=status,
+        status=settled(status, stated.cost_seconds, stated.bound_seconds, OPTIMAL_GAP),
         planner=plan.planner,
         plan=plan,
         cost=stated.cost_seconds,

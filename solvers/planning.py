@@ -6,7 +6,14 @@ from functools import partial
 from time import monotonic
 
 from stagewright.formulations.checking.certificates import best_of
-from stagewright.formulations.forms.answers import GapStop, Limits, OnProgress, Status, silent
+from stagewright.formulations.forms.answers import (
+    GapStop,
+    Limits,
+    OnProgress,
+    Status,
+    settled,
+    silent,
+)
 from stagewright.formulations.patterns.one_f_one_b import (
     PATTERN_LOAD,
     PATTERN_MEMORY,
@@ -63,7 +70,6 @@ from stagewright.solvers.planners.warm_up import compile_kernels
 
 OPTIMAL_GAP = 1e-6  # relative gap of an optimal plan; rounding of ticks and sums is below it
 CERTIFYING = 0.04  # of the time limit, for bounds on the class and the schedules of the answer
-
 
 PLANNERS: dict[str, Planner] = {
     one.name: one
@@ -148,6 +154,18 @@ class Result:
     restriction: Restriction | None = None
     sizes: tuple[SizeResult, ...] = ()
 
+    @property
+    def optimal_among(self) -> str | None:
+        """The plans of which an optimal plan is the shortest; None without a proof."""
+        if self.status is not Status.OPTIMAL or self.plan is None or self.plans is None:
+            return None
+        if self.restriction is not None:
+            return str(self.restriction.plans)
+        proof = self.plan.certificate
+        if proof is not None and proof.gap > OPTIMAL_GAP:
+            return proof.schedule_plans.schedule_phrase()
+        return str(self.plans)
+
 
 def plan(
     problem: PipelineProblem,
@@ -198,7 +216,7 @@ def plan(
     if isinstance(answer, NoPlan):
         return _refused(problem, planner, answer, limits, monotonic() - began)
     answer = replace(answer, notes=(*filter(None, (note,)), *answer.notes))
-    return _answered(planner, answer, make_plan(answer), limits, target, began)
+    return _answered(proposer, answer, make_plan(answer), limits, target, began)
 
 
 def able_planner(problem: PipelineProblem, planner: str, choices: Choices) -> Planner:
@@ -226,7 +244,7 @@ def able_planner(problem: PipelineProblem, planner: str, choices: Choices) -> Pl
 
 
 def _answered(
-    planner: str,
+    planner: Planner,
     answer: Proposal | PeriodicProposal,
     certified: PipelinePlan,
     limits: Limits,
@@ -234,15 +252,16 @@ def _answered(
     began: float,
 ) -> Result:
     """The result with the certified plan of ``answer``."""
-    attempts = () if isinstance(answer, PeriodicProposal) else answer.attempts
-    proof = certified.certificate
+    attempts, proof = getattr(answer, "attempts", ()), certified.certificate
     assert proof is not None
-    status = Status.OPTIMAL if proof.gap <= OPTIMAL_GAP else limits.status(found=True)
+    orders = planner.options.order or planner.options.out_of_order  # of stages that are given
+    bound = proof.schedule_bound_seconds if orders else proof.bound_seconds
+    status = settled(limits.status(found=True), proof.cost_seconds, bound, OPTIMAL_GAP)
     ended = ""
     if target.reached and status is Status.FEASIBLE and proof.gap <= limits.gap:
         ended = f"a gap of {proof.gap:.2%} is reached, at most {limits.gap:.2%} was asked for"
     return Result(
-        status, planner, certified, proof.cost_seconds, proof.bound_seconds, proof.gap,
+        status, planner.name, certified, proof.cost_seconds, proof.bound_seconds, proof.gap,
         proof.proved_by, monotonic() - began, "; ".join(filter(None, (ended, *answer.notes))),
         attempts, proof.plans, ended,
     )  # fmt: skip

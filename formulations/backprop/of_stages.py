@@ -30,9 +30,9 @@ def splits(problem: PipelineProblem, stages: Sequence[Stage]) -> tuple[bool, ...
 def common_problem(problem: PipelineProblem, stages: Sequence[Stage]) -> BackpropProblem:
     """The common problem of ``stages``, with a channel for each pair of neighbours as in plans.
 
-    Stages on the same devices take turns. A whole backward counts as an output gradient; the first
-    stage's, which nothing but its forward waits for, as a weight gradient. Optimizer steps take no
-    time.
+    Stages on the same devices take turns. A stage's weight gradient follows its output gradient. A
+    whole backward counts as an output gradient; the first stage's, which nothing but its forward
+    waits for, as a weight gradient. Optimizer steps take no time.
     """
     parts = splits(problem, stages)
     split = np.repeat(np.array(parts)[:, None], problem.microbatches, axis=1)
@@ -42,7 +42,7 @@ def common_problem(problem: PipelineProblem, stages: Sequence[Stage]) -> Backpro
     if not parts[0]:
         outputs[0], weights[0] = 0.0, first[B][0]
     homes: dict[tuple[str, ...], int] = {}
-    return training(
+    common = training(
         Layers(_tuple(first[F]), _tuple(outputs), _tuple(weights)),
         [homes.setdefault(stage.devices, len(homes)) for stage in stages],
         problem.microbatches,
@@ -51,6 +51,12 @@ def common_problem(problem: PipelineProblem, stages: Sequence[Stage]) -> Backpro
         back=_tuple(first[SEND_B][1:]),
         channels=True,
     )
+    ordered = tuple(
+        (i, common.find("dW", one.layer, one.microbatch))
+        for i, one in enumerate(common.operations)
+        if one.kind == "dO"
+    )
+    return replace(common, before=(*common.before, *ordered))
 
 
 def stage_bounds(problem: PipelineProblem, stages: Sequence[Stage]) -> tuple[Bound, ...]:

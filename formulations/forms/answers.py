@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import (
@@ -32,6 +33,17 @@ class Status(StrEnum):
     UNBOUNDED = "unbounded"
     NO_ANSWER = "no-answer"  # the limit came before anything was found or proved
     INTERRUPTED = "interrupted"  # a stop token came first; what was found by then is there
+
+
+def settled(
+    status: Status, cost: float | None, bound: float, tolerance: float = RELATIVE_TOLERANCE
+) -> Status:
+    """Optimal if ``cost`` meets a lower bound on the class of the answer; otherwise ``status``.
+
+    Every answer with a cost and a bound is asked this; ``tolerance`` is relative to the cost.
+    """
+    is_met = cost is not None and cost - bound <= tolerance * abs(cost)
+    return Status.OPTIMAL if is_met else status
 
 
 class StopToken(Protocol):

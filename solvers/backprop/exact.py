@@ -16,7 +16,7 @@ from stagewright.formulations.backprop.orders import (
 )
 from stagewright.formulations.backprop.problem import BackpropProblem, Timetable
 from stagewright.formulations.backprop.symmetry import in_turns, renumbered
-from stagewright.formulations.forms.answers import Limits, Status
+from stagewright.formulations.forms.answers import Limits, Status, settled
 from stagewright.formulations.pipelines.makespan_models import CP_SAT
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.arrays import Ints
@@ -175,7 +175,7 @@ def _result(
         if bound > cost * (1 + RELATIVE_TOLERANCE):
             raise InvalidPlan(f"the timetable takes {cost}, below the bound {bound} ({proved_by})")
         bound = min(bound, cost)
-        status = Status.OPTIMAL if cost - bound <= RELATIVE_TOLERANCE * cost else status
+        status = settled(status, cost, bound)
     gap = None if cost is None else (cost - bound) / cost if cost > 0 else 0.0
     return BackpropResult(
         timetable=timetable,

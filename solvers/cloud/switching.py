@@ -27,7 +27,7 @@ from stagewright.formulations.cloud.switching import (
     SwitchingProblem,
     evaluate,
 )
-from stagewright.formulations.forms.answers import Status, StopToken, is_stopped
+from stagewright.formulations.forms.answers import Status, StopToken, is_stopped, settled
 from stagewright.graphs.documents.errors import InvalidPlan
 from stagewright.graphs.workloads.prices import HOUR
 from stagewright.solvers.cloud.switching_bound import SAME_DOLLARS, best_price
@@ -83,8 +83,9 @@ def solve_switching(
     best, _ = _cheapest(problem, itertools.chain(hints, made), found.bound)
     best = _tidied(problem, best)
     outcome = evaluate(problem, best)
-    result = SwitchingResult(
-        Status.INTERRUPTED if is_stopped(stop) else Status.FEASIBLE,
+    ended = Status.INTERRUPTED if is_stopped(stop) else Status.FEASIBLE
+    return SwitchingResult(
+        settled(ended, outcome.dollars, found.bound, OPTIMAL_GAP),
         best,
         outcome,
         min(found.bound, outcome.dollars),  # the bound exceeds the cost only by rounding
@@ -92,8 +93,6 @@ def solve_switching(
         found.work_price,
         perf_counter() - began,
     )
-    is_proved = result.gap is not None and result.gap <= OPTIMAL_GAP
-    return replace(result, status=Status.OPTIMAL) if is_proved else result
 
 
 def _cheapest(

@@ -26,10 +26,11 @@ from stagewright.formulations.clusters.policies import makespan, max_min
 from stagewright.formulations.clusters.policies.levels import level_program
 from stagewright.formulations.clusters.polytope import group_by, polytope
 from stagewright.formulations.clusters.rates import server_rows
-from stagewright.formulations.forms.answers import Limits, Status
+from stagewright.formulations.forms.answers import Limits, Status, settled
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.documents.errors import InputError
 from stagewright.solvers.backends.backend import solve
+from stagewright.solvers.clusters.levels import ROUNDING
 from stagewright.solvers.clusters.policies.answer import AllocationResult
 
 BACKEND = "highs-ipm"  # where no two of 3,000 jobs are alike, three times as fast as simplex
@@ -145,9 +146,11 @@ def allocate_partitioned(
         for part, answer in zip(split, solved, strict=True)
         if answer.allocation
     ]
+    objective = chosen.objective(problem, allocation)
+    level = objective if chosen.maximises else 1 / objective
     return AllocationResult(
-        Status.FEASIBLE,
-        chosen.objective(problem, allocation),
+        settled(Status.FEASIBLE, -level, -bound, ROUNDING),
+        objective,
         bound if chosen.maximises else 1 / bound,
         allocation,
         f"prices of accelerators, the mean of {parts} parts' duals",

@@ -14,7 +14,14 @@ from ortools.sat.python import cp_model
 
 from stagewright.formulations.dags.latency import Home, LatencyProblem
 from stagewright.formulations.dags.latency_bounds import PathBound
-from stagewright.formulations.forms.answers import Limits, OnProgress, Progress, Status, silent
+from stagewright.formulations.forms.answers import (
+    Limits,
+    OnProgress,
+    Progress,
+    Status,
+    settled,
+    silent,
+)
 from stagewright.graphs.documents.errors import InvalidPlan
 from stagewright.solvers.backends.cpsat import run_model
 from stagewright.solvers.dags.latency_model import LatencyModel
@@ -76,8 +83,6 @@ class _Best:
         search.anneal(self._over(SHARE))
         if self.bound == np.inf:
             return self._result(Status.INFEASIBLE)
-        if self._is_within(LEAST):
-            return self._result(Status.OPTIMAL)
         if self._over()():
             return self._result(self.limits.status(found=self.home is not None))
         return self._result(self._prove(search.by_node()))
@@ -130,11 +135,12 @@ class _Best:
         return self.home is not None and self.cost - self.bound <= gap * self.cost
 
     def _result(self, status: Status) -> LatencyResult:
+        cost = None if self.home is None else self.cost
         return LatencyResult(
             home=self.home,
-            cost=None if self.home is None else self.cost,
+            cost=cost,
             bound=min(self.bound, self.cost),
             proved_by=self.proved_by,
-            status=status,
+            status=settled(status, cost, self.bound, LEAST),
             seconds=perf_counter() - self.began,
         )

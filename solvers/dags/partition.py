@@ -10,7 +10,14 @@ import numpy as np
 
 from stagewright.formulations.dags.bounds import heaviest_part, priced_load
 from stagewright.formulations.dags.problem import DagProblem, PlacedSet
-from stagewright.formulations.forms.answers import Limits, OnProgress, Progress, Status, silent
+from stagewright.formulations.forms.answers import (
+    Limits,
+    OnProgress,
+    Progress,
+    Status,
+    settled,
+    silent,
+)
 from stagewright.graphs.documents.errors import InvalidPlan
 from stagewright.solvers.dags.downsets import Downsets, downsets, prefixes
 from stagewright.solvers.dags.merging import expand, fits_together, merge
@@ -130,8 +137,6 @@ class _Search:
             return self._result(Status.OPTIMAL, lattice)
         if self.sets is not None:
             self._improve(self.sets, share)
-        if self._is_within(LEAST):
-            return self._result(Status.OPTIMAL, lattice)
         return self._result(self.limits.status(found=self.sets is not None), lattice)
 
     def _improve(self, sets: tuple[PlacedSet, ...], share: float) -> None:
@@ -149,7 +154,7 @@ class _Search:
             cost=cost,
             bound=self.bound if cost is None else min(self.bound, cost),
             proved_by=self.proved_by,
-            status=status,
+            status=settled(status, cost, self.bound, LEAST),
             downsets=None if lattice is None else len(lattice),
             pairs=self.pairs + self.program.pairs,
             seconds=perf_counter() - self.began,

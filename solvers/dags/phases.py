@@ -12,7 +12,14 @@ import numpy as np
 
 from stagewright.formulations.dags.bounds import heaviest_part, priced_load
 from stagewright.formulations.dags.problem import DagProblem, PlacedSet
-from stagewright.formulations.forms.answers import Limits, OnProgress, Progress, Status, silent
+from stagewright.formulations.forms.answers import (
+    Limits,
+    OnProgress,
+    Progress,
+    Status,
+    settled,
+    silent,
+)
 from stagewright.solvers.dags.downsets import Downsets, downsets, prefixes
 from stagewright.solvers.dags.merging import expand, merge
 from stagewright.solvers.dags.partition import (
@@ -110,6 +117,7 @@ class _Search:
         bound, proved_by = self.least_forth + self.least_back, LOADS
         if status is Status.OPTIMAL and cost is not None:
             bound, proved_by = cost, DOWNSETS
+        status = settled(status, cost, bound, LEAST)
         return DagResult(
             sets=sets,
             cost=cost,

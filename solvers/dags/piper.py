@@ -21,7 +21,7 @@ from stagewright.formulations.dags.piper import (
     least_seconds,
     shared_work,
 )
-from stagewright.formulations.forms.answers import Limits, Status
+from stagewright.formulations.forms.answers import Limits, Status, settled
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.errors import InvalidPlan
 from stagewright.solvers.dags.downsets import Contents, downsets, prefixes
@@ -119,12 +119,13 @@ class _Search:
 
     def _result(self, status: Status, low: float) -> PiperResult:
         bound = low if self.complete else self.least
+        cost = None if self.stages is None else self.cost
         return PiperResult(
             stages=self.stages,
-            cost=None if self.stages is None else self.cost,
+            cost=cost,
             bound=bound,
             proved_by=UPSETS if bound > self.least else DEVICES,
-            status=status,
+            status=settled(status, cost, bound, LEAST),
             upsets=len(self.lattice) if self.complete else None,
             priced=self.priced,
             seconds=perf_counter() - self.began,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from time import perf_counter
 
-from stagewright.formulations.forms.answers import Limits, Status
+from stagewright.formulations.forms.answers import Limits, Status, settled
 from stagewright.formulations.operators.bounds import CP_SAT, shortage
 from stagewright.formulations.operators.check import BOUND_ROUNDING
 from stagewright.formulations.operators.plan import OperatorBound
@@ -100,7 +100,7 @@ def _result(
         if bound > cost * (1 + BOUND_ROUNDING):
             raise InvalidPlan(f"the timetable takes {cost} s, below the bound of {bound} s")
         bound = min(bound, cost)
-        status = Status.OPTIMAL if cost - bound <= RELATIVE_TOLERANCE * cost else status
+        status = settled(status, cost, bound)
     return OperatorResult(
         timetable=timetable,
         cost=cost,

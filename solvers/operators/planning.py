@@ -3,7 +3,14 @@
 from dataclasses import dataclass, replace
 from time import perf_counter
 
-from stagewright.formulations.forms.answers import Limits, OnProgress, Progress, Status, silent
+from stagewright.formulations.forms.answers import (
+    Limits,
+    OnProgress,
+    Progress,
+    Status,
+    settled,
+    silent,
+)
 from stagewright.formulations.operators.bounds import shortage
 from stagewright.formulations.operators.check import certificate, expected, require_valid
 from stagewright.formulations.operators.plan import (
@@ -18,7 +25,6 @@ from stagewright.formulations.operators.plan import (
 from stagewright.formulations.operators.problem import Contention, OperatorProblem, Timetable
 from stagewright.formulations.operators.splitting import split_graph
 from stagewright.formulations.operators.step import operator_problem
-from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Cluster
 from stagewright.graphs.models.step_graph import StepGraph
@@ -63,9 +69,9 @@ def plan_operators(
 ) -> PlannedOperators:
     """The plan of one of ``PLANNERS``; ``fastt`` is never longer than any other.
 
-    A plan is optimal if it reaches a bound on what its planner may choose: with whole operators for
-    all but ``fastt`` and ``os-dpos``, which may split. ``on_progress`` receives the seconds of the
-    best placement so far, and the bound on plans with any splits.
+    A plan is optimal if no plan with the same splits is shorter, whatever others promise: see
+    ``any_splits_gap`` of its certificate. ``on_progress`` receives the seconds of the best
+    placement so far, and the bound on plans with any splits.
 
     Raises
     ------
@@ -98,10 +104,8 @@ def plan_operators(
         unmeasured=problem.unmeasured,
     )
     require_valid(graph, cluster, plan)
-    gap = stated.any_splits_gap if planner in (FASTT, SPLITTING) else stated.gap
-    if gap <= RELATIVE_TOLERANCE:
-        return PlannedOperators(plan, Status.OPTIMAL)
-    return PlannedOperators(plan, limits.status(found=True))
+    status = settled(limits.status(found=True), cost, stated.bound_seconds)
+    return PlannedOperators(plan, status)
 
 
 def _find(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 
-from stagewright.formulations.forms.answers import Limits, Status
+from stagewright.formulations.forms.answers import Limits, Status, settled
 from stagewright.formulations.parallelism.profiled import (
     ProfiledEstimate,
     ProfiledProblem,
@@ -201,9 +201,8 @@ class _Search:
     def _status(self, bound: float) -> Status:
         if self.plan is None and bound == float("inf"):
             return Status.INFEASIBLE
-        if self.plan is not None and bound >= self.cost * (1 - RELATIVE_TOLERANCE):
-            return Status.OPTIMAL
-        return self.limits.status(found=self.plan is not None)
+        cost = None if self.plan is None else self.cost
+        return settled(self.limits.status(found=cost is not None), cost, bound)
 
 
 def _cutoffs(least: float) -> Iterator[float]:

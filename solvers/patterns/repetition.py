@@ -12,7 +12,7 @@ from time import perf_counter
 
 from ortools.sat.python import cp_model
 
-from stagewright.formulations.forms.answers import Limits, Status, silent
+from stagewright.formulations.forms.answers import Limits, Status, settled, silent
 from stagewright.formulations.patterns.repetition import Repetition, RepetitionProblem
 from stagewright.formulations.patterns.repetition_bounds import PaceBound, pace_bounds
 from stagewright.graphs.documents.errors import InputError
@@ -117,9 +117,7 @@ def best_repetition(
 def _status(pace: float | None, bound: float, limits: Limits) -> Status:
     if math.isinf(bound):
         return Status.INFEASIBLE
-    if pace is not None and pace <= bound * (1 + PROVED):
-        return Status.OPTIMAL
-    return limits.status(found=pace is not None)
+    return settled(limits.status(found=pace is not None), pace, bound, PROVED)
 
 
 @dataclass

@@ -220,16 +220,13 @@ class _Setting:
         return Proposal(self.stages, starts, bounds, notes=tuple(notes), begins="backward")
 
     def _orders(self, timetable: Timetable) -> tuple[Orders, tuple[int, ...] | None]:
-        """Computations of every device and all-reduces by their start.
-
-        Plans have W after I of the same stage; an I that is later comes directly before it.
-        """
+        """Computations of every device and all-reduces by their start."""
         common, place = self.common, np.empty(len(self.common.operations))
         place[list(common.topological)] = np.arange(len(place))
         rows: dict[str, list[Action]] = {
             name: [] for stage in self.stages for name in stage.devices
         }
-        reductions, placed = [], set[Action]()
+        reductions = []
         for i in np.lexsort((place, timetable.starts)).tolist():
             one = common.operations[i]
             if one.kind == "loss":
@@ -238,11 +235,8 @@ class _Setting:
             if one.kind == "S[dW]" and len(self.stages[stage].devices) > 1:
                 reductions.append(stage)
             for kind in self._done_by(one.kind, stage):
-                action = Action(stage, kind, one.microbatch)
-                if action not in placed:
-                    placed.add(action)
-                    for name in self.stages[stage].devices:
-                        rows[name].append(action)
+                for name in self.stages[stage].devices:
+                    rows[name].append(Action(stage, kind, one.microbatch))
         return rows, tuple(reductions) or None
 
     def _done_by(self, kind: str, stage: int) -> tuple[ActionKind, ...]:
@@ -250,7 +244,7 @@ class _Setting:
         if kind == "F":
             return (F,)
         if self.splits[stage]:
-            return {"dO": (I,), "dW": (I, W)}.get(kind, ())
+            return {"dO": (I,), "dW": (W,)}.get(kind, ())
         return (B,) if kind == ("dO" if stage > 0 else "dW") else ()
 
 

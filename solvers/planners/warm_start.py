@@ -84,6 +84,24 @@ def warm_start(
     return NoPlan(f"the given plan does not fit: {reason}", proved=False)
 
 
+def in_its_order(problem: PipelineProblem, given: PipelinePlan) -> PipelinePlan | None:
+    """The given plan with the present times, in its order, without a certificate.
+
+    None if it has devices that are missing here, is no plan of this problem, or spans steps.
+    """
+    index = problem.cluster.index
+    if any(name not in index for stage in given.stages for name in stage.devices):
+        return None
+    structure = _structure_of(problem, given, given.stages)
+    work, endings, _ = work_of(problem, structure)
+    if misfit(problem, structure, work) is not None:
+        return None
+    found = Retiming(problem, given, structure, work, endings).in_order()
+    if found is None:
+        return None
+    return assemble(problem, given.planner, given.stages, found[0].starts)
+
+
 def mapped_stages(problem: PipelineProblem, stages: Sequence[Stage]) -> Stages:
     """The stages on present devices.
 
@@ -138,19 +156,24 @@ def _structures(
 ) -> Iterator[Structure]:
     """The structure of the given plan if it is allowed, then its variants."""
     moves = StructureMoves(problem, choices.any_mode)
+    known = _structure_of(problem, given, stages)
+    if all(moves.has_mode(stage) for stage in stages) and moves.allows(known):
+        yield known
+    yield from moves.variants(known)
+
+
+def _structure_of(problem: PipelineProblem, given: PipelinePlan, stages: Stages) -> Structure:
+    """The stages, those with split backwards in the given plan as far as layers have the times."""
     parts = (False,) * len(stages)
     if not given.is_periodic and len(stages) == len(given.stages):
         parts = tuple(bool(row.all()) for row in split_backwards(given))
-    known = Structure(
+    return Structure(
         stages,
         tuple(
             part and problem.layer_with_whole_backward(*stage.layers) is None
             for part, stage in zip(parts, stages, strict=True)
         ),
     )
-    if all(moves.has_mode(stage) for stage in stages) and moves.allows(known):
-        yield known
-    yield from moves.variants(known)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

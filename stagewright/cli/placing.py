@@ -81,7 +81,7 @@ def place(
         print_placement(answer)
     reason = f": {answer.reason}" if answer.reason else ""
     whole = answer.status == "optimal" and (answer.any_splits_gap or 0.0) > OPTIMAL_GAP
-    of = " with whole operators" if whole else ""
+    of = f" with {_splits(answer)}" if whole else ""
     print_lines(f"{answer.planner}: {answer.status}{of} after {answer.wall_seconds:.2f} s{reason}")
     if output is not None and answer.plan is not None:
         print_lines(f"{output} is written")
@@ -234,6 +234,11 @@ def print_placement(placed: "PlacementSummary") -> None:
     print_lines(*_certificate_lines(placed))
 
 
+def _splits(placed: "PlacementSummary") -> str:
+    """What the plans that the bound is about have in common."""
+    return "these splits" if placed.splits else "whole operators"
+
+
 def _certificate_lines(placed: "PlacementSummary") -> list[str]:
     from stagewright.graphs.documents.units import format_seconds
 
@@ -241,12 +246,11 @@ def _certificate_lines(placed: "PlacementSummary") -> list[str]:
         return []
     assert placed.bound_seconds is not None
     assert placed.any_splits_seconds is not None
-    whole = "these splits" if placed.splits else "whole operators"
     lines = [
         f"cost   {format_seconds(placed.cost_seconds)} per step; transfers "
         + ("wait for each other" if placed.contention == "exclusive" else "do not wait"),
-        f"bound  {format_seconds(placed.bound_seconds)} for {whole}, gap {percent(placed.gap)}, "
-        f"proved by {placed.proved_by}",
+        f"bound  {format_seconds(placed.bound_seconds)} for {_splits(placed)}, "
+        f"gap {percent(placed.gap)}, proved by {placed.proved_by}",
         f"       {format_seconds(placed.any_splits_seconds)} for any splits, gap "
         f"{percent(placed.any_splits_gap)}, proved by {placed.any_splits_proved_by}",
     ]

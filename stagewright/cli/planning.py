@@ -446,7 +446,8 @@ def _print_result(chain: "Chain", result: "Result") -> None:
     portfolio = result.plan is not None and result.attempts
     shown = result.ended if portfolio else result.reason
     reason = f": {shown}" if shown else ""
-    of = " in its class" if result.status == "optimal" and result.plans != EVERY_PLAN else ""
+    among = result.optimal_among
+    of = "" if among in (None, str(EVERY_PLAN)) else f" among {among}"
     print_lines(f"{result.planner}: {result.status}{of} after {result.seconds:.2f} s{reason}")
     if result.plan is None and result.status is not Status.NO_ANSWER:
         return  # the reason says it all

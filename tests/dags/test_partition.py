@@ -179,6 +179,18 @@ def test_phases_by_hand():
         replace(problem, backward=np.array([[5.0], [3.0]]))
 
 
+def test_a_sum_of_loads_that_is_met_needs_no_downsets(monkeypatch):
+    """Forwards 1, 1 and backwards 1, 1 on two devices: 1 + 1, and no sum is less."""
+    monkeypatch.setattr("stagewright.solvers.dags.phases.MOST_DOWNSETS", 1)
+    problem = DagProblem(
+        ("a", "b"), ((0, 1),), np.array([[2.0], [2.0]]), np.zeros(2), (), (Pool("gpu", 2, inf),),
+        backward=np.array([[1.0], [1.0]]),
+    )  # fmt: skip
+    found = partition_phases(problem, LIMITS)
+    assert (found.cost, found.bound, found.downsets) == (2.0, 2.0, None)
+    assert found.status is Status.OPTIMAL
+
+
 def test_replicas_by_hand():
     """Of 6 s and 2 s on four devices: 6 on three replicas, or with dear gradients on one."""
     problem = DagProblem(

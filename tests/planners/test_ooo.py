@@ -10,7 +10,7 @@ from stagewright.executor.programs.verify import verify
 from stagewright.executor.simulation.simulate import simulate
 from stagewright.formulations.backprop.choice import OutOfOrder
 from stagewright.formulations.checking.check import check
-from stagewright.formulations.forms.answers import Limits
+from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.formulations.plans.actions import parse_action
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.documents.errors import InputError
@@ -88,6 +88,20 @@ def test_groups_of_layers_go_around_the_devices():
     assert [stage.layers for stage in found.plan.stages] == [(0, 2), (2, 4), (4, 6), (6, 8)]
     assert [stage.devices for stage in found.plan.stages] == [("s0g0",), ("s0g1",)] * 2
     assert planned(problem, training="pipeline").cost <= found.cost
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_the_optimum_of_the_stages_is_optimal_among_their_orders(microbatches):
+    """The first layer's weight gradient waits for its input gradient, in plans and in the bound."""
+    problem = problem_of([(1.0, 1.0, 1.0)] * 2, microbatches, parameters=0.0)
+    found = planned(problem, training="pipeline")
+    # From loss to loss: I and a transfer, I, W and F of the first stage, a transfer, F.
+    assert found.cost == pytest.approx({1: 5.2, 2: 8.2}[microbatches])
+    assert found.status is Status.OPTIMAL
+    assert found.gap > 0.2  # of plans with other stages
+    assert found.optimal_among == (
+        "every backward-first schedule of these stages with one stream on every device"
+    )
 
 
 def test_whole_backwards_are_named():

@@ -1,10 +1,12 @@
 """X^isolated; see ``formulations.policies.isolated``. The gap shows what sharing would bring."""
 
+import math
+
 from stagewright.formulations.clusters.allocation import Allocation, AllocationProblem
 from stagewright.formulations.clusters.policies import isolated, max_min
-from stagewright.formulations.forms.answers import Limits, Status
+from stagewright.formulations.forms.answers import Limits, Status, settled
 from stagewright.graphs.documents.arrays import Floats
-from stagewright.solvers.clusters.levels import max_level
+from stagewright.solvers.clusters.levels import ROUNDING, max_level
 from stagewright.solvers.clusters.policies.answer import AllocationResult
 
 
@@ -27,8 +29,9 @@ def judged(
     claims = need > 0
     level = max_level(problem.of(claims), need[claims], limits=limits)
     proved = level.allocation is not None
+    least = -level.bound if proved else -math.inf
     return AllocationResult(
-        Status.FEASIBLE,
+        settled(Status.FEASIBLE, -objective, least, ROUNDING),
         objective,
         level.bound if proved else None,
         allocation,
