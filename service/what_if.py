@@ -11,7 +11,7 @@ from stagewright.graphs.machines.parts import with_faster_links, with_one_more
 from stagewright.service.engines import HERE, Engine, Pieces, results
 from stagewright.service.pipeline_answers import PlanAnswer
 from stagewright.service.pipeline_requests import PlanRequest
-from stagewright.service.planning import plan
+from stagewright.service.planning import plan, repriced
 from stagewright.service.what_if_answers import WhatIfAnswer, WhatIfRow
 from stagewright.solvers.planning import PLANNERS
 
@@ -28,10 +28,13 @@ def what_if(
     stop: StopToken | None = None,
     engine: Engine = HERE,
 ) -> WhatIfAnswer:
-    """Plan as things are, then with each change, from the plan as things are.
+    """Plan as things are and with each change, and compare plans that know of each other.
 
-    Every plan has the time limit of ``request``. A change that the cluster does not admit is left
-    out. The changes are planned by ``engine``, which may plan several at a time.
+    Each change is planned from the plan as things are, and things as they are again from the plan
+    of each change that seems to save, so that no side is better for a luckier search. Every search
+    has the time limit of ``request``. A change that the cluster does not admit is left out. The
+    changes are planned by ``engine``, which may plan several at a time. ``on_row`` is told of each
+    row as it compares with the plans so far, the answer's rows compare with all.
 
     Raises
     ------
@@ -39,27 +42,34 @@ def what_if(
         If the request is refused.
     """
     base = plan(request, stop=stop)
-    items = [
-        _Change(change, _from(changed, base), base.cost_seconds)
-        for change, changed in changes(request)
-    ]
-    rows: dict[int, WhatIfRow] = {}
-    for number, row in results(Pieces(items, _row, _lost), engine, stop):
-        rows[number] = row
-        on_row(row)
+    items = [_Change(change, changed, request, base) for change, changed in changes(request)]
+    tried: dict[int, _Tried] = {}
+    for number, one in results(Pieces(items, _try, _lost), engine, stop):
+        tried[number] = one
+        base = _cheaper(base, one.again)
+        on_row(_row(items[number], one, base))
     status = "interrupted" if is_stopped(stop) else "done"
-    return WhatIfAnswer(
-        status=status, base=base, rows=tuple(rows[number] for number in sorted(rows))
-    )
+    rows = tuple(_row(items[number], tried[number], base) for number in sorted(tried))
+    return WhatIfAnswer(status=status, base=base, rows=rows)
 
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """A change in words, the request with it, and the cost as things are."""
+    """A change in words, the request with it, the request without it and its plan."""
 
     change: str
     request: PlanRequest
-    before: float | None
+    without: PlanRequest
+    base: PlanAnswer
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """The plan with a change, and the plan without it that was found from that."""
+
+    plan: PlanAnswer | None
+    again: PlanAnswer | None = None
+    lost: str = ""
 
 
 def changes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
@@ -92,18 +102,37 @@ def _with(request: PlanRequest, **changes: Any) -> PlanRequest:
     return PlanRequest.of(**(request.given() | changes))
 
 
-def _from(request: PlanRequest, base: PlanAnswer) -> PlanRequest:
-    """The request, which starts from the plan as things are where its planner can."""
-    known = PLANNERS.get(request.planner)
-    able = known is not None and known.options.start and request.batch is None
-    if not able or request.order or request.runtime or request.tensor or base.plan is None:
+def _try(one: _Change, stop: StopToken | None) -> _Tried:
+    found = plan(_from(one.request, one.base), stop=stop)
+    if _cheaper(one.base, found) is one.base:
+        return _Tried(found)
+    start = _from(one.without, found)
+    again = one.base if start is one.without else plan(start, stop=stop)
+    return _Tried(found, repriced(one.without, again, found.plan))
+
+
+def _from(request: PlanRequest, known: PlanAnswer) -> PlanRequest:
+    """The request, which starts from the known plan where its planner can."""
+    planner = PLANNERS.get(request.planner)
+    able = planner is not None and planner.options.start and request.batch is None
+    if not able or request.order or request.runtime or request.tensor or known.plan is None:
         return request
-    return _with(request, start=base.plan)
+    return _with(request, start=known.plan)
 
 
-def _row(one: _Change, stop: StopToken | None) -> WhatIfRow:
-    found = plan(one.request, stop=stop)
-    cost, bound, before = found.cost_seconds, found.bound_seconds, one.before
+def _cheaper(one: PlanAnswer, other: PlanAnswer | None) -> PlanAnswer:
+    """The answer with the shorter plan, the first of equal ones."""
+    if other is None or other.cost_seconds is None:
+        return one
+    is_shorter = one.cost_seconds is None or other.cost_seconds < one.cost_seconds
+    return other if is_shorter else one
+
+
+def _row(one: _Change, tried: _Tried, base: PlanAnswer) -> WhatIfRow:
+    if tried.plan is None:
+        return WhatIfRow(change=one.change, status="failed", reason=tried.lost)
+    found = repriced(one.request, tried.plan, base.plan)
+    cost, bound, before = found.cost_seconds, found.bound_seconds, base.cost_seconds
     plans = found.result.plans
     return WhatIfRow(
         change=one.change,
@@ -117,5 +146,5 @@ def _row(one: _Change, stop: StopToken | None) -> WhatIfRow:
     )
 
 
-def _lost(one: _Change, why: str) -> WhatIfRow:
-    return WhatIfRow(change=one.change, status="failed", reason=why)
+def _lost(_: _Change, why: str) -> _Tried:
+    return _Tried(None, lost=why)

@@ -7,7 +7,8 @@ from stagewright.service.pipeline_answers import PlanAnswer
 class WhatIfRow(Answer):
     """The plan with one change.
 
-    ``saved_seconds`` is how much less time it takes than the plan as things are. With the change no
+    ``saved_seconds`` is how much less time it takes than the best plan as things are, which is
+    looked for from this plan too: it is what the change saves, not the search. With the change no
     plan of the class ``plans`` saves more than ``most_seconds``, as ``bound_seconds`` is below all
     of them. None where a plan or a bound is missing.
     """

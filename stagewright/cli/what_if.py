@@ -57,9 +57,10 @@ def what_if(
 ) -> int:
     """What one more GB, faster links, or one more device or server would buy.
 
-    Every change is planned with the time limit, from the plan as things are, and has its own bound:
-    no plan with the change saves more than that leaves. With --engine ray the changes are planned
-    at the same time. Exit code 1 if there is no plan as things are.
+    Every change is planned with the time limit, from the plan as things are; where it seems to
+    save, things as they are are planned again from its plan, so that a luckier search is no saving.
+    Every change has its own bound: no plan with it saves more than that leaves. With --engine ray
+    the changes are planned at the same time. Exit code 1 if there is no plan as things are.
     """
     from stagewright.graphs.documents.units import parse_bytes
     from stagewright.graphs.machines.cluster import load_cluster

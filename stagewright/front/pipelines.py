@@ -297,8 +297,9 @@ def what_if(
     """What one more GB, faster links, or one more device or server would buy.
 
     Arguments as of :func:`plan`; ``time_limit`` is of each plan. ``on_row`` is told of each row
-    when it is planned. A row says what the plan with the change saves, and what its bound leaves at
-    most.
+    when it is planned. A row says what the plan with the change saves against the best plan as
+    things are, which is planned again from that of each change that seems to save, and what the
+    bound with the change leaves at most.
 
     Raises
     ------

@@ -11,7 +11,9 @@ from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Cluster, Device, Link, from_matrix, uniform_servers
 from stagewright.graphs.machines.parts import with_faster_links, with_one_more
+from stagewright.service import planning
 from stagewright.service.engines import Engine
+from stagewright.service.pipeline_answers import PlanAnswer
 from stagewright.service.pipeline_requests import PlanRequest
 from stagewright.service.what_if import what_if
 from stagewright.service.what_if_answers import WhatIfRow
@@ -63,6 +65,54 @@ def test_the_portfolio_never_says_that_a_change_costs_time() -> None:
     found = stagewright.what_if(asked.chain, asked.cluster, 4, time_limit=0.3)
     assert len(found.rows) == 4
     assert all(row.saved_seconds >= -1e-12 for row in found.rows)
+
+
+@pytest.mark.parametrize(
+    ("planner", "runtime"), [("auto", None), ("dp", None), ("auto", "torch-csv")]
+)
+def test_a_luckier_search_is_no_saving(planner, runtime, monkeypatch) -> None:
+    """As things are the search finds the best plan only if it begins with one of a change.
+
+    Planners that begin with no plan, and those for a framework, have the plan of the change priced.
+    """
+    asked = problem(servers(2, 1))
+
+    def found(request: PlanRequest, stop: object = None) -> PlanAnswer:
+        is_lucky = request.problem.digest != asked.digest or request.start is not None
+        plain = {"start": None, "runtime": None, "planner": "exact" if is_lucky else "gpipe"}
+        return planning.plan(PlanRequest.of(**(request.given() | plain)))
+
+    best = plan(asked, "exact").cost
+    assert plan(asked, "gpipe").cost > best
+    monkeypatch.setattr("stagewright.service.what_if.plan", found)
+    told: list[WhatIfRow] = []
+    request = PlanRequest(
+        chain=asked.chain, cluster=asked.cluster, microbatches=4, planner=planner, runtime=runtime
+    )
+    answer = what_if(request, told.append)
+    assert answer.base.cost_seconds == pytest.approx(best)
+    assert (answer.base.restriction is None) == (runtime is None)
+    memory, links, _ = answer.rows
+    assert memory.saved_seconds == 0
+    faster = plan(problem(servers_with(2.0)), "exact").cost
+    assert links.saved_seconds == pytest.approx(best - faster)
+    for row in (*answer.rows, *told):
+        assert 0 <= row.saved_seconds <= row.most_seconds
+
+
+def test_a_row_is_never_worse_than_the_plan_as_things_are(monkeypatch) -> None:
+    """What only the search as things are finds is priced with the change."""
+    asked = problem(servers(2, 1))
+
+    def found(request: PlanRequest, stop: object = None) -> PlanAnswer:
+        name = "exact" if request.problem.digest == asked.digest else "gpipe"
+        return planning.plan(PlanRequest.of(**(request.given() | {"start": None, "planner": name})))
+
+    monkeypatch.setattr("stagewright.service.what_if.plan", found)
+    request = PlanRequest(chain=asked.chain, cluster=asked.cluster, microbatches=4)
+    memory, *others = what_if(request).rows
+    assert memory.saved_seconds == 0
+    assert all(row.saved_seconds >= 0 for row in others)
 
 
 def test_links_are_faster_where_it_says() -> None:
