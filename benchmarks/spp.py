@@ -17,7 +17,6 @@ from benchmarks.report import Table, percent
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.pipelines.spp import makespan_problem
 from stagewright.formulations.plans.pipeline import PipelineProblem
-from stagewright.graphs.documents.units import parse_bandwidth
 from stagewright.graphs.machines.cluster import Cluster, Device, Link, from_matrix, uniform_servers
 from stagewright.graphs.machines.devices import accelerator
 from stagewright.graphs.machines.ordering import recursive_device_order
@@ -84,8 +83,8 @@ def testbed(kind: str) -> Cluster:
     return uniform_servers(
         servers,
         gpus,
-        Link(parse_bandwidth("128Gbps")),
-        Link(parse_bandwidth("50Gbps")) if servers > 1 else None,
+        Link(16e9),  # 128 Gbps
+        Link(6.25e9) if servers > 1 else None,
         kind=kind,
         memory_bytes=accelerator(kind).memory_bytes,
         name=f"{kind} x {servers * gpus}",

@@ -16,7 +16,7 @@ from stagewright.graphs.machines.cluster import (
     save_cluster,
     uniform_servers,
 )
-from stagewright.graphs.machines.devices import Accelerator
+from stagewright.graphs.machines.devices import NVLINK, Accelerator
 from stagewright.graphs.machines.topology import dgx1
 from stagewright.graphs.models.analytic import analytic_model
 from stagewright.graphs.models.chain import save_model
@@ -55,7 +55,7 @@ def clusters() -> list[Cluster]:
     return [
         # SPP section VI-B: servers of four V100 on PCIe, RDMA between them.
         uniform_servers(8, 4, Link(14e9, 5e-6), Link(4.5e9, 10e-6), name="v100-8x4"),
-        dgx1(latency=5e-6),
+        dgx1(brick=NVLINK, latency=5e-6),
         uniform_servers(
             2, 4, Link(8e9, 2e-6), Link(1.25e9, 50e-6),
             kind="cpu-core", memory_bytes=4e9, name="cpu-2x4",

@@ -17,6 +17,7 @@ from stagewright.graphs.documents.units import (
 from stagewright.graphs.machines.cluster import Cluster, Link, ServerLinks
 from stagewright.graphs.machines.devices import ACCELERATORS, accelerator
 from stagewright.graphs.machines.networks import NETWORK_LATENCY, SERVER_LATENCY, fabric_of_kind
+from stagewright.graphs.machines.servers import with_levels
 
 WHOLE = "whole"
 
@@ -121,13 +122,13 @@ def server_pools(cluster: Cluster) -> ServerPools:
     Raises
     ------
     InputError
-        If the links are a matrix, or the devices of a server differ.
+        If the links or the devices of a server differ.
     """
-    links = cluster.links
+    links = with_levels(cluster).links
     if not isinstance(links, ServerLinks):
         raise InputError(
-            f"cluster {cluster.name!r} has a matrix of links; links inside and between servers are "
-            "needed here"
+            f"cluster {cluster.name!r} has a matrix of unequal links; one link inside and one "
+            "between servers are needed here"
         )
     rack_of = {name: f"rack {number}" for number, rack in enumerate(links.racks or ())
                for name in rack}  # fmt: skip

@@ -29,6 +29,9 @@ STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 """Configuration that every document's dataclass carries as ``__pydantic_config__``."""
 
 
+MAKES_MODEL = "`stagewright model` makes a model of it"
+
+
 def told_by(field: str, with_it: str, without: str) -> Discriminator:
     """Which of two members, by their tags, a union has, so that errors speak of that one only."""
 
@@ -58,8 +61,7 @@ def parse(kind: type[T], text: str | bytes, place: str, format_name: str, versio
     except ValueError as error:
         raise InputError(f"{place}: {not_json(_decoded(text), error)}") from None
     if not isinstance(data, dict) or data.get("format") != format_name:
-        found = data.get("format") if isinstance(data, dict) else type(data).__name__
-        raise InputError(f"{place}: expected a {format_name!r} document, found {found!r}")
+        raise InputError(f"{place}: expected a {format_name!r} document, found {_shown(data)}")
     if data.get("version") != version or type(data["version"]) is not int:  # true == 1
         raise InputError(
             f"{place}: version {data.get('version')!r} is not known; this release reads {version}"
@@ -69,6 +71,15 @@ def parse(kind: type[T], text: str | bytes, place: str, format_name: str, versio
         return _adapter(kind).validate_json(text, strict=True)
     except ValidationError as error:
         raise InputError(f"{place}: {first_problem(error, data)}") from None
+
+
+def _shown(data: Any) -> str:
+    """What a document is instead of the expected one."""
+    if not isinstance(data, dict):
+        return repr(type(data).__name__)
+    if "format" not in data and "model_type" in data:
+        return f"a Hugging Face config.json: {MAKES_MODEL}"
+    return repr(data.get("format"))
 
 
 def _decoded(text: str | bytes) -> str:
@@ -107,7 +118,9 @@ def read_text(path: str | os.PathLike[str]) -> str:
     try:
         data = Path(name).read_bytes()
     except IsADirectoryError:
-        raise InputError(f"{name} is a folder; name a file in it") from None
+        known = os.path.isfile(os.path.join(name, "config.json"))
+        said = f" with a config.json: {MAKES_MODEL}" if known else "; name a file in it"
+        raise InputError(f"{name} is a folder{said}") from None
     except OSError as error:
         raise InputError(f"{name}: {error.strerror}") from None
     try:

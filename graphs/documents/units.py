@@ -3,10 +3,9 @@
 import math
 import re
 import reprlib
+from collections.abc import Mapping
 from contextlib import suppress
 from numbers import Real
-
-from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from stagewright.graphs.documents.errors import InputError
 
@@ -20,66 +19,86 @@ MAX_LAYERS = 16_384
 
 MAX_LATENCY = 1.0  # seconds; anything above is a number of us without its unit
 
-_BYTES = TypeAdapter(ByteSize)
 _PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "µs": 1e6, "ns": 1e9}
+_PER_SECOND |= {unit.upper(): count for unit, count in _PER_SECOND.items()}
+
+_SCALES = {"": 1.0, "k": 1e3, "K": 1e3} | {
+    prefix + binary: float(base**power)
+    for power, prefix in enumerate("KMGTP", start=1)
+    for binary, base in (("", 1000), ("i", 1024))
+}
+_SIZES = {prefix + unit: scale for prefix, scale in _SCALES.items() for unit in ("B", "bytes")}
+_SIZES |= {unit.lower(): scale for unit, scale in _SIZES.items()}  # memory is not counted in bits
+
+# A capital B is bytes and a small b bits, as network cards are named. Only where the word, or the
+# spelling bps, says bits may the prefix be small too: gb/s may be either.
+_RATES = {
+    prefix + unit + second: scale / bits
+    for prefix, scale in _SCALES.items()
+    for unit, bits in (("B", 1), ("bytes", 1), ("b", 8), ("bit", 8), ("bits", 8))
+    for second in ("/s", "/sec", "ps")
+}
+_RATES |= {unit.lower(): rate for unit, rate in _RATES.items() if re.search("bps|bit", unit)}
 
 
-def parse_bytes(text: str) -> float:
-    """Bytes in ``text``: ``16GB``, ``16GiB``, ``16e9``.
+def parse_bytes(text: str, name: str) -> float:
+    """Bytes in ``text``: ``16GB``, ``16GiB``; ``name`` is what it is of, for messages.
 
     Raises
     ------
     InputError
-        If ``text`` is not a size, or is negative.
+        If ``text`` is not a size with its unit, is in bits (``16Gb``), or is negative.
     """
-    try:
-        value = _plain_or_bytes(text)
-    except ValidationError:
-        raise InputError(f"{text!r} is not a size; write for example 16GB or 16GiB") from None
-    require_amount(value, f"size {text!r}")
+    number, unit = _quantity(text, name, "size", _SIZES, "80GB or 80GiB")
+    value = number * _SIZES.get(unit, 1.0)
+    require_amount(value, f"{name} {text!r}")
     return value
 
 
-def parse_bandwidth(text: str) -> float:
-    """Bytes per second in ``text``: ``12.5GB/s``, ``100Gbps``, ``100Gbit/s``, ``12.5e9``.
+def parse_bandwidth(text: str, name: str) -> float:
+    """Bytes per second in ``text``: ``12.5GB/s``, or in bits ``100Gb/s``, ``100Gbps``.
 
     Raises
     ------
     InputError
-        If ``text`` is not a bandwidth, or so small that its unit must be missing.
+        If ``text`` is not a bandwidth with its unit, or may be of bits or bytes (``100gb/s``).
     """
-    size = re.sub(r"(?i)bps$", "bit", text.strip())
-    size = re.sub(r"(?i)/s(ec)?$", "", size)
-    try:
-        value = _plain_or_bytes(size)
-    except ValidationError:
-        raise InputError(
-            f"{text!r} is not a bandwidth; write for example 12.5GB/s or 100Gbps"
-        ) from None
-    require_bandwidth(value, f"bandwidth {text!r}")
+    example = "25GB/s (bytes) or 200Gb/s (bits)"
+    number, unit = _quantity(text, name, "bandwidth", _RATES, example)
+    value = number * _RATES.get(unit, 1.0)
+    require_bandwidth(value, f"{name} {text!r}")
     return value
 
 
 def parse_latency(text: str, name: str) -> float:
-    """Seconds in ``text``: ``5us``, ``0.2 ms``; ``name`` is what it is of, for messages.
+    """Seconds in ``text``: ``5us``, ``0.2 ms``.
 
     Raises
     ------
     InputError
         If ``text`` is not a time with its unit, is negative, or above a second.
     """
-    number, unit = re.fullmatch(r"(.*?)\s*([a-zµ]*)", text.strip(), re.IGNORECASE | re.S).groups()  # type: ignore[union-attr]
-    try:
-        value = float(number)
-    except ValueError:
-        raise InputError(f"{name} {text!r} is not a latency; write for example 5us") from None
-    if value and unit.lower() not in _PER_SECOND:
-        known = "has no unit" if not unit else f"has an unknown unit, {unit}"
-        raise InputError(f"{name} {text!r} {known}; write for example 5us, 0.2ms or 500ns")
-    seconds = value / _PER_SECOND.get(unit.lower(), 1.0)
+    number, unit = _quantity(text, name, "latency", _PER_SECOND, "5us, 0.2ms or 500ns")
+    seconds = number / _PER_SECOND.get(unit, 1.0)
     if not 0 <= seconds <= MAX_LATENCY:
         raise InputError(f"{name} must be from 0 to 1 s, such as 5us, got {text}")
     return seconds
+
+
+def _quantity(
+    text: str, name: str, what: str, units: Mapping[str, float], examples: str
+) -> tuple[float, str]:
+    """The number in ``text`` and its unit, one of ``units``; 0 needs none."""
+    number, unit = re.fullmatch(r"(.*?)\s*([a-zµ/]*)", text.strip(), re.IGNORECASE | re.S).groups()  # type: ignore[union-attr]
+    try:
+        value = float(number)
+    except ValueError:
+        problem = f"is not a {what}"
+    else:
+        if unit in units or not (unit or value):
+            return value, unit
+        problem = f"has an unknown unit, {unit}" if unit else "has no unit"
+    raise InputError(f"{name} {text!r} {problem}; write for example {examples}")
 
 
 def counted(number: int, one: str, several: str) -> str:
@@ -108,14 +127,6 @@ def parse_share(value: str | float, name: str) -> float:
     return share
 
 
-def _plain_or_bytes(text: str) -> float:
-    """A plain number in any notation, or else a size that pydantic reads (``16GB``)."""
-    try:
-        return float(text)
-    except ValueError:
-        return float(_BYTES.validate_python(text))
-
-
 def require_bandwidth(value: float, place: str) -> None:
     """Refuse a bandwidth (bytes/s) that is not finite and positive, or that lacks its unit."""
     require_number(value, place)
@@ -124,7 +135,7 @@ def require_bandwidth(value: float, place: str) -> None:
     if value < MIN_BANDWIDTH:
         raise InputError(
             f"{place} is {value:g} bytes/s, less than 1 MB/s: is a unit missing? "
-            f"Write {value:g}GB/s on the command line, {value * 1e9:g} in a file"
+            f"{value:g} GB/s is {value * 1e9:g}"
         )
 
 

@@ -18,7 +18,7 @@ from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.contents import not_json
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.importers.config_fields import Fields
-from stagewright.graphs.importers.hf_hub import hub_config, is_hub_name
+from stagewright.graphs.importers.hf_hub import config_file
 from stagewright.graphs.models.architecture import (
     Architecture,
     Experts,
@@ -31,9 +31,9 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def read_hf_config(path: str | os.PathLike[str]) -> Architecture:
-    """The architecture that a ``config.json`` describes; ``OWNER/NAME`` is that of a model's name.
+    """The architecture that a ``config.json``, or that of a folder or a model's name, describes.
 
-    A name is looked up by :func:`~stagewright.graphs.importers.hf_hub.hub_config`.
+    A name, ``OWNER/NAME``, is looked up by :func:`~stagewright.graphs.importers.hf_hub.hub_config`.
 
     Raises
     ------
@@ -66,7 +66,7 @@ def read_most_positions(path: str | os.PathLike[str]) -> int | None:
 
 
 def _text(path: str | os.PathLike[str]) -> str:
-    return documents.read_text(hub_config(os.fspath(path)) if is_hub_name(path) else path)
+    return documents.read_text(config_file(path))
 
 
 def _values(text: str, place: str) -> dict[str, Any]:

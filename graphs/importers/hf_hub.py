@@ -1,4 +1,4 @@
-"""The ``config.json`` of a model by its name on the Hugging Face Hub."""
+"""The ``config.json`` of a model: in its folder, or by its name on the Hugging Face Hub."""
 
 import importlib
 import os
@@ -16,6 +16,18 @@ def is_hub_name(path: str | os.PathLike[str]) -> bool:
     text = os.fspath(path)
     named = _NAME.fullmatch(text) is not None and not text.endswith(".json")
     return named and not Path(text).exists()
+
+
+def is_model(path: str | os.PathLike[str]) -> bool:
+    """Whether ``path`` is a folder with a ``config.json``, or may be the name of a model."""
+    return is_hub_name(path) or os.path.isfile(os.path.join(path, FILE))
+
+
+def config_file(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """The configuration that ``path`` means: the file, that in the folder, or of the model."""
+    if is_hub_name(path):
+        return hub_config(os.fspath(path))
+    return os.path.join(path, FILE) if is_model(path) else path
 
 
 def hub_config(name: str) -> Path:

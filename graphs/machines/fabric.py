@@ -18,6 +18,7 @@ from stagewright.graphs.documents.units import (
 )
 from stagewright.graphs.machines.cluster import Cluster, Device, Link, ServerLinks
 from stagewright.graphs.machines.devices import ACCELERATORS, Accelerator, accelerator
+from stagewright.graphs.machines.servers import with_levels
 
 MAX_GPUS = 1 << 20
 
@@ -104,13 +105,13 @@ def fabric_of(cluster: Cluster) -> Fabric:
     Raises
     ------
     InputError
-        If devices, servers or racks differ, or the links are a matrix.
+        If devices, servers or racks differ, or the links of the devices of a server.
     """
-    first = cluster.devices[0]
-    if not isinstance(cluster.links, ServerLinks):
+    first, links = cluster.devices[0], with_levels(cluster).links
+    if not isinstance(links, ServerLinks):
         raise InputError(
-            f"cluster {cluster.name!r} has a matrix of links; equal servers of equal devices are "
-            "needed here"
+            f"cluster {cluster.name!r} has a matrix of unequal links; equal servers of equal "
+            "devices are needed here, with the same link between all devices of a server"
         )
     for one in cluster.devices:
         if (one.kind, one.memory_bytes) != (first.kind, first.memory_bytes):
@@ -118,7 +119,6 @@ def fabric_of(cluster: Cluster) -> Fabric:
                 f"cluster {cluster.name!r}: device {one.name!r} differs from {first.name!r}; equal "
                 "devices are needed here"
             )
-    links = cluster.links
     found = [("server", _equal(links.servers, "servers"), links.intra)]
     if links.inter is not None:
         racks = links.racks or (tuple(one.name for one in cluster.devices),)

@@ -3,13 +3,17 @@
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import require_count
 from stagewright.graphs.machines.cluster import Link
-from stagewright.graphs.machines.devices import ACCELERATORS, Accelerator, accelerator
+from stagewright.graphs.machines.devices import ACCELERATORS, NVLINK, Accelerator, accelerator
 from stagewright.graphs.machines.fabric import MAX_GPUS, Fabric, Level
 
 SERVER_SHARE, NETWORK_SHARE = 0.812, 0.84
 """The parts of a link's rate that collectives reach in and between servers where no bandwidth is
 given: of NVLink and InfiniBand of DGX A100, fitted together with the rates of the A100 (see
-``rates.py``); the same parts for other kinds are not measured."""
+``rates.py``); the same parts for other kinds are not measured.
+
+Of an NVLink's 25 GB/s NCCL 2.30 counts 20 on A100 and 20.6 on H100 (src/graph/topo.h), 0.80 and
+0.82: the 450 GB/s of an H100's 18 links are what the wires carry, 365 is what a plan can count on.
+"""
 
 SERVER_LATENCY, NETWORK_LATENCY = 2.7e-6, 4.7e-6
 """Seconds of a step of a collective: the first from the same fit, the network's 2 us above it."""
@@ -42,7 +46,12 @@ def fabric_of_kind(
     require_count(devices, "gpus", MAX_GPUS)
     inside = min(per_server, devices)
     if devices % inside:
-        raise InputError(f"gpus must be a multiple of per_server ({inside}), got {devices}")
+        fewer = devices // inside * inside
+        size = max(one for one in range(1, inside) if devices % one == 0)
+        raise InputError(
+            f"gpus {devices} are not whole servers of {inside}: give {fewer} or {fewer + inside}, "
+            f"or the GPUs in a server with per_server, such as {size}"
+        )
     if (per_rack is None) != (rack_bandwidth is None):
         raise InputError("per_rack and rack_bandwidth belong together: give both")
     within = _given(
@@ -64,6 +73,12 @@ def fabric_of_kind(
     host = host_bytes_per_second or card.host_bytes_per_second
     own = None if card.name in ACCELERATORS else card
     return Fabric(card.name, memory, tuple(levels), host, own)
+
+
+def nvlink_rate(kind: str | Accelerator) -> float:
+    """Bytes/s per direction that one NVLink of a kind reaches; those of V100 if it is not known."""
+    card = ACCELERATORS.get(kind.lower()) if isinstance(kind, str) else kind
+    return SERVER_SHARE * (NVLINK if card is None else card.nvlink_bytes_per_second)
 
 
 def server_link(card: Accelerator) -> Link | None:

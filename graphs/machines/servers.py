@@ -97,16 +97,32 @@ def repeated(one: Cluster, servers: int, inter: Link) -> Cluster:
         for server in names
         for device, id_ in zip(one.devices, server, strict=True)
     )
-    latency = np.broadcast_to(np.array(one.links.latency_seconds), (len(one),) * 2)
-    apart = ~np.eye(len(one), dtype=bool)
-    found = set(zip(one.direct_bandwidth[apart], latency[apart], strict=True))
-    if len(found) <= 1:
-        intra = Link(*map(float, found.pop())) if found else inter
+    alike = with_levels(one).links
+    if isinstance(alike, ServerLinks) or len(one) == 1:
+        intra = alike.intra if isinstance(alike, ServerLinks) else inter
         return Cluster(name, devices, ServerLinks(names, intra, inter), source=one.source)
     _require_matrix(len(devices))
+    latency = np.broadcast_to(np.array(one.links.latency_seconds), (len(one),) * 2)
     bandwidth = _blocks(one.direct_bandwidth, servers, inter.bandwidth_bytes_per_second)
     seconds = _blocks(latency, servers, inter.latency_seconds)
     return replace(_matrix(name, devices, names, bandwidth, seconds), source=one.source)
+
+
+def with_levels(cluster: Cluster) -> Cluster:
+    """The cluster by servers if its links are a matrix with one link between all devices.
+
+    Any other is returned as it is.
+    """
+    links = cluster.links
+    apart = ~np.eye(len(cluster), dtype=bool)
+    if not isinstance(links, MatrixLinks) or not (cluster.direct_bandwidth[apart] > 0).all():
+        return cluster
+    found = set(zip(cluster.bandwidth[apart], cluster.latency[apart], strict=True))
+    if len(found) != 1:
+        return cluster
+    link = Link(*map(float, found.pop()))
+    servers = links.servers or (tuple(device.name for device in cluster.devices),)
+    return replace(cluster, links=ServerLinks(servers, link, link if len(servers) > 1 else None))
 
 
 def _blocks(inside: Floats, servers: int, between: float) -> Floats:

@@ -12,26 +12,29 @@ from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MAX_DEVICES, parse_bandwidth, require_count
 from stagewright.graphs.machines.cluster import Cluster, Device, Link, ServerLinks, from_matrix
-from stagewright.graphs.machines.devices import (
-    ACCELERATORS,
-    NVLINK,
-    Accelerator,
-    kind_of_device,
-)
+from stagewright.graphs.machines.devices import Accelerator, kind_of_device
+from stagewright.graphs.machines.networks import SERVER_LATENCY, SERVER_SHARE, nvlink_rate
 
-PATH_BANDWIDTH: dict[str, float] = {
-    "PIX": 12e9,  # one PCIe switch
-    "PXB": 12e9,  # several PCIe switches
-    "PHB": 10e9,  # a PCIe host bridge, that is the CPU
-    "NODE": 10e9,  # the host bridges of one NUMA node
-    "SYS": 6e9,  # the link between CPUs
-    "SOC": 6e9,  # the same, of old drivers
+# What NCCL 2.30 assumes that GPUs reach: 60, 120 and 240 (x 100 Mb/s) of each of 16 lanes
+# (src/graph/topo.cc, kvDictPciGen), a sixth of it lost through an Intel CPU (INTEL_P2P_OVERHEAD of
+# src/graph/topo.h), and between CPUs what is there of Broadwell, AMD, and Sapphire Rapids.
+_PCIE = {3: (12e9, 10e9, 6e9), 4: (24e9, 20e9, 16e9), 5: (48e9, 40e9, 22e9)}
+
+PCIE_PATHS: dict[int, dict[str, float]] = {
+    generation: {
+        "PIX": switch,  # one PCIe switch
+        "PXB": switch,  # several PCIe switches
+        "PHB": bridge,  # a PCIe host bridge, that is the CPU
+        "NODE": bridge,  # the host bridges of one NUMA node
+        "SYS": between,  # the link between CPUs
+        "SOC": between,  # the same, of old drivers
+    }
+    for generation, (switch, bridge, between) in _PCIE.items()
 }
-"""Bytes per second and direction over the paths that ``nvidia-smi topo -m`` names.
+"""Bytes per second and direction that GPUs reach over the paths that ``nvidia-smi topo -m`` names,
+by the generation of PCIe, with 16 lanes."""
 
-Rates that NCCL assumes (src/graph/topo.h): PCIe 3.0 x16 at 12 GB/s, a fifth more traffic through
-an Intel CPU, 6 GB/s between Broadwell CPUs. Newer machines are faster; pass their rates.
-"""
+PATHS = tuple(PCIE_PATHS[3])
 
 # NVLinks between the GPUs of a DGX-1 V100 (hybrid cube mesh; six per GPU).
 _DGX1_NVLINKS = (
@@ -53,9 +56,9 @@ _NO_LINK = ("-", "x", "none", "null")
 
 def dgx1(
     *,
-    brick: float = NVLINK,
-    pcie: float = PATH_BANDWIDTH["SYS"],
-    latency: float = 0.0,
+    brick: float = nvlink_rate("v100"),
+    pcie: float = PCIE_PATHS[3]["SYS"],
+    latency: float = SERVER_LATENCY,
     kind: str | Accelerator = "v100",
     memory_bytes: float | None = None,
     name: str = "dgx1",
@@ -65,7 +68,7 @@ def dgx1(
     Parameters
     ----------
     brick
-        Bytes/s per direction of one NVLink; pairs have one or two of them.
+        Bytes/s per direction that one NVLink reaches; pairs have one or two of them.
     pcie
         Bytes/s between GPUs without an NVLink, which are attached to different CPUs.
     latency
@@ -122,7 +125,7 @@ def read_matrix(
 ) -> Cluster:
     """A cluster from a text file of bandwidths: entry j of row i is that from device i to j.
 
-    Entries are bytes/s (``12e9``) or have a unit (``12GB/s``), separated by commas or spaces;
+    Entries have a unit (``12GB/s``, ``100Gb/s``) and are separated by commas or spaces;
     ``-`` or ``x`` means no link. The diagonal is ignored. Lines that start with ``#`` are skipped.
     A first line of names gives the device names (default: g0, g1, ...); the rows may then start
     with names too.
@@ -154,9 +157,9 @@ def parse_nvidia_smi(
     text: str,
     *,
     place: str = "nvidia-smi topo -m",
-    brick: float | None = None,
-    paths: Mapping[str, float] = PATH_BANDWIDTH,
-    latency: float = 0.0,
+    pcie: int = 3,
+    paths: Mapping[str, float] | None = None,
+    latency: float = SERVER_LATENCY,
     kind: str | Accelerator = "v100",
     memory_bytes: float | None = None,
     name: str = "nvidia-smi",
@@ -172,10 +175,11 @@ def parse_nvidia_smi(
         The output.
     place
         Starts every message, for example a file name.
-    brick
-        Bytes/s per direction of one NVLink (default: that of the kind): ``NV2`` is two of them.
+    pcie
+        Generation of PCIe, 3 to 5: the paths have the rates of ``PCIE_PATHS``. One NVLink has that
+        of the kind, as collectives reach it; ``NV2`` is two of them.
     paths
-        Bytes/s of the other paths; the default is ``PATH_BANDWIDTH``.
+        Bytes/s of paths that are known better.
     latency
         Seconds per transfer.
     kind, memory_bytes
@@ -186,40 +190,40 @@ def parse_nvidia_smi(
     Raises
     ------
     InputError
-        One line that names the row and column.
+        One line that names the row and column, or if there is no such generation or path.
     """
-    unknown = sorted(paths.keys() - PATH_BANDWIDTH.keys())
-    if unknown:
-        raise InputError(
-            f"{unknown[0]!r} is not a path of nvidia-smi ({', '.join(PATH_BANDWIDTH)})"
-        )
-    columns, table = _smi_table(text, place)
+    if pcie not in PCIE_PATHS:
+        raise InputError(f"pcie must be one of {', '.join(map(str, PCIE_PATHS))}, got {pcie!r}")
+    columns, links = _smi_links(text, place)
     names = [column for column in columns if _GPU.fullmatch(column)]
-    links = [[_smi_entry(table, columns, a, b, place) for b in names] for a in names]
-    bandwidths = {**PATH_BANDWIDTH, **paths}
-    rate = _nvlink(kind) if brick is None else brick
-    rows = []
-    for i, row in enumerate(links):
-        for j, link in enumerate(row):
-            if link != links[j][i]:
-                raise InputError(
-                    f"{place}: {names[i]} to {names[j]} is {link}, back it is {links[j][i]}"
-                )
-        rows.append(
-            [None if link == "X" else _smi_bandwidth(link, rate, bandwidths) for link in row]
-        )
-    devices = _devices(names, kind, memory_bytes)
-    kinds = sorted({link for row in links for link in row} - {"X"})
-    stated = [f"{one} at {_smi_bandwidth(one, rate, bandwidths) / 1e9:g} GB/s" for one in kinds]
+    joins = _distinct(links)
+    given = {} if paths is None else paths
+    unused = sorted(given.keys() - joins)
+    if unused:
+        raise InputError(f"{place}: no GPUs are joined by {unused[0]}, only by {', '.join(joins)}")
+    every = {link: _smi_rate(link, kind, pcie, given) for link in joins}
+    rows = [[None if link == "X" else every[link][0] for link in row] for row in links]
+    stated = [f"{link} at {rate / 1e9:.4g} GB/s{why}" for link, (rate, why) in every.items()]
     source = "; ".join([place, *stated, *_network_cards(text, columns)])
-    made = from_matrix(devices, rows, latency, servers=[names], name=name)
+    made = from_matrix(
+        _devices(names, kind, memory_bytes), rows, latency, servers=[names], name=name
+    )
     return replace(made, source=source)
 
 
-def _nvlink(kind: str | Accelerator) -> float:
-    """Bytes/s per direction of one NVLink of a kind."""
-    card = ACCELERATORS.get(kind.lower()) if isinstance(kind, str) else kind
-    return NVLINK if card is None else card.nvlink_bytes_per_second
+def nvidia_smi_paths(text: str, place: str) -> tuple[str, ...]:
+    """How GPUs are joined in the text of ``nvidia-smi topo -m``, such as ``NV18`` or ``SYS``.
+
+    Raises
+    ------
+    InputError
+        As of :func:`parse_nvidia_smi`.
+    """
+    return _distinct(_smi_links(text, place)[1])
+
+
+def _distinct(links: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    return tuple(sorted({link for row in links for link in row} - {"X"}))
 
 
 def _network_cards(text: str, columns: Sequence[str]) -> list[str]:
@@ -259,11 +263,22 @@ def _parse_row(
         if i == j or entry.lower() in _NO_LINK:
             row.append(None)
             continue
-        try:
-            row.append(parse_bandwidth(entry))
-        except InputError as error:
-            raise InputError(f"{place}: {names[i]} to {names[j]}: {error}") from None
+        row.append(parse_bandwidth(entry, f"{place}: {names[i]} to {names[j]}:"))
     return row
+
+
+def _smi_links(text: str, place: str) -> tuple[list[str], list[list[str]]]:
+    """The columns, and how every GPU is joined to every GPU."""
+    columns, table = _smi_table(text, place)
+    names = [column for column in columns if _GPU.fullmatch(column)]
+    links = [[_smi_entry(table, columns, a, b, place) for b in names] for a in names]
+    for i, row in enumerate(links):
+        for j, link in enumerate(row):
+            if link != links[j][i]:
+                raise InputError(
+                    f"{place}: {names[i]} to {names[j]} is {link}, back it is {links[j][i]}"
+                )
+    return columns, links
 
 
 def _smi_table(text: str, place: str) -> tuple[list[str], dict[str, list[str]]]:
@@ -290,14 +305,18 @@ def _smi_entry(
     if len(table[a]) <= column:
         raise InputError(f"{place}: the row of {a} ends before the column of {b}")
     link = table[a][column]
-    if (link == "X") != (a == b) or not re.fullmatch(
-        rf"X|NV[1-9]\d*|{'|'.join(PATH_BANDWIDTH)}", link
-    ):
-        raise InputError(
-            f"{place}: {a} to {b}: {link!r} is none of NV#, {', '.join(PATH_BANDWIDTH)}"
-        )
+    if (link == "X") != (a == b) or not re.fullmatch(rf"X|NV[1-9]\d*|{'|'.join(PATHS)}", link):
+        raise InputError(f"{place}: {a} to {b}: {link!r} is none of NV#, {', '.join(PATHS)}")
     return link
 
 
-def _smi_bandwidth(link: str, brick: float, bandwidths: Mapping[str, float]) -> float:
-    return int(link[2:]) * brick if link.startswith("NV") else bandwidths[link]
+def _smi_rate(
+    link: str, kind: str | Accelerator, pcie: int, given: Mapping[str, float]
+) -> tuple[float, str]:
+    """Bytes/s that GPUs so joined reach, and in brackets what it follows from if not ``given``."""
+    if link in given:
+        return given[link], ""
+    if not link.startswith("NV"):
+        return PCIE_PATHS[pcie][link], f" (PCIe {pcie})"
+    rate = int(link[2:]) * nvlink_rate(kind)
+    return rate, f" ({SERVER_SHARE:.1%} of {rate / SERVER_SHARE / 1e9:.4g})"

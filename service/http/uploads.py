@@ -122,16 +122,19 @@ async def upload_topology(
     sent: Received,
     device: Annotated[str, Query(max_length=NAME)],
     memory: Annotated[str | None, Query(max_length=20)] = None,
+    pcie: Annotated[int, Query(ge=3, le=5)] = 3,
 ) -> UploadView:
     """Keep the cluster that ``nvidia-smi topo -m`` prints.
 
     ``device`` is the kind of its devices, ``memory`` that of each where the kind is not known, such
-    as 80GB.
+    as 80GB; ``pcie`` is the generation of PCIe.
     """
 
     def made() -> bytes:
-        size = None if memory is None else parse_bytes(memory)
-        found = topology.parse_nvidia_smi(_utf8(sent.text), kind=device, memory_bytes=size)
+        size = None if memory is None else parse_bytes(memory, "memory")
+        found = topology.parse_nvidia_smi(
+            _utf8(sent.text), kind=device, memory_bytes=size, pcie=pcie
+        )
         return documents.to_json(found).encode()
 
     return await sent.kept(Kind.CLUSTER, made)

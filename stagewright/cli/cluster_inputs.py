@@ -40,6 +40,7 @@ class ClusterOptions:
     shape: str | None
     matrix: Path | None
     nvidia_smi: Path | None
+    pcie: int | None
     dgx1: bool
     device: str | None
     memory: str | None
@@ -101,6 +102,8 @@ def read_cluster(options: ClusterOptions) -> "Cluster":
         )
     if options.gives("inter_rack") and _RACKS.fullmatch(shape) is None:
         raise InputError("--inter-rack and --latency-inter-rack belong to a shape such as 4x8x4")
+    if options.pcie is not None and options.nvidia_smi is None:
+        raise InputError("--pcie belongs to --nvidia-smi FILE, whose paths have its rates")
     if options.describes_server:
         return _of_server(options)
     return _of_kinds(options, shape) if ":" in shape else _of_shape(options, shape)
@@ -110,9 +113,14 @@ def _of_server(options: ClusterOptions) -> "Cluster":
     """One server that a file or a name describes, or several of it."""
     from stagewright.graphs.machines.servers import repeated
 
-    if options.bandwidth.intra:
-        raise InputError("--intra belongs to a shape such as 8x4: the server's links are given")
-    kind = _read_kinds([options.device or ("v100" if options.dgx1 else None)], options)[0]
+    if options.bandwidth.intra and options.nvidia_smi is None:
+        raise InputError(
+            "--intra belongs to a shape such as 8x4, or to --nvidia-smi FILE: the server's links "
+            "are given"
+        )
+    # The bandwidths inside are those of paths, not of kinds.
+    rest = replace(options, bandwidth=replace(options.bandwidth, intra=None))
+    kind = _read_kinds([options.device or ("v100" if options.dgx1 else None)], rest)[0]
     made = _server(options, kind)
     if options.shape is not None:
         made = repeated(made, int(options.shape), kind.link("inter"))
@@ -126,22 +134,37 @@ def _of_server(options: ClusterOptions) -> "Cluster":
 
 def _server(options: ClusterOptions, kind: _Kind) -> "Cluster":
     """One server with the kind's devices."""
-    from stagewright.graphs.documents import documents
     from stagewright.graphs.machines import topology
 
-    every: dict[str, Any] = {
-        "kind": kind.kind,
-        "memory_bytes": kind.device.memory_bytes,
-        "latency": options.latency.intra or 0.0,
-    }
+    every: dict[str, Any] = {"kind": kind.kind, "memory_bytes": kind.device.memory_bytes}
+    if options.latency.intra is not None:
+        every["latency"] = options.latency.intra
     if options.matrix is not None:
         made = topology.read_matrix(options.matrix, **every)
     elif options.nvidia_smi is not None:
-        text = documents.read_text(options.nvidia_smi)
-        made = topology.parse_nvidia_smi(text, place=str(options.nvidia_smi), **every)
+        made = _of_topology(options.nvidia_smi, options, every)
     else:
         made = topology.dgx1(**every)
     return _with_host(made, kind.device.host_bytes_per_second)
+
+
+def _of_topology(path: Path, options: ClusterOptions, every: dict[str, Any]) -> "Cluster":
+    """The server that a file of ``nvidia-smi topo -m`` describes, with the rates of its paths."""
+    from stagewright.graphs.documents import documents
+    from stagewright.graphs.documents.units import parse_bandwidth
+    from stagewright.graphs.machines import topology
+
+    text, place = documents.read_text(path), str(path)
+    paths = read_by_kind(
+        options.bandwidth.intra,
+        "--intra",
+        parse_bandwidth,
+        topology.nvidia_smi_paths(text, place),
+        lambda path, _: path.strip().upper(),
+    )
+    return topology.parse_nvidia_smi(
+        text, place=place, pcie=options.pcie or 3, paths=paths, **every
+    )
 
 
 def _of_kinds(options: ClusterOptions, shape: str) -> "Cluster":
@@ -181,7 +204,10 @@ def _of_shape(options: ClusterOptions, shape: str) -> "Cluster":
         if racks > 1:
             raise InputError("--inter-rack is missing: the racks must be connected, e.g. 100Gbps")
         return _with_source(mixed_servers([group], f"{servers}x{devices}"), [kind])
-    between = Link(parse_bandwidth(options.bandwidth.inter_rack), options.latency.inter_rack or 0.0)
+    between = Link(
+        parse_bandwidth(options.bandwidth.inter_rack, "--inter-rack"),
+        options.latency.inter_rack or 0.0,
+    )
     inner = group.intra or group.inter or between
     device = kind.device
     made = uniform_racks(

@@ -104,12 +104,14 @@ def divide(
         **limit_fields(time_limit, 1, 0),
         workload=load_partition_problem(file),
         devices=devices,
-        memory_bytes=None if memory is None else parse_bytes(memory),
+        memory_bytes=None if memory is None else parse_bytes(memory, "--memory"),
         hosts=hosts,
         any_sets=any_sets,
         replicas=replicas,
         objective=objective.value,
-        bandwidth_bytes_per_second=None if bandwidth is None else parse_bandwidth(bandwidth),
+        bandwidth_bytes_per_second=(
+            None if bandwidth is None else parse_bandwidth(bandwidth, "--bandwidth")
+        ),
         samples=samples,
     )
     answer = find(DivideAnswer, request, f"dividing {file.name}", server)

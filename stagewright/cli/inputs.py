@@ -48,8 +48,8 @@ def model(
     name: Annotated[
         str,
         typer.Argument(
-            help="For example bert-large, vgg19, gpt; or a Hugging Face config.json, or the name "
-            "of its model, OWNER/NAME.",
+            help="For example bert-large, vgg19, gpt; or a Hugging Face config.json, or its "
+            "folder, or the name of its model, OWNER/NAME.",
             show_default=False,
         ),
     ],
@@ -98,9 +98,10 @@ def model(
 
     The model has a name, or is described by a transformer's config.json.
     """
-    from stagewright.graphs.importers.hf_hub import is_hub_name
+    from stagewright.graphs.importers.hf_hub import is_model
     from stagewright.graphs.machines.devices import GENERIC, read_kind
     from stagewright.graphs.models.analytic import analytic_model
+    from stagewright.graphs.models.named import MODELS
 
     given = {
         "layers": layers,
@@ -116,7 +117,7 @@ def model(
     samples = microbatch_size if microbatch_sizes is None else read_sizes(microbatch_sizes)
     options: dict[str, Any] = {"precision": precision.value, "optimizer_state": optimizer_state}
     kinds = [read_kind(kind.strip()) for kind in (device or GENERIC).split(",")]
-    if name.endswith(".json") or is_hub_name(name):
+    if name.endswith(".json") or (name not in MODELS and is_model(name)):
         if output is not None:
             require_apart([Named("--output", output)], [Named("NAME", Path(name))])
         chain = _configured(name, attention, sizes, samples, kinds, options)
@@ -166,7 +167,8 @@ def cluster(
         str | None,
         typer.Option(
             help="Bandwidth inside a server, for example 100GB/s; default: that of the kind. "
-            "Bandwidths and memory may be given by kind: a100=300GB/s,v100=25GB/s."
+            "Bandwidths and memory may be given by kind: a100=300GB/s,v100=25GB/s; this one, with "
+            "--nvidia-smi, by path: PIX=24GB/s,SYS=16GB/s."
         ),
     ] = None,
     inter: Annotated[
@@ -189,6 +191,12 @@ def cluster(
     ] = None,
     nvidia_smi: Annotated[
         Path | None, typer.Option(help="The text that nvidia-smi topo -m prints.")
+    ] = None,
+    pcie: Annotated[
+        int | None,
+        typer.Option(
+            help="With --nvidia-smi: generation of PCIe, 3, 4 or 5; default: 3.", min=3, max=5
+        ),
     ] = None,
     dgx1: Annotated[bool, typer.Option("--dgx1", help="Eight V100 in a cube of NVLinks.")] = False,
     device: Annotated[
@@ -232,6 +240,7 @@ def cluster(
             shape=shape,
             matrix=matrix,
             nvidia_smi=nvidia_smi,
+            pcie=pcie,
             dgx1=dgx1,
             device=device,
             memory=memory,

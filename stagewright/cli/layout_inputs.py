@@ -5,7 +5,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from stagewright.cli.console import warn, with_option
+from stagewright.cli.console import spelled, warn, with_option
 from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
@@ -30,6 +30,10 @@ class Attention(StrEnum):
     MATERIALIZED = "materialized"
 
 
+SPELLED = {"memory_bytes": "--memory", "host_bytes_per_second": "--host-bandwidth"}
+"""The options of a fabric's fields that have another name."""
+
+
 def read_fabric(
     device: str | None,
     gpus: int | None,
@@ -49,16 +53,19 @@ def read_fabric(
     from stagewright.graphs.machines.fabric import fabric_of
     from stagewright.graphs.machines.networks import fabric_of_kind
 
+    rates = {
+        "--server-bandwidth": server_bandwidth,
+        "--network-bandwidth": network_bandwidth,
+        "--rack-bandwidth": rack_bandwidth,
+        "--host-bandwidth": host_bandwidth,
+    }
     options = {
         "--device": device,
         "--gpus": gpus,
         "--per-server": per_server,
-        "--server-bandwidth": server_bandwidth,
-        "--network-bandwidth": network_bandwidth,
         "--per-rack": per_rack,
-        "--rack-bandwidth": rack_bandwidth,
         "--memory": memory,
-        "--host-bandwidth": host_bandwidth,
+        **rates,
     }
     kind = None if device is None else read_kind(device)
     if cluster is not None:
@@ -71,21 +78,25 @@ def read_fabric(
         return replace(fabric_of(load_cluster(cluster)), own_kind=own)
     if kind is None or gpus is None:
         raise InputError("give --device and --gpus, for example h100 and 64, or --cluster FILE")
-    rates = [server_bandwidth, network_bandwidth, rack_bandwidth, host_bandwidth]
-    within, between, racks, host = [None if one is None else parse_bandwidth(one) for one in rates]
+    within, between, racks, host = [
+        None if text is None else parse_bandwidth(text, name) for name, text in rates.items()
+    ]
     fields: dict[str, Any] = {
         "per_server": per_server or 8,
         "server_bandwidth": within,
         "network_bandwidth": between,
         "per_rack": per_rack,
         "rack_bandwidth": racks,
-        "memory_bytes": None if memory is None else parse_bytes(memory),
+        "memory_bytes": None if memory is None else parse_bytes(memory, "--memory"),
         "host_bytes_per_second": host,
     }
     try:
         return fabric_of_kind(kind, gpus, **fields)
     except InputError as error:
-        raise InputError(with_option(str(error), ("gpus", *fields), {})) from None
+        message = with_option(str(error), ("gpus",), {})
+        for field in fields:
+            message = message.replace(field, SPELLED.get(field, spelled(field)))
+        raise InputError(message) from None
 
 
 def read_problem(
@@ -118,7 +129,7 @@ def read_problem(
             precision=precision.value,
             attention=attention.value,
             overlap=not no_overlap,
-            reserve_bytes=parse_bytes(reserve),
+            reserve_bytes=parse_bytes(reserve, "--reserve"),
         )
     except InputError as error:
         options = {"batch": "--global-batch", "reserve_bytes": "--reserve"}

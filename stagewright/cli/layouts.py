@@ -28,8 +28,8 @@ from stagewright.graphs.documents.errors import InputError
 Config = Annotated[
     Path,
     typer.Argument(
-        help="A Hugging Face config.json, or the name of its model (OWNER/NAME), or layer "
-        "profiles that import wrote.",
+        help="A Hugging Face config.json, or its folder, or the name of its model (OWNER/NAME), or "
+        "layer profiles that import wrote.",
         metavar="CONFIG_OR_PROFILES",
         show_default=False,
     ),
@@ -51,7 +51,8 @@ Kind = Annotated[
 ]
 Gpus = Annotated[int | None, typer.Option("--gpus", help="Number of GPUs.", metavar="N")]
 PerServer = Annotated[
-    int | None, typer.Option("--per-server", help="GPUs in a server; default: 8.", metavar="N")
+    int | None,
+    typer.Option("--per-server", help="GPUs in a server; default: 8.", metavar="N", min=1),
 ]
 Servers = Annotated[
     str | None,
@@ -339,10 +340,10 @@ def memory(
     from stagewright.formulations.parallelism.document import load_layout
     from stagewright.formulations.parallelism.layout import parse_layout
     from stagewright.graphs.documents.documents import write_bytes
-    from stagewright.graphs.importers.hf_hub import is_hub_name
+    from stagewright.graphs.importers.hf_hub import is_model
     from stagewright.service.layout_memory import MemoryRequest, layout_memory
 
-    if not is_hub_name(file) and is_profiled_plan(file):
+    if not is_model(file) and is_profiled_plan(file):
         raise InputError(f"{file} is a plan by layer profiles: check computes its memory again")
     if is_layout(file):
         options = (layout, sequence, global_batch, device, memory, precision, attention, reserve)
@@ -359,7 +360,7 @@ def memory(
         chosen = parse_layout(layout)
         batch = global_batch or chosen.data * chosen.microbatch * 2 * chosen.pipeline
         fabric = read_fabric(
-            device or "h100", chosen.ranks, None, None, None, None, None, None, memory, None
+            device or "h100", chosen.ranks, chosen.ranks, None, None, None, None, None, memory, None
         )
         problem = read_problem(
             file, sequence, batch, fabric, precision or Arithmetic.BF16,
@@ -381,12 +382,12 @@ def memory(
 
 
 def is_layout(path: Path) -> bool:
-    """Whether a file is a layout; a model of the Hugging Face Hub by name is not."""
+    """Whether a file is a layout; a folder with a config.json, or a model by name, is not."""
     from stagewright.formulations.parallelism.document import FORMAT
     from stagewright.graphs.documents.documents import format_of
-    from stagewright.graphs.importers.hf_hub import is_hub_name
+    from stagewright.graphs.importers.hf_hub import is_model
 
-    return not is_hub_name(path) and format_of(path) == FORMAT
+    return not is_model(path) and format_of(path) == FORMAT
 
 
 def check_layout(path: Path, as_json: bool) -> int:

@@ -54,7 +54,9 @@ def partition(
     request = ask(
         PartitionRequest,
         {"memory_limit_bytes": "--memory-limit"},
-        memory_limit_bytes=None if memory_limit is None else parse_bytes(memory_limit),
+        memory_limit_bytes=None
+        if memory_limit is None
+        else parse_bytes(memory_limit, "--memory-limit"),
         chain=load_model(model),
         cluster=load_cluster(cluster),
         microbatches=microbatches,

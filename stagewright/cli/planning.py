@@ -310,7 +310,9 @@ def plan(
     request = ask(
         PlanRequest,
         _OPTIONS,
-        memory_limit_bytes=None if memory_limit is None else parse_bytes(memory_limit),
+        memory_limit_bytes=None
+        if memory_limit is None
+        else parse_bytes(memory_limit, "--memory-limit"),
         chain=load_model(model),
         cluster=load_cluster(cluster),
         microbatches=1 if microbatches is None else microbatches,

@@ -30,7 +30,7 @@ BOTH = ("global_batch", "cluster", "server_bandwidth", "network_bandwidth", "mem
 
 
 def is_profiles(path: Path) -> bool:
-    """Whether a file has layer profiles; a model of the Hugging Face Hub by name has not.
+    """Whether a file has layer profiles; a folder with a config.json, or a model by name, has not.
 
     Raises
     ------
@@ -38,16 +38,16 @@ def is_profiles(path: Path) -> bool:
         If it is a file or folder of profiles that are not imported yet.
     """
     from stagewright.graphs.documents.documents import format_of
-    from stagewright.graphs.importers.hf_hub import is_hub_name
+    from stagewright.graphs.importers.hf_hub import is_model
     from stagewright.graphs.models.layer_profiles import FORMAT
 
-    if is_hub_name(path):
+    if is_model(path):
         return False
     source = _foreign(path)
     if source is not None:
-        what = "is a folder" if path.is_dir() else f"seems to be a profile of {source}"
+        what = "has no config.json" if path.is_dir() else f"seems to be a profile of {source}"
         raise InputError(
-            f"{path} {what}; import its profiles first: stagewright import {path} --from {source} "
+            f"{path} {what}; import profiles first: stagewright import {path} --from {source} "
             "--config config.json --sequence 2048 -o profiles.json"
         )
     return format_of(path) == FORMAT
@@ -116,7 +116,7 @@ def plan_profiles(
 
     profiles = load_layer_profiles(path)
     pools = read_server_pools(servers, cluster, rates, profiles.device_kinds)
-    bytes_ = None if reserve is None else parse_bytes(reserve)
+    bytes_ = None if reserve is None else parse_bytes(reserve, "--reserve")
     try:
         problem = profiled_problem(profiles, pools, batch=batch, reserve_bytes=bytes_)
     except InputError as error:

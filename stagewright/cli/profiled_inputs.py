@@ -62,7 +62,7 @@ def _by_kind(name: str, text: str | None, kinds: Sequence[str]) -> dict[str, flo
     from stagewright.graphs.documents.units import parse_bandwidth, parse_bytes
 
     option = f"--{name.replace('_', '-')}"
-    parse: Callable[[str], float] = parse_bytes if name == "memory" else parse_bandwidth
+    parse: Callable[[str, str], float] = parse_bytes if name == "memory" else parse_bandwidth
     return read_by_kind(
         text, option, parse, kinds, lambda kind, option: _measured(kind, kinds, option)
     )

@@ -168,8 +168,8 @@ def profile_links(
     from stagewright.executor.training.ranks.launch import LocalRanks, is_rank, load_for_ranks
     from stagewright.graphs.documents.units import parse_bytes
 
-    lengths = [round(parse_bytes(size)) for size in sizes.split(",")]
-    memory_bytes = None if memory is None else parse_bytes(memory)
+    lengths = [round(parse_bytes(size, "--sizes")) for size in sizes.split(",")]
+    memory_bytes = None if memory is None else parse_bytes(memory, "--memory")
     load_for_ranks()
     if not is_rank():
         if ranks is None:

@@ -24,7 +24,7 @@ def read_groups(text: str, option: str) -> list[tuple[str, int, int]]:
 def read_by_kind(
     text: str | None,
     option: str,
-    parse: Callable[[str], float],
+    parse: Callable[[str, str], float],
     kinds: Iterable[str],
     known: Callable[[str, str], str],
 ) -> dict[str, float]:
@@ -34,13 +34,7 @@ def read_by_kind(
     """
     if text is None:
         return {}
-    try:
-        if "=" not in text:
-            return dict.fromkeys(kinds, parse(text))
-        pairs = [part.partition("=") for part in text.split(",")]
-        return {known(kind, option): parse(value.strip()) for kind, _, value in pairs}
-    except InputError as error:
-        message = str(error)
-        raise InputError(
-            message if message.startswith(option) else f"{option}: {message}"
-        ) from None
+    if "=" not in text:
+        return dict.fromkeys(kinds, parse(text, option))
+    pairs = [part.partition("=") for part in text.split(",")]
+    return {known(kind, option): parse(value.strip(), option) for kind, _, value in pairs}

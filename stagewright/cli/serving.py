@@ -87,7 +87,7 @@ def serve(
     """
     from stagewright.graphs.documents.units import is_finite, parse_bytes
 
-    limit = parse_bytes(memory_limit)
+    limit = parse_bytes(memory_limit, "--memory-limit")
     if limit < LEAST_MEMORY:
         raise InputError(f"--memory-limit must be at least 100MB, got {memory_limit}")
     for name, given, unit in (

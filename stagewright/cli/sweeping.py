@@ -125,7 +125,7 @@ def sweep(
         batches=_listed("--global-batch", global_batch, _whole),
         devices=_listed("--devices", devices, _whole),
         memory_bytes=_listed("--memory", memory, parse_bytes),
-        planners=_listed("--planner", planner, str),
+        planners=_listed("--planner", planner, lambda name, _: name),
         recompute=recompute,
         offload=offload,
         time_limit=limits.seconds,
@@ -161,24 +161,23 @@ def _found(request: "SweepRequest", server: str | None) -> "SweepAnswer":
         return answer_of(request, on_row, stop)
 
 
-def _listed(option: str, text: str | None, read: Callable[[str], T]) -> tuple[T, ...]:
+def _listed(option: str, text: str | None, read: Callable[[str, str], T]) -> tuple[T, ...]:
     """The values of a list, none without a text."""
     if text is None:
         return ()
     parts = [part.strip() for part in text.split(",")]
     if not all(parts):
         raise InputError(f"{option} {text!r} has an empty entry")
-    try:
-        return tuple(read(part) for part in parts)
-    except InputError as error:
-        raise InputError(f"{option}: {error}") from None
+    return tuple(read(part, option) for part in parts)
 
 
-def _whole(text: str) -> int:
+def _whole(text: str, option: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise InputError(f"{text!r} is no whole number; write for example 4,8,16") from None
+        raise InputError(
+            f"{option}: {text!r} is no whole number; write for example 4,8,16"
+        ) from None
 
 
 @contextmanager

@@ -79,7 +79,9 @@ def what_if(
         microbatches=microbatches,
         planner=planner,
         runtime=runtime,
-        memory_limit_bytes=None if memory_limit is None else parse_bytes(memory_limit),
+        memory_limit_bytes=None
+        if memory_limit is None
+        else parse_bytes(memory_limit, "--memory-limit"),
         time_limit=limits.seconds,
         threads=limits.threads,
         seed=limits.seed,

@@ -771,7 +771,7 @@ def test_a_kind_of_ones_own_needs_its_memory() -> None:
 
 
 def test_cluster_reads_files(tmp_path: Path) -> None:
-    (tmp_path / "links.txt").write_text("- 10GB/s\n12e9 -\n")
+    (tmp_path / "links.txt").write_text("- 10GB/s\n96Gb/s -\n")
     cluster = json.loads(answered("cluster", "--matrix", tmp_path / "links.txt"))
     assert cluster["links"]["bandwidth_bytes_per_second"] == [[None, 10e9], [12e9, None]]
     (tmp_path / "topo.txt").write_text(
@@ -796,16 +796,22 @@ def test_cluster_reads_files(tmp_path: Path) -> None:
         (["8x4", "--intra", "100GB/s"], "--inter is missing"),
         (["8x4", "--inter", "100GB/s"], "--intra is missing"),
         (["1x4"], "--intra is missing"),
-        (["8x4", "--intra", "12", "--inter", "1GB/s"], "is a unit missing? Write 12GB/s"),
+        (
+            ["8x4", "--intra", "12", "--inter", "1GB/s"],
+            "--intra '12' has no unit; write for example",
+        ),
         (["8x4", "--intra", "0GB/s", "--inter", "1GB/s"], "must be positive"),
         (["8x4", "--intra", "fast", "--inter", "1GB/s"], "'fast' is not a bandwidth"),
-        (["1x2", "--intra", "9GB/s", "--memory", "16"], "is a unit missing?"),
+        (
+            ["1x2", "--intra", "9GB/s", "--memory", "16"],
+            "has no unit; write for example 80GB or 80GiB",
+        ),
         (["1x2", "--intra", "9GB/s", "--memory", "big"], "'big' is not a size"),
         (["1x2", "--intra", "9GB/s", "--device", "abacus"], "'abacus' is not known"),
         (["1x2", "--intra", "9GB/s", "--latency-intra", "-1us"], "--latency-intra must be from 0"),
         (["1x2", "--intra", "9GB/s", "--latency-intra", "5"], "--latency-intra '5' has no unit"),
         (["1x2", "--intra", "9GB/s", "--latency-intra", "5s"], "must be from 0 to 1 s"),
-        (["1x2", "--intra", "9GB/s", "--latency-intra", "5us/s"], "is not a latency"),
+        (["1x2", "--intra", "9GB/s", "--latency-intra", "5us/s"], "has an unknown unit, us/s"),
         (["1x2", "--intra", "9GB/s", "--latency-intra", "5GB"], "has an unknown unit, GB"),
         (["1x2", "--intra", "9GB/s", "--latency-intra", "nan us"], "must be from 0 to 1 s"),
         (["--dgx1", "--inter", "9GB/s"], "belong to a shape"),

@@ -158,7 +158,11 @@ def test_memory_by_rank() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"--gpus": 12}, "--gpus must be a multiple of per_server (8), got 12"),
+        (
+            {"--gpus": 12},
+            "--gpus 12 are not whole servers of 8: give 8 or 16, or the GPUs in a server "
+            "with --per-server, such as 6",
+        ),
         ({"--device": "h1000"}, "device 'h1000' is not known; known are"),
         ({"--global-batch": 0}, "--global-batch must be at least 1"),
         ({"--sequence": 0}, "--sequence must be at least 1"),
@@ -169,7 +173,7 @@ def test_memory_by_rank() -> None:
         ({"--schedule": "gpipe"}, "--schedule: 'gpipe' is none of 1f1b, zero-bubble"),
         ({"--explain": "p2 x3"}, "layout word 'x3' is not known; known are pN, tN"),
         ({"--explain": "p2 p3"}, "layout 'p2 p3': pipeline appears twice"),
-        ({"--per-rack": 8}, "--per-rack and rack_bandwidth belong together: give both"),
+        ({"--per-rack": 8}, "--per-rack and --rack-bandwidth belong together: give both"),
         (
             {"--tensor": "3"},
             "no degrees of the space are possible: 16 devices are no multiple of t x c = 3 x 1",

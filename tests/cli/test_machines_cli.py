@@ -9,6 +9,7 @@ from commands import answered, answered_json, refused
 
 from stagewright.graphs.machines.cluster import MatrixLinks, ServerLinks, load_cluster
 from stagewright.graphs.machines.devices import read_accelerator
+from stagewright.graphs.machines.fabric import fabric_of
 from stagewright.graphs.models.chain import load_model
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "devices" / "l40s.json"
@@ -125,18 +126,41 @@ def test_several_servers_of_one_topology() -> None:
     answered(*four, "--inter", "50GB/s", "--device", "h100", "-o", "c.json")
     cluster = load_cluster("c.json")
     assert (len(cluster), len(cluster.servers)) == (8, 4)
-    assert cluster.bandwidth[0, [1, 2]].tolist() == [450e9, 50e9]
+    assert cluster.bandwidth[0, [1, 2]].tolist() == [0.812 * 450e9, 50e9]
     assert cluster.source == (
-        "topo.txt; NV18 at 450 GB/s; network cards mlx5_0, mlx5_bond_1; "
+        "topo.txt; NV18 at 365.4 GB/s (81.2% of 450); network cards mlx5_0, mlx5_bond_1; "
         "devices h100; assumed: memory 80 GB"
     )
     answered(*four, "--device", "b200", "-o", "c.json")  # NVLink of the fifth generation
-    assert load_cluster("c.json").bandwidth[0, [1, 2]].tolist() == [900e9, 0.84 * 50e9]
+    assert load_cluster("c.json").bandwidth[0, [1, 2]].tolist() == [0.812 * 900e9, 0.84 * 50e9]
     answered("cluster", 2, "--nvidia-smi", "old.txt", "--inter", "1GB/s", "-o", "c.json")
     cluster = load_cluster("c.json")
     assert cluster.bandwidth[0, [1, 2, 3]].tolist() == [12e9, 6e9, 1e9]
-    assert "PIX at 12 GB/s; SOC at 6 GB/s; network cards mlx5_0;" in str(cluster.source)
+    assert "PIX at 12 GB/s (PCIe 3); SOC at 6 GB/s (PCIe 3); network cards mlx5_0;" in str(
+        cluster.source
+    )
     assert len(json.loads(answered("cluster", 2, "--dgx1"))["devices"]) == 16
+
+
+def test_the_rates_of_one_topology() -> None:
+    old = ["cluster", "--nvidia-smi", "old.txt", "-o", "c.json"]
+    answered(*old, "--pcie", 4, "--intra", "pix=200Gb/s", "--latency-intra", "9us")
+    cluster = load_cluster("c.json")
+    assert cluster.bandwidth[0, [1, 2]].tolist() == [25e9, 16e9]
+    assert cluster.latency[0, 1] == 9e-6
+    assert "PIX at 25 GB/s; SOC at 16 GB/s (PCIe 4);" in str(cluster.source)
+
+
+@pytest.mark.parametrize(
+    ("topology", "options"), [("topo.txt", ["--device", "h100"]),
+                              ("old.txt", ["--device", "h100", "--intra", "20GB/s"])]
+)  # fmt: skip
+def test_one_server_with_equal_links_has_levels(topology: str, options: list[str]) -> None:
+    answered("cluster", "--nvidia-smi", topology, *options, "-o", "one.json")
+    answered("cluster", 1, "--nvidia-smi", topology, *options, "-o", "levels.json")
+    one, several = (fabric_of(load_cluster(file)) for file in ("one.json", "levels.json"))
+    assert one.levels == several.levels[:1]
+    assert one.memory_bytes == several.memory_bytes
 
 
 def test_the_example_is_generated() -> None:
@@ -168,7 +192,7 @@ def test_ones_own_kind() -> None:
         (["cluster", "a100:1x2", "--device", "a100"], "the shape a100:1x2 names the kinds"),
         (["cluster", "a100:1x2,v100"], "the shape 'v100': write KIND:SERVERSxGPUS"),
         (["cluster", "a100:1x2", "--intra", "v100=9GB/s"], "--intra: 'v100' is none of a100"),
-        (["cluster", "a100:1x2", "--intra", "a100=9"], "--intra: bandwidth '9' is 9 bytes/s"),
+        (["cluster", "a100:1x2", "--intra", "a100=9"], "--intra '9' has no unit"),
         (["cluster", "t4:1x2"], "--intra is missing: links of kind t4 are not known"),
         (["cluster", "a100:2x2x2"], "write KIND:SERVERSxGPUS"),
         (["cluster", "4"], "'4' is no shape"),
@@ -177,6 +201,12 @@ def test_ones_own_kind() -> None:
         (["cluster", "4", "--nvidia-smi", "topo.txt"], "--inter is missing: links of kind generic"),
         (["cluster", "--nvidia-smi", "topo.txt", "--inter", "1GB/s"], "or to a number of servers"),
         (["cluster", "--dgx1", "--intra", "1GB/s"], "the server's links are given"),
+        (["cluster", "--dgx1", "--pcie", "4"], "--pcie belongs to --nvidia-smi FILE"),
+        (["cluster", "--nvidia-smi", "old.txt", "--pcie", "6"], "less than or equal to 5"),
+        (
+            ["cluster", "--nvidia-smi", "old.txt", "--intra", "PHB=9GB/s"],
+            "old.txt: no GPUs are joined by PHB, only by PIX, SOC",
+        ),
         (["cluster", "0", "--dgx1"], "the number of servers must be at least 1"),
         (["cluster", "1x2", "--device", "nowhere.json"], "nowhere.json: No such file"),
         (["cluster", "1x2", "--device", "topo.json"], "topo.json: not a complete JSON document"),

@@ -72,8 +72,11 @@ def test_json_and_no_plan() -> None:
         (["--microbatches", "4,"], "--microbatches '4,' has an empty entry"),
         (["--microbatches", "0"], "--microbatches must be at least 1, got 0"),
         (["--microbatches", "4", "--devices", "2,8"], "--devices must be 1 to 4"),
-        (["--microbatches", "4", "--memory", "16"], "--memory must be at least 1 MB, got 16 bytes"),
-        (["--microbatches", "4", "--memory", "16XB"], "--memory: '16XB' is not a size"),
+        (
+            ["--microbatches", "4", "--memory", "16B"],
+            "--memory must be at least 1 MB, got 16 bytes",
+        ),
+        (["--microbatches", "4", "--memory", "16XB"], "--memory '16XB' has an unknown unit, XB"),
         (["--microbatches", "4", "--planner", "best"], "--planner: 'best' is none of spp, "),
         (["--microbatches", "4", "--engine", "ray"], "--workers is for the engine local"),
         (["--global-batch", "12", "--planner", "2bw"], "use a batch of 8 or 16"),

@@ -121,7 +121,7 @@ def test_a_cluster_has_the_name_of_ones_own_kind() -> None:
     text = "\tGPU0\tGPU1\nGPU0\tX\tNV2\nGPU1\tNV2\tX\n"
     cluster = parse_nvidia_smi(text, kind=replace(ABACUS, nvlink_bytes_per_second=3e9))
     assert (cluster.devices[0].kind, cluster.devices[0].memory_bytes) == ("abacus", 8e9)
-    assert cluster.bandwidth[0, 1] == 6e9
+    assert cluster.bandwidth[0, 1] == 0.812 * 6e9
     servers = mixed_servers([ServerGroup(cluster.devices[0], 1, 2, Link(1e9), None)], "two")
     assert fabric_of(servers).device == "abacus"
 

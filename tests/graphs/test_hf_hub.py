@@ -57,6 +57,23 @@ def test_a_file_of_that_name_comes_first(cache, monkeypatch) -> None:
     assert read_hf_config("owner/tiny") == architecture_of(CONFIG | {"num_hidden_layers": 2})
 
 
+def test_a_folder_is_the_model_of_its_configuration(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("gpt").mkdir()
+    Path("gpt/config.json").write_text(json.dumps(CONFIG))
+    assert read_hf_config("gpt") == architecture_of(CONFIG)
+    sizes = ["--sequence", 64, "--device", "h100"]
+    answered("model", "./gpt", *sizes, "-o", "model.json")
+    assert len(json.loads(Path("model.json").read_text())["layers"]) == 5
+    assert "gpt" in json.loads(answered("model", "gpt", *sizes))["name"]  # the built-in one
+    answered("train-plan", "gpt", *sizes, "--gpus", 1, "--global-batch", 8, "--alike")
+    answered("memory", "gpt", "--layout", "d12", *sizes)
+    answered("cluster", "1x2", "--device", "h100", "-o", "cluster.json")
+    for model in ("gpt", "gpt/config.json"):
+        said = refused("plan", "--model", model, "--cluster", "cluster.json", "--microbatches", 4)
+        assert said.strip().endswith("config.json: `stagewright model` makes a model of it")
+
+
 def test_what_is_not_there_is_said_in_one_line(cache, monkeypatch) -> None:
     with pytest.raises(InputError, match=r"owner/other: huggingface_hub has no config.json of a"):
         read_hf_config("owner/other")

@@ -70,7 +70,7 @@ def test_others_are_served_only_with_tokens(
     assert "--rate must be more than 0" in refused("serve", "--rate", 0)
     assert "--port" in refused("serve", "--port", 99999)
     assert "--workers" in refused("serve", "--workers", -1)
-    assert "--memory-limit must be at least 100MB" in refused("serve", "--memory-limit", 8)
+    assert "--memory-limit must be at least 100MB" in refused("serve", "--memory-limit", "8MB")
     hook = ("serve", "--webhook-origin", "https://ci.example.com")
     assert "set STAGEWRIGHT_WEBHOOK_SECRET" in refused(*hook)
     assert "--scope 'all' must be one of read" in refused("token", "ann", "--scope", "all")

@@ -98,9 +98,12 @@ def test_a_topology_becomes_a_cluster(client: TestClient, ann: Headers) -> None:
     document = client.get(f"/v1/uploads/{made['id']}", headers=ann).json()
     assert [one["name"] for one in document["devices"]] == ["GPU0", "GPU1"]
     assert document["devices"][0]["memory_bytes"] == 40e9
-    own = kept(client, "topology?device=mine&memory=3GB", TOPOLOGY, ann)
+    own = kept(
+        client, "topology?device=mine&memory=3GB&pcie=5", TOPOLOGY.replace("NV2", "SYS"), ann
+    )
     document = client.get(f"/v1/uploads/{own['id']}", headers=ann).json()
     assert {one["memory_bytes"] for one in document["devices"]} == {3e9}
+    assert document["links"]["bandwidth_bytes_per_second"][0][1] == 22e9
 
 
 CONFIG = {"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": 100}
@@ -198,6 +201,7 @@ def test_users_have_their_own_uploads(client: TestClient, ann: Headers, bob: Hea
         ("topology?device=a100", "\udcff", "no text in UTF-8"),
         ("topology", TOPOLOGY, "query.device"),
         ("topology?device=/etc/passwd", TOPOLOGY, "/etc/passwd"),
+        ("topology?device=mine&memory=3", TOPOLOGY, "memory '3' has no unit"),
         ("topology?device=mine&memory=-3GB", TOPOLOGY, "3GB"),
         ("topology?device=a100&memory=1e999GB", TOPOLOGY, "1e999GB"),
     ],

@@ -9,7 +9,7 @@ from stagewright.formulations.parallelism.estimate import evaluate
 from stagewright.formulations.parallelism.layout import Layout, parse_layout
 from stagewright.formulations.parallelism.training import Precision, TrainingProblem
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.machines.cluster import Link, uniform_servers
+from stagewright.graphs.machines.cluster import Link, from_matrix, uniform_servers
 from stagewright.graphs.machines.fabric import Fabric, Level, fabric_of
 from stagewright.graphs.machines.networks import fabric_of_kind
 from stagewright.graphs.machines.topology import dgx1, uniform_racks
@@ -123,11 +123,16 @@ def test_a_fabric_of_a_cluster() -> None:
     assert fabric_of(uniform_servers(2, 4, Link(9e9, 1e-6), Link(3e9), kind="a100")) == Fabric(
         "a100", 16e9, (Level("server", 4, 9e9, 1e-6), Level("rack", 8, 3e9))
     )
+    mixed = uniform_servers(1, 2, Link(9e9))
     racks = fabric_of(uniform_racks(2, 2, 4, (Link(9e9), Link(3e9), Link(1e9))))
     assert [level.devices for level in racks.levels] == [4, 8, 16]
-    with pytest.raises(InputError, match="matrix of links"):
+    with pytest.raises(InputError, match="matrix of unequal links"):
         fabric_of(dgx1())
-    mixed = uniform_servers(1, 2, Link(9e9))
+    pair = [[None, 9e9], [9e9, None]]
+    one = from_matrix(mixed.devices, pair, 1e-6)
+    assert fabric_of(one) == fabric_of(uniform_servers(1, 2, Link(9e9, 1e-6)))
+    two = from_matrix(mixed.devices, pair, servers=[["s0g0"], ["s0g1"]])
+    assert [level.devices for level in fabric_of(two).levels] == [1, 2]
     other = replace(mixed.devices[1], memory_bytes=1e9)
     with pytest.raises(InputError, match="differs from"):
         fabric_of(replace(mixed, devices=(mixed.devices[0], other)))

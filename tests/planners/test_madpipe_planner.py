@@ -355,7 +355,7 @@ def test_the_command_says_no_and_refuses(files: list[str]):
     code, _, error = run(*asked, "--period", "0.001")
     assert code == 2
     assert "below the load bound" in error
-    code, _, error = run(*asked, "--memory-limit", "8")
+    code, _, error = run(*asked, "--memory-limit", "8B")
     assert code == 2
     assert "8GB" in error
 

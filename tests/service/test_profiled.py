@@ -168,8 +168,10 @@ def test_clusters_that_have_no_pools() -> None:
     devices = (Device("x", "a", 1e9), Device("y", "b", 1e9))
     with pytest.raises(InputError, match="'y' differs from 'x' of the same server"):
         server_pools(Cluster("m", devices, ServerLinks((("x", "y"),), Link(1e9))))
-    with pytest.raises(InputError, match="matrix of links"):
-        server_pools(from_matrix(devices, np.full((2, 2), 1e9)))
+    alike, rates = (devices[0], replace(devices[1], kind="a")), np.array([[0, 1e9], [2e9, 0]])
+    with pytest.raises(InputError, match="matrix of unequal links"):
+        server_pools(from_matrix(alike, rates))
+    assert server_pools(from_matrix(alike, np.full((2, 2), 1e9))).pools[0].devices == 2
     assert server_pools(uniform_servers(2, 3, Link(1e9), Link(1e9))).pools[0].servers == 2
 
 
