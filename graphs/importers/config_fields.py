@@ -1,5 +1,6 @@
 """The fields of another project's configuration, checked as they are read."""
 
+import math
 import reprlib
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -70,6 +71,15 @@ class Fields:
         if type(value) not in (int, float) or not 0 <= value <= 1:
             raise InputError(f"{name} must be from 0 to 1, got {reprlib.repr(value)}")
         return bool(value > 0)
+
+    def positive(self, name: str, default: float) -> float:
+        """A number above 0; the default also for null."""
+        value = self.get(name)
+        if value is None:
+            return default
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise InputError(f"{name} must be a number above 0, got {reprlib.repr(value)}")
+        return float(value)
 
     def layers(self, name: str = "num_hidden_layers") -> int:
         """The number of blocks."""

@@ -110,6 +110,7 @@ def _gpt2(fields: Fields) -> Architecture:
         positions=fields.size("n_positions", 1024),
         tied=fields.flag("tie_word_embeddings", True),
         dropout=fields.is_positive("resid_pdrop", 0.1),
+        norm_epsilon=fields.positive("layer_norm_epsilon", 1e-5),
     )
 
 
@@ -129,6 +130,7 @@ def _bert(fields: Fields) -> Architecture:
         tied=fields.flag("tie_word_embeddings", True),
         dropout=fields.is_positive("hidden_dropout_prob", 0.1),
         encoder=True,
+        norm_epsilon=fields.positive("layer_norm_eps", 1e-12),
     )
 
 
@@ -144,6 +146,8 @@ def _gpt_neox(fields: Fields) -> Architecture:
         norm="layer",
         tied=fields.flag("tie_word_embeddings", False),
         dropout=fields.is_positive("hidden_dropout", 0.0),
+        rotary_base=_rotary_base(fields, 10_000.0, "rotary_emb_base"),
+        norm_epsilon=fields.positive("layer_norm_eps", 1e-5),
     )
 
 
@@ -172,6 +176,8 @@ def _mixtral(fields: Fields) -> Architecture:
         fields,
         _grouped(fields, bias=False, key_value_heads=8),
         experts=experts,
+        base=1_000_000.0,
+        epsilon=1e-5,
         window=fields.optional_size("sliding_window"),
     )
 
@@ -301,9 +307,11 @@ def _decoder(
     feed_forward: FeedForward | None = None,
     *,
     tied: bool = False,
+    base: float = 10_000.0,
+    epsilon: float = 1e-6,
     **others: Any,
 ) -> Architecture:
-    """A decoder with rotary positions and RMS norms; ``tied`` is the default."""
+    """A decoder with rotary positions and RMS norms; ``tied``, base and epsilon are defaults."""
     return Architecture(
         name=name,
         layers=fields.layers(),
@@ -312,8 +320,17 @@ def _decoder(
         attention=attention,
         feed_forward=feed_forward or FeedForward(fields.size("intermediate_size")),
         tied=fields.flag("tie_word_embeddings", tied),
+        rotary_base=_rotary_base(fields, base),
+        norm_epsilon=fields.positive("rms_norm_eps", epsilon),
         **others,
     )
+
+
+def _rotary_base(fields: Fields, default: float, name: str = "rope_theta") -> float:
+    """The base in ``rope_parameters`` (since release 5), else in the field of its own."""
+    parameters = fields.get("rope_parameters")
+    inner = Fields(parameters if isinstance(parameters, dict) else {})
+    return inner.positive("rope_theta", fields.positive(name, default))
 
 
 def _qwen_window(

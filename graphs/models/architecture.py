@@ -5,6 +5,7 @@ count as one operator (query, key and value; gate and up), so that the input tha
 once.
 """
 
+import math
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, ClassVar, Literal
 
@@ -150,7 +151,8 @@ class Architecture:
 
     An ``encoder`` has a norm after the embedding in place of the final one, and its head is a
     linear layer, an activation, a norm, and logits with biases. ``left_out`` names what the model
-    has and the layers have not.
+    has and the layers have not. ``rotary_base`` and ``norm_epsilon`` change no cost: they are for
+    exports, None if not known.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -172,10 +174,16 @@ class Architecture:
     dropout: bool = False
     encoder: bool = False
     left_out: str | None = None
+    rotary_base: float | None = None
+    norm_epsilon: float | None = None
 
     def __post_init__(self) -> None:
         _require_sizes(self)
         require_count(self.layers, "layers", MAX_LAYERS)
+        for name in ("rotary_base", "norm_epsilon"):
+            value = getattr(self, name)
+            if value is not None and not 0.0 < value < math.inf:
+                raise InputError(f"{name} must be finite and above 0, got {value}")
 
     def is_sparse(self, index: int) -> bool:
         """Whether the block (counted from 0) has experts."""

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -247,7 +248,39 @@ def test_a_file_is_read_as_it_is_published(tmp_path):
     path = tmp_path / "config.json"
     extra = {"architectures": ["MistralForCausalLM"], "rope_theta": 1e6, "torch_dtype": "bfloat16"}
     path.write_text(json.dumps(SMALL["mistral"] | extra))
-    assert read_hf_config(path) == architecture_of(SMALL["mistral"])
+    assert read_hf_config(path) == replace(architecture_of(SMALL["mistral"]), rotary_base=1e6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        *((kind, {}) for kind in SMALL),
+        ("qwen2", {"rope_theta": 1e6, "rms_norm_eps": 1e-5}),
+        ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000}}),
+        ("llama", {"rope_theta": None, "rope_parameters": None, "rms_norm_eps": 1e-3}),
+        ("gpt2", {"layer_norm_epsilon": 1e-6}),
+        ("bert", {"layer_norm_eps": 1e-6}),
+        ("gpt_neox", {"rotary_emb_base": 25_000, "layer_norm_eps": 1e-6}),
+    ],
+)
+def test_rotary_base_and_epsilon_equal_those_of_transformers(kind, change):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    fields = SMALL[kind] | change
+    given = {n: value for n, value in fields.items() if n != "model_type" and value is not None}
+    config = transformers.AutoConfig.for_model(kind, **given)
+    found = architecture_of(fields)
+    rotary = getattr(config, "rope_parameters", None) or {"rope_theta": None}
+    assert found.rotary_base == rotary["rope_theta"]
+    names = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
+    assert [found.norm_epsilon] == [
+        getattr(config, name) for name in names if hasattr(config, name)
+    ]
+
+
+@pytest.mark.parametrize("value", [0, -1.0, "1e6", True, float("inf")])
+def test_a_rotary_base_is_a_number_above_0(value):
+    with pytest.raises(InputError, match="rope_theta must be a number above 0, got"):
+        architecture_of(SMALL["llama"] | {"rope_theta": value})
 
 
 def test_the_source_states_what_is_left_out():
