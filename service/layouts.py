@@ -1,5 +1,6 @@
 """The layouts of a training run: the best ones, one explained, the front, and what-if."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from math import ceil, inf
@@ -7,13 +8,14 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
-from stagewright.executor.export.layouts import EVERY_FORMAT, PLAN, export_layout
+from stagewright.executor.export.layouts import EVERY_FORMAT, PLAN
+from stagewright.executor.export.layouts.rules import Rule
 from stagewright.formulations.forms.answers import Status, StopToken, is_stopped
 from stagewright.formulations.parallelism.document import LayoutBound, LayoutPlan, layout_plan
 from stagewright.formulations.parallelism.estimate import Estimate, evaluate
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.losses import differences, shortages, why_slower
-from stagewright.formulations.parallelism.lowering import require_expressible
+from stagewright.formulations.parallelism.rules import require_layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.groups import links
@@ -75,10 +77,6 @@ class LayoutRequest(Request):
             )
         return self
 
-    def search(self, problem: TrainingProblem, keep: int, **options: Any) -> Found:
-        """The best layouts of a problem in the request's space."""
-        return search(problem, self.searched, keep=keep, accept=self.accepts, **options)
-
     @property
     def searched(self) -> Space:
         """The space, without what the default prefers and the framework cannot express."""
@@ -87,18 +85,52 @@ class LayoutRequest(Request):
         partial = self.space.partial and self.framework != PLAN
         return replace(self.space, sequence_parallel="never", partial=partial)
 
+    def require_problem(self) -> None:
+        """Refuse a model or a precision of which the framework can express no layout."""
+        if self.framework is None:
+            return
+        try:
+            EVERY_FORMAT[self.framework].require_problem(self.problem)
+        except InputError as error:
+            raise InputError(f"{self.framework} can express no layout of it: {error}") from None
+
+    def wrong(self, layout: Layout) -> Iterator[tuple[Rule, str]]:
+        """The framework's rules that a possible layout breaks, with what is wrong."""
+        if self.framework is not None:
+            yield from EVERY_FORMAT[self.framework].broken(self.problem, layout)
+
+
+class Searches:
+    """The searches of one request, and how many layouts each rule of the framework refused."""
+
+    def __init__(self, request: LayoutRequest) -> None:
+        self.request = request
+        self.refused: Counter[Rule] = Counter()
+        self.examples: dict[Rule, str] = {}
+
+    def search(self, problem: TrainingProblem, keep: int, **options: Any) -> Found:
+        """The best layouts of a problem in the request's space."""
+        return search(problem, self.request.searched, keep=keep, accept=self.accepts, **options)
+
     def accepts(self, layout: Layout) -> bool:
         """Whether the framework can express the layout."""
-        if self.framework is None:
-            return True
-        try:
-            if self.framework == PLAN:  # without its times, which may be millions
-                require_expressible(self.problem, layout)
-            else:
-                export_layout(self.problem, layout, self.framework)
-        except InputError:
-            return False
-        return True
+        wrong = dict(self.request.wrong(layout))
+        self.refused.update(wrong.keys())
+        self.examples |= wrong
+        return not wrong
+
+    def nothing(self) -> str:
+        """Why there is no layout, with the rule of the framework that excludes most."""
+        name = self.request.framework
+        if name is None:
+            return NOTHING.format("")
+        expressed = f", and can be expressed by {name}"
+        if not self.refused:
+            return NOTHING.format(expressed)
+        ((rule, count),) = self.refused.most_common(1)
+        return NOTHING.format(
+            f"{expressed}; most are excluded ({count:,}) by a rule of it: {self.examples[rule]}"
+        )
 
 
 class MemoryAnswer(Answer):
@@ -221,10 +253,11 @@ def find_layouts(request: LayoutRequest, stop: StopToken | None = None) -> Layou
     InputError
         If no layout of the space obeys the rules of the model, the batch and the devices.
     """
-    problem = request.problem
+    problem, searches = request.problem, Searches(request)
     try:
+        request.require_problem()
         folding = {} if request.unfolded else {"alike": work_alike}
-        found = request.search(problem, request.top, stop=stop, **folding)
+        found = searches.search(problem, request.top, stop=stop, **folding)
     except InputError as error:
         if request.explain is None:
             raise
@@ -232,15 +265,15 @@ def find_layouts(request: LayoutRequest, stop: StopToken | None = None) -> Layou
     best = alike = found.best[0] if found.best else None
     front: tuple[FrontPoint, ...] = ()
     if request.front or best is None:
-        front = tuple(_front(request, stop))
+        front = tuple(_front(searches, stop))
     if best is None and not front and not is_stopped(stop) and request.explain is None:
-        raise InputError(_nothing(request))
+        raise InputError(searches.nothing())
     speaks_of = plan_class(request)
     bound = LayoutBound(found.bound, PROVED_BY, speaks_of)
     refined = None
     if request.by_stage and alike is not None and not is_stopped(stop):
         refined = refined_layouts(
-            problem, request.searched, found, request.framework, request.accepts, speaks_of, stop
+            problem, request.searched, found, request.framework, searches.accepts, speaks_of, stop
         )
         best, bound = refined.best, refined.bound or bound
     return LayoutAnswer(
@@ -251,11 +284,11 @@ def find_layouts(request: LayoutRequest, stop: StopToken | None = None) -> Layou
         plan_class=speaks_of,
         rows=tuple(_rows(request, found)),
         refined=None if refined is None else refined.answer,
-        explained=None if request.explain is None else explain(problem, request.explain, best),
+        explained=None if request.explain is None else explain(request, request.explain, best),
         front=front if request.front else (),
-        what_if=tuple(_what_if(request, stop)) if request.what_if and best else (),
+        what_if=tuple(_what_if(searches, stop)) if request.what_if and best else (),
         remarks=_remarks(problem, best),
-        reason=None if best is not None else _reason(request, front, stop),
+        reason=None if best is not None else _reason(searches, front, stop),
         training_days=_days(request, best),
         examined=found.examined,
         wall_seconds=found.seconds,
@@ -289,22 +322,17 @@ def _impossible(request: LayoutRequest, reason: str) -> LayoutAnswer:
         proved_by=PROVED_BY,
         plan_class=plan_class(request),
         rows=(),
-        explained=explain(request.problem, request.explain, None),
+        explained=explain(request, request.explain, None),
         reason=reason,
         examined=0,
         wall_seconds=0.0,
     )
 
 
-def _reason(request: LayoutRequest, front: tuple[FrontPoint, ...], stop: StopToken | None) -> str:
+def _reason(searches: Searches, front: tuple[FrontPoint, ...], stop: StopToken | None) -> str:
     if is_stopped(stop):
         return "stopped before a layout was found"
-    return _too_large(request.problem, front[-1]) if front else _nothing(request)
-
-
-def _nothing(request: LayoutRequest) -> str:
-    name = request.framework
-    return NOTHING.format("" if name is None else f", and can be expressed by {name}")
+    return _too_large(searches.request.problem, front[-1]) if front else searches.nothing()
 
 
 def _status(found: Found, stop: StopToken | None) -> Status:
@@ -392,9 +420,13 @@ def memory_answer(one: Estimate, rank: int) -> MemoryAnswer:
     )
 
 
-def explain(problem: TrainingProblem, layout: Layout, best: Estimate | None) -> ExplainAnswer:
-    """Why a layout is not the best one."""
+def explain(request: LayoutRequest, layout: Layout, best: Estimate | None) -> ExplainAnswer:
+    """Why a layout is not the best one: first the rules, those of the framework too."""
+    problem = request.problem
     try:
+        require_layout(problem, layout)
+        for _, wrong in request.wrong(layout):
+            raise InputError(f"{request.framework} cannot express it: {wrong}")
         one = evaluate(problem, layout, compiled_walk())
     except InputError as error:
         return ExplainAnswer(layout=str(layout), refused=str(error))
@@ -414,14 +446,15 @@ def explain(problem: TrainingProblem, layout: Layout, best: Estimate | None) -> 
     )
 
 
-def _front(request: LayoutRequest, stop: StopToken | None) -> Iterator[FrontPoint]:
+def _front(searches: Searches, stop: StopToken | None) -> Iterator[FrontPoint]:
     """The fastest layout for less and less memory, from any amount to too little.
 
     One limit is what a device has. What is no faster than a later point is left out.
     """
-    limit, has, last = inf, request.problem.fabric.memory_bytes, None
+    problem = searches.request.problem
+    limit, has, last = inf, problem.fabric.memory_bytes, None
     while not is_stopped(stop):
-        found = request.search(request.problem, 1, memory_bytes=limit, stop=stop)
+        found = searches.search(problem, 1, memory_bytes=limit, stop=stop)
         point = _point(limit, found.best[0]) if found.best else None
         if last is not None and (point is None or point.seconds > last.seconds * (1 + 1e-9)):
             yield last
@@ -447,11 +480,11 @@ def _too_large(problem: TrainingProblem, least: FrontPoint) -> str:
     )
 
 
-def _what_if(request: LayoutRequest, stop: StopToken | None) -> Iterator[WhatIf]:
-    for change, changed in _changes(request.problem):
+def _what_if(searches: Searches, stop: StopToken | None) -> Iterator[WhatIf]:
+    for change, changed in _changes(searches.request.problem):
         if is_stopped(stop):
             return
-        found = request.search(changed, 1, stop=stop)
+        found = searches.search(changed, 1, stop=stop)
         one = found.best[0] if found.best else None
         yield WhatIf(
             change=change,

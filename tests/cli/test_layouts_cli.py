@@ -122,6 +122,37 @@ def test_explanations() -> None:
     assert "more than a device has" in large
 
 
+RULES = [
+    ("torchtitan", ("--precision", "fp8"), "p1 t1 d16 b1 zero3", "products in fp8: TorchTitan"),
+    ("deepspeed", ("--precision", "fp8"), "p1 t1 d16 b1 zero3", "products in fp8: DeepSpeed"),
+    (
+        "torchtitan",
+        ("--pipeline", 2, "--replicas", 8, "--chunks", 1, "--zero", 3),
+        "p2 t1 d8 b1 zero3",
+        "ZeRO 3 in a pipeline: TorchTitan keeps whole weights",
+    ),
+    ("torchtitan", ("--tensor", 16), "p1 t16 d1 b1 sp", "tensor degree 16 with 8 key-value heads"),
+]
+
+
+@pytest.mark.parametrize(("framework", "options", "layout", "rule"), RULES)
+def test_a_rule_of_the_framework_is_named(
+    framework: str, options: tuple[object, ...], layout: str, rule: str
+) -> None:
+    """Without a layout in the table, in an explanation, and by an export."""
+    Path("config.json").write_text(json.dumps(LLAMA | {"tie_word_embeddings": False}))
+    asked = (*PLAN, *options, "--for", framework)
+    assert rule in refused(*asked)
+    found = answered_json(*asked, "--explain", layout, code=1)
+    assert found["status"] == "infeasible"
+    assert rule in found["reason"]
+    assert found["explained"]["row"] is None
+    explained = found["explained"]["refused"]
+    assert explained.startswith(f"{framework} cannot express it: {rule}")
+    answered(*PLAN, *options, "--alike", "--top", 1, "-o", "layout.json")
+    assert rule in refused("export", "layout.json", "--to", framework, "-o", "out")
+
+
 def test_front_and_what_if() -> None:
     found = answered_json(*PLAN, "--front", "--what-if", "--png", "front.png")
     peaks = [point["peak_bytes"] for point in found["front"]]

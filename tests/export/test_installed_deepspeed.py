@@ -1,12 +1,15 @@
 """Exports to DeepSpeed, read by the installed release; no dependency: ``pip install deepspeed``."""
 
+from dataclasses import replace
+
 import pytest
 from exported_plans import MICROBATCHES, make_model, make_plan
 from layout_problems import LLAMA, MIXTRAL, make_problem
 from releases import alone, require_release
 
 from stagewright.executor.export import export
-from stagewright.executor.export.layouts import export_layout
+from stagewright.executor.export.layouts import LAYOUT_FORMATS, export_layout
+from stagewright.executor.export.layouts.rules import require_whole_heads
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import Precision
 
@@ -78,6 +81,20 @@ def computed(steps):
             if command.name in seen:
                 yield command.name, seen[command.name]
                 seen[command.name] += 1
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4, 6, 16])
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_key_value_heads_of_equal_ranks_alone(heads, tensor):
+    """AutoTP gives ranks whole heads: where these are not equally many, the layout is refused."""
+    from deepspeed.module_inject.tp_shard import AutoTPMeta, get_shard_size_list
+
+    layout = Layout(tensor=tensor, data=2, zero=1)
+    attention = replace(LLAMA.attention, heads=48, key_value_heads=heads)
+    problem = make_problem(replace(LLAMA, attention=attention), layout)
+    rules = {one.require for one, _ in LAYOUT_FORMATS["deepspeed"].broken(problem, layout)}
+    sizes = get_shard_size_list(64 * heads, tensor, AutoTPMeta(num_kv_heads=heads), "k_proj")
+    assert (require_whole_heads in rules) == (len(set(sizes)) > 1)
 
 
 @pytest.mark.parametrize(

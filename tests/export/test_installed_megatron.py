@@ -4,6 +4,8 @@ It is no dependency: ``pip install megatron-core==0.16.1``. Its classes refuse a
 offloaded unless Transformer Engine, which needs a GPU, is installed too: that is not tested here.
 """
 
+from dataclasses import replace
+
 import pytest
 from exported_plans import gpt, make_plan
 from layout_problems import GPT2, LLAMA, MIXTRAL, make_problem
@@ -14,9 +16,11 @@ from stagewright.executor.export import export
 from stagewright.executor.export.layouts import export_layout
 from stagewright.executor.export.layouts.core import core_of
 from stagewright.formulations.parallelism.layout import Layout
+from stagewright.graphs.models.architecture import GroupedAttention
 
 MOMENTS = ("exp_avg_dtype", "exp_avg_sq_dtype")
 TYPES = {"fp32": "float32", "bf16": "bfloat16"}
+KV2 = replace(LLAMA, attention=GroupedAttention(16, 2, 64))
 TP = {"tensor": 2, "sequence_parallel": True}
 
 
@@ -59,6 +63,7 @@ def test_the_plans_stages_are_megatrons(placement):
         (LLAMA, Layout(pipeline=2, chunks=2, recompute="full", recompute_blocks=2)),
         (LLAMA, Layout(pipeline=2, first_blocks=7, last_blocks=9, recompute="selective")),
         (LLAMA, Layout(data=4, zero=3)),
+        (KV2, Layout(tensor=4, data=2)),
         (GPT2, Layout(context=2, data=2, zero=1)),
         (MIXTRAL, Layout(data=4, expert=4, zero=1)),
     ],
@@ -73,7 +78,7 @@ def test_layouts_are_megatrons_configurations(architecture, layout):
 
     kernel = "materialized" if layout.recompute == "selective" else "fused"
     problem = make_problem(architecture, layout, attention=kernel)
-    core = core_of(problem, layout, "Megatron-LM")
+    core = core_of(problem, layout)
     experts = architecture.experts
     sizes = (
         {} if experts is None else {"num_moe_experts": experts.number, "moe_grouped_gemm": False}
@@ -81,10 +86,12 @@ def test_layouts_are_megatrons_configurations(architecture, layout):
     made = TransformerConfig(
         num_layers=architecture.layers,
         hidden_size=architecture.hidden,
-        num_attention_heads=8,
+        num_attention_heads=architecture.attention.heads,
+        num_query_groups=architecture.attention.key_value_heads,
         bf16=True,
         params_dtype=torch.bfloat16,
         pipeline_dtype=torch.bfloat16,
+        layernorm_epsilon=architecture.norm_epsilon or 1e-5,
         **core.model,
         **sizes,
     )

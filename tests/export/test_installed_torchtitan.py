@@ -12,10 +12,12 @@ from layout_problems import DEEPSEEK, LLAMA, make_problem
 from releases import alone, require_release
 
 from stagewright.executor.export import export
-from stagewright.executor.export.layouts import export_layout
+from stagewright.executor.export.layouts import LAYOUT_FORMATS, export_layout
 from stagewright.formulations.parallelism.layout import Layout
+from stagewright.graphs.models.architecture import GroupedAttention
 
 BLOCKS = 6  # of its Llama 3 for debugging
+SMALL = replace(LLAMA, layers=BLOCKS)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -133,7 +135,7 @@ def test_only_the_stages(parsed):
 def test_layouts_are_torchtitans_configurations(parsed, layout, schedule):
     from torchtitan.distributed import ParallelDims
 
-    problem = make_problem(replace(LLAMA, layers=BLOCKS), layout)
+    problem = make_problem(SMALL, layout)
     config = parsed(export_layout(problem, layout, "torchtitan"))
     chosen = config.parallelism
     dims = ParallelDims.from_config(chosen, layout.ranks)
@@ -146,6 +148,61 @@ def test_layouts_are_torchtitans_configurations(parsed, layout, schedule):
         assert type(made).__name__ == schedule
         assert len(parts) == layout.chunks
         assert made._n_microbatches == layout.microbatches(problem.batch)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4, 16])
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_key_value_heads_are_divided_as_it_does(parsed, heads, tensor):
+    """Its debug model has 16 heads; one that has fewer of keys and values is refused alike."""
+    layout = Layout(tensor=tensor, sequence_parallel=True, data=2, zero=3)
+    config = parsed(export_layout(make_problem(SMALL, layout), layout, "torchtitan"))
+    model = config.model_spec.model
+    for layer in model.layers:
+        layer.attention.n_kv_heads = heads
+    attention = GroupedAttention(16, heads, 64)
+    problem = make_problem(replace(SMALL, attention=attention), layout)
+    wrong = [text for _, text in LAYOUT_FORMATS["torchtitan"].broken(problem, layout)]
+    assert bool(wrong) == bool(heads % tensor)
+    if wrong:
+        with pytest.raises(ValueError, match=rf"must divide n_kv_heads \({heads}\)"):
+            model.update_from_config(config=config)
+    else:
+        model.update_from_config(config=config)
+
+
+def test_a_tied_head_is_in_no_pipeline(parsed):
+    layout = Layout(pipeline=2)
+    config = parsed(export_layout(make_problem(SMALL, layout), layout, "torchtitan"))
+    config.model_spec.model.enable_weight_tying = True
+    with pytest.raises(NotImplementedError, match="Weight tying is not supported with Pipeline"):
+        config.model_spec.model.update_from_config(config=config)
+
+
+def test_the_models_that_it_has():
+    """The rule of models names what is there; with others it is to be stated anew."""
+    from importlib.util import find_spec
+
+    for name in ("llama3", "qwen3", "deepseek_v3"):
+        assert find_spec(f"torchtitan.models.{name}")
+    for name in ("llama", "qwen2", "mixtral", "gemma", "gpt2"):
+        assert not find_spec(f"torchtitan.models.{name}")
+
+
+@pytest.mark.parametrize("model", ["llama3", "qwen3", "deepseek_v3"])
+def test_rotary_base_and_epsilon_are_set_in_the_built_model(parsed, model):
+    import torch
+
+    layers = {"llama3": BLOCKS, "qwen3": 8, "deepseek_v3": 6}[model]
+    base = DEEPSEEK if model == "deepseek_v3" else LLAMA
+    layout = Layout(data=2, zero=2)
+    problem = make_problem(replace(base, layers=layers, rotary_base=7e5, norm_epsilon=3e-6), layout)
+    config = parsed(export_layout(problem, layout, "torchtitan"), model).model_spec.model
+    assert {layer.attention.rope.theta for layer in config.layers} == {7e5}
+    with torch.device("meta"):
+        built = config.build()
+    norms = [one.eps for one in built.modules() if isinstance(one, torch.nn.RMSNorm)]
+    assert len(norms) > 2 * layers
+    assert set(norms) == {3e-6}
 
 
 def test_experts_on_several_ranks(parsed):

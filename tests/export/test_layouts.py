@@ -1,6 +1,7 @@
 """Exported layouts: every file says what the layout says, or its features are refused by name."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -15,14 +16,16 @@ from layout_problems import (
     MIXTRAL,
     QWEN2,
     QWEN2_MOE,
+    QWEN3,
+    QWEN3_MOE,
     make_problem,
     random_problem,
     said,
 )
-from layout_readers import READERS, run_megatron
+from layout_readers import READERS, run_megatron, said_of_model
 from profiles import examples
 
-from stagewright.executor.export.layouts import LAYOUT_FORMATS, export_layout
+from stagewright.executor.export.layouts import EVERY_FORMAT, LAYOUT_FORMATS, export_layout
 from stagewright.formulations.parallelism.layout import parse_layout
 from stagewright.formulations.parallelism.training import Precision
 from stagewright.graphs.documents.errors import InputError
@@ -38,6 +41,7 @@ PIPED = ("megatron", "megatron-bridge", "nemo", "torchtitan")
 CORE = PIPED[:3]
 SHARDING = ("torchtitan", "accelerate")  # say nothing of ZeRO where there is nothing to divide
 FULL_FP32 = Precision(4, 4, 4, 8)
+KV2 = replace(LLAMA, attention=GroupedAttention(16, 2, 64))
 
 
 def exported(architecture, words, to, **others):
@@ -78,10 +82,14 @@ TAKEN = [
     *((to, LLAMA, "p4 t2 d4 b1 zero1 pipeline-inside offload") for to in CORE),
     *((to, MIXTRAL, "p2 t2 c2 d2 e4 b1 zero1 pipeline-inside sp") for to in CORE),
     *((to, DEEPSEEK, "p2 t2 d4 e8 b1 zero1 full sp") for to in PIPED),
-    *((to, QWEN2_MOE, "p1 t2 d4 e4 b1 zero2 sp") for to in PIPED),
-    *((to, QWEN2, "p1 t4 d4 b1 zero2") for to in LAYOUT_FORMATS),
+    *((to, QWEN2_MOE, "p1 t2 d4 e4 b1 zero2 sp") for to in CORE),
+    *((to, QWEN2, "p1 t4 d4 b1 zero2") for to in LAYOUT_FORMATS if to != "torchtitan"),
+    *((to, KV2, "p1 t4 d2 b1 zero2") for to in CORE[:2]),
+    ("torchtitan", QWEN3_MOE, "p1 t2 d4 e4 b1 zero2 sp"),
+    ("torchtitan", QWEN3, "p1 t4 d4 b1 zero2"),
     *((to, LLAMA, "p1 t1 d8 b2 zero3 full") for to in LAYOUT_FORMATS),
-    *((to, GPT2, "p1 t1 d8 b1 zero0") for to in LAYOUT_FORMATS if to != "deepspeed"),
+    *((to, GPT2, "p1 t1 d8 b1 zero0") for to in (*CORE, "accelerate")),
+    ("torchtitan", replace(LLAMA, tied=True), "p1 t1 d8 b1 zero0"),
     *((to, LLAMA, "p4 t1 d2 b1 v2 zero1 full blocks1") for to in CORE),
     *((to, LLAMA, "p1 t1 d8 b1 zero3 full blocks16") for to in LAYOUT_FORMATS),
     *((to, LLAMA, "p4 t2 d1 b1 zero1 stages3-4-5-4 full") for to in PIPED),
@@ -92,7 +100,7 @@ TAKEN = [
     ("accelerate", LLAMA, "p1 t2 c2 d2 b1 zero3"),
     ("accelerate", LLAMA, "p1 t4 d1 b1 zero0"),
     ("torchtitan", LLAMA, "p1 t2 c2 d2 b1 zero3 sp"),
-    ("torchtitan", MIXTRAL, "p2 t2 d2 e2 b1 zero0 sp"),
+    ("torchtitan", QWEN3_MOE, "p2 t2 d2 e2 b1 zero0 sp"),
     ("deepspeed", LLAMA, "p1 t2 d4 b1 zero1 offload full"),
     ("deepspeed", MIXTRAL, "p1 t1 d8 e4 b1 zero3"),
 ]
@@ -104,12 +112,6 @@ def test_features_that_are_taken(to, architecture, words):
     problem = make_problem(architecture, layout)
     files = export_layout(problem, layout, to)
     assert READERS[to](files, architecture.layers) == expected(to, problem, layout)
-
-
-@pytest.mark.parametrize("to", PIPED)
-def test_recomputed_blocks_by_stage_are_refused(to):
-    with pytest.raises(InputError, match=r"recomputed blocks by stage: .* has one recomputation"):
-        exported(LLAMA, "p4 t2 d1 b1 zero1 stages3-4-5-4 again3-1-0x2 full", to)
 
 
 @pytest.mark.parametrize("to", LAYOUT_FORMATS)
@@ -157,6 +159,7 @@ def architecture_from(args):
         window=None if args.window_size is None else int(args.window_size.split(",")[0]) + 1,
         full_layers=frozenset(zeros(args.window_attn_skip_freq)),
         dropout=args.hidden_dropout is None and args.attention_dropout is None,
+        rotary_base=args.rotary_base, norm_epsilon=args.norm_epsilon,
     )  # fmt: skip
 
 
@@ -240,6 +243,19 @@ def refused(formats, architecture, words, message, **others):
 
 
 REFUSED = [
+    *refused(
+        LAYOUT_FORMATS,
+        LLAMA,
+        "p2 d4 zero1 stages7-9 again3-1 full",
+        "recomputed blocks by stage: .* has one recomputation|a pipeline of 2",
+    ),
+    *refused(
+        (*CORE, *SHARDING),
+        LLAMA,
+        "c2 d4 zero3",
+        "1022 tokens: .* needs a multiple",
+        sequence=1022,
+    ),
     *refused(PIPED, BERT, "t1 d8", "an encoder .bert.: .* decoders"),
     *refused(LAYOUT_FORMATS, LLAMA, "t1 d8 zero3", "activations of 1 byte", precision=ONE_BYTE),
     *refused(CORE, LLAMA, "d8 offload", "offloaded optimizer with ZeRO 0.*zero 1"),
@@ -268,16 +284,34 @@ REFUSED = [
     *refused(TITAN, LLAMA, "p2 d4 zero2", "ZeRO 2 in a pipeline.*zero 1"),
     *refused(TITAN, LLAMA, "d8 zero1", "ZeRO 1 without a pipeline.*zero 2"),
     *refused(TITAN, LLAMA, "p2 d4 zero1 pipeline-inside", "pipeline outermost"),
-    *refused(TITAN, GPT2, "p2 d4 zero1", "a tied head in a pipeline"),
+    *refused(TITAN, replace(LLAMA, tied=True), "p2 d4 zero1", "a tied head in a pipeline"),
+    *refused(TITAN, LLAMA, "p2 d4 zero3", "ZeRO 3 in a pipeline.*zero 1.*pipelining/stage.py"),
+    *refused(TITAN, QWEN2, "d8 zero3", "qwen2 has biases: TorchTitan has llama3, qwen3"),
+    *refused(TITAN, GPT2, "d8", "gpt2 has learned positions: TorchTitan has"),
+    *refused(TITAN, MIXTRAL, "d8 zero3", "mixtral has experts beside"),
+    *refused(TITAN, QWEN2_MOE, "d8 zero3", "qwen2_moe has biases"),
+    *refused(TITAN, replace(LLAMA, window=512), "d8 zero3", "a sliding window"),
+    *refused(
+        ("nemo", *OTHERS),
+        KV2,
+        "t4 d2 zero2",
+        "tensor degree 4 with 2 key-value heads: .* equally many of its own",
+    ),
+    *refused(ACCELERATE, GPT2, "t2 d4 zero2", "tensor degree 2 of gpt2: .* plan of transformers"),
+    *refused(
+        CORE, replace(GPT2, name="gpt_neox", positions=None), "d8", "attention and feed-forward of"
+    ),
+    *refused(MEGATRON, replace(LLAMA, rotary_base=1e4 / 3), "d8", "base of rotary.*integers"),
     *refused(TITAN, LLAMA, "p4 d2 zero1", "2 microbatches in a pipeline of 4", microbatches=2),
     *refused(TITAN, LLAMA, "d8 zero3", "v100 has no bf16", device="v100"),
-    *refused(TITAN, MIXTRAL, "t2 d4 zero3 sp", "expert degree 1.*at least 2"),
-    *refused(TITAN, MIXTRAL, "t2 d4 e4 sp", "ZeRO 0 with expert degree 4.*expert 2"),
+    *refused(TITAN, QWEN3_MOE, "t2 d4 zero3 sp", "expert degree 1.*at least 2"),
+    *refused(TITAN, QWEN3_MOE, "t2 d4 e4 sp", "ZeRO 0 with expert degree 4.*expert 2"),
     *refused(DEEPSPEED, LLAMA, "c2 d4", "context degree 2.*Ulysses"),
     *refused(DEEPSPEED, LLAMA, "d8 offload", "offloaded optimizer with ZeRO 0"),
     *refused(DEEPSPEED, QWEN2_MOE, "d8 e4 zero1", "expert degree 4 of 'qwen2_moe'.*mixtral"),
     *refused(DEEPSPEED, LLAMA, "d8", "2 . 4 . 12 bytes.*keeps 2 . 2 . 12"),
     *refused(ACCELERATE, MIXTRAL, "d8 e4 zero3", "expert degree 4.*expert 1"),
+    *refused(ACCELERATE, LLAMA, "d8 zero3", "2 . 2 . 8 bytes", precision=NARROW),
     *refused(ACCELERATE, LLAMA, "t2 d4", "ZeRO 0 with tensor 2 and data 4"),
     *refused(ACCELERATE, LLAMA, "d8 zero1", "ZeRO 1.*zero 2 or 3"),
     *refused(MEGATRON, replace(LLAMA, name="gemma"), "d8", "gemma's feed-forward with GELU gates"),
@@ -297,12 +331,34 @@ def test_refused_by_name(to, architecture, words, message, others):
     assert "\n" not in str(found.value)
 
 
-def test_odd_sequences_are_refused():
-    layout = parse_layout("p1 t1 c2 d4 zero3")
-    problem = replace(make_problem(LLAMA, layout), sequence=1022)
-    for to in ("megatron", "nemo", "torchtitan", "accelerate"):
-        with pytest.raises(InputError, match=r"1022 tokens: .* needs a multiple of"):
-            export_layout(problem, layout, to)
+@pytest.mark.parametrize("to", LAYOUT_FORMATS)
+def test_every_rule_has_a_source_and_is_broken_above(to):
+    framework, broken = LAYOUT_FORMATS[to], set()
+    for _, architecture, words, _, others in (one for one in REFUSED if one[0] == to):
+        layout = parse_layout(words)
+        problem = make_problem(architecture, layout, **others)
+        broken |= {rule.require for rule, _ in framework.broken(problem, layout)}
+    for rule in framework.rules:
+        assert re.match(r"\S+ (core )?\d+\.\d+.*, \S+", rule.source)
+        assert rule.require in broken
+
+
+@pytest.mark.parametrize("to", EVERY_FORMAT)
+def test_what_the_model_breaks_is_said_without_a_layout(to):
+    framework, layout = EVERY_FORMAT[to], parse_layout("d8")
+    framework.require_problem(make_problem(LLAMA, layout))
+    if to in PIPED:
+        with pytest.raises(InputError, match=r"an encoder .bert."):
+            framework.require_problem(make_problem(BERT, layout))
+
+
+@pytest.mark.parametrize("to", PIPED)
+@pytest.mark.parametrize("known", [True, False])
+def test_rotary_base_and_epsilon_are_those_of_the_model(to, known):
+    """Where they are not known, the framework's own are kept."""
+    model = LLAMA if known else replace(LLAMA, rotary_base=None, norm_epsilon=None)
+    found = said_of_model(to, exported(model, "p1 t1 d8 b1 zero2", to), model.layers)
+    assert found == ({5e5}, {1e-5}) if known else ({None}, {None})
 
 
 # ---------------------------------------------------------------- the real packages

@@ -23,9 +23,9 @@ global-batch-size hidden-size kv-channels kv-lora-rank max-position-embeddings m
 moe-ffn-hidden-size moe-router-topk moe-shared-expert-intermediate-size num-attention-heads
 num-experts num-layers num-layers-per-virtual-pipeline-stage num-query-groups
 pipeline-model-parallel-size q-lora-rank qk-head-dim qk-pos-emb-head-dim recompute-num-layers
-seq-length tensor-model-parallel-size v-head-dim vocab-size
+rotary-base seq-length tensor-model-parallel-size v-head-dim vocab-size
 """
-RATES = ("attention-dropout", "hidden-dropout", "optimizer-offload-fraction")
+RATES = ("attention-dropout", "hidden-dropout", "norm-epsilon", "optimizer-offload-fraction")
 TEXTS = ("moe-layer-freq", "pipeline-model-parallel-layout", "window-attn-skip-freq", "window-size")
 CHOICES = {
     "attention-backend": ("flash", "fused", "unfused", "local", "auto"),
@@ -64,7 +64,7 @@ sequence_parallel expert_model_parallel_size expert_tensor_parallel_size
 """
 REMADE = """
 recompute_granularity recompute_method recompute_num_layers recompute_modules seq_length
-attention_backend
+attention_backend rotary_base layernorm_epsilon
 """
 DDP = """
 use_distributed_optimizer use_megatron_fsdp data_parallel_sharding_strategy overlap_grad_reduce

@@ -1,6 +1,7 @@
 """Transformers, random layouts of them, and what a layout says."""
 
 import random
+from dataclasses import replace
 
 from layout_oracle import by_stage
 
@@ -18,15 +19,18 @@ from stagewright.graphs.models.architecture import (
     LatentAttention,
 )
 
-LLAMA = Architecture("llama", 16, 1024, 32000, GroupedAttention(16, 4, 64), FeedForward(2816))
+LLAMA = Architecture(
+    "llama", 16, 1024, 32000, GroupedAttention(16, 4, 64), FeedForward(2816), rotary_base=5e5,
+    norm_epsilon=1e-5,
+)  # fmt: skip
 GPT2 = Architecture(
     "gpt2", 12, 768, 50257, GroupedAttention(12, 12, 64, bias=True, output_bias=True),
     FeedForward(3072, gated=False, bias=True), norm="layer", positions=2048, tied=True,
-    dropout=True,
+    dropout=True, norm_epsilon=1e-5,
 )  # fmt: skip
 QWEN2 = Architecture(
     "qwen2", 24, 1024, 32000, GroupedAttention(16, 4, 64, bias=True), FeedForward(2816),
-    window=512, full_layers=frozenset(range(10)),
+    window=512, full_layers=frozenset(range(10)), rotary_base=1e6, norm_epsilon=1e-6,
 )  # fmt: skip
 QWEN3 = Architecture(
     "qwen3", 24, 1024, 32000, GroupedAttention(16, 4, 128, head_norms=True), FeedForward(2816)
@@ -43,17 +47,20 @@ DEEPSEEK = Architecture(
     Experts(16, 4, 512, 1024, dense_layers=frozenset(range(3))),
     left_out="the layers of multi-token prediction",
 )  # fmt: skip
+QWEN3_MOE = replace(
+    MIXTRAL, name="qwen3_moe", attention=GroupedAttention(16, 8, 64, head_norms=True)
+)
 ARCHITECTURES = (LLAMA, GPT2, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, DEEPSEEK)
 
 ENDS = (None, None, 0, 1, 2, 3)
 
 
-def make_problem(architecture, layout, microbatches=8, device="h100", **others):
-    """Servers of at most 8 devices; sequences of 1,024 tokens."""
+def make_problem(architecture, layout, microbatches=8, device="h100", sequence=1024, **others):
+    """Servers of at most 8 devices."""
     ranks = layout.ranks
     levels = (Level("server", min(8, ranks), 4e11), Level("all", ranks, 5e10))
     return TrainingProblem(
-        architecture, 1024, layout.data * layout.microbatch * microbatches,
+        architecture, sequence, layout.data * layout.microbatch * microbatches,
         Fabric(device, 80e9, levels, 5e10), Reached(0.7, 1e9, 0.8, 1e-6, "assumed"), **others,
     )  # fmt: skip
 

@@ -176,9 +176,38 @@ def _core(ranks, layers, model, ddp, optimizer, train):
 
 def titan_config(layers):
     """A Trainer.Config."""
-    model = SimpleNamespace(layers=[None] * layers)
+    attention = SimpleNamespace(rope=record("theta"), qk_norm=None, q_norm=record("eps"))
+    blocks = [
+        SimpleNamespace(
+            attention=attention, **{n: record("eps") for n in ("attention_norm", "ffn_norm")}
+        )
+        for _ in range(layers)
+    ]
+    model = SimpleNamespace(layers=blocks, norm=record("eps"))
     sections = {name: record(*fields.split()) for name, fields in TITAN.items()}
     return record("activation_checkpoint", model_spec=SimpleNamespace(model=model), **sections)
+
+
+def said_of_model(to, files, layers):
+    """The bases of rotary positions and the epsilons of norms that files set."""
+    if to == "megatron":
+        args, _, _ = run_megatron(files["megatron.sh"])
+        return {args.rotary_base}, {args.norm_epsilon}
+    (text,) = files.values()
+    config = CONFIGS[to](layers)
+    run_module(text)["configure"](config)
+    if to == "torchtitan":
+        model = config.model_spec.model
+        blocks = [(one.attention_norm, one.ffn_norm, one.attention.q_norm) for one in model.layers]
+        norms = (model.norm, *(norm for block in blocks for norm in block))
+        ropes = (one.attention.rope for one in model.layers)
+        return {value(one, "theta") for one in ropes}, {value(one, "eps") for one in norms}
+    model = config.model if to == "megatron-bridge" else config.model.config
+    return {value(model, "rotary_base")}, {value(model, "layernorm_epsilon")}
+
+
+def value(one, name):
+    return getattr(one, name, None)
 
 
 def read_titan(files, layers):
@@ -307,6 +336,7 @@ def read_accelerate(files, layers):
     }
 
 
+CONFIGS = {"megatron-bridge": bridge_config, "nemo": nemo_recipe, "torchtitan": titan_config}
 READERS = {
     "megatron": lambda files, layers: read_megatron(files),
     "megatron-bridge": read_bridge,

@@ -3,7 +3,7 @@
 What a format cannot express is refused by name, never dropped.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from stagewright.executor.export.layouts import (
     accelerate,
@@ -19,18 +19,18 @@ from stagewright.formulations.parallelism.rules import require_layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
 
-LAYOUT_FORMATS: dict[str, Callable[[TrainingProblem, Layout], dict[str, str]]] = {
-    "megatron": megatron.arguments,
-    "megatron-bridge": megatron_bridge.recipe,
-    "nemo": nemo.recipe,
-    "torchtitan": torchtitan.configuration,
-    "deepspeed": deepspeed.configuration,
-    "accelerate": accelerate.configuration,
+LAYOUT_FORMATS = {
+    "megatron": megatron.FRAMEWORK,
+    "megatron-bridge": megatron_bridge.FRAMEWORK,
+    "nemo": nemo.FRAMEWORK,
+    "torchtitan": torchtitan.FRAMEWORK,
+    "deepspeed": deepspeed.FRAMEWORK,
+    "accelerate": accelerate.FRAMEWORK,
 }
 """The frameworks; next to them there is :data:`PLAN`."""
 
 PLAN = "plan"
-EVERY_FORMAT = (*LAYOUT_FORMATS, PLAN)
+EVERY_FORMAT = {**LAYOUT_FORMATS, PLAN: plan.FRAMEWORK}
 
 
 def export_layout(
@@ -56,6 +56,7 @@ def export_layout(
         raise InputError(
             f"sequence must be at most the {positions} learned positions, got {problem.sequence}"
         )
-    if to == PLAN:
+    EVERY_FORMAT[to].require(problem, layout)
+    if names is not None:
         return plan.documents(problem, layout, names)
-    return LAYOUT_FORMATS[to](problem, layout)
+    return EVERY_FORMAT[to].files(problem, layout)

@@ -4,25 +4,30 @@
 them, and ``sync_each_batch`` does so after every microbatch: ZeRO 2, or 3 if weights are too.
 """
 
-from stagewright.executor.export.layouts.common import (
-    NumberType,
-    launch,
-    left_out,
-    number_type,
+from stagewright.executor.export.layouts.common import NumberType, launch, left_out, number_type
+from stagewright.executor.export.layouts.deepspeed import TRANSFORMERS, checkpointing
+from stagewright.executor.export.layouts.rules import (
+    Framework,
+    Rule,
     refuse_fp8,
+    refuse_offload,
+    refuse_one_byte,
     refuse_pipeline,
+    refuse_recomputed_by_stage,
     refuse_selective,
+    refuse_sequence_parallel,
     refuse_some_blocks,
     require_bytes,
+    require_context,
+    require_whole_heads,
 )
-from stagewright.executor.export.layouts.deepspeed import checkpointing
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
 
-NAME = "Accelerate"
 FILE = "stagewright_accelerate.py"
 
+WITHOUT_TENSOR_PLAN = ("gpt2", "bert")  # models of transformers
 _MIXED = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 _DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
 
@@ -86,12 +91,7 @@ _PLUGIN = """FullyShardedDataParallelPlugin(
 
 def configuration(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
     """A module with the functions ``build`` and ``configure``."""
-    refuse_pipeline(layout, NAME)
-    refuse_fp8(problem, NAME)
-    _require_ranks(problem, layout)
-    _require_states(layout)
-    numbers = number_type(problem, NAME)
-    require_bytes(problem, [(4, 4, 8)] if numbers == "fp32" else [(2, 4, 12)], NAME)
+    numbers = number_type(problem)
     sharded = _is_sharded(layout)
     text = _TEXT.format(
         words=layout,
@@ -137,46 +137,45 @@ def _plugin(layout: Layout, numbers: NumberType) -> str:
     return _PLUGIN.format(reshard=layout.zero == 3, policy=policy)
 
 
-def _require_ranks(problem: TrainingProblem, layout: Layout) -> None:
+def _require_precision(problem: TrainingProblem, _: Layout, framework: str) -> None:
+    known = (4, 4, 8) if number_type(problem) == "fp32" else (2, 4, 12)
+    require_bytes(problem, [known], framework)
+
+
+def _refuse_experts(_: TrainingProblem, layout: Layout, framework: str) -> None:
     if layout.expert > 1:
         raise InputError(
-            f"expert degree {layout.expert}: {NAME} has no expert ranks; choose expert 1, or "
+            f"expert degree {layout.expert}: {framework} has no expert ranks; choose expert 1, or "
             "export to megatron, torchtitan or deepspeed"
         )
-    if layout.sequence_parallel:
-        raise InputError(
-            f"sequence parallelism over the tensor ranks: {NAME} has none; choose "
-            "sequence_parallel false, or export to megatron or torchtitan"
-        )
-    if problem.sequence % (2 * layout.context) and layout.context > 1:
-        raise InputError(
-            f"context degree {layout.context} with {problem.sequence} tokens: {NAME} needs a "
-            f"multiple of 2 x context = {2 * layout.context} tokens"
-        )
-    refuse_selective(layout, NAME, "with transformers repeats whole layers")
-    refuse_some_blocks(problem, layout, NAME)
 
 
-def _require_states(layout: Layout) -> None:
-    if layout.offload_optimizer:
+def _require_tensor_plan(problem: TrainingProblem, layout: Layout, framework: str) -> None:
+    if layout.tensor > 1 and problem.architecture.name in WITHOUT_TENSOR_PLAN:
         raise InputError(
-            f"an offloaded optimizer: {NAME} offloads parameters and gradients with it; choose "
-            "offload_optimizer false, or export to deepspeed"
+            f"tensor degree {layout.tensor} of {problem.architecture.name}: {framework} divides by "
+            "the plan of transformers, which has none of that model; choose tensor 1"
         )
+
+
+def _require_shards(_: TrainingProblem, layout: Layout, framework: str) -> None:
     if layout.zero == 0 and layout.context > 1:
         raise InputError(
-            f"ZeRO 0 with context degree {layout.context}: {NAME} divides the states over the "
+            f"ZeRO 0 with context degree {layout.context}: {framework} divides the states over the "
             "context ranks; choose zero 2 or 3"
         )
     if layout.zero == 0 and layout.tensor > 1 and layout.data > 1:
         raise InputError(
-            f"ZeRO 0 with tensor {layout.tensor} and data {layout.data}: {NAME} does not combine "
-            "them; choose zero 2 or 3"
+            f"ZeRO 0 with tensor {layout.tensor} and data {layout.data}: {framework} does not "
+            "combine them; choose zero 2 or 3"
         )
+
+
+def _refuse_zero_1(_: TrainingProblem, layout: Layout, framework: str) -> None:
     if layout.zero == 1 and _is_sharded(layout):
         raise InputError(
-            f"ZeRO 1: {NAME}'s FSDP2 divides the gradients too; choose zero 2 or 3, or export to "
-            "deepspeed"
+            f"ZeRO 1: {framework}'s FSDP2 divides the gradients too; choose zero 2 or 3, or "
+            "export to deepspeed"
         )
 
 
@@ -194,3 +193,28 @@ def _remarks(problem: TrainingProblem, layout: Layout) -> list[str]:
     if not problem.overlap:
         found.append("It overlaps exchanges and computation, which the plan does not.")
     return found
+
+
+ACCELERATE = "huggingface/accelerate 1.15.0, src/accelerate"
+
+FRAMEWORK = Framework(
+    "Accelerate",
+    (
+        Rule(f"{ACCELERATE}/utils/dataclasses.py", refuse_fp8, of_problem=True),
+        Rule(f"{ACCELERATE}/utils/dataclasses.py", refuse_one_byte, of_problem=True),
+        Rule(f"{ACCELERATE}/utils/fsdp_utils.py", _require_precision, of_problem=True),
+        Rule(f"{ACCELERATE}/parallelism_config.py", refuse_pipeline),
+        Rule(f"{ACCELERATE}/parallelism_config.py", _refuse_experts),
+        Rule(f"{TRANSFORMERS}, integrations/tensor_parallel.py", _require_tensor_plan),
+        Rule(f"{TRANSFORMERS}, integrations/tensor_parallel.py", refuse_sequence_parallel),
+        Rule(f"{TRANSFORMERS}, integrations/tensor_parallel.py", require_whole_heads),
+        Rule(f"{ACCELERATE}/accelerator.py", require_context),
+        Rule(f"{ACCELERATE}/utils/dataclasses.py", refuse_offload),
+        Rule(f"{ACCELERATE}/parallelism_config.py", _require_shards),
+        Rule(f"{ACCELERATE}/utils/fsdp_utils.py", _refuse_zero_1),
+        Rule(f"{TRANSFORMERS}, modeling_layers.py", refuse_selective),
+        Rule(f"{TRANSFORMERS}, modeling_layers.py", refuse_recomputed_by_stage),
+        Rule(f"{TRANSFORMERS}, modeling_layers.py", refuse_some_blocks),
+    ),
+    configuration,
+)

@@ -1,4 +1,4 @@
-"""Layouts in the fields of Megatron Core (0.15 to 0.20), for all that are built on it.
+"""Layouts in the fields of Megatron Core (0.16 to 0.20), for all that are built on it.
 
 Names are those of ``TransformerConfig``, ``DistributedDataParallelConfig`` and ``OptimizerConfig``.
 Stage s is chunk s // P of rank s mod P. Rank orders are those of ``core/parallel_state.py``.
@@ -13,13 +13,20 @@ from stagewright.executor.export.layouts.common import (
     launch,
     left_out,
     number_type,
+    rotary_and_norms,
+)
+from stagewright.executor.export.layouts.rules import (
+    Rule,
     refuse_encoder,
+    refuse_one_byte,
     refuse_recomputed_by_stage,
     require_bytes,
+    require_context,
 )
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.models.architecture import Architecture
 
 STRATEGIES = {0: "no_shard", 1: "no_shard", 2: "optim_grads", 3: "optim_grads_params"}
 """Megatron-FSDP's for ZeRO 2 and 3; ZeRO 1 is the distributed optimizer's."""
@@ -45,28 +52,8 @@ class Core:
     fp8_weights: bool
 
 
-def core_of(problem: TrainingProblem, layout: Layout, framework: str) -> Core:
-    """The fields of a layout.
-
-    Raises
-    ------
-    InputError
-        If Megatron Core cannot express a feature of the layout or the precision.
-    """
-    numbers = number_type(problem, framework)
-    refuse_encoder(problem.architecture, framework)
-    refuse_recomputed_by_stage(layout, framework)
-    if layout.schedule == "zero-bubble":
-        raise InputError(
-            f"the schedule zero-bubble: {framework} has (interleaved) 1F1B alone; choose 1f1b, or "
-            "export to torchtitan"
-        )
-    _require_context(problem, layout, framework)
-    inside = layout.placement == "pipeline-inside" and layout.pipeline > 1 and layout.data > 1
-    if inside:
-        _require_pipeline_inside(problem, layout, framework)
-    _require_sharding(layout, framework, inside=inside)
-    _require_precision(problem, layout, framework)
+def core_of(problem: TrainingProblem, layout: Layout) -> Core:
+    """The fields of a layout that keeps the :data:`RULES`."""
     precision = problem.precision
     return Core(
         model=_degrees(problem, layout) | _recomputation(layout),
@@ -79,8 +66,8 @@ def core_of(problem: TrainingProblem, layout: Layout, framework: str) -> Core:
             "grad_reduce_in_fp32": precision.gradient_bytes == 4,
         },
         optimizer=_optimizer(problem, layout),
-        numbers=numbers,
-        pipeline_inside=inside,
+        numbers=number_type(problem),
+        pipeline_inside=_is_inside(layout),
         fsdp=layout.zero > 1,
         fp8=precision.fp8_products,
         fp8_weights=precision.weight_bytes == 1,
@@ -150,15 +137,33 @@ def _optimizer(problem: TrainingProblem, layout: Layout) -> Fields:
     }
 
 
-def _require_context(problem: TrainingProblem, layout: Layout, framework: str) -> None:
-    if layout.context == 1:
-        return
-    if problem.sequence % (2 * layout.context):
+def _is_inside(layout: Layout) -> bool:
+    return layout.placement == "pipeline-inside" and layout.pipeline > 1 and layout.data > 1
+
+
+def model_fields(architecture: Architecture) -> Fields:
+    """Fields of a recipe's model that are not the layout's."""
+    return rotary_and_norms(architecture, "rotary_base", "layernorm_epsilon")
+
+
+def _refuse_side_by_side(problem: TrainingProblem, _: Layout, framework: str) -> None:
+    if problem.architecture.name == "gpt_neox":
         raise InputError(
-            f"context degree {layout.context} with {problem.sequence} tokens: {framework} needs a "
-            f"multiple of 2 x context = {2 * layout.context} tokens"
+            f"gpt_neox's attention and feed-forward of one input: {framework} has them one after "
+            "the other; deepspeed and accelerate take any model of transformers"
         )
-    if problem.architecture.window is not None:
+
+
+def _refuse_zero_bubble(_: TrainingProblem, layout: Layout, framework: str) -> None:
+    if layout.schedule == "zero-bubble":
+        raise InputError(
+            f"the schedule zero-bubble: {framework} has (interleaved) 1F1B alone; choose 1f1b, or "
+            "export to torchtitan"
+        )
+
+
+def _refuse_context_of_windows(problem: TrainingProblem, layout: Layout, framework: str) -> None:
+    if layout.context > 1 and problem.architecture.window is not None:
         raise InputError(
             f"context degree {layout.context} with a sliding window: {framework} passes keys and "
             "values around for full attention alone; choose context 1"
@@ -173,7 +178,7 @@ def _require_pipeline_inside(problem: TrainingProblem, layout: Layout, framework
     """
     sparse = problem.architecture.experts is not None
     inner = layout.expert if sparse else layout.tensor
-    if inner != layout.tensor * layout.context:
+    if _is_inside(layout) and inner != layout.tensor * layout.context:
         works = "an expert degree of tensor x context" if sparse else "context 1"
         raise InputError(
             f"the placement pipeline-inside with tensor {layout.tensor}, context {layout.context} "
@@ -182,20 +187,24 @@ def _require_pipeline_inside(problem: TrainingProblem, layout: Layout, framework
         )
 
 
-def _require_sharding(layout: Layout, framework: str, *, inside: bool) -> None:
+def _require_offload(_: TrainingProblem, layout: Layout, framework: str) -> None:
     if layout.offload_optimizer and layout.zero != 1:
         raise InputError(
             f"an offloaded optimizer with ZeRO {layout.zero}: {framework} offloads its "
             "distributed optimizer, which is ZeRO 1; choose zero 1"
         )
-    if layout.zero < 2:
-        return
-    if inside:
+
+
+def _require_fsdp_placement(_: TrainingProblem, layout: Layout, framework: str) -> None:
+    if layout.zero > 1 and _is_inside(layout):
         raise InputError(
             f"the placement pipeline-inside with ZeRO {layout.zero}: Megatron-FSDP, with which "
             f"{framework} shards, does not support it; choose data-inside or zero 1"
         )
-    if layout.chunks > 1:
+
+
+def _refuse_fsdp_chunks(_: TrainingProblem, layout: Layout, framework: str) -> None:
+    if layout.zero > 1 and layout.chunks > 1:
         raise InputError(
             f"{layout.chunks} chunks with ZeRO {layout.zero}: Megatron-FSDP, with which "
             f"{framework} shards, is not known to interleave a pipeline; choose chunks 1 or zero 1"
@@ -218,6 +227,27 @@ def _require_precision(problem: TrainingProblem, layout: Layout, framework: str)
     optimizers = (12, 8) if shards and not layout.offload_optimizer else (12,)
     known = [(w, g, o) for w in weights for g in (4, 2) for o in optimizers]
     require_bytes(problem, known, framework)
+
+
+MEGATRON = "NVIDIA/Megatron-LM core 0.20 (d98e8a6), megatron"
+
+RULES = (
+    Rule(f"{MEGATRON}/core/models/gpt", refuse_encoder, of_problem=True),
+    Rule(
+        f"{MEGATRON}/core/transformer/transformer_layer.py", _refuse_side_by_side, of_problem=True
+    ),
+    Rule(f"{MEGATRON}/core/transformer/transformer_config.py", refuse_one_byte, of_problem=True),
+    Rule(f"{MEGATRON}/core/optimizer/optimizer_config.py", _require_precision),
+    Rule(f"{MEGATRON}/core/transformer/transformer_config.py", refuse_recomputed_by_stage),
+    Rule(f"{MEGATRON}/core/pipeline_parallel/schedules.py", _refuse_zero_bubble),
+    Rule(f"{MEGATRON}/training/arguments.py", require_context),
+    Rule(f"{MEGATRON}/core/extensions/transformer_engine.py", _refuse_context_of_windows),
+    Rule(f"{MEGATRON}/core/parallel_state.py", _require_pipeline_inside),
+    Rule(f"{MEGATRON}/core/optimizer/optimizer_config.py", _require_offload),
+    Rule(f"{MEGATRON}/core/distributed/fsdp", _require_fsdp_placement),
+    Rule(f"{MEGATRON}/core/distributed/fsdp", _refuse_fsdp_chunks),
+)
+"""What all that is built on Megatron Core asks."""
 
 
 def recipe_text(

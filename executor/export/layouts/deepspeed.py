@@ -5,21 +5,24 @@ Tensor parallelism is AutoTP's, expert parallelism AutoEP's; both divide models 
 
 import json
 
-from stagewright.executor.export.layouts.common import (
-    launch,
-    left_out,
-    number_type,
+from stagewright.executor.export.layouts.common import launch, left_out, number_type
+from stagewright.executor.export.layouts.rules import (
+    Framework,
+    Rule,
     refuse_fp8,
+    refuse_one_byte,
     refuse_pipeline,
+    refuse_recomputed_by_stage,
     refuse_selective,
+    refuse_sequence_parallel,
     refuse_some_blocks,
     require_bytes,
+    require_whole_heads,
 )
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
 
-NAME = "DeepSpeed"
 CONFIG, FILE = "ds_config.json", "stagewright_deepspeed.py"
 
 AUTO_EXPERTS = ("mixtral", "deepseek_v2", "deepseek_v3")  # presets of AutoEP, by model_type
@@ -53,13 +56,6 @@ def initialize(model, **options):
 
 def configuration(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
     """``ds_config.json``, and a module with the function ``initialize``."""
-    refuse_pipeline(layout, NAME)
-    refuse_fp8(problem, NAME)
-    _require_division(layout)
-    _require_experts(problem, layout)
-    _require_precision(problem, layout)
-    refuse_selective(layout, NAME, "with transformers repeats whole layers")
-    refuse_some_blocks(problem, layout, NAME)
     text = _TEXT.format(
         words=layout,
         ranks=layout.ranks,
@@ -78,7 +74,7 @@ def checkpointing(layout: Layout) -> str:
 
 
 def _config(problem: TrainingProblem, layout: Layout) -> dict[str, object]:
-    numbers = number_type(problem, NAME)
+    numbers = number_type(problem)
     zero: dict[str, object] = {"stage": layout.zero}
     if layout.zero:
         zero["overlap_comm"] = problem.overlap
@@ -106,38 +102,38 @@ def _config(problem: TrainingProblem, layout: Layout) -> dict[str, object]:
     return config
 
 
-def _require_division(layout: Layout) -> None:
+def _refuse_context(_: TrainingProblem, layout: Layout, framework: str) -> None:
     if layout.context > 1:
         raise InputError(
-            f"context degree {layout.context}: {NAME} divides a sequence by Ulysses, which "
+            f"context degree {layout.context}: {framework} divides a sequence by Ulysses, which "
             "exchanges heads, and not keys and values; choose context 1, or export to megatron"
         )
-    if layout.sequence_parallel:
-        raise InputError(
-            f"sequence parallelism over the tensor ranks: {NAME}'s AutoTP has none; choose "
-            "sequence_parallel false, or export to megatron or torchtitan"
-        )
+
+
+def _require_offload(_: TrainingProblem, layout: Layout, framework: str) -> None:
     if layout.offload_optimizer and layout.zero == 0:
-        raise InputError(f"an offloaded optimizer with ZeRO 0: {NAME} offloads with zero 1 to 3")
+        raise InputError(
+            f"an offloaded optimizer with ZeRO 0: {framework} offloads with zero 1 to 3"
+        )
 
 
-def _require_experts(problem: TrainingProblem, layout: Layout) -> None:
+def _require_experts(problem: TrainingProblem, layout: Layout, framework: str) -> None:
     """With experts, the tensor degree is 1: more needs sequence parallelism."""
     name = problem.architecture.name
     if layout.expert > 1 and name not in AUTO_EXPERTS:
         raise InputError(
-            f"expert degree {layout.expert} of {name!r}: {NAME}'s AutoEP knows "
+            f"expert degree {layout.expert} of {name!r}: {framework}'s AutoEP knows "
             f"{', '.join(AUTO_EXPERTS)}; choose expert 1, or export to megatron"
         )
 
 
-def _require_precision(problem: TrainingProblem, layout: Layout) -> None:
+def _require_precision(problem: TrainingProblem, layout: Layout, framework: str) -> None:
     """ZeRO keeps an fp32 copy of fp32 weights; without it, gradients have the weights' type."""
-    if number_type(problem, NAME) == "fp32":
+    if number_type(problem) == "fp32":
         known = [(4, 4, 12)] if layout.zero else [(4, 4, 8)]
     else:
         known = [(2, 4, 12), (2, 2, 12)] if layout.zero else [(2, 2, 12)]
-    require_bytes(problem, known, NAME)
+    require_bytes(problem, known, framework)
 
 
 def _remarks(problem: TrainingProblem, layout: Layout) -> list[str]:
@@ -151,3 +147,25 @@ def _remarks(problem: TrainingProblem, layout: Layout) -> list[str]:
     if problem.overlap and layout.zero < 2 and layout.data > 1:
         found.append("It exchanges gradients after the backward, the plan beside it.")
     return found
+
+
+DEEPSPEED, TRANSFORMERS = "deepspeedai/DeepSpeed 0.19.8, deepspeed", "transformers 5.24.0"
+
+FRAMEWORK = Framework(
+    "DeepSpeed",
+    (
+        Rule(f"{DEEPSPEED}/runtime/config.py", refuse_fp8, of_problem=True),
+        Rule(f"{DEEPSPEED}/runtime/config.py", refuse_one_byte, of_problem=True),
+        Rule(f"{DEEPSPEED}/runtime/pipe/module.py", refuse_pipeline),
+        Rule(f"{DEEPSPEED}/sequence/layer.py", _refuse_context),
+        Rule(f"{DEEPSPEED}/module_inject/auto_tp.py", refuse_sequence_parallel),
+        Rule(f"{DEEPSPEED}/module_inject/tp_shard.py", require_whole_heads),
+        Rule(f"{DEEPSPEED}/runtime/zero/config.py", _require_offload),
+        Rule(f"{DEEPSPEED}/module_inject/auto_ep_presets", _require_experts),
+        Rule(f"{DEEPSPEED}/runtime/zero/stage_1_and_2.py", _require_precision),
+        Rule(f"{TRANSFORMERS}, modeling_layers.py", refuse_selective),
+        Rule(f"{TRANSFORMERS}, modeling_layers.py", refuse_recomputed_by_stage),
+        Rule(f"{TRANSFORMERS}, modeling_layers.py", refuse_some_blocks),
+    ),
+    configuration,
+)

@@ -1,13 +1,18 @@
 """Arguments of Megatron-LM (core 0.20, megatron/training/arguments.py) for a layout.
 
-Core 0.15 has all of them but ``--moe-shared-expert-gate``.
+Core 0.16 has all of them but ``--moe-shared-expert-gate``.
 """
 
 import shlex
 
 from stagewright.executor.export.layouts.common import Fields, comment, launch, left_out
-from stagewright.executor.export.layouts.core import FSDP_FORMAT, Core, core_of
-from stagewright.executor.export.layouts.megatron_model import NAME, Argument, model_arguments
+from stagewright.executor.export.layouts.core import FSDP_FORMAT, RULES, Core, core_of
+from stagewright.executor.export.layouts.megatron_model import (
+    MODEL_RULES,
+    Argument,
+    model_arguments,
+)
+from stagewright.executor.export.layouts.rules import Framework
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 
@@ -19,7 +24,7 @@ _NO_ARGUMENT = ("virtual_pipeline_model_parallel_size", "grad_reduce_in_fp32")
 
 def arguments(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
     """A file for bash that sets the array ``MEGATRON_ARGUMENTS``."""
-    core = core_of(problem, layout, NAME)
+    core = core_of(problem, layout)
     words = [
         *model_arguments(problem.architecture, problem.sequence),
         ("--micro-batch-size", str(layout.microbatch)),
@@ -50,8 +55,8 @@ def _head(problem: TrainingProblem, layout: Layout) -> str:
         "source this file on every node, then",
         f'  {launch(problem)} ... pretrain_gpt.py "${{MEGATRON_ARGUMENTS[@]}}" ...',
         "with the data, the tokenizer, the learning rate and the number of iterations.",
-        "Not in the plan, and so Megatron-LM's defaults: base and scaling of rotary positions,",
-        "scores and losses of a router, dropout's rates, padding of the vocabulary, recipe of fp8.",
+        "Not in the plan, and so Megatron-LM's defaults: scaling of rotary positions, scores and",
+        "losses of a router, dropout's rates, padding of the vocabulary, recipe of fp8.",
         *left_out(problem.architecture),
     )
 
@@ -105,3 +110,6 @@ def _precision(problem: TrainingProblem, core: Core) -> list[Argument]:
     if core.fp8_weights:
         found.append(("--fp8-param-gather",))
     return found
+
+
+FRAMEWORK = Framework("Megatron-LM", (*RULES, *MODEL_RULES), arguments)

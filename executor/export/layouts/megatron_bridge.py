@@ -7,11 +7,18 @@ from stagewright.executor.export.layouts.common import (
     Code,
     Fields,
 )
-from stagewright.executor.export.layouts.core import FSDP_FORMAT, Core, core_of, recipe_text
+from stagewright.executor.export.layouts.core import (
+    FSDP_FORMAT,
+    RULES,
+    Core,
+    core_of,
+    model_fields,
+    recipe_text,
+)
+from stagewright.executor.export.layouts.rules import Framework
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 
-NAME = "Megatron-Bridge"
 FILE = "stagewright_megatron_bridge.py"
 
 DTYPES = {
@@ -48,9 +55,14 @@ def configure(config):
 
 def recipe(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
     """A module with the function ``configure``."""
-    core = core_of(problem, layout, NAME)
+    core = core_of(problem, layout)
     targets: dict[str, Fields] = {
-        "config.model": {**core.model, "seq_length": problem.sequence, **_attention(problem)},
+        "config.model": {
+            **core.model,
+            **model_fields(problem.architecture),
+            "seq_length": problem.sequence,
+            **_attention(problem),
+        },
         "config.ddp": core.ddp,
         "config.optimizer": optimizer_fields(core),
         "config.dist": {
@@ -93,3 +105,6 @@ def _mixed_precision(core: Core) -> Code:
     if core.fp8:
         words += ['fp8="hybrid"', f"fp8_param_gather={core.fp8_weights}"]
     return Code(f"MixedPrecisionConfig({', '.join(words)})")
+
+
+FRAMEWORK = Framework("Megatron-Bridge", RULES, recipe)

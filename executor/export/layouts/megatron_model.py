@@ -3,6 +3,10 @@
 from collections.abc import Iterable
 from itertools import groupby
 
+from stagewright.executor.export.layouts.core import MEGATRON
+from stagewright.executor.export.layouts.rules import Rule
+from stagewright.formulations.parallelism.layout import Layout
+from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.architecture import (
     Architecture,
@@ -14,19 +18,11 @@ from stagewright.graphs.models.architecture import (
 Argument = tuple[str, ...]
 """A name and its values; none for a flag."""
 
-NAME = "Megatron-LM"
 NORMS = {"layer": "LayerNorm", "rms": "RMSNorm"}
 
 
 def model_arguments(architecture: Architecture, sequence: int) -> list[Argument]:
-    """All of them; what an :class:`Architecture` does not know keeps Megatron-LM's defaults.
-
-    Raises
-    ------
-    InputError
-        If Megatron-LM has no argument for a part of the architecture.
-    """
-    _require_blocks(architecture)
+    """All of them; what an :class:`Architecture` does not know keeps Megatron-LM's defaults."""
     rotary = architecture.positions is None
     longest = sequence if architecture.positions is None else architecture.positions
     found: list[Argument] = [
@@ -40,6 +36,7 @@ def model_arguments(architecture: Architecture, sequence: int) -> list[Argument]
         ("--position-embedding-type", "rope" if rotary else "learned_absolute"),
         ("--vocab-size", str(architecture.vocabulary)),
         ("--normalization", NORMS[architecture.norm]),
+        *_rotary_and_norms(architecture),
         *_biases(architecture),
     ]
     if architecture.feed_forward.gated:
@@ -51,22 +48,12 @@ def model_arguments(architecture: Architecture, sequence: int) -> list[Argument]
     return [*found, *_window(architecture), *_experts(architecture)]
 
 
-def _require_blocks(architecture: Architecture) -> None:
-    if architecture.block_norms != 2:
-        raise InputError(
-            f"{architecture.block_norms} norms in a block: {NAME} has 2; export to nemo or "
-            "megatron-bridge, whose recipes bring the model"
-        )
-    if architecture.name.startswith("gemma"):
-        raise InputError(
-            f"{architecture.name}'s feed-forward with GELU gates: {NAME} has no argument for it; "
-            "export to nemo or megatron-bridge, whose recipes bring the model"
-        )
-    if architecture.experts is not None and not architecture.feed_forward.gated:
-        raise InputError(
-            f"gated experts beside a feed-forward that is not: {NAME} has one activation for both; "
-            "set gated alike"
-        )
+def _rotary_and_norms(architecture: Architecture) -> list[Argument]:
+    base, epsilon = architecture.rotary_base, architecture.norm_epsilon
+    return [
+        *([] if base is None else [("--rotary-base", f"{base:.0f}")]),
+        *([] if epsilon is None else [("--norm-epsilon", str(epsilon))]),
+    ]
 
 
 def _attention(attention: GroupedAttention | LatentAttention) -> Iterable[Argument]:
@@ -95,18 +82,12 @@ def _latent(attention: LatentAttention) -> Iterable[Argument]:
 
 def _biases(architecture: Architecture) -> list[Argument]:
     """Biases everywhere, nowhere, or of queries, keys and values alone."""
-    attention, inner = architecture.attention, architecture.feed_forward.bias
-    inputs = attention.bias
-    outputs = attention.bias if isinstance(attention, LatentAttention) else attention.output_bias
-    latent = isinstance(attention, LatentAttention)
-    if inputs and outputs and inner and not latent and architecture.experts is None:
+    if architecture.feed_forward.bias:
         return []
-    if outputs or inner or (inputs and latent):
-        raise InputError(
-            f"biases of only some projections: {NAME} has them in all of a dense model with plain "
-            "attention, in queries, keys and values alone, or nowhere"
-        )
-    return [("--disable-bias-linear",), *([("--add-qkv-bias",)] if inputs else [])]
+    return [
+        ("--disable-bias-linear",),
+        *([("--add-qkv-bias",)] if architecture.attention.bias else []),
+    ]
 
 
 def _window(architecture: Architecture) -> Iterable[Argument]:
@@ -145,3 +126,61 @@ def _pattern(flags: list[bool]) -> str:
     """A list of 0 and 1 as an expression: ``[0]*3+[1]*58``."""
     runs = [(int(flag), len(list(run))) for flag, run in groupby(flags)]
     return "+".join(f"[{flag}]*{count}" for flag, count in runs)
+
+
+def _require_norms(problem: TrainingProblem, _: Layout, framework: str) -> None:
+    if problem.architecture.block_norms != 2:
+        raise InputError(
+            f"{problem.architecture.block_norms} norms in a block: {framework} has 2; export to "
+            "nemo or megatron-bridge, whose recipes bring the model"
+        )
+
+
+def _refuse_gelu_gates(problem: TrainingProblem, _: Layout, framework: str) -> None:
+    if problem.architecture.name.startswith("gemma"):
+        raise InputError(
+            f"{problem.architecture.name}'s feed-forward with GELU gates: {framework} has no "
+            "argument for it; export to nemo or megatron-bridge, whose recipes bring the model"
+        )
+
+
+def _require_gates(problem: TrainingProblem, _: Layout, framework: str) -> None:
+    if problem.architecture.experts is not None and not problem.architecture.feed_forward.gated:
+        raise InputError(
+            f"gated experts beside a feed-forward that is not: {framework} has one activation for "
+            "both; set gated alike"
+        )
+
+
+def _require_biases(problem: TrainingProblem, _: Layout, framework: str) -> None:
+    of, attention = problem.architecture, problem.architecture.attention
+    latent = isinstance(attention, LatentAttention)
+    outputs = attention.bias if isinstance(attention, LatentAttention) else attention.output_bias
+    others = outputs or of.feed_forward.bias
+    everywhere = attention.bias and outputs and of.feed_forward.bias
+    if others and not (everywhere and not latent and of.experts is None):
+        raise InputError(
+            f"biases of only some projections: {framework} has them in all of a dense model with "
+            "plain attention, in queries, keys and values alone, or nowhere"
+        )
+
+
+def _require_whole_base(problem: TrainingProblem, _: Layout, framework: str) -> None:
+    base = problem.architecture.rotary_base
+    if base is not None and not base.is_integer():
+        raise InputError(
+            f"a base of rotary positions of {base}: {framework} takes integers; export to nemo or "
+            "megatron-bridge"
+        )
+
+
+MODEL_RULES = tuple(
+    Rule(f"{MEGATRON}/training/arguments.py", require, of_problem=True)
+    for require in (
+        _require_norms,
+        _refuse_gelu_gates,
+        _require_gates,
+        _require_biases,
+        _require_whole_base,
+    )
+)

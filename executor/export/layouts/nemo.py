@@ -9,12 +9,20 @@ from stagewright.executor.export.layouts.common import (
     Fields,
     nodes,
 )
-from stagewright.executor.export.layouts.core import FSDP_FORMAT, Core, core_of, recipe_text
+from stagewright.executor.export.layouts.core import (
+    FSDP_FORMAT,
+    MEGATRON,
+    RULES,
+    Core,
+    core_of,
+    model_fields,
+    recipe_text,
+)
 from stagewright.executor.export.layouts.megatron_bridge import DTYPES, optimizer_fields
+from stagewright.executor.export.layouts.rules import Framework, Rule, require_whole_heads
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 
-NAME = "NeMo"
 FILE = "stagewright_nemo.py"
 
 _PLUGIN = {"fp32": "32", "bf16": "bf16-mixed", "fp16": "16-mixed"}
@@ -48,7 +56,7 @@ def configure(recipe):
 
 def recipe(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
     """A module with the function ``configure``."""
-    core = core_of(problem, layout, NAME)
+    core = core_of(problem, layout)
     servers, each = nodes(problem)
     recomputed = {name: value for name, value in core.model.items() if _is_model(name)}
     degrees = {name: value for name, value in core.model.items() if name not in recomputed}
@@ -63,6 +71,7 @@ def recipe(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
         "recipe.trainer.strategy.ddp": core.ddp,
         "recipe.model.config": {
             **recomputed,
+            **model_fields(problem.architecture),
             "seq_length": problem.sequence,
             "attention_backend": Code(f"AttnBackend.{kind}"),
         },
@@ -103,3 +112,12 @@ def _plugin(core: Core) -> Code:
     if core.fp8:
         words += ['fp8="hybrid"', f"fp8_param_gather={core.fp8_weights}"]
     return Code(f"run.Config({', '.join(words)})")
+
+
+CORE = MEGATRON.replace("0.20 (d98e8a6)", "0.15.3")
+
+FRAMEWORK = Framework(
+    "NeMo",
+    (*RULES, Rule(f"{CORE}/core/transformer/transformer_config.py", require_whole_heads)),
+    recipe,
+)

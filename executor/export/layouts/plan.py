@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
+from stagewright.executor.export.layouts.rules import Framework, Rule
 from stagewright.formulations.parallelism.layout import Layout
-from stagewright.formulations.parallelism.lowering import lowered
+from stagewright.formulations.parallelism.lowering import lowered, require_expressible
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.documents import to_json
 
@@ -21,3 +22,14 @@ def documents(
     asked, plan = lowered(problem, layout, names)
     parts = {"model": asked.chain, "cluster": asked.cluster, "plan": plan}
     return {f"{name}.json": to_json(part) for name, part in parts.items()}
+
+
+def _require(problem: TrainingProblem, layout: Layout, _: str) -> None:
+    require_expressible(problem, layout)
+
+
+FRAMEWORK = Framework(
+    "a pipeline plan",
+    (Rule("docs/layouts.md, From a layout to a run", _require),),
+    documents,
+)

@@ -12,19 +12,29 @@ from stagewright.executor.export.layouts.common import (
     launch,
     left_out,
     number_type,
+    rotary_and_norms,
+)
+from stagewright.executor.export.layouts.rules import (
+    Framework,
+    Rule,
     refuse_encoder,
     refuse_fp8,
+    refuse_offload,
+    refuse_one_byte,
+    refuse_recomputed_by_stage,
     refuse_selective,
     refuse_some_blocks,
     require_bytes,
+    require_whole_heads,
 )
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.models.architecture import Architecture, GroupedAttention
 
-NAME = "TorchTitan"
 FILE = "stagewright_torchtitan.py"
 
+ACTIVE_STAGES = 3  # of a rank with gathered weights; torch/distributed/pipelining/schedules.py
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 _TEXT = '''\
@@ -45,24 +55,16 @@ RANKS = {ranks}
 
 def configure(config):
     """Set the layout in a Trainer.Config."""
-    layers = len(config.model_spec.model.layers)
-    if layers != {layers}:
-        raise ValueError(f"the plan is for {layers} layers, the model has {{layers}}")
-{lines}    config.activation_checkpoint = {checkpoint}
+    model = config.model_spec.model
+    if len(model.layers) != {layers}:
+        raise ValueError(f"the plan is for {layers} layers, the model has {{len(model.layers)}}")
+{model}{lines}    config.activation_checkpoint = {checkpoint}
     return config
 '''
 
 
 def configuration(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
     """A module with the function ``configure``."""
-    refuse_encoder(problem.architecture, NAME)
-    refuse_fp8(problem, NAME)
-    _require_states(problem, layout)
-    _require_experts(problem, layout)
-    _require_sequence(problem, layout)
-    _require_pipeline(problem, layout)
-    refuse_selective(layout, NAME, "keeps other operators in its selective mode")
-    refuse_some_blocks(problem, layout, NAME)
     fields = {**_degrees(layout), **_pipeline(problem, layout)}
     text = _TEXT.format(
         words=layout,
@@ -70,11 +72,32 @@ def configuration(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
         launch=launch(problem),
         remarks="".join(f"\n{line}" for line in _remarks(problem, layout)),
         layers=problem.architecture.layers,
+        model=_model(problem.architecture),
         lines=assignments("config.training", _training(problem, layout))
         + assignments("config.parallelism", fields),
         checkpoint="FullAC.Config()" if layout.recompute == "full" else None,
     )
     return {FILE: text}
+
+
+def _model(architecture: Architecture) -> str:
+    """Lines that set the base of rotary positions and the epsilon of every norm."""
+    known = rotary_and_norms(architecture, "theta", "eps")
+    lines = ""
+    if "theta" in known:
+        lines += "    for layer in model.layers:\n"
+        lines += f"        layer.attention.rope.theta = {known['theta']}\n"
+    if "eps" in known:
+        names = ("norm", "attention_norm", "ffn_norm", "qk_norm", "q_norm", "kv_norm")
+        lines += (
+            "    attentions = [layer.attention for layer in model.layers]\n"
+            "    for part in (model, *model.layers, *attentions):\n"
+            f"        for name in {names}:\n"
+            "            norm = getattr(part, name, None)\n"
+            "            if norm is not None:\n"
+            f"                norm.eps = {known['eps']}\n"
+        )
+    return lines
 
 
 def _shards(problem: TrainingProblem, layout: Layout) -> int:
@@ -132,16 +155,8 @@ def _modules(problem: TrainingProblem, layout: Layout) -> list[list[str]]:
 def _training(problem: TrainingProblem, layout: Layout) -> Fields:
     """A pipeline's microbatches are parts of a local batch, others are accumulated."""
     together = layout.microbatches(problem.batch) if layout.pipeline > 1 else 1
-    numbers = number_type(problem, NAME)
-    if numbers == "fp16":
-        raise InputError(
-            f"{problem.card.name} has no bf16, and {NAME} no fp16: set activation_bytes 4, or "
-            "export to megatron or deepspeed"
-        )
-    precision = problem.precision
+    numbers, precision = number_type(problem), problem.precision
     pure = (precision.weight_bytes, precision.gradient_bytes, precision.optimizer_bytes)
-    known = [(2, 4, 12), (2, 2, 4)] if numbers == "bf16" else [(4, 4, 8)]
-    require_bytes(problem, known, NAME)
     fields: Fields = {
         "seq_len": problem.sequence,
         "local_batch_size": layout.microbatch * together,
@@ -155,94 +170,6 @@ def _training(problem: TrainingProblem, layout: Layout) -> Fields:
     return fields | ({"disable_cuda_graphs": True} if no_graphs else {})
 
 
-def _require_states(problem: TrainingProblem, layout: Layout) -> None:
-    if layout.offload_optimizer:
-        raise InputError(
-            f"an offloaded optimizer: {NAME} offloads parameters and gradients with it; choose "
-            "offload_optimizer false, or export to megatron or deepspeed"
-        )
-    if layout.zero == 0 and layout.context > 1:
-        raise InputError(
-            f"ZeRO 0 with context degree {layout.context}: {NAME} divides the states over the "
-            f"context ranks; choose zero {1 if layout.pipeline > 1 else '2 or 3'}"
-        )
-    if _shards(problem, layout) == 1:
-        return
-    if layout.pipeline > 1 and layout.zero > 1:
-        raise InputError(
-            f"ZeRO {layout.zero} in a pipeline: {NAME} keeps whole weights and gradients over the "
-            "microbatches of an iteration; choose zero 1"
-        )
-    if layout.pipeline == 1 and layout.zero == 1:
-        raise InputError(
-            f"ZeRO 1 without a pipeline: {NAME} divides the gradients too; choose zero 2"
-        )
-
-
-def _require_experts(problem: TrainingProblem, layout: Layout) -> None:
-    if problem.architecture.experts is None:
-        return
-    if layout.expert == 1 and layout.tensor > 1:
-        raise InputError(
-            f"experts on {layout.tensor} tensor ranks with expert degree 1: {NAME} divides the "
-            f"experts themselves; choose an expert degree of at least 2"
-        )
-    shared = layout.tensor * layout.context * (layout.data if layout.zero else 1)
-    if layout.zero == 0 and layout.expert != shared:
-        raise InputError(
-            f"ZeRO 0 with expert degree {layout.expert}: {NAME} divides the experts over tensor x "
-            f"context = {shared} ranks then; choose expert {shared} or ZeRO"
-        )
-
-
-def _require_sequence(problem: TrainingProblem, layout: Layout) -> None:
-    parts = layout.tensor if layout.sequence_parallel else 1
-    if layout.context > 1:
-        parts *= 2 * layout.context
-    if problem.sequence % parts:
-        raise InputError(
-            f"{problem.sequence} tokens: {NAME} needs a multiple of {parts} (tensor with sequence "
-            "parallelism, twice the context degree)"
-        )
-
-
-def _require_pipeline(problem: TrainingProblem, layout: Layout) -> None:
-    if layout.pipeline == 1:
-        return
-    if layout.placement == "pipeline-inside" and layout.data > 1:
-        raise InputError(
-            f"the placement pipeline-inside: {NAME} has the pipeline outermost; choose "
-            "data-inside, or export to megatron"
-        )
-    if problem.architecture.tied:
-        raise InputError(
-            f"a tied head in a pipeline: {NAME} ties no weights over stages; choose pipeline "
-            "1, or export to megatron"
-        )
-    microbatches = layout.microbatches(problem.batch)
-    if layout.schedule == "zero-bubble":
-        _require_zero_bubble(layout, microbatches)
-    elif layout.chunks == 1 and microbatches < layout.pipeline:
-        raise InputError(
-            f"{microbatches} microbatches in a pipeline of {layout.pipeline}: {NAME}'s 1F1B needs "
-            "at least as many microbatches as stages"
-        )
-
-
-def _require_zero_bubble(layout: Layout, microbatches: int) -> None:
-    """Torch's groups of microbatches have one size; its W repeats what is not kept."""
-    if microbatches % max(1, microbatches // layout.pipeline):
-        raise InputError(
-            f"{microbatches} microbatches with zero bubbles in a pipeline of {layout.pipeline}: "
-            f"{NAME} runs them in rounds of one size; choose a multiple of {layout.pipeline}"
-        )
-    if layout.recompute == "full":
-        raise InputError(
-            f"full recomputation with zero bubbles: {NAME} repeats the forward for both parts of a "
-            "backward, the plan once; choose none, or the schedule 1f1b"
-        )
-
-
 def _remarks(problem: TrainingProblem, layout: Layout) -> list[str]:
     found = list(left_out(problem.architecture))
     microbatches = layout.microbatches(problem.batch)
@@ -253,8 +180,183 @@ def _remarks(problem: TrainingProblem, layout: Layout) -> list[str]:
         found.append(
             f"It gathers the weights for each of {microbatches} microbatches, the plan once."
         )
+    if layout.chunks > ACTIVE_STAGES and layout.zero and _shards(problem, layout) > 1:
+        found.append(
+            f"It keeps gathered weights of {ACTIVE_STAGES} of the {layout.chunks} stages of a rank "
+            "and gathers the others again, the plan all once."
+        )
     if layout.schedule == "zero-bubble":
         found.append("Torch's split backwards do not run in compiled modules.")
     if not problem.overlap:
         found.append("It overlaps exchanges and computation, which the plan does not.")
     return found
+
+
+def _require_model(problem: TrainingProblem, _: Layout, framework: str) -> None:
+    """Raise unless llama3, qwen3 or deepseek_v3 is such a model, of whatever size."""
+    of, experts = problem.architecture, problem.architecture.experts
+    grouped = of.attention if isinstance(of.attention, GroupedAttention) else None
+    lacking = [
+        (of.positions is not None, "learned positions"),
+        (of.norm != "rms", "norms with a mean"),
+        (of.block_norms != 2, f"{of.block_norms} norms in a block"),
+        (of.attention.bias or of.feed_forward.bias, "biases"),
+        (not of.feed_forward.gated, "a feed-forward without gates"),
+        (of.name.startswith("gemma"), "gates with GELU"),
+        (of.window is not None and of.window < problem.sequence, "a sliding window"),
+        (
+            experts is not None and grouped is not None and not grouped.head_norms,
+            "experts beside attention without norms of its heads",
+        ),
+        (
+            experts is not None and grouped is not None and experts.shared_width is not None,
+            "shared experts beside attention without latent vectors",
+        ),
+    ]
+    for lacks, what in lacking:
+        if lacks:
+            raise InputError(
+                f"{of.name} has {what}: {framework} has llama3, qwen3 and deepseek_v3, and no such "
+                "model; export to megatron"
+            )
+
+
+def _require_numbers(problem: TrainingProblem, _: Layout, framework: str) -> None:
+    numbers = number_type(problem)
+    if numbers == "fp16":
+        raise InputError(
+            f"{problem.card.name} has no bf16, and {framework} no fp16: set activation_bytes 4, or "
+            "export to megatron or deepspeed"
+        )
+    known = [(2, 4, 12), (2, 2, 4)] if numbers == "bf16" else [(4, 4, 8)]
+    require_bytes(problem, known, framework)
+
+
+def _require_context_shards(_: TrainingProblem, layout: Layout, framework: str) -> None:
+    if layout.zero == 0 and layout.context > 1:
+        raise InputError(
+            f"ZeRO 0 with context degree {layout.context}: {framework} divides the states over the "
+            f"context ranks; choose zero {1 if layout.pipeline > 1 else '2 or 3'}"
+        )
+
+
+def _require_zero_1(problem: TrainingProblem, layout: Layout, framework: str) -> None:
+    """FSDP2's modules neither sum up nor divide gradients before the last backward of a stage."""
+    if layout.pipeline > 1 and layout.zero > 1 and _shards(problem, layout) > 1:
+        raise InputError(
+            f"ZeRO {layout.zero} in a pipeline: {framework} keeps whole weights and gradients over "
+            "the microbatches of an iteration, which is ZeRO 1; choose zero 1"
+        )
+
+
+def _refuse_zero_1(problem: TrainingProblem, layout: Layout, framework: str) -> None:
+    if layout.pipeline == 1 and layout.zero == 1 and _shards(problem, layout) > 1:
+        raise InputError(
+            f"ZeRO 1 without a pipeline: {framework} divides the gradients too; choose zero 2"
+        )
+
+
+def _require_expert_ranks(problem: TrainingProblem, layout: Layout, framework: str) -> None:
+    if problem.architecture.experts is not None and layout.expert == 1 and layout.tensor > 1:
+        raise InputError(
+            f"experts on {layout.tensor} tensor ranks with expert degree 1: {framework} divides "
+            "the experts themselves; choose an expert degree of at least 2"
+        )
+
+
+def _require_expert_shards(problem: TrainingProblem, layout: Layout, framework: str) -> None:
+    shared, sparse = layout.tensor * layout.context, problem.architecture.experts is not None
+    if sparse and layout.zero == 0 and layout.expert != shared:
+        raise InputError(
+            f"ZeRO 0 with expert degree {layout.expert}: {framework} divides the experts over "
+            f"tensor x context = {shared} ranks then; choose expert {shared} or ZeRO"
+        )
+
+
+def _require_sequence(problem: TrainingProblem, layout: Layout, framework: str) -> None:
+    parts = layout.tensor if layout.sequence_parallel else 1
+    if layout.context > 1:
+        parts *= 2 * layout.context
+    if problem.sequence % parts:
+        raise InputError(
+            f"{problem.sequence} tokens: {framework} needs a multiple of {parts} (tensor with "
+            "sequence parallelism, twice the context degree)"
+        )
+
+
+def _require_placement(_: TrainingProblem, layout: Layout, framework: str) -> None:
+    if layout.pipeline > 1 and layout.placement == "pipeline-inside" and layout.data > 1:
+        raise InputError(
+            f"the placement pipeline-inside: {framework} has the pipeline outermost; choose "
+            "data-inside, or export to megatron"
+        )
+
+
+def _refuse_tied(problem: TrainingProblem, layout: Layout, framework: str) -> None:
+    if problem.architecture.tied and layout.pipeline > 1:
+        raise InputError(
+            f"a tied head in a pipeline: {framework} ties no weights over stages; choose pipeline "
+            "1, or export to megatron"
+        )
+
+
+def _require_microbatches(problem: TrainingProblem, layout: Layout, framework: str) -> None:
+    """Torch's interleaved 1F1B takes fewer, in one round."""
+    microbatches = layout.microbatches(problem.batch)
+    is_plain = layout.schedule == "1f1b" and layout.chunks == 1
+    if is_plain and microbatches < layout.pipeline:
+        raise InputError(
+            f"{microbatches} microbatches in a pipeline of {layout.pipeline}: {framework}'s 1F1B "
+            "needs at least as many microbatches as stages"
+        )
+
+
+def _require_rounds(problem: TrainingProblem, layout: Layout, framework: str) -> None:
+    """Torch's groups of microbatches have one size."""
+    microbatches = layout.microbatches(problem.batch)
+    if layout.schedule == "zero-bubble" and microbatches % max(1, microbatches // layout.pipeline):
+        raise InputError(
+            f"{microbatches} microbatches with zero bubbles in a pipeline of {layout.pipeline}: "
+            f"{framework} runs them in rounds of one size; choose a multiple of {layout.pipeline}"
+        )
+
+
+def _refuse_repeated_twice(_: TrainingProblem, layout: Layout, framework: str) -> None:
+    """Torch's W repeats what is not kept, as its I does."""
+    if layout.schedule == "zero-bubble" and layout.recompute == "full":
+        raise InputError(
+            f"full recomputation with zero bubbles: {framework} repeats the forward for both "
+            "parts of a backward, the plan once; choose none, or the schedule 1f1b"
+        )
+
+
+TITAN, TORCH = "pytorch/torchtitan 0.3.0, torchtitan", "pytorch/pytorch 2.13.0, torch/distributed"
+SCHEDULES = f"{TORCH}/pipelining/schedules.py"
+
+FRAMEWORK = Framework(
+    "TorchTitan",
+    (
+        Rule(f"{TITAN}/models", refuse_encoder, of_problem=True),
+        Rule(f"{TITAN}/models", _require_model, of_problem=True),
+        Rule(f"{TITAN}/components/quantization", refuse_fp8, of_problem=True),
+        Rule(f"{TITAN}/config/configs.py", refuse_one_byte, of_problem=True),
+        Rule(f"{TITAN}/config/configs.py", _require_numbers, of_problem=True),
+        Rule(f"{TITAN}/models/common/decoder.py", require_whole_heads),
+        Rule(f"{TITAN}/models/common/decoder.py", _refuse_tied),
+        Rule(f"{TITAN}/distributed/fsdp.py", refuse_offload),
+        Rule(f"{TITAN}/distributed/parallel_dims.py", _require_context_shards),
+        Rule(f"{TORCH}/pipelining/stage.py", _require_zero_1),
+        Rule(f"{TORCH}/fsdp/_fully_shard", _refuse_zero_1),
+        Rule(f"{TITAN}/models/common/moe_sharding.py", _require_expert_ranks),
+        Rule(f"{TITAN}/distributed/parallel_dims.py", _require_expert_shards),
+        Rule(f"{TITAN}/trainer.py", _require_sequence),
+        Rule(f"{TITAN}/distributed/parallel_dims.py", _require_placement),
+        Rule(SCHEDULES, _require_microbatches),
+        Rule(SCHEDULES, _require_rounds),
+        Rule(SCHEDULES, _refuse_repeated_twice),
+        Rule(f"{TITAN}/distributed/activation_checkpoint.py", refuse_selective),
+        Rule(f"{TITAN}/distributed/activation_checkpoint.py", refuse_recomputed_by_stage),
+        Rule(f"{TITAN}/distributed/activation_checkpoint.py", refuse_some_blocks),
+    ),
+    configuration,
+)
