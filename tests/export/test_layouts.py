@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from framework_names import record, run_module, stand_ins
+from framework_names import stand_ins
 from hypothesis import given
 from hypothesis import strategies as st
 from layout_problems import (
@@ -373,18 +373,6 @@ def test_accelerate_itself():
         degrees = vars(space["build"]().parallelism_config)
     degrees.pop("positional")
     assert parallelism.ParallelismConfig(**degrees).total_size == 8
-
-
-def test_torchtitan_itself():
-    configs = pytest.importorskip("torchtitan.config.configs")
-    files = exported(LLAMA, "p2 t2 d2 b1 zero1 sp", "torchtitan")
-    config = record(
-        "activation_checkpoint", training=configs.TrainingConfig(),
-        parallelism=configs.ParallelismConfig(),
-        model_spec=record(model=record(layers=[None] * 16)),
-    )  # fmt: skip
-    run_module(files["stagewright_torchtitan.py"])["configure"](config)
-    assert config.parallelism.pipeline_parallel_degree == 2
 
 
 def test_deepspeed_itself():
