@@ -209,11 +209,13 @@ class WhatIf(Answer):
 class LayoutAnswer(Answer):
     """The best layouts by time, with a bound on every layout of the space that fits.
 
-    ``plan_class`` is what the bound speaks of: stages that are alike. ``refined`` are layouts whose
-    stages differ, None if none were asked for; ``plan`` is the best of both. With status
-    ``infeasible`` no layout of the space fits, for the ``reason``; if ``interrupted`` before it is
-    proved the rows are the best so far. ``training_days`` are those of the request's tokens with
-    the best layout.
+    ``plan_class`` is what the bound speaks of: stages that are alike. The first ``fastest_rows`` of
+    the rows are the fastest of that class; a layout that is not listed may be faster than a row
+    below them. ``refined`` are layouts whose stages differ, None if none were asked for; ``plan``
+    is the best of both. If no layout whose stages are alike fits, but a refined one does, there are
+    no rows, and bound and gap are the refined one's. With status ``infeasible`` no layout of the
+    space fits, for the ``reason``; if ``interrupted`` before it is proved the rows are the best so
+    far. ``training_days`` are those of the request's tokens with the best layout.
     """
 
     status: Status
@@ -222,6 +224,7 @@ class LayoutAnswer(Answer):
     proved_by: str
     plan_class: str
     rows: tuple[LayoutRow, ...]
+    fastest_rows: int = 0
     refined: RefinedAnswer | None = None
     explained: ExplainAnswer | None = None
     front: tuple[FrontPoint, ...] = ()
@@ -262,37 +265,43 @@ def find_layouts(request: LayoutRequest, stop: StopToken | None = None) -> Layou
         if request.explain is None:
             raise
         return _impossible(request, str(error))
-    best = alike = found.best[0] if found.best else None
+    speaks_of = plan_class(request)
+    best = found.best[0] if found.best else None
+    bound, status = LayoutBound(found.bound, PROVED_BY, speaks_of), _status(found, stop)
+    refined, refined_bound = None, None
+    if request.by_stage and not is_stopped(stop):
+        refined = refined_layouts(
+            problem, request.searched, found, request.framework, searches.accepts, speaks_of, stop
+        )
+        refined_bound = refined.bound
+        if best is None and refined.best is not None:
+            assert refined_bound is not None
+            bound, status = refined_bound, Status.FEASIBLE
+        best = refined.best
     front: tuple[FrontPoint, ...] = ()
     if request.front or best is None:
         front = tuple(_front(searches, stop))
     if best is None and not front and not is_stopped(stop) and request.explain is None:
         raise InputError(searches.nothing())
-    speaks_of = plan_class(request)
-    bound = LayoutBound(found.bound, PROVED_BY, speaks_of)
-    refined = None
-    if request.by_stage and alike is not None and not is_stopped(stop):
-        refined = refined_layouts(
-            problem, request.searched, found, request.framework, searches.accepts, speaks_of, stop
-        )
-        best, bound = refined.best, refined.bound or bound
+    answered = found.best[0] if found.best else best
     return LayoutAnswer(
-        status=_status(found, stop),
-        bound_seconds=found.bound,
-        gap=None if alike is None else 1 - found.bound / alike.seconds,
-        proved_by=PROVED_BY,
-        plan_class=speaks_of,
+        status=status,
+        bound_seconds=bound.seconds,
+        gap=None if answered is None else 1 - bound.seconds / answered.seconds,
+        proved_by=bound.proved_by,
+        plan_class=bound.space,
         rows=tuple(_rows(request, found)),
+        fastest_rows=found.fastest,
         refined=None if refined is None else refined.answer,
         explained=None if request.explain is None else explain(request, request.explain, best),
         front=front if request.front else (),
         what_if=tuple(_what_if(searches, stop)) if request.what_if and best else (),
         remarks=_remarks(problem, best),
-        reason=None if best is not None else _reason(searches, front, stop),
+        reason=_reason(searches, found, best, front, stop),
         training_days=_days(request, best),
         examined=found.examined,
         wall_seconds=found.seconds,
-        plan=None if best is None else layout_plan(problem, best, bound),
+        plan=None if best is None else layout_plan(problem, best, refined_bound or bound),
     )
 
 
@@ -329,7 +338,18 @@ def _impossible(request: LayoutRequest, reason: str) -> LayoutAnswer:
     )
 
 
-def _reason(searches: Searches, front: tuple[FrontPoint, ...], stop: StopToken | None) -> str:
+def _reason(
+    searches: Searches,
+    found: Found,
+    best: Estimate | None,
+    front: tuple[FrontPoint, ...],
+    stop: StopToken | None,
+) -> str | None:
+    """Why there are no rows; None if there are."""
+    if found.best:
+        return None
+    if best is not None:
+        return "no layout whose stages are alike but for the first and the last"
     if is_stopped(stop):
         return "stopped before a layout was found"
     return _too_large(searches.request.problem, front[-1]) if front else searches.nothing()

@@ -52,10 +52,10 @@ class RefinedAnswer(Answer):
 
 @dataclass(frozen=True, slots=True)
 class RefinedLayouts:
-    """The answer, and the best layout of all with the bound for its document."""
+    """The answer; the best layout of all, if any fits, with the bound for its document."""
 
     answer: RefinedAnswer
-    best: Estimate
+    best: Estimate | None
     bound: LayoutBound | None
 
 
@@ -68,7 +68,7 @@ def refined_layouts(
     alike_class: str,
     stop: StopToken | None,
 ) -> RefinedLayouts:
-    """The refinement of a search that has found layouts.
+    """The refinement of what a search has found.
 
     A plan of stages recomputes all blocks of a stage or none, other frameworks equally many of
     every stage. ``alike_class`` is what the search's bound speaks of.
@@ -100,10 +100,11 @@ def _recomputation(framework: str | None) -> Recomputation:
 
 def _best(
     done: Refinement, found: Found, answer: RefinedAnswer
-) -> tuple[Estimate, LayoutBound | None]:
+) -> tuple[Estimate | None, LayoutBound | None]:
     """The best layout; its bound where it is a refined one."""
-    if not done.best or done.best[0].estimate.seconds >= found.best[0].seconds:
-        return found.best[0], None
+    alike = found.best[0] if found.best else None
+    if not done.best or (alike is not None and done.best[0].estimate.seconds >= alike.seconds):
+        return alike, None
     bound = LayoutBound(answer.bound_seconds, PROVED_BY, answer.plan_class)
     return done.best[0].estimate, bound
 

@@ -27,7 +27,7 @@ Recomputation = Literal["any", "whole", "alike"]
 """How many blocks stages may recompute: each any number, each all or none, all the same number."""
 
 MOST_EXAMINED = 64
-ROUNDING = 1e-12  # sums of bytes in another order: what is refined must fit to the last bit
+ROUNDING = 1e-12  # sums of bytes in another order must not rule out what fits to the last bit
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def refine(
     accept: Callable[[Layout], bool] = lambda _: True,
     stop: StopToken | None = None,
 ) -> Refinement:
-    """The layouts that are faster with stages that differ, at most as many as were found."""
+    """Layouts that are faster with stages that differ, at most as many as were found, or one."""
     started = time.perf_counter()
     of = _Refining(problem, space, found, recomputation, accept)
     of.answered()
@@ -78,7 +78,9 @@ def refine(
     if not found.proved:
         plain_bound = min(plain_bound, found.bound)
     return Refinement(
-        best=tuple(sorted(of.refined, key=lambda one: one.estimate.seconds)[: len(found.best)]),
+        best=tuple(
+            sorted(of.refined, key=lambda one: one.estimate.seconds)[: len(found.best) or 1]
+        ),
         plain_bound=plain_bound,
         bound=min(plain_bound, of.candidates.interleaved()),
         examined=of.examined,
@@ -170,7 +172,7 @@ class _Refining:
     def _divided(self, base: Layout, counts: Counts, below: float) -> tuple[Estimate | None, float]:
         """The best accepted division below a time, and the bound of all."""
         walk = compiled_walk()
-        memory = self.problem.fabric.memory_bytes * (1 - ROUNDING)
+        memory = self.problem.fabric.memory_bytes * (1 + ROUNDING)
         options = StageOptions(self.problem, base, memory, counts, walk)
         found = StageSearch(options, walk, below).run()
         if found.best is None:
@@ -178,7 +180,8 @@ class _Refining:
         layout = refined_layout(base, found.best)
         if not self.accept(layout):
             return None, found.bound
-        return evaluate(self.problem, layout, walk), found.bound
+        one = evaluate(self.problem, layout, walk)
+        return one if one.fits else None, found.bound
 
     def _counts(self, base: Layout) -> Iterator[Counts]:
         """How many blocks of so many may be recomputed; one after the other, where alike."""

@@ -38,7 +38,7 @@ from stagewright.solvers.parallelism.tree import Part, Tree, simple_first
 
 Heap = list[tuple[float, int, Part]]
 MOST_KEPT = 10_000
-MOST_FOR_THE_LIST = 500
+MOST_FOR_THE_LIST = 1000
 """Postponed parts that may hold no faster layout than the first, opened for others of the list."""
 
 MOST_STEPS = 1000

@@ -74,10 +74,10 @@ def least_of_ends(choice: Choice, table: Table) -> Floats:
     total, returned = _Rows(choice.work.total), _Rows(choice.work.total - choice.work.weight)
     p, w, first, inner = table.pipeline, table.middle, table.first, table.chunks - 1
     before_last = first + (p - 2) * w
-    blocks = total.ends[0] + total.before[first] + inner * total.least(w, first)
+    blocks = total.ends[0] + total.before[first] + inner * total.least(w, first * (inner > 0))
     way = returned.ends[0] + returned.before[before_last]
     there = returned.ends[1] + returned.before[-1] - returned.before[table.layers - table.last]
-    there = there + inner * returned.least(w, before_last)
+    there = there + inner * returned.least(w, before_last * (inner > 0))
     found = np.maximum(m * blocks, way + m * there) * (1 - ROUNDING)
     return np.where(allowed, found, np.inf)
 

@@ -79,6 +79,11 @@ def _said(name: str, problem: "TrainingProblem", answer: "LayoutAnswer") -> Iter
     yield f"{best.tokens_per_second:,.0f} tokens/s" + (
         "" if days is None else f"; all tokens take {days:,.1f} days without interruptions"
     )
+    if answer.fastest_rows < len(answer.rows) and not interrupted:
+        yield (
+            f"the first {answer.fastest_rows} of the table are proved to be the fastest; other "
+            "blocks of the stages may be faster than the rows below"
+        )
     yield f"of all {answer.plan_class}"
     yield f"rates: {problem.reached.source}"
     yield from answer.remarks

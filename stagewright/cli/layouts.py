@@ -287,7 +287,7 @@ def train_plan(
         written = [one for one in (png, output) if one is not None]
         if answer.plan is not None:
             print_lines(*(f"{one} is written" for one in written))
-    return 0 if answer.rows else 1
+    return 1 if answer.plan is None else 0
 
 
 def memory(

@@ -55,7 +55,9 @@ def wrong_search(case: Case, memory: float, keep: int) -> Iterator[str]:
     for one in fitting:
         if one.seconds < found.bound:
             yield f"bound {found.bound}: {said(one)}"
-    for one, best in zip_longest(found.best, fitting[:keep]):
+    if bool(found.best) != bool(fitting) or (fitting and not found.fastest):
+        yield f"{found.fastest} of {len(found.best)} are the fastest, of {len(fitting)} that fit"
+    for one, best in zip_longest(found.best[: found.fastest], fitting[: found.fastest]):
         if one is None or best is None or one.seconds != pytest.approx(best.seconds, rel=1e-9):
             yield f"best {keep}: {said(best)} is searched as {said(one)}"
     least = fitting[0].seconds if fitting else math.inf
@@ -72,7 +74,8 @@ def wrong_answer(case: Case, memory: float, top: int, front: bool) -> Iterator[s
     groups: dict[Hashable, Priced] = {}
     for one in case.fitting(memory):
         groups.setdefault(same_work(one.layout), one)
-    for row, one in zip_longest(answer.rows, [*groups.values()][:top]):
+    fastest = answer.fastest_rows
+    for row, one in zip_longest(answer.rows[:fastest], [*groups.values()][:fastest]):
         if row is None or one is None or row.seconds != pytest.approx(one.seconds, rel=1e-8):
             yield f"alike: {said(one)} is answered as {row and (row.seconds, row.layout)}"
     for one in groups.values():
@@ -150,7 +153,7 @@ def wrong_divided(seed: int) -> list[str]:
     """What is wrong with the bounds on any division of a random case."""
     chance = Random(seed)
     case = random_case(chance, every_division, 2 * MOST)
-    return [*wrong_refined(case, case.draw_memory(chance) * EXACT)]
+    return [*wrong_refined(case, case.draw_memory(chance))]
 
 
 @pytest.mark.parametrize("seed", slow_after(6, range(150)))
@@ -185,7 +188,8 @@ def test_the_bound_of_a_search_that_was_stopped_holds(seed: int) -> None:
     assert found.best  # some layout, however early the stop
     assert found.best[0].seconds >= times[0] * (1 - 1e-12)
     if found.proved:
-        assert [one.seconds for one in found.best] == pytest.approx(times[:3], rel=1e-12)
+        best = [one.seconds for one in found.best[: found.fastest]]
+        assert best == pytest.approx(times[: found.fastest], rel=1e-12)
 
 
 def test_stages_between_the_ends_may_have_fewer_blocks() -> None:
