@@ -73,7 +73,7 @@ class _Model:
         times = np.concatenate([self.problem.seconds.ravel(), sent])
         most = start.cost or float(times.sum())
         self.unit = tick(times, most) or 1.0
-        work = self.problem.seconds
+        work, sent = (np.minimum(one, 2 * most) for one in (self.problem.seconds, sent))
         lost = lost_seconds(work, self.unit).max(axis=1).sum() + lost_seconds(sent, self.unit).sum()
         self.rounding = EXACT + float(lost) / most if most else EXACT
         self.work = in_ticks(work, self.unit).astype(np.int64)

@@ -80,6 +80,7 @@ def extend(  # noqa: C901 - one walk over the lattice
     at = np.zeros(depths, dtype=np.int64)
     added = np.zeros(depths, dtype=np.int64)
     edge = np.zeros(depths, dtype=np.int64)
+    sent, other = np.zeros(depths), np.zeros(depths)  # of the tensors that are cut
     pairs = 0
     for i in range(begin, end):
         open_ = False
@@ -88,21 +89,14 @@ def extend(  # noqa: C901 - one walk over the lattice
                 open_ = True
         if not open_:
             continue
-        depth, at[0], added[0], edge[0], sent, other = 0, i, -1, a.first[i], 0.0, 0.0
+        depth, at[0], added[0], edge[0] = 0, i, -1, a.first[i]
         while depth >= 0:
             here = at[depth]
             if edge[depth] == a.first[here + 1]:
                 v = added[depth]
                 if v >= 0:
                     for q in range(a.of[v], a.of[v + 1]):
-                        t = a.tensor[q]
-                        if inside[t] < a.size[t]:
-                            sent -= a.cost[t]
-                            other -= a.other_cost[t]
-                        inside[t] -= 1
-                        if inside[t] > 0:
-                            sent += a.cost[t]
-                            other += a.other_cost[t]
+                        inside[a.tensor[q]] -= 1
                 depth -= 1
                 continue
             v, j = a.node[edge[depth]], a.target[edge[depth]]
@@ -116,24 +110,25 @@ def extend(  # noqa: C901 - one walk over the lattice
                 fits |= light and a.held[j] - a.held[i] <= m.memory[k]
             if not fits:
                 continue
+            depth += 1
+            sent[depth], other[depth] = sent[depth - 1], other[depth - 1]
             for q in range(a.of[v], a.of[v + 1]):
                 t = a.tensor[q]
                 if inside[t] > 0:
-                    sent -= a.cost[t]
-                    other -= a.other_cost[t]
+                    sent[depth] -= a.cost[t]
+                    other[depth] -= a.other_cost[t]
                 inside[t] += 1
                 if inside[t] < a.size[t]:
-                    sent += a.cost[t]
-                    other += a.other_cost[t]
-            depth += 1
+                    sent[depth] += a.cost[t]
+                    other[depth] += a.other_cost[t]
             at[depth], added[depth], edge[depth] = j, v, a.first[j]
             pairs += 1
             rest = whole - a.work[j]
             for k in range(pools):
                 if a.held[j] - a.held[i] > m.memory[k]:
                     continue
-                alone = a.seconds[k, j] - a.seconds[k, i] + (sent if m.pays[k] else 0.0)
-                second = a.other[k, j] - a.other[k, i] + (other if m.pays[k] else 0.0)
+                alone = a.seconds[k, j] - a.seconds[k, i] + (sent[depth] if m.pays[k] else 0.0)
+                second = a.other[k, j] - a.other[k, i] + (other[depth] if m.pays[k] else 0.0)
                 for r in range(replicas):
                     load = (alone + 2 * r * (a.exchange[j] - a.exchange[i])) / (r + 1)
                     if load >= most or second > most_other * (r + 1):

@@ -34,14 +34,14 @@ class LatencyModel:
         self.n, self.k = len(problem.names), problem.accelerators
         times = np.concatenate([problem.on_accelerator, problem.on_host, problem.transfer])
         most = cost if positions is not None else _longest(problem)
+        times = np.minimum(times, 2 * most)
         self.unit = tick(times, most) or 1.0
         call, host, sent = (lost_seconds(one, self.unit) for one in np.split(times, 3))
         # A node is computed once; an output is sent once, and received once by each accelerator.
         lost = float(np.maximum(call, host).sum() + (1 + self.k) * sent.sum())
         self.rounding = EXACT + lost / most if most else EXACT
-        self.call = in_ticks(problem.on_accelerator, self.unit).astype(np.int64).tolist()
-        self.host = in_ticks(problem.on_host, self.unit).astype(np.int64).tolist()
-        self.sent = in_ticks(problem.transfer, self.unit).astype(np.int64).tolist()
+        ticks = in_ticks(times, self.unit).astype(np.int64)
+        self.call, self.host, self.sent = (one.tolist() for one in np.split(ticks, 3))
         self.model = cp_model.CpModel()
         self.horizon = int(np.ceil(most / self.unit)) + 1
         least = max(0, int((bound - lost) / self.unit) - 1)

@@ -1,10 +1,12 @@
 """The dynamic program over a family of downsets: sets of parts, devices and the clock."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
 
+from stagewright.formulations.dags.bounds import heaviest_part, priced_load
 from stagewright.formulations.dags.problem import DagProblem, PlacedSet
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.arrays import Floats
@@ -12,6 +14,7 @@ from stagewright.solvers.dags.downsets import Contents, Downsets
 from stagewright.solvers.dags.kernel import Lattice, Machines, extend
 
 LEAST = 1e-9  # relative improvement; less is rounding
+RANGE = 1e3  # of the costs that are looked for at once: rounding is relative to the largest time
 CHUNK = 256  # downsets that are extended between two looks at the clock
 
 Found = Callable[[tuple[PlacedSet, ...], float], None]
@@ -49,13 +52,47 @@ class Program:
         The last one given is the best of all partitions into differences of these downsets.
         ``order`` is a topological one of the parts.
         """
-        table = _lattice(self.problem, self.other, lattice, order, self.prices)
+        for most in self._limits(cost):
+            known = self._search(lattice, order, most, found, over)
+            if known is None:
+                return False
+            if known < most:
+                return True
+        return True
+
+    def _limits(self, cost: float) -> Iterator[float]:
+        """Ascending limits on the cost, up to ``cost`` itself, each ``RANGE`` times the one before.
+
+        No cost but zero is below the first one divided by ``RANGE``.
+        """
+        replicas, times = self._machines.larger.shape[2], _times(self.problem)
+        least = max(heaviest_part(self.problem), priced_load(self.problem, self.prices))
+        least = least or _least(times) / replicas
+        limit, most = least * RANGE, replicas * float(times.sum())
+        while 0 < limit < min(cost, most):
+            yield limit
+            limit *= RANGE
+        yield cost
+
+    def _search(
+        self,
+        lattice: Downsets,
+        order: list[int],
+        cost: float,
+        found: Found,
+        over: Callable[[], bool],
+    ) -> float | None:
+        """As `improve`; the cost of the best partition, or ``cost``, and None if stopped early."""
+        factor = 2 * self._machines.larger.shape[2]
+        other = None if self.other is None else _at_most(self.other, factor * self.most_other)
+        problem = _at_most(self.problem, factor * cost)
+        table = _lattice(problem, other, lattice, order, self.prices)
         n, states = len(lattice), len(self._machines.larger)
         best, came = np.full((states, n), np.inf), np.full((states, n), -1)
         best[0, 0] = 0.0
         for begin in range(0, n, CHUNK):
             if over():
-                return False
+                return None
             end = min(begin + CHUNK, n)
             known = cost * (1 - LEAST)
             pairs, most = extend(
@@ -65,7 +102,7 @@ class Program:
             if most < known:
                 cost = most
                 found(tuple(self._sets(lattice, best, came))[::-1], cost)
-        return True
+        return cost
 
     def _sets(self, lattice: Downsets, best: Floats, came: np.ndarray) -> Iterator[PlacedSet]:
         """The sets of the best partition of all parts, the last one first."""
@@ -93,6 +130,40 @@ class Program:
             if fits and max(before[smaller], load) <= cost * (1 + RELATIVE_TOLERANCE):
                 return PlacedSet(pool, parts, more + 1), smaller
         raise AssertionError("no set leads to this partition")
+
+
+def _times(problem: DagProblem) -> Floats:
+    """All times that a load may have."""
+    exchange = () if problem.exchange is None else problem.exchange
+    sent = [one.seconds for one in problem.tensors]
+    return np.concatenate([problem.seconds.ravel(), sent, exchange])
+
+
+def _at_most(problem: DagProblem, seconds: float) -> DagProblem:
+    """The problem with longer times cut to ``seconds``, and bytes to what fits nowhere.
+
+    Sums of the others are not rounded to the digits of times and bytes that no set may have.
+    """
+    times = _times(problem)
+    seconds = seconds or _least(times)
+    room = max((2 * pool.memory for pool in problem.pools if pool.memory < np.inf), default=np.inf)
+    room = room or _least(problem.bytes)
+    if times.max() <= seconds and problem.bytes.max() <= room:
+        return problem
+    exchange = problem.exchange
+    return replace(
+        problem,
+        seconds=np.minimum(problem.seconds, seconds),
+        bytes=np.minimum(problem.bytes, room),
+        tensors=tuple(replace(one, seconds=min(one.seconds, seconds)) for one in problem.tensors),
+        backward=None,
+        exchange=None if exchange is None else np.minimum(exchange, seconds),
+    )
+
+
+def _least(values: Floats) -> float:
+    """The least of the values that are not zero; zero if there is none."""
+    return float(min(values[values > 0], default=0.0))
 
 
 def _machines(problem: DagProblem, prices: Floats) -> Machines:
