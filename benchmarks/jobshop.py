@@ -17,7 +17,8 @@ from rich.progress import track
 from benchmarks.report import Table
 from benchmarks.spec import BenchSpec
 from stagewright.formulations.forms.answers import Limits, Status
-from stagewright.formulations.pipelines.jobshop import ByIntervals, JobShop, parse_jobshop
+from stagewright.formulations.pipelines.jobshop import ByIntervals, JobShop
+from stagewright.formulations.pipelines.jobshop_text import parse_jobshop
 from stagewright.solvers.backends.backend import solve
 from stagewright.solvers.backends.cpsat import SEARCHES
 from stagewright.solvers.pipelines.jobshop import solve_jobshop
@@ -154,7 +155,7 @@ def layer_cost(shop: JobShop) -> tuple[float, float]:
         answer = solve(model.apply(), "cp-sat", limits)
         assert answer.status is Status.OPTIMAL
         assert answer.values is not None
-        makespan = shop.evaluate(model.invert(answer.values))
+        makespan = shop.evaluate(*model.invert(answer.values))
         ours.append(process_time() - began)
         least = ByIntervals(shop).apply().lower_bound
         began = process_time()

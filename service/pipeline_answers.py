@@ -447,7 +447,7 @@ class MemoryCurve(Answer):
 
 
 class JobShopAnswer(Answer):
-    """A schedule of a job shop: the starts of the steps of each job."""
+    """A schedule of a job shop: the start of each step of each job, and the machine it is on."""
 
     status: Status
     makespan: int | None
@@ -460,3 +460,4 @@ class JobShopAnswer(Answer):
     jobs: int
     machines: int
     starts: tuple[tuple[int, ...], ...] | None
+    chosen_machines: tuple[tuple[int, ...], ...] | None

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from stagewright.executor.programs.trace import Trace
 from stagewright.formulations.backprop.choice import OutOfOrder
 from stagewright.formulations.forms.answers import Limits, StopToken
+from stagewright.formulations.pipelines.jobshop import JobShop, Step
 from stagewright.formulations.pipelines.makespan import Duplex, MakespanProblem
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan
@@ -290,6 +291,8 @@ class MemoryCurveRequest(_Stages):
         """Refuse what makes no problem where the request is made."""
         if self.objective == "memory":
             raise InputError("objective memory is for single schedules: a curve has all memory")
+        if self.backend not in (None, "cp-sat"):
+            raise InputError(f"backend {self.backend} takes neither memory nor spans; use cp-sat")
         for number, limit in enumerate(self.memory):
             require_amount(limit, f"memory[{number}]")
             _ = self.within((limit,))
@@ -329,6 +332,20 @@ class CompareSchedulesRequest(_Stages):
 
 
 class JobShopRequest(Solve):
-    """Solve a job shop: the steps of each job in order, as (machine, duration)."""
+    """Solve a job shop: the steps of each job in order, as (machine, duration).
 
-    jobs: tuple[tuple[tuple[int, int], ...], ...]
+    A step of a flexible job shop is a list of those, of which one is chosen.
+    """
+
+    jobs: tuple[tuple[Step, ...], ...]
+
+    @model_validator(mode="after")
+    def _require_problem(self) -> Self:
+        """Refuse what makes no problem where the request is made."""
+        _ = self.problem
+        return self
+
+    @cached_property
+    def problem(self) -> JobShop:
+        """The job shop."""
+        return JobShop(self.jobs)

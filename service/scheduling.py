@@ -20,6 +20,7 @@ from stagewright.formulations.schedules.order import Order
 from stagewright.formulations.schedules.timing import TimedOrder
 from stagewright.service.pipeline_answers import JobShopAnswer, ScheduleAnswer
 from stagewright.service.pipeline_requests import JobShopRequest, ScheduleRequest
+from stagewright.service.requests import Solve
 from stagewright.service.schedule_setting import RULES, Setting, sizes_of
 
 if TYPE_CHECKING:
@@ -40,10 +41,9 @@ def schedule(
     The search for the optimum starts from ``incumbent``, if there is one.
     """
     from stagewright.service.optimal_schedules import optimum
-    from stagewright.solvers.backends.schedulers import scheduler
 
     began = perf_counter()
-    scheduler(request.limits(stop))  # refuses an unknown backend before any work
+    require_scheduler(request)
     if request.kind == OPTIMAL:
         found = _optimal(request, optimum(request, request.limits(stop), on_progress, incumbent))
     else:
@@ -51,14 +51,27 @@ def schedule(
     return _answer(request, found, perf_counter() - began, stop)
 
 
+def require_scheduler(request: Solve) -> None:
+    """Refuse a backend that does not schedule what is asked for, before any work.
+
+    Raises
+    ------
+    InputError
+        If there is no such backend, or it takes neither intervals nor integers.
+    """
+    from stagewright.solvers.backends.schedulers import scheduler
+
+    flexible = isinstance(request, JobShopRequest) and request.problem.is_flexible
+    scheduler(request.limits(), choices=flexible)
+
+
 def jobshop(
     request: JobShopRequest, on_progress: OnProgress = silent, stop: StopToken | None = None
 ) -> JobShopAnswer:
     """The shortest schedule of a job shop that is found in time."""
-    from stagewright.formulations.pipelines.jobshop import JobShop
     from stagewright.solvers.pipelines.jobshop import solve_jobshop
 
-    problem = JobShop(request.jobs)
+    problem = request.problem
     result = solve_jobshop(problem, request.limits(stop), on_progress)
     return JobShopAnswer(
         status=result.status,
@@ -70,8 +83,9 @@ def jobshop(
         proved_by=result.proved_by,
         wall_seconds=result.seconds,
         jobs=len(problem.jobs),
-        machines=len({machine for steps in problem.jobs for machine, _ in steps}),
-        starts=result.starts,
+        machines=len({pair[0] for steps in problem.choices for one in steps for pair in one}),
+        starts=None if result.schedule is None else result.schedule.starts,
+        chosen_machines=None if result.schedule is None else result.schedule.machines,
     )
 
 

@@ -7,6 +7,8 @@ from scipy import sparse
 
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 
+ABSENT = -1  # in place of the start time of an interval
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LinearProgram:
@@ -47,6 +49,9 @@ class Intervals:
     proved bound on the objective; ``horizon`` an upper bound on it and on all ends; ``hint`` start
     times of a feasible answer. With ``spans``, the objective is the longest time, over its rows
     (i, j), from the start of i to the end of j with its tail.
+
+    Each of ``choices`` are intervals of which one is present, and the others are ``ABSENT`` in
+    place of a start time; what is asked of an absent interval is not asked.
     """
 
     durations: Ints
@@ -58,6 +63,7 @@ class Intervals:
     hint: Ints | None = None
     stores: tuple[Store, ...] = ()
     spans: Ints | None = None
+    choices: tuple[Ints, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

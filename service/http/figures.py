@@ -265,12 +265,14 @@ def _jobshop(request: Request, answer: Told) -> Figures:
     if answer["starts"] is None:
         return Figures(facts)
     machines: dict[int, list[Run]] = defaultdict(list)
-    for j, (steps, starts) in enumerate(zip(request.jobs, answer["starts"], strict=True)):
-        for i, ((machine, time), start) in enumerate(zip(steps, starts, strict=True)):
-            machines[machine].append(Run(f"job {j}", start, start + time, f"{j}.{i}"))
-    rows = [(f"machine {one}", _in_order(runs)) for one, runs in sorted(machines.items())]
+    rows_of = zip(request.problem.choices, answer["starts"], answer["chosen_machines"], strict=True)
+    for j, rows in enumerate(rows_of):
+        for i, (choice, start, machine) in enumerate(zip(*rows, strict=True)):
+            end = start + dict(choice)[machine]
+            machines[machine].append(Run(f"job {j}", start, end, f"{j}.{i}"))
+    lanes = [(f"machine {one}", _in_order(runs)) for one, runs in sorted(machines.items())]
     names = [f"job {j}" for j in range(len(request.jobs))]
-    drawn = runs_drawing(rows, names, marks=(Mark(answer["bound"], BOUND),))
+    drawn = runs_drawing(lanes, names, marks=(Mark(answer["bound"], BOUND),))
     return Figures(facts, timelines=(("Machines, with job.step", drawn),))
 
 

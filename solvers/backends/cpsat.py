@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from itertools import chain
 from time import perf_counter
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 from ortools.sat.python import cp_model
 
 from stagewright.formulations.forms.answers import Answer, Limits, OnProgress, Progress, Status
-from stagewright.formulations.forms.models import Intervals, LinearProgram, Store
+from stagewright.formulations.forms.models import ABSENT, Intervals, LinearProgram, Store
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.documents.errors import InputError
 from stagewright.solvers.backends.backend import UnknownStatusError
@@ -107,28 +106,80 @@ def build(form: Intervals) -> tuple[cp_model.CpModel, list[cp_model.IntVar]]:
     model = cp_model.CpModel()
     durations = form.durations.tolist()
     starts = [model.new_int_var(0, form.horizon, "") for _ in durations]
+    present = _add_choices(model, starts, form)
     makespan = model.new_int_var(0, form.horizon, "makespan")
     model.add(makespan >= form.lower_bound)
     for machine in form.machines:
         model.add_no_overlap(
-            model.new_fixed_size_interval_var(starts[i], durations[i], "") for i in machine.tolist()
+            model.new_optional_fixed_size_interval_var(
+                starts[i], durations[i], present.get(i, True), ""
+            )
+            for i in machine.tolist()
         )
     for i, j in form.before.tolist():
-        model.add(starts[j] >= starts[i] + durations[i])
+        _if(present.get(i), model.add(starts[j] >= starts[i] + durations[i]))
     for store in form.stores:
         _add_store(model, starts, form, store)
-    _add_objective(model, starts, makespan, form)
+    _add_objective(model, starts, present, makespan, form)
     if form.hint is not None:
-        hints = chain(form.hint.tolist(), [_objective(form, form.hint)])
-        for variable, value in zip(chain(starts, [makespan]), hints, strict=True):
-            model.add_hint(variable, value)
+        _add_hint(model, starts, present, form.hint.tolist())
+        model.add_hint(makespan, _objective(form, form.hint))
     model.minimize(makespan)
-    return model, starts
+    return model, _with_absent(model, starts, present, form.horizon)
+
+
+def _add_choices(
+    model: cp_model.CpModel, starts: list[cp_model.IntVar], form: Intervals
+) -> dict[int, cp_model.IntVar]:
+    """Whether each interval of a choice is present; they have one start, that of the first."""
+    present: dict[int, cp_model.IntVar] = {}
+    for choice in form.choices:
+        members = choice.tolist() if len(choice) > 1 else []
+        for i in members:
+            starts[i], present[i] = starts[members[0]], model.new_bool_var("")
+        if members:
+            model.add_exactly_one([present[i] for i in members])
+    return present
+
+
+def _if(literal: cp_model.IntVar | None, constraint: cp_model.Constraint) -> None:
+    """Ask for a constraint only where ``literal`` is true, if there is one."""
+    if literal is not None:
+        constraint.only_enforce_if(literal)
+
+
+def _add_hint(
+    model: cp_model.CpModel,
+    starts: list[cp_model.IntVar],
+    present: dict[int, cp_model.IntVar],
+    values: list[int],
+) -> None:
+    for i, value in enumerate(values):
+        if value != ABSENT:
+            model.add_hint(starts[i], value)
+        if i in present:
+            model.add_hint(present[i], value != ABSENT)
+
+
+def _with_absent(
+    model: cp_model.CpModel,
+    starts: list[cp_model.IntVar],
+    present: dict[int, cp_model.IntVar],
+    horizon: int,
+) -> list[cp_model.IntVar]:
+    """The start of every interval, or ``ABSENT``."""
+    columns = list(starts)
+    for i, literal in present.items():
+        columns[i] = model.new_int_var(ABSENT, horizon, "")
+        model.add(columns[i] == starts[i]).only_enforce_if(literal)
+        model.add(columns[i] == ABSENT).only_enforce_if(~literal)
+    return columns
 
 
 def _add_objective(
     model: cp_model.CpModel,
     starts: list[cp_model.IntVar],
+    present: dict[int, cp_model.IntVar],
     objective: cp_model.IntVar,
     form: Intervals,
 ) -> None:
@@ -141,13 +192,15 @@ def _add_objective(
     followed = set(form.before[:, 0].tolist())
     for i, tail in enumerate(form.tails.tolist()):
         if tail or i not in followed:
-            model.add(objective >= starts[i] + after[i])
+            _if(present.get(i), model.add(objective >= starts[i] + after[i]))
 
 
 def _objective(form: Intervals, starts: Ints) -> int:
     ends = starts + form.durations + form.tails
     if form.spans is not None:
         ends = ends[form.spans[:, 1]] - starts[form.spans[:, 0]]
+    else:
+        ends = ends[starts != ABSENT]
     return int(ends.max(initial=0))
 
 

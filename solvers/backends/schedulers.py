@@ -12,13 +12,13 @@ from stagewright.solvers.backends.backend import BACKENDS, Backend, solve
 ROUNDING = 1e-7  # of a bound
 
 
-def scheduler(limits: Limits) -> Backend:
-    """The backend of ``limits``, CP-SAT without one.
+def scheduler(limits: Limits, choices: bool = False) -> Backend:
+    """The backend of ``limits``, CP-SAT without one; for intervals with ``choices`` or without.
 
     Raises
     ------
     InputError
-        If there is no such backend, or it takes neither intervals nor integers.
+        If there is no such backend, or it takes neither intervals nor integers, or no choices.
     """
     name = limits.backend or "cp-sat"
     fitting = [
@@ -29,6 +29,8 @@ def scheduler(limits: Limits) -> Backend:
     if name not in fitting:
         known = "solves no schedules" if name in BACKENDS else "is unknown"
         raise InputError(f"backend {name!r} {known}; use {' or '.join(fitting)}")
+    if choices and BACKENDS[name].accepts is not Intervals:
+        raise InputError(f"backend {name!r} takes no choice of machines; use cp-sat")
     return BACKENDS[name]
 
 
@@ -40,9 +42,9 @@ def solve_intervals(
     Raises
     ------
     InputError
-        If the form has stores or spans and the backend is not CP-SAT.
+        If the form has stores, spans or choices, and the backend is not CP-SAT.
     """
-    backend = scheduler(limits)
+    backend = scheduler(limits, choices=bool(form.choices))
     if backend.accepts is Intervals:
         return solve(form, backend.name, limits, on_progress)
     if form.stores or form.spans is not None:

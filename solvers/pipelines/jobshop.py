@@ -5,7 +5,13 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress, Status, silent
-from stagewright.formulations.pipelines.jobshop import ByIntervals, JobShop, Starts
+from stagewright.formulations.pipelines.jobshop import (
+    ByIntervals,
+    JobShop,
+    Pair,
+    Schedule,
+    static_bound,
+)
 from stagewright.solvers.backends.schedulers import scheduler, solve_intervals
 
 # Priorities of a job at its step k, from its remaining work and the duration of the step.
@@ -25,7 +31,7 @@ class JobShopResult:
     ``gap`` is (cost - bound) / cost.
     """
 
-    starts: Starts | None
+    schedule: Schedule | None
     cost: int | None
     bound: int
     gap: float | None
@@ -49,21 +55,21 @@ def solve_jobshop(
         If a schedule breaks a rule of the problem.
     """
     began = perf_counter()
-    scheduler(limits)  # refuses an unknown backend before any work
-    static = ByIntervals(problem).apply().lower_bound
+    scheduler(limits, problem.is_flexible)  # refuses an unknown backend before any work
+    static, argument = static_bound(problem)
     incumbent = dispatch_best(problem, limits)
     form = ByIntervals(problem, incumbent).apply()
     left = replace(limits, seconds=limits.left(perf_counter() - began))
     answer = solve_intervals(form, left, on_progress)
-    starts = incumbent
+    schedule = incumbent
     if answer.values is not None:
-        starts = ByIntervals(problem).invert(answer.values)
+        schedule = ByIntervals(problem).invert(answer.values)
     bound = static if answer.bound < static else round(answer.bound)
-    proved_by = "one-machine relaxation" if bound == static else scheduler(limits).solver
-    cost = None if starts is None else problem.evaluate(starts)
+    proved_by = argument if bound == static else scheduler(limits).solver
+    cost = None if schedule is None else problem.evaluate(*schedule)
     status = Status.OPTIMAL if cost == bound else limits.status(cost is not None)
     return JobShopResult(
-        starts,
+        schedule,
         cost,
         bound,
         None if cost is None else (cost - bound) / max(cost, 1),
@@ -75,32 +81,39 @@ def solve_jobshop(
     )
 
 
-def dispatch_best(problem: JobShop, limits: Limits) -> Starts | None:
+def dispatch_best(problem: JobShop, limits: Limits) -> Schedule | None:
     """The best schedule of the rules that end within ``limits``."""
-    best: Starts | None = None
+    best: Schedule | None = None
     began = perf_counter()
     for rule in RULES:
         if limits.left(perf_counter() - began) <= 0:
             break
-        starts = dispatch(problem, rule)
+        found = dispatch(problem, rule)
         late = limits.left(perf_counter() - began) <= 0
-        if not late and (best is None or problem.evaluate(starts) < problem.evaluate(best)):
-            best = starts
+        if not late and (best is None or problem.evaluate(*found) < problem.evaluate(*best)):
+            best = found
     return best
 
 
-def dispatch(problem: JobShop, rule: Rule) -> Starts:
-    """The active schedule that ``rule`` makes, smallest first (Giffler and Thompson 1960)."""
-    left = [sum(duration for _, duration in job) for job in problem.jobs]
-    starts: list[list[int]] = [[] for _ in problem.jobs]
-    ready = [0] * len(problem.jobs)
+def dispatch(problem: JobShop, rule: Rule) -> Schedule:
+    """The active schedule that ``rule`` makes, smallest first (Giffler and Thompson 1960).
+
+    A step with a choice of machines is on the one where it ends first.
+    """
+    choices, least = problem.choices, problem.least_durations
+    left = [sum(row) for row in least]
+    rows: list[list[tuple[int, int]]] = [[] for _ in choices]
+    ready = [0] * len(choices)
     free: dict[int, int] = {}
 
     def earliest(j: int) -> tuple[int, int, int]:
-        machine, duration = problem.jobs[j][len(starts[j])]
+        def end(pair: Pair) -> tuple[int, Pair]:
+            return max(ready[j], free.get(pair[0], 0)) + pair[1], pair
+
+        machine, duration = min(choices[j][len(rows[j])], key=end)
         return max(ready[j], free.get(machine, 0)), machine, duration
 
-    open_jobs = set(range(len(problem.jobs)))
+    open_jobs = set(range(len(choices)))
     while open_jobs:
         steps = {j: earliest(j) for j in open_jobs}
         # The machine with the earliest completion; jobs that can start before it are candidates.
@@ -111,9 +124,12 @@ def dispatch(problem: JobShop, rule: Rule) -> Starts:
         ]
         j = min(rivals, key=lambda j: (rule(left[j], steps[j][2]), j))
         start, _, duration = steps[j]
-        starts[j].append(start)
+        left[j] -= least[j][len(rows[j])]
+        rows[j].append((start, machine))
         ready[j] = free[machine] = start + duration
-        left[j] -= duration
-        if len(starts[j]) == len(problem.jobs[j]):
+        if len(rows[j]) == len(choices[j]):
             open_jobs.remove(j)
-    return tuple(tuple(row) for row in starts)
+    return Schedule(
+        tuple(tuple(start for start, _ in row) for row in rows),
+        tuple(tuple(machine for _, machine in row) for row in rows),
+    )

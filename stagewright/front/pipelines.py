@@ -561,7 +561,7 @@ def compare_schedules(
 
 
 def jobshop(
-    jobs: Sequence[Sequence[tuple[int, int]]],
+    jobs: Sequence[Sequence[tuple[int, int] | Sequence[tuple[int, int]]]],
     *,
     time_limit: float = 10.0,
     threads: int = 1,
@@ -574,7 +574,8 @@ def jobshop(
     Parameters
     ----------
     jobs
-        The steps of each job in their order, as (machine, duration).
+        The steps of each job in their order, as (machine, duration); a step of a flexible job shop
+        as a list of those, of which one is chosen.
     backend
         Solver (default: CP-SAT).
 
@@ -582,6 +583,8 @@ def jobshop(
     --------
     >>> jobshop([[(0, 3), (1, 2)], [(1, 2), (0, 4)]]).makespan
     7
+    >>> jobshop([[[(0, 3), (1, 5)]], [(0, 4)]]).chosen_machines
+    ((1,), (0,))
     """
     from stagewright.service.scheduling import jobshop as answer
 

@@ -618,6 +618,23 @@ def test_jobshop_proves_ft06(tmp_path: Path) -> None:
     assert "makespan 55 (optimal)" in answered("jobshop", tmp_path / "ft06.txt")
 
 
+def test_jobshop_reads_taillard_flexible_shops_and_collections(tmp_path: Path) -> None:
+    header = "Nb of jobs, Nb of Machines, Time seed, Machine seed, Upper bound, Lower bound :"
+    (tmp_path / "tai.txt").write_text(
+        f"{header}\n 2 2 840612802 398197754 7 7\nTimes\n3 2\n2 4\nMachines\n1 2\n2 1\n"
+    )
+    assert "makespan 7 (optimal)" in answered("jobshop", tmp_path / "tai.txt")
+    (tmp_path / "tiny.fjs").write_text("2 2 1.3\n2 2 1 3 2 5 1 2 2\n1 1 1 4\n")
+    shown = answered("jobshop", tmp_path / "tiny.fjs")
+    assert "makespan 7 (optimal)" in shown
+    assert "3@0" in shown or "0@1" in shown  # one of the first two steps waits, or is elsewhere
+    several = tmp_path / "two.txt"
+    several.write_text(f"instance one\n1 1\n0 5\ninstance ft06\n+++\n six\n{FT06}")
+    assert "makespan 55 (optimal)" in answered("jobshop", several, "--instance", "ft06")
+    assert "2 instances, name one with --instance: one, ft06" in refused("jobshop", several)
+    assert "no instance 'x'; there are one, ft06" in refused("jobshop", several, "--instance", "x")
+
+
 def test_jobshop_says_no_when_the_time_is_too_short() -> None:
     if not DATA.is_dir():
         pytest.skip(f"{DATA} is not at hand")

@@ -70,6 +70,23 @@ def test_a_job_shop_has_every_step_on_its_machine() -> None:
     assert sorted(found) == sorted(expected)
 
 
+def test_a_flexible_job_shop_is_drawn_on_the_chosen_machines() -> None:
+    request = parse_request("jobshop", '{"jobs": [[[[0, 3], [1, 2]], [[1, 1]]], [[1, 9]]]}')
+    answer = {"makespan": 12, "bound": 10, "proved_by": "CP-SAT", "gap": 0.1,
+              "starts": [[0, 3], [4]], "chosen_machines": [[0, 1], [1]]}  # fmt: skip
+    (drawn,) = (one["timeline"] for one in figures("jobshop", request, answer).table()["timelines"])
+    found = [
+        (lane["name"], job, round(start, 4), round(end, 4))
+        for lane in drawn["lanes"]
+        for job, start, end in spans(lane, drawn)
+    ]
+    assert found == [
+        ("machine 0", "job 0", 0.0, 3.0),
+        ("machine 1", "job 0", 3.0, 4.0),
+        ("machine 1", "job 1", 4.0, 13.0),
+    ]
+
+
 def test_a_schedule_has_the_times_of_its_actions() -> None:
     _, answer, shown = answered("schedule")
     (drawn,) = (one["timeline"] for one in shown["timelines"])

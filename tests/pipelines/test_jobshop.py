@@ -9,11 +9,15 @@ from profiles import examples, slow_after
 
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.formulations.pipelines.jobshop import (
+    LOAD,
+    LONGEST_JOB,
     ByDisjunctions,
     ByIntervals,
     JobShop,
-    parse_jobshop,
+    Schedule,
+    static_bound,
 )
+from stagewright.formulations.pipelines.jobshop_text import parse_jobshop
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.solvers.backends.backend import BACKENDS, solve
 from stagewright.solvers.pipelines.jobshop import RULES, dispatch, solve_jobshop
@@ -40,7 +44,18 @@ RETURNING = JobShop((((0, 2), (1, 5), (0, 1)), ((0, 4),)))
 
 
 def brute_force(problem):
-    """The best makespan over every order on every machine."""
+    """The best makespan over every choice of machines, and every order on every machine."""
+    flat = product(*(choice for steps in problem.choices for choice in steps))
+    return min(map(best_order, {regrouped(problem, pairs) for pairs in flat}))
+
+
+def regrouped(problem, pairs):
+    """The job shop in which every step is on the machine of its pair."""
+    rest = iter(pairs)
+    return JobShop(tuple(tuple(next(rest) for _ in steps) for steps in problem.jobs))
+
+
+def best_order(problem):
     steps = [(j, k) for j, job in enumerate(problem.jobs) for k in range(len(job))]
     machines = sorted({problem.jobs[j][k][0] for j, k in steps})
     orders = [
@@ -75,6 +90,17 @@ shops = st.lists(
     max_size=3,
 ).map(lambda jobs: JobShop(tuple(map(tuple, jobs))))
 
+choices = st.lists(
+    st.tuples(st.integers(0, 2), st.integers(0, 9)),
+    min_size=1,
+    max_size=2,
+    unique_by=lambda it: it[0],
+)
+flexible_shops = st.lists(
+    st.lists(choices.map(tuple), min_size=1, max_size=3), min_size=1, max_size=2
+).map(lambda jobs: JobShop(tuple(map(tuple, jobs))))
+FLEXIBLE = JobShop(((((0, 3), (1, 5)), ((1, 2),)), (((0, 4),),)))
+
 
 # The problem
 
@@ -99,6 +125,22 @@ def test_evaluate_names_the_broken_rule(starts, message):
         CROSSING.evaluate(starts)
 
 
+@pytest.mark.parametrize(
+    ("starts", "machines", "message"),
+    [
+        (((0, 3), (3,)), None, "a machine for every step"),
+        (((0, 3), (3,)), ((0, 1),), "one start time per step, and one machine"),
+        (((0, 3), (3,)), ((2, 1), (0,)), "job 0, step 0 is on machine 2, may be: 0, 1"),
+        (((0, 3), (2,)), ((0, 1), (0,)), "machine 0: job 1, step 0 starts before job 0"),
+        (((0, 3), (0,)), ((1, 1), (0,)), "job 0, step 1 starts at 3, ready at 5"),
+    ],
+)
+def test_evaluate_names_the_broken_rule_of_a_choice(starts, machines, message):
+    assert FLEXIBLE.evaluate(((0, 5), (0,)), ((1, 1), (0,))) == 7
+    with pytest.raises(InvalidPlan, match=message):
+        FLEXIBLE.evaluate(starts, machines)
+
+
 def test_a_step_without_duration_may_not_lie_inside_another():
     problem = JobShop((((0, 4),), ((0, 0),)))
     assert problem.evaluate(((0,), (4,))) == 4
@@ -113,6 +155,9 @@ def test_a_step_without_duration_may_not_lie_inside_another():
         (((),), "job 0 needs at least one step"),
         ((((0, 1), (1, -2)),), "job 0, step 1: .* got 1, -2"),
         ((((0, 2**53), (1, 1)),), "add up to"),
+        (((((0, 1), (1, 2**53)), (1, 1)),), "add up to"),
+        (((((0, 1), (0, 2)),),), "job 0, step 0 has machine 0 twice"),
+        ((((),),), "job 0, step 0 needs a machine"),
     ],
 )
 def test_bad_shops_are_refused(jobs, message):
@@ -145,6 +190,16 @@ def test_parse_reads_comments_and_blank_lines():
         ("1 2\n0 1 1 -5\n", "line 2: duration -5 is negative"),
         ("1 2\n0 1 1 2.5\n", "line 2: '2.5' is not an integer"),
         ("1 1\n0 9007199254740993\n", "x.txt: the durations add up to"),
+        ("2 2 1 2 7 7\nTimes\n3 2\n", "line 3: 2 jobs have 2 lines of durations and 2 of machines"),
+        ("1 2 1 2 7 7\n3 2\n1\n", "line 3: expected 2 numbers, got 1"),
+        ("1 2 1 2 7 7\n3 2\n1 3\n", r"line 3: machine 3 is not in 1 \.\.\. 2"),
+        ("1 2 1\n1 2 1 3\n", "line 2: ends before the last step's machines and durations"),
+        ("1 2 1\n1 1 1 3 4\n", "line 2: 1 numbers after the last step"),
+        ("1 2 1\n1 1 0 3\n", r"line 2: machine 0 is not in 1 \.\.\. 2"),
+        ("1 2 1\n1 0\n", "x.txt: job 0, step 0 needs a machine"),
+        ("1 2 1\n-1\n", "x.txt: job 0 needs at least one step"),
+        ("instance a\n1 1\n0 1\ninstance b\n1 1\n0 1\n", "2 instances, .* --instance: a, b"),
+        ("instance a\n1 1\n0 1\ninstance a\n", "line 4: a second instance 'a'"),
     ],
 )
 def test_every_fault_is_one_line_with_its_place(text, message):
@@ -152,6 +207,65 @@ def test_every_fault_is_one_line_with_its_place(text, message):
         parse_jobshop(text, "x.txt")
     assert str(caught.value).startswith("x.txt")
     assert "\n" not in str(caught.value)
+
+
+TINY = (((0, 3), (1, 2)), ((1, 2), (0, 4)))
+MATRICES = "3 2\n2 4\nMachines\n1 2\n2 1\n"
+TAILLARD = "Nb of jobs, Nb of Machines, Time seed, Machine seed, Upper bound, Lower bound :\n"
+COLLECTION = """ This file contains 2 instances, of 6 6 and more.
+ +++++++++
+ instance ft06
+ +++++++++
+ Fisher and Thompson 6x6 instance, alternate name (mt06)
+{ft06}
+ +++++++++
+ instance tiny
+ +++++++++
+ a tiny 2x2 one
+ 2 2
+ 0 3 1 2
+ 1 2 0 4
+ +++ EOF +++
+"""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "2 2\n0 3 1 2\n1 2 0 4\n",
+        f"{TAILLARD}  2 2 840612802 398197754 7 7\nTimes\n{MATRICES}",
+        f"2 2 840612802 398197754 7 7\nTimes\n{MATRICES}",
+        f"2 2\nTimes\n{MATRICES}",
+        "2 2\n3 2\n2 4\n1 2\n2 1\n",
+        "2 2\n3 2\n2 4\n0 1\n1 0\n",
+        "instance tiny\n+++\n of two jobs\n 2 2\n0 3 1 2\n1 2 0 4\n",
+    ],
+    ids=["pairs", "Taillard", "seeds", "named", "matrices", "from 0", "OR-Library"],
+)
+def test_every_layout_of_one_shop_is_read(text):
+    assert parse_jobshop(text, "x.txt").jobs == TINY
+
+
+def test_an_instance_of_a_collection_is_chosen():
+    text = COLLECTION.format(ft06=FT06.strip())
+    assert parse_jobshop(text, "x.txt", "tiny").jobs == TINY
+    assert parse_jobshop(text, "x.txt", "ft06") == parse_jobshop(FT06, "ft06")
+    several = (
+        f"{TAILLARD}2 2 1 2 7 7\nTimes\n{MATRICES}{TAILLARD}1 1 1 2 7 7\nTimes\n5\nMachines\n1\n"
+    )
+    assert parse_jobshop(several, "x.txt", "1").jobs == TINY
+    assert parse_jobshop(several, "x.txt", "2").jobs == (((0, 5),),)
+
+
+@pytest.mark.parametrize(
+    ("place", "text"),
+    [
+        ("x.fjs", "2 2\n2 2 1 3 2 5 1 2 2\n1 1 1 4\n"),
+        ("x.txt", "2 2 1.3\n2 2 1 3 2 5 1 2 2\n1 1 1 4\n"),
+    ],
+)
+def test_flexible_shops_are_read(place, text):
+    assert parse_jobshop(text, place).choices == FLEXIBLE.choices
 
 
 # The formulations
@@ -167,7 +281,7 @@ def answers(problem):
         answer = solve(model.apply(), name, LIMITS)
         assert answer.status is Status.OPTIMAL
         assert answer.values is not None
-        yield answer, problem.evaluate(model.invert(answer.values))
+        yield answer, problem.evaluate(*model.invert(answer.values))
 
 
 @pytest.mark.parametrize(("problem", "optimum"), [(CROSSING, 7), (RETURNING, 8)])
@@ -194,8 +308,8 @@ def test_ft06_by_disjunctions():
 
 
 def test_an_incumbent_is_hint_and_horizon():
-    starts = ((4, 7), (0, 7 + 2))
-    form = ByIntervals(CROSSING, starts).apply()
+    known = Schedule(((4, 7), (0, 7 + 2)), ((0, 1), (1, 0)))
+    form = ByIntervals(CROSSING, known).apply()
     assert form.hint is not None
     assert form.hint.tolist() == [4, 7, 0, 9]
     assert form.horizon == 13
@@ -204,7 +318,7 @@ def test_an_incumbent_is_hint_and_horizon():
 
 def test_an_incumbent_that_breaks_a_rule_is_refused():
     with pytest.raises(InvalidPlan):
-        ByIntervals(CROSSING, ((0, 0), (0, 0))).apply()
+        ByIntervals(CROSSING, Schedule(((0, 0), (0, 0)), ((0, 1), (1, 0)))).apply()
 
 
 # The assembly
@@ -213,9 +327,36 @@ def test_an_incumbent_that_breaks_a_rule_is_refused():
 @examples(60, derandomize=True)
 @given(shops, st.sampled_from(RULES))
 def test_rules_make_schedules_no_better_than_the_optimum(problem, rule):
-    makespan = problem.evaluate(dispatch(problem, rule))
+    makespan = problem.evaluate(*dispatch(problem, rule))
     assert brute_force(problem) <= makespan <= problem.total
     assert ByIntervals(problem).apply().lower_bound <= brute_force(problem)
+
+
+@examples(40, derandomize=True)
+@given(flexible_shops, st.sampled_from(RULES))
+def test_flexible_shops_equal_every_choice_and_order(problem, rule):
+    optimum, result = brute_force(problem), solve_jobshop(problem, LIMITS)
+    assert problem.evaluate(*dispatch(problem, rule)) >= optimum
+    assert static_bound(problem)[0] <= optimum
+    assert (result.status, result.cost, result.bound) == (Status.OPTIMAL, optimum, optimum)
+    assert problem.evaluate(*result.schedule) == optimum
+
+
+@pytest.mark.parametrize(
+    ("problem", "bound"),
+    [
+        (CROSSING, (7, "one-machine relaxation")),
+        (JobShop(((((0, 3), (1, 5)), ((0, 2), (1, 2))),)), (5, LONGEST_JOB)),
+        (JobShop(((((0, 2), (1, 2)),),) * 5), (5, LOAD)),
+    ],
+)
+def test_a_bound_is_named_after_its_argument(problem, bound):
+    assert static_bound(problem) == bound
+
+
+def test_a_choice_of_machines_needs_cp_sat():
+    with pytest.raises(InputError, match="backend 'highs' takes no choice of machines; use cp-sat"):
+        solve_jobshop(FLEXIBLE, Limits(seconds=1, backend="highs"))
 
 
 @examples(20, derandomize=True)
@@ -223,8 +364,9 @@ def test_rules_make_schedules_no_better_than_the_optimum(problem, rule):
 def test_solve_proves_the_optimum(problem):
     result = solve_jobshop(problem, LIMITS)
     assert (result.status, result.gap) == (Status.OPTIMAL, 0)
-    assert result.starts is not None
-    assert result.cost == result.bound == brute_force(problem) == problem.evaluate(result.starts)
+    assert result.schedule is not None
+    cost = problem.evaluate(*result.schedule)
+    assert result.cost == result.bound == brute_force(problem) == cost
 
 
 @pytest.mark.parametrize("backend", ["highs", "pulp-cbc", "cvxpy"])
@@ -243,7 +385,7 @@ def test_ft06():
 
 def test_no_time_is_no_answer():
     result = solve_jobshop(parse_jobshop(FT06, "ft06"), Limits(seconds=0.0))
-    assert (result.status, result.starts, result.cost) == (Status.NO_ANSWER, None, None)
+    assert (result.status, result.schedule, result.cost) == (Status.NO_ANSWER, None, None)
     assert 0 < result.bound <= 55
 
 

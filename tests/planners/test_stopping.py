@@ -104,7 +104,7 @@ def test_schedules_and_job_shops_are_stopped():
     threading.Timer(1.0, token.set).start()
     found = solve_jobshop(shop, Limits(LONG, stop=token))
     assert found.status is Status.INTERRUPTED
-    assert shop.evaluate(found.starts) == found.cost > found.bound
+    assert shop.evaluate(*found.schedule) == found.cost > found.bound
 
 
 def test_an_interrupted_call_is_halted_and_the_interrupt_raised():
