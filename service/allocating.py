@@ -26,7 +26,7 @@ from stagewright.service.cluster_answers import (
     ShareAnswer,
 )
 from stagewright.service.cluster_requests import AllocateRequest, RoundsRequest
-from stagewright.solvers.clusters.policies import AllocationResult
+from stagewright.solvers.clusters.policies import AllocationResult, require_policy
 from stagewright.solvers.clusters.policies import allocate as solve
 
 
@@ -38,8 +38,26 @@ def allocate(request: AllocateRequest, stop: StopToken | None = None) -> Allocat
     InputError
         If a throughput is missing, a job fits nowhere, or the policy lacks what it needs.
     """
-    problem = _problem(request)
+    problem = require_allocatable(request)
     return _answer(request, problem, _solved(request, problem, stop))
+
+
+def require_allocatable(request: AllocateRequest) -> AllocationProblem:
+    """The problem; refuses what the policy lacks for it.
+
+    Raises
+    ------
+    InputError
+        As :func:`allocate`.
+    """
+    problem = _problem(request)
+    if request.parts is None:
+        require_policy(problem, request.policy, request.budget_dollars, request.backend)
+    else:
+        from stagewright.solvers.clusters.partitioned import require_parts
+
+        require_parts(problem, request.policy, request.parts)
+    return problem
 
 
 def _problem(request: AllocateRequest | RoundsRequest) -> AllocationProblem:
@@ -151,15 +169,8 @@ def rounds(request: RoundsRequest, stop: StopToken | None = None) -> RoundsAnswe
     InputError
         If the given allocation answers other jobs or another pool, or as for :func:`allocate`.
     """
-    given = request.allocation
+    problem, given = require_realisable(request)
     if given is not None:
-        request = request.model_copy(
-            update={"space_sharing": given.space_sharing, "placement": given.placement}
-        )
-    problem = _problem(request)
-    if given is not None:
-        if not given.answers(digest_of(request.workload, request.pool)):
-            raise InputError("the allocation answers other jobs, or another cluster")
         return _realised(request, given.policy, problem, allocation_of(given, problem))
     result = solve(
         problem, request.policy, request.limits(stop), budget_dollars=request.budget_dollars
@@ -167,6 +178,29 @@ def rounds(request: RoundsRequest, stop: StopToken | None = None) -> RoundsAnswe
     if result.allocation is None:
         return _answer(request, problem, result)
     return _realised(request, request.policy, problem, result.allocation)
+
+
+def require_realisable(
+    request: RoundsRequest,
+) -> tuple[AllocationProblem, AllocationPlan | None]:
+    """The problem, and the allocation if it is given; refuses what the policy lacks.
+
+    Raises
+    ------
+    InputError
+        As :func:`rounds`.
+    """
+    given = request.allocation
+    if given is None:
+        problem = _problem(request)
+        require_policy(problem, request.policy, request.budget_dollars)
+        return problem, None
+    settings = {"space_sharing": given.space_sharing, "placement": given.placement}
+    problem = _problem(request.model_copy(update=settings))
+    if not given.answers(digest_of(request.workload, request.pool)):
+        raise InputError("the allocation answers other jobs, or another cluster")
+    allocation_of(given, problem)
+    return problem, given
 
 
 def _realised(

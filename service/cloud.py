@@ -4,7 +4,7 @@ import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from stagewright.formulations.cloud.strategies import Home, follow
+from stagewright.formulations.cloud.strategies import STRATEGIES, Home, follow, offers_seen
 from stagewright.formulations.cloud.switching import (
     Offer,
     Outcome,
@@ -82,7 +82,11 @@ def switching_problem(request: CloudRequest) -> SwitchingProblem:
         begin = request.start_seconds
     if request.deadline_seconds is not None:
         end = begin + request.deadline_seconds
-    return SwitchingProblem(offers, request.v100_hours, begin, end, overheads)
+    problem = SwitchingProblem(offers, request.v100_hours, begin, end, overheads)
+    for name in strategies(request.strategy):
+        if name in STRATEGIES:
+            offers_seen(problem, name, home_of(request.home))
+    return problem
 
 
 def _useful(

@@ -1,25 +1,28 @@
 """Simulated clusters: a workload, or jobs that arrive without end, under a policy."""
 
 from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from stagewright.executor.clusters.outages import outages
-from stagewright.executor.clusters.rules import Rules
+from stagewright.executor.clusters.rules import MOST_ROUNDS, Rules
 from stagewright.executor.clusters.simulation import Progress
 from stagewright.executor.clusters.simulation import simulate_cluster as simulate
 from stagewright.executor.clusters.timeline import ClusterTimeline
+from stagewright.formulations.clusters.allocation import problem_of
 from stagewright.formulations.forms.answers import Status, StopToken
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.workloads.jobs import Entity, Job, Throughputs
+from stagewright.graphs.workloads.jobs import Entity, Job, Throughputs, Workload
 from stagewright.graphs.workloads.poisson import Arrivals
 from stagewright.graphs.workloads.prices import HOUR
 from stagewright.service.allocating import policy_allocator
 from stagewright.service.cluster_answers import RunAnswer, SimulateClusterAnswer
 from stagewright.service.cluster_requests import ArrivalsRequest, SimulateClusterRequest
-from stagewright.solvers.clusters.policies import policy_named
+from stagewright.solvers.clusters.policies import policy_named, require_policy
 
+MOST_ARRIVALS = 10_000  # that are looked at before a simulation
 SHUFFLE = 5  # the public code of Gavel shuffles by its seed + 5
 
 
@@ -35,6 +38,7 @@ def simulate_cluster(
     InputError
         If a job has no throughput, the policy has no allocation, or nothing can run any more.
     """
+    require_simulable(request)
     rules = _rules(request)
     jobs, table, entities = _jobs(request)
     failures: Iterable[Any] = ()
@@ -56,6 +60,28 @@ def simulate_cluster(
         stop=stop,
     )
     return _answer(request.policy, found, window, request.keep_assignments)
+
+
+def require_simulable(request: SimulateClusterRequest) -> None:
+    """Refuse jobs that the policy, or the cluster, has no place for.
+
+    Of arrivals without end the first are looked at, to the end of the window.
+
+    Raises
+    ------
+    InputError
+        If a job has no throughput or takes too many rounds, or the policy lacks what it needs.
+    """
+    jobs, table, entities = _jobs(request)
+    last = None if request.window is None else min(request.window[1], MOST_ARRIVALS)
+    workload = Workload(tuple(islice(jobs, last)), table, entities)
+    sharing, placement = request.space_sharing, request.placement
+    problem = problem_of(workload, request.pool, space_sharing=sharing, placement=placement)
+    require_policy(problem, request.policy, request.budget_dollars)
+    if not request.ideal:
+        fastest = problem.table.alone.max(axis=1)[problem.kind]
+        rounds = float((problem.steps / fastest).max()) / request.round_seconds
+        _rules(request).require_one_more(int(min(rounds, MOST_ROUNDS)))
 
 
 def _rules(request: SimulateClusterRequest) -> Rules:

@@ -16,7 +16,7 @@ from stagewright.service.pipeline_answers import (
 )
 from stagewright.service.pipeline_requests import CompareSchedulesRequest, ScheduleRequest
 from stagewright.service.schedule_setting import SCHEDULES
-from stagewright.service.scheduling import schedule
+from stagewright.service.scheduling import require_scheduler, schedule
 
 
 def compare_schedules(
@@ -28,6 +28,7 @@ def compare_schedules(
 
     The placements share the time limit. Their searches start from the best of the kinds.
     """
+    require_scheduler(request)
     began = perf_counter()
     kept: list[ScheduleAnswer] = []
     refused: list[RefusedSchedule] = []

@@ -3,12 +3,13 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import inf
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import model_validator
+from pydantic import Discriminator, Tag, model_validator
 
 from stagewright.formulations.dags.latency import HOST, LatencyProblem, latency_problem
 from stagewright.formulations.dags.piper import PiperProblem, PiperStage, in_flight, piper_problem
+from stagewright.formulations.dags.problem import DagProblem
 from stagewright.formulations.dags.shortages import layer_shortage, node_shortage, part_shortage
 from stagewright.formulations.dags.workloads import dag_problem, in_any_order, members
 from stagewright.formulations.forms.answers import OnProgress, Status, StopToken, silent
@@ -26,6 +27,12 @@ ANY = "sets of operators, contiguous or not"
 PIPELINES = "pipelines of contiguous sets, with replicas, shards and recomputation"
 
 
+def _parts_of(workload: object) -> str:
+    """Which of the two projects a workload is of, so that errors refer to that one only."""
+    of_layers = isinstance(workload, dict) and "mbsInBatch" in workload
+    return "layers" if of_layers or isinstance(workload, PiperWorkload) else "operators"
+
+
 class DivideRequest(Search):
     """Divide a published workload among devices; what is None is as in its file.
 
@@ -41,7 +48,10 @@ class DivideRequest(Search):
     For Piper's are ``bandwidth_bytes_per_second`` and ``samples`` of a batch.
     """
 
-    workload: Workload | PiperWorkload
+    workload: Annotated[
+        Annotated[Workload, Tag("operators")] | Annotated[PiperWorkload, Tag("layers")],
+        Discriminator(_parts_of),
+    ]
     devices: int | None = None
     memory_bytes: float | None = None
     hosts: int | None = None
@@ -112,17 +122,43 @@ def divide(
     Raises
     ------
     InputError
-        If something is asked that the kind of workload does not have.
+        As :func:`problem_of`.
     """
-    if isinstance(request.workload, Workload):
-        _refuse(request, "Piper's workloads", "samples")
-        if request.objective == "latency":
-            _require_latency(request)
-            return _latency(request, request.workload, on_progress, stop)
-        _require_sets(request)
-        return _operators(request, request.workload, on_progress, stop)
-    _refuse(request, "workloads of operators", "hosts", "any_sets", "replicas", "objective")
-    return _layers(request, request.workload, stop)
+    problem = problem_of(request)
+    if isinstance(problem, PiperProblem):
+        return _layers(request, problem, stop)
+    if isinstance(problem, LatencyProblem):
+        return _latency(request, problem, on_progress, stop)
+    return _operators(request, problem, on_progress, stop)
+
+
+def problem_of(request: DivideRequest) -> DagProblem | LatencyProblem | PiperProblem:
+    """What :func:`divide` solves.
+
+    Raises
+    ------
+    InputError
+        If something is asked that the kind of workload does not have, or it makes no problem.
+    """
+    if isinstance(request.workload, PiperWorkload):
+        _refuse(request, "workloads of operators", "hosts", "any_sets", "replicas", "objective")
+        return piper_problem(
+            request.workload,
+            devices=request.devices,
+            memory=request.memory_bytes,
+            bandwidth=request.bandwidth_bytes_per_second,
+            samples=request.samples,
+        )
+    _refuse(request, "Piper's workloads", "samples")
+    if request.objective == "latency":
+        _require_latency(request)
+        return latency_problem(_asked(request))
+    _require_sets(request)
+    return dag_problem(
+        _asked(request),
+        most_replicas=request.replicas,
+        bandwidth=request.bandwidth_bytes_per_second,
+    )
 
 
 def _refuse(request: DivideRequest, owner: str, *names: str) -> None:
@@ -159,13 +195,15 @@ def _require_latency(request: DivideRequest) -> None:
 
 
 def _latency(
-    request: DivideRequest, workload: Workload, on_progress: OnProgress, stop: StopToken | None
+    request: DivideRequest,
+    problem: LatencyProblem,
+    on_progress: OnProgress,
+    stop: StopToken | None,
 ) -> DivideAnswer:
     from stagewright.solvers.dags.latency import place_for_latency
     from stagewright.solvers.dags.warm_up import compile_latency
 
     compile_latency()
-    problem = latency_problem(_asked(request, workload))
     found = place_for_latency(problem, request.limits(stop), on_progress)
     return DivideAnswer(
         status=found.status,
@@ -196,30 +234,26 @@ def _calls(problem: LatencyProblem, home: Sequence[int]) -> Iterator[DividedSet]
         )
 
 
-def _asked(request: DivideRequest, workload: Workload) -> Workload:
-    """The workload with what the request gives in place of its file."""
+def _asked(request: DivideRequest) -> Workload:
+    """The workload of operators with what the request gives in place of its file."""
+    assert isinstance(request.workload, Workload)
     asked = {
         "max_devices": request.devices,
         "max_bytes": request.memory_bytes,
         "max_hosts": request.hosts,
     }
-    return workload.model_copy(update={k: v for k, v in asked.items() if v is not None})
+    return request.workload.model_copy(update={k: v for k, v in asked.items() if v is not None})
 
 
 def _operators(
-    request: DivideRequest, workload: Workload, on_progress: OnProgress, stop: StopToken | None
+    request: DivideRequest, problem: DagProblem, on_progress: OnProgress, stop: StopToken | None
 ) -> DivideAnswer:
     from stagewright.solvers.dags.free import free_partition
     from stagewright.solvers.dags.partition import partition
     from stagewright.solvers.dags.phases import partition_phases
     from stagewright.solvers.dags.warm_up import compile_partition
 
-    workload = _asked(request, workload)
-    problem = dag_problem(
-        workload,
-        most_replicas=request.replicas,
-        bandwidth=request.bandwidth_bytes_per_second,
-    )
+    workload = _asked(request)
     limits = request.limits(stop)
     compile_partition()
     solve = partition if request.objective == "load" else partition_phases
@@ -267,20 +301,11 @@ def _class(request: DivideRequest) -> str:
     return CONTIGUOUS + several
 
 
-def _layers(
-    request: DivideRequest, workload: PiperWorkload, stop: StopToken | None
-) -> DivideAnswer:
+def _layers(request: DivideRequest, problem: PiperProblem, stop: StopToken | None) -> DivideAnswer:
     from stagewright.solvers.dags.piper import piper_pipeline
     from stagewright.solvers.dags.warm_up import compile_piper
 
     compile_piper()
-    problem = piper_problem(
-        workload,
-        devices=request.devices,
-        memory=request.memory_bytes,
-        bandwidth=request.bandwidth_bytes_per_second,
-        samples=request.samples,
-    )
     found = piper_pipeline(problem, request.limits(stop))
     reason = layer_shortage(problem) if found.stages is None else None
     return DivideAnswer(

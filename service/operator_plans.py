@@ -99,7 +99,7 @@ def place(
     """
     from stagewright.solvers.operators.planning import plan_operators
 
-    _require_times(request.graph, request.cluster)
+    require_placeable(request)
     began = monotonic()
     found = plan_operators(
         request.graph,
@@ -125,6 +125,20 @@ def place(
         wall_seconds=monotonic() - began,
         plan=found.plan,
     )
+
+
+def require_placeable(request: PlaceRequest) -> None:
+    """Refuse what :func:`place` refuses.
+
+    Raises
+    ------
+    InputError
+        As there.
+    """
+    from stagewright.solvers.operators.planning import require_planner
+
+    require_planner(request.planner)
+    _require_times(request.graph, request.cluster)
 
 
 def _require_times(graph: StepGraph, cluster: Cluster) -> None:

@@ -35,13 +35,11 @@ def partition(request: PartitionRequest, stop: StopToken | None = None) -> Parti
         If no such backend takes integer programs, or the program is too large for it.
     """
     began, limits = monotonic(), request.limits(stop)
-    problem = request.problem
-    usable = int(problem.replicas_per_layer.sum())  # every device of the order gets a stage
-    question = BalancedPartition(problem, recursive_device_order(problem.cluster)[:usable])
+    question = require_method(request)
+    problem = question.problem
     settle = _method(question, request.backend, limits)
-    most = min(len(problem.chain), len(question.order))
     found = []
-    for count in [request.stages] if request.stages else range(1, most + 1):
+    for count in _counts(request, question):
         left = replace(limits, seconds=limits.left(monotonic() - began))
         found.append(settle(count, left))
     return PartitionAnswer(
@@ -56,12 +54,36 @@ def partition(request: PartitionRequest, stop: StopToken | None = None) -> Parti
     )
 
 
+def require_method(request: PartitionRequest) -> BalancedPartition:
+    """The question; refuses a backend that cannot answer it.
+
+    Raises
+    ------
+    InputError
+        As :func:`partition`.
+    """
+    problem = request.problem
+    usable = int(problem.replicas_per_layer.sum())  # every device of the order gets a stage
+    question = BalancedPartition(problem, recursive_device_order(problem.cluster)[:usable])
+    if request.backend != RECURRENCE:
+        able = [it.name for it in BACKENDS.values() if it.accepts is LinearProgram and it.integers]
+        if request.backend not in able:
+            known = ", ".join((RECURRENCE, *able))
+            raise InputError(f"backend {request.backend!r} is none of {known}")
+        for count in _counts(request, question):
+            _require_small(question, count, request.backend)
+    return question
+
+
+def _counts(request: PartitionRequest, question: BalancedPartition) -> Sequence[int]:
+    """The numbers of stages that are asked for."""
+    most = min(len(question.problem.chain), len(question.order))
+    return [request.stages] if request.stages else range(1, most + 1)
+
+
 def _method(question: BalancedPartition, backend: str, limits: Limits) -> Settle:
     if backend == RECURRENCE:
         return partial(_by_recurrence, question, PartitionSearch(question, limits=limits))
-    able = [one.name for one in BACKENDS.values() if one.accepts is LinearProgram and one.integers]
-    if backend not in able:
-        raise InputError(f"backend {backend!r} is none of {', '.join((RECURRENCE, *able))}")
     return partial(_by_program, question, backend)
 
 
@@ -78,7 +100,6 @@ def _by_recurrence(
 def _by_program(
     question: BalancedPartition, backend: str, count: int, limits: Limits
 ) -> PartitionChoice:
-    _require_small(question, count, backend)
     if limits.seconds <= 0:
         return _choice(question, count, limits.status(found=False), None, None)
     formulation = ByAssignment(count)

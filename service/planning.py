@@ -37,6 +37,7 @@ from stagewright.solvers.planning import (
     Result,
     SizeResult,
     able_planner,
+    require_planner,
 )
 from stagewright.solvers.planning import plan as solve
 
@@ -58,6 +59,7 @@ def plan(
     InputError
         If the request has options that no plan, or not this planner, supports.
     """
+    require_supported(request)
     if request.tensor is not None:
         return answer_of(request.problem, _of_groups(request, request.tensor, stop))
     limits = request.limits(stop)
@@ -78,17 +80,24 @@ def require_supported(request: PlanRequest) -> None:
     Raises
     ------
     InputError
-        If there is no such planner, or it does not support what the request asks for.
+        If there is no such planner, or it does not support what the request asks for; or there
+        are no such microbatches of a batch, or no groups of devices of a tensor degree.
     """
+    require_planner(request.planner)
     choices, planner = _choices(request), request.planner
+    problems: tuple[PipelineProblem, ...] = (request.problem,)
     if not _chooses_itself(request):
         choices = replace(choices, batch=None)
+        if request.batch is not None:
+            problems = problems_of(request.problem, request.batch, request.microbatch_size)
     if request.tensor is not None:
         planner = _planner_of_groups(request)
+        problems = (problem_of_groups(request.problem, request.tensor),)
     elif request.runtime is not None:
         runtime = required_runtime(request.runtime, request.chain, choices)
         choices = replace(choices, runtime=runtime)
-    able_planner(request.problem, planner, choices)
+    for problem in problems:
+        able_planner(problem, planner, choices)
 
 
 def _chooses_itself(request: PlanRequest) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic_core import from_json
 
 from stagewright.formulations.forms.answers import Limits, StopToken, require_limits
 from stagewright.graphs.documents.arguments import require_kind
@@ -49,7 +50,7 @@ class Request(BaseModel):
             # Strict here, not only in the configuration: that does not reach into documents.
             return cls.model_validate_json(text, strict=True)
         except ValidationError as error:
-            raise InputError(first_problem(error)) from None
+            raise InputError(first_problem(error, _plain(text))) from None
 
     @classmethod
     def _require_types(cls, fields: Mapping[str, Any]) -> None:
@@ -59,6 +60,14 @@ class Request(BaseModel):
                 require_kind(value, cls.model_fields[name].annotation, name)
                 if isinstance(value, int | float) and not is_finite(value):
                     raise InputError(f"{name} must be finite, got {value}")
+
+
+def _plain(text: str | bytes) -> Any:
+    """The JSON value of a text; None if it has none."""
+    try:
+        return from_json(text)
+    except ValueError:
+        return None
 
 
 class Search(Request):

@@ -12,6 +12,28 @@ from stagewright.service.sweep_rows import REFUSED, engine_of, pieces_of, row
 OnRow = Callable[[SweepRow], None]
 
 
+def require_planned(request: SweepRequest) -> None:
+    """Refuse a sweep of which no planner takes any combination, for the reason of the first.
+
+    Raises
+    ------
+    InputError
+        As :func:`sweep`.
+    """
+    from stagewright.service.planning import require_supported
+
+    refused: InputError | None = None
+    for point in request.points:
+        try:
+            require_supported(point.request)
+        except InputError as error:
+            refused = refused or error
+        else:
+            return
+    if refused is not None:
+        raise refused
+
+
 def sweep(
     request: SweepRequest, on_row: OnRow = lambda _: None, stop: StopToken | None = None
 ) -> SweepAnswer:
@@ -25,6 +47,7 @@ def sweep(
     InputError
         If a planner refuses every combination, for the reason of the first; or Ray is not there.
     """
+    require_planned(request)
     began = perf_counter()
     found: dict[int, SweepRow] = {}
     for number, one in results(pieces_of(request), engine_of(request), stop):

@@ -1,6 +1,7 @@
 """Entry point of all planners: run one or the portfolio, then assemble, check and certify."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic
@@ -50,6 +51,7 @@ from stagewright.solvers.planners import (
 from stagewright.solvers.planners.baselines import dp, gpipe, hetpipe, pipedream
 from stagewright.solvers.planners.class_bounds import ClassBounds
 from stagewright.solvers.planners.periodic import asynchronous, madpipe, one_f_one_b_star
+from stagewright.solvers.planners.periodic.search import require_periodic
 from stagewright.solvers.planners.planner import (
     Planner,
     checking_seconds,
@@ -93,6 +95,16 @@ PLANNERS: dict[str, Planner] = {
         auto.PLANNER,
     )
 }
+
+
+NEEDS: dict[str, Callable[[PipelineProblem, Choices], None]] = {
+    **dict.fromkeys((one_f_one_b_star.PLANNER.name, madpipe.PLANNER.name), require_periodic),
+    asynchronous.PLANNER.name: asynchronous.require_work,
+    **dict.fromkeys(parallel_pipelines.RULES, parallel_pipelines.require_width),
+    order.PLANNER.name: order.require_order,
+    ooo.PLANNER.name: ooo.require_out_of_order,
+}
+"""What some planners refuse of a problem before they search, and again themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,27 +231,34 @@ def plan(
     return _answered(proposer, answer, make_plan(answer), limits, target, began)
 
 
+def require_planner(name: str) -> None:
+    """Refuse a name that is none of PLANNERS."""
+    if name not in PLANNERS:
+        raise InputError(f"unknown planner {name!r}; there are {', '.join(PLANNERS)}")
+
+
 def able_planner(problem: PipelineProblem, planner: str, choices: Choices) -> Planner:
     """The planner that :func:`plan` asks; nothing is compiled or searched for.
 
     Raises
     ------
     InputError
-        If ``planner`` is not one of PLANNERS, or does not support ``choices``, or the plan to start
-        from has other layers.
+        If ``planner`` is not one of PLANNERS, or does not support ``choices``, or lacks what it
+        needs, or the plan to start from has other layers.
     """
     asked = replace(choices, shards="none")  # which are added to any planner's plan
     if asked.order is not None and planner == auto.PLANNER.name:
         planner = order.PLANNER.name
     if asked.runtime is not None and planner == auto.PLANNER.name:
         planner = launchable.PLANNER.name
-    if planner not in PLANNERS:
-        raise InputError(f"unknown planner {planner!r}; there are {', '.join(PLANNERS)}")
+    require_planner(planner)
     require_honoured(PLANNERS[planner], asked, PLANNERS.values())
     if asked.offload:
         require_host_links(problem)
     if asked.start is not None:
         require_same_layers(problem.chain, asked.start)
+    if planner in NEEDS:
+        NEEDS[planner](problem, asked)
     return PLANNERS[planner]
 
 

@@ -69,18 +69,31 @@ def follow(problem: SwitchingProblem, name: str, home: Home) -> Followed:
     InputError
         If there is no such strategy, or it sees none of the offers.
     """
+    seen = offers_seen(problem, name, home)
+    moves = STRATEGIES[name].moves
+    plan = _dynamic(problem, seen) if moves else stick(problem, cheapest(problem, seen))
+    late = plan[-1].end_seconds > problem.deadline_seconds
+    return Followed(plan, None if late else evaluate(problem, plan))
+
+
+def offers_seen(problem: SwitchingProblem, name: str, home: Home) -> list[int]:
+    """The numbers of the offers that a strategy sees.
+
+    Raises
+    ------
+    InputError
+        As :func:`follow`.
+    """
     if name not in STRATEGIES:
         raise InputError(f"unknown strategy {name!r}; one of {', '.join(STRATEGIES)}")
-    strategy = STRATEGIES[name]
-    seen = [i for i, one in enumerate(problem.offers) if strategy.sees(home, one.instance)]
+    sees = STRATEGIES[name].sees
+    seen = [i for i, one in enumerate(problem.offers) if sees(home, one.instance)]
     if not seen:
         raise InputError(
             f"strategy {name!r} finds no instance in {home.provider} {home.region}; choose another "
             "home region, or give prices of this one"
         )
-    plan = _dynamic(problem, seen) if strategy.moves else stick(problem, cheapest(problem, seen))
-    late = plan[-1].end_seconds > problem.deadline_seconds
-    return Followed(plan, None if late else evaluate(problem, plan))
+    return seen
 
 
 def cheapest(problem: SwitchingProblem, seen: Sequence[int]) -> int:

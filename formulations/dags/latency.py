@@ -82,8 +82,8 @@ class LatencyProblem:
             values = getattr(self, name)
             if values.shape != (n,):
                 raise InputError(f"{name} must have the shape {(n,)}, got {values.shape}")
-            if not (np.isfinite(values).all() and (values >= 0).all()):
-                raise InputError(f"{name} must be finite and not negative")
+            if not (sum(values.tolist()) < np.inf and (values >= 0).all()):
+                raise InputError(f"{name} must be finite and not negative, also in sum")
         grouped = [v for group in self.groups for v in group]
         for nodes in (*self.edges, grouped):
             if not all(0 <= v < n for v in nodes) or len(set(nodes)) < len(nodes):

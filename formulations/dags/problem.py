@@ -97,8 +97,8 @@ class DagProblem:
             values = getattr(self, name)
             if values.shape != shape:
                 raise InputError(f"{name} must have the shape {shape}, got {values.shape}")
-            if not (np.isfinite(values).all() and (values >= 0).all()):
-                raise InputError(f"{name} must be finite and not negative")
+            if not (sum(values.ravel().tolist()) < np.inf and (values >= 0).all()):
+                raise InputError(f"{name} must be finite and not negative, also in sum")
         if self.backward is not None and (self.backward > self.seconds).any():
             raise InputError("the backward pass is a part of the seconds, at most all of them")
         self._require_graph()
@@ -108,8 +108,9 @@ class DagProblem:
         for parts in (*self.edges, *(tensor.parts for tensor in self.tensors)):
             if not all(0 <= part < n for part in parts) or len(set(parts)) < len(parts):
                 raise InputError(f"edges and tensors must be of different parts below {n}: {parts}")
-        if any(not 0 <= tensor.seconds < np.inf for tensor in self.tensors):
-            raise InputError("a tensor's seconds must be finite and not negative")
+        sent = [tensor.seconds for tensor in self.tensors]
+        if not (sum(sent) < np.inf and all(seconds >= 0 for seconds in sent)):
+            raise InputError("a tensor's seconds must be finite and not negative, also in sum")
         graph = nx.DiGraph(self.edges)
         if not nx.is_directed_acyclic_graph(graph):
             cycle = " -> ".join(self.names[a] for a, _ in nx.find_cycle(graph))

@@ -8,20 +8,22 @@ which share a colour class with the forward nodes that they belong to.
 
 import os
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol, Self
 
 import networkx as nx
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.alias_generators import to_camel
 
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.documents.units import format_bytes
+from stagewright.graphs.documents.units import MAX_DEVICES, format_bytes
 from stagewright.graphs.models.chain import Chain
 from stagewright.graphs.models.opgraph import Operator, OpGraph, linearise
 
 _Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Count = Annotated[int, Field(ge=0, le=MAX_DEVICES)]
 
 
 class _Record(BaseModel):
@@ -62,9 +64,14 @@ class Workload(_Record):
 
     nodes: list[WorkloadNode]
     edges: list[WorkloadEdge]
-    max_devices: int = Field(alias="maxFPGAs")
+    max_devices: _Count = Field(alias="maxFPGAs")
     max_bytes: _Amount = Field(alias="maxSizePerFPGA")
-    max_hosts: int = Field(alias="maxCPUs", default=0)
+    max_hosts: _Count = Field(alias="maxCPUs", default=0)
+
+    @model_validator(mode="after")
+    def _require_nodes(self) -> Self:
+        require_nodes([node.id for node in self.nodes], self.edges)
+        return self
 
 
 def read_dnn_partitioning(
@@ -143,17 +150,27 @@ def read_workload(path: str | os.PathLike[str]) -> Workload:
         One line with the file and the field, node or edge.
     """
     try:
-        workload = Workload.model_validate_json(documents.read_text(path))
+        return Workload.model_validate_json(documents.read_text(path))
     except ValidationError as error:
         raise InputError(f"{path}: {documents.first_problem(error)}") from None
-    ids = {node.id for node in workload.nodes}
-    if len(ids) < len(workload.nodes):
-        raise InputError(f"{path}: two nodes have the same id")
-    for i, edge in enumerate(workload.edges):
+
+
+class _Edge(Protocol):
+    @property
+    def source_id(self) -> int: ...
+    @property
+    def dest_id(self) -> int: ...
+
+
+def require_nodes(nodes: Sequence[int], edges: Iterable[_Edge]) -> None:
+    """Refuse two nodes of one id, and edges to other nodes."""
+    ids = set(nodes)
+    if len(ids) < len(nodes):
+        raise InputError("two nodes have the same id")
+    for i, edge in enumerate(edges):
         for id_ in (edge.source_id, edge.dest_id):
             if id_ not in ids:
-                raise InputError(f"{path}: edges[{i}] names node {id_}, which does not exist")
-    return workload
+                raise InputError(f"edges[{i}] names node {id_}, which does not exist")
 
 
 def require_accelerators(workload: Workload) -> None:

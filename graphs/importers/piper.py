@@ -8,13 +8,14 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.alias_generators import to_camel
 
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.importers.dnn_partitioning import require_nodes
 from stagewright.graphs.models.chain import Chain
 from stagewright.graphs.models.opgraph import Operator, OpGraph, linearise
 
@@ -73,6 +74,17 @@ class PiperWorkload(_Record):
     max_memory_per_device: _Positive
     bandwidth: _Positive
     samples_in_batch: Annotated[int, Field(ge=1)] = Field(alias="mbsInBatch")
+
+    @model_validator(mode="after")
+    def _require_graph(self) -> Self:
+        require_nodes([node.id for node in self.nodes], self.edges)
+        pairs = Counter((edge.source_id, edge.dest_id) for edge in self.edges)
+        for i, edge in enumerate(self.edges):
+            if pairs[edge.source_id, edge.dest_id] > 1:
+                raise InputError(f"edges[{i}] appears twice")
+        for node in self.nodes:
+            _require_sync(node, set(pairs))
+        return self
 
     def labels(self) -> dict[int, str]:
         """A name for every layer, by its id: its own if no other one has it."""
@@ -167,27 +179,12 @@ def read_piper(path: str | os.PathLike[str]) -> PiperWorkload:
         One line with the file and the field, node or edge.
     """
     try:
-        workload = PiperWorkload.model_validate_json(documents.read_text(path))
+        return PiperWorkload.model_validate_json(documents.read_text(path))
     except ValidationError as error:
         raise InputError(f"{path}: {documents.first_problem(error)}") from None
-    ids = {node.id for node in workload.nodes}
-    if len(ids) < len(workload.nodes):
-        raise InputError(f"{path}: two nodes have the same id")
-    pairs = Counter((edge.source_id, edge.dest_id) for edge in workload.edges)
-    for i, edge in enumerate(workload.edges):
-        for id_ in (edge.source_id, edge.dest_id):
-            if id_ not in ids:
-                raise InputError(f"{path}: edges[{i}] names node {id_}, which does not exist")
-        if pairs[edge.source_id, edge.dest_id] > 1:
-            raise InputError(f"{path}: edges[{i}] appears twice")
-    for node in workload.nodes:
-        _require_sync(path, node, set(pairs))
-    return workload
 
 
-def _require_sync(
-    path: str | os.PathLike[str], node: PiperNode, pairs: set[tuple[int, int]]
-) -> None:
+def _require_sync(node: PiperNode, pairs: set[tuple[int, int]]) -> None:
     """Every configuration must state the bytes of exactly the edges of its layer."""
     sources = {a for a, b in pairs if b == node.id}
     targets = {b for a, b in pairs if a == node.id}
@@ -195,6 +192,6 @@ def _require_sync(
         for way in ways:
             if way.sync_time_fw.keys() != sources or way.sync_time_bw.keys() != targets:
                 raise InputError(
-                    f"{path}: node {node.id}, TMPCs[{degree}], {way.id!r}: syncTimeFw must have "
+                    f"node {node.id}, TMPCs[{degree}], {way.id!r}: syncTimeFw must have "
                     f"the sources {sorted(sources)}, syncTimeBw the targets {sorted(targets)}"
                 )

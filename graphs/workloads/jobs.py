@@ -15,6 +15,8 @@ from stagewright.graphs.documents.units import require_amount, require_count
 FORMAT: Literal["stagewright-jobs"] = "stagewright-jobs"
 VERSION: Literal[1] = 1
 MAX_SCALE = 16_384
+MOST_RATIO = 1e9  # of weights
+LAST_ARRIVAL = 1e9  # seconds
 
 Discipline = Literal["fairness", "fifo"]
 
@@ -42,6 +44,11 @@ class Job:
         place = f"job {self.name!r}: "
         require_count(self.scale, place + "scale", MAX_SCALE)
         require_amount(self.arrival_seconds, place + "arrival_seconds")
+        if self.arrival_seconds > LAST_ARRIVAL:
+            raise InputError(
+                f"{place}arrival_seconds must be at most {LAST_ARRIVAL:g}, after which a round is "
+                f"less than a float's digits, got {self.arrival_seconds:g}"
+            )
         for field in ("steps", "weight", "slo_seconds"):
             value = getattr(self, field)
             if value is not None:
@@ -172,6 +179,7 @@ class Workload:
         _require_unique_names("entities", [entity.name for entity in self.entities])
         _require_order(self.jobs)
         _require_tree(self.jobs, self.entities)
+        _require_comparable(self.jobs)
 
 
 def _require_unique_names(what: str, names: list[str]) -> None:
@@ -187,6 +195,16 @@ def _require_order(jobs: tuple[Job, ...]) -> None:
                 f"job {after.name!r} arrives at {after.arrival_seconds:g} s, before job "
                 f"{before.name!r} at {before.arrival_seconds:g} s: list jobs in order of arrival"
             )
+
+
+def _require_comparable(jobs: tuple[Job, ...]) -> None:
+    """Refuse weights of which a solver would round the least to nothing."""
+    least, most = (key(jobs, key=lambda job: job.weight) for key in (min, max))
+    if most.weight > MOST_RATIO * least.weight:
+        raise InputError(
+            f"job {most.name!r} has the weight {most.weight:g}, job {least.name!r} "
+            f"{least.weight:g}: weights may differ by a factor of {MOST_RATIO:g} at most"
+        )
 
 
 def _require_tree(jobs: tuple[Job, ...], entities: tuple[Entity, ...]) -> None:

@@ -102,6 +102,7 @@ def _validated(
     whole = resolved(service, caller.user, text)
     asked = parse_request(kind, whole)
     service.limits.require_modest(asked)
+    KINDS[kind].require_answerable(asked)
     return asked, whole
 
 

@@ -36,45 +36,98 @@ class Kind:
 
     ``function`` names the use case, ``MODULE:NAME`` below ``stagewright.service``: solvers are
     imported where a job is answered, not where it is submitted. ``reports``: it tells of progress.
+    ``refuses`` names, in the same way, the function of a request by which the use case refuses
+    what it cannot answer, before it searches; a request is validated by the same one. A kind
+    without it takes every request that can be made.
     ``timed``: costs are seconds, else they are in the unit of the request.
     """
 
     request: type[Request]
     function: str
     summary: str
+    refuses: str | None = None
     reports: bool = False
     timed: bool = False
 
+    def require_answerable(self, request: Request) -> None:
+        """Refuse what the use case refuses.
+
+        Raises
+        ------
+        InputError
+            In the use case's own line.
+        """
+        if self.refuses is not None:
+            _function(self.refuses)(request)
+
     def answer(self, request: Request, on_progress: OnProgress, stop: StopToken) -> Answer:
         """Answer a request of this kind."""
-        module, name = self.function.split(":")
-        use_case: Callable[..., Answer] = getattr(importlib.import_module(MODULES + module), name)
+        use_case: Callable[..., Answer] = _function(self.function)
         given: dict[str, Any] = {"on_progress": on_progress} if self.reports else {}
         return use_case(request, stop=stop, **given)
 
 
+def _function(place: str) -> Callable[..., Any]:
+    """The function at ``MODULE:NAME``."""
+    module, name = place.split(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(MODULES + module), name)
+    return found
+
+
 KINDS: dict[str, Kind] = {
-    "plan": Kind(PlanRequest, "planning:plan", "A plan of a model on a cluster.", True, True),
-    "what-if": Kind(PlanRequest, "what_if:what_if", "What more devices or memory would buy."),
-    "place": Kind(PlaceRequest, "operator_plans:place", "Operators on devices.", True, True),
-    "partition": Kind(PartitionRequest, "partitioning:partition", "Stages of a model.", timed=True),
-    "schedule": Kind(ScheduleRequest, "scheduling:schedule", "An order of given stages.", True),
+    "plan": Kind(
+        PlanRequest, "planning:plan", "A plan of a model on a cluster.",
+        "planning:require_supported", True, True,
+    ),
+    "what-if": Kind(
+        PlanRequest, "what_if:what_if", "What more devices or memory would buy.",
+        "planning:require_supported",
+    ),
+    "place": Kind(
+        PlaceRequest, "operator_plans:place", "Operators on devices.",
+        "operator_plans:require_placeable", True, True,
+    ),
+    "partition": Kind(
+        PartitionRequest, "partitioning:partition", "Stages of a model.",
+        "partitioning:require_method", timed=True,
+    ),
+    "schedule": Kind(
+        ScheduleRequest, "scheduling:schedule", "An order of given stages.",
+        "scheduling:require_scheduler", True,
+    ),
     "compare-schedules": Kind(
-        CompareSchedulesRequest, "comparing_schedules:compare_schedules", "All schedules.", True
+        CompareSchedulesRequest, "comparing_schedules:compare_schedules", "All schedules.",
+        "scheduling:require_scheduler", True,
     ),
     "schedule-curve": Kind(
-        MemoryCurveRequest, "memory_curves:schedule_curve", "The best for every memory.", True
+        MemoryCurveRequest, "memory_curves:schedule_curve", "The best for every memory.",
+        reports=True,
     ),
-    "jobshop": Kind(JobShopRequest, "scheduling:jobshop", "A job shop.", True),
-    "sweep": Kind(SweepRequest, "sweeping:sweep", "Plans of many sizes."),
-    "divide": Kind(DivideRequest, "dividing:divide", "Operators in sets.", True),
-    "allocate": Kind(AllocateRequest, "allocating:allocate", "Jobs on a cluster's devices."),
-    "rounds": Kind(RoundsRequest, "allocating:rounds", "Rounds of an allocation."),
+    "jobshop": Kind(
+        JobShopRequest, "scheduling:jobshop", "A job shop.", "scheduling:require_scheduler", True
+    ),
+    "sweep": Kind(
+        SweepRequest, "sweeping:sweep", "Plans of many sizes.", "sweeping:require_planned"
+    ),
+    "divide": Kind(
+        DivideRequest, "dividing:divide", "Operators in sets.", "dividing:problem_of", True
+    ),
+    "allocate": Kind(
+        AllocateRequest, "allocating:allocate", "Jobs on a cluster's devices.",
+        "allocating:require_allocatable",
+    ),
+    "rounds": Kind(
+        RoundsRequest, "allocating:rounds", "Rounds of an allocation.",
+        "allocating:require_realisable",
+    ),
     "simulate-cluster": Kind(
-        SimulateClusterRequest, "cluster_simulation:simulate_cluster", "A cluster of jobs."
+        SimulateClusterRequest, "cluster_simulation:simulate_cluster", "A cluster of jobs.",
+        "cluster_simulation:require_simulable",
     ),
-    "cloud": Kind(CloudRequest, "cloud:cloud", "Training on rented machines."),
-}
+    "cloud": Kind(
+        CloudRequest, "cloud:cloud", "Training on rented machines.", "cloud:switching_problem"
+    ),
+}  # fmt: skip
 
 
 def kind_of(request: Request) -> str:

@@ -129,7 +129,7 @@ def allocate_partitioned(
         accelerators.
     """
     began = perf_counter()
-    chosen = _require(problem, policy, parts)
+    chosen = require_parts(problem, policy, parts)
     limits = limits or Limits(seconds=math.inf)
     need = chosen.need(problem)
     split = _split(problem, need, parts, limits)
@@ -161,7 +161,8 @@ def allocate_partitioned(
     )
 
 
-def _require(problem: AllocationProblem, policy: str, parts: int) -> _Policy:
+def require_parts(problem: AllocationProblem, policy: str, parts: int) -> _Policy:
+    """How the policy is solved in parts; refuses what is not."""
     if policy not in POLICIES:
         raise InputError(f"policy {policy!r} is not solved in parts; {', '.join(POLICIES)} are")
     if not 1 <= parts <= len(problem):

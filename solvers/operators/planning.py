@@ -59,6 +59,12 @@ class _Found:
     reason: str = ""
 
 
+def require_planner(name: str) -> None:
+    """Refuse a planner that there is not."""
+    if name not in PLANNERS:
+        raise InputError(f"unknown planner {name!r}; there are {', '.join(PLANNERS)}")
+
+
 def plan_operators(
     graph: StepGraph,
     cluster: Cluster,
@@ -78,8 +84,7 @@ def plan_operators(
     InputError
         If there is no such planner.
     """
-    if planner not in PLANNERS:
-        raise InputError(f"unknown planner {planner!r}; there are {', '.join(PLANNERS)}")
+    require_planner(planner)
     limits = limits or Limits()
     found = _find(graph, cluster, planner, contention, limits, on_progress)
     problem, timetable = found.problem, found.timetable

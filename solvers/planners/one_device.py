@@ -43,13 +43,18 @@ ROUNDING = 1e-9  # relative; what is shorter by less is not
 MOST_KERNELS = 128  # with a region each; Algorithm 1 takes cubic time in their number
 
 
-def one_device_proposals(problem: PipelineProblem) -> Iterator[Proposal]:
-    """One stream, two in the usual order, Algorithm 1 on several regionings, and a local search."""
+def require_one_device(problem: PipelineProblem) -> None:
+    """Refuse a cluster of several devices."""
     if len(problem.cluster) > 1:
         raise InputError(
             f"training on a single device, and the cluster has {len(problem.cluster)}: use data "
             "or pipeline"
         )
+
+
+def one_device_proposals(problem: PipelineProblem) -> Iterator[Proposal]:
+    """One stream, two in the usual order, Algorithm 1 on several regionings, and a local search."""
+    require_one_device(problem)
     yield from _OneDevice(problem).proposals()
 
 

@@ -33,9 +33,19 @@ from stagewright.solvers.backprop.data_parallel import reverse_search
 from stagewright.solvers.backprop.exact import best_list_schedule
 from stagewright.solvers.backprop.list_scheduling import list_schedule
 from stagewright.solvers.backprop.pipelines import modulo_devices
-from stagewright.solvers.planners.one_device import ROUNDING, one_device_proposals
+from stagewright.solvers.planners.one_device import (
+    ROUNDING,
+    one_device_proposals,
+    require_one_device,
+)
 from stagewright.solvers.planners.planner import Options, SearchPlanner
 from stagewright.solvers.planners.proposal import Choices, NoPlan, Proposal, cost_of
+
+
+def require_out_of_order(problem: PipelineProblem, choices: Choices) -> None:
+    """Refuse training on a single device on several."""
+    if choices.out_of_order is not None and choices.out_of_order.training == "single":
+        require_one_device(problem)
 
 
 def plan_ooo(

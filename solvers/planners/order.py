@@ -102,6 +102,28 @@ def _seconds(problem: PipelineProblem, found: Proposal | PeriodicProposal) -> fl
 
 def _largest_layout(problem: PipelineProblem, asked: ScheduleChoice) -> Layout:
     """The layout on as many devices as the schedule and the layers allow."""
+    order, note = _largest_order(problem, asked)
+    return Layout(order, stages_of(order, *_cuts(problem, asked.kind, copies_of(order))), note)
+
+
+def require_order(problem: PipelineProblem, choices: Choices) -> None:
+    """Refuse a published schedule that does not exist for these devices, layers, microbatches.
+
+    Raises
+    ------
+    InputError
+        As :func:`plan_order`.
+    """
+    asked = choices.order or ScheduleChoice()
+    if asked.kind == OPTIMAL:
+        return
+    _largest_order(problem, asked)
+    if KINDS[asked.kind].is_split:
+        _require_parts(problem, asked.kind)
+
+
+def _largest_order(problem: PipelineProblem, asked: ScheduleChoice) -> tuple[Order, str]:
+    """The order on as many devices as possible, and why others are left over."""
     most = sum(asked.replicas) or len(problem.cluster)
     if most > len(problem.cluster):
         raise InputError(
@@ -112,34 +134,37 @@ def _largest_layout(problem: PipelineProblem, asked: ScheduleChoice) -> Layout:
     refusal: InputError | None = None
     for devices in range(most, least - 1, -1):
         try:
-            order, stages = _layout(problem, asked, devices)
+            order = _order(problem, asked, devices)
         except InputError as error:
             refusal = refusal or error
             continue
-        note = f"on {devices} of {most} devices: {refusal}" if refusal else ""
-        return Layout(order, stages, note)
+        return order, f"on {devices} of {most} devices: {refusal}" if refusal else ""
     assert refusal is not None  # every number of devices was refused
     raise refusal
 
 
-def _layout(
-    problem: PipelineProblem, asked: ScheduleChoice, devices: int
-) -> tuple[Order, tuple[Stage, ...]]:
+def _order(problem: PipelineProblem, asked: ScheduleChoice, devices: int) -> Order:
+    """The order on that many devices, of stages that the layers suffice for."""
     sizes = Sizes(devices, problem.microbatches, asked.count, asked.replicas)
     order = schedule_of(asked.kind, sizes)
-    return order, stages_of(order, *_cuts(problem, asked.kind, copies_of(order)))
+    _require_layers(problem, asked.kind, copies_of(order))
+    return order
+
+
+def _require_layers(problem: PipelineProblem, kind: str, copies: Sequence[Sequence[int]]) -> None:
+    if len(copies) > len(problem.chain):
+        used = 1 + max(max(one) for one in copies)
+        raise InputError(
+            f"{kind} on {used} devices has {len(copies)} stages, the model has only "
+            f"{len(problem.chain)} layers"
+        )
 
 
 def _cuts(
     problem: PipelineProblem, kind: str, copies: Sequence[Sequence[int]]
 ) -> tuple[list[int], list[str]]:
     """Where the stages on ``copies`` are cut, and the names of the devices, in SPP's order."""
-    used = 1 + max(max(one) for one in copies)
-    if len(copies) > len(problem.chain):
-        raise InputError(
-            f"{kind} on {used} devices has {len(copies)} stages, the model has only "
-            f"{len(problem.chain)} layers"
-        )
+    _require_layers(problem, kind, copies)
     devices = recursive_device_order(problem.cluster)
     groups = [tuple(devices[d] for d in one) for one in copies]
     cuts = balanced_cuts(problem, groups, round_robin=True)

@@ -352,19 +352,29 @@ def nothing_fits(found: Chosen) -> NoPlan:
     )
 
 
-def _of_problem(
-    problem: PipelineProblem, rule: WeightRule, choices: Choices, limits: Limits
-) -> Chosen:
-    """The choice for one size of microbatches, of which a requested width has equal shares."""
+def require_width(problem: PipelineProblem, choices: Choices) -> None:
+    """Refuse a group size that is out of range, or has no equal shares of a microbatch.
+
+    With a batch the size of its microbatches is chosen for the group size.
+    """
+    if choices.batch is not None:
+        return
     samples = problem.chain.microbatch_size
-    group_sizes(problem, choices)  # refuses a size that is out of range
+    group_sizes(problem, choices)
     if choices.group_size is not None and samples % choices.group_size:
         able = [str(one) for one in divisors(samples) if one <= len(problem.cluster)]
         raise InputError(
             f"group size {choices.group_size}: {samples} samples of a microbatch are not shared "
             f"equally by so many replicas; use {', '.join(able)}"
         )
-    return choose({samples: problem}, rule, choices, limits)
+
+
+def _of_problem(
+    problem: PipelineProblem, rule: WeightRule, choices: Choices, limits: Limits
+) -> Chosen:
+    """The choice for one size of microbatches, of which a requested width has equal shares."""
+    require_width(problem, choices)
+    return choose({problem.chain.microbatch_size: problem}, rule, choices, limits)
 
 
 TWO_BUFFERED = SearchPlanner(

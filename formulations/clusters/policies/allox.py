@@ -39,6 +39,16 @@ class Queues:
     position: Ints
 
 
+def require_single(problem: AllocationProblem) -> None:
+    """Refuse jobs that ask for several accelerators."""
+    if (problem.scale > 1).any():
+        first = int(np.argmax(problem.scale > 1))
+        raise InputError(
+            f"job {problem.names[first]!r}: AlloX places jobs of one accelerator, this one asks "
+            f"for {problem.scale[first]}; choose another policy, for example max-min"
+        )
+
+
 def matching(problem: AllocationProblem) -> Matching:
     """The transportation problem, in which all vertices are matchings.
 
@@ -50,12 +60,7 @@ def matching(problem: AllocationProblem) -> Matching:
     InputError
         If a job asks for several accelerators.
     """
-    if (problem.scale > 1).any():
-        first = int(np.argmax(problem.scale > 1))
-        raise InputError(
-            f"job {problem.names[first]!r}: AlloX places jobs of one accelerator, this one asks "
-            f"for {problem.scale[first]}; choose another policy, for example max-min"
-        )
+    require_single(problem)
     jobs, counts = len(problem), problem.table.counts[problem.table.accelerator]
     longest = -(-jobs // counts)
     slot_worker = np.repeat(np.arange(len(counts)), longest)

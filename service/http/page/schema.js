@@ -53,7 +53,7 @@ function formatOf(shape, schema, root) {
 
 // Every property: its name, type, format (of a document that has one), whether it is required, and its node.
 export function fields(schema, root) {
-  const shapeOf = (one) => resolved(one.anyOf?.find((other) => other.type !== "null") ?? one, schema, root);
+  const shapeOf = (one) => resolved((one.anyOf ?? one.oneOf)?.find((other) => other.type !== "null") ?? one, schema, root);
   const required = new Set(schema.required);
   const found = Object.entries(schema.properties).map(([name, property]) => {
     const shape = shapeOf(property), type = typeOf(shape);

@@ -7,6 +7,9 @@ from importlib import import_module
 from time import perf_counter
 
 from stagewright.formulations.clusters.allocation import AllocationProblem, check
+from stagewright.formulations.clusters.policies.allox import require_single
+from stagewright.formulations.clusters.policies.budget import require_budget
+from stagewright.formulations.clusters.policies.cost import positive_prices, prices
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.formulations.forms.models import LinearProgram
 from stagewright.graphs.documents.errors import InputError
@@ -21,7 +24,8 @@ class Policy:
     """A policy: ``aware`` ones know how fast each job runs on each type of accelerator.
 
     ``pairs`` says that it can let jobs share accelerators, ``budget`` that it spends one,
-    ``fills`` that accelerators which no share claims go to jobs that would be idle.
+    ``fills`` that accelerators which no share claims go to jobs that would be idle. ``needs``
+    refuses a problem that lacks what the policy needs.
     """
 
     name: str
@@ -31,6 +35,7 @@ class Policy:
     pairs: bool = True
     budget: bool = False
     fills: bool = True
+    needs: Callable[[AllocationProblem], object] | None = None
 
     def seen(self, problem: AllocationProblem) -> AllocationProblem:
         """``problem`` as the policy sees it."""
@@ -79,7 +84,14 @@ POLICIES: dict[str, Policy] = {
             pairs=False,
             fills=False,
         ),
-        Policy("allox", "queues of least mean completion time", "allox", pairs=False, fills=False),
+        Policy(
+            "allox",
+            "queues of least mean completion time",
+            "allox",
+            pairs=False,
+            fills=False,
+            needs=require_single,
+        ),
         Policy("gandiva", "equal time for jobs and random pairs", "gandiva"),
         Policy(
             "water-filling", "max-min, then raise all others as far as they go", "water_filling"
@@ -91,12 +103,15 @@ POLICIES: dict[str, Policy] = {
             "hierarchical", "water-filling by the weights of a tree of entities", "hierarchical"
         ),
         Policy("max-throughput", "most throughput in total, each job by its best", "throughput"),
-        Policy("min-cost", "most work for each dollar", "min_cost", fills=False),
+        Policy(
+            "min-cost", "most work for each dollar", "min_cost", fills=False, needs=positive_prices
+        ),
         Policy(
             "min-cost-slo",
             "most work for each dollar while SLOs are met",
             "min_cost_slo",
             fills=False,
+            needs=positive_prices,
         ),
         Policy(
             "makespan-budget",
@@ -104,6 +119,7 @@ POLICIES: dict[str, Policy] = {
             "makespan_budget",
             budget=True,
             fills=False,
+            needs=prices,
         ),
     )
 }
@@ -121,6 +137,38 @@ def policy_named(name: str) -> Policy:
     if name not in POLICIES:
         raise InputError(f"unknown policy {name!r}; there are {', '.join(POLICIES)}")
     return POLICIES[name]
+
+
+def require_policy(
+    problem: AllocationProblem,
+    policy: str,
+    budget_dollars: float | None = None,
+    backend: str | None = None,
+) -> Policy:
+    """The policy of that name; refuses what it lacks for the problem, before any work.
+
+    Raises
+    ------
+    InputError
+        If there is no such policy or backend, it spends no budget, or the jobs lack what it needs.
+    """
+    chosen = policy_named(policy)
+    if len(problem.table.paired) and not chosen.pairs:
+        raise InputError(f"policy {policy!r} does not share accelerators: leave out space sharing")
+    if budget_dollars is not None and not chosen.budget:
+        spending = ", ".join(one.name for one in POLICIES.values() if one.budget)
+        raise InputError(f"policy {policy!r} spends no budget; {spending} does")
+    if chosen.budget:
+        require_budget(budget_dollars)
+    if chosen.needs is not None:
+        chosen.needs(problem)
+    _require_backend(chosen, backend)
+    if backend == WRITTEN_OUT:
+        # CVXPY is slow to import.
+        from stagewright.solvers.clusters.specification.setting import require_small
+
+        require_small(problem)
+    return chosen
 
 
 def allocate(
@@ -146,14 +194,8 @@ def allocate(
         their numbers are too far apart for the solver.
     """
     began = perf_counter()
-    chosen = policy_named(policy)
-    if len(problem.table.paired) and not chosen.pairs:
-        raise InputError(f"policy {policy!r} does not share accelerators: leave out space sharing")
-    if budget_dollars is not None and not chosen.budget:
-        spending = ", ".join(one.name for one in POLICIES.values() if one.budget)
-        raise InputError(f"policy {policy!r} spends no budget; {spending} does")
+    chosen = require_policy(problem, policy, budget_dollars, backend)
     limits = limits or Limits(seconds=math.inf)
-    _require_backend(chosen, backend)
     try:
         if backend == WRITTEN_OUT:
             result = _written_out(chosen, problem, limits, budget_dollars)

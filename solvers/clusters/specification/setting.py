@@ -196,6 +196,23 @@ class Setting:
         return prices(self.problem) / SECONDS_PER_HOUR
 
 
+def _members(problem: AllocationProblem) -> list[Ints]:
+    """The jobs of each kind."""
+    return [np.flatnonzero(problem.kind == kind) for kind in range(len(problem.table.kinds))]
+
+
+def require_small(problem: AllocationProblem) -> None:
+    """Refuse too many variables."""
+    members = _members(problem)
+    pairs = _together(problem.table)
+    size = sum(len(members[first]) * len(members[second]) for first, second in pairs)
+    if (len(problem) + size) * len(problem.table.workers) > MOST_VARIABLES:
+        raise InputError(
+            f"{len(problem)} jobs and their {size} pairs are too many to write out in full: "
+            "backend 'cvxpy' is for small clusters"
+        )
+
+
 def setting(
     problem: AllocationProblem,
     limits: Limits = UNLIMITED,
@@ -208,14 +225,8 @@ def setting(
     InputError
         If that is too many variables.
     """
-    together = _together(problem.table)
-    members = [np.flatnonzero(problem.kind == kind) for kind in range(len(problem.table.kinds))]
-    size = sum(len(members[first]) * len(members[second]) for first, second in together)
-    if (len(problem) + size) * len(problem.table.workers) > MOST_VARIABLES:
-        raise InputError(
-            f"{len(problem)} jobs and their {size} pairs are too many to write out in full: "
-            "backend 'cvxpy' is for small clusters"
-        )
+    require_small(problem)
+    together, members = _together(problem.table), _members(problem)
     pairs = [
         (pair, rates)
         for (first, second), rates in together.items()

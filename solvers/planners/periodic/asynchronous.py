@@ -67,6 +67,13 @@ class _Found:
         return PeriodicProposal(self.stages, pattern, self.period, (), notes, rule.name)
 
 
+def require_work(problem: PipelineProblem, choices: Choices) -> None:
+    """Refuse layers that take no time, and a group size that is out of range."""
+    if not fastest_work(problem, 1).any():
+        raise InputError("the layers take no time: a periodic plan needs a positive period")
+    group_sizes(problem, choices)
+
+
 def plan_asynchronous(
     problem: PipelineProblem, limits: Limits, on_progress: OnProgress, choices: Choices
 ) -> PeriodicProposal | NoPlan:
@@ -77,8 +84,7 @@ def plan_asynchronous(
     InputError
         If the layers take no time, or the group size is out of range.
     """
-    if not fastest_work(problem, 1).any():
-        raise InputError("the layers take no time: a periodic plan needs a positive period")
+    require_work(problem, choices)
     began, rule = perf_counter(), STASH_VERTICAL_SYNC if choices.vertical_sync else STASH
     best: dict[str, _Found] = {}
     tried = 0

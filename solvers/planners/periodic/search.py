@@ -83,6 +83,34 @@ class FoundPattern:
         return self.asked.iteration_seconds(self.pattern.period)
 
 
+def require_periodic(problem: PipelineProblem, choices: Choices) -> None:
+    """Refuse what no periodic plan has, before a search.
+
+    Raises
+    ------
+    InputError
+        If the layers take no time, or their sizes overflow 64-bit integers; or the group size is
+        out of range, the period below the load bound, or the backend unknown.
+    """
+    sizes = group_sizes(problem, choices)
+    if not any(fastest_work(problem, 1)):
+        raise InputError("the layers take no time: a periodic plan needs a positive period")
+    kept = float(problem.saved_per_layer(1).sum() + problem.chain.parameter_bytes.sum())
+    if kept * (problem.microbatches + 2) > MOST_BYTES:
+        raise InputError(
+            f"the layers keep {format_bytes(kept)} per microbatch, in total more than "
+            f"{format_bytes(MOST_BYTES)}: are the sizes in bytes?"
+        )
+    asked = choices.period_seconds
+    loads = [max(work_periods(problem, size).values()) for size in sizes]
+    if asked is not None and asked < min(loads) * (1 - OPTIMAL_GAP):
+        raise InputError(
+            f"the period {asked:.9g} s is below the load bound of {min(loads):.9g} s: "
+            "give a longer one, or leave it out for the least period"
+        )
+    require_pattern_backend(choices.backend)
+
+
 @dataclass
 class PeriodicSearch:
     """The best plan so far, and bounds for every group size."""
@@ -98,15 +126,13 @@ class PeriodicSearch:
 
     def __post_init__(self) -> None:
         self.figures = PatternProblems(self.problem)
+        require_periodic(self.problem, self.choices)
         self.bounds = {
             size: list(iteration_bounds(self.problem, size, self.choices.periodic_modes))
             for size in group_sizes(self.problem, self.choices)
         }
-        self._require_times_and_sizes()
-        self._require_period()
         if self.choices.offload:
             require_host_links(self.problem)
-        require_pattern_backend(self.choices.backend)
 
     def each_size(self, step: Callable[[int], None]) -> None:
         """Run ``step`` for every group size that may have a better plan.
@@ -217,29 +243,6 @@ class PeriodicSearch:
             least = min(best, key=lambda bound: bound.seconds)
             overall.append(replace(least, plans=plans))
         return tuple(overall)
-
-    def _require_times_and_sizes(self) -> None:
-        """Refuse a model without work, and sizes that overflow 64-bit integers."""
-        if not any(fastest_work(self.problem, 1)):
-            raise InputError("the layers take no time: a periodic plan needs a positive period")
-        kept = float(
-            self.problem.saved_per_layer(1).sum() + self.problem.chain.parameter_bytes.sum()
-        )
-        if kept * (self.problem.microbatches + 2) > MOST_BYTES:
-            raise InputError(
-                f"the layers keep {format_bytes(kept)} per microbatch, in total more than "
-                f"{format_bytes(MOST_BYTES)}: are the sizes in bytes?"
-            )
-
-    def _require_period(self) -> None:
-        """Refuse a period below the load bound."""
-        asked = self.choices.period_seconds
-        loads = [max(work_periods(self.problem, size).values()) for size in self.bounds]
-        if asked is not None and asked < min(loads) * (1 - OPTIMAL_GAP):
-            raise InputError(
-                f"the period {asked:.9g} s is below the load bound of {min(loads):.9g} s: "
-                "give a longer one, or leave it out for the least period"
-            )
 
     def no_plan(self, kind: str) -> NoPlan:
         """The refusal, which names the stage with most missing memory in the best partition."""
