@@ -46,7 +46,8 @@ def what_if(
     tried: dict[int, _Tried] = {}
     for number, one in results(Pieces(items, _try, _lost), engine, stop):
         tried[number] = one
-        base = _cheaper(base, one.again)
+        if one.again is not None:  # a bound of either is one of both
+            base = _cheaper(repriced(request, base, one.again.plan), one.again)
         on_row(_row(items[number], one, base))
     status = "interrupted" if is_stopped(stop) else "done"
     rows = tuple(_row(items[number], tried[number], base) for number in sorted(tried))
