@@ -1,6 +1,7 @@
 """Tables of layouts and of their memory."""
 
 from collections.abc import Iterator
+from math import isfinite
 from typing import TYPE_CHECKING
 
 from stagewright.cli.console import out, percent, print_lines, print_table
@@ -172,10 +173,15 @@ def print_refined(answer: "RefinedAnswer") -> None:
             ],
             "Blocks and recomputed blocks by stage",
         )
+    divided = f"blocks by stage: {answer.examined} layouts divided, {answer.wall_seconds:.2f} s"
+    if not isfinite(answer.plain_bound_seconds):
+        print_lines(
+            f"{divided}; no plain pipeline of any division is possible, by {answer.proved_by}"
+        )
+        return
     faster = "" if answer.rows else "; none is faster than with stages that are alike"
     print_lines(
-        f"blocks by stage: {answer.examined} layouts divided, {answer.wall_seconds:.2f} s{faster}; "
-        f"no plain pipeline of any division takes less than "
+        f"{divided}{faster}; no plain pipeline of any division takes less than "
         f"{format_seconds(answer.plain_bound_seconds)}, no pipeline less than "
         f"{format_seconds(answer.bound_seconds)}, by {answer.proved_by}"
     )
@@ -207,7 +213,8 @@ def _print_explained(one: "ExplainAnswer") -> None:
         one.layout,
     )
     if one.row is not None:
-        print_lines(f"in all {format_seconds(one.row.seconds)}; {one.row.loses_by or 'the best'}")
+        rank = one.row.loses_by or ("" if one.shortages else "the best")
+        print_lines(f"in all {format_seconds(one.row.seconds)}" + (f"; {rank}" if rank else ""))
     print_shortages(one.shortages)
 
 

@@ -165,8 +165,12 @@ def test_front_and_what_if() -> None:
 
 
 def test_no_layout_fits() -> None:
-    shown = answered(*PLAN, "--memory", "3GB", "-o", "layout.json", code=1)
+    asked = ("--memory", "3GB", "-o", "layout.json", "--explain", "p1 t1 d16 b1")
+    shown = answered(*PLAN, *asked, code=1)
     assert "infeasible" in shown
+    assert "the best" not in shown
+    assert "inf s" not in shown
+    assert "no plain pipeline of any division is possible" in " ".join(shown.split())
     assert "would need" in shown
     assert not Path("layout.json").exists()
 
