@@ -37,4 +37,10 @@ def read_by_kind(
     if "=" not in text:
         return dict.fromkeys(kinds, parse(text, option))
     pairs = [part.partition("=") for part in text.split(",")]
-    return {known(kind, option): parse(value.strip(), option) for kind, _, value in pairs}
+    found: dict[str, float] = {}
+    for given, _, value in pairs:
+        kind = known(given, option)
+        if kind in found:
+            raise InputError(f"{option}: {kind} is given twice; give it once")
+        found[kind] = parse(value.strip(), option)
+    return found

@@ -207,6 +207,10 @@ def test_ones_own_kind() -> None:
             ["cluster", "--nvidia-smi", "old.txt", "--intra", "PHB=9GB/s"],
             "old.txt: no GPUs are joined by PHB, only by PIX, SOC",
         ),
+        (
+            ["cluster", "--nvidia-smi", "old.txt", "--intra", "PIX=9GB/s,PIX=8GB/s"],
+            "--intra: PIX is given twice",
+        ),
         (["cluster", "0", "--dgx1"], "the number of servers must be at least 1"),
         (["cluster", "1x2", "--device", "nowhere.json"], "nowhere.json: No such file"),
         (["cluster", "1x2", "--device", "topo.json"], "topo.json: not a complete JSON document"),
