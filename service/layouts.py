@@ -27,10 +27,8 @@ from stagewright.solvers.parallelism.space import Space
 from stagewright.solvers.parallelism.tree import compiled_walk
 
 PROVED_BY = "branch and bound over all layouts of the space"
-NOTHING = (
-    "no layout of the space obeys the rules of the model, the batch and the devices{}; explain one "
-    "to see which rule it breaks"
-)
+NOTHING = "no layout of the space obeys the rules of the model, the batch and the devices{}; {}"
+EXPLAIN = "explain one to see which rule it breaks"
 WITHOUT_SEQUENCE = (PLAN, "deepspeed", "accelerate")
 """What cannot express sequence parallelism."""
 
@@ -123,14 +121,13 @@ class Searches:
         """Why there is no layout, with the rule of the framework that excludes most."""
         name = self.request.framework
         if name is None:
-            return NOTHING.format("")
+            return NOTHING.format("", EXPLAIN)
         expressed = f", and can be expressed by {name}"
         if not self.refused:
-            return NOTHING.format(expressed)
+            return NOTHING.format(expressed, EXPLAIN)
         ((rule, count),) = self.refused.most_common(1)
-        return NOTHING.format(
-            f"{expressed}; most are excluded ({count:,}) by a rule of it: {self.examples[rule]}"
-        )
+        excluded = f"most are excluded ({count:,}) by a rule of it: {self.examples[rule]}"
+        return NOTHING.format(expressed, excluded)
 
 
 class MemoryAnswer(Answer):
