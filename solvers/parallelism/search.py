@@ -74,9 +74,9 @@ def search(
     alike: Callable[[Layout], Hashable] = lambda layout: layout,
     stop: StopToken | None = None,
 ) -> Found:
-    """The ``keep`` fastest layouts that fit, proved so unless ``stop`` is set first.
+    """The ``keep`` fastest layouts that fit, of which ``Found.fastest`` are proved to be so.
 
-    ``memory_bytes`` takes the place of the devices' memory. What ``accept`` refuses is not in the
+    The first is proved unless ``stop`` is set. ``memory_bytes`` takes the place of the devices' memory. What ``accept`` refuses is not in the
     space. Of layouts for which ``alike`` is equal only the fastest is kept. If ``stop`` is set
     before any layout is found, a first one is looked for.
 
