@@ -76,9 +76,10 @@ def search(
 ) -> Found:
     """The ``keep`` fastest layouts that fit, of which ``Found.fastest`` are proved to be so.
 
-    The first is proved unless ``stop`` is set. ``memory_bytes`` takes the place of the devices' memory. What ``accept`` refuses is not in the
-    space. Of layouts for which ``alike`` is equal only the fastest is kept. If ``stop`` is set
-    before any layout is found, a first one is looked for.
+    The first is proved unless ``stop`` is set. ``memory_bytes`` takes the place of the devices'
+    memory. What ``accept`` refuses is not in the space. Of layouts for which ``alike`` is equal
+    only the fastest is kept. If ``stop`` is set before any layout is found, a first one is looked
+    for.
 
     Raises
     ------
