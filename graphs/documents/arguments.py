@@ -7,7 +7,17 @@ from functools import wraps
 from inspect import signature
 from numbers import Real
 from types import NoneType, UnionType
-from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    ParamSpec,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from stagewright.graphs.documents.errors import InputError
 
@@ -72,6 +82,8 @@ def _kinds(annotation: Any) -> Iterator[Any]:
     if origin in (Union, UnionType):
         for one in get_args(annotation):
             yield from _kinds(one)
+    elif origin is Annotated:
+        yield from _kinds(get_args(annotation)[0])
     elif origin is Literal:
         yield from {type(one) for one in get_args(annotation)}
     else:

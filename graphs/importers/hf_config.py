@@ -18,7 +18,7 @@ from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.contents import not_json
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.importers.config_fields import Fields
-from stagewright.graphs.importers.hf_hub import config_file
+from stagewright.graphs.importers.hf_hub import config_file, is_hub_name
 from stagewright.graphs.models.architecture import (
     Architecture,
     Experts,
@@ -41,7 +41,7 @@ def read_hf_config(path: str | os.PathLike[str]) -> Architecture:
         In one line with the file and the field: no such name, no JSON object, a model type that is
         not known, a field that is missing or has a wrong type or value.
     """
-    return parse_hf_config(_text(path), os.fspath(path))
+    return parse_hf_config(*_text(path))
 
 
 def parse_hf_config(text: str, place: str) -> Architecture:
@@ -61,12 +61,14 @@ def parse_hf_config(text: str, place: str) -> Architecture:
 
 def read_most_positions(path: str | os.PathLike[str]) -> int | None:
     """The longest sequence that a ``config.json`` speaks of; None if it has no such field."""
-    found = _values(_text(path), os.fspath(path)).get("max_position_embeddings")
+    found = _values(*_text(path)).get("max_position_embeddings")
     return found if isinstance(found, int) else None
 
 
-def _text(path: str | os.PathLike[str]) -> str:
-    return documents.read_text(config_file(path))
+def _text(path: str | os.PathLike[str]) -> tuple[str, str]:
+    """The text of a configuration, and its place: the file, or the name of a model."""
+    file = config_file(path)
+    return documents.read_text(file), os.fspath(path if is_hub_name(path) else file)
 
 
 def _values(text: str, place: str) -> dict[str, Any]:

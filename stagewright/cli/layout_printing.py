@@ -76,9 +76,9 @@ def _said(name: str, problem: "TrainingProblem", answer: "LayoutAnswer") -> Iter
         f"{format_seconds(answer.bound_seconds or 0.0)} by {answer.proved_by}, gap "
         f"{percent(answer.gap)}, {answer.wall_seconds:.2f} s"
     )
-    if answer.refined is not None and answer.refined.rows:
-        faster = answer.refined.rows[0]
-        yield f"faster, with blocks by stage: {format_seconds(faster.seconds)}, {faster.layout}"
+    for one in answer.refined.rows[:1] if answer.refined is not None else ():
+        if one.seconds < best.seconds:
+            yield f"faster, with blocks by stage: {format_seconds(one.seconds)}, {one.layout}"
     days = answer.training_days
     yield f"{best.tokens_per_second:,.0f} tokens/s" + (
         "" if days is None else f"; all tokens take {days:,.1f} days without interruptions"

@@ -63,6 +63,7 @@ def test_the_walk_through_runs_as_written(
 ) -> None:
     (model,) = blocks(README, "json")
     (place / "model.json").write_text(model, encoding="utf-8")
+    monkeypatch.delenv("COLUMNS", raising=False)  # the width without a terminal
     monkeypatch.chdir(place)
     printed = execute("".join(blocks(README, "sh")))
     assert require_schemas(place) == {"model", "cluster", "plan", "layout"}

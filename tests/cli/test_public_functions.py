@@ -114,10 +114,10 @@ def test_equal_servers_are_a_fabric(layout_answer):
         return stagewright.training_problem(LLAMA, machines, sequence=1024, batch=8)
 
     assert layout_answer.plan.problem.fabric.devices == 2
-    kinds = [Device(name, "h100", 80e9) for name in "ab"]
-    matrix = MatrixLinks(((None, 1e9), (1e9, None)))
+    kinds = [Device(name, "h100", 80e9) for name in "abc"]
+    matrix = MatrixLinks(((None, 1e9, 2e9), (1e9, None, 1e9), (2e9, 1e9, None)))
     with pytest.raises(stagewright.InputError, match="equal servers of equal devices"):
-        asked(Cluster("pair", tuple(kinds), matrix))
+        asked(Cluster("three", tuple(kinds), matrix))
     assert asked(fabric_of_kind("h100", 2)).fabric.devices == 2
 
 

@@ -64,6 +64,7 @@ def test_commands_of_a_page_run(
     (tmp_path / "examples").symlink_to(EXAMPLES)
     for file in made.iterdir():
         shutil.copy(file, tmp_path)
+    monkeypatch.delenv("COLUMNS", raising=False)  # the width without a terminal
     monkeypatch.chdir(tmp_path)
     printed = execute(SCRIPTS[page])
     assert require_schemas(tmp_path) >= {"model", "cluster", "plan", *WRITTEN.get(page.stem, ())}

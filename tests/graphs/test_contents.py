@@ -104,5 +104,9 @@ def test_other_readers_name_it_too(tmp_path: Path) -> None:
         file.write_text("model_type: gpt2\n")
         with pytest.raises(InputError, match="YAML"):
             read(file)
-        with pytest.raises(InputError, match="is a folder; name a file in it"):
-            read(tmp_path)
+    with pytest.raises(InputError, match=r"config\.json: not a complete JSON document, but YAML"):
+        read_hf_config(tmp_path)  # a folder's own configuration
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(InputError, match="is a folder; name a file in it"):
+        read_model_rates(empty)
