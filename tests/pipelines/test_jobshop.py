@@ -62,7 +62,8 @@ def best_order(problem):
         list(permutations(step for step in steps if problem.jobs[step[0]][step[1]][0] == machine))
         for machine in machines
     ]
-    return min(filter(None, (longest_path(problem, steps, chosen) for chosen in product(*orders))))
+    lengths = (longest_path(problem, steps, chosen) for chosen in product(*orders))
+    return min(length for length in lengths if length is not None)
 
 
 def longest_path(problem, steps, orders):
