@@ -10,6 +10,7 @@ import numpy as np
 from rich.progress import track
 
 from benchmarks.backprop_report import report_table
+from benchmarks.backprop_systems import consecutive_devices
 from benchmarks.report import Table, percent
 from benchmarks.spec import BenchSpec
 from stagewright.formulations.backprop.orders import conventional, fast_forward
@@ -21,8 +22,8 @@ from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.solvers.backprop.data_parallel import reverse_search
 from stagewright.solvers.backprop.exact import best_list_schedule, solve
 from stagewright.solvers.backprop.list_scheduling import list_schedule
-from stagewright.solvers.backprop.pipelines import consecutive_devices, modulo_devices
 from stagewright.solvers.backprop.regions import joint_schedule
+from stagewright.solvers.planners.ooo import modulo_devices
 
 LIMITS = Limits(seconds=5, threads=1, seed=0)
 LARGE = 500  # layers

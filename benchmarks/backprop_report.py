@@ -19,17 +19,16 @@ from benchmarks.backprop_models import (
     resnet,
     streams_of,
 )
+from benchmarks.backprop_systems import SyncLink, baseline, by_layer, consecutive_devices, in_chunks
 from benchmarks.report import Table
 from stagewright.formulations.backprop.bounds import window_bounds
 from stagewright.formulations.backprop.orders import conventional, reverse_first_k
 from stagewright.formulations.backprop.overlap import Streams
-from stagewright.formulations.backprop.synchronisation import SyncLink, by_layer, in_chunks
 from stagewright.formulations.backprop.training import Layers, data_parallel, training
-from stagewright.solvers.backprop.data_parallel import baseline
 from stagewright.solvers.backprop.exact import best_list_schedule
 from stagewright.solvers.backprop.list_scheduling import list_schedule
-from stagewright.solvers.backprop.pipelines import consecutive_devices, modulo_devices
 from stagewright.solvers.backprop.regions import schedule_streams
+from stagewright.solvers.planners.ooo import modulo_devices
 
 Row = tuple[object, ...]
 Pair = tuple[float, float]

@@ -26,12 +26,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.backward_first import backward_first_plan
 from benchmarks.report import Table
 from stagewright.executor.training.runtime import Executor
 from stagewright.formulations.plans.actions import Action, B, F, I, W
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan, Stage
-from stagewright.formulations.schedules.backward_first import backward_first_plan
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.solvers.planning import plan

@@ -9,7 +9,7 @@ there: others are packed onto the rest. The last rows are of instances that are 
 job of one GPU and by one of eight.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import nan
@@ -23,11 +23,11 @@ from benchmarks.report import Table, percent
 from stagewright.formulations.cloud.strategies import STRATEGIES, Home, follow
 from stagewright.formulations.cloud.switching import (
     NO_OVERHEADS,
+    Offer,
     Outcome,
     Overheads,
     SwitchingProblem,
     offers_of,
-    shares_of,
 )
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.importers.cloud_prices import read_cloud_logs, read_model_rates
@@ -53,6 +53,15 @@ JOB_DAYS = 4.0  # "Each ML training job takes 4 days to complete"
 DURATIONS = (0.25, 0.5, 1.0, 2.0, 4.0, 6.0, 8.0)  # days on a V100
 MOVES = Overheads(checkpoint_seconds=300.0, restore_seconds=300.0)
 HOME = Home()
+
+
+def shares_of(market: Market, rates: Mapping[str, float]) -> tuple[Offer, ...]:
+    """Offers for a job of one GPU, which pays only one GPU's share of an instance.
+
+    The thesis's assumption (6.3.2): other jobs use and pay the rest of the instance.
+    """
+    offers = offers_of(market, rates)
+    return tuple(replace(offer, instances=1 / offer.instance.gpus) for offer in offers)
 
 
 def is_in_study(one: Instance) -> bool:

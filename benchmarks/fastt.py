@@ -3,6 +3,7 @@
 ``python -m benchmarks fastt``. All times are analytic: no operator has been measured.
 """
 
+from collections import Counter
 from functools import cache, partial
 from importlib import import_module
 from time import process_time
@@ -21,8 +22,9 @@ from stagewright.executor.capture.steps.step import capture_step
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.operators.problem import OperatorProblem, Timetable
 from stagewright.formulations.operators.step import operator_problem
+from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Cluster, Link, uniform_servers
-from stagewright.graphs.models.data_parallel import data_parallel, start_graph
+from stagewright.graphs.models.data_parallel import data_parallel
 from stagewright.graphs.models.step_graph import StepGraph
 from stagewright.solvers.operators.baselines import replica_numbers
 from stagewright.solvers.operators.bounds import bounds_of
@@ -308,3 +310,50 @@ def tables(quick: bool) -> list[Table]:
     os_dpos(captured("lenet", 32), cluster("2"))  # compiles
     found = [strong_table(quick), weak_table(quick), gains_table(quick), orders_table(quick)]
     return [*found, seconds_table(quick), *([] if quick else [decisions_table()])]
+
+
+def start_graph(
+    whole: StepGraph, share: StepGraph, replicas: int, memory_bytes: float
+) -> StepGraph:
+    """Data parallelism if a replica fits into ``memory_bytes``, else the graph of the model.
+
+    ``whole`` has the mini-batch, ``share`` a replica's part of it.
+
+    Raises
+    ------
+    InputError
+        If the two are not about the same mini-batch.
+    """
+    if share.samples * replicas != whole.samples:
+        raise InputError(
+            f"{replicas} replicas of {share.samples} samples are not the {whole.samples} samples "
+            f"of {whole.name!r}"
+        )
+    return data_parallel(share, replicas) if peak_bytes(share) <= memory_bytes else whole
+
+
+def peak_bytes(graph: StepGraph) -> float:
+    """Memory on one device that runs the operators in the order of the document."""
+    holder: dict[tuple[str, int], tuple[str, int]] = {}  # the output whose memory an output is in
+    readers: Counter[tuple[str, int]] = Counter()
+    for node in graph.nodes:
+        for number, output in enumerate(node.outputs):
+            one = (node.name, number)
+            holder[one] = holder[node.inputs[0]] if output.shared else one
+        readers.update(holder[one] for one in node.inputs)
+    size = {
+        (node.name, number): output.bytes
+        for node in graph.nodes
+        for number, output in enumerate(node.outputs)
+        if not output.shared and node.role != "state"
+    }
+    used = sum(node.state_bytes for node in graph.nodes)
+    peak = used
+    for node in graph.nodes:
+        made = [(node.name, number) for number in range(len(node.outputs))]
+        used += sum(size.get(one, 0.0) for one in made)
+        peak = max(peak, used)
+        readers.subtract(holder[one] for one in node.inputs)
+        ended = {holder[one] for one in (*node.inputs, *made)}
+        used -= sum(size.pop(one, 0.0) for one in ended if not readers[one])
+    return peak

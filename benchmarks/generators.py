@@ -1,16 +1,15 @@
-"""Time to make the published schedules at a large size, and to time them."""
+"""Time to make the published schedules at a large size."""
 
 from collections.abc import Iterator
 from time import process_time
 
 from benchmarks.report import Table
 from stagewright.formulations.schedules.kinds import KINDS, Sizes, schedule_of
-from stagewright.formulations.schedules.timing import equal_times, start_times
 from stagewright.graphs.documents.errors import InputError
 
 SIZE, QUICK = (64, 512), (8, 32)  # devices, microbatches
 CHUNKS = 4
-COLUMNS = ("schedule", "chunks", "computations", "generate s", "start times s")
+COLUMNS = ("schedule", "chunks", "computations", "generate s")
 
 
 def tables(quick: bool) -> Iterator[Table]:
@@ -30,7 +29,5 @@ def _row(kind: str, devices: int, count: int) -> tuple[object, ...] | None:
     except InputError:
         return None
     made = process_time()
-    start_times(order, equal_times(len(order.paths[0])))
-    timed = process_time()
     size = sum(map(len, order.rows))
-    return kind, chunks, size, f"{made - began:.2f}", f"{timed - made:.2f}"
+    return kind, chunks, size, f"{made - began:.2f}"

@@ -16,6 +16,7 @@ from torch import nn
 
 import stagewright
 from benchmarks.any_models import hugging_face
+from benchmarks.backward_first import backward_first_plan
 from benchmarks.executor import plan_in_order
 from benchmarks.plain_loop import cut, loss_of
 from benchmarks.report import Table
@@ -29,7 +30,6 @@ from stagewright.formulations.backprop.choice import OutOfOrder
 from stagewright.formulations.plans.actions import Action, B, F, I, W
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan, Stage
-from stagewright.formulations.schedules.backward_first import backward_first_plan
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.models.chain import Chain
 from stagewright.solvers.planners.proposal import Choices

@@ -108,7 +108,7 @@ def megatron() -> Iterator[Published]:
             for b, v, recompute in product((1, 2, 4), chunks, ("none", "full"))
         ]
         yield Published(
-            f"GPT {of.total_parameters / 1e9:.1f}B",
+            f"GPT {sum(of.parameters().values()) / 1e9:.1f}B",
             _on_h100(of, batch, printed.ranks),
             tuple(varied),
             rate,

@@ -207,7 +207,7 @@ def table_4_1() -> Iterator[Run]:
             chunks=chunks,
             recompute="full",
         )
-        billions = problem.architecture.total_parameters / 1e9
+        billions = sum(problem.architecture.parameters().values()) / 1e9
         yield thesis_run(f"GPT {billions:.1f}B", problem, layout, rate)
 
 
@@ -230,7 +230,7 @@ def table_4_2_zero() -> Iterator[Run]:
 
 
 def _billions(problem: TrainingProblem) -> float:
-    return problem.architecture.total_parameters / 1e9
+    return sum(problem.architecture.parameters().values()) / 1e9
 
 
 # --- Other rates ---------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from time import process_time
 
+import networkx as nx
 import numpy as np
 from rich.progress import track
 
@@ -17,11 +18,14 @@ from benchmarks.report import Table, percent
 from benchmarks.spec import BenchSpec
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.operators.problem import Contention, OperatorProblem, Timetable
-from stagewright.solvers.operators.baselines import min_cut
+from stagewright.graphs.documents.arrays import Ints
+from stagewright.solvers.operators.arrays import arrays_of
 from stagewright.solvers.operators.bounds import bounds_of
-from stagewright.solvers.operators.dpos import dpos
+from stagewright.solvers.operators.dpos import by_rank, dpos
 from stagewright.solvers.operators.exact import EVALUATIONS, solve_exactly
-from stagewright.solvers.operators.peers import cpop, heft, peft
+from stagewright.solvers.operators.insertion import by_devices
+from stagewright.solvers.operators.peers import cpop, heft, mean_ranks, peft
+from stagewright.solvers.operators.ranks import transfers
 from stagewright.solvers.operators.search import METHODS, SLOW, best_list_schedule, search
 
 LIMITS = Limits(seconds=8, threads=1, seed=0)
@@ -162,3 +166,31 @@ def _peer(problem: OperatorProblem, speeds: list[float], name: str) -> tuple[flo
 def tables(quick: bool) -> list[Table]:
     """Quality against optima, milliseconds, and anrg-saga's schedulers."""
     return [study_table(quick), time_table(quick), peer_table(quick)]
+
+
+def min_cut(problem: OperatorProblem) -> Timetable:
+    """Halve the graph again and again where the least is sent (Kernighan and Lin), by groups."""
+    groups, readers = len(problem.group_bytes), problem.edges
+    graph = nx.Graph()
+    graph.add_nodes_from(range(groups))
+    wait = transfers(arrays_of(problem), np.mean)
+    for i, j, t in zip(*(column.tolist() for column in readers), strict=True):
+        a, b = int(problem.group[i]), int(problem.group[j])
+        if a != b:
+            before = graph.get_edge_data(a, b, {"weight": 0.0})["weight"]
+            graph.add_edge(a, b, weight=before + wait[t])
+    home = np.zeros(groups, dtype=np.int64)
+    _halve(graph, [*range(groups)], [*range(len(problem.devices))], home)
+    return by_devices(problem, by_rank(mean_ranks(problem)), home[problem.group])
+
+
+def _halve(graph: nx.Graph, members: list[int], devices: list[int], home: Ints) -> None:
+    if len(devices) == 1 or len(members) < 2:
+        home[members] = devices[0]
+        return
+    one, other = nx.algorithms.community.kernighan_lin_bisection(
+        graph.subgraph(members), weight="weight", seed=0
+    )
+    half = len(devices) // 2
+    _halve(graph, sorted(one), devices[:half], home)
+    _halve(graph, sorted(other), devices[half:], home)

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 from rich.progress import track
 
+from benchmarks.madpipe_grid import by_grid
 from benchmarks.models import paper_model
 from benchmarks.partition import peak_bytes
 from benchmarks.report import Table
@@ -40,7 +41,6 @@ from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.solvers.patterns.joint_patterns import JointAnswer, joint_optimum
 from stagewright.solvers.patterns.madpipe import AllocationAnswer, least_period
-from stagewright.solvers.patterns.madpipe_grid import by_grid
 from stagewright.solvers.patterns.pattern import PatternAnswer, best_pattern
 from stagewright.solvers.planners.periodic.madpipe import plan_madpipe
 from stagewright.solvers.planners.proposal import Choices, NoPlan

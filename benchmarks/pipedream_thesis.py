@@ -14,6 +14,7 @@ from time import process_time
 import numpy as np
 from matplotlib.figure import Figure
 
+from benchmarks.antichains import partition_graph
 from benchmarks.pipedream import DATA, MISSING, SAMPLES, read_profile
 from benchmarks.report import Table
 from stagewright.executor.simulation.simulate import simulate
@@ -27,7 +28,6 @@ from stagewright.formulations.plans.weight_rules import STASH
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.importers import pipedream_graph
 from stagewright.graphs.machines.cluster import Cluster, Link, uniform_servers
-from stagewright.solvers.planners.baselines.antichains import partition_graph
 from stagewright.solvers.planners.baselines.hierarchy import (
     Costs,
     Hierarchy,

@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 from rich.progress import track
 
+from benchmarks.decoder import OPT_350M
 from benchmarks.report import Table, percent
+from benchmarks.sailor_plans import SailorPlan, read_sailor_plan
 from stagewright.formulations.parallelism.profiled import (
     MemoryRule,
     ProfiledEstimate,
@@ -23,9 +25,7 @@ from stagewright.formulations.parallelism.profiled_plan import (
     even_microbatches,
 )
 from stagewright.graphs.importers.sailor import read_sailor
-from stagewright.graphs.importers.sailor_plans import SailorPlan, read_sailor_plan
 from stagewright.graphs.models.layer_profiles import LayerProfiles
-from stagewright.graphs.models.layer_sizes import OPT_350M
 
 INPUTS = Path(__file__).parents[2] / "shared" / "data" / "training" / "sailor"
 GIB = 2**30

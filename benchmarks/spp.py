@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from benchmarks.models import paper_model
 from benchmarks.report import Table, percent
 from stagewright.formulations.forms.answers import Limits
+from stagewright.formulations.pipelines.bppm import BalancedPartition
 from stagewright.formulations.pipelines.spp import makespan_problem
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.machines.cluster import Cluster, Device, Link, from_matrix, uniform_servers
@@ -22,7 +23,7 @@ from stagewright.graphs.machines.devices import accelerator
 from stagewright.graphs.machines.ordering import recursive_device_order
 from stagewright.graphs.models.chain import Chain
 from stagewright.solvers.pipelines.list_scheduling import best_list_schedule, list_schedule
-from stagewright.solvers.pipelines.partition import balanced_partitions
+from stagewright.solvers.pipelines.partition import PartitionSearch
 from stagewright.solvers.planning import Result, plan
 
 PICTURE = Path(__file__).with_name("figures") / "spp-sweeps.png"
@@ -293,7 +294,12 @@ def by_stages(problem: PipelineProblem) -> tuple[ByStages, ...]:
     """Partition, by W, and schedule for every number of stages."""
     rows = []
     order = recursive_device_order(problem.cluster)
-    for count, (bottleneck, stages) in sorted(balanced_partitions(problem, order).items()):
+    search = PartitionSearch(BalancedPartition(problem, tuple(order)))
+    for count in sorted(search.bound):
+        solved = search.solve(count)
+        if solved is None:
+            continue
+        bottleneck, stages = solved.bottleneck_seconds, solved.stages
         scheduling = makespan_problem(problem, stages)
         if scheduling is None:
             continue

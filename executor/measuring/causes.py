@@ -11,7 +11,6 @@ is counted from when all that it needs has ended, so that waiting for a slow ran
 it.
 """
 
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -134,23 +133,6 @@ class MeasuredRun:
     def planned(self) -> Floats:
         """The plan's durations."""
         return np.array(self.run.seconds)[:, None]
-
-    def undisturbed_seconds(self) -> float:
-        """The iteration with nothing between actions, no waits, and messages as the fastest one.
-
-        That is the fastest of a kind and stage: what else a machine does lengthens messages, as it
-        takes the cores that send and receive them.
-        """
-        actions = self.run.actions
-        durations = np.median(self.measured, axis=1)
-        least = defaultdict[tuple[int, ActionKind], float](lambda: np.inf)
-        for action, seconds in zip(actions, self.measured.min(axis=1).tolist(), strict=True):
-            place = action.stage, action.kind
-            least[place] = min(least[place], seconds)
-        for i, action in enumerate(actions):
-            if action.kind not in ON_DEVICE:
-                durations[i] = least[action.stage, action.kind]
-        return self.seconds(durations[:, None])
 
     def seconds(self, durations: Floats) -> float:
         """The mean iteration with these durations."""

@@ -4,12 +4,11 @@ A program prints and parses as text, a line per rank: ``0F0,0SEND_F0>1,0RECV_B0<
 ``>1`` is sent to rank 1, ``<1`` is received from it; ``1W0@sub`` runs in the rank's sub-stream.
 """
 
-import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from stagewright.formulations.plans.actions import VERSIONED, Action, ActionKind, W, parse_action
+from stagewright.formulations.plans.actions import VERSIONED, Action, ActionKind, W
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.formulations.plans.tensor import pairs
 from stagewright.graphs.documents.errors import InputError
@@ -179,39 +178,3 @@ def received(action: Action) -> Action:
     if action.kind is ActionKind.SEND_FORWARD:
         return Action(action.stage + 1, ActionKind.RECEIVE_FORWARD, action.microbatch)
     return Action(action.stage - 1, ActionKind.RECEIVE_BACKWARD, action.microbatch)
-
-
-def parse_program(text: str, devices: tuple[str, ...]) -> Program:
-    """Read the text of a program.
-
-    Raises
-    ------
-    InputError
-        If a word is not an instruction (with its rank and position), or the number of rows is not
-        that of ``devices``.
-    """
-    lines = text.splitlines()
-    if len(lines) != len(devices):
-        raise InputError(
-            f"a program for {len(devices)} ranks needs as many lines, got {len(lines)}"
-        )
-    rows = tuple(
-        tuple(_parse(word, rank, i) for i, word in enumerate(line.split(",")) if line)
-        for rank, line in enumerate(lines)
-    )
-    return Program(devices, rows)
-
-
-def _parse(word: str, rank: int, position: int) -> Instruction:
-    text, mark, rest = re.split(r"([<>@]|$)", word, maxsplit=1)
-    peer = int(rest) if mark in ("<", ">") and rest.isdecimal() else None
-    try:
-        instruction = Instruction(parse_action(text), peer, "sub" if mark == "@" else None)
-    except InputError as error:
-        raise InputError(f"rank {rank}, position {position}: {error}") from None
-    if str(instruction) != word:
-        raise InputError(
-            f"rank {rank}, position {position}: {word!r} is not an instruction; "
-            "write for example 2F0, 2SEND_F0>3, 3RECV_F0<2, 2W0@sub"
-        )
-    return instruction

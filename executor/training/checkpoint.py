@@ -36,8 +36,6 @@ SUMS = "SHA256SUMS"
 KEPT = 2  # complete checkpoints in a folder
 MODEL = "model."  # what the keys of parameters and buffers start with
 
-TensorKinds = Mapping[str, tuple[torch.Size, torch.dtype]]
-
 
 @dataclass(frozen=True, slots=True)
 class Header:
@@ -138,11 +136,6 @@ def _publish(partial: Path, path: Path) -> None:
     _sync(folder)
     for old in _complete(folder)[:-KEPT]:
         _remove(old)
-
-
-def latest(folder: Path) -> Path | None:
-    """The newest complete checkpoint in ``folder``."""
-    return next(reversed(_complete(folder)), None)
 
 
 def candidates(folder: Path | None, resume: bool) -> list[Path]:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 
 from stagewright.formulations.backprop.problem import BackpropProblem, Operation
-from stagewright.graphs.documents.arrays import Floats, Ints
+from stagewright.graphs.documents.arrays import Ints
 
 # Of keys: what runs first. Forwards wait for all gradients on their device, unless these are late.
 GRADIENTS, DELAYED, FORWARDS = range(3)
@@ -49,17 +49,6 @@ def critical_path(problem: BackpropProblem) -> Ints:
     """List scheduling: the longest path to the end of the window first."""
     order = np.lexsort((problem.heads, -(problem.tails + problem.seconds)))
     return _inverse(order)
-
-
-def urgent_layers(problem: BackpropProblem, urgency: Floats) -> Ints:
-    """Output gradients first, then weight gradients with the largest ``urgency``, one per layer."""
-
-    def key(one: Operation) -> tuple[float, ...]:
-        if one.kind == "dW":
-            return (DELAYED, -float(urgency[one.layer - 1]), one.layer, one.microbatch)
-        return (GRADIENTS, one.microbatch, -_level(one), _turn(one))
-
-    return _ranks(problem, key)
 
 
 def _level(one: Operation) -> float:

@@ -75,13 +75,6 @@ class Streams:
         starts, ends = co_run(main, sub, seconds, share, before, self.gap)
         return Timetable(np.arange(len(seconds)), starts, ends)
 
-    def sequential(self) -> float:
-        """Seconds with one stream: every kernel and gap in turn."""
-        kernels = len(self.main()) + sum(one > 0 for one in self.layers.weight_gradient)
-        layers = self.layers
-        work = (*layers.forward, *layers.output_gradient, *layers.weight_gradient)
-        return sum(work) + kernels * self.gap
-
     def bound(self) -> float:
         """No order takes less: the main stream alone, and the work in shares of the device."""
         main = self.main()

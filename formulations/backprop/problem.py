@@ -149,11 +149,6 @@ class BackpropProblem:
         """Least time from the end of each operation to the end of the window."""
         return _longest(self, self.topological[::-1], self.edges[:, ::-1])
 
-    @property
-    def is_preemptible(self) -> bool:
-        """Whether some resource may suspend operations."""
-        return any(math.isfinite(one.chunk_seconds) for one in self.resources)
-
     def find(self, kind: Kind, layer: int, microbatch: int = 0) -> int:
         """The index of an operation; KeyError if there is none."""
         return self._index[kind, layer, microbatch]

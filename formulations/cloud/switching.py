@@ -133,16 +133,6 @@ def offers_of(market: Market, rates: Mapping[str, float], gpus: int = 1) -> tupl
     )
 
 
-def shares_of(market: Market, rates: Mapping[str, float]) -> tuple[Offer, ...]:
-    """The same offers for a job of one GPU, which pays only one GPU's share of an instance.
-
-    The thesis's assumption (6.3.2): other jobs use and pay the rest of the instance.
-    """
-    return tuple(
-        replace(offer, instances=1 / offer.instance.gpus) for offer in _single(market, rates)
-    )
-
-
 def _single(market: Market, rates: Mapping[str, float]) -> tuple[Offer, ...]:
     """An offer of one instance for each whose kind of GPU has a rate."""
     kinds = {series.instance.gpu for series in market.series}

@@ -63,11 +63,6 @@ class AllocationPlan(Envelope):
     version: Literal[1] = VERSION
 
     @property
-    def made_by(self) -> str:
-        """The policy."""
-        return self.policy
-
-    @property
     def claim(self) -> Claim | None:
         """The policy's objective and the bound on it, where there are both."""
         if self.objective is None or self.bound is None or self.proved_by is None:

@@ -25,16 +25,6 @@ DEPTH = 16  # of branches whose nodes may join a call
 MOST_WEIGHTS = 24  # of nodes, by which paths are heavy
 
 
-def longest_path(problem: LatencyProblem) -> float:
-    """The longest path, with every node where it is fastest."""
-    inf = np.inf
-    seconds = np.minimum(
-        np.where(problem.supported & (problem.accelerators > 0), problem.on_accelerator, inf),
-        problem.on_host if problem.hosts else inf,
-    )
-    return float(sum(seconds[v] for v in _heaviest(problem, seconds)))
-
-
 class PathBound:
     """Bounds from paths; see the module."""
 

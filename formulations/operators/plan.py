@@ -141,11 +141,6 @@ class OperatorPlan(Envelope):
             raise InputError("a plan places at least one operator")
 
     @property
-    def made_by(self) -> str:
-        """The planner."""
-        return self.planner
-
-    @property
     def claim(self) -> Claim | None:
         """The plan's seconds and the best bound on them."""
         stated = self.certificate

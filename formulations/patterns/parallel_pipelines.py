@@ -6,18 +6,15 @@ at least ``depth``, of which the thesis writes the multiples g * depth.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
 from stagewright.formulations.pipelines.bppm import prefix_sums
-from stagewright.formulations.plans.weight_rules import DOUBLE_BUFFER, WeightRule
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.machines.cluster import Cluster
-from stagewright.graphs.models.chain import Chain, ChainCosts, profile_on
+from stagewright.graphs.models.chain import Chain
 
 Recomputation = Literal["none", "full"]
 
@@ -144,116 +141,6 @@ class Stages:
     def most(self, per_stage: Floats) -> Floats:
         """The largest value of each depth, shape (P,)."""
         return np.asarray(np.maximum.reduceat(per_stage, self.first))
-
-
-def equal_cuts(layers: int, depth: int) -> Ints:
-    """Cuts into stages of equal numbers of layers, the first ones larger by one if need be."""
-    each, more = divmod(layers, depth)
-    return np.concatenate([[0], np.cumsum(np.full(depth, each) + (np.arange(depth) < more))])
-
-
-@dataclass(frozen=True)
-class ClosedForm:
-    """The cost functions THROUGHPUT and MEMORY of section 3.3.3, on equal numbers of layers.
-
-    Of the slowest kind of device and the least memory. Readings: replicas are on one server if
-    there are at most as many as it has devices, a pipeline if all its stages with their replicas
-    are; an all-reduce moves 2 (d - 1) / d of the gradients; the boundaries of a stage are its own,
-    so that the first receives nothing. With a flush, which 3.3.3 leaves out, the bubble is
-    (p - 1) / m and the all-reduce is not hidden. Latencies, optimizer steps and states are not
-    counted: |W| is the weights alone.
-    """
-
-    chain: Chain
-    cluster: Cluster
-    rule: WeightRule = DOUBLE_BUFFER
-    memory_bytes: float = field(default=np.inf)
-
-    def floors(self, line: Line) -> Floats:
-        """Seconds of an iteration by depth, shape (most,); inf where memory is exceeded."""
-        seconds = self.iteration_seconds(line)
-        return np.where(self.memory(line) <= self.room_bytes, seconds, np.inf)
-
-    def seconds(self, one: Configuration) -> float:
-        """Seconds of an iteration; inf if memory is exceeded."""
-        line = Line(one.width, one.microbatch_size, one.microbatches, one.recompute, one.depth)
-        return float(self.floors(line)[-1])
-
-    def iteration_seconds(self, line: Line) -> Floats:
-        """The time t of a microbatch m times, with a flush p - 1 times more; shape (most,)."""
-        costs, stages = self._at(line.microbatch_size), self._stages
-        extra = 1.0 if line.recompute == "none" else 4 / 3
-        compute = extra * stages.sums(costs.forward_seconds + costs.backward_seconds)
-        reduced = 2 * (line.width - 1) / line.width * stages.sums(self.chain.parameter_bytes)
-        reduced = reduced / self._cross_bandwidth(line.width)
-        busy = compute + self._sent_bytes(costs) / self._inner_bandwidth(line.width)
-        if self.rule.may_overlap:
-            each = stages.most(np.maximum(busy, reduced / line.microbatches))
-            return line.microbatches * each[: line.most]
-        turns = line.microbatches + np.arange(len(stages.first))
-        return (turns * stages.most(busy) + stages.most(reduced))[: line.most]
-
-    def memory(self, line: Line) -> Floats:
-        """Bytes of the largest stage, shape (most,): weights, activations and their inputs."""
-        costs, stages = self._at(line.microbatch_size), self._stages
-        kept = stages.depth if line.recompute == "none" else 1
-        received = np.append(0.0, costs.output_bytes[:-1])[stages.start]
-        need = self.rule.versions * stages.sums(self.chain.parameter_bytes)
-        need = need + kept * stages.sums(costs.saved_bytes) + stages.depth * received
-        return stages.most(need)[: line.most]
-
-    @cached_property
-    def room_bytes(self) -> float:
-        """The memory of the smallest device, or the limit."""
-        return min(self.memory_bytes, *(one.memory_bytes for one in self.cluster.devices))
-
-    def _sent_bytes(self, costs: ChainCosts) -> Floats:
-        """Bytes over both boundaries of every stage, there and back."""
-        passed = np.concatenate([[0.0], costs.output_bytes[:-1], [0.0]])
-        return np.asarray(2 * (passed[self._stages.start] + passed[self._stages.stop]))
-
-    def _cross_bandwidth(self, width: int) -> float:
-        return self._bandwidths[width > self._server]
-
-    def _inner_bandwidth(self, width: int) -> Floats:
-        inside, slowest = self._bandwidths
-        return np.where(width * self._stages.depth > self._server, slowest, inside)
-
-    @cached_property
-    def _server(self) -> int:
-        return min(len(server) for server in self.cluster.servers)
-
-    @cached_property
-    def _bandwidths(self) -> tuple[float, float]:
-        """Of the slowest link in a server, and of the slowest link."""
-        every, pairs = range(len(self.cluster)), self.cluster.pairs
-        inside = min(pairs.slowest(server, server)[0] for server in self.cluster.servers)
-        return inside, pairs.slowest(every, every)[0]
-
-    @cached_property
-    def _stages(self) -> Stages:
-        layers = len(self.chain)
-        depths = range(1, min(layers, len(self.cluster)) + 1)
-        return Stages.of([equal_cuts(layers, depth) for depth in depths])
-
-    def _at(self, samples: int) -> ChainCosts:
-        """The largest costs over the kinds of devices."""
-        if samples not in self._known:
-            kinds = sorted({device.kind for device in self.cluster.devices})
-            every = [profile_on(self.chain, kind).at(samples) for kind in kinds]
-            names = ("forward_seconds", "backward_seconds", "saved_bytes", "output_bytes")
-            found = [np.max([getattr(one, name) for one in every], axis=0) for name in names]
-            self._known[samples] = ChainCosts(*found)
-        return self._known[samples]
-
-    @cached_property
-    def _known(self) -> dict[int, ChainCosts]:
-        return {}
-
-
-def weight_version(k: int, microbatches: int) -> int:
-    """The version of the weights that microbatch ``k`` of a pipeline uses, counted from 1."""
-    return max((k - 1) // microbatches - 1, 0)
 
 
 def divisors(number: int) -> tuple[int, ...]:

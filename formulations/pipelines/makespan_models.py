@@ -12,8 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from stagewright.formulations.forms.disjunctive import by_disjunctions, starts_of
-from stagewright.formulations.forms.models import Intervals, LinearProgram, Store
+from stagewright.formulations.forms.models import Intervals, Store
 from stagewright.formulations.forms.ticks import EXACT, are_multiples, exact_unit, in_ticks, tick
 from stagewright.formulations.pipelines.blocks import (
     NONE,
@@ -102,28 +101,6 @@ class ByIntervals:
         if self.problem.objective == "span" and are_multiples(self._times, self.unit):
             return timetable_of(self.problem, starts * self.unit)
         return earliest(self.problem, starts, block_durations=blocks_of(self.ticks).durations)
-
-
-@dataclass(frozen=True)
-class ByDisjunctions:
-    """The same model as a mixed-integer program, for small cases."""
-
-    problem: MakespanProblem
-    incumbent: Timetable
-
-    @cached_property
-    def intervals(self) -> ByIntervals:
-        """The interval formulation of the same problem."""
-        return ByIntervals(self.problem, self.incumbent)
-
-    def apply(self) -> LinearProgram:
-        """The program; its objective is in ticks of ``intervals``."""
-        return by_disjunctions(self.intervals.apply())
-
-    def invert(self, values: Floats) -> Timetable:
-        """The order of ``values`` with its earliest times, in the problem's unit."""
-        count = len(blocks_of(self.problem).durations) * self.problem.microbatches
-        return self.intervals.invert(starts_of(values, count))
 
 
 def earliest(

@@ -36,11 +36,6 @@ class Envelope(ABC):
 
     @property
     @abstractmethod
-    def made_by(self) -> str:
-        """The planner or the policy."""
-
-    @property
-    @abstractmethod
     def claim(self) -> Claim | None:
         """The plan's cost and the lower bound on it; None if the document has none."""
 

@@ -3,9 +3,9 @@
 import math
 import os
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic import ConfigDict, Field
 
 from stagewright.formulations.plans.envelope import Claim, Envelope
 from stagewright.formulations.plans.plan_class import (
@@ -383,11 +383,6 @@ class PipelinePlan(Envelope):
         return WEIGHT_RULES[self.weights]
 
     @property
-    def made_by(self) -> str:
-        """The planner."""
-        return self.planner
-
-    @property
     def claim(self) -> Claim | None:
         """Seconds of an iteration, and the bound on the plan's class."""
         proof = self.certificate
@@ -417,8 +412,3 @@ def load_plan(path: str | os.PathLike[str]) -> PipelinePlan:
 def save_plan(plan: PipelinePlan, path: str | os.PathLike[str]) -> None:
     """Write a plan document atomically."""
     documents.write(PipelinePlan, plan, path)
-
-
-def json_schema() -> dict[str, Any]:
-    """The JSON Schema of the plan document."""
-    return TypeAdapter(PipelinePlan).json_schema()

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 from stagewright.formulations.plans.actions import Action, ActionKind
 from stagewright.graphs.documents.errors import InputError
@@ -113,12 +112,6 @@ class Order:
                     now[action.stage] += 1 if action.kind is F else -1
                     most[action.stage] = max(most[action.stage], now[action.stage])
         return tuple(most)
-
-    def most_on_device(self) -> tuple[int, ...]:
-        """The largest number of microbatches in flight of all stages of each device together."""
-        steps = {F: 1, B: -1, I: 0, W: -1}
-        levels = (accumulate(steps[one.kind] for one in row) for row in self.rows)
-        return tuple(max(one, default=0) for one in levels)
 
 
 def order_of(device: Sequence[int], actions: Iterable[Action]) -> Order:

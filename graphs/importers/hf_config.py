@@ -386,4 +386,3 @@ _READERS: dict[str, Callable[[Fields], Architecture]] = {
     "gpt_neox": _gpt_neox,
     "bert": _bert,
 }
-MODEL_TYPES = tuple(_READERS)

@@ -234,21 +234,6 @@ class Architecture:
         """Parameters by layer; a tied table counts in the embedding."""
         return {work.name: int(work.parameters) for work in self.works(1, 1)}
 
-    @property
-    def total_parameters(self) -> int:
-        """All parameters."""
-        return sum(self.parameters().values())
-
-    @property
-    def active_parameters(self) -> int:
-        """The parameters that one token uses: all but those of experts not chosen for it."""
-        if self.experts is None:
-            return self.total_parameters
-        sparse = sum(self.is_sparse(index) for index in range(self.layers))
-        expert = 3 * self.hidden * self.experts.width
-        idle = self.experts.number - self.experts.per_token
-        return self.total_parameters - sparse * idle * expert
-
     def _norm(self, elements: int, width: int) -> Operation:
         return norm(elements, width, bias=self.norm == "layer")
 

@@ -347,11 +347,6 @@ def _difference(rows: Sequence[tuple[float, float]]) -> float:
     return difference / total
 
 
-def load_costs(path: str | os.PathLike[str]) -> CostBook:
-    """Read a book; raises InputError, with one line, if it is not valid."""
-    return documents.read(CostBook, path, FORMAT, VERSION)
-
-
 def save_costs(book: CostBook, path: str | os.PathLike[str]) -> None:
     """Write a book atomically."""
     documents.write(CostBook, book, path)

@@ -4,7 +4,6 @@ FastT (Middleware 2020), section 5.2: the model's graph replicated once per devi
 replica does not fit on a device, the graph of the model itself.
 """
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -54,53 +53,6 @@ def data_parallel(share: StepGraph, replicas: int, weights: Weights = "shared") 
         samples=share.samples * replicas,
         nodes=tuple(copied.nodes()),
     )
-
-
-def start_graph(
-    whole: StepGraph, share: StepGraph, replicas: int, memory_bytes: float
-) -> StepGraph:
-    """Data parallelism if a replica fits into ``memory_bytes``, else the graph of the model.
-
-    ``whole`` has the mini-batch, ``share`` a replica's part of it.
-
-    Raises
-    ------
-    InputError
-        If the two are not about the same mini-batch.
-    """
-    if share.samples * replicas != whole.samples:
-        raise InputError(
-            f"{replicas} replicas of {share.samples} samples are not the {whole.samples} samples "
-            f"of {whole.name!r}"
-        )
-    return data_parallel(share, replicas) if peak_bytes(share) <= memory_bytes else whole
-
-
-def peak_bytes(graph: StepGraph) -> float:
-    """Memory on one device that runs the operators in the order of the document."""
-    holder: dict[Input, Input] = {}  # the output whose memory an output is in
-    readers: Counter[Input] = Counter()
-    for node in graph.nodes:
-        for number, output in enumerate(node.outputs):
-            one = (node.name, number)
-            holder[one] = holder[node.inputs[0]] if output.shared else one
-        readers.update(holder[one] for one in node.inputs)
-    size = {
-        (node.name, number): output.bytes
-        for node in graph.nodes
-        for number, output in enumerate(node.outputs)
-        if not output.shared and node.role != "state"
-    }
-    used = sum(node.state_bytes for node in graph.nodes)
-    peak = used
-    for node in graph.nodes:
-        made = [(node.name, number) for number in range(len(node.outputs))]
-        used += sum(size.get(one, 0.0) for one in made)
-        peak = max(peak, used)
-        readers.subtract(holder[one] for one in node.inputs)
-        ended = {holder[one] for one in (*node.inputs, *made)}
-        used -= sum(size.pop(one, 0.0) for one in ended if not readers[one])
-    return peak
 
 
 @dataclass(slots=True)

@@ -132,8 +132,3 @@ def pool_of_cluster(cluster: Cluster) -> Pool:
 def load_pool(path: str | os.PathLike[str]) -> Pool:
     """Read a pool file; see :func:`documents.read` for the errors."""
     return documents.read(Pool, path, FORMAT, VERSION)
-
-
-def save_pool(pool: Pool, path: str | os.PathLike[str]) -> None:
-    """Write ``pool`` to ``path`` atomically."""
-    documents.write(Pool, pool, path)

@@ -1,7 +1,6 @@
 """The smallest bottleneck W for every number of stages, from passes of the recurrence's kernel."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 
@@ -12,7 +11,6 @@ from stagewright.formulations.pipelines.bppm import (
     Recurrence,
     StageChoice,
 )
-from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.solvers.pipelines import recurrence, recurrence_kernels
 from stagewright.solvers.pipelines.recurrence import Cuts
 
@@ -123,16 +121,3 @@ class PartitionSearch:
         while not (stages in self.found or self.is_over) and self.bound[stages] < ceiling:
             limit = self.next_limit(self.bound[stages])
             self.test(min(limit, math.nextafter(ceiling, 0)) if ceiling < math.inf else limit)
-
-
-def balanced_partitions(
-    problem: PipelineProblem, order: Sequence[int]
-) -> dict[int, tuple[float, tuple[StageChoice, ...]]]:
-    """W and its partition for every feasible number of stages, with devices in ``order``."""
-    search = PartitionSearch(BalancedPartition(problem, tuple(order)))
-    solved = {stages: search.solve(stages) for stages in search.bound}
-    return {
-        stages: (balanced.bottleneck_seconds, balanced.stages)
-        for stages, balanced in solved.items()
-        if balanced is not None
-    }

@@ -32,7 +32,6 @@ from stagewright.graphs.machines.ordering import recursive_device_order
 from stagewright.solvers.backprop.data_parallel import reverse_search
 from stagewright.solvers.backprop.exact import best_list_schedule
 from stagewright.solvers.backprop.list_scheduling import list_schedule
-from stagewright.solvers.backprop.pipelines import modulo_devices
 from stagewright.solvers.planners.one_device import (
     ROUNDING,
     one_device_proposals,
@@ -46,6 +45,13 @@ def require_out_of_order(problem: PipelineProblem, choices: Choices) -> None:
     """Refuse training on a single device on several."""
     if choices.out_of_order is not None and choices.out_of_order.training == "single":
         require_one_device(problem)
+
+
+def modulo_devices(layers: int, devices: int, group: int = 1) -> tuple[int, ...]:
+    """Modulo allocation: groups of consecutive layers go around the devices (section 5.2.1)."""
+    if not 1 <= group <= layers:
+        raise InputError(f"group must be from 1 to {layers}, the number of layers, got {group}")
+    return tuple(i // group % devices for i in range(layers))
 
 
 def plan_ooo(

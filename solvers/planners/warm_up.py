@@ -12,7 +12,6 @@ from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.solvers.patterns.joint_patterns import joint_optimum
 from stagewright.solvers.patterns.madpipe import least_period
-from stagewright.solvers.patterns.madpipe_grid import Grid, by_grid
 from stagewright.solvers.pipelines.relaxation import fill_and_drain_bound
 from stagewright.solvers.pipelines.row_search import compile_row_kernels
 from stagewright.solvers.pipelines.server_relaxation import is_server_bound
@@ -57,7 +56,6 @@ _STEPS: tuple[Callable[[], object], ...] = tuple(
         lambda: is_server_bound(_tiny(), 10.0, SHARED_SPLIT),
         lambda: exact(_tiny(), Limits(seconds=1.0)),
         lambda: least_period(_allocation(), Limits(seconds=1.0)),
-        lambda: by_grid(_allocation(), Grid(2, 2, 2), passes=1),
         compile_row_kernels,
         compile_window_kernels,
         lambda: joint_optimum(JointPatterns(_tiny(), ((0,), (1,))), Limits(seconds=1.0)),

@@ -1,4 +1,4 @@
-"""Pipelines: groups of layers, k of section 6, windows in sequence, recomputation."""
+"""Pipelines: groups of layers, k of section 6, recomputation."""
 
 from dataclasses import replace
 
@@ -10,20 +10,14 @@ from profiles import examples
 
 from stagewright.formulations.backprop.bounds import window_bounds
 from stagewright.formulations.backprop.orders import fast_forward, reverse_first_k
-from stagewright.formulations.backprop.periodic import period_bound, repeated
 from stagewright.formulations.backprop.problem import peaks
 from stagewright.formulations.backprop.training import Layers, data_parallel, training
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.graphs.documents.errors import InputError
-from stagewright.solvers.backprop.data_parallel import every_k, reverse_search
+from stagewright.solvers.backprop.data_parallel import reverse_search
 from stagewright.solvers.backprop.exact import best_list_schedule, solve
 from stagewright.solvers.backprop.list_scheduling import list_schedule
-from stagewright.solvers.backprop.pipelines import (
-    best_grouping,
-    consecutive_devices,
-    group_by_ratio,
-    modulo_devices,
-)
+from stagewright.solvers.planners.ooo import modulo_devices
 
 LIMITS = Limits(seconds=60)
 
@@ -39,42 +33,19 @@ def random_layers(rng, count):
 
 def test_devices():
     assert modulo_devices(6, 2, 2) == (0, 0, 1, 1, 0, 0)
-    assert consecutive_devices(5, 2) == (0, 0, 0, 1, 1)
     with pytest.raises(InputError, match="from 1 to 3"):
         modulo_devices(3, 2, 4)
-
-
-@pytest.mark.parametrize(("ratio", "group"), [(0.05, 1), (0.16, 1), (1.8, 2)])
-def test_groups_by_ratio(ratio, group):
-    """The ratios and groups of section 8.4.1."""
-    assert group_by_ratio(unit_layers(24), (ratio,) * 23) == group
-
-
-def test_best_grouping_against_each_group():
-    """Free transfers favour single layers, slow ones larger groups; the bound holds for all."""
-    layers = unit_layers(8)
-    free, slow = (best_grouping(layers, 2, 2, (send,) * 7) for send in (0.0, 4.0))
-    assert (free.group, free.timetable.end) == (1, 24)
-    assert slow.group > 1
-    assert slow.timetable.end == min(slow.seconds)
-    for group in range(1, 5):
-        problem = training(layers, modulo_devices(8, 2, group), 2, (4.0,) * 7)
-        assert slow.bound <= solve(problem, Limits(seconds=2)).cost
-    with pytest.raises(InputError, match="no group size fits"):
-        best_grouping(unit_layers(4, saved=(1.0,) * 4), 2, memory=(1.0, 1.0))
 
 
 @examples(15)
 @given(st.integers(0, 1000))
 def test_combined_k(seed):
-    """The best k is no worse than none or all, and no better than the optimum of all orders."""
+    """The search for k is no better than the best k, and no k is better than the bounds."""
     rng = np.random.default_rng(seed)
     layers = random_layers(rng, 6)
     sync = tuple(map(float, rng.integers(1, 60, 6)))
     problem = training(layers, (0, 0, 0, 1, 1, 1), 2, (2.0,) * 5, sync)
-    found = every_k(problem, 6, fast_forward)
     ends = [list_schedule(problem, fast_forward(problem, k)).end for k in range(7)]
-    assert (found.timetable.end, found.k) == (min(ends), ends.index(min(ends)))
     assert reverse_search(problem, 6, fast_forward).timetable.end >= min(ends)
     assert max(bound for _, bound in window_bounds(problem)) <= min(ends)
 
@@ -86,27 +57,6 @@ def test_twelve_layers_on_two_devices_are_proved(device):
     found = solve(problem, replace(LIMITS, seconds=30))
     assert found.status is Status.OPTIMAL
     assert problem.evaluate(found.timetable) == found.cost == pytest.approx(found.bound)
-
-
-@examples(10)
-@given(st.integers(0, 1000))
-def test_one_microbatch_repeats_its_window(seed):
-    rng = np.random.default_rng(seed)
-    layers = random_layers(rng, 4)
-    problem = training(layers, (0, 0, 1, 1), 1, (2.0,) * 3, tuple(rng.uniform(0, 20, 4)))
-    once, twice = (solve(one, LIMITS).cost for one in (problem, repeated(problem, 2)))
-    assert twice == pytest.approx(2 * once, rel=1e-6)
-    assert period_bound(problem) <= once
-
-
-def test_several_microbatches_overlap_windows():
-    """8 layers, 4 devices, 4 microbatches: a window takes 28, further ones less each."""
-    problem = training(unit_layers(8), modulo_devices(8, 4), 4)
-    ends = [best_list_schedule(repeated(problem, n))[1].end for n in (1, 2, 3)]
-    assert ends[0] == 28
-    assert period_bound(problem) == 24 <= ends[2] - ends[1] < 28
-    with pytest.raises(InputError, match="without limits"):
-        repeated(data_parallel(unit_layers(2), (1, 1), memory=1.0), 2)
 
 
 def test_recomputation_by_hand():

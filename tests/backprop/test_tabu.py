@@ -16,8 +16,8 @@ from stagewright.formulations.backprop.training import Layers, data_parallel, tr
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.solvers.backprop.exact import best_list_schedule, solve
 from stagewright.solvers.backprop.list_scheduling import list_schedule
-from stagewright.solvers.backprop.pipelines import modulo_devices
 from stagewright.solvers.backprop.tabu import tabu_search
+from stagewright.solvers.planners.ooo import modulo_devices
 
 
 def random_layers(rng, count, most):

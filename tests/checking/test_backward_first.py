@@ -21,6 +21,7 @@ from language_prices import Instance
 from plans import elaborate, small_problem, valid_plan
 from profiles import examples, slow_after
 
+from benchmarks.backward_first import backward_first_plan
 from stagewright.executor.simulation.simulate import simulate
 from stagewright.formulations.checking.check import check, predict, require_valid
 from stagewright.formulations.pipelines.every_plan import (
@@ -46,7 +47,6 @@ from stagewright.formulations.plans.plan_class import (
     EVERY_PLAN,
     class_of,
 )
-from stagewright.formulations.schedules.backward_first import backward_first_plan
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.machines.cluster import Cluster, Link, uniform_servers

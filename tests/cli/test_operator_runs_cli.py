@@ -15,8 +15,9 @@ from launches import TESTS, until
 
 from stagewright.executor.programs.trace import load_trace
 from stagewright.formulations.operators.plan import load_operator_plan
+from stagewright.graphs.documents import documents
 from stagewright.graphs.machines.cluster import Link, save_cluster, uniform_servers
-from stagewright.graphs.models.cost_book import load_costs
+from stagewright.graphs.models.cost_book import FORMAT, VERSION, CostBook
 
 LENET = "examples.fastt.vision:lenet"
 DIGITS = ("--data", "examples.fastt.vision:digits", "--optimizer", "sgd:lr=0.01,momentum=0.9")
@@ -122,7 +123,7 @@ def test_rounds_train_as_one_plan_does(replicas: int, tmp_path: Path) -> None:
     # The learned costs are documents to plan with.
     files = ("--model", folder / "graph.json", "--cluster", folder / "cluster.json")
     assert answered_json("plan", "--planner", "heft", *files)["cost_seconds"] > 0
-    assert load_costs(folder / "costs.json").computed
+    assert documents.read(CostBook, folder / "costs.json", FORMAT, VERSION).computed
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import matplotlib.image
 import pytest
 from commands import answered, answered_json, refused, run
+from order_timing import most_on_device
 from pages import drawings
 
 import stagewright
@@ -85,7 +86,7 @@ def test_copies_of_stages_take_turns(replicas: tuple[int, ...]) -> None:
     assert found["starts"] == [list(row) for row in timed.starts]
     assert found["bound"] >= max(timed.loads())
     peaks = found["peak_memory_per_device"]
-    assert peaks == list(order.most_on_device())
+    assert peaks == list(most_on_device(order))
     fits = answered_json(*options, "--memory-limit", ",".join(map(str, peaks)))
     assert fits["makespan"] == found["makespan"]
     last = next(d for d in reversed(range(len(peaks))) if peaks[d] > 1)

@@ -10,6 +10,7 @@ from markets import START, problem, series
 from profiles import examples
 from tokens import After
 
+from benchmarks.cloud import shares_of
 from stagewright.formulations.cloud.strategies import STRATEGIES, Home, follow, stick
 from stagewright.formulations.cloud.switching import (
     Offer,
@@ -19,7 +20,6 @@ from stagewright.formulations.cloud.switching import (
     SwitchingProblem,
     evaluate,
     offers_of,
-    shares_of,
 )
 from stagewright.formulations.forms.answers import Status
 from stagewright.graphs.documents.errors import InputError, InvalidPlan

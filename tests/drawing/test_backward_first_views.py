@@ -7,6 +7,7 @@ import pytest
 from plans import small_problem
 from typer.testing import CliRunner
 
+from benchmarks.backward_first import backward_first_plan
 from stagewright.cli import app
 from stagewright.executor.drawing.page import page
 from stagewright.executor.drawing.summary import in_flight, summarise
@@ -17,7 +18,6 @@ from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.plans.actions import parse_action
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan, Stage, save_plan
-from stagewright.formulations.schedules.backward_first import backward_first_plan
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import save_cluster
 from stagewright.graphs.models.chain import save_model

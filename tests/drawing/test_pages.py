@@ -14,6 +14,7 @@ import pytest
 from browser import Browser, browsing
 from hypothesis import given
 from hypothesis import strategies as st
+from order_timing import timed
 from pages import CHROMIUM, colours, drawings, visit
 from plans import (
     elaborate,
@@ -44,7 +45,7 @@ from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Guarantee, PipelinePlan, Stage
 from stagewright.formulations.plans.plan_class import PlanClass, class_of
 from stagewright.formulations.schedules.one_f_one_b import one_f_one_b
-from stagewright.formulations.schedules.timing import StageTimes, timed
+from stagewright.formulations.schedules.timing import StageTimes
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import format_bytes, format_seconds
 from stagewright.graphs.machines.cluster import Cluster, Link, ServerLinks, uniform_servers

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from markets import problem as market
 from matplotlib.figure import Figure
+from order_timing import timed
 from plans import made_up_certificate, make_stages, small_problem, valid_plan
 
 from stagewright.executor.drawing import memory_bars, operators
@@ -20,7 +21,7 @@ from stagewright.formulations.checking.check import predict
 from stagewright.formulations.operators.plan import OperatorPlan, PlacedOperator
 from stagewright.formulations.plans.plan import PipelinePlan, Schedule
 from stagewright.formulations.schedules.one_f_one_b import one_f_one_b
-from stagewright.formulations.schedules.timing import StageTimes, timed
+from stagewright.formulations.schedules.timing import StageTimes
 
 LONG = "a title of a model and a cluster whose names are long, with all that is said of both, " * 3
 

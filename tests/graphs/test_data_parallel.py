@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.models.data_parallel import data_parallel, peak_bytes, start_graph
+from stagewright.graphs.models.data_parallel import data_parallel
 from stagewright.graphs.models.step_graph import Node, Output, StepGraph
 
 W = Node("w", "state", "state", outputs=(Output(400.0, (10, 10)),), state_bytes=400.0)
@@ -69,18 +69,3 @@ def test_one_replica_is_the_graph_itself(weights: Any) -> None:
     assert data_parallel(SHARE, 1, weights) is SHARE
     with pytest.raises(InputError, match="replicas must be at least 1, got 0"):
         data_parallel(SHARE, 0, weights)
-
-
-def test_peak_memory_counts_what_is_still_read() -> None:
-    """States 408; x 80; y 80; s 8 + 4, of which 8 is read later; g 400, x and y end there."""
-    assert peak_bytes(SHARE) == 408 + 80 + 80 + 8 + 400
-    alone = StepGraph("alone", "test", 2, (X, Y.__class__("z", "f", "forward", (("x", 0),))))
-    assert peak_bytes(alone) == 80
-
-
-def test_the_start_is_data_parallel_if_a_replica_fits() -> None:
-    whole = StepGraph("small", "test", 4, SHARE.nodes)
-    assert start_graph(whole, SHARE, 2, 976.0) == data_parallel(SHARE, 2)
-    assert start_graph(whole, SHARE, 2, 975.0) is whole
-    with pytest.raises(InputError, match="3 replicas of 2 samples are not the 4 samples of"):
-        start_graph(whole, SHARE, 3, 1e9)

@@ -35,7 +35,6 @@ from stagewright.graphs.workloads.pool import (
     load_pool,
     parse_pool,
     pool_of_cluster,
-    save_pool,
 )
 
 DATA = Path(__file__).parents[3] / "shared" / "data" / "gavel"
@@ -95,10 +94,7 @@ def plain(document: Workload | Pool) -> dict[str, Any]:
 @examples(8, parent=small)
 @given(case=random_case())
 def test_what_is_saved_is_loaded(tmp_path: Path, case: Case):
-    for thing, save, load in (
-        (case.workload, save_workload, load_workload),
-        (case.pool, save_pool, load_pool),
-    ):
+    for thing, save, load in ((case.workload, save_workload, load_workload),):
         save(thing, tmp_path / "file.json")
         assert load(tmp_path / "file.json") == thing
 
@@ -106,8 +102,6 @@ def test_what_is_saved_is_loaded(tmp_path: Path, case: Case):
 def test_all_fields_come_back(tmp_path: Path):
     save_workload(WORKLOAD, tmp_path / "jobs.json")
     assert load_workload(tmp_path / "jobs.json") == WORKLOAD
-    save_pool(POOL, tmp_path / "pool.json")
-    assert load_pool(tmp_path / "pool.json") == POOL
 
 
 # Anything else in the place of any value, in all of the files.

@@ -6,17 +6,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.decoder import OPT_350M, Decoder
+from benchmarks.sailor_plans import SailorGroup, read_sailor_plan
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.importers.metis import read_metis
 from stagewright.graphs.importers.sailor import read_sailor
-from stagewright.graphs.importers.sailor_plans import SailorGroup, read_sailor_plan
 from stagewright.graphs.models.layer_profiles import (
     LayerProfiles,
     Measured,
     load_layer_profiles,
     save_layer_profiles,
 )
-from stagewright.graphs.models.layer_sizes import OPT_350M, Decoder, LayerSizes
+from stagewright.graphs.models.layer_sizes import LayerSizes
 
 SAILOR = Path(__file__).parents[3] / "shared" / "data" / "training" / "sailor"
 needs_data = pytest.mark.skipif(

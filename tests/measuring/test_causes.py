@@ -21,7 +21,6 @@ from stagewright.executor.measuring.causes import (
     PLANNED_WAITS,
     WAITING,
     Explanation,
-    measured_steps,
 )
 from stagewright.executor.measuring.compare import compare
 from stagewright.executor.measuring.pairs import Pair
@@ -251,19 +250,6 @@ def test_steps_of_the_middle_half_count() -> None:
     found = explained(PLAN, *steps)
     assert found.largest is not None
     assert found.largest.work == Pair(4.0, 10.0)
-
-
-def test_an_undisturbed_iteration_has_the_fastest_messages_and_no_waits() -> None:
-    slow = {"0SEND_F0": 3.0, "1B1": 2.0}
-    step = step_of(PLAN, lambda action, _: slow.get(str(action), 1.0))
-    step = replace(
-        step, waited_seconds=tuple(2.0 if one.action == "1B1" else 0.0 for one in step.actions)
-    )
-    alone = measured_steps(PLAN, trace_of(PLAN, step))
-    assert (step.iteration_seconds, alone.undisturbed_seconds()) == (15.0, 11.0)
-    late = step_of(PLAN, lambda action, _: 1.5 if action.kind is ActionKind.SEND_FORWARD else 1.0)
-    alone = measured_steps(PLAN, trace_of(PLAN, late))
-    assert alone.undisturbed_seconds() == late.iteration_seconds == 11.5
 
 
 def test_a_plan_that_lacks_actions_is_still_compared() -> None:

@@ -15,22 +15,24 @@ from stagewright.executor.programs.operators.trace import scheduled_operators
 from stagewright.executor.programs.trace import Trace, TracedStep
 from stagewright.formulations.operators.splitting import split_graph
 from stagewright.formulations.operators.step import operator_problem
+from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MIN_BANDWIDTH
 from stagewright.graphs.machines.cluster import Link, from_matrix, uniform_servers
 from stagewright.graphs.models.cost_book import (
+    FORMAT,
+    VERSION,
     CostBook,
     Drift,
     Observation,
     Sent,
     known_as,
-    load_costs,
     save_costs,
 )
 from stagewright.graphs.models.data_parallel import data_parallel
 from stagewright.graphs.models.step_graph import DividedTimes, Node, Output, Split, StepGraph
 from stagewright.service.operator_rounds import Rounds
-from stagewright.solvers.operators.baselines import expert
+from stagewright.solvers.operators.baselines import _listed
 from stagewright.solvers.operators.planning import plan_operators
 
 TWO = uniform_servers(1, 2, Link(1e9, 1e-6), kind="a")
@@ -246,7 +248,7 @@ def test_a_broken_book_is_named_in_one_line(change, message, tmp_path):
     change(data)
     path.write_text(json.dumps(data))
     with pytest.raises(InputError, match=message) as caught:
-        load_costs(path)
+        documents.read(CostBook, path, FORMAT, VERSION)
     assert "\n" not in str(caught.value)
 
 
@@ -277,7 +279,7 @@ def test_only_measured_pairs_get_new_links(tmp_path):
     seen = Observation((), (("s0g0", "s0g1", 1e6, 2e-3), ("s0g0", "s0g1", 3e6, 5e-3)), 1)
     book, _ = CostBook().updated(seen, TWO)
     save_costs(book, tmp_path / "costs.json")
-    assert load_costs(tmp_path / "costs.json") == book
+    assert documents.read(CostBook, tmp_path / "costs.json", FORMAT, VERSION) == book
     _, cluster = book.priced(data_parallel(one_operator(), 1), TWO)
     assert cluster.bandwidth[0, 1] == pytest.approx(1e6 / 1.5e-3)
     assert cluster.latency[0, 1] == pytest.approx(5e-4)
@@ -300,7 +302,8 @@ class Machine:
         placement = {one.operator: one.device for one in plan.operators}
         graph = split_graph(self.graph, plan.splits)
         problem = operator_problem(graph, self.cluster)
-        table = expert(problem, placement)
+        devices = np.array([problem.devices.index(placement[name]) for name in problem.names])
+        table = _listed(problem, devices)
         start = dict(zip(problem.names, table.start.tolist(), strict=True))
         finish = dict(zip(problem.names, table.finish.tolist(), strict=True))
         operators = tuple(

@@ -11,15 +11,14 @@ from profiles import examples
 
 from benchmarks.operator_graphs import SHAPES, random_problem
 from stagewright.formulations.operators.bounds import critical_path
-from stagewright.graphs.documents.errors import InputError
 from stagewright.solvers.operators.arrays import arrays_of
-from stagewright.solvers.operators.baselines import expert, m_topo, min_cut, single
+from stagewright.solvers.operators.baselines import m_topo, single
 from stagewright.solvers.operators.dpos import critical_devices, dpos
 from stagewright.solvers.operators.greedy import favourite_children, m_etf, m_sct
 from stagewright.solvers.operators.peers import cpop, heft, mean_ranks, peft
 from stagewright.solvers.operators.ranks import transfers, upward
 
-METHODS = (dpos, heft, cpop, peft, m_etf, m_sct, m_topo, min_cut, single)
+METHODS = (dpos, heft, cpop, peft, m_etf, m_sct, m_topo, single)
 
 # Figure 2 of Topcuoglu et al.: a 10-task graph, its times on 3 processors, its transfers.
 TIMES = [
@@ -129,17 +128,6 @@ def test_a_favourite_child_stays_on_its_device():
     found = m_sct(problem)
     assert found.device[0] == found.device[1]
     assert found.end == 7
-
-
-def test_expert_placements():
-    problem = published()
-    devices = {name: "d1" for name in problem.names}
-    assert problem.evaluate(expert(problem, devices)) == sum(row[1] for row in TIMES)
-    with pytest.raises(InputError, match="'o3' must be one of d0, d1, d2, got 'gpu'"):
-        expert(problem, devices | {"o3": "gpu"})
-    apart = replace(problem, group=np.array([0, 0, *range(1, 9)]))
-    with pytest.raises(InputError, match="'o1' must be on the device of 'o0'"):
-        expert(apart, devices | {"o1": "d0"})
 
 
 def blocked(stages):

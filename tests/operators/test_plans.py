@@ -65,7 +65,7 @@ def test_every_planner_makes_a_checked_plan(planner, contention, tmp_path):
     stated = found.plan.certificate
     assert found.plan.claim.cost == stated.cost_seconds
     assert (found.status is Status.OPTIMAL) == (stated.gap <= 1e-9)
-    assert found.plan.made_by == planner
+    assert found.plan.planner == planner
 
 
 @pytest.mark.parametrize("planner", PLANNERS)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from layout_oracle import REACHED, architectures
+from model_sizes import total_parameters
 from profiles import examples
 
 from stagewright.formulations.parallelism.estimate import Estimate, evaluate
@@ -100,7 +101,7 @@ def test_parameters_of_all_tensor_ranks(architecture, tensor) -> None:
         architecture, feed_forward=replace(architecture.feed_forward, bias=False)
     )
     found = held(estimate(architecture, Layout(tensor=tensor), sequence=12))[0]
-    assert tensor * found == pytest.approx(architecture.total_parameters + replicated)
+    assert tensor * found == pytest.approx(total_parameters(architecture) + replicated)
 
 
 MIXTURE = replace(
@@ -116,17 +117,17 @@ def test_parameters_of_experts(tensor, data, expert) -> None:
     experts = 2 * 4 * 3 * HIDDEN * 48
     # Norms, output biases and the dense block's, positions and routers are on all tensor ranks.
     replicated = 7 * 2 * HIDDEN + 3 * HIDDEN + HIDDEN + SEQUENCE * HIDDEN + 2 * HIDDEN * 4
-    split = (MIXTURE.total_parameters - experts - replicated) / tensor
+    split = (total_parameters(MIXTURE) - experts - replicated) / tensor
     found = held(estimate(MIXTURE, layout))[0]
     assert found == pytest.approx(split + replicated + experts / expert)
 
 
 def test_a_tied_table_is_on_both_ends_of_a_pipeline() -> None:
     tied = replace(gpt(4), tied=True)
-    assert sum(held(estimate(gpt(4), Layout(pipeline=2)))) == gpt(4).total_parameters
-    twice = tied.total_parameters + 256 * HIDDEN
+    assert sum(held(estimate(gpt(4), Layout(pipeline=2)))) == total_parameters(gpt(4))
+    twice = total_parameters(tied) + 256 * HIDDEN
     assert sum(held(estimate(tied, Layout(pipeline=2)))) == twice
-    assert held(estimate(tied, Layout()))[0] == tied.total_parameters
+    assert held(estimate(tied, Layout()))[0] == total_parameters(tied)
 
 
 @examples(100)
@@ -161,14 +162,14 @@ def test_states_of_a_parameter(zero, bytes_each, data, context) -> None:
     found = estimate(gpt(2), Layout(data=data, context=context, zero=zero)).memory[0]
     held_bytes = found.weights + found.gradients + found.optimizer
     each = bytes_each(data * context)
-    assert held_bytes == pytest.approx(gpt(2).total_parameters * each)
+    assert held_bytes == pytest.approx(total_parameters(gpt(2)) * each)
 
 
 def test_experts_are_divided_among_the_ranks_that_hold_the_same() -> None:
     """Of 8 ranks with expert degree 4, two hold equal experts; all 8 hold the rest."""
     found = estimate(MIXTURE, Layout(data=8, expert=4, zero=3)).memory[0]
     experts = 2 * 4 * 3 * HIDDEN * 48
-    rest = MIXTURE.total_parameters - experts
+    rest = total_parameters(MIXTURE) - experts
     per_rank = 18 * (rest / 8 + experts / 4 / 2)
     assert found.weights + found.gradients + found.optimizer == pytest.approx(per_rank)
 

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples
 
+from benchmarks.madpipe_grid import Grid, madpipe_dp
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.patterns import one_f_one_b
 from stagewright.formulations.patterns.allocation_period import delayed
@@ -29,7 +30,6 @@ from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.machines.cluster import Device, Link, from_matrix, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.solvers.patterns.madpipe import allocate, least_period
-from stagewright.solvers.patterns.madpipe_grid import Grid, by_grid, madpipe_dp
 from stagewright.solvers.patterns.madpipe_program import AllocationProgram, Outcome
 from stagewright.solvers.planners.warm_up import compile_kernels
 
@@ -516,22 +516,12 @@ class Printed:
 
         return T(self.L, self.P - 1, 0, 0, Fraction(0))
 
-    def algorithm_1(self, passes):
-        low, high = Fraction(self.load(1, self.L), self.P), Fraction(self.longest)
-        target, found = low, []
-        for _ in range(passes):
-            period = self.dp(target)
-            found.append((max(period, target), target, period))
-            low = max(low, min(period, target))
-            high = min(high, max(period, target))
-            target = (low + high) / 2
-        return min(found)
-
     def fine_grid(self):
         """Every value that whole units and mebibytes can take."""
         return Grid(self.load(1, self.L) + 1, self.M + 1, self.longest + 1)
 
 
+@pytest.mark.slow
 @quick
 @given(st.data(), equal_devices(4))
 def test_a_grid_of_whole_units_is_the_recurrence(data, problem):
@@ -548,42 +538,3 @@ def test_a_grid_of_whole_units_is_the_recurrence(data, problem):
     for placed in placed_of(question, stages):
         loads[placed.group] += printed.load(placed.start + 1, placed.stop)
     assert max(loads.values()) <= expected
-
-
-@examples(15, derandomize=True)
-@given(equal_devices(4))
-def test_finer_grids_come_closer_to_the_recurrence(problem):
-    printed = Printed(problem)
-    expected = float(printed.algorithm_1(10)[0]) * UNIT
-    question = StageAllocationProblem(problem, singles(problem), 0)
-    fine = printed.fine_grid()
-    finer = Grid(fine.loads, fine.memories, 16 * (fine.delays - 1) + 1)
-    answer = by_grid(question, finer)
-    assert max(answer.period, answer.target) == pytest.approx(expected, rel=0.1)
-    coarse = by_grid(question, Grid(11, 5, 6))
-    assert max(coarse.period, coarse.target) >= expected * (1 - 0.1)
-
-
-def test_the_grid_allows_more_than_memory_does():
-    """It counts g - 1 of every special stage; so its period may be below the least there is."""
-    problem = long_chain(20, memory=50)
-    question = StageAllocationProblem(problem, singles(problem), 0)
-    answer, exact = by_grid(question), least_period(question)
-    own = question.evaluate(placed_of(question, answer.stages)) * question.tick
-    assert max(answer.target, answer.period) < exact.period < own
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"special": None}, "special must name a group"),
-        ({"recompute": ("none", "full")}, "recompute must be"),
-        ({"groups": ((0, 1), (2, 3))}, "single equal devices"),
-    ],
-)
-def test_the_grid_takes_the_papers_questions_only(changed, message):
-    problem = long_chain(4)
-    with pytest.raises(InputError, match=message):
-        by_grid(replace(StageAllocationProblem(problem, singles(problem), 0), **changed))
-    with pytest.raises(InputError, match="at least two values"):
-        Grid(1, 11, 51)

@@ -1,8 +1,9 @@
 """Configurations of PipeDream-2BW: the thesis's formulas, written again as plain loops."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,17 +12,13 @@ from strategies import random_chain
 
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.patterns.parallel_pipelines import (
-    ClosedForm,
     Configuration,
     Family,
-    Line,
     divisors,
     samples_of,
-    weight_version,
 )
-from stagewright.formulations.plans.weight_rules import DOUBLE_BUFFER, FLUSH
+from stagewright.formulations.plans.weight_rules import DOUBLE_BUFFER, FLUSH, WeightRule
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.solvers.patterns.parallel_pipelines import best_configuration
 
@@ -88,6 +85,28 @@ def thesis_memory(chain, one, versions):
     return max(need)
 
 
+@dataclass(frozen=True)
+class ThesisCosts:
+    """The thesis's costs on servers of one size, with as many seconds as floor."""
+
+    chain: Chain
+    servers: int
+    size: int
+    high: float
+    low: float
+    memory: float = math.inf
+    rule: WeightRule = DOUBLE_BUFFER
+
+    def floors(self, line):
+        return np.array([self.seconds(line.at(depth)) for depth in range(1, line.most + 1)])
+
+    def seconds(self, one):
+        if thesis_memory(self.chain, one, self.rule.versions) > self.memory:
+            return math.inf
+        links = self.high, self.low if self.servers > 1 else self.high
+        return thesis_seconds(self.chain, self.servers, self.size, *links, one, self.rule is FLUSH)
+
+
 @examples(60)
 @given(st.data())
 def test_the_best_is_that_of_a_plain_loop_over_the_thesis_formulas(data):
@@ -97,25 +116,12 @@ def test_the_best_is_that_of_a_plain_loop_over_the_thesis_formulas(data):
     memory = data.draw(st.sampled_from((5e6, 50e6, 200e6, 1e12)))
     batch = data.draw(st.sampled_from((1, 2, 4, 8, 16)))
     rule = data.draw(st.sampled_from((DOUBLE_BUFFER, FLUSH)))
-    cluster = uniform_servers(servers, size, Link(high), Link(low), memory_bytes=memory)
-    slowest = low if servers > 1 else high
-    family = Family(batch, len(cluster), len(chain), samples_of(chain, batch))
-    costs = ClosedForm(chain, cluster, rule)
+    costs = ThesisCosts(chain, servers, size, high, low, memory, rule)
+    devices = servers * size
+    family = Family(batch, devices, len(chain), samples_of(chain, batch))
     found = best_configuration(family, costs, LIMITS)
-    best, count = math.inf, 0
-    for one in every_configuration(batch, len(cluster), len(chain)):
-        count += 1
-        flush = rule is FLUSH
-        seconds = thesis_seconds(chain, servers, size, high, slowest, one, flush)
-        need = thesis_memory(chain, one, rule.versions)
-        line = Line(one.width, one.microbatch_size, one.microbatches, one.recompute, one.depth)
-        assert costs.memory(line)[-1] == pytest.approx(need)
-        assert costs.iteration_seconds(line)[-1] == pytest.approx(seconds)
-        if need <= memory:
-            best = min(best, seconds)
-            assert costs.seconds(one) == pytest.approx(seconds)
-        else:
-            assert costs.seconds(one) == math.inf
+    every = [*every_configuration(batch, devices, len(chain))]
+    best, count = min(map(costs.seconds, every), default=math.inf), len(every)
     assert found.configurations == count
     assert found.seconds == pytest.approx(best)
     assert found.bound_seconds == found.seconds
@@ -129,42 +135,6 @@ def blocks(count, sizes=SIZES, seconds=1.0, parameters=8e6, saved=4e6, output=1e
     )
     layers = tuple(Layer(f"block{i}", parameters, costs) for i in range(count))
     return Chain("blocks", "by hand", max(sizes), layers, 0.0)
-
-
-def test_the_formulas_by_hand():
-    """4 blocks of 3 s, 2 stages of 2 replicas on servers of 2: t = 2 * 3 + 2 * 1e6 / 1e6 = 8 s."""
-    cluster = uniform_servers(2, 2, Link(8e6), Link(1e6), memory_bytes=1e9)
-    one = Configuration(2, 2, 1, 4)
-    assert (one.samples, one.batch, one.accumulation) == (2, 8, 2.0)
-    costs = ClosedForm(blocks(4), cluster)
-    assert costs.seconds(one) == pytest.approx(4 * 8)
-    assert costs.seconds(replace(one, recompute="full")) == pytest.approx(4 * (8 + 2))
-    # The all-reduce of 16 MB within a server takes 2 s, across servers 16 s or more.
-    assert costs.seconds(Configuration(4, 1, 1, 1)) == pytest.approx(2 * 3 / 4 * 32)
-    # 2 |W| / p + p |A| / p + p |A_in|, and with recomputation one |A| / p.
-    line = Line(2, 1, 4, "none", 2)
-    assert costs.memory(line)[1] == 2 * 16e6 + 2 * 8e6 + 2 * 1e6
-    assert costs.memory(replace(line, recompute="full"))[1] == 2 * 16e6 + 8e6 + 2 * 1e6
-    assert ClosedForm(blocks(4), cluster, FLUSH).memory(line)[1] == 16e6 + 2 * 8e6 + 2 * 1e6
-
-
-def test_a_flush_costs_its_bubble():
-    """(p - 1) / m of the time of the microbatches (3.2.2), if nothing is sent or reduced."""
-    cluster = uniform_servers(1, 4, Link(1e9))
-    chain = blocks(4, output=0.0, parameters=0.0)
-    for p, m in ((1, 4), (2, 4), (4, 4), (4, 16)):
-        one = Configuration(1, p, 1, m)
-        without, drained = (ClosedForm(chain, cluster, rule) for rule in (DOUBLE_BUFFER, FLUSH))
-        bubble = drained.seconds(one) / without.seconds(one) - 1
-        assert bubble == pytest.approx((p - 1) / m)
-
-
-def test_the_version_of_the_weights():
-    """Figure 3.2: with m = 4, input 9 is the first to use the version made of inputs 1 to 4."""
-    assert [weight_version(k, 4) for k in range(1, 14)] == [0] * 8 + [1] * 4 + [2]
-    for m in range(1, 6):
-        for k in range(1, 30):
-            assert weight_version(k, m) == max(math.floor((k - 1) / m) - 1, 0)
 
 
 class Counted:
@@ -182,9 +152,8 @@ class Counted:
 
 
 def test_loose_floors_price_more_and_find_the_same():
-    cluster = uniform_servers(4, 4, Link(1e9), Link(1e8))
     family = Family(16, 16, 12, SIZES)
-    costs = ClosedForm(blocks(12), cluster)
+    costs = ThesisCosts(blocks(12), 4, 4, 1e9, 1e8)
     tight, loose = (Counted(costs, share) for share in (1.0, 0.5))
     one, other = (best_configuration(family, each, LIMITS) for each in (tight, loose))
     assert one.seconds == other.seconds == other.bound_seconds
@@ -193,8 +162,7 @@ def test_loose_floors_price_more_and_find_the_same():
 
 
 def test_without_time_the_bound_says_so():
-    cluster = uniform_servers(1, 4, Link(1e9))
-    costs, family = ClosedForm(blocks(4), cluster), Family(8, 4, 4, SIZES)
+    costs, family = ThesisCosts(blocks(4), 1, 4, 1e9, 1e9), Family(8, 4, 4, SIZES)
     found = best_configuration(family, costs, Limits(0.0))
     assert (found.best, found.seconds, found.priced) == (None, math.inf, 0)
     assert found.bound_seconds == best_configuration(family, costs, LIMITS).seconds

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from balanced import balanced_partitions
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from oracles import bottleneck, prm_table
@@ -17,7 +18,7 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Device, Link, from_matrix, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.solvers.backends.backend import solve
-from stagewright.solvers.pipelines.partition import PartitionSearch, balanced_partitions
+from stagewright.solvers.pipelines.partition import PartitionSearch
 
 MILP_BACKENDS = ("highs", "pulp-highs", "pulp-cbc")
 ROUNDING = 1e-9  # relative, of sums of floats

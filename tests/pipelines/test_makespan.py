@@ -13,7 +13,6 @@ from stagewright.formulations.pipelines.blocks import block_starts, blocks_of, t
 from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
 from stagewright.formulations.pipelines.makespan_models import (
     CP_SAT,
-    ByDisjunctions,
     ByIntervals,
     earliest,
 )
@@ -81,18 +80,6 @@ def test_intervals_reach_the_optimum(problem):
     assert answer.values is not None
     assert answer.objective == brute_force_makespan(problem)
     assert problem.evaluate(model.invert(answer.values)) == answer.objective
-
-
-@pytest.mark.parametrize("backend", ["highs", "pulp-highs", "pulp-cbc"])
-@examples(6, derandomize=True)
-@given(random_makespan(max_stages=2, max_microbatches=3))
-def test_disjunctions_reach_the_optimum(backend, problem):
-    model = ByDisjunctions(problem, best_list_schedule(problem)[1])
-    answer = solve(model.apply(), backend, LIMITS)
-    assert answer.status is Status.OPTIMAL
-    assert answer.values is not None
-    assert problem.evaluate(model.invert(answer.values)) == pytest.approx(answer.objective)
-    assert answer.objective == pytest.approx(brute_force_makespan(problem))
 
 
 @examples(40, derandomize=True)

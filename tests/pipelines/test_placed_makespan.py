@@ -15,7 +15,7 @@ from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.formulations.pipelines.blocks import blocks_of, timetable_of
 from stagewright.formulations.pipelines.bounds import schedule_bounds
 from stagewright.formulations.pipelines.makespan import MakespanProblem
-from stagewright.formulations.pipelines.makespan_models import ByDisjunctions, ByIntervals
+from stagewright.formulations.pipelines.makespan_models import ByIntervals
 from stagewright.formulations.pipelines.timed_rows import order_of_times
 from stagewright.formulations.plans.actions import parse_action
 from stagewright.formulations.plans.plan_class import DISJOINT_SPLIT
@@ -108,16 +108,6 @@ def test_intervals_reach_the_optimum(problem):
     assert answer.status is Status.OPTIMAL
     assert answer.objective == optimum
     assert problem.evaluate(model.invert(answer.values)) == optimum
-
-
-@examples(4)
-@given(random_placed_makespan(max_stages=2, max_microbatches=2))
-def test_disjunctions_reach_the_optimum(problem):
-    model = ByDisjunctions(problem, best_list_schedule(problem)[1])
-    answer = solve(model.apply(), "highs", LIMITS)
-    assert answer.status is Status.OPTIMAL
-    optimum = problem.evaluate(optimal_timetable(problem))
-    assert problem.evaluate(model.invert(answer.values)) == pytest.approx(optimum)
 
 
 @examples(60)

@@ -4,6 +4,7 @@ from itertools import combinations
 from math import inf
 
 import pytest
+from balanced import balanced_partitions
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import (
@@ -25,7 +26,6 @@ from stagewright.formulations.pipelines.makespan import MakespanProblem
 from stagewright.formulations.plans.plan_class import DISJOINT_SPLIT, class_of
 from stagewright.graphs.machines.ordering import recursive_device_order
 from stagewright.solvers.pipelines.list_scheduling import list_schedule
-from stagewright.solvers.pipelines.partition import balanced_partitions
 from stagewright.solvers.pipelines.scheduling import solve_schedule
 from stagewright.solvers.planning import plan
 

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples
 
+from benchmarks.antichains import partition_graph
 from benchmarks.pipedream import DATA, SAMPLES
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.importers import pipedream_graph
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.models.opgraph import Operator, OpGraph, linearise
-from stagewright.solvers.planners.baselines.antichains import partition_graph
 from stagewright.solvers.planners.baselines.hierarchy import Hierarchy, Level, optimize
 from stagewright.solvers.planners.baselines.pipedream import costs_of
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from language_check import evaluate, peak_bytes
 from plans import small_problem
 from profiles import examples
+from program_text import parse_program
 from strategies import hard_problem
 
 from stagewright.executor.drawing.timeline import timeline
@@ -20,7 +21,7 @@ from stagewright.executor.export.options import Options
 from stagewright.executor.export.torch_pipelining import schedule as torch_csv
 from stagewright.executor.programs.lower import lower
 from stagewright.executor.programs.memory import Footprint
-from stagewright.executor.programs.program import Program, parse_program
+from stagewright.executor.programs.program import Program
 from stagewright.executor.programs.verify import verify
 from stagewright.executor.programs.work import InvalidProgram
 from stagewright.executor.simulation.simulate import simulate

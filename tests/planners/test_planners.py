@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from balanced import balanced_partitions
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from plans import AtFirstPlan, scaled, small_problem
@@ -20,7 +21,6 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Device, Link, from_matrix, uniform_servers
 from stagewright.graphs.machines.ordering import recursive_device_order
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
-from stagewright.solvers.pipelines.partition import balanced_partitions
 from stagewright.solvers.planners import spp
 from stagewright.solvers.planners.baselines.gpipe import plan_gpipe
 from stagewright.solvers.planners.baselines.pipedream import plan_pipedream

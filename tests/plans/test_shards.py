@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plans import elaborate, part_of, require_exact_memory, small_problem, valid_plan
 from profiles import examples
+from program_text import parse_program
 
 from stagewright.executor.drawing.timeline import timeline
 from stagewright.executor.export import export
 from stagewright.executor.programs.lower import lower
-from stagewright.executor.programs.program import parse_program, plan_devices
+from stagewright.executor.programs.program import plan_devices
 from stagewright.executor.programs.verify import verify
 from stagewright.executor.programs.work import InvalidProgram
 from stagewright.executor.simulation.simulate import simulate

@@ -7,6 +7,7 @@ import pytest
 import training_plans as make
 from hypothesis import given
 from profiles import examples
+from program_text import parse_program
 
 from stagewright.executor.programs.periodic import lower_any
 from stagewright.executor.programs.program import (
@@ -14,7 +15,6 @@ from stagewright.executor.programs.program import (
     PeriodicProgram,
     Program,
     ProgramRows,
-    parse_program,
 )
 from stagewright.executor.programs.verify import verify
 from stagewright.executor.programs.work import InvalidProgram

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples
+from program_text import parse_program
 from training_plans import (
     gpipe,
     interleaved,
@@ -32,7 +33,6 @@ from stagewright.executor.programs.program import (
     Instruction,
     Row,
     Rows,
-    parse_program,
     plan_devices,
     received,
 )

@@ -2,6 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples
+from program_text import parse_program
 from training_plans import interleaved, one_f_one_b, plans, straight
 
 from stagewright.executor.programs.lower import lower
@@ -10,7 +11,6 @@ from stagewright.executor.programs.program import (
     SENDS,
     Instruction,
     Program,
-    parse_program,
     plan_devices,
     received,
     stages_on,

@@ -8,6 +8,7 @@ import training_plans as make
 from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples
+from program_text import parse_program
 from races import Clocks, in_two_streams
 
 from stagewright.executor.programs.periodic import lower_any
@@ -15,7 +16,6 @@ from stagewright.executor.programs.program import (
     Instruction,
     PeriodicProgram,
     Row,
-    parse_program,
 )
 from stagewright.executor.programs.streams import waits
 from stagewright.executor.programs.verify import verify

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plans import elaborate, small_problem, valid_plan
 from profiles import UNSHRUNK, examples
+from program_text import parse_program
 from training_plans import plan_in_order
 
 from stagewright.executor.programs.lower import lower
@@ -16,7 +17,6 @@ from stagewright.executor.programs.program import (
     Instruction,
     Program,
     Row,
-    parse_program,
     plan_devices,
 )
 from stagewright.executor.programs.shares import rows

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples
+from program_text import parse_program
 from training_plans import (
     gpipe,
     one_f_one_b,
@@ -33,7 +34,6 @@ from stagewright.executor.programs.program import (
     PeriodicProgram,
     Program,
     Row,
-    parse_program,
     plan_devices,
     received,
     stages_on,

@@ -2,18 +2,16 @@
 
 import re
 from itertools import pairwise
-from math import inf
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from order_oracle import ends_by_relaxation
+from order_timing import bubble, longest_span, makespan, most_on_device, start_times
 from profiles import examples
 from published import order_of, timed
 
-from stagewright.formulations.patterns.pattern import PatternProblem
 from stagewright.formulations.pipelines.makespan import MakespanProblem
-from stagewright.formulations.plans.memory import Kept
 from stagewright.formulations.schedules.breadth_first import breadth_first
 from stagewright.formulations.schedules.chimera import chimera
 from stagewright.formulations.schedules.dualpipe import dualpipe, dualpipe_v
@@ -22,7 +20,6 @@ from stagewright.formulations.schedules.interleaved import interleaved, ragged_i
 from stagewright.formulations.schedules.kinds import KINDS, Sizes, schedule_of
 from stagewright.formulations.schedules.one_f_one_b import one_f_one_b
 from stagewright.formulations.schedules.order import B, F, I, W
-from stagewright.formulations.schedules.pipedream import without_flush
 from stagewright.formulations.schedules.placements import (
     both_directions,
     line,
@@ -31,14 +28,7 @@ from stagewright.formulations.schedules.placements import (
     wave,
 )
 from stagewright.formulations.schedules.round_robin import round_robin
-from stagewright.formulations.schedules.timing import (
-    StageTimes,
-    bubble,
-    equal_times,
-    longest_span,
-    makespan,
-    start_times,
-)
+from stagewright.formulations.schedules.timing import StageTimes, equal_times
 from stagewright.graphs.documents.errors import InputError
 from stagewright.solvers.pipelines.list_scheduling import schedule_order
 
@@ -52,7 +42,7 @@ WHOLE = {"input_gradient": 0.5, "weight_gradient": 0.5}  # a whole backward take
 def test_a_path_is_the_device_of_each_stage():
     order = order_of(["0F0 1F1 1B1 0B0", "0F1 1F0 1B0 0B1"], (0, 1))
     assert order.paths == ((0, 1), (1, 0))
-    assert (order.most_in_flight(), order.most_on_device()) == ((1, 1), (2, 2))
+    assert (order.most_in_flight(), most_on_device(order)) == ((1, 1), (2, 2))
     assert order.split().paths == order.paths
     assert order_of(["0F0 0B0"]) == order_of(["0F0 0B0"], (0,))
     with pytest.raises(InputError, match="the order has 2 paths: a stage is on several devices"):
@@ -165,7 +155,7 @@ def test_chimera_and_hanayo_have_their_bubbles(half, waves, units):
     p, m = 2 * half, 2 * half * units
     order = chimera(p, m)
     assert makespan(order, equal_times(p, **WHOLE)) == 2 * m + p - 2
-    in_flight = order.most_on_device()
+    in_flight = most_on_device(order)
     assert (min(in_flight), max(in_flight)) == ((p // 2 + 1, p) if p > 2 else (2, 2))
     # With B = 2 F and m = p the paper's (p - 2) / (3 m / 2 + p - 2).
     assert bubble(chimera(p, p), equal_times(p)) == pytest.approx((p - 2) / (1.5 * p + p - 2))
@@ -190,7 +180,7 @@ def test_dualpipe_has_at_most_the_bubble_of_its_formula(half, more, forward, wei
         assert last <= work + formula
         if forward == inputs == weight:
             assert last == work + formula
-        assert max(one.most_on_device()) == p + 1
+        assert max(most_on_device(one)) == p + 1
     if p >= 4:
         one_f = one_f_one_b(p, 2 * (p + more))
         assert bubble(order, equal_times(p)) < bubble(one_f, equal_times(p))
@@ -238,31 +228,6 @@ def test_figure_2_7_of_the_thesis():
     times = StageTimes((2.0, 1.0), (2.0, 1.0), (2.0, 1.0), (0.0,), (0.0,))
     starts = start_times(order, times)[2]
     assert [b - a for a, b in pairwise(starts[2:])] == [1, 2] * 4 + [1]
-
-
-def pattern_of(stages, room=inf):
-    return PatternProblem(
-        forward=(1.0,) * stages,
-        backward=(2.0,) * stages,
-        there=(0.0,) * (stages - 1),
-        back=(0.0,) * (stages - 1),
-        devices=tuple(range(stages)),
-        kept=(Kept(1.0, 0.0),) * stages,
-        room_bytes=(room,) * stages,
-        reduce=(0.0,) * stages,
-        microbatches=stages,
-    )
-
-
-@quick
-@given(st.integers(1, 6), st.integers(1, 14))
-def test_without_flush_equal_stages_have_the_order_of_1f1b(stages, microbatches):
-    assert without_flush(pattern_of(stages), microbatches) == one_f_one_b(stages, microbatches)
-
-
-def test_without_flush_needs_memory():
-    with pytest.raises(InputError, match="does not fit in memory at any period"):
-        without_flush(pattern_of(3, room=0.5), 4)
 
 
 # The registry

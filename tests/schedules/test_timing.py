@@ -6,6 +6,7 @@ from math import inf
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from order_timing import makespan, most_on_device, start_times
 from profiles import examples
 from published import generated, order_of, timed
 
@@ -16,12 +17,7 @@ from stagewright.formulations.schedules.kinds import KINDS, Sizes, schedule_of
 from stagewright.formulations.schedules.memory import ActivationMemory
 from stagewright.formulations.schedules.placements import line, loop, placed, v_shape, wave
 from stagewright.formulations.schedules.round_robin import round_robin
-from stagewright.formulations.schedules.timing import (
-    StageTimes,
-    equal_times,
-    makespan,
-    start_times,
-)
+from stagewright.formulations.schedules.timing import StageTimes, equal_times
 from stagewright.graphs.documents.errors import InputError
 
 quick = examples(60)
@@ -111,7 +107,7 @@ def test_memory_in_microbatches_is_what_is_in_flight(example):
     _, order = example
     ones = (1.0,) * len(order.paths[0])
     memory = ActivationMemory(ones, ones, (inf,) * len(order.rows))
-    assert memory.peaks(order) == order.most_on_device()
+    assert memory.peaks(order) == most_on_device(order)
 
 
 @quick

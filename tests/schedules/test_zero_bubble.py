@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from order_timing import bubble, longest_span, makespan, most_on_device
 from profiles import examples
 
 from stagewright.formulations.schedules.automatic import automatic, zb1p, zb2p
@@ -19,13 +20,7 @@ from stagewright.formulations.schedules.memory import ActivationMemory, activati
 from stagewright.formulations.schedules.one_f_one_b import one_f_one_b
 from stagewright.formulations.schedules.order import F, I, Order, W
 from stagewright.formulations.schedules.placements import line, v_shape
-from stagewright.formulations.schedules.timing import (
-    StageTimes,
-    bubble,
-    equal_times,
-    longest_span,
-    makespan,
-)
+from stagewright.formulations.schedules.timing import StageTimes, equal_times
 from stagewright.formulations.schedules.zbv import zbv
 from stagewright.formulations.schedules.zero_bubble import interleaved_zero_bubble, zb_h1, zb_h2
 from stagewright.graphs.documents.errors import InputError
@@ -68,7 +63,7 @@ def test_zb_h2_has_no_bubble_with_twice_the_memory(p, more):
 @given(sizes, st.integers(1, 16))
 def test_zbv_has_no_bubble_with_the_memory_of_1f1b(p, m):
     order = zbv(p, m)
-    assert max(order.most_on_device()) <= 2 * p
+    assert max(most_on_device(order)) <= 2 * p
     if m >= 2 * p - 1:
         assert longest_span(order, equal_times(2 * p)) == 6 * m
         assert makespan(order, equal_times(2 * p)) == 6 * m + p - 1
@@ -100,8 +95,8 @@ def test_v_half_and_v_min_have_their_bubbles_and_memory(p, more):
     assert makespan(half, times) <= 6 * m + 3 * (p - 1) + (p == 1)
     assert makespan(least, times) <= 6 * m + 4 * (p - 1) + 1
     # Microbatches of half a device's layers, of which 1F1B keeps 2 p.
-    assert max(half.most_on_device()) <= p + 2
-    assert max(least.most_on_device()) <= (2 * p + 2) // 3 + 2
+    assert max(most_on_device(half)) <= p + 2
+    assert max(most_on_device(least)) <= (2 * p + 2) // 3 + 2
 
 
 def test_v_schedules_against_known_spans():

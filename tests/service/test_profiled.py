@@ -8,6 +8,7 @@ import pytest
 from profiled_oracle import least_seconds
 
 import stagewright
+from benchmarks.decoder import Decoder
 from stagewright.formulations.forms.answers import Status
 from stagewright.formulations.parallelism.profiled_cluster import (
     Pool,
@@ -29,7 +30,7 @@ from stagewright.graphs.machines.networks import NETWORK_SHARE, SERVER_SHARE
 from stagewright.graphs.models.analytic_sizes import layer_sizes, with_sizes
 from stagewright.graphs.models.architecture import Architecture, FeedForward, GroupedAttention
 from stagewright.graphs.models.layer_profiles import LayerProfiles, Measured
-from stagewright.graphs.models.layer_sizes import Decoder, LayerSizes
+from stagewright.graphs.models.layer_sizes import LayerSizes
 from stagewright.service.profiled import ProfiledRequest, find_profiled_plan
 from stagewright.service.profiled_problems import profiled_problem
 

@@ -30,6 +30,11 @@ STATE = {
 }
 
 
+def latest(folder):
+    """The newest complete checkpoint in ``folder``."""
+    return next(reversed(checkpoint._complete(folder)), None)
+
+
 def share(rank: int, world: int) -> dict[str, Tensor]:
     return {key: STATE[key] for i, key in enumerate(STATE) if i % world == rank}
 
@@ -70,7 +75,7 @@ def written(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint that three ranks have written."""
     folder = tmp_path_factory.mktemp("run") / "checkpoints"
     ranks.run(save, 3, folder)
-    path = checkpoint.latest(folder)
+    path = latest(folder)
     assert path == folder / "step-00000010"
     return path
 
@@ -92,10 +97,10 @@ def test_the_two_newest_are_kept_and_leftovers_removed(ranks: Ranks, tmp_path: P
     leftover = tmp_path / ".step-00000003.partial"
     leftover.mkdir()
     (leftover / "__0_0.distcp").write_bytes(b"half")
-    assert checkpoint.latest(tmp_path) is None
+    assert latest(tmp_path) is None
     names = ranks.run(save, 2, tmp_path, (3, 9, 100_000_000))[0]
     assert names == ["step-00000009", "step-100000000"]
-    assert checkpoint.latest(tmp_path) == tmp_path / "step-100000000"
+    assert latest(tmp_path) == tmp_path / "step-100000000"
 
 
 @pytest.mark.parametrize(
@@ -243,5 +248,5 @@ def test_what_cannot_be_written_leaves_the_older_ones(ranks: Ranks, tmp_path: Pa
     for complaint in ranks.run(save_on_a_full_disk, 2, tmp_path):
         assert complaint == line + "File too large"
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
-    assert checkpoint.latest(tmp_path) == tmp_path / "step-00000010"
+    assert latest(tmp_path) == tmp_path / "step-00000010"
     assert ranks.run(save, 2, tmp_path, (12,))[0] == ["step-00000010", "step-00000012"]

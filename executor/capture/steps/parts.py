@@ -6,21 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from stagewright.graphs.models.step_graph import Split
-
 aten = torch.ops.aten
-
-
-def run_split(
-    node: fx.Node, split: Split, inputs: Sequence[Tensor], parts: int
-) -> list[Tensor | None]:
-    """The outputs of ``node``, computed in ``parts`` along ``split`` and put together."""
-    pieces = [cut(one, axis, parts) for one, axis in zip(inputs, split.inputs, strict=True)]
-    results = [run_part(node, given) for given in zip(*pieces, strict=True)]
-    return [
-        joined(node, number, [result[number] for result in results], axis)
-        for number, axis in enumerate(split.outputs)
-    ]
 
 
 def cut(value: Tensor, axis: int | None, parts: int) -> list[Tensor]:

@@ -1,12 +1,14 @@
-"""What each system sends, on the same link: latency plus bytes by bandwidth for each message."""
+"""What other systems send, on the same link: latency plus bytes by bandwidth for each message."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from stagewright.formulations.backprop.problem import BackpropProblem
+from stagewright.formulations.backprop.orders import conventional
+from stagewright.formulations.backprop.problem import BackpropProblem, Timetable
 from stagewright.formulations.backprop.training import Layers, data_parallel
 from stagewright.graphs.documents.units import require_amount, require_bandwidth
+from stagewright.solvers.backprop.list_scheduling import list_schedule
 
 DDP_BUCKET = 25 * 2**20  # torch's default; its first bucket has 1 MiB
 DDP_FIRST_BUCKET = 2**20
@@ -89,3 +91,43 @@ def in_buckets(
         )
     ]
     return replace(problem, before=problem.before + tuple(joined))
+
+
+Baseline = Callable[[Layers, Sequence[float], SyncLink], BackpropProblem]
+
+
+def _ddp(layers: Layers, amounts: Sequence[float], link: SyncLink) -> BackpropProblem:
+    groups = buckets(amounts, DDP_BUCKET, DDP_FIRST_BUCKET)
+    return in_buckets(layers, amounts, link, groups)
+
+
+def _horovod(layers: Layers, amounts: Sequence[float], link: SyncLink) -> BackpropProblem:
+    return in_buckets(layers, amounts, link, buckets(amounts, HOROVOD_FUSION))
+
+
+# Each with whether messages are sent first come, first served; else the first layers go first.
+BASELINES: dict[str, tuple[Baseline, bool]] = {
+    "after backward": (after_backward, True),
+    "wait-free": (by_layer, True),
+    "DDP": (_ddp, True),
+    "Horovod": (_horovod, True),
+    "BytePS": (in_chunks, False),
+}
+
+
+def baseline(
+    name: str, layers: Layers, amounts: Sequence[float], link: SyncLink
+) -> tuple[BackpropProblem, Timetable]:
+    """A system's problem and schedule: layer by layer, ``amounts`` bytes of gradients per layer.
+
+    Horovod's fusion is by bytes alone, as if its cycle time never ended a buffer early.
+    """
+    build, is_queue = BASELINES[name]
+    problem = build(layers, amounts, link)
+    queues = ("sync",) if is_queue else ()
+    return problem, list_schedule(problem, conventional(problem), queues)
+
+
+def consecutive_devices(layers: int, devices: int) -> tuple[int, ...]:
+    """The conventional allocation: consecutive layers, as even as possible."""
+    return tuple(i * devices // layers for i in range(layers))
