@@ -90,7 +90,7 @@ def single_rows(quick: bool) -> Iterator[Row]:
             issued = [sum(max(t + GAP, issue) for t in kernels if t > 0) for issue in ISSUE]
             total += [one / cost for one in issued]
             most += [one / streams.bound() for one in issued]
-            alone.append(streams.sequential() / cost)
+            alone.append(sum(t + GAP for t in kernels if t > 0) / cost)
             above.append(100 * (_published(streams, last) / cost - 1))
         yield (
             "8.2", f"{name}, batch {samples}", "one stream", printed,

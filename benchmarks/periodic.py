@@ -324,7 +324,7 @@ def allocation_tables(quick: bool) -> list[Table]:
 # --- Patterns ------------------------------------------------------------------------------------
 
 PATTERN_LIMITS = Limits(seconds=15.0)
-BACKENDS = ("auto", "highs", "pulp-highs", "pulp-cbc", "cp-sat")
+BACKENDS = ("auto", "highs", "pulp-cbc", "cp-sat")
 
 
 @dataclass(frozen=True, slots=True)

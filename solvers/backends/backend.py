@@ -51,9 +51,7 @@ BACKENDS: dict[str, Backend] = {
         Backend("cp-sat", "CP-SAT", Intervals, _late("cpsat", "run")),
         Backend("highs", "HiGHS", LinearProgram, _late("highs", "run")),
         Backend("highs-ipm", "HiGHS", LinearProgram, _late("highs", "run_interior")),
-        Backend("pulp-highs", "HiGHS", LinearProgram, _late("pulp_milp", "run_highs")),
-        Backend("pulp-cbc", "CBC", LinearProgram, _late("pulp_milp", "run_cbc")),
-        Backend("pdlp", "PDLP", LinearProgram, _late("pdlp", "run"), integers=False),
+        Backend("pulp-cbc", "CBC", LinearProgram, _late("pulp_milp", "run")),
         Backend("cvxpy", "HiGHS", LinearProgram, _late("cvxpy_linear", "run")),
         Backend("cvxpy-convex", "CVXPY", Convex, _late("cvxpy_convex", "run"), integers=False),
     )

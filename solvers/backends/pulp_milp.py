@@ -1,7 +1,7 @@
-"""PuLP answers ``LinearProgram`` with HiGHS or CBC: a second way to the same optimum.
+"""CBC answers ``LinearProgram`` through PuLP: a second solver to the same optimum.
 
 PuLP's status reads "Optimal" also for a run that stopped at its time limit; what was proved stands
-in ``sol_status`` (CBC) or in HiGHS's own status, which is asked directly.
+in ``sol_status``.
 """
 
 import math
@@ -17,7 +17,6 @@ from stagewright.formulations.forms.answers import Answer, Limits, OnProgress, S
 from stagewright.formulations.forms.models import LinearProgram
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.solvers.backends.backend import UnknownStatusError
-from stagewright.solvers.backends.highs import status_of
 
 # (status, sol_status) as PuLP's reader of CBC's solution file gives them.
 CBC_STATUS = {
@@ -33,30 +32,7 @@ Sides = list[tuple[int, pulp.LpConstraint]]  # of which row, and the constraint
 _INTEGER = (pulp.LpContinuous, pulp.LpInteger)
 
 
-def run_highs(form: LinearProgram, limits: Limits, on_progress: OnProgress) -> Answer[Floats]:
-    """HiGHS through PuLP; the hint is not used, and no progress is reported."""
-    began = perf_counter()
-    problem, columns, sides = _problem(form)
-    with TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
-        problem.solve(
-            pulp.HiGHS(
-                gapRel=0.0,
-                timeLimit=limits.seconds,
-                random_seed=limits.seed,
-                parallel="on" if limits.threads > 1 else "off",
-                log_to_console=False,
-                log_file=str(log),
-            )
-        )
-        text = log.read_text() if log.exists() else ""
-    bound = problem.solverModel.getInfo().mip_dual_bound if form.integral.any() else -math.inf
-    status = status_of(problem.solverModel)
-    answer = _answer(form, columns, status, bound, perf_counter() - began, "pulp-highs", text)
-    return replace(answer, duals=_duals(form, sides, answer))
-
-
-def run_cbc(form: LinearProgram, limits: Limits, on_progress: OnProgress) -> Answer[Floats]:
+def run(form: LinearProgram, limits: Limits, on_progress: OnProgress) -> Answer[Floats]:
     """CBC through PuLP; no progress is reported, and only an optimal answer has a bound."""
     began = perf_counter()
     problem, columns, sides = _problem(form)
@@ -79,7 +55,7 @@ def run_cbc(form: LinearProgram, limits: Limits, on_progress: OnProgress) -> Ans
     if code not in CBC_STATUS:
         raise UnknownStatusError(f"CBC through PuLP ended with status, sol_status = {code}")
     seconds = perf_counter() - began
-    answer = _answer(form, columns, CBC_STATUS[code], -math.inf, seconds, "pulp-cbc", text)
+    answer = _answer(form, columns, CBC_STATUS[code], seconds, text)
     return replace(answer, duals=_duals(form, sides, answer))
 
 
@@ -137,22 +113,19 @@ def _answer(
     form: LinearProgram,
     columns: list[pulp.LpVariable],
     status: Status,
-    bound: float,
     seconds: float,
-    backend: str,
     log: str,
 ) -> Answer[Floats]:
-    """The answer, with the objective recomputed from the values and the bound that goes with it."""
+    """The answer, with the objective recomputed from the values."""
     values = np.array([column.varValue or 0.0 for column in columns])
     if status is Status.FEASIBLE and not _satisfies(form, values):
         status = Status.NO_ANSWER  # stopped inside the first relaxation
     if status not in (Status.OPTIMAL, Status.FEASIBLE):
-        bound = {Status.INFEASIBLE: math.inf, Status.UNBOUNDED: -math.inf}.get(status, bound)
-        return Answer(status, None, None, bound, seconds, backend, log)
+        bound = math.inf if status is Status.INFEASIBLE else -math.inf
+        return Answer(status, None, None, bound, seconds, "pulp-cbc", log)
     objective = float(form.cost @ values)
-    if status is Status.OPTIMAL and bound == -math.inf:
-        bound = objective
-    return Answer(status, values, objective, bound, seconds, backend, log)
+    bound = objective if status is Status.OPTIMAL else -math.inf
+    return Answer(status, values, objective, bound, seconds, "pulp-cbc", log)
 
 
 def _satisfies(form: LinearProgram, values: Floats) -> bool:

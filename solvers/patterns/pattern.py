@@ -58,7 +58,7 @@ def best_pattern(
     Parameters
     ----------
     backend
-        ``highs``, ``pulp-highs``, ``pulp-cbc`` or ``cvxpy`` for the mixed-integer program,
+        ``highs``, ``pulp-cbc`` or ``cvxpy`` for the mixed-integer program,
         ``cp-sat`` for a search over periods. None: the backend of ``limits``, or else ``auto``,
         which is the fastest, HiGHS.
     lower_seconds
@@ -230,7 +230,6 @@ def _least_ticks(model: OrderModel, orders: Ints) -> int:
 BACKENDS: dict[str, Callable[[_PatternSearch], None]] = {
     "auto": _by_rate("highs", "HiGHS"),
     "highs": _by_rate("highs", "HiGHS"),
-    "pulp-highs": _by_rate("pulp-highs", "HiGHS"),
     "pulp-cbc": _by_rate("pulp-cbc", "CBC"),
     "cvxpy": _by_rate("cvxpy", "HiGHS"),
     "cp-sat": _by_periods,

@@ -98,7 +98,7 @@ class Choices:
         ``auto`` and ``general``: a plan of the same layers, for this or another cluster, that the
         search starts from.
     backend
-        Periodic planners: the solver of the patterns, ``highs`` (the default), ``pulp-highs``,
+        Periodic planners: the solver of the patterns, ``highs`` (the default),
         ``pulp-cbc``, ``cvxpy`` or ``cp-sat``.
     order
         ``order``, and ``auto`` which then runs it: the schedule (None: ``1f1b``).

@@ -33,7 +33,7 @@ STRATEGIES = (
     "1xv100", "gpu-type", "multi-gpu", "multi-cloud", "dynamic", "rolling", "optimal", "all",
 )  # fmt: skip
 BACKENDS = (
-    "cp-sat", "highs", "highs-ipm", "pulp-highs", "pulp-cbc", "pdlp", "cvxpy", "cvxpy-convex",
+    "cp-sat", "highs", "highs-ipm", "pulp-cbc", "cvxpy", "cvxpy-convex",
 )  # fmt: skip
 
 Values = Callable[[], Iterable[str]]

@@ -121,8 +121,8 @@ def plan(
     backend: Annotated[
         str | None,
         typer.Option(
-            help="Periodic planners: solver of the patterns; highs (the default), pulp-highs, "
-            "pulp-cbc, cvxpy or cp-sat.",
+            help="Periodic planners: solver of the patterns; highs (the default), pulp-cbc, "
+            "cvxpy or cp-sat.",
             metavar="NAME",
         ),
     ] = None,

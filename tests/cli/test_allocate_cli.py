@@ -263,7 +263,7 @@ def test_another_backend_has_the_same_optimum(jobs: Path, backend: str):
 
 def test_backends_that_do_not_apply_are_refused(jobs: Path):
     options = ("allocate", "--jobs", jobs, "--cluster", "v100=1,k80=1", "--policy")
-    linear = "use highs or highs-ipm or pulp-highs or pulp-cbc or pdlp"
+    linear = "use highs or highs-ipm or pulp-cbc"
     for policy, usable in (("fifo", f"{linear} or cvxpy"), ("allox", linear)):
         line = refused(*options, policy, "--backend", "gurobi")
         assert line.endswith(f"backend 'gurobi' is unknown; {usable}\n")

@@ -855,7 +855,7 @@ def test_doctor_finds_every_backend_working() -> None:
     found = {finding["name"]: finding["working"] for finding in document["findings"]}
     names = ("python", "ortools", "backend cp-sat", "backend highs", "backend pulp-cbc")
     assert all(found[name] for name in names)
-    assert "backend pulp-highs" in answered("doctor")
+    assert "backend highs-ipm" in answered("doctor")
 
 
 def test_doctor_asks_for_distributions_by_their_names() -> None:

@@ -34,7 +34,7 @@ from stagewright.solvers.backends.cpsat import run_integers
 from stagewright.solvers.patterns import pattern as patterns
 from stagewright.solvers.patterns.pattern import best_pattern, list_pattern
 
-SOLVERS = ("highs", "pulp-highs", "pulp-cbc", "cp-sat")
+SOLVERS = ("highs", "pulp-cbc", "cp-sat")
 LIMITS = Limits(seconds=20)
 
 
@@ -333,7 +333,7 @@ def test_a_known_pattern_and_a_given_bound_end_the_search():
 def test_without_time_there_is_still_a_pattern_and_an_honest_bound(monkeypatch):
     monkeypatch.setattr(patterns, "_list_schedules", lambda search: None)
     problem = SMALL["uneven bytes"]
-    for backend in ("highs", "pulp-highs", "cp-sat"):
+    for backend in ("highs", "cp-sat"):
         answer = best_pattern(problem, Limits(seconds=0.0), backend=backend)
         assert answer.status is Status.FEASIBLE
         assert answer.bound == period_bound(problem) < answer.period

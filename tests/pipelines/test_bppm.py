@@ -20,7 +20,7 @@ from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.solvers.backends.backend import solve
 from stagewright.solvers.pipelines.partition import PartitionSearch
 
-MILP_BACKENDS = ("highs", "pulp-highs", "pulp-cbc")
+MILP_BACKENDS = ("highs", "pulp-cbc")
 ROUNDING = 1e-9  # relative, of sums of floats
 MILP = 1e-5  # relative: the solvers' tolerances
 GB = 1e9

@@ -326,13 +326,13 @@ def test_another_backend_proves_the_same_optimum(backend):
 
 
 def test_a_backend_that_does_not_schedule_is_refused():
-    with pytest.raises(InputError, match="backend 'pdlp' solves no schedules; use cp-sat or highs"):
-        solve_schedule(HARD, "gpipe", replace(LIMITS, backend="pdlp"))
+    with pytest.raises(InputError, match="'highs-ipm' solves no schedules; use cp-sat or highs"):
+        solve_schedule(HARD, "gpipe", replace(LIMITS, backend="highs-ipm"))
     with pytest.raises(InputError, match="backend 'x' is unknown; use cp-sat or highs"):
         solve_schedule(HARD, "optimal", replace(LIMITS, backend="x"))
 
 
 def test_every_backend_of_the_registry_is_known():
     assert list(BACKENDS) == [
-        "cp-sat", "highs", "highs-ipm", "pulp-highs", "pulp-cbc", "pdlp", "cvxpy", "cvxpy-convex",
+        "cp-sat", "highs", "highs-ipm", "pulp-cbc", "cvxpy", "cvxpy-convex",
     ]  # fmt: skip

@@ -86,7 +86,7 @@ def test_a_slow_device_slows_the_simulation() -> None:
     assert slow.iteration_seconds == slow.simulation.iteration_seconds
 
 
-INTEGER_BACKENDS = ["highs", "pulp-cbc", "pulp-highs"]
+INTEGER_BACKENDS = ["highs", "pulp-cbc"]
 
 
 @pytest.mark.parametrize("backend", INTEGER_BACKENDS)
