@@ -9,7 +9,7 @@ TORCHVISION := 0.28.0
 # The tests start many processes; without bytecode each of them compiles the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve test test-all check audit docs bench lock clean
+.PHONY: demo serve test test-all check audit unused docs bench lock clean
 
 demo: $(READY)  ## plan models, then train one by its plan; pictures in demo-output/
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/demo.sh
@@ -28,10 +28,14 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python .ci/unused.py
 	$(MAKE) --no-print-directory audit
 
 audit: $(READY)  ## what is installed is pinned; advisories, where PyPI answers
 	$(BIN)/python .ci/audit.py
+
+unused: $(READY)  ## modules and definitions that no command, public name or request leads to
+	$(BIN)/python .ci/unused.py
 
 docs: $(READY)  ## the documentation as a site that needs no network: build/site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet

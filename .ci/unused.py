@@ -2,7 +2,8 @@
 
 Doors are the command line, the public names, the client, the HTTP server and its jobs, migrations,
 and what the documentation and the examples use. A definition reaches the names in it; a method is
-reached with its class and an attribute of its name in any reached code.
+reached with its class and an attribute of its name in any reached code, or a string that is its
+name.
 """
 
 import ast
@@ -247,14 +248,19 @@ def _modules() -> dict[str, Module]:
 
 def _documents(reach: Reach) -> None:
     """What the pages, the examples and the scripts of drawings use."""
-    for path in (ROOT / "executor").rglob("*.j*"):
-        for word in re.findall(r"\.([a-z_]+)", path.read_text(encoding="utf-8")):
-            reach.attribute(word)
-    code = [*ROOT.glob("docs/*.py"), *ROOT.glob("examples/**/*.py")]
-    texts = [path.read_text(encoding="utf-8") for path in code]
-    for page in (*ROOT.glob("docs/*.md"), ROOT / "README.md"):
-        texts += re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-    for tree in map(ast.parse, texts):
+    pages = [
+        path.read_text(encoding="utf-8") for path in (*ROOT.glob("docs/*.md"), ROOT / "README.md")
+    ]
+    inline = [code for page in pages for code in re.findall(r"`[^`\n]+`", page)]
+    scripts = [path.read_text(encoding="utf-8") for path in (ROOT / "executor").rglob("*.j*")]
+    for word in re.findall(r"\.([a-z_]+)", "\n".join([*inline, *scripts])):
+        reach.attribute(word)
+    code = [
+        block for page in pages for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    ]
+    for path in (*ROOT.glob("docs/*.py"), *ROOT.glob("examples/**/*.py")):
+        code.append(path.read_text(encoding="utf-8"))
+    for tree in map(ast.parse, code):
         for _, dotted in _imported(tree):
             reach.place(dotted)
         for node in ast.walk(tree):

@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import ConfigDict
 
 from stagewright.formulations.clusters.allocation import Allocation, AllocationProblem, check
-from stagewright.formulations.plans.envelope import Claim, Envelope
+from stagewright.formulations.plans.envelope import Envelope
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.workloads.jobs import Workload
@@ -61,13 +61,6 @@ class AllocationPlan(Envelope):
     notes: tuple[str, ...] = ()
     format: Literal["stagewright-allocation"] = FORMAT
     version: Literal[1] = VERSION
-
-    @property
-    def claim(self) -> Claim | None:
-        """The policy's objective and the bound on it, where there are both."""
-        if self.objective is None or self.bound is None or self.proved_by is None:
-            return None
-        return Claim(self.objective, self.bound, self.proved_by)
 
 
 def digest_of(workload: Workload, pool: Pool) -> str:

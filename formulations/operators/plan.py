@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from pydantic import ConfigDict
 
 from stagewright.formulations.operators.problem import Contention
-from stagewright.formulations.plans.envelope import Claim, Envelope
+from stagewright.formulations.plans.envelope import Envelope
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import require_amount
@@ -139,14 +139,6 @@ class OperatorPlan(Envelope):
     def __post_init__(self) -> None:
         if not self.operators:
             raise InputError("a plan places at least one operator")
-
-    @property
-    def claim(self) -> Claim | None:
-        """The plan's seconds and the best bound on them."""
-        stated = self.certificate
-        if stated is None:
-            return None
-        return Claim(stated.cost_seconds, stated.bound_seconds, stated.proved_by)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from stagewright.formulations.plans.envelope import Claim, Envelope
+from stagewright.formulations.plans.envelope import Envelope
 from stagewright.formulations.plans.plan_class import (
     PlanClass,
     Recompute,
@@ -381,14 +381,6 @@ class PipelinePlan(Envelope):
     def weight_rule(self) -> WeightRule:
         """The rule that ``weights`` names."""
         return WEIGHT_RULES[self.weights]
-
-    @property
-    def claim(self) -> Claim | None:
-        """Seconds of an iteration, and the bound on the plan's class."""
-        proof = self.certificate
-        if proof is None:
-            return None
-        return Claim(proof.cost_seconds, proof.bound_seconds, proof.proved_by)
 
     @property
     def actions(self) -> tuple[ScheduledAction, ...]:

@@ -22,10 +22,6 @@ from stagewright.solvers.pipelines.relaxation import FillAndDrain
 from stagewright.solvers.pipelines.scheduling import solve_schedule
 from stagewright.solvers.pipelines.server_relaxation import server_bound
 from stagewright.solvers.planners.balanced import plan_balanced
-from stagewright.solvers.planners.baselines.dp import plan_dp
-from stagewright.solvers.planners.baselines.gpipe import plan_gpipe
-from stagewright.solvers.planners.baselines.hetpipe import plan_hetpipe
-from stagewright.solvers.planners.baselines.pipedream import plan_pipedream
 from stagewright.solvers.planners.exact import improve_exactly
 from stagewright.solvers.planners.general import plan_general
 from stagewright.solvers.planners.grouped import plan_grouped
@@ -51,13 +47,6 @@ from stagewright.solvers.planners.spp import plan_spp
 from stagewright.solvers.planners.uniform import PlanFunction, plan_uniformly
 from stagewright.solvers.planners.warm_start import warm_start
 
-HEURISTICS: tuple[tuple[str, PlanFunction], ...] = (
-    ("dp", plan_dp),
-    ("gpipe", plan_gpipe),
-    ("hetpipe", plan_hetpipe),
-    ("balanced", plan_balanced),
-    ("pipedream", plan_pipedream),
-)
 _Step = tuple[str, PlanFunction, Callable[[], bool], float]
 """A name, what plans, whether it is wanted, and its share of the time that is left."""
 
@@ -75,23 +64,22 @@ def plan_auto(
 ) -> Proposal | NoPlan:
     """The best checked plan of the portfolio within ``limits.seconds``.
 
-    A given plan is the first candidate. Then the cheapest planners run, so that there is a plan
-    early, and published schedules and a search over stages that share groups of devices. What can
-    only find plans of disjoint split stages is left out where a bound proves that these are slower:
-    SPP, the relaxed plans of servers, a search on the stages of the best of these plans, and CP-SAT
-    on its schedule. The rest is for the order of stages that share devices, a search over all
-    finite plans, one on the stages and the order of its plan, a bound on the plans that share
-    devices if that is best, and the exact joint planner. The order of the best plan is solved
-    whenever it has new stages.
+    A given plan is the first candidate. Then come balanced pipelines on equal groups of devices, so
+    that there is a plan early, published schedules, and a search over stages that share groups of
+    devices. What can only find plans of disjoint split stages is left out where a bound proves that
+    these are slower: SPP, the relaxed plans of servers, a search on the stages of the best of these
+    plans, and CP-SAT on its schedule. The rest is for the order of stages that share devices, a
+    search over all finite plans, one on the stages and the order of its plan, a bound on the plans
+    that share devices if that is best, and the exact joint planner. The order of the best plan is
+    solved whenever it has new stages.
     """
     portfolio = _Portfolio(problem, limits, on_progress, choices or Choices())
     if portfolio.choices.start is not None:
         portfolio.consider("given", portfolio.begin, limits.seconds / 10)
         if portfolio.has_time():
             portfolio.consider("given, improved", portfolio.climb, portfolio.left() / 8)
-    for name, run in HEURISTICS:
-        if portfolio.left() > 0:
-            portfolio.consider(name, run, limits.seconds / 3)
+    if portfolio.has_time():
+        portfolio.consider("balanced", plan_balanced, limits.seconds / 3)
     shared: tuple[_Step, ...] = (
         ("published", portfolio.publish, portfolio.has_time, 1 / 4),
         ("grouped", portfolio.group, portfolio.has_time, 1 / 4),
@@ -357,8 +345,7 @@ def fullest_share(problem: PipelineProblem, predicted: Predicted) -> float:
 
 PLANNER = SearchPlanner(
     "auto",
-    "all but the asynchronous ones within the time limit, then the best plan's schedule improved "
-    "by CP-SAT",
+    "the best of several searches within the time limit, then its schedule improved by CP-SAT",
     "portfolio",
     plan_auto,
     Options(ANY_RECOMPUTATION, offload=True, start=True),

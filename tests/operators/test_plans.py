@@ -63,7 +63,6 @@ def test_every_planner_makes_a_checked_plan(planner, contention, tmp_path):
     save_operator_plan(found.plan, tmp_path / "plan.json")
     assert load_operator_plan(tmp_path / "plan.json") == found.plan
     stated = found.plan.certificate
-    assert found.plan.claim.cost == stated.cost_seconds
     assert (found.status is Status.OPTIMAL) == (stated.gap <= 1e-9)
     assert found.plan.planner == planner
 

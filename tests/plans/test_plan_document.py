@@ -323,15 +323,8 @@ def test_a_field_that_stands_twice_is_refused(tmp_path: Path) -> None:
 
 
 def test_every_plan_document_is_an_envelope() -> None:
-    """A pipeline plan and an allocation are asked alike: for what problem, how good."""
+    """A pipeline plan and an allocation are asked alike for what problem they are."""
     plan = small_plan()
     allocation = AllocationPlan("d", "max_min", (), objective=4.0, bound=5.0, proved_by="duality")
     assert plan.answers(PROBLEM.digest)
     assert not allocation.answers(PROBLEM.digest)
-    assert plan.claim is not None
-    assert plan.certificate is not None
-    assert plan.claim.gap == pytest.approx(plan.certificate.gap)
-    assert allocation.claim is not None
-    assert allocation.claim.gap == pytest.approx(0.2)
-    assert replace(plan, certificate=None).claim is None
-    assert replace(allocation, bound=None).claim is None
