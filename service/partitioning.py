@@ -66,7 +66,7 @@ def require_method(request: PartitionRequest) -> BalancedPartition:
     usable = int(problem.replicas_per_layer.sum())  # every device of the order gets a stage
     question = BalancedPartition(problem, recursive_device_order(problem.cluster)[:usable])
     if request.backend != RECURRENCE:
-        able = [it.name for it in BACKENDS.values() if it.accepts is LinearProgram and it.integers]
+        able = [it.name for it in BACKENDS.values() if it.accepts is LinearProgram]
         if request.backend not in able:
             known = ", ".join((RECURRENCE, *able))
             raise InputError(f"backend {request.backend!r} is none of {known}")

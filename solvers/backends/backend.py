@@ -23,15 +23,13 @@ class UnknownStatusError(RuntimeError):
 class Backend:
     """A way to a solver: its ``name``, the type of form that it ``accepts``, how to ``run`` it.
 
-    ``solver`` is who proves its bounds. ``integers`` says whether it takes a ``LinearProgram``
-    with integral columns.
+    ``solver`` is who proves its bounds.
     """
 
     name: str
     solver: str
     accepts: type
     run: Run
-    integers: bool = True
 
 
 def _late(module: str, function: str) -> Run:
@@ -53,7 +51,7 @@ BACKENDS: dict[str, Backend] = {
         Backend("highs-ipm", "HiGHS", LinearProgram, _late("highs", "run_interior")),
         Backend("pulp-cbc", "CBC", LinearProgram, _late("pulp_milp", "run")),
         Backend("cvxpy", "HiGHS", LinearProgram, _late("cvxpy_linear", "run")),
-        Backend("cvxpy-convex", "CVXPY", Convex, _late("cvxpy_convex", "run"), integers=False),
+        Backend("cvxpy-convex", "CVXPY", Convex, _late("cvxpy_convex", "run")),
     )
 }
 

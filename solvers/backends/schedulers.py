@@ -24,7 +24,7 @@ def scheduler(limits: Limits, choices: bool = False) -> Backend:
     fitting = [
         backend.name
         for backend in BACKENDS.values()
-        if backend.integers and backend.accepts in (Intervals, LinearProgram)
+        if backend.accepts in (Intervals, LinearProgram)
     ]
     if name not in fitting:
         known = "solves no schedules" if name in BACKENDS else "is unknown"

@@ -86,12 +86,13 @@ def _torch() -> Finding:
 
 def _backends() -> list[Finding]:
     """Every backend, on a tiny job shop."""
+    from stagewright.formulations.forms.models import Convex
     from stagewright.solvers.backends.backend import BACKENDS
 
     return [
         _try(f"backend {name}", 7.0, partial(_ask_backend, name))
         for name, backend in BACKENDS.items()
-        if backend.integers
+        if backend.accepts is not Convex
     ]
 
 

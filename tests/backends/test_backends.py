@@ -15,11 +15,7 @@ from stagewright.formulations.forms.models import Intervals, LinearProgram
 from stagewright.graphs.documents.errors import InputError
 from stagewright.solvers.backends.backend import BACKENDS, UnknownStatusError, solve
 
-LINEAR = [
-    name
-    for name, backend in BACKENDS.items()
-    if backend.accepts is LinearProgram and backend.integers
-]
+LINEAR = [name for name, backend in BACKENDS.items() if backend.accepts is LinearProgram]
 INF = np.inf
 
 

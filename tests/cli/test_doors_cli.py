@@ -40,7 +40,7 @@ def test_partitions_by_both_methods_agree(files: Path) -> None:
         (["--stages", 0], "--stages must be at least 1"),
         (["--stages", 7], "--stages must be at most 6"),
         (["--backend", "magic"], "backend 'magic' is none of recurrence, highs"),
-        (["--backend", "highs-ipm"], "backend 'highs-ipm' is none of"),
+        (["--backend", "cvxpy-convex"], "backend 'cvxpy-convex' is none of"),
         (["--time-limit", 0], "--time-limit must be"),
     ],
 )

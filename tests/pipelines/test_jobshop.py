@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from profiles import examples, slow_after
 
 from stagewright.formulations.forms.answers import Limits, Status
+from stagewright.formulations.forms.models import Convex
 from stagewright.formulations.pipelines.jobshop import (
     LOAD,
     LONGEST_JOB,
@@ -274,7 +275,7 @@ def test_flexible_shops_are_read(place, text):
 
 def answers(problem):
     for name, backend in BACKENDS.items():
-        if not backend.integers:
+        if backend.accepts is Convex:
             continue
         intervals = ByIntervals(problem)
         model = intervals if name == "cp-sat" else ByDisjunctions(problem)

@@ -326,8 +326,8 @@ def test_another_backend_proves_the_same_optimum(backend):
 
 
 def test_a_backend_that_does_not_schedule_is_refused():
-    with pytest.raises(InputError, match="'highs-ipm' solves no schedules; use cp-sat or highs"):
-        solve_schedule(HARD, "gpipe", replace(LIMITS, backend="highs-ipm"))
+    with pytest.raises(InputError, match="'cvxpy-convex' solves no schedules; use cp-sat or highs"):
+        solve_schedule(HARD, "gpipe", replace(LIMITS, backend="cvxpy-convex"))
     with pytest.raises(InputError, match="backend 'x' is unknown; use cp-sat or highs"):
         solve_schedule(HARD, "optimal", replace(LIMITS, backend="x"))
 

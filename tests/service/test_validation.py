@@ -57,7 +57,7 @@ BROKEN: list[tuple[str, dict[Place, Any], str]] = [
     ("jobshop", {("backend",): "highs", ("jobs", 0, 0): [[0, 3], [1, 3]]},
      "backend 'highs' takes no choice of machines; use cp-sat"),
     ("schedule", {("forward",): []}, "stages must be at least 1, got 0"),
-    ("schedule", {("backend",): "highs-ipm"}, "backend 'highs-ipm' solves no schedules"),
+    ("schedule", {("backend",): "cvxpy-convex"}, "backend 'cvxpy-convex' solves no schedules"),
     ("compare-schedules", {("backend",): "nowhere"}, "backend 'nowhere' is unknown"),
     ("schedule-curve", {("backend",): "nowhere"}, "backend nowhere takes neither memory nor"),
     ("allocate", {("workload", "jobs", 0, "model"): "nowhere"}, "no throughput of 'nowhere' on"),
