@@ -71,7 +71,7 @@ from stagewright.solvers.planners.warm_start import require_same_layers
 from stagewright.solvers.planners.warm_up import compile_kernels
 
 OPTIMAL_GAP = 1e-6  # relative gap of an optimal plan; rounding of ticks and sums is below it
-CERTIFYING = 0.04  # of the time limit, for bounds on the class and the schedules of the answer
+_CERTIFYING = 0.04  # of the time limit, for bounds on the class and the schedules of the answer
 
 PLANNERS: dict[str, Planner] = {
     one.name: one
@@ -339,7 +339,7 @@ def _search_limits(
 ) -> Limits:
     """The limits of the search, with the time to check and certify its answer left out."""
     left = limits.seconds - (monotonic() - began)
-    last = CERTIFYING * limits.seconds if limits.seconds < math.inf else 0.0
+    last = _CERTIFYING * limits.seconds if limits.seconds < math.inf else 0.0
     seconds = max(left - checking_seconds(problem) - last, left / 2, 0.0)
     return replace(limits, seconds=seconds, stop=target if limits.gap > 0 else limits.stop)
 

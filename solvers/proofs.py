@@ -66,7 +66,7 @@ class Proof(NamedTuple):
     complete: bool = False
 
 
-Rerun = Callable[[PipelineProblem, PipelinePlan, Bound, Limits], Proof | None]
+_Rerun = Callable[[PipelineProblem, PipelinePlan, Bound, Limits], Proof | None]
 
 
 def check_with_proofs(
@@ -108,7 +108,7 @@ def prove(problem: PipelineProblem, plan: PipelinePlan, limits: Limits) -> tuple
 def _again(
     problem: PipelineProblem, plan: PipelinePlan, claim: Verdict, bound: Bound, limits: Limits
 ) -> Verdict:
-    proof = RERUNS[bound.proved_by](problem, plan, bound, limits)
+    proof = _RERUNS[bound.proved_by](problem, plan, bound, limits)
     if proof is None:
         return replace(claim, verdict="refuted", reason="the argument does not apply")
     if bound.seconds <= proof.bound * (1 + MARGIN):
@@ -230,7 +230,7 @@ def _groups(problem: PipelineProblem, size: int) -> tuple[tuple[int, ...], ...] 
     return tuple(tuple(sorted(order[i : i + size])) for i in range(0, last, size))
 
 
-RERUNS: dict[str, Rerun] = {
+_RERUNS: dict[str, _Rerun] = {
     FILL_AND_DRAIN: _fill_and_drain,
     WIDE_FILL_AND_DRAIN: _fill_and_drain,
     SERVERS: _servers,

@@ -14,9 +14,9 @@ from stagewright.executor.capture.layers import CapturedLayer, LayeredModel
 from stagewright.executor.capture.made_once import shared
 from stagewright.graphs.documents.errors import InputError
 
-PLAIN_METHODS = {"dim", "get_device", "item", "ndimension", "nelement", "numel", "size", "stride"}
-PLAIN_ATTRIBUTES = {"device", "dtype", "is_cuda", "layout", "ndim", "requires_grad", "shape"}
-PLAIN_LIBRARIES = {"_operator", "builtins", "math"}
+_PLAIN_METHODS = {"dim", "get_device", "item", "ndimension", "nelement", "numel", "size", "stride"}
+_PLAIN_ATTRIBUTES = {"device", "dtype", "is_cuda", "layout", "ndim", "requires_grad", "shape"}
+_PLAIN_LIBRARIES = {"_operator", "builtins", "math"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -180,12 +180,12 @@ def _is_plain(node: fx.Node, remade: set[fx.Node]) -> bool:
     sources = node.all_input_nodes
     of_plain = bool(sources) and all(one in remade and one.op != "get_attr" for one in sources)
     if node.op == "call_method":
-        return of_plain or node.target in PLAIN_METHODS
+        return of_plain or node.target in _PLAIN_METHODS
     if node.op != "call_function":
         return False
     if node.target is getattr:
-        return of_plain or node.args[1] in PLAIN_ATTRIBUTES
-    return of_plain and getattr(node.target, "__module__", "") in PLAIN_LIBRARIES
+        return of_plain or node.args[1] in _PLAIN_ATTRIBUTES
+    return of_plain and getattr(node.target, "__module__", "") in _PLAIN_LIBRARIES
 
 
 def _remade_tensors(

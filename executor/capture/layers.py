@@ -13,8 +13,8 @@ from stagewright.executor.capture.signature import Signature
 from stagewright.executor.capture.tensor_plans import TensorPlan
 from stagewright.graphs.documents.errors import InputError
 
-SEVERAL_SAMPLES = re.compile(r"L\['tensors'\]\[\d+\]\.size\(\)\[0\] != 1")
-FIXED_SAMPLES = re.compile(r"L\['tensors'\]\[\d+\]\.size\(\)\[0\] == \d+")
+_SEVERAL_SAMPLES = re.compile(r"L\['tensors'\]\[\d+\]\.size\(\)\[0\] != 1")
+_FIXED_SAMPLES = re.compile(r"L\['tensors'\]\[\d+\]\.size\(\)\[0\] == \d+")
 BETWEEN = "_between_"  # begins the names, within a layer, of what the model has not under a name
 
 
@@ -71,7 +71,7 @@ class LayeredModel:
         It then computes with it, as a loss that compares samples.
         """
         for guard in self.guards:
-            if FIXED_SAMPLES.fullmatch(guard):
+            if _FIXED_SAMPLES.fullmatch(guard):
                 raise InputError(
                     f"the model computes with the number of its samples ({self._shown(guard)}), as "
                     "a loss that compares them, so that replicas cannot divide a microbatch; plan "
@@ -126,7 +126,7 @@ class LayeredModel:
         if guard is None:
             return
         remedy = "give mini-batches of one shape, and replicas whole microbatches (round-robin)"
-        if SEVERAL_SAMPLES.fullmatch(guard):
+        if _SEVERAL_SAMPLES.fullmatch(guard):
             remedy = "give every replica at least two samples of a microbatch"
         raise InputError(
             f"inputs of shapes {', '.join(map(str, inputs))} differ from those for which the model "

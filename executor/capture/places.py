@@ -6,10 +6,10 @@ from types import FrameType, TracebackType
 
 import torch
 
-CAPTURE = os.path.dirname(__file__)
-FOREIGN = (os.path.dirname(torch.__file__), CAPTURE, "<")
-OURS = os.path.dirname(CAPTURE)  # whose losses are nodes of a graph like a user's, but no errors
-CALLER = os.path.join(CAPTURE, "steps", "joint.py")  # of the user's model and loss
+_CAPTURE = os.path.dirname(__file__)
+FOREIGN = (os.path.dirname(torch.__file__), _CAPTURE, "<")
+_OURS = os.path.dirname(_CAPTURE)  # whose losses are nodes of a graph like a user's, but no errors
+_CALLER = os.path.join(_CAPTURE, "steps", "joint.py")  # of the user's model and loss
 
 
 def place_of(error: BaseException) -> str:
@@ -17,7 +17,7 @@ def place_of(error: BaseException) -> str:
     frame, line = None, 0
     trace = error.__traceback__
     while trace is not None:
-        if _is_users(trace.tb_frame, OURS):
+        if _is_users(trace.tb_frame, _OURS):
             frame, line = trace.tb_frame, trace.tb_lineno
         trace = trace.tb_next
     if frame is None:
@@ -30,7 +30,7 @@ def line_of(trace: TracebackType | None) -> str | None:
     """The innermost line of the user's code in a traceback."""
     found = None
     while trace is not None:
-        if trace.tb_frame.f_code.co_filename == CALLER:
+        if trace.tb_frame.f_code.co_filename == _CALLER:
             found = None
         if _is_users(trace.tb_frame):
             found = _spelled(trace.tb_frame, trace.tb_lineno)
@@ -40,7 +40,7 @@ def line_of(trace: TracebackType | None) -> str | None:
 
 def line_of_call(frame: FrameType | None) -> str | None:
     """The innermost line of the user's code that a call is made from."""
-    while frame is not None and frame.f_code.co_filename != CALLER:
+    while frame is not None and frame.f_code.co_filename != _CALLER:
         if _is_users(frame):
             return _spelled(frame, frame.f_lineno)
         frame = frame.f_back

@@ -21,7 +21,7 @@ from stagewright.executor.capture.draws import Record, storage_of
 from stagewright.graphs.documents.errors import InputError
 
 DEPTH = 6  # of nested containers and objects
-REGISTERED = {"_parameters", "_buffers", "_modules"}
+_REGISTERED = {"_parameters", "_buffers", "_modules"}
 CURE = "keep it in a buffer"
 
 CONTAINERS = (dict, list, set, deque, OrderedDict, defaultdict)
@@ -60,7 +60,7 @@ def snapshot(module: nn.Module) -> Snapshot:
     tensors: dict[Attribute, tuple[Tensor, ...]] = {}
     for path, part in module.named_modules():
         for name, value in vars(part).items():
-            if name not in REGISTERED:
+            if name not in _REGISTERED:
                 found: list[Tensor] = []
                 values[path, name] = _comparable(value, found, frozenset())
                 tensors[path, name] = tuple(found)

@@ -13,12 +13,12 @@ from torch import Tensor, fx, nn
 from stagewright.executor.capture.python_state import attributes_kept, described, snapshot
 from stagewright.graphs.documents.errors import InputError
 
-CONSTANT = "_tensor_constant"  # what torch.fx calls a tensor without a name
+_CONSTANT = "_tensor_constant"  # what torch.fx calls a tensor without a name
 CURE = "pass a list of modules, one per layer"
-CALL = nn.Module.__call__  # torch.fx replaces it while it traces
+_CALL = nn.Module.__call__  # torch.fx replaces it while it traces
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 # Functions that make tensors from sizes; torch.fx sees only calls with a tensor.
-MAKERS = (
+_MAKERS = (
     *("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn"),
     *("randperm", "tensor", "zeros"),
 )
@@ -56,7 +56,7 @@ def trace_twice(model: nn.Module) -> fx.Graph:
 
 def _constants(model: nn.Module) -> dict[str, Any]:
     """The tensors without a name that torch.fx found in a forward."""
-    return {name: value for name, value in vars(model).items() if name.startswith(CONSTANT)}
+    return {name: value for name, value in vars(model).items() if name.startswith(_CONSTANT)}
 
 
 def _text(graph: fx.Graph, model: nn.Module) -> list[str]:
@@ -65,7 +65,7 @@ def _text(graph: fx.Graph, model: nn.Module) -> list[str]:
     lines = []
     for node in graph.nodes:
         target = node.target
-        if node.op == "get_attr" and str(target).startswith(CONSTANT):
+        if node.op == "get_attr" and str(target).startswith(_CONSTANT):
             target = repr(getattr(model, str(target)).tolist())
         given = fx.node.map_arg((node.args, node.kwargs), lambda one: number.get(one, "left"))
         lines.append(f"{node.op} {target} {given}")
@@ -135,7 +135,7 @@ class _Tracer(fx.Tracer):
 
 def _called(module: nn.Module, *inputs: Any) -> Any:
     """Call ``module`` with its forward hooks, which torch.fx passes over in the root."""
-    return CALL(module, *inputs)
+    return _CALL(module, *inputs)
 
 
 def inputs_of(module: nn.Module) -> list[str]:
@@ -192,7 +192,7 @@ def _raises_assertion(instruction: dis.Instruction) -> bool:
 @contextmanager
 def _makers_recorded(tracer: fx.Tracer) -> Iterator[None]:
     """While the body runs, tensors made from sizes become nodes instead of constants."""
-    originals = {name: getattr(torch, name) for name in MAKERS}
+    originals = {name: getattr(torch, name) for name in _MAKERS}
 
     def recorded(maker: Callable[..., Tensor]) -> Callable[..., Any]:
         return lambda *args, **kwargs: tracer.create_proxy("call_function", maker, args, kwargs)

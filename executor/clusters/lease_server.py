@@ -15,12 +15,12 @@ from urllib.parse import quote
 from stagewright.executor.clusters.job_store import JobRecord, JobStore
 from stagewright.executor.clusters.leases import Grant, LeaseLostError, partial_checkpoint
 
-CONTACT = 0.75  # of a round: from then on it must be known whether a lease is renewed
+_CONTACT = 0.75  # of a round: from then on it must be known whether a lease is renewed
 AHEAD = (
     0.5  # fraction of the time until then that a grant covers: a job may slow down to half its rate
 )
 START_SECONDS = 300.0  # maximum time until the iterator of a process first asks
-MIN_STEP_SECONDS = 1e-6  # lower limit of a measured step; clocks may say 0
+_MIN_STEP_SECONDS = 1e-6  # lower limit of a measured step; clocks may say 0
 KEPT = 2  # number of committed checkpoints kept of a job
 
 
@@ -150,7 +150,7 @@ class LeaseServer:
             held.begun.add(rank)
             held.since = time.monotonic()
         if number == len(held.grants):
-            held.seconds_per_step = max(seconds_per_step, MIN_STEP_SECONDS)
+            held.seconds_per_step = max(seconds_per_step, _MIN_STEP_SECONDS)
             held.grants.append(self._next(record, held))
         return held.grants[number]
 
@@ -159,7 +159,7 @@ class LeaseServer:
         goes_on = self._renewed is not None and record.name in self._renewed
         end = self._end + (self.round_seconds if goes_on else 0.0)
         remaining = 0.0 if self._is_stopping else end - time.monotonic()
-        until_contact = remaining - (1 - CONTACT) * self.round_seconds
+        until_contact = remaining - (1 - _CONTACT) * self.round_seconds
         is_last = remaining <= 0 or (until_contact <= 0 and self._renewed is not None)
         if not held.grants:
             steps = 1  # a lease runs at least one step, which measures its time

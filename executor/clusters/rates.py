@@ -8,7 +8,7 @@ import numpy as np
 from stagewright.formulations.clusters.rates import RateTable
 from stagewright.graphs.workloads.pool import Pool
 
-NOTEWORTHY = 0.1  # relative change of a rate that triggers a new target
+_NOTEWORTHY = 0.1  # relative change of a rate that triggers a new target
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,6 @@ def measured(table: RateTable, rates: Iterable[Measured], weight: float) -> Rate
 def has_moved(table: RateTable, before: RateTable) -> bool:
     """Whether a rate differs enough from ``before`` to trigger a new target."""
     return any(
-        bool((np.abs(now - then) > NOTEWORTHY * then).any())
+        bool((np.abs(now - then) > _NOTEWORTHY * then).any())
         for now, then in ((table.alone, before.alone), (table.paired, before.paired))
     )

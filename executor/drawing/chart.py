@@ -54,12 +54,12 @@ DOTS_PER_INCH = 150
 MARGIN = 0.003  # left of the headline, of the width
 CHARACTER_SHARE = 0.0055  # fraction of the axis' width that one character of a block's label needs
 ROW_INCHES = 0.26
-ROW_SPACE = {"device": 1.0, "channel": 0.5, "reduce": 0.5}  # of a row, in ROW_INCHES
-ROW_HEIGHT = {"device": 0.86, "channel": 0.4, "reduce": 0.4}  # of its blocks
-LABEL_POINTS = {"device": 7, "channel": 5.5, "reduce": 5.5}
-MIN_LINK_ROWS = 8  # that are always drawn; of more, the busiest up to half the rows of devices
+_ROW_SPACE = {"device": 1.0, "channel": 0.5, "reduce": 0.5}  # of a row, in ROW_INCHES
+_ROW_HEIGHT = {"device": 0.86, "channel": 0.4, "reduce": 0.4}  # of its blocks
+_LABEL_POINTS = {"device": 7, "channel": 5.5, "reduce": 5.5}
+_MIN_LINK_ROWS = 8  # that are always drawn; of more, the busiest up to half the rows of devices
 MAX_HEIGHT_INCHES = 30.0
-HEADING_ROWS = 1.0  # height of the period names above the rows, in row heights
+_HEADING_ROWS = 1.0  # height of the period names above the rows, in row heights
 STRIP = 0.12  # height of the mark of the critical path
 MAX_OUTLINED_BLOCKS = 120  # per row; white outlines around more would hide the thin ones
 
@@ -110,7 +110,7 @@ def _rows(plans: Sequence[PipelinePlan]) -> list[tuple[tuple[Row, ...], str]]:
     for row in chain.from_iterable(rows for rows, _ in drawn):
         if row.group != "device":
             busy[row.name] += sum(one.finish_seconds - one.start_seconds for one in row.blocks)
-    most = max(MIN_LINK_ROWS, max(_devices(rows) for rows, _ in drawn) // 2)
+    most = max(_MIN_LINK_ROWS, max(_devices(rows) for rows, _ in drawn) // 2)
     if len(busy) <= most:
         return drawn
     kept = nlargest(most, busy, key=busy.__getitem__)
@@ -130,12 +130,12 @@ def _devices(rows: Sequence[Row]) -> int:
 
 def _space(rows: Sequence[Row]) -> float:
     """The height of all rows, in that of a device's."""
-    return sum(ROW_SPACE[row.group] for row in rows)
+    return sum(_ROW_SPACE[row.group] for row in rows)
 
 
 def _middles(rows: Sequence[Row]) -> list[float]:
     """The middle of every row; the first is at 0."""
-    spaces = [ROW_SPACE[row.group] for row in rows]
+    spaces = [_ROW_SPACE[row.group] for row in rows]
     ends = accumulate(spaces, initial=-0.5)
     return [end + space / 2 for end, space in zip(ends, spaces, strict=False)]
 
@@ -157,7 +157,7 @@ def _draw_rows(
             for block in row.blocks
             if timed(block) in critical
         ]
-        foot = y + ROW_HEIGHT[row.group] / 2
+        foot = y + _ROW_HEIGHT[row.group] / 2
         axes.broken_barh(spans, (foot - 0.04, STRIP), facecolors=CRITICAL_COLOUR, zorder=3)
 
 
@@ -196,7 +196,7 @@ def draw_row(
     colours: Sequence[str] | None = None,
 ) -> None:
     """Draw the blocks of ``row`` at height ``y``, by default in the colours of their kinds."""
-    height = ROW_HEIGHT[row.group]
+    height = _ROW_HEIGHT[row.group]
     colours = colours or [KIND_COLOURS[block.action.kind] for block in row.blocks]
     # White outlines separate computations; outlines in their own colour keep transfers visible.
     computes = row.group == "device"
@@ -222,7 +222,7 @@ def draw_row(
         label = next((text for text in texts if _fits(block, text, finish)), "")
         if label:
             middle = (block.start_seconds + block.finish_seconds) / 2 * scale
-            axes.text(middle, y, label, ha="center", va="center", fontsize=LABEL_POINTS[row.group],
+            axes.text(middle, y, label, ha="center", va="center", fontsize=_LABEL_POINTS[row.group],
                       color=label_colour(colour))  # fmt: skip
 
 
@@ -246,13 +246,13 @@ def _draw_phases(axes: "Axes", plan: PipelinePlan, scale: float) -> None:
     if shown is None:
         return
     bottom, top = axes.get_ylim()
-    axes.set_ylim(bottom, top - HEADING_ROWS)
+    axes.set_ylim(bottom, top - _HEADING_ROWS)
     axes.vlines([at * scale for at in shown.bounds], top, bottom, zorder=0.6,
                 color="#8593a3", lw=0.9, ls=(0, (2, 2)))  # fmt: skip
     for i, (name, begin, end) in enumerate(shown.headings):
         if i == 0:
             axes.axvspan(begin * scale, end * scale, color=BAND_COLOUR, lw=0, zorder=0.4)
-        axes.text((begin + end) / 2 * scale, top - HEADING_ROWS / 2, name, ha="center",
+        axes.text((begin + end) / 2 * scale, top - _HEADING_ROWS / 2, name, ha="center",
                   va="center", fontsize=8, color="#3c4a5a")  # fmt: skip
 
 

@@ -28,12 +28,12 @@ MAX_HEIGHT_INCHES = 30.0
 ROW_INCHES = 0.18
 HOUR = 3600.0
 CHARACTER_SHARE = 0.007  # of the width, for one character of a label
-MAX_NUMBERED_ROWS = 96
+_MAX_NUMBERED_ROWS = 96
 # Jobs have the colours, then the colours with each hatch.
-HATCHES = (None, "///", "...", "xxx", "---", "|||")
-MAX_NAMED_JOBS = len(CATEGORIES) * len(HATCHES)
-LINES = ("-", "--", ":", "-.")  # of lines, whose colours are those of jobs
-BINS = 240  # time bins of the utilisation
+_HATCHES = (None, "///", "...", "xxx", "---", "|||")
+MAX_NAMED_JOBS = len(CATEGORIES) * len(_HATCHES)
+_LINES = ("-", "--", ":", "-.")  # of lines, whose colours are those of jobs
+_BINS = 240  # time bins of the utilisation
 
 
 def require_suffix(path: str | os.PathLike[str]) -> None:
@@ -149,7 +149,7 @@ def looks(job: int) -> Looks:
     """Each of the first ``MAX_NAMED_JOBS`` jobs differs from all others."""
     texture, place = divmod(job % MAX_NAMED_JOBS, len(CATEGORIES))
     colour = CATEGORIES[place]
-    return Looks(colour, HATCHES[texture], label_colour(colour))
+    return Looks(colour, _HATCHES[texture], label_colour(colour))
 
 
 def _name_rows(axes: "Axes", pool: Pool, first_row: list[int], rows: int) -> None:
@@ -158,7 +158,7 @@ def _name_rows(axes: "Axes", pool: Pool, first_row: list[int], rows: int) -> Non
         axes.axhline(row - 0.5, color="black", linewidth=0.8)
         axes.text(-0.025, row, f"{name} ", transform=axes.get_yaxis_transform(), ha="right",
                   va="center", fontsize=9)  # fmt: skip
-    if rows <= MAX_NUMBERED_ROWS:
+    if rows <= _MAX_NUMBERED_ROWS:
         numbers = [n for accelerator in pool.accelerators for n in range(accelerator.count)]
         axes.set_yticks(range(rows), [str(n) for n in numbers], fontsize=6)
         axes.tick_params(axis="y", length=0)
@@ -256,12 +256,12 @@ def draw_utilisation(timeline: ClusterTimeline, path: str | os.PathLike[str]) ->
 def _line(number: int) -> "dict[str, Any]":
     """Colour and style of a line."""
     places = len(CATEGORIES)
-    return {"color": CATEGORIES[number % places], "linestyle": LINES[number % len(LINES)]}
+    return {"color": CATEGORIES[number % places], "linestyle": _LINES[number % len(_LINES)]}
 
 
 def _binned(timeline: ClusterTimeline) -> tuple[Floats, Floats, Floats]:
     """Edges in seconds, mean busy accelerators (bins, types) and mean active jobs, by time."""
-    edges = np.linspace(0.0, timeline.rounds[-1].end_seconds, BINS + 1)
+    edges = np.linspace(0.0, timeline.rounds[-1].end_seconds, _BINS + 1)
     times = [0.0]
     areas = [np.zeros(len(timeline.pool.accelerators) + 1)]
     for one in timeline.rounds:

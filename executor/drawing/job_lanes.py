@@ -7,7 +7,7 @@ from stagewright.executor.drawing.colours import CATEGORIES, mixed
 from stagewright.executor.drawing.lanes import Bar, Drawing, Kind, Lane, Mark
 
 MOST_NAMED = 24  # in a legend
-LIGHTER = 0.35  # share of white in colours of dark pages, on which some would be too dark
+_LIGHTER = 0.35  # share of white in colours of dark pages, on which some would be too dark
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def runs_drawing(
 def _kind(name: str, number: int) -> Kind:
     colour = CATEGORIES[number % len(CATEGORIES)]
     shown = name if number < MOST_NAMED else "and others"
-    return Kind(shown, colour, mixed(colour, "#ffffff", LIGHTER))
+    return Kind(shown, colour, mixed(colour, "#ffffff", _LIGHTER))
 
 
 def _bar(run: Run) -> Bar:

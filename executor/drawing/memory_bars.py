@@ -7,7 +7,7 @@ from stagewright.executor.drawing.chart import DOTS_PER_INCH, save
 from stagewright.executor.drawing.colours import CATEGORIES, CRITICAL_COLOUR
 
 WIDTH_INCHES, HEIGHT_INCHES = 10.0, 5.5
-WIDEST = 0.75  # positions left and right of the bars: the one of a single position is not a wall
+_WIDEST = 0.75  # positions left and right of the bars: the one of a single position is not a wall
 KINDS = {
     "weights": "#194ab3",
     "gradients": "#3fd3fb",
@@ -71,7 +71,7 @@ def memory_png(ranks: Sequence[Memory], limit_bytes: float, title: str) -> bytes
     axes.set_xlabel("position in the pipeline")
     axes.set_ylabel("peak memory of a GPU (GB)")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    axes.set_xlim(min(places) - WIDEST, max(places) + WIDEST)
+    axes.set_xlim(min(places) - _WIDEST, max(places) + _WIDEST)
     axes.set_title(title, fontsize=10, wrap=True)
     axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     for side in ("top", "right"):

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 TEMPLATE = "operators.html.jinja"
 TRANSFER, CRITICAL = "transfer", "critical path"
-COLOURS = {  # as those of pipelines: forward, backward, optimizer step, activations sent
+_COLOURS = {  # as those of pipelines: forward, backward, optimizer step, activations sent
     "input": "#9aa7b5",
     "state": "#9aa7b5",
     "forward": KIND_COLOURS[ActionKind.FORWARD],
@@ -42,7 +42,7 @@ COLOURS = {  # as those of pipelines: forward, backward, optimizer step, activat
     TRANSFER: KIND_COLOURS[ActionKind.SEND_FORWARD],
     CRITICAL: CRITICAL_COLOUR,
 }
-DARK = {
+_DARK = {
     "input": "#9aa7b5",
     "state": "#9aa7b5",
     "forward": DARK_COLOURS[ActionKind.FORWARD],
@@ -50,14 +50,14 @@ DARK = {
     "update": DARK_COLOURS[ActionKind.UPDATE],
     TRANSFER: DARK_COLOURS[ActionKind.SEND_FORWARD],
 }
-HEIGHT = {"device": 0.82, "sends": 0.46}  # of the space between two rows
+_HEIGHT = {"device": 0.82, "sends": 0.46}  # of the space between two rows
 CHARACTER_SHARE = 0.0052  # fraction of the axis' width that one character of a name needs
-LEAST_CHARACTERS = 4  # that are written on a bar of a name that is too long for it
+_LEAST_CHARACTERS = 4  # that are written on a bar of a name that is too long for it
 STRIP = 0.12  # height of the mark of the critical path, at the foot of a row
-MOST_ROWS = 96  # with more, what devices send is left out
+_MOST_ROWS = 96  # with more, what devices send is left out
 
 
-def lanes(plan: OperatorPlan, most: int | None = MOST_ROWS) -> tuple[Lane, ...]:
+def lanes(plan: OperatorPlan, most: int | None = _MOST_ROWS) -> tuple[Lane, ...]:
     """Per device its operators, then its transfers to others; bars without length are left out.
 
     With more than ``most`` rows (None: never) transfers have none.
@@ -140,7 +140,7 @@ def stacked_png(plans: Sequence[OperatorPlan], titles: Sequence[str]) -> bytes:
             _name_bars(axes, y, row, scale, last)
         if plan.certificate is not None:
             bound = plan.certificate.bound_seconds * scale
-            axes.axvline(bound, color=COLOURS[CRITICAL], lw=1.2, ls="--")
+            axes.axvline(bound, color=_COLOURS[CRITICAL], lw=1.2, ls="--")
         axes.set_xlim(0, last * scale * 1.005 or 1.0)
         axes.set_title(title, fontsize=11, loc="left", wrap=True)
         _dress(axes, rows, unit)
@@ -161,11 +161,11 @@ def _dress(axes: "Axes", rows: Sequence[Lane], unit: str) -> None:
 
 
 def _draw_lane(axes: "Axes", y: int, row: Lane, scale: float) -> None:
-    height, marked = HEIGHT[row.group], [bar for bar in row.bars if bar.critical]
+    height, marked = _HEIGHT[row.group], [bar for bar in row.bars if bar.critical]
     outline = 0.4 if len(row.bars) <= MAX_OUTLINED_BLOCKS else 0
     for bars, foot, its, width, colours in (
-        (row.bars, y - height / 2, height, outline, [COLOURS[bar.kind] for bar in row.bars]),
-        (marked, y + height / 2 - STRIP, STRIP, 0, COLOURS[CRITICAL]),
+        (row.bars, y - height / 2, height, outline, [_COLOURS[bar.kind] for bar in row.bars]),
+        (marked, y + height / 2 - STRIP, STRIP, 0, _COLOURS[CRITICAL]),
     ):
         spans = [(bar.start * scale, bar.seconds * scale) for bar in bars]
         axes.broken_barh(
@@ -178,9 +178,9 @@ def _name_bars(axes: "Axes", y: int, row: Lane, scale: float, end: float) -> Non
     for bar in (bar for bar in row.bars if bar.label):
         room = int(bar.seconds / (CHARACTER_SHARE * end)) if end else 0
         name = bar.label if len(bar.label) <= room else f"{bar.label[: room - 1]}…"
-        if room >= min(LEAST_CHARACTERS, len(bar.label)):
+        if room >= min(_LEAST_CHARACTERS, len(bar.label)):
             axes.text((bar.start + bar.finish) / 2 * scale, y, name, ha="center", va="center",
-                      fontsize=6, color=label_colour(COLOURS[bar.kind]))  # fmt: skip
+                      fontsize=6, color=label_colour(_COLOURS[bar.kind]))  # fmt: skip
 
 
 def _draw_legend(axes: "Axes", plans: Sequence[OperatorPlan], rows: Sequence[Lane]) -> None:
@@ -188,10 +188,10 @@ def _draw_legend(axes: "Axes", plans: Sequence[OperatorPlan], rows: Sequence[Lan
     from matplotlib.patches import Patch
 
     handles: list[Patch | Line2D] = [
-        Patch(color=COLOURS[kind], label=kind) for kind in (*_kinds(rows), CRITICAL)
+        Patch(color=_COLOURS[kind], label=kind) for kind in (*_kinds(rows), CRITICAL)
     ]
     if any(plan.certificate is not None for plan in plans):
-        line = Line2D([], [], color=COLOURS[CRITICAL], ls="--", label="proved lower bound")
+        line = Line2D([], [], color=_COLOURS[CRITICAL], ls="--", label="proved lower bound")
         handles.append(line)
     axes.figure.legend(
         handles=handles, loc="outside lower center", ncols=7, frameon=False, fontsize=8
@@ -200,7 +200,7 @@ def _draw_legend(axes: "Axes", plans: Sequence[OperatorPlan], rows: Sequence[Lan
 
 def _kinds(rows: Sequence[Lane]) -> list[str]:
     found = {bar.kind for row in rows for bar in row.bars}
-    return [kind for kind in COLOURS if kind in found]
+    return [kind for kind in _COLOURS if kind in found]
 
 
 def write_html(plan: OperatorPlan, path: str | os.PathLike[str]) -> None:
@@ -268,7 +268,7 @@ def drawing(plan: OperatorPlan) -> Drawing:
     """The timeline, with the critical path marked."""
     unit, scale = time_unit(end_of(plan))
     rows = lanes(plan, None)
-    kinds = {kind: Kind(kind, COLOURS[kind], DARK[kind]) for kind in _kinds(rows)}
+    kinds = {kind: Kind(kind, _COLOURS[kind], _DARK[kind]) for kind in _kinds(rows)}
     marks: tuple[Mark, ...] = ()
     if plan.certificate is not None:
         marks = (Mark(plan.certificate.bound_seconds, "proved lower bound"),)

@@ -41,10 +41,18 @@ from stagewright.graphs.machines.cluster import Cluster
 
 TEMPLATE = "page.html.jinja"
 MOST_OF = 75  # characters of a class that are shown with a number
-MOST_CURVES = 32  # of microbatches in flight
-MOST_BARS = 64  # of peak memory; the fullest devices are shown
+_MOST_CURVES = 32  # of microbatches in flight
+_MOST_BARS = 64  # of peak memory; the fullest devices are shown
 # Work, then idle time from the most to the least.
-SHARE_COLOURS = ("var(--problem)", "#d98a2b", "#8a6fc0", "#6f7d8c", "#b9707f", "#4f9d9d", "#a8a04b")
+_SHARE_COLOURS = (
+    "var(--problem)",
+    "#d98a2b",
+    "#8a6fc0",
+    "#6f7d8c",
+    "#b9707f",
+    "#4f9d9d",
+    "#a8a04b",
+)
 
 
 def write_html(
@@ -89,8 +97,10 @@ def _contents(plan: PipelinePlan, cluster: Cluster | None) -> dict[str, Any]:
         topology=drawn,
         topology_head=TOPOLOGY_HEAD,
         topology_rows=[] if drawn is None else topology_rows(drawn),
-        memory=memory[:MOST_BARS],
-        memory_note=f"the {MOST_BARS} fullest of {len(memory)}" if len(memory) > MOST_BARS else "",
+        memory=memory[:_MOST_BARS],
+        memory_note=f"the {_MOST_BARS} fullest of {len(memory)}"
+        if len(memory) > _MOST_BARS
+        else "",
         has_limits=any(one["limit_percent"] is not None for one in memory),
         in_flight=_in_flight(plan, flights),
         bounds=_bounds(plan),
@@ -147,7 +157,7 @@ def _shares(found: PlanExplanation) -> Iterator[dict[str, str]]:
     parts = [("works", found.device.seconds)]
     parts += sorted(((f"idle {cause}", s) for cause, s in idle.items()), key=lambda one: -one[1])
     whole = found.iteration_seconds
-    for (name, seconds), fill in zip(parts, SHARE_COLOURS, strict=False):
+    for (name, seconds), fill in zip(parts, _SHARE_COLOURS, strict=False):
         percent = f"{100 * seconds / whole:.2f}"
         yield {"name": f"{seconds / whole:.1%} {name}", "percent": percent, "fill": fill}
 
@@ -166,7 +176,7 @@ def _memory(plan: PipelinePlan) -> Iterator[dict[str, Any]]:
         key = (tuple(its), peaks.get(name, 0.0), capacity.get(name))
         same.setdefault(key, []).append(name)
     rows = list(same.items())
-    if len(rows) > MOST_BARS:
+    if len(rows) > _MOST_BARS:
         rows.sort(key=lambda row: -row[0][1])
     most = 1.02 * max((max(peak, limit or 0.0) for (_, peak, limit), _ in rows), default=1.0)
     for (stages, peak, limit), names in rows:
@@ -182,7 +192,7 @@ def _memory(plan: PipelinePlan) -> Iterator[dict[str, Any]]:
 def _in_flight(plan: PipelinePlan, flights: Sequence[Curve]) -> Chart:
     """Microbatches in flight over time, per stage; of many stages some at equal distances."""
     unit, scale = time_unit(finish_seconds(plan))
-    every = -(-len(plan.stages) // MOST_CURVES)
+    every = -(-len(plan.stages) // _MOST_CURVES)
     return Chart(
         f"time in {unit}",
         "microbatches",

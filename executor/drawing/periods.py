@@ -21,10 +21,10 @@ from stagewright.formulations.plans.unrolling import unroll_run, warm_up_periods
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import format_seconds
 
-WHOLE_PERIODS = 4  # drawn at least, to show the repetition
+_WHOLE_PERIODS = 4  # drawn at least, to show the repetition
 
 
-MAX_DRAWN_ACTIONS = 1_000_000
+_MAX_DRAWN_ACTIONS = 1_000_000
 
 
 Span = tuple[str, float, float]
@@ -91,7 +91,7 @@ def drawn(plan: PipelinePlan) -> PipelinePlan:
     if not isinstance(plan.schedule, PeriodicSchedule):
         return plan
     microbatches = _drawn_microbatches(plan.schedule)
-    if microbatches * len(plan.schedule.actions) > MAX_DRAWN_ACTIONS:
+    if microbatches * len(plan.schedule.actions) > _MAX_DRAWN_ACTIONS:
         raise InputError(
             f"schedule: {len(plan.schedule.actions)} actions with index shifts of up to "
             f"{warm_up_periods(plan.schedule)} periods are too many to be drawn"
@@ -117,7 +117,7 @@ def phases(plan: PipelinePlan) -> Phases | None:
 def _drawn_microbatches(schedule: PeriodicSchedule) -> int:
     """The number for which the whole periods are about as long as warm-up and drain."""
     fill = warm_up_periods(schedule)
-    return fill + max(WHOLE_PERIODS, fill)
+    return fill + max(_WHOLE_PERIODS, fill)
 
 
 def finish_seconds(plan: PipelinePlan) -> float:

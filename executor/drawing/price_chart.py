@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 DAY = 86_400.0
 MOST_LINES = 8
 """Number of drawn offers: those of the plan, then the cheapest of other regions and GPU kinds."""
-HEADROOM = 4.0
+_HEADROOM = 4.0
 """Height of the axis relative to the plan's highest price of work; higher prices are clipped."""
 
 
@@ -41,7 +41,7 @@ def price_png(problem: SwitchingProblem, plan: Sequence[Stay], title: str) -> by
     axes.set_title(title, fontsize=11, loc="left", wrap=True)
     axes.set_ylabel("dollars per hour of work")
     paid = [problem.offers[stay.offer].dollars_per_work(stay.begin_seconds) for stay in plan]
-    axes.set_ylim(0, HEADROOM * max(paid, default=0.0) or None)
+    axes.set_ylim(0, _HEADROOM * max(paid, default=0.0) or None)
     began = datetime.datetime.fromtimestamp(problem.start_seconds, datetime.UTC)
     axes.set_xlabel(f"days after {began:%Y-%m-%d %H:%M} UTC")
     axes.grid(color="#dddddd", lw=0.6)

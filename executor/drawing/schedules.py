@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 TEMPLATE = "schedules.html.jinja"
 ROW_INCHES = 0.22
-LIGHTEST = 0.42  # share of white in the colour of a device's last chunk
+_LIGHTEST = 0.42  # share of white in the colour of a device's last chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ def _bar(block: Block, shade: float) -> Bar:
 
 
 def _kind(kind: ActionKind, shade: float) -> Kind:
-    dark = mixed(DARK_COLOURS[kind], "#ffffff", LIGHTEST * shade)
+    dark = mixed(DARK_COLOURS[kind], "#ffffff", _LIGHTEST * shade)
     return Kind(KIND_NAMES[kind], _colour(kind, shade), dark)
 
 
@@ -182,4 +182,4 @@ def _shades(timed: TimedOrder, device: int) -> tuple[float, ...]:
 
 
 def _colour(kind: ActionKind, shade: float) -> str:
-    return mixed(KIND_COLOURS[kind], "#ffffff", LIGHTEST * shade)
+    return mixed(KIND_COLOURS[kind], "#ffffff", _LIGHTEST * shade)

@@ -7,7 +7,7 @@ from stagewright.executor.drawing.chart import DOTS_PER_INCH, save
 from stagewright.executor.drawing.colours import CATEGORIES
 
 WIDTH_INCHES, HEIGHT_INCHES = 10.0, 5.5
-MARKERS = "osD^vP*X"  # lines are told apart without their colours too
+_MARKERS = "osD^vP*X"  # lines are told apart without their colours too
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ def sweep_png(axis: str, places: Sequence[str], lines: Sequence[SweepLine]) -> b
     axes = figure.add_subplot()
     for number, line in enumerate(lines):
         rates = [float("nan") if rate is None else rate for rate in line.rates]
-        marker = MARKERS[number % len(MARKERS)]
+        marker = _MARKERS[number % len(_MARKERS)]
         colour = CATEGORIES[number % len(CATEGORIES)]
         axes.plot(range(len(places)), rates, f"{marker}-", color=colour, label=line.name, ms=5)
     axes.set_xticks(range(len(places)), places)

@@ -11,7 +11,7 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import byte_unit, format_bytes, format_seconds
 from stagewright.graphs.machines.cluster import Cluster, Link, ServerLinks
 
-MOST_ROUND = 16  # devices of a server that are drawn in a ring, with a line for each link
+_MOST_ROUND = 16  # devices of a server that are drawn in a ring, with a line for each link
 HEAD = ("<server", "<device", "<kind", "<stage and replica", "memory", "sent and received",
         "all-reduced")  # fmt: skip
 
@@ -128,7 +128,7 @@ def _per_second(rate: float) -> str:
 
 def _links_in(cluster: Cluster, server: Sequence[int]) -> list[tuple[int, int, float]]:
     """The links of a server's pairs of devices, where they are not all the same."""
-    if isinstance(cluster.links, ServerLinks) or not 2 < len(server) <= MOST_ROUND:
+    if isinstance(cluster.links, ServerLinks) or not 2 < len(server) <= _MOST_ROUND:
         return []
     block = cluster.direct_bandwidth[np.ix_(server, server)]
     block = np.maximum(block, block.T)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Files = dict[str, str]
 
-PARTITION = ("model", "partition_only")
+_PARTITION = ("model", "partition_only")
 LAUNCH = ("command", "cluster", "per_server")
 
 
@@ -33,10 +33,10 @@ class Format:
 
 FORMATS: dict[str, Format] = {
     "torch-csv": Format(torch_pipelining.schedule, ("model",), torch_pipelining.remarks),
-    "torchtitan": Format(torch_pipelining.torchtitan, PARTITION),
-    "nemo": Format(torch_pipelining.nemo, PARTITION),
-    "megatron": Format(megatron.arguments, PARTITION),
-    "deepspeed": Format(deepspeed.module, PARTITION),
+    "torchtitan": Format(torch_pipelining.torchtitan, _PARTITION),
+    "nemo": Format(torch_pipelining.nemo, _PARTITION),
+    "megatron": Format(megatron.arguments, _PARTITION),
+    "deepspeed": Format(deepspeed.module, _PARTITION),
     "torchrun": Format(launchers.torchrun, LAUNCH),
     "slurm": Format(launchers.slurm, (*LAUNCH, "cpus", "time")),
     "kubernetes": Format(launchers.kubernetes, (*LAUNCH, "image")),

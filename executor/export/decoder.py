@@ -13,7 +13,7 @@ from stagewright.graphs.documents.errors import InputError
 
 Stages = Sequence[Sequence[str]]
 
-MEANING = "an embedding ('embedding'), numbered blocks ('layers.0'), and an output ('head')"
+_MEANING = "an embedding ('embedding'), numbered blocks ('layers.0'), and an output ('head')"
 CURE = "use such names for the model's layers, or export to torch-csv or deepspeed"
 _ROLES = {  # in the order in which they follow one another
     "embedding": re.compile(r"(.*[._])?(embed\w*|\w*embeddings?|wte|wpe|drop)"),
@@ -66,10 +66,10 @@ def _roles(layers: Sequence[str], names: Mapping[str, str], framework: str) -> d
         role, number = _told(layer, framework)
         if role not in names:
             raise InputError(
-                f"layer {layer!r} has no module in {framework}, which has {MEANING}; {CURE}"
+                f"layer {layer!r} has no module in {framework}, which has {_MEANING}; {CURE}"
             )
         if _ORDER.index(role) < _ORDER.index(before):
-            raise InputError(f"layer {layer!r} is out of order: {framework} has {MEANING}")
+            raise InputError(f"layer {layer!r} is out of order: {framework} has {_MEANING}")
         if number is not None:
             wanted = min(number, 1) if block is None else block + 1
             if number != wanted:
@@ -88,7 +88,7 @@ def _told(layer: str, framework: str) -> tuple[str, int | None]:
         match = pattern.fullmatch(layer)
         if match is not None:
             return role, int(match["number"]) if role == "block" else None
-    raise InputError(f"layer {layer!r} is not recognised: {framework} has {MEANING}; {CURE}")
+    raise InputError(f"layer {layer!r} is not recognised: {framework} has {_MEANING}; {CURE}")
 
 
 def _require_ends(
@@ -100,6 +100,6 @@ def _require_ends(
             raise InputError(f"stage {s} has no module of {framework}, only {layers}")
     if names["embedding"] not in found[0] or names["head"] not in found[-1]:
         raise InputError(
-            f"layers {stages[0][0]!r} to {stages[-1][-1]!r}: {framework} has {MEANING}, and "
+            f"layers {stages[0][0]!r} to {stages[-1][-1]!r}: {framework} has {_MEANING}, and "
             "neither end can be missing"
         )

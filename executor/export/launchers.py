@@ -19,9 +19,9 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Cluster
 
 NAME = "stagewright"
-LABEL = 63  # characters of a DNS label
+_LABEL = 63  # characters of a DNS label
 PORT = 29500  # torchrun's default
-JOB_PORT = "$((20000 + SLURM_JOB_ID % 20000))"  # two jobs on one node use different ports
+_JOB_PORT = "$((20000 + SLURM_JOB_ID % 20000))"  # two jobs on one node use different ports
 
 
 # Minutes, with seconds, or with hours; or days and hours, with minutes and seconds (man sbatch).
@@ -63,7 +63,7 @@ def slurm(plan: PipelinePlan, options: Options) -> dict[str, str]:
     cpus = _cpus(options, len(nodes[0].devices))
     on_node = [
         *_visible(nodes, "SLURM_NODEID"),
-        f'exec torchrun {_several(nodes, "$SLURM_NODEID", JOB_PORT)} --no-python "$@"',
+        f'exec torchrun {_several(nodes, "$SLURM_NODEID", _JOB_PORT)} --no-python "$@"',
     ]
     lines = [
         "#!/usr/bin/env bash",
@@ -168,7 +168,7 @@ def _job_name(model: str, nodes: int) -> str:
     their index.
     """
     tag = secrets.token_hex(5)
-    rest = LABEL - len(f"{NAME}--{tag}-{nodes - 1}")
+    rest = _LABEL - len(f"{NAME}--{tag}-{nodes - 1}")
     words = re.sub("[^a-z0-9]+", "-", model.lower())[:rest].strip("-")
     return "-".join(filter(None, (NAME, words, tag)))
 

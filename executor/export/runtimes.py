@@ -14,7 +14,7 @@ _NAMES: dict[str, tuple[str, Mapping[str, str]]] = {
     "nemo": ("NeMo AutoModel", torch_pipelining.NEMO),
     "megatron": (megatron.NAME, megatron.SYMBOLS),
 }
-ZERO_1: tuple[Shards, ...] = ("none", "optimizer")
+_ZERO_1: tuple[Shards, ...] = ("none", "optimizer")
 RUNTIMES = ("torch-csv", *_NAMES, "deepspeed")
 
 
@@ -33,11 +33,11 @@ def runtime_of(to: str, chain: Chain) -> Runtime:
         return torch_runtime(len(chain))
     if to == "deepspeed":
         every = tuple(range(1, len(chain)))
-        return Runtime(deepspeed.NAME, ("1f1b",), every, ("none", "full", "layer"), ZERO_1)
+        return Runtime(deepspeed.NAME, ("1f1b",), every, ("none", "full", "layer"), _ZERO_1)
     name, names = _NAMES[to]
     cuts = _cuts(chain, names, name)
     if to == "megatron":
-        return Runtime(name, ("1f1b", "interleaved"), cuts, shards=ZERO_1)
+        return Runtime(name, ("1f1b", "interleaved"), cuts, shards=_ZERO_1)
     if to == "nemo":
         return Runtime(
             name, ANY_ORDER, cuts, any_order=True, least_ranks=2, most_replicas=1, fills=True

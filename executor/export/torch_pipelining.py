@@ -77,7 +77,7 @@ def configure(config):
 # The recipes of torchtitan recompute: their selective mode is not what the plan's times are of.
 _NO_RECOMPUTATION = "    config.activation_checkpoint = None  # the plan recomputes nothing\n"
 
-ROTARY = "model.rotary_emb"  # every stage of a Hugging Face decoder needs it
+_ROTARY = "model.rotary_emb"  # every stage of a Hugging Face decoder needs it
 
 F = ActionKind.FORWARD
 
@@ -165,7 +165,7 @@ def nemo(plan: PipelinePlan, options: Options) -> dict[str, str]:
     section = {
         "pp_schedule": _schedule_name(ranks, options, "NeMo AutoModel"),
         "pp_microbatch_size": samples,
-        "module_fqns_per_model_part": [[*part, ROTARY] for part in parts],
+        "module_fqns_per_model_part": [[*part, _ROTARY] for part in parts],
     }
     files = {} if options.partition_only else {SCHEDULE: _csv(plan, ranks)}
     if files:

@@ -28,7 +28,7 @@ from stagewright.graphs.machines.cluster import Cluster, Device, from_matrix
 
 SIZES = (4_096, 65_536, 1_048_576, 16_777_216)  # bytes
 DIGITS = 4  # significant digits of a measurement
-NUMBER_BYTES = 4  # of what an all-reduce adds
+_NUMBER_BYTES = 4  # of what an all-reduce adds
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,9 +63,9 @@ def measure_links(device: torch.device, sizes: Sequence[int] = SIZES, *, rounds:
             bandwidth[pair], latency[pair] = fit(sizes, seconds)
         dist.barrier()
     bandwidth, latency = _as_senders_see_it(bandwidth, latency)
-    numbers = -(-max(sizes) // NUMBER_BYTES)
+    numbers = -(-max(sizes) // _NUMBER_BYTES)
     together = _all_reduce(numbers, rounds, device)
-    share = reduce_share(ranks, NUMBER_BYTES * numbers, together, bandwidth, latency)
+    share = reduce_share(ranks, _NUMBER_BYTES * numbers, together, bandwidth, latency)
     return Links(bandwidth, latency, share)
 
 

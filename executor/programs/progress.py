@@ -9,7 +9,7 @@ from stagewright.executor.programs.verify_transfers import by_peer
 from stagewright.executor.programs.work import InvalidProgram
 from stagewright.formulations.plans.actions import Action
 
-AROUND = 3  # instructions shown on either side of the place where a rank hangs
+_AROUND = 3  # instructions shown on either side of the place where a rank hangs
 
 
 class Progress(ABC):
@@ -89,8 +89,8 @@ class Progress(ABC):
         shown = [
             f">>{one}<<" if i == at else str(one)
             for i, one in enumerate(row)
-            if abs(i - at) <= AROUND
+            if abs(i - at) <= _AROUND
         ]
-        head = ["..."] if at > AROUND else []
-        tail = ["..."] if at + AROUND + 1 < len(row) else []
+        head = ["..."] if at > _AROUND else []
+        tail = ["..."] if at + _AROUND + 1 < len(row) else []
         return ",".join([*head, *shown, *tail])

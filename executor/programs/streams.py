@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from stagewright.executor.programs.program import Row
 from stagewright.formulations.plans.actions import REDUCE, UPDATE, Action, B, I, W
 
-Datum = tuple[str, int, int | None]
+_Datum = tuple[str, int, int | None]
 
 
 def waits(row: Row) -> tuple[int | None, ...]:
@@ -14,7 +14,7 @@ def waits(row: Row) -> tuple[int | None, ...]:
     A stream runs its instructions in order, so the latest one that touches the same data stands for
     all before it. An instruction waits for nothing if its stream has waited for as much before.
     """
-    latest: dict[tuple[bool, Datum], int] = {}
+    latest: dict[tuple[bool, _Datum], int] = {}
     reached = {True: -1, False: -1}  # per stream, the position in the other that it waited for
     found: list[int | None] = []
     for i, one in enumerate(row):
@@ -27,7 +27,7 @@ def waits(row: Row) -> tuple[int | None, ...]:
     return tuple(found)
 
 
-def touched(action: Action) -> Iterator[Datum]:
+def touched(action: Action) -> Iterator[_Datum]:
     """What an action has in common with those of the other stream, and one of them changes.
 
     Forwards touch nothing of it: they follow the update of their stage, in the same stream.

@@ -42,7 +42,7 @@ Table = list[list[list[int]]]
 Entries = dict[ActionKind, Table]
 """All-reduces are under microbatch 0, one after another, one per iteration."""
 
-MEASURED_MICROBATCHES = 48  # minimum for a periodic plan, to average jitter
+_MEASURED_MICROBATCHES = 48  # minimum for a periodic plan, to average jitter
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def prepared_run(problem: PipelineProblem, plan: PipelinePlan, factors: Mapping[
     schedule, finite = plan.schedule, plan
     if isinstance(schedule, PeriodicSchedule):
         steady = steady_microbatches(schedule)
-        measured = max(2 * steady, 2 * plan.microbatches, MEASURED_MICROBATCHES)
+        measured = max(2 * steady, 2 * plan.microbatches, _MEASURED_MICROBATCHES)
         iterations = math.ceil((3 * steady + measured) / plan.microbatches)
         finite = finite_run(plan, iterations)
         finite = _with_updates(problem, plan, schedule, finite)

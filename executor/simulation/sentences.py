@@ -11,7 +11,7 @@ from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.units import format_bytes, format_seconds
 
-UNEVEN = 1.02  # times the mean work of the devices; less is not worth a sentence
+_UNEVEN = 1.02  # times the mean work of the devices; less is not worth a sentence
 MOST_STAGES = 3  # of the critical path's, named with their shares
 
 
@@ -57,7 +57,7 @@ def _balance(found: PlanExplanation) -> Iterator[str]:
     """How much longer the busiest device works than the others, if it does."""
     mean = sum(found.busy_seconds.values()) / len(found.busy_seconds)
     most = max(found.busy_seconds.values())
-    if most > UNEVEN * mean:
+    if most > _UNEVEN * mean:
         yield (
             f"On average the devices in use work for {mean / found.iteration_seconds:.1%} of an "
             f"iteration, the busiest {most / mean:.2f} times as long."

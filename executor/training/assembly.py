@@ -38,7 +38,7 @@ from stagewright.executor.training.stages.weights import MakeOptimizer, Weights
 from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.plans.plan import PipelinePlan, Stage
 
-SHARDED: dict[str, type[DividedWeights]] = {"optimizer": OptimizerShards, "weights": WeightShards}
+_SHARDED: dict[str, type[DividedWeights]] = {"optimizer": OptimizerShards, "weights": WeightShards}
 
 
 def example_of(
@@ -125,7 +125,7 @@ def weights_of(
             "schedule": schedule,
             "updates": _updates_of_step(plan, program, s),
         }
-        if (kind := SHARDED.get(plan.stages[s].shards)) is not None:
+        if (kind := _SHARDED.get(plan.stages[s].shards)) is not None:
             group = groups.stages[s]
             # Of the same position in its tensor group as this one.
             first = rank.devices.index(plan.stages[s].devices[rank.position(s)])

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 from stagewright.graphs.documents.errors import InputError
 
-FLUSH_SECONDS = 10
+_FLUSH_SECONDS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class BoardLog:
 
         if self._writer is None:
             self._writer = SummaryWriter(
-                str(self._folder), purge_step=report.step, flush_secs=FLUSH_SECONDS
+                str(self._folder), purge_step=report.step, flush_secs=_FLUSH_SECONDS
             )
         names = ["evaluation_loss"] if report.step == self._last else COLUMNS[1:]
         self._last = report.step

@@ -19,7 +19,7 @@ from stagewright.formulations.plans.tensor import share_count
 from stagewright.formulations.plans.weight_rules import FLUSH
 from stagewright.graphs.documents.errors import InputError, Notice
 
-CLIPPING_ARGUMENT = re.compile(r"max_(grad_)?norm|.*(grad|norm).*clip.*|.*clip.*(grad|norm).*")
+_CLIPPING_ARGUMENT = re.compile(r"max_(grad_)?norm|.*(grad|norm).*clip.*|.*clip.*(grad|norm).*")
 
 
 def require_clip_norm(plan: PipelinePlan, clip_norm: float | None) -> None:
@@ -370,7 +370,7 @@ def clips_by_itself(optimizer: torch.optim.Optimizer) -> str | None:
     name = type(optimizer).__name__
     groups = chain.from_iterable(group.items() for group in optimizer.param_groups)
     for key, value in chain(optimizer.defaults.items(), groups):
-        if CLIPPING_ARGUMENT.fullmatch(key) and value:
+        if _CLIPPING_ARGUMENT.fullmatch(key) and value:
             return f"{name} with {key}={value}"
     clipping = (one.__name__ for one in type(optimizer).__mro__ if "clip" in one.__name__.lower())
     return next(clipping, None)

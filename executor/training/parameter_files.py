@@ -11,12 +11,12 @@ from torch import Tensor
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 
-SAFETENSORS = ".safetensors"
+_SAFETENSORS = ".safetensors"
 
 
 def require_format(path: Path | None) -> None:
     """Refuse a safetensors file where the library is not installed."""
-    if path is not None and path.suffix == SAFETENSORS and find_spec("safetensors") is None:
+    if path is not None and path.suffix == _SAFETENSORS and find_spec("safetensors") is None:
         raise InputError(
             f"{path} needs the package safetensors: pip install 'stagewright[safetensors]', or "
             "name a file that ends in .pt"
@@ -25,7 +25,7 @@ def require_format(path: Path | None) -> None:
 
 def write_parameters(path: Path, parameters: Mapping[str, Tensor]) -> None:
     """Write a state dict, in which tied names have the same tensor."""
-    if path.suffix == SAFETENSORS:
+    if path.suffix == _SAFETENSORS:
         content = _safetensors(parameters)
     else:
         buffer = io.BytesIO()

@@ -8,15 +8,15 @@ import torch
 
 from stagewright.executor.programs.trace import MemoryKind
 
-SCHEDULING = Path("/proc/thread-self/schedstat")
+_SCHEDULING = Path("/proc/thread-self/schedstat")
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-FORGET_PEAK = "5"
+_FORGET_PEAK = "5"
 
 
 def waited_seconds() -> float | None:
     """How long this thread has been ready to run without a core; None but on Linux."""
     with suppress(OSError, IndexError):
-        return 1e-9 * int(SCHEDULING.read_bytes().split()[1])
+        return 1e-9 * int(_SCHEDULING.read_bytes().split()[1])
     return None
 
 
@@ -31,7 +31,7 @@ class MemoryMeter:
         self._device, self._base = device, 0.0
         if device.type == "cpu":
             with suppress(OSError):
-                CLEAR.write_text(FORGET_PEAK)
+                CLEAR.write_text(_FORGET_PEAK)
             self._base = _resident("VmRSS") or 0.0
 
     @property

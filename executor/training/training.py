@@ -41,7 +41,7 @@ from stagewright.formulations.operators.plan import OperatorPlan
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError
 
-AnyExecutor = Executor | OperatorExecutor
+_AnyExecutor = Executor | OperatorExecutor
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ class Task:
         """A mini-batch as (inputs, targets); see `pair`."""
         return pair(batch, has_loss=self.loss is not None)
 
-    def executor(self, batch: tuple[Any, Any], device: torch.device) -> AnyExecutor:
+    def executor(self, batch: tuple[Any, Any], device: torch.device) -> _AnyExecutor:
         """Make the executor of this rank; ``batch`` is the first mini-batch."""
         trace = self.trace is not None
         if isinstance(self.plan, OperatorPlan):
@@ -261,7 +261,7 @@ class _Loop:
 
     task: Task
     member: Member
-    executor: AnyExecutor
+    executor: _AnyExecutor
     readers: Readers
     on_step: OnStep
     first: int
@@ -314,7 +314,7 @@ class _Loop:
         self.on_step(self.reported)
 
 
-def _learning_rate(executor: AnyExecutor) -> float | None:
+def _learning_rate(executor: _AnyExecutor) -> float | None:
     """That of the rank's first group of parameters now."""
     optimizers = [] if isinstance(executor, OperatorExecutor) else executor.optimizers
     return next((float(one.param_groups[0]["lr"]) for one in optimizers), None)
@@ -334,7 +334,7 @@ def devices_of_any(plan: PipelinePlan | OperatorPlan) -> tuple[str, ...]:
     return devices_of(plan) if isinstance(plan, OperatorPlan) else plan_devices(plan)
 
 
-def _resume(executor: AnyExecutor, path: Path) -> None:
+def _resume(executor: _AnyExecutor, path: Path) -> None:
     checkpoint.require_same_model(path, executor.state())
     keys = executor.wanted(checkpoint.read_kinds(path))
     executor.load_state(checkpoint.read(path, keys), _seen(path))
@@ -347,7 +347,7 @@ def _seen(path: Path) -> int:
 
 
 def _step(
-    executor: AnyExecutor, batches: Sequence[tuple[Any, Any]], *, to_the_end: bool
+    executor: _AnyExecutor, batches: Sequence[tuple[Any, Any]], *, to_the_end: bool
 ) -> list[float]:
     """Do a step, ``to_the_end`` with the mini-batches in flight; the losses known then.
 
@@ -365,19 +365,19 @@ def _is_due(every: int, task: Task, step: int) -> bool:
 
 
 def _evaluated(
-    task: Task, readers: Readers, executor: AnyExecutor, most: int | None = None
+    task: Task, readers: Readers, executor: _AnyExecutor, most: int | None = None
 ) -> float | None:
     """The mean loss of the mini-batches that are held out, where it is known; of ``most``."""
     assert isinstance(executor, Executor)
     return executor.evaluate(islice(readers.each(task.held_out), most))
 
 
-def _save(task: Task, executor: AnyExecutor, step: int) -> None:
+def _save(task: Task, executor: _AnyExecutor, step: int) -> None:
     if task.checkpoints is not None and _is_due(task.checkpoint_every, task, step):
         checkpoint.save(task.checkpoints, executor.state(), task.header(step))
 
 
-def _write_results(task: Task, executor: AnyExecutor) -> None:
+def _write_results(task: Task, executor: _AnyExecutor) -> None:
     if task.parameters is not None:
         parameters = executor.parameters_on_first_rank()
         if parameters is not None:

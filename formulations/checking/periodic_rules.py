@@ -30,7 +30,7 @@ from stagewright.formulations.plans.timing import update_seconds
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.errors import InputError
 
-MOST_OPERATIONS = 5  # of a stage and a microbatch: F, I, W and two transfers
+_MOST_OPERATIONS = 5  # of a stage and a microbatch: F, I, W and two transfers
 ENDS_BACKWARD = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
 
 
@@ -89,7 +89,7 @@ def _broken_repetition(
 
 def _late(one: PeriodicAction, stages: int, place: str) -> Iterator[Violation]:
     """No operation waits for more than a period: any later it could run a period earlier."""
-    latest = 2 * MOST_OPERATIONS * stages
+    latest = 2 * _MOST_OPERATIONS * stages
     if one.shift > latest:
         yield Violation(
             "versions",

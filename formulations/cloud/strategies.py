@@ -18,7 +18,7 @@ from stagewright.formulations.cloud.switching import (
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.workloads.prices import HOUR, Instance
 
-REFERENCE_GPU = "v100"
+_REFERENCE_GPU = "v100"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Strategy:
 
 STRATEGIES = {
     "1xv100": Strategy(
-        lambda home, one: home.has(one) and one.gpu == REFERENCE_GPU and one.gpus == 1
+        lambda home, one: home.has(one) and one.gpu == _REFERENCE_GPU and one.gpus == 1
     ),
     "gpu-type": Strategy(lambda home, one: home.has(one) and one.gpus == 1),
     "multi-gpu": Strategy(lambda home, one: home.has(one)),

@@ -29,7 +29,7 @@ from stagewright.graphs.documents.units import format_bytes
 from stagewright.graphs.importers.dnn_partitioning import Workload
 
 HOST = -1
-SAME_COST_MS = 1e-6  # as much as the published program lets costs of one output differ
+_SAME_COST_MS = 1e-6  # as much as the published program lets costs of one output differ
 
 Home = tuple[int, ...]
 
@@ -185,7 +185,7 @@ def latency_problem(workload: Workload) -> LatencyProblem:
     costs: dict[int, float] = {}
     for edge in workload.edges:
         v = place[edge.source_id]
-        if abs(costs.setdefault(v, edge.cost) - edge.cost) > SAME_COST_MS:
+        if abs(costs.setdefault(v, edge.cost) - edge.cost) > _SAME_COST_MS:
             label = workload.nodes[v].label
             raise InputError(f"{label!r} has edges of costs {costs[v]} and {edge.cost}")
     nodes = workload.nodes

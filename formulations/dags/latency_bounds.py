@@ -22,7 +22,7 @@ from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.arrays import Floats
 
 DEPTH = 16  # of branches whose nodes may join a call
-MOST_WEIGHTS = 24  # of nodes, by which paths are heavy
+_MOST_WEIGHTS = 24  # of nodes, by which paths are heavy
 
 
 class PathBound:
@@ -167,7 +167,7 @@ class PathBound:
         ]
         yield from kinds
         random = np.random.default_rng(0)
-        for _ in range(MOST_WEIGHTS - len(kinds)):
+        for _ in range(_MOST_WEIGHTS - len(kinds)):
             shares = random.dirichlet(np.full(len(kinds), 0.5))
             yield sum(share * values for share, values in zip(shares, kinds, strict=True))
 

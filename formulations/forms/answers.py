@@ -19,7 +19,7 @@ from stagewright.graphs.documents.units import (
 if TYPE_CHECKING:
     from stagewright.formulations.plans.plan_class import PlanClass
 
-MAX_THREADS = 1024
+_MAX_THREADS = 1024
 
 V = TypeVar("V")
 
@@ -124,7 +124,7 @@ def require_limits(limits: Limits, spelled: Callable[[str], str] = str) -> Limit
     require_number(limits.seconds, time_limit)
     if not is_finite(limits.seconds) or limits.seconds <= 0:
         raise InputError(f"{time_limit} must be a positive number of seconds, got {limits.seconds}")
-    require_count(limits.threads, spelled("threads"), MAX_THREADS)
+    require_count(limits.threads, spelled("threads"), _MAX_THREADS)
     require_seed(limits.seed, spelled("seed"))
     parse_share(limits.gap, spelled("gap"))
     return limits

@@ -9,8 +9,8 @@ from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.arrays import Floats
 
 TICKS = 24  # log2 of the horizon for times without a common unit; finer ticks slow the proofs
-MAX_TICKS = 2**40  # times with a common unit are taken exactly up to this horizon
-MAX_DENOMINATOR = 10_000  # of a time as a fraction of the least time
+_MAX_TICKS = 2**40  # times with a common unit are taken exactly up to this horizon
+_MAX_DENOMINATOR = 10_000  # of a time as a fraction of the least time
 SHARES = 2.0**40  # integers in a memory
 EXACT = 1e-12  # relative error of a time that still counts as a multiple of the unit
 
@@ -21,7 +21,7 @@ def exact_unit(values: Floats, most: float) -> float | None:
     if len(positive) == 0:
         return 1.0
     for unit in (1.0, _common_unit(positive)):
-        if most <= MAX_TICKS * unit and are_multiples(positive, unit):
+        if most <= _MAX_TICKS * unit and are_multiples(positive, unit):
             return unit
     return None
 
@@ -62,8 +62,8 @@ def _common_unit(times: Floats) -> float:
     Where it would be too small to be used, some other one that is.
     """
     least = float(times.min())
-    ratios = [Fraction(time / least).limit_denominator(MAX_DENOMINATOR) for time in times.tolist()]
-    return least / min(math.lcm(*(ratio.denominator for ratio in ratios)), 2 * MAX_TICKS)
+    ratios = [Fraction(time / least).limit_denominator(_MAX_DENOMINATOR) for time in times.tolist()]
+    return least / min(math.lcm(*(ratio.denominator for ratio in ratios)), 2 * _MAX_TICKS)
 
 
 def are_multiples(times: Floats, unit: float) -> bool:

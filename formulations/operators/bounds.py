@@ -19,7 +19,7 @@ LOAD = "load priced by device"
 INTERVALS = "load of intervals"
 CP_SAT = "CP-SAT"
 
-INTERVAL_ENTRIES = 400_000  # operators x ends of intervals
+_INTERVAL_ENTRIES = 400_000  # operators x ends of intervals
 MOST_ENDS = 64
 STEPS = 50  # of Newton's method, which ends after as many steps as there are kinks
 ROUNDING = 1e-12  # relative
@@ -141,7 +141,7 @@ def interval_load(problem: OperatorProblem, heads: Floats, tails: Floats, lower:
     if it is positive for T = ``lower``, L is at least its positive root.
     """
     work, m = problem.seconds.min(axis=1), len(problem.devices)
-    count = max(4, min(MOST_ENDS, INTERVAL_ENTRIES // len(work)))
+    count = max(4, min(MOST_ENDS, _INTERVAL_ENTRIES // len(work)))
     best = lower
     ends = _some(tails, count)
     for h in _some(heads, count).tolist():

@@ -39,7 +39,7 @@ from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.models.chain import ChainCosts
 
-RECOMPUTATIONS = ("none", "full")
+_RECOMPUTATIONS = ("none", "full")
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class StageAllocationProblem:
             raise InputError(
                 f"special must be None or from 0 to {len(self.groups) - 1}, got {self.special}"
             )
-        known = set(self.recompute) <= set(RECOMPUTATIONS)
+        known = set(self.recompute) <= set(_RECOMPUTATIONS)
         if not known or not 0 < len(self.recompute) == len(set(self.recompute)):
             raise InputError(f"recompute must name 'none', 'full' or both, got {self.recompute}")
 

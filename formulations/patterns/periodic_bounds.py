@@ -21,12 +21,12 @@ MARGIN = 1e-12
 
 LOAD = "load of all devices"
 LAYER = "longest layer"
-REDUCTION = "largest all-reduce of a layer"
-REDUCTIONS = "all-reduces of all devices"
-AVERAGE_MEMORY = "memory of all devices, averaged over the period"
-LAYER_MEMORY = "microbatches in flight that 1F1B* keeps of one layer"
+_REDUCTION = "largest all-reduce of a layer"
+_REDUCTIONS = "all-reduces of all devices"
+_AVERAGE_MEMORY = "memory of all devices, averaged over the period"
+_LAYER_MEMORY = "microbatches in flight that 1F1B* keeps of one layer"
 
-NAMES = (LOAD, LAYER, REDUCTION, REDUCTIONS, AVERAGE_MEMORY, LAYER_MEMORY)
+NAMES = (LOAD, LAYER, _REDUCTION, _REDUCTIONS, _AVERAGE_MEMORY, _LAYER_MEMORY)
 
 
 def iteration_bounds(
@@ -41,8 +41,8 @@ def iteration_bounds(
     periods = [(name, one, EVERY_PERIODIC) for name, one in work_periods(problem, size).items()]
     if recompute == ("none",):
         periods += [
-            (AVERAGE_MEMORY, _average_memory(problem, size, work), WHOLE_PERIODIC),
-            (LAYER_MEMORY, _layer_memory(problem, size, work), WHOLE_PERIODIC),
+            (_AVERAGE_MEMORY, _average_memory(problem, size, work), WHOLE_PERIODIC),
+            (_LAYER_MEMORY, _layer_memory(problem, size, work), WHOLE_PERIODIC),
         ]
     pause, reductions = least_pause(problem, size), _least_reductions(problem, size)
     found = [
@@ -50,8 +50,8 @@ def iteration_bounds(
     ]
     # All-reduces may overlap with the pause.
     found += [
-        (REDUCTION, float(reductions.max()), EVERY_PERIODIC),
-        (REDUCTIONS, size * float(reductions.sum()) / len(problem.cluster), EVERY_PERIODIC),
+        (_REDUCTION, float(reductions.max()), EVERY_PERIODIC),
+        (_REDUCTIONS, size * float(reductions.sum()) / len(problem.cluster), EVERY_PERIODIC),
     ]
     return tuple(
         Bound(seconds, name, "problem", replace(plans, equal_groups=(size,)))

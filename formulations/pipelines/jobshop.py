@@ -15,7 +15,7 @@ from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 
 LONGEST_JOB, LOAD = "longest job", "load of all machines"
-MAX_TOTAL = 2**53  # durations that add up to more are not exact as floats
+_MAX_TOTAL = 2**53  # durations that add up to more are not exact as floats
 
 Pair = tuple[int, int]
 """A machine and the duration of a step on it."""
@@ -59,8 +59,8 @@ class JobShop:
             for k, choice in enumerate(steps):
                 _require_choice(choice, f"job {j}, step {k}")
         most = sum(max(duration for _, duration in it) for steps in self.choices for it in steps)
-        if most > MAX_TOTAL:
-            raise InputError(f"the durations add up to {most}, the limit is {MAX_TOTAL}")
+        if most > _MAX_TOTAL:
+            raise InputError(f"the durations add up to {most}, the limit is {_MAX_TOTAL}")
 
     @property
     def choices(self) -> tuple[tuple[tuple[Pair, ...], ...], ...]:

@@ -20,7 +20,7 @@ from stagewright.graphs.documents.arrays import Floats, Ints
 SPAN_LOAD, SPAN_PATH = "load of a device", "way of a microbatch"
 WARM_UP, OVER_TIME = "warm-up and drain in memory", "memory over time"
 MEMORY_NAMES = (WARM_UP, OVER_TIME)
-WINDOW_NAMES = (SPAN_LOAD, SPAN_PATH, *MEMORY_NAMES)
+_WINDOW_NAMES = (SPAN_LOAD, SPAN_PATH, *MEMORY_NAMES)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -247,7 +247,7 @@ def window_bounds(problem: MakespanProblem, paths: StagePaths) -> list[tuple[str
     of the device of any earlier stage.
     """
     reduce, spans = np.array(problem.reduce), problem.objective == "span"
-    best = dict.fromkeys(WINDOW_NAMES if spans else MEMORY_NAMES, 0.0)
+    best = dict.fromkeys(_WINDOW_NAMES if spans else MEMORY_NAMES, 0.0)
     for d in range(1 + max(problem.device)):
         on = problem.stages_on(d)
         first, view = on[0], device_view(problem, d, paths)

@@ -30,7 +30,7 @@ from stagewright.graphs.documents.arrays import Floats
 
 LOAD = "load of all devices in every placement"
 ENDS = "load, start and end of all devices in every placement"
-ONE_STAGE = "one stage in every placement"
+_ONE_STAGE = "one stage in every placement"
 BALANCE = "balance of load, start and end in every placement"
 
 TICKS = 2**30  # of the time of all computations
@@ -122,4 +122,4 @@ def _with_ends(problem: MakespanProblem, devices: int) -> Iterator[tuple[str, fl
     ends = np.sort(heads)[:devices].sum() + np.sort(tails)[:devices].sum()
     if problem.stages >= devices:
         yield ENDS, float((work.sum() + ends) / devices)
-    yield ONE_STAGE, float((heads + work + tails).max())
+    yield _ONE_STAGE, float((heads + work + tails).max())

@@ -46,7 +46,7 @@ class Place(IntEnum):
 
 WITHIN = (0, 0, 0, 1, 1, 2)  # by place: whether the stage is in a server, in a rack, or neither
 APART = (0, 1, 2, 1, 2, 2)  # by place: the same for the stage and the previous one together
-ANYWHERE = 2 ** len(WITHIN) - 1  # the bits of all places of split stages
+_ANYWHERE = 2 ** len(WITHIN) - 1  # the bits of all places of split stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +206,7 @@ def _relaxation(problem: PipelineProblem, level: Levels, plans: PlanClass) -> Se
         backward=prefix_sums(np.array([one.backward for one in costs])),
         gradient=prefix_sums(np.array([one.gradient for one in costs])),
         limit=np.array([_limits(problem, one, ranks, plans.offload) for one in choices]),
-        places=np.full(len(problem.chain) + 1, ANYWHERE),
+        places=np.full(len(problem.chain) + 1, _ANYWHERE),
         update=prefix_sums(np.array([one.update for one in costs])),
         parameters=prefix_sums(problem.chain.parameter_bytes),
         boundary=np.array([0.0, *boundary, 0.0]),

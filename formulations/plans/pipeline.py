@@ -30,7 +30,7 @@ from stagewright.graphs.models.chain import (
 )
 from stagewright.graphs.models.sharding import shard_chain
 
-MOST_LINKS = 100_000  # pairs of groups whose slowest link is kept
+_MOST_LINKS = 100_000  # pairs of groups whose slowest link is kept
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ class PipelineProblem:
         """The slowest bandwidth and latency; searches ask for the same groups again and again."""
         key = tuple(ones), tuple(others)
         if key not in self._links:
-            if len(self._links) == MOST_LINKS:
+            if len(self._links) == _MOST_LINKS:
                 self._links.clear()
             self._links[key] = self.cluster.pairs.slowest(ones, others)
         return self._links[key]

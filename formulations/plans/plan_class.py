@@ -30,8 +30,8 @@ REPLICATION: tuple[Replication, ...] = get_args(Replication)
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 SHARDS: tuple[Shards, ...] = get_args(Shards)
 SCHEDULES: tuple[ScheduleKind, ...] = get_args(ScheduleKind)
-SHARING: tuple[Sharing, ...] = get_args(Sharing)
-SINGLE_STREAM = "one stream on every device"
+_SHARING: tuple[Sharing, ...] = get_args(Sharing)
+_SINGLE_STREAM = "one stream on every device"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class PlanClass:
     def contains(self, other: "PlanClass") -> bool:
         """Whether every plan of ``other`` is a plan of this class."""
         return (
-            SHARING.index(other.sharing) <= SHARING.index(self.sharing)
+            _SHARING.index(other.sharing) <= _SHARING.index(self.sharing)
             and set(other.replication) <= set(self.replication)
             and other.split_backward <= self.split_backward
             and set(other.recompute) <= set(self.recompute)
@@ -130,7 +130,7 @@ class PlanClass:
         kind = f"{self.schedules[0]} schedule" if len(self.schedules) == 1 else "schedule"
         limits = [] if self.split_backward else ["whole backwards"]
         if self.streams == 1 and "backward-first" in self.schedules:
-            limits.append(SINGLE_STREAM)
+            limits.append(_SINGLE_STREAM)
         if self.schedules == EVERY_PERIODIC.schedules and self.weights != EVERY_PERIODIC.weights:
             limits.append(f"weights {' or '.join(self.weights)}")
         return f"every {kind} of these stages" + (f" with {', '.join(limits)}" if limits else "")
@@ -227,7 +227,7 @@ def _require_choice(
 def _limits(plans: PlanClass) -> Iterator[str]:
     yield from _device_limits(plans)
     if plans.streams == 1 and "backward-first" in plans.schedules:
-        yield SINGLE_STREAM
+        yield _SINGLE_STREAM
     if not plans.split_backward:
         yield "whole backwards"
     yield from _memory_limits(plans)

@@ -16,7 +16,7 @@ from stagewright.graphs.documents.errors import InputError
 Need = tuple[bool, int, int]
 """What a forward (True) or backward of a stage needs for a microbatch."""
 
-Channel = tuple[int, int, int, bool]
+_Channel = tuple[int, int, int, bool]
 """The first stage of a pair, its device, that of the second, whether it is only the way back."""
 
 
@@ -53,8 +53,8 @@ class _Run:
         self.busy = [False] * len(order.rows)
         self.arrived: set[Need] = {(True, 0, m) for m in range(order.microbatches)}
         self.sent: dict[Need, float] = {}
-        self.queues: dict[Channel, deque[Need]] = {}  # the first of a queue is on its way
-        self.events: list[tuple[float, int, int | Channel]] = []
+        self.queues: dict[_Channel, deque[Need]] = {}  # the first of a queue is on its way
+        self.events: list[tuple[float, int, int | _Channel]] = []
         self.sequence = 0  # among events at one time the first that began
 
     def finish(self) -> tuple[Starts, dict[Need, float]]:
@@ -115,7 +115,7 @@ class _Run:
         if len(queue) == 1:
             self._send(channel, now)
 
-    def _send(self, channel: Channel, now: float) -> None:
+    def _send(self, channel: _Channel, now: float) -> None:
         """Begin the channel's next transfer, if there is one."""
         if self.queues[channel]:
             need = self.queues[channel][0]
@@ -128,7 +128,7 @@ class _Run:
         self.arrived.add(need)
         self._start(self.order.paths[self.order.path_of[need[2]]][need[1]], now)
 
-    def _push(self, time: float, ended: int | Channel) -> None:
+    def _push(self, time: float, ended: int | _Channel) -> None:
         self.sequence += 1
         heapq.heappush(self.events, (time, self.sequence, ended))
 

@@ -15,8 +15,8 @@ OPTIMAL: Final = "optimal"
 USUAL_CHUNKS = 2
 """Chunks of a stage where a kind allows several and none are asked for."""
 
-OnePath = Literal["line", "loop", "V", "wave"]
-PLACEMENTS: tuple[OnePath, ...] = get_args(OnePath)
+_OnePath = Literal["line", "loop", "V", "wave"]
+PLACEMENTS: tuple[_OnePath, ...] = get_args(_OnePath)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class ScheduleChoice:
     kind: str = "1f1b"
     chunks: int | None = None
     replicas: tuple[int, ...] = ()
-    placement: OnePath | None = None
+    placement: _OnePath | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in (OPTIMAL, *KINDS):

@@ -29,7 +29,7 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Cluster, Device, from_matrix
 from stagewright.graphs.models.sharding import require_degree
 
-INSTEAD = "plan with --planner spp, or with an --order that keeps backwards whole"
+_INSTEAD = "plan with --planner spp, or with an --order that keeps backwards whole"
 
 
 def problem_of_groups(problem: PipelineProblem, degree: int) -> PipelineProblem:
@@ -117,17 +117,17 @@ def _between(groups: Sequence[tuple[int, ...]], slowest: Callable[[Any, Any], fl
 def _require_runnable(found: PipelinePlan) -> None:
     """Refuse plans that are not run with divided stages, or have no one order for every group."""
     if found.spans_steps or found.weight_rule != FLUSH or found.is_backward_first:
-        raise InputError(f"divided stages have no {found.weights!r} weights or periods; {INSTEAD}")
+        raise InputError(f"divided stages have no {found.weights!r} weights or periods; {_INSTEAD}")
     for s, stage in enumerate(found.stages):
         if stage.offload:
-            raise InputError(f"stage {s} is divided and offloads, which is not run; {INSTEAD}")
+            raise InputError(f"stage {s} is divided and offloads, which is not run; {_INSTEAD}")
         if stage.replication != "split" and stage.replicas > 1:
-            raise InputError(f"stage {s} takes microbatches in turn, group by group; {INSTEAD}")
+            raise InputError(f"stage {s} takes microbatches in turn, group by group; {_INSTEAD}")
         for other in found.stages:
             if set(stage.devices) != set(other.devices) and set(stage.devices) & set(other.devices):
-                raise InputError(f"stage {s} shares some of its devices with another; {INSTEAD}")
+                raise InputError(f"stage {s} shares some of its devices with another; {_INSTEAD}")
     if any(parse_action(one.action).kind is ActionKind.INPUT_GRADIENT for one in found.actions):
-        raise InputError(f"backwards of divided stages are whole; {INSTEAD}")
+        raise InputError(f"backwards of divided stages are whole; {_INSTEAD}")
 
 
 def _divided(stage: Stage, members: Mapping[str, Sequence[str]], degree: int) -> Stage:

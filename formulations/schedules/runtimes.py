@@ -16,7 +16,7 @@ ANY_ORDER = (
     "1f1b", "gpipe", "interleaved", "interleaved-ragged", "zb-h1", "zb1p", "interleaved-zb", "zbv",
 )  # fmt: skip
 """Schedules in the placements of torch.distributed.pipelining whose losses are in order."""
-MOST_CHUNKS = 4  # stages of a rank that are tried
+_MOST_CHUNKS = 4  # stages of a rank that are tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class Runtime:
         """The schedules on so many ranks, with their stages per rank."""
         for name in self.kinds:
             allowed = KINDS[name].chunks
-            for chunks in range(1, MOST_CHUNKS + 1):
+            for chunks in range(1, _MOST_CHUNKS + 1):
                 # With one stage on each rank a loop is a line.
                 again = chunks == 1 and KINDS[name].placement == "loop"
                 again |= chunks > 1 and ranks == 1

@@ -24,7 +24,7 @@ from stagewright.graphs.documents.errors import InputError
 P = ParamSpec("P")
 T = TypeVar("T")
 
-CARRIERS = ("plan", "allocation", "problem")  # fields of answers, whose values are often meant
+_CARRIERS = ("plan", "allocation", "problem")  # fields of answers, whose values are often meant
 
 
 def checked(function: Callable[P, T]) -> Callable[P, T]:
@@ -71,7 +71,7 @@ def require_kind(value: object, annotation: Any, name: str) -> None:
     wanted = [kind for kind in kinds if kind is not NoneType]
     spelled = " or ".join(dict.fromkeys(map(_spelled, wanted))).replace(" or be ", " or ")
     found = " ".join(reprlib.repr(value).split())
-    carried = (one for one in CARRIERS if any(_is(getattr(value, one, None), k) for k in wanted))
+    carried = (one for one in _CARRIERS if any(_is(getattr(value, one, None), k) for k in wanted))
     hint = "".join(f"; give its .{one}" for one in carried)
     raise InputError(f"{name} must {spelled}, got {found} ({type(value).__name__}){hint}")
 

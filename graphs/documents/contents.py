@@ -3,7 +3,7 @@
 import re
 
 # The first bytes of files that are no text, what they are, and what would be right.
-SIGNATURES: tuple[tuple[bytes, str], ...] = (
+_SIGNATURES: tuple[tuple[bytes, str], ...] = (
     (b"\x1f\x8b", "gzip; unpack it (gunzip)"),
     (b"\x28\xb5\x2f\xfd", "Zstandard; unpack it (zstd -d)"),
     (b"BZh", "bzip2; unpack it (bunzip2)"),
@@ -24,12 +24,12 @@ FOREIGN = re.compile(
     r"|(?P<word>\b(?:None|True|False)\b)",
     re.DOTALL,
 )
-OF_PYTHON = {"None": "null", "True": "true", "False": "false"}
+_OF_PYTHON = {"None": "null", "True": "true", "False": "false"}
 
 
 def not_text(data: bytes) -> str:
     """The complaint about a file that is not text in UTF-8."""
-    for signature, known in SIGNATURES:
+    for signature, known in _SIGNATURES:
         if data.startswith(signature):
             return f"not a text file in UTF-8, but {known}"
     return "not a text file (UTF-8 expected)"
@@ -61,5 +61,5 @@ def _foreign(text: str) -> str | None:
         "comment": f"JSON has no comments; delete {what} in line {line}",
         "comma": f"JSON has no comma before }} or ]; delete the one in line {line}",
         "quote": f"strings of JSON have double quotes; write them for ' in line {line}",
-        "word": f"write {OF_PYTHON.get(what)} for {what} in line {line}",
+        "word": f"write {_OF_PYTHON.get(what)} for {what} in line {line}",
     }[str(found.lastgroup)]

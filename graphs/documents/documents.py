@@ -29,7 +29,7 @@ STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 """Configuration that every document's dataclass carries as ``__pydantic_config__``."""
 
 
-MAKES_MODEL = "`stagewright model` makes a model of it"
+_MAKES_MODEL = "`stagewright model` makes a model of it"
 
 
 def told_by(field: str, with_it: str, without: str) -> Discriminator:
@@ -78,7 +78,7 @@ def _shown(data: Any) -> str:
     if not isinstance(data, dict):
         return repr(type(data).__name__)
     if "format" not in data and "model_type" in data:
-        return f"a Hugging Face config.json: {MAKES_MODEL}"
+        return f"a Hugging Face config.json: {_MAKES_MODEL}"
     return repr(data.get("format"))
 
 
@@ -119,7 +119,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
         data = Path(name).read_bytes()
     except IsADirectoryError:
         known = os.path.isfile(os.path.join(name, "config.json"))
-        said = f" with a config.json: {MAKES_MODEL}" if known else "; name a file in it"
+        said = f" with a config.json: {_MAKES_MODEL}" if known else "; name a file in it"
         raise InputError(f"{name} is a folder{said}") from None
     except OSError as error:
         raise InputError(f"{name}: {error.strerror}") from None

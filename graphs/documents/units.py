@@ -17,7 +17,7 @@ MAX_MICROBATCHES = 65_536
 MAX_DEVICES = 16_384
 MAX_LAYERS = 16_384
 
-MAX_LATENCY = 1.0  # seconds; anything above is a number of us without its unit
+_MAX_LATENCY = 1.0  # seconds; anything above is a number of us without its unit
 
 _PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "µs": 1e6, "ns": 1e9}
 _PER_SECOND |= {unit.upper(): count for unit, count in _PER_SECOND.items()}
@@ -80,7 +80,7 @@ def parse_latency(text: str, name: str) -> float:
     """
     number, unit = _quantity(text, name, "latency", _PER_SECOND, "5us, 0.2ms or 500ns")
     seconds = number / _PER_SECOND.get(unit, 1.0)
-    if not 0 <= seconds <= MAX_LATENCY:
+    if not 0 <= seconds <= _MAX_LATENCY:
         raise InputError(f"{name} must be from 0 to 1 s, such as 5us, got {text}")
     return seconds
 

@@ -25,7 +25,7 @@ from stagewright.graphs.workloads.prices import Instance, Market, Preemptions, P
 
 DAY = 86_400.0
 
-AWS_TYPES = {
+_AWS_TYPES = {
     "p2.xlarge": ("k80", 1),
     "p2.8xlarge": ("k80", 8),
     "p2.16xlarge": ("k80", 16),
@@ -35,7 +35,7 @@ AWS_TYPES = {
 }
 """GPUs of AWS's instance types."""
 
-ON_DEMAND = {
+_ON_DEMAND = {
     **{
         ("aws", region, name): price
         for region in ("us-east-1", "us-east-2", "us-west-2")
@@ -128,15 +128,15 @@ def _aws_point(place: str, entry: Any) -> tuple[str, str, float, float]:
         raise InputError(
             f"{place}expected AvailabilityZone, InstanceType, SpotPrice and Timestamp"
         ) from None
-    if name not in AWS_TYPES:
-        raise InputError(f"{place}unknown instance type {name!r}; known: {', '.join(AWS_TYPES)}")
+    if name not in _AWS_TYPES:
+        raise InputError(f"{place}unknown instance type {name!r}; known: {', '.join(_AWS_TYPES)}")
     return str(zone), name, _timestamp(place, at), _dollars(place, price)
 
 
 def _aws_instance(zone: str, name: str) -> Instance:
     region = zone.rstrip("abcdefghijklmnopqrstuvwxyz")
-    gpu, gpus = AWS_TYPES[name]
-    return Instance("aws", region, name, gpu, gpus, zone, ON_DEMAND.get(("aws", region, name)))
+    gpu, gpus = _AWS_TYPES[name]
+    return Instance("aws", region, name, gpu, gpus, zone, _ON_DEMAND.get(("aws", region, name)))
 
 
 # --- Azure ---------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ def _azure_region(file: Path, types: dict[str, tuple[str, int]]) -> Iterator[Pri
             if len(points) > 1 and day - points[-2][0] > DAY:
                 raise InputError(f"{file}:{line}: days are missing before this one")
         gpu, gpus = types[name]
-        listed = ON_DEMAND.get(("azure", region, name))
+        listed = _ON_DEMAND.get(("azure", region, name))
         instance = Instance("azure", region, name, gpu, gpus, on_demand=listed)
         yield _series(instance, points, days[-1] + DAY)
 

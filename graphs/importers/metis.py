@@ -17,7 +17,7 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import parse_share
 from stagewright.graphs.models.layer_profiles import LayerProfiles, Measured
 
-FORWARD_SHARE = 1 / 3
+_FORWARD_SHARE = 1 / 3
 """A backward of matrix products takes twice the forward's time."""
 
 _NAME = re.compile(r"DeviceType\.(?P<kind>.+)_tp(?P<tensor>[1-9]\d{0,5})_bs(?P<size>[1-9]\d{0,5})")
@@ -54,7 +54,7 @@ def read_metis(
     folder: str | os.PathLike[str],
     *,
     name: str | None = None,
-    forward_share: float = FORWARD_SHARE,
+    forward_share: float = _FORWARD_SHARE,
 ) -> LayerProfiles:
     """The profiles of a model.
 

@@ -24,7 +24,7 @@ NVLINK = 25e9
 """Bytes/s per direction of one NVLink of the second to fourth generation (V100, A100, H100;
 NVIDIA's datasheets)."""
 
-MIN_FLOPS = 1e9  # FLOP/s; anything below is a number of TFLOP/s without its unit
+_MIN_FLOPS = 1e9  # FLOP/s; anything below is a number of TFLOP/s without its unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Accelerator:
 
 def _require_flops(value: float, field: str) -> None:
     require_amount(value, field)
-    if value < MIN_FLOPS:
+    if value < _MIN_FLOPS:
         raise InputError(
             f"{field} is {value:g} FLOP/s, less than 1 GFLOP/s: is a unit missing? "
             f"{value:g} TFLOP/s is {value * 1e12:g}"

@@ -96,7 +96,7 @@ class LatentAttention:
         return self.plain_size + self.rotary_size
 
 
-AnyAttention = Annotated[
+_AnyAttention = Annotated[
     Annotated[LatentAttention, Tag("latent")] | Annotated[GroupedAttention, Tag("grouped")],
     documents.told_by("key_value_rank", "latent", "grouped"),
 ]
@@ -161,7 +161,7 @@ class Architecture:
     layers: int
     hidden: int
     vocabulary: int
-    attention: AnyAttention
+    attention: _AnyAttention
     feed_forward: FeedForward
     experts: Experts | None = None
     norm: Literal["layer", "rms"] = "rms"

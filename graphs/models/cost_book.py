@@ -28,7 +28,7 @@ from stagewright.graphs.models.step_graph import (
 
 FORMAT: Literal["stagewright-costs"] = "stagewright-costs"
 VERSION: Literal[1] = 1
-MOST_MEASURED = 10**12
+_MOST_MEASURED = 10**12
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Computed:
     seconds: float
 
     def __post_init__(self) -> None:
-        require_count(self.count, f"operator {self.operator!r}: count", MOST_MEASURED)
+        require_count(self.count, f"operator {self.operator!r}: count", _MOST_MEASURED)
         require_amount(self.seconds, f"operator {self.operator!r}: seconds")
         whole, *of_part = self.operator.split("/")
         if of_part and not (len(of_part) == 3 and of_part[1].isdecimal()):
@@ -71,7 +71,7 @@ class Sent:
         place = f"transfers from {self.source!r} to {self.target!r}"
         if self.source == self.target:
             raise InputError(f"{place}: they are between two devices")
-        require_count(self.count, f"{place}: count", MOST_MEASURED)
+        require_count(self.count, f"{place}: count", _MOST_MEASURED)
         for name in ("bytes", "seconds", "bytes_squared", "bytes_seconds"):
             require_amount(getattr(self, name), f"{place}: {name}")
 
@@ -126,7 +126,7 @@ class Observation:
     count: int
 
     def __post_init__(self) -> None:
-        require_count(self.count, "count", MOST_MEASURED)
+        require_count(self.count, "count", _MOST_MEASURED)
         for name, device, seconds in self.operators:
             require_amount(seconds, f"operator {name!r} on {device!r}: seconds")
         for source, target, size, seconds in self.transfers:

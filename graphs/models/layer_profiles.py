@@ -17,8 +17,8 @@ from stagewright.graphs.models.layer_sizes import LayerSizes
 
 FORMAT: Literal["stagewright-layer-profiles"] = "stagewright-layer-profiles"
 VERSION: Literal[1] = 1
-MAX_DEGREE = 1 << 12
-PRECISIONS = ("fp32", "fp16", "bf16")
+_MAX_DEGREE = 1 << 12
+_PRECISIONS = ("fp32", "fp16", "bf16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Measured:
 
     def __post_init__(self) -> None:
         require_count(self.microbatch_size, f"{self.place}: microbatch_size", 1 << 20)
-        require_count(self.tensor, f"{self.place}: tensor", MAX_DEGREE)
+        require_count(self.tensor, f"{self.place}: tensor", _MAX_DEGREE)
         for name in ("forward_seconds", "backward_seconds", "update_seconds"):
             values = getattr(self, name)
             if len(values) != len(self.forward_seconds):
@@ -93,8 +93,8 @@ class LayerProfiles:
     def __post_init__(self) -> None:
         if not self.measured:
             raise InputError(f"profiles of {self.name!r} have no measurements")
-        if self.precision not in PRECISIONS:
-            raise InputError(f"precision must be {', '.join(PRECISIONS)}, got {self.precision!r}")
+        if self.precision not in _PRECISIONS:
+            raise InputError(f"precision must be {', '.join(_PRECISIONS)}, got {self.precision!r}")
         keys = [(one.device_kind, one.microbatch_size, one.tensor) for one in self.measured]
         if len(set(keys)) < len(keys):
             twice = next(one for one, key in zip(self.measured, keys, strict=True)

@@ -11,7 +11,7 @@ from stagewright.graphs.models.language import Attention, bert, gpt, transformer
 from stagewright.graphs.models.operations import LayerWork
 from stagewright.graphs.models.vision import densenet, inception_v3, resnet, vgg
 
-ATTENTION = "attention"  # the builders' parameter that is not a size
+_ATTENTION = "attention"  # the builders' parameter that is not a size
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +26,12 @@ class NamedModel:
     def sizes(self) -> tuple[str, ...]:
         """The names of the sizes that a caller may choose."""
         names = list(inspect.signature(self.build).parameters)[1:]
-        return tuple(name for name in names if name not in (*self.fixed, ATTENTION))
+        return tuple(name for name in names if name not in (*self.fixed, _ATTENTION))
 
     @property
     def attends(self) -> bool:
         """Whether the model has attention, fused or not."""
-        return ATTENTION in inspect.signature(self.build).parameters
+        return _ATTENTION in inspect.signature(self.build).parameters
 
     def layers(
         self, samples: int, sizes: Mapping[str, int], attention: Attention = "fused"
@@ -52,7 +52,7 @@ class NamedModel:
                 raise InputError(f"{name} must be a positive integer, got {value!r}")
             if name == "layers":
                 require_count(value, name, MAX_LAYERS)
-        chosen = {ATTENTION: attention} if self.attends else {}
+        chosen = {_ATTENTION: attention} if self.attends else {}
         return self.build(samples, **self.fixed, **sizes, **chosen)
 
 

@@ -15,7 +15,7 @@ from stagewright.graphs.documents.units import require_amount, require_count
 
 FORMAT: Literal["stagewright-graph"] = "stagewright-graph"
 VERSION: Literal[1] = 1
-MAX_OPERATORS = 1_000_000
+_MAX_OPERATORS = 1_000_000
 
 Role = Literal["input", "state", "forward", "backward", "update"]
 """A batch's tensor; parameters, buffers and the optimizer's state; or a part of the step."""
@@ -59,7 +59,7 @@ class DividedTimes:
     joins: tuple[dict[str, float], ...]
 
     def __post_init__(self) -> None:
-        require_count(self.parts, "parts", MAX_OPERATORS)
+        require_count(self.parts, "parts", _MAX_OPERATORS)
         for times in (self.part, *self.cuts, *self.joins):
             for kind, seconds in times.items():
                 require_amount(seconds, f"divided into {self.parts}: seconds on {kind!r}")
@@ -184,8 +184,8 @@ class StepGraph:
     version: Literal[1] = VERSION
 
     def __post_init__(self) -> None:
-        require_count(len(self.nodes), "operators", MAX_OPERATORS)
-        require_count(self.samples, "samples", MAX_OPERATORS)
+        require_count(len(self.nodes), "operators", _MAX_OPERATORS)
+        require_count(self.samples, "samples", _MAX_OPERATORS)
         for problem in self._broken():
             raise InputError(f"graph {self.name!r}: {problem}")
 

@@ -18,7 +18,7 @@ from stagewright.graphs.models.operations import (
     norm,
 )
 
-VGG_STAGES = {
+_VGG_STAGES = {
     16: (2, 2, 3, 3, 3),
     19: (2, 2, 4, 4, 4),
 }
@@ -34,7 +34,7 @@ RESNET_STAGES = {
 DENSENET_BLOCKS = {121: (6, 12, 24, 16)}
 """Dense layers between the transitions."""
 
-DENSENET_GROWTH = 32
+_DENSENET_GROWTH = 32
 """Channels that a dense layer adds; its 1x1 convolution has four times as many."""
 
 
@@ -158,7 +158,7 @@ def vgg(
 ) -> tuple[LayerWork, ...]:
     """VGG without batch norm: every convolution, pooling and linear layer is a layer."""
     tape, shape = Tape(samples), Shape(3, image, image)
-    for stage, count in enumerate(VGG_STAGES[depth], start=1):
+    for stage, count in enumerate(_VGG_STAGES[depth], start=1):
         for i in range(1, count + 1):
             channels = min(64 * 2 ** (stage - 1), 512)
             shape = tape.convolution(shape, channels, 3, biased=True, normed=False)
@@ -350,8 +350,8 @@ def _bottleneck(tape: Tape, shape: Shape, inner: int, stride: int) -> Shape:
 
 def _dense_layer(tape: Tape, shape: Shape) -> Shape:
     tape.normalize(shape)
-    inside = tape.convolution(shape, 4 * DENSENET_GROWTH)
-    added = tape.convolution(inside, DENSENET_GROWTH, 3, normed=False, activated=False)
+    inside = tape.convolution(shape, 4 * _DENSENET_GROWTH)
+    added = tape.convolution(inside, _DENSENET_GROWTH, 3, normed=False, activated=False)
     result = Shape(shape.channels + added.channels, shape.height, shape.width)
     tape.operations.append(elementwise(tape.samples * result.elements))  # concatenation
     return result

@@ -14,9 +14,9 @@ from stagewright.graphs.documents.units import require_amount, require_count
 
 FORMAT: Literal["stagewright-jobs"] = "stagewright-jobs"
 VERSION: Literal[1] = 1
-MAX_SCALE = 16_384
-MOST_RATIO = 1e9  # of weights
-LAST_ARRIVAL = 1e9  # seconds
+_MAX_SCALE = 16_384
+_MOST_RATIO = 1e9  # of weights
+_LAST_ARRIVAL = 1e9  # seconds
 
 Discipline = Literal["fairness", "fifo"]
 
@@ -42,11 +42,11 @@ class Job:
 
     def __post_init__(self) -> None:
         place = f"job {self.name!r}: "
-        require_count(self.scale, place + "scale", MAX_SCALE)
+        require_count(self.scale, place + "scale", _MAX_SCALE)
         require_amount(self.arrival_seconds, place + "arrival_seconds")
-        if self.arrival_seconds > LAST_ARRIVAL:
+        if self.arrival_seconds > _LAST_ARRIVAL:
             raise InputError(
-                f"{place}arrival_seconds must be at most {LAST_ARRIVAL:g}, after which a round is "
+                f"{place}arrival_seconds must be at most {_LAST_ARRIVAL:g}, after which a round is "
                 f"less than a float's digits, got {self.arrival_seconds:g}"
             )
         for field in ("steps", "weight", "slo_seconds"):
@@ -95,7 +95,7 @@ class Rate:
 
     def __post_init__(self) -> None:
         place = f"rate of {self.model!r} x{self.scale} on {self.accelerator!r}: "
-        require_count(self.scale, place + "scale", MAX_SCALE)
+        require_count(self.scale, place + "scale", _MAX_SCALE)
         require_amount(self.steps_per_second, place + "steps_per_second")
         if self.spread_steps_per_second is not None:
             require_amount(self.spread_steps_per_second, place + "spread_steps_per_second")
@@ -115,7 +115,7 @@ class PairRate:
 
     def __post_init__(self) -> None:
         place = f"rate of {' with '.join(self.models)} x{self.scale} on {self.accelerator!r}: "
-        require_count(self.scale, place + "scale", MAX_SCALE)
+        require_count(self.scale, place + "scale", _MAX_SCALE)
         for rate in (*self.steps_per_second, *(self.spread_steps_per_second or ())):
             require_amount(rate, place + "steps per second")
         for rates in (self.steps_per_second, self.spread_steps_per_second):
@@ -200,10 +200,10 @@ def _require_order(jobs: tuple[Job, ...]) -> None:
 def _require_comparable(jobs: tuple[Job, ...]) -> None:
     """Refuse weights of which a solver would round the least to nothing."""
     least, most = (key(jobs, key=lambda job: job.weight) for key in (min, max))
-    if most.weight > MOST_RATIO * least.weight:
+    if most.weight > _MOST_RATIO * least.weight:
         raise InputError(
             f"job {most.name!r} has the weight {most.weight:g}, job {least.name!r} "
-            f"{least.weight:g}: weights may differ by a factor of {MOST_RATIO:g} at most"
+            f"{least.weight:g}: weights may differ by a factor of {_MOST_RATIO:g} at most"
         )
 
 

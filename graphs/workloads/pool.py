@@ -14,7 +14,7 @@ from stagewright.graphs.machines.cluster import Cluster
 
 FORMAT: Literal["stagewright-pool"] = "stagewright-pool"
 VERSION: Literal[1] = 1
-MAX_ACCELERATORS = 10_000_000
+_MAX_ACCELERATORS = 10_000_000
 
 _SPELLING = re.compile(
     r"(?P<name>[A-Za-z][\w.-]*)=(?P<count>\d{1,9})(x(?P<per_server>\d{1,9}))?(@(?P<price>[\d.eE+-]+))?"
@@ -39,7 +39,7 @@ class Accelerator:
         place = f"accelerator {self.name!r}: "
         if not self.name:
             raise InputError("an accelerator has an empty name")
-        require_count(self.count, place + "count", MAX_ACCELERATORS)
+        require_count(self.count, place + "count", _MAX_ACCELERATORS)
         if self.per_server is not None:
             require_count(self.per_server, place + "per_server", self.count)
             if self.count % self.per_server:
@@ -111,8 +111,8 @@ def _accelerator(match: re.Match[str]) -> Accelerator:
         raise InputError(f"{match[0]!r}: {match['price']!r} is not a price per hour") from None
     if per_server is None:
         return Accelerator(match["name"], count, None, price)
-    require_count(count, f"{match[0]!r}: the number of servers", MAX_ACCELERATORS)
-    require_count(int(per_server), f"{match[0]!r}: the number per server", MAX_ACCELERATORS)
+    require_count(count, f"{match[0]!r}: the number of servers", _MAX_ACCELERATORS)
+    require_count(int(per_server), f"{match[0]!r}: the number per server", _MAX_ACCELERATORS)
     return Accelerator(match["name"], count * int(per_server), int(per_server), price)
 
 

@@ -10,7 +10,7 @@ from stagewright.formulations.forms.models import Convex, Intervals, LinearProgr
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.documents.errors import InputError
 
-DEFAULT_LIMITS = Limits()
+_DEFAULT_LIMITS = Limits()
 
 Run = Callable[[Any, Limits, OnProgress], Answer[Any]]
 
@@ -60,20 +60,20 @@ BACKENDS: dict[str, Backend] = {
 def solve(
     form: Intervals,
     backend: str | None = None,
-    limits: Limits = DEFAULT_LIMITS,
+    limits: Limits = _DEFAULT_LIMITS,
     on_progress: OnProgress = silent,
 ) -> Answer[Ints]: ...
 @overload
 def solve(
     form: LinearProgram | Convex,
     backend: str | None = None,
-    limits: Limits = DEFAULT_LIMITS,
+    limits: Limits = _DEFAULT_LIMITS,
     on_progress: OnProgress = silent,
 ) -> Answer[Floats]: ...
 def solve(
     form: Any,
     backend: str | None = None,
-    limits: Limits = DEFAULT_LIMITS,
+    limits: Limits = _DEFAULT_LIMITS,
     on_progress: OnProgress = silent,
 ) -> Answer[Any]:
     """Hand ``form`` to a backend and return its answer.

@@ -22,7 +22,7 @@ STATUS = {
     cp_model.UNKNOWN: Status.NO_ANSWER,
 }
 
-INFINITE = 2**62  # an infinite limit of a row
+_INFINITE = 2**62  # an infinite limit of a row
 
 # The searches that prove disjunctive problems quickly come first; CP-SAT's own order leaves two
 # threads with one proof that is slow on them. One thread runs the default search without LP, which
@@ -250,7 +250,7 @@ def build_integers(form: LinearProgram) -> tuple[cp_model.CpModel, list[cp_model
 def _whole(limit: float) -> int:
     """A limit in CP-SAT's form; infinite ones are far outside of the range of values."""
     if math.isinf(limit):
-        return int(math.copysign(INFINITE, limit))
+        return int(math.copysign(_INFINITE, limit))
     return int(limit)
 
 

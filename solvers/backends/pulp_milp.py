@@ -28,7 +28,7 @@ CBC_STATUS = {
     (pulp.LpStatusInfeasible, pulp.LpSolutionNoSolutionFound): Status.INFEASIBLE,
 }
 _TOLERANCE = 1e-5  # of rows, bounds and integrality, relative to the size of the number
-Sides = list[tuple[int, pulp.LpConstraint]]  # of which row, and the constraint
+_Sides = list[tuple[int, pulp.LpConstraint]]  # of which row, and the constraint
 _INTEGER = (pulp.LpContinuous, pulp.LpInteger)
 
 
@@ -59,7 +59,7 @@ def run(form: LinearProgram, limits: Limits, on_progress: OnProgress) -> Answer[
     return replace(answer, duals=_duals(form, sides, answer))
 
 
-def _problem(form: LinearProgram) -> tuple[pulp.LpProblem, list[pulp.LpVariable], Sides]:
+def _problem(form: LinearProgram) -> tuple[pulp.LpProblem, list[pulp.LpVariable], _Sides]:
     problem = pulp.LpProblem("problem", pulp.LpMinimize)
     columns = [
         problem.add_variable(f"x{j}", _finite(lower), _finite(upper), _INTEGER[int(integral)])
@@ -74,7 +74,7 @@ def _problem(form: LinearProgram) -> tuple[pulp.LpProblem, list[pulp.LpVariable]
     problem += pulp.LpAffineExpression(list(zip(columns, form.cost.tolist(), strict=True)))
     pointers, indices = form.matrix.indptr.tolist(), form.matrix.indices.tolist()
     data = form.matrix.data.tolist()
-    sides: Sides = []
+    sides: _Sides = []
     for row, (lower, upper) in enumerate(
         zip(form.row_lower.tolist(), form.row_upper.tolist(), strict=True)
     ):
@@ -87,7 +87,7 @@ def _problem(form: LinearProgram) -> tuple[pulp.LpProblem, list[pulp.LpVariable]
     return problem, columns, sides
 
 
-def _duals(form: LinearProgram, sides: Sides, answer: Answer[Floats]) -> Floats | None:
+def _duals(form: LinearProgram, sides: _Sides, answer: Answer[Floats]) -> Floats | None:
     """One number per row, the sum of its sides'; None with integers or without an optimum."""
     if form.integral.any() or answer.status is not Status.OPTIMAL:
         return None

@@ -25,10 +25,10 @@ from stagewright.solvers.backends.schedulers import scheduler, solve_intervals
 from stagewright.solvers.backprop.list_scheduling import improve, insert, list_schedule
 from stagewright.solvers.backprop.tabu import tabu_search
 
-SEARCHED = 800_000  # times of operations that tabu search computes
-PERTURBED = 10_000  # operations in perturbed schedules, all together
+_SEARCHED = 800_000  # times of operations that tabu search computes
+_PERTURBED = 10_000  # operations in perturbed schedules, all together
 NOISE = (0.02, 0.05, 0.1, 0.2)  # of the window
-IMPROVED = 3  # of the shortest list schedules
+_IMPROVED = 3  # of the shortest list schedules
 SHARES = 6  # values of k that are tried, evenly over the layers
 
 
@@ -59,7 +59,7 @@ def best_list_schedule(problem: BackpropProblem) -> tuple[str, Timetable | None]
         by_rule[f"{name}, inserted"] = insert(problem, ranks)
     shortest = sorted(by_rule, key=lambda name: by_rule[name].end)
     improved = {
-        f"{name}, improved": improve(problem, by_rule[name]) for name in shortest[:IMPROVED]
+        f"{name}, improved": improve(problem, by_rule[name]) for name in shortest[:_IMPROVED]
     }
     found = sorted((improved | by_rule).items(), key=lambda entry: entry[1].end)
     for name, one in found:
@@ -73,7 +73,7 @@ def _searched(problem: BackpropProblem, name: str, best: Timetable) -> tuple[str
     turns = in_turns(problem)
     start = best if turns is problem else renumbered(problem, best)
     least = max(bound for _, bound in window_bounds(turns)) * (1 + RELATIVE_TOLERANCE)
-    found = improve(turns, tabu_search(turns, start, least, SEARCHED))
+    found = improve(turns, tabu_search(turns, start, least, _SEARCHED))
     if found.end < best.end * (1 - RELATIVE_TOLERANCE) and _is_valid(problem, found):
         return f"{name}, tabu search", found
     return name, best
@@ -83,7 +83,7 @@ def _perturbed(problem: BackpropProblem, best: Timetable) -> Timetable:
     """Perturb the starts of the best timetable, schedule by them and improve; keep what wins."""
     rng = np.random.default_rng(0)
     least = max(bound for _, bound in window_bounds(problem)) * (1 + RELATIVE_TOLERANCE)
-    for turn in range(PERTURBED // max(1, len(problem.operations))):
+    for turn in range(_PERTURBED // max(1, len(problem.operations))):
         if best.end <= least:
             break
         noise = NOISE[turn // 2 % len(NOISE)] * best.end

@@ -33,19 +33,19 @@ from stagewright.solvers.backprop.orders_kernels import (
 )
 from stagewright.solvers.pipelines.compiled import inner
 
-CANDIDATES = 16  # moves that are estimated in an iteration
+_CANDIDATES = 16  # moves that are estimated in an iteration
 STOP = 4  # a move goes on with all but one in so many
-TENURE = 8  # iterations for which a reversal is forbidden, and as many more at random
+_TENURE = 8  # iterations for which a reversal is forbidden, and as many more at random
 FORBIDDEN = 64  # reversals that are remembered
 PATIENCE = 150  # iterations without a better end
 HOME = 0.1  # share of shifts that begin at the best orders, FAR ones aside
 FAR = 1.03  # times the best end
 TURNS = 0.7  # share of shifts in which operations take the turns of others
-TURNS_AT_ONCE = 3
-DISTANCE = 10  # places on the resource, at most
-SHIFTS_AT_ONCE = 8  # other shifts are by random times
+_TURNS_AT_ONCE = 3
+_DISTANCE = 10  # places on the resource, at most
+_SHIFTS_AT_ONCE = 8  # other shifts are by random times
 NOISE = 0.6  # their largest standard deviation, of the end
-SHIFT_COST = 8  # iterations that take as long as a shift
+_SHIFT_COST = 8  # iterations that take as long as a shift
 
 
 class _Tabu(NamedTuple):
@@ -118,7 +118,7 @@ def _search(
             end = time(graph, orders)
             tabu.until[:] = NONE
             since = 0
-            turn += SHIFT_COST
+            turn += _SHIFT_COST
         else:
             size = longest_path(graph, orders, end, path, begins, random)
             chosen = _choose(graph, orders, tabu, path[:size], begins, chain, turn, best, random)
@@ -146,8 +146,8 @@ def _choose(
 ) -> _Move:
     """The best of some random moves within blocks; a forbidden one only if there is no other."""
     chosen, tried = _Move(NONE, NONE, False, np.inf), 0
-    for _ in range(3 * CANDIDATES):
-        if tried >= CANDIDATES or len(path) < 2:
+    for _ in range(3 * _CANDIDATES):
+        if tried >= _CANDIDATES or len(path) < 2:
             break
         p, later = int(random.integers(0, len(path))), random.integers(0, 2) == 0
         i, j = path[p], _target(graph, orders, path, begins, p, later, random)
@@ -215,7 +215,7 @@ def _make(
             if tabu.until[t] < tabu.until[slot]:
                 slot = t
         tabu.first[slot], tabu.second[slot] = (i, k) if later else (k, i)
-        tabu.until[slot] = turn + TENURE + random.integers(0, TENURE)
+        tabu.until[slot] = turn + _TENURE + random.integers(0, _TENURE)
     move(orders, i, j, later)
     end = time(graph, orders)
     if end == np.inf:
@@ -234,10 +234,10 @@ def _shifted(
     """Starts after some operations were shifted, each with those before or after it."""
     wanted, scale = orders.head.copy(), NOISE * end * random.random()
     if random.random() < TURNS:
-        for _ in range(1 + random.integers(0, TURNS_AT_ONCE)):
+        for _ in range(1 + random.integers(0, _TURNS_AT_ONCE)):
             _take_turn(graph, orders, wanted, SLACK * end, random)
     else:
-        for _ in range(1 + random.integers(0, SHIFTS_AT_ONCE)):
+        for _ in range(1 + random.integers(0, _SHIFTS_AT_ONCE)):
             i = random.integers(0, len(wanted))
             shift = scale * random.standard_normal()
             wanted[i] += shift
@@ -287,7 +287,7 @@ def _take_turn(  # noqa: C901 - both directions
     if graph.seconds[i] == 0.0:
         return
     j = i
-    for _ in range(1 + random.integers(0, DISTANCE)):
+    for _ in range(1 + random.integers(0, _DISTANCE)):
         if orders.left[j] != NONE:
             j = orders.left[j]
     if random.integers(0, 2) == 0:

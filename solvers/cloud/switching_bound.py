@@ -10,9 +10,9 @@ from stagewright.formulations.forms.answers import StopToken, is_stopped
 from stagewright.solvers.cloud.switching_program import OfferPath, offer_path, relaxed
 from stagewright.solvers.cloud.switching_times import TimeGrid
 
-MAX_ROUNDS = 200
+_MAX_ROUNDS = 200
 SAME_DOLLARS = 1e-12  # relative
-SAME_WORK = 1e-12  # relative
+_SAME_WORK = 1e-12  # relative
 KEPT = 2  # plans kept with too little work, and with enough
 
 
@@ -42,9 +42,9 @@ def best_price(
     bound, idle = relaxed(problem, grid, 1.0, 0.0)
     work_price = 0.0
     little, enough = [idle], [replace(most, dollars=offer_path(problem, most.plan).dollars)]
-    for _ in range(MAX_ROUNDS):
+    for _ in range(_MAX_ROUNDS):
         low, high = little[-1], enough[-1]
-        if is_stopped(stop) or high.work - low.work <= problem.work_hours * SAME_WORK:
+        if is_stopped(stop) or high.work - low.work <= problem.work_hours * _SAME_WORK:
             break
         price = max(0.0, (high.dollars - low.dollars) / (high.work - low.work))
         value, path = relaxed(problem, grid, 1.0, price)

@@ -18,7 +18,7 @@ from stagewright.solvers.cloud.switching_bound import PriceBound
 from stagewright.solvers.cloud.switching_program import offer_path
 from stagewright.solvers.cloud.switching_times import price_rows
 
-BISECTIONS = 60
+_BISECTIONS = 60
 
 
 def exact_work(problem: SwitchingProblem, found: PriceBound) -> Iterator[Plan]:
@@ -84,7 +84,7 @@ def _spliced(problem: SwitchingProblem, first: Plan, second: Plan) -> Iterator[P
         if (before >= problem.work_hours) == (after >= problem.work_hours):
             continue
         short, just = moments[i : i + 2] if before < after else reversed(moments[i : i + 2])
-        for _ in range(BISECTIONS):
+        for _ in range(_BISECTIONS):
             middle = (short + just) / 2
             if _spliced_work(problem, first, second, middle) >= problem.work_hours:
                 just = middle

@@ -18,7 +18,7 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.workloads.jobs import PairRate, Rate, Throughputs
 
 RANK = 12
-RIDGE = 0.003  # squared part of a rate that a measurement may be off the components
+_RIDGE = 0.003  # squared part of a rate that a measurement may be off the components
 ROUNDS = 20
 
 Kind = tuple[str, int]  # model, scale
@@ -129,7 +129,7 @@ class Estimator:
 
 
 def completed(
-    reference: Floats, rows: Floats, rank: int = RANK, ridge: float = RIDGE
+    reference: Floats, rows: Floats, rank: int = RANK, ridge: float = _RIDGE
 ) -> tuple[Floats, Floats]:
     """Both matrices with NaN replaced by estimates; known entries are unchanged.
 

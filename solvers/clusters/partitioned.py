@@ -33,7 +33,7 @@ from stagewright.solvers.backends.backend import solve
 from stagewright.solvers.clusters.levels import ROUNDING
 from stagewright.solvers.clusters.policies.answer import AllocationResult
 
-BACKEND = "highs-ipm"  # where no two of 3,000 jobs are alike, three times as fast as simplex
+_BACKEND = "highs-ipm"  # where no two of 3,000 jobs are alike, three times as fast as simplex
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,7 +58,7 @@ class Solved:
     prices: Floats
 
 
-Spread = Callable[[Callable[[JobPart, Limits], Solved], Sequence[JobPart], Limits], list[Solved]]
+_Spread = Callable[[Callable[[JobPart, Limits], Solved], Sequence[JobPart], Limits], list[Solved]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def allocate_partitioned(
     policy: str,
     parts: int,
     limits: Limits | None = None,
-    spread: Spread = on_ray,
+    spread: _Spread = on_ray,
 ) -> AllocationResult:
     """Allocate by ``policy`` in ``parts`` parts, and check the whole; the gap is what it may lose.
 
@@ -253,7 +253,7 @@ def solve_part(part: JobPart, limits: Limits) -> Solved:
     valid = replace(valid, upper=upper)
     most = float((problem.table.alone.max(axis=1)[problem.kind] / part.need).min())
     program = level_program(valid, groups.total(part.need), most)
-    answer = solve(program.form, limits.backend or BACKEND, limits)
+    answer = solve(program.form, limits.backend or _BACKEND, limits)
     if answer.values is None or answer.duals is None:
         return Solved(answer.status, None, np.zeros(shared.stop - shared.start))
     allocation = valid.invert(np.clip(answer.values[:-1], 0.0, valid.most))

@@ -16,7 +16,7 @@ from stagewright.formulations.clusters.polytope import Groups, group_by
 from stagewright.graphs.documents.arrays import Bools, Floats
 
 TOLERANCE = 1e-9  # relative distance to the bound at which an answer is good enough
-SCARCE = 1e-9  # of a dual: rounding
+_SCARCE = 1e-9  # of a dual: rounding
 FIRST_RATIO = 1.5  # between the needs of one group, at first
 FEW = 64  # jobs in a group that is split into its single needs at once
 
@@ -82,7 +82,7 @@ def _bucket(need: Floats, ratio: Floats) -> Floats:
 
 def scarce_time(groups: Groups, duals: Floats) -> Bools:
     """Groups whose row of time, among the first of a polytope, has a dual."""
-    return np.asarray(np.abs(duals[: len(groups)]) > SCARCE)
+    return np.asarray(np.abs(duals[: len(groups)]) > _SCARCE)
 
 
 def all_scarce(groups: Groups) -> Bools:

@@ -7,8 +7,8 @@ from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.solvers.dags.latency_kernel import Nodes, latency
 
 LEAST = 1e-12  # relative improvement that is not rounding
-GAPS = 0.02  # of the moves: an accelerator without nodes gets another place in the order
-ALONG = 0.7  # of the other moves: a node goes to the place of a neighbour in the graph
+_GAPS = 0.02  # of the moves: an accelerator without nodes gets another place in the order
+_ALONG = 0.7  # of the other moves: a node goes to the place of a neighbour in the graph
 
 
 @njit(cache=True)
@@ -30,7 +30,7 @@ def anneal(  # noqa: C901 - one loop over moves
     cost = latency(nodes, position, accelerators)
     best, best_position = cost, position.copy()
     for _ in range(moves):
-        if random.random() < GAPS:
+        if random.random() < _GAPS:
             _move_gap(position, accelerators, random)
             held = _held(nodes, position, accelerators)
             continue
@@ -70,7 +70,7 @@ def _target(
 ) -> int:
     """Where a move puts node v: to a neighbour in the graph, or a position or two away."""
     makers, readers = nodes.made[v + 1] - nodes.made[v], nodes.read[v + 1] - nodes.read[v]
-    if makers + readers > 0 and random.random() < ALONG:
+    if makers + readers > 0 and random.random() < _ALONG:
         i = random.integers(0, makers + readers)
         if i < makers:
             return int(position[nodes.maker[nodes.made[v] + i]])

@@ -11,11 +11,11 @@ from stagewright.graphs.documents.arrays import Bools, Ints
 from stagewright.solvers.dags.latency_kernel import Nodes, divide_order, latency
 from stagewright.solvers.dags.latency_moves import anneal
 
-ORDERS = 32
+_ORDERS = 32
 ROUNDS, MOVES = 48, 20_000
 CYCLE = 8  # rounds before annealing begins again from the best placement
 WARM, COLD = 3e-2, 3e-4  # of the latency: what a step may cost, at first and at last
-BRANCHES = 2 / 3  # of the orders follow a branch to its end, the others go by levels
+_BRANCHES = 2 / 3  # of the orders follow a branch to its end, the others go by levels
 
 
 class LatencySearch:
@@ -40,7 +40,7 @@ class LatencySearch:
         """Begin with all on hosts, if there are hosts, and with random orders, divided."""
         if self.problem.hosts:
             self._keep(np.zeros(len(self.order), dtype=np.int64))
-        for _ in range(ORDERS):
+        for _ in range(_ORDERS):
             if over():
                 return
             order, closed = self._random_order()
@@ -78,7 +78,7 @@ class LatencySearch:
     def _random_order(self) -> tuple[Ints, Bools]:
         """A topological order of the blocks, and where it may be cut."""
         rank = self.random.permutation(len(self.blocks)).tolist()
-        if self.random.random() < BRANCHES:
+        if self.random.random() < _BRANCHES:
             back: nx.DiGraph[int] = nx.DiGraph()
             back.add_nodes_from(sorted(self.blocks, key=rank.__getitem__))
             edges = sorted(self.blocks.edges, key=lambda edge: rank[edge[0]])

@@ -31,7 +31,7 @@ from stagewright.solvers.dags.piper_kernel import Costs, Found, Machine, Stages,
 MOST_UPSETS = 40_000
 LEAST = 1e-9  # relative improvement; less is rounding
 CHUNK = 16  # upsets whose stages are priced between two looks at the clock
-CUTOFFS = (1.1, 1.5, 3.0, 10.0, 100.0)  # times the lower bound: up to where stages are priced
+_CUTOFFS = (1.1, 1.5, 3.0, 10.0, 100.0)  # times the lower bound: up to where stages are priced
 UPSETS, DEVICES = "dynamic program over upsets", "device-seconds"
 
 
@@ -93,7 +93,7 @@ class _Search:
     def run(self) -> PiperResult:
         """Price stages up to a cutoff that some pipeline keeps, then bisect."""
         low = self.least
-        for cutoff in (*(low * factor for factor in CUTOFFS if low), np.inf):
+        for cutoff in (*(low * factor for factor in _CUTOFFS if low), np.inf):
             stages = self._price(cutoff)
             if stages is None:
                 return self._result(self.limits.status(found=False), low)

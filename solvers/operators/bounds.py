@@ -11,7 +11,7 @@ from stagewright.formulations.operators.problem import OperatorProblem
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.solvers.backends.backend import solve
 
-WORST = 1e6  # times the least time of an operator: a solver rounds what a longer one leaves
+_WORST = 1e6  # times the least time of an operator: a solver rounds what a longer one leaves
 
 
 def bounds_of(problem: OperatorProblem) -> tuple[OperatorBound, ...]:
@@ -39,7 +39,7 @@ def best_prices(seconds: Floats, count: Floats) -> Floats:
     equal = np.full(len(count), 1 / count.sum())
     if len(count) == 1:
         return equal
-    seconds = np.minimum(seconds, WORST * seconds.min(axis=1, keepdims=True))
+    seconds = np.minimum(seconds, _WORST * seconds.min(axis=1, keepdims=True))
     answer = solve(_dual(seconds / (seconds.max() or 1.0), count))
     if answer.status is not Status.OPTIMAL or answer.values is None:
         return equal

@@ -12,8 +12,8 @@ class Described(NamedTuple):
     source: str
 
 
-TOPCUOGLU = "Topcuoglu et al., TPDS 2002"
-BAECHI = "Jeon et al., Baechi, SoCC 2020"
+_TOPCUOGLU = "Topcuoglu et al., TPDS 2002"
+_BAECHI = "Jeon et al., Baechi, SoCC 2020"
 
 PLANNERS: dict[str, Described] = {
     FASTT: Described("the better of os-dpos and search", "after Yi et al., FastT, 2020"),
@@ -27,14 +27,14 @@ PLANNERS: dict[str, Described] = {
         "Tarnawski et al., NeurIPS 2020",
     ),
     "dpos": Described("critical path on its devices, the rest by insertion", "FastT, algorithm 1"),
-    "heft": Described("earliest end by insertion, longest path to the end first", TOPCUOGLU),
-    "cpop": Described("the critical path on one device", TOPCUOGLU),
+    "heft": Described("earliest end by insertion, longest path to the end first", _TOPCUOGLU),
+    "cpop": Described("the critical path on one device", _TOPCUOGLU),
     "peft": Described(
         "looks ahead by a table of optimistic costs", "Arabnejad, Barbosa, TPDS 2014"
     ),
-    "m-etf": Described("earliest start first, within the memory", BAECHI),
-    "m-sct": Described("m-etf with favourite children by a linear program", BAECHI),
-    "m-topo": Described("topological order cut into equal memory", BAECHI),
+    "m-etf": Described("earliest start first, within the memory", _BAECHI),
+    "m-sct": Described("m-etf with favourite children by a linear program", _BAECHI),
+    "m-topo": Described("topological order cut into equal memory", _BAECHI),
     "data-parallel": Described("every replica of the model on a device of its own", "baseline"),
     "single": Described("the fastest device that holds everything", "baseline"),
 }

@@ -24,7 +24,7 @@ from stagewright.solvers.operators.arrays import arrays_of
 from stagewright.solvers.operators.insertion import by_devices, timetable
 from stagewright.solvers.operators.search import shortest
 
-PARTITION_SECONDS = 10.0
+_PARTITION_SECONDS = 10.0
 FORWARD, BACKWARD, UPDATE = 1, 2, 3
 PHASES = {"input": 0, "state": 0, "forward": FORWARD, "backward": BACKWARD, "update": UPDATE}
 AHEAD = ("state", "input", "forward")
@@ -60,7 +60,7 @@ def _on_few(
     best: Timetable | None = None
     for held in range(min(parts.microbatches, few), 0, -1):
         for pays in (True, False):
-            left = min(PARTITION_SECONDS, limits.left(perf_counter() - began))
+            left = min(_PARTITION_SECONDS, limits.left(perf_counter() - began))
             asked = parts.problem(problem, held, pays, few)
             found = partition(asked, replace(limits, seconds=left))
             if found.sets is not None:

@@ -35,7 +35,7 @@ from stagewright.solvers.operators.os_dpos import os_dpos
 from stagewright.solvers.operators.pipelined import pipelined
 from stagewright.solvers.operators.search import METHODS
 
-ANY_SPLITS: Plans = "any splits"
+_ANY_SPLITS: Plans = "any splits"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ def _find(
         left = replace(limits, seconds=limits.left(perf_counter() - began))
         whole = _find(graph, cluster, SEARCHING, contention, left, on_progress)
         return _better(divided, whole)
-    any_splits = max(one.seconds for one in bounds_of(problem) if one.plans == ANY_SPLITS)
+    any_splits = max(one.seconds for one in bounds_of(problem) if one.plans == _ANY_SPLITS)
 
     def tell(seconds: float) -> None:
         on_progress(Progress(perf_counter() - began, seconds, any_splits))

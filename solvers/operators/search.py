@@ -25,7 +25,7 @@ SHARES = (1.0, 0.5, 0.0)  # of tensors that count as in memory all the time
 FREED = (-1.0, -0.8, -0.6)  # where that finds nothing: shares of the memory, see ``insert``
 FEW = 60  # operators up to which a search goes far from its start
 FIRST, SPREAD = 0.5, 6.0  # temperatures as shares of the time: of few operators; of others, over n
-WORK = 300_000_000  # operators in all moves
+_WORK = 300_000_000  # operators in all moves
 HALF = 0.5  # of the memory: with less in use, moves do not look at it
 ROUNDS = 8  # the first from the best list schedule, each other one from the best so far
 SMALL = 2000  # operators up to which the slow greedy schedulers are among the first
@@ -125,7 +125,7 @@ def search(
     arrays, (_, tails) = arrays_of(problem), windows(problem)
     limited = start is None or bool((peaks(arrays, start) > HALF * problem.memory).any())
     n = len(problem.names)
-    moves, first = min(evaluations, WORK // n) // ROUNDS, FIRST if n <= FEW else SPREAD / n
+    moves, first = min(evaluations, _WORK // n) // ROUNDS, FIRST if n <= FEW else SPREAD / n
     for number in range(ROUNDS):
         if limits.left(perf_counter() - began) == 0:
             break

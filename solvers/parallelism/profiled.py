@@ -23,7 +23,7 @@ from stagewright.solvers.parallelism.profiled_labels import Label, Labels, Overf
 from stagewright.solvers.parallelism.profiled_placement import placements
 from stagewright.solvers.parallelism.profiled_tables import Tables, choices
 
-CLASS = (
+_CLASS = (
     "consecutive layers; all stages on the same number of replicas, those of a stage on one pool "
     "and tensor degree that was measured; microbatches of a measured size, divided as evenly as "
     "possible among the pipelines; 1F1B"
@@ -50,7 +50,7 @@ class ProfiledResult:
     status: Status
     labels: int
     seconds: float
-    plans: str = CLASS
+    plans: str = _CLASS
 
     @property
     def gap(self) -> float | None:

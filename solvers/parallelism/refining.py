@@ -26,7 +26,7 @@ from stagewright.solvers.parallelism.tree import compiled_walk
 Recomputation = Literal["any", "whole", "alike"]
 """How many blocks stages may recompute: each any number, each all or none, all the same number."""
 
-MOST_EXAMINED = 64
+_MOST_EXAMINED = 64
 ROUNDING = 1e-12  # sums of bytes in another order must not rule out what fits to the last bit
 
 
@@ -118,7 +118,7 @@ class _Refining:
 
     def others(self, stop: StopToken | None) -> float:
         """Refine all others that may be the best; the bound of those that are left."""
-        left = MOST_EXAMINED
+        left = _MOST_EXAMINED
         for plain in self.candidates.plain(lambda: self.least):
             if not left or is_stopped(stop):
                 return plain.bound

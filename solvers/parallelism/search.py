@@ -37,8 +37,8 @@ from stagewright.solvers.parallelism.space import Space
 from stagewright.solvers.parallelism.tree import Part, Tree, simple_first
 
 Heap = list[tuple[float, int, Part]]
-MOST_KEPT = 10_000
-MOST_FOR_THE_LIST = 1000
+_MOST_KEPT = 10_000
+_MOST_FOR_THE_LIST = 1000
 """Postponed parts that may hold no faster layout than the first, opened for others of the list."""
 
 MOST_STEPS = 1000
@@ -86,7 +86,7 @@ def search(
     InputError
         If nothing of the space is possible, whatever the memory.
     """
-    require_count(keep, "keep", MOST_KEPT)
+    require_count(keep, "keep", _MOST_KEPT)
     started = time.perf_counter()
     tree = Tree(problem, space or Space(), keep, memory_bytes, accept, alike)
     numbers = itertools.count()
@@ -118,7 +118,7 @@ def _open_parts(
     heap: Heap, tree: Tree, numbers: Iterator[int], stop: StopToken | None
 ) -> Iterator[Part]:
     """The parts that may hold one of the best, by their bounds; the postponed ones after others."""
-    are_late, left = False, MOST_FOR_THE_LIST
+    are_late, left = False, _MOST_FOR_THE_LIST
     while not is_stopped(stop):
         if not heap or heap[0][0] >= tree.worst:
             if not tree.postponed:

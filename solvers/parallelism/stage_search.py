@@ -18,7 +18,7 @@ from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.solvers.parallelism.stage_bounds import LeastDivision, least_division
 from stagewright.solvers.parallelism.stage_options import Option, StageOptions
 
-MOST_NODES = 200
+_MOST_NODES = 200
 MOST_STEPS = 5_000_000
 """Nodes, and computations in the pipelines walked, after which the bound is what is left open."""
 
@@ -61,7 +61,7 @@ class StageSearch:
 
     best: Division | None = None
 
-    def run(self, nodes: int = MOST_NODES) -> Divided:
+    def run(self, nodes: int = _MOST_NODES) -> Divided:
         """Search until it is proved, or through so many nodes."""
         numbers = itertools.count()
         heap: list[tuple[float, int, _Box]] = []

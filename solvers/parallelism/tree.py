@@ -23,7 +23,7 @@ from stagewright.solvers.parallelism.family import Family, Work
 from stagewright.solvers.parallelism.space import Space, chosen
 from stagewright.solvers.parallelism.uneven import least_of_ends, least_seconds
 
-MOST_ENTRIES = 100_000
+_MOST_ENTRIES = 100_000
 """Stages of all divisions that are bounded at once."""
 
 
@@ -167,7 +167,7 @@ class Tree:
         """Step 3, the schedule: groups of divisions that are not nearly even."""
         is_open = bound < self.worst
         entries = np.cumsum(of.divisions * of.stages)
-        many = max(1, int(np.searchsorted(entries, MOST_ENTRIES)))
+        many = max(1, int(np.searchsorted(entries, _MOST_ENTRIES)))
         table = of.only(is_open & (np.arange(len(bound)) < many)).table()
         inner = self._better(choice, table.only(~table.is_nearly_even))
         if inner is not None:

@@ -20,7 +20,7 @@ STEPS = 32  # delays per period
 FLIGHTS = 18
 ROWS = STEPS * FLIGHTS
 UNITS = 64  # of the largest memory
-SHUFFLED = 4.0  # layers by which the order of starts may change
+_SHUFFLED = 4.0  # layers by which the order of starts may change
 
 
 class Completion(NamedTuple):
@@ -93,7 +93,7 @@ def _starts(ahead: Floats, period: float, noise: np.random.Generator | None) -> 
     for stop in range(1, len(ahead)):
         found = np.arange(first[stop], stop)
         if noise is not None:
-            found = found[np.argsort(found + noise.uniform(0.0, SHUFFLED, len(found)))]
+            found = found[np.argsort(found + noise.uniform(0.0, _SHUFFLED, len(found)))]
         starts[stop, : len(found)] = found
     return starts
 

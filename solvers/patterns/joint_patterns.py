@@ -31,13 +31,13 @@ from stagewright.solvers.patterns.allocation_walk import FLIGHT, ROW, SUMS, walk
 from stagewright.solvers.patterns.completion import completion
 from stagewright.solvers.patterns.pattern import SAFETY, best_pattern
 
-BEGINNING = 0.6  # share of the time limit for finding the first window
-TRIAL = 0.1  # share of the time limit for one trial of that
-SAMPLING = 0.9  # share of the time limit after which no more random allocations are tried
+_BEGINNING = 0.6  # share of the time limit for finding the first window
+_TRIAL = 0.1  # share of the time limit for one trial of that
+_SAMPLING = 0.9  # share of the time limit after which no more random allocations are tried
 SHARES = (0.9, 0.75, 0.6, 0.45, 0.3) * 4  # of the way from the bound to the best plan
-TRYING = 0.1  # share of the time limit for the pattern of an allocation of a trial
+_TRYING = 0.1  # share of the time limit for the pattern of an allocation of a trial
 STEP = 0.005  # relative width of the first window of bounds
-WIDER = 1.5  # factor of the width from one window to the next
+_WIDER = 1.5  # factor of the width from one window to the next
 STEPS = 100_000  # of the enumeration per call, some tenths of a second
 BATCH = 1024  # allocations per call
 DONE = (Status.OPTIMAL, Status.INFEASIBLE)
@@ -159,13 +159,13 @@ class JointSearch(BestFirst[BoundWindow | AllocationCandidate]):
         refuted length is still a lower bound.
         """
         low, high = shortest_iteration(self.question.form), min(self._longest, self._ceiling())
-        in_time, known = self._first(high, TRIAL)
+        in_time, known = self._first(high, _TRIAL)
         if in_time and known is None:
             self._close(high if high < self._longest else math.inf)
             return
         # Short trials first: most lengths are refuted by the tables alone, or not for long.
         low, _, rows, _ = self._narrow(low, high, 0.0)
-        low, high, last, in_all_time = self._narrow(low, min(high, self._ceiling()), TRIAL)
+        low, high, last, in_all_time = self._narrow(low, min(high, self._ceiling()), _TRIAL)
         known = next((one for one in (last, rows) if one is not None), known)
         if known is not None and not (in_time and in_all_time):
             # The first window will take long, so this allocation is the first candidate.
@@ -181,7 +181,7 @@ class JointSearch(BestFirst[BoundWindow | AllocationCandidate]):
         Returns both ends, the last allocation that passed, and whether every trial was in time.
         """
         known, all_in_time = None, True
-        while high > low * (1 + STEP) and self._left() > (1 - BEGINNING) * self.limits.seconds:
+        while high > low * (1 + STEP) and self._left() > (1 - _BEGINNING) * self.limits.seconds:
             middle = math.sqrt(low * high)
             in_time, rows = self._first(middle, share)
             all_in_time &= in_time
@@ -200,8 +200,8 @@ class JointSearch(BestFirst[BoundWindow | AllocationCandidate]):
         noise = np.random.default_rng(self.limits.seed)
         for share in SHARES:
             length = low + share * (min(self._ceiling(), self._longest) - low)
-            if length > low and self._left() > (1 - SAMPLING) * self.limits.seconds:
-                _, rows = self._first(length, TRIAL / 2, noise)
+            if length > low and self._left() > (1 - _SAMPLING) * self.limits.seconds:
+                _, rows = self._first(length, _TRIAL / 2, noise)
                 if rows is not None:
                     self._try(rows, low)
 
@@ -213,7 +213,7 @@ class JointSearch(BestFirst[BoundWindow | AllocationCandidate]):
         if rows.tobytes() in self._proved or not low < high < math.inf:
             return
         self.solves += 1
-        limits = replace(self.limits, seconds=min(self._left(), TRYING * self.limits.seconds))
+        limits = replace(self.limits, seconds=min(self._left(), _TRYING * self.limits.seconds))
         found = _below(problem, low, high, limits)
         if found is not None and found.pattern is not None and found.pattern.period < high:
             self._offer(stages, found.pattern, least)
@@ -246,7 +246,7 @@ class JointSearch(BestFirst[BoundWindow | AllocationCandidate]):
                 self._push(least, window)
                 return
         if high < self._longest:
-            width = max(STEP * high, WIDER * (high - least))
+            width = max(STEP * high, _WIDER * (high - least))
             self._push(high, BoundWindow(high, min(high + width, self._longest)))
 
     def _solve(self, candidate: AllocationCandidate, bound: float, attempt: int) -> None:

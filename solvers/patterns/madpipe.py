@@ -39,7 +39,7 @@ from stagewright.solvers.patterns.madpipe_program import (
 )
 
 NEAR = 1e-3  # below this ratio a bracket is narrowed by testing just below its upper end
-PROVING = 1 / 3  # share of the time reserved for the bound
+_PROVING = 1 / 3  # share of the time reserved for the bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class PeriodBracket:
 
     def solve(self) -> None:
         """Run passes with more and more labels per state, until the bracket is closed."""
-        self.end = self.begun + (1 - PROVING) * self.limits.seconds
+        self.end = self.begun + (1 - _PROVING) * self.limits.seconds
         for room in label_rooms(self.question.tables):
             self._narrow(AllocationProgram(self.question.tables, room))
             if self._done() or self._left() <= 0:

@@ -25,7 +25,7 @@ from stagewright.solvers.patterns.madpipe_kernels import (
 )
 from stagewright.solvers.patterns.madpipe_labels import Labels, Pass
 
-MOST_GROUPS = 16  # for which Need has rows; the last row is for all larger ones
+_MOST_GROUPS = 16  # for which Need has rows; the last row is for all larger ones
 FIRST_LABELS = 32  # per state
 MORE_LABELS = 8
 LABEL_BYTES = 1e9
@@ -66,7 +66,7 @@ class AllocationProgram:
         Of ``limits``, only the stop token is checked, after each layer.
         """
         # Without a special group the tables only determine which layers can be placed.
-        rows = min(self.form.versions, MOST_GROUPS) * PARTS if self.form.special >= 0 else 1
+        rows = min(self.form.versions, _MOST_GROUPS) * PARTS if self.form.special >= 0 else 1
         need = needs_of(self.form, period, rows)._replace(delay=longest_delays(self.form))
         most = int(min(steps, float(FAR)))
         label = self._reach(Pass(self.form, need, period, self.labels, self.merging, most), limits)

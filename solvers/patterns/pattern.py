@@ -23,7 +23,7 @@ from stagewright.solvers.backends.backend import solve
 PROVED = 1e-6  # relative gap below which a period is called optimal
 LONGER = (1.0, 1.05, 1.2, 1.5)  # times the lower bound: periods of list schedules
 TICKS = 30  # log2 of CP-SAT's longest period
-LESS_ROOM = 1 - 1e-7  # factor of memory after a solver's orders exceed it within tolerance
+_LESS_ROOM = 1 - 1e-7  # factor of memory after a solver's orders exceed it within tolerance
 SAFETY = 1e-7  # relative: solvers' bounds are rounded, most of all those read as text
 MARGIN = 1e-12  # of the period: rounding in list schedules
 
@@ -152,7 +152,7 @@ class _PatternSearch:
         full = self.model.overfull(orders)
         if full:
             self.rooms = tuple(
-                room * LESS_ROOM if device in full else room
+                room * _LESS_ROOM if device in full else room
                 for device, room in enumerate(self.rooms)
             )
             return False

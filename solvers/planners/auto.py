@@ -50,8 +50,8 @@ from stagewright.solvers.planners.warm_start import warm_start
 _Step = tuple[str, PlanFunction, Callable[[], bool], float]
 """A name, what plans, whether it is wanted, and its share of the time that is left."""
 
-MANY_DEVICES = 64  # with more, to check a plan may take longer than SPP
-GOOD_ENOUGH = 1e-6  # relative gap
+_MANY_DEVICES = 64  # with more, to check a plan may take longer than SPP
+_GOOD_ENOUGH = 1e-6  # relative gap
 FULL = 0.5  # share of a device's memory above which recomputation may pay off
 EQUAL = 1e-9  # relative; plans whose costs differ by less are equally good
 
@@ -86,7 +86,7 @@ def plan_auto(
     )
     spp: _Step = ("spp", plan_spp, portfolio.is_unsettled, 1 / 3)
     for name, step, is_wanted, share in (
-        *((spp, *shared) if len(problem.cluster) > MANY_DEVICES else (*shared, spp)),
+        *((spp, *shared) if len(problem.cluster) > _MANY_DEVICES else (*shared, spp)),
         ("spp, recomputing", portfolio.recompute, portfolio.is_short_of_memory, 1 / 4),
         ("servers", plan_servers, portfolio.is_open, 1 / 4),
         ("refined", portfolio.refine, portfolio.is_open, 1 / 8),
@@ -140,7 +140,7 @@ class _Portfolio:
         return (
             self.best is not None
             and self.left() > 0
-            and not self.relaxation.proves(self.cost * (1 - GOOD_ENOUGH))
+            and not self.relaxation.proves(self.cost * (1 - _GOOD_ENOUGH))
         )
 
     def consider(self, name: str, run: PlanFunction, seconds: float) -> None:

@@ -33,7 +33,7 @@ from stagewright.solvers.planners.spp import plan_spp
 from stagewright.solvers.planners.uniform import UniformPlanner
 
 STEPS = 2e7  # entries of the tables of bounds above which only the load bound is used
-REPORT_SECONDS = 0.5  # between two reports of the bound
+_REPORT_SECONDS = 0.5  # between two reports of the bound
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,7 +151,7 @@ class _PlanSearch(BestFirst[Prefix | _CompletePlan]):
     def _report(self, bound: float) -> None:
         """Report the bound at intervals; ``bound`` is that of the current item."""
         elapsed = perf_counter() - self.began
-        if elapsed > self._reported + REPORT_SECONDS:
+        if elapsed > self._reported + _REPORT_SECONDS:
             self._reported = elapsed
             self._tell(None, bound)
 

@@ -33,10 +33,10 @@ from stagewright.solvers.planners.seeds import pipelines
 from stagewright.solvers.planners.warm_start import warm_start
 
 STARTS = 6  # structures that hill climbing starts from
-KICKS = 3  # random moves between a local optimum and the next start
-RESTARTS = 12  # restarts without improvement after which the search ends
+_KICKS = 3  # random moves between a local optimum and the next start
+_RESTARTS = 12  # restarts without improvement after which the search ends
 SLACK = 1.25  # seeds that cost more than this times the best are not varied
-ACTIONS_SECONDS = 5e-5  # approximate time to schedule a microbatch at a stage
+_ACTIONS_SECONDS = 5e-5  # approximate time to schedule a microbatch at a stage
 NEAR = 1.03  # structures below this times the best cost are scheduled by all rules
 
 
@@ -165,7 +165,7 @@ class _StructureSearch:
 
     def _scheduled(self, structure: Structure, ceiling: float) -> Score:
         count = len(structure.stages)
-        if count * self.problem.microbatches * ACTIONS_SECONDS > self._left():
+        if count * self.problem.microbatches * _ACTIONS_SECONDS > self._left():
             return Score(0.0, math.inf, math.inf, count)
         work, endings, _ = work_of(self.problem, structure)
         problem = misfit(self.problem, structure, work)
@@ -209,12 +209,12 @@ class _StructureSearch:
     def _restart(self) -> None:
         """Climb from random structures near the best, until there is no more improvement."""
         idle = 0
-        while idle < RESTARTS and not self._over():
+        while idle < _RESTARTS and not self._over():
             before = self.best
             start = self.structure or next(iter(self._promising(1)), None)
             if start is None:
                 return
-            for _ in range(KICKS):
+            for _ in range(_KICKS):
                 start = next(self.moves.neighbours(start, self.rng), start)
             self._score(start, math.inf)
             self._climb(start)

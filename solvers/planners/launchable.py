@@ -45,16 +45,16 @@ from stagewright.solvers.planners.proposal import (
 )
 from stagewright.solvers.planners.seeds import every_balanced_cuts, lengths, stage_seconds
 
-CLIMBERS = 4  # plans whose cuts are moved
+_CLIMBERS = 4  # plans whose cuts are moved
 NEAR = 1.1  # times the best cost, below which the cuts of a plan may be moved
-ANYWAY = 5  # pipelines that are timed however short the time, if none fits
+_ANYWAY = 5  # pipelines that are timed however short the time, if none fits
 SHIFTS = (1, -1, 2, -2)
 ENDS = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)  # after which nothing is kept
-NOTHING_FITS = (
+_NOTHING_FITS = (
     "no balanced pipeline of equal groups of devices fits in memory; `stagewright train-plan` also "
     "divides layers among devices"
 )
-SPLIT_FILL = 1 / 3  # of the time to fill and drain, that ZB-H1 leaves where F, I and W are equal
+_SPLIT_FILL = 1 / 3  # of the time to fill and drain, that ZB-H1 leaves where F, I and W are equal
 SEARCHING = 0.8  # of the time limit; the rest is for the bound
 
 
@@ -151,12 +151,12 @@ class _Search:
         self.candidates = len(found)
         scores: list[tuple[float, int, _Pipeline]] = []
         for one in found:
-            if self._left() <= 0 and (self.best is not None or self.timed >= ANYWAY):
+            if self._left() <= 0 and (self.best is not None or self.timed >= _ANYWAY):
                 break
             made = self._pipeline(one) if one.least < self.cost else None
             if made is not None:
                 scores.append((self._time(made, NEAR * self.cost), len(scores), made))
-        for cost, _, made in sorted(scores, key=lambda entry: entry[:2])[:CLIMBERS]:
+        for cost, _, made in sorted(scores, key=lambda entry: entry[:2])[:_CLIMBERS]:
             if cost < math.inf:
                 self._climb(made, cost)
 
@@ -216,14 +216,14 @@ class _Search:
         device = placed("loop" if way == "line" else way, len(groups), chunks)
         cuts = self._cuts(device, groups, kind, chunks, mode, [1] * len(device))
         if cuts is None:
-            self.refusal = NOTHING_FITS
+            self.refusal = _NOTHING_FITS
             return
         seconds = [
             float(self._seconds(groups[d], mode)[k, l])
             for d, (k, l) in zip(device, pairwise(cuts), strict=True)
         ]
         load = float(np.bincount(device, seconds).max())
-        fill = load * (len(groups) - 1) / chunks * (SPLIT_FILL if KINDS[kind].is_split else 1)
+        fill = load * (len(groups) - 1) / chunks * (_SPLIT_FILL if KINDS[kind].is_split else 1)
         least = self.problem.microbatches * load
         yield _Candidate(kind, chunks, groups, mode, least, least + fill)
 
@@ -237,7 +237,7 @@ class _Search:
         held = _in_flight(order)
         cuts = self._cuts(order.device, one.groups, one.kind, one.chunks, one.mode, held)
         if cuts is None:
-            self.refusal = NOTHING_FITS
+            self.refusal = _NOTHING_FITS
             return None
         return _Pipeline(one, order, tuple(cuts))
 

@@ -33,14 +33,14 @@ from stagewright.solvers.backprop.regions import schedule_streams
 from stagewright.solvers.planners.proposal import Proposal, cost_of
 
 ROUNDING = 1e-12  # relative; a proposal that is better by less is not
-Sub = tuple[Action, ...]
+_Sub = tuple[Action, ...]
 """Weight gradients in the order of the sub-stream."""
 
-MOST_REGIONS = 64  # of equal time
-MOST_TRIED = 600  # sub-streams of the local search
-MOST_PLACES = 16  # of a weight gradient
+_MOST_REGIONS = 64  # of equal time
+_MOST_TRIED = 600  # sub-streams of the local search
+_MOST_PLACES = 16  # of a weight gradient
 ROUNDING = 1e-9  # relative; what is shorter by less is not
-MOST_KERNELS = 128  # with a region each; Algorithm 1 takes cubic time in their number
+_MOST_KERNELS = 128  # with a region each; Algorithm 1 takes cubic time in their number
 
 
 def require_one_device(problem: PipelineProblem) -> None:
@@ -100,7 +100,7 @@ class _OneDevice:
         )
 
     @cached_property
-    def movable(self) -> Sub:
+    def movable(self) -> _Sub:
         """The weight gradients that take time, of the last layer first."""
         seconds = np.nan_to_num(self.seconds[W][:, 0])
         layers = (s for s in reversed(range(len(self.stages))) if seconds[s] > 0)
@@ -133,12 +133,12 @@ class _OneDevice:
         for improved in self._climb(best, least):
             yield self._two_streams("two streams, improved", improved, spent)
 
-    def _climb(self, sub: Sub, least: float) -> Iterator[Sub]:
+    def _climb(self, sub: _Sub, least: float) -> Iterator[_Sub]:
         """Better sub-streams: one weight gradient at a time goes elsewhere, or to the main one."""
         floor = two_streams_bound(self.problem) or 0.0
         tried = unchanged = 0
         for moved in cycle(self.movable[::-1]):
-            if tried >= MOST_TRIED or unchanged == len(self.movable):
+            if tried >= _MOST_TRIED or unchanged == len(self.movable):
                 return
             if least <= floor * (1 + ROUNDING):
                 return
@@ -150,14 +150,14 @@ class _OneDevice:
                 sub, least, unchanged = found, end, 0
                 yield sub
 
-    def _with(self, others: Sub, moved: Action) -> Iterator[Sub]:
+    def _with(self, others: _Sub, moved: Action) -> Iterator[_Sub]:
         """The sub-stream without ``moved``, and with it in every place, or in some of many."""
         yield others
-        step = max(1, len(others) // MOST_PLACES)
+        step = max(1, len(others) // _MOST_PLACES)
         for place in range(0, len(others) + 1, step):
             yield (*others[:place], moved, *others[place:])
 
-    def _end(self, sub: Sub) -> float:
+    def _end(self, sub: _Sub) -> float:
         """Seconds of the window; inf if the streams wait for each other."""
         try:
             starts, _ = self._timed(sub)
@@ -171,7 +171,7 @@ class _OneDevice:
         if len(until) == 0:
             return
         count, known = 1, set[tuple[int, ...]]()
-        while count <= min(MOST_REGIONS, len(until)):
+        while count <= min(_MOST_REGIONS, len(until)):
             targets = until[-1] * np.arange(1, count + 1) / count
             cuts = np.searchsorted(until, targets * (1 - 1e-9)) + 1
             ends = tuple(sorted({*cuts.tolist(), len(until)}))
@@ -179,7 +179,7 @@ class _OneDevice:
                 yield f"{len(ends)} regions", ends
             known.add(ends)
             count *= 2
-        if len(until) <= MOST_KERNELS:
+        if len(until) <= _MOST_KERNELS:
             yield "a region per kernel", tuple(range(1, len(until) + 1))
 
     def _one_stream(self) -> Proposal:
@@ -197,17 +197,17 @@ class _OneDevice:
             )
         return Proposal(self.stages, starts, notes=(note, *self._notes()), begins="backward")
 
-    def _two_streams(self, name: str, sub: Sub, spent: Sequence[str]) -> Proposal:
+    def _two_streams(self, name: str, sub: _Sub, spent: Sequence[str]) -> Proposal:
         """Weight gradients ``sub``, in this order, in the sub-stream."""
         starts, ends = self._timed(sub)
         notes = f"{name} ({', '.join(spent)})", *self._notes()
         return Proposal(self.stages, starts, notes=notes, begins="backward", sub_ends=ends)
 
-    def _timed(self, sub: Sub) -> tuple[Blocks, Floats]:
+    def _timed(self, sub: _Sub) -> tuple[Blocks, Floats]:
         """Starts of all actions, everything as early as possible, and ends in the sub-stream."""
         return two_stream_starts(self.problem, self.stages, self._main(sub), sub)
 
-    def _main(self, sub: Sub) -> list[Action]:
+    def _main(self, sub: _Sub) -> list[Action]:
         """The main stream, with the weight gradients that are not in ``sub``."""
         beside, row = set(sub), list[Action]()
         for s, m in product(reversed(range(len(self.stages))), self.microbatches):

@@ -61,7 +61,7 @@ class Planner(Protocol):
         """The best plan found within ``limits``."""
 
 
-SearchFunction = Callable[
+_SearchFunction = Callable[
     [PipelineProblem, Limits, OnProgress, Choices], Proposal | PeriodicProposal | NoPlan
 ]
 
@@ -73,7 +73,7 @@ class SearchPlanner:
     name: str
     summary: str
     source: str
-    search: SearchFunction
+    search: _SearchFunction
     options: Options = Options(ANY_RECOMPUTATION, offload=True)
 
     def propose(

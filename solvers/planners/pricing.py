@@ -32,7 +32,7 @@ PASSES = 10  # of forward-backward improvement without success, for one schedule
 NEAR = 1.02  # times the ceiling; longer list schedules are not improved
 TIGHT = 1e-6  # relative; a schedule this near to its bound is not improved
 
-Scheduled = tuple[float, Callable[[], Proposal]]
+_Scheduled = tuple[float, Callable[[], Proposal]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,7 +52,7 @@ class Priced:
 
     bound: float
     loads: Floats
-    schedule: Callable[[float], Scheduled | None]
+    schedule: Callable[[float], _Scheduled | None]
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class PlainPrices:
 
     def _schedule(
         self, stages: tuple[Stage, ...], scheduling: MakespanProblem, bound: float, ceiling: float
-    ) -> Scheduled | None:
+    ) -> _Scheduled | None:
         """The best eager schedule, improved if it is near the ceiling."""
         times = list_schedule(scheduling, "eager")
         assert times is not None  # the rule keeps every limit
@@ -139,7 +139,7 @@ class StructurePrices:
             return None
         bound = quick_device_bound(work, endings)
 
-        def schedule(ceiling: float) -> Scheduled | None:
+        def schedule(ceiling: float) -> _Scheduled | None:
             found = best_schedule(work, endings, rules_for(work), ceiling, bound, ceiling * NEAR)
             if found is None:
                 return None

@@ -12,7 +12,7 @@ from stagewright.formulations.plans.structure import Structure
 WINDOW = 4  # stages that are rebuilt together
 STEPS = 3  # changes of a window in one rebuild
 PLACEMENTS = 0.25  # of the rebuilds exchange devices only
-FARTHEST = 3  # layers by which a cut moves
+_FARTHEST = 3  # layers by which a cut moves
 
 
 @dataclass(slots=True)
@@ -107,7 +107,7 @@ class Rebuilding:
         """Move layers over a cut."""
         if pair := self._pair(parts):
             one, other = pair
-            by = min(self.rng.randint(1, FARTHEST), other.layers - 1)
+            by = min(self.rng.randint(1, _FARTHEST), other.layers - 1)
             one.layers, other.layers = one.layers + by, other.layers - by
 
     def _give(self, parts: Parts, idle: list[str]) -> None:

@@ -26,12 +26,12 @@ from stagewright.solvers.planners.rebuilding import Rebuilding
 
 WORTH_IT = 1e-9  # relative improvement; less is rounding
 CYCLE = 60  # rebuilds per layer from the best plan on, while the temperature falls to zero
-CYCLES = 6  # without improvement, after which the search ends
-HOT = 0.005  # first temperature, relative to the time of the best plan
-REMEMBERED = 2000  # prices of structures: of few layers, rebuilds find the same ones again
-REHEAT = 2.0  # ratio of the first temperatures of a cycle and the one before
+_CYCLES = 6  # without improvement, after which the search ends
+_HOT = 0.005  # first temperature, relative to the time of the best plan
+_REMEMBERED = 2000  # prices of structures: of few layers, rebuilds find the same ones again
+_REHEAT = 2.0  # ratio of the first temperatures of a cycle and the one before
 LOADS = 0.6  # weight of the mean load in the objective
-POWER = 4  # of that mean
+_POWER = 4  # of that mean
 
 
 def refine(
@@ -74,7 +74,7 @@ class _Refinement:
         self.best = structure_of(self.known)
         parts = ~np.isnan(self.known.starts[ActionKind.INPUT_GRADIENT])
         plain = not parts.any() and scheduling_of(self.problem, self.best.stages) is not None
-        self.price: Callable[[Structure], Priced | None] = lru_cache(REMEMBERED)(
+        self.price: Callable[[Structure], Priced | None] = lru_cache(_REMEMBERED)(
             PlainPrices(self.problem, self.limits) if plain else StructurePrices(self.problem)
         )
         self.seconds = cost_of(self.problem, self.known)
@@ -87,7 +87,7 @@ class _Refinement:
         lowest = value = self._value(priced, self.seconds) if priced else math.inf
         cycle = CYCLE * len(self.problem.chain)
         since = examined = 0
-        while examined < attempts and since < CYCLES * cycle and self._left() > 0:
+        while examined < attempts and since < _CYCLES * cycle and self._left() > 0:
             examined, since = examined + 1, since + 1
             if since % cycle == 0:
                 current, value = self.best, lowest
@@ -109,12 +109,12 @@ class _Refinement:
 
     def _rise(self, cycles: float) -> float:
         """A random rise of the objective that is accepted, ``cycles`` after the best plan."""
-        heat = HOT * REHEAT ** int(cycles) * (1 - cycles % 1)
+        heat = _HOT * _REHEAT ** int(cycles) * (1 - cycles % 1)
         return heat * self.seconds * self.rng.expovariate(1.0)
 
     def _value(self, priced: Priced, seconds: float) -> float:
         """The objective: the plan's time and the mean of its loads."""
-        mean = float((priced.loads**POWER).mean() ** (1 / POWER))
+        mean = float((priced.loads**_POWER).mean() ** (1 / _POWER))
         return (1 - LOADS) * seconds + LOADS * mean
 
     def _seconds(self, one: Structure, priced: Priced) -> float:

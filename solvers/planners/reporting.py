@@ -14,14 +14,14 @@ from stagewright.formulations.plans.plan_class import EVERY_FINITE, EVERY_PLAN, 
 from stagewright.solvers.planners.class_bounds import ClassBounds
 from stagewright.solvers.planners.proposal import class_of_proposal
 
-MakePlan = Callable[[Any], PipelinePlan]
+_MakePlan = Callable[[Any], PipelinePlan]
 
 
 def reporting(
     bounds: ClassBounds,
     on_progress: OnProgress,
     periodic: bool,
-    make_plan: MakePlan,
+    make_plan: _MakePlan,
     target: GapStop,
 ) -> OnProgress:
     """The callback for a planner's progress; it reports the initial bound at once."""
@@ -45,7 +45,7 @@ class Reporter:
 
     bounds: ClassBounds
     on_progress: OnProgress
-    make_plan: MakePlan
+    make_plan: _MakePlan
     target: GapStop
     plans: PlanClass  # of the best plan; before there is one, of all that are searched
     began: float = field(default_factory=monotonic)

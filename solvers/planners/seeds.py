@@ -12,7 +12,7 @@ from stagewright.formulations.plans.structure import Structure
 from stagewright.graphs.documents.arrays import Floats
 
 MOST_ROUNDS = 4  # stages that a group of devices gets
-EVERY_LENGTH = 16  # groups up to which every number is tried; above, divisors and the half
+_EVERY_LENGTH = 16  # groups up to which every number is tried; above, divisors and the half
 
 
 def pipelines(problem: PipelineProblem, order: Sequence[int]) -> Iterator[Structure]:
@@ -36,7 +36,7 @@ def pipelines(problem: PipelineProblem, order: Sequence[int]) -> Iterator[Struct
 def lengths(devices: int, layers: int) -> list[int]:
     """The numbers of groups to try, ascending."""
     most = min(devices, layers)
-    if most <= EVERY_LENGTH:
+    if most <= _EVERY_LENGTH:
         return list(range(1, most + 1))
     divisors = [n for n in range(1, most + 1) if devices % n == 0]
     return sorted({*divisors, most, most // 2})

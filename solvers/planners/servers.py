@@ -38,12 +38,12 @@ from stagewright.solvers.planners.proposal import (
 from stagewright.solvers.planners.refine import refine
 from stagewright.solvers.planners.uniform import UniformPlanner
 
-BOUND_SHARE = 0.3  # of the time limit, for the bound
+_BOUND_SHARE = 0.3  # of the time limit, for the bound
 STEP, STEPS = 0.003, 24  # relative times above the bound at which relaxed plans are taken
-STEP_SHARE = 0.01  # of the time limit, for each of them
-TREE_SHARE = 0.5  # of the time left after the first schedules, for branch and bound
+_STEP_SHARE = 0.01  # of the time limit, for each of them
+_TREE_SHARE = 0.5  # of the time left after the first schedules, for branch and bound
 BEST = 4  # plans that are scheduled by CP-SAT
-SCHEDULE_SHARE = 0.08  # of the time limit, for each of them
+_SCHEDULE_SHARE = 0.08  # of the time limit, for each of them
 WORTH_IT = 1e-6  # relative improvement
 
 
@@ -80,8 +80,8 @@ class _Packing:
 
     def run(self) -> Proposal | NoPlan:
         relaxed = ServerBounds(self.problem)
-        self.bound = relaxed.bound(math.inf, BOUND_SHARE * self._left(), self._consider)
-        steps = STEP_SHARE * self.limits.seconds * STEPS_PER_SECOND
+        self.bound = relaxed.bound(math.inf, _BOUND_SHARE * self._left(), self._consider)
+        steps = _STEP_SHARE * self.limits.seconds * STEPS_PER_SECOND
         for i in range(1, STEPS + 1):
             if self._left() <= 0 or self._is_settled():
                 break
@@ -92,7 +92,7 @@ class _Packing:
         bounds = [Bound(self.bound, SERVERS, "problem", DISJOINT_SPLIT)]
         if not self._is_settled() and self._left() > 0:
             cost = self.best.seconds if self.best else math.inf
-            seconds = TREE_SHARE * self._left()
+            seconds = _TREE_SHARE * self._left()
             self.bound = relaxed.branch(cost, seconds, self._consider, self.limits.stop)
             bounds.append(Bound(self.bound, RELAXED_TREE, "problem", DISJOINT_SPLIT))
         if self.best is None:
@@ -124,7 +124,7 @@ class _Packing:
             assert self.best is not None
             if one.bound >= self.best.seconds * (1 - WORTH_IT) or self._left() <= 0:
                 continue
-            share = min(self._left(), SCHEDULE_SHARE * self.limits.seconds)
+            share = min(self._left(), _SCHEDULE_SHARE * self.limits.seconds)
             limits = replace(self.limits, seconds=share)
             solved = solve_schedule(one.scheduling, "optimal", limits, incumbent=one.times)
             assert solved.timetable is not None

@@ -42,15 +42,15 @@ from stagewright.solvers.planners.uniform import UniformPlanner
 
 # From this many (units x layers) on, W is settled to 2 % of the recurrence's optimum, not to
 # its last bit: a pass of the kernel then takes seconds.
-EXACT_UP_TO = 50_000
+_EXACT_UP_TO = 50_000
 # The kernel's tables grow with the square of the number of units that the devices are taken in.
 MOST_UNITS = 1280
-COARSE_RATIO = 0.02
+_COARSE_RATIO = 0.02
 # The partition of the least bottleneck does not always have the least makespan, so this many of its
 # neighbours are examined. A number and not a time, for reproducible answers.
-REFINING_ATTEMPTS = 1000
-REFINED_STARTS = 3
-MEMORY_PRECISION = 1e-3  # relative; of the missing memory in the message
+_REFINING_ATTEMPTS = 1000
+_REFINED_STARTS = 3
+_MEMORY_PRECISION = 1e-3  # relative; of the missing memory in the message
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,7 +88,7 @@ def plan_spp(
         return found
     left = replace(limits, seconds=limits.left(monotonic() - began))
     candidates = [*found.candidates, *_on_fewer_devices(problem, found, left, on_progress)]
-    starts = sorted(candidates, key=_seconds)[:REFINED_STARTS]
+    starts = sorted(candidates, key=_seconds)[:_REFINED_STARTS]
     left = replace(limits, seconds=limits.left(monotonic() - began))
     refined = _refined(problem, starts, left, on_progress)
     return replace(
@@ -138,8 +138,8 @@ def search_stage_counts(
         return NoPlan(f"{limits.end} came before any partition was found", proved=False)
     left = replace(limits, seconds=limits.left(monotonic() - began))
     search = PartitionSearch(BalancedPartition(problem, order, unit=unit), limits=left)
-    exact = unit == 1 and len(order) * len(problem.chain) <= EXACT_UP_TO
-    ratio = 0.0 if exact else COARSE_RATIO
+    exact = unit == 1 and len(order) * len(problem.chain) <= _EXACT_UP_TO
+    ratio = 0.0 if exact else _COARSE_RATIO
     candidates = _first_candidates(problem, search)
     if not search.found:
         # 1F1B's warm-up does not fit in memory; a single microbatch in flight may, but is slower.
@@ -205,7 +205,7 @@ def _refined(
             proposal_of(problem, named_stages(problem, start.stages), start.times),
             replace(limits, seconds=limits.left(monotonic() - began)),
             on_progress,
-            REFINING_ATTEMPTS,
+            _REFINING_ATTEMPTS,
         )
         for start in starts
     ]
@@ -239,7 +239,7 @@ def _why_nothing_fits(search: PartitionSearch) -> str:
     enough, scarce = 2.0, 1.0  # multiples of the memory that are sufficient and insufficient
     while (stages := search.with_memory(enough)) is None:
         enough, scarce = 2 * enough, enough
-    while enough > scarce * (1 + MEMORY_PRECISION):
+    while enough > scarce * (1 + _MEMORY_PRECISION):
         middle = math.sqrt(enough * scarce)
         found = search.with_memory(middle)
         if found is None:

@@ -54,7 +54,7 @@ class Region(nn.Module):
             return self._graph(*values)
 
 
-SKIPPED = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")
+_SKIPPED = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")
 
 
 def tensors_in(result: Any) -> list[Tensor]:
@@ -87,7 +87,7 @@ class _Conversion:
                 self._graph.output(tuple(returned))
             elif node.op == "get_attr":
                 self._made[node] = getattr(self._program.graph_module, str(node.target))
-            elif not any(word in str(node.target) for word in SKIPPED):
+            elif not any(word in str(node.target) for word in _SKIPPED):
                 self._made[node] = self._node(node)
         return Exported(self._graph, self._attributes, output, self._guards())
 

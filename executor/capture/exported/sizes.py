@@ -6,7 +6,7 @@ from typing import Any
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-OPERATOR_RULE = FakeTensorMode.dispatch.__code__
+_OPERATOR_RULE = FakeTensorMode.dispatch.__code__
 
 
 class Sizes(ShapeEnv):
@@ -27,7 +27,7 @@ class Sizes(ShapeEnv):
 def _in_rule() -> bool:
     frame = sys._getframe(2)
     while frame is not None:
-        if frame.f_code is OPERATOR_RULE:
+        if frame.f_code is _OPERATOR_RULE:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False

@@ -17,7 +17,7 @@ from stagewright.graphs.models.operations import Kind, Operation
 from stagewright.graphs.models.step_graph import StepGraph
 
 aten = torch.ops.aten
-FLOPS = {
+_FLOPS = {
     **flop_registry,
     aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
         aten._scaled_dot_product_flash_attention
@@ -26,7 +26,7 @@ FLOPS = {
         aten._scaled_dot_product_flash_attention_backward
     ],
 }
-CONVOLUTIONS = (aten.convolution, aten.convolution_backward)
+_CONVOLUTIONS = (aten.convolution, aten.convolution_backward)
 
 
 def with_analytic_seconds(step: CapturedStep, kinds: Sequence[str | Accelerator]) -> StepGraph:
@@ -56,11 +56,11 @@ def operation(node: fx.Node, element_bytes: int) -> Operation:
     """FLOPs and moved elements of an operator."""
     packet: Any = getattr(node.target, "overloadpacket", None)
     moved = moved_bytes(node) / element_bytes
-    if packet not in FLOPS:
+    if packet not in _FLOPS:
         return Operation("memory", 0.0, moved)
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
-    flops = float(FLOPS[packet](*args, **kwargs, out_val=node.meta["val"]))
-    kind: Kind = "convolution" if packet in CONVOLUTIONS else "matmul"
+    flops = float(_FLOPS[packet](*args, **kwargs, out_val=node.meta["val"]))
+    kind: Kind = "convolution" if packet in _CONVOLUTIONS else "matmul"
     return Operation(kind, flops, moved)
 
 

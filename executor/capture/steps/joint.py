@@ -44,7 +44,7 @@ from stagewright.executor.training.losses import Loss, read_loss
 from stagewright.graphs.documents.errors import InputError
 
 aten = torch.ops.aten
-IDENTITIES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
+_IDENTITIES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 
 
 @dataclass(slots=True)
@@ -194,7 +194,7 @@ def _read(traced: fx.GraphModule) -> JointGraph:
             new[node] = _placeholder(found, node)
         elif node.op == "get_attr":
             new[node] = _constant(found, node, traced)
-        elif node.target in IDENTITIES:
+        elif node.target in _IDENTITIES:
             new[node] = new[node.args[0]]
         else:
             new[node] = found.graph.node_copy(node, new.__getitem__)

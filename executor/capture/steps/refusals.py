@@ -16,7 +16,7 @@ from stagewright.executor.capture.places import line_of
 from stagewright.executor.capture.tracing import require_plain_tensors
 from stagewright.graphs.documents.errors import InputError
 
-REASONS: tuple[tuple[type[Exception], str], ...] = (
+_REASONS: tuple[tuple[type[Exception], str], ...] = (
     (
         DataDependentOutputException,
         "reads a value of a tensor ({}), but a graph has one path for all values",
@@ -27,10 +27,10 @@ REASONS: tuple[tuple[type[Exception], str], ...] = (
     ),
 )
 
-ATTRIBUTE = "changes a tensor that is neither a parameter nor a buffer; register it as a buffer"
+_ATTRIBUTE = "changes a tensor that is neither a parameter nor a buffer; register it as a buffer"
 TEXTS = {
-    "Unexpected fake buffer": ATTRIBUTE,
-    "expected to have an entirely functional graph": ATTRIBUTE,
+    "Unexpected fake buffer": _ATTRIBUTE,
+    "expected to have an entirely functional graph": _ATTRIBUTE,
 }
 """Parts of torch's messages, which say it in terms of its own graphs."""
 
@@ -48,7 +48,7 @@ def refusing(model: nn.Module) -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    for kind, reason in REASONS:
+    for kind, reason in _REASONS:
         if isinstance(error, kind):
             return reason.format(" ".join(str(error.args[0]).split()))
     for text, reason in TEXTS.items():

@@ -27,7 +27,7 @@ from stagewright.graphs.documents.errors import InputError
 
 FILE = "stagewright_accelerate.py"
 
-WITHOUT_TENSOR_PLAN = ("gpt2", "bert")  # models of transformers
+_WITHOUT_TENSOR_PLAN = ("gpt2", "bert")  # models of transformers
 _MIXED = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 _DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
 
@@ -151,7 +151,7 @@ def _refuse_experts(_: TrainingProblem, layout: Layout, framework: str) -> None:
 
 
 def _require_tensor_plan(problem: TrainingProblem, layout: Layout, framework: str) -> None:
-    if layout.tensor > 1 and problem.architecture.name in WITHOUT_TENSOR_PLAN:
+    if layout.tensor > 1 and problem.architecture.name in _WITHOUT_TENSOR_PLAN:
         raise InputError(
             f"tensor degree {layout.tensor} of {problem.architecture.name}: {framework} divides by "
             "the plan of transformers, which has none of that model; choose tensor 1"

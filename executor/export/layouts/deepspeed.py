@@ -25,7 +25,7 @@ from stagewright.graphs.documents.errors import InputError
 
 CONFIG, FILE = "ds_config.json", "stagewright_deepspeed.py"
 
-AUTO_EXPERTS = ("mixtral", "deepseek_v2", "deepseek_v3")  # presets of AutoEP, by model_type
+_AUTO_EXPERTS = ("mixtral", "deepseek_v2", "deepseek_v3")  # presets of AutoEP, by model_type
 
 _TEXT = '''\
 """The layout {words} that Stagewright chose, for DeepSpeed (0.19).
@@ -120,10 +120,10 @@ def _require_offload(_: TrainingProblem, layout: Layout, framework: str) -> None
 def _require_experts(problem: TrainingProblem, layout: Layout, framework: str) -> None:
     """With experts, the tensor degree is 1: more needs sequence parallelism."""
     name = problem.architecture.name
-    if layout.expert > 1 and name not in AUTO_EXPERTS:
+    if layout.expert > 1 and name not in _AUTO_EXPERTS:
         raise InputError(
             f"expert degree {layout.expert} of {name!r}: {framework}'s AutoEP knows "
-            f"{', '.join(AUTO_EXPERTS)}; choose expert 1, or export to megatron"
+            f"{', '.join(_AUTO_EXPERTS)}; choose expert 1, or export to megatron"
         )
 
 

@@ -20,7 +20,7 @@ from stagewright.graphs.documents.errors import InvalidPlan
 RUN, FREE = ActionKind.RUN, ActionKind.FREE
 SEND, RECEIVE = ActionKind.SEND_OUTPUT, ActionKind.RECEIVE_OUTPUT
 
-Sending = tuple[Value, int]
+_Sending = tuple[Value, int]
 """A value and the rank that it is sent to."""
 
 
@@ -47,10 +47,10 @@ def lower_operators(placed: PlacedGraph) -> Program:
     return Program(placed.devices, tuple(map(tuple, rows)))
 
 
-def _sendings(placed: PlacedGraph) -> dict[Sending, Transfer]:
+def _sendings(placed: PlacedGraph) -> dict[_Sending, Transfer]:
     """The plan's transfers."""
     ranks = {name: rank for rank, name in enumerate(placed.devices)}
-    found: dict[Sending, Transfer] = {}
+    found: dict[_Sending, Transfer] = {}
     for one in placed.plan.transfers:
         value = placed.number.get(one.operator, -1), one.output
         if ranks.get(one.device, -1) not in placed.targets.get(value, ()):
@@ -69,9 +69,9 @@ def _sendings(placed: PlacedGraph) -> dict[Sending, Transfer]:
     return found
 
 
-def _ordered(placed: PlacedGraph, sendings: dict[Sending, Transfer]) -> Iterator[int | Sending]:
+def _ordered(placed: PlacedGraph, sendings: dict[_Sending, Transfer]) -> Iterator[int | _Sending]:
     """Operators and transfers by start, each after what it needs."""
-    items: list[int | Sending] = [*range(len(placed.nodes)), *sendings]
+    items: list[int | _Sending] = [*range(len(placed.nodes)), *sendings]
     number = {item: i for i, item in enumerate(items)}
     timed: list[PlacedOperator | Transfer] = [*placed.plan.operators, *sendings.values()]
     keys = [(one.start_seconds, one.finish_seconds, i) for i, one in enumerate(timed)]
@@ -92,7 +92,7 @@ def _ordered(placed: PlacedGraph, sendings: dict[Sending, Transfer]) -> Iterator
                 heappush(ready, keys[j])
 
 
-def _needs(placed: PlacedGraph, item: int | Sending) -> Iterator[int | Sending]:
+def _needs(placed: PlacedGraph, item: int | _Sending) -> Iterator[int | _Sending]:
     if not isinstance(item, int):
         yield item[0][0]
         return
@@ -121,7 +121,7 @@ def _post(placed: PlacedGraph, row: list[Instruction], one: Instruction, start: 
 
 
 def _with_frees(
-    placed: PlacedGraph, sendings: dict[Sending, Transfer], rank: int, row: list[Instruction]
+    placed: PlacedGraph, sendings: dict[_Sending, Transfer], rank: int, row: list[Instruction]
 ) -> list[Instruction]:
     """The row with every value freed once it is not needed any more."""
     last: dict[Value, int] = {}  # the position after which a value is freed

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from stagewright.executor.training.ranks.roll_call import RollCall
 
 # How long a rank that lost another one waits for the reason, and for the others to answer.
-REASON_SECONDS = 2.0
+_REASON_SECONDS = 2.0
 LOST = "lost contact with another rank (killed, stuck or unreachable?)"
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -69,7 +69,7 @@ class Ending:
             self._leave(2, str(error) if self._first("refused", "") else "")
         if self._is_loss(error):
             self.lost = True
-            self._leave_after_another(REASON_SECONDS)
+            self._leave_after_another(_REASON_SECONDS)
         reason = describe(error)
         self._first("failed", reason)
         self._leave(1, f"{self._place()}: {reason}")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.distributed_c10d import Store
 
-RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @contextlib.contextmanager
@@ -38,7 +38,7 @@ def joined(timeout_seconds: float) -> Iterator[Member]:
     So do a signal, a rank that does not come within ``timeout_seconds``, and the loss of another.
     Communication that takes longer than ``timeout_seconds`` counts as such a loss.
     """
-    for name in RANK_VARIABLES:
+    for name in _RANK_VARIABLES:
         if name not in os.environ:
             raise InputError(f"RANK is set, but {name} is not; start with torchrun, or unset RANK")
     end_with_parent()

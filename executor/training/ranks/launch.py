@@ -30,19 +30,19 @@ from stagewright.graphs.documents.errors import InputError
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-TORCH_VERSION = (2, 13)  # the only version that the executor is tested on
+_TORCH_VERSION = (2, 13)  # the only version that the executor is tested on
 
 SHUTDOWN_SECONDS = 3  # until ranks that have not ended are killed
-PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
+_PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 HOST = "127.0.0.1"
 
 # Each is imported by a rank sooner or later: torch's optimizers import the last.
-NEEDED_BY_RANKS = ("stagewright.executor.training.training", "torch._dynamo")
+_NEEDED_BY_RANKS = ("stagewright.executor.training.training", "torch._dynamo")
 
 
 def require_torch() -> None:
     """Refuse to run without torch, or with an unsupported version."""
-    major, minor = TORCH_VERSION
+    major, minor = _TORCH_VERSION
     supported = f"torch>={major}.{minor},<{major}.{minor + 1}"
     try:
         installed = version("torch")
@@ -86,7 +86,7 @@ def load_for_ranks() -> None:
     gc.disable()
     try:
         require_torch()
-        for name in NEEDED_BY_RANKS:
+        for name in _NEEDED_BY_RANKS:
             import_module(name)
     finally:
         gc.enable()
@@ -283,4 +283,4 @@ def _exit_code(codes: Mapping[int, int]) -> int:
 def end_with_parent() -> None:
     """Ask the kernel for SIGTERM when the launcher dies, however it dies (Linux only)."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -24,13 +24,13 @@ KNOWN = (
     *("colwise", "colwise/N", "colwise_rep", "rowwise", "rowwise_rep", "embedding_rowwise"),
     *(WHOLE, SUMMED, DIVIDE),
 )
-ALIASES = {  # of transformers
+_ALIASES = {  # of transformers
     "packed_colwise": "colwise/2",
     "colwise_gather_output": "colwise_rep",
     "rowwise_split_input": "rowwise_rep",
 }
 # Beginnings of styles of transformers that are not run.
-NOT_RUN = {
+_NOT_RUN = {
     "moe_": "experts",
     "ep_": "experts",
     "grouped_gemm": "experts",
@@ -43,7 +43,7 @@ NOT_RUN = {
 }
 
 LINEAR, EMBEDDING = "torch.nn.modules.linear.Linear", "torch.nn.modules.sparse.Embedding"
-CONV1D = "transformers.pytorch_utils.Conv1D"
+_CONV1D = "transformers.pytorch_utils.Conv1D"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +94,13 @@ class Way:
 
 def ways_of(style: str) -> list[Way]:
     """The ways that a style names; none if it is not a style that divides modules."""
-    style = ALIASES.get(style, style)
+    style = _ALIASES.get(style, style)
     if columns := COLUMNS.fullmatch(style):
         parts = int(columns[1] or 1)
         rows, last = Cut(0, parts), Cut(1, parts)  # a Conv1D's weight is a Linear's transposed
         return [
             Way(LINEAR, ColumnLinear, {"weight": rows, "bias": rows}, "out_features"),
-            Way(CONV1D, ColumnConv1D, {"weight": last, "bias": rows}, "nf"),
+            Way(_CONV1D, ColumnConv1D, {"weight": last, "bias": rows}, "nf"),
         ]
     table = Way(EMBEDDING, RowEmbedding, {"weight": Cut(0)}, "num_embeddings")
     every = {
@@ -109,7 +109,7 @@ def ways_of(style: str) -> list[Way]:
         ],
         "rowwise": [
             Way(LINEAR, RowLinear, {"weight": Cut(1)}, "in_features"),
-            Way(CONV1D, RowConv1D, {"weight": Cut(0)}, "nx"),
+            Way(_CONV1D, RowConv1D, {"weight": Cut(0)}, "nx"),
             table,
         ],
         "rowwise_rep": [Way(LINEAR, SplitRowLinear, {"weight": Cut(1)}, "in_features")],
@@ -128,7 +128,7 @@ def require_style(pattern: str, style: str) -> None:
     """
     if style in (DIVIDE, WHOLE, SUMMED) or ways_of(style):
         return
-    for beginning, what in NOT_RUN.items():
+    for beginning, what in _NOT_RUN.items():
         if style.startswith(beginning):
             raise InputError(
                 f"{pattern!r}: {style!r}, which divides {what}, is not run; give the model a "

@@ -26,7 +26,7 @@ SMALL_BYTES = 4096  # have data in the outline too: the factory's decisions may 
 CHUNK = 1 << 14  # numbers drawn at once to be dropped; see `_skip`
 META, CPU = torch.device("meta"), torch.device("cpu")
 # Of the tensor that they are given, these read shape and type alone.
-LIKE = (
+_LIKE = (
     *("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like"),
     *("zeros_like", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"),
 )
@@ -202,7 +202,7 @@ class _Building(TorchDispatchMode):
         written: Sequence[Tensor],
     ) -> Any:
         absent = [one for one in given if self.device_of(one) is not None]
-        if _is_maker(func) and (not absent or func.overloadpacket.__name__ in LIKE):
+        if _is_maker(func) and (not absent or func.overloadpacket.__name__ in _LIKE):
             return self._make(func, args, kwargs, given)
         if not absent:
             return func(*args, **kwargs)
@@ -357,7 +357,7 @@ def _is_maker(func: Any) -> bool:
     """Whether an operation makes a tensor on a device that it may be told."""
     name = func.overloadpacket.__name__
     tensors = any(isinstance(one.type, torch.TensorType) for one in func._schema.arguments)
-    return name in LIKE or (
+    return name in _LIKE or (
         not tensors and "device" in {one.name for one in func._schema.arguments}
     )
 

@@ -21,7 +21,7 @@ from stagewright.executor.training.stages.parameter_groups import (
     require_arguments,
 )
 
-BUCKET_BYTES = 25_000_000  # of an all-reduce, as in torch's own data parallelism
+_BUCKET_BYTES = 25_000_000  # of an all-reduce, as in torch's own data parallelism
 
 # Of parameters, or where there are groups, of mappings as torch.optim takes them.
 MakeOptimizer = Callable[[list[Any]], torch.optim.Optimizer]
@@ -134,7 +134,7 @@ class Weights:
         for flat in self._reduced.parts if group is not None else ():
             if share != 1.0:
                 flat.mul_(share)
-            for bucket in flat.split(max(1, BUCKET_BYTES // flat.itemsize)):
+            for bucket in flat.split(max(1, _BUCKET_BYTES // flat.itemsize)):
                 self._reductions.append(dist.all_reduce(bucket, group=group, async_op=True))
 
     def reductions(self) -> list[dist.Work]:

@@ -33,7 +33,7 @@ Needs = Callable[[Bools], Floats]
 
 TOLERANCE = 1e-5
 """By how much levels may be off, as a part of what an equal share of the cluster gives."""
-BLOCK = 32  # levels that share their groups in the verifier
+_BLOCK = 32  # levels that share their groups in the verifier
 ROUNDING = 1e-13  # of a bound
 
 
@@ -171,8 +171,8 @@ def gain_programs(
     """
     distinct = np.unique(levels)
     unit = units(problem)
-    for start in range(0, len(distinct), BLOCK):
-        block = distinct[start : start + BLOCK]
+    for start in range(0, len(distinct), _BLOCK):
+        block = distinct[start : start + _BLOCK]
         # Jobs above all of the block's levels need no rows of their own, nor do levels below it.
         above = levels > block[-1]
         side = np.where(levels < block[0], -1, np.where(above, np.inf, levels))

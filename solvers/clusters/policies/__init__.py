@@ -125,7 +125,7 @@ POLICIES: dict[str, Policy] = {
 }
 
 
-WRITTEN_OUT = "cvxpy"
+_WRITTEN_OUT = "cvxpy"
 """The backend that solves a policy's program as the thesis states it."""
 
 DEFAULT = "water-filling"
@@ -163,7 +163,7 @@ def require_policy(
     if chosen.needs is not None:
         chosen.needs(problem)
     _require_backend(chosen, backend)
-    if backend == WRITTEN_OUT:
+    if backend == _WRITTEN_OUT:
         # CVXPY is slow to import.
         from stagewright.solvers.clusters.specification.setting import require_small
 
@@ -197,7 +197,7 @@ def allocate(
     chosen = require_policy(problem, policy, budget_dollars, backend)
     limits = limits or Limits(seconds=math.inf)
     try:
-        if backend == WRITTEN_OUT:
+        if backend == _WRITTEN_OUT:
             result = _written_out(chosen, problem, limits, budget_dollars)
         else:
             result = chosen.solve(problem, replace(limits, backend=backend), budget_dollars)
@@ -219,7 +219,7 @@ def _require_backend(policy: Policy, name: str | None) -> None:
     from stagewright.solvers.clusters.specification.reference import STATEMENTS
 
     if policy.module not in STATEMENTS:
-        usable.remove(WRITTEN_OUT)
+        usable.remove(_WRITTEN_OUT)
     wrong = "solves no linear programs" if name in BACKENDS else "is unknown"
     raise InputError(f"backend {name!r} {wrong}; use {' or '.join(usable)}")
 

@@ -17,8 +17,8 @@ from stagewright.solvers.backends.backend import solve as solve_form
 from stagewright.solvers.clusters.policies.answer import AllocationResult
 
 TOLERANCE = 1e-9  # relative distance to the bound at which the answer counts as optimal
-FIRST_PARTS = 4  # groups of a kind, at first
-MORE_PAIRS = 64  # of kinds, in a round
+_FIRST_PARTS = 4  # groups of a kind, at first
+_MORE_PAIRS = 64  # of kinds, in a round
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,7 +102,7 @@ def _in_runs(problem: AllocationProblem, value: Floats, floor: Floats, limits: L
         if bound - worth <= TOLERANCE * worth or not (loose.any() or missing.any()):
             return best
         starts |= _cuts(valid, y, np.flatnonzero(starts), loose)
-        pairs[np.argsort(-proof.missing)[: min(MORE_PAIRS, missing.sum())]] = True
+        pairs[np.argsort(-proof.missing)[: min(_MORE_PAIRS, missing.sum())]] = True
 
 
 def _first_pairs(problem: AllocationProblem, value: Floats, floor: Floats, limits: Limits) -> Bools:
@@ -131,7 +131,7 @@ def _first_runs(kind: Ints, held: Bools) -> Bools:
     starts = np.zeros(len(kind), dtype=bool)
     first = np.flatnonzero(np.diff(kind, prepend=-1))
     for start, end in zip(first, [*first[1:], len(kind)], strict=True):
-        parts = min(FIRST_PARTS, end - start)
+        parts = min(_FIRST_PARTS, end - start)
         starts[np.linspace(start, end, parts, endpoint=False).astype(int)] = True
     starts[held] = True
     starts[1:][held[:-1]] = True

@@ -13,7 +13,7 @@ from stagewright.solvers.clusters.policies.answer import AllocationResult
 TOLERANCE = 1e-6
 """Relative width of the bracket at which the answer counts as optimal."""
 COARSE = 0.05
-MOST_PROGRAMS = 80  # every fourth halves the bracket: more could only be rounding
+_MOST_PROGRAMS = 80  # every fourth halves the bracket: more could only be rounding
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ def solve(problem: AllocationProblem, limits: Limits) -> AllocationResult:
     rho = max(isolated, bracket.low * (1 + TOLERANCE))
     tried: list[tuple[float, float]] = []
     status, backend = Status.FEASIBLE, ""
-    while not bracket.closed and len(tried) < MOST_PROGRAMS:
+    while not bracket.closed and len(tried) < _MOST_PROGRAMS:
         left = replace(limits, seconds=max(0.0, until - perf_counter()))
         level = max_level(
             problem, finish_time.needs(problem, rho), limits=left, tolerance=bracket.precision

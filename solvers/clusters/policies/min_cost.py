@@ -23,7 +23,7 @@ from stagewright.solvers.clusters.splitting import (
     split_until_proved,
 )
 
-SLACKS = (1e-9, 1e-7)  # of the best ratio, for the sake of work; the second if the first fails
+_SLACKS = (1e-9, 1e-7)  # of the best ratio, for the sake of work; the second if the first fails
 _CLOSE = 1e-6  # of the work: as near as it is brought to its most
 
 
@@ -97,7 +97,7 @@ def _most_work(best: _Best, groups: Groups, limits: Limits) -> Attempt[_Best]:
     assert best.y is not None
     asked, valid = best.asked, best.asked.valid
     spent = float(asked.cost @ best.y)
-    for slack in SLACKS:
+    for slack in _SLACKS:
         form = cost.work_program(asked, best.ratio * (1 - slack), spent)
         answer = backend.solve(form, limits=limits)
         if answer.values is None or answer.duals is None:

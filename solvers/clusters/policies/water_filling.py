@@ -19,8 +19,8 @@ from stagewright.solvers.clusters.policies.answer import AllocationResult
 
 STUCK = 1e-7  # units that a stuck job may still gain
 RELAXED = (0.0, 1e-9, 1e-7)  # parts of the floors to give up if rounding makes them infeasible
-UNSEEN = 2e-9  # of the highest speed: HiGHS drops coefficients of up to 1e-9, taken for zeros
-SAME_LEVEL = 1e-7  # units: a round that raises the fastest by less raises nobody; it is rounding
+_UNSEEN = 2e-9  # of the highest speed: HiGHS drops coefficients of up to 1e-9, taken for zeros
+_SAME_LEVEL = 1e-7  # units: a round that raises the fastest by less raises nobody; it is rounding
 
 
 def solve(problem: AllocationProblem, limits: Limits) -> AllocationResult:
@@ -67,7 +67,7 @@ def fill(problem: AllocationProblem, needs: Needs, limits: Limits) -> Allocation
         if last is None:
             bound = found.bound / speed
         last = found
-        if found.theta > SAME_LEVEL:
+        if found.theta > _SAME_LEVEL:
             level += 1
             floor = floor + found.theta * need / speed
         levels[found.stuck & (levels < 0)] = level
@@ -109,7 +109,7 @@ def _raise(
     totals = np.clip(answer.values[:-1], 0.0, valid.most)
     reached = (valid.rate @ totals) / groups.size
     speed = need / rows.unit
-    rising = speed > UNSEEN * speed.max()
+    rising = speed > _UNSEEN * speed.max()
     theta = max(0.0, float(((reached - floor)[rising] / need[rising]).min()))
     gain = rows.proved_gain(form, answer.duals, theta)
     stuck = gain <= max(STUCK, gain[rising].min())

@@ -25,7 +25,7 @@ from stagewright.solvers.backends.backend import solve
 from stagewright.solvers.clusters.policies.answer import Duals
 
 SECONDS_PER_HOUR = 3600.0
-MOST_VARIABLES = 1_000_000
+_MOST_VARIABLES = 1_000_000
 UNLIMITED = Limits(math.inf)
 
 
@@ -206,7 +206,7 @@ def require_small(problem: AllocationProblem) -> None:
     members = _members(problem)
     pairs = _together(problem.table)
     size = sum(len(members[first]) * len(members[second]) for first, second in pairs)
-    if (len(problem) + size) * len(problem.table.workers) > MOST_VARIABLES:
+    if (len(problem) + size) * len(problem.table.workers) > _MOST_VARIABLES:
         raise InputError(
             f"{len(problem)} jobs and their {size} pairs are too many to write out in full: "
             "backend 'cvxpy' is for small clusters"

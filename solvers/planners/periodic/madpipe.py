@@ -48,7 +48,7 @@ from stagewright.solvers.planners.proposal import Choices, NoPlan, PeriodicPropo
 
 Stages = tuple[Stage, ...]
 
-JOINT_STAGES = 20_000  # pairs of stages and groups up to which the joint search is run
+_JOINT_STAGES = 20_000  # pairs of stages and groups up to which the joint search is run
 # Further allocations are computed at these fractions between the allocation's period and the best.
 SHARES = (0.1, 0.25, 0.5, 0.75)
 LONGEST = 2.0  # times the allocation's period, as the upper end if there is no plan yet
@@ -56,7 +56,7 @@ ROUNDS = (2, 3)  # of cyclically assigned stages
 SEARCHES = 12  # further local searches, each from MOVES random moves away from the best plan
 MOVES = 3
 SEARCHING = 0.2  # share of the remaining time for local searches
-SCHEDULED = 4  # last allocations of each local search that are scheduled
+_SCHEDULED = 4  # last allocations of each local search that are scheduled
 
 
 def plan_madpipe(
@@ -126,7 +126,7 @@ def rearranged(search: PeriodicSearch, size: int) -> None:
         limits = replace(search.limits, seconds=left, seed=search.limits.seed + attempt)
         target = search.bound(size)
         steps = list(improve_allocation(search.figures, moves, start, target, limits))
-        for stages, _, bound in steps[::-1][:SCHEDULED]:
+        for stages, _, bound in steps[::-1][:_SCHEDULED]:
             if bound < search.ceiling():
                 search.schedule(stages)
 
@@ -158,7 +158,7 @@ def jointly(search: PeriodicSearch, size: int) -> None:
         * len(search.problem.chain) ** 2
         / 2
     )
-    if stages > JOINT_STAGES or search.left() <= 0:
+    if stages > _JOINT_STAGES or search.left() <= 0:
         return
     known = None if search.best is None else (search.best.stages, search.best.pattern)
     question = JointPatterns(search.problem, groups, search.choices.periodic_recomputations)

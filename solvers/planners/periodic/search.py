@@ -36,14 +36,14 @@ from stagewright.solvers.planners.proposal import Choices, NoPlan, PeriodicPropo
 
 Stages = tuple[Stage, ...]
 
-PERIODIC_OPTIONS = Options(
+_PERIODIC_OPTIONS = Options(
     ("none", "full", "auto"), offload=True, group_size=True, period_seconds=True, backend=True
 )
 """The choices that periodic planners support."""
 OPTIMAL_GAP = 1e-6  # relative
-MOST_BYTES = 1e17
-LONGEST_WAIT = 1e4  # times the sequential period; above it short operations lose precision
-PATTERN_SECONDS = 5.0  # time limit of one pattern
+_MOST_BYTES = 1e17
+_LONGEST_WAIT = 1e4  # times the sequential period; above it short operations lose precision
+_PATTERN_SECONDS = 5.0  # time limit of one pattern
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class PeriodicPlanner:
     summary: str
     source: str
     plan: Callable[[PipelineProblem, Limits, OnProgress, Choices], PeriodicProposal | NoPlan]
-    options: Options = PERIODIC_OPTIONS
+    options: Options = _PERIODIC_OPTIONS
 
     def propose(
         self, problem: PipelineProblem, choices: Choices, limits: Limits, on_progress: OnProgress
@@ -96,10 +96,10 @@ def require_periodic(problem: PipelineProblem, choices: Choices) -> None:
     if not any(fastest_work(problem, 1)):
         raise InputError("the layers take no time: a periodic plan needs a positive period")
     kept = float(problem.saved_per_layer(1).sum() + problem.chain.parameter_bytes.sum())
-    if kept * (problem.microbatches + 2) > MOST_BYTES:
+    if kept * (problem.microbatches + 2) > _MOST_BYTES:
         raise InputError(
             f"the layers keep {format_bytes(kept)} per microbatch, in total more than "
-            f"{format_bytes(MOST_BYTES)}: are the sizes in bytes?"
+            f"{format_bytes(_MOST_BYTES)}: are the sizes in bytes?"
         )
     asked = choices.period_seconds
     loads = [max(work_periods(problem, size).values()) for size in sizes]
@@ -175,7 +175,7 @@ class PeriodicSearch:
         low = period_bound(asked)
         if asked.iteration_seconds(low) >= self.ceiling():
             return
-        limits = replace(self.limits, seconds=min(PATTERN_SECONDS, max(0.1, self.left())))
+        limits = replace(self.limits, seconds=min(_PATTERN_SECONDS, max(0.1, self.left())))
         answer = best_pattern(asked, limits, backend=self.choices.backend, lower_seconds=low)
         if answer.pattern is not None:
             self.consider(FoundPattern(stages, asked, answer.pattern, low, answer.bound))
@@ -292,9 +292,9 @@ def _stretched(asked: PatternProblem, pattern: Pattern, period: float) -> Patter
     Starts are scaled, so that nothing overlaps and no stage keeps more microbatches.
     """
     alone = sequential(asked)
-    if period > LONGEST_WAIT * alone.period:
+    if period > _LONGEST_WAIT * alone.period:
         raise InputError(
-            f"the period {period:.9g} s is more than {LONGEST_WAIT:g} times the "
+            f"the period {period:.9g} s is more than {_LONGEST_WAIT:g} times the "
             f"{format_seconds(alone.period)} that a microbatch takes: is it in seconds?"
         )
     if period >= alone.period:
