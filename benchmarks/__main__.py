@@ -28,6 +28,7 @@ from benchmarks import (
     layout_search,
     layout_simumax,
     layout_simumax_search,
+    layout_stages,
     layouts,
     madpipe,
     madpipe_steps,
@@ -103,6 +104,7 @@ BENCHMARKS: dict[str, Callable[[bool], Iterable[Table]]] = {
     "layout_simumax": layout_simumax.tables,
     "layout_simumax_search": layout_simumax_search.tables,
     "layout_search": layout_search.tables,
+    "layout_stages": layout_stages.tables,
 }
 
 
