@@ -1,4 +1,4 @@
-"""What each system sends, on the same link: latency plus bytes by bandwidth for each message."""
+"""The messages of each system on one link: latency plus bytes by bandwidth for each message."""
 
 import math
 from collections.abc import Sequence

@@ -64,7 +64,7 @@ class AllocationPlan(Envelope):
 
     @property
     def made_by(self) -> str:
-        """The policy."""
+        """The policy's name."""
         return self.policy
 
     @property

@@ -36,7 +36,7 @@ class _Stages:
         return before[0]
 
     def problem(self, memory: float) -> RepetitionProblem:
-        """All forwards, then all backwards in reverse."""
+        """The problem of the added stages: all forwards, then all backwards in reverse."""
         n = len(self.devices)
         count = 1 + max(d for devices in self.devices for d in devices)
         single = [len(devices) == 1 for devices in self.devices]
@@ -91,7 +91,7 @@ def m_shape(devices: int, memory: float) -> RepetitionProblem:
 
 
 def nn_shape(devices: int, memory: float) -> RepetitionProblem:
-    """As M, and a second split stage after half of the devices (encoder and decoder)."""
+    """Placement NN: M with a second split stage after half of the devices (encoder, decoder)."""
     stages = _Stages()
     half = stages.chain(range(devices // 2), stages.add(range(devices), 0.0))
     stages.chain(range(devices // 2, devices), stages.add(range(devices), 0.0, half))

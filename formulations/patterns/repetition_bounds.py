@@ -51,7 +51,7 @@ def _area(problem: RepetitionProblem, room: Room) -> float:
 
 
 def _count(problem: RepetitionProblem, room: Room) -> float:
-    """A whole number g of microbatches holds an amount at a time: it lasts at most g times that."""
+    """Least seconds per microbatch, since a capacity holds a whole number of microbatches."""
     found = 0.0
     for one in room.holdings:
         if one.amount > 0 and room.capacity < float("inf"):

@@ -176,7 +176,7 @@ class _Timing:
         return tuple(map(tuple, self.begun))
 
     def _run(self, device: int, ready: list[int]) -> None:
-        """Let a device compute until something that it needs has not arrived."""
+        """Let a device compute until the next computation's input has not arrived."""
         row, begun, arrival = self.order.rows[device], self.begun[device], self.arrival
         now = self.clock[device]
         for k in range(len(begun), len(row)):
@@ -195,7 +195,7 @@ class _Timing:
         self.clock[device] = now
 
     def _deliver(self, forward: bool, stage: int, m: int, now: float, ready: list[int]) -> None:
-        """What a forward or backward makes, at the stage that needs it."""
+        """Hand the output of a forward or backward to the stage that needs the output."""
         if forward and stage == self.last:
             need, delay = (False, stage, m), 0.0
         elif forward:
