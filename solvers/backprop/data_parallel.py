@@ -59,7 +59,7 @@ def reverse_search(
 
 
 def every_k(problem: BackpropProblem, most: int, order: Order = reverse_first_k) -> ReversedLayers:
-    """The best k from 0 to ``most``, the least of equal ones."""
+    """The best k from 0 to ``most``; among equally good values the least."""
     times = [list_schedule(problem, order(problem, k)) for k in range(most + 1)]
     k = min(range(most + 1), key=lambda k: times[k].end)
     return ReversedLayers(k, times[k], most + 1)

@@ -48,7 +48,7 @@ def pattern_orders(
 
 
 def _quickest(problem: RepetitionProblem, known: Repetition, limits: Limits) -> Repetition | None:
-    """Of the period of ``known``, with the least time from the first start to the last end."""
+    """A repetition with the period of ``known`` and the least time from first start to last end."""
     scale = common_scale(problem.seconds)
     unit = min(*problem.seconds, known.period / FINE) if scale is None else 1 / scale
     ticks = math.ceil(known.period / unit * (1 - MARGIN))

@@ -61,7 +61,7 @@ class AtPeriod:
 
     @cached_property
     def ticks(self) -> tuple[int, ...]:
-        """Time of each block."""
+        """Time of each block in ticks."""
         quotients = (one / self.unit for one in self.problem.seconds)
         if self.cautious:
             return tuple(math.ceil(one * (1 - MARGIN)) for one in quotients)
@@ -117,7 +117,7 @@ class AtPeriod:
 
 
 class _Build:
-    """The families of constraints."""
+    """The model under construction: one method per family of constraints."""
 
     def __init__(
         self, form: AtPeriod, model: cp_model.CpModel, starts: dict[Copy, cp_model.IntVar]
