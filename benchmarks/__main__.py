@@ -1,4 +1,4 @@
-"""Run the benchmarks and print their tables; with ``--write`` into the README too."""
+"""Run the benchmarks and print their tables; with ``--write`` also into ``results/``."""
 
 from collections.abc import Callable, Iterable
 from time import perf_counter
@@ -28,6 +28,7 @@ from benchmarks import (
     layout_search,
     layout_simumax,
     layout_simumax_search,
+    layout_stages,
     layouts,
     madpipe,
     madpipe_steps,
@@ -43,6 +44,7 @@ from benchmarks import (
     profiled,
     profiled_metis,
     profiled_plans,
+    report,
     scale,
     schedule,
     schedules,
@@ -52,7 +54,7 @@ from benchmarks import (
     two_buffered,
     unequal,
 )
-from benchmarks.report import Table, machine, write_section
+from benchmarks.report import Table
 
 # Each gives its tables; the argument asks for a few small cases only.
 BENCHMARKS: dict[str, Callable[[bool], Iterable[Table]]] = {
@@ -100,13 +102,14 @@ BENCHMARKS: dict[str, Callable[[bool], Iterable[Table]]] = {
     "layout_simumax": layout_simumax.tables,
     "layout_simumax_search": layout_simumax_search.tables,
     "layout_search": layout_search.tables,
+    "layout_stages": layout_stages.tables,
 }
 
 
 def main(
     names: Annotated[list[str] | None, typer.Argument(help=" | ".join(BENCHMARKS))] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A few small cases of each.")] = False,
-    write: Annotated[bool, typer.Option("--write", help="Put the tables in the README.")] = False,
+    write: Annotated[bool, typer.Option("--write", help="Write the tables to results/.")] = False,
 ) -> None:
     """Run all benchmarks, or those named."""
     unknown = sorted(set(names or ()) - BENCHMARKS.keys())
@@ -114,13 +117,13 @@ def main(
         raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(BENCHMARKS)}")
     if quick and write:
         raise typer.BadParameter("--write needs the full run")
-    print(machine())
+    print(report.machine())
     for name in names or BENCHMARKS:
         began = perf_counter()
         for table in BENCHMARKS[name](quick):
             print(f"\n{table}")
             if write:
-                write_section(table.name, f"{table}\n\n*{machine()}*")
+                report.write(table)
         print(f"\n{name}: {perf_counter() - began:.1f} s", flush=True)
 
 

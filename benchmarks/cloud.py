@@ -19,7 +19,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.progress import track
 
-from benchmarks.report import Table, percent
+from benchmarks.report import FIGURES, Table, percent
 from stagewright.formulations.cloud.strategies import STRATEGIES, Home, follow
 from stagewright.formulations.cloud.switching import (
     NO_OVERHEADS,
@@ -35,7 +35,6 @@ from stagewright.graphs.workloads.prices import Instance, Market
 from stagewright.solvers.cloud.switching import SwitchingResult, solve_switching
 
 DATA = Path(__file__).parents[2] / "shared" / "data" / "cloud"
-FIGURES = Path(__file__).with_name("figures")
 
 MODELS = {
     "Transformer": "Transformer (batch size 256)",
@@ -243,7 +242,6 @@ def tables(quick: bool) -> list[Table]:
         four[model] = list(runs(model, JOB_DAYS, list(STRATEGIES)))
         by_days[model] = {days: list(runs(model, days, (STICK, MOVE))) for days in durations}
     if not quick:
-        FIGURES.mkdir(exist_ok=True)
         figure5(four).savefig(FIGURES / "cloud-figure5.png")
         figure6(by_days).savefig(FIGURES / "cloud-figure6.png")
     names = list(STRATEGIES)

@@ -1,16 +1,15 @@
 """The pictures of ``gavel.py``: ours solid, published points dashed in the same colour."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks.report import FIGURES
 from stagewright.graphs.documents.arrays import Floats
 
-FIGURES = Path(__file__).with_name("figures")
 DOTS_PER_INCH = 80
 TALLEST = 2.5  # times our highest point: published lines beyond it leave the picture
 
@@ -187,5 +186,4 @@ def _figure(width: float, height: float) -> Figure:
 
 
 def _save(picture: Figure, name: str) -> None:
-    FIGURES.mkdir(exist_ok=True)
     picture.savefig(FIGURES / f"{name}.png")

@@ -1,21 +1,21 @@
 """What blocks and recomputed blocks of every stage gain where memory is small.
 
-``python -m benchmarks.layout_stages`` prints the table of ``docs/layouts.md``: Llama 3 70B and GPT
-of 175B with ZeRO 0 or 1, in all of the space, among plain 1F1B pipelines without context
-parallelism, and at fixed degrees, which is where AdaPipe (ASPLOS 2024) divides blocks and chooses
-recomputation by stage.
+Llama 3 70B and GPT of 175B with ZeRO 0 or 1, in all of the space, among plain 1F1B pipelines
+without context parallelism, and at fixed degrees, which is where AdaPipe (ASPLOS 2024) divides
+blocks and chooses recomputation by stage.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from benchmarks.layout_runs import gpt
+from benchmarks.report import Table
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.machines.networks import fabric_of_kind
 from stagewright.graphs.machines.rates import REACHED
 from stagewright.graphs.models.architecture import Architecture, FeedForward, GroupedAttention
-from stagewright.solvers.parallelism.refining import Refinement, refine
-from stagewright.solvers.parallelism.search import Found, search
+from stagewright.solvers.parallelism.refining import refine
+from stagewright.solvers.parallelism.search import search
 from stagewright.solvers.parallelism.space import Space
 
 LLAMA = Architecture(
@@ -44,40 +44,32 @@ CASES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Gain:
-    """A case in a space: all or no blocks recomputed, the search, and its refinement."""
-
-    case: str
-    space: str
-    whole: Found
-    found: Found
-    refined: Refinement
-
-    def __str__(self) -> str:
-        alike = self.found.best[0]
-        best = self.refined.best[0].estimate if self.refined.best else alike
-        gain = 1 - best.seconds / alike.seconds
-        divided = f"{best.seconds:.2f} | `{best.layout}` | {gain:.1%}" if gain > 0 else "- | | 0"
-        whole = f"{self.whole.best[0].seconds:.2f}" if self.whole.best else "does not fit"
-        now = f"{alike.seconds:.2f} | `{alike.layout}`"
-        bound = f"{self.refined.plain_bound:.2f}"
-        return " | ".join((self.case, self.space, whole, now, divided, bound))
+COLUMNS = (
+    "model, tokens", "GPUs, batch", "space", "alike, all or no blocks recomputed",
+    "alike, fewest blocks", "layout", "by stage", "layout", "gain", "bound, plain pipelines",
+)  # fmt: skip
 
 
-def gains() -> Iterator[Gain]:
-    """All cases in their spaces."""
-    for model, sequence, kind, gigabytes, devices, batch, names in CASES:
+def tables(quick: bool) -> Iterator[Table]:
+    """A row for each case in each of its spaces."""
+    rows = []
+    for model, sequence, kind, gigabytes, devices, batch, names in CASES[: 1 if quick else None]:
         fabric = replace(fabric_of_kind(kind, devices), memory_bytes=gigabytes * 1e9)
         problem = TrainingProblem(model, sequence, batch, fabric, REACHED[kind])
-        case = f"{model.name}, {sequence:,} | {devices} {kind} {gigabytes} GB, {batch}"
-        for name in names:
-            space = SPACES[name]
-            found = search(problem, space)
-            whole = search(problem, replace(space, partial=False), keep=1)
-            yield Gain(case, name, whole, found, refine(problem, space, found))
+        case = (f"{model.name}, {sequence:,}", f"{devices} {kind} {gigabytes} GB, {batch}")
+        rows += [(*case, name, *_gain(problem, SPACES[name])) for name in names]
+    title = "Blocks and recomputed blocks of every stage: seconds by the model"
+    yield Table("layout_stages", title, COLUMNS, tuple(rows))
 
 
-if __name__ == "__main__":
-    for gain in gains():
-        print(f"| {gain} |", flush=True)
+def _gain(problem: TrainingProblem, space: Space) -> tuple[object, ...]:
+    """All or no blocks recomputed, the search, and its refinement, if that is faster."""
+    found = search(problem, space)
+    whole = search(problem, replace(space, partial=False), keep=1)
+    refined = refine(problem, space, found)
+    alike = found.best[0]
+    best = refined.best[0].estimate if refined.best else alike
+    gain = 1 - best.seconds / alike.seconds
+    divided = (best.seconds, best.layout, f"{gain:.1%}") if gain > 0 else ("-", "", 0)
+    seconds = whole.best[0].seconds if whole.best else "does not fit"
+    return (seconds, alike.seconds, alike.layout, *divided, refined.plain_bound)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from rich.progress import track
 
 from benchmarks.models import paper_model
-from benchmarks.report import Table, percent
+from benchmarks.report import FIGURES, Table, percent
 from stagewright.formulations.checking.check import require_valid
 from stagewright.formulations.forms.answers import Limits, silent
 from stagewright.formulations.patterns.one_f_one_b import least_period
@@ -54,7 +54,6 @@ SPEEDUP_GIGABYTES = (4, 8, 12, 16)
 MICROBATCHES = 32  # in an iteration; more than are ever in flight
 LIMITS = Limits(seconds=5.0)  # for all of MadPipe; the paper gives its second step a minute
 PROCESSES = 2
-FIGURES = Path(__file__).with_name("figures")
 SAME = 1e-6  # relative; periods that differ by less are equal
 
 
@@ -387,7 +386,6 @@ MADPIPE_COLOUR, PIPEDREAM_COLOUR = "tab:blue", "tab:red"
 
 def draw(outcomes: Sequence[Outcome], folder: Path = FIGURES) -> None:
     """Figures 6, 7 and 8 as PNG files."""
-    folder.mkdir(exist_ok=True)
     figure6(_of(outcomes, "resnet50")).savefig(folder / "madpipe-figure6.png")
     figure7(outcomes).savefig(folder / "madpipe-figure7.png")
     figure8(outcomes).savefig(folder / "madpipe-figure8.png")

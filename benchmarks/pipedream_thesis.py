@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
-from pathlib import Path
 from time import process_time
 
 import numpy as np
@@ -16,7 +15,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.antichains import partition_graph
 from benchmarks.pipedream import DATA, MISSING, SAMPLES, read_profile
-from benchmarks.report import Table
+from benchmarks.report import FIGURES, Table
 from stagewright.executor.simulation.simulate import simulate
 from stagewright.formulations.patterns.one_f_one_b import least_period, one_f_one_b_star
 from stagewright.formulations.patterns.pattern_problems import pattern_problem
@@ -38,7 +37,6 @@ from stagewright.solvers.planners.baselines.hierarchy import (
 )
 from stagewright.solvers.planners.baselines.pipedream import costs_of
 
-FIGURES = Path(__file__).with_name("figures")
 BANDWIDTHS = {"A": (12e9, 1.25e9), "B": (30e9, 3.125e9), "equal links": (3.125e9,)}
 """Bytes per second in and between the servers; of all pairs of devices."""
 FORMULAS = {"thesis": True, "code": False}  # whether an all-reduce overlaps the computation
@@ -387,7 +385,6 @@ def tables(quick: bool) -> list[Table]:
         return []
     found = {choice.where: list(points(choice)) for choice in FIGURE[: 1 if quick else None]}
     if not quick:
-        FIGURES.mkdir(exist_ok=True)
         picture(found).savefig(FIGURES / "pipedream-figure2-14.png")
     return [
         table_2_2(CHOICES[:2] if quick else CHOICES),

@@ -1,5 +1,6 @@
-"""Tables of results: as markdown, and put in their places in the README."""
+"""Tables of results: printed as markdown, and kept as data in ``results/``."""
 
+import csv
 import datetime
 import platform
 import re
@@ -9,13 +10,15 @@ from importlib.metadata import version
 from os import cpu_count
 from pathlib import Path
 
-README = Path(__file__).with_name("README.md")
+RESULTS = Path(__file__).with_name("results")
+PAGES = Path(__file__).parents[1] / "docs" / "benchmarks"
+FIGURES = PAGES / "figures"
 PACKAGES = ("ortools", "highspy", "numpy", "numba", "torch")
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows under a title; ``name`` marks its place in the README."""
+    """Rows under a title; ``name`` is that of its file of results."""
 
     name: str
     title: str
@@ -40,15 +43,12 @@ def machine() -> str:
     )
 
 
-def write_section(name: str, body: str, path: Path = README) -> None:
-    """Put ``body`` between the comments ``<!-- name -->`` and ``<!-- end name -->`` of a file."""
-    text = path.read_text()
-    opening, closing = f"<!-- {name} -->", f"<!-- end {name} -->"
-    head, _, rest = text.partition(opening)
-    _, found, tail = rest.partition(closing)
-    if not found:
-        raise ValueError(f"{path.name} has no place {opening} ... {closing}")
-    path.write_text(f"{head}{opening}\n{body}\n{closing}{tail}")
+def write(table: Table, folder: Path = RESULTS) -> None:
+    """Write a table as CSV; two comments, its title and the line of its run, come first."""
+    with (folder / f"{table.name}.csv").open("w", encoding="utf-8") as file:
+        file.write(f"# {table.title}\n# {machine()}\n")
+        rows = (map(_shown, row) for row in table.rows)
+        csv.writer(file, lineterminator="\n").writerows([table.columns, *rows])
 
 
 def percent(value: float | None) -> str:

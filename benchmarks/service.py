@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.service`` submits 1,000 different requests from 50 clients to a server in a
 process of its own, on SQLite and (where the distribution has it) PostgreSQL: each client one a
-second, then as fast as it can. Eight workers claim them all. Writes ``benchmarks/service.md``.
+second, then as fast as it can. Eight workers claim them all. Writes ``docs/benchmarks/service.md``.
 """
 
 import json

@@ -3,7 +3,7 @@
 ``python -m benchmarks.service_day`` lets several users submit thousands of job shops to one server,
 watch them by streams of which they leave some early, stop, retry and discard them, and measures
 memory, files, threads and the store meanwhile. The processes of jobs are stubs, so that the server
-itself is what works. Writes its section of ``benchmarks/service.md``, and a picture.
+itself is what works. Writes its section of ``docs/benchmarks/service.md``, and a picture.
 """
 
 import json
@@ -26,6 +26,7 @@ from unittest import mock
 
 import httpx
 
+from benchmarks.report import FIGURES
 from benchmarks.service_report import put
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "shared"))
@@ -35,7 +36,6 @@ from processes import open_files, resident_bytes, threads
 
 JOBS, USERS = 8000, 4
 SAMPLES = 100
-FIGURE = Path(__file__).parent / "figures" / "service_day.png"
 HEADING = "## A day of load"
 # As the command, but a job is answered by a thread in place of a process.
 STUB = """
@@ -191,7 +191,7 @@ def draw(day: Day) -> None:
     below.set_xlabel("jobs submitted")
     below.set_ylim(0)
     below.legend()
-    figure.savefig(FIGURE, dpi=100)
+    figure.savefig(FIGURES / "service_day.png", dpi=100)
 
 
 def main() -> None:

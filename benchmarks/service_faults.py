@@ -3,7 +3,7 @@
 ``python -m benchmarks.service_faults`` kills the server, the processes of its jobs, or both at 100
 random moments on SQLite, and on PostgreSQL where the distribution has it, while clients submit
 plans. Afterwards every promise of ``docs/serving.md`` is held against what is stored
-(`tests/shared/killed_service.py`). Writes its section of ``benchmarks/service.md``.
+(`tests/shared/killed_service.py`). Writes its section of ``docs/benchmarks/service.md``.
 """
 
 import os

@@ -1,9 +1,10 @@
-"""``benchmarks/service.md``: each study writes the section under its own heading."""
+"""``docs/benchmarks/service.md``: each study writes the section under its own heading."""
 
 import re
-from pathlib import Path
 
-REPORT = Path(__file__).with_name("service.md")
+from benchmarks.report import PAGES
+
+REPORT = PAGES / "service.md"
 
 
 def put(heading: str, text: str) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from benchmarks.models import paper_model
-from benchmarks.report import Table, percent
+from benchmarks.report import FIGURES, Table, percent
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.pipelines.bppm import BalancedPartition
 from stagewright.formulations.pipelines.spp import makespan_problem
@@ -26,7 +26,7 @@ from stagewright.solvers.pipelines.list_scheduling import best_list_schedule, li
 from stagewright.solvers.pipelines.partition import PartitionSearch
 from stagewright.solvers.planning import Result, plan
 
-PICTURE = Path(__file__).with_name("figures") / "spp-sweeps.png"
+PICTURE = FIGURES / "spp-sweeps.png"
 BASELINES = ("dp", "gpipe", "pipedream", "hetpipe")
 GBPS = 1e9 / 8
 SEED = 2022

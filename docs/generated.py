@@ -1,8 +1,9 @@
-"""What the site has besides the pages: its start page, commands, schemas and a list of decisions.
+"""What the site has besides the pages: start page, benchmarks, commands, schemas, decisions.
 
 mkdocs calls the functions named ``on_...`` (its hooks).
 """
 
+import csv
 import json
 import posixpath
 import re
@@ -21,13 +22,17 @@ from stagewright.cli.pages import EXAMPLES
 from stagewright.service.schemas import DOCUMENTS, json_schema
 
 ROOT = Path(__file__).parents[1]
+INDEXES = {"../README.md": "index.md", "../benchmarks/README.md": "benchmarks/index.md"}
 FETCHED = "https://unpkg.com/iframe-worker/shim"
+TABLE = re.compile(r"^\[[\w-]+\]\([./]+/(?P<path>benchmarks/results/.*)\)$", re.MULTILINE)
 LINK = re.compile(r"\[(?P<text>[^\]]+)\]\((?P<target>[^)#:]*)(?P<anchor>#[^)]*)?\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the start page, which is the README, the list of decisions, and the schemas."""
+    """Add the start page, which is the README, the benchmarks', the decisions and the schemas."""
     made = {"index.md": _start_page(), "decisions/index.md": _decisions()}
+    benchmarks = (ROOT / "benchmarks/README.md").read_text(encoding="utf-8")
+    made["benchmarks/index.md"] = benchmarks.replace("](../docs/benchmarks/", "](")
     for name in DOCUMENTS:
         made[f"schemas/{name}.json"] = json.dumps(json_schema(name), indent=1) + "\n"
     for path, content in made.items():
@@ -38,6 +43,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Fill in what is generated, and point links to files outside of the site to what is in it."""
     folder = posixpath.dirname(page.file.src_uri)
+    markdown = TABLE.sub(lambda link: _table(ROOT / link["path"]), markdown)
     markdown = LINK.sub(lambda link: _inside(link, folder), markdown)
     if page.file.src_uri == "reference/commands.md":
         markdown = markdown.replace("<!-- commands -->", "\n".join(_commands()))
@@ -72,11 +78,20 @@ def _inside(link: re.Match[str], folder: str) -> str:
     path = posixpath.normpath(posixpath.join(folder, link["target"]))
     if not path.startswith("../"):
         return link[0]
-    if path == "../README.md":
-        start = posixpath.relpath("index.md", folder or ".")
+    if path in INDEXES:
+        start = posixpath.relpath(INDEXES[path], folder or ".")
         return f"[{link['text']}]({start}{link['anchor'] or ''})"
     name = f"`{path.removeprefix('../')}`"
     return name if link["text"] in (name, name.strip("`")) else f"{link['text']} ({name})"
+
+
+def _table(path: Path) -> str:
+    """A table of results in place of the link to its file."""
+    title, run, *lines = path.read_text(encoding="utf-8").splitlines()
+    columns, *rows = csv.reader(lines)
+    cells = [columns, ["---"] * len(columns), *rows]
+    body = "\n".join("| " + " | ".join(row) + " |" for row in cells)
+    return f"**{title.lstrip('# ')}**\n\n{body}\n\n*{run.lstrip('# ')}*"
 
 
 def _decisions() -> str:

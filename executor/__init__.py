@@ -1,1 +1,1 @@
-"""How it is carried out: simulation of a plan; lowering and the torch runtime build on it."""
+"""The run of plans: simulation, programs by rank, training with torch, measuring, export."""

@@ -1,1 +1,1 @@
-"""What is asked: one paper's problem per module, as an explicit model; no solver is called here."""
+"""The problems: one paper's problem per module, as an explicit model; no solver is called here."""

@@ -1,1 +1,1 @@
-"""What is given: device topologies, layer chains, operator graphs, and pure graph algorithms."""
+"""The inputs: device topologies, layer chains, operator graphs, jobs, and pure graph algorithms."""

@@ -1,1 +1,1 @@
-"""How it is answered: one backend per module; the only room that imports solver libraries."""
+"""The answers to problems: searches, planners and backends; only this room imports solvers."""

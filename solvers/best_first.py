@@ -37,7 +37,7 @@ class BestFirst(Generic[Item]):
         return min(self._closed, waiting, self.cost)
 
     def _depth(self, item: Item) -> int:
-        """Of items with equal attempts and bounds the deepest comes first."""
+        """Sort key among items with equal attempts and bounds: the deepest item comes first."""
         return 0
 
     def _push(self, bound: float, item: Item, attempt: int = 0) -> None:
@@ -56,7 +56,7 @@ class BestFirst(Generic[Item]):
         self._closed = min(self._closed, bound)
 
     def _ceiling(self) -> float:
-        """What a plan must cost less than to be searched for."""
+        """The cost below which a plan is still searched for."""
         return self.cost * (1 - PRECISION)
 
     def _left(self) -> float:

@@ -109,7 +109,7 @@ NEEDS: dict[str, Callable[[PipelineProblem, Choices], None]] = {
 
 @dataclass(frozen=True, slots=True)
 class Restriction:
-    """What planning for a framework alone costs.
+    """The cost of restricting plans to what a framework runs: bound, gap, best free plan.
 
     ``bound`` is a lower bound in seconds on every plan of the class ``plans``, which has all that
     the framework ``name`` runs, and ``gap`` is the answer's to it; None without a plan, or if no
@@ -128,7 +128,7 @@ class Restriction:
 
 @dataclass(frozen=True, slots=True)
 class SizeResult:
-    """What was found for a batch in ``microbatches`` of ``samples`` each; seconds, or None."""
+    """The result for a batch in ``microbatches`` of ``samples`` each; seconds, or None."""
 
     samples: int
     microbatches: int
@@ -168,7 +168,7 @@ class Result:
 
     @property
     def optimal_among(self) -> str | None:
-        """The plans of which an optimal plan is the shortest; None without a proof."""
+        """The class of plans among which the plan is proved optimal; None without a proof."""
         if self.status is not Status.OPTIMAL or self.plan is None or self.plans is None:
             return None
         if self.restriction is not None:
@@ -315,7 +315,7 @@ def _is_ordered(asked: Choices) -> bool:
 def _fitting_with_shards(
     problem: PipelineProblem, limits: Limits, asked: Choices, planner: str
 ) -> PipelinePlan | None:
-    """The fastest plan with shards of those that are found for smaller states."""
+    """The fastest plan with shards, from plans found for a problem with smaller states."""
     every = list(smaller_states(problem, asked.shards))
     plain, each = replace(asked, shards="none"), limits.seconds / max(1, len(every))
     best: PipelinePlan | None = None

@@ -197,7 +197,7 @@ def _pattern(
 def _allocations(
     problem: PipelineProblem, plan: PipelinePlan, bound: Bound, limits: Limits
 ) -> Proof | None:
-    """The joint search for every group size, or the cheap bounds if they suffice."""
+    """Verify the bound by the joint search for every group size, or by cheap bounds."""
     sizes = bound.plans.equal_groups
     if sizes is None:
         return None

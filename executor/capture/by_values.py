@@ -22,7 +22,7 @@ def in_example(size: Any) -> int:
 
 
 def elsewhere(given: Iterable[Any]) -> Sizes:
-    """Larger sizes than those of the example, each another, where the ``given`` ones vary."""
+    """Distinct sizes, larger than the example's, for the ``given`` sizes that vary."""
     varying = [size.node for size in given if isinstance(size, torch.SymInt)]
     symbols = sorted({one for node in varying for one in node.expr.free_symbols}, key=str)
     least = 1 + max((int(node.hint) for node in varying), default=0)
@@ -50,7 +50,7 @@ def with_values(module: nn.Module) -> Iterator[None]:
 
 
 def valued_all(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors with values for those of a module; what is the same stays so."""
+    """Tensors with values in place of a module's tensors; a shared tensor stays shared."""
     made = {id(one): _like(one) for one in state.values()}
     return {name: made[id(one)] for name, one in state.items()}
 

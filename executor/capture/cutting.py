@@ -137,7 +137,7 @@ def _trained(model: nn.Module, graph: fx.Graph) -> set[fx.Node]:
 
 
 def _changed(graph: fx.Graph) -> set[fx.Node]:
-    """What is changed in place, with all that it is made of: which may be the same memory."""
+    """Nodes that may be changed in place: changed nodes, and inputs that may share memory."""
     changed: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         schema = getattr(node.target, "_schema", None)
@@ -202,7 +202,7 @@ def _remade_tensors(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Together:
-    """Masks and positions that several layers read, and how they are made of ``arguments``.
+    """Masks and positions that several layers read, and the function that makes these values.
 
     These are the model's inputs and buffers, and sizes.
     """
@@ -343,7 +343,7 @@ def _root(
 
 
 def _keep_out_of_state(model: nn.Module, module: nn.Module, name: str) -> None:
-    """torch.fx registers every tensor as part of the state; undo it for those that are not."""
+    """Keep a tensor that is no part of the model's state out of a traced module's state dict."""
     path, _, field = name.rpartition(".")
     owner, copied = model.get_submodule(path), module.get_submodule(path)
     if owner is not copied and field in copied._buffers and not _in_state(owner, field):

@@ -113,7 +113,7 @@ def _dimension(
 
 
 class DrawsOfShare(TorchDispatchMode):
-    """Draws what a layer draws for the whole microbatch, and takes the ``rows`` of a share."""
+    """Draws random numbers for the whole microbatch, and takes the ``rows`` of a share."""
 
     def __init__(self, rows: Sequence[int], samples: int, whole: Sequence[WholeDraw]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -131,7 +131,7 @@ class DrawsOfShare(TorchDispatchMode):
         return self._drawn(func, args, kwargs, self.left.pop())
 
     def _drawn(self, func: Any, args: Any, kwargs: Any, whole: WholeDraw) -> Any:
-        """The share of what ``func`` draws with all its arguments as for the whole microbatch."""
+        """The share's rows of ``func``'s result, drawn with arguments for the whole microbatch."""
         wide = iter(zip(whole.layouts, whole.dimensions, strict=True))
 
         def filled(one: Any) -> Any:
@@ -150,7 +150,7 @@ class DrawsOfShare(TorchDispatchMode):
         return tree_unflatten(own, spec)
 
     def _filled(self, one: Tensor, layout: Layout, dimension: int | None) -> Tensor:
-        """``one`` with the samples of others, which are zero."""
+        """A share's tensor extended to the whole microbatch: other devices' samples are zero."""
         if dimension is None:
             return one
         shape, strides = layout
@@ -186,7 +186,7 @@ def _leaves(args: Any, kwargs: Any) -> list[Any]:
 
 
 def _size_at(func: Any, args: Sequence[Any]) -> int | None:
-    """Where ``args`` has the shape of what is drawn, if it is there."""
+    """The position in ``args`` of the shape of the drawn tensor, if any."""
     names = [one.name for one in func._schema.arguments]
     return names.index("size") if "size" in names[: len(args)] else None
 

@@ -1,4 +1,4 @@
-"""A captured model as it is in evaluation."""
+"""A second capture of a model, with all modules in evaluation mode."""
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +20,7 @@ from stagewright.graphs.documents.errors import InputError
 
 @contextmanager
 def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Let modules compute as in evaluation; afterwards each has its own mode again."""
+    """Let modules compute in evaluation mode; afterwards each module's mode is restored."""
     modes = {part: part.training for module in modules for part in module.modules()}
     for part in modes:
         part.training = False

@@ -6,7 +6,7 @@ from torch import fx, nn
 
 
 def replace_in_place(model: nn.Module, graph: fx.Graph) -> None:
-    """Let ReLU(inplace=True) and its like make a new value, as a cut may be before them."""
+    """Make ReLU(inplace=True) and the like return a new value, as a cut may precede them."""
     position = {node: i for i, node in enumerate(graph.nodes)}
     calls = [node for node in graph.nodes if node.op == "call_module" and node.all_input_nodes]
     modules = [model.get_submodule(str(node.target)) for node in calls]
@@ -26,7 +26,7 @@ def replace_in_place(model: nn.Module, graph: fx.Graph) -> None:
 
 
 def first_step(module: nn.Module) -> Any:
-    """``module``, or of modules in sequence the one that is given the input."""
+    """``module``, or the first module of a sequence, which is given the input."""
     while isinstance(module, nn.Sequential) and len(module):
         if type(module).forward is not nn.Sequential.forward:
             break

@@ -1,4 +1,4 @@
-"""A model as a chain of layers, under its own names."""
+"""A model as a chain of layers, with the model's names of modules."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -48,7 +48,7 @@ class LayeredModel:
     evaluation: "LayeredModel | None" = None
 
     def result(self, values: tuple[Tensor, ...]) -> Any:
-        """The model's result, of the last layer's tensors: what the loss is given."""
+        """The model's result, which the loss is given, made of the last layer's tensors."""
         last = self.layers[-1].module
         if isinstance(last, Listed):
             return values[0] if last.result.is_one else values
@@ -94,7 +94,7 @@ class LayeredModel:
         return self.computing(self.again(inputs), f"for inputs of {', '.join(map(str, inputs))}")
 
     def computing(self, other: "LayeredModel", when: str) -> "LayeredModel":
-        """What ``other``, another capture of the same model, computes between these blocks.
+        """These blocks with the operators between blocks from another capture of the same model.
 
         Raises
         ------
@@ -168,7 +168,7 @@ class LayeredModel:
 
 
 def _outside(layer: CapturedLayer) -> tuple[str, int | None]:
-    """A layer's name and the number of its inputs; of a list's module it is not known."""
+    """A layer's name and the number of its inputs, which is None for a module of a list."""
     module = layer.module
     if not isinstance(module, fx.GraphModule):
         return layer.name, None
@@ -189,7 +189,7 @@ def _read(module: nn.Module) -> set[str]:
 
 
 def _lacks(own: nn.Module, other: nn.Module) -> bool:
-    """Whether a layer lacks what another capture of it reads."""
+    """Whether a layer lacks an attribute that another capture of the layer reads."""
     names = (name for name in _read(other) if not name.startswith(BETWEEN))
     try:
         for name in names:
@@ -212,7 +212,7 @@ def _moved(own: nn.Module, other: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class _Sized:
-    """What guards read of a tensor."""
+    """Stand-in for a tensor with a size alone, which is all that guards read."""
 
     shape: tuple[int, ...]
 

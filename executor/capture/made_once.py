@@ -23,7 +23,7 @@ def made_once() -> Iterator[None]:
 
 
 def shared(make: Make) -> Make:
-    """``make``, which is called once within `made_once`, and elsewhere every time."""
+    """A function like ``make`` that is called only once within a `made_once` context."""
 
     def made(*values: Any) -> tuple[Any, ...]:
         known = None if torch.compiler.is_compiling() else _MADE.get()

@@ -42,7 +42,7 @@ class Snapshot:
         return {key for key in keys if self.values.get(key) != other.values.get(key)}
 
     def replaced(self, other: "Snapshot") -> dict[Attribute, tuple[Tensor, ...]]:
-        """The tensors of ``other`` that are not this one's."""
+        """The tensors in the snapshot ``other`` that are not in this snapshot."""
         known = {id(one) for tensors in self.tensors.values() for one in tensors}
         new = {
             key: tuple(one for one in tensors if id(one) not in known)
@@ -55,7 +55,7 @@ _ELSEWHERE = ("", "")  # the generators of all modules
 
 
 def snapshot(module: nn.Module) -> Snapshot:
-    """The attributes of ``module`` and all modules in it, without what they register."""
+    """The attributes of ``module`` and its submodules, without registered tensors and modules."""
     values: dict[Attribute, Any] = {}
     tensors: dict[Attribute, tuple[Tensor, ...]] = {}
     for path, part in module.named_modules():

@@ -29,7 +29,7 @@ class Value:
 
     @property
     def bytes(self) -> int:
-        """The tensor's size."""
+        """The tensor's size in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
@@ -216,7 +216,7 @@ def _run_or_whole(
 
 
 def _outline(one: Tensor) -> Tensor:
-    """A tensor without data in place of ``one``, with a gradient where that has one."""
+    """A tensor without data like ``one``, which requires a gradient if ``one`` does."""
     value = Value(tuple(one.shape), one.dtype, one.requires_grad)
     made = _fake(value, one.device)
     if one.is_leaf and one.grad is not None:
@@ -269,7 +269,7 @@ def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def _run_back(layer: CapturedLayer, run: _LayerRun, gradients: Sequence[Tensor | None]) -> bool:
-    """The backward of a layer, into its parameters and leaves; whether it draws."""
+    """Run a layer's backward into parameters and leaves; return whether the backward draws."""
     pairs = [
         (one, gradient)
         for one, gradient in zip(run.outputs, gradients, strict=True)

@@ -44,7 +44,7 @@ class Structure:
 
 
 def taken_apart(value: Any) -> tuple[tuple[Tensor, ...], Structure]:
-    """The tensors of a value, and the rest of it."""
+    """The tensors in a value, and the value's structure without them."""
     leaves, spec = pytree.tree_flatten(value)
     kept = tuple(TENSOR if isinstance(one, Tensor) else one for one in leaves)
     return tuple(one for one in leaves if isinstance(one, Tensor)), Structure(kept, spec)
@@ -93,7 +93,7 @@ class Signature:
 
 
 def signed(inputs: Any) -> tuple[tuple[Tensor, ...], Signature]:
-    """The tensors of a model's inputs, and how it is called with them.
+    """The tensors of a model's inputs, and the signature of the call.
 
     ``inputs`` are a tensor, a tuple of arguments, or a mapping of keywords; both may hold further
     tuples, lists and mappings.

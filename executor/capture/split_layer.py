@@ -67,7 +67,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What F keeps for I and for W; ``input_gradient`` uses it up."""
+    """Values that F keeps for I and W; ``input_gradient`` consumes them."""
 
     for_inputs: list[Tensor]
     for_weights: list[Tensor]
@@ -75,7 +75,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class SavedForWeights:
-    """What F and I keep for W; ``weight_gradient`` uses it up."""
+    """Values that F and I keep for W; ``weight_gradient`` consumes them."""
 
     values: list[Tensor]
 
@@ -117,7 +117,7 @@ class SplitLayer:
     def input_gradient(
         self, saved: Saved, output_gradients: Sequence[Tensor | None]
     ) -> tuple[tuple[Tensor | None, ...], SavedForWeights]:
-        """The gradient of each input, ``None`` where there is none, and what W needs.
+        """The gradient of each input (``None`` without one), and the values that W needs.
 
         An output gradient that is ``None`` counts as zero. The results may share memory with each
         other and with the output gradients: nothing here may be changed in place before W ran.

@@ -1,4 +1,4 @@
-"""What a model says of how its layers are divided among the devices of a tensor group.
+"""A model's own plan (``tp_plan``) of dividing layers among the devices of a tensor group.
 
 A module says it by an attribute ``tp_plan``, the name that transformers uses. A model of
 transformers has the plan of its architecture, with those of the models within; where the library
@@ -43,7 +43,7 @@ class TensorPlan:
         return f"tp_plan of {self.kind}" + (f" {self.path!r}" if self.path else "")
 
     def inner(self, name: str) -> str | None:
-        """The name within the module of what is called ``name`` in the model; None if outside."""
+        """The name within the module of the model's parameter ``name``; None outside the module."""
         if not self.path:
             return name
         if name == self.path:

@@ -73,7 +73,7 @@ def _text(graph: fx.Graph, model: nn.Module) -> list[str]:
 
 
 class _Tracer(fx.Tracer):
-    """torch.fx, stopping at leaves."""
+    """A tracer of torch.fx that does not trace into leaf modules."""
 
     # A buffer or parameter that the root uses itself is a node, so that it goes where it is used.
     proxy_buffer_attributes = True
@@ -171,7 +171,7 @@ def _modes() -> tuple[bool, ...]:
 
 
 def _that_passes(frame: FrameType) -> bool | None:
-    """The value with which the assertion at ``frame`` passes; None if there is none."""
+    """The truth value with which the assertion at ``frame`` passes; None without an assertion."""
     instructions = list(dis.get_instructions(frame.f_code))
     rest = [one for one in instructions if one.offset >= frame.f_lasti and one.opname != "CACHE"]
     if rest[0].opname in ("TO_BOOL", "COMPARE_OP"):  # which come before the jump since 3.13

@@ -57,7 +57,7 @@ def capture(model: nn.Module | Sequence[nn.Module], example: Example | None = No
 
 
 def _for_example(model: nn.Module, example: Example) -> LayeredModel:
-    """By what shows the more of the model; a traced one takes inputs of all sizes."""
+    """The model traced or exported, the better way first; only a traced model takes any size."""
     if not example.signature.is_positional or example.takes_loss:
         return _exported(model, example)
     ways = [lambda: _traced(model), lambda: _exported(model, example)]

@@ -38,7 +38,7 @@ class CurrentRound:
 
     @property
     def seconds(self) -> float:
-        """Since the round began."""
+        """Seconds since the round began."""
         return time.monotonic() - self.began
 
 

@@ -122,7 +122,7 @@ class Leasing:
                 self._settle(pause_seconds)
 
     def _settle(self, timeout_seconds: float) -> None:
-        """Wait for processes to end, and handle those that have."""
+        """Wait for processes to end, and handle every process that has ended."""
         refs = [ref for out in self.leased.values() for ref in out.refs]
         self.ray.wait(refs, timeout=max(timeout_seconds, 0.0))
         ready = set(self.ray.wait(refs, num_returns=len(refs), timeout=0)[0])

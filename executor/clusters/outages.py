@@ -58,7 +58,7 @@ class Peekable(Generic[T]):
 
 
 class OutOfOrder:
-    """The accelerators that are down now, and those that will be.
+    """The accelerators that are down now or will be down.
 
     Failures and repairs are reported to ``mechanism``.
     """

@@ -155,7 +155,7 @@ class Accelerators:
         self._stuck: list[tuple[list[Any], int, tuple[int, ...]]] = []
 
     def in_order(self) -> list[set[int]]:
-        """By type, the accelerators with a live node that no killed process still holds."""
+        """The usable accelerators by type: on a live node, and not held by a killed process."""
         alive = [node for node in self._ray.nodes() if node["Alive"]]
         self._have_gpus = {node["NodeID"] for node in alive if node["Resources"].get("GPU")}
         self._stuck = [held for held in self._stuck if self._left(held[0], 0.0)]
@@ -230,7 +230,7 @@ class Accelerators:
             self._stuck.append((refs, number, accelerators))
 
     def _left(self, refs: list[Any], seconds: float) -> list[Any]:
-        """Those that have not ended within ``seconds``."""
+        """The processes that have not ended within ``seconds``."""
         if not refs:
             return []
         left: list[Any] = self._ray.wait(refs, num_returns=len(refs), timeout=seconds)[1]

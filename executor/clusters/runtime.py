@@ -221,7 +221,7 @@ class _Scheduler:
         return following
 
     def _running(self, following: tuple[Assignment, ...]) -> tuple[Assignment, ...]:
-        """What begins next; once stopped, only jobs whose renewed leases are still to end."""
+        """The assignments to begin; once stopped, only jobs with renewed leases that still run."""
         if not is_stopped(self.stop):
             return following
         return tuple(each for each in following if self.leasing.leased.keys() & {*each.jobs})

@@ -129,7 +129,7 @@ def _devices(rows: Sequence[Row]) -> int:
 
 
 def _space(rows: Sequence[Row]) -> float:
-    """The height of all rows, in that of a device's."""
+    """The height of all rows, in heights of a device's row."""
     return sum(_ROW_SPACE[row.group] for row in rows)
 
 

@@ -12,7 +12,7 @@ _LIGHTER = 0.35  # share of white in colours of dark pages, on which some would 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A thing ``of`` some name from ``start`` to ``end``; ``name`` is what is said of it alone."""
+    """A bar of category ``of`` from ``start`` to ``end``; ``name`` is its own text."""
 
     of: str
     start: float
@@ -27,7 +27,7 @@ def runs_drawing(
     scale: float = 1.0,
     marks: tuple[Mark, ...] = (),
 ) -> Drawing:
-    """Named rows of runs; their times are shown in ``unit``, of which ``scale`` are one of theirs.
+    """Named rows of runs; times are shown in ``unit``: ``scale`` units make one unit of time.
 
     ``names`` have the colours of all categories in turn, then those that are missing there: what
     is written on a bar tells apart those of one colour.

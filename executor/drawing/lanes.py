@@ -27,7 +27,7 @@ class Bar:
 
     @property
     def seconds(self) -> float:
-        """How long it takes."""
+        """Duration of the block."""
         return self.finish - self.start
 
 
@@ -83,7 +83,7 @@ class Band:
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """All that a page's timeline shows; ``scale`` is units per second, ``stages`` their number."""
+    """The contents of a page's timeline; ``scale`` is units of time per second."""
 
     lanes: tuple[Lane, ...]
     kinds: Mapping[str, Kind]
@@ -104,7 +104,7 @@ def packed(found: Drawing | dict[str, Any]) -> str:
 
 
 def table(drawing: Drawing) -> dict[str, Any]:
-    """What the script reads: columns of whole numbers, texts listed once."""
+    """The data of the page's script: columns of whole numbers, texts listed once."""
     texts: dict[str, int] = {"": 0}
     kinds = {key: i for i, key in enumerate(drawing.kinds)}
     names = drawing.causes or {}
@@ -169,7 +169,7 @@ def _columns(
 
 
 def _split(name: str) -> tuple[str, int]:
-    """A name without the number at its end, which differs most, and the number; -1: none."""
+    """A name split into its text and the number at the end, -1 without a number."""
     stem = name.rstrip("0123456789")
     digits = name[len(stem) :]
     # Only what is read back as it was.

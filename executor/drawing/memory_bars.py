@@ -23,7 +23,7 @@ class Memory(Protocol):
 
     @property
     def rank(self) -> int:
-        """The position."""
+        """The rank's position in the pipeline."""
         ...
 
 
@@ -32,22 +32,22 @@ class Point(Protocol):
 
     @property
     def peak_bytes(self) -> float:
-        """The peak."""
+        """The rank's peak memory in bytes."""
         ...
 
     @property
     def seconds(self) -> float:
-        """An iteration."""
+        """Seconds of an iteration."""
         ...
 
     @property
     def layout(self) -> str:
-        """Its text."""
+        """The layout's text."""
         ...
 
 
 def memory_png(ranks: Sequence[Memory], limit_bytes: float, title: str) -> bytes:
-    """Bars of every rank's memory by kind (GB), and the line of what a device has."""
+    """Bars of every rank's memory by kind (GB), and a line at the memory of a device."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator

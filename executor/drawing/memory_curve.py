@@ -26,7 +26,7 @@ class Curve:
     others: tuple[tuple[str, float, float], ...]
 
     def shown(self) -> list[tuple[str, float, float]]:
-        """The others that are near the curve; their names where they are at one place."""
+        """The published schedules near the curve; schedules at one point share a label."""
         places: dict[tuple[float, float], str] = {}
         for name, memory, cost in self.others:
             if memory <= 1.1 * self.memory[-1] and cost <= 1.1 * self.cost[0]:
@@ -78,7 +78,7 @@ def curve_page(
 
 
 def curve_chart(curve: Curve) -> Chart:
-    """The curve, its bound and the others, as pages draw them."""
+    """The curve, its bound and the published schedules, as pages draw them."""
     series = [
         Series("best schedule", curve.memory, curve.cost, colour="--best"),
         Series("proved lower bound", curve.memory, curve.bound, "dashes", "--critical"),

@@ -1,4 +1,4 @@
-"""Drawings of a placement of operators: a row for each device and for what it sends."""
+"""Drawings of a placement of operators: rows for each device and for its transfers."""
 
 import json
 import os
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 TEMPLATE = "operators.html.jinja"
 TRANSFER, CRITICAL = "transfer", "critical path"
-_COLOURS = {  # as those of pipelines: forward, backward, optimizer step, activations sent
+_COLOURS = {  # as in pipelines: forward, backward, optimizer step, activations sent
     "input": "#9aa7b5",
     "state": "#9aa7b5",
     "forward": KIND_COLOURS[ActionKind.FORWARD],
@@ -174,7 +174,7 @@ def _draw_lane(axes: "Axes", y: int, row: Lane, scale: float) -> None:
 
 
 def _name_bars(axes: "Axes", y: int, row: Lane, scale: float, end: float) -> None:
-    """Write the name of every operator on its bar, or as much of it as there is room for."""
+    """Write the name of every operator on its bar, cut to the room on the bar."""
     for bar in (bar for bar in row.bars if bar.label):
         room = int(bar.seconds / (CHARACTER_SHARE * end)) if end else 0
         name = bar.label if len(bar.label) <= room else f"{bar.label[: room - 1]}…"

@@ -63,12 +63,12 @@ def write_html(
 
 
 def page(plan: PipelinePlan, cluster: Cluster | None = None) -> str:
-    """The page's HTML, which needs nothing else."""
+    """The page as one self-contained HTML text."""
     return render(TEMPLATE, **_contents(plan, cluster))
 
 
 def page_object(plan: PipelinePlan, cluster: Cluster | None = None) -> dict[str, Any]:
-    """What the page shows, as a JSON object.
+    """The contents of the page, as a JSON object.
 
     The scripts draw its ``timeline``, ``in_flight`` and ``topology``. Names of columns in ``head``
     that begin with ``<`` are of text.
@@ -236,7 +236,7 @@ def _bounds(plan: PipelinePlan) -> list[dict[str, Any]]:
 
 
 def _head(plan: PipelinePlan) -> tuple[str, ...]:
-    """Columns of the table of stages; those of text begin with ``<``."""
+    """Columns of the table of stages; titles of text columns begin with ``<``."""
     named = () if plan.layers is None else ("<first to last layer",)
     more = ("index shifts", "shares with") if plan.is_periodic else ()
     return ("stage", "layers", *named, "<devices", "replicas", "forward", "backward",

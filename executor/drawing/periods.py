@@ -70,7 +70,7 @@ class Phases:
 
     @property
     def headings(self) -> tuple[Span, ...]:
-        """As :attr:`spans`, but with only one period, in the middle, named with its length."""
+        """Headings as :attr:`spans`, but of one period, in the middle, named with its length."""
         period = f"period {format_seconds(self.period_seconds)}"
         begin = self._begin((self.first + self.last) // 2)
         middle = (period, begin, begin + self.period_seconds)
@@ -115,7 +115,7 @@ def phases(plan: PipelinePlan) -> Phases | None:
 
 
 def _drawn_microbatches(schedule: PeriodicSchedule) -> int:
-    """The number for which the whole periods are about as long as warm-up and drain."""
+    """The number of microbatches whose whole periods are as long as warm-up and drain."""
     fill = warm_up_periods(schedule)
     return fill + max(_WHOLE_PERIODS, fill)
 

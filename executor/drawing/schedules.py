@@ -174,7 +174,7 @@ def _end(panels: Sequence[Panel]) -> float:
 
 
 def _shades(timed: TimedOrder, device: int) -> tuple[float, ...]:
-    """How light the blocks of a device are: chunks in their order, directions in theirs."""
+    """Lightness of a device's blocks: by chunk, or by direction."""
     row, path_of = timed.order.rows[device], timed.order.path_of
     parts = [(path_of[action.microbatch or 0], action.stage) for action in row]
     ranks = {part: rank for rank, part in enumerate(sorted(set(parts)))}

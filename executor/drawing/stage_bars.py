@@ -37,17 +37,17 @@ class Stage(Protocol):
 
     @property
     def tensor(self) -> int:
-        """Devices of a group."""
+        """Number of devices in a tensor group."""
         ...
 
     @property
     def forward_seconds(self) -> float:
-        """Of a microbatch."""
+        """Seconds of a microbatch."""
         ...
 
     @property
     def backward_seconds(self) -> float:
-        """Of a microbatch."""
+        """Seconds of a microbatch."""
         ...
 
     @property
@@ -57,7 +57,7 @@ class Stage(Protocol):
 
     @property
     def capacity_bytes(self) -> float:
-        """What a device has."""
+        """Memory of a device in bytes."""
         ...
 
 

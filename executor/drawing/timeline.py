@@ -146,7 +146,7 @@ def _folded(rows: Sequence[Row]) -> Row:
 
 
 def _shared_reductions(plan: PipelinePlan) -> dict[int, tuple[int, ...]]:
-    """Per stage of a finite plan those whose all-reduces take turns on the same devices."""
+    """For each stage of a finite plan, the stages on the same devices, whose all-reduces queue."""
     if plan.is_periodic:
         return {}
     stages: dict[frozenset[str], list[int]] = defaultdict(list)
@@ -156,7 +156,7 @@ def _shared_reductions(plan: PipelinePlan) -> dict[int, tuple[int, ...]]:
 
 
 def _shared_channels(plan: PipelinePlan) -> dict[int, tuple[int, ...]]:
-    """Per boundary of a periodic plan those whose transfers share its link; empty if finite."""
+    """For each boundary of a periodic plan, the boundaries on the same link; empty if finite."""
     if not plan.is_periodic:
         return {}
     boundaries: dict[frozenset[tuple[str, ...]], list[int]] = defaultdict(list)
@@ -233,13 +233,13 @@ def row_note(plan: PipelinePlan) -> str:
 
 
 def numbering(plan: PipelinePlan) -> Numbers:
-    """What the numbers on computations are."""
+    """The kind of numbers that label computations: stages, or stage and microbatch."""
     only_stages = plan.microbatches == 1 and len(plan.stages) > 1
     return "stages" if only_stages else "stage.microbatch"
 
 
 def numbers_note(plan: PipelinePlan) -> str:
-    """What a drawing says of the numbers on computations."""
+    """A caption that explains the numbers on computations."""
     numbers = numbering(plan)
     narrow = ", microbatch alone in narrow bars of a stage" if numbers == "stage.microbatch" else ""
     return f"numbers: {numbers}{narrow}"
@@ -254,7 +254,7 @@ def time_unit(seconds: float) -> tuple[str, float]:
 
 
 def _device_rows(plan: PipelinePlan, merged: bool) -> dict[str, tuple[str, str]]:
-    """The devices that have a row, with the row's name and what it says of the device.
+    """The devices that have a row, with the row's name and its description of the device.
 
     A stage's first one only if ``merged``.
     """

@@ -1,4 +1,4 @@
-"""The cluster of a plan as a drawing: servers, their links, and what every device does."""
+"""The cluster of a plan as a drawing: servers, their links, and the stages on devices."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ HEAD = ("<server", "<device", "<kind", "<stage and replica", "memory", "sent and
 
 
 def topology(plan: PipelinePlan, cluster: Cluster) -> dict[str, Any]:
-    """What the script reads: servers, levels of links, and devices with their stages.
+    """The data of the page's script: servers, levels of links, and devices with their stages.
 
     Bandwidths are bytes per second of each direction.
 
@@ -63,7 +63,7 @@ def topology_rows(drawing: dict[str, Any]) -> list[list[str]]:
 
 
 def _places(abouts: Sequence[Sequence[str]]) -> str:
-    """What devices of the same stages do: of the first, to that of the last."""
+    """Text on several devices with the same stages: first device to last device."""
     if not abouts[0]:
         return "not used"
     ends = zip(abouts[0], abouts[-1], strict=True)
@@ -166,7 +166,7 @@ def _devices(plan: PipelinePlan, cluster: Cluster) -> Iterator[dict[str, Any]]:
 
 
 def _about(stage: Stage, number: int, place: int) -> str:
-    """The stage, and which replica and shard a device has of it."""
+    """A device's stages, and its replica and shard of each stage."""
     text = f"stage {number}"
     if stage.replicas > 1:
         text += f", replica {place // stage.tensor + 1} of {stage.replicas}"

@@ -255,7 +255,7 @@ def _gpus(nodes: tuple[Node, ...]) -> int:
 
 
 def _told(nodes: tuple[Node, ...]) -> list[str]:
-    """Comments that say which devices are where."""
+    """Comments that list the devices of every server."""
     return [
         f"# node {n}: {', '.join(map(json.dumps, node.devices))}" for n, node in enumerate(nodes)
     ]

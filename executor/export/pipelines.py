@@ -84,7 +84,7 @@ def pipeline(plan: PipelinePlan, framework: str, shards: Shards = "none") -> Pip
 
 
 def _cure(framework: str, shards: Shards) -> tuple[str, str]:
-    """Why ``framework`` cannot divide what a plan asks for, and what would do."""
+    """Why ``framework`` cannot shard what the plan shards, and a remedy."""
     if shards == "none":
         return (
             f"the files for {framework} do not say how replicas divide it",

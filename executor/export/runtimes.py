@@ -1,4 +1,4 @@
-"""What the exports need of a plan, as a restriction that planners respect."""
+"""The requirements of exports on a plan, as a restriction that planners respect."""
 
 from collections.abc import Mapping
 

@@ -80,7 +80,7 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class StageShare:
-    """What a cause accounts for with the measured times of one stage alone."""
+    """Seconds due to a cause if only one stage has its measured times."""
 
     stage: int
     seconds: float
@@ -89,7 +89,7 @@ class StageShare:
 
 @dataclass(frozen=True, slots=True)
 class DeviceShare:
-    """What a cause accounts for with what was measured on one device alone."""
+    """Seconds due to a cause if only one device has its measured times."""
 
     device: str
     seconds: float
@@ -139,7 +139,7 @@ class MeasuredRun:
         return float(self.pace(self.replay.ends(durations)).mean())
 
     def account(self, chosen: Bools, base: float) -> tuple[float, Pair]:
-        """How much longer an iteration is with the measured times of some entries, and these."""
+        """Seconds that measured times of some entries add to an iteration, and those entries."""
         durations = np.where(chosen[:, None], self.measured, self.planned)
         work = Pair(
             float(self.planned[chosen].sum()),
@@ -182,12 +182,12 @@ def explain(plan: PipelinePlan, trace: Trace, iteration: Pair, update: Pair) -> 
 
 
 def _beyond(least: float, seconds: float) -> float:
-    """Seconds, or 0 where they are rounding."""
+    """Seconds, or 0 if the amount is within rounding."""
     return seconds if abs(seconds) > least else 0.0
 
 
 def _without_waits(case: MeasuredRun) -> float:
-    """The measured iteration less by what the waits for a core add to a replay of it."""
+    """The measured iteration minus the seconds that waits for a core add to its replay."""
     waits = case.seconds(case.measured + case.waited) - case.seconds(case.measured)
     return float(case.iteration.mean()) - waits
 
@@ -225,7 +225,7 @@ def _stages(
 
 
 def _devices(case: MeasuredRun, base: float, name: str) -> tuple[DeviceShare, ...]:
-    """The shares of the devices in what happens on one: not in transfers and all-reduces."""
+    """The share of each device in a cause that is on devices: no transfers or all-reduces."""
     kinds = KINDS.get(name, ())
     if not set(kinds) <= set(ON_DEVICE):
         return ()

@@ -73,7 +73,7 @@ class StageComparison:
 
 @dataclass(frozen=True, slots=True)
 class PeriodComparison:
-    """The mean time per microbatch of a periodic plan, over those measured in the steady state.
+    """The mean time per microbatch of a periodic plan, measured in the steady state.
 
     It is the period plus a microbatch's share of the pause.
     """
@@ -84,7 +84,7 @@ class PeriodComparison:
 
 @dataclass(frozen=True, slots=True)
 class MemoryComparison:
-    """The peak of each device, in bytes by name, and what was measured."""
+    """Predicted and measured peak memory of each device, in bytes by name."""
 
     kind: MemoryKind
     peak_bytes: dict[str, Pair]
@@ -163,7 +163,7 @@ def measured_plan(plan: PipelinePlan, trace: Trace) -> PipelinePlan:
 
 
 def _compare_memory(plan: PipelinePlan, measured: MeasuredMemory | None) -> MemoryComparison | None:
-    """None without a prediction or a measurement of every device."""
+    """The memory of all devices compared; None unless every device has both values."""
     predicted = {} if plan.predicted is None else plan.predicted.peak_memory_bytes
     if measured is None or not predicted.keys() <= measured.peak_bytes.keys():
         return None

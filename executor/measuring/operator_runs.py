@@ -118,7 +118,7 @@ def _totals(entries: Iterable[tuple[str, OperatorTimes]]) -> dict[str, TotalTime
 
 
 def observe(plan: OperatorPlan, trace: Trace) -> Observation:
-    """What the counted steps of a run show: the medians of operators and transfers.
+    """The observation from a run's counted steps: medians of operators and transfers.
 
     Raises
     ------

@@ -59,7 +59,7 @@ class Pair:
 
 
 def counted_steps(steps: Sequence[T]) -> Sequence[T]:
-    """All but the first, which is a warm-up, if there are at least three."""
+    """The steps that count: all but the first, a warm-up, if a trace has at least three steps."""
     return steps[1:] if len(steps) > 2 else steps
 
 
@@ -120,7 +120,7 @@ def _cut(plan: PipelinePlan, run: TracedStep) -> Iterable[Sequence[ScheduledActi
 
 
 def _numbered(plan: PipelinePlan, run: TracedStep) -> list[tuple[int, ScheduledAction]]:
-    """A run's actions with their microbatches; those without get the last of their iteration."""
+    """A run's actions with microbatches; all-reduces and updates get their iteration's last."""
     sums: Counter[Entry] = Counter()
     numbered = []
     for timed in sorted(run.actions, key=lambda timed: timed.start_seconds):
@@ -232,7 +232,7 @@ def _neighbours(plan: PipelinePlan) -> list[tuple[Entry, Entry]]:
 
 
 def _require_order(neighbours: Iterable[tuple[Entry, Entry]], step: TracedStep) -> None:
-    """Refuse a step whose devices compute in another order than that of the plan."""
+    """Refuse a step whose devices compute in another order than the plan's."""
     starts = {_entry(timed): timed.start_seconds for timed in step.actions}
     for one, other in neighbours:
         if starts[other] < starts[one]:

@@ -1,4 +1,4 @@
-"""What several ranks measure at once: the same layers each, or layers that they divide.
+"""Measuring by several ranks at once: each the same layers, or a shard of each layer.
 
 The layers of a tensor degree are divided as in a run, by the model's own ``tp_plan``, and are
 measured one by one as whole ones are, collectives included. All devices of a group begin together,
@@ -28,7 +28,7 @@ from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 
 @dataclass(frozen=True, slots=True)
 class GroupMachine(Machine):
-    """A machine of which a tensor group measures: its devices begin together."""
+    """A machine measured by a tensor group, whose devices begin each layer together."""
 
     group: TensorGroup | None = None
 
@@ -38,7 +38,7 @@ class GroupMachine(Machine):
         return "elapsed time"
 
     def timed(self, work: Callable[[], Any]) -> tuple[Seconds, Any]:
-        """The seconds that ``work`` takes, and its result; all of the group call it."""
+        """The seconds that ``work`` takes, and its result; all ranks of the group call this."""
         assert self.group is not None
         self._synchronise()
         dist.barrier(self.group.processes)
@@ -112,7 +112,7 @@ def with_degree(whole: Chain, divided: Chain, degree: int) -> Chain:
 
 
 def mean_of_ranks(chain: Chain, degree: int = 1) -> Chain:
-    """The mean of what all ranks have measured at once; all call it.
+    """The mean of all ranks' simultaneous measurements; all ranks call this function.
 
     Of ``degree`` ranks that measured together, the slowest counts.
     """
@@ -125,7 +125,7 @@ def mean_of_ranks(chain: Chain, degree: int = 1) -> Chain:
 
 
 def _combined(chains: Sequence[Chain], way: Callable[[Sequence[float]], float]) -> Chain:
-    """The first with the times of all, combined."""
+    """The first rank's costs, with times combined over all ranks."""
     layers = [
         _combined_layer(same, way) for same in zip(*(one.layers for one in chains), strict=True)
     ]

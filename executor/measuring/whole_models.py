@@ -27,7 +27,7 @@ from stagewright.graphs.models.chain import Chain
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profiled:
-    """A model to measure; `measure_layers` says what its fields are.
+    """A model to measure; `measure_layers` describes the fields.
 
     ``make`` makes the module, ``dtype`` is the type of its parameters. ``takes_loss`` as in
     `Example`.
@@ -52,7 +52,7 @@ class Profiled:
         return self._measured(self._captured(), self.machine, on_progress)
 
     def measure_degree(self, degree: int) -> Chain:
-        """The costs of whole layers and of those that ``degree`` ranks divide; all ranks call it.
+        """Costs of whole layers and of layers divided among ``degree`` ranks; all ranks call this.
 
         Raises
         ------

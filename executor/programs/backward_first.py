@@ -1,4 +1,4 @@
-"""Lowering of plans between two losses: what every rank does from one loss to the next.
+"""Lowering of plans between two losses: the rows of every rank from one loss to the next.
 
 The passes of `lower` make the rows of the plan's window. The forwards in them are those of the next
 mini-batch. A run begins with its first forwards, repeats the window, and drains with the last
@@ -65,7 +65,7 @@ def lower_backward_first(plan: PipelinePlan, families: Families = ()) -> Periodi
 
 
 def with_late_updates(plan: PipelinePlan, rows: Rows) -> Rows:
-    """Add the optimizer's steps: each where the plan has it, or else as late as it may be.
+    """Add optimizer steps: each step where the plan has it, or else as late as allowed.
 
     That is before the rank's first forward of the stage or of a later one, so that all-reduces in
     flight overlap with what comes before.

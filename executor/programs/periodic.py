@@ -1,4 +1,4 @@
-"""Lowering of periodic plans: what every rank does in an iteration, while the pipeline stays full.
+"""Lowering of periodic plans: the rows of an iteration during which the pipeline stays full.
 
 1. `pattern_order`: the operations of a period in one order, each with its index shift. That order,
    repeated, is the order of the whole run, without times and their rounding.
@@ -126,7 +126,7 @@ def in_periods(
 def _instructions(
     plan: PipelinePlan, rank: dict[str, int], action: Action
 ) -> Iterator[tuple[str, Instruction]]:
-    """What an action of the plan is on each of its devices."""
+    """The instructions of a plan's action on each of its devices."""
     if action.kind in COMPUTE:
         yield from ((device, Instruction(action)) for device in plan.stages[action.stage].devices)
         return

@@ -118,7 +118,7 @@ class PeriodicProgram:
 
 
 def moved(one: Instruction, later: int, microbatches: int, updates: int = 1) -> Instruction:
-    """An instruction ``later`` iterations after its own, each of so many ``microbatches``."""
+    """The instruction shifted by ``later`` iterations of ``microbatches`` microbatches each."""
     action = moved_action(one.action, later, microbatches, updates)
     return one if action is one.action else replace(one, action=action)
 

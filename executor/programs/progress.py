@@ -13,7 +13,7 @@ _AROUND = 3  # instructions shown on either side of the place where a rank hangs
 
 
 class Progress(ABC):
-    """The program run without data: a rank proceeds as soon as what it waits for has happened.
+    """The program run without data: a rank proceeds once the actions it waits for are done.
 
     Sends, receives and all-reduces are only posted. Those of a pair of ranks complete in order,
     each when both have posted it, as on a NCCL stream: the weakest guarantee of all backends.
@@ -33,7 +33,7 @@ class Progress(ABC):
 
     @abstractmethod
     def _awaited(self, rank: int, action: Action) -> Iterator[tuple[int, str]]:
-        """What the action still waits for: the rank that must do it, and its name."""
+        """The actions that an action still waits for, with the rank of each."""
 
     def to_the_end(self) -> None:
         """Raise InvalidProgram if a rank does not reach the end of its row."""

@@ -47,7 +47,7 @@ class _Versions:
     of: dict[int, int] = field(default_factory=dict)
 
     def relative(self, microbatches: int) -> State:
-        """All numbers, less a number of microbatches: each makes a version."""
+        """All version numbers, less a number of microbatches, each of which makes a version."""
         return (
             self.used - microbatches,
             self.forwards - microbatches,

@@ -9,7 +9,7 @@ _Datum = tuple[str, int, int | None]
 
 
 def waits(row: Row) -> tuple[int | None, ...]:
-    """Per instruction of ``row``, the position of that of the other stream which it waits for.
+    """The position, in the other stream, of the instruction that each instruction waits for.
 
     A stream runs its instructions in order, so the latest one that touches the same data stands for
     all before it. An instruction waits for nothing if its stream has waited for as much before.
@@ -28,7 +28,7 @@ def waits(row: Row) -> tuple[int | None, ...]:
 
 
 def touched(action: Action) -> Iterator[_Datum]:
-    """What an action has in common with those of the other stream, and one of them changes.
+    """The data that an action shares with actions of the other stream and that one changes.
 
     Forwards touch nothing of it: they follow the update of their stage, in the same stream.
     """

@@ -212,7 +212,7 @@ def traced_step(
 def _waits(
     plan: PipelinePlan, records: Iterable[RankAction], actions: Iterable[ScheduledAction]
 ) -> tuple[float, ...] | None:
-    """How long the thread of each action waited for a core; 0 for what no thread computes."""
+    """Seconds that each action's thread waited for a core; 0 for actions without a thread."""
     devices, waited = plan_devices(plan), dict[tuple[str, str, float], float]()
     for one in records:
         if one.waited_seconds is not None:
@@ -322,7 +322,7 @@ def _joined_transfer(
 
 
 def _sums(plan: PipelinePlan, parts: Sequence[RankAction]) -> Iterable[Sequence[RankAction]]:
-    """The parts of each of a stage's all-reduces: one in an iteration, by whatever rounds."""
+    """The parts, by rank, of each all-reduce of a stage: one all-reduce in an iteration."""
     if not plan.is_periodic:
         return [parts]
     by_rank: dict[int, list[RankAction]] = defaultdict(list)

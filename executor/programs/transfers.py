@@ -104,20 +104,20 @@ def _transfers(plan: PipelinePlan) -> Iterator[tuple[int, int, Action]]:
 
 
 def _touching(place: dict[tuple[int, Action], int], rank: int, transfer: Action) -> int | None:
-    """The node of the computation on ``rank`` that makes what it sends, or needs what it gets."""
+    """The computation on ``rank`` that makes the sent values, or needs the received values."""
     own = (Action(transfer.stage, kind, transfer.microbatch) for kind in _touched_by(transfer))
     found = (place.get((rank, action)) for action in own)
     return next((node for node in found if node is not None), None)
 
 
 def _touched_by(transfer: Action) -> tuple[ActionKind, ...]:
-    """The kinds of computations that make or need what a transfer carries."""
+    """The kinds of computations that make or need the values of a transfer."""
     forth = transfer.kind in (SEND_F, ActionKind.RECEIVE_FORWARD)
     return (F,) if forth else (B, I)
 
 
 def _buffer_edges(arriving: Iterable[list[tuple[int, int]]]) -> Iterator[tuple[int, int]]:
-    """A transfer waits until what arrived RECEIVE_BUFFERS + 1 before it has been taken.
+    """A transfer waits until the values received RECEIVE_BUFFERS + 1 earlier have been taken.
 
     Nodes of computations are numbered in their rank's order, so that sorting by them gives the
     order in which the arrivals are needed: a transfer never waits for a later one.

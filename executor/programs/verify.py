@@ -96,7 +96,7 @@ def _whole(
 
 
 def _require_closed(part: Program, given: int, plan: PipelinePlan) -> None:
-    """Both ends of an iteration's transfers are in it, and its microbatches are known by then."""
+    """Require both ends of an iteration's transfers, and known microbatches, in the iteration."""
     for rank, row in enumerate(part.rows):
         for one in row:
             m = one.action.microbatch

@@ -21,7 +21,7 @@ REDUCE, UPDATE = ActionKind.REDUCE, ActionKind.UPDATE
 
 
 class PipelineProgress(Progress):
-    """What the instructions of a pipeline's program wait for."""
+    """Progress of a pipeline's program: the conditions that instructions wait for."""
 
     def __init__(self, work: Work, program: Program) -> None:
         super().__init__(program)
@@ -29,7 +29,7 @@ class PipelineProgress(Progress):
         self.rank = {name: r for r, name in enumerate(program.devices)}
 
     def _awaited(self, rank: int, action: Action) -> Iterator[tuple[int, str]]:
-        """What the action still waits for: the rank that must do it, and its name."""
+        """The actions that an action still waits for, with the rank of each."""
         s, m, kind = action.stage, action.microbatch, action.kind
         yield from self._others(rank, action)
         if kind is F and s > 0:
@@ -47,7 +47,7 @@ class PipelineProgress(Progress):
             yield from self._reductions(rank, s)
 
     def _others(self, rank: int, action: Action) -> Iterator[tuple[int, str]]:
-        """The ranks that a rank waits for whatever it has got from them."""
+        """The ranks that a rank waits for besides transfers: partners in collectives."""
         if self.work.is_measured:
             yield from self._measured(rank)
         stage = self.plan.stages[action.stage]
@@ -57,7 +57,7 @@ class PipelineProgress(Progress):
             yield from self._mates(rank, action, len(stage.devices))
 
     def _mates(self, rank: int, action: Action, size: int) -> Iterator[tuple[int, str]]:
-        """The ``size`` devices of an action with collectives are all at it, or one is through."""
+        """The ``size`` partners in an action's collectives that have not reached the action yet."""
         stage, device = self.plan.stages[action.stage], self.program.devices[rank]
         for peer in (self.rank[name] for name in mates(stage, device, size)):
             row, at = self.program.rows[peer], self.at[peer]
@@ -93,7 +93,7 @@ class PipelineProgress(Progress):
                 yield peer, f"{other}{REDUCE}"
 
     def _gradients(self, rank: int, s: int, m: int | None) -> Iterator[tuple[int, str]]:
-        """What a backward begins with: gradients of the next stage, or losses normalised together.
+        """The inputs of a backward: gradients of the next stage, or losses normalised together.
 
         Losses are normalised over a microbatch where each has its own update. Where there is one
         update in an iteration, its losses are known before any stage has ended its backwards.

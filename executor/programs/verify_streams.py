@@ -38,7 +38,7 @@ def require_streams(plan: PipelinePlan, program: Program | PeriodicProgram) -> N
 
 
 def _planned(plan: PipelinePlan) -> set[tuple[str, Action]]:
-    """Device and action of what the plan has in sub-streams."""
+    """Device and action of every computation that the plan has in a sub-stream."""
     if plan.is_periodic:
         return set()
     found = {

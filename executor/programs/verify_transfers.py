@@ -28,7 +28,7 @@ def require_transfers(work: Work, program: Program) -> None:
 def require_same_sides(
     program: Program,
 ) -> list[tuple[int, int, list[Instruction], list[Instruction]]]:
-    """Two ranks and what each has with the other; both sides in the same order."""
+    """Require that two ranks have the same transfers with each other, in the same order."""
     sides = [by_peer(row) for row in program.rows]
     for a, side in enumerate(sides):
         for b in side:

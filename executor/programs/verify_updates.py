@@ -1,4 +1,4 @@
-"""Proof that a rank computes what it has to, and reduces and updates at the right places."""
+"""Proof that a rank has all its computations, and reduces and updates in the right places."""
 
 from collections import Counter
 from dataclasses import dataclass

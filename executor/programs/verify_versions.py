@@ -100,7 +100,7 @@ class WeightVersions:
             self.held.remove(number)
 
     def require_ready_again(self, stage: str) -> None:
-        """The newest version is left, buffered the one before it too, and nothing else."""
+        """Require that only the newest version is left (``double-buffer``: the two newest)."""
         newest = self.held[-1]
         if self.stashed == newest:
             raise InvalidProgram(f"{stage}: no {UPDATE} follows {STASH} of version {newest}")

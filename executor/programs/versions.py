@@ -1,4 +1,4 @@
-"""A pass of lowering: which version of the weights a computation uses, and what is kept for it."""
+"""A pass of lowering: the version of the weights for each computation, and kept versions."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -47,7 +47,7 @@ def with_versions(plan: PipelinePlan, rows: Rows) -> Rows:
 
 
 def required_versions(plan: PipelinePlan, rows: Rows, rank: int) -> dict[Action, int]:
-    """The version that each forward on ``rank`` must use, by what ``plan.weights`` means."""
+    """The version that each forward on ``rank`` must use under the rule ``plan.weights``."""
     if plan.weight_rule.staleness > 0:
         return {one.action: 0 for one in rows[rank] if one.action.kind is F}
     own = _newest_at_forwards(rows[rank])

@@ -28,7 +28,7 @@ class Work:
 
     @property
     def microbatches(self) -> int:
-        """In all iterations."""
+        """The number of microbatches in all iterations."""
         return self.iterations * self.plan.microbatches
 
     def iteration(self, microbatch: int | None) -> int:

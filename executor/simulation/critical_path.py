@@ -25,7 +25,7 @@ class Step:
 
 
 def predecessors(run: Run, pairs: list[tuple[int, int]]) -> list[list[int]]:
-    """Per entry those that it waits for; ``pairs`` are the entries (before, after)."""
+    """For each entry, the entries that it waits for; ``pairs`` are entries (before, after)."""
     found: list[list[int]] = [[] for _ in run.actions]
     for before, after in pairs:
         found[after].append(before)

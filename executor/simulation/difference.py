@@ -1,4 +1,4 @@
-"""Two plans of a model: how much longer one takes, by cause, and what is different in it."""
+"""Two plans of a model compared: the difference in time by cause, and changed stages."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ class Part:
 
     @property
     def difference(self) -> float:
-        """How many seconds more the second plan has."""
+        """Seconds by which the second plan's part is longer."""
         return self.second_seconds - self.first_seconds
 
 
@@ -70,7 +70,7 @@ def differ(first: PipelinePlan, second: PipelinePlan) -> PlanDifference:
     Raises
     ------
     InputError
-        If they are plans of different models, or the schedule of one lacks actions.
+        If the plans are of different models, or the schedule of a plan lacks actions.
     """
     given, other = (len_of(first), first.model), (len_of(second), second.model)
     if given != other:

@@ -94,7 +94,7 @@ def explain_plan(plan: PipelinePlan) -> PlanExplanation | None:
 
 
 def _is_acyclic(before: list[list[int]]) -> bool:
-    """Whether no entry waits for itself, be it by others."""
+    """Whether no entry waits for itself, directly or through other entries."""
     try:
         TopologicalSorter(dict(enumerate(before))).prepare()
     except CycleError:
@@ -161,7 +161,7 @@ def _bottleneck(device: Resource, links: _Links) -> Resource:
 
 
 def _of_periods(plan: PipelinePlan, schedule: PeriodicSchedule) -> PlanExplanation | None:
-    """By the loads of an iteration: a period per microbatch, and the pause for updates."""
+    """The explanation of a periodic plan by the loads of an iteration: periods, and the pause."""
     whole = iteration_seconds(schedule, plan.microbatches)
     busy = dict.fromkeys((name for stage in plan.stages for name in stage.devices), 0.0)
     links = defaultdict[tuple[str, tuple[int, ...]], float](float)

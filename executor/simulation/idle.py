@@ -36,7 +36,7 @@ class Idle:
 
     @property
     def seconds(self) -> float:
-        """How long it is."""
+        """Length of the interval."""
         return self.finish_seconds - self.start_seconds
 
 

@@ -38,7 +38,7 @@ class Replay:
         return ends
 
     def ready(self, ends: Floats) -> Floats:
-        """When the last of what each entry waits for has ended."""
+        """The time at which all entries that an entry waits for have ended."""
         found = np.zeros_like(ends)
         np.maximum.at(found, self.pairs[:, 1], ends[self.pairs[:, 0]])
         return found

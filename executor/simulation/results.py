@@ -40,7 +40,7 @@ class Simulation:
 
     ``idle_seconds`` is each used device's time without computation. ``slack_seconds`` is how much
     longer one of its computations may take without a longer iteration: 0 for a device on a
-    critical path, and for one with two streams, where a short delay may become a long one.
+    critical path, and for a device with two streams, where a short delay may become long.
 
     For a periodic plan the actions are those of the run described by ``periodic``; the iteration
     is one measured period per microbatch, and idle times are per iteration. Slack is how much

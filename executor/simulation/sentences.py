@@ -16,7 +16,7 @@ MOST_STAGES = 3  # of the critical path's, named with their shares
 
 
 def explanation_sentences(plan: PipelinePlan, found: PlanExplanation | None) -> tuple[str, ...]:
-    """What binds, why the busiest device is idle, and the critical path."""
+    """Sentences on the bottleneck, the busiest device's idle time, and the critical path."""
     return () if found is None else (*_binding(plan, found), *_path(found))
 
 
@@ -54,7 +54,7 @@ def _binding(plan: PipelinePlan, found: PlanExplanation) -> Iterator[str]:
 
 
 def _balance(found: PlanExplanation) -> Iterator[str]:
-    """How much longer the busiest device works than the others, if it does."""
+    """A sentence on how much longer the busiest device works than the mean device."""
     mean = sum(found.busy_seconds.values()) / len(found.busy_seconds)
     most = max(found.busy_seconds.values())
     if most > _UNEVEN * mean:
@@ -75,7 +75,7 @@ def _memory(plan: PipelinePlan, device: str) -> Iterator[str]:
 
 
 def _path(found: PlanExplanation) -> Iterator[str]:
-    """What the critical path consists of, from the most to the least."""
+    """A sentence on the parts of the critical path, the largest first."""
     if not found.path:
         return
     stages, others = defaultdict[int, float](float), defaultdict[str, float](float)
@@ -105,7 +105,7 @@ def _path(found: PlanExplanation) -> Iterator[str]:
 
 
 def proof_sentences(plan: PipelinePlan) -> Iterator[str]:
-    """What is proved: no plan of a class is faster than its bound."""
+    """Sentences on the proof: no plan of a class is faster than its bound."""
     if plan.certificate is None:
         yield "No lower bound is known: nothing is proved about how much faster a plan can be."
         return

@@ -30,7 +30,7 @@ class _Device:
 
 
 class CoRun:
-    """A run in time; ``awaited`` counts down what must end before each entry starts."""
+    """A run in time; ``awaited`` counts the entries that must end before each entry starts."""
 
     def __init__(self, run: Run, followers: list[list[int]], awaited: list[int]) -> None:
         self.starts, self.ends = [0.0] * len(run.actions), [0.0] * len(run.actions)
@@ -41,7 +41,7 @@ class CoRun:
         self._number = 0
 
     def execute(self) -> None:
-        """Until nothing can start; after a deadlock, entries are missing in ``order``."""
+        """Run until nothing can start; after a deadlock, entries are missing in ``order``."""
         for i in [i for i, count in enumerate(self._awaited) if count == 0]:
             self._start(i, 0.0)
         while self._events:
@@ -80,7 +80,7 @@ class CoRun:
                 self._start(j, now)
 
     def _turn(self, device: _Device, now: float) -> None:
-        """What the sub-stream has done until now, its rate from now on, and when it ends then."""
+        """Update the sub-stream's done work, its rate from now on, and its resulting end."""
         if device.sub is None:
             return
         device.left -= device.rate * (now - device.since)

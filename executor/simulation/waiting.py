@@ -88,7 +88,7 @@ def _updates(
 def _crossing(
     before: Sequence[int], transfer: Sequence[int], after: Sequence[int]
 ) -> Iterator[tuple[int, int]]:
-    """Through a transfer, or else between the entries of the same device."""
+    """Dependencies through a transfer, or else between the entries of the same device."""
     if transfer:
         yield from product(before, transfer)
         yield from product(transfer, after)

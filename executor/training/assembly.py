@@ -50,7 +50,7 @@ def example_of(
     dtype: torch.dtype,
     autocast: torch.dtype | None,
 ) -> Example:
-    """A microbatch to capture the model with, of ``inputs`` that are those of one of ``replicas``.
+    """A microbatch to capture the model with, from ``inputs`` of one of ``replicas`` replicas.
 
     The rest as in `Example`.
     """

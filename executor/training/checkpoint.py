@@ -194,7 +194,7 @@ def find(
 
 
 def _fault(path: Path, group: dist.ProcessGroup | None) -> str | None:
-    """How a checkpoint differs from what was written, in words; the same on every rank."""
+    """The damage of a checkpoint, in words; the same on every rank."""
     try:
         written = (path / SUMS).read_text(errors="replace")
     except OSError as error:

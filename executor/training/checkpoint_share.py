@@ -16,13 +16,13 @@ SCHEDULE, EXTRA = "schedule.state", "extra.state"
 
 
 class Stateful(Protocol):
-    """What a user adds to checkpoints."""
+    """A user's object that is saved in checkpoints."""
 
     def state_dict(self) -> Any:
-        """What is written; anything that can be pickled."""
+        """The state to write, which may be anything that can be pickled."""
 
     def load_state_dict(self, state: Any, /) -> object:
-        """Continue with what was written."""
+        """Continue with the state that was written."""
 
 
 class CheckpointShare:

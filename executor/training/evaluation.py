@@ -45,7 +45,7 @@ KEPT = 16  # passes, for mini-batches of the shapes that came last
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Evaluation:
-    """What evaluates the stages of a rank.
+    """Evaluation of held-out mini-batches by the stages of a rank.
 
     ``weights`` are by stage; ``groups`` are, by stage with several replicas, the processes with
     this rank's shard; ``loss`` is that of the training, or the model's own (``takes_loss``);
@@ -72,12 +72,12 @@ class Evaluation:
         and its count, the mean is that of all sums; else it is weighted by samples.
         """
         last = len(self.rank.plan.stages) - 1
-        modules = [layer.module for layer in self.model.layers]  # all: shapes are those of all
+        modules = [layer.module for layer in self.model.layers]  # shapes depend on all layers
         try:
             with evaluating(modules), self._same_buffers():
                 total, weight = self._sums(batches, measure or self.loss)
         except BaseException:
-            self._passes.clear()  # one of them ended half-way
+            self._passes.clear()  # a pass ended half-way
             raise
         if last not in self.model.modules:
             return None
@@ -87,7 +87,7 @@ class Evaluation:
         return total / weight
 
     def _sums(self, batches: Iterable[Any], measure: Loss) -> tuple[float, float]:
-        """The rank's parts of the measures of all mini-batches, and what they are divided by."""
+        """The rank's parts of all mini-batches' measures, and the divisors of these sums."""
         total, weight = 0.0, 0.0
         for batch in batches:
             inputs, targets = pair(batch, has_loss=not self.takes_loss)
@@ -102,7 +102,7 @@ class Evaluation:
         """A mini-batch in microbatches: their number and samples, inputs and targets.
 
         There are as many as in training, if every replica has a sample of each. Some may have one
-        sample more: they come first. A loss of the model's own is that of the whole mini-batch.
+        sample more: they come first. A model's own loss is computed of the whole mini-batch.
         """
         given, signature = typed_inputs(inputs, self.dtype)
         self.model.require_called(signature)
@@ -125,7 +125,7 @@ class Evaluation:
                 begin = own.stop
 
     def _pass(self, count: int, samples: int, inputs: tuple[Tensor, ...]) -> "_Pass":
-        """What evaluates ``count`` microbatches of such inputs, of which the shapes alone count."""
+        """The prepared pass for ``count`` microbatches of inputs with these shapes."""
         key = count, samples, tuple((one.shape[1:], one.dtype) for one in inputs)
         if key not in self._passes:
             self._passes[key] = self._made(count, samples, inputs)
@@ -201,7 +201,7 @@ class _Pass:
     seed: int
 
     def run(self, inputs: Tensors, targets: Batch, measure: Loss) -> tuple[float, float]:
-        """The rank's part of the measure of a mini-batch: a sum, and what it is divided by."""
+        """The rank's part of a mini-batch's measure: a sum, and the divisor of the sum."""
         device, last = self.rank.device, len(self.rank.plan.stages) - 1
         if 0 in self.computations:
             inputs = tuple(one.to(device) for one in inputs)

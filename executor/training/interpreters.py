@@ -52,6 +52,6 @@ class Interpreters:
         return found
 
     def pop_running(self) -> Interpreter | None:
-        """The one that has mini-batches in flight; none is then taken to have."""
+        """Return the interpreter with mini-batches in flight, and forget that it has any."""
         found, self.running = self.running, None
         return found

@@ -1,4 +1,4 @@
-"""What is known of every step, and files of it."""
+"""Records of every step, and log files of these records."""
 
 import csv
 import os
@@ -130,6 +130,6 @@ class BoardLog:
                 self._writer.add_scalar(name, value, report.step)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the remaining points."""
         if self._writer is not None:
             self._writer.close()

@@ -22,7 +22,7 @@ def cross_entropy(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def loss_of_run(loss: Loss | None, inputs: object) -> tuple[Loss, bool]:
-    """The loss of a run, and whether the model computes it, as where ``inputs`` are keywords.
+    """The loss of a run, and whether the model computes it: if ``inputs`` are keywords.
 
     Without either it is cross-entropy.
     """

@@ -42,7 +42,7 @@ def require_clip_norm(plan: PipelinePlan, clip_norm: float | None) -> None:
 
 
 def require_accumulated(plan: PipelinePlan, accumulate: int, *, traced: bool) -> None:
-    """Refuse to sum up the gradients of mini-batches where each has its own updates."""
+    """Refuse accumulation over mini-batches for plans in which each mini-batch has updates."""
     if accumulate < 1:
         raise InputError(f"accumulate must be a number of mini-batches from 1 on, got {accumulate}")
     if accumulate == 1:
@@ -73,7 +73,7 @@ def warn_of_divided_loss(plan: PipelinePlan) -> None:
 
 
 def require_known_tensor_plan(plan: PipelinePlan) -> None:
-    """Refuse what is not known together with stages of a tensor degree above 1."""
+    """Refuse features that do not work with stages of a tensor degree above 1."""
     stages = [(s, stage) for s, stage in enumerate(plan.stages) if stage.tensor > 1]
     if not stages:
         return
@@ -101,7 +101,7 @@ def require_known_tensor_plan(plan: PipelinePlan) -> None:
 
 
 def require_known_shards(plan: PipelinePlan, *, compiled: bool) -> None:
-    """Refuse what is not known together with replicas that divide their state."""
+    """Refuse features that do not work with replicas that divide their state."""
     for s, stage in enumerate(plan.stages):
         if stage.shards == "none":
             continue
@@ -117,7 +117,7 @@ def require_known_shards(plan: PipelinePlan, *, compiled: bool) -> None:
 
 
 def _require_gathered_layers(plan: PipelinePlan, s: int, *, compiled: bool) -> None:
-    """Refuse what needs a layer's weights at other times than they are gathered."""
+    """Refuse features that need a layer's weights when the weights are not gathered."""
     where = f"stage {s} has shards 'weights'"
     if plan.stages[s].offload:
         raise InputError(f"{where} and offloads, which is not run together; recompute instead")
@@ -296,7 +296,7 @@ def listed_stages(stages: Sequence[int]) -> str:
 def require_joint_steps(
     plan: PipelinePlan, optimizers: Iterable[torch.optim.Optimizer | None]
 ) -> None:
-    """Refuse optimizers whose step would be another one if they saw all that it is about.
+    """Refuse optimizers that need whole tensors or all gradients at once for their step.
 
     They clip by the gradients of one device, or treat a parameter that is divided as a whole.
     """
@@ -332,7 +332,7 @@ def _rows(matrix: Tensor) -> tuple[Tensor, ...]:
 
 
 def _numbers(matrix: Tensor) -> tuple[Tensor, ...]:
-    """Unequal parts of the numbers as they lie in memory, as replicas may have them."""
+    """Unequal parts of a matrix's numbers in memory order, as replicas may have."""
     return tuple(torch.split(matrix.flatten(), [24, 40]))
 
 

@@ -1,4 +1,4 @@
-"""What the operating system says of this process: waiting for a core, and memory."""
+"""Measurements of this process by the operating system: waits for a core, and memory."""
 
 import re
 from contextlib import suppress
@@ -36,7 +36,7 @@ class MemoryMeter:
 
     @property
     def kind(self) -> MemoryKind:
-        """Which of the two it is."""
+        """The kind of memory: allocated on a GPU, or resident."""
         return "resident" if self._device.type == "cpu" else "allocated"
 
     def peak_bytes(self) -> float | None:

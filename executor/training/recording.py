@@ -30,7 +30,7 @@ class Recording:
         return fmean(self.losses) if self.losses else None
 
     def begin(self, first: "Recording") -> float:
-        """When all began, on this rank's clock; ``first`` is what the first rank recorded."""
+        """The common start on this rank's clock; ``first`` is the first rank's recording."""
         pairs = zip(self.met_seconds, first.met_seconds, strict=True)
         return first.met_seconds[-1] + median(own - its for own, its in pairs)
 

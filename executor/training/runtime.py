@@ -268,7 +268,7 @@ class Executor:
 
     @property
     def replica(self) -> int:
-        """The replica of which this rank is given the samples, if it is given no others."""
+        """The replica whose samples this rank takes if data are given by replica."""
         return replica_of(self.plan, self._rank.name)
 
     @property
@@ -390,7 +390,7 @@ class Executor:
         """
         device, last = self._rank.device, len(self.plan.stages) - 1
         self._failed = True
-        # Draws of layers differ from rank to rank; those of the caller must not.
+        # Draws of layers differ from rank to rank; the caller's draws must not.
         with torch.random.fork_rng([] if device.type == "cpu" else [device]):
             found = run(self._recorder.records)
         self._failed = False

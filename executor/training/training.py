@@ -141,7 +141,7 @@ class Task:
 
     @property
     def has_own_samples(self) -> bool:
-        """Whether the data are those of one replica."""
+        """Whether the data are the samples of one replica alone."""
         return {"replica", "replicas"} <= inspect.signature(self.data).parameters.keys()
 
     def readers(self, rank: int) -> Readers:
@@ -269,7 +269,7 @@ class _Loop:
     reported: StepReport | None = None
 
     def step(self, step: int, given: Sequence[tuple[Any, Any]]) -> None:
-        """A step on ``given`` mini-batches; what it did is saved and told before an evaluation."""
+        """Do a step on ``given`` mini-batches; save and report its results, then evaluate."""
         task, executor = self.task, self.executor
         rate, start = _learning_rate(executor), time.perf_counter()
         evaluates = task.evaluation is not None and _is_due(task.evaluate_every, task, step)
@@ -315,7 +315,7 @@ class _Loop:
 
 
 def _learning_rate(executor: _AnyExecutor) -> float | None:
-    """That of the rank's first group of parameters now."""
+    """The current learning rate of the rank's first parameter group."""
     optimizers = [] if isinstance(executor, OperatorExecutor) else executor.optimizers
     return next((float(one.param_groups[0]["lr"]) for one in optimizers), None)
 
@@ -360,14 +360,14 @@ def _step(
 
 
 def _is_due(every: int, task: Task, step: int) -> bool:
-    """Whether what is done ``every`` so many steps, and at the end, follows ``step``."""
+    """Whether ``step`` is a multiple of ``every``, or the last step."""
     return step % every == 0 or step == task.steps
 
 
 def _evaluated(
     task: Task, readers: Readers, executor: _AnyExecutor, most: int | None = None
 ) -> float | None:
-    """The mean loss of the mini-batches that are held out, where it is known; of ``most``."""
+    """The mean loss of (at most ``most``) held-out mini-batches; None on ranks without it."""
     assert isinstance(executor, Executor)
     return executor.evaluate(islice(readers.each(task.held_out), most))
 

@@ -1,4 +1,4 @@
-"""What is asked of a plan with out-of-order backprop."""
+"""The options of a plan with out-of-order backprop."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args

@@ -76,7 +76,7 @@ class _Run:
         return np.array([self._starts.get(i, end) for i, end in enumerate(ends)]), ends
 
     def advance(self) -> None:
-        """Until a kernel ends, or one begins to run."""
+        """Advance the clock until a kernel ends or begins to run."""
         begins = [self._begin(0), self._begin(1)]
         now = self._now = max(self._now, min(begins))
         if math.isinf(now):

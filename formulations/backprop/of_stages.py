@@ -1,4 +1,4 @@
-"""The common problem of a plan's stages, and what it proves about their schedules."""
+"""The backprop problem of a plan's stages, and the bounds that it proves on their schedules."""
 
 from collections.abc import Sequence
 from dataclasses import replace

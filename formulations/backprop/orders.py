@@ -14,7 +14,7 @@ Key = Callable[[Operation], tuple[float, ...]]
 
 
 def conventional(problem: BackpropProblem) -> Ints:
-    """Layer by layer: both gradients of a layer before those of the previous layer (figure 3a)."""
+    """Layer by layer: both gradients of a layer before the previous layer's (figure 3a)."""
     return reverse_first_k(problem, 0)
 
 

@@ -126,12 +126,12 @@ class BackpropProblem:
 
     @cached_property
     def followers(self) -> tuple[Ints, Ints]:
-        """Rows: those after operation i are ``members[first[i] : first[i + 1]]``."""
+        """(first, members): operation i's successors are ``members[first[i] : first[i + 1]]``."""
         return _rows(self.edges[:, 0], self.edges[:, 1], len(self.operations))
 
     @cached_property
     def preceding(self) -> tuple[Ints, Ints]:
-        """Rows of those before each operation, as in :attr:`followers`."""
+        """(first, members): the predecessors of each operation, as in :attr:`followers`."""
         return _rows(self.edges[:, 1], self.edges[:, 0], len(self.operations))
 
     @cached_property

@@ -7,7 +7,7 @@ TWO_STREAMS = "two streams of a single device"
 
 
 def two_streams_bound(problem: PipelineProblem) -> float | None:
-    """The larger of two times; None if there are several devices. Proof: docs/certificates.md.
+    """The larger of two lower bounds; None for several devices. Proof: docs/certificates.md.
 
     - The main stream's computations, and after its last gradient the first layer's last weight
       gradient, which nothing but other weight gradients can run beside.

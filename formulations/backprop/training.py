@@ -251,7 +251,7 @@ class _Draft:
                     self._hold_gradient(i, m)
 
     def _hold_input(self, i: int, m: int) -> None:
-        """A layer's input, from before the window or from its second run, and the next one."""
+        """Keep a layer's input, from before the window or its second run, and the next input."""
         index, home, amount = self.index, self.device[i - 1], self.layers.saved[i - 1]
         used = (index["dO", i, m], index["dW", i, m])
         is_kept = self.layers.kept[i - 1]
@@ -261,7 +261,7 @@ class _Draft:
         self.tensors += [Tensor(home, amount, first, used), Tensor(home, amount, made, until)]
 
     def _hold_gradient(self, i: int, m: int) -> None:
-        """The gradient of a layer's output, on its device and, while it is sent, on the next."""
+        """Keep the gradient of a layer's output on its device and, while sent, on the next."""
         index, home, amount = self.index, self.device[i - 1], self.layers.gradient[i - 1]
         used = (index["dO", i, m], index["dW", i, m])
         made = index["dO", i + 1, m] if i < self.layers.count else index["loss", i + 1, m]

@@ -59,7 +59,7 @@ def certificate(
 
 
 def best_of(bounds: Sequence[Bound]) -> Bound:
-    """The largest bound; of equal ones the first for the largest class."""
+    """The largest bound; among equal bounds the first for the largest class."""
     most = max(bound.seconds for bound in bounds)
     equal = [bound for bound in bounds if math.isclose(bound.seconds, most, rel_tol=EQUAL)]
     best = equal[0]

@@ -151,7 +151,7 @@ def _broken_computation(
 
 
 def _endpoints(stages: Sequence[Stage], action: Action) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The devices that ``action`` runs on or sends from, and those it sends to."""
+    """The devices that ``action`` runs on or sends from, and the devices it sends to."""
     stage = stages[action.stage]
     if action.microbatch is None:
         return stage.devices, stage.devices

@@ -94,7 +94,7 @@ def _broken_shared_streams(plan: PipelinePlan) -> Iterator[Violation]:
 
 
 def _broken_between_losses(plan: PipelinePlan) -> Iterator[Violation]:
-    """What a schedule between two losses excludes."""
+    """Violations by features of a plan that a schedule between two losses excludes."""
     if plan.weight_rule != FLUSH:
         yield Violation(
             "weights",
@@ -189,7 +189,7 @@ def _broken_shares(problem: PipelineProblem, s: int, stage: Stage) -> Iterator[V
 
 
 def _broken_groups(problem: PipelineProblem, s: int, stage: Stage) -> Iterator[Violation]:
-    """Every layer has costs at the stage's tensor degree, those of devices of one kind."""
+    """Every layer has costs at the stage's tensor degree, and a group's devices are of one kind."""
     if stage.tensor == 1:
         return
     try:

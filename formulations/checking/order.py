@@ -71,7 +71,7 @@ def _early_updates(times: PlanTimes) -> Iterator[Violation]:
 
 
 def _early_forwards(times: PlanTimes) -> Iterator[Violation]:
-    """A stage's forwards come after its update, or what else ends its last iteration."""
+    """A stage's forwards come after its update or, without one, its complete gradients."""
     updated = times.ends(UPDATE)[:, 0]
     for s, starts in enumerate(times.starts[F]):
         before, end = action_text(UPDATE, s, 0), float(updated[s])
@@ -82,7 +82,7 @@ def _early_forwards(times: PlanTimes) -> Iterator[Violation]:
 
 
 def _gradients_ready(times: PlanTimes, s: int) -> tuple[str, float]:
-    """What completes the gradients of a stage, and when: its all-reduce, or its last backward."""
+    """The action that completes a stage's gradients (all-reduce or last backward), and its end."""
     summed = float(times.ends(REDUCE)[s, 0])
     return _last_backward(times, s) if np.isnan(summed) else (action_text(REDUCE, s, 0), summed)
 

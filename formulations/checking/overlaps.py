@@ -94,7 +94,7 @@ def _link_overlaps(times: PlanTimes) -> Iterator[Violation]:
 def _overlap(
     times: PlanTimes, name: str, rows: Sequence[Row], sub: bool = False
 ) -> Iterator[Violation]:
-    """Overlaps among ``rows``, which share a resource; of computations in one of the streams."""
+    """Overlaps among ``rows`` of actions on one resource; ``sub`` selects the stream."""
     parts = [
         [values[s, m::step] for values in times.on_stream(kind, sub)] for kind, (s, m, step) in rows
     ]

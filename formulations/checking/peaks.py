@@ -91,7 +91,7 @@ def _kept(times: PlanTimes, lane: Lane) -> Iterator[HeldBytes]:
 
 
 def _waiting_gradients(times: PlanTimes, lane: Lane) -> Iterator[HeldBytes]:
-    """Output gradients from the start of I to the end of W, without what is in a buffer."""
+    """Output gradients held from the start of I to the end of W, without boundary buffers."""
     s, first, step = lane
     starts, ends = times.starts[I][s, first::step], times.done[s, first::step]
     is_split = ~np.isnan(starts)

@@ -57,7 +57,7 @@ def _busy(times: PlanTimes) -> float:
 
 
 def _computed(times: PlanTimes, lanes: Sequence[Lane]) -> tuple[Floats, Floats]:
-    """Starts and ends of what devices with these lanes compute, in both streams."""
+    """Starts and ends of the computations of devices with these lanes, in both streams."""
     rows = [(kind, lane) for kind in COMPUTE for lane in lanes]
     rows += [(UPDATE, (s, 0, 1)) for s, _, _ in lanes]
     starts = [times.starts[kind][s, m::step] for kind, (s, m, step) in rows]

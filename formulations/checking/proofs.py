@@ -149,7 +149,7 @@ def _of_bound(problem: PipelineProblem, plan: PipelinePlan, i: int, bound: Bound
 
 
 def _may_be_of_search(bound: Bound) -> bool:
-    """Whether the bound is a minimum over several sizes, some of them proved by a search."""
+    """Whether the bound is a minimum over microbatch sizes, of which a search proved some."""
     return bound.proved_by in OF_PERIODS and bound.plans.merged
 
 

@@ -120,7 +120,7 @@ def unrolled_steady(
 
 
 def read_times(problem: PipelineProblem, plan: PipelinePlan) -> PlanTimes:
-    """The times of a plan; for a periodic plan those of its first microbatches."""
+    """The times of a plan; for a periodic plan, the times of its first microbatches."""
     if isinstance(plan.schedule, PeriodicSchedule):
         times = _read_finite(*unrolled_steady(problem, plan, plan.schedule), frozenset())
         return replace(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One broken rule: which, where, and what was found. Prints as one line."""
+    """One broken rule: its name, the place, and the values found. Prints as one line."""
 
     rule: str
     place: str

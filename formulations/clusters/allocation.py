@@ -85,12 +85,12 @@ class AllocationProblem:
         return replace(self, table=self.table.agnostic())
 
     def equal_throughput(self) -> Floats:
-        """Of X^equal (5.4.1): a job's time is split over the accelerators by their number."""
+        """Throughputs under X^equal (5.4.1): a job's time is split over types by their number."""
         counts = self.table.counts
         return np.asarray(self._best_rate_of_type() @ (counts / counts.sum()))
 
     def isolated_throughput(self) -> Floats:
-        """Of X^isolated (5.4.2): each job has 1/n of every type, at most all of its time."""
+        """Throughputs under X^isolated (5.4.2): each job has 1/n of every type, within its time."""
         share = self.table.counts / (len(self) * self.scale[:, None])
         share /= np.maximum(1.0, share.sum(axis=1, keepdims=True))
         return np.asarray((self._best_rate_of_type() * share).sum(axis=1))
@@ -106,7 +106,7 @@ class AllocationProblem:
 def problem_of(
     workload: Workload, pool: Pool, *, space_sharing: bool = False, placement: bool = False
 ) -> AllocationProblem:
-    """All of the workload's jobs at once, as if they had just arrived; see :func:`rate_table`."""
+    """The problem of all of a workload's jobs, as if just arrived; see :func:`rate_table`."""
     table = rate_table(
         workload.throughputs,
         pool,
@@ -120,7 +120,7 @@ def problem_of(
 def problem_of_jobs(
     jobs: Sequence[Job], table: RateTable, entities: tuple[Entity, ...] = ()
 ) -> AllocationProblem:
-    """``jobs`` as if they had just arrived."""
+    """The allocation problem of ``jobs``, as if they had just arrived."""
     position = {entity.name: number for number, entity in enumerate(entities)}
     zeros = np.zeros(len(jobs))
     return AllocationProblem(

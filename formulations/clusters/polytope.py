@@ -98,7 +98,7 @@ class Polytope:
         return len(self.most)
 
     def relaxed_upper(self) -> Floats:
-        """``upper`` where groups may divide their time as they like: all that their jobs have."""
+        """``upper`` of the relaxation in which a group divides its jobs' whole time freely."""
         upper = self.upper.copy()
         upper[: len(self.groups)] = self.groups.size
         if self.apart_group.size:
@@ -135,7 +135,7 @@ class Polytope:
         return Allocation(*merged)
 
     def _pair_time(self, y: Floats) -> Floats:
-        """Time of each side entry: of its own variable, or all of its pair's where it is alone."""
+        """Time of each side entry: its variable's, or its pair's whole time without a variable."""
         twice = self.problem.table.first[self.pair] == self.problem.table.second[self.pair]
         direct = y[len(self.alone_group) + self.side_pair] * np.where(
             twice[self.side_pair], 2.0, 1.0
@@ -304,7 +304,7 @@ class _Rows:
 
 
 def _useful_pairs(problem: AllocationProblem, groups: Groups) -> Ints:
-    """Rows of the table's pairs for which there are two jobs; a kind with itself needs both."""
+    """The pairs in the table for which two jobs exist; a pair of one kind needs two jobs of it."""
     table = problem.table
     present = np.bincount(problem.kind, minlength=len(table.kinds))
     itself = table.first == table.second
@@ -322,7 +322,7 @@ def _useful_pairs(problem: AllocationProblem, groups: Groups) -> Ints:
 def _sides(
     problem: AllocationProblem, groups: Groups, pair: Ints
 ) -> tuple[Ints, Ints, Ints, Bools]:
-    """Which groups take part in which pair: (group, pair, side, whether in a variable of its own).
+    """The groups of every pair: (group, pair, side, whether the group has its own variable).
 
     The only group of a kind takes all of its side; several have a variable each.
     """
@@ -370,7 +370,7 @@ def _add_coupling(
     columns_alone: int,
     columns: int,
 ) -> Ints:
-    """Several groups' parts of a side add up to the pair; of one kind, none meets itself.
+    """Rows: groups' parts of a side add up to the pair, and no job is paired with itself.
 
     Returns the groups of the last rows, those that keep a job from meeting itself.
     """

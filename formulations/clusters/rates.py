@@ -194,7 +194,7 @@ def _pairs(
 
 
 def server_rows(table: RateTable) -> list[tuple[int, Floats, int]]:
-    """What consolidated jobs ask of servers: (worker, servers per job of each kind, servers).
+    """Servers that consolidated jobs need: (worker, servers per job of each kind, servers).
 
     Jobs on whole servers are a bin packing. The dual feasible functions u_k of Fekete and
     Schepers (2001) turn sizes into parts of a server such that no packing exceeds one a server.

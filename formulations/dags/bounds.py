@@ -7,7 +7,7 @@ from stagewright.graphs.documents.arrays import Floats
 
 
 def priced_load(problem: DagProblem, prices: Floats) -> float:
-    """The least cost of all work over that of a second of all devices.
+    """The least price of all work, divided by the price of a second of all devices.
 
     ``prices`` of a second on a device of each pool, not negative. With a largest load of T seconds
     at most T times the price of all devices is spent, and each part costs at least its cheapest

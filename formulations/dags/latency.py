@@ -106,7 +106,7 @@ class LatencyProblem:
         return max(self.done(home))
 
     def done(self, home: Sequence[int]) -> list[float]:
-        """When the output of each node is there, in seconds; see `evaluate`."""
+        """Seconds until the output of each node is available; see `evaluate`."""
         self._require_devices(home)
         self._require_memory(home)
         n = len(self.names)

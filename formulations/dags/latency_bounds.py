@@ -95,7 +95,7 @@ class PathBound:
                 yield j + 1, took + received + given
 
     def _received(self, read: int, before: int, claimed: list[int], room: float) -> float:
-        """The least seconds for what a call reads from the nodes ``read``, which are not forced in.
+        """The least seconds for a call's inputs from nodes ``read``, each received or in the call.
 
         Nodes and transfers count once in a call: for the first node that claims them.
         """
@@ -110,11 +110,11 @@ class PathBound:
         return total - _fractional_knapsack(others, room)
 
     def _joining(self, v: int, claimed: list[int]) -> int:
-        """Node v with those of its group that nothing else claims."""
+        """The unclaimed nodes of the group of node v, and v, as bits."""
         return 1 << v | self.group[v] & ~claimed[0]
 
     def _made_inside(self, u: int, before: int, claimed: list[int], depth: int) -> float:
-        """The least seconds that node u and its group add in the call; infinite if they cannot be.
+        """The least seconds that node u's group adds to the call; infinite if not allowed.
 
         Each of their makers is received, or in the call too.
         """
@@ -133,7 +133,7 @@ class PathBound:
         return total
 
     def _sent(self, v: int, after: int, claimed: list[int], depth: int) -> float:
-        """The least seconds for the output of node v in the call: sent, or all readers in it."""
+        """The least seconds for node v's output: it is sent, or all its readers are in the call."""
         sent = float(self.problem.transfer[v])
         if self.readers[v] & after:
             return sent
@@ -150,7 +150,7 @@ class PathBound:
         return min(sent, total)
 
     def of_heavy_paths(self) -> Iterator[tuple[float, tuple[int, ...]]]:
-        """The bounds of some heavy paths, which differ, with the paths."""
+        """The bounds of some different heavy paths, with the paths."""
         seen = set()
         for weights in self._weights():
             path = tuple(_heaviest(self.problem, weights))
@@ -159,7 +159,7 @@ class PathBound:
                 yield self.of(path), path
 
     def _weights(self) -> Iterator[Floats]:
-        """What makes a path long: time, transfers, memory, and mixtures of them."""
+        """Weights of nodes for heavy paths: times, transfers, bytes, and mixtures of these."""
         problem = self.problem
         kinds = [
             values / max(float(values.sum()), 1e-300)

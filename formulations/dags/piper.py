@@ -39,7 +39,7 @@ from stagewright.graphs.importers.piper import PiperConfiguration, PiperWorkload
 
 @dataclass(frozen=True, slots=True)
 class LayerOption:
-    """A way to run a layer on some shards; what each shard takes.
+    """A way to run a layer on some shards, with the time and memory of each shard.
 
     Attributes
     ----------
@@ -161,7 +161,7 @@ class PiperProblem:
     def option_seconds(
         self, v: int, option: LayerOption, inside: AbstractSet[int], replicas: int
     ) -> float:
-        """What layer ``v`` adds to the time per sample of a stage of the layers ``inside``."""
+        """Seconds that layer ``v`` adds to the time per sample of a stage of layers ``inside``."""
         crossing = 0.0
         for e in self.edges_of[v]:
             edge = self.edges[e]
@@ -288,7 +288,7 @@ def piper_problem(
     bandwidth: float | None = None,
     samples: int | None = None,
 ) -> PiperProblem:
-    """The problem of a published workload; what is not given is as in the file."""
+    """The problem of a published workload; arguments that are not given are as in the file."""
     number = {node.id: v for v, node in enumerate(workload.nodes)}
     edge_of = {(one.source_id, one.dest_id): e for e, one in enumerate(workload.edges)}
     labels = workload.labels()

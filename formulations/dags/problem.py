@@ -42,7 +42,7 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """What one part makes and others read; ``seconds`` to send or to receive it.
+    """The output of a part that other parts read; ``seconds`` to send or to receive the output.
 
     ``backward``: in the backward pass.
     """
@@ -161,7 +161,7 @@ class DagProblem:
         return self.of_forward.evaluate(sets) + self.of_backward.evaluate(sets)
 
     def evaluate(self, sets: "Sequence[PlacedSet]", contiguous: bool = True) -> float:
-        """Check every rule, that of contiguity if it is asked for; the largest load, in seconds.
+        """The largest load, in seconds, after checking every rule (contiguity only if asked for).
 
         Raises
         ------

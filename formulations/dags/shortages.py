@@ -1,4 +1,4 @@
-"""Why a partition problem has no answer, named, with what would be enough."""
+"""Reasons why a partition problem has no answer, with an amount that would be enough."""
 
 import math
 
@@ -10,7 +10,7 @@ from stagewright.graphs.documents.units import format_bytes
 
 
 def part_shortage(problem: DagProblem) -> str | None:
-    """The part that fits nowhere, or the devices that all parts need; None if neither is it."""
+    """The part that fits nowhere, or the devices that all parts need; None without either."""
     pools = [pool for pool in problem.pools if pool.count]
     largest = max(pool.memory for pool in pools)
     heaviest = int(problem.bytes.argmax())
@@ -32,7 +32,7 @@ def part_shortage(problem: DagProblem) -> str | None:
 
 
 def node_shortage(problem: LatencyProblem) -> str | None:
-    """Without hosts: the node or the memory that accelerators lack; None if it is neither."""
+    """Without hosts: the node, or the memory, that accelerators cannot hold; None without."""
     if problem.hosts:
         return None
     lost = [v for v in range(len(problem.names)) if not problem.supported[v]]

@@ -1,4 +1,4 @@
-"""The partition problem of a workload: what must be together becomes one part."""
+"""The partition problem of a workload: nodes that must be together become one part."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ def dag_problem(
     Nodes of a colour class are on one device, forward and backward. So are those that contiguous
     sets cannot separate: what lies on a path between two of them. A backward node of a class
     without forward nodes may be anywhere as long as the backward sets are contiguous, in the
-    reverse order; backward nodes with one follow from the forward ones.
+    reverse order; backward nodes of other classes go with the forward nodes.
 
     ``contiguous`` False, for partitions in any order: a part is a colour class alone, or a node
     without one, and there are no edges if they would form a cycle.
@@ -91,7 +91,7 @@ def members(workload: Workload, contiguous: bool = True) -> tuple[tuple[str, ...
 
 
 def in_any_order(workload: Workload, sets: Sequence[PlacedSet]) -> tuple[PlacedSet, ...]:
-    """Sets of the parts of contiguous partitions as sets of those of any partition."""
+    """Sets of a contiguous partition, written with the smaller parts of partitions in any order."""
     strict, loose = (_together(workload, contiguous)[0] for contiguous in (True, False))
     within: dict[int, set[int]] = defaultdict(set)
     for id_, part in strict.items():
@@ -139,7 +139,7 @@ def _classes(workload: Workload) -> dict[int, list[int]]:
 
 
 def _order(workload: Workload) -> list[tuple[int, int]]:
-    """(a, b): the set of node a is not after that of b."""
+    """Pairs (a, b) of nodes: the set of a is not after the set of b."""
     backward = {node.id for node in workload.nodes if node.is_backward_node}
     forward_classes = {node.color_class for node in workload.nodes if not node.is_backward_node} - {
         None

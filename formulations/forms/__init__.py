@@ -1,1 +1,1 @@
-"""The canonical shapes that backends take, and what they answer."""
+"""The canonical forms of problems that backends take, and the backends' answers."""

@@ -25,7 +25,7 @@ V = TypeVar("V")
 
 
 class Status(StrEnum):
-    """The one vocabulary of answers."""
+    """The status of an answer, the same for all searches and problems."""
 
     OPTIMAL = "optimal"
     FEASIBLE = "feasible"
@@ -74,7 +74,7 @@ class GapStop:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How long and with what a search may work; ``seed`` and ``threads`` as in CP-SAT.
+    """Limits of a search: seconds, stop token; ``seed`` and ``threads`` as in CP-SAT.
 
     ``stop`` ends the work before ``seconds`` are over, once it is set; searches look at it as often
     as they look at the time. ``backend`` names the solver of forms that several accept; None is
@@ -98,14 +98,14 @@ class Limits:
         return 0.0 if self.stopped() else max(0.0, self.seconds - elapsed)
 
     def status(self, found: bool) -> Status:
-        """How a search ended that proved nothing of what it found, if it found anything."""
+        """The status of a search that ended without a proof, with an answer if ``found``."""
         if self.stopped():
             return Status.INTERRUPTED
         return Status.FEASIBLE if found else Status.NO_ANSWER
 
     @property
     def end(self) -> str:
-        """What ended a search that was not complete."""
+        """The reason for which an incomplete search ended, in words."""
         if isinstance(self.stop, GapStop) and self.stop.reached:
             return "the gap"
         return "an interrupt" if self.stopped() else "the time limit"

@@ -41,12 +41,12 @@ def in_ticks(times: Floats, unit: float) -> Floats:
 
 
 def lost_seconds(times: Floats, unit: float) -> Floats:
-    """What each of ``times`` loses in ticks; 0 for multiples of ``unit``."""
+    """Seconds that each of ``times`` loses by rounding to ticks; 0 for multiples of ``unit``."""
     return np.maximum(times - in_ticks(times, unit) * unit, 0.0)
 
 
 def memory_shares(held: Floats, memory: float) -> tuple[list[int], int]:
-    """Bytes as integers, and how many of them there is room for.
+    """Bytes as integers (shares of memory), and the memory as such an integer.
 
     They are rounded down, and the tolerance of memory is added: what fits is not lost. What is too
     large stays so.
@@ -59,7 +59,7 @@ def memory_shares(held: Floats, memory: float) -> tuple[list[int], int]:
 def _common_unit(times: Floats) -> float:
     """The largest unit of which all ``times`` are multiples, estimated from their ratios.
 
-    Where it would be too small to be used, some other one that is.
+    If that unit would be too small to be used, any other unit that is too small.
     """
     least = float(times.min())
     ratios = [Fraction(time / least).limit_denominator(_MAX_DENOMINATOR) for time in times.tolist()]

@@ -110,7 +110,7 @@ def _heads(
 
 
 def _least_head(rows: list[tuple[float, float, float]]) -> float:
-    """Rows (head, seconds, transfer) of what is read; the least over the k that are local."""
+    """The least time until all inputs, rows (head, seconds, transfer), are local or received."""
     rows = sorted(rows, key=lambda row: -(row[0] + row[1] + row[2]))
     arrivals = [*(head + work + wait for head, work, wait in rows), 0.0]
     low, high = 0, len(rows)  # arrivals fall with k, the work of the first k rises
@@ -125,7 +125,7 @@ def _least_head(rows: list[tuple[float, float, float]]) -> float:
 
 
 def _one_machine(rows: list[tuple[float, float, float]]) -> float:
-    """When one device has done all rows, each after its head."""
+    """The time at which one device has done all rows (head, seconds), each after its head."""
     end = 0.0
     for head, work, _ in sorted(rows):
         end = max(end, head) + work
@@ -184,7 +184,7 @@ def _root(parts: Floats, m: int) -> Floats:
 
 
 class Shortage(NamedTuple):
-    """Why nothing fits in memory; ``operator`` is that which fits nowhere, if it is one."""
+    """Why nothing fits in memory; ``operator`` is set if a single operator fits nowhere."""
 
     reason: str
     operator: str | None = None

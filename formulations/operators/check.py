@@ -150,14 +150,14 @@ def certificate(cost: float, bounds: Sequence[OperatorBound]) -> OperatorCertifi
 
 
 def best_of(bounds: Sequence[OperatorBound]) -> OperatorBound:
-    """The largest bound, the first of equal ones."""
+    """The largest bound; among equal bounds the first."""
     return max(bounds, key=lambda bound: bound.seconds)
 
 
 def faults(
     problem: OperatorProblem, stated: OperatorCertificate, cost: float
 ) -> Iterator[tuple[str, str]]:
-    """Place and message of what does not follow from the bounds, or is refuted.
+    """Place and message of every claim that does not follow from the bounds or is refuted.
 
     Bounds by an argument are computed again; those by a solver are taken as stated.
     """
@@ -197,7 +197,7 @@ def _headline_faults(
 
 
 def _recomputed(problem: OperatorProblem, bound: OperatorBound) -> float | None:
-    """What the argument of a bound gives; None for a solver's.
+    """The bound's value, computed again from its argument; None if a solver proved it.
 
     The load is the only argument on plans with any splits.
     """

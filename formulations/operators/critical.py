@@ -16,7 +16,7 @@ def critical_chain(problem: OperatorProblem, timetable: Timetable) -> tuple[int,
 
 
 class _Chain:
-    """What ended when an operator could begin."""
+    """The action whose end let an operator or a transfer begin."""
 
     def __init__(self, problem: OperatorProblem, timetable: Timetable) -> None:
         self.problem, self.timetable = problem, timetable
@@ -55,7 +55,7 @@ class _Chain:
         return self._on_device(i, device, start)
 
     def _before_transfer(self, k: int) -> int:
-        """The maker of what was sent, or of what the pair of devices carried before."""
+        """The maker of the sent tensor, or of the tensor that its pair of devices sent before."""
         table, maker = self.timetable, self.problem.maker
         seen = {k}
         while True:

@@ -143,7 +143,7 @@ class OperatorPlan(Envelope):
 
 @dataclass(frozen=True, slots=True)
 class DeviceLoad:
-    """What a device does in a step: seconds of its operators, and the most bytes in its memory."""
+    """A device's load in a step: seconds of its operators, and its peak memory in bytes."""
 
     device: str
     operators: int
@@ -168,7 +168,7 @@ def loads_of(plan: OperatorPlan) -> tuple[DeviceLoad, ...]:
 
 
 def digest_of(graph: StepGraph, cluster: Cluster, contention: Contention) -> str:
-    """Identifies what a plan answers."""
+    """Digest of the problem that a plan solves: graph and cluster."""
     text = graph.digest() + cluster.digest() + contention
     return hashlib.sha256(text.encode()).hexdigest()
 

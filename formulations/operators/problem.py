@@ -191,5 +191,5 @@ class Timetable:
 
     @property
     def order(self) -> Ints:
-        """The operators by their starts, those that take no time before others."""
+        """The operators by their starts; at equal starts, operators without duration come first."""
         return np.lexsort((np.arange(len(self.start)), self.finish, self.start))

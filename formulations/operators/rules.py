@@ -188,7 +188,7 @@ def _require_one_transfer_at_a_time(
 
 
 def _overlap(start: Floats, finish: Floats, slack: float) -> tuple[int, int] | None:
-    """Two intervals that overlap, of those that take time; None if there are none."""
+    """Two intervals of positive length that overlap; None if no two do."""
     own = np.flatnonzero(finish > start)
     own = own[np.lexsort((finish[own], start[own]))]
     early = np.flatnonzero(start[own[1:]] < finish[own[:-1]] - slack)

@@ -93,7 +93,7 @@ def _output(graph: StepGraph, source: tuple[str, int]) -> Output:
 
 
 def _parts(node: Node, split: Split, times: DividedTimes) -> list[Node]:
-    """The sub-operators (lines 17 to 19); what is added at the end is whole in every part."""
+    """The parts of a divided operator (lines 17 to 19); inputs that are not divided stay whole."""
     outputs = tuple(
         Output(output.bytes if axis is None else output.bytes / times.parts)
         for output, axis in zip(node.outputs, split.outputs, strict=True)

@@ -1,4 +1,4 @@
-"""The document of a chosen layout: the problem, the layout, what it takes, and the bound."""
+"""The document of a chosen layout: the problem, the layout, its time and memory, the bound."""
 
 import os
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ VERSION: Literal[1] = 1
 
 @dataclass(frozen=True, slots=True)
 class LayoutBound:
-    """No layout of ``space`` that fits takes less than ``seconds``; what proved it."""
+    """The bound that no fitting layout of ``space`` takes less than ``seconds``; what proved it."""
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
@@ -64,7 +64,7 @@ def layout_plan(
 
 
 def violations(plan: LayoutPlan) -> tuple[str, ...]:
-    """What is wrong with a document, computed again from its problem and layout; empty if valid."""
+    """The faults of a document, computed again from its problem and layout; empty if valid."""
     try:
         found = evaluate(plan.problem, plan.layout)
     except InputError as error:

@@ -14,7 +14,7 @@ from stagewright.formulations.parallelism.training import TrainingProblem
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a layout takes; ``memory`` is by the position in the pipeline.
+    """Time and memory of a layout; ``memory`` is by the position in the pipeline.
 
     ``seconds`` is the sum of ``pipeline_seconds`` (the makespan of all microbatches),
     ``gradient_seconds`` and ``update_seconds``. On the busiest rank the first is the sum of

@@ -186,7 +186,7 @@ def _weights(one: Operation) -> float:
 
 
 def _sums(problem: TrainingProblem, kernels: _Kernels) -> Floats:
-    """What a product of a weight's gradient takes at least to read and write the sum it adds to."""
+    """Least seconds of a weight gradient's product: reading and writing the sum of gradients."""
     weights = kernels.fixed
     if not problem.fused_gradients:
         return np.zeros_like(weights)

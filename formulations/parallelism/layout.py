@@ -1,4 +1,4 @@
-"""A parallel layout: the degrees, the microbatch, the schedule and what is kept where."""
+"""A parallel layout: degrees, microbatch, schedule, recomputation, ZeRO and placement."""
 
 import re
 from collections.abc import Iterator
@@ -146,7 +146,7 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """All ranks."""
+        """The number of all ranks."""
         return self.pipeline * self.tensor * self.context * self.data
 
     @property
@@ -156,7 +156,7 @@ class Layout:
 
     @property
     def split(self) -> Split:
-        """How a layer is divided."""
+        """The degrees by which a layer is divided."""
         return Split(self.tensor, self.context, self.expert, self.sequence_parallel)
 
     @property
@@ -258,7 +258,7 @@ class Layout:
         return self.recomputed_by_stage
 
     def __str__(self) -> str:
-        """Words that :func:`parse_layout` reads; what is as by default is left out."""
+        """The layout in words that :func:`parse_layout` reads; default values are left out."""
         shown = ("pipeline", "tensor", "data", "microbatch")
         changed = [one.name for one in fields(self) if getattr(self, one.name) != one.default]
         words = [

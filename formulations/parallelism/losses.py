@@ -19,7 +19,7 @@ PARTS = {
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One part of an iteration of a layout, and of the one it is compared with (s)."""
+    """Seconds of one part of an iteration under a layout and under another layout."""
 
     part: str
     seconds: float
@@ -27,7 +27,7 @@ class Difference:
 
     @property
     def more(self) -> float:
-        """How much longer it takes."""
+        """Seconds by which the part is longer than under the other layout."""
         return self.seconds - self.other_seconds
 
 

@@ -1,4 +1,4 @@
-"""A layout as a pipeline plan: what was found by an estimate is then checked, simulated and run.
+"""A layout, found by an estimate, as a pipeline plan that is checked, simulated and run.
 
 The layers are the embedding, the blocks and the head, with the times that the estimate has for
 them. What a pipeline plan and its run cannot say is refused by name. Where the two models differ,
@@ -68,7 +68,7 @@ def lowered(
 
 
 def require_expressible(problem: TrainingProblem, layout: Layout) -> None:
-    """Raise in one line with the first feature that a plan or its run has not, and what would do.
+    """Refuse, with a remedy, the first feature of a layout that a plan or its run does not have.
 
     Raises
     ------
@@ -176,7 +176,7 @@ def stages_of(problem: TrainingProblem, layout: Layout, cluster: Cluster) -> tup
 
 
 def _shards(layout: Layout) -> Shards:
-    """What the replicas divide; a single one nothing."""
+    """The state that replicas divide by the layout's ZeRO stage; none with a single replica."""
     if layout.data == 1:
         return "none"
     kinds: dict[int, Shards] = {1: "optimizer", 3: "weights"}
@@ -202,7 +202,7 @@ def _order(layout: Layout, microbatches: int) -> Order:
 def _costs(
     problem: TrainingProblem, layout: Layout, whole: Share, shard: Share
 ) -> Iterator[LayerCost]:
-    """On one device and on those of the tensor degree, of one replica's samples and of all."""
+    """Costs of a layer at degree 1 and the tensor degree, for one replica's samples and for all."""
     for samples in sorted({layout.microbatch, layout.data * layout.microbatch}):
         yield _cost(problem, layout, whole, Split(), samples)
         if layout.tensor > 1:

@@ -69,7 +69,7 @@ class Parts:
         return found[:, 0], found[:, 1]
 
     def _by_rank(self, of_kind: Callable[[int], float]) -> Floats:
-        """A quantity of every rank, which is the same for ranks of one kind."""
+        """A quantity of every rank, computed once for ranks with equal stages."""
         each = [of_kind(kind) for kind in range(len(self.cut.ranks.layers))]
         found: Floats = np.array(each)[self.cut.ranks.index]
         return found
@@ -101,7 +101,7 @@ class Parts:
 
     @property
     def sending_seconds(self) -> float:
-        """Seconds in which a rank's link is busy with what it sends to other stages."""
+        """Seconds in which a rank's link is busy sending to other stages."""
         pipeline, chunks = self.layout.pipeline, self.layout.chunks
         if pipeline == 1:
             return 0.0
@@ -158,7 +158,7 @@ class Parts:
         return max(pipeline + float(self.reductions[0]), float(last.max())) + self.longest_update
 
     def _first_return(self, forward: Floats, returned: Floats) -> Floats:
-        """When every rank's first backward can begin, less its forwards until then."""
+        """For every rank, the earliest start of its first backward less its forwards until then."""
         layout, ranks = self.layout, np.arange(self.layout.pipeline)
         arrives = (
             forward.sum()
@@ -175,7 +175,7 @@ class Parts:
 
     @property
     def least_bytes(self) -> float:
-        """A lower bound on the peak: what is kept after the warm-up and one forward."""
+        """A lower bound on peak bytes: the bytes kept after the warm-up and one forward."""
         layers = self.cut.ranks.layers
         fixed = self._by_rank(lambda kind: self.costs.memory(layers[kind], 0.0).total)
         return float((fixed + self._least_kept).max())
@@ -191,7 +191,7 @@ class Parts:
         return found
 
     def worked(self, rank: int) -> float:
-        """Seconds of forwards and backwards of a rank, without what ZeRO adds."""
+        """Seconds of forwards and backwards of a rank, without ZeRO's exchanges."""
         return self._of_time(rank, lambda one: one.forward + one.backward)
 
     def exchanged(self, rank: int) -> float:

@@ -94,7 +94,7 @@ class ProfiledProblem:
 
 @dataclass(frozen=True, slots=True)
 class ProfiledEstimate:
-    """What a plan takes; lists are by stage.
+    """Time and memory of a plan; lists are by stage.
 
     ``pipeline_seconds`` are until the last pipeline's last backward, ``reduce_seconds`` and
     ``update_seconds`` are of the slowest replica. ``memory_bytes`` are by stage of the replica with
@@ -189,7 +189,7 @@ def _spans(plan: ProfiledPlan) -> list[slice]:
 
 
 def _unequal(problem: ProfiledProblem, plan: ProfiledPlan) -> list[int]:
-    """A pipeline of each kind: equal ones take equal times."""
+    """One pipeline of each kind, since equal pipelines take equal times."""
     found: dict[object, int] = {}
     for j, count in enumerate(plan.microbatches):
         path = [stage.replicas[j] for stage in plan.stages]
@@ -222,7 +222,7 @@ def _finish(problem: ProfiledProblem, plan: ProfiledPlan, j: int) -> Floats:
 def transfer_seconds(
     problem: ProfiledProblem, samples: int, cut: int, one: Replica, other: Replica
 ) -> float:
-    """Seconds to send what layer ``cut - 1`` puts out of ``samples`` samples."""
+    """Seconds to send the output of layer ``cut - 1`` for ``samples`` samples."""
     route = problem.cluster.route(one.pool, other.pool, same_server=_same_server(one, other))
     return cut_seconds(problem, samples, cut, route, min(one.tensor, other.tensor))
 
@@ -230,7 +230,7 @@ def transfer_seconds(
 def cut_seconds(
     problem: ProfiledProblem, samples: int, cut: int, route: Route, tensor: int
 ) -> float:
-    """As :func:`transfer_seconds`, over ``route`` with ``tensor`` devices on each side."""
+    """As :func:`transfer_seconds`, over a given ``route`` between groups of ``tensor`` devices."""
     moved = samples * problem.sizes(tensor).output_bytes[cut - 1]
     return route.send_seconds(moved, tensor)
 
@@ -283,7 +283,7 @@ def device_bytes(
 
 
 def _tightest(problem: ProfiledProblem, plan: ProfiledPlan, s: int) -> tuple[float, float]:
-    """Bytes of a device of the stage, and what it has left: of the one with the least left."""
+    """Used and free bytes of the device of a stage that has the least free memory."""
     later, span = len(plan.stages) - s, _spans(plan)[s]
     kinds = {
         (one.pool, one.tensor, min(later, count))

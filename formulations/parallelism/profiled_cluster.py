@@ -1,4 +1,4 @@
-"""Clusters of unequal servers: pools of equal ones, zones, and what their links reach."""
+"""Clusters of unequal servers: pools of equal servers, zones, and rates of their links."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ WHOLE = "whole"
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What a link reaches: bytes/s of each device in a ring, and of a whole group at most.
+    """Rates of a link: bytes/s of each device in a ring, and of a whole group at most.
 
     A tensor group sends a tensor to another with all its devices: at ``device_bytes_per_second``
     times their number, at most ``group_bytes_per_second``. In an all-reduce every rank of the
@@ -43,7 +43,7 @@ class Route:
         require_amount(self.latency_seconds, "latency_seconds")
 
     def through(self, other: "Route") -> "Route":
-        """Both one after the other: the slower of each."""
+        """The route over this and then the other route: the slower rate and larger latency."""
         return Route(
             min(self.device_bytes_per_second, other.device_bytes_per_second),
             min(self.group_bytes_per_second, other.group_bytes_per_second),
@@ -51,7 +51,7 @@ class Route:
         )
 
     def send_seconds(self, moved: float, tensor: int) -> float:
-        """Time to send ``moved`` bytes from one tensor group to another; the smaller's ``tensor``.
+        """Time to send ``moved`` bytes between two groups; ``tensor`` is the smaller group's size.
 
         Both groups are busy with it.
         """
@@ -104,7 +104,7 @@ class ServerPools:
             raise InputError(f"zones {', '.join(zones)}: between_zones is missing")
 
     def route(self, one: int, other: int, *, same_server: bool) -> Route:
-        """Between two groups in pools ``one`` and ``other`` (indices)."""
+        """The route between two tensor groups in the pools with indices ``one`` and ``other``."""
         first, second = self.pools[one], self.pools[other]
         if same_server and first.inside is not None:
             return first.inside

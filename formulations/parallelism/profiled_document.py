@@ -1,4 +1,4 @@
-"""The document of a plan by layer profiles: the problem, the plan, what it takes, and the bound."""
+"""The document of a plan by layer profiles: the problem, the plan, its time, the bound."""
 
 import os
 from collections.abc import Iterator
@@ -59,7 +59,7 @@ def profiled_document(
 
 
 def violations(document: ProfiledDocument) -> tuple[str, ...]:
-    """What is wrong with a document, computed again from its problem and plan; empty if valid.
+    """The faults of a document, computed again from its problem and plan; empty if valid.
 
     The evaluation shares no table or bound with the search.
     """

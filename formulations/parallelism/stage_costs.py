@@ -1,4 +1,4 @@
-"""What the layers of a stage, or of a rank's stages together, take in a layout."""
+"""Time and memory of the layers of a stage, or of all stages of a rank, in a layout."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -36,7 +36,7 @@ class RankMemory:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The peak bytes of all kinds together."""
         return (
             self.weights
             + self.gradients
@@ -59,7 +59,7 @@ class StageCosts:
         return self.layout.schedule == "zero-bubble"
 
     def time(self, share: Share, again: bool) -> LayerTime:
-        """The layer's times, if it is ``again`` computed in the backward or not."""
+        """The layer's times; with ``again`` the backward includes a second forward."""
         recompute = self.layout.recompute if again else "none"
         layout = self.layout
         return share_time(
@@ -88,14 +88,14 @@ class StageCosts:
         return sum(n * self.time(one, again).backward for one, again, n in layers)
 
     def _beside(self, work: float, moved: float) -> float:
-        """Work with an exchange that runs beside it, or after it."""
+        """Seconds of work and of an exchange that runs beside or after the work."""
         return max(work, moved) if self.problem.overlap else work + moved
 
     def _exchange(self, of: Held) -> Exchange:
         return exchange(self.problem, self.layout, of)
 
     def reduction(self, layers: Layers) -> float:
-        """What the exchange of a rank's gradients and of updated weights adds to an iteration.
+        """Seconds that the exchange of a rank's gradients and updated weights adds to an iteration.
 
         They run beside the last backward and the next forward, but for one layer's.
         """
@@ -140,7 +140,7 @@ class StageCosts:
         return max(self._repeated_bytes(one, again) for one, again, _ in layers)
 
     def _repeated_bytes(self, share: Share, again: bool) -> float:
-        """What a layer's backward holds beyond what its forward keeps.
+        """Bytes that a layer's backward holds in addition to those kept from the forward.
 
         These are repeated activations, and the gradient of the logits.
         """
@@ -150,7 +150,7 @@ class StageCosts:
         return max(0.0, whole - self._saved(share, again))
 
     def _gathered_bytes(self, of: Held) -> float:
-        """What is gathered for a layer: with ZeRO its weights, the hidden states of all ranks."""
+        """Bytes gathered for a layer: with ZeRO its weights, and the hidden states of all ranks."""
         precision, layout = self.problem.precision, self.layout
         gathered = 0.0
         if layout.zero >= 2:

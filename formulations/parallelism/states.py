@@ -1,4 +1,4 @@
-"""Weights, gradients and optimizer state of one rank, and what their exchange and update cost."""
+"""Weights, gradients and optimizer state of one rank; the time of their exchange and update."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,7 +14,7 @@ from stagewright.graphs.models.shards import Share
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Parameters of a rank: those that all t-th parts of a stage's data ranks hold, and experts'.
+    """Parameters of a rank: those shared by the stage's data ranks, and those of its experts.
 
     ``largest`` are the parameters of its largest layer, ``layers`` their number.
     """
@@ -55,7 +55,7 @@ def groups(layout: Layout) -> tuple[int, int]:
 
 
 def states(problem: TrainingProblem, layout: Layout, of: Held) -> States:
-    """What a rank keeps; ZeRO divides it among the ranks with equal parameters."""
+    """Bytes of a rank's states; ZeRO divides states among the ranks with equal parameters."""
     precision, (shared, expert) = problem.precision, groups(layout)
 
     def part(stage: int) -> float:

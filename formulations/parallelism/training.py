@@ -105,6 +105,6 @@ class TrainingProblem:
 
     @cached_property
     def model_flops(self) -> float:
-        """FLOPs of an iteration without recomputation: three times those of the forward."""
+        """FLOPs of an iteration without recomputation: three times the forward's FLOPs."""
         per_sample = self.architecture.flops(1, self.sequence)
         return 3 * self.batch * sum(sum(layer.values()) for layer in per_sample.values())

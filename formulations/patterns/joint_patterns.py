@@ -181,7 +181,7 @@ class JointPatterns:
         return links
 
     def _link_key(self, one: tuple[int, ...], other: tuple[int, ...]) -> tuple[object, ...]:
-        """What the transfers between two groups depend on."""
+        """Key of the links between two groups: equal keys have equal transfer times."""
         if not len(one) == len(other) == 1:
             return one, other
         there, back = (one[0], other[0]), (other[0], one[0])

@@ -173,7 +173,7 @@ class StageAllocationProblem:
         return [(group, kind) for group in self.groups for kind in self._sort(group)[1]]
 
     def _sort(self, group: Sequence[int]) -> tuple[int, tuple[str, ...]]:
-        """What the costs of a group depend on."""
+        """Key of a group's costs: the number of devices and their kinds."""
         kinds = {self.problem.cluster.devices[v].kind for v in group}
         return len(group), tuple(sorted(kinds))
 

@@ -120,7 +120,7 @@ class Stages:
 
     @classmethod
     def of(cls, cuts: list[Ints]) -> "Stages":
-        """Of the cuts of depth 1, 2, ..., each from 0 to the number of layers."""
+        """The stages of the cuts of depth 1, 2, ..., each from 0 to the number of layers."""
         lengths = [len(one) - 1 for one in cuts]
         return cls(
             np.concatenate([one[:-1] for one in cuts]),
@@ -155,7 +155,7 @@ def samples_of(chain: Chain, batch: int) -> tuple[int, ...]:
     Raises
     ------
     InputError
-        If none divides the batch; it names the nearest batches for which one does.
+        If no number of samples divides the batch; names the nearest batches that work.
     """
     if batch < 1:
         raise InputError(f"the batch must be at least 1 sample, got {batch}")

@@ -112,7 +112,7 @@ def _spans(total: int, stages: int, n: int) -> Iterator[tuple[int, int]]:
 
 
 def _device_spans(question: BalancedPartition, stages: int, n: int) -> Iterator[tuple[int, int]]:
-    """As :func:`_spans`, of the devices, in whole units."""
+    """As :func:`_spans`, but spans of the devices, in whole units."""
     unit = question.unit
     for i, j in _spans(len(question.order) // unit, stages, n):
         yield unit * i, unit * j

@@ -118,7 +118,7 @@ def _look_at_pairs(
 def _raised(
     heads: Floats, seconds: Floats, ends: Floats, follows: Bools, slack: float
 ) -> Floats | None:
-    """The heads of the tasks of a machine that end by ``ends``; None if they cannot.
+    """Raised heads of a machine's tasks, which must end by ``ends``; None if they cannot.
 
     Edge finding (Carlier and Pinson 1989), then the tasks that come before another one.
     """

@@ -41,7 +41,7 @@ class GroupedStages:
         return cls(work, endings, tuple(groups.index(group) for group in endings.devices))
 
     def problems(self) -> Iterator[MakespanProblem]:
-        """With all-reduces in parallel, and in several orders; none without enough memory.
+        """Problems with all-reduces in parallel and in several orders; empty without enough memory.
 
         What one backward recomputes has room at any time; see `splits`.
         """
@@ -54,7 +54,7 @@ class GroupedStages:
                 yield found
 
     def relaxed(self) -> MakespanProblem | None:
-        """With all-reduces in parallel, and no memory for what backwards recompute."""
+        """The relaxed problem: all-reduces in parallel, no memory for recomputed activations."""
         return self._stated(tuple(next(self._after()).tolist()), np.maximum(self._room(), 0.0))
 
     def _stated(self, after: tuple[float, ...], room: Floats) -> MakespanProblem | None:
@@ -80,7 +80,7 @@ class GroupedStages:
         )
 
     def _after(self) -> Iterator[Floats]:
-        """What follows the backwards of every stage: update and all-reduces.
+        """Seconds after the last backward of every stage: update and all-reduces.
 
         Parallel; else the last stages first, but for a device's longest all-reduce, which is ahead
         of some of those that the others leave to the end.

@@ -135,7 +135,7 @@ def _require_apart(machine: int, blocks: Sequence[tuple[int, int, str]]) -> None
 
 
 def _choice(step: Step) -> tuple[Pair, ...]:
-    """The choice that a step has, of one if its machine is given."""
+    """The pairs (machine, duration) of a step; a single pair if its machine is given."""
     return ((step[0], step[1]),) if step and isinstance(step[0], int) else step
 
 

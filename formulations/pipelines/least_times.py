@@ -99,7 +99,7 @@ class LeastTimes:
 
     @cached_property
     def loads(self) -> tuple[Floats, ...]:
-        """What a microbatch takes of a device's time in each of several counts, (K, R, L) each.
+        """Device seconds of a microbatch by each of several ways of counting, (K, R, L) each.
 
         In none of them a device can do more than T in T seconds. With one stream its computations
         follow each other. With two, weight gradients may run beside: what must be in the main

@@ -346,7 +346,7 @@ def _require_in_flight(
 
 
 def memory_excess(problem: MakespanProblem, times: Timetable) -> tuple[int, float, float] | None:
-    """The first device whose memory is exceeded, when, and what is in use; None if none is.
+    """The first device whose memory is exceeded, the time, and the use; None without any.
 
     What ends at some time is given back before anything that starts then is taken.
     """
@@ -362,7 +362,7 @@ def memory_excess(problem: MakespanProblem, times: Timetable) -> tuple[int, floa
 def _memory_use(
     problem: MakespanProblem, times: Timetable, d: int, tolerance: float
 ) -> tuple[Floats, Floats]:
-    """The starts of a device's forwards in order, and what is in use after each."""
+    """The starts of a device's forwards in order, and the memory in use after each."""
     stages, count = problem.stages_on(d), problem.microbatches
     taken, early, late = np.array([problem.saved[s] for s in stages]).T
     starts = times.forward[stages].ravel()

@@ -152,7 +152,7 @@ def _precedences(blocks: BlockGraph, number: Ints) -> Ints:
 
 
 def _horizon(problem: MakespanProblem, known: Timetable) -> int:
-    """By when everything may end in a schedule that is no worse than ``known``.
+    """A time by which all blocks end in some schedule that is no worse than ``known``.
 
     Of spans of at most S, the union of all devices' covers D S; at other times transfers run. Else
     all that follows could start earlier, as no device holds anything.

@@ -1,4 +1,4 @@
-"""Lower bounds that memory proves, and those for the longest span of a device.
+"""Lower bounds that memory limits prove, on the makespan and on the longest span of a device.
 
 All are bounds on the *window* of a device: the time from its first forward to the end of its last
 computation, or of its last backward (input gradient).
@@ -66,7 +66,7 @@ class StagePaths:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceView:
-    """What a device's bounds need; arrays with one value per stage of the device, s1 first.
+    """The data of a device's bounds; arrays with one value per stage of the device, s1 first.
 
     ``taken`` is what a microbatch holds up to the end of B, ``late`` what it holds from then to the
     end of W; ``limits`` are in-flight limits, at most M. ``round_trip`` is from the start of F to
@@ -86,17 +86,17 @@ class DeviceView:
 
     @property
     def load(self) -> float:
-        """The device's work."""
+        """Seconds of all computations of the device."""
         return self.microbatches * float((self.forward + self.backward + self.weight).sum())
 
     @property
     def there(self) -> float:
-        """From the start of a microbatch's first forward to that of its first backward."""
+        """Seconds from a microbatch's first forward's start to its first backward's start."""
         return float(self.reach[-1] + self.round_trip[-1])
 
     @property
     def back(self) -> float:
-        """From the start of a microbatch's last forward to that of its last backward."""
+        """Seconds from a microbatch's last forward's start to its last backward's start."""
         return float(self.round_trip[0] - self.reach[-1])
 
 
@@ -153,7 +153,7 @@ def warm_up_and_drain(view: DeviceView) -> tuple[float, float]:
 
 
 def memory_over_time(view: DeviceView) -> float:
-    """The window in which what microbatches hold, integrated over time, fits in memory.
+    """The shortest window in which the microbatches' memory, integrated over time, fits.
 
     Microbatch m holds ``taken`` on stage s for its round trip and B at least, then ``late`` for W.
     After the start of the window memory fills no faster than forwards take it, and before its end

@@ -62,7 +62,7 @@ class RelaxedStage:
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """The links of two thresholds, or of one, with one rack.
+    """The best links within servers, between servers and between racks, by link thresholds.
 
     ``home`` is the server of every device, shape (V,), and ``rack`` its rack; ``seconds_per_byte``
     and ``latency`` are those of the best link, of the best between servers, and between racks.

@@ -20,7 +20,7 @@ from stagewright.graphs.documents.errors import InputError
 
 
 class ActionKind(StrEnum):
-    """What an action does; the values are torch's spelling where torch has one."""
+    """The kind of an action; the values are torch's spelling where torch has a spelling."""
 
     FORWARD = "F"
     BACKWARD = "B"

@@ -93,7 +93,7 @@ def static_bytes(
 def stage_static_bytes(
     problem: PipelineProblem, stage: Stage, rule: WeightRule = FLUSH, overlapping: bool = False
 ) -> float:
-    """As :func:`static_bytes`, of a stage of a plan; what it gathers for a while is not in it."""
+    """As :func:`static_bytes`, of a plan's stage, without weights that are gathered for a while."""
     shard, shares = of_shard(problem, stage), share_count(stage)
     if stage.shards != "none":
         return state_bytes(problem, stage) + sum(

@@ -372,7 +372,7 @@ class PipelinePlan(Envelope):
 
     @property
     def of_sizes(self) -> str:
-        """The microbatches that the planner chose, which its bounds are of; empty if it did not."""
+        """The chosen number and size of microbatches, in words; empty if the sizes were given."""
         if self.microbatch_size is None:
             return ""
         return f", in {self.microbatches} microbatches of {self.microbatch_size} samples"

@@ -1,4 +1,4 @@
-"""Stages whose replicas divide their state: what each holds of it, and what they exchange.
+"""Stages whose replicas divide their state: the bytes that replicas hold and exchange.
 
 With ``optimizer`` (ZeRO-1) a replica has all weights and gradients and updates a part. After the
 last backward the gradients are reduce-scattered; an update ends with the all-gather of the new
@@ -34,7 +34,7 @@ def part_bytes(whole_bytes: float, replicas: int) -> float:
 
 
 def divided_bytes(problem: PipelineProblem, stage: Stage) -> list[float]:
-    """Parameter bytes of what a stage divides at once, on a device: the stage, or its layers."""
+    """Parameter bytes of each unit that replicas divide, on a device: the stage, or its layers."""
     shard, layers = of_shard(problem, stage), slice(*stage.layers)
     if stage.shards == "optimizer":
         return [shard.gradient_bytes(*stage.layers)]
@@ -42,7 +42,7 @@ def divided_bytes(problem: PipelineProblem, stage: Stage) -> list[float]:
 
 
 def _parts(problem: PipelineProblem, stage: Stage) -> list[float]:
-    """The bytes of a replica's parts, of all that a stage divides at once."""
+    """The bytes of a replica's part of each unit that the stage's replicas divide."""
     return [part_bytes(one, stage.replicas) for one in divided_bytes(problem, stage)]
 
 
@@ -74,7 +74,7 @@ def gathered_bytes(problem: PipelineProblem, stage: Stage) -> float:
 
 
 def round_seconds(problem: PipelineProblem, stage: Stage) -> float:
-    """Seconds of a reduce-scatter, or of an all-gather, of all that a stage divides."""
+    """Seconds of a reduce-scatter or all-gather of all units that the stage's replicas divide."""
     devices = [problem.cluster.index[name] for name in stage.devices]
     rings = [devices[i :: stage.tensor] for i in range(stage.tensor)]
     volumes = [stage.replicas * one for one in _parts(problem, stage)]
@@ -113,7 +113,7 @@ def exchanged_rounds(stage: Stage, microbatches: int) -> int:
 
 
 def require_no_shards(stages: Sequence[Stage], who: str, instead: str) -> None:
-    """Raise InputError if the replicas of a stage divide their state, which ``who`` has not."""
+    """Raise InputError if the replicas of a stage divide their state, which ``who`` cannot."""
     for s, stage in enumerate(stages):
         if stage.shards != "none":
             what = "optimizer state" if stage.shards == "optimizer" else "weights"

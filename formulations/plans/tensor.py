@@ -1,4 +1,4 @@
-"""Stages whose layers several devices compute together: groups, and who sends what to whom.
+"""Stages whose layers groups of devices compute together, and transfers between the groups.
 
 The devices of a stage are groups of ``stage.tensor`` consecutive ones. A group computes a
 microbatch, or its share of one, together. Each device has one shard of the weights, and all have
@@ -59,7 +59,7 @@ def crossing(
 
 
 def pairs(one: Stage, other: Stage, microbatch: int) -> Iterator[tuple[str, str]]:
-    """Sender and receiver of every part of what ``one`` passes to ``other``, also to itself."""
+    """Sender and receiver of every part of a microbatch from stage ``one`` to ``other``."""
     senders, receivers = one.runners(microbatch), other.runners(microbatch)
     if stays(one, other, microbatch):
         yield from zip(senders, receivers, strict=True)
@@ -69,12 +69,12 @@ def pairs(one: Stage, other: Stage, microbatch: int) -> Iterator[tuple[str, str]
 
 
 def of_shard(problem: PipelineProblem, stage: Stage) -> PipelineProblem:
-    """The problem with the costs of ``stage`` on one of its devices; other stages' mean nothing."""
+    """The problem with the costs of ``stage`` on one device; other stages' costs are not valid."""
     return problem.at(stage.tensor)
 
 
 def require_whole_stages(stages: Sequence[Stage], who: str, instead: str) -> None:
-    """Raise InputError if a stage has a tensor degree above 1, which ``who`` does not know."""
+    """Raise InputError if a stage has a tensor degree above 1, which ``who`` cannot handle."""
     for s, stage in enumerate(stages):
         if stage.tensor > 1:
             raise InputError(f"stage {s} has tensor degree {stage.tensor}: {who}; {instead}")

@@ -210,7 +210,7 @@ def ending_seconds(problem: PipelineProblem, stage: Stage) -> float:
 
 
 def reduce_seconds(problem: PipelineProblem, stage: Stage) -> float:
-    """Seconds of the all-reduce of a stage's gradients, those of all shards at once; 0 on one.
+    """Seconds of a stage's all-reduce, all shards at once; 0 with a single replica.
 
     A reduce-scatter where the replicas divide the optimizer's state.
     """
@@ -226,7 +226,7 @@ def reduce_seconds(problem: PipelineProblem, stage: Stage) -> float:
 
 
 def reduce_bytes(problem: PipelineProblem, stage: Stage) -> float:
-    """Bytes of the gradients that a stage reduces: those of all shards."""
+    """Bytes of the gradients of all shards that a stage's all-reduce sums."""
     return stage.tensor * of_shard(problem, stage).gradient_bytes(*stage.layers)
 
 
@@ -242,7 +242,7 @@ def update_seconds(problem: PipelineProblem, stage: Stage) -> float:
 
 
 def offload_seconds(problem: PipelineProblem, stage: Stage, devices: Sequence[int]) -> float | None:
-    """Seconds of moving what ``devices`` keep of a microbatch to the host, or back.
+    """Seconds of moving a microbatch's saved activations from ``devices`` to the host, or back.
 
     None if some device has no ``host_bytes_per_second``.
     """
@@ -271,7 +271,7 @@ def empty_blocks(stages: int, microbatches: int) -> Blocks:
 
 
 def whole_backwards(stages: Sequence[Stage], microbatches: int) -> Split:
-    """No backward is split."""
+    """The array of split backwards in which no backward is split."""
     return np.zeros((len(stages), microbatches), dtype=bool)
 
 

@@ -79,7 +79,7 @@ def _is_reduce(text: str) -> bool:
 
 
 def _without_rounding(times: Floats, tolerance: float) -> Floats:
-    """``times`` with each that follows another within ``tolerance`` set equal to it."""
+    """``times``, in which values that differ by at most ``tolerance`` are set equal."""
     instants, place = np.unique(times, return_inverse=True)
     is_first = np.diff(instants, prepend=-np.inf) > tolerance
     earliest: Floats = instants[is_first][np.cumsum(is_first) - 1]

@@ -36,7 +36,7 @@ class WeightRule:
 
     @property
     def may_overlap(self) -> bool:
-        """Whether an iteration may begin before the one before it has ended."""
+        """Whether an iteration may begin before the previous iteration has ended."""
         return self.staleness > 0 or self.updates_every_round
 
     @property

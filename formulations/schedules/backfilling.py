@@ -51,7 +51,7 @@ class _Ends:
 
 
 class _Device:
-    """What is left of a row, in its order and as a queue for every stage and kind."""
+    """The remaining computations of a device, in row order and by stage and kind."""
 
     def __init__(self, row: Row, limit: int, ends: _Ends) -> None:
         self.row, self.limit, self.end = row, limit, ends.end
@@ -63,7 +63,7 @@ class _Device:
             self.queues.setdefault((one.stage, one.kind), deque()).append(place)
 
     def step(self, now: int) -> bool:
-        """Do one computation in slot ``now``, if there is one; whether it did."""
+        """Do a computation in slot ``now``, if any is ready; return whether one was done."""
         while self.next < len(self.row) and self.taken[self.next]:
             self.next += 1
         if self.next == len(self.row):
@@ -84,7 +84,7 @@ class _Device:
         return next((place for place in ready if self._fits(place)), None)
 
     def _fits(self, place: int) -> bool:
-        """Whether memory stays within the limit if ``place`` runs before all that is before it."""
+        """Whether memory stays within the limit if ``place`` runs before all earlier places."""
         if self.row[place].kind is not F:
             return True
         level = self.in_flight + 1

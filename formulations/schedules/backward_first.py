@@ -84,7 +84,7 @@ def two_stream_starts(
     main: Sequence[Action],
     sub: Sequence[Action],
 ) -> tuple[Blocks, Floats]:
-    """As `earliest_starts`, of stages on one device that all have it alone, with two streams.
+    """As `earliest_starts`, for stages that are all on one device with two streams.
 
     ``main`` has the optimizer steps that take time, ``sub`` weight gradients. Also returns the ends
     of those, shape (S, M), NaN for the others.
@@ -183,7 +183,7 @@ def _devices(stages: Sequence[Stage], action: Action) -> tuple[str, ...]:
 
 
 def _dependencies(stages: Sequence[Stage], actions: set[Action]) -> Iterator[tuple[Action, Action]]:
-    """What must end before what begins; the gradients of the losses are there from the start."""
+    """The predecessors of every action; the gradients of the losses are available at time 0."""
     microbatches = {action.microbatch for action in actions if action.kind is F}
     for s, m in product(range(len(stages)), microbatches):
         gradient = Action(s, B, m) if Action(s, B, m) in actions else Action(s, I, m)
@@ -230,7 +230,7 @@ def _in_turn(
 
 
 def _resources(stages: Sequence[Stage], action: Action) -> tuple[object, ...]:
-    """What an action that is in no device's order keeps busy: a channel, or links of devices."""
+    """The resources of an action outside the devices' orders: a channel, or devices' links."""
     if action.kind is REDUCE:
         return stages[action.stage].devices
     if action.kind not in (SEND_F, SEND_B):
@@ -278,7 +278,7 @@ def _timed(
 
 
 class _Waiting:
-    """Actions that wait for nothing but what they keep busy, ``needed`` of each.
+    """Actions that wait only for resources, which ``needed`` gives for each.
 
     Those that need the same are in a queue by the time since when they are ready. The heap holds
     the first of every queue with a time before which it cannot start, and may hold former ones.
@@ -298,7 +298,7 @@ class _Waiting:
             heapq.heappush(self._heap, (since, *queue[0]))
 
     def first(self) -> tuple[int, float] | None:
-        """The action that can start first, and when; of several the one ready longest."""
+        """The action that can start first, and its start; in a tie, the longest ready action."""
         while self._heap:
             due, since, action, i = heapq.heappop(self._heap)
             queue = self._queue(i)
@@ -311,7 +311,7 @@ class _Waiting:
         return None
 
     def take(self, i: int, end: float) -> None:
-        """The first action has started and keeps what it needs until ``end``."""
+        """Note that the first action has started and keeps its resources busy until ``end``."""
         self._free.update(dict.fromkeys(self._needed[i], end))
         queue = self._queue(i)
         heapq.heappop(queue)

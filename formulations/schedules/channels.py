@@ -23,7 +23,7 @@ _Channel = tuple[int, int, int, bool]
 def with_channels(
     order: Order, times: StageTimes, full_duplex: bool = False
 ) -> tuple[TimedOrder, dict[Need, float]]:
-    """The order with its earliest start times, and the start of every transfer by what it brings.
+    """The order with its earliest start times, and every transfer's start by the tensor it brings.
 
     A transfer between two stages on one device starts where the computation before it ends.
 
@@ -76,7 +76,7 @@ class _Run:
         return tuple(map(tuple, self.starts)), self.sent
 
     def _start(self, device: int, now: float) -> None:
-        """Begin the device's next computation, if the device and what it needs are there."""
+        """Begin the device's next computation, if the device is free and the input has arrived."""
         row, starts = self.order.rows[device], self.starts[device]
         if self.busy[device] or len(starts) == len(row):
             return
@@ -94,7 +94,7 @@ class _Run:
         self._start(device, now)
 
     def _deliver(self, action: Action, now: float) -> None:
-        """Hand what a forward or backward makes to the stage that needs it."""
+        """Hand the output of a forward or backward to the stage that needs the output."""
         forward, stage, m = _need(action)
         if forward and stage == self.last:
             self._arrive((False, stage, m), now)

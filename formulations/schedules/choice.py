@@ -82,5 +82,5 @@ class ScheduleChoice:
 
     @property
     def way(self) -> str:
-        """The placement of ``optimal``."""
+        """The kind of placement for an ``optimal`` schedule."""
         return self.placement or ("line" if self.count == 1 else "loop")

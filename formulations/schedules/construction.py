@@ -67,7 +67,7 @@ class Construction:
         return Order(tuple(rows))
 
     def makes_room(self, s: int) -> bool:
-        """Run weight gradients until a forward of the stage fits; whether it can."""
+        """Run weight gradients until a forward of the stage fits; return whether it fits."""
         d = self.device[s]
         while self.used[d] + self.memory.saved[s] > self.memory.limit[d]:
             if not self.pending[d]:
@@ -76,7 +76,7 @@ class Construction:
         return True
 
     def forward(self, s: int) -> None:
-        """The stage's next forward, after what fills the time until its input arrives."""
+        """Run the stage's next forward, after computations that fill the time before its input."""
         d, m = self.device[s], self.forwards[s]
         arrival = self.there[s][m]
         self._fill_gap(d, arrival, F)
@@ -91,7 +91,7 @@ class Construction:
             self.back[s].append(self.clock[d])
 
     def input_gradient(self, s: int) -> None:
-        """The stage's next input gradient, after what fills the time until it can start."""
+        """Run the stage's next input gradient, after computations that fill the time until then."""
         d = self.device[s]
         arrival = self.back[s][self.inputs[s]]
         self._fill_gap(d, arrival, I)
@@ -110,7 +110,7 @@ class Construction:
         self.weights[s] += 1
 
     def finish(self) -> None:
-        """All weight gradients that are left."""
+        """Run all remaining weight gradients."""
         for d, pending in enumerate(self.pending):
             while pending:
                 self.weight_gradient(d)

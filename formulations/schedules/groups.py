@@ -33,7 +33,7 @@ _INSTEAD = "plan with --planner spp, or with an --order that keeps backwards who
 
 
 def problem_of_groups(problem: PipelineProblem, degree: int) -> PipelineProblem:
-    """The problem on groups of ``degree`` devices, each of them a device.
+    """The problem in which every group of ``degree`` devices is one device.
 
     Raises
     ------
@@ -59,7 +59,7 @@ def problem_of_groups(problem: PipelineProblem, degree: int) -> PipelineProblem:
 
 
 def plan_of_devices(problem: PipelineProblem, found: PipelinePlan, degree: int) -> PipelinePlan:
-    """The plan for the devices of ``problem`` of one for its groups; checked, not certified.
+    """A plan for groups of devices as a plan for the devices; checked, not certified.
 
     Raises
     ------
@@ -82,7 +82,7 @@ def plan_of_devices(problem: PipelineProblem, found: PipelinePlan, degree: int) 
 
 
 def _groups(cluster: Cluster, degree: int) -> list[tuple[int, ...]]:
-    """Consecutive devices of one server and kind; what is left over is in no group."""
+    """Groups of consecutive devices of one server and kind; left-over devices are in no group."""
     found = []
     for server in cluster.servers:
         kinds = dict.fromkeys(cluster.devices[v].kind for v in server)
@@ -105,7 +105,7 @@ def _joined(devices: Sequence[Device]) -> Device:
 
 
 def _between(groups: Sequence[tuple[int, ...]], slowest: Callable[[Any, Any], float]) -> Floats:
-    """The slowest of the links by which members of a group send to those at the same places."""
+    """The slowest link from members of a group to the members in the same places of another."""
     members = np.array(groups)
     found = np.zeros((len(groups), len(groups)))
     for one, other in product(range(len(groups)), repeat=2):
@@ -115,7 +115,7 @@ def _between(groups: Sequence[tuple[int, ...]], slowest: Callable[[Any, Any], fl
 
 
 def _require_runnable(found: PipelinePlan) -> None:
-    """Refuse plans that are not run with divided stages, or have no one order for every group."""
+    """Refuse plans that cannot run with divided stages, or whose groups have no common order."""
     if found.spans_steps or found.weight_rule != FLUSH or found.is_backward_first:
         raise InputError(f"divided stages have no {found.weights!r} weights or periods; {_INSTEAD}")
     for s, stage in enumerate(found.stages):

@@ -28,7 +28,7 @@ Placement = Literal["line", "loop", "V", "wave", "both directions", "replicated 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What a schedule is generated for.
+    """The sizes that a schedule is generated for: devices, microbatches, chunks.
 
     Attributes
     ----------
@@ -219,7 +219,7 @@ def require_chunks(name: str, chunks: int) -> None:
     Raises
     ------
     InputError
-        With the numbers that it has, and the schedules that have other ones.
+        If the schedule has no such number of chunks; names its numbers and other schedules.
     """
     if not KINDS[name].chunks.allows(chunks):
         others = [other for other, kind in KINDS.items() if kind.chunks.allows(chunks)]

@@ -1,4 +1,4 @@
-"""Activation memory of schedules: what a computation adds and gives back, and limits of devices."""
+"""Activation memory of schedules: amounts that computations add and free, limits of devices."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ ONE_MICROBATCH = "one microbatch of every stage"
 
 @dataclass(frozen=True, slots=True)
 class ActivationMemory:
-    """What a microbatch occupies on each of S stages, and what each device has, in any unit.
+    """Memory of a microbatch on each of S stages, and the limit of each device, in any unit.
 
     Attributes
     ----------
@@ -57,14 +57,14 @@ class ActivationMemory:
                 )
 
     def least(self, device: Device) -> tuple[float, ...]:
-        """What one microbatch of all its stages occupies, per device."""
+        """Memory of one microbatch of all stages of a device, per device."""
         least = [0.0] * len(self.limit)
         for home, saved in zip(device, self.saved, strict=True):
             least[home] += saved
         return tuple(least)
 
     def within(self, microbatches: int, device: Device) -> "ActivationMemory":
-        """With limits that also allow at most that many microbatches of all its stages."""
+        """The memory with limits of at most so many microbatches of all stages of a device."""
         most = zip(self.limit, self.least(device), strict=True)
         return replace(self, limit=tuple(min(limit, microbatches * one) for limit, one in most))
 

@@ -1,4 +1,4 @@
-"""What the pipeline runtime of a framework runs: a restriction of plans that can be planned for.
+"""The plans that a framework's pipeline runtime can run, as a restriction for planners.
 
 Every stage has the same number of replicas, which split each microbatch evenly; the stages are on
 groups of devices in one of the framework's placements, in one of its orders, and cut where its

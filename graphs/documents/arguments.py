@@ -106,7 +106,7 @@ def _is(value: object, annotation: Any) -> bool:
 
 
 def _holds(values: Sequence[object], annotation: Any) -> bool:
-    """Whether all elements of a sequence are of its type, without what is within them."""
+    """Whether all elements of a sequence have the annotated type, nested elements unchecked."""
     kinds = _elements(annotation)
     return not kinds or all(any(_is(one, kind) for kind in kinds) for one in values)
 
@@ -121,7 +121,7 @@ def _methods(protocol: type) -> list[str]:
 
 
 def _spelled(annotation: Any) -> str:
-    """What a value must be, or have, in words."""
+    """The requirement of an annotation in words, such as "be a whole number"."""
     kind = get_origin(annotation) or annotation
     if getattr(kind, "_is_protocol", False):
         return f"have {', '.join(_methods(kind))}()"

@@ -52,7 +52,7 @@ def not_json(text: str, error: ValueError) -> str:
 
 
 def _foreign(text: str) -> str | None:
-    """The first thing that JSON does not have, with its line; None if there is none."""
+    """The first syntax that is no JSON (a comment, a quote), with its line; None without any."""
     found = next((one for one in FOREIGN.finditer(text) if one.lastgroup), None)
     if found is None or found.lastgroup == "open":
         return None

@@ -33,7 +33,7 @@ _MAKES_MODEL = "`stagewright model` makes a model of it"
 
 
 def told_by(field: str, with_it: str, without: str) -> Discriminator:
-    """Which of two members, by their tags, a union has, so that errors speak of that one only."""
+    """Discriminator of two union members by the presence of ``field``; errors name one member."""
 
     def tag(value: Any) -> str:
         has = field in value if isinstance(value, dict) else hasattr(value, field)
@@ -74,7 +74,7 @@ def parse(kind: type[T], text: str | bytes, place: str, format_name: str, versio
 
 
 def _shown(data: Any) -> str:
-    """What a document is instead of the expected one."""
+    """The kind of document that was found in place of the expected kind, for messages."""
     if not isinstance(data, dict):
         return repr(type(data).__name__)
     if "format" not in data and "model_type" in data:

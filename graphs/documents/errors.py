@@ -1,4 +1,4 @@
-"""The errors that bad input raises, and the warning of what a result is not."""
+"""The exception for bad input, and the warning about a result that differs from the expected."""
 
 
 class InputError(ValueError):
@@ -10,4 +10,4 @@ class InvalidPlan(ValueError):  # noqa: N818 - the design's name
 
 
 class Notice(UserWarning):
-    """What is computed otherwise than one may expect; commands print it as one line."""
+    """Warning about a result that was computed in an unexpected way; commands print one line."""

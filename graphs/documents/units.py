@@ -102,7 +102,7 @@ def _quantity(
 
 
 def counted(number: int, one: str, several: str) -> str:
-    """``1 stage``, ``2 stages``."""
+    """A number with its noun: ``1 stage``, ``2 stages``."""
     return f"{number} {one if number == 1 else several}"
 
 

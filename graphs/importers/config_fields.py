@@ -26,7 +26,7 @@ class Fields:
         return self.values.get(name, default)
 
     def require_spelling(self) -> None:
-        """Refuse a field that was not looked for, and is almost one that was and is absent."""
+        """Refuse an unknown field whose name is almost the name of a known field that is absent."""
         absent = self.sought - self.values.keys()
         for name in self.values.keys() - self.sought:
             meant = get_close_matches(name, absent, n=1, cutoff=ALIKE)
@@ -52,14 +52,14 @@ class Fields:
         return value
 
     def number(self, name: str, default: int) -> int:
-        """An integer from 0."""
+        """A field that must be an integer from 0."""
         value = self.get(name, default)
         if type(value) is not int or value < 0:
             raise InputError(f"{name} must be an integer from 0, got {reprlib.repr(value)}")
         return value
 
     def flag(self, name: str, default: bool) -> bool:
-        """True or false."""
+        """A field that must be true or false."""
         value = self.get(name, default)
         if not isinstance(value, bool):
             raise InputError(f"{name} must be true or false, got {reprlib.repr(value)}")

@@ -27,7 +27,7 @@ _Count = Annotated[int, Field(ge=0, le=MAX_DEVICES)]
 
 
 class _Record(BaseModel):
-    """The files have further fields for debugging, which are ignored."""
+    """Base of all records of the files; their further fields, for debugging, are ignored."""
 
     model_config = ConfigDict(alias_generator=to_camel, extra="ignore", frozen=True)
 
@@ -280,7 +280,7 @@ def _backward_milliseconds(workload: Workload, readers: dict[int, int]) -> dict[
 def _classes_of_backward_nodes(
     workload: Workload, known: set[int | None]
 ) -> list[tuple[WorkloadNode, int | None]]:
-    """The class of each backward node if it is ``known``, else that of the nearest node."""
+    """The class of each backward node if it is ``known``, else the nearest node's class."""
     backward = {node.id: node for node in workload.nodes if node.is_backward_node}
     graph = nx.Graph()
     graph.add_nodes_from(backward)

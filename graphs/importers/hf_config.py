@@ -268,7 +268,7 @@ def _deepseek(name: str, fields: Fields, *, first_dense: int, shared: int) -> Ar
 
 
 def _equal_heads(fields: Fields, hidden: str, heads: str, *, bias: bool = True) -> GroupedAttention:
-    """As many key-value heads as heads, which divide the hidden size; fields by their names."""
+    """Attention with as many key-value heads as query heads; arguments are names of fields."""
     number = fields.size(heads)
     size = _whole_share(fields.size(hidden), number, hidden, heads)
     return GroupedAttention(number, number, size, bias=bias, output_bias=bias)
@@ -329,7 +329,7 @@ def _decoder(
 
 
 def _rotary_base(fields: Fields, default: float, name: str = "rope_theta") -> float:
-    """The base in ``rope_parameters`` (since release 5), else in the field of its own."""
+    """The base of rotary positions, in ``rope_parameters`` (since release 5) or ``name``."""
     parameters = fields.get("rope_parameters")
     inner = Fields(parameters if isinstance(parameters, dict) else {})
     return inner.positive("rope_theta", fields.positive(name, default))
@@ -338,7 +338,7 @@ def _rotary_base(fields: Fields, default: float, name: str = "rope_theta") -> fl
 def _qwen_window(
     fields: Fields, is_full: Callable[[int, int], bool] = operator.lt
 ) -> tuple[int | None, frozenset[int]]:
-    """The window, if it is used, and the layers without it.
+    """The sliding window, if the model uses a window, and the layers without a window.
 
     ``is_full`` of a layer and ``max_window_layers`` is the rule; by default the first are full.
     """

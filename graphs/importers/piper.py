@@ -87,7 +87,7 @@ class PiperWorkload(_Record):
         return self
 
     def labels(self) -> dict[int, str]:
-        """A name for every layer, by its id: its own if no other one has it."""
+        """A unique name for every layer, by id: the layer's name if no other layer has it."""
         names = Counter(node.name for node in self.nodes)
         return {
             node.id: node.name if node.name and names[node.name] == 1 else f"{node.name}#{node.id}"

@@ -96,7 +96,7 @@ def _require_flops(value: float, field: str) -> None:
 ACCELERATORS: dict[str, Accelerator] = {
     accelerator.name: accelerator
     for accelerator in (
-        # An A100 in round numbers. Its links are not known: they are those of the user's machines.
+        # An A100 in round numbers. Its links are not known: the user's machines have their own.
         Accelerator(
             GENERIC, 40e9, 1500e9, 20e12, 300e12, has_bf16=True,
             source="no device in particular, an A100 in round numbers",
@@ -158,7 +158,7 @@ ACCELERATORS: dict[str, Accelerator] = {
 
 
 def accelerator(kind: str | Accelerator) -> Accelerator:
-    """The accelerator called ``kind``, in any case; one that is given is returned.
+    """The accelerator called ``kind``, in upper or lower case; an accelerator is returned as it is.
 
     Raises
     ------

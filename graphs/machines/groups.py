@@ -42,12 +42,12 @@ class Way:
 
     @property
     def ring_bytes_per_second(self) -> float:
-        """Of rings through the group, per rank: a unit is left by all its members' links."""
+        """Bandwidth per rank of rings through the group: all members' links leave a unit."""
         return min(one.way_out * one.level.bytes_per_second for one in self.crossed)
 
     @property
     def pair_bytes_per_second(self) -> float:
-        """From one member to the next, over the slowest link between two neighbours."""
+        """Bandwidth from a member to the next, over the slowest link between two neighbours."""
         return min(one.level.bytes_per_second for one in self.crossed)
 
 
@@ -89,7 +89,7 @@ def ends(fabric: Fabric, stride: int, size: int) -> Links:
 
 
 def _inside(group: Group, devices: int) -> int | None:
-    """How many members of every group are in each unit that has any; None if they differ."""
+    """Members of a group in each unit that has members; None if these numbers differ."""
     found = 1
     for stride, size in group:
         if devices % (stride * size) == 0:

@@ -76,19 +76,19 @@ def fabric_of_kind(
 
 
 def nvlink_rate(kind: str | Accelerator) -> float:
-    """Bytes/s per direction that one NVLink of a kind reaches; those of V100 if it is not known."""
+    """Bytes/s per direction of one NVLink of a kind; for an unknown kind the rate of a V100."""
     card = ACCELERATORS.get(kind.lower()) if isinstance(kind, str) else kind
     return SERVER_SHARE * (NVLINK if card is None else card.nvlink_bytes_per_second)
 
 
 def server_link(card: Accelerator) -> Link | None:
-    """What a device reaches to another of its server; None if the kind's links are not known."""
+    """The link between two devices of a server; None if the kind's links are not known."""
     rate = card.pair_bytes_per_second or card.server_bytes_per_second
     return None if rate is None else Link(SERVER_SHARE * rate, SERVER_LATENCY)
 
 
 def network_link(card: Accelerator) -> Link | None:
-    """What a device reaches to one of another server; None if the kind's network is not known."""
+    """The link between devices of two servers; None if the kind's network is not known."""
     rate = card.network_bytes_per_second
     return None if rate is None else Link(NETWORK_SHARE * rate, NETWORK_LATENCY)
 

@@ -114,7 +114,7 @@ def _first_minimum(values: Floats) -> int:
 
 
 def _maximum_adjacency_order(weights: Floats) -> tuple[Ints, Floats]:
-    """Vertices in order of maximum adjacency, and their attachments to those before them."""
+    """Vertices in order of maximum adjacency, and the attachment of each to earlier vertices."""
     size = len(weights)
     order = np.zeros(size, dtype=np.int64)
     attachment = np.zeros(size)

@@ -65,7 +65,7 @@ def with_faster_links(cluster: Cluster, times: float, within: bool = False) -> C
 
 
 def with_one_more(cluster: Cluster) -> tuple[Cluster, str]:
-    """The cluster with a copy of its last server, or of its last device if it has one; which.
+    """The cluster with a copy of its last server (of several) or last device; and what was copied.
 
     Raises
     ------

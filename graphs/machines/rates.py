@@ -1,4 +1,4 @@
-"""What kernels reach on a device: matrix products by their size, memory traffic, launches."""
+"""The rates of kernels on a device: matrix products by their size, memory traffic, launches."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -89,7 +89,7 @@ REACHED: dict[str, Reached] = {kind: _not_measured(kind) for kind in ACCELERATOR
 
 
 def reached_on(kind: str | Accelerator) -> Reached:
-    """What kernels reach on a kind of device, named or the user's own.
+    """The rates that kernels reach on a kind of device, which is named or the user's own.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Clusters of servers: several of one, and servers of several kinds."""
+"""Clusters of servers: several equal servers, or servers of several kinds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -141,7 +141,7 @@ def _with_matrix(
     servers: Sequence[Sequence[str]],
     groups: Sequence[ServerGroup],
 ) -> Cluster:
-    """The cluster of servers with unequal links; ``groups`` has that of every server."""
+    """The cluster of servers with unequal links; ``groups`` has the group of every server."""
     _require_matrix(len(devices))
     every = range(len(groups))
     links = [[_link(groups, one, other) for other in every] for one in every]
@@ -153,7 +153,7 @@ def _with_matrix(
 
 
 def _link(groups: Sequence[ServerGroup], one: int, other: int) -> Link:
-    """The link between devices of two servers, or of one."""
+    """The link between devices of two servers, or of the same server."""
     first, second = groups[one], groups[other]
     ends = [first.intra or first.inter] if one == other else [first.inter, second.inter]
     known = [link for link in ends if link is not None]

@@ -313,7 +313,7 @@ def _smi_entry(
 def _smi_rate(
     link: str, kind: str | Accelerator, pcie: int, given: Mapping[str, float]
 ) -> tuple[float, str]:
-    """Bytes/s that GPUs so joined reach, and in brackets what it follows from if not ``given``."""
+    """Bytes/s between GPUs that ``link`` joins, and in brackets its source if not ``given``."""
     if link in given:
         return given[link], ""
     if not link.startswith("NV"):

@@ -286,7 +286,7 @@ def _chain(
 
 
 def _stated_numbers(precision: Precision) -> list[str]:
-    """The types of the numbers where they are not all of one."""
+    """Phrases that name the number types of a precision below fp32; empty for fp32."""
     if precision == "fp32":
         return []
     kept = "bf16" if precision == "fp8" else precision

@@ -52,7 +52,7 @@ def layer_sizes(
     element_bytes: int,
     attention: Attention,
 ) -> LayerSizes:
-    """What each of ``layers`` profiled layers has on one of ``tensor`` ranks.
+    """Parameters and activations of each of ``layers`` profiled layers on one of ``tensor`` ranks.
 
     Tensor parallelism without sequence parallelism; nothing is recomputed. A tied head counts the
     copy of the table that its stage keeps.
@@ -86,7 +86,7 @@ def _parameters(one: Share) -> float:
 
 
 def _norm_apart(head: Share) -> Iterable[Share]:
-    """The last norm, and the head without it."""
+    """Separate layers for the last norm and for the head without that norm."""
     norm = head.operators[NORM]
     rest = {name: one for name, one in head.operators.items() if name != NORM}
     yield replace(

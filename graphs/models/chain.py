@@ -21,7 +21,7 @@ MAX_LAYER_SECONDS = 1e5  # a day per layer and microbatch: the times must be in 
 
 
 def require_kernel_share(share: float, name: str) -> None:
-    """Refuse what is no fraction of a device's multiprocessors."""
+    """Refuse a kernel's share of a device's multiprocessors that is not above 0 and at most 1."""
     if not 0 < share <= 1:
         raise InputError(f"{name} must be above 0 and at most 1, got {share:g}")
 
@@ -93,7 +93,7 @@ class LayerCost:
 
     @property
     def shares(self) -> tuple[float | None, float | None, float | None]:
-        """Of the forward, the input gradient and the weight gradient; None where not known."""
+        """Kernel shares of forward, input gradient and weight gradient; None where not known."""
         return self.forward_share, self.input_gradient_share, self.weight_gradient_share
 
     @property
@@ -273,7 +273,7 @@ class Profile:
 
 
 def profile_on(chain: Chain, device_kind: str) -> Profile:
-    """The costs of every layer on ``device_kind``, or else those for any kind.
+    """The costs of every layer on ``device_kind``, or else the costs for any kind.
 
     Raises
     ------
@@ -334,7 +334,7 @@ def save_model(chain: Chain, path: str | os.PathLike[str]) -> None:
 
 
 def _require_whole_outputs(layer: Layer) -> None:
-    """What a layer sends does not depend on the number of devices that compute it."""
+    """Require that a layer's output bytes do not depend on the number of devices computing it."""
     sent = {(cost.device_kind, cost.microbatch_size): cost for cost in layer.costs_at(1)}
     for cost in layer.costs:
         whole = sent.get((cost.device_kind, cost.microbatch_size), cost)
@@ -359,7 +359,7 @@ def _costs_for(chain: Chain, layer: Layer, device_kind: str) -> Sequence[LayerCo
 
 
 def _require_measured(chain: Chain, name: str, costs: Sequence[LayerCost]) -> None:
-    """The planned microbatch size is within the measured ones."""
+    """Require that the planned microbatch size is within the measured sizes."""
     smallest, largest = costs[0].microbatch_size, costs[-1].microbatch_size
     if not smallest <= chain.microbatch_size <= largest:
         sizes = f"{smallest}" if smallest == largest else f"{smallest} to {largest}"

@@ -109,7 +109,7 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What a run of a plan showed.
+    """Times of operators and transfers that were measured in a run of a plan.
 
     Attributes
     ----------
@@ -136,7 +136,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """How far what was observed is from what was known before.
+    """Distance of an observation from the costs that were known before.
 
     Attributes
     ----------
@@ -152,13 +152,13 @@ class Drift:
     learned: int
 
     def is_stable(self, tolerance: float) -> bool:
-        """Whether nothing was learned and what was known was right up to ``tolerance``."""
+        """Whether nothing was learned and the known costs were right up to ``tolerance``."""
         return not self.learned and max(self.operators, self.links) <= tolerance
 
 
 @dataclass(frozen=True)
 class CostBook:
-    """What has been measured of a graph's operators and a cluster's links."""
+    """Measured times of a graph's operators and of a cluster's links."""
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
@@ -214,7 +214,7 @@ class CostBook:
         return CostBook(tuple(computed.values()), tuple(sent.values())), drift
 
     def priced(self, graph: StepGraph, cluster: Cluster) -> tuple[StepGraph, Cluster]:
-        """``graph`` and ``cluster`` with what is known; other operators have no time.
+        """``graph`` and ``cluster`` with the known costs; operators without costs have no time.
 
         The graph's ``source`` says how many these are on every kind of device.
         Pairs that were not measured keep the links of ``cluster``.
@@ -273,7 +273,7 @@ def known_as(name: str) -> str:
 
 
 def part_known_as(operator: str, dimension: str, parts: int, part: str) -> str:
-    """What a part, cut or join is known as: ``conv/batch/2/part``, ``conv/batch/2/cut0``.
+    """The name in the book of a part, cut or join: ``conv/batch/2/part``, ``conv/batch/2/cut0``.
 
     All parts of an operator are one: they are equal.
     """
@@ -293,7 +293,7 @@ def _divisions(operators: Iterable[str]) -> dict[str, set[int]]:
 def _divided(
     name: str, split: Split, counts: Iterable[int], times: Callable[[str], dict[str, float]]
 ) -> tuple[DividedTimes, ...]:
-    """What is known of an operator that is divided in the way of ``split``."""
+    """The measured times of an operator that is divided along the dimension of ``split``."""
     found = []
     for parts in sorted(counts):
         known = partial(part_known_as, name, split.dimension, parts)
@@ -332,14 +332,14 @@ def _pair(one: Sent, cluster: Cluster) -> tuple[int, int]:
 
 
 def _seconds(known: Sent, seen: Sent, cluster: Cluster) -> float:
-    """What the transfers of ``seen`` would take together by the line of ``known``."""
+    """Seconds of all transfers of ``seen``, by the fitted line of ``known``."""
     pair = _pair(known, cluster)
     link = known.line(Link(float(cluster.bandwidth[pair]), float(cluster.latency[pair])))
     return seen.count * link.latency_seconds + seen.bytes / link.bandwidth_bytes_per_second
 
 
 def _difference(rows: Sequence[tuple[float, float]]) -> float:
-    """The sum of the differences of (known, seen), over what was known."""
+    """Sum of |seen - known| over rows (known, seen), divided by the sum of the known values."""
     total = sum(known for known, _ in rows)
     difference = sum(abs(seen - known) for known, seen in rows)
     if not total:

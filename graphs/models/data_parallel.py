@@ -66,7 +66,7 @@ class _Replication:
     averaged: dict[Input, str] = field(default_factory=dict)
 
     def nodes(self) -> Iterator[Node]:
-        """Every node after those that it reads: copies next to each other."""
+        """The nodes of the new graph, each after the nodes that it reads; copies are neighbours."""
         role = {node.name: node.role for node in self.share.nodes}
         for node in self.share.nodes:
             if self._is_single(node):
@@ -79,7 +79,7 @@ class _Replication:
             yield from (self._copy(node, number) for number in copies)
 
     def _is_single(self, node: Node) -> bool:
-        """Shared states, their views and what changes them."""
+        """Whether a node has no replicas: a shared state, a view of a state, or its update."""
         if self.weights == "mirrored":
             return False
         view = node.beside is not None and all(name in self.once for name, _ in node.inputs)
@@ -101,7 +101,7 @@ class _Replication:
         )
 
     def _readers(self, name: str, node: Node, number: int) -> list[str]:
-        """The copies of ``name`` that read what copy ``number`` of ``node`` changes."""
+        """The copies of ``name`` that read the memory that copy ``number`` of ``node`` changes."""
         if node.name in self.once and name not in self.once:
             return [self._name(name, other) for other in range(self.replicas)]
         return [self._name(name, number)]
@@ -135,7 +135,7 @@ class _Replication:
         gradient: Input,
         reader: Node,
     ) -> Node:
-        """An operator on tensors like ``gradient``; to move one takes as long as for ``reader``."""
+        """An operator on tensors like ``gradient``, timed in proportion to ``reader``."""
         source, number = gradient
         node = self.share.nodes[self.share.index[source]]
         moved = (len(inputs) + written) / (len(reader.inputs) + len(reader.outputs))

@@ -57,7 +57,7 @@ class Measured:
 
     @property
     def place(self) -> str:
-        """What was measured, for messages."""
+        """The kind, tensor degree and microbatch of the measurement, for messages."""
         return (
             f"{self.device_kind}, microbatches of {self.microbatch_size}, tensor degree "
             f"{self.tensor}"
@@ -140,7 +140,7 @@ class LayerProfiles:
                              if one.device_kind == device_kind}))  # fmt: skip
 
     def times(self, device_kind: str, microbatch_size: int, tensor: int) -> LayerTimes:
-        """The times of a microbatch: the least of those measured for it and for larger ones.
+        """The times of a microbatch: the least times measured at its size and at larger sizes.
 
         A smaller microbatch takes no longer than a larger one, which could hold it. Where the
         profile says otherwise, the launch of kernels was measured, slower in one run than in

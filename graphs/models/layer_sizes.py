@@ -12,7 +12,7 @@ from stagewright.graphs.documents.units import require_amount, require_count
 
 @dataclass(frozen=True, slots=True)
 class LayerSizes:
-    """What each layer has on one of ``tensor`` ranks, in the order of the forward.
+    """Parameters and activations of each layer on one of ``tensor`` ranks, in forward order.
 
     ``parameters`` are numbers of elements; ``saved_bytes`` are kept from the forward to the
     backward for every sample, ``output_bytes`` are the whole output of a sample (not a rank's part

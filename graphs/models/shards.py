@@ -44,7 +44,7 @@ class Split:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Share:
-    """A layer on one rank for one sample; all of it but weights is proportional to the samples.
+    """A layer's work on one rank for one sample; all but weights is proportional to samples.
 
     ``expert_parameters`` are those of the rank's experts, ``parameters`` all others, and
     ``tied_parameters`` belong to an earlier layer if that is on the same rank. ``width`` are the
@@ -147,7 +147,7 @@ def nearest_divisors(size: int, degree: int) -> tuple[int, ...]:
 
 
 def narrow(architecture: Architecture, tensor: int) -> Architecture:
-    """One of ``tensor`` ranks: a part of heads, feed-forwards and vocabulary (padded)."""
+    """The model on one of ``tensor`` ranks: part of heads, feed-forwards, padded vocabulary."""
     attention: GroupedAttention | LatentAttention
     if isinstance(architecture.attention, GroupedAttention):
         grouped = architecture.attention
@@ -322,7 +322,7 @@ def _materialized(
 
 
 def _sequence_split(operators: Operators, split: Split) -> Operators:
-    """With sequence parallelism, divide whole operators and what projections keep of inputs."""
+    """With sequence parallelism, divide whole operators and the inputs that projections keep."""
     if not split.sequence_parallel or split.tensor == 1:
         return operators
     found = {}

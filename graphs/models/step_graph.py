@@ -129,10 +129,10 @@ class Node:
     state_bytes
         Bytes that stay on its device for the whole run: parameters, buffers, optimizer's state.
     beside
-        A node on whose device this one must be: it shares memory with it, or updates its state.
+        A node on whose device this node must be, to share its memory or update its state.
     after
-        Nodes that must have ended before this one starts, though it reads nothing that they make:
-        they read what it changes in place.
+        Nodes that must end before this node starts, though it reads none of their outputs:
+        they read memory that this node changes in place.
     splits
         The dimensions along which it can be divided without changing the result.
     line
@@ -225,7 +225,7 @@ class StepGraph:
         return hashlib.sha256(documents.to_json(self).encode()).hexdigest()
 
     def structure(self) -> str:
-        """A SHA-256 of what is computed, whatever it is called and however long it takes."""
+        """A SHA-256 of the computation, without names and times of operators."""
         nodes = tuple(
             replace(node, seconds={}, line=None, splits=_without_times(node.splits))
             for node in self.nodes
@@ -238,7 +238,7 @@ def _without_times(splits: tuple[Split, ...]) -> tuple[Split, ...]:
 
 
 def _dangling(node: Node, known: Mapping[str, int]) -> Iterator[str]:
-    """What ``node`` names in ``beside`` and ``after`` that is not before it."""
+    """Names in ``beside`` and ``after`` of ``node`` that are no earlier nodes."""
     if node.beside is not None and node.beside not in known:
         yield f"operator {node.name!r} is beside {node.beside!r}, which is not before it"
     for name in node.after:

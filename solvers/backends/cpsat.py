@@ -131,7 +131,7 @@ def build(form: Intervals) -> tuple[cp_model.CpModel, list[cp_model.IntVar]]:
 def _add_choices(
     model: cp_model.CpModel, starts: list[cp_model.IntVar], form: Intervals
 ) -> dict[int, cp_model.IntVar]:
-    """Whether each interval of a choice is present; they have one start, that of the first."""
+    """Whether each interval of a choice is present; all start together with the first interval."""
     present: dict[int, cp_model.IntVar] = {}
     for choice in form.choices:
         members = choice.tolist() if len(choice) > 1 else []
@@ -143,7 +143,7 @@ def _add_choices(
 
 
 def _if(literal: cp_model.IntVar | None, constraint: cp_model.Constraint) -> None:
-    """Ask for a constraint only where ``literal`` is true, if there is one."""
+    """Enforce a constraint only where ``literal``, if given, is true."""
     if literal is not None:
         constraint.only_enforce_if(literal)
 

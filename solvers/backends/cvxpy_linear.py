@@ -1,4 +1,4 @@
-"""CVXPY answers ``LinearProgram`` with HiGHS: the form as the algebra that it stands for."""
+"""CVXPY answers ``LinearProgram`` with HiGHS: the form is written out as CVXPY's algebra."""
 
 import math
 from time import perf_counter
@@ -60,7 +60,7 @@ class _Program:
         self.sides.append((rows, constraint, sign))
 
     def duals(self) -> Floats:
-        """One number per row of the form: what its limits add to the minimum."""
+        """The dual of each row of the form: the minimum's change per unit of the row's limits."""
         found = np.zeros(len(self.form.row_lower))
         for chosen, constraint, sign in self.sides:
             found[chosen] += sign * np.asarray(constraint.dual_value).reshape(-1)

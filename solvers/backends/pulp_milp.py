@@ -88,7 +88,7 @@ def _problem(form: LinearProgram) -> tuple[pulp.LpProblem, list[pulp.LpVariable]
 
 
 def _duals(form: LinearProgram, sides: _Sides, answer: Answer[Floats]) -> Floats | None:
-    """One number per row, the sum of its sides'; None with integers or without an optimum."""
+    """The dual of each row, summed over its sides; None with integers or without an optimum."""
     if form.integral.any() or answer.status is not Status.OPTIMAL:
         return None
     found = np.zeros(len(form.row_lower))

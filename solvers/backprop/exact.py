@@ -69,7 +69,7 @@ def best_list_schedule(problem: BackpropProblem) -> tuple[str, Timetable | None]
 
 
 def _searched(problem: BackpropProblem, name: str, best: Timetable) -> tuple[str, Timetable]:
-    """Search the orders from the best timetable; keep it if what is found does not fit."""
+    """Search the orders from the best timetable, which is kept if no better timetable fits."""
     turns = in_turns(problem)
     start = best if turns is problem else renumbered(problem, best)
     least = max(bound for _, bound in window_bounds(turns)) * (1 + RELATIVE_TOLERANCE)
@@ -80,7 +80,7 @@ def _searched(problem: BackpropProblem, name: str, best: Timetable) -> tuple[str
 
 
 def _perturbed(problem: BackpropProblem, best: Timetable) -> Timetable:
-    """Perturb the starts of the best timetable, schedule by them and improve; keep what wins."""
+    """Schedule by perturbed starts of the best timetable and improve; keep the best timetable."""
     rng = np.random.default_rng(0)
     least = max(bound for _, bound in window_bounds(problem)) * (1 + RELATIVE_TOLERANCE)
     for turn in range(_PERTURBED // max(1, len(problem.operations))):
@@ -151,7 +151,7 @@ def _read(model: ByIntervals, values: Ints) -> Timetable:
 
 
 def _is_valid(problem: BackpropProblem, timetable: Timetable) -> bool:
-    """Whether it fits in memory; everything else it must keep."""
+    """Whether a timetable fits in memory; raises if any other rule is broken."""
     try:
         problem.evaluate(timetable)
     except InvalidPlan as error:

@@ -16,7 +16,7 @@ SLACK = 1e-9  # relative to the end: on a longest path
 
 
 class Graph(NamedTuple):
-    """Operations with those before each (rows of ``before``) and after each (``after``)."""
+    """Operations with their predecessors (rows of ``before``) and successors (``after``)."""
 
     seconds: Floats
     resource: Ints
@@ -27,7 +27,7 @@ class Graph(NamedTuple):
 
 
 class Orders(NamedTuple):
-    """Neighbours on the resource, and the times that follow from them.
+    """The order on each resource, as neighbours of operations, and the times that follow.
 
     ``ready`` is the end of what precedes an operation, ``head`` its start; ``rest`` and ``tail``
     are the same from the end of the window. ``order`` and ``waits`` are for sorting.
@@ -224,7 +224,7 @@ def estimate(graph: Graph, orders: Orders, i: int, j: int, later: bool, chain: I
 
 @inner
 def move(orders: Orders, i: int, j: int, later: bool) -> None:
-    """Put ``i`` right after ``j``, or right before it."""
+    """Move operation ``i`` right after, or right before, operation ``j`` of its resource."""
     left, right = orders.left, orders.right
     a, b = left[i], right[i]
     if a != NONE:
@@ -241,7 +241,7 @@ def move(orders: Orders, i: int, j: int, later: bool) -> None:
 
 @inner
 def is_within(orders: Orders, k: int, first: int, last: int) -> bool:
-    """Whether ``k`` is between two operations of a resource, or one of them."""
+    """Whether operation ``k`` is one of two operations of a resource, or between the two."""
     i = first
     while i != NONE:
         if i == k:

@@ -74,7 +74,7 @@ class _Choice(NamedTuple):
 
 
 def _best(regions: Regions, by_ready: Ints, is_left: Bools, i: int, now: float) -> _Choice:
-    """What region i runs next: what is ready first counts, then the speed-up."""
+    """The weight gradient that region i runs next: the first ready, then the best speed-up."""
     offset = np.where(regions.ready == i, regions.offset, 0.0)
     may = is_left & (regions.ready <= i) & (regions.last >= i) & (offset < regions.main[i])
     own = by_ready[may[by_ready]]

@@ -68,7 +68,7 @@ class _Move(NamedTuple):
 def tabu_search(
     problem: BackpropProblem, timetable: Timetable, least: float, work: int
 ) -> Timetable:
-    """A timetable that ends no later than ``timetable``; it suspends nothing if it is another.
+    """A timetable that ends no later than the given one; a new timetable suspends nothing.
 
     Stops at ``least`` seconds, or after ``work`` times of operations. Limits of memory are not
     looked at.
@@ -172,7 +172,7 @@ def _target(
     later: bool,
     random: np.random.Generator,
 ) -> int:
-    """The last operation of the block that ``path[p]`` passes, at random; NONE if it cannot."""
+    """The operation up to which ``path[p]`` moves in its block, at random; NONE if it cannot."""
     i, j, q = int(path[p]), NONE, p
     while True:
         if later:
@@ -282,7 +282,7 @@ def _scheduled(graph: Graph, wanted: Floats, places: int, random: np.random.Gene
 def _take_turn(  # noqa: C901 - both directions
     graph: Graph, orders: Orders, wanted: Floats, least: float, random: np.random.Generator
 ) -> None:
-    """An operation wants the place of one before it on its resource, and what feeds it as well."""
+    """Give a random operation, with its predecessors, an earlier place on its resource."""
     i = random.integers(0, len(wanted))
     if graph.seconds[i] == 0.0:
         return

@@ -98,7 +98,7 @@ def solve_switching(
 def _cheapest(
     problem: SwitchingProblem, plans: Iterable[Plan], bound: float
 ) -> tuple[Plan, Outcome]:
-    """The cheapest plan, ties broken by the earliest end; stops at one that attains the bound."""
+    """The cheapest plan, ties broken by the earliest end; a plan at the bound ends the search."""
     best: tuple[Plan, Outcome] | None = None
     for plan in plans:
         outcome = evaluate(problem, plan)

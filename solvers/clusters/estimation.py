@@ -185,7 +185,7 @@ def _colocations(
 def _kept(
     pairs: tuple[PairRate, ...], alone: dict[tuple[int, str, str], float]
 ) -> dict[tuple[int, str, str, str], float]:
-    """By (scale, accelerator, model, partner): the part of its rate that the model keeps."""
+    """The kept part of a model's rate, by (scale, accelerator, model, partner)."""
     kept = {}
     for pair in pairs:
         place, models = (pair.scale, pair.accelerator), pair.models
@@ -207,7 +207,7 @@ def _row(
     model: str,
     partners: list[str],
 ) -> list[float]:
-    """What ``model`` keeps beside each partner and leaves to it, by accelerator; nan if unknown."""
+    """Kept rates of ``model`` and each partner when sharing, by accelerator; nan if unknown."""
     return [
         kept.get((scale, accelerator, *both), np.nan)
         for accelerator in accelerators

@@ -69,7 +69,7 @@ def max_level(
 
 
 def central_level(problem: AllocationProblem, need: Floats, limits: Limits) -> MaxLevel:
-    """As :func:`max_level`, but of many optima one in their middle.
+    """As :func:`max_level`, but an optimum in the interior of the optimal face.
 
     Like jobs get the like, and what the optimum leaves open is spread, where a vertex leaves it
     idle. Where interior points alone do not come close enough, a vertex answers; so does a backend
@@ -94,7 +94,7 @@ def _solve(
     backend: str | None,
     tolerance: float,
 ) -> Attempt[MaxLevel]:
-    """One linear program, and the groups whose time is scarce."""
+    """Solve one linear program; also return the groups whose time is scarce."""
     valid = polytope(problem, groups)
     # No job can have more than its best rate all of the time.
     most = float((problem.best_rates() / need).min())
@@ -107,7 +107,7 @@ def _solve(
     theta = float((throughput(problem, allocation) / need).min())
     bound = -weak_duality_bound(program.relaxed, answer.duals) * program.unit
     gap = (bound - theta) / abs(bound) if bound else 0.0
-    # The solver's optimum is that of the groups; the bound says how good it is for the jobs.
+    # The optimum is of the program by groups; the bound says how good it is for the jobs.
     status = Status.OPTIMAL if gap <= max(tolerance, ROUNDING) else Status.FEASIBLE
     level = MaxLevel(status, theta, bound, allocation, 0.0, answer.backend)
     return Attempt(level, gap, scarce_time(groups, answer.duals))

@@ -78,7 +78,7 @@ POLICIES = {
 def in_process(
     run: Callable[[JobPart, Limits], Solved], parts: Sequence[JobPart], limits: Limits
 ) -> list[Solved]:
-    """One part after the other."""
+    """Solve one part after the other, in this process."""
     return [run(part, limits) for part in parts]
 
 
@@ -115,7 +115,7 @@ def allocate_partitioned(
     limits: Limits | None = None,
     spread: _Spread = on_ray,
 ) -> AllocationResult:
-    """Allocate by ``policy`` in ``parts`` parts, and check the whole; the gap is what it may lose.
+    """Allocate by ``policy`` in ``parts`` parts, and check the whole; the gap bounds the loss.
 
     Parameters
     ----------
@@ -162,7 +162,7 @@ def allocate_partitioned(
 
 
 def require_parts(problem: AllocationProblem, policy: str, parts: int) -> _Policy:
-    """How the policy is solved in parts; refuses what is not."""
+    """The way to solve a policy in parts; raises InputError if the problem cannot be divided."""
     if policy not in POLICIES:
         raise InputError(f"policy {policy!r} is not solved in parts; {', '.join(POLICIES)} are")
     if not 1 <= parts <= len(problem):
@@ -208,7 +208,7 @@ def _split(problem: AllocationProblem, need: Floats, parts: int, limits: Limits)
 
 
 def _spending(problem: AllocationProblem, need: Floats, prices: Floats) -> Floats | None:
-    """What each job pays at the level that these prices allow; None if nothing has a price."""
+    """Each job's payment at the highest level that prices allow; None if all prices are 0."""
     if not prices.any():
         return None
     costs = _job_costs(problem, need, prices)
@@ -351,7 +351,7 @@ def _cost_curves(rates: Floats, cost: Floats) -> tuple[Ints, Floats, Floats]:
 
 
 def _level_at(costs: _Costs) -> float:
-    """The level at which the jobs spend all that the cluster is worth."""
+    """The level at which the jobs' payments equal the cluster's total price."""
     order = np.argsort(costs.level)
     level, slopes = costs.level[order], np.cumsum(costs.rise[order])
     spent = np.concatenate([[0.0], np.cumsum(np.diff(level) * slopes[:-1])])

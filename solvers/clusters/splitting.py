@@ -1,4 +1,4 @@
-"""Groups of jobs whose needs differ, split until the answer no longer suffers from it.
+"""Groups of jobs with different needs, split until grouping no longer costs anything.
 
 Jobs of a group divide what it gets in proportion to their needs. That restricts the allocations
 only where a group's time is scarce; the bound of an answer holds for every allocation, and the
@@ -86,5 +86,5 @@ def scarce_time(groups: Groups, duals: Floats) -> Bools:
 
 
 def all_scarce(groups: Groups) -> Bools:
-    """All groups, where an answer over them failed."""
+    """Mark all groups as scarce, after a solve over the groups failed."""
     return np.ones(len(groups), dtype=bool)

@@ -70,7 +70,7 @@ def prefixes(order: Sequence[int]) -> Downsets:
 
 
 class Contents:
-    """The parts of downsets, found by going back one part at a time."""
+    """The parts in each downset, found by going back one part at a time."""
 
     def __init__(self, lattice: Downsets) -> None:
         self.before = np.full(len(lattice), -1)

@@ -1,4 +1,4 @@
-"""The partition with the least largest load of all, contiguous or not, by CP-SAT.
+"""The partition with the least largest load, contiguous or not, by CP-SAT.
 
 A pipeline cannot run through sets that are not contiguous without a sample passing a device twice;
 its throughput is the same. Times are ticks, rounded down, so that CP-SAT's bound holds.
@@ -114,7 +114,7 @@ class _Model:
             self.model.add(cp_model.LinearExpr.weighted_sum(own, held) <= room)
 
     def _cuts(self, own: list[cp_model.IntVar]) -> list[cp_model.LinearExpr]:
-        """The ticks of every tensor of which some but not all parts are here."""
+        """The ticks of every tensor that is cut: some, not all of its parts are on the device."""
         terms: list[cp_model.LinearExpr] = []
         for one, ticks in zip(self.problem.tensors, self.sent.tolist(), strict=True):
             if not ticks:

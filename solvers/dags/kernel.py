@@ -9,7 +9,7 @@ from stagewright.graphs.documents.arrays import Floats, Ints
 
 
 class Lattice(NamedTuple):
-    """Downsets and what their parts add up to.
+    """Downsets and the sums over their parts (seconds, bytes).
 
     ``first``, ``node``, ``target`` are those of :class:`~downsets.Downsets`; ``rank`` of each part
     is its place in a topological order. ``seconds[k, i]`` are

@@ -39,7 +39,7 @@ def choose(first: Ints, time: Floats, size: Floats, capacity: float, most: float
 
 @njit(cache=True, error_model="numpy")
 def _savings(first: Ints, time: Floats, size: Floats, fast: Ints) -> tuple[Floats, Floats]:
-    """Of each item the least time per size saved, infinite if none is, and the largest saving."""
+    """For each item, the least time per size saved (infinite if none) and the largest saving."""
     n = len(fast)
     rate, saving = np.full(n, np.inf), np.zeros(n)
     for i in range(n):

@@ -88,7 +88,7 @@ class _Best:
         return self._result(self._prove(search.by_node()))
 
     def _prove(self, positions: list[int] | None) -> Status:
-        """By CP-SAT, in the time that is left."""
+        """Prove the placement optimal, or improve it, by CP-SAT in the remaining time."""
         model = LatencyModel(self.problem, positions, self.cost, self.bound, self.path)
         limits = replace(self.limits, seconds=self.limits.left(perf_counter() - self.began))
         answer = run_model(
@@ -116,7 +116,7 @@ class _Best:
             self._report(Progress(perf_counter(), cost, 0.0))
 
     def _report(self, _: Progress) -> None:
-        """Report the best placement; what CP-SAT finds is counted once it is evaluated."""
+        """Report the best placement; CP-SAT's placements count only after they are evaluated."""
         seconds = perf_counter() - self.began
         cost = None if self.home is None else self.cost
         self.on_progress(Progress(seconds, cost, min(self.bound, self.cost)))

@@ -68,7 +68,7 @@ def _held(nodes: Nodes, position: Ints, accelerators: int) -> Floats:
 def _target(
     nodes: Nodes, position: Ints, v: int, accelerators: int, random: np.random.Generator
 ) -> int:
-    """Where a move puts node v: to a neighbour in the graph, or a position or two away."""
+    """The target of a move of node v: a neighbour's position, or a position or two away."""
     makers, readers = nodes.made[v + 1] - nodes.made[v], nodes.read[v + 1] - nodes.read[v]
     if makers + readers > 0 and random.random() < _ALONG:
         i = random.integers(0, makers + readers)

@@ -1,4 +1,4 @@
-"""Placements of low latency: divided topological orders, and annealing from the best of them."""
+"""Placements of low latency: divided topological orders, and annealing from the best order."""
 
 from collections.abc import Callable, Sequence
 
@@ -97,7 +97,7 @@ class LatencySearch:
 
 
 def _inseparable(problem: LatencyProblem, graph: "nx.DiGraph[int]") -> "nx.DiGraph[int]":
-    """Blocks of groups and of what lies between their nodes; acyclic."""
+    """Blocks of nodes that stay together: groups, with all nodes between theirs; acyclic."""
     together = graph.copy()
     for group in problem.groups:
         nx.add_cycle(together, group)

@@ -73,7 +73,7 @@ class _Merging:
         return None
 
     def _reached(self) -> dict[int, int]:
-        """Of every part those that a path leads to."""
+        """For every part, the parts that a path from it reaches."""
         waiting = {v: len(its) for v, its in self.after.items()}
         ready = [v for v, count in waiting.items() if not count]
         below: dict[int, int] = {}
@@ -89,7 +89,7 @@ class _Merging:
         return below
 
     def _merge(self, v: int, u: int) -> None:
-        """Move v to u."""
+        """Merge part v into part u."""
         self.place = [u if at == v else at for at in self.place]
         self.idle.discard(v)
         for mine, theirs in ((self.after, self.before), (self.before, self.after)):

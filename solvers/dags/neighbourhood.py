@@ -120,7 +120,7 @@ def _in_blocks(problem: DagProblem, blocks: Blocks) -> DagProblem:
 
 
 def _ordered(problem: DagProblem, begin: int, end: int) -> DagProblem:
-    """With an order of all parts but ``begin`` to ``end``, which come between the others."""
+    """The blocks of an order in which parts ``begin`` to ``end`` come between the others."""
     last = len(problem.names) - 1
     pairs = [(b, b + 1) for b in range(last) if b + 1 < begin or b >= end]
     pairs += [(begin - 1, b) for b in range(begin, end) if begin > 0]

@@ -106,7 +106,7 @@ class _Search:
         first: "DagResult | None" = None,
         least: "DagResult | None" = None,
     ) -> None:
-        """``anyway`` is that of ``merge``; the partition ``first`` and the bound ``least`` hold."""
+        """Start from a partition ``first`` and a bound ``least``; ``anyway`` goes to ``merge``."""
         self.began = began
         self.whole, self.limits, self.on_progress = problem, limits, on_progress
         self.problem, self.members = merge(problem, anyway=anyway)
@@ -124,7 +124,7 @@ class _Search:
         self.program = Program(self.problem, self.prices)
 
     def run(self, share: float = 1.0) -> DagResult:
-        """Search; a ``share`` of the time that is left for neighbourhoods, if it comes to them."""
+        """Search; neighbourhoods, if needed, get a ``share`` of the remaining time."""
         orders = list(topological_orders(self.problem))
         for order in orders:
             self._solve(prefixes(order), order)

@@ -16,7 +16,7 @@ ROUNDING = 1e-9  # of the devices that a lower bound needs
 
 
 class Costs(NamedTuple):
-    """What the options of layers cost; layers in the order in which upsets grow.
+    """Costs of the options of layers, which are in the order in which upsets grow.
 
     The options of layer v on ``shards[t]`` shards are ``option[v, t]`` to ``option[v, t + 1] - 1``.
     Of an option: ``seconds`` and, per replica other than the first, ``exchange`` (seconds per
@@ -38,7 +38,7 @@ class Costs(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """Devices and their bytes, the most replicas in all, and those that a stage may have.
+    """Devices and their bytes, the most replicas in all, and the replicas that a stage may have.
 
     ``equal[t]``: whether all options of a layer on ``shards[t]`` shards have the same ``exchange``.
     Then the best choice in a given memory is the same for every number of replicas.
@@ -52,7 +52,7 @@ class Machine(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Of every upset: least ``device_seconds`` of the layers outside, least ``seconds`` of its own.
+    """For every upset, least ``device_seconds`` of layers outside, least ``seconds`` of its layers.
 
     Within a limit on the time per sample, layers take at least that many device-seconds, divided by
     the limit, devices, and their stages at least that many seconds, divided by it, replicas.
@@ -83,7 +83,7 @@ class Stages(NamedTuple):
 
 @njit(cache=True, error_model="numpy")
 def _dead(c: Costs, m: Machine, v: int, t: int, sums: Floats, cutoff: float) -> bool:
-    """Add layer ``v`` to the least seconds and bytes in ``sums``; whether no stage can have it."""
+    """Add layer ``v`` to the least sums; return whether no stage can have all these layers."""
     begin, end = c.option[v, t], c.option[v, t + 1]
     if begin == end:
         return True
@@ -121,7 +121,7 @@ def _items(c: Costs, layers: Ints, inside: Bools, t: int) -> Items:
 
 
 class Window(NamedTuple):
-    """What the rest of a pipeline leaves to a stage within a limit on the time per sample.
+    """Devices and replicas left to a stage by the other stages, within a time per sample.
 
     ``own``: devices that it may have; ``later``: those that it and later stages may have;
     ``replicas``: those that the later stages have at least.
@@ -134,7 +134,7 @@ class Window(NamedTuple):
 
 @njit(cache=True, error_model="numpy")
 def _window(m: Machine, work: Work, i: int, j: int, limit: float) -> Window:
-    """That of a stage from upset i to upset j."""
+    """The window of a stage from upset i to upset j."""
     each = (1 - ROUNDING) / limit
     before, total = work.device_seconds[j], work.device_seconds[0]
     after = total - work.device_seconds[i]
@@ -145,7 +145,7 @@ def _window(m: Machine, work: Work, i: int, j: int, limit: float) -> Window:
 
 @njit(cache=True, error_model="numpy")
 def _flights(m: Machine, window: Window, shards: int) -> tuple[Ints, Ints]:
-    """For each of ``m.replicas`` the least and the most samples in flight; 1 and 0 if too many."""
+    """For each number of replicas, least and most samples in flight; 1 and 0 if too many."""
     low, high = np.ones(len(m.replicas), dtype=np.int64), np.zeros(len(m.replicas), dtype=np.int64)
     for x, d in enumerate(m.replicas):
         later = min(float(m.most - d), np.floor(window.later - shards * d))
@@ -240,7 +240,7 @@ def price(  # noqa: C901 - one walk over the lattice
 
 @njit(cache=True, error_model="numpy")
 def _stages(rows: Rows, steps: Steps) -> Stages:
-    """Arrays of what was found, without the first of each list."""
+    """The found stages as arrays, without the first (empty) entry of each list."""
     r, s = len(rows) - 1, len(steps) - 1
     ends = np.empty((4, r), dtype=np.int64)
     step, flight = np.full(r + 1, s), np.empty(s, dtype=np.int64)

@@ -10,7 +10,7 @@ from stagewright.solvers.operators.peers import mean_ranks
 
 
 def single(problem: OperatorProblem) -> Timetable:
-    """Everything on the device that is fastest for all of it."""
+    """All operators on the one device that runs them all in the least time."""
     device = int(np.argmin(problem.seconds.sum(axis=0)))
     return _listed(problem, np.full(len(problem.names), device))
 
@@ -21,7 +21,7 @@ def data_parallel(problem: OperatorProblem) -> Timetable:
 
 
 def replica_numbers(problem: OperatorProblem) -> Ints:
-    """The replica of every operator; 0 of shared states, means, updates and what is beside them."""
+    """The replica of every operator; 0 for shared states, means, updates and their companions."""
     marks = [name.partition("/")[0].rpartition("@")[2] for name in problem.names]
     own = np.array([int(one) if one.isdigit() else 0 for one in marks])
     _, first = np.unique(problem.group, return_index=True)

@@ -46,7 +46,7 @@ class Division:
 
     @property
     def more(self) -> int:
-        """How many operators more there are afterwards."""
+        """The number of operators that the division adds."""
         return len(self.cuts) + self.parts + len(self.joins) - 1
 
 
@@ -88,7 +88,7 @@ class Places:
         )
 
     def divide(self, operator: str, division: Division) -> None:
-        """From now on ``operator`` is divided."""
+        """Divide ``operator`` in all later steps."""
         self.done[self.graph.index[operator]] = division
         self.place[self.place > division.at] += division.more
 
@@ -102,7 +102,7 @@ class Places:
         return int(arrays.first_output[first] + number)
 
     def _ends(self, arrays: Arrays, name: str) -> list[int]:
-        """The tensors that stand for the end of an operator, the last that it makes."""
+        """The last tensor of each operator, which stands for the operator's end."""
         i = self.graph.index[name]
         first = int(self.place[i])
         if i not in self.done:

@@ -31,7 +31,7 @@ def dpos(problem: OperatorProblem, held: float = 1.0) -> Timetable | None:
 
 
 def priorities(arrays: Arrays) -> Priorities:
-    """By rank_u with the largest times over devices and pairs of devices."""
+    """Priorities of operators: rank_u with the largest times over devices and pairs of devices."""
     ranks = upward(arrays, arrays.seconds.max(axis=1), transfers(arrays, np.max))
     return Priorities(by_rank(ranks), longest_path(arrays, ranks))
 

@@ -93,7 +93,7 @@ def _result(
     began: float,
     reason: str = "",
 ) -> OperatorResult:
-    """The record; optimal if the cost is the bound, which is refused if it is above."""
+    """The result, optimal if cost and bound are equal; a bound above the cost is an error."""
     cost = None if timetable is None else timetable.end
     bound = max(one.seconds for one in bounds)
     if cost is not None:

@@ -122,7 +122,7 @@ class Model:
 
     @cached_property
     def _anchor(self) -> int:
-        """The group that is on the first device if all devices are alike: that of the most work."""
+        """The group with the most work, which is fixed on the first device if devices are alike."""
         return int(np.argmax(np.bincount(self.problem.group, self.work[:, 0])))
 
     @cached_property
@@ -137,7 +137,7 @@ class Model:
         )
 
     def _wait_for_inputs(self) -> None:
-        """Without contention and limits of memory: a wait per pair of operators and of devices."""
+        """Constraints without contention and memory: a wait per pair of operators and devices."""
         maker, reader, tensor = self.problem.edges
         waits: dict[tuple[int, int], Ints] = {}
         for i, j, t in zip(maker.tolist(), reader.tolist(), tensor.tolist(), strict=True):

@@ -50,7 +50,7 @@ def insert(
 
 
 class Listing(NamedTuple):
-    """What the kernel made of a list.
+    """The result of listing operators by the compiled kernel.
 
     ``done`` operators of the list have their ``device`` and ``start``, all if it ``is_done``. It
     ``is_full`` if some device was passed over because of its memory. ``sent_start`` has shape
@@ -81,7 +81,7 @@ def listed(
     known: Known = NOTHING,
     cutoff: Cutoff = NEVER,
 ) -> Listing:
-    """As :func:`insert`, on arrays; it can start from what is known and end before the list."""
+    """As :func:`insert`, on arrays, from a ``known`` beginning and up to a ``cutoff``."""
     if lookahead is None:
         lookahead = np.zeros((0, 0))
     is_source = sources(arrays) & (devices == ANY)

@@ -217,7 +217,7 @@ def _settle(
     home: Ints,
     there: Floats,
 ) -> None:
-    """A group is on device d from now on, and so are those of its sources that wait."""
+    """Put a group on device d, together with its waiting sources."""
     if home[group] != ANY:
         return
     home[group] = d
@@ -290,7 +290,7 @@ def _ready(
     link_end: Floats,
     link_used: Ints,
 ) -> float:
-    """When all inputs of operator i can be on device d; each transfer as if it were alone."""
+    """Time at which all inputs of operator i can be on device d, each transfer as if alone."""
     ready = 0.0
     for e in range(a.first_input[i], a.first_input[i + 1]):
         t = a.input[e]

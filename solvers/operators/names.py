@@ -1,4 +1,4 @@
-"""The planners of operators: what they do, and where they come from."""
+"""The planners of operators by name: a description and a source of each."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ FASTT, SPLITTING, SEARCHING, PIPELINE = "fastt", "os-dpos", "search", "dag"
 
 
 class Described(NamedTuple):
-    """What a planner does, and its source."""
+    """The description of a planner, and its source."""
 
     summary: str
     source: str

@@ -52,7 +52,7 @@ class _Run:
 
 @dataclass(slots=True)
 class _Search:
-    """The best run so far and the splits that it has."""
+    """The state of OS-DPOS: the best run so far, and its splits."""
 
     places: Places
     ways: tuple[float, ...]
@@ -87,7 +87,7 @@ def os_dpos(graph: StepGraph, cluster: Cluster, contention: Contention = "none")
 
 
 def _improve(state: _Search, choices: list[SplitChoice]) -> bool:
-    """Divide one operator in the best of its ways, if that is faster (lines 8 to 10)."""
+    """Divide an operator along its best dimension, if that is faster (lines 8 to 10)."""
     least, chosen = state.best, None
     for choice in choices:
         division = state.places.division(state.best.arrays, choice)
@@ -111,7 +111,7 @@ def _run(
     before: _Run | None = None,
     division: Division | None = None,
 ) -> _Run:
-    """Algorithm 1 on ``arrays``; no timetable if it is not shorter than that of ``least``.
+    """Algorithm 1 on ``arrays``; without a timetable if not shorter than that of run ``least``.
 
     ``before`` is the run on the arrays before the ``division``.
     """
@@ -147,7 +147,7 @@ def _run(
 
 
 def _known(before: _Run, number: int, division: Division, order: Ints, devices: Ints) -> Known:
-    """What a list before the division says about the beginning of the list after it."""
+    """The beginning of the list after a division, as far as it equals the list before."""
     old, at = before.listings[number], division.at
     place = np.arange(len(before.order))
     place[at + 1 :] += division.more

@@ -45,7 +45,7 @@ def cpop(problem: OperatorProblem, held: float = 1.0) -> Timetable | None:
 
 
 def _critical(problem: OperatorProblem, priority: Floats) -> list[int]:
-    """From an entry always on to a follower of the largest priority, which stays the same."""
+    """The critical path: from an entry, always to a successor of the same, largest priority."""
     first, _ = problem.inputs
     entries = np.flatnonzero(np.diff(first) == 0)
     path = [int(entries[np.argmax(priority[entries])])]
@@ -83,7 +83,7 @@ def optimistic_costs(arrays: Arrays, transfer: Floats) -> Floats:
 
 
 def ready_order(problem: OperatorProblem, priority: Floats) -> Ints:
-    """Of the operators whose makers are listed always the one of the largest priority."""
+    """The list in which the ready operator of the largest priority always comes next."""
     maker, reader, _ = problem.edges
     waits = np.bincount(reader, minlength=len(priority)).tolist()
     order: list[int] = []

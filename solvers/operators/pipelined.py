@@ -72,7 +72,7 @@ def _on_few(
 
 @dataclass(frozen=True, eq=False)
 class _Parts:
-    """Parts of the forward pass and what belongs to them.
+    """Parts of the forward pass, with the weights, updates and backward operators of each.
 
     Attributes
     ----------
@@ -98,7 +98,7 @@ class _Parts:
 
     @property
     def microbatches(self) -> int:
-        """Those of a step."""
+        """The number of microbatches in a step."""
         return int(self.microbatch.max()) + 1
 
     @classmethod
@@ -160,7 +160,7 @@ class _Parts:
         return np.array(found, dtype=float)
 
     def _tensors(self, problem: OperatorProblem) -> Iterator[Tensor]:
-        """What a part makes for others in a microbatch; its time on the slowest pair of devices."""
+        """A part's outputs for other parts in a microbatch, with the slowest transfer time."""
         rate, latency = problem.seconds_per_byte.max(), problem.latency.max()
         readers = np.split(problem.reader, problem.first_reader[1:-1])
         for maker, sent, its in zip(
@@ -214,7 +214,7 @@ def _owners(graph: StepGraph, problem: OperatorProblem) -> list[int]:
 def _readers(
     graph: StepGraph, problem: OperatorProblem, base: Sequence[int]
 ) -> dict[int, list[int]]:
-    """By group of a state or input the operators of the first forward pass that read one of it."""
+    """For each group of states or inputs, its readers in the first microbatch's forward pass."""
     states = _groups_of(graph, problem, "state", "input")
     found: dict[int, list[int]] = {}
     for j, node in enumerate(graph.nodes):
@@ -230,7 +230,7 @@ def _groups_of(graph: StepGraph, problem: OperatorProblem, *roles: str) -> set[i
 
 
 def _weights(graph: StepGraph, problem: OperatorProblem) -> set[int]:
-    """States, what is beside them, and so their views: known before a step begins."""
+    """States and all operators in their groups, such as views: known before a step begins."""
     groups = _groups_of(graph, problem, "state")
     return {j for j in range(len(graph.nodes)) if int(problem.group[j]) in groups}
 
@@ -242,7 +242,7 @@ def _root(owner: Sequence[int], j: int) -> int:
 
 
 def _microbatches(graph: StepGraph) -> Ints:
-    """The microbatch of every operator: its own, or the last of those whose gradients it adds."""
+    """The microbatch of every operator: its own, or the last microbatch whose gradient it adds."""
     found: list[int] = []
     for node in graph.nodes:
         replica = node.name.rpartition("@")[2]

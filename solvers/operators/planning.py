@@ -49,7 +49,7 @@ class PlannedOperators:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Found:
-    """What a planner found, for the graph after ``splits``."""
+    """The timetable of a planner, for the graph after ``splits``."""
 
     problem: OperatorProblem
     timetable: Timetable | None
@@ -60,7 +60,7 @@ class _Found:
 
 
 def require_planner(name: str) -> None:
-    """Refuse a planner that there is not."""
+    """Refuse an unknown planner."""
     if name not in PLANNERS:
         raise InputError(f"unknown planner {name!r}; there are {', '.join(PLANNERS)}")
 

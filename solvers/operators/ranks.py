@@ -52,7 +52,7 @@ def downward(arrays: Arrays, seconds: Floats, transfer: Floats) -> Floats:
 
 @njit(cache=True)
 def longest_path(arrays: Arrays, ranks: Floats) -> Ints:
-    """From the operator of the largest rank always on to the reader of the largest rank."""
+    """The path from the operator of the largest rank, always to its reader of largest rank."""
     path, length = np.empty(len(ranks), np.int64), 1
     path[0] = np.argmax(ranks)
     while True:

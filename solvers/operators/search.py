@@ -36,7 +36,7 @@ Tell = Callable[[float], None]
 
 
 def to_nobody(_: float) -> None:
-    """Tell nobody."""
+    """Report progress to nobody."""
 
 
 def first_of(
@@ -80,7 +80,7 @@ SLOW = ("m-etf", "m-sct")
 def shortest(
     problem: OperatorProblem, found: list[Timetable | None] | tuple[Timetable | None, ...]
 ) -> Timetable | None:
-    """The shortest of those that keep the memory; None if there is none."""
+    """The shortest timetable that keeps the memory; None without one."""
     arrays = arrays_of(problem)
     for one in sorted((one for one in found if one is not None), key=lambda one: one.end):
         if keeps_memory(arrays, one):

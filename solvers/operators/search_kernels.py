@@ -105,7 +105,7 @@ def anneal(  # noqa: C901 - one loop over moves
 
 @inner
 def _critical(finish: Floats, cause: Ints, chain: Ints) -> int:
-    """The operators that the last one waits for, one after the other; their number."""
+    """Fill in a chain of operators, each waiting for the previous, up to the last; its length."""
     i, length = np.argmax(finish), 0
     while i >= 0:
         chain[length] = i
@@ -285,7 +285,7 @@ def _times_in_turn(  # noqa: C901 - one pass over operators
 
 @inner
 def _excess(a: Arrays, home: Ints, finish: Floats) -> float:  # noqa: C901 - one pass over tensors
-    """The most that any device's memory is exceeded, as a share of it.
+    """The largest excess of any device's memory, as a share of that memory.
 
     Transfers are taken to start when their tensors are made, which holds without contention.
     """

@@ -74,7 +74,7 @@ class _Pipelines:
 
     @cached_property
     def alone(self) -> Bools:
-        """Where no rank has the same parameters as another."""
+        """Pipelines in which no two ranks have the same parameters."""
         split = self.family.split
         found: Bools = split.context * self.data == 1
         if self.family.problem.architecture.experts is not None:
@@ -91,7 +91,7 @@ class AnyDivision:
 
     @cached_property
     def _repeats(self) -> list[Recompute]:
-        """The kinds of recomputation; none if there is no other."""
+        """The kinds of recomputation of a space; "none" if the space allows nothing else."""
         return [one for one in self.space.recomputes(self.problem) if one != "none"] or ["none"]
 
     @property
@@ -113,7 +113,7 @@ class AnyDivision:
                 yield _Pipelines(family, np.array(ranks))
 
     def interleaved(self) -> float:
-        """No pipeline with several stages on a rank takes less; infinite if there are none."""
+        """A bound on pipelines with several stages on a rank; infinite if the space has none."""
         if self.space.chunks == 1:
             return inf
         least = inf
@@ -133,7 +133,7 @@ class AnyDivision:
         return found
 
     def plain(self, below: Callable[[], float]) -> Iterator[Plain]:
-        """The plain pipelines by their bounds, as long as these are below what is known by then."""
+        """The plain pipelines by ascending bound, while bounds are below the best known time."""
         heap: list[tuple[float, int, bool, Layout]] = []
         numbers = itertools.count()
         for bound, layout in self._closed(below()):
@@ -193,7 +193,7 @@ class AnyDivision:
             )
 
     def _with_memory(self, layout: Layout) -> float:
-        """The bound with what must be recomputed, and the update; infinite if none fits."""
+        """The bound with the necessary recomputation and the update; infinite if nothing fits."""
         bounds = next(one for one in self._families if one.family.split == layout.split)
         place = int(np.flatnonzero(bounds.ranks == layout.pipeline)[0])
         again = self._fewest(layout, bounds)
@@ -207,7 +207,7 @@ class AnyDivision:
         return update_seconds(self.problem, layout, held(every, tied=False)) / layout.pipeline
 
     def _fewest(self, layout: Layout, bounds: _Pipelines) -> float | None:
-        """Seconds to recompute, per microbatch, what does not fit; None if it never does."""
+        """Seconds of the recomputation that makes a microbatch fit; None if it never fits."""
         size, samples = self.problem.precision.activation_bytes, layout.microbatch
         kinds, costs = (
             bounds.family.shares.kinds,
@@ -240,7 +240,7 @@ class AnyDivision:
 
 
 def _filling(microbatches: Ints, ranks: Ints, part: float) -> Floats:
-    """How many times the work of a microbatch a pipeline lasts at least, by its ranks.
+    """Least time of a pipeline over the work of a microbatch, by number of ranks.
 
     None are allowed without a microbatch; what is found for them is not looked at.
     """

@@ -19,7 +19,7 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """What is kept where: ZeRO's stage, and whether the optimizer's state is in host memory."""
+    """Where states are kept: ZeRO's stage, and whether the optimizer's state is offloaded."""
 
     zero: int
     offload: bool
@@ -35,7 +35,7 @@ class Bounds:
 
     @cached_property
     def allowed(self) -> Bools:
-        """Where the experts can be divided evenly."""
+        """Divisions in which the experts can be divided evenly."""
         found: Bools = self.family.replica * self.sized.data % self.family.split.expert == 0
         return found
 
@@ -48,12 +48,12 @@ class Bounds:
 
     @cached_property
     def expert(self) -> Floats:
-        """Those of every rank's experts."""
+        """Parameters of every rank's experts."""
         return self.table.by_rank(self.family.expert_parameters)
 
     @cached_property
     def _part(self) -> Floats:
-        """A rank's part of its parameters where they are divided among those with equal ones."""
+        """A rank's part of its parameters if ranks with equal parameters divide them."""
         split = self.family.split
         ranks = split.context * self.sized.data
         experts = np.maximum(1, split.tensor * ranks // split.expert)
@@ -61,7 +61,7 @@ class Bounds:
 
     @cached_property
     def alone(self) -> Bools:
-        """Where no rank has the same parameters as another."""
+        """Divisions in which no two ranks have the same parameters."""
         split = self.family.split
         ranks = split.context * self.sized.data
         found: Bools = ranks == 1
@@ -70,7 +70,7 @@ class Bounds:
         return found
 
     def room(self, memory: float, keeping: Keeping) -> Floats:
-        """What every rank has for activations."""
+        """Bytes that every rank has for activations."""
         precision, whole = self.problem.precision, self.shared + self.expert
         kept = 0 if keeping.offload else precision.optimizer_bytes
         sizes = {3: precision.weight_bytes, 2: precision.gradient_bytes, 1: kept}
@@ -85,7 +85,7 @@ class Bounds:
         return self.table.sum_by_rank(self.sized.flying * saved)
 
     def fits(self, short: Floats) -> Bools:
-        """Which divisions may fit, of what every rank is ``short`` of."""
+        """Which divisions may fit, if every rank is ``short`` of so many bytes."""
         found: Bools = self.table.most(short) <= 0
         return found
 

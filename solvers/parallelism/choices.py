@@ -14,7 +14,7 @@ from stagewright.solvers.parallelism.family import Work
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """What the steps before the pipeline have chosen.
+    """The choices of the steps before the pipeline is divided.
 
     Layers recompute at least ``least`` and at most ``recompute``.
     """
@@ -26,7 +26,7 @@ class Choice:
 
     @property
     def samples(self) -> int:
-        """Of a microbatch."""
+        """The number of samples of a microbatch."""
         return self.bounds.sized.samples
 
     @cached_property
@@ -41,7 +41,7 @@ class Choice:
 
     @cached_property
     def filled(self) -> tuple[Floats, Floats]:
-        """For every rank: its work, with the way to it and back; the same from its first backward.
+        """Two bounds per rank: its work with the way there and back, up to the rank's own end.
 
         The first lasts until the first rank's last (input) gradient, the second until the rank's
         own last computation.
@@ -56,7 +56,7 @@ class Choice:
 
     @cached_property
     def seconds(self) -> Floats:
-        """A bound for every division, whatever ZeRO's stage; infinite where it is not allowed."""
+        """A bound for every division under any ZeRO stage; infinite for a division not allowed."""
         most = self.bounds.table.most(np.maximum(*self.filled))
         return np.where(self.bounds.allowed, most, np.inf)
 
@@ -68,7 +68,7 @@ class Choice:
         return found
 
     def with_keeping(self, keeping: Keeping, again: Floats | None) -> Floats:
-        """The bound for every division, with what ZeRO, the update and recomputation take."""
+        """The bound for every division, with the time of ZeRO, the update and recomputation."""
         bounds, table = self.bounds, self.bounds.table
         after = self._after(keeping)
         there, here = self.filled

@@ -34,7 +34,7 @@ class Groups:
 
     @cached_property
     def stages(self) -> Ints:
-        """Of every group, on all ranks together."""
+        """The number of stages of every group, on all ranks together."""
         found: Ints = self.pipeline * self.chunks
         return found
 
@@ -46,7 +46,7 @@ class Groups:
 
     @cached_property
     def divisions(self) -> Ints:
-        """How many there are in every group: one for every number of blocks in the first stage."""
+        """The number of divisions in every group: one for every number of first-stage blocks."""
         return np.where(self.stages == 1, 1, self.ends + 1)
 
     def table(self) -> "Table":
@@ -114,14 +114,14 @@ class Table:
 
     @cached_property
     def is_even(self) -> Bools:
-        """Where all stages have as many blocks."""
+        """Divisions in which all stages have equally many blocks."""
         is_between = (self.stages <= 2) | (self.first == self.middle)
         found: Bools = is_between & ((self.stages == 1) | (self.first == self.last))
         return found
 
     @cached_property
     def is_nearly_even(self) -> Bools:
-        """Where the module's text says so."""
+        """Divisions that are nearly even, as the module's text defines."""
         share, rest = np.divmod(self.layers, self.stages)
         is_one_more = (self.middle == share + 1) & (self.most_blocks == self.middle)
         is_none = (rest > 0) & (self.layers < (self.stages - 2) * (share + 1))
@@ -131,7 +131,7 @@ class Table:
 
     @cached_property
     def stages(self) -> Ints:
-        """Of every division, on all ranks together."""
+        """The number of stages of every division, on all ranks together."""
         found: Ints = self.pipeline * self.chunks
         return found
 
@@ -187,7 +187,7 @@ class Table:
 
     @cached_property
     def chunk_of(self) -> Ints:
-        """The position of every entry among those of its rank."""
+        """The position of every entry among the entries of its rank."""
         found: Ints = np.arange(len(self.rank_of_entry)) - self.first_entry[self.rank_of_entry]
         return found
 
@@ -283,7 +283,7 @@ class Sized:
 
     @cached_property
     def flying_blocks(self) -> Floats:
-        """Of every rank, samples times blocks that it keeps."""
+        """For every rank, the sum over its kept samples of their blocks."""
         return self.table.sum_by_rank(self.flying * self.table.blocks)
 
     @cached_property

@@ -39,12 +39,12 @@ class Family:
 
     @cached_property
     def every(self) -> tuple[Share, ...]:
-        """The different shares."""
+        """The different shares of layers: blocks by kind, embedding, head."""
         return (*self.shares.kinds, self.shares.embedding, self.shares.head)
 
     @cached_property
     def _places(self) -> Ints:
-        """Of every layer, the place of its share among them."""
+        """For every layer, the index of the layer's share."""
         kinds = len(self.shares.kinds)
         return np.array([kinds, *self.shares.blocks, kinds + 1])
 
@@ -67,7 +67,7 @@ class Family:
         return self._works[key]
 
     def repeated_seconds(self, samples: int, schedule: Schedule) -> float:
-        """What recomputation adds at least to a block's backward."""
+        """The least seconds by which recomputation makes a block's backward longer."""
         off = schedule == "zero-bubble"
         return min(
             share_time(self.problem, one, self.split, samples, "full", off).backward
@@ -77,12 +77,12 @@ class Family:
 
     @cached_property
     def parameters(self) -> Floats:
-        """Those of no expert."""
+        """Parameters of every layer without experts' parameters."""
         return self.by_layer(lambda one: one.parameters)
 
     @cached_property
     def expert_parameters(self) -> Floats:
-        """Those of the rank's experts."""
+        """Parameters of every layer that belong to the rank's experts."""
         return self.by_layer(lambda one: one.expert_parameters)
 
     def saved(self, recompute: Recompute) -> Floats:
@@ -125,14 +125,14 @@ class Family:
         return tuple(min(column) for column in zip(*each, strict=True))
 
     def _hop_rate(self, group: Group) -> tuple[float, float]:
-        """Of several ways the slowest decides: each is a bound, that of least bandwidth too."""
+        """Latency and seconds per byte of a hop over the way with the least bandwidth."""
         ways = links(self.problem.fabric, group).ways
         rates = ((1 / way.pair_bytes_per_second, way.latency_seconds) for way in ways)
         per_byte, start = max(rates, default=(0.0, 0.0))
         return start, per_byte
 
     def _gather_rate(self, group: Group) -> tuple[float, float]:
-        """Of a gathering over one of the ways."""
+        """Latency and seconds per byte of an all-gather over the slowest way."""
         of, size = links(self.problem.fabric, group), 1e9
         if len(of.ways) > 1:
             slowest = max(of.ways, key=lambda way: gather_seconds(Links(of.size, (way,)), size))

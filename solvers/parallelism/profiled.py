@@ -82,7 +82,7 @@ class _Search:
         return float("inf") if self.estimate is None else self.estimate.seconds
 
     def run(self) -> ProfiledResult:
-        """After a few plans look below a cutoff that rises up to the best, then list what is left.
+        """Find a few plans, search below a rising cutoff up to the best, then list the rest.
 
         Below the optimum labels are few, far above it many.
         """
@@ -99,7 +99,7 @@ class _Search:
         return self._result(cases, bounds)
 
     def _made(self) -> Iterator[Tables]:
-        """The cases; all of them unless they are so many that half of the time is over."""
+        """The cases (sizes and numbers of pipelines); not all if half of the time is over."""
         for one in _cases(self.problem):
             if self.limits.left(perf_counter() - self.began) < self.limits.seconds / 2:
                 self.is_partial = True
@@ -148,7 +148,7 @@ class _Search:
         return min(open_, self.cost)
 
     def _reaches(self, tables: Tables, label: Label, ideal: float) -> bool:
-        """Whether the servers found for the label leave it as fast as any could."""
+        """Whether the placement found for a label is as fast as the ideal ``ideal`` seconds."""
         seconds = self._try(tables, label)
         return seconds is not None and seconds <= ideal * (1 + RELATIVE_TOLERANCE)
 
@@ -170,7 +170,7 @@ class _Search:
             self.labels += labels.made
 
     def _try(self, tables: Tables, label: Label) -> float | None:
-        """Least seconds of the label's plans, which are kept if best; None if none was placed."""
+        """Least seconds of a label's placed plans; the best plan is kept. None without a plan."""
         least = None
         for plan in placements(tables, list(label.stages())):
             found = evaluate(self.problem, plan)
@@ -234,7 +234,7 @@ def _cases(problem: ProfiledProblem) -> Iterator[Tables]:
 
 
 def _least_of_all(problem: ProfiledProblem) -> float:
-    """A bound on all cases: that of one pipeline, to which work is spread over all devices.
+    """A bound on all cases: the bound of a single pipeline with work spread over all devices.
 
     Several pipelines have at least as much work, on no more choices, and sums of gradients.
     """

@@ -21,7 +21,7 @@ CHUNK = 1024  # labels between two looks at the clock
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tail:
-    """What follows a stage: ``label``, None after the last; seconds.
+    """The stages after a stage: the next ``label``, None after the last, and seconds.
 
     Attributes
     ----------
@@ -45,7 +45,7 @@ class Tail:
     updated: float
 
     def no_worse(self, other: "Tail") -> bool:
-        """Whether no stage in front of ``other`` has a smaller bound than in front of this one."""
+        """Whether a stage before this tail never has a larger bound than before ``other``."""
         return (
             self.later <= other.later
             and self.ended <= other.ended
@@ -71,7 +71,7 @@ class Label:
         return self.head.forward + self.tail.updated
 
     def stages(self) -> Iterator[Stage]:
-        """From the head to the last."""
+        """The stages of the label, from the first to the last."""
         one: Label | None = self
         while one is not None:
             yield one.head

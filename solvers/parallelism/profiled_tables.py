@@ -19,7 +19,7 @@ from stagewright.graphs.documents.arrays import Floats
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Where the replicas of a stage are: groups of ``tensor`` devices of ``pool``."""
+    """The place of a stage's replicas: groups of ``tensor`` devices of ``pool``."""
 
     pool: int
     tensor: int
@@ -38,7 +38,7 @@ class Stage:
 
 
 class Tables:
-    """All that a search asks about stages; transfers and reductions over the fastest link.
+    """Costs of stages for a search; transfers and reductions over the fastest link.
 
     ``devices[c]`` are those of all replicas of a stage of choice c.
     """
@@ -89,7 +89,7 @@ class Tables:
             yield Stage(start, stop, choice, forward, backward, after)
 
     def memory(self, choice: int) -> float:
-        """Bytes of a device."""
+        """Bytes of memory of a device."""
         return self.problem.cluster.pools[self.choices[choice].pool].memory_bytes
 
     def _bytes(self, choice: int, start: int, stop: int, in_flight: int, largest: float) -> float:

@@ -1,4 +1,4 @@
-"""Blocks and recomputation of every stage: layouts better than those whose stages are alike.
+"""Blocks and recomputation of every stage: layouts better than layouts with equal stages.
 
 Refined are the plain pipelines (one stage on a rank) among the best layouts of a search, and then
 all others whose closed bound (``any_division``) is below the best time, by that bound, until there
@@ -45,7 +45,7 @@ class Refined:
 
 @dataclass(frozen=True, slots=True)
 class Refinement:
-    """The best refined layouts by time, and what no layout is faster than.
+    """The best refined layouts by time, and lower bounds on the time of all layouts.
 
     ``plain_bound`` holds for all plain pipelines of the space with any division of the blocks and
     the fewest recomputed blocks of every stage; ``bound`` for interleaved pipelines of any division
@@ -68,7 +68,7 @@ def refine(
     accept: Callable[[Layout], bool] = lambda _: True,
     stop: StopToken | None = None,
 ) -> Refinement:
-    """Layouts that are faster with stages that differ, at most as many as were found, or one."""
+    """Faster layouts whose stages differ: at most as many as the search found, or one."""
     started = time.perf_counter()
     of = _Refining(problem, space, found, recomputation, accept)
     of.answered()
@@ -108,7 +108,7 @@ class _Refining:
         self.least = min((one.seconds for one in found.best), default=inf)
 
     def answered(self) -> None:
-        """Refine the best layouts of the search, each to be faster than it was."""
+        """Refine the best layouts of the search; each refinement must be faster than its layout."""
         for one in self.found.best:
             layout = one.layout
             if layout.chunks > 1 or layout.pipeline == 1:
@@ -117,7 +117,7 @@ class _Refining:
                 self._refine(replace(_base(layout), recompute=kind), one.seconds, one.seconds)
 
     def others(self, stop: StopToken | None) -> float:
-        """Refine all others that may be the best; the bound of those that are left."""
+        """Refine all other layouts that may be the best; return a bound on the remaining ones."""
         left = _MOST_EXAMINED
         for plain in self.candidates.plain(lambda: self.least):
             if not left or is_stopped(stop):
@@ -143,14 +143,14 @@ class _Refining:
         return self.space.placements
 
     def _kinds(self, now: Recompute) -> list[Recompute]:
-        """What blocks are recomputed by: what the layout does, or any of the space's."""
+        """The kinds of recomputation for blocks: the layout's kind, or any kind of the space."""
         if now != "none":
             return [now]
         possible = self.space.recomputes(self.problem)
         return [one for one in possible if one != "none"] or [now]
 
     def _refine(self, base: Layout, below: float, before: float | None) -> int:
-        """Divide the blocks of a layout, if it is a new one; how many were looked at."""
+        """Divide the blocks of a new layout; return the number of divisions examined."""
         if base in self.done:
             return 0
         self.done.add(base)
@@ -170,7 +170,7 @@ class _Refining:
         return 1
 
     def _divided(self, base: Layout, counts: Counts, below: float) -> tuple[Estimate | None, float]:
-        """The best accepted division below a time, and the bound of all."""
+        """The best accepted division below a time, and a bound on all divisions."""
         walk = compiled_walk()
         memory = self.problem.fabric.memory_bytes * (1 + ROUNDING)
         options = StageOptions(self.problem, base, memory, counts, walk)
@@ -184,7 +184,7 @@ class _Refining:
         return one if one.fits else None, found.bound
 
     def _counts(self, base: Layout) -> Iterator[Counts]:
-        """How many blocks of so many may be recomputed; one after the other, where alike."""
+        """Allowed numbers of recomputed blocks in a stage of so many blocks."""
         if base.recompute == "none":
             yield lambda _: (0,)
             return
@@ -210,7 +210,7 @@ def _alike(least: int, most: int) -> Iterator[Counts]:
 
 
 def _base(layout: Layout) -> Layout:
-    """The layout without what is refined."""
+    """The layout without the fields that a refinement sets."""
     names = {"recompute_blocks", "first_blocks", "last_blocks"}
     names |= {"blocks_by_stage", "recomputed_by_stage"}
     plain = {one.name: one.default for one in fields(layout) if one.name in names}
@@ -218,7 +218,7 @@ def _base(layout: Layout) -> Layout:
 
 
 def refined_layout(base: Layout, found: Division) -> Layout:
-    """The layout with a division; recomputation in the field that says it with the fewest words."""
+    """The layout with a division, and recomputation in the simplest field that expresses it."""
     blocks, again = found.blocks, found.recomputed
     layout = replace(base, blocks_by_stage=blocks)
     if not any(again):

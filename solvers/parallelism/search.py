@@ -117,7 +117,7 @@ def search(
 def _open_parts(
     heap: Heap, tree: Tree, numbers: Iterator[int], stop: StopToken | None
 ) -> Iterator[Part]:
-    """The parts that may hold one of the best, by their bounds; the postponed ones after others."""
+    """Parts of the tree that may hold one of the best layouts, by bound; postponed parts last."""
     are_late, left = False, _MOST_FOR_THE_LIST
     while not is_stopped(stop):
         if not heap or heap[0][0] >= tree.worst:

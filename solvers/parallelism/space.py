@@ -92,7 +92,7 @@ class Space:
         return f"{devices} devices, {architecture.layers} blocks: no pipeline of the space divides"
 
     def _splits(self, problem: TrainingProblem, plain: Split) -> Iterator[Split]:
-        """Without and with sequence parallelism."""
+        """The splits without and with sequence parallelism."""
         divided = replace(plain, sequence_parallel=True)
         can = plain.tensor > 1 and _is_allowed(problem, divided)
         if can and self.sequence_parallel != "never":
@@ -121,7 +121,7 @@ def _is_allowed(problem: TrainingProblem, split: Split) -> bool:
 
 
 def chosen(values: tuple[int, ...] | None, of: int) -> tuple[int, ...]:
-    """The divisors of ``of``, or those of ``values`` that are."""
+    """The divisors of the number ``of``; if ``values`` are given, the divisors among them."""
     if values is None:
         return divisors(of)
     return tuple(sorted(one for one in set(values) if of % one == 0))

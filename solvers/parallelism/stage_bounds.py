@@ -58,7 +58,7 @@ def least_division(
 def _best(
     options: StageOptions, stage: int, start: int, counts: range, after: dict[int, Ends]
 ) -> tuple[Ends, int]:
-    """The least of each of both ways, and the blocks with which the first is least."""
+    """The least of both ends over a stage's possible blocks, and the blocks of the first end."""
     back, here, blocks = inf, inf, counts.start
     for count in counts:
         then = after.get(start + count)
@@ -75,7 +75,7 @@ def _best(
 
 
 def _ends(options: StageOptions, stage: int, one: Option, then: Ends) -> Ends:
-    """Of this stage and those after it, which take ``then``."""
+    """Both ends of the pipeline from this stage on, from the later stages' ends ``then``."""
     m, hop = options.microbatches, options.hop
     each = one.forward + one.returned
     is_last = stage == options.stages - 1

@@ -1,4 +1,4 @@
-"""What every stage of a plain pipeline takes, for any blocks: the fewest recomputed that fit."""
+"""Costs of every stage of a plain pipeline for any blocks, with the fewest recomputed blocks."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence

@@ -82,11 +82,11 @@ class StageSearch:
 
     @property
     def _worth(self) -> float:
-        """What a bound must be below for a division to be worth looking at."""
+        """The time below which a bound must be for a division to be worth looking at."""
         return self.below * (1 - RELATIVE_TOLERANCE)
 
     def _root(self) -> _Box | None:
-        """What any one stage may have by its memory and its own time."""
+        """The box of block counts that each stage's memory and time allow by themselves."""
         low = np.ones(self.stages, dtype=np.int64)
         low[[0, -1]] = 0
         if self.stages == 1:
@@ -118,7 +118,7 @@ class StageSearch:
         return bool(total + found.update < self._worth)
 
     def _summed(self, box: _Box) -> _Box | None:
-        """The box whose ends others can make up for; None if there is none."""
+        """The box narrowed so that all stages can sum to the model's blocks; None if empty."""
         low, high = box.low, box.high
         if (low > high).any():
             return None
@@ -134,7 +134,7 @@ class StageSearch:
     # Times.
 
     def _least(self, stage: int, low: int, high: int, starts: range) -> Option | None:
-        """The least of every quantity of a stage, over where it may start and what it may have."""
+        """The least of each cost of a stage, over its possible starts and block counts."""
         if self.options.is_uniform:
             starts = range(1)
         every = [self.options.option(stage, start, low) for start in starts]
@@ -165,7 +165,7 @@ class StageSearch:
         return range(first, max(first, min(before[1], self.blocks - after[0])) + 1)
 
     def _all(self, box: _Box) -> list[Option] | None:
-        """The least of every stage; None if one does not fit."""
+        """The least costs of every stage; None if a stage does not fit."""
         found = []
         for stage in range(self.stages):
             low, high = int(box.low[stage]), int(box.high[stage])
@@ -205,7 +205,7 @@ class StageSearch:
         return float(end.max() + update.max())
 
     def _tightened(self, box: _Box) -> _Box | None:
-        """The box without what the bound excludes, until nothing changes."""
+        """The box narrowed by the bound until nothing changes."""
         while True:
             every = self._all(box)
             if every is None or self.seconds(every) >= self._worth:
@@ -220,7 +220,7 @@ class StageSearch:
             box = found
 
     def _highest(self, box: _Box, every: list[Option], stage: int) -> int:
-        """The most blocks of a stage with which the bound is still worth it."""
+        """The most blocks of a stage with which the bound is still below the best time."""
         least, most = int(box.low[stage]), int(box.high[stage])
         starts = self._starts(box, stage)
         while least < most:
@@ -260,7 +260,7 @@ class StageSearch:
         return seconds
 
     def _descend(self, box: _Box) -> None:
-        """A good division to begin with: the bound's, then blocks moved one by one."""
+        """A good first division: the bound's division, improved by moving single blocks."""
         least = self._division(box)
         if least is None:
             return

@@ -29,7 +29,7 @@ _MOST_ENTRIES = 100_000
 
 @cache
 def compiled_walk() -> Walk:
-    """The schedule's walk, compiled."""
+    """The walk through a schedule's events, compiled."""
     from numba import njit
 
     made: Walk = njit(cache=True)(walk)
@@ -72,11 +72,11 @@ class Tree:
 
     @property
     def least(self) -> float:
-        """The best time."""
+        """The best layout's seconds, infinite without any."""
         return self.best[0].seconds if self.best else math.inf
 
     def families(self) -> Iterator[Child]:
-        """Step 1."""
+        """Step 1: parts by the division of layers among ranks."""
         for split in self.space.families(self.problem):
             family = Family(self.problem, split)
             if not len(self._divisions(family.left)[0]):
@@ -111,7 +111,7 @@ class Tree:
         return float(work.total.sum()) * self.problem.batch / samples / replicas
 
     def _of_split(self, family: Family) -> Part:
-        """Step 2."""
+        """Step 2: parts by microbatch size and kind of recomputation."""
 
         def parts() -> Iterator[Child]:
             for samples in chosen(self.space.microbatch, self.problem.batch):
@@ -133,7 +133,7 @@ class Tree:
 
     @cached_property
     def _recomputes(self) -> tuple[Recompute, ...]:
-        """The choices of step 2; with some blocks recomputed there may be none of them."""
+        """Kinds of recomputation (step 2), without "none" if some blocks may be recomputed."""
         every = self.space.recomputes(self.problem)
         some = any(map(self._is_some, every))
         return tuple(one for one in every if not (some and one == "none"))
@@ -142,7 +142,7 @@ class Tree:
         return recompute == "full" and self.space.partial
 
     def _of_work(self, choices: list[Choice]) -> Part:
-        """Step 3, the schedule."""
+        """Step 3: parts by schedule."""
 
         def parts() -> Iterator[Child]:
             for choice in choices:
@@ -189,7 +189,7 @@ class Tree:
     def _chained(
         self, bound: Floats, order: Ints, part: Callable[[int], Part], at: int = 0
     ) -> Iterator[Child]:
-        """Parts one after the other, by their bounds: each is made when the one before is."""
+        """Parts in order of their bounds; each part is made only after the previous part."""
         if at == len(order) or bound[order[at]] >= self.worst:
             return
         place = int(order[at])
@@ -201,7 +201,7 @@ class Tree:
         yield float(bound[place]), parts
 
     def _of_choice(self, choice: Choice) -> Part:
-        """Step 3, the pipeline."""
+        """Step 3: parts by ZeRO stage, offloading and pipeline."""
 
         def parts() -> Iterator[Child]:
             least = None
@@ -210,7 +210,7 @@ class Tree:
             for zero, offload in itertools.product(self.space.zero, self.space.offload):
                 keeping = Keeping(zero, offload)
                 room = choice.bounds.room(self.about_memory, keeping)
-                # With nothing to divide by ZeRO it is as with less of it.
+                # If ZeRO has nothing to divide, a lower ZeRO stage gives the same.
                 differs = choice.bounds.allowed
                 if zero > min(self.space.zero):
                     differs = differs & ~choice.bounds.alone
@@ -223,7 +223,7 @@ class Tree:
         return parts
 
     def _of_division(self, of: Divided, division: int) -> Part:
-        """Step 4."""
+        """Step 4: parts by placement of a division's fitting layout."""
 
         def parts() -> Iterator[Child]:
             some = of.some(division)
@@ -257,7 +257,7 @@ class Tree:
         return _recomputed(layout, low, most)
 
     def _accepted(self, layout: Layout, some: tuple[int, int] | None) -> Layout | None:
-        """The layout, or that which recomputes all blocks, if it is accepted."""
+        """The layout if accepted, else the layout that recomputes all blocks, if accepted."""
         if self.accept(layout):
             return layout
         if some is None:
@@ -269,7 +269,7 @@ class Tree:
         return self._parts(layout).least_bytes <= self.about_memory
 
     def _parts(self, layout: Layout) -> Parts:
-        """The parts of a layout; of the last one if they differ in ZeRO and the like alone."""
+        """The parts of a layout, reused from the last layout if only ZeRO and the like differ."""
         plain = replace(layout, zero=0, offload_optimizer=False, placement="data-inside")
         if self._last is None or self._last.layout != plain:
             self._last = Parts(self.problem, plain)
@@ -285,7 +285,7 @@ class Tree:
         return self.space.placements
 
     def _of_layout(self, layout: Layout, some: tuple[int, int] | None) -> Part:
-        """Step 5."""
+        """Step 5: evaluate a layout; more recomputed blocks if it does not fit."""
 
         def parts() -> Iterator[Child]:
             found = evaluate(self.problem, layout, compiled_walk())
@@ -303,7 +303,7 @@ class Tree:
         return parts
 
     def _take(self, found: Estimate) -> None:
-        """Among the best, of which no two are alike; what is like a better one is folded."""
+        """Put a layout among the best; of layouts that are alike only the fastest stays there."""
         key = self.alike(found.layout)
         same = [one for one in self.best if self.alike(one.layout) == key]
         first, *rest = sorted([found, *same], key=simple_first)
@@ -317,7 +317,7 @@ def _seconds(choice: Choice, _: Table) -> Floats:
 
 
 def simple_first(one: Estimate) -> tuple[float, int, int, str]:
-    """By time; of equal ones those with fewer kinds of parallelism."""
+    """Sort key of layouts: time, then the number of kinds of parallelism."""
     layout = one.layout
     return float(f"{one.seconds:.9g}"), layout.context, layout.expert, layout.placement
 

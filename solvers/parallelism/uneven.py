@@ -18,7 +18,7 @@ from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 from stagewright.solvers.parallelism.choices import Choice
 from stagewright.solvers.parallelism.divisions import Groups, Table, replicas
 
-ROUNDING = 1e-12  # the sums are those of the layouts, in another order
+ROUNDING = 1e-12  # the sums of the layouts are in another order
 
 
 class _Rows:
@@ -48,12 +48,12 @@ class _Rows:
         return found
 
     def least(self, number: Ints, start: Ints | int = 0) -> Floats:
-        """The least sum of so many blocks, the first of which is ``start`` or a later one."""
+        """The least sum of ``number`` consecutive blocks that begin at ``start`` or later."""
         found: Floats = self._least[number, start]
         return found
 
     def without(self, number: Ints) -> Floats:
-        """The least sum of all layers but so many blocks in a row."""
+        """The least sum of all layers without ``number`` consecutive blocks."""
         found: Floats = self.total - self._most[number]
         return found
 
@@ -116,7 +116,7 @@ class _Bound:
 
     @property
     def _plain_ends(self) -> Floats:
-        """The mean of the first rank, from its first backward, and the last one."""
+        """A bound for plain pipelines: the mean of the first rank's and the last rank's bounds."""
         n, m = self._between, self.m
         both = (m - np.minimum(self.p, m)) * self.forward.without(n)
         both += (m - 1) * self.backward.without(n) + self.returned.total
@@ -139,7 +139,7 @@ class _Bound:
 
     @property
     def _middle(self) -> Floats:
-        """The last rank but one, with its way there and back, or there and all its work."""
+        """A bound by the last rank but one: its work, with the way to it and back."""
         start = np.maximum(self.p - 3, 0) * self.w
         stages, hops = self.m * self.v, (self.p - 2) * self.hop
         there = self.returned.ends[0] + self.returned.before[start] + 2 * hops

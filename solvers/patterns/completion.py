@@ -1,4 +1,4 @@
-"""What the layers before a stage need at least: tables for pruning allocations at one period.
+"""Tables of least memory and work of the layers before a stage, for pruning allocations.
 
 The layers [0, l) are still to be placed, and the path from their forward through the later layers
 to their backward takes at least a known delay. In 1F1B* (MadPipe section 4.1) the delay after a
@@ -24,7 +24,7 @@ _SHUFFLED = 4.0  # layers by which the order of starts may change
 
 
 class Completion(NamedTuple):
-    """What layers [0, l) need after each delay, at one period or at any shorter one.
+    """Least needs of layers [0, l) after each delay, at a period or any shorter period.
 
     Attributes
     ----------

@@ -275,7 +275,7 @@ class JointSearch(BestFirst[BoundWindow | AllocationCandidate]):
             self._push(bound, candidate, attempt + 1)
 
     def _offer(self, stages: tuple[Stage, ...], pattern: Pattern, bound: float = 0.0) -> None:
-        """Keep a plan as the best; ``bound`` is that of its allocation."""
+        """Keep a plan if it is the best; ``bound`` is its allocation's bound."""
         problem = self._problems.of(stages)
         self.cost = problem.iteration_seconds(problem.evaluate(pattern))
         self.best = stages, pattern

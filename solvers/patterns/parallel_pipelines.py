@@ -1,4 +1,4 @@
-"""The best configuration of parallel pipelines: all of them, best floor first, until none is less.
+"""The best configuration of parallel pipelines, by ascending lower bound until proved.
 
 The thesis sweeps all (d, p) and takes for each the largest microbatch that fits (section 3.3.2,
 Algorithm 1); here the microbatch size is searched as well, which is never worse.
@@ -23,7 +23,7 @@ class Costs(Protocol):
         """Lower bounds on :meth:`seconds` by depth, shape (most,); inf: does not fit in memory."""
 
     def seconds(self, one: Configuration) -> float:
-        """Of a configuration, inf if it does not fit in memory."""
+        """Seconds of a configuration, inf if the configuration does not fit in memory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ def device_bounds(
     cost: float,
     seconds: float,
 ) -> tuple[Bound, ...]:
-    """Bounds on all schedules of ``stages``, and on those with whole backwards.
+    """Bounds on all schedules of ``stages``, and on the schedules with whole backwards.
 
     ``cost`` is the time of a schedule in the class ``plans``. Targets below it are tried for
     ``seconds``.

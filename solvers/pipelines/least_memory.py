@@ -138,7 +138,7 @@ class _LeastMemorySearch:
 
 
 def within(problem: MakespanProblem, levels: Levels, level: int) -> MakespanProblem:
-    """The problem with that limit on every device, or its own where that is less."""
+    """The problem with the given limit on every device whose own limit is not smaller."""
     limit = float(levels.limits[level])
     return replace(problem, memory=tuple(min(limit, own) for own in problem.memory))
 

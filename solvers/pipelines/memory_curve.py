@@ -87,7 +87,7 @@ def _better(one: CurvePoint, other: CurvePoint) -> CurvePoint:
 
 
 def _hand_on(points: list[CurvePoint]) -> None:
-    """Schedules to larger limits, bounds to smaller ones."""
+    """Pass schedules on to points with larger limits, and bounds to points with smaller limits."""
     for k in range(1, len(points)):
         before = points[k - 1]
         if before.cost < points[k].cost:

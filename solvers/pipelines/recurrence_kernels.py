@@ -324,7 +324,7 @@ def _place_in_memory(
     source: Words,
     out: Words,
 ) -> None:
-    """As ``_place``; the n-th stage from the end must hold min(warm_up, n) microbatches."""
+    """As ``_place``, if the n-th stage from the end must hold min(warm_up, n) microbatches."""
     for l in range(first, last + 1):
         for before in range(starts[l], min(l, high + 1)):
             if not source[before].any():

@@ -48,7 +48,7 @@ class _Sequence(NamedTuple):
 
 
 class _Changes(NamedTuple):
-    """Heap of computations to time again, by former start; what has changed, for undoing."""
+    """Heap of computations to time again, by former start, and a record of changes for undoing."""
 
     heap: Ints
     keys: Floats
@@ -206,7 +206,7 @@ def _propagate(
     sequence: _Sequence, changes: _Changes, bounds: Ints, span: bool, i: int, j: int, most: float,
     step: int, count: int,
 ) -> int:  # fmt: skip
-    """Time again what a move from place i to place j changes.
+    """Time again all computations that a move from place i to place j changes.
 
     Returns the number of computations with other starts, or -1 less than it if the cost is more
     than ``most``. If computations wait for each other in a circle, that is found in this way.

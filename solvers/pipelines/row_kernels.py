@@ -167,7 +167,7 @@ def keeps_limits(times: RowTimes, rows: Ints, start: int, stop: int, d: int) -> 
 
 @inner
 def _arrival(code: int, done: Ints, starts: Floats, before: Ints, lag: Floats) -> float:
-    """When the next microbatch of ``code`` can start by what it needs; inf if that is open."""
+    """Time at which the next microbatch of ``code`` has its input; inf if that is not known yet."""
     m, other = done[code], before[code]
     if m == starts.shape[1]:
         return np.inf

@@ -48,7 +48,7 @@ EAGER = (0.0, 0.25, 0.5, 1.0)
 
 
 class RowSearch:
-    """The best rows so far, of the orders that are offered and of those found."""
+    """The best rows so far, among offered orders and orders found by the search."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class RowSearch:
         self.step_seconds = STEP_SECONDS * len(self.rows)  # of annealing, measured as it goes on
 
     def offer(self, order: Order) -> bool:
-        """Take the order if it is better; whether it is."""
+        """Keep the order if it is better than the best; return whether it was kept."""
         numbers = {F: 0, B: 1, I: 1, W: 2}
         stages = self.problem.stages
         codes = [numbers[one.kind] * stages + one.stage for row in order.rows for one in row]
@@ -157,7 +157,7 @@ class RowSearch:
         return float(max(ends[row].max() - self.starts[row[0], 0] for row in own))
 
     def _round(self, goes_on: Callable[[], bool]) -> Ints:
-        """Draw rules, then change the best ones; the rows of the best one."""
+        """Draw rules and change the best rules; return the rows of the best rule."""
         pool: list[tuple[float, int, RandomRule]] = []
         tried, last, best, rows = 0, 0, np.inf, self.best.copy()
         while tried == 0 or (goes_on() and tried - last < PATIENCE):
@@ -292,7 +292,7 @@ def _own(problem: MakespanProblem, devices: int) -> Ints:
 
 
 def _sends_never_wait(problem: MakespanProblem) -> bool:
-    """Whether each direction is a channel that is faster than what it sends for."""
+    """Whether sends never wait: each direction's channel is faster than the computations."""
     there = all(a <= b for a, b in zip(problem.send_forward, problem.forward, strict=False))
     back = all(a <= b for a, b in zip(problem.send_backward, problem.backward[1:], strict=True))
     idle = not (any(problem.send_forward) or any(problem.send_backward))

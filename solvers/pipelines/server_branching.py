@@ -1,4 +1,4 @@
-"""Branch and bound on relaxed plans: a bound no lower than that of one search over labels.
+"""Branch and bound on relaxed plans, which can only raise the bound of a label search.
 
 A node fixes the last stages, and says which stages are not possible before them. The search over
 labels either proves that no plan of the node is in time, or returns a relaxed plan, on whose last
@@ -117,7 +117,7 @@ class ServerTree:
 
 
 def _by_stage(node: _Node, stage: RelaxedStage) -> Iterator[_Node]:
-    """Without the stage, and with it."""
+    """Branch on a stage: relaxed plans without the stage, and plans with the stage."""
     form, start, stop = node.form, stage.start, stage.stop
     at = choice_of(form, stage), start, stop
     without, alone = form.limit.copy(), form.limit.copy()
@@ -129,7 +129,7 @@ def _by_stage(node: _Node, stage: RelaxedStage) -> Iterator[_Node]:
 
 
 def _by_place(node: _Node, stage: RelaxedStage) -> Iterator[_Node]:
-    """With the stage at another place, and at this one."""
+    """Branch on a stage's place: plans with the stage at another place, and at its place."""
     form, bit = node.form, 1 << stage.place
     others, here = form.places.copy(), form.places.copy()
     others[stage.start] &= ~bit

@@ -27,7 +27,7 @@ ALONE = 2  # how near two stages are that are not in one rack
 
 
 class Loads(NamedTuple):
-    """What shared devices have to do, by two measures: device-seconds, and long layers.
+    """The work of shared devices by two measures: device-seconds, and long layers.
 
     Attributes
     ----------
@@ -61,7 +61,7 @@ class Loads(NamedTuple):
 
 
 class Search(NamedTuple):
-    """The relaxed problem, what the remaining layers need, and arrays to work in.
+    """The relaxed problem, tables of the remaining layers' needs, and working arrays.
 
     ``arrivals`` are labels after a channel, for one state. ``placed[i]`` is (index of the previous
     stage, start, stop, choice, place) of the i-th placed stage; ``steps`` counts the stages placed
@@ -88,7 +88,7 @@ def before_last(microbatches: int, i: int) -> int:
 
 @lean
 def _fill_tails(microbatches: int, known: Floats, tails: Floats) -> None:
-    """Set tails[k] to what follows the k-th last backward at least; they ascend."""
+    """Set tails[k] to the least time after the k-th last backward; tails ascend."""
     step = 0
     for k in range(microbatches):
         while step + 1 < TRIPS and before_last(microbatches, step + 1) <= k:

@@ -147,7 +147,7 @@ def _extend(
 
 @lean
 def _count(form: ServerRelaxation, known: Floats, c: int, again: bool, values: Floats) -> bool:
-    """Count the new devices of choice c in ``values`` by rank; whether there are as many."""
+    """Count the new devices of choice c in ``values`` by rank; return whether enough exist."""
     copy(known, UP_TO, ROOM, values)
     enough = True
     if c < form.turns and not again:
@@ -270,7 +270,7 @@ def _try(
     b = form.backward[c, m] - form.backward[c, l]
     i = form.gradient[c, m] - form.gradient[c, l]
     sent, work = form.rounds[c] * (f + i), form.rounds[c] * (f + b)
-    least = 0.0 if form.shared else finish  # that of a longer stage
+    least = 0.0 if form.shared else finish  # the finish of a longer stage
     if known[TRIP] + sent > search.until or known[FORTH] + work + least > search.until:
         return False, True
     _extend(

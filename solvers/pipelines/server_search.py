@@ -46,7 +46,7 @@ OnPlan = Callable[[tuple[RelaxedStage, ...]], None]
 
 
 class Answer(NamedTuple):
-    """Of one search: a relaxed plan, or the proof that there is none, or neither in time."""
+    """The answer of a search: a relaxed plan, a proof that none exists, or neither in time."""
 
     plan: tuple[RelaxedStage, ...]
     proves: bool

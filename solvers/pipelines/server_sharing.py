@@ -26,7 +26,7 @@ COUNT_SLACK = 1e-5  # of the layers that a group can have
 
 @lean
 def _capacity(search: Search, known: Floats, i: int, c: int) -> float:
-    """What devices of choice c, reached after ``known``, can do by the i-th measure.
+    """Work that devices of choice c, reached after ``known``, can do by the i-th measure.
 
     After the last computation, there is the way back, and the all-reduce and step of the layers
     that are counted. If backwards may be split, the last computation may be a weight gradient,
@@ -52,7 +52,7 @@ def _count(seconds: float, size: float) -> float:
 
 @lean
 def look_ahead(search: Search, known: Floats, free: int) -> None:
-    """Set ``spare`` to what ``free`` devices that are reached after ``known`` can do."""
+    """Set ``spare`` to the work that ``free`` devices reached after ``known`` can do."""
     for i in range(LOADS):
         most = 0.0
         for c in range(len(search.form.devices)):

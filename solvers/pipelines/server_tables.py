@@ -1,4 +1,4 @@
-"""Compiled tables of the server-aware relaxation: what layers before and after a cut need at least.
+"""Compiled tables of the server-aware relaxation: least needs of layers around a cut.
 
 They are in one file because numba recompiles a cached kernel only if the kernel's own file changes.
 """
@@ -16,7 +16,7 @@ FAST = 0  # the best link
 
 
 class Before(NamedTuple):
-    """What the first l layers need at least on at most d devices, shape (V + 1, L + 1) by [d, l].
+    """Least needs of the first l layers on at most d devices, shape (V + 1, L + 1) by [d, l].
 
     If devices are shared, the tables are filled for d = V alone: all devices may be used again.
     ``path`` is the way of one microbatch there and back, ``forth`` its way there.
@@ -27,7 +27,7 @@ class Before(NamedTuple):
 
 
 class Rest(NamedTuple):
-    """What the layers from l on need at least on at most d devices, of which q have rank 0.
+    """Least needs of the layers from l on, on at most d devices, of which q have rank 0.
 
     The shape is (q + 1, V + 1, L + 1) by [q, d, l], for all q or for q = 0, which then stands for
     any number.

@@ -185,7 +185,7 @@ def _schedule(window: Window, j: int, k: int, start: float, where: Places, clock
 
 @njit(cache=True)
 def _raise(window: Window, where: Places, clock: Floats, ready: Floats) -> None:
-    """Raise the times of a state to the earliest start of what comes next."""
+    """Raise the times of a state to the earliest start of the next computation."""
     base = len(clock) - len(where)
     clock[1:base] = np.inf
     for j in range(len(ready)):
@@ -298,7 +298,7 @@ def _is_new(
 
 @njit(cache=True)
 def _merge(first: int, clock: Floats, new: Floats, following: Ints) -> None:
-    """Of the states from ``first`` on, give the nearest to ``new`` the earlier times of both."""
+    """Merge ``new`` into the nearest state from ``first`` on, with the earlier times of both."""
     nearest, least, other = first, np.inf, first
     while other != NONE:
         distance = _distance(clock[other], new)

@@ -131,7 +131,7 @@ class WindowSearch:
         self.back = Direction(back, tails[::-1, ::-1], heads[::-1, ::-1])
 
     def bound(self) -> float:
-        """A lower bound from all windows; the target itself if one of them refutes it."""
+        """A lower bound from all windows; the target itself if a window refutes it."""
         best = 0.0
         for span in spans(self.problem.stages):
             for direction in (self.back, self.ahead):

@@ -1,4 +1,4 @@
-"""Which devices are the equal groups of a pipeline, and in what order.
+"""Arrangements of devices into equal groups of a pipeline, in some order.
 
 SPP's order of devices, cut into groups of neighbours, is the first arrangement. Where devices
 differ there are others: every one of a few devices, else the order from its end and that of falling
@@ -63,7 +63,7 @@ def _every(devices: Sequence[int], size: int, ranks: int) -> Iterator[Groups]:
 
 
 def _costs(problem: PipelineProblem, groups: Groups, linked: bool) -> tuple[object, ...]:
-    """What the costs of stages on the groups depend on; without links, if not ``linked``."""
+    """Key of the costs of stages on the groups; without links, if not ``linked``."""
     cluster, devices = problem.cluster, [v for group in groups for v in group]
     kinds = tuple((cluster.devices[v].kind, float(problem.memory_bytes[v])) for v in devices)
     if not linked:

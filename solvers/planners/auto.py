@@ -236,7 +236,7 @@ class _Portfolio:
     def bound(
         self, problem: PipelineProblem, limits: Limits, on_progress: OnProgress
     ) -> Proposal | NoPlan:
-        """The best plan with a bound on the plans that share devices, if it is one of them."""
+        """The best plan, with a bound on plans that share devices if the plan shares devices."""
         assert self.best is not None
         plans = class_of_proposal(self.best)
         for known, name in ((SHARED_WHOLE, SHARED_SERVERS), (SHARED_SPLIT, SPLIT_SERVERS)):

@@ -149,7 +149,7 @@ class _PlanSearch(BestFirst[Prefix | _CompletePlan]):
         return True
 
     def _report(self, bound: float) -> None:
-        """Report the bound at intervals; ``bound`` is that of the current item."""
+        """Report the bound at intervals; ``bound`` is the current item's bound."""
         elapsed = perf_counter() - self.began
         if elapsed > self._reported + _REPORT_SECONDS:
             self._reported = elapsed
@@ -207,7 +207,7 @@ class _PlanSearch(BestFirst[Prefix | _CompletePlan]):
         return answer.status is not Status.OPTIMAL and bound < self._ceiling(), bound
 
     def _offer(self, candidate: _CompletePlan, times: Timetable, bound: float) -> None:
-        """Keep a schedule if it is the best; ``bound`` is that of its candidate."""
+        """Keep a schedule if it is the best; ``bound`` is its candidate's bound."""
         seconds = candidate.scheduling.evaluate(times)
         if seconds < self.cost:
             self.cost, self.best = seconds, (candidate.stages, times)
@@ -230,7 +230,7 @@ class _PlanSearch(BestFirst[Prefix | _CompletePlan]):
 
 
 def _row(scheduling: MakespanProblem) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """The problem as one row of numbers, of which smaller ones are better."""
+    """The problem as one row of numbers, in which smaller numbers are better."""
     limits = -np.minimum(scheduling.in_flight, scheduling.microbatches)
     return np.concatenate([
         scheduling.forward, scheduling.backward, scheduling.send_forward,

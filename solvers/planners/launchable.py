@@ -83,7 +83,7 @@ def plan_launchable(
 def _bounds(
     problem: PipelineProblem, runtime: Runtime, cost: float, seconds: float
 ) -> tuple[Bound, ...]:
-    """What relaxations prove about all plans for the runtime, also with equal groups."""
+    """Lower bounds of relaxations on all plans that the runtime can run."""
     until = monotonic() + seconds
     plans = plans_of(problem, runtime)
     found = ClassBounds(problem, seconds).relaxed(plans, cost)
@@ -303,7 +303,7 @@ class _Search:
         return found
 
     def _alike(self, group: tuple[int, ...]) -> tuple[object, ...]:
-        """What the costs of a stage on a group depend on."""
+        """Key of the costs of a stage on a group: kinds, number of devices, memory."""
         kinds = {self.problem.cluster.devices[v].kind for v in group}
         memory = float(self.problem.memory_bytes[list(group)].min())
         return (tuple(sorted(kinds)), len(group), memory)

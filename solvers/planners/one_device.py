@@ -64,7 +64,7 @@ class _OneDevice:
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        """A stage per layer."""
+        """The stages of the plan: one per layer."""
         name = self.problem.cluster.devices[0].name
         return tuple(Stage((i, i + 1), (name,)) for i in range(len(self.problem.chain)))
 
@@ -76,7 +76,7 @@ class _OneDevice:
 
     @cached_property
     def seconds(self) -> Blocks:
-        """Of all actions; backwards are split where the layer allows it."""
+        """Seconds of all actions; backwards are split where the layer allows it."""
         split = np.repeat(np.array(self.splits)[:, None], self.problem.microbatches, axis=1)
         return durations(self.problem, self.stages, split)
 
@@ -111,7 +111,7 @@ class _OneDevice:
         return range(self.problem.microbatches)
 
     def proposals(self) -> Iterator[Proposal]:
-        """Each with the costs of those before it in its notes."""
+        """Proposals, each with the costs of the earlier proposals in its notes."""
         one = self._one_stream()
         if not (self.problem.knows_shares and self.movable):
             yield one
@@ -151,7 +151,7 @@ class _OneDevice:
                 yield sub
 
     def _with(self, others: _Sub, moved: Action) -> Iterator[_Sub]:
-        """The sub-stream without ``moved``, and with it in every place, or in some of many."""
+        """Sub-streams without ``moved``, and with ``moved`` in every place (or some of many)."""
         yield others
         step = max(1, len(others) // _MOST_PLACES)
         for place in range(0, len(others) + 1, step):
@@ -220,7 +220,7 @@ class _OneDevice:
         return row
 
     def _notes(self) -> Iterator[str]:
-        """What the figures rest on."""
+        """Notes on the assumptions behind the figures: whole backwards, assumed shares."""
         whole = [s for s, parts in enumerate(self.splits) if not parts]
         if whole:
             yield (

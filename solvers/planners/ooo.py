@@ -90,7 +90,7 @@ class _Shortage(NamedTuple):
 
 
 def _proposals(problem: PipelineProblem, asked: OutOfOrder) -> Iterator[Proposal | _Shortage]:
-    """Proposals that fit in memory; for those that do not, why."""
+    """Proposals that fit in memory, and the shortage of every proposal that does not."""
     if asked.training == "single":
         for found in one_device_proposals(problem):
             yield _shortage(problem, found) or found
@@ -100,7 +100,7 @@ def _proposals(problem: PipelineProblem, asked: OutOfOrder) -> Iterator[Proposal
 
 
 def _shortage(problem: PipelineProblem, found: Proposal) -> _Shortage | None:
-    """What the proposal lacks of memory, if it does."""
+    """The memory that the proposal lacks; None if the proposal fits."""
     plan = assemble(problem, "ooo", found.stages, found.starts, begins=found.begins)
     times = read_times(problem, plan)
     short = next(iter(memory_exceeded(times)), None)

@@ -115,7 +115,7 @@ class PlannedPipelines:
         return stages.most(need)[: line.most]
 
     def seconds(self, one: Configuration) -> float:
-        """Of the plan of a configuration; inf if it does not fit in memory."""
+        """Seconds of a configuration's plan; inf if the plan does not fit in memory."""
         problem, stages = self.problems[one.samples], self.stages(one)
         if self.rule.may_overlap:
             asked = PatternProblems(problem).of(stages)
@@ -325,7 +325,7 @@ def of_batch(
 
 
 def claim(found: Choice) -> str:
-    """What the choice is the best of."""
+    """A sentence that says among which configurations the choice is the best."""
     text = f"{found.best}: of {found.configurations} configurations of equally replicated stages "
     if found.bound_seconds < found.seconds:
         return f"{text}none takes less than {format_seconds(found.bound_seconds)}"

@@ -49,7 +49,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Proposal:
-    """Stages, start times, and what the planner proved on the mode; ``notes`` say how it went.
+    """Stages, start times, and bounds that the planner proved; ``notes`` describe the search.
 
     Backwards are split where ``starts`` has their input gradients; ``weights`` names the rule of
     their updates; ``begins`` as in `Schedule`. ``sub_ends`` has the ends of the weight gradients in

@@ -1,4 +1,4 @@
-"""A plan whose replicated stages divide their state, from one whose replicas keep all of it.
+"""A plan whose replicas divide their stage's state, from a plan whose replicas keep it whole.
 
 No planner searches over shards: they are put into a plan that was found without, whose order is
 kept if it is still valid, and scheduled again if that is shorter. Where nothing fits without, the
@@ -98,7 +98,7 @@ def _with_shards(stage: Stage, shards: Shards) -> Stage:
 
 
 def note_on_shards(plan: PipelinePlan | None, before: PipelinePlan | None, shards: Shards) -> str:
-    """What the stages of ``plan`` divide, beside the plan without ``shards``; None: not found."""
+    """A note on the sharded state of ``plan``, beside the plan without ``shards`` if found."""
     if plan is None:
         return f"no stage divides its state: with shards {shards} the plan does not fit"
     numbers = [str(s) for s, stage in enumerate(plan.stages) if stage.shards != "none"]

@@ -39,7 +39,7 @@ ROWS = (
 
 
 def require_same_layers(chain: Chain, given: PipelinePlan) -> None:
-    """Refuse a plan whose layers are not those of ``chain``, or are divided among devices."""
+    """Refuse a plan whose layers differ from ``chain``'s, or are divided among devices."""
     require_whole_stages(
         given.stages,
         "planners make stages of degree 1 only and cannot begin with others",

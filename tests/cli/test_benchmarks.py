@@ -239,10 +239,9 @@ def test_pictures_of_the_madpipe_study(tmp_path):
 
 
 @pytest.mark.slow
-def test_periodic_tables_hold_what_they_claim_and_have_their_places():
+def test_periodic_tables_hold_what_they_claim_and_have_their_files():
     tables = {table.name: table for table in periodic.tables(quick=True)}
-    readme = report.README.read_text()
-    assert all(f"<!-- {name} -->" in readme for name in tables)
+    assert all((report.RESULTS / f"{name}.csv").exists() for name in tables)
     (allocation,) = tables["periodic-allocation-quality"].rows
     *_, gap, contiguous, _, grid = allocation
     assert gap == "exact"
@@ -300,11 +299,10 @@ def test_examples_pair_profiles_with_clusters_of_their_devices():
     assert len(names) == len(set(names)) == 18
 
 
-def test_marks_of_the_tables_stand_in_the_readme_once():
-    text = report.README.read_text()
-    marks = re.findall(r"<!-- ([\w-]+) -->", text)
-    assert len(marks) == len(set(marks))
-    assert {"split_backward", "executor-overhead", "executor-torch"} <= set(marks)
+def test_every_table_of_results_is_on_one_page():
+    pages = "".join(page.read_text() for page in report.PAGES.glob("*.md"))
+    shown = re.findall(r"^\[([\w-]+)\]\(../../benchmarks/results/\1.csv\)$", pages, re.MULTILINE)
+    assert sorted(shown) == sorted(file.stem for file in report.RESULTS.iterdir())
 
 
 def test_table_as_markdown():
@@ -318,10 +316,6 @@ def test_table_as_markdown():
     ]
 
 
-def test_section_is_replaced_and_a_missing_one_refused(tmp_path):
-    file = tmp_path / "README.md"
-    file.write_text("head\n<!-- t -->\nold\n<!-- end t -->\ntail\n")
-    report.write_section("t", "new", file)
-    assert file.read_text() == "head\n<!-- t -->\nnew\n<!-- end t -->\ntail\n"
-    with pytest.raises(ValueError, match="no place"):
-        report.write_section("u", "new", file)
+def test_table_is_written_as_data(tmp_path):
+    report.write(report.Table("t", "Title", ("a, b", "c"), ((1.23456, None),)), tmp_path)
+    assert (tmp_path / "t.csv").read_text() == f'# Title\n# {report.machine()}\n"a, b",c\n1.235,-\n'

@@ -76,7 +76,7 @@ class _Conversion:
         self._attributes: dict[str, Any] = {}
 
     def result(self, output: Callable[[Sequence[Tensor]], Any]) -> Exported:
-        """The graph."""
+        """The converted graph."""
         nodes = list(self._program.graph.nodes)
         starts = [node for node in nodes if node.op == "placeholder"]
         for node, spec in zip(starts, self._program.graph_signature.input_specs, strict=True):
@@ -148,7 +148,7 @@ class _Conversion:
         return entries
 
     def _dropout(self, node: fx.Node) -> fx.Node:
-        """A module, which is told when to evaluate."""
+        """A dropout operator as a module, so that ``eval()`` and ``train()`` reach it."""
         given, share, _ = cast(tuple[fx.Node, float, bool], node.args)
         name = f"{BETWEEN}{len(self._attributes)}"
         self._attributes[name] = nn.Dropout(share).train(cast(bool, node.args[2]))

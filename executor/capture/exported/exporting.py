@@ -1,4 +1,4 @@
-"""The graph of a model's calls, by torch.export: its blocks are called whole, as they stand.
+"""The graph of a model's forward by torch.export, in which each block is one whole call.
 
 torch.export runs the model's own code, with keywords, optional arguments and dataclasses, on
 tensors without data and sizes that may vary. Blocks are operators to it, so that what is recorded
@@ -34,7 +34,7 @@ from stagewright.graphs.documents.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Tensors for which a model is captured, and how it is called with them.
+    """Example inputs for which a model is captured, and the signature of the call.
 
     ``takes_loss``: of the model's result its loss alone is wanted. ``autocast`` is the type of
     its computations, None for the parameters' type; ``dtype`` is that of parameters, None for
@@ -49,7 +49,7 @@ class Example:
     autocast: torch.dtype | None = None
 
     def first(self, samples: int) -> "Example":
-        """The first ``samples``."""
+        """An example of the first ``samples`` samples."""
         return replace(self, tensors=tuple(one[:samples] for one in self.tensors))
 
 
@@ -74,7 +74,7 @@ def export(model: nn.Module, example: Example) -> Exported:
 
 
 def _with_blocks(model: nn.Module, example: Example, *, outermost: bool) -> Exported:
-    """The graph between blocks; those that hand on tensors beside their results are opened."""
+    """The graph between blocks; blocks that pass tensors other than their results are opened."""
     outer = _Outer(model, example)
     opened: set[type] = set()
     while True:

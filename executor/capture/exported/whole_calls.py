@@ -1,4 +1,4 @@
-"""Modules that an export does not look into: a call of each is one operator of the graph."""
+"""Modules that an export does not trace into: each call of a module is one operator."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -127,7 +127,7 @@ class WholeCall:
 
 
 def _outline(one: Tensor, another: Tensor, known: Mapping[tuple[int, int], Any]) -> Tensor:
-    """A tensor without data for those of two runs: its sizes are ``known`` by both, or fixed."""
+    """A tensor without data for one of two runs: its sizes are ``known`` symbols, or fixed."""
     pairs = zip(one.shape, another.shape, strict=True)
     shape = [known.get(pair, pair[0]) for pair in pairs]
     return torch.empty(shape, dtype=one.dtype, device=one.device)
@@ -198,7 +198,7 @@ def _whole(
 
 @contextmanager
 def _unseen() -> Iterator[None]:
-    """Keep the export from following the calls of modules within: it loses its way if one fails."""
+    """Keep the export from tracking calls of inner modules, which breaks if a call fails."""
     followed = nn.Module.__call__
     nn.Module.__call__ = fx._symbolic_trace._orig_module_call  # type: ignore[method-assign]
     try:

@@ -1,4 +1,4 @@
-"""The document of a captured graph: what is planned for."""
+"""The document of a captured graph, which planners of operators read."""
 
 import operator
 from collections import defaultdict
@@ -65,14 +65,14 @@ def selected(node: fx.Node) -> tuple[fx.Node, int]:
 
 
 def operator_name(node: fx.Node) -> str:
-    """For example ``aten.mm``; of an input or a state what it is."""
+    """The operator of a node, such as ``aten.mm``; the kind of an input or a state."""
     if node.op == "placeholder":
         return str(node.meta["role"])
     return str(node.target.overloadpacket)  # type: ignore[union-attr]
 
 
 def results_of(node: fx.Node) -> list[Tensor | None]:
-    """The tensors that a node makes; None where it leaves one out."""
+    """The tensors that a node makes; None for an output that is left out."""
     value: Any = node.meta["val"]
     return list(value) if isinstance(value, list | tuple) else [value]
 
@@ -92,7 +92,7 @@ def is_in_place(node: fx.Node) -> bool:
 
 
 def _overtaken(node: fx.Node, given: list[fx.Node], readers: list[fx.Node]) -> list[str]:
-    """The readers of the memory that ``node`` changes, other than those it reads itself."""
+    """Readers of the memory that ``node`` changes, which must run before ``node``."""
     if not is_in_place(node):
         return []
     return [one.name for one in readers if one not in given]

@@ -28,7 +28,7 @@ def without_values(
 
 
 def resized(batch: tuple[Any, Any], samples: int) -> tuple[Any, Any]:
-    """A mini-batch of ``samples``: the given ones, again and again.
+    """A mini-batch of ``samples`` samples: the given samples, repeated.
 
     Raises
     ------

@@ -49,7 +49,7 @@ _IDENTITIES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 
 @dataclass(slots=True)
 class JointGraph:
-    """A functional graph, and what its nodes are.
+    """A functional graph with the roles of its nodes (parameter, input, loss, ...).
 
     ``states`` and their ``values`` are by path in the model. ``written`` has the nodes that make
     the new values of buffers; parameters without a gradient are not in ``gradients``. Every node
@@ -270,7 +270,7 @@ def _mark(made: fx.Node, traced: fx.Node) -> None:
 
 
 def _assign(found: JointGraph, node: fx.Node, what: AOTOutput) -> None:
-    """Record what a result of the step is."""
+    """Record the role of a result of the step."""
     if isinstance(what, PlainAOTOutput):
         found.loss = node
     elif isinstance(what, GradAOTOutput) and isinstance(what.grad_of, ParamAOTInput):

@@ -31,7 +31,7 @@ class _Marking(TorchFunctionMode):
 
 @contextmanager
 def lines_marked(model: nn.Module) -> Iterator[None]:
-    """Mark what is traced within: FILE:LINE of the user's code, and the path of its module."""
+    """Mark traced calls with FILE:LINE of the user's code and the path of the module."""
     paths = {id(module): path for path, module in model.named_modules()}
     modules: list[str] = []
 

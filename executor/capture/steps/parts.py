@@ -10,7 +10,7 @@ aten = torch.ops.aten
 
 
 def cut(value: Tensor, axis: int | None, parts: int) -> list[Tensor]:
-    """The pieces of an input; all of it for every part if it is not cut."""
+    """The pieces of an input; an input that is not cut goes whole to every part."""
     return [value] * parts if axis is None else list(value.tensor_split(parts, axis))
 
 

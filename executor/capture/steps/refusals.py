@@ -1,4 +1,4 @@
-"""What cannot be captured, in one line with the line of the user's code."""
+"""Refusals of models that cannot be captured, in one line with the line of the user's code."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -37,7 +37,7 @@ TEXTS = {
 
 @contextmanager
 def refusing(model: nn.Module) -> Iterator[None]:
-    """Turn what tracing raises into an InputError."""
+    """Turn an exception that tracing raises into an InputError."""
     try:
         yield
     except InputError:

@@ -185,7 +185,7 @@ def _mean(values: Any, node: fx.Node) -> Iterator[Found]:
 
 
 def _reduction(values: Any, *, adds: bool) -> Iterator[Found]:
-    """Along an axis that is left, or, for a sum, along one that it adds up."""
+    """Split a reduction along an axis that remains or, for a sum, along a summed axis."""
     x, axes = values[0], values[1] or range(values[0].dim())
     reduced = {axis % x.dim() for axis in axes}
     kept = len(values) > 2 and values[2]

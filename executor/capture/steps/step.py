@@ -166,7 +166,7 @@ class _Updates:
     def _append(
         self, function: Any, given: list[fx.Node], layout: Any, beside: fx.Node | None = None
     ) -> list[fx.Node]:
-        """Append what ``function`` does; it is traced once for every layout of its tensors."""
+        """Append the operators of ``function``, which is traced once per layout of its tensors."""
         if layout not in self.traced:
             values = [node.meta["val"].detach() for node in given]
             with torch.no_grad():

@@ -32,7 +32,7 @@ class Chart:
     height: int = 300
 
     def table(self) -> dict[str, Any]:
-        """What the script reads."""
+        """The data of the page's script."""
         return {
             "x": self.x_title,
             "y": self.y_title,

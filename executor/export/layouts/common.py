@@ -1,4 +1,4 @@
-"""What the formats share: number types, nodes, and the text of Python files."""
+"""Helpers of all layout formats: number types, nodes, and the text of Python files."""
 
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -45,7 +45,7 @@ def comment(*lines: str) -> str:
 
 
 def left_out(architecture: Architecture) -> tuple[str, ...]:
-    """A remark on what the planned model lacks."""
+    """A remark on features that the planned model lacks."""
     if architecture.left_out is None:
         return ()
     return (f"The plan has not counted: {architecture.left_out!r}.",)
@@ -57,6 +57,6 @@ def assignments(target: str, fields: Fields) -> str:
 
 
 def rotary_and_norms(architecture: Architecture, base: str, epsilon: str) -> Fields:
-    """The base of rotary positions and the epsilon of norms, as far as they are known."""
+    """The base of rotary positions and the epsilon of norms, if the model file has them."""
     found: Fields = {base: architecture.rotary_base, epsilon: architecture.norm_epsilon}
     return {name: value for name, value in found.items() if value is not None}

@@ -36,7 +36,7 @@ FSDP_FORMAT = "fsdp_dtensor"  # the only format of checkpoints that Megatron-FSD
 
 @dataclass(frozen=True, slots=True)
 class Core:
-    """Fields by configuration; None and False are the defaults of all of them.
+    """Megatron Core's fields by configuration; a field that is None or False keeps its default.
 
     ``pipeline_inside``: whether ranks of a pipeline are nearer together than those of data
     parallelism. ``fp8_weights``: whether weights are gathered and kept in fp8.

@@ -22,7 +22,7 @@ NORMS = {"layer": "LayerNorm", "rms": "RMSNorm"}
 
 
 def model_arguments(architecture: Architecture, sequence: int) -> list[Argument]:
-    """All of them; what an :class:`Architecture` does not know keeps Megatron-LM's defaults."""
+    """Megatron-LM's arguments of a model; fields unknown to :class:`Architecture` keep defaults."""
     rotary = architecture.positions is None
     longest = sequence if architecture.positions is None else architecture.positions
     found: list[Argument] = [

@@ -17,7 +17,7 @@ def documents(
     Raises
     ------
     InputError
-        If a pipeline plan cannot express the layout, or it does not fit as one.
+        If a pipeline plan cannot express the layout, or the plan does not fit in memory.
     """
     asked, plan = lowered(problem, layout, names)
     parts = {"model": asked.chain, "cluster": asked.cluster, "plan": plan}

@@ -1,4 +1,4 @@
-"""What frameworks ask of layouts: every rule once, with the place in their code that it is from.
+"""Rules of frameworks on layouts: each rule once, with its place in the framework's code.
 
 Search, explanations and exports ask the same rules. Those that several frameworks have are here,
 the others beside the exports.
@@ -19,7 +19,7 @@ Require: TypeAlias = Callable[[TrainingProblem, Layout, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a framework asks of a layout; ``source``: release and file of its code.
+    """A rule of a framework on layouts; ``source``: release and file of the framework's code.
 
     ``of_problem``: the model or the precision alone is asked, whatever the layout.
     """
@@ -38,7 +38,7 @@ class Framework:
     files: Callable[[TrainingProblem, Layout], dict[str, str]]
 
     def broken(self, problem: TrainingProblem, layout: Layout) -> Iterator[tuple[Rule, str]]:
-        """The rules that a possible layout breaks, with what is wrong and their source."""
+        """The rules that a layout breaks, each with the fault and the rule's source."""
         for rule in self.rules:
             try:
                 rule.require(problem, layout, self.name)
@@ -70,7 +70,7 @@ class Framework:
 
 
 def refuse_encoder(problem: TrainingProblem, _: Layout, framework: str) -> None:
-    """Raise for an encoder."""
+    """Refuse a layout of an encoder."""
     if problem.architecture.encoder:
         raise InputError(
             f"an encoder ({problem.architecture.name}): {framework} trains decoders; deepspeed and "
@@ -79,7 +79,7 @@ def refuse_encoder(problem: TrainingProblem, _: Layout, framework: str) -> None:
 
 
 def refuse_one_byte(problem: TrainingProblem, _: Layout, framework: str) -> None:
-    """Raise for activations of one byte."""
+    """Refuse activations of one byte."""
     if problem.precision.activation_bytes == 1:
         raise InputError(
             f"activations of 1 byte: {framework} keeps them in 2 or 4 bytes; set activation_bytes 2"
@@ -110,7 +110,7 @@ def require_bytes(
 
 
 def refuse_pipeline(_: TrainingProblem, layout: Layout, framework: str) -> None:
-    """Raise for a pipeline."""
+    """Refuse a layout with a pipeline."""
     if layout.pipeline > 1:
         raise InputError(
             f"a pipeline of {layout.pipeline}: {framework} takes no pipeline from its "
@@ -119,7 +119,7 @@ def refuse_pipeline(_: TrainingProblem, layout: Layout, framework: str) -> None:
 
 
 def refuse_sequence_parallel(_: TrainingProblem, layout: Layout, framework: str) -> None:
-    """Raise for sequence parallelism."""
+    """Refuse a layout with sequence parallelism."""
     if layout.sequence_parallel:
         raise InputError(
             f"sequence parallelism over the tensor ranks: {framework} has none; choose "

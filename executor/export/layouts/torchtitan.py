@@ -322,7 +322,7 @@ def _require_rounds(problem: TrainingProblem, layout: Layout, framework: str) ->
 
 
 def _refuse_repeated_twice(_: TrainingProblem, layout: Layout, framework: str) -> None:
-    """Torch's W repeats what is not kept, as its I does."""
+    """Refuse recomputation with split backwards: torch's I and W would both repeat the forward."""
     if layout.schedule == "zero-bubble" and layout.recompute == "full":
         raise InputError(
             f"full recomputation with zero bubbles: {framework} repeats the forward for both "

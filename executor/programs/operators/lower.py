@@ -70,7 +70,7 @@ def _sendings(placed: PlacedGraph) -> dict[_Sending, Transfer]:
 
 
 def _ordered(placed: PlacedGraph, sendings: dict[_Sending, Transfer]) -> Iterator[int | _Sending]:
-    """Operators and transfers by start, each after what it needs."""
+    """Operators and transfers by start, each after the operators and transfers it needs."""
     items: list[int | _Sending] = [*range(len(placed.nodes)), *sendings]
     number = {item: i for i, item in enumerate(items)}
     timed: list[PlacedOperator | Transfer] = [*placed.plan.operators, *sendings.values()]

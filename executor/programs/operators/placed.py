@@ -1,4 +1,4 @@
-"""Where the operators of a plan run, what they read and what has to be sent."""
+"""The operators of a plan by rank, their inputs, and the values to be sent."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class PlacedGraph:
 
     @cached_property
     def inputs(self) -> tuple[tuple[Value, ...], ...]:
-        """Of each operator the tensors that it reads, in the order of its arguments."""
+        """For each operator, the tensors that it reads, in the order of its arguments."""
         return tuple(
             tuple((self.number[name], output) for name, output in node.inputs)
             for node in self.nodes
@@ -42,7 +42,7 @@ class PlacedGraph:
 
     @cached_property
     def after(self) -> tuple[tuple[int, ...], ...]:
-        """Of each operator those that must have ended before it starts."""
+        """For each operator, the operators that must have ended before it starts."""
         return tuple(tuple(self.number[name] for name in node.after) for node in self.nodes)
 
     def end(self, n: int) -> Value:
@@ -50,7 +50,7 @@ class PlacedGraph:
         return n, len(self.nodes[n].outputs)
 
     def awaited(self, n: int) -> Iterator[Value]:
-        """What must be on the rank of operator ``n`` before it starts.
+        """The values that must be on the rank of operator ``n`` before it starts.
 
         The ends of operators on the same rank are not among them: they are in its row.
         """

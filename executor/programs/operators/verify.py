@@ -48,7 +48,7 @@ def verify_operators(placed: PlacedGraph, program: Program) -> None:
 
 
 def _require_memory_shared(placed: PlacedGraph) -> None:
-    """What shares memory with a node, or changes its state, is on its rank."""
+    """Require operators that share memory with a node, or change its state, on its rank."""
     for n, node in enumerate(placed.nodes):
         shares = any(output.shared for output in node.outputs)
         bases = ([node.beside] if node.beside else []) + ([node.inputs[0][0]] if shares else [])
@@ -58,7 +58,7 @@ def _require_memory_shared(placed: PlacedGraph) -> None:
 
 
 class _Holding:
-    """What a rank holds, while its row is followed."""
+    """The values that a rank holds while the verifier follows its row."""
 
     def __init__(self, placed: PlacedGraph, rank: int) -> None:
         self.placed, self.rank = placed, rank
@@ -133,14 +133,14 @@ class _Holding:
 
 
 class OperatorProgress(Progress):
-    """What the instructions of operators wait for."""
+    """Progress of a program of operators: the conditions that instructions wait for."""
 
     def __init__(self, placed: PlacedGraph, program: Program) -> None:
         super().__init__(program)
         self.placed = placed
 
     def _awaited(self, rank: int, action: Action) -> Iterator[tuple[int, str]]:
-        """An operator waits for what it receives, and the end of a value for its sends."""
+        """The transfers that an operator or a free waits for: its receives, or a value's sends."""
         if action.kind is RUN:
             for value in self.placed.awaited(action.stage):
                 if self.placed.rank[value[0]] != rank:

@@ -1,1 +1,1 @@
-"""Mini-batches: what they are made of, who reads them, and what of them."""
+"""Mini-batches of a run: their structure, the ranks that read them, and resumed passes."""

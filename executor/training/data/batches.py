@@ -26,7 +26,7 @@ def tensors_of_batch(name: str, batch: Batch) -> tuple[Tensor, ...]:
 
 
 def typed_inputs(batch: Batch, dtype: torch.dtype) -> tuple[tuple[Tensor, ...], Signature]:
-    """The input tensors of a mini-batch, floating-point numbers of a type; how they are given."""
+    """The input tensors of a mini-batch, floats cast to one type, and their signature."""
     tensors, signature = signed(batch)
     typed = tuple(one.to(dtype) if one.is_floating_point() else one for one in tensors)
     return typed, signature
@@ -53,7 +53,7 @@ def require_samples(inputs: Sequence[Tensor], sizes: Sequence[int]) -> None:
 
 
 def microbatch_samples(plan: PipelinePlan, inputs: Sequence[Tensor], replicas: int = 1) -> int:
-    """The samples of a microbatch; ``inputs`` are those of one of ``replicas``."""
+    """The samples of a microbatch, from ``inputs`` of one of ``replicas`` replicas."""
     count = len(inputs[0]) * replicas
     if count == 0 or count % plan.microbatches:
         raise InputError(

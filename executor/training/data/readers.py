@@ -1,4 +1,4 @@
-"""Which ranks read mini-batches, and of which samples."""
+"""The ranks that read mini-batches, and the samples that each reads."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -63,7 +63,7 @@ class Readers:
     told: dist.ProcessGroup | None
 
     def each(self, batches: Callable[[], Iterable[Any]]) -> Iterator[Any]:
-        """The mini-batches; without values where they are not read. All ranks take as many."""
+        """The mini-batches, equally many on all ranks; without values on ranks that do not read."""
         if not self.reads:
             while (outline := self._told(None)) is not None:
                 yield outline

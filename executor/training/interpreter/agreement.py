@@ -120,7 +120,7 @@ class Agreement:
         return total
 
     def wait(self, s: int) -> float:
-        """Wait for what the update of a stage needs of other ranks; the seconds of computing."""
+        """Wait for the values of other ranks that a stage's update needs; seconds of computing."""
         # Where mini-batches overlap, the newest version is i, or with double-buffer i + 1.
         made = self._weights[s].newest - self._staleness
         iteration = made // self._iterations.updates if self._periodic else 0
@@ -142,7 +142,7 @@ class Agreement:
         return total.factor(self._joint.clip_norm, 1 / self._joint.accumulate)
 
     def pop_factor(self, s: int) -> float:
-        """What the gradients of the stage's next update are multiplied by."""
+        """The factor for the gradients of the stage's next update."""
         if s not in self._factors:
             self.wait(s)
         return self._factors.pop(s)

@@ -28,7 +28,7 @@ RECV_F, RECV_B = ActionKind.RECEIVE_FORWARD, ActionKind.RECEIVE_BACKWARD
 
 @dataclass(slots=True)
 class _Outgoing:
-    """What a computation made for other ranks, and how many sends of it are still to come."""
+    """Values that a computation made for other ranks, and the number of sends to come."""
 
     values: Sequence[Tensor | None]
     sends: int
@@ -175,7 +175,7 @@ class Exchange:
         self.give(Action(s, SEND_B, m), filled)
 
     def take(self, action: Action) -> tuple[Any, ...]:
-        """What has arrived for a computation, its samples in the senders' order.
+        """The values that have arrived for a computation, samples in the senders' order.
 
         A forward's values are all there; of gradients some may be None.
         """
@@ -191,7 +191,7 @@ class Exchange:
     # Messages in flight
 
     def arrivals(self, action: Action) -> Sequence[Arrival]:
-        """What has been received by ``action`` and not been taken yet."""
+        """Values that ``action`` has received and that have not been taken yet."""
         return self._arrivals.get(action, ())
 
     def sent_bytes(self, action: Action) -> list[int]:
@@ -199,7 +199,7 @@ class Exchange:
         return [value.nbytes for _, value in self._sent.get(action, ())]
 
     def release(self, action: Action) -> None:
-        """Wait for a send and forget what it sent."""
+        """Wait for a send and release the sent tensors."""
         for work, _ in self._sent.pop(action, ()):
             work.wait()
 

@@ -41,19 +41,19 @@ class DeviceFactor:
         """A stage of one device has no all-reduce."""
 
     def pop_factor(self, s: int) -> float | Tensor:
-        """What the gradients of the stage's next update are multiplied by."""
+        """The factor for the gradients of the stage's next update."""
         return 1.0 if self._factor is None else self._factor
 
     def held(self) -> list[Tensor]:
-        """What the next window reads."""
+        """Tensors that the next window reads."""
         return [] if self._factor is None else [self._factor]
 
     def wait(self, s: int) -> float:
-        """Nothing of other ranks is needed; the seconds of computing."""
+        """Wait for nothing, since a rank alone needs no other ranks; the seconds of computing."""
         return 0.0
 
     def restart(self) -> None:
-        """Nothing is counted over iterations."""
+        """Do nothing: no count goes from one iteration to the next."""
 
 
 class CapturedWindow:
@@ -101,7 +101,7 @@ class CapturedWindow:
 
 
 def held_by(computations: Mapping[int, StageComputation], last: LastStage) -> list[Tensor]:
-    """What forwards and losses have kept for backwards."""
+    """Tensors that forwards and losses have kept for backwards."""
     return [one for s in sorted(computations) for one in computations[s].held()] + last.held()
 
 

@@ -233,7 +233,7 @@ class Interpreter:
         return held_by(self._computations, self._last_stage) + self._agreement.held()
 
     def _replayed(self, window: CapturedWindow, given: list[Tensor]) -> list[tuple[float, float]]:
-        """One iteration by the captured window: its losses are where that has written them."""
+        """Run one iteration by replaying the captured window; return the losses it has written."""
         window.run(given)
         self._iterations.first_step += 1
         self._last_stage.learn(self._losses)

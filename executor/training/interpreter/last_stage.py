@@ -63,7 +63,7 @@ class LastStage:
 
     @property
     def takes_graph(self) -> bool:
-        """Whether a loss is computed of outputs with their graph: not before one was checked."""
+        """Whether losses get outputs with their graph, which is only after a first checked loss."""
         return self._is_checked and not self._captured
 
     def compute(self, m: int, outputs: Tensors) -> None:
@@ -132,7 +132,7 @@ class LastStage:
         return 1 / total if total else 0.0
 
     def counts(self, iteration: int) -> list[Tensor | None]:
-        """What the losses of an iteration count, by microbatch; a tensor group's count once."""
+        """Counts of an iteration's losses by microbatch; a tensor group counts once."""
         own = self._of(iteration)
         return (
             [self._counts[m] for m in own] if own and not self._rank.position(self._number) else []
@@ -157,7 +157,7 @@ class LastStage:
         self._counts |= known[1]
 
     def pop_loss(self, iteration: int) -> tuple[float, float]:
-        """What this rank has of a mini-batch's loss: a sum and its count, or a mean and 0."""
+        """The rank's part of a mini-batch's loss: a sum and its count, or a mean and 0."""
         own = self._of(iteration)
         self._require_finite(*own)
         value = count = 0.0

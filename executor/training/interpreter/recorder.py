@@ -78,7 +78,7 @@ class Recorder:
             records.append(RankAction(number, str(action), *times, one.peer, size, waited))
 
     def _record_arrivals(self, action: Action, records: list[RankAction]) -> None:
-        """Wait for what a computation needs from other ranks."""
+        """Wait for the values from other ranks that a computation needs."""
         needed = _needed(action)
         for arrival in self._exchange.arrivals(needed) if needed else ():
             arrived = arrival.wait()
@@ -87,7 +87,7 @@ class Recorder:
                 records.append(RankAction(self._rank.number, str(needed), *times, arrival.peer))
 
     def _await_update(self, action: Action, records: list[RankAction]) -> float:
-        """Wait for what an update needs; the seconds of computing, which are a part of it."""
+        """Wait for the values that an update needs; return the seconds of computing in it."""
         s = action.stage
         if s in self._groups and s in self._reducing:  # else it is a part of the backwards
             since, reduced = self._reducing.pop(s)
@@ -97,6 +97,6 @@ class Recorder:
 
 
 def _needed(action: Action) -> Action | None:
-    """What must have arrived for a computation."""
+    """The arrivals that a computation waits for."""
     kind = {F: RECV_F, B: RECV_B, I: RECV_B}.get(action.kind)
     return None if kind is None else Action(action.stage, kind, action.microbatch)

@@ -45,24 +45,24 @@ class OneStream:
     """No streams: everything runs where it is called, one after another."""
 
     def main(self) -> AbstractContextManager[None]:
-        """Nothing."""
+        """Do nothing: all work runs in one stream."""
         return nullcontext()
 
     def sub(self) -> AbstractContextManager[None]:
-        """Nothing."""
+        """Do nothing: all work runs in one stream."""
         return nullcontext()
 
     def record(self, event: int) -> None:
-        """Nothing."""
+        """Do nothing: all work runs in one stream."""
 
     def wait(self, event: int) -> None:
-        """Nothing."""
+        """Do nothing: all work runs in one stream."""
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
-        """Nothing."""
+        """Do nothing: all work runs in one stream."""
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Refused."""
+        """Refuse to capture a window, which only a GPU can."""
         raise InputError("a window is captured on a GPU only")
 
 
@@ -96,7 +96,7 @@ class CudaStreams:
         self._events[event].wait()
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
-        """Tell the allocator, which knows only the stream that made a tensor."""
+        """Tell the allocator that tensors are used in another stream than they were made in."""
         for one in tensors:
             one.record_stream(torch.cuda.current_stream(one.device))
 
@@ -121,7 +121,7 @@ def make_streams(device: torch.device) -> Streams:
 def in_streams(
     row: Row, calls: Iterable[Callable[[], None]], streams: Streams
 ) -> Iterator[Callable[[], None]]:
-    """The ``calls`` of a row's instructions, each in its stream and after what it waits for."""
+    """The ``calls`` of a row, each in its stream and after the instruction that it waits for."""
     events = waits(row)
     for i, (one, call, awaited) in enumerate(zip(row, calls, events, strict=True)):
         is_awaited = i in events

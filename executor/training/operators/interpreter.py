@@ -63,7 +63,7 @@ class OperatorInterpreter:
         self._calls = [(one, self._call(one, tags.get(one, 0))) for one in row]
 
     def _sent_layouts(self, row: Row) -> dict[Value, Layout]:
-        """The layouts of what this rank sends and receives."""
+        """The layouts of the values that this rank sends and receives."""
         values = {
             (one.action.stage, one.action.microbatch or 0) for one in row if one.peer is not None
         }
@@ -215,7 +215,7 @@ class OperatorInterpreter:
 
 
 def _generator(device: torch.device) -> torch.Generator:
-    """What operators on a device draw from; ``torch.manual_seed`` would look for every device."""
+    """The random generator of a device; ``torch.manual_seed`` would seed every device."""
     if device.type == "cuda":
         return torch.cuda.default_generators[torch.cuda.current_device()]
     return torch.default_generator

@@ -30,7 +30,7 @@ class Layout:
 
     @property
     def _once(self) -> tuple[int, ...]:
-        """The shape without what expanded dimensions repeat."""
+        """The shape with every expanded dimension reduced to 1."""
         pairs = zip(self.shape, self.strides, strict=True)
         return tuple(min(1, size) if stride == 0 else size for size, stride in pairs)
 
@@ -41,7 +41,7 @@ class Layout:
         return value.permute(self._order).contiguous().view(-1)
 
     def room(self, device: torch.device) -> Tensor:
-        """Memory for what is packed."""
+        """Memory for the packed tensor."""
         return torch.empty(torch.Size(self._once).numel(), dtype=self.dtype, device=device)
 
     def unpacked(self, row: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Whether a model still captures to the graph that was planned, and which replica reads what."""
+"""Whether a model still captures to the planned graph, and the inputs of each replica."""
 
 from stagewright.executor.capture.steps.document import selected
 from stagewright.executor.capture.steps.step import CapturedStep

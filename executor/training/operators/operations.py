@@ -20,7 +20,7 @@ Operation = Callable[[Sequence[Tensor]], Values]
 
 
 class Operations:
-    """What the operators of a placed graph compute.
+    """The computations of a placed graph's operators.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ class Operations:
         return self._captured[name.partition("/")[0].partition("@")[0]]
 
     def operation(self, n: int) -> Operation:
-        """What operator ``n`` computes from its inputs."""
+        """The function of operator ``n`` from its inputs to its outputs."""
         node = self._placed.nodes[n]
         whole, _, part = node.name.partition("/")
         if whole not in self._placed.divided or not part:

@@ -1,4 +1,4 @@
-"""What a rank has of a run of placed operators: states, their names in checkpoints, inputs."""
+"""A rank's share of a run of placed operators: states, names in checkpoints, inputs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class States:
     values
         By the number of their operator; steps change them.
     first
-        Of the replicas that have a state each, these are those of the first.
+        The states of the first replica, where every replica has states of its own.
     keys
         The keys in a checkpoint by number: ``model.PATH`` of parameters and buffers, ``state.PATH``
         of the rest. Replicas have the same keys.
@@ -66,11 +66,11 @@ class States:
         )
 
     def saved(self) -> dict[str, Tensor]:
-        """What this rank writes to a checkpoint; each key is written by one rank."""
+        """The tensors that this rank writes to a checkpoint; each key is written by one rank."""
         return {self.keys[n]: self.values[n] for n in sorted(self.first)}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy what a checkpoint has; raises InputError if something is missing."""
+        """Copy a checkpoint's tensors into states; raises InputError if a tensor is missing."""
         for n, key in self.keys.items():
             if key not in tensors:
                 raise InputError(f"the checkpoint has no {key!r}")
@@ -115,7 +115,7 @@ class Inputs:
 
     @classmethod
     def of(cls, place: Place, placed: PlacedGraph, batch: tuple[Any, Any]) -> "Inputs":
-        """For mini-batches like ``batch``."""
+        """The share of this rank for mini-batches like ``batch``."""
         replicas = replicas_of(placed.plan)
         share = tree_leaves(share_of(batch, replicas, 0))
         return cls(

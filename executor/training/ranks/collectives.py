@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def gathered(place: Place, own: T) -> list[T] | None:
-    """What every rank has, on rank 0; None on the others. All ranks call it."""
+    """Every rank's value, on rank 0; None on the other ranks. All ranks call this function."""
     if place.group is None:
         return [own]
     shares: list[Any] | None = [None] * len(place.devices) if place.number == 0 else None

@@ -119,7 +119,7 @@ class Ending:
                 self.roll_call.ask()
 
     def _missed(self) -> dict[str, str]:
-        """Tell the others which ranks have not answered, and let these hear that the job ends."""
+        """Tell other ranks which ranks have not answered, and wake these so that they end."""
         with contextlib.suppress(RuntimeError):
             if self.store is not None and self.roll_call is not None:
                 ranks = self.roll_call.silent()
@@ -131,7 +131,7 @@ class Ending:
         return {}
 
     def _silence(self, ranks: list[str]) -> str:
-        """What is said of the ranks that have not answered."""
+        """A phrase on the ranks that have not answered, for the last line of a rank."""
         if str(self.member.rank) in ranks:
             return "it did not answer the other ranks (was the process stopped?)"
         if len(ranks) == 1:
@@ -151,7 +151,7 @@ class Ending:
         return {}
 
     def _first(self, name: str, reason: str) -> bool:
-        """Tell the other ranks; False if one of them has been first."""
+        """Tell other ranks of this failure; False if another rank has reported a failure first."""
         mine = f"{self.member.rank} {reason}"
         with contextlib.suppress(RuntimeError):
             if self.store is not None:

@@ -44,7 +44,7 @@ def make_groups(rank: Rank, holders: Mapping[str, set[str]], timeout: timedelta)
     shared = (devices for one in reducing for devices in one)
     tied = {name: tuple(sorted(devices)) for name, devices in holders.items()}
     made = _mine(rank, [*shared, *tied.values()], timeout)
-    # Not those of all-reduces: collectives of computations and of gradients overlap.
+    # Not the groups of all-reduces: collectives of computations and of gradients overlap.
     tensor = _mine(rank, [devices for one in together for devices in one], timeout)
     return Groups(
         _by_stage(reducing, made),

@@ -198,7 +198,7 @@ class LocalRanks:
         return _exit_code({rank: code for rank, code in enumerate(codes) if rank not in late})
 
     def _end(self, number: int, caught: socket.socket) -> list[int]:
-        """End the ranks by a signal, and those that remain by SIGKILL; which these are.
+        """End ranks by a signal, and remaining ranks by SIGKILL; return the remaining ranks.
 
         They have `SHUTDOWN_SECONDS`, or until the next signal to this process.
         """

@@ -14,7 +14,7 @@ READ_SECONDS = 2.0  # least time between two readings of the others' peaks
 
 @dataclass(slots=True)
 class Peaks:
-    """What a rank told of its peak of memory, and has read of the others', in bytes.
+    """The rank's published peak of memory and the peaks read from other ranks, in bytes.
 
     No rank waits for another one: what is known may be some seconds old.
     """

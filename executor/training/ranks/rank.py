@@ -45,7 +45,7 @@ class Rank(Place):
     plan: PipelinePlan
 
     def lane(self, rank: int, stage: int, microbatch: int) -> int:
-        """The place of the group of ``rank`` among those that work on a microbatch of ``stage``."""
+        """The place of ``rank``'s group among the groups that work on a microbatch of ``stage``."""
         place = self.plan.runners(stage, microbatch).index(self.devices[rank])
         return place // self.plan.stages[stage].tensor
 

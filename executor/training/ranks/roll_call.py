@@ -1,4 +1,4 @@
-"""Which ranks of a job still answer, asked through its store by one that lost another.
+"""A roll call through the job's store: which ranks still answer, after a rank lost another.
 
 A thread of every rank looks for the question. It answers even while the main thread computes or
 waits; only a process that is stopped, killed, unreachable or stuck outside Python does not.

@@ -72,7 +72,7 @@ class Division:
         self.cuts: dict[str, Cut] = {}
 
     def apply(self, plan: TensorPlan) -> None:
-        """Divide what ``plan`` names.
+        """Divide the modules that ``plan`` names.
 
         Raises
         ------
@@ -99,7 +99,7 @@ class Division:
                 )
 
     def _found(self, plan: TensorPlan, pattern: str) -> list[tuple[str, nn.Module]]:
-        """What ``pattern`` names in the stage, each module once."""
+        """The modules of the stage that ``pattern`` names, each once."""
         found: dict[int, tuple[str, nn.Module]] = {}
         for name, one in self._modules.items():
             inner = plan.inner(name)
@@ -176,9 +176,9 @@ class Division:
         return found.own
 
     def _sum_gradients(self, module: nn.Module) -> None:
-        """Let the gradient of what is whole be the sum over the devices, each of which has a part.
+        """Sum gradients of whole parameters over the devices, each of which computes a part.
 
-        Such as that of a norm of each head, of which a device has some.
+        An example is the norm of every head, if each device has some of the heads.
         """
         for one in module._parameters.values():
             if one is not None and one.requires_grad:

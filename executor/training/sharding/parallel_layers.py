@@ -74,7 +74,7 @@ class _Copied(torch.autograd.Function):
 
 
 class _Summed(torch.autograd.Function):
-    """The sum of the group's values; the gradient of each is that of the sum (g in figure 3)."""
+    """The sum of the group's values; each value's gradient is the sum's (g in figure 3)."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: TensorGroup) -> Tensor:
@@ -110,7 +110,7 @@ class SummedGradient:
     is_compared: bool = False
 
     def __call__(self, gradient: Tensor) -> Tensor:
-        """The sum.
+        """The sum of a gradient over the devices of the group.
 
         Raises
         ------
@@ -200,7 +200,7 @@ class RowConv1D(nn.Module):
 
 
 class RowEmbedding(nn.Embedding):
-    """Some of the rows of a table; what another device has is zero in this one's part of the sum.
+    """Some rows of a table; other devices' rows are zero in this device's part of the sum.
 
     Numbers that no device has fail as in any embedding.
     """
@@ -219,7 +219,7 @@ class RowEmbedding(nn.Embedding):
 
     @property
     def _own_padding(self) -> int | None:
-        """The row without gradient, if this device has it."""
+        """The local number of the padding row (without gradient), if this device has that row."""
         size, position = self.weight.size(0), self.tensor_group.position
         if self.padding_idx is None or self.padding_idx // size != position:
             return None

@@ -1,4 +1,4 @@
-"""Which layers of a stage are divided among the devices of a tensor group, and how.
+"""The division of a stage's layers among the devices of a tensor group.
 
 A module of the model says so itself by an attribute ``tp_plan``, the name that transformers uses:
 a mapping from patterns of its own parts' names to
@@ -93,7 +93,7 @@ def shard_layers(
     Raises
     ------
     InputError
-        If no layer says how it is divided, or one names what it has not or what does not divide.
+        If no layer has a plan of division, or a plan names unknown or indivisible tensors.
     """
 
     def warn(message: str) -> None:
@@ -130,6 +130,6 @@ def _has_parameters(layer: CapturedLayer) -> bool:
 
 
 def _names(model: LayeredModel) -> set[str]:
-    """Of all modules of a model."""
+    """Names of all modules of a model."""
     every = (layer.module.named_modules(remove_duplicate=False) for layer in model.layers)
     return {name for found in every for name, _ in found if name}

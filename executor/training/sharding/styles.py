@@ -1,4 +1,4 @@
-"""The styles by which a tp_plan divides modules: which kinds, into which classes, by which cuts."""
+"""The styles of a tp_plan: the kinds of modules, the classes and cuts that divide them."""
 
 import re
 from collections.abc import Mapping, Sequence

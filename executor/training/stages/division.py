@@ -60,7 +60,7 @@ class Flat:
         ]
 
     def pieces(self) -> list[Piece]:
-        """What this replica's part has of every parameter."""
+        """The pieces of every parameter in this replica's part."""
         begin, end = self.place * self.part, (self.place + 1) * self.part
         stops = accumulate(self.sizes)
         found = []
@@ -115,7 +115,7 @@ class PieceGradients:
         self.views = [None if i in left_out else view for i, view in enumerate(self.views)]
 
     def scale(self, factor: float | Tensor) -> None:
-        """Multiply all."""
+        """Multiply all numbers by a factor."""
         for one in self.parts:
             one.mul_(factor)
 
@@ -130,6 +130,6 @@ class PieceGradients:
             one.grad = None if piece.parameter in self.left_out else gradient
 
     def clear(self) -> None:
-        """Set all to zero."""
+        """Set all numbers to zero."""
         for one in self._whole or self.parts:
             one.zero_()

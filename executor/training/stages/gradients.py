@@ -27,13 +27,13 @@ class Gradients(Protocol):
         """Give no gradient to the parameters at these positions."""
 
     def scale(self, factor: float | Tensor) -> None:
-        """Multiply all."""
+        """Multiply all gradients by a factor."""
 
     def receive(self, parameters: Sequence[nn.Parameter]) -> None:
         """Let backwards add to these gradients."""
 
     def hand_over(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Let an optimizer find them at the parameters."""
+        """Set the gradients as ``.grad`` of the parameters, for the optimizer."""
 
     def clear(self) -> None:
         """Forget their values, after an update."""
@@ -64,7 +64,7 @@ class FlatGradients:
         self.views = [None if i in left_out else view for i, view in enumerate(self.views)]
 
     def scale(self, factor: float | Tensor) -> None:
-        """Multiply all."""
+        """Multiply all gradients by a factor."""
         for one in chain(self.parts, self._tied):
             one.mul_(factor)
 
@@ -74,18 +74,18 @@ class FlatGradients:
             one.grad = view
 
     def hand_over(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Let an optimizer find the views; autograd gives zeros to what is left out."""
+        """Set the views as ``.grad``; parameters left out have zeros, as autograd gives them."""
         self.receive(parameters)
 
     def clear(self) -> None:
-        """Set all to zero."""
+        """Set all gradients to zero."""
         for one in chain(self.parts, self._tied):
             one.zero_()
 
 
 @dataclass(slots=True)
 class ReleasedGradients:
-    """What autograd makes for each parameter in the first backward; released by the update."""
+    """Gradients that autograd makes in the first backward, and that the update releases."""
 
     parameters: Sequence[nn.Parameter]
     tied: Collection[int]
@@ -98,7 +98,7 @@ class ReleasedGradients:
 
     @property
     def views(self) -> list[Tensor | None]:
-        """Every gradient; zeros where no backward of this update gave one."""
+        """Every gradient; zeros for a parameter without a gradient from this update's backwards."""
         for i, one in enumerate(self.parameters):
             if i in self.left_out:
                 one.grad = None
@@ -111,19 +111,19 @@ class ReleasedGradients:
         self.left_out = {*self.left_out, *left_out}
 
     def scale(self, factor: float | Tensor) -> None:
-        """Multiply all."""
+        """Multiply all gradients by a factor."""
         for one in self.views:
             if one is not None:
                 one.mul_(factor)
 
     def receive(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Nothing: backwards make them."""
+        """Do nothing before backwards, which make the gradients."""
 
     def hand_over(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Complete those that backwards made."""
+        """Complete the gradients that backwards made with zeros, as ``.grad`` of the parameters."""
         _ = self.views
 
     def clear(self) -> None:
-        """Release all."""
+        """Release all gradients."""
         for one in self.parameters:
             one.grad = None

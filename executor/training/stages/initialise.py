@@ -171,7 +171,7 @@ def _tensors(*modules: nn.Module) -> list[Tensor]:
 
 
 def _modules(layered: LayeredModel, wanted: Collection[int] | None = None) -> list[nn.Module]:
-    """The modules of the ``wanted`` layers, of all without them, also of those in evaluation."""
+    """The modules of the ``wanted`` layers (default: all), evaluation's layers included."""
     captures = [layered] if layered.evaluation is None else [layered, layered.evaluation]
     return [
         layer.module

@@ -52,7 +52,7 @@ class Schedule:
         return f"{self.kind}:total={self.total},warmup={self.warmup},min={self.min:g}"
 
     def factor(self, step: int) -> float:
-        """What learning rates are multiplied by in ``step``, counted from 0."""
+        """The factor of learning rates in ``step``, counted from 0."""
         if step < self.warmup:
             return (step + 1) / (self.warmup + 1)
         done = min(1.0, (step - self.warmup) / max(1, self.total - self.warmup))
@@ -88,7 +88,7 @@ class LearningRates:
             )
 
     def updated(self) -> None:
-        """Count an update."""
+        """Count an update of the optimizer."""
         self._done += 1
         if self._done == self._updates:
             self._done = 0
@@ -126,7 +126,7 @@ class LearningRates:
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a group says besides its parameters; tensors of one number as numbers."""
+    """The options of a parameter group; tensors of one number as numbers."""
     return {
         key: value.item() if isinstance(value, Tensor) else value
         for key, value in group.items()

@@ -38,7 +38,7 @@ def require_groups(groups: ParameterGroups, names: Sequence[str]) -> None:
 def grouped(
     names: Sequence[str], parameters: Sequence[nn.Parameter], groups: ParameterGroups
 ) -> list[Any]:
-    """What an optimizer is made of: the parameters, or a mapping for the rest and for each group.
+    """An optimizer's argument: the parameters, or a mapping for each group and for the rest.
 
     Every stage has all groups, in the same order, some of them without parameters.
     """

@@ -34,7 +34,7 @@ CHUNKED = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
 
 
 class CannotBuild(Exception):  # noqa: N818 - named as InvalidPlan is
-    """The factory reads values that it would not have."""
+    """Raised if a factory reads values of tensors that have no memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outline:
-    """What a call of a factory did. Memory is numbered in the order in which it is made.
+    """The operations of a call of a factory. Memory is numbered in the order of its making.
 
     ``made`` are shape and type of each, ``alive`` the numbers of what exists at the end, by key;
     ``present`` are those that had data, on which decisions of the factory may have been based.
@@ -66,7 +66,7 @@ class Outline:
         return {self.alive[key] for key in map(_key, tensors) if key in self.alive}
 
     def kept(self, dropped: Collection[int]) -> set[int]:
-        """All that exists at the end or had data, except ``dropped``, and what it may depend on."""
+        """Memory that exists at the end or had data, except ``dropped``, and its dependencies."""
         sources: dict[int, set[int]] = {}
         for step in self.steps:
             for number in step.sets:
@@ -276,7 +276,7 @@ class _Building(TorchDispatchMode):
         return frozenset(one.number for one in found if one is not None)
 
     def join(self, *tensors: Tensor) -> None:
-        """Let all of ``tensors`` have data if one has."""
+        """Give data to all of ``tensors`` if any of them has data."""
         self._note("join", tensors, tensors, draws=False)
 
     def reject(self, draw: Callable[..., Tensor], one: Tensor, *args: Any, **kwargs: Any) -> Tensor:

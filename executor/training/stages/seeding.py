@@ -1,4 +1,4 @@
-"""Seeds that depend on what is computed, not on where: every cut of a model draws the same."""
+"""Seeds that depend on the computation, not its place: every cut of a model draws the same."""
 
 import hashlib
 

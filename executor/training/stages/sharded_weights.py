@@ -60,7 +60,7 @@ class DividedWeights(Weights):
         self._flats = divided(parameters, units, size, place)
 
     def _filled(self, flat: Flat, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """All numbers of a flat, which take the place of the parameters' own memory."""
+        """A flat tensor of all numbers of a unit, which becomes the parameters' memory."""
         whole = flat.zeros(self._device)
         for i, view in flat.views(whole, parameters):
             view.copy_(parameters[i].detach())
@@ -106,7 +106,7 @@ class DividedWeights(Weights):
         return torch.stack(found) if found else nothing
 
     def _norms_of(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Of whole gradients: those of all replicas' pieces."""
+        """Norms of whole gradients, summed over the pieces of all replicas."""
         own = [name for name in self.names if name in names]
         squares = self.squares_by_name(own)
         dist.all_reduce(squares, group=self._group)
@@ -117,7 +117,7 @@ class DividedWeights(Weights):
         return value.flatten()[piece.start : piece.stop] if value.dim() else value
 
     def states(self) -> dict[str, dict[str, Tensor]]:
-        """What the optimizer keeps for every parameter: whole on the first replica, else nothing.
+        """The optimizer's state of every parameter: whole on the first replica, else empty.
 
         All replicas call it. It is made on the host, as the first device may have no room for it.
         """
@@ -125,7 +125,7 @@ class DividedWeights(Weights):
         return {name: self._brought(name, own.get(name, {})) for name in self.names}
 
     def _brought(self, name: str, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors of a parameter, of the replicas' pieces of them."""
+        """Whole tensors of a parameter's state, joined from the replicas' pieces."""
         copies = {key: one.detach().to("cpu", copy=True) for key, one in own.items()}
         size, place = dist.get_world_size(self._group), dist.get_rank(self._group)
         shares: list[dict[str, Tensor]] | None = [{}] * size if place == self._first else None
@@ -156,7 +156,7 @@ class OptimizerShards(DividedWeights):
         return [flat.own(whole) for flat, whole in zip(self._flats, wholes, strict=True)]
 
     def reduce(self, group: dist.ProcessGroup | None, share: float = 1.0) -> None:
-        """Begin to sum the gradients up over the replicas, for each those of its own part."""
+        """Begin to sum gradients over the replicas; each replica gets the sums of its own part."""
         assert group is self._group
         assert share == 1.0
         for part, whole in zip(self._parts_of(self._sums), self._sums, strict=True):
@@ -251,7 +251,7 @@ class WeightShards(DividedWeights):
             self._pieces[name][1].copy_(self._share_of(name, value))
 
     def values(self) -> dict[str, Tensor]:
-        """The newest version: whole on the first replica, else nothing; all replicas call it."""
+        """The newest version, whole on the first replica, else nothing; all replicas call this."""
         own = self.stepped()
         found = {
             name: self._brought(name, {WEIGHT: own[name]} if name in own else {})
@@ -261,7 +261,7 @@ class WeightShards(DividedWeights):
 
 
 def _first_uses(layers: Sequence[set[int]]) -> Iterator[set[int]]:
-    """Per layer what no layer before it has."""
+    """For each layer, the parameters that no earlier layer has."""
     seen: set[int] = set()
     for own in layers:
         yield own - seen

@@ -65,7 +65,7 @@ class _Graph:
 
 @dataclass(slots=True)
 class _InFlight:
-    """What a microbatch keeps between its computations; only some of the fields are set.
+    """Tensors that a microbatch keeps between its computations; some of the fields are unset.
 
     ``inputs`` per layer (of the first alone under full recomputation) with copies of the
     ``buffers`` that it found, ``graphs`` of autograd, or what each layer's pieces saved.
@@ -143,7 +143,7 @@ class StageComputation:
         return tuple(value.gradient for value in self.layers[-1].trace.outputs)
 
     def footprint(self) -> Footprint:
-        """What the stage needs at least: the optimizer's state is not known before its first step.
+        """The stage's least memory: the optimizer's state is unknown before the first step.
 
         The working memory of a running layer is not counted either.
         """
@@ -265,7 +265,7 @@ class StageComputation:
         return output_gradients
 
     def held(self) -> Iterator[Tensor]:
-        """What forwards in pieces have kept for their backwards, or to be recomputed."""
+        """Tensors that forwards in pieces have kept for backwards or recomputation."""
         for flight in self._flights.values():
             yield from chain.from_iterable(flight.inputs)
             kept = chain.from_iterable(flight.buffers)
@@ -275,7 +275,7 @@ class StageComputation:
                 yield from (*saved.for_inputs, *saved.for_weights)
 
     def for_weights(self, microbatch: int) -> Iterator[Tensor]:
-        """What `weight_gradient` will read, besides weights."""
+        """Tensors that `weight_gradient` will read, besides weights."""
         for saved in self._flights[microbatch].for_weights:
             yield from saved.values if saved is not None else ()
 
@@ -422,7 +422,7 @@ def _held(places: Iterable[Place]) -> list[Tensor]:
 
 
 def _add_gradient(parameter: Tensor, gradient: Tensor) -> None:
-    """As autograd: the first one becomes the parameter's, as a copy if others may have it too."""
+    """Add a gradient as autograd does: the first is kept, copied if it may be shared."""
     if parameter.grad is not None:
         parameter.grad.add_(gradient)
     else:

@@ -23,7 +23,7 @@ from stagewright.graphs.documents.errors import InputError
 
 
 class StagedModel:
-    """The layers of ``own`` stages, and the names of all.
+    """The layers of ``own`` stages, and the names of all layers.
 
     Attributes
     ----------
@@ -81,7 +81,7 @@ class StagedModel:
         device: torch.device,
         autocast: torch.dtype | None,
     ) -> tuple[LayerTrace, ...]:
-        """What `propagate` finds for all layers, of which some may be divided."""
+        """The result of `propagate` for all layers, of which some may be divided."""
         try:
             return propagate(layers, inputs, device, autocast)
         except InputError as error:
@@ -162,12 +162,12 @@ class StagedModel:
             place(self._model, self._own_layers, rank.device, None)
 
     def watch(self, weights: Mapping[int, Weights]) -> None:
-        """Let divided stages note the next gradients of what is whole on all devices of a group."""
+        """Let divided stages note the next gradients of parameters that each device has whole."""
         for s, sharding in self.shardings.items():
             weights[s].watch(set(weights[s].names) - sharding.cuts.keys())
 
     def require_same_gradients(self, weights: Mapping[int, Weights]) -> None:
-        """Refuse noted gradients that differ on the devices of a group; all of them call it."""
+        """Refuse noted gradients that differ among a group's devices; every device calls this."""
         for s in sorted(self.shardings):
             self.shardings[s].require_same(s, weights[s].take_norms())
 
@@ -207,7 +207,7 @@ class StagedModel:
 
 
 def _ids(layers: Sequence[CapturedLayer]) -> set[int]:
-    """Those of the tensors of ``layers``."""
+    """The ids of all parameters and buffers of ``layers``."""
     modules = [layer.module for layer in layers]
     return {id(one) for module in modules for one in (*module.parameters(), *module.buffers())}
 

@@ -89,7 +89,7 @@ class Weights:
         return FlatGradients(parameters, tied)
 
     def stepped(self) -> dict[str, nn.Parameter]:
-        """What the optimizer steps, by name: the newest version."""
+        """The parameters that the optimizer steps, by name: the newest version."""
         return self.parameters(self.newest)
 
     def leave_out(self, trained: Collection[str]) -> None:
@@ -119,7 +119,7 @@ class Weights:
         self._stash = version
 
     def drop(self, version: int) -> None:
-        """Forget ``version``."""
+        """Drop a version of the weights that is no longer used."""
         del self.held[version]
 
     def reduce(self, group: dist.ProcessGroup | None, share: float = 1.0) -> None:
@@ -142,7 +142,7 @@ class Weights:
         return list(self._reductions)
 
     def wait(self) -> None:
-        """Wait for the all-reduces."""
+        """Wait for the stage's all-reduces of gradients."""
         for work in self._reductions:
             work.wait()
 
@@ -246,7 +246,7 @@ class Weights:
             self._gradients.receive(self.held[0])
 
     def _share_of(self, name: str, value: Tensor) -> Tensor:
-        """What this device has of a tensor of the shape of parameter ``name``."""
+        """The device's part of a tensor with the shape of parameter ``name``."""
         return value
 
     def fill(self, name: str, one: Tensor, value: Tensor) -> None:
@@ -258,7 +258,7 @@ class Weights:
         return {name: one.detach() for name, one in self.parameters(self.newest).items()}
 
     def states(self) -> dict[str, dict[str, Tensor]]:
-        """What the optimizer keeps for every parameter, whole."""
+        """The optimizer's whole state of every parameter."""
         kept = self.optimizer.state if self.optimizer is not None else {}
         return {name: _tensors(kept.get(one, {})) for name, one in self.stepped().items()}
 
@@ -330,7 +330,7 @@ class TiedSums:
 
 
 def _tensors(kept: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What an optimizer keeps for a parameter, without what it has not used yet."""
+    """The tensors of an optimizer's state of a parameter, without entries not used yet."""
     return {key: torch.as_tensor(one) for key, one in kept.items() if one is not None}
 
 

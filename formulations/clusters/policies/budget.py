@@ -42,7 +42,7 @@ def require_budget(budget_dollars: float | None) -> float:
 
 
 def unit_seconds(problem: AllocationProblem) -> float:
-    """What the program counts time in: no makespan is shorter."""
+    """The program's unit of time, in seconds: no makespan is shorter than this unit."""
     return float((problem.steps / problem.best_rates()).max())
 
 

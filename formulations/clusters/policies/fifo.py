@@ -24,7 +24,7 @@ from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 
 
 def values(problem: AllocationProblem) -> Floats:
-    """What a step per second of each job adds to the objective, seconds, shape (jobs,)."""
+    """Value in the objective of a step per second of each job, seconds, shape (jobs,)."""
     first = np.arange(len(problem), 0, -1)
     return np.asarray(first / problem.rates.max(axis=1))
 
@@ -116,7 +116,7 @@ def jobs_bound(
 
 
 def _resources(problem: AllocationProblem, price: Floats) -> Floats:
-    """What all of the time on a worker costs each kind, at the prices of types, then of servers.
+    """Cost of all the time on a worker for each kind, at ``price`` of types, then of servers.
 
     Shape (kinds, workers).
     """
@@ -130,7 +130,7 @@ def _resources(problem: AllocationProblem, price: Floats) -> Floats:
 def _missing(
     problem: AllocationProblem, valid: Polytope, value: Floats, worth: Floats, cost: Floats
 ) -> tuple[Floats, Floats]:
-    """What a unit of each of the table's pairs adds beyond its jobs' ``worth``, and the most units.
+    """Value of a unit of each pair in the table beyond its jobs' ``worth``, and the most units.
 
     The pairs that ``valid`` has are not asked: 0.
     """
@@ -154,13 +154,13 @@ def _missing(
 
 
 def _absent(form: LinearProgram, duals: Floats) -> Bools:
-    """Whose sign asks for a bound that the row does not have: rounding."""
+    """Rows whose dual has a sign for a bound that the row does not have, by rounding."""
     below = (duals > 0) & ~np.isfinite(form.row_lower)
     return np.asarray(below | ((duals < 0) & ~np.isfinite(form.row_upper)))
 
 
 def _own_columns(valid: Polytope, alone: Bools) -> list[Ints]:
-    """By group, the variables of its time; none for those alone in their kind."""
+    """By group, the variables of the group's time; none for a group that is alone in its kind."""
     own = valid.side_column >= 0
     group = np.concatenate([valid.alone_group, valid.side_group[own]])
     column = np.concatenate([np.arange(len(valid.alone_group)), valid.side_column[own]])

@@ -26,7 +26,7 @@ def needs(problem: AllocationProblem, rho: float) -> Floats:
 
 
 def ratios(problem: AllocationProblem, rates: Floats) -> Floats:
-    """Each job's rho at ``rates`` steps per second; inf for one that makes no progress."""
+    """Each job's rho at ``rates`` steps per second; inf for a job without progress."""
     with np.errstate(divide="ignore"):
         finish = problem.elapsed_seconds + problem.steps / rates
     return np.asarray(finish / isolated_finish(problem))
@@ -38,7 +38,7 @@ def objective(problem: AllocationProblem, allocation: Allocation) -> float:
 
 
 def least_beyond(problem: AllocationProblem, rho: float, level: float) -> float:
-    """The least ratio that is not ruled out when ``level`` is the most there is at ``rho``.
+    """A lower bound on the worst ratio, if ``level`` is the max-min throughput at ratio ``rho``.
 
     If no allocation gives every job more than ``level`` times its need at ``rho``, none reaches a
     ratio at which all jobs need more than that.

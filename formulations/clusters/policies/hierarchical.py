@@ -15,7 +15,7 @@ from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 
 
 def tree(problem: AllocationProblem) -> Needs:
-    """The needs of the jobs in the problem's entities; those of ``water_filling.flat`` without."""
+    """The needs of jobs within entities; without entities the needs of ``water_filling.flat``."""
     if not problem.entities:
         return water_filling.flat(problem)
     entities = problem.entities

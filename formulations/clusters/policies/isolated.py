@@ -80,7 +80,7 @@ def static_parts(problem: AllocationProblem) -> Floats:
 
 
 def _in_order(problem: AllocationProblem, jobs: Ints, part: float) -> Floats:
-    """Each job's part when it takes of what is left as much as fills its time."""
+    """Each job's part of a static ``part`` that the jobs fill one after the other."""
     runs = np.zeros((len(jobs), len(problem.table.counts)), dtype=bool)
     for worker, accelerator in enumerate(problem.table.accelerator):
         runs[:, accelerator] |= problem.rates[jobs, worker] > 0

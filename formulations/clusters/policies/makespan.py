@@ -9,6 +9,6 @@ from stagewright.formulations.clusters.allocation import Allocation, AllocationP
 
 
 def objective(problem: AllocationProblem, allocation: Allocation) -> float:
-    """Seconds until the last job is done; inf if one makes no progress."""
+    """Seconds until the last job is done; inf if a job makes no progress."""
     with np.errstate(divide="ignore"):
         return float((problem.steps / throughput(problem, allocation)).max())

@@ -14,12 +14,12 @@ from stagewright.graphs.documents.arrays import Floats
 
 
 def shortest_seconds(problem: AllocationProblem) -> Floats:
-    """Of each job alone where it is fastest, all of the time, shape (jobs,)."""
+    """Seconds of each job alone on its fastest type all of the time, shape (jobs,)."""
     return np.asarray(problem.steps / problem.rates.max(axis=1))
 
 
 def least_seconds(problem: AllocationProblem) -> Floats:
-    """No allocation has a job done sooner: as above, or in the pair that is best for it."""
+    """Least seconds of each job in any allocation: alone or in its fastest pair, shape (jobs,)."""
     return np.asarray(problem.steps / problem.best_rates())
 
 
@@ -30,7 +30,7 @@ def objective(problem: AllocationProblem, allocation: Allocation) -> float:
 
 
 def values(problem: AllocationProblem) -> Floats:
-    """What a step per second of each job adds to the second objective: M for the shortest."""
+    """Value in the second objective of a step per second of each job: M for the shortest."""
     order = np.argsort(shortest_seconds(problem), kind="stable")
     rank = np.empty(len(problem))
     rank[order] = np.arange(len(problem), 0, -1)

@@ -54,7 +54,7 @@ def shortfall_program(valid: Polytope, floor: Floats) -> tuple[LinearProgram, In
 
 
 def notes(problem: AllocationProblem, floor: Floats) -> tuple[str, ...]:
-    """A line for each job whose SLO is not met; ``floor`` is what it can have, steps per second."""
+    """A line for each job that misses its SLO; ``floor`` is its possible steps per second."""
     need, best, hopeless = needs(problem), problem.best_rates(), too_fast(problem)
     found = []
     for job in np.flatnonzero(np.isfinite(problem.deadline_seconds)):

@@ -56,7 +56,7 @@ def objective(problem: AllocationProblem, allocation: Allocation, needs: Needs) 
 
 
 def units(problem: AllocationProblem) -> Floats:
-    """About what each job gets of the cluster, steps per second: brings rows to the order of 1."""
+    """Each job's approximate throughput, steps per second: a unit that scales rows to about 1."""
     crowding = min(1.0, float(problem.table.counts.sum() / problem.scale.sum()))
     return np.asarray(problem.equal_throughput() / problem.scale * crowding)
 
@@ -81,7 +81,7 @@ class Rows:
     matrix: sparse.csr_array
 
     def raising(self, need: Floats, floor: Floats) -> LinearProgram:
-        """A round, minimising -theta; ``need`` and ``floor`` of one job of each group."""
+        """The program of a round, minimising -theta; ``need``, ``floor`` of a job of each group."""
         size = self.valid.groups.size
         speed, start = need / self.unit, floor / self.unit
         fastest = self.rate.max(axis=1).toarray().reshape(-1) * size
@@ -110,7 +110,7 @@ class Rows:
         )
 
     def proved_gain(self, form: LinearProgram, duals: Floats, theta: float) -> Floats:
-        """What one job of each group can gain at most in units, all others at their level.
+        """The most that a job of each group can gain, in units, if all other jobs stay level.
 
         By weak duality: an allocation in which group g gains x has a theta of at most the bound,
         less x times g's dual, less x times what the use of g's cheapest column costs the bound.
@@ -139,7 +139,7 @@ def rows(problem: AllocationProblem, groups: Groups) -> Rows:
 
 
 def replay(problem: AllocationProblem, reached: Floats, levels: Ints, needs: Needs) -> str | None:
-    """What keeps ``reached`` from being what the rounds with these levels give; None: nothing.
+    """Why rounds with these levels do not give the throughputs ``reached``; None if they do.
 
     The jobs that rise and get stuck in a round must agree on how far it went; the others get
     stuck where they were.
@@ -164,7 +164,7 @@ def replay(problem: AllocationProblem, reached: Floats, levels: Ints, needs: Nee
 def gain_programs(
     problem: AllocationProblem, reached: Floats, levels: Ints
 ) -> Iterator[tuple[int, LinearProgram, float]]:
-    """For each level: what its jobs can have together while none of it or below loses; and have.
+    """For each level, the program of its jobs' largest total if no lower job loses; and the total.
 
     In units, negative, to be minimised. Jobs above the level may lose all that they have: in a
     mixture with what they have they still keep more than they had when the level got stuck.
@@ -195,7 +195,7 @@ def verify(
     needs: Needs,
     duals: Callable[[LinearProgram], Floats | None],
 ) -> str | None:
-    """What is wrong with ``allocation`` as the end of water filling; None proves it.
+    """The first fault of ``allocation`` as the end of water filling; None proves the allocation.
 
     The rounds are replayed without solving anything, and for each level a linear program proves
     that none of its jobs can gain unless one of an equal or lower level loses. ``duals`` solves:

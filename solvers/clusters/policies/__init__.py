@@ -1,4 +1,4 @@
-"""How each policy's problem is answered: the registry of policies, and the one way to call them."""
+"""The registry of policies, and the function that solves a policy's allocation problem."""
 
 import math
 from collections.abc import Callable
@@ -145,7 +145,7 @@ def require_policy(
     budget_dollars: float | None = None,
     backend: str | None = None,
 ) -> Policy:
-    """The policy of that name; refuses what it lacks for the problem, before any work.
+    """The policy called ``name``; raises, before any work, if it does not support the problem.
 
     Raises
     ------
@@ -211,7 +211,7 @@ def allocate(
 
 
 def _require_backend(policy: Policy, name: str | None) -> None:
-    """Refuse a backend that the policy cannot use; the line lists those that it can."""
+    """Refuse a backend that the policy cannot use, with the list of usable backends."""
     usable = [one.name for one in BACKENDS.values() if one.accepts is LinearProgram]
     if name is None or name in usable:
         return

@@ -13,7 +13,7 @@ from stagewright.solvers.clusters.policies.answer import AllocationResult
 
 
 def solve(problem: AllocationProblem, limits: Limits) -> AllocationResult:
-    """One transportation problem; the objective is that of the queues, not of who runs now."""
+    """Solve one transportation problem; the objective is the queues' mean completion time."""
     asked = allox.matching(problem)
     answer = solve_form(asked.form, None, limits)
     if answer.values is None or answer.duals is None:

@@ -1,4 +1,4 @@
-"""What a policy answers, with its certificate."""
+"""The answer of a policy, with its certificate."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from stagewright.graphs.documents.arrays import Floats
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Duals:
-    """What one more unit of each resource adds to the objective of a written-out program.
+    """Duals of a written-out program: the objective's gain by one more unit of each resource.
 
     ``time`` is of each job, shape (jobs,); ``accelerators`` of each type, (types,); ``servers`` of
     each of ``server_rows``. The makespan's program is in 1/T.

@@ -106,7 +106,7 @@ def _in_runs(problem: AllocationProblem, value: Floats, floor: Floats, limits: L
 
 
 def _first_pairs(problem: AllocationProblem, value: Floats, floor: Floats, limits: Limits) -> Bools:
-    """Those that share when all jobs of a kind are treated alike; shape (pairs,)."""
+    """The pairs that share accelerators if all jobs of a kind are treated alike; (pairs,)."""
     pairs = np.zeros(len(problem.table.first), dtype=bool)
     valid = polytope(problem, group_by(problem, floor))
     answer = solve_form(fifo.value_program(valid, value, floor), None, limits)
@@ -127,7 +127,7 @@ def _with_pairs(table: RateTable, chosen: Bools) -> RateTable:
 
 
 def _first_runs(kind: Ints, held: Bools) -> Bools:
-    """Where a run starts, of jobs in order of kind and value: a few equal ones in every kind."""
+    """Where runs of jobs, in order of kind and value, start: a few equal runs in every kind."""
     starts = np.zeros(len(kind), dtype=bool)
     first = np.flatnonzero(np.diff(kind, prepend=-1))
     for start, end in zip(first, [*first[1:], len(kind)], strict=True):

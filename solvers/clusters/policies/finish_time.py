@@ -80,7 +80,7 @@ def solve(problem: AllocationProblem, limits: Limits) -> AllocationResult:
 
 
 def _next(bracket: _Bracket, tried: list[tuple[float, float]]) -> float:
-    """Where to ask next: by the secant, every fourth time the middle, which halves the bracket."""
+    """The next ratio to try: by the secant, every fourth time the middle of the bracket."""
     middle = (bracket.low + bracket.high) / 2
     if len(tried) < 2 or len(tried) % 4 == 0:
         return middle

@@ -112,7 +112,7 @@ def _best(
 def _cheapest(
     best: _Fastest, program: budget.BudgetProgram, groups: Groups, limits: Limits
 ) -> Attempt[_Fastest]:
-    """Of the fastest allocations one that costs least."""
+    """The cheapest of the fastest allocations."""
     makespan = best.makespan * (1 + _ROOM)
     answer = backend.solve(program.cheapest(makespan), limits=limits)
     if answer.values is None or answer.duals is None or answer.objective is None:
@@ -126,7 +126,7 @@ def _cheapest(
 def _too_little(
     problem: AllocationProblem, budget_dollars: float, left: Callable[[], Limits]
 ) -> AllocationResult:
-    """Infeasible, and what would not be."""
+    """An infeasible answer that names the least sufficient budget and its makespan."""
     groups = groups_by_need(problem, problem.steps, np.full(len(problem), FIRST_RATIO))
     program = budget.budget_program(polytope(problem, groups), budget_dollars)
     answer = backend.solve(program.cheapest(), limits=left())

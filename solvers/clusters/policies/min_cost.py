@@ -93,7 +93,7 @@ def _ratio(
 
 
 def _most_work(best: _Best, groups: Groups, limits: Limits) -> Attempt[_Best]:
-    """Of the allocations of the best ratio one with most work."""
+    """The allocation with most work among those with the best ratio of work to cost."""
     assert best.y is not None
     asked, valid = best.asked, best.asked.valid
     spent = float(asked.cost @ best.y)

@@ -80,7 +80,7 @@ def _left(limits: Limits, ends: float) -> Limits:
 
 
 def _rows(problem: AllocationProblem, need: Floats, floor: Floats, before: Rows | None) -> Rows:
-    """Rows in which equal jobs are of one group: those of the round before where they do."""
+    """Rows with a group for equal jobs; the previous round's rows if its groups still hold."""
     if before is not None:
         groups = before.valid.groups
         one = np.zeros(len(groups), dtype=np.int64)
@@ -156,7 +156,7 @@ def _verified(
 def _unfinished(
     problem: AllocationProblem, needs: Needs, status: Status, last: _Round | None, bound: float
 ) -> AllocationResult:
-    """What the rounds before the limit have reached."""
+    """The answer after the rounds that ended before the time limit."""
     if last is None:
         return AllocationResult(status, None, None, None, None)
     allocation = last.rows.valid.invert(last.totals)

@@ -91,7 +91,7 @@ def written_out(
 
 
 def allocation_of(found: Specified) -> Allocation:
-    """X as a list."""
+    """The allocation X as a list of shares."""
     combination, worker = np.nonzero(found.shares > 0)
     share = found.shares[combination, worker]
     chosen = [found.combinations[number] for number in combination]

@@ -1,4 +1,4 @@
-"""What every policy of the thesis is given: X, throughput(m, X), and which X are valid.
+"""The setting of the thesis's policies: X, throughput(m, X), and the constraints on X.
 
 Narayanan, PhD thesis (2021), section 5.3.1. There is one variable for every job (and, with space
 sharing, every pair of jobs) and worker type: no groups of like jobs. Slow, for small instances.
@@ -57,7 +57,7 @@ class Valid:
         return iter((self.time, self.accelerators, *self.servers))
 
     def duals(self) -> Duals:
-        """What the solved program's objective gains by one more unit on each right-hand side."""
+        """The gain in the solved program's objective by one more unit on each right-hand side."""
         servers = [float(np.asarray(one.dual_value).item()) for one in self.servers]
         return Duals(
             np.asarray(self.time.dual_value),
@@ -150,7 +150,7 @@ class Setting:
         return total
 
     def cheapest_dollars_per_step(self) -> Floats:
-        """What a step of each job costs on the worker type where it costs least, shape (jobs,)."""
+        """Dollars of a step of each job on its cheapest worker type, shape (jobs,)."""
         dollars_per_second = self.problem.scale[:, None] * self._prices()
         with np.errstate(divide="ignore"):
             return np.asarray((dollars_per_second / self.alone).min(axis=1))

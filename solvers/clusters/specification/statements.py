@@ -119,7 +119,7 @@ def water_filling(given: Setting) -> Specified | Status:
 
 
 def hierarchical(given: Setting) -> Specified | Status:
-    """5.4.3: water-filling by entities' weights; what is stuck leaves its part to its siblings."""
+    """5.4.3: water-filling by entities' weights; stuck entities leave their part to siblings."""
     entities = given.problem.entities
     if not entities:
         return water_filling(given)
@@ -152,14 +152,14 @@ def _filled(given: Setting, weights: Callable[[Bools], Floats]) -> Specified | S
 
 
 def _raised(given: Setting, sure: Floats, unit: Floats) -> Specified | Status:
-    """A round: every job gets what it is sure of, and theta units more."""
+    """A round: every job gets its guaranteed throughput, and theta units more."""
     X, theta = given.variable(), cp.Variable()
     rising = given.throughput(X) >= sure + cp.multiply(theta, unit)
     return given.solved(X, cp.Maximize(theta), given.valid(X), [rising])
 
 
 def _newly_stuck(given: Setting, sure: Floats, weight: Floats) -> Bools | Status:
-    """Of the jobs that rise, those that can gain nothing while every other keeps its part."""
+    """The rising jobs that can gain nothing while every other job keeps its part."""
     found = np.zeros(len(sure), dtype=bool)
     for job in np.flatnonzero(weight).tolist():
         X = given.variable()
@@ -176,7 +176,7 @@ def _newly_stuck(given: Setting, sure: Floats, weight: Floats) -> Bools | Status
 
 
 def _parts(problem: AllocationProblem, owner: str | None, live: Bools) -> Floats:
-    """Each job's part of what ``owner`` (None: the cluster) has; 0 if no job below is live."""
+    """Each job's part of ``owner``'s share (None: the cluster's); 0 if no job below is live."""
     found = np.zeros(len(problem))
     for number, entity in enumerate(problem.entities):
         mine = live & (problem.entity == number)

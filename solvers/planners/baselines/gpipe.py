@@ -20,7 +20,7 @@ from stagewright.solvers.planners.uniform import UniformPlanner
 def plan_gpipe(
     problem: PipelineProblem, limits: Limits, on_progress: OnProgress
 ) -> Proposal | NoPlan:
-    """As SPP describes it (section II): no replication, devices in the order of the cluster."""
+    """GPipe as SPP describes it (section II): no replication, devices in the cluster's order."""
     count = min(len(problem.chain), len(problem.cluster))
     parts = np.array_split(np.arange(len(problem.chain)), count)
     stages = tuple(

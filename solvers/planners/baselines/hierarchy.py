@@ -46,7 +46,7 @@ class Hierarchy:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Costs:
-    """What the recurrence knows of L layers.
+    """The recurrence's input: times and bytes of L layers.
 
     Attributes
     ----------

@@ -92,7 +92,7 @@ def partition(problem: PipelineProblem, shape: Shape = "any") -> tuple[StageChoi
 
 
 def costs_of(problem: PipelineProblem, *, memory: bool = True) -> Costs:
-    """The costs of the slowest kind of device, and what the largest has memory for."""
+    """The costs of the slowest kind of device, and the layers that fit in the largest memory."""
     costs = [problem.costs(kind, 1) for kind in problem.kinds]
     work = np.max([c.forward_seconds + c.backward_seconds for c in costs], axis=0)
     layers = len(work)
@@ -121,12 +121,12 @@ def _predicted_seconds(problem: PipelineProblem) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ExplainedPlanner(UniformPlanner):
-    """Adds to the notes what the recurrence predicts and what the plan takes."""
+    """PipeDream's planner, whose notes compare the recurrence's prediction with the plan's time."""
 
     def propose(
         self, problem: PipelineProblem, choices: Choices, limits: Limits, on_progress: OnProgress
     ) -> Proposal | NoPlan:
-        """As the planner without notes."""
+        """The proposal of the planner, with a note that explains its cost."""
         found = UniformPlanner.propose(self, problem, choices, limits, on_progress)
         if isinstance(found, NoPlan):
             return found

@@ -1,4 +1,4 @@
-"""What PipeDream's recurrence predicts, next to what the checked plan takes, by cause."""
+"""The prediction of PipeDream's recurrence beside the checked plan's time, by cause."""
 
 from collections.abc import Sequence
 from itertools import pairwise

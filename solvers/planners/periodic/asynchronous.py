@@ -119,7 +119,7 @@ def _notes(
 
 
 def _explained(problem: PipelineProblem, found: _Found | None) -> str:
-    """What the recurrence predicts for its partition, and what its plan takes."""
+    """A note with the recurrence's predicted time for its partition, and the plan's time."""
     predicted = pipedream.optimum(problem).seconds
     if found is None:
         return (
@@ -177,7 +177,7 @@ def _staged(problem: PipelineProblem, groups: Groups, cuts: Sequence[int]) -> tu
 
 
 def _no_plan(problem: PipelineProblem, rule: WeightRule, choices: Choices) -> NoPlan:
-    """What is missing where the least is, of all partitions with one microbatch in flight."""
+    """The refusal: the partition that lacks the least memory with one microbatch in flight."""
     short, found, s = min(
         (
             (max(one.asked.short_bytes()), one, int(np.argmax(one.asked.short_bytes())))

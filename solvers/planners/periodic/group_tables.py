@@ -51,13 +51,13 @@ class GroupTables:
                 yield [layers - cut for cut in reversed(cuts)], self.groups[:depth][::-1]
 
     def _forth(self, g: int) -> Floats:
-        """Of the slower of a stage on group ``g`` and the transfers from the group before."""
+        """Seconds of the slower of a stage on group ``g`` and its transfers forward."""
         if g == 0:
             return self._seconds[g]
         return np.maximum(self._seconds[g], self._sent(g - 1, g)[:, None])
 
     def _back(self, g: int) -> Floats:
-        """Of the slower of a stage on group ``g`` and the transfers to the group before."""
+        """Seconds of the slower of a stage on group ``g`` and its transfers backward."""
         if g == 0:
             return self._seconds[g]
         return np.maximum(self._seconds[g], self._sent(g, g - 1)[None, :])

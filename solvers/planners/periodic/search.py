@@ -84,7 +84,7 @@ class FoundPattern:
 
 
 def require_periodic(problem: PipelineProblem, choices: Choices) -> None:
-    """Refuse what no periodic plan has, before a search.
+    """Refuse choices that no periodic plan has, before a search.
 
     Raises
     ------
