@@ -9,7 +9,7 @@ TORCHVISION := 0.28.0
 # The tests start many processes; without bytecode each of them compiles the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve test test-all check audit unused docs bench lock clean
+.PHONY: demo serve test test-real campaign durations check audit unused docs bench lock clean
 
 demo: $(READY)  ## plan models, then train one by its plan; pictures in demo-output/
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/demo.sh
@@ -18,10 +18,18 @@ serve: $(READY)  ## the planning service: http://127.0.0.1:8754
 	$(BIN)/stagewright serve
 
 test: $(READY)  ## every subject, in smaller instances
-	$(BIN)/pytest -n 2 -m "not slow"
+	$(BIN)/pytest -n 2 -m "not slow and not real"
 
-test-all: test  ## and what that leaves out: slow instances, all examples of every property
+test-real: $(READY)  ## real processes: ranks, servers, workers, browsers
+	$(BIN)/pytest -n 2 -m "real and not slow"
+
+campaign: $(READY)  ## before a release, for hours: slow instances, all examples of every property
 	$(BIN)/pytest -n 2 -m "slow or hypothesis" --hypothesis-profile nightly
+
+durations: $(READY)  ## on a quiet machine: measured CPU seconds of every file of tests
+	rm -rf build/durations
+	PYTHONPATH=tests/shared $(BIN)/pytest -p durations -n 2 -m "not slow"
+	$(BIN)/python .ci/budget.py write
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -29,6 +37,7 @@ check: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python .ci/unused.py
+	$(BIN)/python .ci/budget.py
 	$(MAKE) --no-print-directory audit
 
 audit: $(READY)  ## what is installed is pinned; advisories, where PyPI answers

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings  # noqa: TID251
-from profiles import QUICK, leave_a_cover
+from profiles import QUICK, leave_a_cover, mark_real
 from ranks import Ranks
 
 # Before torch is imported. Threads of several workers would wait for each other by spinning, and
@@ -21,6 +21,7 @@ settings.load_profile(QUICK)  # --hypothesis-profile nightly, which is read late
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     leave_a_cover(items)
+    mark_real(items)
 
 
 @pytest.hookimpl(wrapper=True)

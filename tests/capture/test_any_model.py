@@ -23,6 +23,8 @@ from stagewright.formulations.checking.check import check  # noqa: E402
 from stagewright.formulations.plans.pipeline import PipelineProblem  # noqa: E402
 from stagewright.graphs.machines.cluster import Link, uniform_servers  # noqa: E402
 
+pytestmark = pytest.mark.real
+
 QUICK = ("gpt2", "resnet18", "u-net")
 CPU = torch.device("cpu")
 SAMPLES = 4

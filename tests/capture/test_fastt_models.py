@@ -16,6 +16,8 @@ from stagewright.executor.capture.steps.factories import resized, without_values
 from stagewright.executor.capture.steps.step import capture_step
 from stagewright.executor.training.losses import cross_entropy
 
+pytestmark = pytest.mark.real
+
 QUICK = ("lenet", "resnet", "rnnlm", "transformer")  # the others' splits are quick tests
 CASES = [
     *((name, torch.float64) for name in sorted(MODELS, key=lambda name: name not in QUICK)),

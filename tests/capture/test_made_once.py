@@ -18,6 +18,8 @@ from stagewright.executor.training.runtime import Executor  # noqa: E402
 from stagewright.formulations.plans.actions import parse_action  # noqa: E402
 from stagewright.formulations.plans.plan import Stage  # noqa: E402
 
+pytestmark = pytest.mark.real
+
 WIDTH, DEPTH, TOKENS, LENGTH, MICROBATCHES = 8, 6, 11, 5, 3
 
 

@@ -30,6 +30,8 @@ from stagewright.graphs.machines.cluster import load_cluster
 from stagewright.graphs.models.chain import load_model
 from stagewright.graphs.models.layer_profiles import load_layer_profiles
 
+pytestmark = pytest.mark.real
+
 OPERATORS = ROOT / "docs/operators-of-a-step.md"
 PROFILES = sorted((EXAMPLES / "profiles").glob("*.json"))
 CLUSTERS = sorted((EXAMPLES / "clusters").glob("*.json"))

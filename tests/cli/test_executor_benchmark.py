@@ -15,6 +15,8 @@ pytest.importorskip("torch", reason="the executor needs torch")
 
 from benchmarks import executor, forecasts
 
+pytestmark = pytest.mark.real
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])

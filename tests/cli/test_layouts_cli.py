@@ -37,7 +37,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 MACHINES = ("--device", "h100", "--gpus", 16)
 RUN = ("--global-batch", 32, "--sequence", 2048)
-PLAN = ("train-plan", "config.json", *MACHINES, *RUN)
+PLAN = ("train-plan", "config.json", *MACHINES, *RUN, "--top", 1)
 
 
 def test_table_document_and_check() -> None:
@@ -61,7 +61,7 @@ def test_a_changed_document_is_invalid() -> None:
 
 
 def test_rows_are_ordered_and_their_parts_are_the_whole() -> None:
-    found = answered_json(*PLAN, "--top", 20, "--no-overlap")
+    found = answered_json(*PLAN, "--pipeline", "1,2", "--top", 20, "--no-overlap")
     assert found["status"] == "optimal"
     times = [row["seconds"] for row in found["rows"]]
     assert times == sorted(times)
@@ -104,7 +104,7 @@ def test_blocks_by_stage() -> None:
 @pytest.mark.parametrize("framework", ["megatron", "torchtitan", "plan"])
 def test_blocks_by_stage_that_a_framework_can_express(framework: str) -> None:
     Path("config.json").write_text(json.dumps(LLAMA | {"tie_word_embeddings": False}))
-    found = answered_json(*PLAN, *TIGHT, "--for", framework, "-o", "layout.json")
+    found = answered_json(*PLAN, *TIGHT, "--top", 10, "--for", framework, "-o", "layout.json")
     assert found["refined"]["rows"]
     answered("export", "layout.json", "--to", framework, "-o", "exported")
 
@@ -154,7 +154,7 @@ def test_a_rule_of_the_framework_is_named(
 
 
 def test_front_and_what_if() -> None:
-    found = answered_json(*PLAN, "--front", "--what-if", "--png", "front.png")
+    found = answered_json(*PLAN, "--pipeline", 1, "--front", "--what-if", "--png", "front.png")
     peaks = [point["peak_bytes"] for point in found["front"]]
     times = [point["seconds"] for point in found["front"]]
     assert peaks == sorted(peaks, reverse=True)
@@ -165,7 +165,16 @@ def test_front_and_what_if() -> None:
 
 
 def test_no_layout_fits() -> None:
-    asked = ("--memory", "3GB", "-o", "layout.json", "--explain", "p1 t1 d16 b1")
+    asked = (
+        "--pipeline",
+        "1,2",
+        "--memory",
+        "3GB",
+        "-o",
+        "layout.json",
+        "--explain",
+        "p1 t1 d16 b1",
+    )
     shown = answered(*PLAN, *asked, code=1)
     assert "infeasible" in shown
     assert "the best" not in shown
@@ -336,13 +345,13 @@ def test_a_layout_file_has_its_own_machines() -> None:
 
 
 def test_layouts_that_do_the_same_work_are_folded() -> None:
-    folded = answered_json(*PLAN)["rows"]
+    folded = answered_json(*PLAN, "--top", 10)["rows"]
     kinds = [work_alike(parse_layout(row["layout"])) for row in folded]
     assert len(set(kinds)) == len(kinds) == 10
     for row, kind in zip(folded, kinds, strict=True):
         assert all(work_alike(parse_layout(one)) == kind for one in row["alike"])
     number = sum(len(row["alike"]) for row in folded)
-    assert f"folded: {number} evaluated layouts that differ from" in answered(*PLAN)
+    assert f"folded: {number} evaluated layouts that differ from" in answered(*PLAN, "--top", 10)
     every = answered_json(*PLAN, "--unfolded", "--top", 10 + number)["rows"]
     assert len({work_alike(parse_layout(row["layout"])) for row in every}) < len(every)
     assert not any(row["alike"] for row in every)
@@ -355,7 +364,7 @@ TABLE = re.compile("^ .*\\S", re.MULTILINE)
 
 def test_tables_fit_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """No line is longer, and no word, heading or figure is broken or lost."""
-    asked = (*PLAN, "-o", "layout.json", "--pipeline", "4", "--top", 30)
+    asked = (*PLAN, "-o", "layout.json", "--pipeline", "4", "--top", 12)
     found = answered_json(*asked)
     ranks = answered_json("memory", "layout.json")["ranks"]
     for width in ("80", "200"):

@@ -37,6 +37,8 @@ from stagewright.graphs.workloads.jobs import (
 )
 from stagewright.graphs.workloads.pool import parse_pool
 
+pytestmark = pytest.mark.real
+
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:

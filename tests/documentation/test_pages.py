@@ -49,6 +49,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("page", EXECUTED, ids=lambda page: page.stem)
 @pytest.mark.parametrize("execute", slow_after(1, [in_this_process, as_a_script]))
 def test_commands_of_a_page_run(

@@ -16,6 +16,8 @@ from documentation import ROOT
 from stagewright.cli import app
 from stagewright.service.schemas import DOCUMENTS, json_schema
 
+pytestmark = pytest.mark.real
+
 CHROMIUM = shutil.which("chromium")
 HEADER = 60  # pixels
 FLAGS = (

@@ -24,6 +24,8 @@ from stagewright.graphs.models.chain import save_model
 from stagewright.solvers.planners.proposal import Choices
 from stagewright.solvers.planners.warm_start import warm_start
 
+pytestmark = pytest.mark.real
+
 
 @cache
 def problem() -> PipelineProblem:

@@ -52,6 +52,8 @@ from stagewright.graphs.machines.cluster import Cluster, Link, ServerLinks, unif
 from stagewright.graphs.models.step_graph import Node, Output, StepGraph
 from stagewright.solvers.operators.planning import plan_operators
 
+pytestmark = pytest.mark.real
+
 LIMITS = Limits(seconds=10)
 in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 

@@ -43,6 +43,8 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import save_cluster
 from stagewright.graphs.models.chain import save_model
 
+pytestmark = pytest.mark.real
+
 Case = tuple[PipelineProblem, PipelinePlan]
 
 LAUNCHERS = ("torchrun", "slurm", "kubernetes")

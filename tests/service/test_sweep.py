@@ -56,6 +56,7 @@ print(all(row.cost_seconds for row in found.rows))
 """
 
 
+@pytest.mark.real
 def test_a_script_needs_no_main_of_its_own(tmp_path):
     script = tmp_path / "sweeps.py"
     script.write_text(SCRIPT)
@@ -88,6 +89,7 @@ def test_every_row_is_the_plan_of_its_combination():
     assert answer.rows[answer.best].samples_per_second == best
 
 
+@pytest.mark.real
 def test_processes_give_what_this_process_gives():
     assert without_time(swept(workers=2).rows) == without_time(swept(workers=1).rows)
 

@@ -1,4 +1,4 @@
-"""What is left to ``make test-all``: nine tenths of the examples, and further instances."""
+"""What ``make test`` leaves to other commands: real processes, further examples and instances."""
 
 import os
 from collections.abc import Iterable
@@ -11,6 +11,8 @@ Value = TypeVar("Value")
 
 QUICK, NIGHTLY = "quick", "nightly"
 QUICK_SHARE = 10
+REAL_FOLDERS = {"capture", "faults", "jobs", "training"}
+REAL_FIXTURES = {"ranks"}
 UNSHRUNK = (Phase.explicit, Phase.reuse, Phase.generate)  # where shrinking takes minutes
 
 # A busy machine is no error, and no test writes to what its fixtures share.
@@ -52,6 +54,17 @@ def slow_after(count: int, values: Iterable[Any]) -> list[Any]:
 def slow_but(count: int, turn: int, size: int) -> list[Any]:
     """Marks of ``size`` instances: ``count`` from number ``turn`` on are quick, the others slow."""
     return [() if (place - turn) % size < count else pytest.mark.slow for place in range(size)]
+
+
+def mark_real(items: Iterable[pytest.Item]) -> None:
+    """Mark tests of captured models, ranks, servers, workers or browsers, by folder or fixture."""
+    for item in items:
+        if item.path.parent.name in REAL_FOLDERS or REAL_FIXTURES & set(_fixtures(item)):
+            item.add_marker("real")
+
+
+def _fixtures(item: pytest.Item) -> list[str]:
+    return item.fixturenames if isinstance(item, pytest.Function) else []
 
 
 def leave_a_cover(items: Iterable[pytest.Item]) -> None:
