@@ -426,8 +426,8 @@ class TestAuto:
                 PipelineProblem(chain(3, parameters=GB), servers(2, 2), 4),
                 small_problem(layers=4, devices=3, microbatches=3),
             ],
+            ["large boundaries", "two servers", "two kinds"],
         ),
-        ids=["large boundaries", "two servers", "two kinds"],
     )
     def test_never_worse_than_another_planner(self, problem):
         best = plan(problem, "auto", LIMITS)

@@ -1,7 +1,8 @@
 """What ``make test`` leaves to other commands: real processes, further examples and instances."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import pytest
@@ -39,15 +40,16 @@ def examples(count: int, *, quick: int | None = None, **options: Any) -> setting
     return settings(max_examples=by_profile(few, count), **options)
 
 
-def slow_after(count: int, values: Iterable[Any]) -> list[Any]:
-    """Parameters of a test: the first ``count`` are quick, the others slow.
+def slow_after(count: int, values: Iterable[Any], ids: Sequence[str] = ()) -> list[Any]:
+    """Parameters of a test: the first ``count``; under the nightly profile all, the others slow.
 
-    A tuple holds the values of several parameters.
+    A tuple holds the values of several parameters. ``ids`` are names of the instances.
     """
     rows = [each if isinstance(each, tuple) else (each,) for each in values]
     return [
-        pytest.param(*row, marks=pytest.mark.slow if number >= count else ())
-        for number, row in enumerate(rows)
+        pytest.param(*row, marks=pytest.mark.slow if number >= count else (), id=name)
+        for number, (row, name) in enumerate(zip_longest(rows, ids))
+        if number < by_profile(count, len(rows))
     ]
 
 

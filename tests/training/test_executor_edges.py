@@ -518,7 +518,7 @@ def sharing(weights: Any, counts: Any, devices: Any) -> Any:
     return make.plan_in_order(stages, 2, orders, weights)
 
 
-@pytest.mark.parametrize("optimizer", slow_after(1, [ADAMW, DECAYING]), ids=["AdamW", "SGD"])
+@pytest.mark.parametrize("optimizer", slow_after(1, [ADAMW, DECAYING], ["AdamW", "SGD"]))
 @pytest.mark.parametrize("weights", slow_after(1, ["double-buffer", "flush"]))
 def test_a_run_goes_on_from_its_state(ranks: Ranks, weights: Any, optimizer: Any) -> None:
     layers = len(capture(TiedTransformer()).layers)
