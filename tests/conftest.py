@@ -4,11 +4,12 @@ import gc
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings  # noqa: TID251
-from profiles import QUICK, leave_a_cover, mark_real
+from profiles import QUICK, REAL_FOLDERS, leave_a_cover, mark_real
 from ranks import Ranks
 
 # Before torch is imported. Threads of several workers would wait for each other by spinning, and
@@ -22,6 +23,15 @@ settings.load_profile(QUICK)  # --hypothesis-profile nightly, which is read late
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     leave_a_cover(items)
     mark_real(items)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Folders of real processes, whose imports take seconds, are not read for other tests."""
+    return (
+        True
+        if collection_path.name in REAL_FOLDERS and "not real" in config.option.markexpr
+        else None
+    )
 
 
 @pytest.hookimpl(wrapper=True)
