@@ -149,7 +149,7 @@ class Planned:
 
 def madpipe(asked: PipelineProblem) -> Planned:
     """MadPipe with a device to a stage: the period its allocation allows, and the plan's."""
-    compile_kernels()
+    compile_kernels("madpipe")
     began = perf_counter()
     found = plan_madpipe(asked, LIMITS, silent, Choices(group_size=1))
     seconds = perf_counter() - began

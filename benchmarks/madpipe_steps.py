@@ -42,7 +42,7 @@ class Steps:
 
 def run(case: Case) -> Steps:
     """The optimum with one special device, and the best pattern of its stages."""
-    compile_kernels()
+    compile_kernels("madpipe")
     asked = problem(case)
     groups = tuple((v,) for v in range(case.devices))
     began = process_time()

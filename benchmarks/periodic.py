@@ -223,7 +223,7 @@ class AllocationMeasured:
 
 def measure(number: int) -> AllocationMeasured:
     """Case ``number`` in this process, with the kernels loaded."""
-    compile_kernels()
+    compile_kernels("madpipe")
     problem = ALLOCATIONS.build(ALLOCATIONS.sweep[number])
     before = peak_bytes()
 
@@ -578,7 +578,7 @@ def _joint_losses(outcome: JointOutcome) -> tuple[object, ...]:
 
 def tables(quick: bool) -> Iterable[Table]:
     """Times and answers of the three solvers."""
-    compile_kernels()
+    compile_kernels("madpipe")
     yield from allocation_tables(quick)
     yield from pattern_tables(quick)
     yield from joint_tables(quick)

@@ -106,7 +106,7 @@ def tables(quick: bool) -> list[Table]:
 
 def measure(instance: Instance, share: float) -> Measured:
     """Plan and check the instance in this process, in a share of its time."""
-    compile_kernels()
+    compile_kernels("auto")
     with TemporaryDirectory() as folder:
         machines, file = Path(folder, "cluster.json"), Path(folder, "plan.json")
         chain = instance.chain()

@@ -178,7 +178,7 @@ def limit_seconds(devices: int) -> float:
 
 def tables(quick: bool) -> list[Table]:
     """Cost, bound, gap and seconds, before and after; the three smallest if ``quick``."""
-    compile_kernels()
+    compile_kernels("auto")
     here = [one for one in INSTANCES if one.is_here]
     rows = tuple(_row(one, 0.1 if quick else 1.0) for one in (here[:3] if quick else here))
     gaps = [float(row[8]) for row in rows]

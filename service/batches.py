@@ -76,6 +76,8 @@ def plan_every_size(
     def report(progress: Progress) -> None:
         """Tell of plans that are better than those of all sizes before."""
         nonlocal best
+        if progress.doing:
+            on_progress(progress)
         if progress.objective is not None and progress.objective < best:
             best = progress.objective
             on_progress(replace(progress, seconds=monotonic() - began, bound=0.0))

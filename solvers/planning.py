@@ -50,6 +50,7 @@ from stagewright.solvers.planners import (
 )
 from stagewright.solvers.planners.baselines import dp, gpipe, hetpipe, pipedream
 from stagewright.solvers.planners.class_bounds import ClassBounds
+from stagewright.solvers.planners.first_plan import FirstPlan
 from stagewright.solvers.planners.periodic import asynchronous, madpipe, one_f_one_b_star
 from stagewright.solvers.planners.periodic.search import require_periodic
 from stagewright.solvers.planners.planner import (
@@ -193,7 +194,9 @@ def plan(
     ``on_progress`` receives the iteration of the best plan, the best bound so far on its class of
     plans, and a function that returns the plan.
 
-    The first use on a machine compiles the kernels, which does not count towards the limit.
+    The first use on a machine compiles the planner's kernels, which does not count towards the
+    limit: ``on_progress`` is told of each, and of a plan of ``auto`` before the first. A stop ends
+    that, too.
 
     Raises
     ------
@@ -208,7 +211,9 @@ def plan(
         return _with_shards(problem, limits, asked, result)
     proposer = able_planner(problem, planner, asked)
     planner = proposer.name
-    compile_kernels(limits.stop)
+    first = _first_plan(problem, planner, on_progress)
+    if not compile_kernels(planner, first, limits.stop):
+        return _stopped(problem, proposer, first, limits)
     began = monotonic()
     note = ""
     if asked.batch is not None:
@@ -225,8 +230,11 @@ def plan(
     report = reporting(known, on_progress, proposer.options.period_seconds, make_plan, target)
     searched = _search_limits(problem, limits, target, began)
     answer = proposer.propose(problem, asked, searched, report)
-    if isinstance(answer, NoPlan):
+    if isinstance(answer, NoPlan) and (answer.proved or first.proposal is None):
         return _refused(problem, planner, answer, limits, monotonic() - began)
+    if isinstance(answer, NoPlan):
+        assert first.proposal is not None
+        answer = replace(first.proposal, attempts=answer.attempts)
     answer = replace(answer, notes=(*filter(None, (note,)), *answer.notes))
     return _answered(proposer, answer, make_plan(answer), limits, target, began)
 
@@ -260,6 +268,28 @@ def able_planner(problem: PipelineProblem, planner: str, choices: Choices) -> Pl
     if planner in NEEDS:
         NEEDS[planner](problem, asked)
     return PLANNERS[planner]
+
+
+def _first_plan(problem: PipelineProblem, planner: str, on_progress: OnProgress) -> FirstPlan:
+    """The portfolio's plan while kernels are compiled; its bounds need none."""
+    if planner != auto.PLANNER.name:
+        return FirstPlan(problem, on_progress, None)
+    return FirstPlan(
+        problem,
+        on_progress,
+        lambda made: _certified(problem, planner, ClassBounds(problem, seconds=0.0), made),
+    )
+
+
+def _stopped(
+    problem: PipelineProblem, planner: Planner, first: FirstPlan, limits: Limits
+) -> Result:
+    """The result of a stop before all kernels are compiled: the first plan, if there is one."""
+    if first.proposal is None or first.certified is None:
+        nothing = NoPlan(f"{limits.end} came before any plan was found", proved=False)
+        return _refused(problem, planner.name, nothing, limits, monotonic() - first.began)
+    plan = first.certified(first.proposal)
+    return _answered(planner, first.proposal, plan, limits, GapStop(0.0), first.began)
 
 
 def _answered(

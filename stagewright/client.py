@@ -223,6 +223,7 @@ def _progress(event: JobEvent, began: float) -> Progress:
         event.data["cost"],
         -math.inf if bound is None else bound,
         plans=None if plans is None else _PLANS.validate_python(plans),
+        doing=event.data.get("doing", ""),
     )
 
 

@@ -136,7 +136,8 @@ class Progress:
 
     ``plans`` is the class of plans that the bound is proved for; None: it is not known here.
     ``best()`` is the incumbent itself where the search has it at hand: of a planner it is the best
-    plan so far, assembled, checked and certified when it is asked for.
+    plan so far, assembled, checked and certified when it is asked for. ``doing`` says what is done
+    before the search, such as the kernel that is compiled: then there is no other news.
     """
 
     seconds: float
@@ -144,6 +145,7 @@ class Progress:
     bound: float
     best: Callable[[], Any] | None = field(default=None, compare=False)
     plans: "PlanClass | None" = None
+    doing: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

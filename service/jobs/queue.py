@@ -83,8 +83,11 @@ class Queue:
         bound: float | None,
         document: str | None = None,
         plans: dict[str, Any] | None = None,
+        doing: str = "",
     ) -> None:
         """Store a better answer so far, or bound; raises LeaseLostError as `renew`.
+
+        ``doing`` is told only: what is done before the search.
 
         ``plans`` is the class of plans that the bound is of, where it is known. An answer that is
         no better than that of an earlier worker is not kept, nor is the bound of its class.
@@ -100,7 +103,8 @@ class Queue:
                 # An answer that an earlier attempt gave is of another plan.
                 kept |= {"cost": cost, "document": document, "answer": None}
             self._write(database, job, worker, **kept)
-            self._tell(database, job, "progress", {"cost": cost, "bound": bound, "plans": plans})
+            news = {"cost": cost, "bound": bound, "plans": plans}
+            self._tell(database, job, "progress", news | ({"doing": doing} if doing else {}))
 
     def finish(self, job: str, worker: str, outcome: Outcome) -> None:
         """Store how a job ended; raises LeaseLostError as `renew`.

@@ -32,13 +32,15 @@ _STATES = {
 class Better:
     """A better answer so far, with its document if there is one, or a better bound.
 
-    ``plans`` is the class of plans that the bound is of, where it is known.
+    ``plans`` is the class of plans that the bound is of, where it is known; ``doing`` what is done
+    before the search, such as the kernel that is compiled.
     """
 
     cost: float | None
     bound: float | None
     document: str | None
     plans: dict[str, Any] | None
+    doing: str = ""
 
 
 def solve(connection: Connection, kind: str, request: str) -> None:
@@ -79,7 +81,7 @@ def _answered(connection: Connection, kind: str, request: str, stop: threading.E
             better = _document(progress.best())
         bound = progress.bound if math.isfinite(progress.bound) else None
         plans = None if progress.plans is None else asdict(progress.plans)
-        connection.send(Better(cost, bound, better, plans))
+        connection.send(Better(cost, bound, better, plans, progress.doing))
 
     asked, began = parse_request(kind, request), monotonic()
     answer = KINDS[kind].answer(asked, report, stop)

@@ -129,7 +129,7 @@ class _Run:
         with contextlib.suppress(SQLAlchemyError):  # the next one may be stored
             self.worker.queue.improve(
                 self.job.id, self.worker.name, better.cost, better.bound, better.document,
-                better.plans,
+                better.plans, better.doing,
             )  # fmt: skip
 
     def _watch(self, resident_bytes: float) -> None:

@@ -10,7 +10,6 @@ from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.pipelines.blocks import (
@@ -22,7 +21,7 @@ from stagewright.formulations.pipelines.blocks import (
 )
 from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
 from stagewright.graphs.documents.arrays import Floats, Ints
-from stagewright.solvers.pipelines.compiled import least_index
+from stagewright.solvers.pipelines.compiled import entry, lean, least_index, refer
 
 EAGERNESS = (0.0, 0.25, 0.5, 1.0)
 NOISE = (0.0, 0.2, 1.0, 3.0)  # in units of the longest block
@@ -137,7 +136,7 @@ def rules_of(blocks: BlockGraph) -> Rules:
     )
 
 
-@njit(cache=True)
+@entry
 def dispatch(rules: Rules, priority: Floats, eagerness: float) -> Floats:
     """Schedule generation after Giffler and Thompson (1960), with bounded waiting.
 
@@ -150,51 +149,48 @@ def dispatch(rules: Rules, priority: Floats, eagerness: float) -> Floats:
     -------
     Start times, shape (blocks, M).
     """
-    # Arrays are passed one by one, as compiled code is slow with tuples of arrays.
-    durations, releases, machines, before, freeing, limits, members, wakes = rules
+    rules = refer(rules)
+    durations, machines, wakes = rules.durations, rules.machines, rules.wakes
     starts, done = np.zeros(priority.shape), np.zeros(len(priority), np.int64)
-    ready, free, ends = np.empty(len(priority)), np.zeros(len(members)), np.empty(len(members))
+    count = len(rules.members)
+    ready, free, ends = np.empty(len(priority)), np.zeros(count), np.empty(count)
     for block in range(len(ready)):
-        ready[block] = _earliest(block, starts, done, durations, releases, before, freeing, limits)
+        ready[block] = _earliest(rules, block, starts, done)
     for machine in range(len(ends)):
-        ends[machine] = _first_end(machine, ready, free, durations, members)
+        ends[machine] = _first_end(rules, machine, ready, free)
     for _ in range(priority.size):
         machine = least_index(ends)
-        block = _choice(machine, ends, ready, free, done, members, priority, eagerness)
+        block = _choice(rules.members, machine, ends, ready, free, done, priority, eagerness)
         starts[block, done[block]] = max(ready[block], free[machine])
         free[machine] = starts[block, done[block]] + durations[block]
         done[block] += 1
         for k in range(wakes.shape[1]):
             woken = wakes[block, k]
             if woken != NONE:
-                ready[woken] = _earliest(
-                    woken, starts, done, durations, releases, before, freeing, limits
-                )
-                ends[machines[woken]] = _first_end(machines[woken], ready, free, durations, members)
+                ready[woken] = _earliest(rules, woken, starts, done)
+                ends[machines[woken]] = _first_end(rules, machines[woken], ready, free)
     return starts
 
 
-@njit(cache=True)
-def _first_end(
-    machine: int, ready: Floats, free: Floats, durations: Floats, members: Ints
-) -> float:
+@lean
+def _first_end(rules: Rules, machine: int, ready: Floats, free: Floats) -> float:
     """The earliest completion of the next block of a device or channel."""
     end = np.inf
-    for k in range(members.shape[1]):
-        block = members[machine, k]
+    for k in range(rules.members.shape[1]):
+        block = rules.members[machine, k]
         if block != NONE:
-            end = min(end, max(ready[block], free[machine]) + durations[block])
+            end = min(end, max(ready[block], free[machine]) + rules.durations[block])
     return end
 
 
-@njit(cache=True)
+@lean
 def _choice(
+    members: Ints,
     machine: int,
     ends: Floats,
     ready: Floats,
     free: Floats,
     done: Ints,
-    members: Ints,
     priority: Floats,
     eagerness: float,
 ) -> int:
@@ -218,31 +214,22 @@ def _choice(
     return chosen
 
 
-@njit(cache=True)
-def _earliest(
-    block: int,
-    starts: Floats,
-    done: Ints,
-    durations: Floats,
-    releases: Floats,
-    before: Ints,
-    freeing: Ints,
-    limits: Ints,
-) -> float:
+@lean
+def _earliest(rules: Rules, block: int, starts: Floats, done: Ints) -> float:
     """Earliest start of ``block``'s next microbatch by its predecessors; inf if one is open."""
     m = done[block]
     if m == starts.shape[1]:
         return np.inf
-    earliest = releases[block]
-    for k in range(before.shape[1]):
-        one = before[block, k]
+    earliest = rules.releases[block]
+    for k in range(rules.before.shape[1]):
+        one = rules.before[block, k]
         if one != NONE:
             if done[one] <= m:
                 return np.inf
-            earliest = max(earliest, starts[one, m] + durations[one])
-    frees, slot = freeing[block], m - limits[block]
+            earliest = max(earliest, starts[one, m] + rules.durations[one])
+    frees, slot = rules.freeing[block], m - rules.limits[block]
     if frees != NONE and slot >= 0:
         if done[frees] <= slot:
             return np.inf
-        earliest = max(earliest, starts[frees, slot] + durations[frees])
+        earliest = max(earliest, starts[frees, slot] + rules.durations[frees])
     return float(earliest)

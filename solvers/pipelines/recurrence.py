@@ -48,7 +48,9 @@ def reach_under(form: Recurrence, limit: float, most: int) -> Table:
     reach = np.zeros((int(band.base[-1]), (most + 63) // 64), dtype=np.uint64)
     largest_boundary = float(form.boundary.max())
     slowest = (float(form.seconds_per_byte.max()), float(form.latency.max()))
-    sweep(form, band, limit, most, largest_boundary, slowest, reach)
+    needed = form.state_factor * form.parameters[-1] + 2.0 * form.buffers.max(axis=1)
+    needed += min(form.warm_up, most) * form.saved[:, -1]
+    sweep(form, band, limit, most, largest_boundary, slowest, needed, reach)
     return Table(limit, band, reach)
 
 

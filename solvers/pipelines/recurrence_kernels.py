@@ -6,11 +6,11 @@ They are in one file because numba recompiles a cached kernel only if the kernel
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from stagewright.formulations.pipelines.bppm import Recurrence
 from stagewright.graphs.documents.arrays import Floats, Ints
+from stagewright.solvers.pipelines.compiled import copy, entry, lean, lean_entry, refer
 
 Words = NDArray[np.uint64]
 ONE = np.uint64(1)
@@ -30,8 +30,15 @@ class Band(NamedTuple):
     base: Ints
 
 
-@njit(cache=True, error_model="numpy")
+@lean_entry
 def stage_time(form: Recurrence, before: int, l: int, used: int, r: int) -> float:
+    """Time of layers (before, l] on the r units after the first ``used``."""
+    time: float = _stage_time(refer(form), before, l, used, r)
+    return time
+
+
+@lean
+def _stage_time(form: Recurrence, before: int, l: int, used: int, r: int) -> float:
     """Time of layers (before, l] on the r units after the first ``used``."""
     f = b = u = 0.0
     for k in range(form.kinds.shape[0]):
@@ -49,7 +56,7 @@ def stage_time(form: Recurrence, before: int, l: int, used: int, r: int) -> floa
     return time
 
 
-@njit(cache=True, error_model="numpy")
+@lean
 def _reduce(form: Recurrence, used: int, r: int) -> tuple[float, float]:
     """An all-reduce's seconds per byte of parameters, and its latency."""
     devices = r * form.unit
@@ -59,7 +66,7 @@ def _reduce(form: Recurrence, used: int, r: int) -> tuple[float, float]:
     return per_byte, 2.0 * (devices - 1) * form.group_latency[used + r, r]
 
 
-@njit(cache=True, error_model="numpy")
+@lean
 def _window_starts(
     form: Recurrence, limit: float, low: int, first: int, last: int, used: int, r: int, starts: Ints
 ) -> None:
@@ -86,13 +93,20 @@ def _window_starts(
             ):
                 start += 1
         else:
-            while start < l and stage_time(form, start, l, used, r) > limit:
+            while start < l and _stage_time(form, start, l, used, r) > limit:
                 start += 1
         starts[l] = start
 
 
-@njit(cache=True, error_model="numpy")
+@lean_entry
 def channel_time(form: Recurrence, l: int, used: int, later: int, r: int) -> float:
+    """Time of all transfers between the ``later`` units before ``used`` and the next r."""
+    time: float = _channel_time(refer(form), l, used, later, r)
+    return time
+
+
+@lean
+def _channel_time(form: Recurrence, l: int, used: int, later: int, r: int) -> float:
     """Time of all transfers between the ``later`` units before ``used`` and the next r."""
     there = back = there_latency = back_latency = 0.0
     for k in range(used, used + r):
@@ -106,14 +120,14 @@ def channel_time(form: Recurrence, l: int, used: int, later: int, r: int) -> flo
     return form.microbatches * once
 
 
-@njit(cache=True, error_model="numpy")
+@lean
 def _share(form: Recurrence, volume: float, pairs: int) -> float:
     """Bytes of the largest share of a microbatch, in whole samples, over ``pairs`` of units."""
     share: float = volume * -(-form.samples // (pairs * form.unit**2)) / form.samples
     return share
 
 
-@njit(cache=True, error_model="numpy")
+@lean
 def _most_in_flight(form: Recurrence, before: int, l: int, r: int, memory: float) -> int:
     """Microbatches of layers (before, l] that fit on each of r units, at most form.warm_up."""
     free = memory
@@ -127,13 +141,22 @@ def _most_in_flight(form: Recurrence, before: int, l: int, r: int, memory: float
     return int(free // saved)
 
 
-@njit(cache=True, error_model="numpy")
+@lean
 def _row(band: Band, i: int, r: int, l: int) -> int:
     row: int = band.base[i] + (r - 1) * (band.high[i] - band.low[i] + 1) + l - band.low[i]
     return row
 
 
-@njit(cache=True, error_model="numpy")
+@lean
+def _least_memory(form: Recurrence, used: int, i: int) -> float:
+    """The least memory of the units [used, i), 0 without any."""
+    least = np.inf if used < i else 0.0
+    for k in range(used, i):
+        least = min(least, form.memory[k])
+    return least
+
+
+@entry
 def sweep(  # noqa: C901 - one flat pass, its steps are the functions below
     form: Recurrence,
     band: Band,
@@ -141,9 +164,14 @@ def sweep(  # noqa: C901 - one flat pass, its steps are the functions below
     most: int,
     largest_boundary: float,
     slowest: tuple[float, float],
+    needed: Floats,
     reach: Words,
 ) -> None:
-    """Fill ``reach``, from few devices to many."""
+    """Fill ``reach``, from few devices to many.
+
+    ``needed`` are the bytes that are enough for any stage on each number of devices.
+    """
+    form, band = refer(form), refer(band)
     size, layers, words = len(form.memory), len(form.parameters) - 1, reach.shape[1]
     joined = np.zeros((size + 2, layers + 1, words), dtype=np.uint64)
     source = np.zeros((layers + 1, words), dtype=np.uint64)
@@ -151,11 +179,6 @@ def sweep(  # noqa: C901 - one flat pass, its steps are the functions below
     front = np.zeros(layers + 1, dtype=np.uint64)
     starts = np.zeros(layers + 1, dtype=np.int64)
     replicas = form.forward.shape[1] - 1
-    needed = np.zeros(replicas + 1)  # bytes sufficient for any stage on r devices
-    for r in range(1, replicas + 1):
-        needed[r] = form.state_factor[r] * form.parameters[layers]
-        needed[r] += 2.0 * form.buffers[r].max()
-        needed[r] += min(form.warm_up, most) * form.saved[r, layers]
     for used in range(size):
         low, high = band.low[used], band.high[used]
         if used > 0:
@@ -176,7 +199,8 @@ def sweep(  # noqa: C901 - one flat pass, its steps are the functions below
             out = reach[at : at + last - first + 1]
             behind = joined[free]
             if free > 1:
-                source[low : high + 1] = joined[free, low : high + 1]
+                for l in range(low, high + 1):
+                    copy(joined[free, l], 0, words, source[l])
                 _through_narrow(form, band, limit, reach, low, high, used, r, free, worst, source)
                 behind = source
             if used == 0:
@@ -187,7 +211,7 @@ def sweep(  # noqa: C901 - one flat pass, its steps are the functions below
                 _place_in_memory(form, starts, first, last, high, r, memory, most, behind, out)
 
 
-@njit(cache=True, error_model="numpy")
+@lean
 def _join(band: Band, used: int, reach: Words, joined: Words) -> tuple[int, int]:
     """joined[r', l]: union of states with at least r' replicas; returns least and largest l."""
     low, high = band.low[used], band.high[used]
@@ -197,14 +221,23 @@ def _join(band: Band, used: int, reach: Words, joined: Words) -> tuple[int, int]
         for l in range(low, high + 1):
             for w in range(reach.shape[1]):
                 joined[later, l, w] = joined[later + 1, l, w] | reach[at + l - low, w]
-    while low <= high and not joined[1, low].any():
+    while low <= high and not _is_any(joined[1, low]):
         low += 1
-    while low <= high and not joined[1, high].any():
+    while low <= high and not _is_any(joined[1, high]):
         high -= 1
     return low, high
 
 
-@njit(cache=True, error_model="numpy")
+@lean
+def _is_any(words: Words) -> bool:
+    """Whether a bit is set; numpy's ``any`` takes longer to compile."""
+    for word in words:  # noqa: SIM110 (numba has no any())
+        if word != 0:
+            return True
+    return False
+
+
+@lean
 def _unconstrained(
     form: Recurrence,
     limit: float,
@@ -226,7 +259,7 @@ def _unconstrained(
     return max(1, int(np.ceil(min(needed, used + 1.0))))
 
 
-@njit(cache=True, error_model="numpy")
+@lean
 def _collect_links(form: Recurrence, used: int, r: int, free: int, worst: Floats) -> None:
     """Add the links of the newest of the r devices after ``used`` to ``worst``.
 
@@ -243,7 +276,7 @@ def _collect_links(form: Recurrence, used: int, r: int, free: int, worst: Floats
         worst[3, later] = max(worst[3, later], form.latency[j, newest])
 
 
-@njit(cache=True, error_model="numpy")
+@lean
 def _through_narrow(
     form: Recurrence,
     band: Band,
@@ -273,7 +306,7 @@ def _through_narrow(
                     source[l, w] |= reach[at + l, w]
 
 
-@njit(cache=True, error_model="numpy")
+@lean
 def _place(
     starts: Ints, first: int, last: int, high: int, source: Words, front: Words, out: Words
 ) -> None:
@@ -302,7 +335,7 @@ def _place(
                     out[l - first, w + 1] |= union >> TOP
 
 
-@njit(cache=True, error_model="numpy")
+@lean
 def _join_back(source: Words, w: int, start: int, tail: int, front: Words) -> None:
     """front[k] = the union of source[k ... tail - 1]."""
     union = np.uint64(0)
@@ -311,7 +344,7 @@ def _join_back(source: Words, w: int, start: int, tail: int, front: Words) -> No
         front[k] = union
 
 
-@njit(cache=True, error_model="numpy")
+@lean
 def _place_in_memory(
     form: Recurrence,
     starts: Ints,
@@ -327,7 +360,7 @@ def _place_in_memory(
     """As ``_place``, if the n-th stage from the end must hold min(warm_up, n) microbatches."""
     for l in range(first, last + 1):
         for before in range(starts[l], min(l, high + 1)):
-            if not source[before].any():
+            if not _is_any(source[before]):
                 continue
             possible = _most_in_flight(form, before, l, r, memory)
             counts = most if possible >= form.warm_up else min(possible, most)
@@ -339,7 +372,7 @@ def _place_in_memory(
                 carry = source[before, w] >> TOP
 
 
-@njit(cache=True, error_model="numpy")
+@lean
 def _place_first(
     form: Recurrence, starts: Ints, first: int, last: int, r: int, memory: float, out: Words
 ) -> None:
@@ -349,19 +382,20 @@ def _place_first(
             out[l - first, 0] |= ONE
 
 
-@njit(cache=True, error_model="numpy")
+@lean_entry
 def predecessor(
     form: Recurrence, band: Band, reach: Words, limit: float, stages: int, l: int, i: int, r: int
 ) -> tuple[float, int, int]:
     """(time, l', r') of the fastest stage (l', l] on r devices that ends ``stages`` stages."""
+    form, band = refer(form), refer(band)
     used = i - r
-    memory = form.memory[used:i].min() if used < i else 0.0
+    memory = _least_memory(form, used, i)
     best = (np.inf, 0, 0)
     if stages == 1:
-        return (stage_time(form, 0, l, 0, r), 0, 0) if used == 0 else best
+        return (_stage_time(form, 0, l, 0, r), 0, 0) if used == 0 else best
     word, bit = (stages - 2) // 64, np.uint64((stages - 2) % 64)
     for before in range(max(band.low[used], form.first[r, l]), min(band.high[used], l - 1) + 1):
-        time = stage_time(form, before, l, used, r)
+        time = _stage_time(form, before, l, used, r)
         if time > limit or time >= best[0]:
             continue
         if _most_in_flight(form, before, l, r, memory) < min(stages, form.warm_up):
@@ -369,7 +403,7 @@ def predecessor(
         for later in range(1, used + 1):
             if reach[_row(band, used, later, before), word] >> bit & ONE == np.uint64(0):
                 continue
-            if channel_time(form, before, used, later, r) <= limit:
+            if _channel_time(form, before, used, later, r) <= limit:
                 best = (time, before, later)
                 break
     return best

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
-from numba import njit
 
 from stagewright.formulations.pipelines.relaxation import Relaxation, relax
 from stagewright.formulations.pipelines.spp import cheapest_work
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.documents.arrays import Floats, Ints
+from stagewright.solvers.pipelines.compiled import lean, lean_entry, refer
 
 PRECISION = 1e-3  # relative width at which the bisection stops
 STEPS = 2e9  # of a pass, above which only the load bound is used
@@ -106,7 +106,6 @@ class FillAndDrain:
         return float(len(self.problem.chain) ** 2 / 2 * size * numbers)
 
 
-@njit(cache=True, error_model="numpy")
 def _fits_under(form: Relaxation, size: int, limit: float, wide: bool, equal: int) -> bool:
     """Whether some relaxed plan on ``size`` devices takes at most ``limit``, up to rounding.
 
@@ -120,29 +119,41 @@ def _fits_under(form: Relaxation, size: int, limit: float, wide: bool, equal: in
     way = np.full((2, size + 1, layers + 1), np.inf)
     there = np.full((2, size + 1, layers + 1), np.inf)
     way[0, 0, 0] = there[0, 0, 0] = 0.0
-    until = limit * (1 + MARGIN)
-    counts, turns = _numbers(min(size, replicas), equal), _turns(form.microbatches, size, equal)
-    for used in range(size):
-        for last in range(2):
-            for before in range(layers):
-                if way[last, used, before] == np.inf:
-                    continue
-                for r in counts[counts <= size - used]:
-                    _place(form, until, used, r, before, last, 0, wide, way, there)
-                if wide:
-                    for r in turns[turns <= size - used]:
-                        _place(form, until, used, r, before, last, 1, wide, way, there)
+    numbers = _numbers(min(size, replicas), equal), _turns(form.microbatches, size, equal)
+    _place_all(form, size, limit * (1 + MARGIN), numbers, wide, way, there)
     return bool(np.isfinite(way[:, :, layers]).any())
 
 
-@njit(cache=True, error_model="numpy")
+@lean_entry
+def _place_all(
+    form: Relaxation,
+    size: int,
+    limit: float,
+    numbers: tuple[Ints, Ints],
+    wide: bool,
+    way: Floats,
+    there: Floats,
+) -> None:
+    """Place all stages: split on the first ``numbers`` of devices, or round-robin on the second."""
+    form = refer(form)
+    for used in range(size):
+        for last in range(2):
+            for before in range(form.forward.shape[1] - 1):
+                if way[last, used, before] == np.inf:
+                    continue
+                for kind in range(2 if wide else 1):
+                    for r in numbers[kind]:
+                        if r > size - used:
+                            break
+                        _place(form, limit, used, r, before, last, kind, wide, way, there)
+
+
 def _numbers(most: int, equal: int) -> Ints:
     """The numbers of devices up to ``most``, or only ``equal`` if that is not 0."""
     numbers: Ints = np.arange(1, most + 1)
     return numbers if equal == 0 else numbers[numbers == equal]
 
 
-@njit(cache=True, error_model="numpy")
 def _turns(microbatches: int, size: int, equal: int) -> Ints:
     """The least numbers of devices, from 2 on, for each number of rounds of their microbatches.
 
@@ -157,7 +168,7 @@ def _turns(microbatches: int, size: int, equal: int) -> Ints:
     return turns
 
 
-@njit(cache=True, error_model="numpy")
+@lean
 def _place(
     form: Relaxation,
     limit: float,

@@ -8,15 +8,14 @@ after it on its device ends too late.
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from stagewright.graphs.documents.arrays import Floats, Ints
-from stagewright.solvers.pipelines.compiled import inner
+from stagewright.solvers.pipelines.compiled import copy, entry, inner, lean, refer
 from stagewright.solvers.pipelines.row_kernels import (
     NONE,
     SLACK,
     RowTimes,
-    keeps_limits,
+    stays_within,
     time_rows,
 )
 
@@ -58,7 +57,7 @@ class _Changes(NamedTuple):
     stamp: Ints  # the last move that changed a computation
 
 
-@njit(cache=True, error_model="numpy", nogil=True)
+@entry
 def anneal_rows(
     times: RowTimes, rows: Ints, bounds: Ints, heats: tuple[float, float], steps: int,
     random: np.random.Generator,
@@ -71,15 +70,31 @@ def anneal_rows(
     starts = np.zeros((times.seconds.size, times.microbatches))
     if time_rows(times, rows, bounds, starts) == np.inf:
         return np.inf
-    sequence = _sequence(times, rows, bounds, starts)
-    size, count = len(rows), times.microbatches
+    size = len(rows)
     changes = _Changes(
         np.zeros(size, np.int64), np.zeros(size), np.zeros(size, np.int64),
         np.zeros(size, np.int64), np.zeros(size), np.zeros(size, np.int64),
     )  # fmt: skip
-    limited, end = times.in_flight.min() < count, np.zeros(len(bounds) - 1)
+    sequence = _sequence(times, rows, bounds, starts)
+    least: float = _anneal(times, sequence, changes, rows, bounds, heats, steps, random)
+    return least
+
+
+@inner
+def _anneal(
+    times: RowTimes, sequence: _Sequence, changes: _Changes, rows: Ints, bounds: Ints,
+    heats: tuple[float, float], steps: int, random: np.random.Generator,
+) -> float:  # fmt: skip
+    """As :func:`anneal_rows`, from ``rows`` that do not deadlock."""
+    times, sequence, changes = refer(times), refer(sequence), refer(changes)
+    size, count = len(rows), times.microbatches
+    end, flying = np.zeros(len(bounds) - 1), np.zeros(len(times.tails), np.int64)
+    limited = False
+    for s in range(len(times.tails)):
+        limited = limited or times.in_flight[s] < count
     least, mean = _cost_of(sequence, times, bounds, end)
-    best, now, heat = rows.copy(), least, heats[0]
+    best, now, heat = np.empty(size, np.int64), least, heats[0]
+    copy(rows, 0, size, best)
     fall = (heats[1] / heats[0]) ** (1.0 / steps)
     for step in range(1, steps + 1):
         heat *= fall
@@ -91,7 +106,7 @@ def anneal_rows(
         if i == j or not _fits(sequence, i, j, times.memory[d] * (1 + SLACK), count):
             continue
         _move(sequence, rows, i, j, count)
-        if not limited or keeps_limits(times, rows, bounds[d], bounds[d + 1], d):
+        if not limited or stays_within(times, rows, bounds[d], bounds[d + 1], d, flying):
             most = now - heat * np.log(1.0 - random.random())
             until = most - MEAN * mean  # the mean changes little
             number = _propagate(sequence, changes, bounds, times.span, i, j, until, step, count)
@@ -99,12 +114,13 @@ def anneal_rows(
             if found <= most:
                 now, mean = found, its
                 if now < least:
-                    least, best[:] = now, rows
+                    least = now
+                    copy(rows, 0, size, best)
                 continue
             for k in range(number if number >= 0 else -number - 1):
                 sequence.starts[changes.changed[k]] = changes.former[k]
         _move(sequence, rows, j, i, count)
-    rows[:] = best
+    copy(best, 0, size, rows)
     return least
 
 
@@ -114,10 +130,12 @@ def _sequence(times: RowTimes, rows: Ints, bounds: Ints, starts: Floats) -> _Seq
     codes = times.seconds.size
     at, place = np.zeros(size, np.int64), np.zeros(size, np.int64)
     level, work = np.zeros(size), np.zeros(size)
-    seconds, change = times.seconds.copy().reshape(-1), times.change.copy().reshape(-1)
-    device, after = np.zeros(codes, np.int64), np.full(codes, NONE)
+    seconds, change = np.zeros(codes), np.zeros(codes)
+    device, after = np.zeros(codes, np.int64), np.zeros(codes, np.int64)
     for code in range(codes):
-        device[code] = times.device[code % stages]
+        kind, s = code // stages, code % stages
+        seconds[code], change[code] = times.seconds[kind, s], times.change[kind, s]
+        device[code], after[code] = times.device[s], NONE
     for code in range(codes):
         other = times.before[code]
         if other != NONE and device[other] != device[code]:
@@ -136,12 +154,12 @@ def _sequence(times: RowTimes, rows: Ints, bounds: Ints, starts: Floats) -> _Seq
             left += seconds[rows[k]]
             work[k] = left
     return _Sequence(
-        at, level, work, place, starts.copy().reshape(-1), seconds, change, device,
+        at, level, work, place, starts.reshape(-1), seconds, change, device,
         times.before, times.lag, after,
     )  # fmt: skip
 
 
-@inner
+@lean
 def _allowed(sequence: _Sequence, i: int, j: int, count: int) -> int:
     """The place nearest to j that place i's computation can move to.
 
@@ -161,7 +179,7 @@ def _allowed(sequence: _Sequence, i: int, j: int, count: int) -> int:
     return k
 
 
-@inner
+@lean
 def _fits(sequence: _Sequence, i: int, j: int, limit: float, count: int) -> bool:
     """Whether there is memory for a move from place i to place j.
 
@@ -181,7 +199,7 @@ def _fits(sequence: _Sequence, i: int, j: int, limit: float, count: int) -> bool
     return True
 
 
-@inner
+@lean
 def _move(sequence: _Sequence, rows: Ints, i: int, j: int, count: int) -> None:
     """Move the computation of place i to place j; those between shift by one."""
     at, level, work = sequence.at, sequence.level, sequence.work
@@ -201,7 +219,7 @@ def _move(sequence: _Sequence, rows: Ints, i: int, j: int, count: int) -> None:
     sequence.place[moved] = j
 
 
-@inner
+@lean
 def _propagate(
     sequence: _Sequence, changes: _Changes, bounds: Ints, span: bool, i: int, j: int, most: float,
     step: int, count: int,
@@ -233,13 +251,14 @@ def _propagate(
         visits += 1
         began = sequence.starts[sequence.at[bounds[d]]] if span else 0.0
         if start + sequence.work[k] - began > most or visits > VISITS * len(sequence.at):
-            changes.waits[changes.heap[:size]] = 0
+            for other in range(size):
+                changes.waits[changes.heap[other]] = 0
             return -1 - number
         size = _push_next(sequence, changes, size, one, bounds[d + 1], count)
     return number
 
 
-@inner
+@lean
 def _push_next(
     sequence: _Sequence, changes: _Changes, size: int, one: int, end: int, count: int
 ) -> int:
@@ -251,7 +270,7 @@ def _push_next(
     return size if after == NONE else _push(sequence, changes, size, after * count + one % count)
 
 
-@inner
+@lean
 def _start(sequence: _Sequence, begin: int, one: int, count: int) -> float:
     """The earliest start of a computation, in the row from place ``begin``."""
     code, k, start = one // count, sequence.place[one], 0.0
@@ -264,7 +283,7 @@ def _start(sequence: _Sequence, begin: int, one: int, count: int) -> float:
     return start
 
 
-@inner
+@lean
 def _push(sequence: _Sequence, changes: _Changes, size: int, one: int) -> int:
     """Put a computation into the heap, if it is not there; the new size."""
     if changes.waits[one]:
@@ -278,7 +297,7 @@ def _push(sequence: _Sequence, changes: _Changes, size: int, one: int) -> int:
     return size + 1
 
 
-@inner
+@lean
 def _pop(changes: _Changes, size: int) -> int:
     """Remove the first computation of the heap; the new size."""
     heap, keys = changes.heap, changes.keys
@@ -297,7 +316,7 @@ def _pop(changes: _Changes, size: int) -> int:
     return size
 
 
-@inner
+@lean
 def _cost_of(
     sequence: _Sequence, times: RowTimes, bounds: Ints, end: Floats
 ) -> tuple[float, float]:

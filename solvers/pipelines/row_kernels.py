@@ -8,10 +8,9 @@ so that the codes say all. Transfers take their time and never wait for each oth
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from stagewright.graphs.documents.arrays import Floats, Ints
-from stagewright.solvers.pipelines.compiled import inner, least_index
+from stagewright.solvers.pipelines.compiled import copy, entry, lean, least_index, refer
 
 NONE = -1
 FORWARD, BACKWARD, WEIGHT = range(3)
@@ -58,18 +57,22 @@ class Rule(NamedTuple):
     clears: bool
 
 
-@njit(cache=True, error_model="numpy", nogil=True)
+@entry
 def time_rows(times: RowTimes, rows: Ints, bounds: Ints, starts: Floats) -> float:
     """Fill ``starts`` (K x S, M) with the earliest starts of ``rows``, and return their cost.
 
     Device d has ``rows[bounds[d] : bounds[d + 1]]``. The cost is the objective plus ``SPREAD``
     times the mean over the devices; inf if they deadlock.
     """
+    times = refer(times)
     seconds, device, stages = times.seconds, times.device, len(times.tails)
     devices, last_kind = len(bounds) - 1, len(times.seconds) - 1
-    done, place = np.zeros(len(starts), np.int64), bounds[:-1].copy()
-    free, first, end = np.zeros(devices), np.full(devices, np.inf), np.zeros(devices)
-    waits, stack, size = np.zeros(devices, np.bool_), np.arange(devices)[::-1].copy(), devices
+    done, place = np.zeros(len(starts), np.int64), np.zeros(devices, np.int64)
+    free, first, end = np.zeros(devices), np.zeros(devices), np.zeros(devices)
+    waits, stack, size = np.zeros(devices, np.bool_), np.zeros(devices, np.int64), devices
+    copy(bounds, 0, devices, place)
+    _count_down(stack)
+    first[:] = np.inf
     while size:
         size -= 1
         d = stack[size]
@@ -99,20 +102,23 @@ def time_rows(times: RowTimes, rows: Ints, bounds: Ints, starts: Floats) -> floa
     return _cost(first, end, times.span)
 
 
-@njit(cache=True, error_model="numpy", nogil=True)
+@entry
 def dispatch_rows(times: RowTimes, rule: Rule, rows: Ints, bounds: Ints, starts: Floats) -> float:
     """Fill ``rows`` and ``starts`` by a rule, and return the cost as ``time_rows`` does.
 
     Of all devices the one with the earliest possible end of a computation is next (Giffler and
     Thompson 1960). It takes the most urgent of the computations that can start early enough.
     """
+    times = refer(times)
     seconds, device, stages = times.seconds, times.device, len(times.tails)
     devices, last_kind = len(bounds) - 1, len(times.seconds) - 1
-    done, place = np.zeros(len(starts), np.int64), bounds[:-1].copy()
-    free, first, end = np.zeros(devices), np.full(devices, np.inf), np.zeros(devices)
+    done, place = np.zeros(len(starts), np.int64), np.zeros(devices, np.int64)
+    free, first, end = np.zeros(devices), np.zeros(devices), np.zeros(devices)
     used, pending = np.zeros(devices), np.zeros(devices, np.int64)
-    ends, held_up = np.full(devices, np.inf), np.zeros(devices, np.bool_)
-    ready, woken = np.full(len(starts), np.inf), np.ones(devices, np.bool_)
+    ends, held_up = np.zeros(devices), np.zeros(devices, np.bool_)
+    ready, woken = np.zeros(len(starts)), np.zeros(devices, np.bool_)
+    copy(bounds, 0, devices, place)
+    first[:], ready[:], woken[:] = np.inf, np.inf, True
     for _ in range(len(rows)):
         for d in range(devices):
             if woken[d]:
@@ -147,12 +153,27 @@ def dispatch_rows(times: RowTimes, rule: Rule, rows: Ints, bounds: Ints, starts:
     return _cost(first, end, times.span)
 
 
-@njit(cache=True, error_model="numpy", nogil=True)
+@entry
 def keeps_limits(times: RowTimes, rows: Ints, start: int, stop: int, d: int) -> bool:
     """Whether the row ``rows[start:stop]`` of device d stays within memory and in-flight limits."""
+    flying = np.zeros(len(times.tails), np.int64)
+    kept: bool = stays_within(refer(times), rows, start, stop, d, flying)
+    return kept
+
+
+@lean
+def _count_down(values: Ints) -> None:
+    """Fill ``values`` with n - 1, ..., 0."""
+    for k in range(len(values)):
+        values[k] = len(values) - 1 - k
+
+
+@lean
+def stays_within(times: RowTimes, rows: Ints, start: int, stop: int, d: int, flying: Ints) -> bool:
+    """As :func:`keeps_limits`; ``flying`` has room for a number of each stage."""
     change, limits, stages = times.change, times.in_flight, len(times.tails)
     used, limit = 0.0, times.memory[d] * (1 + SLACK)
-    flying, last_kind = np.zeros(stages, np.int64), len(change) - 1
+    flying[:], last_kind = 0, len(change) - 1
     for k in range(start, stop):
         kind, s = rows[k] // stages, rows[k] % stages
         used += change[kind, s]
@@ -165,7 +186,7 @@ def keeps_limits(times: RowTimes, rows: Ints, start: int, stop: int, d: int) -> 
     return True
 
 
-@inner
+@lean
 def _arrival(code: int, done: Ints, starts: Floats, before: Ints, lag: Floats) -> float:
     """Time at which the next microbatch of ``code`` has its input; inf if that is not known yet."""
     m, other = done[code], before[code]
@@ -176,7 +197,7 @@ def _arrival(code: int, done: Ints, starts: Floats, before: Ints, lag: Floats) -
     return float(starts[other, m] + lag[code]) if done[other] > m else np.inf
 
 
-@inner
+@lean
 def _following(code: int, stages: int) -> int:
     """The stage whose device may go on when a computation of ``code`` is done; NONE: its own."""
     kind, s = code // stages, code % stages
@@ -185,7 +206,7 @@ def _following(code: int, stages: int) -> int:
     return s - 1 if kind == BACKWARD and s > 0 else NONE
 
 
-@inner
+@lean
 def _look(
     d: int, times: RowTimes, depth: Ints, done: Ints, starts: Floats, free: float, used: float,
     ready: Floats,
@@ -214,7 +235,7 @@ def _look(
     return end, waiting <= end
 
 
-@inner
+@lean
 def _has_room(d: int, s: int, times: RowTimes, done: Ints, used: float) -> bool:
     """Whether a forward of stage s fits, and after it the oldest microbatch on the device too.
 
@@ -235,7 +256,7 @@ def _has_room(d: int, s: int, times: RowTimes, done: Ints, used: float) -> bool:
     return s == last or needed <= limit
 
 
-@inner
+@lean
 def _choice(
     own: Ints, urgency: Floats, eagerness: float, done: Ints, ready: Floats, free: float,
     end: float, weights_first: bool, stages: int, last_kind: int,
@@ -260,7 +281,7 @@ def _choice(
     return chosen
 
 
-@inner
+@lean
 def _cost(first: Floats, end: Floats, span: bool) -> float:
     """The longest time of a device, and a little of the mean."""
     most, mean = 0.0, 0.0

@@ -6,7 +6,6 @@ kernel only if the kernel's own file changes.
 """
 
 import numpy as np
-from numba import njit
 
 from stagewright.formulations.pipelines.server_relaxation import (
     APART,
@@ -15,7 +14,7 @@ from stagewright.formulations.pipelines.server_relaxation import (
     ServerRelaxation,
 )
 from stagewright.graphs.documents.arrays import Floats
-from stagewright.solvers.pipelines.compiled import WITHOUT_COUNTS, copy, lean
+from stagewright.solvers.pipelines.compiled import copy, lean, lean_entry, refer
 from stagewright.solvers.pipelines.server_conditions import (
     ALONE,
     Search,
@@ -357,12 +356,13 @@ def _may_be(form: ServerRelaxation, within: int, c: int) -> bool:
     return bool(within == 0 or (form.groups[within - 1] > 1 and form.pieces[c] > 1))
 
 
-@njit(cache=True, error_model="numpy", **WITHOUT_COUNTS)
+@lean_entry
 def find(search: Search, most: float) -> int:
     """The index of the last stage of a relaxed plan in time.
 
     NONE if there is none, GAVE_UP after ``most`` steps without an answer.
     """
+    search = refer(search)
     form, labels = search.form, search.labels
     labels.counts[:] = 0
     labels.counts[0, 0, 0] = 1

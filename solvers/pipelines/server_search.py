@@ -139,7 +139,12 @@ class ServerSearch:
         work = self._work._replace(form=form, until=seconds * (1 - MARGIN))
         fill_before(form, work.until, self._before)
         if not form.shared:
-            fill_rest(form, work.until, self._before, work.rest)
+            turned = Rest(
+                *(np.empty_like(table.transpose(0, 2, 1), order="C") for table in work.rest)
+            )
+            fill_rest(form, work.until, self._before, turned)
+            for table, entries in zip(work.rest, turned, strict=True):
+                table[:] = entries.transpose(0, 2, 1)
         else:
             fill_shared_rest(form, work.until, self._before, work.rest)
             work = work._replace(loads=_loads(form, work.until))

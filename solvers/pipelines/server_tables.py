@@ -6,11 +6,10 @@ They are in one file because numba recompiles a cached kernel only if the kernel
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from stagewright.formulations.pipelines.server_relaxation import ServerRelaxation
 from stagewright.graphs.documents.arrays import Floats
-from stagewright.solvers.pipelines.compiled import lean
+from stagewright.solvers.pipelines.compiled import lean, lean_entry, refer
 
 FAST = 0  # the best link
 
@@ -92,9 +91,10 @@ def send_seconds(form: ServerRelaxation, l: int, pieces: int, link: int) -> floa
     return seconds
 
 
-@njit(cache=True, error_model="numpy")
+@lean_entry
 def fill_before(form: ServerRelaxation, until: float, before: Before) -> None:
     """Fill ``before``, with stages that alone stay within ``until``."""
+    form, before = refer(form), refer(before)
     layers = form.forward.shape[1] - 1
     before.path[:] = np.inf
     before.forth[:] = np.inf
@@ -141,37 +141,34 @@ def _add_stages(
             before.forth[d, m] = min(before.forth[d, m], forth + stage.forward)
 
 
-@njit(cache=True, error_model="numpy")
+@lean_entry
 def fill_rest(form: ServerRelaxation, until: float, before: Before, rest: Rest) -> None:
-    """Fill ``rest``, with stages that stay within ``until`` after the least way ``before``."""
-    layers, counted = form.forward.shape[1] - 1, len(rest.path)
-    # Entries [l, d], so that the loop over d, which is the longest, is over neighbours.
-    turned = Rest(
-        np.full((counted, layers + 1, form.size + 1), np.inf),
-        np.full((counted, layers + 1, form.size + 1), np.inf),
-        np.full((counted, layers + 1, form.size + 1), np.inf),
-    )
-    for table in turned:
+    """Fill ``rest``, with stages that stay within ``until`` after the least way ``before``.
+
+    Its entries are [q, l, d] here, so that the loop over d, which is the longest, is over
+    neighbours.
+    """
+    layers, counted, given = form.forward.shape[1] - 1, len(rest.path), refer(rest)
+    form, before = refer(form), refer(before)
+    for table in rest:
+        table[:] = np.inf
         table[:, layers] = 0.0
     for l in range(layers - 1, -1, -1):
         for q in range(counted):
             for c in range(len(form.devices)):
-                _put_first(form, until, before, q, l, c, turned)
-            for table in turned:
+                _put_first(form, until, before, q, l, c, given)
+            for table in rest:
                 for d in range(1, form.size + 1):
                     table[q, l, d] = min(table[q, l, d], table[q, l, d - 1])
-    for q in range(counted):
-        rest.path[q] = turned.path[q].T
-        rest.fill[q] = turned.fill[q].T
-        rest.reduced[q] = turned.reduced[q].T
 
 
-@njit(cache=True, error_model="numpy")
+@lean_entry
 def fill_shared_rest(form: ServerRelaxation, until: float, before: Before, rest: Rest) -> None:
     """Fill ``rest`` where every stage may use all devices.
 
     All-reduces are left out: neighbouring stages on the same devices are one here.
     """
+    form, before = refer(form), refer(before)
     size, layers = form.size, form.forward.shape[1] - 1
     for table in (rest.path, rest.fill, rest.reduced):
         table[:] = np.inf

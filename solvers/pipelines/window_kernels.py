@@ -9,12 +9,12 @@ that cannot matter are raised to the earliest start of what comes next, so that 
 """
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from stagewright.formulations.pipelines.blocks import NONE
 from stagewright.formulations.pipelines.windows import Window
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
+from stagewright.solvers.pipelines.compiled import copy, entry, inner, lean, refer
 
 Places = NDArray[np.int16]
 Parents = NDArray[np.int32]
@@ -22,7 +22,7 @@ MIX = np.uint64(0x9E3779B97F4A7C15)
 SHIFT = np.uint64(29)
 
 
-@njit(cache=True)
+@entry
 def advance(
     window: Window,
     target: float,
@@ -40,6 +40,7 @@ def advance(
     The number of scheduled blocks and the states; then the number of states after each step, and of
     each the predecessor and the block, one step after the other.
     """
+    window = refer(window)
     total = window.heads.size
     sizes, found = np.empty(total - done, np.int64), 0
     parents, blocks = np.empty(2 * most, np.int32), np.empty(2 * most, np.int16)
@@ -48,16 +49,20 @@ def advance(
         where, clock, parent, block = expand(window, target, width, done, where, clock, ends)
         done += 1
         if found + len(where) > len(parents):
-            parents = np.concatenate((parents[:found], np.empty(len(where), np.int32)))
-            blocks = np.concatenate((blocks[:found], np.empty(len(where), np.int16)))
-        parents[found : found + len(where)], blocks[found : found + len(where)] = parent, block
+            former, earlier = parents, blocks
+            parents = np.empty(found + len(where), np.int32)
+            blocks = np.empty(found + len(where), np.int16)
+            copy(former, 0, found, parents)
+            copy(earlier, 0, found, blocks)
+        for k in range(len(where)):
+            parents[found + k], blocks[found + k] = parent[k], block[k]
         found += len(where)
         sizes[steps] = len(where)
         steps += 1
     return done, where, clock, sizes[:steps], parents[:found], blocks[:found]
 
 
-@njit(cache=True)
+@inner
 def expand(
     window: Window,
     target: float,
@@ -92,7 +97,7 @@ def expand(
     then_item, then_ready, then_open = item.copy(), ready.copy(), is_open.copy()
     found = 0
     for state in range(len(where)):
-        gone = (done - where[state].sum()) // n
+        gone = (done - _total(where[state])) // n
         _look(window, where[state], clock[state], gone, item, ready, is_open)
         first = _first_to_end(window.durations, ready, is_open)
         end = ready[first] + window.durations[first]
@@ -102,7 +107,8 @@ def expand(
             if j != first and ready[j] >= end:
                 continue
             spot, own = next_where[found], next_clock[found]
-            spot[:], own[:] = where[state], clock[state]
+            copy(where[state], 0, len(spot), spot)
+            copy(clock[state], 0, len(own), own)
             own[0] = max(own[0], ready[j] + window.durations[j] + window.tails[j, item[j]])
             left = gone + _schedule(window, j, item[j] - gone, ready[j], spot, own)
             _look(window, spot, own, left, then_item, then_ready, then_open)
@@ -115,11 +121,35 @@ def expand(
             if _is_new(found, next_where, next_clock, table, following, beaten, width):
                 parents[found], blocks[found] = state, j
                 found += 1
-    kept = np.flatnonzero(~beaten[:found])
-    return next_where[kept], next_clock[kept], parents[kept], blocks[kept]
+    kept = _keep(found, beaten, next_where, next_clock, parents, blocks)
+    return next_where[:kept], next_clock[:kept], parents[:kept], blocks[:kept]
 
 
-@njit(cache=True)
+@lean
+def _keep(
+    found: int, beaten: Bools, where: Places, clock: Floats, parents: Parents, blocks: Places
+) -> int:
+    """Move the states that none dominates to the front; their number."""
+    kept = 0
+    for k in range(found):
+        if not beaten[k]:
+            copy(where[k], 0, where.shape[1], where[kept])
+            copy(clock[k], 0, clock.shape[1], clock[kept])
+            parents[kept], blocks[kept] = parents[k], blocks[k]
+            kept += 1
+    return kept
+
+
+@lean
+def _total(where: Places) -> int:
+    """The sum; numpy's takes longer to compile."""
+    total = 0
+    for k in range(len(where)):
+        total += where[k]
+    return total
+
+
+@lean
 def _look(
     window: Window,
     where: Places,
@@ -156,7 +186,7 @@ def _look(
     item[:top], ready[:top] = count, np.inf
 
 
-@njit(cache=True)
+@lean
 def _first_to_end(durations: Floats, ready: Floats, is_open: Bools) -> int:
     """The block with the earliest possible end of all that can be scheduled."""
     first = NONE
@@ -168,7 +198,7 @@ def _first_to_end(durations: Floats, ready: Floats, is_open: Bools) -> int:
     return first
 
 
-@njit(cache=True)
+@lean
 def _schedule(window: Window, j: int, k: int, start: float, where: Places, clock: Floats) -> int:
     """Schedule block j of the k-th microbatch; returns how many microbatches leave the window."""
     base, width = len(clock) - len(where), len(where)
@@ -183,7 +213,7 @@ def _schedule(window: Window, j: int, k: int, start: float, where: Places, clock
     return 1
 
 
-@njit(cache=True)
+@lean
 def _raise(window: Window, where: Places, clock: Floats, ready: Floats) -> None:
     """Raise the times of a state to the earliest start of the next computation."""
     base = len(clock) - len(where)
@@ -204,7 +234,7 @@ def _raise(window: Window, where: Places, clock: Floats, ready: Floats) -> None:
             clock[base + k] = ready[j]
 
 
-@njit(cache=True)
+@lean
 def _bound(window: Window, clock: Floats, item: Ints) -> None:
     """Raise the bound of a state to that of each machine: its work, idle time, and a tail."""
     count = window.heads.shape[1]
@@ -225,7 +255,7 @@ def _bound(window: Window, clock: Floats, item: Ints) -> None:
             clock[0] = max(clock[0], clock[1 + i] + work + after)
 
 
-@njit(cache=True)
+@lean
 def _look_ahead(window: Window, clock: Floats, item: Ints, ready: Floats) -> None:
     """Raise the bound of a state to that of the next microbatch of each block, and of two blocks.
 
@@ -248,7 +278,7 @@ def _look_ahead(window: Window, clock: Floats, item: Ints, ready: Floats) -> Non
                     clock[0] = max(clock[0], min(one, other))
 
 
-@njit(cache=True)
+@lean
 def _in_turn(window: Window, i: int, j: int, item: Ints, ready: Floats) -> float:
     """A bound with block i before block j, both of their next microbatch."""
     end = ready[i] + window.durations[i]
@@ -256,7 +286,7 @@ def _in_turn(window: Window, i: int, j: int, item: Ints, ready: Floats) -> float
     return float(max(end + window.tails[i, item[i]], after + window.tails[j, item[j]]))
 
 
-@njit(cache=True)
+@lean
 def _is_new(
     new: int,
     where: Places,
@@ -296,7 +326,7 @@ def _is_new(
     return True
 
 
-@njit(cache=True)
+@lean
 def _merge(first: int, clock: Floats, new: Floats, following: Ints) -> None:
     """Merge ``new`` into the nearest state from ``first`` on, with the earlier times of both."""
     nearest, least, other = first, np.inf, first
@@ -309,7 +339,7 @@ def _merge(first: int, clock: Floats, new: Floats, following: Ints) -> None:
         clock[nearest, i] = min(clock[nearest, i], new[i])
 
 
-@njit(cache=True)
+@lean
 def _distance(one: Floats, other: Floats) -> float:
     """The sum of all differences."""
     total = 0.0
@@ -318,7 +348,7 @@ def _distance(one: Floats, other: Floats) -> float:
     return total
 
 
-@njit(cache=True)
+@lean
 def _is_equal(one: Places, other: Places) -> bool:
     """Whether all places are equal; faster than numpy's comparison of short arrays."""
     for k in range(len(one)):
@@ -329,7 +359,7 @@ def _is_equal(one: Places, other: Places) -> bool:
     return True
 
 
-@njit(cache=True)
+@lean
 def _compare(one: Floats, other: Floats) -> tuple[bool, bool]:
     """Whether ``one`` is at most ``other`` everywhere, and whether at least."""
     below = above = True
@@ -343,7 +373,7 @@ def _compare(one: Floats, other: Floats) -> tuple[bool, bool]:
     return below, above
 
 
-@njit(cache=True)
+@lean
 def _slot(where: Places, size: int) -> np.int64:
     """The first place of a state in a table of ``size``, a power of two."""
     value = MIX
@@ -355,7 +385,7 @@ def _slot(where: Places, size: int) -> np.int64:
     return np.int64(value & np.uint64(size - 1))
 
 
-@njit(cache=True)
+@lean
 def _power_of_two(least: int) -> int:
     power = 1
     while power < least:

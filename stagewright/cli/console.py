@@ -194,9 +194,13 @@ class ProgressLine:
     bound: float = -math.inf
     plans: "PlanClass | None" = None
     reported: bool = False
+    doing: str = ""
 
     def take(self, news: "Progress") -> None:
-        """Keep a better answer or bound."""
+        """Keep a better answer or bound, or what is done."""
+        self.doing = news.doing
+        if news.doing:
+            return
         self.reported = True
         self.best = self.best if news.objective is None else min(self.best, news.objective)
         # A bound on another class of plans replaces the previous one.
@@ -213,6 +217,8 @@ class ProgressLine:
             if self.best < math.inf:
                 best, gap = f"{self.best:.6g}", f", gap {percent(_gap(self.best, bound))}"
             told += f", best {best}, bound {bound:.6g}{gap}"
+        if self.doing:
+            told += f", {self.doing}"
         if self.stop is not None and self.stop.is_set():
             told += "; stopping, a second Ctrl-C ends it immediately"
         return Text(told)

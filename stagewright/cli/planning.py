@@ -353,7 +353,7 @@ def plan(
 def _found(
     request: "PlanRequest", server: str | None, engine: Engine, address: str | None
 ) -> "PlanAnswer":
-    """The answer; kernels are compiled before the time limit begins."""
+    """The answer."""
     from stagewright.service.pipeline_answers import PlanAnswer
 
     with interruptible() as stop:
@@ -362,11 +362,8 @@ def _found(
                 return answer_of(PlanAnswer, request, server, on_progress, stop)
         from stagewright.service.planning import plan as planned
         from stagewright.service.planning import require_supported
-        from stagewright.solvers.planners.warm_up import compile_kernels
 
-        require_supported(request)  # before minutes of compilation
-        with progress("loading kernels (at the first use: compiling, 1 to 2 minutes)", stop):
-            compile_kernels(stop)
+        require_supported(request)
         where = planning_engine(engine, address, request.threads)
         with progress("planning", stop) as on_progress:
             return planned(request, on_progress, stop, where)

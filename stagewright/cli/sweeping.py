@@ -157,7 +157,8 @@ def _found(request: "SweepRequest", server: str | None) -> "SweepAnswer":
     from stagewright.solvers.planners.warm_up import compile_kernels
 
     with interruptible() as stop, _bar(len(request.points)) as on_row:
-        compile_kernels(stop)  # once, before all processes need them
+        for planner in request.planners:  # once, before all processes need them
+            compile_kernels(planner, stop=stop)
         return answer_of(request, on_row, stop)
 
 

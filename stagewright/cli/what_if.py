@@ -106,8 +106,8 @@ def _found(
         from stagewright.service.what_if import what_if as changed
         from stagewright.solvers.planners.warm_up import compile_kernels
 
-        require_supported(request)  # before minutes of compilation
-        compile_kernels(stop)
+        require_supported(request)  # before compilation
+        compile_kernels(request.planner, stop=stop)
         where = planning_engine(engine, address, request.threads)
         return changed(request, stop=stop, engine=where)
 

@@ -69,6 +69,9 @@ class Picture:
 
 def print_progress(progress: "Progress") -> None:
     """Print the best iteration and bound so far; for ``on_progress``."""
+    if progress.doing:
+        print(f"{progress.seconds:6.1f} s   {progress.doing}", flush=True)
+        return
     said = [f"{progress.seconds:6.1f} s", f"bound {format_seconds(progress.bound)}"]
     if progress.objective is not None:
         said.insert(1, f"iteration {format_seconds(progress.objective)}")

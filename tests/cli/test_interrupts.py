@@ -143,8 +143,8 @@ def test_a_signal_leaves_out_the_kernels_that_are_not_compiled_yet(
 ) -> None:
     stop, compiled = threading.Event(), list[str]()
     steps = (lambda: compiled.append("first"), stop.set, lambda: compiled.append("last"))
-    monkeypatch.setattr(warm_up, "_STEPS", steps)
-    warm_up.compile_kernels(stop)
+    monkeypatch.setitem(warm_up.KERNELS, "auto", steps)
+    assert not warm_up.compile_kernels("auto", stop=stop)
     assert compiled == ["first"]
 
 

@@ -42,7 +42,7 @@ ROUNDING = 1e-9
 @pytest.fixture(autouse=True, scope="module")
 def compiled():
     """Or the time limits of the first questions would pass while numba compiles."""
-    compile_kernels()
+    compile_kernels("madpipe")
 
 
 quick = examples(40, derandomize=True)

@@ -80,7 +80,7 @@ class JobPage {
     this.gap.classList.add("gap");
     this.gap.hidden = true;
     this.warm = make("p", {class: "told", hidden: true},
-      "The first plan on a machine compiles its kernels, which takes minutes and does not count towards the time limit.");
+      "The first plan on a machine compiles its kernels, which takes up to half a minute and does not count towards the time limit.");
     this.better = make("button", {type: "button", hidden: true, click: () => this.act(() => this.plan())},
       "Show the better plan");
     this.buttons = make("div", {class: "buttons", role: "group", "aria-label": "What to do with the job"});
