@@ -89,15 +89,15 @@ def complete_values(command: Callable[..., int]) -> None:
         marks = getattr(parameter.annotation, "__metadata__", ())
         shown = option_name(name, marks)
         for mark in marks:
-            if isinstance(mark, ParameterInfo) and _is_known(shown):
-                mark.autocompletion = _completion(shown)
+            if isinstance(mark, ParameterInfo):
+                mark.autocompletion = completion(shown)
 
 
-def _is_known(name: str) -> bool:
-    return any(one.rpartition(" ")[2] == name for one in VALUES)
+def completion(name: str) -> Callable[[typer.Context, str], list[str]] | None:
+    """What completes values of an option or an argument; None where no values are known."""
+    if not any(one.rpartition(" ")[2] == name for one in VALUES):
+        return None
 
-
-def _completion(name: str) -> Callable[[typer.Context, str], list[str]]:
     def complete(ctx: typer.Context, incomplete: str) -> list[str]:
         """The values that continue ``incomplete``, of which the last of a list counts."""
         values = VALUES.get(f"{ctx.command.name} {name}", VALUES.get(name, tuple))()

@@ -9,7 +9,6 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, get_args, get_type_hints
 
@@ -31,6 +30,11 @@ class Writes:
     def __init__(self, *suffixes: str, several: bool = False) -> None:
         self.suffixes, self.several = suffixes, several
 
+    @staticmethod
+    def path(given: Path | None) -> Path | None:
+        """The path to write: standard output for ``-``."""
+        return STANDARD_OUTPUT if given == Path("-") else given
+
 
 class Reads:
     """Marks an option that may name a file though its type is not a path."""
@@ -43,41 +47,34 @@ class Named(NamedTuple):
     path: Path
 
 
-@dataclass(frozen=True, slots=True)
-class _Files:
-    """The files that a command reads and writes."""
-
-    read: list[Named]
-    written: list[tuple[Named, Writes]]
-
-
 def checked(command: Command) -> Command:
-    """Wrap ``command`` to fail early if one of its outputs cannot be written safely.
-
-    An output ``-`` is standard output, on which nothing else is then printed.
-    """
+    """Wrap ``command`` to fail early if one of its outputs cannot be written safely."""
 
     @functools.wraps(command)
     def run(**arguments: Any) -> int:
-        files = _files(command, arguments)
-        require_apart([named for named, _ in files.written], files.read)
-        for named, writes in files.written:
-            _require_writable(named, writes)
-        with _standard_output(files, arguments.get("as_json", False)):
+        with writing([*_files(command, arguments)], arguments.get("as_json", False)):
             return command(**arguments)
 
     return run
 
 
 @contextlib.contextmanager
-def _standard_output(files: _Files, as_json: bool) -> Iterator[None]:
-    """Print to standard error if standard output is one of the files to write."""
-    if not files.written:
+def writing(files: Sequence[tuple[Named, Writes | None]], as_json: bool) -> Iterator[None]:
+    """Refuse files that cannot be written safely; of those that are read nothing is said.
+
+    While the body runs, prints go to standard error if standard output is one of the files.
+    """
+    written = [(named, writes) for named, writes in files if writes is not None]
+    read = [named for named, writes in files if writes is None]
+    require_apart([named for named, _ in written], read)
+    for named, writes in written:
+        _require_writable(named, writes)
+    if not written:
         yield
         return
     from stagewright.graphs.documents.documents import is_standard_output  # slow to import
 
-    taken = [named.option for named, _ in files.written if is_standard_output(named.path)]
+    taken = [named.option for named, _ in written if is_standard_output(named.path)]
     if taken and as_json:
         raise InputError(f"{taken[0]} and --json would both be standard output: leave one out")
     with contextlib.redirect_stdout(sys.stderr) if taken else contextlib.nullcontext():
@@ -128,21 +125,17 @@ def _same(one: Path, other: Path) -> bool:
         return real == os.path.realpath(other)
 
 
-def _files(command: Command, arguments: dict[str, Any]) -> _Files:
+def _files(command: Command, arguments: dict[str, Any]) -> Iterator[tuple[Named, Writes | None]]:
     """The files that ``arguments`` name; a ``-`` to be written becomes standard output."""
-    files = _Files([], [])
     for name, marks in _paths(command):
         option = option_name(name, marks)
         writes = next((mark for mark in marks if isinstance(mark, Writes)), None)
-        if writes is not None and arguments[name] == Path("-"):
-            arguments[name] = STANDARD_OUTPUT
+        if writes is not None:
+            arguments[name] = writes.path(arguments[name])
         given = arguments[name]
         for one in given if isinstance(given, list) else [given]:
-            if one is not None and writes is not None:
-                files.written.append((Named(option, one), writes))
-            elif one is not None:
-                files.read.append(Named(option, Path(one)))
-    return files
+            if one is not None:
+                yield Named(option, Path(one)), writes
 
 
 def _paths(command: Command) -> Iterator[tuple[str, tuple[Any, ...]]]:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stagewright.cli.common import tell
 from stagewright.cli.console import (
     ask,
     percent,
@@ -18,11 +19,13 @@ from stagewright.graphs.documents.errors import InputError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from stagewright.cli.commands import Asked
+    from stagewright.cli.planning import PlanOptions
     from stagewright.executor.measuring.operator_runs import OperatorComparison
     from stagewright.executor.programs.trace import Trace
-    from stagewright.formulations.forms.answers import Limits
     from stagewright.formulations.operators.plan import OperatorPlan
-    from stagewright.service.operator_plans import PlacementSummary
+    from stagewright.service.operator_plans import PlaceAnswer, PlacementSummary
+    from stagewright.service.pipeline_requests import PlanRequest
 
 OPTIMAL_GAP = 1e-9  # relative
 MOST_SPLITS = 20  # that are printed
@@ -45,47 +48,39 @@ def is_placement(plan: Path) -> bool:
     return format_of(plan) == FORMAT
 
 
-def place(
-    files: tuple[Path, Path],
-    planner: str,
-    contention: str | None,
-    limits: "Limits",
-    server: str | None,
-    output: Path | None,
-    as_json: bool,
-) -> int:
+def place(asked: "Asked[PlanRequest]", given: "PlanOptions", threads: int) -> int:
     """Place the operators of a graph on a cluster; 1 if there is no plan, or none was found."""
     from stagewright.formulations.operators.plan import save_operator_plan
     from stagewright.graphs.machines.cluster import load_cluster
     from stagewright.graphs.models.step_graph import load_graph
     from stagewright.service.operator_plans import PlaceAnswer, PlaceRequest
 
-    graph, cluster = load_graph(files[0]), load_cluster(files[1])
+    said = asked.given
     request = ask(
         PlaceRequest,
-        graph=graph,
-        cluster=cluster,
-        planner="fastt" if planner == "auto" else planner,
-        contention=contention or "none",
-        time_limit=limits.seconds,
-        threads=limits.threads,
-        seed=limits.seed,
+        graph=load_graph(said["chain"]),
+        cluster=load_cluster(said["cluster"]),
+        planner="fastt" if said["planner"] == "auto" else said["planner"],
+        contention=given.contention or "none",
+        time_limit=said["time_limit"],
+        threads=threads,
+        seed=said["seed"],
     )
-    answer = find(PlaceAnswer, request, "placing operators", server)
-    if output is not None and answer.plan is not None:
-        save_operator_plan(answer.plan, output)
-    if as_json:
-        print_answer(answer)
-        return 0 if answer.plan is not None else 1
+    answer = find(PlaceAnswer, request, "placing operators", given.server)
+    written = given.output if answer.plan is not None else None
+    if answer.plan is not None and written is not None:
+        save_operator_plan(answer.plan, written)
+    tell(answer, given, _print_place, [written])
+    return 0 if answer.plan is not None else 1
+
+
+def _print_place(answer: "PlaceAnswer") -> None:
     if answer.plan is not None:
         print_placement(answer)
     reason = f": {answer.reason}" if answer.reason else ""
     whole = answer.status == "optimal" and (answer.any_splits_gap or 0.0) > OPTIMAL_GAP
     of = f" with {_splits(answer)}" if whole else ""
     print_lines(f"{answer.planner}: {answer.status}{of} after {answer.wall_seconds:.2f} s{reason}")
-    if output is not None and answer.plan is not None:
-        print_lines(f"{output} is written")
-    return 0 if answer.plan is not None else 1
 
 
 def refuse_options(given: "Mapping[str, Any]", why: str) -> None:

@@ -1,0 +1,56 @@
+"""How the fields of requests are spelled on a command line, where names and types do not say it."""
+
+from collections.abc import Callable
+from typing import Any
+
+from stagewright.graphs.documents.errors import InputError
+
+
+class Option:
+    """The option, or the argument, of a field.
+
+    Parameters
+    ----------
+    names
+        Of the option, such as ``--output`` and ``-o``; a name without dashes is an argument's. By
+        default the field's name.
+    form
+        What a value looks like, such as ``SIZE``. A choice with a form may be any text: the request
+        refuses a wrong one.
+    of_text, of_file
+        Makes the field's value of the option's text and its name, or of the file that it names.
+    default
+        The text where the option is not given; without it the field has its own default then.
+    env
+        A variable of the environment that has the value where the option is not given.
+    """
+
+    def __init__(
+        self,
+        *names: str,
+        form: str | None = None,
+        of_text: Callable[[str, str], Any] | None = None,
+        of_file: Callable[[Any], Any] | None = None,
+        default: str | None = None,
+        env: str | None = None,
+    ) -> None:
+        self.names, self.form = names, form
+        self.of_text, self.of_file = of_text, of_file
+        self.default, self.env = default, env
+
+
+def number_or_auto(text: str, option: str) -> int | None:
+    """A number; None for ``auto``."""
+    if text == "auto":
+        return None
+    if not text.isdecimal():
+        raise InputError(f"{option} must be auto or a number, got {text!r}")
+    return int(text)
+
+
+def whole_numbers(text: str, option: str) -> tuple[int, ...]:
+    """Numbers separated by commas."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise InputError(f"{option} must be whole numbers such as 2,1,1, got {text!r}") from None

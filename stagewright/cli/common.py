@@ -1,0 +1,87 @@
+"""Options that several commands have, and what these do with them."""
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Annotated, Literal, TypeVar
+
+from stagewright.cli.commands import Options
+from stagewright.cli.console import print_json, print_lines
+from stagewright.cli.outputs import Writes
+from stagewright.graphs.documents.errors import InputError
+from stagewright.service.answers import Answer
+from stagewright.service.options import Option
+
+A = TypeVar("A", bound=Answer)
+
+MOST_THREADS = 8  # unless more are asked for
+SERVED_THREADS = 4  # what services allow unless they are set otherwise
+
+
+class Printed(Options):
+    """What every command may do with its answer."""
+
+    as_json: Annotated[bool, Option("--json")] = False
+    """Print one JSON object and nothing else."""
+
+
+class Written(Printed):
+    """An answer with a document to write."""
+
+    output: Annotated[Path | None, Option("--output", "-o", form="FILE"), Writes(".json")] = None
+    """Where to write; - is standard output."""
+
+
+class Served(Options):
+    """Where an answer comes from."""
+
+    server: Annotated[str | None, Option(form="URL", env="STAGEWRIGHT_SERVER")] = None
+    """Solve on the planning service at this URL, with the token in STAGEWRIGHT_TOKEN."""
+
+
+class Threaded(Options):
+    """The threads of a search."""
+
+    threads: int | None = None
+    """Threads of the solvers; with one, answers are reproducible. Default: one per core, at most 8;
+    of a sweep and on Ray 1; with --server 4."""
+
+
+class OnRay(Options):
+    """Where several plans are made at a time."""
+
+    engine: Literal["local", "ray"] = "local"
+    """Processes of this machine, or of a Ray cluster."""
+    address: str | None = None
+    """With --engine ray: address of the Ray cluster; default: Ray is started here."""
+
+    def require(self, server: str | None = None) -> None:
+        """Refuse an address of a cluster that is not used, or a cluster for a server's jobs."""
+        if self.engine == "local" and self.address is not None:
+            raise InputError("--address goes with --engine ray")
+        if self.engine == "ray" and server is not None:
+            raise InputError("--engine ray is of searches here; leave it or --server out")
+
+
+def threads_of(threads: int | None, server: str | None = None) -> int:
+    """The threads of a search, here or on a server."""
+    if threads is not None:
+        return threads
+    return min(MOST_THREADS, os.cpu_count() or 1) if server is None else SERVED_THREADS
+
+
+def tell(
+    answer: A,
+    given: Printed,
+    show: Callable[[A], object],
+    files: Iterable[Path | None] = (),
+    *,
+    listed: bool = False,
+) -> None:
+    """Print an answer, and the files that were written, which JSON has if they are ``listed``."""
+    written = [str(file) for file in files if file is not None]
+    if given.as_json:
+        print_json(answer.json_object() | ({"files": written} if listed else {}))
+        return
+    show(answer)
+    print_lines(*(f"{file} is written" for file in written))
