@@ -19,6 +19,8 @@ class Option:
         refuses a wrong one.
     of_text, of_file
         Makes the field's value of the option's text and its name, or of the file that it names.
+    may_be_file
+        Whether the text may name a file.
     default
         The text where the option is not given; without it the field has its own default then.
     env
@@ -31,12 +33,13 @@ class Option:
         form: str | None = None,
         of_text: Callable[[str, str], Any] | None = None,
         of_file: Callable[[Any], Any] | None = None,
+        may_be_file: bool = False,
         default: str | None = None,
         env: str | None = None,
     ) -> None:
         self.names, self.form = names, form
         self.of_text, self.of_file = of_text, of_file
-        self.default, self.env = default, env
+        self.may_be_file, self.default, self.env = may_be_file, default, env
 
 
 def number_or_auto(text: str, option: str) -> int | None:
@@ -46,6 +49,28 @@ def number_or_auto(text: str, option: str) -> int | None:
     if not text.isdecimal():
         raise InputError(f"{option} must be auto or a number, got {text!r}")
     return int(text)
+
+
+def listed(read: Callable[[str, str], Any]) -> Callable[[str, str], tuple[Any, ...]]:
+    """What reads values that are separated by commas, each by ``read``."""
+
+    def values(text: str, option: str) -> tuple[Any, ...]:
+        parts = [part.strip() for part in text.split(",")]
+        if not all(parts):
+            raise InputError(f"{option} {text!r} has an empty entry")
+        return tuple(read(part, option) for part in parts)
+
+    return values
+
+
+def whole(text: str, option: str) -> int:
+    """A whole number of a list."""
+    try:
+        return int(text)
+    except ValueError:
+        raise InputError(
+            f"{option}: {text!r} is no whole number; write for example 4,8,16"
+        ) from None
 
 
 def whole_numbers(text: str, option: str) -> tuple[int, ...]:

@@ -1,6 +1,5 @@
 """Inputs of ``cloud``: prices, rates of work, preemptions, times."""
 
-import datetime
 import math
 import re
 from pathlib import Path
@@ -80,12 +79,3 @@ def read_preemptions(paths: list[Path]) -> "Preemptions":
     if not logs:
         raise InputError("--preempted needs a folder of logs with PROVIDER/availability in it")
     return Preemptions(tuple(up for log in logs for up in log.uptimes))
-
-
-def parse_time(text: str) -> float:
-    """Seconds since 1970 of a time in ISO 8601; UTC if no zone is given."""
-    try:
-        at = datetime.datetime.fromisoformat(text)
-    except ValueError:
-        raise InputError(f"--start: {text!r} is no time; write 2020-03-01T12:00") from None
-    return at.replace(tzinfo=at.tzinfo or datetime.UTC).timestamp()

@@ -4,10 +4,15 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar
 
+from annotated_types import Ge, Le
+
+from stagewright.cli.common import Written
 from stagewright.cli.server_inputs import read_by_kind, read_groups
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import parse_latency
+from stagewright.service.options import Option
 
 if TYPE_CHECKING:
     from stagewright.graphs.machines.cluster import Cluster, Device, Link
@@ -33,20 +38,51 @@ class ByLevel(Generic[T]):
     inter_rack: T
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterOptions:
-    """The options of ``cluster`` as they were given; latencies are seconds."""
+class ClusterOptions(Written):
+    """What ``cluster`` is asked; latencies are seconds."""
 
-    shape: str | None
-    matrix: Path | None
-    nvidia_smi: Path | None
-    pcie: int | None
-    dgx1: bool
-    device: str | None
-    memory: str | None
-    host_bandwidth: str | None
-    bandwidth: ByLevel[str | None]
-    latency: ByLevel[float | None]
+    shape: Annotated[str | None, Option("SHAPE")] = None
+    """Servers x devices, for example 8x4; racks x servers x devices, 4x8x4; servers by kind,
+    a100:2x4,v100:3x8; or a number of servers, each that of --nvidia-smi, --dgx1 or --matrix."""
+    intra: str | None = None
+    """Bandwidth inside a server, for example 100GB/s; default: that of the kind. Bandwidths and
+    memory may be given by kind: a100=300GB/s,v100=25GB/s; this one, with --nvidia-smi, by path:
+    PIX=24GB/s,SYS=16GB/s."""
+    inter: str | None = None
+    """Bandwidth between servers, for example 12.5GB/s or 100Gbps."""
+    device: Annotated[str | None, Option(form="KIND")] = None
+    """Kind of device, or the JSON file of your own; default: generic, an A100 in round numbers
+    without links."""
+    memory: Annotated[str | None, Option(form="SIZE")] = None
+    """Memory of a device, for example 16GB; default: that of the kind."""
+    host_bandwidth: str | None = None
+    """Bandwidth between a device and its host's memory, for example 25GB/s."""
+    latency_intra: Annotated[float | None, Option(form="TIME", of_text=parse_latency)] = None
+    """Latency inside a server, for example 5us."""
+    latency_inter: Annotated[float | None, Option(form="TIME", of_text=parse_latency)] = None
+    """Latency between servers, for example 20us."""
+    inter_rack: str | None = None
+    """Bandwidth between racks, for example 100Gbps."""
+    latency_inter_rack: Annotated[float | None, Option(form="TIME", of_text=parse_latency)] = None
+    """Latency between racks, for example 50us."""
+    matrix: Path | None = None
+    """A text file of bandwidths, a row per device."""
+    nvidia_smi: Path | None = None
+    """The text that nvidia-smi topo -m prints."""
+    pcie: Annotated[int | None, Ge(3), Le(5)] = None
+    """With --nvidia-smi: generation of PCIe, 3, 4 or 5; default: 3."""
+    dgx1: bool = False
+    """Eight V100 in a cube of NVLinks."""
+
+    @property
+    def bandwidth(self) -> ByLevel[str | None]:
+        """The bandwidths of links."""
+        return ByLevel(self.intra, self.inter, self.inter_rack)
+
+    @property
+    def latency(self) -> ByLevel[float | None]:
+        """The latencies of links."""
+        return ByLevel(self.latency_intra, self.latency_inter, self.latency_inter_rack)
 
     @property
     def describes_server(self) -> bool:
@@ -119,7 +155,7 @@ def _of_server(options: ClusterOptions) -> "Cluster":
             "are given"
         )
     # The bandwidths inside are those of paths, not of kinds.
-    rest = replace(options, bandwidth=replace(options.bandwidth, intra=None))
+    rest = options.model_copy(update={"intra": None})
     kind = _read_kinds([options.device or ("v100" if options.dgx1 else None)], rest)[0]
     made = _server(options, kind)
     if options.shape is not None:

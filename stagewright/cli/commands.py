@@ -28,15 +28,18 @@ from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
 from typer.core import TyperCommand
 
-from stagewright.cli.completing import complete_values, completion
+from stagewright.cli.completing import completion
 from stagewright.cli.console import ask
-from stagewright.cli.outputs import Named, Reads, Writes, checked, writing
+from stagewright.cli.outputs import Named, Writes, writing
 from stagewright.cli.pages import Page
 from stagewright.service.options import Option
 from stagewright.service.requests import Request, Search
 
 R = TypeVar("R", bound=Request)
 Run = TypeVar("Run", bound=Callable[..., int])
+
+COMMON = "stagewright.cli.common"
+"""The module of options that many commands have."""
 
 WORDS = (int, float, str, bool, Path)
 """What an option may be of; and choices, and lists of these."""
@@ -121,11 +124,15 @@ class _Field:
             return self.option.of_file(given)
         return given if self.option.of_text is None else self.option.of_text(given, self.shown)
 
+    @property
+    def writes(self) -> Writes | None:
+        """How the file is written that the option names; None if it is read."""
+        return next((one for one in self.info.metadata if isinstance(one, Writes)), None)
+
     def files(self, values: dict[str, Any]) -> Iterator[tuple[Named, Writes | None]]:
         """The files that the option names; of those to be written, how."""
-        writes = next((one for one in self.info.metadata if isinstance(one, Writes)), None)
-        reads = any(isinstance(one, Reads) for one in self.info.metadata)
-        if writes is None and not reads and Path not in _parts(self.kind):
+        writes = self.writes
+        if writes is None and not self.option.may_be_file and Path not in _parts(self.kind):
             return
         if writes is not None:
             values[self.name] = writes.path(values[self.name])
@@ -137,7 +144,8 @@ class _Field:
     @property
     def kind(self) -> Any:
         """The type of the option's value."""
-        option, kind = self.option, self.info.annotation
+        option = self.option
+        kind: Any = self.info.annotation
         if option.of_file is not None:
             kind = Path
         elif option.of_text is not None or (
@@ -149,10 +157,11 @@ class _Field:
 
     def parameter(self) -> inspect.Parameter:
         """The parameter from which typer makes the option."""
-        option, kind, extra = self.option, self.kind, {}
-        for one in self.info.metadata:
-            extra |= {"min": one.ge} if isinstance(one, Ge) else {}
-            extra |= {"max": one.le} if isinstance(one, Le) else {}
+        option, kind = self.option, self.kind
+        limits: dict[str, Any] = {}
+        for one in self.info.metadata if int in _parts(kind) else ():
+            limits |= {"min": one.ge} if isinstance(one, Ge) else {}
+            limits |= {"max": one.le} if isinstance(one, Le) else {}
         required = self.info.is_required()
         made: Any = partial(
             typer.Argument if self.is_argument else typer.Option,
@@ -163,7 +172,7 @@ class _Field:
             case_sensitive=False,
             show_default=not required,
             autocompletion=completion(self.shown),
-            **extra,
+            **limits,
         )
         if self.is_argument:
             info = made(metavar=option.form or option.names[0])
@@ -206,7 +215,10 @@ class Asked(Generic[R]):
     def strays(self, but: Collection[str], own: Options) -> list[str]:
         """The options with another value than their defaults, except ``but`` some."""
         mine = [(one, self.given[name]) for name, one in self.fields.items()]
-        others = [(_Field(name, info), getattr(own, name)) for name, info in type(own).model_fields.items()]
+        others = [
+            (_Field(name, info), getattr(own, name))
+            for name, info in type(own).model_fields.items()
+        ]
         return [
             one.shown
             for one, value in (*mine, *others)
@@ -217,12 +229,7 @@ class Asked(Generic[R]):
 def command_of(run: Callable[..., int], name: str, **page: Any) -> TyperCommand:
     """The command that a function runs."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
-    if not ({"given", "asked"} & {*inspect.signature(run).parameters}):
-        complete_values(run)
-        app.command(name, cls=Page, **page)(checked(run))
-        return typer.main.get_command(app)
-    parts = dict(_parts_of(run))
-    fields = sorted(_fields(run, parts), key=lambda one: one.rank)
+    parts, fields = dict(_parts_of(run)), fields_of(run)
 
     def start(**values: Any) -> int:
         files = [file for one in fields for file in one.files(values)]
@@ -241,6 +248,11 @@ def command_of(run: Callable[..., int], name: str, **page: Any) -> TyperCommand:
     made = typer.main.get_command(app)
     assert isinstance(made, TyperCommand)
     return made
+
+
+def fields_of(run: Callable[..., int]) -> list[_Field]:
+    """The fields that are options of a command, in the order of its help page."""
+    return sorted(_fields(run, dict(_parts_of(run))), key=lambda one: one.rank)
 
 
 def _made(kind: Any, fields: list[_Field], values: dict[str, Any], part: str) -> Any:
@@ -275,22 +287,27 @@ def _fields(run: Callable[..., int], parts: Mapping[str, Any]) -> Iterator[_Fiel
     ]
     own = {name for model, asked in models if not asked for name in model.model_fields}
     for model, asked in models:
-        for place, (name, info) in enumerate(model.model_fields.items()):
+        for name, info in model.model_fields.items():
             if asked and (name in own or name in shown.without or not _is_spelled(info)):
                 continue
             if asked and shown.only and name not in shown.only:
                 continue
             heading = shown.headings.get(name)
             below = 0 if heading is None else [*shown.headings.values()].index(heading) + 1
-            rank = (below, not info.is_required(), _rank(model, name, asked), place)
+            rank = (below, not info.is_required(), *_rank(model, name))
             yield _Field(name, info, rank, heading)
 
 
-def _rank(model: type[BaseModel], name: str, asked: bool) -> int:
+def _rank(model: type[BaseModel], name: str) -> tuple[int, ...]:
     """The place of a model's field on a help page: what many commands have comes last."""
-    if asked:
-        return 2 if name in Search.model_fields else 0
-    return 1 if name in model.__annotations__ else 3
+    classes = [one for one in model.__mro__ if name in inspect.get_annotations(one)]
+    owner = classes[-1]
+    is_common = owner is Search or owner.__module__ == COMMON
+    return (
+        2 * is_common + issubclass(model, Options),
+        model.__mro__.index(owner),
+        [*owner.__annotations__].index(name),
+    )
 
 
 def _is_spelled(info: FieldInfo) -> bool:
@@ -302,7 +319,7 @@ def _is_spelled(info: FieldInfo) -> bool:
 
 def _is_choice(kind: Any) -> bool:
     """Whether values of a type are one of several."""
-    return Literal in map(get_origin, _parts(kind))
+    return any(get_origin(part) is Literal for part in _parts(kind))
 
 
 def _parts(kind: Any) -> tuple[Any, ...]:

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
+from annotated_types import Ge
+
 from stagewright.cli.commands import Options
 from stagewright.cli.console import print_json, print_lines
 from stagewright.cli.outputs import Writes
@@ -61,6 +63,41 @@ class OnRay(Options):
             raise InputError("--address goes with --engine ray")
         if self.engine == "ray" and server is not None:
             raise InputError("--engine ray is of searches here; leave it or --server out")
+
+
+class Modelled(Options):
+    """A user's module and its data."""
+
+    module: Annotated[str, Option(form="PACKAGE:FACTORY")]
+    """Function that returns the module."""
+    data: Annotated[str, Option(form="PACKAGE:FACTORY")]
+    """Function that returns an iterable of mini-batches (inputs, targets), of which the first is
+    used."""
+    loss: Annotated[str | None, Option(form="PACKAGE:FUNCTION")] = None
+    """Loss of (outputs, targets): a mean, or (sum, count); default: cross-entropy."""
+    optimizer: str = "adamw"
+    """One of torch.optim, e.g. adamw:lr=1e-3,weight_decay=0.1."""
+
+
+class Clipped(Options):
+    """What an optimizer does with large gradients."""
+
+    clip_norm: float | None = None
+    """Clip gradients to this norm over all parameters."""
+
+
+class Seeded(Options):
+    """Random choices."""
+
+    seed: int = 0
+    """Seed of all random choices."""
+
+
+class Repeated(Options):
+    """Measurements."""
+
+    repetitions: Annotated[int, Ge(1)] = 9
+    """Measurements, of which the median counts."""
 
 
 def threads_of(threads: int | None, server: str | None = None) -> int:

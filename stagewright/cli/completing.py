@@ -4,13 +4,10 @@ Completion answers while one types: names whose registries import solvers are re
 test compares them.
 """
 
-import inspect
 from collections.abc import Callable, Iterable
 
 import typer
-from typer.models import ParameterInfo
 
-from stagewright.cli.outputs import option_name
 from stagewright.formulations.schedules.kinds import KINDS
 
 PLANNERS = (
@@ -81,16 +78,6 @@ VALUES: dict[str, Values] = {
     "--to": lambda: dict.fromkeys((*OF_PLANS, *OF_LAYOUTS)),
     "--training": lambda: ("data", "pipeline", "single"),
 }
-
-
-def complete_values(command: Callable[..., int]) -> None:
-    """Let the shell complete the options of ``command`` that have known values."""
-    for name, parameter in inspect.signature(command).parameters.items():
-        marks = getattr(parameter.annotation, "__metadata__", ())
-        shown = option_name(name, marks)
-        for mark in marks:
-            if isinstance(mark, ParameterInfo):
-                mark.autocompletion = completion(shown)
 
 
 def completion(name: str) -> Callable[[typer.Context, str], list[str]] | None:

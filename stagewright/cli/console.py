@@ -8,21 +8,16 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import StrEnum
-from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import typer
-
-from stagewright.cli.outputs import Writes
 from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.text import Text
 
-    from stagewright.formulations.forms.answers import Limits, OnProgress, Progress, StopToken
+    from stagewright.formulations.forms.answers import OnProgress, Progress, StopToken
     from stagewright.formulations.plans.plan_class import PlanClass
     from stagewright.service.answers import Answer
     from stagewright.service.requests import Request
@@ -30,78 +25,8 @@ if TYPE_CHECKING:
 R = TypeVar("R", bound="Request")
 
 
-class Engine(StrEnum):
-    """Where plans are made."""
-
-    LOCAL = "local"
-    RAY = "ray"
-
-
-MOST_THREADS = 8  # unless more are asked for
-SERVED_THREADS = 4  # what services allow unless they are set otherwise
 BEGAN = monotonic()  # the command line is imported when a command begins
 WIDTH_WITHOUT_TERMINAL = 120
-
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-MemoryLimit = Annotated[
-    str | None,
-    typer.Option(help="Limit on the memory of every device, such as 8GB.", metavar="SIZE"),
-]
-ModelFile = Annotated[Path, typer.Option("--model", help="Model file.", metavar="FILE")]
-ClusterFile = Annotated[Path, typer.Option("--cluster", help="Cluster file.", metavar="FILE")]
-PlanFile = Annotated[Path, typer.Argument(help="Plan file.", metavar="PLAN", show_default=False)]
-TimeLimit = Annotated[float, typer.Option(help="Time limit of the search in seconds.")]
-Threads = Annotated[
-    int | None,
-    typer.Option(
-        help="Threads of the solvers; with one, answers are reproducible. Default: one per core, "
-        f"at most {MOST_THREADS}; of a sweep and on Ray 1; with --server {SERVED_THREADS}.",
-    ),
-]
-Seed = Annotated[int, typer.Option(help="Seed of all random choices.")]
-Module = Annotated[
-    str,
-    typer.Option(
-        help="Function that returns the module.", metavar="PACKAGE:FACTORY", show_default=False
-    ),
-]
-Repetitions = Annotated[int, typer.Option(help="Measurements, of which the median counts.", min=1)]
-LossFunction = Annotated[
-    str | None,
-    typer.Option(
-        help="Loss of (outputs, targets): a mean, or (sum, count); default: cross-entropy.",
-        metavar="PACKAGE:FUNCTION",
-    ),
-]
-Optimizer = Annotated[
-    str, typer.Option(help="One of torch.optim, e.g. adamw:lr=1e-3,weight_decay=0.1.")
-]
-ClipNorm = Annotated[
-    float | None, typer.Option(help="Clip gradients to this norm over all parameters.")
-]
-Server = Annotated[
-    str | None,
-    typer.Option(
-        help="Solve on the planning service at this URL, with the token in STAGEWRIGHT_TOKEN.",
-        metavar="URL",
-        envvar="STAGEWRIGHT_SERVER",
-    ),
-]
-EngineName = Annotated[
-    Engine, typer.Option("--engine", help="Processes of this machine, or of a Ray cluster.")
-]
-RayAddress = Annotated[
-    str | None,
-    typer.Option(
-        "--address",
-        help="With --engine ray: address of the Ray cluster; default: Ray is started here.",
-    ),
-]
-OutputFile = Annotated[
-    Path | None,
-    typer.Option("--output", "-o", help="Where to write; - is standard output.", metavar="FILE"),
-    Writes(".json"),
-]
 
 
 def out() -> "Console":
@@ -220,26 +145,6 @@ class ProgressLine:
 
 def _gap(best: float, bound: float) -> float:
     return (best - bound) / best if best > 0 else 0.0
-
-
-def read_limits(
-    seconds: float, threads: int | None, seed: int, server: str | None = None
-) -> "Limits":
-    """The limits of a search, here or on a server, from the options of a command."""
-    from stagewright.formulations.forms.answers import Limits, require_limits
-
-    if threads is None:
-        here = min(MOST_THREADS, os.cpu_count() or 1)
-        threads = here if server is None else SERVED_THREADS
-    return require_limits(Limits(seconds, threads, seed), spelled)
-
-
-def require_ray(engine: Engine, address: str | None, server: str | None = None) -> None:
-    """Refuse the address of a cluster that is not used, and a cluster for the jobs of a server."""
-    if engine is Engine.LOCAL and address is not None:
-        raise InputError("--address goes with --engine ray")
-    if engine is Engine.RAY and server is not None:
-        raise InputError("--engine ray is of searches here; leave it or --server out")
 
 
 def spelled(name: str) -> str:

@@ -1,220 +1,167 @@
 """``import``: profiles and traces of other projects."""
 
-from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
-
-from stagewright.cli.console import (
-    JsonFlag,
-    OutputFile,
-    print_answer,
-    print_lines,
-    warn,
-    with_option,
-)
-from stagewright.cli.inputs import MicrobatchSize, hand_out
-from stagewright.cli.layout_inputs import Arithmetic, Attention
+from stagewright.cli.common import Written
+from stagewright.cli.console import print_answer, print_lines, warn, with_option
+from stagewright.cli.inputs import hand_out
 from stagewright.graphs.documents.errors import InputError
+from stagewright.service.options import Option
 
 if TYPE_CHECKING:
     from stagewright.graphs.models.chain import Chain
     from stagewright.graphs.models.layer_profiles import LayerProfiles
 
 
-class Source(StrEnum):
-    """Formats that ``import`` reads."""
+class ImportOptions(Written):
+    """What ``import`` is asked."""
 
-    STAGEWRIGHT = "stagewright"
-    PIPEDREAM = "pipedream"
-    DNN_PARTITIONING = "dnn-partitioning"
-    PIPER = "piper"
-    GAVEL = "gavel"
-    SAILOR = "sailor"
-    METIS = "metis"
+    file: Annotated[Path, Option("FILE")]
+    """The profile to read; sailor, metis: or the folder of them."""
+    source: Annotated[
+        Literal[
+            "stagewright", "pipedream", "dnn-partitioning", "piper", "gavel", "sailor", "metis"
+        ],
+        Option("--from"),
+    ]
+    """The profile's format."""
+    microbatch_size: Annotated[int | None, Option(form="B")] = None
+    """Samples in a microbatch."""
+    device: Annotated[str | None, Option(form="KIND")] = None
+    """Kind of device that was measured; default: any device."""
+    contract: bool = False
+    """Merge branches, so that layers are cut points."""
+    split_backward: Annotated[str | None, Option(form="SHARE")] = None
+    """Share of the input gradient in backwards that are given as a whole; an assumption, which the
+    model file states; such as 50% or 0.5."""
+    throughputs: Annotated[Path | None, Option(form="FILE")] = None
+    """gavel: the table of throughputs of the trace."""
+    config: Annotated[Path | None, Option(form="FILE")] = None
+    """sailor, metis: the model's Hugging Face config.json, for the sizes of the layers that
+    train-plan needs."""
+    sequence: Annotated[int | None, Option(form="S")] = None
+    """With --config: tokens in a sample."""
+    precision: Literal["fp32", "fp16", "bf16", "fp8"] | None = None
+    """With --config: type of weights and activations; default: fp32."""
+    attention: Literal["fused", "materialized"] | None = None
+    """With --config: whether scores are stored; default: fused."""
 
 
-def import_(
-    file: Annotated[
-        Path,
-        typer.Argument(
-            help="The profile to read; sailor, metis: or the folder of them.", show_default=False
-        ),
-    ],
-    source: Annotated[Source, typer.Option("--from", help="The profile's format.")],
-    output: OutputFile = None,
-    microbatch_size: MicrobatchSize = None,
-    device: Annotated[
-        str | None,
-        typer.Option(help="Kind of device that was measured; default: any device.", metavar="KIND"),
-    ] = None,
-    contract: Annotated[
-        bool, typer.Option("--contract", help="Merge branches, so that layers are cut points.")
-    ] = False,
-    split_backward: Annotated[
-        str | None,
-        typer.Option(
-            help="Share of the input gradient in backwards that are given as a whole; an "
-            "assumption, which the model file states; such as 50% or 0.5.",
-            metavar="SHARE",
-        ),
-    ] = None,
-    throughputs: Annotated[
-        Path | None,
-        typer.Option(help="gavel: the table of throughputs of the trace.", metavar="FILE"),
-    ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            help="sailor, metis: the model's Hugging Face config.json, for the sizes of the layers "
-            "that train-plan needs.",
-            metavar="FILE",
-        ),
-    ] = None,
-    sequence: Annotated[
-        int | None, typer.Option(help="With --config: tokens in a sample.", metavar="S")
-    ] = None,
-    precision: Annotated[
-        Arithmetic | None,
-        typer.Option(help="With --config: type of weights and activations; default: fp32."),
-    ] = None,
-    attention: Annotated[
-        Attention | None,
-        typer.Option(help="With --config: whether scores are stored; default: fused."),
-    ] = None,
-    as_json: JsonFlag = False,
-) -> int:
+def import_(given: ImportOptions) -> int:
     """Convert another project's profile to a model file, or its trace to a jobs file.
 
     The profiles of Sailor and Metis, by tensor degree, become a file of layer profiles.
     """
-    sizing = _read_sizing(source, config, sequence, precision, attention)
-    if (source is Source.GAVEL) != (throughputs is not None):
+    _require_sizing(given)
+    file, source = given.file, given.source
+    if (source == "gavel") != (given.throughputs is not None):
         raise InputError("--from gavel needs --throughputs FILE, and no other format takes it")
-    if throughputs is not None:
-        if split_backward is not None:
+    if given.throughputs is not None:
+        if given.split_backward is not None:
             raise InputError("--split-backward is for profiles: a trace has no backwards")
-        return _import_jobs(file, throughputs, output, as_json)
-    if source in (Source.SAILOR, Source.METIS):
-        if microbatch_size is not None or contract or split_backward is not None:
+        return _import_jobs(file, given.throughputs, given.output, given.as_json)
+    if source in ("sailor", "metis"):
+        of_models = (given.microbatch_size, given.split_backward)
+        if any(one is not None for one in of_models) or given.contract:
             raise InputError(
                 "--microbatch-size, --contract and --split-backward are for models: layer profiles "
                 "have all measured sizes, and layers with a whole backward"
             )
-        return _import_layer_profiles(file, source, device, sizing, output, as_json)
-    chain = _read_profile(file, source, microbatch_size, device, contract)
-    if split_backward is not None:
-        chain = _with_parts(chain, split_backward)
-    return hand_out(chain, output, as_json)
+        return _import_layer_profiles(given)
+    chain = _read_profile(given)
+    if given.split_backward is not None:
+        chain = _with_parts(chain, given.split_backward)
+    return hand_out(chain, given)
 
 
-def _read_profile(
-    file: Path, source: Source, size: int | None, device: str | None, contract: bool
-) -> "Chain":
+def _read_profile(given: ImportOptions) -> "Chain":
     from stagewright.graphs.importers.dnn_partitioning import read_dnn_partitioning
     from stagewright.graphs.importers.pipedream import read_pipedream
     from stagewright.graphs.importers.piper import read_piper_chain
     from stagewright.graphs.models.chain import load_model
 
-    if source is Source.STAGEWRIGHT:
-        if size is not None or device is not None or contract:
+    file, size, device = given.file, given.microbatch_size, given.device
+    if given.source == "stagewright":
+        if size is not None or device is not None or given.contract:
             raise InputError(
                 "--microbatch-size, --device and --contract are for other projects' profiles: a "
                 "model file has them"
             )
         return load_model(file)
     read = {
-        Source.PIPEDREAM: read_pipedream,
-        Source.DNN_PARTITIONING: read_dnn_partitioning,
-        Source.PIPER: read_piper_chain,
+        "pipedream": read_pipedream,
+        "dnn-partitioning": read_dnn_partitioning,
+        "piper": read_piper_chain,
     }
-    return read[source](
-        file, microbatch_size=1 if size is None else size, device_kind=device, contract=contract
+    return read[given.source](
+        file,
+        microbatch_size=1 if size is None else size,
+        device_kind=device,
+        contract=given.contract,
     )
 
 
-def _read_sizing(
-    source: Source,
-    config: Path | None,
-    sequence: int | None,
-    precision: Arithmetic | None,
-    attention: Attention | None,
-) -> "_Sizing | None":
-    """What the sizes of profiled layers follow from; None if there is no configuration."""
-    if config is None:
-        given = {"--sequence": sequence, "--precision": precision, "--attention": attention}
-        stray = [name for name, value in given.items() if value is not None]
+def _require_sizing(given: ImportOptions) -> None:
+    """Refuse options that do not say the sizes of profiled layers."""
+    if given.config is None:
+        stray = [
+            f"--{name}"
+            for name in ("sequence", "precision", "attention")
+            if getattr(given, name) is not None
+        ]
         if stray:
             raise InputError(f"{', '.join(stray)}: belongs to --config")
-        return None
-    if source not in (Source.SAILOR, Source.METIS):
+        return
+    if given.source not in ("sailor", "metis"):
         raise InputError("--config is for the layer profiles of sailor and metis")
-    if sequence is None:
+    if given.sequence is None:
         raise InputError("--config needs --sequence, the tokens in a sample, for example 2048")
-    if precision is Arithmetic.FP8:
+    if given.precision == "fp8":
         raise InputError("--precision: layer profiles are of fp32, fp16 or bf16")
-    kept = attention or Attention.FUSED
-    return _Sizing(config, sequence, precision or Arithmetic.FP32, kept)
 
 
-@dataclass(frozen=True, slots=True)
-class _Sizing:
-    """The options of a model's sizes."""
+def _with_sizes(profiles: "LayerProfiles", given: ImportOptions) -> "LayerProfiles":
+    """The profiles with the sizes of their layers, if a configuration is given."""
+    from stagewright.graphs.importers.hf_config import read_hf_config
+    from stagewright.graphs.models.analytic_sizes import with_sizes
 
-    config: Path
-    sequence: int
-    precision: Arithmetic
-    attention: Attention
-
-    def add(self, profiles: "LayerProfiles") -> "LayerProfiles":
-        """The profiles with the sizes of their layers."""
-        from stagewright.graphs.importers.hf_config import read_hf_config
-        from stagewright.graphs.models.analytic_sizes import with_sizes
-
-        architecture = read_hf_config(self.config)
-        try:
-            return with_sizes(
-                profiles,
-                architecture,
-                sequence=self.sequence,
-                precision=self.precision.value,
-                attention=self.attention.value,
-            )
-        except InputError as error:
-            message = with_option(str(error), ("sequence",), {})
-            raise InputError(f"{self.config}: {message}") from None
+    if given.config is None or given.sequence is None:
+        return profiles
+    architecture = read_hf_config(given.config)
+    try:
+        return with_sizes(
+            profiles,
+            architecture,
+            sequence=given.sequence,
+            precision=given.precision or "fp32",
+            attention=given.attention or "fused",
+        )
+    except InputError as error:
+        message = with_option(str(error), ("sequence",), {})
+        raise InputError(f"{given.config}: {message}") from None
 
 
-def _import_layer_profiles(
-    path: Path,
-    source: Source,
-    device: str | None,
-    sizing: _Sizing | None,
-    output: Path | None,
-    as_json: bool,
-) -> int:
+def _import_layer_profiles(given: ImportOptions) -> int:
     from stagewright.graphs.documents.documents import to_json
     from stagewright.graphs.importers.metis import read_metis
     from stagewright.graphs.importers.sailor import read_sailor
     from stagewright.graphs.models.layer_profiles import save_layer_profiles
     from stagewright.service.answers import LayerProfilesFileAnswer
 
-    if source is Source.METIS and device is not None:
-        raise InputError("--device: the names of Metis' files say the kinds")
-    if source is Source.METIS:
-        profiles = read_metis(path)
+    if given.source == "metis":
+        if given.device is not None:
+            raise InputError("--device: the names of Metis' files say the kinds")
+        profiles = read_metis(given.file)
         warn("Metis measures forward and backward together: the forward is taken as a third of it")
     else:
-        profiles = read_sailor(path, device_kind=device)
-    if sizing is not None:
-        profiles = sizing.add(profiles)
+        profiles = read_sailor(given.file, device_kind=given.device)
+    profiles, output = _with_sizes(profiles, given), given.output
     if output is None:
         print(to_json(profiles), end="")
         return 0
     save_layer_profiles(profiles, output)
-    if as_json:
+    if given.as_json:
         print_answer(
             LayerProfilesFileAnswer(
                 name=profiles.name,

@@ -2,21 +2,12 @@
 
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from stagewright.cli.console import (
-    JsonFlag,
-    OutputFile,
-    Server,
-    percent,
-    print_answer,
-    print_json,
-    print_lines,
-    print_table,
-)
+from stagewright.cli.common import Served, Written
+from stagewright.cli.console import percent, print_answer, print_json, print_lines, print_table
 from stagewright.cli.solving import serving
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import format_seconds
+from stagewright.service.options import Option
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,34 +18,33 @@ if TYPE_CHECKING:
 HEAD = ("<job", "<kind", "<user", "<state", "cost", "bound", "gap")
 
 
-def jobs(
-    job: Annotated[
-        str | None,
-        typer.Argument(help="A job; default: the newest ones.", metavar="JOB", show_default=False),
-    ] = None,
-    stop: Annotated[
-        bool, typer.Option("--stop", help="End the job with its best answer so far.")
-    ] = False,
-    server: Server = None,
-    output: OutputFile = None,
-    as_json: JsonFlag = False,
-) -> int:
+class JobsOptions(Served, Written):
+    """What ``jobs`` is asked."""
+
+    job: Annotated[str | None, Option("JOB")] = None
+    """A job; default: the newest ones."""
+    stop: bool = False
+    """End the job with its best answer so far."""
+
+
+def jobs(given: JobsOptions) -> int:
     """List jobs of a planning service, show one, stop it, or fetch its answer.
 
     --output writes the best plan so far; --json prints the answer once the job has ended. Exit code
     1 if the job has ended without an answer.
     """
-    if server is None:
+    job, output = given.job, given.output
+    if given.server is None:
         raise InputError("--server URL is missing: the planning service whose jobs they are")
-    if job is None and (stop or output is not None):
-        raise InputError(f"{'--stop' if stop else '--output'} is of one job: name it")
-    with serving(server) as client:
+    if job is None and (given.stop or output is not None):
+        raise InputError(f"{'--stop' if given.stop else '--output'} is of one job: name it")
+    with serving(given.server) as client:
         if job is None:
-            return _list(client, as_json)
-        if stop:
+            return _list(client, given.as_json)
+        if given.stop:
             client.stop(job)
             client.wait(job)
-        return _show(client, client.job(job), output, as_json)
+        return _show(client, client.job(job), output, given.as_json)
 
 
 def _list(client: "Client", as_json: bool) -> int:

@@ -1,22 +1,16 @@
 """Outputs of commands: refused before any work if they cannot be written, or overwrite an input.
 
-An option that is written is annotated with ``Writes(".json")``; all other paths are read.
+A field that is written is annotated with ``Writes(".json")``; all other paths are read.
 """
 
 import contextlib
-import functools
-import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, get_args, get_type_hints
-
-from typer.models import ArgumentInfo, OptionInfo
+from typing import NamedTuple
 
 from stagewright.graphs.documents.errors import InputError
-
-Command: TypeAlias = Callable[..., int]
 
 STANDARD_OUTPUT = Path("/dev/stdout")
 
@@ -36,26 +30,11 @@ class Writes:
         return STANDARD_OUTPUT if given == Path("-") else given
 
 
-class Reads:
-    """Marks an option that may name a file though its type is not a path."""
-
-
 class Named(NamedTuple):
     """A path and the option that gave it."""
 
     option: str
     path: Path
-
-
-def checked(command: Command) -> Command:
-    """Wrap ``command`` to fail early if one of its outputs cannot be written safely."""
-
-    @functools.wraps(command)
-    def run(**arguments: Any) -> int:
-        with writing([*_files(command, arguments)], arguments.get("as_json", False)):
-            return command(**arguments)
-
-    return run
 
 
 @contextlib.contextmanager
@@ -123,38 +102,3 @@ def _same(one: Path, other: Path) -> bool:
         return os.path.samefile(one, other)
     except OSError:
         return real == os.path.realpath(other)
-
-
-def _files(command: Command, arguments: dict[str, Any]) -> Iterator[tuple[Named, Writes | None]]:
-    """The files that ``arguments`` name; a ``-`` to be written becomes standard output."""
-    for name, marks in _paths(command):
-        option = option_name(name, marks)
-        writes = next((mark for mark in marks if isinstance(mark, Writes)), None)
-        if writes is not None:
-            arguments[name] = writes.path(arguments[name])
-        given = arguments[name]
-        for one in given if isinstance(given, list) else [given]:
-            if one is not None:
-                yield Named(option, Path(one)), writes
-
-
-def _paths(command: Command) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """The arguments of ``command`` that name files, with their annotations."""
-    hints = get_type_hints(command, include_extras=True)
-    for name in inspect.signature(command).parameters:
-        kind, *marks = get_args(hints[name]) or (hints[name],)
-        if Path in (kind, *get_args(kind)) or any(isinstance(mark, Reads) for mark in marks):
-            yield name, tuple(marks)
-
-
-def option_name(name: str, marks: Sequence[Any]) -> str:
-    """The name of an argument on the command line: ``--save-prices`` or ``PLAN``."""
-    for mark in marks:
-        if isinstance(mark, ArgumentInfo):
-            return (mark.metavar or name).rstrip(".").upper()
-        if isinstance(mark, OptionInfo):
-            # Within Annotated typer reads the first name as a default.
-            for spelled in (mark.default, *(mark.param_decls or ())):
-                if isinstance(spelled, str):
-                    return spelled
-    return f"--{name.replace('_', '-')}"

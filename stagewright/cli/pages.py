@@ -1,7 +1,7 @@
 """The pages that ``--help`` prints: text that fits the terminal, and an example at the end."""
 
 import re
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from importlib import import_module
 from inspect import cleandoc
 from pathlib import Path
@@ -11,13 +11,13 @@ from typer.core import TyperCommand
 
 PANELS: dict[str, dict[str, str]] = {
     "Plan": {
-        "plan": "planning", "sweep": "sweeping", "what-if": "what_if", "check": "plans",
-        "diff": "differing", "simulate": "plans", "show": "plans",
+        "plan": "planning", "sweep": "sweeping", "what-if": "sweeping", "check": "plans",
+        "diff": "plans", "simulate": "plans", "show": "plans",
     },
     "Training of transformers": {"train-plan": "layouts", "memory": "layouts"},
     "Scheduling problems": {
-        "partition": "partitioning", "divide": "dividing", "schedule": "schedules",
-        "jobshop": "makespans",
+        "partition": "problems", "divide": "problems", "schedule": "schedules",
+        "jobshop": "problems",
     },
     "Models and clusters": {
         "import": "importing", "model": "inputs", "cluster": "inputs", "profile": "profiling",
@@ -183,11 +183,12 @@ class Commands(MutableMapping[str, Any]):
         }
 
     def __getitem__(self, name: str) -> TyperCommand:
-        heading, module = self.places[name]
+        if name not in self.places:
+            raise KeyError(name)
         if name not in self.made:
             from stagewright.cli.commands import command_of
 
-            function = getattr(import_module(f"stagewright.cli.{module}"), _function(name))
+            function = self.function(name)
             examples = cleandoc(EXAMPLES[name])
             several = examples.count("stagewright ") > 1
             self.made[name] = command_of(
@@ -195,9 +196,15 @@ class Commands(MutableMapping[str, Any]):
                 name,
                 help=_text(function.__doc__),
                 epilog=f"{'Examples' if several else 'Example'}:\n{examples}",
-                rich_help_panel=heading,
+                rich_help_panel=self.places[name][0],
             )
         return self.made[name]
+
+    def function(self, name: str) -> Callable[..., int]:
+        """The function of a command."""
+        module = import_module(f"stagewright.cli.{self.places[name][1]}")
+        found: Callable[..., int] = getattr(module, _function(name))
+        return found
 
     def listed(self) -> "Commands":
         """The commands as the list of them shows them: with the first paragraph of their pages."""

@@ -1,7 +1,7 @@
 """Plans of operators: what ``plan``, ``check`` and ``show`` do with a graph or a plan of one."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from stagewright.cli.common import tell
 from stagewright.cli.console import (
@@ -14,11 +14,8 @@ from stagewright.cli.console import (
     progress,
 )
 from stagewright.cli.solving import find
-from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from stagewright.cli.commands import Asked
     from stagewright.cli.planning import PlanOptions
     from stagewright.executor.measuring.operator_runs import OperatorComparison
@@ -81,13 +78,6 @@ def _print_place(answer: "PlaceAnswer") -> None:
     whole = answer.status == "optimal" and (answer.any_splits_gap or 0.0) > OPTIMAL_GAP
     of = f" with {_splits(answer)}" if whole else ""
     print_lines(f"{answer.planner}: {answer.status}{of} after {answer.wall_seconds:.2f} s{reason}")
-
-
-def refuse_options(given: "Mapping[str, Any]", why: str) -> None:
-    """Refuse the first option of ``given`` that has a value."""
-    for option, value in given.items():
-        if value is not None:
-            raise InputError(f"{option} {why}")
 
 
 def check_placement(plan: Path, model: Path, cluster: Path, as_json: bool) -> int:

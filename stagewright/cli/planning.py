@@ -87,7 +87,7 @@ def plan(asked: Asked[PlanRequest], given: PlanOptions) -> int:
     _require_size(asked, given)
     _require_layers(asked.given["planner"], model)
     request = asked.request(
-        microbatches=given.microbatches or 1,
+        microbatches=1 if given.microbatches is None else given.microbatches,
         threads=threads,
         order=_order(given),
         out_of_order=_out_of_order(asked, given),

@@ -1,4 +1,4 @@
-"""``train-plan`` and ``check`` of plans by layer profiles."""
+"""``train-plan`` by layer profiles, and ``check`` of what ``train-plan`` wrote."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from stagewright.cli.common import tell
 from stagewright.cli.console import (
     ask,
     percent,
@@ -21,6 +22,7 @@ from stagewright.cli.profiled_inputs import read_server_pools
 from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
+    from stagewright.cli.layouts import TrainPlanOptions
     from stagewright.service.profiled import ProfiledAnswer, ProfiledPoolAnswer
 
 PROFILES_ONLY = ("servers", "time_limit")
@@ -95,18 +97,7 @@ def _option(context: typer.Context, name: str) -> str:
     return next(one.opts[0] for one in context.command.params if one.name == name)
 
 
-def plan_profiles(
-    path: Path,
-    batch: int,
-    servers: str | None,
-    cluster: Path | None,
-    rates: dict[str, str | None],
-    reserve: str | None,
-    time_limit: float,
-    png: Path | None,
-    output: Path | None,
-    as_json: bool,
-) -> int:
+def plan_profiles(given: "TrainPlanOptions", reserve: str | None) -> int:
     """Find the fastest plan by layer profiles; exit code 1 if none fits."""
     from stagewright.formulations.parallelism.profiled_document import save_profiled_plan
     from stagewright.graphs.documents.units import parse_bytes
@@ -114,30 +105,30 @@ def plan_profiles(
     from stagewright.service.profiled import ProfiledRequest, find_profiled_plan
     from stagewright.service.profiled_problems import profiled_problem
 
-    profiles = load_layer_profiles(path)
-    pools = read_server_pools(servers, cluster, rates, profiles.device_kinds)
+    batch = given.global_batch
+    profiles = load_layer_profiles(given.config)
+    names = ("memory", "server_bandwidth", "network_bandwidth")
+    rates = {name: getattr(given, name) for name in names}
+    pools = read_server_pools(given.servers, given.cluster, rates, profiles.device_kinds)
     bytes_ = None if reserve is None else parse_bytes(reserve, "--reserve")
     try:
         problem = profiled_problem(profiles, pools, batch=batch, reserve_bytes=bytes_)
     except InputError as error:
         options = {"batch": "--global-batch", "reserve_bytes": "--reserve"}
         raise InputError(with_option(str(error), (), options)) from None
-    request = ask(ProfiledRequest, problem=problem, time_limit=time_limit)
+    request = ask(ProfiledRequest, problem=problem, time_limit=given.time_limit)
     with interruptible() as stop, progress(f"planning {profiles.name}", stop):
         answer = find_profiled_plan(request, stop)
-    written = []
-    if answer.plan is not None:
-        if png is not None:
-            _draw(png, f"{profiles.name}, batch {batch}", answer)
-            written.append(png)
-        if output is not None:
-            save_profiled_plan(answer.plan, output)
-            written.append(output)
-    if as_json:
-        print_answer(answer)
-    else:
-        _print(profiles.name, batch, answer)
-        print_lines(*(f"{one} is written" for one in written))
+    if answer.plan is not None and given.png is not None:
+        _draw(given.png, f"{profiles.name}, batch {batch}", answer)
+    if answer.plan is not None and given.output is not None:
+        save_profiled_plan(answer.plan, given.output)
+    tell(
+        answer,
+        given,
+        lambda answer: _print(profiles.name, batch, answer),
+        (given.png, given.output) if answer.plan is not None else (),
+    )
     return 0 if answer.plan is not None else 1
 
 
@@ -248,3 +239,32 @@ def check_profiled(path: Path, as_json: bool) -> int:
             "behind its bound is not run again: train-plan does"
         )
     return 1 if answer.violations else 0
+
+
+def is_layout(path: Path) -> bool:
+    """Whether a file is a layout; a folder with a config.json, or a model by name, is not."""
+    from stagewright.formulations.parallelism.document import FORMAT
+    from stagewright.graphs.documents.documents import format_of
+    from stagewright.graphs.importers.hf_hub import is_model
+
+    return not is_model(path) and format_of(path) == FORMAT
+
+
+def check_layout(path: Path, as_json: bool) -> int:
+    """Compute a layout's time and memory again, and print what differs; exit code 1 if any."""
+    from stagewright.formulations.parallelism.document import load_layout, violations
+    from stagewright.graphs.documents.units import format_seconds
+    from stagewright.service.layouts import CheckLayoutAnswer
+
+    plan = load_layout(path)
+    found = violations(plan)
+    if as_json:
+        print_answer(CheckLayoutAnswer(status="invalid" if found else "valid", violations=found))
+    elif found:
+        print_lines(*(f"{path}: {one}" for one in found))
+    else:
+        print_lines(
+            f"{path}: valid, {format_seconds(plan.iteration_seconds)} per iteration; the search "
+            "behind its bound is not run again: train-plan does"
+        )
+    return 1 if found else 0

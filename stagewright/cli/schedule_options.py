@@ -2,45 +2,35 @@
 
 import math
 import re
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from stagewright.graphs.documents.errors import InputError
+
+if TYPE_CHECKING:
+    from stagewright.cli.schedules import ScheduleOptions
 
 T = TypeVar("T")
 
 
-def read_stages(
-    stages: int,
-    microbatches: int,
-    times: list[str],
-    transfer: str,
-    in_flight: str | None,
-    devices: str | None,
-    saved: list[str],
-    memory: str | None,
-) -> dict[str, Any]:
+def read_stages(given: "ScheduleOptions", microbatches: int) -> dict[str, Any]:
     """The fields of a request."""
+    stages, in_flight = given.stages, given.in_flight
     from stagewright.graphs.documents.units import MAX_LAYERS, MAX_MICROBATCHES, require_count
 
     require_count(stages, "--stages", MAX_LAYERS)
     require_count(microbatches, "--microbatches", MAX_MICROBATCHES)
     return {
-        "microbatches": microbatches,
-        "transfers": tuple(_numbers("--transfer", transfer)),
-        "device": _read_devices(devices, stages),
-        "memory": () if memory is None else tuple(_numbers("--memory-limit", memory)),
-        **_read_times(times, stages),
-        **_read_saved(saved, stages),
+        "transfers": tuple(_numbers("--transfer", given.transfer)),
+        "device": _read_devices(given.stage_devices, stages),
+        "memory": _read_memory(given.memory_limit),
+        **_read_times(given.times, stages),
+        **_read_saved(given.saved or [], stages),
         **({} if in_flight is None else {"in_flight": _read_in_flight(in_flight, stages)}),
     }
 
 
-def read_replicas(text: str | None) -> tuple[int, ...]:
-    """The devices of each stage."""
-    try:
-        return () if text is None else tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise InputError(f"--replicas must be whole numbers such as 2,1,1, got {text!r}") from None
+def _read_memory(text: str | None) -> tuple[float, ...]:
+    return () if text is None else tuple(_numbers("--memory-limit", text))
 
 
 def _read_times(times: list[str], stages: int) -> dict[str, Any]:
