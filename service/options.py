@@ -1,6 +1,6 @@
 """How the fields of requests are spelled on a command line, where names and types do not say it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from stagewright.graphs.documents.errors import InputError
@@ -19,6 +19,8 @@ class Option:
         refuses a wrong one.
     of_text, of_file
         Makes the field's value of the option's text and its name, or of the file that it names.
+    known
+        The texts that there are; any text by default.
     may_be_file
         Whether the text may name a file.
     default
@@ -33,13 +35,19 @@ class Option:
         form: str | None = None,
         of_text: Callable[[str, str], Any] | None = None,
         of_file: Callable[[Any], Any] | None = None,
+        known: Sequence[str] = (),
         may_be_file: bool = False,
         default: str | None = None,
         env: str | None = None,
     ) -> None:
-        self.names, self.form = names, form
+        self.names, self.form, self.known = names, form, known
         self.of_text, self.of_file = of_text, of_file
         self.may_be_file, self.default, self.env = may_be_file, default, env
+
+
+def itself(text: str, _: str) -> str:
+    """The text, for an option that may be left out."""
+    return text
 
 
 def number_or_auto(text: str, option: str) -> int | None:

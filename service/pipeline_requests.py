@@ -27,9 +27,9 @@ from stagewright.graphs.documents.units import (
 )
 from stagewright.graphs.machines.cluster import Cluster, load_cluster
 from stagewright.graphs.models.chain import Chain, load_model
-from stagewright.service.options import Option, number_or_auto, whole_numbers
+from stagewright.service.options import Option, itself, number_or_auto, whole_numbers
 from stagewright.service.requests import Request, Search, Solve
-from stagewright.service.schedule_setting import RULES, Setting, known_kind, setting_of
+from stagewright.service.schedule_setting import RULES, SCHEDULES, Setting, setting_of
 
 Recomputation = Literal["none", "full", "layer", "auto"]
 Objective = Literal["makespan", "span", "memory"]
@@ -301,7 +301,7 @@ class _Stages(Solve):
 class ScheduleRequest(_Stages):
     """Schedule a pipeline by one of ``SCHEDULES``."""
 
-    kind: Annotated[str, Option(form="NAME", of_text=known_kind)] = Field(
+    kind: Annotated[str, Option(form="NAME", of_text=itself, known=SCHEDULES)] = Field(
         OPTIMAL,
         description="gpipe, 1f1b or pe (on any devices); a published schedule: "
         f"{', '.join(name for name in KINDS if name not in RULES)}; or optimal. chimera and "

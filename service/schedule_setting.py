@@ -114,15 +114,9 @@ def published(name: str) -> ScheduleKind | None:
     return None if name in RULES else KINDS.get(name)
 
 
-def known_kind(name: str, field: str = "kind") -> str:
-    """The name of a kind that there is."""
-    if name not in SCHEDULES:
-        raise InputError(f"{field} {name!r} is none of {', '.join(SCHEDULES)}")
-    return name
-
-
 def _require_kind(asked: "ScheduleRequest") -> None:
-    known_kind(asked.kind)
+    if asked.kind not in SCHEDULES:
+        raise InputError(f"kind {asked.kind!r} is none of {', '.join(SCHEDULES)}")
     kind = published(asked.kind)
     if kind is not None and kind.is_split and not asked.weight_gradient:
         raise InputError(f"weight_gradient is needed: {asked.kind} splits backwards (F,I,W)")

@@ -20,7 +20,7 @@ from stagewright.graphs.machines.cluster import Cluster, load_cluster
 from stagewright.graphs.machines.parts import first_devices, with_memory
 from stagewright.graphs.models.chain import Chain, load_model
 from stagewright.service.answers import Answer, Finite
-from stagewright.service.options import Option, listed, whole
+from stagewright.service.options import Option, itself, listed, whole
 from stagewright.service.pipeline_requests import PlanRequest, Recomputation
 from stagewright.service.requests import Search
 
@@ -51,7 +51,7 @@ class SweepRequest(Search):
     """Memory of a device in place of the cluster file's, for example 16GB,40GB."""
     planners: Annotated[
         tuple[str, ...],
-        Option("--planner", form="NAME,...", of_text=listed(lambda name, _: name), default="auto"),
+        Option("--planner", form="NAME,...", of_text=listed(itself), default="auto"),
     ] = ("auto",)
     """Of those that `stagewright planners` lists."""
     recompute: Annotated[Recomputation | None, Option(form="<none|full|layer|auto>")] = None

@@ -6,6 +6,7 @@ from stagewright.cli.commands import Asked, command
 from stagewright.cli.common import Printed, Served, Written, tell
 from stagewright.cli.console import percent, print_json, print_lines, print_table
 from stagewright.cli.solving import find
+from stagewright.formulations.clusters.allocation import throughput
 from stagewright.formulations.clusters.allocation_plan import save_allocation
 from stagewright.service.answers import Answer
 from stagewright.service.cluster_requests import AllocateRequest, RoundsRequest
@@ -88,7 +89,6 @@ def _print_allocation(answer: "AllocateAnswer") -> None:
 
 
 def _print_shares(answer: "AllocateAnswer") -> None:
-    from stagewright.formulations.clusters.allocation import throughput
 
     problem, allocation = answer.problem, answer.result.allocation
     assert allocation is not None

@@ -10,6 +10,7 @@ from stagewright.cli.console import percent, print_lines, print_table, progress
 from stagewright.cli.outputs import Writes
 from stagewright.cli.solving import find
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.workloads.prices import save_market
 from stagewright.service.cloud_requests import CloudRequest
 from stagewright.service.options import Option
 
@@ -50,7 +51,6 @@ def cloud(asked: Asked[CloudRequest], given: CloudOptions) -> int:
 
     Ctrl-C (or SIGTERM) keeps the strategies compared so far.
     """
-    from stagewright.graphs.workloads.prices import save_market
     from stagewright.service.cloud_answers import CloudAnswer
 
     with progress("reading prices"):

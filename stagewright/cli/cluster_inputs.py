@@ -10,8 +10,14 @@ from annotated_types import Ge, Le
 
 from stagewright.cli.common import Written
 from stagewright.cli.server_inputs import read_by_kind, read_groups
+from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.documents.units import parse_latency
+from stagewright.graphs.documents.units import (
+    format_bytes,
+    parse_bandwidth,
+    parse_bytes,
+    parse_latency,
+)
 from stagewright.service.options import Option
 
 if TYPE_CHECKING:
@@ -186,8 +192,6 @@ def _server(options: ClusterOptions, kind: _Kind) -> "Cluster":
 
 def _of_topology(path: Path, options: ClusterOptions, every: dict[str, Any]) -> "Cluster":
     """The server that a file of ``nvidia-smi topo -m`` describes, with the rates of its paths."""
-    from stagewright.graphs.documents import documents
-    from stagewright.graphs.documents.units import parse_bandwidth
     from stagewright.graphs.machines import topology
 
     text, place = documents.read_text(path), str(path)
@@ -222,7 +226,6 @@ def _of_kinds(options: ClusterOptions, shape: str) -> "Cluster":
 
 def _of_shape(options: ClusterOptions, shape: str) -> "Cluster":
     """Equal servers, in racks or not."""
-    from stagewright.graphs.documents.units import parse_bandwidth
     from stagewright.graphs.machines.cluster import Link
     from stagewright.graphs.machines.servers import mixed_servers
     from stagewright.graphs.machines.topology import uniform_racks
@@ -290,7 +293,6 @@ def _read_kinds(texts: Sequence[str | None], options: ClusterOptions) -> list[_K
 
 def _values(options: ClusterOptions, names: Sequence[str]) -> dict[str, dict[str, float]]:
     """The values of every option by the kind's name in lower case."""
-    from stagewright.graphs.documents.units import parse_bandwidth, parse_bytes
 
     def known(kind: str, option: str) -> str:
         if kind.strip().lower() in names:
@@ -318,7 +320,6 @@ def _values(options: ClusterOptions, names: Sequence[str]) -> dict[str, dict[str
 def _kind(
     kind: "str | Accelerator", phrase: str, given: dict[str, float], options: ClusterOptions
 ) -> _Kind:
-    from stagewright.graphs.documents.units import format_bytes
     from stagewright.graphs.machines.cluster import Device
     from stagewright.graphs.machines.devices import kind_of_device
 

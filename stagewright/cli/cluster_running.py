@@ -9,6 +9,7 @@ from stagewright.cli.common import Written, tell
 from stagewright.cli.console import print_lines, print_table
 from stagewright.cli.interrupts import interruptible
 from stagewright.cli.outputs import Writes
+from stagewright.graphs.documents.documents import to_json, write_text
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.cluster_requests import RunClusterRequest
 from stagewright.service.options import Option
@@ -36,8 +37,6 @@ def run_cluster(asked: Asked[RunClusterRequest], given: RunClusterOptions) -> in
     The exit code is then 0 if a job has made a step and none has failed. A second Ctrl-C ends
     immediately.
     """
-    from stagewright.graphs.documents.documents import to_json, write_text
-
     request = asked.request(folder=str(given.folder))
     programs = _programs(given.program, {job.model for job in request.workload.jobs})
     from stagewright.service.cluster_running import run_cluster as answer_of

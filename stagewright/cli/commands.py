@@ -155,6 +155,12 @@ class _Field:
         is_optional = not self.info.is_required() and self.default is None
         return kind | None if is_optional and NoneType not in get_args(kind) else kind
 
+    def require_known(self, text: str | None) -> str | None:
+        """Refuse a text that is none of those there are."""
+        if text is not None and text not in self.option.known:
+            raise typer.BadParameter(f"{text!r} is none of {', '.join(self.option.known)}")
+        return text
+
     def parameter(self) -> inspect.Parameter:
         """The parameter from which typer makes the option."""
         option, kind = self.option, self.kind
@@ -172,6 +178,7 @@ class _Field:
             case_sensitive=False,
             show_default=not required,
             autocompletion=completion(self.shown),
+            callback=self.require_known if option.known else None,
             **limits,
         )
         if self.is_argument:

@@ -7,7 +7,11 @@ from stagewright.cli.commands import Asked
 from stagewright.cli.common import Printed
 from stagewright.cli.console import percent, print_json, print_lines, print_table, progress
 from stagewright.cli.outputs import Writes
+from stagewright.executor.programs.trace import Trace
+from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import format_bytes, format_seconds
+from stagewright.graphs.models.chain import load_model, save_model
 from stagewright.service.options import Option
 from stagewright.service.pipeline_requests import CompareRequest
 
@@ -15,8 +19,6 @@ if TYPE_CHECKING:
     from stagewright.executor.measuring.causes import Cause, Explanation
     from stagewright.executor.measuring.compare import Comparison, MemoryComparison
     from stagewright.executor.measuring.pairs import Pair
-    from stagewright.executor.programs.trace import Trace
-    from stagewright.formulations.plans.plan import PipelinePlan
 
 
 class CompareOptions(Printed):
@@ -63,7 +65,6 @@ def compare(asked: Asked[CompareRequest], given: CompareOptions) -> int:
 
 def _write_corrected(planned: "PipelinePlan", run: "Trace", model: Path, corrected: Path) -> None:
     from stagewright.executor.measuring.correction import correct
-    from stagewright.graphs.models.chain import load_model, save_model
 
     save_model(correct(load_model(model), planned, run), corrected)
 
@@ -73,7 +74,6 @@ def _draw(planned: "PipelinePlan", run: "Trace", comparison: "Comparison", png: 
     from stagewright.executor.drawing.periods import finish_seconds
     from stagewright.executor.drawing.timeline import headline
     from stagewright.executor.measuring.compare import measured_plan
-    from stagewright.graphs.documents.units import format_seconds
 
     measured = measured_plan(planned, run)
     pace = f"{format_seconds(finish_seconds(measured))} per iteration"
@@ -92,7 +92,6 @@ def run_line(run: "Trace") -> str:
 
 def _print_comparison(comparison: "Comparison", run: "Trace") -> None:
     from stagewright.executor.drawing.timeline import shorten_devices
-    from stagewright.graphs.documents.units import format_seconds
 
     kinds = [
         (one.kind.value, str(one.count), *cells(one.seconds), ratio(one.seconds))
@@ -130,7 +129,6 @@ def _print_comparison(comparison: "Comparison", run: "Trace") -> None:
 
 
 def _print_memory(memory: "MemoryComparison") -> None:
-    from stagewright.graphs.documents.units import format_bytes
 
     rows = [
         (name, format_bytes(peak.predicted), format_bytes(peak.measured), ratio(peak))
@@ -147,7 +145,6 @@ def _print_memory(memory: "MemoryComparison") -> None:
 
 def _print_causes(found: "Explanation", comparison: "Comparison") -> None:
     from stagewright.executor.measuring.pairs import Pair
-    from stagewright.graphs.documents.units import format_seconds
 
     iteration = comparison.iteration_seconds
     rows = [
@@ -208,13 +205,10 @@ def _longer(work: "Pair | None") -> str:
 
 def signed(seconds: float) -> str:
     """Seconds with their sign."""
-    from stagewright.graphs.documents.units import format_seconds
-
     return f"{'-' if seconds < 0 else '+'}{format_seconds(abs(seconds))}"
 
 
 def _headline(comparison: "Comparison") -> str:
-    from stagewright.graphs.documents.units import format_seconds
 
     period, whole, steps = comparison.period, comparison.iteration_seconds, comparison.steps
     span = " to ".join(map(format_seconds, (comparison.least_seconds, comparison.most_seconds)))
@@ -231,8 +225,6 @@ def _headline(comparison: "Comparison") -> str:
 
 def cells(pair: "Pair") -> tuple[str, str]:
     """Predicted and measured seconds."""
-    from stagewright.graphs.documents.units import format_seconds
-
     return format_seconds(pair.predicted), format_seconds(pair.measured)
 
 

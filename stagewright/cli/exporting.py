@@ -7,7 +7,9 @@ from stagewright.cli.common import Printed
 from stagewright.cli.console import print_answer, print_lines
 from stagewright.cli.outputs import Named, Writes, require_apart, require_folder
 from stagewright.cli.profiled import is_layout
+from stagewright.graphs.documents.documents import write_text
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
+from stagewright.service.answers import ExportAnswer
 from stagewright.service.options import Option
 
 
@@ -48,7 +50,6 @@ def export(given: ExportOptions) -> int:
     from stagewright.formulations.plans.plan import load_plan
     from stagewright.graphs.machines.cluster import load_cluster
     from stagewright.graphs.models.chain import load_model
-    from stagewright.service.answers import ExportAnswer
 
     plan = given.plan
     options = Options(
@@ -86,9 +87,6 @@ def _write(
     as_json: bool,
 ) -> int:
     """Write the files, and print their names and what they do not say."""
-    from stagewright.graphs.documents.documents import write_text
-    from stagewright.service.answers import ExportAnswer
-
     paths = _paths(output, list(files))
     require_apart([Named("--output", path) for path in paths], inputs)
     for path, text in zip(paths, files.values(), strict=True):

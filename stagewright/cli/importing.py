@@ -6,7 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from stagewright.cli.common import Written
 from stagewright.cli.console import print_answer, print_lines, warn, with_option
 from stagewright.cli.inputs import hand_out
+from stagewright.graphs.documents.documents import to_json
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import parse_share
+from stagewright.service.answers import JobsFileAnswer, LayerProfilesFileAnswer
 from stagewright.service.options import Option
 
 if TYPE_CHECKING:
@@ -143,11 +146,9 @@ def _with_sizes(profiles: "LayerProfiles", given: ImportOptions) -> "LayerProfil
 
 
 def _import_layer_profiles(given: ImportOptions) -> int:
-    from stagewright.graphs.documents.documents import to_json
     from stagewright.graphs.importers.metis import read_metis
     from stagewright.graphs.importers.sailor import read_sailor
     from stagewright.graphs.models.layer_profiles import save_layer_profiles
-    from stagewright.service.answers import LayerProfilesFileAnswer
 
     if given.source == "metis":
         if given.device is not None:
@@ -178,7 +179,6 @@ def _import_layer_profiles(given: ImportOptions) -> int:
 
 def _with_parts(chain: "Chain", text: str) -> "Chain":
     """The chain with both parts of every backward; says what was assumed."""
-    from stagewright.graphs.documents.units import parse_share
     from stagewright.graphs.models.splitting import split_backwards
 
     share = parse_share(text, "--split-backward")
@@ -195,10 +195,8 @@ def _with_parts(chain: "Chain", text: str) -> "Chain":
 
 
 def _import_jobs(trace: Path, throughputs: Path, output: Path | None, as_json: bool) -> int:
-    from stagewright.graphs.documents.documents import to_json
     from stagewright.graphs.importers.gavel import read_gavel
     from stagewright.graphs.workloads.jobs import save_workload
-    from stagewright.service.answers import JobsFileAnswer
 
     workload = read_gavel(trace, throughputs)
     if output is None:

@@ -9,7 +9,10 @@ from stagewright.cli.cluster_inputs import ClusterOptions, read_cluster
 from stagewright.cli.common import Written
 from stagewright.cli.console import print_answer, print_lines, read_sizes
 from stagewright.cli.outputs import Named, require_apart
+from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import counted
+from stagewright.service.answers import Answer, ClusterFileAnswer, GraphFileAnswer, ModelFileAnswer
 from stagewright.service.options import Option
 
 if TYPE_CHECKING:
@@ -17,7 +20,6 @@ if TYPE_CHECKING:
     from stagewright.graphs.machines.devices import Accelerator
     from stagewright.graphs.models.chain import Chain
     from stagewright.graphs.models.step_graph import StepGraph
-    from stagewright.service.answers import Answer
 
 SIZES = ("layers", "hidden", "heads", "sequence", "vocabulary", "image_size")
 
@@ -129,11 +131,8 @@ def hand_out(
     document: "Chain | Cluster | StepGraph", given: Written, said: str | None = None
 ) -> int:
     """Print the document, or write it and print a summary, then what is ``said``."""
-    from stagewright.graphs.documents import documents
-    from stagewright.graphs.documents.units import counted
     from stagewright.graphs.models.chain import Chain
     from stagewright.graphs.models.step_graph import StepGraph
-    from stagewright.service.answers import ClusterFileAnswer, GraphFileAnswer, ModelFileAnswer
 
     output = given.output
     if output is None:

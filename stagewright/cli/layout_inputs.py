@@ -10,6 +10,7 @@ from annotated_types import Ge
 from stagewright.cli.commands import Options
 from stagewright.cli.console import spelled, warn, with_option
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import parse_bandwidth, parse_bytes
 from stagewright.service.options import Option
 
 if TYPE_CHECKING:
@@ -79,8 +80,6 @@ class Machines(Options):
 
     def _rates(self) -> dict[str, Any]:
         """The sizes and rates of the machines."""
-        from stagewright.graphs.documents.units import parse_bandwidth, parse_bytes
-
         names = ("server_bandwidth", "network_bandwidth", "rack_bandwidth", "host_bandwidth")
         texts = {name: getattr(self, name) for name in names}
         rates = {
@@ -115,7 +114,6 @@ class Training(Options):
 
     def problem(self, config: Path, fabric: "Fabric") -> "TrainingProblem":
         """The training problem; a warning if its samples are longer than the model's."""
-        from stagewright.graphs.documents.units import parse_bytes
         from stagewright.graphs.importers.hf_config import read_hf_config, read_most_positions
         from stagewright.service.training_problems import training_problem
 

@@ -12,7 +12,16 @@ from stagewright.cli.interrupts import interruptible
 from stagewright.cli.layout_inputs import Degrees, Machines, Precision, Training
 from stagewright.cli.layout_printing import print_layouts, print_memory, print_shortages
 from stagewright.cli.outputs import Writes
-from stagewright.cli.profiled import is_layout, is_profiles, plan_profiles, require_options
+from stagewright.cli.profiled import (
+    is_layout,
+    is_profiled_plan,
+    is_profiles,
+    plan_profiles,
+    require_options,
+)
+from stagewright.formulations.parallelism.document import load_layout, save_layout
+from stagewright.formulations.parallelism.layout import parse_layout
+from stagewright.graphs.documents.documents import write_bytes
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.layouts import LayoutAnswer, LayoutRequest, find_layouts
 from stagewright.service.options import Option
@@ -60,8 +69,6 @@ def train_plan(
     With measured layer profiles, on servers of several kinds: stages, replicas, tensor degrees and
     kinds of GPU.
     """
-    from stagewright.formulations.parallelism.document import save_layout
-
     config = given.config
     are_profiles = is_profiles(config)
     options = require_options(command_line, config, are_profiles)
@@ -97,7 +104,6 @@ def train_plan(
 
 def _draw(answer: LayoutAnswer, request: LayoutRequest, name: str, png: Path) -> None:
     from stagewright.executor.drawing.memory_bars import front_png
-    from stagewright.graphs.documents.documents import write_bytes
 
     fabric, batch = request.problem.fabric, request.problem.batch
     title = f"{name} on {fabric.devices} {fabric.device}, batch {batch}"
@@ -129,10 +135,6 @@ class MemoryOptions(Picture, Printed):
 
 def memory(given: MemoryOptions) -> int:
     """Break down the peak memory of a layout by pipeline rank; exit code 1 if one is too full."""
-    from stagewright.cli.profiled import is_profiled_plan
-    from stagewright.formulations.parallelism.document import load_layout
-    from stagewright.formulations.parallelism.layout import parse_layout
-    from stagewright.graphs.documents.documents import write_bytes
     from stagewright.graphs.importers.hf_hub import is_model
     from stagewright.service.layout_memory import LayoutMemoryAnswer, MemoryRequest, layout_memory
 

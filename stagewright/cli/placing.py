@@ -14,6 +14,8 @@ from stagewright.cli.console import (
     progress,
 )
 from stagewright.cli.solving import find
+from stagewright.graphs.documents.documents import format_of
+from stagewright.graphs.documents.units import counted, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from stagewright.cli.commands import Asked
@@ -31,7 +33,6 @@ MOST_OFF = 8  # operators and transfers whose times are furthest from the plan's
 
 def is_graph(model: Path) -> bool:
     """Whether the file is a graph of operators."""
-    from stagewright.graphs.documents.documents import format_of
     from stagewright.graphs.models.step_graph import FORMAT
 
     return format_of(model) == FORMAT
@@ -40,7 +41,6 @@ def is_graph(model: Path) -> bool:
 def is_placement(plan: Path) -> bool:
     """Whether the file is a plan of operators."""
     from stagewright.formulations.operators.plan import FORMAT
-    from stagewright.graphs.documents.documents import format_of
 
     return format_of(plan) == FORMAT
 
@@ -83,7 +83,6 @@ def _print_place(answer: "PlaceAnswer") -> None:
 def check_placement(plan: Path, model: Path, cluster: Path, as_json: bool) -> int:
     """Check a plan of operators; 1 if it breaks a rule."""
     from stagewright.formulations.operators.plan import load_operator_plan
-    from stagewright.graphs.documents.units import format_seconds
     from stagewright.graphs.machines.cluster import load_cluster
     from stagewright.graphs.models.step_graph import load_graph
     from stagewright.service.operator_plans import CheckPlacementRequest
@@ -155,7 +154,6 @@ def _draw_run(planned: "OperatorPlan", run: "Trace", png: Path) -> None:
     from stagewright.executor.drawing.operators import end_of, headline, write_stacked_png
     from stagewright.executor.measuring.pairs import median_step
     from stagewright.executor.programs.operators.trace import with_times
-    from stagewright.graphs.documents.units import format_seconds
 
     measured = with_times(planned, median_step(run))
     pace = f"{format_seconds(end_of(measured))} per step"
@@ -165,7 +163,6 @@ def _draw_run(planned: "OperatorPlan", run: "Trace", png: Path) -> None:
 
 def _print_comparison(found: "OperatorComparison") -> None:
     from stagewright.cli.comparing import cells, ratio
-    from stagewright.graphs.documents.units import counted, format_seconds
 
     head = ("count", "predicted", "measured", "ratio")
     for kind, totals in (("<together", found.kinds), ("<device", found.devices)):
@@ -194,8 +191,6 @@ def _print_comparison(found: "OperatorComparison") -> None:
 
 def print_placement(placed: "PlacementSummary") -> None:
     """Print the devices of a placement, its splits and its certificate."""
-    from stagewright.graphs.documents.units import format_bytes, format_seconds
-
     cost = placed.cost_seconds or 0.0
     parts = [f"{placed.model} on {placed.cluster}", placed.planner]
     parts.append(f"{placed.operators} operators, {placed.transfers} transfers")
@@ -225,7 +220,6 @@ def _splits(placed: "PlacementSummary") -> str:
 
 
 def _certificate_lines(placed: "PlacementSummary") -> list[str]:
-    from stagewright.graphs.documents.units import format_seconds
 
     if placed.cost_seconds is None:
         return []

@@ -11,14 +11,17 @@ from stagewright.cli.placing import is_graph, place
 from stagewright.cli.printing import print_plan
 from stagewright.cli.solving import answer_of, planning_engine
 from stagewright.formulations.backprop.choice import OutOfOrder
+from stagewright.formulations.forms.answers import Status
 from stagewright.formulations.plans.plan import save_plan
+from stagewright.formulations.plans.plan_class import EVERY_PLAN
 from stagewright.formulations.schedules.choice import ScheduleChoice
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import format_seconds
+from stagewright.graphs.models.chain import Chain
 from stagewright.service.options import Option, number_or_auto, whole_numbers
 from stagewright.service.pipeline_requests import PlanRequest
 
 if TYPE_CHECKING:
-    from stagewright.graphs.models.chain import Chain
     from stagewright.service.pipeline_answers import PlanAnswer
     from stagewright.solvers.planning import Result
 
@@ -178,9 +181,6 @@ def _print(chain: "Chain", answer: "PlanAnswer") -> None:
 
 
 def _print_result(chain: "Chain", result: "Result") -> None:
-    from stagewright.formulations.forms.answers import Status
-    from stagewright.formulations.plans.plan_class import EVERY_PLAN
-    from stagewright.graphs.documents.units import format_seconds
 
     if result.plan is not None:
         print_plan(result.plan, chain)
@@ -206,8 +206,6 @@ def _print_result(chain: "Chain", result: "Result") -> None:
 
 def _print_sizes(result: "Result") -> None:
     """What was found for each size of a batch's microbatches, and what is proved about all."""
-    from stagewright.graphs.documents.units import format_seconds
-
     if not result.sizes:
         return
     rows = []
@@ -225,8 +223,6 @@ def _print_sizes(result: "Result") -> None:
 
 def _print_restriction(result: "Result") -> None:
     """What planning for a framework alone costs."""
-    from stagewright.graphs.documents.units import format_seconds
-
     known = result.restriction
     if known is None or result.cost is None:
         return

@@ -20,8 +20,12 @@ from stagewright.cli.outputs import Writes
 from stagewright.cli.placing import check_placement, is_placement, show_placement
 from stagewright.cli.printing import print_plan
 from stagewright.cli.profiled import check_layout, check_profiled, is_layout, is_profiled_plan
-from stagewright.formulations.plans.plan import load_plan
+from stagewright.formulations.plans.plan import PipelinePlan, load_plan
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
+from stagewright.graphs.documents.units import format_bytes, format_seconds
+from stagewright.graphs.machines.cluster import load_cluster
+from stagewright.graphs.models.chain import load_model
+from stagewright.service.answers import InvalidAnswer
 from stagewright.service.options import Option
 from stagewright.service.pipeline_requests import CheckRequest, SimulateRequest
 
@@ -29,7 +33,6 @@ if TYPE_CHECKING:
     from stagewright.executor.simulation.difference import PlanDifference
     from stagewright.executor.simulation.results import PeriodicRun
     from stagewright.formulations.checking.proofs import Verdict
-    from stagewright.formulations.plans.plan import PipelinePlan
     from stagewright.service.pipeline_answers import CheckAnswer, SimulateAnswer
 
 
@@ -48,8 +51,6 @@ def check(asked: Asked[CheckRequest], given: CheckOptions) -> int:
 
     What train-plan wrote has its model and machines in it; all other plans need both files.
     """
-    from stagewright.graphs.machines.cluster import load_cluster
-    from stagewright.graphs.models.chain import load_model
     from stagewright.service.plans import check as check_plan
 
     plan, proofs = asked.given["plan"], asked.given["proofs"]
@@ -78,7 +79,6 @@ def check(asked: Asked[CheckRequest], given: CheckOptions) -> int:
 
 
 def _print_check(plan: Path, answer: "CheckAnswer") -> None:
-    from stagewright.graphs.documents.units import format_seconds
 
     if answer.verdicts:
         _print_verdicts(answer.verdicts)
@@ -91,7 +91,6 @@ def _print_check(plan: Path, answer: "CheckAnswer") -> None:
 
 
 def _print_verdicts(verdicts: "Sequence[Verdict]") -> None:
-    from stagewright.graphs.documents.units import format_seconds
 
     rows = []
     for one in verdicts:
@@ -109,7 +108,6 @@ class SimulateOptions(Printed):
 
 def simulate(asked: Asked[SimulateRequest], given: SimulateOptions) -> int:
     """Simulate a plan in its order by discrete events, with optional jitter and stragglers."""
-    from stagewright.service.answers import InvalidAnswer
     from stagewright.service.plans import simulate as run
 
     factors = dict(_read_straggler(text) for text in given.straggler or [])
@@ -152,7 +150,6 @@ def show(given: ShowOptions) -> int:
     from stagewright.executor.drawing.chart import write_png
     from stagewright.executor.drawing.chrome import write_trace
     from stagewright.executor.drawing.page import write_html
-    from stagewright.graphs.machines.cluster import load_cluster
     from stagewright.service.plans import summary
 
     answer = load_plan(given.plan)
@@ -205,7 +202,6 @@ def diff(given: DiffOptions) -> int:
 def _print_difference(
     found: "PlanDifference", first: "PipelinePlan", second: "PipelinePlan"
 ) -> None:
-    from stagewright.graphs.documents.units import format_bytes, format_seconds
 
     def signed(seconds: float) -> str:
         return f"{'-' if seconds < 0 else '+'}{format_seconds(abs(seconds))}" if seconds else "0 s"
@@ -255,7 +251,6 @@ def _read_straggler(text: str) -> tuple[str, float]:
 
 def _print_simulation(plan: "PipelinePlan", answer: "SimulateAnswer") -> None:
     from stagewright.executor.drawing.timeline import shorten_devices
-    from stagewright.graphs.documents.units import format_seconds
 
     found = answer.simulation
 
@@ -279,7 +274,6 @@ def _print_simulation(plan: "PipelinePlan", answer: "SimulateAnswer") -> None:
 
 
 def _run_lines(planned_seconds: float, run: "PeriodicRun") -> list[str]:
-    from stagewright.graphs.documents.units import format_seconds
 
     return [
         f"period {format_seconds(run.period_seconds)} per microbatch once the pipeline is full, "

@@ -7,6 +7,8 @@ from stagewright.cli.commands import Asked, command
 from stagewright.cli.common import Printed, Served, Threaded, tell, threads_of
 from stagewright.cli.console import percent, print_lines, print_table
 from stagewright.cli.solving import find
+from stagewright.graphs.documents.documents import read_text
+from stagewright.graphs.documents.units import format_bytes, format_seconds
 from stagewright.service.dividing import DivideAnswer, DividedSet, DivideRequest
 from stagewright.service.options import Option
 from stagewright.service.pipeline_requests import JobShopRequest, PartitionRequest
@@ -61,7 +63,6 @@ def _layers(one: "PartitionChoice") -> str:
 
 
 def _seconds(value: float | None) -> str:
-    from stagewright.graphs.documents.units import format_seconds
 
     return "-" if value is None else format_seconds(value)
 
@@ -84,7 +85,6 @@ def divide(asked: Asked[DivideRequest], given: Answered) -> int:
 
 
 def _print_division(name: str, answer: DivideAnswer, what: str) -> None:
-    from stagewright.graphs.documents.units import format_bytes, format_seconds
 
     if answer.sets is None or answer.cost_seconds is None:
         print_lines(f"{name}: {answer.status}", *([answer.reason] if answer.reason else []))
@@ -141,7 +141,6 @@ def jobshop(asked: Asked[JobShopRequest], given: JobShopOptions) -> int:
     In a flexible job shop a step has a choice of machines.
     """
     from stagewright.formulations.pipelines.jobshop_text import parse_jobshop
-    from stagewright.graphs.documents.documents import read_text
     from stagewright.service.pipeline_answers import JobShopAnswer
 
     file = given.file

@@ -19,7 +19,9 @@ from stagewright.cli.console import (
 )
 from stagewright.cli.interrupts import interruptible
 from stagewright.cli.profiled_inputs import read_server_pools
+from stagewright.graphs.documents.documents import format_of, read_text, write_bytes
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import counted, format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
     from stagewright.cli.layouts import TrainPlanOptions
@@ -39,7 +41,6 @@ def is_profiles(path: Path) -> bool:
     InputError
         If it is a file or folder of profiles that are not imported yet.
     """
-    from stagewright.graphs.documents.documents import format_of
     from stagewright.graphs.importers.hf_hub import is_model
     from stagewright.graphs.models.layer_profiles import FORMAT
 
@@ -58,8 +59,6 @@ def is_profiles(path: Path) -> bool:
 def _foreign(path: Path) -> str | None:
     """The project whose profiles these seem to be."""
     from pydantic_core import from_json
-
-    from stagewright.graphs.documents.documents import read_text
 
     if path.is_dir():
         return "metis" if any(path.glob("DeviceType.*.json")) else "sailor"
@@ -100,7 +99,6 @@ def _option(context: typer.Context, name: str) -> str:
 def plan_profiles(given: "TrainPlanOptions", reserve: str | None) -> int:
     """Find the fastest plan by layer profiles; exit code 1 if none fits."""
     from stagewright.formulations.parallelism.profiled_document import save_profiled_plan
-    from stagewright.graphs.documents.units import parse_bytes
     from stagewright.graphs.models.layer_profiles import load_layer_profiles
     from stagewright.service.profiled import ProfiledRequest, find_profiled_plan
     from stagewright.service.profiled_problems import profiled_problem
@@ -134,15 +132,12 @@ def plan_profiles(given: "TrainPlanOptions", reserve: str | None) -> int:
 
 def _draw(png: Path, title: str, answer: "ProfiledAnswer") -> None:
     from stagewright.executor.drawing.stage_bars import stages_png
-    from stagewright.graphs.documents.documents import write_bytes
-    from stagewright.graphs.documents.units import format_seconds
 
     seconds = format_seconds(answer.iteration_seconds or 0.0)
     write_bytes(png, stages_png(answer.stages, f"{title}: {seconds} per iteration"))
 
 
 def _print(name: str, batch: int, answer: "ProfiledAnswer") -> None:
-    from stagewright.graphs.documents.units import counted, format_seconds
 
     bound = format_seconds(answer.bound_seconds) if answer.bound_seconds is not None else "-"
     if answer.iteration_seconds is None:
@@ -167,8 +162,6 @@ def _print(name: str, batch: int, answer: "ProfiledAnswer") -> None:
 
 
 def _print_stages(answer: "ProfiledAnswer") -> None:
-    from stagewright.graphs.documents.units import format_bytes, format_seconds
-
     print_table(
         ("stage", "layers", "<GPUs", "replicas", "tensor", "forward", "backward", "all-reduce",
          "update", "memory", "of"),
@@ -195,7 +188,6 @@ def _name(pools: "Sequence[ProfiledPoolAnswer]", number: int) -> str:
 
 
 def _print_pools(answer: "ProfiledAnswer") -> None:
-    from stagewright.graphs.documents.units import format_bytes
 
     print_table(
         ("<GPUs", "servers", "each", "used", "fullest GPU", "of"),
@@ -216,7 +208,6 @@ def _print_pools(answer: "ProfiledAnswer") -> None:
 def is_profiled_plan(path: Path) -> bool:
     """Whether a file is a plan by layer profiles."""
     from stagewright.formulations.parallelism.profiled_document import FORMAT
-    from stagewright.graphs.documents.documents import format_of
 
     return format_of(path) == FORMAT
 
@@ -224,7 +215,6 @@ def is_profiled_plan(path: Path) -> bool:
 def check_profiled(path: Path, as_json: bool) -> int:
     """Compute a plan's time and memory again, and print what differs; exit code 1 if any."""
     from stagewright.formulations.parallelism.profiled_document import load_profiled_plan
-    from stagewright.graphs.documents.units import format_seconds
     from stagewright.service.profiled import CheckProfiledRequest, check_profiled_plan
 
     request = ask(CheckProfiledRequest, document=load_profiled_plan(path))
@@ -244,7 +234,6 @@ def check_profiled(path: Path, as_json: bool) -> int:
 def is_layout(path: Path) -> bool:
     """Whether a file is a layout; a folder with a config.json, or a model by name, is not."""
     from stagewright.formulations.parallelism.document import FORMAT
-    from stagewright.graphs.documents.documents import format_of
     from stagewright.graphs.importers.hf_hub import is_model
 
     return not is_model(path) and format_of(path) == FORMAT
@@ -253,7 +242,6 @@ def is_layout(path: Path) -> bool:
 def check_layout(path: Path, as_json: bool) -> int:
     """Compute a layout's time and memory again, and print what differs; exit code 1 if any."""
     from stagewright.formulations.parallelism.document import load_layout, violations
-    from stagewright.graphs.documents.units import format_seconds
     from stagewright.service.layouts import CheckLayoutAnswer
 
     plan = load_layout(path)

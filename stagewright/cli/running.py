@@ -14,7 +14,9 @@ from stagewright.cli.common import Clipped, Modelled, Printed, Seeded
 from stagewright.cli.console import print_answer, print_lines
 from stagewright.cli.optimizing import parse_groups, parse_optimizer, parse_schedule
 from stagewright.cli.outputs import Writes, require_folder
-from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.errors import InputError, InvalidPlan
+from stagewright.graphs.documents.units import format_bytes, format_seconds
+from stagewright.service.answers import Evaluated, InvalidAnswer, TrainedAnswer
 from stagewright.service.options import Option
 
 if TYPE_CHECKING:
@@ -188,8 +190,6 @@ def _start(parsed: "AnyPlan", given: RunOptions) -> int:
     from stagewright.cli import main
     from stagewright.executor.training.ranks.launch import LocalRanks
     from stagewright.executor.training.training import devices_of_any
-    from stagewright.graphs.documents.errors import InvalidPlan
-    from stagewright.service.answers import InvalidAnswer
 
     with LocalRanks(len(devices_of_any(parsed)), main) as ranks:
         task = _task(parsed, given)
@@ -219,8 +219,6 @@ def _require_runnable(task: "Task") -> None:
 
 def _progress(steps: int) -> "OnStep":
     """Report the progress of the training on stderr: often on a terminal, else now and then."""
-    from stagewright.graphs.documents.units import format_bytes, format_seconds
-
     is_terminal = sys.stderr.isatty()
     pause = PROGRESS_SECONDS if is_terminal else QUIET_SECONDS
     told = -math.inf if is_terminal else time.monotonic()
@@ -256,8 +254,6 @@ def _note(line: str) -> None:
 def _print_summary(
     task: "Task", history: "TrainingHistory", world_size: int, as_json: bool
 ) -> None:
-    from stagewright.graphs.documents.units import format_seconds
-    from stagewright.service.answers import Evaluated, TrainedAnswer
 
     if as_json:
         print_answer(

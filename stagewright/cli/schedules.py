@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from stagewright.cli.commands import Asked, command
 from stagewright.cli.common import Printed, Served, Threaded, tell, threads_of
-from stagewright.cli.console import ask, progress, with_option
+from stagewright.cli.console import ask, progress, spelled, with_option
 from stagewright.cli.outputs import Writes
 from stagewright.cli.schedule_options import read_stages
 from stagewright.cli.schedule_printing import (
@@ -23,6 +23,7 @@ from stagewright.cli.schedule_printing import (
 )
 from stagewright.cli.solving import find
 from stagewright.formulations.schedules.kinds import KINDS
+from stagewright.graphs.documents.documents import write_bytes, write_text
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.options import Option
 from stagewright.service.pipeline_requests import (
@@ -108,27 +109,16 @@ def schedule(asked: Asked[ScheduleRequest], given: ScheduleOptions) -> int:
     }
     if given.compare and given.curve:
         raise InputError("--compare and --curve are two answers; leave one of them out")
-    of_one = {
-        "--kind": fields.pop("kind", None), "--replicas": fields.pop("replicas", None),
-        "--makespan-limit": fields.pop("makespan_limit"), "--csv": given.csv,
-    }  # fmt: skip
-    placement = fields.pop("placement")
-    if given.compare:
-        _require_none("--compare", {**of_one, "--placement": placement})
-        return _compare(fields, given)
+    names = ("kind", "replicas", "makespan_limit")
+    single = {name: fields.pop(name) for name in names if name in fields}
+    of_one = {spelled(name): value for name, value in single.items()} | {"--csv": given.csv}
     if given.curve:
         _require_none("--curve", of_one)
-        return _curve(fields | {"placement": placement}, given)
-    return _schedule(
-        fields
-        | {
-            "kind": of_one["--kind"] or "optimal",
-            "replicas": of_one["--replicas"] or (),
-            "makespan_limit": of_one["--makespan-limit"],
-            "placement": placement,
-        },
-        given,
-    )
+        return _curve(fields, given)
+    if given.compare:
+        _require_none("--compare", {**of_one, "--placement": fields.pop("placement")})
+        return _compare(fields, given)
+    return _schedule(fields | single, given)
 
 
 def _require_none(option: str, others: Mapping[str, object]) -> None:
@@ -169,7 +159,6 @@ def _compare(fields: dict[str, Any], given: ScheduleOptions) -> int:
 
 
 def _curve(fields: dict[str, Any], given: ScheduleOptions) -> int:
-    from stagewright.graphs.documents.documents import write_bytes, write_text
     from stagewright.service.pipeline_answers import MemoryCurve
 
     request = ask(MemoryCurveRequest, SPELLED, **fields)
@@ -202,7 +191,6 @@ def _require_torch(kind: str) -> None:
 
 def _write_csv(answer: "ScheduleAnswer", file: Path) -> None:
     from stagewright.executor.export.torch_pipelining import order_csv
-    from stagewright.graphs.documents.documents import write_text
 
     assert answer.timed is not None
     write_text(file, order_csv(answer.timed.order))
@@ -219,7 +207,6 @@ def _draw(
     if not answers or (html is None and png is None):
         return []
     from stagewright.executor.drawing.schedules import panel, schedules_page, schedules_png
-    from stagewright.graphs.documents.documents import write_bytes, write_text
 
     with progress("drawing"):
         panels = [

@@ -12,6 +12,7 @@ from stagewright.cli.common import OnRay, Printed
 from stagewright.cli.console import print_json, print_lines
 from stagewright.cli.outputs import Writes
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import is_finite, parse_bytes
 from stagewright.service.options import Option
 
 if TYPE_CHECKING:
@@ -59,8 +60,6 @@ def serve(given: ServeOptions) -> int:
     On an address of this machine alone no token is needed as long as there is none; on any other it
     starts only if there are tokens.
     """
-    from stagewright.graphs.documents.units import is_finite, parse_bytes
-
     limit = parse_bytes(given.memory_limit, "--memory-limit")
     if limit < LEAST_MEMORY:
         raise InputError(f"--memory-limit must be at least 100MB, got {given.memory_limit}")

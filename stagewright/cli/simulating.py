@@ -12,6 +12,8 @@ from stagewright.cli.interrupts import interruptible
 from stagewright.cli.outputs import Writes
 from stagewright.cli.solving import find
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.importers.gavel import read_gavel, read_throughputs
+from stagewright.graphs.workloads.jobs import load_workload
 from stagewright.service.cluster_requests import ArrivalsRequest, SimulateClusterRequest
 from stagewright.service.options import Option
 
@@ -99,9 +101,6 @@ def _require_pictures(given: SimulateClusterOptions, ideal: bool) -> None:
 
 def _read_jobs(arrivals: Asked[ArrivalsRequest], given: SimulateClusterOptions) -> dict[str, Any]:
     """The workload of a request, or the arrivals."""
-    from stagewright.graphs.importers.gavel import read_gavel, read_throughputs
-    from stagewright.graphs.workloads.jobs import load_workload
-
     sources = (given.jobs, given.job_trace, given.jobs_per_hour)
     if sum(source is not None for source in sources) != 1:
         raise InputError("give one of --jobs FILE, --job-trace FILE, --poisson JOBS_PER_HOUR")

@@ -13,7 +13,9 @@ from stagewright.cli.console import percent, print_lines, print_table, progress
 from stagewright.cli.interrupts import interruptible
 from stagewright.cli.outputs import Writes
 from stagewright.cli.solving import answer_of, find, planning_engine
+from stagewright.graphs.documents.documents import write_bytes, write_text
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import format_bytes, format_seconds
 from stagewright.service.options import Option
 from stagewright.service.pipeline_requests import PlanRequest
 from stagewright.service.sweep_requests import SweepAnswer, SweepRequest, SweepRow
@@ -43,8 +45,6 @@ def sweep(asked: Asked[SweepRequest], given: SweepOptions) -> int:
     Each plan has its own time limit, and its own bound. Ctrl-C (or SIGTERM) ends the sweep and
     keeps the rows found so far; a second one ends immediately.
     """
-    from stagewright.graphs.documents.documents import write_bytes, write_text
-
     if (asked.given["microbatches"] is None) == (asked.given["batches"] is None):
         raise InputError(
             "give one of --microbatches and --global-batch, for example --microbatches 4,8"
@@ -105,8 +105,6 @@ def _csv(rows: Sequence[SweepRow]) -> str:
 
 
 def _print_sweep(answer: SweepAnswer) -> None:
-    from stagewright.graphs.documents.units import format_bytes, format_seconds
-
     head = ("devices", "memory", "microbatches", "<planner", "<status", "iteration", "samples/s",
             "bound", "gap", "<replicas", "peak memory")  # fmt: skip
     cells = []
@@ -148,7 +146,6 @@ def _asked(row: SweepRow) -> str:
 
 
 def _place(row: SweepRow) -> str:
-    from stagewright.graphs.documents.units import format_bytes
 
     memory = "" if row.memory_bytes is None else f" of {format_bytes(row.memory_bytes)}"
     size = f"{row.microbatches} microbatches" if row.batch is None else f"batch {row.batch}"
@@ -159,7 +156,6 @@ def _place(row: SweepRow) -> str:
 def _drawn(answer: SweepAnswer) -> bytes:
     """The first size with several values is the horizontal axis; the others make the lines."""
     from stagewright.executor.drawing.sweep_chart import SweepLine, sweep_png
-    from stagewright.graphs.documents.units import format_bytes
 
     shown = {
         "devices": [str(row.devices) for row in answer.rows],
@@ -230,7 +226,6 @@ def _changed(request: PlanRequest, given: WhatIfOptions) -> "WhatIfAnswer":
 
 
 def _print_changes(answer: "WhatIfAnswer") -> None:
-    from stagewright.graphs.documents.units import format_seconds
 
     def shown(seconds: float | None) -> str:
         return "-" if seconds is None else format_seconds(seconds)

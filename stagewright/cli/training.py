@@ -13,10 +13,14 @@ from annotated_types import Ge
 from stagewright.cli.commands import command
 from stagewright.cli.common import Modelled, Printed, Seeded
 from stagewright.cli.console import print_answer, print_lines
+from stagewright.cli.optimizing import parse_optimizer
 from stagewright.cli.outputs import Writes
 from stagewright.cli.profiling import reporting
 from stagewright.cli.running import require_timeout
+from stagewright.formulations.forms.answers import Limits
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import counted, format_seconds, parse_share
+from stagewright.service.answers import RoundAnswer, RoundsAnswer
 from stagewright.service.options import Option
 
 if TYPE_CHECKING:
@@ -83,8 +87,6 @@ def train(given: TrainOptions) -> int:
     --resume` goes on.
     """
     from stagewright.executor.training.ranks.launch import require_torch
-    from stagewright.formulations.forms.answers import Limits
-    from stagewright.graphs.documents.units import parse_share
     from stagewright.graphs.machines.cluster import load_cluster
     from stagewright.service.operator_rounds import Rounds
 
@@ -134,7 +136,6 @@ def train(given: TrainOptions) -> int:
 def _captured(given: TrainOptions) -> "StepGraph":
     """The graph of a step, without times."""
     from stagewright.cli.factories import load_factory
-    from stagewright.cli.optimizing import parse_optimizer
     from stagewright.executor.capture.steps.factories import share_of, without_values
     from stagewright.executor.capture.steps.step import capture_step
     from stagewright.executor.measuring.profiling import first_batch
@@ -209,8 +210,6 @@ class _Runs:
 
 def _shown(rounds: "Iterator[Round]", as_json: bool) -> "Iterator[Round]":
     """The rounds, each with a line on stdout when it ends."""
-    from stagewright.graphs.documents.units import format_seconds
-
     for one in rounds:
         if not as_json:
             predicted = format_seconds(one.predicted_seconds) if one.number else "nothing known"
@@ -229,8 +228,6 @@ def _print_summary(
     parameters: Path | None,
     as_json: bool,
 ) -> None:
-    from stagewright.graphs.documents.units import counted, format_seconds
-    from stagewright.service.answers import RoundAnswer, RoundsAnswer
 
     best = [one for one in rounds if one.is_kept][-1]
     if as_json:
