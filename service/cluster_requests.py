@@ -8,13 +8,18 @@ from stagewright.executor.clusters.workload import require_settings
 from stagewright.formulations.clusters.allocation_plan import AllocationPlan, load_allocation
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import require_amount, require_count, require_seed
-from stagewright.graphs.importers.gavel import read_reference
 from stagewright.graphs.workloads.jobs import Throughputs, Workload, load_workload
 from stagewright.graphs.workloads.pool import Pool, read_pool
 from stagewright.service.options import Option
 from stagewright.service.requests import Request, Search, require_positive
 
 MOST_ROUNDS = 100_000
+
+
+def _reference(path: str) -> Throughputs:
+    from stagewright.graphs.importers.gavel import read_reference  # with every importer
+
+    return read_reference(path)
 
 
 def first_end(text: str, option: str) -> tuple[int, int]:
@@ -218,7 +223,7 @@ class EstimateRequest(Request):
 class MeasureRequest(Request):
     """Choose a part of all pairs in which a new job is to be measured; at least one."""
 
-    reference: Annotated[Throughputs, Option(form="FILE", of_file=read_reference)]
+    reference: Annotated[Throughputs, Option(form="FILE", of_file=_reference)]
     """Jobs file whose jobs are measured alone and in pairs, or Gavel's table of throughputs."""
     model: Annotated[str, Option("--choose", form="MODEL")]
     """Choose the pairs in which to measure a new model."""

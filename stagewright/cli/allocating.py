@@ -1,21 +1,45 @@
-"""``allocate``, ``rounds`` and ``policies``: allocations of accelerators, and their rounds."""
+"""``allocate``, ``rounds``, ``policies``, ``estimate``, ``run-cluster``: jobs share a cluster."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-from stagewright.cli.commands import Asked, command
-from stagewright.cli.common import Printed, Served, Written, tell
-from stagewright.cli.console import percent, print_json, print_lines, print_table
+from stagewright.cli.commands import Asked, ask, command
+from stagewright.cli.console import (
+    Printed,
+    Served,
+    Written,
+    percent,
+    print_json,
+    print_lines,
+    print_table,
+    tell,
+)
+from stagewright.cli.interrupts import interruptible
+from stagewright.cli.outputs import Writes
 from stagewright.cli.solving import find
 from stagewright.formulations.clusters.allocation import throughput
 from stagewright.formulations.clusters.allocation_plan import save_allocation
+from stagewright.graphs.documents.documents import to_json, write_text
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.workloads.jobs import load_workload, save_workload
 from stagewright.service.answers import Answer
-from stagewright.service.cluster_requests import AllocateRequest, RoundsRequest
+from stagewright.service.cluster_requests import (
+    AllocateRequest,
+    EstimateRequest,
+    MeasureRequest,
+    RoundsRequest,
+    RunClusterRequest,
+)
+from stagewright.service.options import Option
 
 if TYPE_CHECKING:
     from stagewright.service.cluster_answers import (
         AllocateAnswer,
         AssignmentAnswer,
+        EstimateAnswer,
         RoundsAnswer,
+        RunClusterAnswer,
     )
 
 SHOWN_JOBS = 40
@@ -153,3 +177,123 @@ def _print_rounds(answer: "RoundsAnswer") -> None:
 def _spelled(one: "AssignmentAnswer") -> str:
     size = f"x{len(one.numbers)}" if len(one.numbers) > 1 else ""
     return f"{'+'.join(one.jobs)}{size}{'=' if one.renewed else ''}"
+
+
+class EstimateOptions(Written):
+    """What ``estimate`` is asked beside the request for pairs to measure."""
+
+    jobs: Annotated[Path | None, Option(form="FILE")] = None
+    """Jobs file whose new jobs are measured alone and in some pairs."""
+    model: Annotated[str | None, Option("--choose", form="MODEL")] = None
+    """Choose the pairs in which to measure a new model."""
+
+
+def estimate(asked: Asked[MeasureRequest], given: EstimateOptions) -> int:
+    """Estimate rates of new jobs that share accelerators, or choose the pairs to measure."""
+    from stagewright.service.estimating import estimate as answer_of
+    from stagewright.service.estimating import measure
+
+    if (given.jobs is None) == (given.model is None):
+        raise InputError("give one of --jobs FILE, --choose MODEL")
+    if given.jobs is None:
+        if given.output is not None:
+            raise InputError("--output is for the jobs file of --jobs")
+        chosen = measure(asked.request({"model": "--choose"}, model=given.model))
+        head = ("<accelerator", "<reference job")
+        tell(chosen, given, lambda answer: print_table(head, answer.pairs))
+        return 0
+    known = asked.values({"model"})["reference"]
+    answer = answer_of(ask(EstimateRequest, reference=known, workload=load_workload(given.jobs)))
+    if given.output is not None:
+        save_workload(answer.workload, given.output)
+    tell(answer, given, _print, [given.output])
+    return 0
+
+
+def _print(answer: "EstimateAnswer") -> None:
+    print_table(
+        ("<new job", "scale", "<most like"),
+        [(one.model, str(one.scale), one.nearest) for one in answer.new],
+    )
+    rows = [
+        (*one.models, str(one.scale), one.accelerator, *map("{:.4g}".format, one.steps_per_second))
+        for one in answer.estimated
+    ]
+    print_table(("<job", "<beside", "scale", "<accelerator", "steps/s", "steps/s"), rows)
+    print_lines(f"{answer.measured} pairs are measured, {len(answer.estimated)} estimated")
+
+
+class RunClusterOptions(Written):
+    """What ``run-cluster`` is asked beside its request."""
+
+    program: Annotated[list[str], Option(form="[MODEL=]PACKAGE:FUNCTION")]
+    """Function that trains a job under a lease, of any model or of MODEL; repeatable."""
+    folder: Annotated[Path, Option(form="DIR"), Writes(several=True)]
+    """Checkpoints and the job store, shared by all nodes; a stopped run continues from it."""
+
+
+@command(
+    headings={"When jobs fail": "grace_seconds patience_seconds retries feedback", "Ray": "address"}
+)
+def run_cluster(asked: Asked[RunClusterRequest], given: RunClusterOptions) -> int:
+    """Train the jobs of a workload in rounds on Ray; exit code 1 if one failed or still waits.
+
+    After Ctrl-C (or SIGTERM) all jobs save checkpoints and end; the same command continues them.
+    The exit code is then 0 if a job has made a step and none has failed. A second Ctrl-C ends
+    immediately.
+    """
+    request = asked.request(folder=str(given.folder))
+    programs = _programs(given.program, {job.model for job in request.workload.jobs})
+    from stagewright.service.cluster_running import run_cluster as answer_of
+
+    with interruptible() as stop:
+        answer = answer_of(request, programs, stop)
+    if given.output is not None:
+        write_text(given.output, to_json(answer.report))
+    tell(answer, given, _print_cluster_running, [given.output])
+    progressed = answer.status == "interrupted" and any(job.steps for job in answer.jobs)
+    return 0 if answer.status == "done" or progressed else 1
+
+
+def _programs(texts: list[str], models: set[str]) -> dict[str, Callable[..., Any]]:
+    """The program of each model; a program without a model trains all models without one."""
+    from stagewright.cli.factories import load_factory
+
+    found: dict[str, Callable[..., Any]] = {}
+    rest: list[Callable[..., Any]] = []
+    for text in texts:
+        model, equals, name = text.rpartition("=")
+        loaded = load_factory(name, "--program")
+        if not equals:
+            rest.append(loaded)
+        elif model not in models:
+            raise InputError(f"--program {text}: no job is of model {model!r}")
+        elif model in found:
+            raise InputError(f"--program {text}: {model!r} has a program already")
+        else:
+            found[model] = loaded
+    if len(rest) > 1:
+        raise InputError("--program: only one program can be without a model")
+    return dict.fromkeys(models, rest[0]) | found if rest else found
+
+
+def _print_cluster_running(answer: "RunClusterAnswer") -> None:
+    print_table(
+        ("<job", "<state", "steps", "seconds", "<error"),
+        [
+            (
+                job.name, job.state, str(job.steps),
+                "-" if job.completion_seconds is None else f"{job.completion_seconds:.1f}",
+                job.error or "",
+            )
+            for job in answer.jobs
+        ],
+    )  # fmt: skip
+    print_table(
+        ("<job", "<accelerator", "planned", "measured"),
+        [
+            (one.job, one.worker, f"{one.target:.3f}", f"{one.measured:.3f}")
+            for one in answer.shares
+        ],
+    )
+    print_lines(f"{answer.policy}: {answer.status} after {answer.rounds} rounds")

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar
 
 from annotated_types import Ge, Le
 
-from stagewright.cli.common import Written
-from stagewright.cli.server_inputs import read_by_kind, read_groups
+from stagewright.cli.console import Written
+from stagewright.cli.layout_inputs import read_by_kind, read_groups
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import (

@@ -5,12 +5,14 @@ field of its own takes the place of the request's field with the same name.
 """
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import (
+    TYPE_CHECKING,
     Annotated,
     Any,
     Generic,
@@ -29,17 +31,19 @@ from pydantic.fields import FieldInfo
 from typer.core import TyperCommand
 
 from stagewright.cli.completing import completion
-from stagewright.cli.console import ask
 from stagewright.cli.outputs import Named, Writes, writing
 from stagewright.cli.pages import Page
+from stagewright.graphs.documents.errors import InputError
 from stagewright.service.options import Option
-from stagewright.service.requests import Request, Search
 
-R = TypeVar("R", bound=Request)
+if TYPE_CHECKING:
+    from stagewright.service.requests import Request
+
+R = TypeVar("R", bound="Request")
 Run = TypeVar("Run", bound=Callable[..., int])
 
-COMMON = "stagewright.cli.common"
-"""The module of options that many commands have."""
+COMMON = ("stagewright.cli.console", "stagewright.service.requests")
+"""The modules of options that many commands have."""
 
 WORDS = (int, float, str, bool, Path)
 """What an option may be of; and choices, and lists of these."""
@@ -211,12 +215,12 @@ class Asked(Generic[R]):
             if not (one.is_read and self.given[one.name] is None)
         }
 
-    def request(self, spelled: Mapping[str, str] | None = None, /, **others: Any) -> R:
+    def request(self, options: Mapping[str, str] | None = None, /, **others: Any) -> R:
         """The request, with ``others`` in place of options or for fields without one.
 
-        Errors that begin with a field name its option, which ``spelled`` has of the others.
+        Errors that begin with a field name its option, which ``options`` has of the others.
         """
-        names = {one.name: one.shown for one in self.fields.values()} | dict(spelled or {})
+        names = {one.name: one.shown for one in self.fields.values()} | dict(options or {})
         return ask(self.kind, names, **self.values(others) | others)
 
     def strays(self, but: Collection[str], own: Options) -> list[str]:
@@ -231,6 +235,38 @@ class Asked(Generic[R]):
             for one, value in (*mine, *others)
             if one.name not in but and value != one.default
         ]
+
+
+def spelled(name: str) -> str:
+    """The option of an argument's name."""
+    return f"--{name.replace('_', '-')}"
+
+
+def ask(kind: type[R], options: Mapping[str, str] | None = None, /, **fields: Any) -> R:
+    """The request of ``fields``; errors that begin with a field name its option instead.
+
+    ``options`` has the options whose name differs from the field.
+    """
+    try:
+        return kind.of(**fields)
+    except InputError as error:
+        raise InputError(with_option(str(error), fields, options or {})) from None
+
+
+def with_option(message: str, fields: Iterable[str], options: Mapping[str, str]) -> str:
+    """``message`` with an option in place of the field that it begins with, if it does.
+
+    An entry ``field[3]`` is "OPTION of stage 3" if ``options`` have "OPTION of stage" for
+    ``field[]``.
+    """
+    first, _, rest = message.partition(" ")
+    name, *_ = re.split(r"[\[:]", first)
+    if name not in fields and name not in options:
+        return message
+    place = re.fullmatch(r"\w+\[(\d+)\]", first)
+    if place and f"{name}[]" in options:
+        return f"{options[f'{name}[]']} {place[1]} {rest}"
+    return f"{options.get(name, spelled(name))}{first[len(name) :]} {rest}"
 
 
 def command_of(run: Callable[..., int], name: str, **page: Any) -> TyperCommand:
@@ -309,7 +345,7 @@ def _rank(model: type[BaseModel], name: str) -> tuple[int, ...]:
     """The place of a model's field on a help page: what many commands have comes last."""
     classes = [one for one in model.__mro__ if name in inspect.get_annotations(one)]
     owner = classes[-1]
-    is_common = owner is Search or owner.__module__ == COMMON
+    is_common = owner.__module__ in COMMON
     return (
         2 * is_common + issubclass(model, Options),
         model.__mro__.index(owner),

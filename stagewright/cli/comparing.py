@@ -4,8 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from stagewright.cli.commands import Asked
-from stagewright.cli.common import Printed
-from stagewright.cli.console import percent, print_json, print_lines, print_table, progress
+from stagewright.cli.console import Printed, percent, print_json, print_lines, print_table, progress
 from stagewright.cli.outputs import Writes
 from stagewright.executor.programs.trace import Trace
 from stagewright.formulations.plans.plan import PipelinePlan

@@ -3,15 +3,20 @@
 import json
 import math
 import os
-import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
+from annotated_types import Ge
+
+from stagewright.cli.commands import Options
+from stagewright.cli.outputs import Writes
 from stagewright.graphs.documents.errors import InputError
+from stagewright.service.options import Option
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -147,11 +152,6 @@ def _gap(best: float, bound: float) -> float:
     return (best - bound) / best if best > 0 else 0.0
 
 
-def spelled(name: str) -> str:
-    """The option of an argument's name."""
-    return f"--{name.replace('_', '-')}"
-
-
 def read_sizes(text: str) -> list[int]:
     """Sizes of microbatches, ascending."""
     try:
@@ -161,33 +161,6 @@ def read_sizes(text: str) -> list[int]:
     if sizes[0] < 1:
         raise InputError(f"--microbatch-sizes must be at least 1, got {sizes[0]}")
     return sizes
-
-
-def ask(kind: type[R], options: Mapping[str, str] | None = None, /, **fields: Any) -> R:
-    """The request of ``fields``; errors that begin with a field name its option instead.
-
-    ``options`` has the options whose name differs from the field.
-    """
-    try:
-        return kind.of(**fields)
-    except InputError as error:
-        raise InputError(with_option(str(error), fields, options or {})) from None
-
-
-def with_option(message: str, fields: Iterable[str], options: Mapping[str, str]) -> str:
-    """``message`` with an option in place of the field that it begins with, if it does.
-
-    An entry ``field[3]`` is "OPTION of stage 3" if ``options`` have "OPTION of stage" for
-    ``field[]``.
-    """
-    first, _, rest = message.partition(" ")
-    name, *_ = re.split(r"[\[:]", first)
-    if name not in fields and name not in options:
-        return message
-    place = re.fullmatch(r"\w+\[(\d+)\]", first)
-    if place and f"{name}[]" in options:
-        return f"{options[f'{name}[]']} {place[1]} {rest}"
-    return f"{options.get(name, spelled(name))}{first[len(name) :]} {rest}"
 
 
 def percent(share: float | None) -> str:
@@ -203,3 +176,113 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
+
+
+A = TypeVar("A", bound="Answer")
+
+MOST_THREADS = 8  # unless more are asked for
+SERVED_THREADS = 4  # what services allow unless they are set otherwise
+
+
+class Printed(Options):
+    """What every command may do with its answer."""
+
+    as_json: Annotated[bool, Option("--json")] = False
+    """Print one JSON object and nothing else."""
+
+
+class Written(Printed):
+    """An answer with a document to write."""
+
+    output: Annotated[Path | None, Option("--output", "-o", form="FILE"), Writes(".json")] = None
+    """Where to write; - is standard output."""
+
+
+class Served(Options):
+    """Where an answer comes from."""
+
+    server: Annotated[str | None, Option(form="URL", env="STAGEWRIGHT_SERVER")] = None
+    """Solve on the planning service at this URL, with the token in STAGEWRIGHT_TOKEN."""
+
+
+class Threaded(Options):
+    """The threads of a search."""
+
+    threads: int | None = None
+    """Threads of the solvers; with one, answers are reproducible. Default: one per core, at most 8;
+    of a sweep and on Ray 1; with --server 4."""
+
+
+class OnRay(Options):
+    """Where several plans are made at a time."""
+
+    engine: Literal["local", "ray"] = "local"
+    """Processes of this machine, or of a Ray cluster."""
+    address: str | None = None
+    """With --engine ray: address of the Ray cluster; default: Ray is started here."""
+
+    def require(self, server: str | None = None) -> None:
+        """Refuse an address of a cluster that is not used, or a cluster for a server's jobs."""
+        if self.engine == "local" and self.address is not None:
+            raise InputError("--address goes with --engine ray")
+        if self.engine == "ray" and server is not None:
+            raise InputError("--engine ray is of searches here; leave it or --server out")
+
+
+class Modelled(Options):
+    """A user's module and its data."""
+
+    module: Annotated[str, Option(form="PACKAGE:FACTORY")]
+    """Function that returns the module."""
+    data: Annotated[str, Option(form="PACKAGE:FACTORY")]
+    """Function that returns an iterable of mini-batches (inputs, targets), of which the first is
+    used."""
+    loss: Annotated[str | None, Option(form="PACKAGE:FUNCTION")] = None
+    """Loss of (outputs, targets): a mean, or (sum, count); default: cross-entropy."""
+    optimizer: str = "adamw"
+    """One of torch.optim, e.g. adamw:lr=1e-3,weight_decay=0.1."""
+
+
+class Clipped(Options):
+    """What an optimizer does with large gradients."""
+
+    clip_norm: float | None = None
+    """Clip gradients to this norm over all parameters."""
+
+
+class Seeded(Options):
+    """Random choices."""
+
+    seed: int = 0
+    """Seed of all random choices."""
+
+
+class Repeated(Options):
+    """Measurements."""
+
+    repetitions: Annotated[int, Ge(1)] = 9
+    """Measurements, of which the median counts."""
+
+
+def threads_of(threads: int | None, server: str | None = None) -> int:
+    """The threads of a search, here or on a server."""
+    if threads is not None:
+        return threads
+    return min(MOST_THREADS, os.cpu_count() or 1) if server is None else SERVED_THREADS
+
+
+def tell(
+    answer: A,
+    given: Printed,
+    show: Callable[[A], object],
+    files: Iterable[Path | None] = (),
+    *,
+    listed: bool = False,
+) -> None:
+    """Print an answer, and the files that were written, which JSON has if they are ``listed``."""
+    written = [str(file) for file in files if file is not None]
+    if given.as_json:
+        print_json(answer.json_object() | ({"files": written} if listed else {}))
+        return
+    show(answer)
+    print_lines(*(f"{file} is written" for file in written))

@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-from stagewright.cli.common import Printed
-from stagewright.cli.console import print_answer, print_lines
+from stagewright.cli.console import Printed, print_answer, print_lines
 from stagewright.cli.outputs import Named, Writes, require_apart, require_folder
 from stagewright.cli.profiled import is_layout
 from stagewright.graphs.documents.documents import write_text

@@ -1,4 +1,4 @@
-"""``model`` and ``cluster``: the input documents of a plan."""
+"""``model``, ``cluster`` and ``import``: the input documents of a plan."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -6,19 +6,28 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from annotated_types import Ge, Le
 
 from stagewright.cli.cluster_inputs import ClusterOptions, read_cluster
-from stagewright.cli.common import Written
-from stagewright.cli.console import print_answer, print_lines, read_sizes
+from stagewright.cli.commands import with_option
+from stagewright.cli.console import Written, print_answer, print_lines, read_sizes, warn
 from stagewright.cli.outputs import Named, require_apart
 from stagewright.graphs.documents import documents
+from stagewright.graphs.documents.documents import to_json
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.documents.units import counted
-from stagewright.service.answers import Answer, ClusterFileAnswer, GraphFileAnswer, ModelFileAnswer
+from stagewright.graphs.documents.units import counted, parse_share
+from stagewright.service.answers import (
+    Answer,
+    ClusterFileAnswer,
+    GraphFileAnswer,
+    JobsFileAnswer,
+    LayerProfilesFileAnswer,
+    ModelFileAnswer,
+)
 from stagewright.service.options import Option
 
 if TYPE_CHECKING:
     from stagewright.graphs.machines.cluster import Cluster
     from stagewright.graphs.machines.devices import Accelerator
     from stagewright.graphs.models.chain import Chain
+    from stagewright.graphs.models.layer_profiles import LayerProfiles
     from stagewright.graphs.models.step_graph import StepGraph
 
 SIZES = ("layers", "hidden", "heads", "sequence", "vocabulary", "image_size")
@@ -159,4 +168,197 @@ def hand_out(
         print_lines(f"{output}: {name}, {counted(size, part, f'{part}s')}")
         if said is not None:
             print_lines(said)
+    return 0
+
+
+class ImportOptions(Written):
+    """What ``import`` is asked."""
+
+    file: Annotated[Path, Option("FILE")]
+    """The profile to read; sailor, metis: or the folder of them."""
+    source: Annotated[
+        Literal[
+            "stagewright", "pipedream", "dnn-partitioning", "piper", "gavel", "sailor", "metis"
+        ],
+        Option("--from"),
+    ]
+    """The profile's format."""
+    microbatch_size: Annotated[int | None, Option(form="B")] = None
+    """Samples in a microbatch."""
+    device: Annotated[str | None, Option(form="KIND")] = None
+    """Kind of device that was measured; default: any device."""
+    contract: bool = False
+    """Merge branches, so that layers are cut points."""
+    split_backward: Annotated[str | None, Option(form="SHARE")] = None
+    """Share of the input gradient in backwards that are given as a whole; an assumption, which the
+    model file states; such as 50% or 0.5."""
+    throughputs: Annotated[Path | None, Option(form="FILE")] = None
+    """gavel: the table of throughputs of the trace."""
+    config: Annotated[Path | None, Option(form="FILE")] = None
+    """sailor, metis: the model's Hugging Face config.json, for the sizes of the layers that
+    train-plan needs."""
+    sequence: Annotated[int | None, Option(form="S")] = None
+    """With --config: tokens in a sample."""
+    precision: Literal["fp32", "fp16", "bf16", "fp8"] | None = None
+    """With --config: type of weights and activations; default: fp32."""
+    attention: Literal["fused", "materialized"] | None = None
+    """With --config: whether scores are stored; default: fused."""
+
+
+def import_(given: ImportOptions) -> int:
+    """Convert another project's profile to a model file, or its trace to a jobs file.
+
+    The profiles of Sailor and Metis, by tensor degree, become a file of layer profiles.
+    """
+    _require_sizing(given)
+    file, source = given.file, given.source
+    if (source == "gavel") != (given.throughputs is not None):
+        raise InputError("--from gavel needs --throughputs FILE, and no other format takes it")
+    if given.throughputs is not None:
+        if given.split_backward is not None:
+            raise InputError("--split-backward is for profiles: a trace has no backwards")
+        return _import_jobs(file, given.throughputs, given.output, given.as_json)
+    if source in ("sailor", "metis"):
+        of_models = (given.microbatch_size, given.split_backward)
+        if any(one is not None for one in of_models) or given.contract:
+            raise InputError(
+                "--microbatch-size, --contract and --split-backward are for models: layer profiles "
+                "have all measured sizes, and layers with a whole backward"
+            )
+        return _import_layer_profiles(given)
+    chain = _read_profile(given)
+    if given.split_backward is not None:
+        chain = _with_parts(chain, given.split_backward)
+    return hand_out(chain, given)
+
+
+def _read_profile(given: ImportOptions) -> "Chain":
+    from stagewright.graphs.importers.dnn_partitioning import read_dnn_partitioning
+    from stagewright.graphs.importers.pipedream import read_pipedream
+    from stagewright.graphs.importers.piper import read_piper_chain
+    from stagewright.graphs.models.chain import load_model
+
+    file, size, device = given.file, given.microbatch_size, given.device
+    if given.source == "stagewright":
+        if size is not None or device is not None or given.contract:
+            raise InputError(
+                "--microbatch-size, --device and --contract are for other projects' profiles: a "
+                "model file has them"
+            )
+        return load_model(file)
+    read = {
+        "pipedream": read_pipedream,
+        "dnn-partitioning": read_dnn_partitioning,
+        "piper": read_piper_chain,
+    }
+    return read[given.source](
+        file,
+        microbatch_size=1 if size is None else size,
+        device_kind=device,
+        contract=given.contract,
+    )
+
+
+def _require_sizing(given: ImportOptions) -> None:
+    """Refuse options that do not say the sizes of profiled layers."""
+    if given.config is None:
+        stray = [
+            f"--{name}"
+            for name in ("sequence", "precision", "attention")
+            if getattr(given, name) is not None
+        ]
+        if stray:
+            raise InputError(f"{', '.join(stray)}: belongs to --config")
+        return
+    if given.source not in ("sailor", "metis"):
+        raise InputError("--config is for the layer profiles of sailor and metis")
+    if given.sequence is None:
+        raise InputError("--config needs --sequence, the tokens in a sample, for example 2048")
+    if given.precision == "fp8":
+        raise InputError("--precision: layer profiles are of fp32, fp16 or bf16")
+
+
+def _with_sizes(profiles: "LayerProfiles", given: ImportOptions) -> "LayerProfiles":
+    """The profiles with the sizes of their layers, if a configuration is given."""
+    from stagewright.graphs.importers.hf_config import read_hf_config
+    from stagewright.graphs.models.analytic_sizes import with_sizes
+
+    if given.config is None or given.sequence is None:
+        return profiles
+    architecture = read_hf_config(given.config)
+    try:
+        return with_sizes(
+            profiles,
+            architecture,
+            sequence=given.sequence,
+            precision=given.precision or "fp32",
+            attention=given.attention or "fused",
+        )
+    except InputError as error:
+        message = with_option(str(error), ("sequence",), {})
+        raise InputError(f"{given.config}: {message}") from None
+
+
+def _import_layer_profiles(given: ImportOptions) -> int:
+    from stagewright.graphs.importers.metis import read_metis
+    from stagewright.graphs.importers.sailor import read_sailor
+    from stagewright.graphs.models.layer_profiles import save_layer_profiles
+
+    if given.source == "metis":
+        if given.device is not None:
+            raise InputError("--device: the names of Metis' files say the kinds")
+        profiles = read_metis(given.file)
+        warn("Metis measures forward and backward together: the forward is taken as a third of it")
+    else:
+        profiles = read_sailor(given.file, device_kind=given.device)
+    profiles, output = _with_sizes(profiles, given), given.output
+    if output is None:
+        print(to_json(profiles), end="")
+        return 0
+    save_layer_profiles(profiles, output)
+    if given.as_json:
+        print_answer(
+            LayerProfilesFileAnswer(
+                name=profiles.name,
+                layers=profiles.layers,
+                device_kinds=list(profiles.device_kinds),
+                file=str(output),
+            )
+        )
+    else:
+        kinds = ", ".join(profiles.device_kinds)
+        print_lines(f"{output}: {profiles.layers} layers of {profiles.name} on {kinds}")
+    return 0
+
+
+def _with_parts(chain: "Chain", text: str) -> "Chain":
+    """The chain with both parts of every backward; says what was assumed."""
+    from stagewright.graphs.models.splitting import split_backwards
+
+    share = parse_share(text, "--split-backward")
+    try:
+        split, changed = split_backwards(chain, share)
+    except InputError as error:
+        raise InputError(f"--split-backward: {error}") from None
+    if changed:
+        warn(
+            f"{changed} of {len(chain)} layers have only the time of the whole backward: the input "
+            f"gradient is assumed to take {share:g} of it"
+        )
+    return split
+
+
+def _import_jobs(trace: Path, throughputs: Path, output: Path | None, as_json: bool) -> int:
+    from stagewright.graphs.importers.gavel import read_gavel
+    from stagewright.graphs.workloads.jobs import save_workload
+
+    workload = read_gavel(trace, throughputs)
+    if output is None:
+        print(to_json(workload), end="")
+        return 0
+    save_workload(workload, output)
+    if as_json:
+        print_answer(JobsFileAnswer(name=trace.stem, jobs=len(workload.jobs), file=str(output)))
+    else:
+        print_lines(f"{output}: {len(workload.jobs)} jobs of {trace.name}")
     return 0

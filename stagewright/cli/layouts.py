@@ -5,9 +5,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from stagewright.cli.commands import Asked, Options, command
-from stagewright.cli.common import Printed, Written, tell
-from stagewright.cli.console import ask, progress
+from stagewright.cli.commands import Asked, Options, ask, command
+from stagewright.cli.console import Printed, Written, progress, tell
 from stagewright.cli.interrupts import interruptible
 from stagewright.cli.layout_inputs import Degrees, Machines, Precision, Training
 from stagewright.cli.layout_printing import print_layouts, print_memory, print_shortages

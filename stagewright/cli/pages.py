@@ -20,18 +20,18 @@ PANELS: dict[str, dict[str, str]] = {
         "jobshop": "problems",
     },
     "Models and clusters": {
-        "import": "importing", "model": "inputs", "cluster": "inputs", "profile": "profiling",
-        "profile-links": "profiling", "capture": "capturing",
+        "import": "inputs", "model": "inputs", "cluster": "inputs", "profile": "profiling",
+        "profile-links": "profiling", "capture": "profiling",
     },
     "Run": {
         "run": "running", "train": "training", "compare": "comparing", "export": "exporting",
     },
     "The planning service": {
-        "serve": "serving", "token": "serving", "backup": "serving", "jobs": "jobs",
+        "serve": "serving", "token": "serving", "backup": "serving", "jobs": "serving",
     },
     "Clusters and jobs": {
         "allocate": "allocating", "rounds": "allocating", "simulate-cluster": "simulating",
-        "run-cluster": "cluster_running", "estimate": "estimating", "cloud": "cloud",
+        "run-cluster": "allocating", "estimate": "allocating", "cloud": "cloud",
     },
     "About": {"planners": "planning", "policies": "allocating", "doctor": "doctor"},
 }  # fmt: skip

@@ -3,15 +3,15 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stagewright.cli.common import tell
+from stagewright.cli.commands import ask
 from stagewright.cli.console import (
-    ask,
     percent,
     print_answer,
     print_json,
     print_lines,
     print_table,
     progress,
+    tell,
 )
 from stagewright.cli.solving import find
 from stagewright.graphs.documents.documents import format_of

@@ -7,18 +7,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from stagewright.cli.commands import Asked, command
-from stagewright.cli.common import Printed, Threaded, tell, threads_of
 from stagewright.cli.console import (
+    Printed,
+    Threaded,
     percent,
     print_answer,
     print_json,
     print_lines,
     print_table,
     progress,
+    tell,
+    threads_of,
 )
 from stagewright.cli.outputs import Writes
 from stagewright.cli.placing import check_placement, is_placement, show_placement
-from stagewright.cli.printing import print_plan
+from stagewright.cli.planning import print_plan
 from stagewright.cli.profiled import check_layout, check_profiled, is_layout, is_profiled_plan
 from stagewright.formulations.plans.plan import PipelinePlan, load_plan
 from stagewright.graphs.documents.errors import InputError, InvalidPlan

@@ -4,8 +4,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from stagewright.cli.commands import Asked, command
-from stagewright.cli.common import Printed, Served, Threaded, tell, threads_of
-from stagewright.cli.console import percent, print_lines, print_table
+from stagewright.cli.console import (
+    Printed,
+    Served,
+    Threaded,
+    percent,
+    print_lines,
+    print_table,
+    tell,
+    threads_of,
+)
 from stagewright.cli.solving import find
 from stagewright.graphs.documents.documents import read_text
 from stagewright.graphs.documents.units import format_bytes, format_seconds

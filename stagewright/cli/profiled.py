@@ -7,18 +7,10 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from stagewright.cli.common import tell
-from stagewright.cli.console import (
-    ask,
-    percent,
-    print_answer,
-    print_lines,
-    print_table,
-    progress,
-    with_option,
-)
+from stagewright.cli.commands import ask, with_option
+from stagewright.cli.console import percent, print_answer, print_lines, print_table, progress, tell
 from stagewright.cli.interrupts import interruptible
-from stagewright.cli.profiled_inputs import read_server_pools
+from stagewright.cli.layout_inputs import read_server_pools
 from stagewright.graphs.documents.documents import format_of, read_text, write_bytes
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import counted, format_bytes, format_seconds, parse_bytes

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from annotated_types import Ge
 
 from stagewright.cli.commands import command
-from stagewright.cli.common import Clipped, Modelled, Printed, Seeded
-from stagewright.cli.console import print_answer, print_lines
-from stagewright.cli.optimizing import parse_groups, parse_optimizer, parse_schedule
+from stagewright.cli.console import Clipped, Modelled, Printed, Seeded, print_answer, print_lines
+from stagewright.cli.factories import parse_groups, parse_optimizer, parse_schedule
 from stagewright.cli.outputs import Writes, require_folder
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.documents.units import format_bytes, format_seconds

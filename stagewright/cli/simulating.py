@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from stagewright.cli.commands import Asked, command
-from stagewright.cli.common import Printed, Served, tell
-from stagewright.cli.console import percent, print_lines, print_table
+from stagewright.cli.console import Printed, Served, percent, print_lines, print_table, tell
 from stagewright.cli.interrupts import interruptible
 from stagewright.cli.outputs import Writes
 from stagewright.cli.solving import find

@@ -7,17 +7,16 @@ from typing import TYPE_CHECKING, TypeVar
 
 import typer
 
-from stagewright.cli.common import OnRay
-from stagewright.cli.console import progress, warn
+from stagewright.cli.console import OnRay, progress, warn
 from stagewright.cli.interrupts import interruptible
-from stagewright.formulations.forms.answers import OnProgress, StopToken
 from stagewright.graphs.documents.errors import InputError
-from stagewright.service import engines
-from stagewright.service.answers import Answer
-from stagewright.service.requests import Request
 
 if TYPE_CHECKING:
     from stagewright.client import Client
+    from stagewright.formulations.forms.answers import OnProgress, StopToken
+    from stagewright.service import engines
+    from stagewright.service.answers import Answer
+    from stagewright.service.requests import Request
 
 A = TypeVar("A", bound="Answer")
 
@@ -57,6 +56,8 @@ def answer_of(
 
 def planning_engine(given: OnRay, threads: int) -> "engines.Engine":
     """Where several plans are made: one by one in this process, or on Ray at the same time."""
+    from stagewright.service import engines
+
     if given.engine == "local":
         return engines.HERE
     return engines.Engine("ray", address=given.address, cpus=threads)

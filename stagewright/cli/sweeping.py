@@ -8,8 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from stagewright.cli.commands import Asked, command
-from stagewright.cli.common import OnRay, Printed, Served, Threaded, tell, threads_of
-from stagewright.cli.console import percent, print_lines, print_table, progress
+from stagewright.cli.console import (
+    OnRay,
+    Printed,
+    Served,
+    Threaded,
+    percent,
+    print_lines,
+    print_table,
+    progress,
+    tell,
+    threads_of,
+)
 from stagewright.cli.interrupts import interruptible
 from stagewright.cli.outputs import Writes
 from stagewright.cli.solving import answer_of, find, planning_engine

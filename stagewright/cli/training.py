@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from annotated_types import Ge
 
 from stagewright.cli.commands import command
-from stagewright.cli.common import Modelled, Printed, Seeded
-from stagewright.cli.console import print_answer, print_lines
-from stagewright.cli.optimizing import parse_optimizer
+from stagewright.cli.console import Modelled, Printed, Seeded, print_answer, print_lines
+from stagewright.cli.factories import parse_optimizer
 from stagewright.cli.outputs import Writes
 from stagewright.cli.profiling import reporting
 from stagewright.cli.running import require_timeout
