@@ -31,7 +31,8 @@ class CommandLine(TyperGroup):
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
-        self.commands: Commands = Commands()
+        added, self.commands = self.commands, Commands()
+        self.commands.update(added)
 
     def format_help(self, *page: Any) -> None:
         """Write the page that lists the commands."""

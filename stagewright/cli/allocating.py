@@ -49,7 +49,13 @@ class AllocateOptions(Served, Written):
     """What ``allocate`` is asked beside its request."""
 
 
-@command(without="threads")
+@command(
+    without="threads",
+    headings={
+        "The policy": "space_sharing placement budget_dollars backend",
+        "In parts": "parts at_once seed",
+    },
+)
 def allocate(asked: Asked[AllocateRequest], given: AllocateOptions) -> int:
     """Divide the accelerators' time among jobs; exit code 1 if there is no such allocation."""
     from stagewright.service.cluster_answers import AllocateAnswer
@@ -137,7 +143,10 @@ class RoundsOptions(Served, Printed):
     """What ``rounds`` is asked beside its request."""
 
 
-@command(without="threads seed")
+@command(
+    without="threads seed",
+    headings={"The policy": "space_sharing placement budget_dollars"},
+)
 def rounds(asked: Asked[RoundsRequest], given: RoundsOptions) -> int:
     """Realise an allocation in rounds: placements, renewed leases, deviation from the target."""
     from stagewright.service.cluster_answers import AllocateAnswer, RoundsAnswer
@@ -233,7 +242,11 @@ class RunClusterOptions(Written):
 
 
 @command(
-    headings={"When jobs fail": "grace_seconds patience_seconds retries feedback", "Ray": "address"}
+    headings={
+        "The policy": "space_sharing placement budget_dollars",
+        "When jobs fail": "grace_seconds patience_seconds retries feedback",
+        "Ray": "address",
+    }
 )
 def run_cluster(asked: Asked[RunClusterRequest], given: RunClusterOptions) -> int:
     """Train the jobs of a workload in rounds on Ray; exit code 1 if one failed or still waits.

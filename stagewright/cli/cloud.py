@@ -52,6 +52,7 @@ class CloudOptions(Served, Printed):
     headings={
         "What moving costs": "checkpoint_seconds restore_seconds egress_dollars dataset_dollars"
         " checkpoint_every_seconds",
+        "Rates from a table": "job_type throughputs",
         "Places": "home only",
     }
 )

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
+from stagewright.cli.commands import command
 from stagewright.cli.console import Printed, print_answer, print_lines
 from stagewright.cli.outputs import Named, Writes, require_apart, require_folder
 from stagewright.cli.profiled import is_layout
@@ -40,6 +41,7 @@ class ExportOptions(Printed):
     """Slurm: the job's most time, for example 4:00:00."""
 
 
+@command(headings={"Launch scripts": "command cluster per_server image cpus time"})
 def export(given: ExportOptions) -> int:
     """Write a plan, or a layout of train-plan, for another framework; or a script to launch it."""
     from stagewright.executor.export import export as written

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from annotated_types import Ge, Le
 
 from stagewright.cli.cluster_inputs import ClusterOptions, read_cluster
-from stagewright.cli.commands import with_option
+from stagewright.cli.commands import command, with_option
 from stagewright.cli.console import Written, print_answer, print_lines, read_sizes, warn
 from stagewright.cli.outputs import Named, require_apart
 from stagewright.graphs.documents import documents
@@ -66,6 +66,7 @@ class ModelOptions(Written):
     """Vision models: height and width of the images."""
 
 
+@command(headings={"Sizes of a model": "layers hidden heads vocabulary image_size"})
 def model(given: ModelOptions) -> int:
     """Write an analytic profile: computed from FLOPs and bytes, not measured.
 
@@ -127,6 +128,12 @@ def _configured(
     )
 
 
+@command(
+    headings={
+        "Latencies and racks": "latency_intra latency_inter inter_rack latency_inter_rack",
+        "A server from elsewhere": "matrix nvidia_smi pcie dgx1",
+    }
+)
 def cluster(given: ClusterOptions) -> int:
     """Describe a cluster: servers x devices, of several kinds, from a file, or of DGX-1.
 
@@ -205,6 +212,7 @@ class ImportOptions(Written):
     """With --config: whether scores are stored; default: fused."""
 
 
+@command(headings={"Layer profiles of sailor and metis": "config sequence precision attention"})
 def import_(given: ImportOptions) -> int:
     """Convert another project's profile to a model file, or its trace to a jobs file.
 

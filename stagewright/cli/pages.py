@@ -183,9 +183,9 @@ class Commands(MutableMapping[str, Any]):
         }
 
     def __getitem__(self, name: str) -> TyperCommand:
-        if name not in self.places:
-            raise KeyError(name)
         if name not in self.made:
+            if name not in self.places:
+                raise KeyError(name)
             from stagewright.cli.commands import command_of
 
             function = self.function(name)
@@ -221,13 +221,13 @@ class Commands(MutableMapping[str, Any]):
         self.made[name] = command
 
     def __delitem__(self, name: str) -> None:
-        del self.places[name]
+        raise KeyError(f"{name} stays a command")
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.places)
+        return iter(dict.fromkeys((*self.places, *self.made)))
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len({*self.places, *self.made})
 
 
 def _function(name: str) -> str:

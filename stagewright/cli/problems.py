@@ -75,7 +75,10 @@ def _seconds(value: float | None) -> str:
     return "-" if value is None else format_seconds(value)
 
 
-@command(without="threads seed")
+@command(
+    without="threads seed",
+    headings={"Workloads of dnn-partitioning": "hosts any_sets replicas objective"},
+)
 def divide(asked: Asked[DivideRequest], given: Answered) -> int:
     """Divide an operator graph among devices: least time between two samples; exit code 1 if none.
 

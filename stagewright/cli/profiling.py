@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge
 
-from stagewright.cli.commands import Options
+from stagewright.cli.commands import Options, command
 from stagewright.cli.console import Clipped, Modelled, Repeated, Written, read_sizes
 from stagewright.cli.inputs import hand_out
 from stagewright.graphs.documents.errors import InputError
@@ -45,6 +45,7 @@ class ProfileOptions(Measured, Modelled, Clipped, Repeated, Written):
     default) divide the layers by the model's tp_plan."""
 
 
+@command(headings={"How it is measured": "threads dtype ranks tensor repetitions clip_norm"})
 def profile(given: ProfileOptions) -> int:
     """Measure a torch module layer by layer and write its model file."""
     from stagewright.executor.training.ranks.joining import joined
@@ -197,6 +198,12 @@ class CaptureOptions(Modelled, Repeated, Written):
     """Threads that compute."""
 
 
+@command(
+    headings={
+        "Parts of the mini-batch": "mini_batch replicas weights microbatches",
+        "How it is measured": "measure threads repetitions",
+    }
+)
 def capture(given: CaptureOptions) -> int:
     """Capture a training step of a torch module as a graph of operators."""
     from stagewright.executor.training.ranks.launch import require_torch

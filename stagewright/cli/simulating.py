@@ -48,6 +48,7 @@ class SimulateClusterOptions(Served, Printed):
 @command(
     without="keep_assignments",
     headings={
+        "The policy": "space_sharing placement budget_dollars",
         "Arrivals": "throughputs jobs_per_hour multi_gpu priorities slos",
         "Failures": "hours_to_failure repair_hours",
         "Pictures": "png completion_png utilisation_png",
