@@ -31,8 +31,9 @@ class CommandLine(TyperGroup):
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
-        added, self.commands = self.commands, Commands()
-        self.commands.update(added)
+        self.lazy = Commands()
+        self.lazy.update(self.commands)
+        self.commands = self.lazy
 
     def format_help(self, *page: Any) -> None:
         """Write the page that lists the commands."""
@@ -47,11 +48,11 @@ class CommandLine(TyperGroup):
     @contextlib.contextmanager
     def _listed(self) -> Iterator[None]:
         """While the body runs the commands have names and summaries alone: none is made."""
-        made, self.commands = self.commands, self.commands.listed()
+        self.commands = self.lazy.listed()
         try:
             yield
         finally:
-            self.commands = made
+            self.commands = self.lazy
 
     def get_params(self, ctx: Any) -> list[Any]:
         """The parameters with ``--help``."""

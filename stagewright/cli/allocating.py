@@ -9,6 +9,7 @@ from stagewright.cli.console import (
     Printed,
     Served,
     Written,
+    kept,
     percent,
     print_json,
     print_lines,
@@ -61,10 +62,7 @@ def allocate(asked: Asked[AllocateRequest], given: AllocateOptions) -> int:
     from stagewright.service.cluster_answers import AllocateAnswer
 
     answer = find(AllocateAnswer, asked.request(), "allocating", given.server)
-    written = given.output if answer.plan is not None else None
-    if answer.plan is not None and written is not None:
-        save_allocation(answer.plan, written)
-    tell(answer, given, _print_allocation, [written])
+    tell(answer, given, _print_allocation, kept(answer.plan, given, save_allocation))
     return 1 if answer.plan is None else 0
 
 
@@ -213,9 +211,7 @@ def estimate(asked: Asked[MeasureRequest], given: EstimateOptions) -> int:
         return 0
     known = asked.values({"model"})["reference"]
     answer = answer_of(ask(EstimateRequest, reference=known, workload=load_workload(given.jobs)))
-    if given.output is not None:
-        save_workload(answer.workload, given.output)
-    tell(answer, given, _print, [given.output])
+    tell(answer, given, _print, kept(answer.workload, given, save_workload))
     return 0
 
 

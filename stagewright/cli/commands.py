@@ -152,9 +152,7 @@ class _Field:
         kind: Any = self.info.annotation
         if option.of_file is not None:
             kind = Path
-        elif option.of_text is not None or (
-            option.form and Literal in map(get_origin, _parts(kind))
-        ):
+        elif option.of_text is not None or (option.form and _is_choice(kind)):
             kind = str
         is_optional = not self.info.is_required() and self.default is None
         return kind | None if is_optional and NoneType not in get_args(kind) else kind

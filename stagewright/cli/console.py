@@ -179,6 +179,7 @@ def _finite(value: Any) -> Any:
 
 
 A = TypeVar("A", bound="Answer")
+D = TypeVar("D")
 
 MOST_THREADS = 8  # unless more are asked for
 SERVED_THREADS = 4  # what services allow unless they are set otherwise
@@ -269,6 +270,14 @@ def threads_of(threads: int | None, server: str | None = None) -> int:
     if threads is not None:
         return threads
     return min(MOST_THREADS, os.cpu_count() or 1) if server is None else SERVED_THREADS
+
+
+def kept(document: D | None, given: Written, save: Callable[[D, Path], None]) -> list[Path]:
+    """The file of a document that is there and was asked for, once it is saved."""
+    if document is None or given.output is None:
+        return []
+    save(document, given.output)
+    return [given.output]
 
 
 def tell(

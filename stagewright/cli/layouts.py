@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from stagewright.cli.commands import Asked, Options, ask, command
-from stagewright.cli.console import Printed, Written, progress, tell
+from stagewright.cli.console import Printed, Written, kept, progress, tell
 from stagewright.cli.interrupts import interruptible
 from stagewright.cli.layout_inputs import Degrees, Machines, Precision, Training
 from stagewright.cli.layout_printing import print_layouts, print_memory, print_shortages
@@ -90,13 +90,12 @@ def train_plan(
         answer = find_layouts(request, stop)
     if given.png is not None:
         _draw(answer, request, config.name, given.png)
-    if answer.plan is not None and given.output is not None:
-        save_layout(answer.plan, given.output)
+    written = kept(answer.plan, given, save_layout)
     tell(
         answer,
         given,
         lambda answer: print_layouts(config.name, problem, answer, asked.given["front"]),
-        (given.png, given.output) if answer.plan is not None else (),
+        (given.png, *written) if answer.plan is not None else (),
     )
     return 1 if answer.plan is None else 0
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from stagewright.cli.commands import ask
 from stagewright.cli.console import (
+    kept,
     percent,
     print_answer,
     print_json,
@@ -64,10 +65,7 @@ def place(asked: "Asked[PlanRequest]", given: "PlanOptions", threads: int) -> in
         seed=said["seed"],
     )
     answer = find(PlaceAnswer, request, "placing operators", given.server)
-    written = given.output if answer.plan is not None else None
-    if answer.plan is not None and written is not None:
-        save_operator_plan(answer.plan, written)
-    tell(answer, given, _print_place, [written])
+    tell(answer, given, _print_place, kept(answer.plan, given, save_operator_plan))
     return 0 if answer.plan is not None else 1
 
 

@@ -10,6 +10,7 @@ from stagewright.cli.console import (
     Served,
     Threaded,
     Written,
+    kept,
     percent,
     print_json,
     print_lines,
@@ -114,10 +115,8 @@ def plan(asked: Asked[PlanRequest], given: PlanOptions) -> int:
         out_of_order=_out_of_order(asked, given),
     )
     answer = _found(request, given)
-    written = given.output if answer.plan is not None else None
-    if answer.plan is not None and written is not None:
-        save_plan(answer.plan, written)
-    tell(answer, given, lambda answer: _print(request.chain, answer), [written])
+    written = kept(answer.plan, given, save_plan)
+    tell(answer, given, lambda answer: _print(request.chain, answer), written)
     return 1 if answer.plan is None else 0
 
 

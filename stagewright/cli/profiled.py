@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 import typer
 
 from stagewright.cli.commands import ask, with_option
-from stagewright.cli.console import percent, print_answer, print_lines, print_table, progress, tell
+from stagewright.cli.console import (
+    kept,
+    percent,
+    print_answer,
+    print_lines,
+    print_table,
+    progress,
+    tell,
+)
 from stagewright.cli.interrupts import interruptible
 from stagewright.cli.layout_inputs import read_server_pools
 from stagewright.graphs.documents.documents import format_of, read_text, write_bytes
@@ -111,13 +119,12 @@ def plan_profiles(given: "TrainPlanOptions", reserve: str | None) -> int:
         answer = find_profiled_plan(request, stop)
     if answer.plan is not None and given.png is not None:
         _draw(given.png, f"{profiles.name}, batch {batch}", answer)
-    if answer.plan is not None and given.output is not None:
-        save_profiled_plan(answer.plan, given.output)
+    written = kept(answer.plan, given, save_profiled_plan)
     tell(
         answer,
         given,
         lambda answer: _print(profiles.name, batch, answer),
-        (given.png, given.output) if answer.plan is not None else (),
+        (given.png, *written) if answer.plan is not None else (),
     )
     return 0 if answer.plan is not None else 1
 
