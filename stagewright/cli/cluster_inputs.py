@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar
 
-from annotated_types import Ge, Le
+from pydantic import Field
 
 from stagewright.cli.console import Written
 from stagewright.cli.layout_inputs import read_by_kind, read_groups
@@ -75,7 +75,7 @@ class ClusterOptions(Written):
     """A text file of bandwidths, a row per device."""
     nvidia_smi: Path | None = None
     """The text that nvidia-smi topo -m prints."""
-    pcie: Annotated[int | None, Ge(3), Le(5)] = None
+    pcie: Annotated[int | None, Field(ge=3), Field(le=5)] = None
     """With --nvidia-smi: generation of PCIe, 3, 4 or 5; default: 3."""
     dgx1: bool = False
     """Eight V100 in a cube of NVLinks."""

@@ -25,7 +25,6 @@ from typing import (
 )
 
 import typer
-from annotated_types import Ge, Le
 from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
 from typer.core import TyperCommand
@@ -168,8 +167,8 @@ class _Field:
         option, kind = self.option, self.kind
         limits: dict[str, Any] = {}
         for one in self.info.metadata if int in _parts(kind) else ():
-            limits |= {"min": one.ge} if isinstance(one, Ge) else {}
-            limits |= {"max": one.le} if isinstance(one, Le) else {}
+            limits |= {"min": one.ge} if hasattr(one, "ge") else {}
+            limits |= {"max": one.le} if hasattr(one, "le") else {}
         required = self.info.is_required()
         made: Any = partial(
             typer.Argument if self.is_argument else typer.Option,

@@ -11,7 +11,7 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from annotated_types import Ge
+from pydantic import Field
 
 from stagewright.cli.commands import Options
 from stagewright.cli.outputs import Writes
@@ -261,7 +261,7 @@ class Seeded(Options):
 class Repeated(Options):
     """Measurements."""
 
-    repetitions: Annotated[int, Ge(1)] = 9
+    repetitions: Annotated[int, Field(ge=1)] = 9
     """Measurements, of which the median counts."""
 
 

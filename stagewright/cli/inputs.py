@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from annotated_types import Ge, Le
+from pydantic import Field
 
 from stagewright.cli.cluster_inputs import ClusterOptions, read_cluster
 from stagewright.cli.commands import command, with_option
@@ -50,7 +50,7 @@ class ModelOptions(Written):
     """Type of weights and activations; fp8: of products, the others in bf16."""
     attention: Literal["fused", "materialized"] = "fused"
     """fused: the score matrix is not stored; materialized: it is."""
-    optimizer_state: Annotated[int, Ge(0), Le(2)] = 2
+    optimizer_state: Annotated[int, Field(ge=0), Field(le=2)] = 2
     """State per parameter: SGD 0, with momentum 1, Adam 2."""
     layers: int | None = None
     """gpt: transformer layers."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-from annotated_types import Ge
+from pydantic import Field
 
 from stagewright.cli.commands import Options, spelled, with_option
 from stagewright.cli.console import warn
@@ -30,7 +30,7 @@ class Machines(Options):
     """Kind of GPU, for example h100, or the JSON file of your own."""
     gpus: Annotated[int | None, Option(form="N")] = None
     """Number of GPUs."""
-    per_server: Annotated[int | None, Option(form="N"), Ge(1)] = None
+    per_server: Annotated[int | None, Option(form="N"), Field(ge=1)] = None
     """GPUs in a server; default: 8."""
     server_bandwidth: str | None = None
     """From a GPU to the others of its server, as reached; default: 81 % of the kind's."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Literal
 
-from annotated_types import Ge
+from pydantic import Field
 
 from stagewright.cli.commands import Options, command
 from stagewright.cli.console import Clipped, Modelled, Repeated, Written, read_sizes
@@ -33,14 +33,14 @@ class ProfileOptions(Measured, Modelled, Clipped, Repeated, Written):
     """Samples; several sizes separated by commas."""
     on: Literal["cpu", "cuda"] = "cpu"
     """Where to measure."""
-    threads: Annotated[int, Ge(1)] = 1
+    threads: Annotated[int, Field(ge=1)] = 1
     """Threads that compute on a CPU."""
     dtype: Literal["float64", "float32", "bfloat16"] = "float32"
     """Compute type; bfloat16 is autocast of float32 parameters."""
-    ranks: Annotated[int | None, Ge(2)] = None
+    ranks: Annotated[int | None, Field(ge=2)] = None
     """Local processes that measure at once, as many as will train on this machine: they share its
     memory and caches. Their mean is written."""
-    tensor: Annotated[int | None, Ge(2)] = None
+    tensor: Annotated[int | None, Field(ge=2)] = None
     """Tensor degree to measure beside 1: every so many of the local processes (--ranks; so many by
     default) divide the layers by the model's tp_plan."""
 
@@ -116,7 +116,7 @@ def profile(given: ProfileOptions) -> int:
 class ProfileLinksOptions(Measured, Repeated, Written):
     """What ``profile-links`` is asked."""
 
-    ranks: Annotated[int | None, Ge(2)] = None
+    ranks: Annotated[int | None, Field(ge=2)] = None
     """Number of local processes; not under torchrun."""
     sizes: Annotated[str, Option(form="SIZE,SIZE,...")] = "4kB,64kB,1MB,16MB"
     """Message sizes; at least two."""
@@ -178,15 +178,15 @@ def reporting(task: str) -> Iterator[Callable[[str], None]]:
 class CaptureOptions(Modelled, Repeated, Written):
     """What ``capture`` is asked."""
 
-    mini_batch: Annotated[int | None, Ge(1)] = None
+    mini_batch: Annotated[int | None, Field(ge=1)] = None
     """Samples of a mini-batch; default: those of the data's."""
-    replicas: Annotated[int, Option(form="N"), Ge(1)] = 1
+    replicas: Annotated[int, Option(form="N"), Field(ge=1)] = 1
     """Copies of the model that train on equal parts of the mini-batch and average their gradients:
     data parallelism, from which placements start."""
     weights: Literal["shared", "mirrored"] | None = None
     """With --replicas: one copy of the weights, which all replicas read (shared, the default), or a
     copy and an update each (mirrored)."""
-    microbatches: Annotated[int, Option(form="M"), Ge(1)] = 1
+    microbatches: Annotated[int, Option(form="M"), Field(ge=1)] = 1
     """Equal parts of the mini-batch that go through one copy of the weights, with the gradients
     added up: what the planner dag makes a pipeline of."""
     device: Annotated[str | None, Option(form="KIND,...")] = None
@@ -194,7 +194,7 @@ class CaptureOptions(Modelled, Repeated, Written):
     needed."""
     measure: bool = False
     """Measure times on this machine's CPU."""
-    threads: Annotated[int, Ge(1)] = 1
+    threads: Annotated[int, Field(ge=1)] = 1
     """Threads that compute."""
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from annotated_types import Ge
+from pydantic import Field
 
 from stagewright.cli.commands import command
 from stagewright.cli.console import Clipped, Modelled, Printed, Seeded, print_answer, print_lines
@@ -39,7 +39,7 @@ class RunOptions(Modelled, Clipped, Seeded, Printed):
     """Function that returns an iterable of mini-batches, (inputs, targets) or dicts of the model's
     keywords with its labels, the same on every rank; called for every epoch. If it takes replica
     and replicas, it returns the samples of that replica."""
-    steps: Annotated[int, Ge(1)]
+    steps: Annotated[int, Field(ge=1)]
     """Total number of steps; each takes a mini-batch, or those of --accumulate."""
     optimizer: str = "sgd:lr=0.01"
     """One of torch.optim, e.g. adamw:lr=1e-3,weight_decay=0.1."""
@@ -60,12 +60,12 @@ class RunOptions(Modelled, Clipped, Seeded, Printed):
     lr_schedule: Annotated[str | None, Option(form="KIND[:KEY=VALUE,...]")] = None
     """Learning rates by step: constant, linear or cosine, e.g. cosine:warmup=100,min=0.1; min is a
     fraction of the learning rate, total is --steps."""
-    accumulate: Annotated[int, Ge(1)] = 1
+    accumulate: Annotated[int, Field(ge=1)] = 1
     """Mini-batches whose gradients make an update, which is a step."""
     evaluate: Annotated[str | None, Option(form="PACKAGE:FACTORY")] = None
     """Function that returns an iterable of mini-batches that are held out, as --data, the same on
     every rank; their mean loss is that of the model in evaluation."""
-    evaluate_every: Annotated[int | None, Ge(1)] = None
+    evaluate_every: Annotated[int | None, Field(ge=1)] = None
     """Steps between evaluations; there is one at the end."""
     dtype: Literal["float64", "float32", "bfloat16"] | None = None
     """Type of a pipeline's computations; bfloat16 is autocast of float32 parameters. Default:
@@ -75,7 +75,7 @@ class RunOptions(Modelled, Clipped, Seeded, Printed):
     those of its stages."""
     checkpoint: Annotated[Path | None, Option(form="DIR"), Writes(several=True)] = None
     """Folder of checkpoints; the two newest are kept."""
-    checkpoint_every: Annotated[int | None, Ge(1)] = None
+    checkpoint_every: Annotated[int | None, Field(ge=1)] = None
     """Steps between checkpoints; one is written at the end."""
     resume: bool = False
     """Continue from the newest checkpoint."""

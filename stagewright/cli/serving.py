@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from annotated_types import Ge, Le
+from pydantic import Field
 
 from stagewright.cli.commands import Options
 from stagewright.cli.console import (
@@ -51,9 +51,9 @@ class ServeOptions(Stored, OnRay):
 
     host: str = "127.0.0.1"
     """Address to listen at."""
-    port: Annotated[int, Ge(0), Le(65535)] = 8754
+    port: Annotated[int, Field(ge=0), Field(le=65535)] = 8754
     """Port to listen at; 0: a free one."""
-    workers: Annotated[int, Option(form="N"), Ge(0)] = 1
+    workers: Annotated[int, Option(form="N"), Field(ge=0)] = 1
     """Jobs that are solved at a time; 0: other servers' workers do."""
     memory_limit: str = "8GB"
     """Memory that a job may take, for example 8GB."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from annotated_types import Ge
+from pydantic import Field
 
 from stagewright.cli.commands import command
 from stagewright.cli.console import Modelled, Printed, Seeded, print_answer, print_lines
@@ -40,17 +40,17 @@ class TrainOptions(Modelled, Seeded, Printed):
     called for every epoch."""
     cluster: Annotated[Path, Option(form="FILE")]
     """Cluster file."""
-    steps: Annotated[int, Ge(2)]
+    steps: Annotated[int, Field(ge=2)]
     """Mini-batches to train on."""
     folder: Annotated[Path, Option(form="DIR"), Writes(several=True)]
     """New folder for plans, traces, costs and checkpoints."""
-    plans: Annotated[int, Ge(1)] = 5
+    plans: Annotated[int, Field(ge=1)] = 5
     """Plans that are tried at most."""
-    plan_steps: Annotated[int, Ge(1)] = 10
+    plan_steps: Annotated[int, Field(ge=1)] = 10
     """Steps by each of them."""
     tolerance: Annotated[str, Option(form="SHARE")] = "10%"
     """Costs are stable when a run differs by less."""
-    replicas: Annotated[int, Option(form="N"), Ge(1)] = 1
+    replicas: Annotated[int, Option(form="N"), Field(ge=1)] = 1
     """Copies of the model, as of capture."""
     weights: Literal["shared", "mirrored"] = "shared"
     """As of capture."""
