@@ -1,6 +1,7 @@
 """The request about renting cloud instances."""
 
-from typing import Self
+import datetime
+from typing import Annotated, Self
 
 from pydantic import model_validator
 
@@ -8,42 +9,56 @@ from stagewright.formulations.cloud.strategies import STRATEGIES, Home
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import require_count
 from stagewright.graphs.workloads.prices import HOUR, MAX_GPUS, Market, Preemptions
+from stagewright.service.options import Option
 from stagewright.service.requests import Request, require_positive
 
 ALL, OPTIMAL, ROLLING = "all", "optimal", "rolling"
 
 
-class CloudRequest(Request):
-    """Compare ways of renting cloud GPUs for a job.
+def seconds_of(text: str, name: str) -> float:
+    """Seconds since 1970 of a time in ISO 8601; UTC if no zone is given."""
+    try:
+        at = datetime.datetime.fromisoformat(text)
+    except ValueError:
+        raise InputError(f"{name}: {text!r} is no time; write 2020-03-01T12:00") from None
+    return at.replace(tzinfo=at.tzinfo or datetime.UTC).timestamp()
 
-    Parameters
-    ----------
-    rates
-        Work per hour of each kind of GPU; a V100 does 1.
-    start_seconds
-        When the job may start, since 1970 (UTC). None: as soon as every price is known.
-    deadline_hours
-        Hours after the start. None: as long as every price is known.
-    preemptions, checkpoint_every_seconds
-        With both, rates are reduced by preemptions as often as these logs show.
-    home
-        Provider and region of the strategies that know only one.
-    """
+
+class CloudRequest(Request):
+    """Compare ways of renting cloud GPUs for a job."""
 
     market: Market
+    """The prices."""
     rates: dict[str, float]
+    """Work per hour of each kind of GPU; a V100 does 1."""
     v100_hours: float = 96.0
-    gpus: int = 1
+    """The work: hours on as many V100s as the job has GPUs."""
+    gpus: Annotated[int, Option(form="N")] = 1
+    """GPUs of the job; instances are rented whole."""
     strategy: str = "all"
-    start_seconds: float | None = None
+    """1xv100 (instances of one V100), gpu-type, multi-gpu, multi-cloud, dynamic; rolling (replans
+    on constant forecasts), optimal (knows all prices); or all."""
+    start_seconds: Annotated[float | None, Option("--start", of_text=seconds_of)] = None
+    """Earliest start of the job, UTC (a number: seconds since 1970); default: once all prices are
+    known."""
     deadline_hours: float | None = None
+    """Hours after the start; default: until the first price series ends."""
     checkpoint_seconds: float = 0.0
+    """Paid time before leaving an instance, to write the checkpoint."""
     restore_seconds: float = 0.0
+    """Paid time on every new instance, to boot it and load the checkpoint."""
     egress_dollars: float = 0.0
+    """Dollars for a checkpoint that leaves its region."""
     dataset_dollars: float = 0.0
+    """Dollars for a copy of the dataset to each provider after the first."""
     preemptions: Preemptions | None = None
-    checkpoint_every_seconds: float | None = None
+    """How long instances were up: rates are reduced by preemptions as often as these show."""
+    checkpoint_every_seconds: Annotated[
+        float | None, Option("--preempted", form="CHECKPOINT_EVERY_SECONDS")
+    ] = None
+    """Account for preemptions as in the logs, with checkpoints at this interval."""
     home: str = "aws/us-east-1"
+    """Provider and region of the strategies that use only one."""
 
     @model_validator(mode="after")
     def _require_sense(self) -> Self:

@@ -1,18 +1,33 @@
 """Requests about the jobs of a cluster: allocations, rounds, simulations, estimates."""
 
-from typing import Self
+from typing import Annotated, Self
 
 from pydantic import model_validator
 
 from stagewright.executor.clusters.workload import require_settings
-from stagewright.formulations.clusters.allocation_plan import AllocationPlan
+from stagewright.formulations.clusters.allocation_plan import AllocationPlan, load_allocation
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import require_amount, require_count, require_seed
-from stagewright.graphs.workloads.jobs import Throughputs, Workload
-from stagewright.graphs.workloads.pool import Pool
+from stagewright.graphs.workloads.jobs import Throughputs, Workload, load_workload
+from stagewright.graphs.workloads.pool import Pool, read_pool
+from stagewright.service.options import Option
 from stagewright.service.requests import Request, Search, require_positive
 
 MOST_ROUNDS = 100_000
+
+
+def _reference(path: str) -> Throughputs:
+    from stagewright.graphs.importers.gavel import read_reference  # with every importer
+
+    return read_reference(path)
+
+
+def first_end(text: str, option: str) -> tuple[int, int]:
+    """The numbers of ``first-end``."""
+    first, _, end = text.partition("-")
+    if not (first.isdigit() and end.isdigit() and int(first) < int(end)):
+        raise InputError(f"{option} {text!r} is no FIRST-END, for example 4000-5000")
+    return int(first), int(end)
 
 
 def _require_pairs(workload: Workload, space_sharing: bool) -> None:
@@ -20,23 +35,47 @@ def _require_pairs(workload: Workload, space_sharing: bool) -> None:
         raise InputError("space_sharing needs throughputs of pairs, the workload has none")
 
 
-class AllocateRequest(Search):
-    """Divide the accelerators of a pool among jobs; with ``parts`` in so many parts (POP).
+class _Policy(Request):
+    """A policy that divides the accelerators of a pool."""
 
-    ``backend`` solves the linear programs; ``cvxpy`` solves the policy's program as it is stated.
-    ``at_once`` solves the parts on Ray. ``seed`` decides how jobs are dealt to parts.
-    """
-
-    workload: Workload
-    pool: Pool
-    policy: str = "water-filling"
+    pool: Annotated[
+        Pool,
+        Option("--cluster", form="FILE|NAME=COUNT,...", of_text=read_pool, may_be_file=True),
+    ]
+    """Accelerators as v100=36,p100=9x4@1.46 (9 servers of 4 at $1.46 an hour), or a file."""
+    policy: str = "max-min"
+    """One of those that `stagewright policies` lists."""
     space_sharing: bool = False
-    placement: bool = False
-    budget_dollars: float | None = None
-    backend: str | None = None
-    parts: int | None = None
+    """Two jobs may run on the same accelerators."""
+    placement: Annotated[bool, Option("--placement-sensitive")] = False
+    """Distinguish accelerators of one server from those of several."""
+    budget_dollars: Annotated[float | None, Option("--budget", form="DOLLARS")] = None
+    """Dollars, for makespan-budget."""
+
+
+class _PolicyOfJobs(_Policy):
+    """A policy that divides the accelerators of a pool among the jobs of a workload."""
+
+    workload: Annotated[Workload, Option("--jobs", form="FILE", of_file=load_workload)]
+    """Jobs file."""
+
+
+class AllocateRequest(_PolicyOfJobs, Search):
+    """Divide the accelerators of a pool among jobs; with ``parts`` in so many parts (POP)."""
+
+    policy: str = "water-filling"
+    """One of those that `stagewright policies` lists."""
+    backend: Annotated[str | None, Option(form="NAME")] = None
+    """Solver of the linear programs, e.g. pulp-cbc; cvxpy: the thesis's program."""
+    parts: Annotated[int | None, Option(form="N")] = None
+    """max-min, makespan: split jobs and accelerators into N parts and solve each; the gap bounds
+    the loss."""
     at_once: bool = False
+    """Solve the parts in parallel, on Ray."""
     time_limit: float = 60.0
+    """Time limit of the search in seconds."""
+    seed: int = 0
+    """Decides which job is in which part."""
 
     @model_validator(mode="after")
     def _require_sense(self) -> Self:
@@ -52,19 +91,21 @@ class AllocateRequest(Search):
         return self
 
 
-class RoundsRequest(Search):
+class RoundsRequest(_PolicyOfJobs, Search):
     """Realise a policy's allocation, or the given one, in rounds."""
 
-    workload: Workload
-    pool: Pool
     policy: str = "water-filling"
-    allocation: AllocationPlan | None = None
+    """One of those that `stagewright policies` lists."""
+    allocation: Annotated[AllocationPlan | None, Option(form="FILE", of_file=load_allocation)] = (
+        None
+    )
+    """Realise this allocation file instead of a policy's."""
     rounds: int = 10
+    """How many rounds."""
     round_seconds: float = 360.0
-    space_sharing: bool = False
-    placement: bool = False
-    budget_dollars: float | None = None
+    """Length of a round."""
     time_limit: float = 60.0
+    """Time limit of the search in seconds."""
 
     @model_validator(mode="after")
     def _require_sense(self) -> Self:
@@ -80,10 +121,14 @@ class ArrivalsRequest(Request):
     """Jobs that arrive by a Poisson process, of the models of ``throughputs``."""
 
     throughputs: Throughputs
-    jobs_per_hour: float
+    jobs_per_hour: Annotated[float, Option("--poisson", form="JOBS_PER_HOUR")]
+    """Generate jobs at this rate."""
     multi_gpu: bool = False
+    """With arrivals: jobs on 1, 2, 4 or 8 accelerators."""
     priorities: bool = False
+    """With arrivals: a fifth of the jobs have weight 5."""
     slos: bool = False
+    """With arrivals: SLOs of 1.2, 2 or 10 times the duration."""
 
     @model_validator(mode="after")
     def _require_sense(self) -> Self:
@@ -91,27 +136,28 @@ class ArrivalsRequest(Request):
         return self
 
 
-class SimulateClusterRequest(Request):
-    """Simulate a cluster on the jobs of a workload, or on arrivals without end.
+class SimulateClusterRequest(_Policy):
+    """Simulate a cluster on the jobs of a workload, or on arrivals without end."""
 
-    ``window`` are the numbers [first, end) of the jobs that are measured and end the simulation.
-    """
-
-    pool: Pool
     workload: Workload | None = None
     arrivals: ArrivalsRequest | None = None
-    window: tuple[int, int] | None = None
-    policy: str = "max-min"
-    space_sharing: bool = False
-    placement: bool = False
-    budget_dollars: float | None = None
+    window: Annotated[tuple[int, int] | None, Option(form="FIRST-END", of_text=first_end)] = None
+    """Measure these jobs, numbered by arrival, until they are complete, [first, end); default:
+    4000-5000 of arrivals, else all."""
     round_seconds: float = 360.0
+    """Length of a round."""
     reset_seconds: float = 1920.0
+    """Least time between two allocations."""
     ideal: bool = False
+    """No rounds: every job receives exactly its share."""
     hours_to_failure: float | None = None
+    """Mean hours until an accelerator fails."""
     repair_hours: float = 1.0
+    """Hours that a repair takes."""
     seed: int = 0
+    """Seed of all random choices."""
     keep_assignments: bool = False
+    """Whether the answer has the assignments of every round."""
 
     @model_validator(mode="after")
     def _require_sense(self) -> Self:
@@ -139,22 +185,23 @@ class SimulateClusterRequest(Request):
         return self
 
 
-class RunClusterRequest(Request):
+class RunClusterRequest(_PolicyOfJobs):
     """Train the jobs of a workload in rounds on a Ray cluster; see :func:`run_cluster`."""
 
-    workload: Workload
-    pool: Pool
     folder: str
-    policy: str = "max-min"
-    space_sharing: bool = False
-    placement: bool = False
-    budget_dollars: float | None = None
+    """Checkpoints and the job store, shared by all nodes; a stopped run continues from it."""
     round_seconds: float = 360.0
+    """Length of a round; several steps of every job should fit."""
     grace_seconds: float = 60.0
+    """How long a process may exceed its lease before it is killed."""
     patience_seconds: float = 600.0
+    """How long to wait for accelerators when no job can run."""
     retries: int = 3
+    """How often a job may fail between two checkpoints."""
     feedback: float = 0.0
+    """Weight of measured rates against those of the jobs file, 0 to 1."""
     address: str | None = None
+    """Address of a Ray cluster; default: Ray is started on this machine."""
 
     @model_validator(mode="after")
     def _require_sense(self) -> Self:
@@ -176,11 +223,16 @@ class EstimateRequest(Request):
 class MeasureRequest(Request):
     """Choose a part of all pairs in which a new job is to be measured; at least one."""
 
-    reference: Throughputs
-    model: str
-    scale: int = 1
+    reference: Annotated[Throughputs, Option(form="FILE", of_file=_reference)]
+    """Jobs file whose jobs are measured alone and in pairs, or Gavel's table of throughputs."""
+    model: Annotated[str, Option("--choose", form="MODEL")]
+    """Choose the pairs in which to measure a new model."""
+    scale: Annotated[int, Option(form="N")] = 1
+    """Of a chosen model: accelerators of the job."""
     fraction: float = 0.2
+    """Of a chosen model: fraction of all pairs to measure."""
     seed: int = 0
+    """Seed of all random choices."""
 
     @model_validator(mode="after")
     def _require_sense(self) -> Self:

@@ -14,10 +14,17 @@ from stagewright.formulations.dags.shortages import layer_shortage, node_shortag
 from stagewright.formulations.dags.workloads import dag_problem, in_any_order, members
 from stagewright.formulations.forms.answers import OnProgress, Status, StopToken, silent
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.documents.units import MAX_DEVICES, require_count
+from stagewright.graphs.documents.units import (
+    MAX_DEVICES,
+    parse_bandwidth,
+    parse_bytes,
+    require_count,
+)
 from stagewright.graphs.importers.dnn_partitioning import Workload
+from stagewright.graphs.importers.partition_problems import load_partition_problem
 from stagewright.graphs.importers.piper import PiperWorkload
 from stagewright.service.answers import Answer, Finite
+from stagewright.service.options import Option
 from stagewright.service.requests import Search, require_positive
 
 MOST_SAMPLES = 10**9
@@ -34,32 +41,38 @@ def _parts_of(workload: object) -> str:
 
 
 class DivideRequest(Search):
-    """Divide a published workload among devices; what is None is as in its file.
-
-    For workloads of operators are ``hosts``, ``any_sets`` (sets need not be contiguous), and
-
-    replicas
-        The most devices of a set, which exchange gradients at ``bandwidth_bytes_per_second``.
-    objective
-        ``load``: the largest load. ``phases``: the largest forward load plus the largest backward
-        load, of a pipeline that does all forwards first. ``latency``: the time of one sample, with
-        one call for each accelerator and hosts that keep no node waiting (``hosts=0``: no hosts).
-
-    For Piper's are ``bandwidth_bytes_per_second`` and ``samples`` of a batch.
-    """
+    """Divide a published workload among devices; what is not given is as in its file."""
 
     workload: Annotated[
         Annotated[Workload, Tag("operators")] | Annotated[PiperWorkload, Tag("layers")],
         Discriminator(_parts_of),
+        Option("FILE", of_file=load_partition_problem),
     ]
-    devices: int | None = None
-    memory_bytes: float | None = None
+    """A workload of dnn-partitioning or of Piper (JSON)."""
+    devices: Annotated[int | None, Option(form="N")] = None
+    """Devices; default: as in the file."""
+    memory_bytes: Annotated[float | None, Option("--memory", form="SIZE", of_text=parse_bytes)] = (
+        None
+    )
+    """Memory of a device; default: as in the file."""
     hosts: int | None = None
+    """dnn-partitioning: processors besides; default: as in the file; with objective latency only 0:
+    none, else hosts keep no node waiting."""
     any_sets: bool = False
-    replicas: int = 1
+    """dnn-partitioning: sets need not be contiguous."""
+    replicas: Annotated[int, Option(form="N")] = 1
+    """dnn-partitioning: the most devices of a set; they exchange gradients at the bandwidth."""
     objective: Literal["load", "phases", "latency"] = "load"
-    bandwidth_bytes_per_second: float | None = None
+    """dnn-partitioning: the largest load; the largest forward load plus the largest backward load
+    (phases), of a pipeline that does all forwards first; or the time of one sample (latency), with
+    one call for each accelerator."""
+    bandwidth_bytes_per_second: Annotated[
+        float | None, Option("--bandwidth", of_text=parse_bandwidth)
+    ] = None
+    """Of a device, such as 25GB/s; Piper: default as in the file; dnn-partitioning: with
+    replicas."""
     samples: int | None = None
+    """Piper: samples in a batch; default: as in the file."""
 
     @model_validator(mode="after")
     def _require_amounts(self) -> Self:

@@ -13,13 +13,14 @@ from stagewright.executor.export.layouts.rules import Rule
 from stagewright.formulations.forms.answers import Status, StopToken, is_stopped
 from stagewright.formulations.parallelism.document import LayoutBound, LayoutPlan, layout_plan
 from stagewright.formulations.parallelism.estimate import Estimate, evaluate
-from stagewright.formulations.parallelism.layout import Layout
+from stagewright.formulations.parallelism.layout import Layout, parse_layout
 from stagewright.formulations.parallelism.losses import differences, shortages, why_slower
 from stagewright.formulations.parallelism.rules import require_layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.groups import links
 from stagewright.service.answers import CARRIED, Answer, Finite
+from stagewright.service.options import Option
 from stagewright.service.refined_layouts import RefinedAnswer, refined_layouts
 from stagewright.service.requests import Request
 from stagewright.solvers.parallelism.search import Found, search, work_alike
@@ -38,34 +39,29 @@ LESS_MEMORY = 0.93
 
 
 class LayoutRequest(Request):
-    """Find the fastest layouts of a problem that fit.
-
-    top
-        How many layouts.
-    explain
-        A layout to compare with the best.
-    framework
-        Only layouts that can be exported to it; as a plan, some may then not fit in memory.
-    by_stage
-        Whether to find blocks and recomputed blocks of every stage after the search.
-    front, what_if
-        Whether to find the fastest layouts with less memory, and with better machines.
-    unfolded
-        Whether to list layouts, too, whose ranks do the work of a faster one's at other places.
-    tokens
-        Of the whole training; None if not known.
-    """
+    """Find the fastest layouts of a problem that fit."""
 
     problem: TrainingProblem
     space: Space = Space()
     top: int = Field(default=10, ge=1, le=1000)
-    explain: Layout | None = None
-    framework: str | None = None
+    """Layouts in the table."""
+    framework: Annotated[str | None, Option("--for", form="FRAMEWORK")] = None
+    """Only layouts that can be exported to it: megatron, megatron-bridge, nemo, torchtitan,
+    deepspeed, accelerate; plan: a plan of stages, for `stagewright run`, of which some may then not
+    fit in memory."""
     by_stage: bool = True
+    """Whether to find blocks and recomputed blocks of every stage after the search."""
+    explain: Annotated[Layout | None, Option(of_text=lambda text, _: parse_layout(text))] = None
+    """Why not this layout, for example "p8 t8 d2 b1 v3 full sp zero1"."""
     front: bool = False
+    """The fastest layouts with less and with more memory."""
     what_if: bool = False
+    """What more memory and faster links would buy."""
     unfolded: bool = False
+    """List layouts, too, that differ from a faster one only in placement, or in whether ranks
+    divide samples or their tokens."""
     tokens: float | None = Field(default=None, ge=1, le=1e18, allow_inf_nan=False)
+    """Tokens of the whole training, such as 15e12: how many days it takes."""
 
     @model_validator(mode="after")
     def _require_framework(self) -> Self:

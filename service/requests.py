@@ -7,7 +7,7 @@ from a body.
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import from_json
@@ -17,12 +17,19 @@ from stagewright.graphs.documents.arguments import require_kind
 from stagewright.graphs.documents.documents import first_problem
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import is_finite
+from stagewright.service.options import Option
 
 
 class Request(BaseModel):
-    """Base of all requests: frozen and strict, without unknown fields."""
+    """Base of all requests: frozen and strict, without unknown fields.
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    The text below a field is its description everywhere: in the schema, in the reference, and as
+    the help of the command line's option.
+    """
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, defer_build=True, use_attribute_docstrings=True
+    )
 
     @classmethod
     def of(cls, **fields: Any) -> Self:
@@ -71,11 +78,14 @@ def _plain(text: str | bytes) -> Any:
 
 
 class Search(Request):
-    """A request whose answer is searched for: how long, with how many threads, from which seed."""
+    """A request whose answer is searched for."""
 
     time_limit: float = 10.0
+    """Time limit of the search in seconds."""
     threads: int = 1
+    """Threads of the solvers; with one, answers are reproducible."""
     seed: int = 0
+    """Seed of all random choices."""
 
     @classmethod
     def _require_types(cls, fields: Mapping[str, Any]) -> None:
@@ -95,9 +105,10 @@ class Search(Request):
 
 
 class Solve(Search):
-    """A search whose backend may be named; None takes the first that accepts the problem."""
+    """A search whose backend may be named."""
 
-    backend: str | None = None
+    backend: Annotated[str | None, Option(form="NAME")] = None
+    """Solver; default: the first that accepts the problem, cp-sat where it can."""
 
     def limits(self, stop: StopToken | None = None) -> Limits:
         """The limits of the search, with the backend."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import model_validator
 
@@ -12,13 +12,15 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import (
     MAX_DEVICES,
     MIN_MEMORY,
+    parse_bytes,
     require_amount,
     require_count,
 )
-from stagewright.graphs.machines.cluster import Cluster
+from stagewright.graphs.machines.cluster import Cluster, load_cluster
 from stagewright.graphs.machines.parts import first_devices, with_memory
-from stagewright.graphs.models.chain import Chain
+from stagewright.graphs.models.chain import Chain, load_model
 from stagewright.service.answers import Answer, Finite
+from stagewright.service.options import Option, itself, listed, whole
 from stagewright.service.pipeline_requests import PlanRequest, Recomputation
 from stagewright.service.requests import Search
 
@@ -29,34 +31,39 @@ class SweepRequest(Search):
     """Plan every combination of the values that are listed; an empty list leaves what is given.
 
     ``time_limit``, ``threads`` and ``seed`` are of every plan.
-
-    devices
-        Numbers of devices: the first ones of ``cluster``.
-    memory_bytes
-        Memory of every device, in place of the cluster's.
-    microbatches, batches
-        Numbers of microbatches; or, of which they are chosen, the samples between two
-        updates. One of the two.
-    planners
-        Names of planners.
-    engine, workers, address
-        ``local``: that many processes of this machine (None: one per core, at most one per plan;
-        1: this process). ``ray``: tasks on the Ray cluster at ``address`` (None: one that is
-        started on this machine).
     """
 
-    chain: Chain
-    cluster: Cluster
-    microbatches: tuple[int, ...] = ()
-    batches: tuple[int, ...] = ()
-    devices: tuple[int, ...] = ()
-    memory_bytes: tuple[float, ...] = ()
-    planners: tuple[str, ...] = ("auto",)
-    recompute: Recomputation | None = None
+    chain: Annotated[Chain, Option("--model", form="FILE", of_file=load_model)]
+    """Model file."""
+    cluster: Annotated[Cluster, Option(form="FILE", of_file=load_cluster)]
+    """Cluster file."""
+    microbatches: Annotated[tuple[int, ...], Option(form="M,...", of_text=listed(whole))] = ()
+    """Microbatches in an iteration."""
+    batches: Annotated[
+        tuple[int, ...], Option("--global-batch", form="N,...", of_text=listed(whole))
+    ] = ()
+    """Samples between two updates, in place of microbatches, for planners 2bw and 2bw-flush."""
+    devices: Annotated[tuple[int, ...], Option(form="N,...", of_text=listed(whole))] = ()
+    """Numbers of devices: the first ones of the cluster file; default: all."""
+    memory_bytes: Annotated[
+        tuple[float, ...], Option("--memory", form="SIZE,...", of_text=listed(parse_bytes))
+    ] = ()
+    """Memory of a device in place of the cluster file's, for example 16GB,40GB."""
+    planners: Annotated[
+        tuple[str, ...],
+        Option("--planner", form="NAME,...", of_text=listed(itself), default="auto"),
+    ] = ("auto",)
+    """Of those that `stagewright planners` lists."""
+    recompute: Annotated[Recomputation | None, Option(form="<none|full|layer|auto>")] = None
+    """As of `stagewright plan`."""
     offload: bool | None = None
+    """As of `stagewright plan`."""
     engine: Literal["local", "ray"] = "local"
-    workers: int | None = None
+    """Processes of this machine, or of a Ray cluster."""
+    workers: Annotated[int | None, Option(form="N")] = None
+    """With engine local: processes; default: one per core, at most one per plan."""
     address: str | None = None
+    """With engine ray: address of the Ray cluster; default: Ray is started here."""
 
     @model_validator(mode="after")
     def _require_sense(self) -> Self:

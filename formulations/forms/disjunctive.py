@@ -4,12 +4,15 @@ Manne's disjunctive model. It is the second opinion on small cases; CP-SAT is th
 """
 
 from itertools import combinations
+from typing import TYPE_CHECKING
 
 import numpy as np
-from scipy import sparse
 
 from stagewright.formulations.forms.models import Intervals, LinearProgram
 from stagewright.graphs.documents.arrays import Floats, Ints
+
+if TYPE_CHECKING:
+    from scipy import sparse
 
 
 def by_disjunctions(form: Intervals) -> LinearProgram:
@@ -53,7 +56,9 @@ def starts_of(values: Floats, intervals: int) -> Ints:
     return np.round(values[:intervals]).astype(np.int64)
 
 
-def _sparse(rows: list[dict[int, float]], columns: int) -> sparse.csr_array:
+def _sparse(rows: list[dict[int, float]], columns: int) -> "sparse.csr_array":
+    from scipy import sparse  # slow to import
+
     lengths = [len(row) for row in rows]
     return sparse.csr_array(
         (

@@ -1,11 +1,12 @@
 """The canonical shapes in which a problem is handed to a backend."""
 
 from dataclasses import dataclass
-from typing import Any
-
-from scipy import sparse
+from typing import TYPE_CHECKING, Any
 
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
+
+if TYPE_CHECKING:
+    from scipy import sparse
 
 ABSENT = -1  # in place of the start time of an interval
 
@@ -18,7 +19,7 @@ class LinearProgram:
     """
 
     cost: Floats
-    matrix: sparse.csr_array
+    matrix: "sparse.csr_array"
     row_lower: Floats
     row_upper: Floats
     lower: Floats

@@ -20,7 +20,15 @@ from pydantic_core import from_json
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.contents import not_json
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.workloads.jobs import Job, PairRate, Rate, Throughputs, Workload
+from stagewright.graphs.workloads.jobs import (
+    FORMAT,
+    Job,
+    PairRate,
+    Rate,
+    Throughputs,
+    Workload,
+    load_workload,
+)
 
 _SPREAD = "_unconsolidated"
 _FIELDS = 10
@@ -117,6 +125,13 @@ def read_throughputs(path: str | os.PathLike[str]) -> Throughputs:
         return _throughputs(table)
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
+
+
+def read_reference(path: str | os.PathLike[str]) -> Throughputs:
+    """The throughputs of a jobs file, or of a table of Gavel's."""
+    if f'"{FORMAT}"' in documents.read_text(path):
+        return load_workload(path).throughputs
+    return read_throughputs(path)
 
 
 def _throughputs(table: dict[str, Any]) -> Throughputs:

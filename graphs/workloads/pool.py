@@ -3,6 +3,7 @@
 import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from pydantic import ConfigDict
@@ -10,7 +11,8 @@ from pydantic import ConfigDict
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import require_amount, require_count, require_type
-from stagewright.graphs.machines.cluster import Cluster
+from stagewright.graphs.machines.cluster import FORMAT as CLUSTER
+from stagewright.graphs.machines.cluster import Cluster, load_cluster
 
 FORMAT: Literal["stagewright-pool"] = "stagewright-pool"
 VERSION: Literal[1] = 1
@@ -132,3 +134,24 @@ def pool_of_cluster(cluster: Cluster) -> Pool:
 def load_pool(path: str | os.PathLike[str]) -> Pool:
     """Read a pool file; see :func:`documents.read` for the errors."""
     return documents.read(Pool, path, FORMAT, VERSION)
+
+
+def read_pool(text: str, name: str = "cluster") -> Pool:
+    """The accelerators that a text spells, or those of the pool file or cluster file that it names.
+
+    Raises
+    ------
+    InputError
+        If ``text`` is neither; ``name`` is what it is of.
+    """
+    path = Path(text)
+    if not text or ("=" in text and not path.exists()):
+        return parse_pool(text)
+    if not path.exists():
+        raise InputError(
+            f"{name.lstrip('-')} {text!r}: there is no such file; accelerators are spelled "
+            "v100=36,k80=9x4"
+        )
+    if f'"{CLUSTER}"' in documents.read_text(path):
+        return pool_of_cluster(load_cluster(path))
+    return load_pool(path)

@@ -5,41 +5,14 @@ import errno
 import io
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from stagewright.cli.allocating import allocate, policies, rounds
-from stagewright.cli.capturing import capture
-from stagewright.cli.cloud import cloud
-from stagewright.cli.cluster_running import run_cluster
-from stagewright.cli.comparing import compare
-from stagewright.cli.differing import diff
-from stagewright.cli.dividing import divide
-from stagewright.cli.doctor import doctor
-from stagewright.cli.estimating import estimate
-from stagewright.cli.exporting import export
-from stagewright.cli.importing import import_
-from stagewright.cli.inputs import cluster, model
 from stagewright.cli.interrupts import interrupt_once
-from stagewright.cli.jobs import jobs
-from stagewright.cli.layouts import memory, train_plan
-from stagewright.cli.makespans import jobshop
-from stagewright.cli.outputs import checked
-from stagewright.cli.pages import ROOT_EXAMPLES, add_command, with_plain_flags
-from stagewright.cli.partitioning import partition
-from stagewright.cli.planning import plan, planners
-from stagewright.cli.plans import check, show, simulate
-from stagewright.cli.profiling import profile, profile_links
-from stagewright.cli.running import run
-from stagewright.cli.schedules import schedule
-from stagewright.cli.serving import backup, serve, token
-from stagewright.cli.simulating import simulate_cluster
-from stagewright.cli.sweeping import sweep
-from stagewright.cli.training import train
-from stagewright.cli.what_if import what_if
+from stagewright.cli.pages import ROOT_EXAMPLES, Commands, with_plain_flags
 from stagewright.graphs.documents.errors import InputError
 
 # Everything that typer raises for a wrong command line; typer has no public name for it.
@@ -53,8 +26,33 @@ PYDANTIC = (
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
-class Commands(TyperGroup):
+class CommandLine(TyperGroup):
     """The commands; bad input ends each of them with one line on stderr and exit code 2."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.lazy = Commands()
+        self.lazy.update(self.commands)
+        self.commands = self.lazy
+
+    def format_help(self, *page: Any) -> None:
+        """Write the page that lists the commands."""
+        with self._listed():
+            super().format_help(*page)
+
+    def shell_complete(self, *asked: Any) -> Any:
+        """Complete the names of commands."""
+        with self._listed():
+            return super().shell_complete(*asked)
+
+    @contextlib.contextmanager
+    def _listed(self) -> Iterator[None]:
+        """While the body runs the commands have names and summaries alone: none is made."""
+        self.commands = self.lazy.listed()
+        try:
+            yield
+        finally:
+            self.commands = self.lazy
 
     def get_params(self, ctx: Any) -> list[Any]:
         """The parameters with ``--help``."""
@@ -106,27 +104,12 @@ def _drop_output() -> None:
 
 app = typer.Typer(
     name="stagewright",
-    cls=Commands,
+    cls=CommandLine,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     epilog=ROOT_EXAMPLES,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-PANELS: dict[str, tuple[Callable[..., int], ...]] = {
-    "Plan": (plan, sweep, what_if, check, diff, simulate, show),
-    "Training of transformers": (train_plan, memory),
-    "Scheduling problems": (partition, divide, schedule, jobshop),
-    "Models and clusters": (import_, model, cluster, profile, profile_links, capture),
-    "Run": (run, train, compare, export),
-    "The planning service": (serve, token, backup, jobs),
-    "Clusters and jobs": (allocate, rounds, simulate_cluster, run_cluster, estimate, cloud),
-    "About": (planners, policies, doctor),
-}
-for panel, commands in PANELS.items():
-    for command in commands:
-        name = command.__name__.strip("_").replace("_", "-")
-        add_command(app, name, checked(command), panel)
 
 
 @app.callback(invoke_without_command=True)

@@ -1,139 +1,76 @@
-"""``allocate``, ``rounds`` and ``policies``: allocations of accelerators, and their rounds."""
+"""``allocate``, ``rounds``, ``policies``, ``estimate``, ``run-cluster``: jobs share a cluster."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
+from stagewright.cli.commands import Asked, ask, command
 from stagewright.cli.console import (
-    JsonFlag,
-    OutputFile,
-    Server,
-    TimeLimit,
-    ask,
+    Printed,
+    Served,
+    Written,
+    kept,
     percent,
-    print_answer,
     print_json,
     print_lines,
     print_table,
-    read_limits,
+    tell,
 )
-from stagewright.cli.outputs import Reads
+from stagewright.cli.interrupts import interruptible
+from stagewright.cli.outputs import Writes
 from stagewright.cli.solving import find
+from stagewright.formulations.clusters.allocation import throughput
+from stagewright.formulations.clusters.allocation_plan import save_allocation
+from stagewright.graphs.documents.documents import to_json, write_text
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.workloads.jobs import load_workload, save_workload
+from stagewright.service.answers import Answer
+from stagewright.service.cluster_requests import (
+    AllocateRequest,
+    EstimateRequest,
+    MeasureRequest,
+    RoundsRequest,
+    RunClusterRequest,
+)
+from stagewright.service.options import Option
 
 if TYPE_CHECKING:
-    from stagewright.graphs.workloads.jobs import Workload
-    from stagewright.graphs.workloads.pool import Pool
     from stagewright.service.cluster_answers import (
         AllocateAnswer,
         AssignmentAnswer,
+        EstimateAnswer,
         RoundsAnswer,
+        RunClusterAnswer,
     )
 
 SHOWN_JOBS = 40
-SPELLED = {"budget_dollars": "--budget", "placement": "--placement-sensitive"}
-"""Options whose name differs from the request's field."""
-
-JobsFile = Annotated[Path, typer.Option("--jobs", help="Jobs file.", metavar="FILE")]
-Accelerators = Annotated[
-    str,
-    typer.Option(
-        "--cluster",
-        help="Accelerators as v100=36,p100=9x4@1.46 (9 servers of 4 at $1.46 an hour), or a file.",
-        metavar="FILE|NAME=COUNT,...",
-    ),
-    Reads(),
-]
-PolicyName = Annotated[
-    str, typer.Option("--policy", help="One of those that `stagewright policies` lists.")
-]
-SpaceSharing = Annotated[
-    bool, typer.Option("--space-sharing", help="Two jobs may run on the same accelerators.")
-]
-PlacementSensitive = Annotated[
-    bool,
-    typer.Option(
-        "--placement-sensitive",
-        help="Distinguish accelerators of one server from those of several.",
-    ),
-]
-Budget = Annotated[
-    float | None, typer.Option("--budget", help="Dollars, for makespan-budget.", metavar="DOLLARS")
-]
-
-Backend = Annotated[
-    str | None,
-    typer.Option(
-        "--backend",
-        help="Solver of the linear programs, e.g. pulp-cbc; cvxpy: the thesis's program.",
-        metavar="NAME",
-    ),
-]
 
 
-def allocate(
-    jobs: JobsFile,
-    cluster: Accelerators,
-    policy: PolicyName = "water-filling",
-    space_sharing: SpaceSharing = False,
-    placement_sensitive: PlacementSensitive = False,
-    budget: Budget = None,
-    backend: Backend = None,
-    parts: Annotated[
-        int | None,
-        typer.Option(
-            help="max-min, makespan: split jobs and accelerators into N parts and solve each; the "
-            "gap bounds the loss.",
-            metavar="N",
-        ),
-    ] = None,
-    at_once: Annotated[
-        bool, typer.Option("--at-once", help="Solve the parts in parallel, on Ray.")
-    ] = False,
-    seed: Annotated[int, typer.Option(help="Decides which job is in which part.")] = 0,
-    time_limit: TimeLimit = 60.0,
-    server: Server = None,
-    output: OutputFile = None,
-    as_json: JsonFlag = False,
-) -> int:
+class AllocateOptions(Served, Written):
+    """What ``allocate`` is asked beside its request."""
+
+
+@command(
+    without="threads",
+    headings={
+        "The policy": "space_sharing placement budget_dollars backend",
+        "In parts": "parts at_once seed",
+    },
+)
+def allocate(asked: Asked[AllocateRequest], given: AllocateOptions) -> int:
     """Divide the accelerators' time among jobs; exit code 1 if there is no such allocation."""
-    from stagewright.formulations.clusters.allocation_plan import save_allocation
     from stagewright.service.cluster_answers import AllocateAnswer
-    from stagewright.service.cluster_requests import AllocateRequest
 
-    limits = read_limits(time_limit, 1, seed)
-    request = ask(
-        AllocateRequest,
-        SPELLED,
-        **read_jobs(jobs, cluster),
-        policy=policy,
-        space_sharing=space_sharing,
-        placement=placement_sensitive,
-        budget_dollars=budget,
-        backend=backend,
-        parts=parts,
-        at_once=at_once,
-        time_limit=limits.seconds,
-        seed=limits.seed,
-    )
-    answer = find(AllocateAnswer, request, "allocating", server)
-    if output is not None and answer.plan is not None:
-        save_allocation(answer.plan, output)
-    if as_json:
-        print_answer(answer)
-    else:
-        _print_allocation(answer)
-        if output is not None and answer.plan is not None:
-            print_lines(f"{output} is written")
+    answer = find(AllocateAnswer, asked.request(), "allocating", given.server)
+    tell(answer, given, _print_allocation, kept(answer.plan, given, save_allocation))
     return 1 if answer.plan is None else 0
 
 
-def policies(as_json: JsonFlag = False) -> int:
+def policies(given: Printed) -> int:
     """List the policies of allocate, rounds, simulate-cluster and run-cluster."""
     from stagewright.solvers.clusters.policies import POLICIES
 
-    if as_json:
+    if given.as_json:
         print_json(
             {
                 "policies": [
@@ -154,32 +91,6 @@ def policies(as_json: JsonFlag = False) -> int:
     ]
     print_table(("<policy", "<what it does", "<knows rates", "<space sharing"), rows)
     return 0
-
-
-def read_pool(text: str) -> "Pool":
-    """The accelerators of ``--cluster``: given as text, a pool file or a cluster file."""
-    from stagewright.graphs.documents import documents
-    from stagewright.graphs.machines.cluster import FORMAT as CLUSTER
-    from stagewright.graphs.machines.cluster import load_cluster
-    from stagewright.graphs.workloads.pool import load_pool, parse_pool, pool_of_cluster
-
-    path = Path(text)
-    if not text or ("=" in text and not path.exists()):
-        return parse_pool(text)
-    if not path.exists():
-        raise InputError(
-            f"cluster {text!r}: there is no such file; accelerators are spelled v100=36,k80=9x4"
-        )
-    if f'"{CLUSTER}"' in documents.read_text(path):
-        return pool_of_cluster(load_cluster(path))
-    return load_pool(path)
-
-
-def read_jobs(jobs: Path, cluster: str) -> "dict[str, Workload | Pool]":
-    """The jobs and the accelerators of a request."""
-    from stagewright.graphs.workloads.jobs import load_workload
-
-    return {"workload": load_workload(jobs), "pool": read_pool(cluster)}
 
 
 def _print_allocation(answer: "AllocateAnswer") -> None:
@@ -206,7 +117,6 @@ def _print_allocation(answer: "AllocateAnswer") -> None:
 
 
 def _print_shares(answer: "AllocateAnswer") -> None:
-    from stagewright.formulations.clusters.allocation import throughput
 
     problem, allocation = answer.problem, answer.result.allocation
     assert allocation is not None
@@ -227,50 +137,26 @@ def _print_shares(answer: "AllocateAnswer") -> None:
     print_table(head, rows)
 
 
-def rounds(
-    jobs: JobsFile,
-    cluster: Accelerators,
-    policy: PolicyName = "water-filling",
-    allocation: Annotated[
-        Path | None,
-        typer.Option(help="Realise this allocation file instead of a policy's.", metavar="FILE"),
-    ] = None,
-    count: Annotated[int, typer.Option("--rounds", help="How many rounds.")] = 10,
-    round_seconds: Annotated[float, typer.Option(help="Length of a round.")] = 360.0,
-    space_sharing: SpaceSharing = False,
-    placement_sensitive: PlacementSensitive = False,
-    budget: Budget = None,
-    time_limit: TimeLimit = 60.0,
-    server: Server = None,
-    as_json: JsonFlag = False,
-) -> int:
-    """Realise an allocation in rounds: placements, renewed leases, deviation from the target."""
-    from stagewright.formulations.clusters.allocation_plan import load_allocation
-    from stagewright.service.answers import Answer
-    from stagewright.service.cluster_answers import AllocateAnswer, RoundsAnswer
-    from stagewright.service.cluster_requests import RoundsRequest
+class RoundsOptions(Served, Printed):
+    """What ``rounds`` is asked beside its request."""
 
-    limits = read_limits(time_limit, 1, 0)
-    request = ask(
-        RoundsRequest,
-        SPELLED,
-        **read_jobs(jobs, cluster),
-        policy=policy,
-        allocation=None if allocation is None else load_allocation(allocation),
-        rounds=count,
-        round_seconds=round_seconds,
-        space_sharing=space_sharing,
-        placement=placement_sensitive,
-        budget_dollars=budget,
-        time_limit=limits.seconds,
-    )
-    answer = find(Answer, request, "making rounds", server)
-    if as_json:
-        print_answer(answer)
-    elif isinstance(answer, RoundsAnswer):
-        _print_rounds(answer)
-    elif isinstance(answer, AllocateAnswer):
-        print_lines(f"{answer.policy}: {answer.status}, no allocation", *answer.notes)
+
+@command(
+    without="threads seed",
+    headings={"The policy": "space_sharing placement budget_dollars"},
+)
+def rounds(asked: Asked[RoundsRequest], given: RoundsOptions) -> int:
+    """Realise an allocation in rounds: placements, renewed leases, deviation from the target."""
+    from stagewright.service.cluster_answers import AllocateAnswer, RoundsAnswer
+
+    def show(answer: Answer) -> None:
+        if isinstance(answer, RoundsAnswer):
+            _print_rounds(answer)
+        elif isinstance(answer, AllocateAnswer):
+            print_lines(f"{answer.policy}: {answer.status}, no allocation", *answer.notes)
+
+    answer = find(Answer, asked.request(), "making rounds", given.server)
+    tell(answer, given, show)
     return 0 if isinstance(answer, RoundsAnswer) else 1
 
 
@@ -298,3 +184,125 @@ def _print_rounds(answer: "RoundsAnswer") -> None:
 def _spelled(one: "AssignmentAnswer") -> str:
     size = f"x{len(one.numbers)}" if len(one.numbers) > 1 else ""
     return f"{'+'.join(one.jobs)}{size}{'=' if one.renewed else ''}"
+
+
+class EstimateOptions(Written):
+    """What ``estimate`` is asked beside the request for pairs to measure."""
+
+    jobs: Annotated[Path | None, Option(form="FILE")] = None
+    """Jobs file whose new jobs are measured alone and in some pairs."""
+    model: Annotated[str | None, Option("--choose", form="MODEL")] = None
+    """Choose the pairs in which to measure a new model."""
+
+
+def estimate(asked: Asked[MeasureRequest], given: EstimateOptions) -> int:
+    """Estimate rates of new jobs that share accelerators, or choose the pairs to measure."""
+    from stagewright.service.estimating import estimate as answer_of
+    from stagewright.service.estimating import measure
+
+    if (given.jobs is None) == (given.model is None):
+        raise InputError("give one of --jobs FILE, --choose MODEL")
+    if given.jobs is None:
+        if given.output is not None:
+            raise InputError("--output is for the jobs file of --jobs")
+        chosen = measure(asked.request({"model": "--choose"}, model=given.model))
+        head = ("<accelerator", "<reference job")
+        tell(chosen, given, lambda answer: print_table(head, answer.pairs))
+        return 0
+    known = asked.values({"model"})["reference"]
+    answer = answer_of(ask(EstimateRequest, reference=known, workload=load_workload(given.jobs)))
+    tell(answer, given, _print, kept(answer.workload, given, save_workload))
+    return 0
+
+
+def _print(answer: "EstimateAnswer") -> None:
+    print_table(
+        ("<new job", "scale", "<most like"),
+        [(one.model, str(one.scale), one.nearest) for one in answer.new],
+    )
+    rows = [
+        (*one.models, str(one.scale), one.accelerator, *map("{:.4g}".format, one.steps_per_second))
+        for one in answer.estimated
+    ]
+    print_table(("<job", "<beside", "scale", "<accelerator", "steps/s", "steps/s"), rows)
+    print_lines(f"{answer.measured} pairs are measured, {len(answer.estimated)} estimated")
+
+
+class RunClusterOptions(Written):
+    """What ``run-cluster`` is asked beside its request."""
+
+    program: Annotated[list[str], Option(form="[MODEL=]PACKAGE:FUNCTION")]
+    """Function that trains a job under a lease, of any model or of MODEL; repeatable."""
+    folder: Annotated[Path, Option(form="DIR"), Writes(several=True)]
+    """Checkpoints and the job store, shared by all nodes; a stopped run continues from it."""
+
+
+@command(
+    headings={
+        "The policy": "space_sharing placement budget_dollars",
+        "When jobs fail": "grace_seconds patience_seconds retries feedback",
+        "Ray": "address",
+    }
+)
+def run_cluster(asked: Asked[RunClusterRequest], given: RunClusterOptions) -> int:
+    """Train the jobs of a workload in rounds on Ray; exit code 1 if one failed or still waits.
+
+    After Ctrl-C (or SIGTERM) all jobs save checkpoints and end; the same command continues them.
+    The exit code is then 0 if a job has made a step and none has failed. A second Ctrl-C ends
+    immediately.
+    """
+    request = asked.request(folder=str(given.folder))
+    programs = _programs(given.program, {job.model for job in request.workload.jobs})
+    from stagewright.service.cluster_running import run_cluster as answer_of
+
+    with interruptible() as stop:
+        answer = answer_of(request, programs, stop)
+    if given.output is not None:
+        write_text(given.output, to_json(answer.report))
+    tell(answer, given, _print_cluster_running, [given.output])
+    progressed = answer.status == "interrupted" and any(job.steps for job in answer.jobs)
+    return 0 if answer.status == "done" or progressed else 1
+
+
+def _programs(texts: list[str], models: set[str]) -> dict[str, Callable[..., Any]]:
+    """The program of each model; a program without a model trains all models without one."""
+    from stagewright.cli.factories import load_factory
+
+    found: dict[str, Callable[..., Any]] = {}
+    rest: list[Callable[..., Any]] = []
+    for text in texts:
+        model, equals, name = text.rpartition("=")
+        loaded = load_factory(name, "--program")
+        if not equals:
+            rest.append(loaded)
+        elif model not in models:
+            raise InputError(f"--program {text}: no job is of model {model!r}")
+        elif model in found:
+            raise InputError(f"--program {text}: {model!r} has a program already")
+        else:
+            found[model] = loaded
+    if len(rest) > 1:
+        raise InputError("--program: only one program can be without a model")
+    return dict.fromkeys(models, rest[0]) | found if rest else found
+
+
+def _print_cluster_running(answer: "RunClusterAnswer") -> None:
+    print_table(
+        ("<job", "<state", "steps", "seconds", "<error"),
+        [
+            (
+                job.name, job.state, str(job.steps),
+                "-" if job.completion_seconds is None else f"{job.completion_seconds:.1f}",
+                job.error or "",
+            )
+            for job in answer.jobs
+        ],
+    )  # fmt: skip
+    print_table(
+        ("<job", "<accelerator", "planned", "measured"),
+        [
+            (one.job, one.worker, f"{one.target:.3f}", f"{one.measured:.3f}")
+            for one in answer.shares
+        ],
+    )
+    print_lines(f"{answer.policy}: {answer.status} after {answer.rounds} rounds")

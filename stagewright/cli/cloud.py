@@ -1,153 +1,82 @@
 """``cloud``: the cost of a job on cloud instances with changing prices, and a plan for it."""
 
+import math
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from stagewright.cli.cloud_inputs import parse_time, read_market, read_preemptions, read_rates
+from stagewright.cli.commands import Asked, command
 from stagewright.cli.console import (
-    JsonFlag,
-    Server,
-    ask,
+    Printed,
+    Served,
     percent,
-    print_answer,
     print_lines,
     print_table,
     progress,
+    tell,
 )
 from stagewright.cli.outputs import Writes
 from stagewright.cli.solving import find
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.workloads.prices import save_market
+from stagewright.service.cloud_requests import CloudRequest
+from stagewright.service.options import Option
 
 if TYPE_CHECKING:
+    from stagewright.graphs.workloads.prices import Market, Preemptions
     from stagewright.service.cloud_answers import CloudAnswer, StrategyAnswer
 
 BASELINE = "1xv100"
 
 
-def cloud(
-    prices: Annotated[
-        list[Path],
-        typer.Argument(
-            help="Prices files, or folders of logs that contain aws, azure or gcp.",
-            metavar="PRICES...",
-            show_default=False,
-        ),
-    ],
-    rates: Annotated[
-        str | None,
-        typer.Option(help="Work per hour of each kind of GPU: v100=1.0,p100=0.4,k80=0.1."),
-    ] = None,
-    job_type: Annotated[
-        str | None, typer.Option(help="A type of job of the throughput table.", metavar="NAME")
-    ] = None,
-    throughputs: Annotated[
-        Path | None,
-        typer.Option(help="A throughput table, JSON, in Gavel's format.", metavar="FILE"),
-    ] = None,
-    v100_hours: Annotated[
-        float, typer.Option(help="The work: hours on as many V100s as the job has GPUs.")
-    ] = 96.0,
-    gpus: Annotated[
-        int, typer.Option(help="GPUs of the job; instances are rented whole.", metavar="N")
-    ] = 1,
-    strategy: Annotated[
-        str,
-        typer.Option(
-            help="1xv100 (instances of one V100), gpu-type, multi-gpu, multi-cloud, dynamic; "
-            "rolling (replans on constant forecasts), optimal (knows all prices); or all."
-        ),
-    ] = "all",
-    start: Annotated[
-        str | None,
-        typer.Option(help="Earliest start of the job, UTC; default: once all prices are known."),
-    ] = None,
-    deadline_hours: Annotated[
-        float | None,
-        typer.Option(help="Hours after the start; default: until the first price series ends."),
-    ] = None,
-    checkpoint_seconds: Annotated[
-        float, typer.Option(help="Paid time before leaving an instance, to write the checkpoint.")
-    ] = 0.0,
-    restore_seconds: Annotated[
-        float,
-        typer.Option(help="Paid time on every new instance, to boot it and load the checkpoint."),
-    ] = 0.0,
-    egress_dollars: Annotated[
-        float, typer.Option(help="Dollars for a checkpoint that leaves its region.")
-    ] = 0.0,
-    dataset_dollars: Annotated[
-        float,
-        typer.Option(help="Dollars for a copy of the dataset to each provider after the first."),
-    ] = 0.0,
-    preempted: Annotated[
-        float | None,
-        typer.Option(
-            help="Account for preemptions as in the logs, with checkpoints at this interval.",
-            metavar="CHECKPOINT_EVERY_SECONDS",
-        ),
-    ] = None,
-    home: Annotated[
-        str, typer.Option(help="Provider and region of the strategies that use only one.")
-    ] = "aws/us-east-1",
-    only: Annotated[
-        str | None,
-        typer.Option(
-            help="Places to use, separated by commas: aws,azure/us-east; default: all.",
-            show_default=False,
-        ),
-    ] = None,
-    png: Annotated[
-        Path | None,
-        typer.Option(help="Draw the prices and the plan.", metavar="FILE"),
-        Writes(".png"),
-    ] = None,
-    save_prices: Annotated[
-        Path | None,
-        typer.Option(help="Write the prices as one prices file.", metavar="FILE"),
-        Writes(".json"),
-    ] = None,
-    server: Server = None,
-    as_json: JsonFlag = False,
-) -> int:
+class CloudOptions(Served, Printed):
+    """What ``cloud`` is asked beside its request."""
+
+    prices: Annotated[list[Path], Option("PRICES...")]
+    """Prices files, or folders of logs that contain aws, azure or gcp."""
+    rates: str | None = None
+    """Work per hour of each kind of GPU: v100=1.0,p100=0.4,k80=0.1."""
+    job_type: Annotated[str | None, Option(form="NAME")] = None
+    """A type of job of the throughput table."""
+    throughputs: Annotated[Path | None, Option(form="FILE")] = None
+    """A throughput table, JSON, in Gavel's format."""
+    only: str | None = None
+    """Places to use, separated by commas: aws,azure/us-east; default: all."""
+    png: Annotated[Path | None, Option(form="FILE"), Writes(".png")] = None
+    """Draw the prices and the plan."""
+    save_prices: Annotated[Path | None, Option(form="FILE"), Writes(".json")] = None
+    """Write the prices as one prices file."""
+
+
+@command(
+    headings={
+        "What moving costs": "checkpoint_seconds restore_seconds egress_dollars dataset_dollars"
+        " checkpoint_every_seconds",
+        "Rates from a table": "job_type throughputs",
+        "Places": "home only",
+    }
+)
+def cloud(asked: Asked[CloudRequest], given: CloudOptions) -> int:
     """Compare strategies of renting cloud GPUs for a job, and plan its instances over time.
 
     Ctrl-C (or SIGTERM) keeps the strategies compared so far.
     """
     from stagewright.service.cloud_answers import CloudAnswer
-    from stagewright.service.cloud_requests import CloudRequest
 
     with progress("reading prices"):
-        market = read_market(prices, only)
-    if save_prices is not None:
-        from stagewright.graphs.workloads.prices import save_market
-
-        save_market(market, save_prices)
-    request = ask(
-        CloudRequest,
+        market = read_market(given.prices, given.only)
+    if given.save_prices is not None:
+        save_market(market, given.save_prices)
+    preempted = asked.given["checkpoint_every_seconds"] is not None
+    request = asked.request(
         market=market,
-        rates=read_rates(rates, job_type, throughputs, market),
-        v100_hours=v100_hours,
-        gpus=gpus,
-        strategy=strategy,
-        start_seconds=None if start is None else parse_time(start),
-        deadline_hours=deadline_hours,
-        checkpoint_seconds=checkpoint_seconds,
-        restore_seconds=restore_seconds,
-        egress_dollars=egress_dollars,
-        dataset_dollars=dataset_dollars,
-        preemptions=None if preempted is None else read_preemptions(prices),
-        checkpoint_every_seconds=preempted,
-        home=home,
+        rates=read_rates(given.rates, given.job_type, given.throughputs, market),
+        preemptions=read_preemptions(given.prices) if preempted else None,
     )
-    answer = find(CloudAnswer, request, "planning", server)
-    if png is not None and answer.strategies:
-        _draw(answer, png)
-    if as_json:
-        print_answer(answer)
-    else:
-        _print(answer)
+    answer = find(CloudAnswer, request, "planning", given.server)
+    if given.png is not None and answer.strategies:
+        _draw(answer, given.png)
+    tell(answer, given, _print)
     return 1 if answer.plan is None else 0
 
 
@@ -204,3 +133,73 @@ def _row(
     cheaper = f"{base.dollars / paid.dollars:.2f}x" if base is not None and known else "-"
     days = f"{paid.seconds / 86_400:.2f}"
     return (name, f"{paid.dollars:.2f}", cheaper, days, str(paid.switches))
+
+
+def read_market(paths: list[Path], places: str | None) -> "Market":
+    """The prices of files and folders; only of ``places``, if any are given."""
+    from stagewright.graphs.importers.cloud_prices import read_cloud_logs
+    from stagewright.graphs.workloads.prices import load_market, merge
+
+    read = (read_cloud_logs(path) if path.is_dir() else load_market(path) for path in paths)
+    return _only(merge(read), places)
+
+
+def _only(market: "Market", places: str | None) -> "Market":
+    if places is None:
+        return market
+    wanted = [part.strip() for part in places.split(",")]
+    known = {
+        place
+        for one in market.series
+        for place in (one.instance.provider, f"{one.instance.provider}/{one.instance.region}")
+    }
+    for place in wanted:
+        if place not in known:
+            raise InputError(f"--only: no prices of {place!r}; known: {', '.join(sorted(known))}")
+    return market.of(lambda one: one.provider in wanted or f"{one.provider}/{one.region}" in wanted)
+
+
+def read_rates(
+    text: str | None, model: str | None, throughputs: Path | None, market: "Market"
+) -> dict[str, float]:
+    """Work per hour of each kind of GPU, relative to a V100."""
+    if (text is None) == (model is None) or (model is None) != (throughputs is None):
+        raise InputError("give --rates, or --job-type with --throughputs")
+    if text is not None:
+        return _spelled_rates(text)
+    from stagewright.graphs.importers.cloud_prices import read_model_rates
+
+    table = read_model_rates(str(throughputs))
+    found = table.get(str(model), {})
+    if not found.get("v100"):
+        known = "; ".join(sorted(name for name, rates in table.items() if rates.get("v100")))
+        raise InputError(f"{throughputs}: no rate of {model!r} on a v100; models: {known}")
+    kinds = {one.instance.gpu for one in market.series}
+    return {gpu: rate / found["v100"] for gpu, rate in found.items() if gpu in kinds}
+
+
+def _spelled_rates(text: str) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*([A-Za-z][\w.-]*)=([\d.eE+-]+)\s*", part)
+        try:
+            rate = float(match[2]) if match else math.nan
+        except ValueError:
+            rate = math.nan
+        if match is None or not (math.isfinite(rate) and rate >= 0):
+            raise InputError(f"--rates: {part.strip()!r} is no rate; write v100=1.0,p100=0.4")
+        if match[1] in found:
+            raise InputError(f"--rates: {match[1]!r} appears twice")
+        found[match[1]] = rate
+    return found
+
+
+def read_preemptions(paths: list[Path]) -> "Preemptions":
+    """The uptimes in the availability logs of the folders."""
+    from stagewright.graphs.importers.cloud_prices import read_availability
+    from stagewright.graphs.workloads.prices import Preemptions
+
+    logs = [read_availability(path) for path in paths if path.is_dir()]
+    if not logs:
+        raise InputError("--preempted needs a folder of logs with PROVIDER/availability in it")
+    return Preemptions(tuple(up for log in logs for up in log.uptimes))

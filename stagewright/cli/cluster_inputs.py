@@ -4,10 +4,21 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar
 
-from stagewright.cli.server_inputs import read_by_kind, read_groups
+from pydantic import Field
+
+from stagewright.cli.console import Written
+from stagewright.cli.layout_inputs import read_by_kind, read_groups
+from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import (
+    format_bytes,
+    parse_bandwidth,
+    parse_bytes,
+    parse_latency,
+)
+from stagewright.service.options import Option
 
 if TYPE_CHECKING:
     from stagewright.graphs.machines.cluster import Cluster, Device, Link
@@ -33,20 +44,51 @@ class ByLevel(Generic[T]):
     inter_rack: T
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterOptions:
-    """The options of ``cluster`` as they were given; latencies are seconds."""
+class ClusterOptions(Written):
+    """What ``cluster`` is asked; latencies are seconds."""
 
-    shape: str | None
-    matrix: Path | None
-    nvidia_smi: Path | None
-    pcie: int | None
-    dgx1: bool
-    device: str | None
-    memory: str | None
-    host_bandwidth: str | None
-    bandwidth: ByLevel[str | None]
-    latency: ByLevel[float | None]
+    shape: Annotated[str | None, Option("SHAPE")] = None
+    """Servers x devices, for example 8x4; racks x servers x devices, 4x8x4; servers by kind,
+    a100:2x4,v100:3x8; or a number of servers, each that of --nvidia-smi, --dgx1 or --matrix."""
+    intra: str | None = None
+    """Bandwidth inside a server, for example 100GB/s; default: that of the kind. Bandwidths and
+    memory may be given by kind: a100=300GB/s,v100=25GB/s; this one, with --nvidia-smi, by path:
+    PIX=24GB/s,SYS=16GB/s."""
+    inter: str | None = None
+    """Bandwidth between servers, for example 12.5GB/s or 100Gbps."""
+    device: Annotated[str | None, Option(form="KIND")] = None
+    """Kind of device, or the JSON file of your own; default: generic, an A100 in round numbers
+    without links."""
+    memory: Annotated[str | None, Option(form="SIZE")] = None
+    """Memory of a device, for example 16GB; default: that of the kind."""
+    host_bandwidth: str | None = None
+    """Bandwidth between a device and its host's memory, for example 25GB/s."""
+    latency_intra: Annotated[float | None, Option(form="TIME", of_text=parse_latency)] = None
+    """Latency inside a server, for example 5us."""
+    latency_inter: Annotated[float | None, Option(form="TIME", of_text=parse_latency)] = None
+    """Latency between servers, for example 20us."""
+    inter_rack: str | None = None
+    """Bandwidth between racks, for example 100Gbps."""
+    latency_inter_rack: Annotated[float | None, Option(form="TIME", of_text=parse_latency)] = None
+    """Latency between racks, for example 50us."""
+    matrix: Path | None = None
+    """A text file of bandwidths, a row per device."""
+    nvidia_smi: Path | None = None
+    """The text that nvidia-smi topo -m prints."""
+    pcie: Annotated[int | None, Field(ge=3), Field(le=5)] = None
+    """With --nvidia-smi: generation of PCIe, 3, 4 or 5; default: 3."""
+    dgx1: bool = False
+    """Eight V100 in a cube of NVLinks."""
+
+    @property
+    def bandwidth(self) -> ByLevel[str | None]:
+        """The bandwidths of links."""
+        return ByLevel(self.intra, self.inter, self.inter_rack)
+
+    @property
+    def latency(self) -> ByLevel[float | None]:
+        """The latencies of links."""
+        return ByLevel(self.latency_intra, self.latency_inter, self.latency_inter_rack)
 
     @property
     def describes_server(self) -> bool:
@@ -119,7 +161,7 @@ def _of_server(options: ClusterOptions) -> "Cluster":
             "are given"
         )
     # The bandwidths inside are those of paths, not of kinds.
-    rest = replace(options, bandwidth=replace(options.bandwidth, intra=None))
+    rest = options.model_copy(update={"intra": None})
     kind = _read_kinds([options.device or ("v100" if options.dgx1 else None)], rest)[0]
     made = _server(options, kind)
     if options.shape is not None:
@@ -150,8 +192,6 @@ def _server(options: ClusterOptions, kind: _Kind) -> "Cluster":
 
 def _of_topology(path: Path, options: ClusterOptions, every: dict[str, Any]) -> "Cluster":
     """The server that a file of ``nvidia-smi topo -m`` describes, with the rates of its paths."""
-    from stagewright.graphs.documents import documents
-    from stagewright.graphs.documents.units import parse_bandwidth
     from stagewright.graphs.machines import topology
 
     text, place = documents.read_text(path), str(path)
@@ -186,7 +226,6 @@ def _of_kinds(options: ClusterOptions, shape: str) -> "Cluster":
 
 def _of_shape(options: ClusterOptions, shape: str) -> "Cluster":
     """Equal servers, in racks or not."""
-    from stagewright.graphs.documents.units import parse_bandwidth
     from stagewright.graphs.machines.cluster import Link
     from stagewright.graphs.machines.servers import mixed_servers
     from stagewright.graphs.machines.topology import uniform_racks
@@ -254,7 +293,6 @@ def _read_kinds(texts: Sequence[str | None], options: ClusterOptions) -> list[_K
 
 def _values(options: ClusterOptions, names: Sequence[str]) -> dict[str, dict[str, float]]:
     """The values of every option by the kind's name in lower case."""
-    from stagewright.graphs.documents.units import parse_bandwidth, parse_bytes
 
     def known(kind: str, option: str) -> str:
         if kind.strip().lower() in names:
@@ -282,7 +320,6 @@ def _values(options: ClusterOptions, names: Sequence[str]) -> dict[str, dict[str
 def _kind(
     kind: "str | Accelerator", phrase: str, given: dict[str, float], options: ClusterOptions
 ) -> _Kind:
-    from stagewright.graphs.documents.units import format_bytes
     from stagewright.graphs.machines.cluster import Device
     from stagewright.graphs.machines.devices import kind_of_device
 

@@ -3,71 +3,58 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from stagewright.cli.console import (
-    JsonFlag,
-    PlanFile,
-    ask,
-    percent,
-    print_json,
-    print_lines,
-    print_table,
-    progress,
-)
+from stagewright.cli.commands import Asked
+from stagewright.cli.console import Printed, percent, print_json, print_lines, print_table, progress
 from stagewright.cli.outputs import Writes
+from stagewright.executor.programs.trace import Trace
+from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import format_bytes, format_seconds
+from stagewright.graphs.models.chain import load_model, save_model
+from stagewright.service.options import Option
+from stagewright.service.pipeline_requests import CompareRequest
 
 if TYPE_CHECKING:
     from stagewright.executor.measuring.causes import Cause, Explanation
     from stagewright.executor.measuring.compare import Comparison, MemoryComparison
     from stagewright.executor.measuring.pairs import Pair
-    from stagewright.executor.programs.trace import Trace
-    from stagewright.formulations.plans.plan import PipelinePlan
 
 
-def compare(
-    plan: PlanFile,
-    trace: Annotated[
-        Path, typer.Argument(help="Trace file of a run.", metavar="TRACE", show_default=False)
-    ],
-    png: Annotated[
-        Path | None,
-        typer.Option(help="Draw both timelines, one above the other.", metavar="FILE"),
-        Writes(".png"),
-    ] = None,
-    model: Annotated[
-        Path | None, typer.Option(help="Model file that was planned.", metavar="FILE")
-    ] = None,
-    corrected: Annotated[
-        Path | None,
-        typer.Option(help="Write the model with its times corrected by the run.", metavar="FILE"),
-        Writes(".json"),
-    ] = None,
-    as_json: JsonFlag = False,
-) -> int:
+class CompareOptions(Printed):
+    """What ``compare`` is asked beside its request."""
+
+    png: Annotated[Path | None, Option(form="FILE"), Writes(".png")] = None
+    """Draw both timelines, one above the other."""
+    model: Annotated[Path | None, Option(form="FILE")] = None
+    """Model file that was planned."""
+    corrected: Annotated[Path | None, Option(form="FILE"), Writes(".json")] = None
+    """Write the model with its times corrected by the run."""
+
+
+def compare(asked: Asked[CompareRequest], given: CompareOptions) -> int:
     """Compare a plan's predictions with the measurements of a run of it."""
-    from stagewright.cli.placing import compare_placement, is_placement, refuse_options
-    from stagewright.executor.programs.trace import load_trace
-    from stagewright.formulations.plans.plan import load_plan
-    from stagewright.service.pipeline_requests import CompareRequest
+    from stagewright.cli.placing import compare_placement, is_placement
     from stagewright.service.plans import compare as answer_of
 
-    if (model is None) != (corrected is None):
+    if (given.model is None) != (given.corrected is None):
         raise InputError("give --model and --corrected together: what to correct, where to write")
-    if is_placement(plan):
-        refuse_options({"--corrected": corrected}, "is for pipelines, this is a plan of operators")
-        return compare_placement(plan, trace, png, as_json)
-    planned, run = load_plan(plan), load_trace(trace)
-    answer = answer_of(ask(CompareRequest, plan=planned, trace=run))
+    if is_placement(asked.given["plan"]):
+        if given.corrected is not None:
+            raise InputError("--corrected is for pipelines, this is a plan of operators")
+        return compare_placement(
+            asked.given["plan"], asked.given["trace"], given.png, given.as_json
+        )
+    request = asked.request()
+    planned, run = request.plan, request.trace
+    answer = answer_of(request)
     comparison = answer.comparison
-    if model is not None and corrected is not None:
-        _write_corrected(planned, run, model, corrected)
-    if png is not None:
+    if given.model is not None and given.corrected is not None:
+        _write_corrected(planned, run, given.model, given.corrected)
+    if given.png is not None:
         with progress("drawing"):
-            _draw(planned, run, comparison, png)
-    files = [str(path) for path in (png, corrected) if path is not None]
-    if as_json:
+            _draw(planned, run, comparison, given.png)
+    files = [str(path) for path in (given.png, given.corrected) if path is not None]
+    if given.as_json:
         print_json(answer.json_object() | {"files": files})
     else:
         print_lines(*(f"{path} is written" for path in files))
@@ -77,7 +64,6 @@ def compare(
 
 def _write_corrected(planned: "PipelinePlan", run: "Trace", model: Path, corrected: Path) -> None:
     from stagewright.executor.measuring.correction import correct
-    from stagewright.graphs.models.chain import load_model, save_model
 
     save_model(correct(load_model(model), planned, run), corrected)
 
@@ -87,7 +73,6 @@ def _draw(planned: "PipelinePlan", run: "Trace", comparison: "Comparison", png: 
     from stagewright.executor.drawing.periods import finish_seconds
     from stagewright.executor.drawing.timeline import headline
     from stagewright.executor.measuring.compare import measured_plan
-    from stagewright.graphs.documents.units import format_seconds
 
     measured = measured_plan(planned, run)
     pace = f"{format_seconds(finish_seconds(measured))} per iteration"
@@ -106,7 +91,6 @@ def run_line(run: "Trace") -> str:
 
 def _print_comparison(comparison: "Comparison", run: "Trace") -> None:
     from stagewright.executor.drawing.timeline import shorten_devices
-    from stagewright.graphs.documents.units import format_seconds
 
     kinds = [
         (one.kind.value, str(one.count), *cells(one.seconds), ratio(one.seconds))
@@ -144,7 +128,6 @@ def _print_comparison(comparison: "Comparison", run: "Trace") -> None:
 
 
 def _print_memory(memory: "MemoryComparison") -> None:
-    from stagewright.graphs.documents.units import format_bytes
 
     rows = [
         (name, format_bytes(peak.predicted), format_bytes(peak.measured), ratio(peak))
@@ -161,7 +144,6 @@ def _print_memory(memory: "MemoryComparison") -> None:
 
 def _print_causes(found: "Explanation", comparison: "Comparison") -> None:
     from stagewright.executor.measuring.pairs import Pair
-    from stagewright.graphs.documents.units import format_seconds
 
     iteration = comparison.iteration_seconds
     rows = [
@@ -222,13 +204,10 @@ def _longer(work: "Pair | None") -> str:
 
 def signed(seconds: float) -> str:
     """Seconds with their sign."""
-    from stagewright.graphs.documents.units import format_seconds
-
     return f"{'-' if seconds < 0 else '+'}{format_seconds(abs(seconds))}"
 
 
 def _headline(comparison: "Comparison") -> str:
-    from stagewright.graphs.documents.units import format_seconds
 
     period, whole, steps = comparison.period, comparison.iteration_seconds, comparison.steps
     span = " to ".join(map(format_seconds, (comparison.least_seconds, comparison.most_seconds)))
@@ -245,8 +224,6 @@ def _headline(comparison: "Comparison") -> str:
 
 def cells(pair: "Pair") -> tuple[str, str]:
     """Predicted and measured seconds."""
-    from stagewright.graphs.documents.units import format_seconds
-
     return format_seconds(pair.predicted), format_seconds(pair.measured)
 
 

@@ -4,13 +4,10 @@ Completion answers while one types: names whose registries import solvers are re
 test compares them.
 """
 
-import inspect
 from collections.abc import Callable, Iterable
 
 import typer
-from typer.models import ParameterInfo
 
-from stagewright.cli.outputs import option_name
 from stagewright.formulations.schedules.kinds import KINDS
 
 PLANNERS = (
@@ -83,21 +80,11 @@ VALUES: dict[str, Values] = {
 }
 
 
-def complete_values(command: Callable[..., int]) -> None:
-    """Let the shell complete the options of ``command`` that have known values."""
-    for name, parameter in inspect.signature(command).parameters.items():
-        marks = getattr(parameter.annotation, "__metadata__", ())
-        shown = option_name(name, marks)
-        for mark in marks:
-            if isinstance(mark, ParameterInfo) and _is_known(shown):
-                mark.autocompletion = _completion(shown)
+def completion(name: str) -> Callable[[typer.Context, str], list[str]] | None:
+    """What completes values of an option or an argument; None where no values are known."""
+    if not any(one.rpartition(" ")[2] == name for one in VALUES):
+        return None
 
-
-def _is_known(name: str) -> bool:
-    return any(one.rpartition(" ")[2] == name for one in VALUES)
-
-
-def _completion(name: str) -> Callable[[typer.Context, str], list[str]]:
     def complete(ctx: typer.Context, incomplete: str) -> list[str]:
         """The values that continue ``incomplete``, of which the last of a list counts."""
         values = VALUES.get(f"{ctx.command.name} {name}", VALUES.get(name, tuple))()

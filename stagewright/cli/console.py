@@ -3,26 +3,26 @@
 import json
 import math
 import os
-import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-import typer
+from pydantic import Field
 
+from stagewright.cli.commands import Options
 from stagewright.cli.outputs import Writes
 from stagewright.graphs.documents.errors import InputError
+from stagewright.service.options import Option
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.text import Text
 
-    from stagewright.formulations.forms.answers import Limits, OnProgress, Progress, StopToken
+    from stagewright.formulations.forms.answers import OnProgress, Progress, StopToken
     from stagewright.formulations.plans.plan_class import PlanClass
     from stagewright.service.answers import Answer
     from stagewright.service.requests import Request
@@ -30,78 +30,8 @@ if TYPE_CHECKING:
 R = TypeVar("R", bound="Request")
 
 
-class Engine(StrEnum):
-    """Where plans are made."""
-
-    LOCAL = "local"
-    RAY = "ray"
-
-
-MOST_THREADS = 8  # unless more are asked for
-SERVED_THREADS = 4  # what services allow unless they are set otherwise
 BEGAN = monotonic()  # the command line is imported when a command begins
 WIDTH_WITHOUT_TERMINAL = 120
-
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-MemoryLimit = Annotated[
-    str | None,
-    typer.Option(help="Limit on the memory of every device, such as 8GB.", metavar="SIZE"),
-]
-ModelFile = Annotated[Path, typer.Option("--model", help="Model file.", metavar="FILE")]
-ClusterFile = Annotated[Path, typer.Option("--cluster", help="Cluster file.", metavar="FILE")]
-PlanFile = Annotated[Path, typer.Argument(help="Plan file.", metavar="PLAN", show_default=False)]
-TimeLimit = Annotated[float, typer.Option(help="Time limit of the search in seconds.")]
-Threads = Annotated[
-    int | None,
-    typer.Option(
-        help="Threads of the solvers; with one, answers are reproducible. Default: one per core, "
-        f"at most {MOST_THREADS}; of a sweep and on Ray 1; with --server {SERVED_THREADS}.",
-    ),
-]
-Seed = Annotated[int, typer.Option(help="Seed of all random choices.")]
-Module = Annotated[
-    str,
-    typer.Option(
-        help="Function that returns the module.", metavar="PACKAGE:FACTORY", show_default=False
-    ),
-]
-Repetitions = Annotated[int, typer.Option(help="Measurements, of which the median counts.", min=1)]
-LossFunction = Annotated[
-    str | None,
-    typer.Option(
-        help="Loss of (outputs, targets): a mean, or (sum, count); default: cross-entropy.",
-        metavar="PACKAGE:FUNCTION",
-    ),
-]
-Optimizer = Annotated[
-    str, typer.Option(help="One of torch.optim, e.g. adamw:lr=1e-3,weight_decay=0.1.")
-]
-ClipNorm = Annotated[
-    float | None, typer.Option(help="Clip gradients to this norm over all parameters.")
-]
-Server = Annotated[
-    str | None,
-    typer.Option(
-        help="Solve on the planning service at this URL, with the token in STAGEWRIGHT_TOKEN.",
-        metavar="URL",
-        envvar="STAGEWRIGHT_SERVER",
-    ),
-]
-EngineName = Annotated[
-    Engine, typer.Option("--engine", help="Processes of this machine, or of a Ray cluster.")
-]
-RayAddress = Annotated[
-    str | None,
-    typer.Option(
-        "--address",
-        help="With --engine ray: address of the Ray cluster; default: Ray is started here.",
-    ),
-]
-OutputFile = Annotated[
-    Path | None,
-    typer.Option("--output", "-o", help="Where to write; - is standard output.", metavar="FILE"),
-    Writes(".json"),
-]
 
 
 def out() -> "Console":
@@ -228,31 +158,6 @@ def _gap(best: float, bound: float) -> float:
     return (best - bound) / best if best > 0 else 0.0
 
 
-def read_limits(
-    seconds: float, threads: int | None, seed: int, server: str | None = None
-) -> "Limits":
-    """The limits of a search, here or on a server, from the options of a command."""
-    from stagewright.formulations.forms.answers import Limits, require_limits
-
-    if threads is None:
-        here = min(MOST_THREADS, os.cpu_count() or 1)
-        threads = here if server is None else SERVED_THREADS
-    return require_limits(Limits(seconds, threads, seed), spelled)
-
-
-def require_ray(engine: Engine, address: str | None, server: str | None = None) -> None:
-    """Refuse the address of a cluster that is not used, and a cluster for the jobs of a server."""
-    if engine is Engine.LOCAL and address is not None:
-        raise InputError("--address goes with --engine ray")
-    if engine is Engine.RAY and server is not None:
-        raise InputError("--engine ray is of searches here; leave it or --server out")
-
-
-def spelled(name: str) -> str:
-    """The option of an argument's name."""
-    return f"--{name.replace('_', '-')}"
-
-
 def read_sizes(text: str) -> list[int]:
     """Sizes of microbatches, ascending."""
     try:
@@ -262,33 +167,6 @@ def read_sizes(text: str) -> list[int]:
     if sizes[0] < 1:
         raise InputError(f"--microbatch-sizes must be at least 1, got {sizes[0]}")
     return sizes
-
-
-def ask(kind: type[R], options: Mapping[str, str] | None = None, /, **fields: Any) -> R:
-    """The request of ``fields``; errors that begin with a field name its option instead.
-
-    ``options`` has the options whose name differs from the field.
-    """
-    try:
-        return kind.of(**fields)
-    except InputError as error:
-        raise InputError(with_option(str(error), fields, options or {})) from None
-
-
-def with_option(message: str, fields: Iterable[str], options: Mapping[str, str]) -> str:
-    """``message`` with an option in place of the field that it begins with, if it does.
-
-    An entry ``field[3]`` is "OPTION of stage 3" if ``options`` have "OPTION of stage" for
-    ``field[]``.
-    """
-    first, _, rest = message.partition(" ")
-    name, *_ = re.split(r"[\[:]", first)
-    if name not in fields and name not in options:
-        return message
-    place = re.fullmatch(r"\w+\[(\d+)\]", first)
-    if place and f"{name}[]" in options:
-        return f"{options[f'{name}[]']} {place[1]} {rest}"
-    return f"{options.get(name, spelled(name))}{first[len(name) :]} {rest}"
 
 
 def percent(share: float | None) -> str:
@@ -304,3 +182,122 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
+
+
+A = TypeVar("A", bound="Answer")
+D = TypeVar("D")
+
+MOST_THREADS = 8  # unless more are asked for
+SERVED_THREADS = 4  # what services allow unless they are set otherwise
+
+
+class Printed(Options):
+    """What every command may do with its answer."""
+
+    as_json: Annotated[bool, Option("--json")] = False
+    """Print one JSON object and nothing else."""
+
+
+class Written(Printed):
+    """An answer with a document to write."""
+
+    output: Annotated[Path | None, Option("--output", "-o", form="FILE"), Writes(".json")] = None
+    """Where to write; - is standard output."""
+
+
+class Served(Options):
+    """Where an answer comes from."""
+
+    server: Annotated[str | None, Option(form="URL", env="STAGEWRIGHT_SERVER")] = None
+    """Solve on the planning service at this URL, with the token in STAGEWRIGHT_TOKEN."""
+
+
+class Threaded(Options):
+    """The threads of a search."""
+
+    threads: int | None = None
+    """Threads of the solvers; with one, answers are reproducible. Default: one per core, at most 8;
+    of a sweep and on Ray 1; with --server 4."""
+
+
+class OnRay(Options):
+    """Where several plans are made at a time."""
+
+    engine: Literal["local", "ray"] = "local"
+    """Processes of this machine, or of a Ray cluster."""
+    address: str | None = None
+    """With --engine ray: address of the Ray cluster; default: Ray is started here."""
+
+    def require(self, server: str | None = None) -> None:
+        """Refuse an address of a cluster that is not used, or a cluster for a server's jobs."""
+        if self.engine == "local" and self.address is not None:
+            raise InputError("--address goes with --engine ray")
+        if self.engine == "ray" and server is not None:
+            raise InputError("--engine ray is of searches here; leave it or --server out")
+
+
+class Modelled(Options):
+    """A user's module and its data."""
+
+    module: Annotated[str, Option(form="PACKAGE:FACTORY")]
+    """Function that returns the module."""
+    data: Annotated[str, Option(form="PACKAGE:FACTORY")]
+    """Function that returns an iterable of mini-batches (inputs, targets), of which the first is
+    used."""
+    loss: Annotated[str | None, Option(form="PACKAGE:FUNCTION")] = None
+    """Loss of (outputs, targets): a mean, or (sum, count); default: cross-entropy."""
+    optimizer: str = "adamw"
+    """One of torch.optim, e.g. adamw:lr=1e-3,weight_decay=0.1."""
+
+
+class Clipped(Options):
+    """What an optimizer does with large gradients."""
+
+    clip_norm: float | None = None
+    """Clip gradients to this norm over all parameters."""
+
+
+class Seeded(Options):
+    """Random choices."""
+
+    seed: int = 0
+    """Seed of all random choices."""
+
+
+class Repeated(Options):
+    """Measurements."""
+
+    repetitions: Annotated[int, Field(ge=1)] = 9
+    """Measurements, of which the median counts."""
+
+
+def threads_of(threads: int | None, server: str | None = None) -> int:
+    """The threads of a search, here or on a server."""
+    if threads is not None:
+        return threads
+    return min(MOST_THREADS, os.cpu_count() or 1) if server is None else SERVED_THREADS
+
+
+def kept(document: D | None, given: Written, save: Callable[[D, Path], None]) -> list[Path]:
+    """The file of a document that is there and was asked for, once it is saved."""
+    if document is None or given.output is None:
+        return []
+    save(document, given.output)
+    return [given.output]
+
+
+def tell(
+    answer: A,
+    given: Printed,
+    show: Callable[[A], object],
+    files: Iterable[Path | None] = (),
+    *,
+    listed: bool = False,
+) -> None:
+    """Print an answer, and the files that were written, which JSON has if they are ``listed``."""
+    written = [str(file) for file in files if file is not None]
+    if given.as_json:
+        print_json(answer.json_object() | ({"files": written} if listed else {}))
+        return
+    show(answer)
+    print_lines(*(f"{file} is written" for file in written))

@@ -8,7 +8,7 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 
-from stagewright.cli.console import JsonFlag, print_json, print_table, progress
+from stagewright.cli.console import Printed, print_json, print_table, progress
 from stagewright.graphs.documents.errors import InputError
 
 TOLERANCE = 1e-6
@@ -24,11 +24,11 @@ class Finding:
     needed: bool = True
 
 
-def doctor(as_json: JsonFlag = False) -> int:
+def doctor(given: Printed) -> int:
     """List installed packages and working backends; exit code 1 if a needed one is missing."""
     with progress("trying the backends"):
         found = [*_packages(), *_backends(), _try("partition kernel", 3.0, _ask_kernel)]
-    if as_json:
+    if given.as_json:
         print_json(
             {
                 "working": all(one.working for one in found if one.needed),

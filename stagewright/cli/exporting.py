@@ -3,103 +3,77 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from stagewright.cli.console import JsonFlag, PlanFile, print_answer, print_lines
+from stagewright.cli.commands import command
+from stagewright.cli.console import Printed, print_answer, print_lines
 from stagewright.cli.outputs import Named, Writes, require_apart, require_folder
-from stagewright.graphs.documents.errors import InputError
+from stagewright.cli.profiled import is_layout
+from stagewright.graphs.documents.documents import write_text
+from stagewright.graphs.documents.errors import InputError, InvalidPlan
+from stagewright.service.answers import ExportAnswer
+from stagewright.service.options import Option
 
 
-def export(
-    plan: PlanFile,
-    to: Annotated[
-        str,
-        typer.Option(
-            "--to",
-            help="torch-csv, torchtitan, nemo, megatron, deepspeed, torchrun, slurm, kubernetes; "
-            "of a layout: megatron, megatron-bridge, nemo (2.x), torchtitan, deepspeed, "
-            "accelerate, plan.",
-            metavar="FORMAT",
-        ),
-    ],
-    output: Annotated[
-        Path,
-        typer.Option(
-            "--output",
-            "-o",
-            help="Output file, or a folder for several files.",
-            metavar="FILE_OR_FOLDER",
-        ),
-        Writes(several=True),
-    ],
-    model: Annotated[
-        Path | None,
-        typer.Option(
-            help="Model file: layers' names, samples in a microbatch; of a layout: names.",
-            metavar="FILE",
-        ),
-    ] = None,
-    partition_only: Annotated[
-        bool,
-        typer.Option(
-            "--partition-only", help="Export only the stages; leave the schedule to the framework."
-        ),
-    ] = False,
-    command: Annotated[
-        str | None, typer.Option(help="Launch scripts: the command of every rank.")
-    ] = None,
-    cluster: Annotated[
-        Path | None,
-        typer.Option(help="Cluster file, with the servers of the devices.", metavar="FILE"),
-    ] = None,
-    per_server: Annotated[
-        int | None, typer.Option(help="Devices in a server, without a cluster file.", metavar="N")
-    ] = None,
-    image: Annotated[
-        str | None, typer.Option(help="Container image of the Kubernetes Job.")
-    ] = None,
-    cpus: Annotated[
-        int | None, typer.Option(help="Slurm: CPUs of every process of the job.", metavar="N")
-    ] = None,
-    time: Annotated[
-        str | None,
-        typer.Option(help="Slurm: the job's most time, for example 4:00:00.", metavar="TIME"),
-    ] = None,
-    as_json: JsonFlag = False,
-) -> int:
+class ExportOptions(Printed):
+    """What ``export`` is asked."""
+
+    plan: Annotated[Path, Option("PLAN")]
+    """Plan file."""
+    to: Annotated[str, Option(form="FORMAT")]
+    """torch-csv, torchtitan, nemo, megatron, deepspeed, torchrun, slurm, kubernetes; of a layout:
+    megatron, megatron-bridge, nemo (2.x), torchtitan, deepspeed, accelerate, plan."""
+    output: Annotated[Path, Option("--output", "-o", form="FILE_OR_FOLDER"), Writes(several=True)]
+    """Output file, or a folder for several files."""
+    model: Annotated[Path | None, Option(form="FILE")] = None
+    """Model file: layers' names, samples in a microbatch; of a layout: names."""
+    partition_only: bool = False
+    """Export only the stages; leave the schedule to the framework."""
+    command: str | None = None
+    """Launch scripts: the command of every rank."""
+    cluster: Annotated[Path | None, Option(form="FILE")] = None
+    """Cluster file, with the servers of the devices."""
+    per_server: Annotated[int | None, Option(form="N")] = None
+    """Devices in a server, without a cluster file."""
+    image: str | None = None
+    """Container image of the Kubernetes Job."""
+    cpus: Annotated[int | None, Option(form="N")] = None
+    """Slurm: CPUs of every process of the job."""
+    time: Annotated[str | None, Option(form="TIME")] = None
+    """Slurm: the job's most time, for example 4:00:00."""
+
+
+@command(headings={"Launch scripts": "command cluster per_server image cpus time"})
+def export(given: ExportOptions) -> int:
     """Write a plan, or a layout of train-plan, for another framework; or a script to launch it."""
-    from stagewright.cli.layouts import is_layout
     from stagewright.executor.export import export as written
     from stagewright.executor.export import remarks
     from stagewright.executor.export.options import Options
     from stagewright.formulations.parallelism.document import load_layout
     from stagewright.formulations.plans.plan import load_plan
-    from stagewright.graphs.documents.errors import InvalidPlan
     from stagewright.graphs.machines.cluster import load_cluster
     from stagewright.graphs.models.chain import load_model
-    from stagewright.service.answers import ExportAnswer
 
+    plan = given.plan
     options = Options(
-        model=load_model(model) if model else None,
-        partition_only=partition_only,
-        command=command,
-        cluster=load_cluster(cluster) if cluster else None,
-        per_server=per_server,
-        image=image,
-        cpus=cpus,
-        time=time,
+        model=load_model(given.model) if given.model else None,
+        partition_only=given.partition_only,
+        command=given.command,
+        cluster=load_cluster(given.cluster) if given.cluster else None,
+        per_server=given.per_server,
+        image=given.image,
+        cpus=given.cpus,
+        time=given.time,
     )
     answer = load_layout(plan) if is_layout(plan) else load_plan(plan)
     try:
-        files = written(answer, to, options)
+        files = written(answer, given.to, options)
     except InvalidPlan as error:
-        if as_json:
+        if given.as_json:
             print_answer(ExportAnswer(status="invalid", reason=str(error)))
         else:
             print_lines(f"{plan} cannot run: {error}")
         return 1
-    inputs = _named(("PLAN", plan), ("--model", model), ("--cluster", cluster))
-    return _write(files, output, inputs, remarks(answer, to), as_json)
+    inputs = _named(("PLAN", plan), ("--model", given.model), ("--cluster", given.cluster))
+    return _write(files, given.output, inputs, remarks(answer, given.to), given.as_json)
 
 
 def _named(*given: tuple[str, Path | None]) -> list[Named]:
@@ -114,9 +88,6 @@ def _write(
     as_json: bool,
 ) -> int:
     """Write the files, and print their names and what they do not say."""
-    from stagewright.graphs.documents.documents import write_text
-    from stagewright.service.answers import ExportAnswer
-
     paths = _paths(output, list(files))
     require_apart([Named("--output", path) for path in paths], inputs)
     for path, text in zip(paths, files.values(), strict=True):

@@ -1,12 +1,21 @@
-"""Functions of the user's code for a command, given as ``PACKAGE:FACTORY``."""
+"""Functions of the user's code, given as ``PACKAGE:FACTORY``, and optimizers given as text."""
 
+import ast
 import functools
 import importlib
+import inspect
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from stagewright.graphs.documents.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+
+    from stagewright.executor.training.stages.learning_rates import Schedule
+    from stagewright.executor.training.stages.parameter_groups import ParameterGroups
+    from stagewright.executor.training.training import NamedOptimizer
 
 EXAMPLE = "examples.models:transformer"
 
@@ -78,3 +87,121 @@ def _told(error: BaseException) -> str:
     while cause.__cause__ is not None:
         cause = cause.__cause__
     return told if cause is error else f"{told} (from {_told(cause)})"
+
+
+def parse_optimizer(text: str) -> "NamedOptimizer":
+    """Read ``adamw:lr=1e-3,betas=(0.9,0.95)``.
+
+    Raises
+    ------
+    InputError
+        If torch has no such optimizer, or the optimizer has no such argument or value.
+    """
+    from stagewright.executor.training.training import NamedOptimizer
+
+    name, _, listed = text.partition(":")
+    kinds = _optimizers()
+    if name not in kinds:
+        raise InputError(f"--optimizer {name!r} is not known; one of {', '.join(sorted(kinds))}")
+    allowed = list(inspect.signature(kinds[name]).parameters)[1:]  # the first is the parameters
+    arguments = _parse_arguments(
+        f"--optimizer {text}",
+        listed,
+        "NAME:KEY=VALUE,KEY=VALUE",
+        "adamw:lr=1e-3,betas=(0.9,0.95)",
+    )
+    for argument in arguments:
+        if argument not in allowed:
+            raise InputError(
+                f"--optimizer {text}: {name} has no {argument!r}; one of {', '.join(allowed)}"
+            )
+    choice = NamedOptimizer(name, kinds[name], arguments)
+    _require_accepted(choice, f"--optimizer {text}")
+    return choice
+
+
+def parse_groups(texts: Sequence[str] | None, optimizer: "NamedOptimizer") -> "ParameterGroups":
+    """Read ``norm|bias:weight_decay=0`` and others: arguments of the optimizer by pattern.
+
+    Raises
+    ------
+    InputError
+        If one is not of this form, or the optimizer refuses its arguments.
+    """
+    from stagewright.executor.training.training import NamedOptimizer
+
+    groups: dict[str, dict[str, Any]] = {}
+    for text in texts or ():
+        place = f"--parameter-group {text}"
+        pattern, _, listed = text.rpartition(":")  # a pattern may contain colons
+        arguments = _parse_arguments(
+            place, listed, "REGEX:KEY=VALUE,KEY=VALUE", "norm|bias:weight_decay=0"
+        )
+        if not (pattern and arguments):
+            raise InputError(f"{place}: write REGEX:KEY=VALUE, e.g. norm|bias:weight_decay=0")
+        if pattern in groups:
+            raise InputError(f"{place}: {pattern!r} is given twice; put its arguments together")
+        both = {**optimizer.arguments, **arguments}
+        _require_accepted(NamedOptimizer(optimizer.name, optimizer.kind, both), place)
+        groups[pattern] = arguments
+    return groups
+
+
+def parse_schedule(text: str, steps: int) -> "Schedule":
+    """Read ``cosine:warmup=100,min=0.1``; the total is ``steps`` unless it is given.
+
+    Raises
+    ------
+    InputError
+        If it is not of this form.
+    """
+    from stagewright.executor.training.stages.learning_rates import Schedule
+
+    kind, _, listed = text.partition(":")
+    place = f"--lr-schedule {text}"
+    arguments = _parse_arguments(place, listed, "KIND:KEY=VALUE,KEY=VALUE", "cosine:warmup=100")
+    for key, value in arguments.items():
+        if key not in ("warmup", "min", "total"):
+            raise InputError(f"{place}: there is no {key!r}; one of warmup, min, total")
+        if not isinstance(value, (int, float) if key == "min" else int):
+            raise InputError(f"{place}: {key} must be a number{' of steps' * (key != 'min')}")
+    try:
+        return Schedule(kind, **{"total": steps, **arguments})
+    except InputError as error:
+        raise InputError(f"--lr-{error}") from None
+
+
+def _require_accepted(choice: "NamedOptimizer", place: str) -> None:
+    """Refuse arguments that the optimizer's class does not take."""
+    import torch
+
+    try:
+        choice([torch.nn.Parameter(torch.zeros(1, 1))])
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"{place}: {error}") from None
+
+
+def _parse_arguments(place: str, listed: str, form: str, example: str) -> dict[str, Any]:
+    """The keyword arguments in ``listed``, with Python literals as values."""
+    try:
+        call = ast.parse(f"f({listed})", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args:
+            raise ValueError
+        return {str(one.arg): ast.literal_eval(one.value) for one in call.keywords}
+    except (ValueError, SyntaxError):
+        raise InputError(
+            f"{place}: write {form} with values as in Python, e.g. {example}"
+        ) from None
+
+
+def _optimizers() -> "dict[str, type[torch.optim.Optimizer]]":
+    """The optimizers of torch by lower-case name, except LBFGS, which evaluates the loss itself."""
+    import torch
+
+    return {
+        name.lower(): kind
+        for name, kind in vars(torch.optim).items()
+        if inspect.isclass(kind)
+        and issubclass(kind, torch.optim.Optimizer)
+        and name not in ("Optimizer", "LBFGS")
+    }

@@ -1,99 +1,73 @@
-"""``model`` and ``cluster``: the input documents of a plan."""
+"""``model``, ``cluster`` and ``import``: the input documents of a plan."""
 
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
+from pydantic import Field
 
-from stagewright.cli.console import (
-    JsonFlag,
-    OutputFile,
-    print_answer,
-    print_lines,
-    read_sizes,
-)
+from stagewright.cli.cluster_inputs import ClusterOptions, read_cluster
+from stagewright.cli.commands import command, with_option
+from stagewright.cli.console import Written, print_answer, print_lines, read_sizes, warn
 from stagewright.cli.outputs import Named, require_apart
+from stagewright.graphs.documents import documents
+from stagewright.graphs.documents.documents import to_json
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import counted, parse_share
+from stagewright.service.answers import (
+    Answer,
+    ClusterFileAnswer,
+    GraphFileAnswer,
+    JobsFileAnswer,
+    LayerProfilesFileAnswer,
+    ModelFileAnswer,
+)
+from stagewright.service.options import Option
 
 if TYPE_CHECKING:
     from stagewright.graphs.machines.cluster import Cluster
     from stagewright.graphs.machines.devices import Accelerator
     from stagewright.graphs.models.chain import Chain
+    from stagewright.graphs.models.layer_profiles import LayerProfiles
     from stagewright.graphs.models.step_graph import StepGraph
-    from stagewright.service.answers import Answer
 
-MicrobatchSize = Annotated[
-    int | None, typer.Option("--microbatch-size", help="Samples in a microbatch.", metavar="B")
-]
+SIZES = ("layers", "hidden", "heads", "sequence", "vocabulary", "image_size")
 
 
-class Precision(StrEnum):
-    """Number type of an analytic profile."""
+class ModelOptions(Written):
+    """What ``model`` is asked."""
 
-    FP32 = "fp32"
-    FP16 = "fp16"
-    BF16 = "bf16"
-    FP8 = "fp8"
+    name: Annotated[str, Option("NAME")]
+    """For example bert-large, vgg19, gpt; or a Hugging Face config.json, or its folder, or the name
+    of its model, OWNER/NAME."""
+    microbatch_size: Annotated[int | None, Option(form="B")] = None
+    """Samples in a microbatch."""
+    microbatch_sizes: Annotated[str | None, Option(form="B,B,...")] = None
+    """Sizes that have costs, separated by commas; the largest is planned."""
+    device: Annotated[str | None, Option(form="KIND,...")] = None
+    """Kind of device, or the JSON file of your own; several, separated by commas, for a mixed
+    cluster. Default: generic, an A100 in round numbers."""
+    precision: Literal["fp32", "fp16", "bf16", "fp8"] = "fp32"
+    """Type of weights and activations; fp8: of products, the others in bf16."""
+    attention: Literal["fused", "materialized"] = "fused"
+    """fused: the score matrix is not stored; materialized: it is."""
+    optimizer_state: Annotated[int, Field(ge=0), Field(le=2)] = 2
+    """State per parameter: SGD 0, with momentum 1, Adam 2."""
+    layers: int | None = None
+    """gpt: transformer layers."""
+    hidden: int | None = None
+    """gpt: hidden size."""
+    heads: int | None = None
+    """gpt: attention heads."""
+    sequence: Annotated[int | None, Option(form="S")] = None
+    """gpt, config.json: tokens in a sample."""
+    vocabulary: int | None = None
+    """gpt: entries in the vocabulary."""
+    image_size: int | None = None
+    """Vision models: height and width of the images."""
 
 
-class Attention(StrEnum):
-    """Attention kernel of an analytic profile."""
-
-    FUSED = "fused"
-    MATERIALIZED = "materialized"
-
-
-def model(
-    name: Annotated[
-        str,
-        typer.Argument(
-            help="For example bert-large, vgg19, gpt; or a Hugging Face config.json, or its "
-            "folder, or the name of its model, OWNER/NAME.",
-            show_default=False,
-        ),
-    ],
-    output: OutputFile = None,
-    microbatch_size: MicrobatchSize = None,
-    microbatch_sizes: Annotated[
-        str | None,
-        typer.Option(
-            help="Sizes that have costs, separated by commas; the largest is planned.",
-            metavar="B,B,...",
-        ),
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            help="Kind of device, or the JSON file of your own; several, separated by commas, for "
-            "a mixed cluster. Default: generic, an A100 in round numbers.",
-            metavar="KIND,...",
-        ),
-    ] = None,
-    precision: Annotated[
-        Precision,
-        typer.Option(help="Type of weights and activations; fp8: of products, the others in bf16."),
-    ] = Precision.FP32,
-    attention: Annotated[
-        Attention,
-        typer.Option(help="fused: the score matrix is not stored; materialized: it is."),
-    ] = Attention.FUSED,
-    optimizer_state: Annotated[
-        int,
-        typer.Option(help="State per parameter: SGD 0, with momentum 1, Adam 2.", min=0, max=2),
-    ] = 2,
-    layers: Annotated[int | None, typer.Option(help="gpt: transformer layers.")] = None,
-    hidden: Annotated[int | None, typer.Option(help="gpt: hidden size.")] = None,
-    heads: Annotated[int | None, typer.Option(help="gpt: attention heads.")] = None,
-    sequence: Annotated[
-        int | None, typer.Option(help="gpt, config.json: tokens in a sample.", metavar="S")
-    ] = None,
-    vocabulary: Annotated[int | None, typer.Option(help="gpt: entries in the vocabulary.")] = None,
-    image_size: Annotated[
-        int | None, typer.Option(help="Vision models: height and width of the images.")
-    ] = None,
-    as_json: JsonFlag = False,
-) -> int:
+@command(headings={"Sizes of a model": "layers hidden heads vocabulary image_size"})
+def model(given: ModelOptions) -> int:
     """Write an analytic profile: computed from FLOPs and bytes, not measured.
 
     The model has a name, or is described by a transformer's config.json.
@@ -103,33 +77,34 @@ def model(
     from stagewright.graphs.models.analytic import analytic_model
     from stagewright.graphs.models.named import MODELS
 
-    given = {
-        "layers": layers,
-        "hidden": hidden,
-        "heads": heads,
-        "sequence": sequence,
-        "vocabulary": vocabulary,
-        "image": image_size,
+    sizes: dict[str, Any] = {
+        name.removesuffix("_size"): getattr(given, name)
+        for name in SIZES
+        if getattr(given, name) is not None
     }
-    sizes: dict[str, Any] = {key: size for key, size in given.items() if size is not None}
-    if microbatch_size is not None and microbatch_sizes is not None:
+    one, several = given.microbatch_size, given.microbatch_sizes
+    if one is not None and several is not None:
         raise InputError("give one of --microbatch-size and --microbatch-sizes")
-    samples = microbatch_size if microbatch_sizes is None else read_sizes(microbatch_sizes)
-    options: dict[str, Any] = {"precision": precision.value, "optimizer_state": optimizer_state}
-    kinds = [read_kind(kind.strip()) for kind in (device or GENERIC).split(",")]
+    samples = one if several is None else read_sizes(several)
+    options: dict[str, Any] = {
+        "precision": given.precision,
+        "optimizer_state": given.optimizer_state,
+    }
+    kinds = [read_kind(kind.strip()) for kind in (given.device or GENERIC).split(",")]
+    name, attention = given.name, given.attention
     if name.endswith(".json") or (name not in MODELS and is_model(name)):
-        if output is not None:
-            require_apart([Named("--output", output)], [Named("NAME", Path(name))])
+        if given.output is not None:
+            require_apart([Named("--output", given.output)], [Named("NAME", Path(name))])
         chain = _configured(name, attention, sizes, samples, kinds, options)
     else:
-        chain = analytic_model(name, samples, kinds, attention=attention.value, **options, **sizes)
-    said = "" if device else f"no --device is given: {GENERIC} is taken; "
-    return hand_out(chain, output, as_json, said + chain.source)
+        chain = analytic_model(name, samples, kinds, attention=attention, **options, **sizes)
+    said = "" if given.device else f"no --device is given: {GENERIC} is taken; "
+    return hand_out(chain, given, said + chain.source)
 
 
 def _configured(
     path: str,
-    attention: Attention,
+    attention: str,
     sizes: dict[str, int],
     samples: int | list[int] | None,
     kinds: "list[str | Accelerator]",
@@ -141,8 +116,8 @@ def _configured(
 
     stray = ["--image-size" if size == "image" else f"--{size}" for size in sizes]
     stray = [one for one in stray if one != "--sequence"]
-    if attention is not Attention.FUSED:
-        stray.append(f"--attention {attention.value}")
+    if attention != "fused":
+        stray.append(f"--attention {attention}")
     if stray:
         raise InputError(f"{', '.join(stray)}: does not apply to a configuration such as {path}")
     if "sequence" not in sizes:
@@ -153,118 +128,29 @@ def _configured(
     )
 
 
-def cluster(
-    shape: Annotated[
-        str | None,
-        typer.Argument(
-            help="Servers x devices, for example 8x4; racks x servers x devices, 4x8x4; servers by "
-            "kind, a100:2x4,v100:3x8; or a number of servers, each that of --nvidia-smi, --dgx1 or "
-            "--matrix.",
-            show_default=False,
-        ),
-    ] = None,
-    intra: Annotated[
-        str | None,
-        typer.Option(
-            help="Bandwidth inside a server, for example 100GB/s; default: that of the kind. "
-            "Bandwidths and memory may be given by kind: a100=300GB/s,v100=25GB/s; this one, with "
-            "--nvidia-smi, by path: PIX=24GB/s,SYS=16GB/s."
-        ),
-    ] = None,
-    inter: Annotated[
-        str | None, typer.Option(help="Bandwidth between servers, for example 12.5GB/s or 100Gbps.")
-    ] = None,
-    latency_intra: Annotated[
-        str | None, typer.Option(help="Latency inside a server, for example 5us.", metavar="TIME")
-    ] = None,
-    latency_inter: Annotated[
-        str | None, typer.Option(help="Latency between servers, for example 20us.", metavar="TIME")
-    ] = None,
-    inter_rack: Annotated[
-        str | None, typer.Option(help="Bandwidth between racks, for example 100Gbps.")
-    ] = None,
-    latency_inter_rack: Annotated[
-        str | None, typer.Option(help="Latency between racks, for example 50us.", metavar="TIME")
-    ] = None,
-    matrix: Annotated[
-        Path | None, typer.Option(help="A text file of bandwidths, a row per device.")
-    ] = None,
-    nvidia_smi: Annotated[
-        Path | None, typer.Option(help="The text that nvidia-smi topo -m prints.")
-    ] = None,
-    pcie: Annotated[
-        int | None,
-        typer.Option(
-            help="With --nvidia-smi: generation of PCIe, 3, 4 or 5; default: 3.", min=3, max=5
-        ),
-    ] = None,
-    dgx1: Annotated[bool, typer.Option("--dgx1", help="Eight V100 in a cube of NVLinks.")] = False,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            help="Kind of device, or the JSON file of your own; default: generic, an A100 in round "
-            "numbers without links.",
-            metavar="KIND",
-        ),
-    ] = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            help="Memory of a device, for example 16GB; default: that of the kind.",
-            metavar="SIZE",
-        ),
-    ] = None,
-    host_bandwidth: Annotated[
-        str | None,
-        typer.Option(help="Bandwidth between a device and its host's memory, for example 25GB/s."),
-    ] = None,
-    output: OutputFile = None,
-    as_json: JsonFlag = False,
-) -> int:
+@command(
+    headings={
+        "Latencies and racks": "latency_intra latency_inter inter_rack latency_inter_rack",
+        "A server from elsewhere": "matrix nvidia_smi pcie dgx1",
+    }
+)
+def cluster(given: ClusterOptions) -> int:
     """Describe a cluster: servers x devices, of several kinds, from a file, or of DGX-1.
 
     What is not given is that of the kind of device; the file's source says what was assumed.
     """
-    from stagewright.cli.cluster_inputs import ByLevel, ClusterOptions, read_cluster
-    from stagewright.graphs.documents.units import parse_latency
-
-    latencies = [
-        None if text is None else parse_latency(text, f"--latency-{level}")
-        for level, text in (
-            ("intra", latency_intra), ("inter", latency_inter), ("inter-rack", latency_inter_rack)
-        )
-    ]  # fmt: skip
-
-    made = read_cluster(
-        ClusterOptions(
-            shape=shape,
-            matrix=matrix,
-            nvidia_smi=nvidia_smi,
-            pcie=pcie,
-            dgx1=dgx1,
-            device=device,
-            memory=memory,
-            host_bandwidth=host_bandwidth,
-            bandwidth=ByLevel(intra, inter, inter_rack),
-            latency=ByLevel(*latencies),
-        )
-    )
-    return hand_out(made, output, as_json, made.source)
+    made = read_cluster(given)
+    return hand_out(made, given, made.source)
 
 
 def hand_out(
-    document: "Chain | Cluster | StepGraph",
-    output: Path | None,
-    as_json: bool,
-    said: str | None = None,
+    document: "Chain | Cluster | StepGraph", given: Written, said: str | None = None
 ) -> int:
-    """Print the document, or write it to ``output`` and print a summary, then what is ``said``."""
-    from stagewright.graphs.documents import documents
-    from stagewright.graphs.documents.units import counted
+    """Print the document, or write it and print a summary, then what is ``said``."""
     from stagewright.graphs.models.chain import Chain
     from stagewright.graphs.models.step_graph import StepGraph
-    from stagewright.service.answers import ClusterFileAnswer, GraphFileAnswer, ModelFileAnswer
 
+    output = given.output
     if output is None:
         print(documents.to_json(document), end="")
         return 0
@@ -283,10 +169,204 @@ def hand_out(
             "device",
             ClusterFileAnswer(name=name, devices=size, file=file, source=document.source),
         )
-    if as_json:
+    if given.as_json:
         print_answer(answer)
     else:
         print_lines(f"{output}: {name}, {counted(size, part, f'{part}s')}")
         if said is not None:
             print_lines(said)
+    return 0
+
+
+class ImportOptions(Written):
+    """What ``import`` is asked."""
+
+    file: Annotated[Path, Option("FILE")]
+    """The profile to read; sailor, metis: or the folder of them."""
+    source: Annotated[
+        Literal[
+            "stagewright", "pipedream", "dnn-partitioning", "piper", "gavel", "sailor", "metis"
+        ],
+        Option("--from"),
+    ]
+    """The profile's format."""
+    microbatch_size: Annotated[int | None, Option(form="B")] = None
+    """Samples in a microbatch."""
+    device: Annotated[str | None, Option(form="KIND")] = None
+    """Kind of device that was measured; default: any device."""
+    contract: bool = False
+    """Merge branches, so that layers are cut points."""
+    split_backward: Annotated[str | None, Option(form="SHARE")] = None
+    """Share of the input gradient in backwards that are given as a whole; an assumption, which the
+    model file states; such as 50% or 0.5."""
+    throughputs: Annotated[Path | None, Option(form="FILE")] = None
+    """gavel: the table of throughputs of the trace."""
+    config: Annotated[Path | None, Option(form="FILE")] = None
+    """sailor, metis: the model's Hugging Face config.json, for the sizes of the layers that
+    train-plan needs."""
+    sequence: Annotated[int | None, Option(form="S")] = None
+    """With --config: tokens in a sample."""
+    precision: Literal["fp32", "fp16", "bf16", "fp8"] | None = None
+    """With --config: type of weights and activations; default: fp32."""
+    attention: Literal["fused", "materialized"] | None = None
+    """With --config: whether scores are stored; default: fused."""
+
+
+@command(headings={"Layer profiles of sailor and metis": "config sequence precision attention"})
+def import_(given: ImportOptions) -> int:
+    """Convert another project's profile to a model file, or its trace to a jobs file.
+
+    The profiles of Sailor and Metis, by tensor degree, become a file of layer profiles.
+    """
+    _require_sizing(given)
+    file, source = given.file, given.source
+    if (source == "gavel") != (given.throughputs is not None):
+        raise InputError("--from gavel needs --throughputs FILE, and no other format takes it")
+    if given.throughputs is not None:
+        if given.split_backward is not None:
+            raise InputError("--split-backward is for profiles: a trace has no backwards")
+        return _import_jobs(file, given.throughputs, given.output, given.as_json)
+    if source in ("sailor", "metis"):
+        of_models = (given.microbatch_size, given.split_backward)
+        if any(one is not None for one in of_models) or given.contract:
+            raise InputError(
+                "--microbatch-size, --contract and --split-backward are for models: layer profiles "
+                "have all measured sizes, and layers with a whole backward"
+            )
+        return _import_layer_profiles(given)
+    chain = _read_profile(given)
+    if given.split_backward is not None:
+        chain = _with_parts(chain, given.split_backward)
+    return hand_out(chain, given)
+
+
+def _read_profile(given: ImportOptions) -> "Chain":
+    from stagewright.graphs.importers.dnn_partitioning import read_dnn_partitioning
+    from stagewright.graphs.importers.pipedream import read_pipedream
+    from stagewright.graphs.importers.piper import read_piper_chain
+    from stagewright.graphs.models.chain import load_model
+
+    file, size, device = given.file, given.microbatch_size, given.device
+    if given.source == "stagewright":
+        if size is not None or device is not None or given.contract:
+            raise InputError(
+                "--microbatch-size, --device and --contract are for other projects' profiles: a "
+                "model file has them"
+            )
+        return load_model(file)
+    read = {
+        "pipedream": read_pipedream,
+        "dnn-partitioning": read_dnn_partitioning,
+        "piper": read_piper_chain,
+    }
+    return read[given.source](
+        file,
+        microbatch_size=1 if size is None else size,
+        device_kind=device,
+        contract=given.contract,
+    )
+
+
+def _require_sizing(given: ImportOptions) -> None:
+    """Refuse options that do not say the sizes of profiled layers."""
+    if given.config is None:
+        stray = [
+            f"--{name}"
+            for name in ("sequence", "precision", "attention")
+            if getattr(given, name) is not None
+        ]
+        if stray:
+            raise InputError(f"{', '.join(stray)}: belongs to --config")
+        return
+    if given.source not in ("sailor", "metis"):
+        raise InputError("--config is for the layer profiles of sailor and metis")
+    if given.sequence is None:
+        raise InputError("--config needs --sequence, the tokens in a sample, for example 2048")
+    if given.precision == "fp8":
+        raise InputError("--precision: layer profiles are of fp32, fp16 or bf16")
+
+
+def _with_sizes(profiles: "LayerProfiles", given: ImportOptions) -> "LayerProfiles":
+    """The profiles with the sizes of their layers, if a configuration is given."""
+    from stagewright.graphs.importers.hf_config import read_hf_config
+    from stagewright.graphs.models.analytic_sizes import with_sizes
+
+    if given.config is None or given.sequence is None:
+        return profiles
+    architecture = read_hf_config(given.config)
+    try:
+        return with_sizes(
+            profiles,
+            architecture,
+            sequence=given.sequence,
+            precision=given.precision or "fp32",
+            attention=given.attention or "fused",
+        )
+    except InputError as error:
+        message = with_option(str(error), ("sequence",), {})
+        raise InputError(f"{given.config}: {message}") from None
+
+
+def _import_layer_profiles(given: ImportOptions) -> int:
+    from stagewright.graphs.importers.metis import read_metis
+    from stagewright.graphs.importers.sailor import read_sailor
+    from stagewright.graphs.models.layer_profiles import save_layer_profiles
+
+    if given.source == "metis":
+        if given.device is not None:
+            raise InputError("--device: the names of Metis' files say the kinds")
+        profiles = read_metis(given.file)
+        warn("Metis measures forward and backward together: the forward is taken as a third of it")
+    else:
+        profiles = read_sailor(given.file, device_kind=given.device)
+    profiles, output = _with_sizes(profiles, given), given.output
+    if output is None:
+        print(to_json(profiles), end="")
+        return 0
+    save_layer_profiles(profiles, output)
+    if given.as_json:
+        print_answer(
+            LayerProfilesFileAnswer(
+                name=profiles.name,
+                layers=profiles.layers,
+                device_kinds=list(profiles.device_kinds),
+                file=str(output),
+            )
+        )
+    else:
+        kinds = ", ".join(profiles.device_kinds)
+        print_lines(f"{output}: {profiles.layers} layers of {profiles.name} on {kinds}")
+    return 0
+
+
+def _with_parts(chain: "Chain", text: str) -> "Chain":
+    """The chain with both parts of every backward; says what was assumed."""
+    from stagewright.graphs.models.splitting import split_backwards
+
+    share = parse_share(text, "--split-backward")
+    try:
+        split, changed = split_backwards(chain, share)
+    except InputError as error:
+        raise InputError(f"--split-backward: {error}") from None
+    if changed:
+        warn(
+            f"{changed} of {len(chain)} layers have only the time of the whole backward: the input "
+            f"gradient is assumed to take {share:g} of it"
+        )
+    return split
+
+
+def _import_jobs(trace: Path, throughputs: Path, output: Path | None, as_json: bool) -> int:
+    from stagewright.graphs.importers.gavel import read_gavel
+    from stagewright.graphs.workloads.jobs import save_workload
+
+    workload = read_gavel(trace, throughputs)
+    if output is None:
+        print(to_json(workload), end="")
+        return 0
+    save_workload(workload, output)
+    if as_json:
+        print_answer(JobsFileAnswer(name=trace.stem, jobs=len(workload.jobs), file=str(output)))
+    else:
+        print_lines(f"{output}: {len(workload.jobs)} jobs of {trace.name}")
     return 0

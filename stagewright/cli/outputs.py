@@ -1,23 +1,16 @@
 """Outputs of commands: refused before any work if they cannot be written, or overwrite an input.
 
-An option that is written is annotated with ``Writes(".json")``; all other paths are read.
+A field that is written is annotated with ``Writes(".json")``; all other paths are read.
 """
 
 import contextlib
-import functools
-import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, get_args, get_type_hints
-
-from typer.models import ArgumentInfo, OptionInfo
+from typing import NamedTuple
 
 from stagewright.graphs.documents.errors import InputError
-
-Command: TypeAlias = Callable[..., int]
 
 STANDARD_OUTPUT = Path("/dev/stdout")
 
@@ -31,9 +24,10 @@ class Writes:
     def __init__(self, *suffixes: str, several: bool = False) -> None:
         self.suffixes, self.several = suffixes, several
 
-
-class Reads:
-    """Marks an option that may name a file though its type is not a path."""
+    @staticmethod
+    def path(given: Path | None) -> Path | None:
+        """The path to write: standard output for ``-``."""
+        return STANDARD_OUTPUT if given == Path("-") else given
 
 
 class Named(NamedTuple):
@@ -43,41 +37,23 @@ class Named(NamedTuple):
     path: Path
 
 
-@dataclass(frozen=True, slots=True)
-class _Files:
-    """The files that a command reads and writes."""
-
-    read: list[Named]
-    written: list[tuple[Named, Writes]]
-
-
-def checked(command: Command) -> Command:
-    """Wrap ``command`` to fail early if one of its outputs cannot be written safely.
-
-    An output ``-`` is standard output, on which nothing else is then printed.
-    """
-
-    @functools.wraps(command)
-    def run(**arguments: Any) -> int:
-        files = _files(command, arguments)
-        require_apart([named for named, _ in files.written], files.read)
-        for named, writes in files.written:
-            _require_writable(named, writes)
-        with _standard_output(files, arguments.get("as_json", False)):
-            return command(**arguments)
-
-    return run
-
-
 @contextlib.contextmanager
-def _standard_output(files: _Files, as_json: bool) -> Iterator[None]:
-    """Print to standard error if standard output is one of the files to write."""
-    if not files.written:
+def writing(files: Sequence[tuple[Named, Writes | None]], as_json: bool) -> Iterator[None]:
+    """Refuse files that cannot be written safely; of those that are read nothing is said.
+
+    While the body runs, prints go to standard error if standard output is one of the files.
+    """
+    written = [(named, writes) for named, writes in files if writes is not None]
+    read = [named for named, writes in files if writes is None]
+    require_apart([named for named, _ in written], read)
+    for named, writes in written:
+        _require_writable(named, writes)
+    if not written:
         yield
         return
     from stagewright.graphs.documents.documents import is_standard_output  # slow to import
 
-    taken = [named.option for named, _ in files.written if is_standard_output(named.path)]
+    taken = [named.option for named, _ in written if is_standard_output(named.path)]
     if taken and as_json:
         raise InputError(f"{taken[0]} and --json would both be standard output: leave one out")
     with contextlib.redirect_stdout(sys.stderr) if taken else contextlib.nullcontext():
@@ -126,42 +102,3 @@ def _same(one: Path, other: Path) -> bool:
         return os.path.samefile(one, other)
     except OSError:
         return real == os.path.realpath(other)
-
-
-def _files(command: Command, arguments: dict[str, Any]) -> _Files:
-    """The files that ``arguments`` name; a ``-`` to be written becomes standard output."""
-    files = _Files([], [])
-    for name, marks in _paths(command):
-        option = option_name(name, marks)
-        writes = next((mark for mark in marks if isinstance(mark, Writes)), None)
-        if writes is not None and arguments[name] == Path("-"):
-            arguments[name] = STANDARD_OUTPUT
-        given = arguments[name]
-        for one in given if isinstance(given, list) else [given]:
-            if one is not None and writes is not None:
-                files.written.append((Named(option, one), writes))
-            elif one is not None:
-                files.read.append(Named(option, Path(one)))
-    return files
-
-
-def _paths(command: Command) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """The arguments of ``command`` that name files, with their annotations."""
-    hints = get_type_hints(command, include_extras=True)
-    for name in inspect.signature(command).parameters:
-        kind, *marks = get_args(hints[name]) or (hints[name],)
-        if Path in (kind, *get_args(kind)) or any(isinstance(mark, Reads) for mark in marks):
-            yield name, tuple(marks)
-
-
-def option_name(name: str, marks: Sequence[Any]) -> str:
-    """The name of an argument on the command line: ``--save-prices`` or ``PLAN``."""
-    for mark in marks:
-        if isinstance(mark, ArgumentInfo):
-            return (mark.metavar or name).rstrip(".").upper()
-        if isinstance(mark, OptionInfo):
-            # Within Annotated typer reads the first name as a default.
-            for spelled in (mark.default, *(mark.param_decls or ())):
-                if isinstance(spelled, str):
-                    return spelled
-    return f"--{name.replace('_', '-')}"

@@ -1,13 +1,41 @@
 """The pages that ``--help`` prints: text that fits the terminal, and an example at the end."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator, MutableMapping
+from importlib import import_module
 from inspect import cleandoc
+from pathlib import Path
 from typing import Any
 
-import typer
 from typer.core import TyperCommand
 
-from stagewright.cli.completing import complete_values
+PANELS: dict[str, dict[str, str]] = {
+    "Plan": {
+        "plan": "planning", "sweep": "sweeping", "what-if": "sweeping", "check": "plans",
+        "diff": "plans", "simulate": "plans", "show": "plans",
+    },
+    "Training of transformers": {"train-plan": "layouts", "memory": "layouts"},
+    "Scheduling problems": {
+        "partition": "problems", "divide": "problems", "schedule": "schedules",
+        "jobshop": "problems",
+    },
+    "Models and clusters": {
+        "import": "inputs", "model": "inputs", "cluster": "inputs", "profile": "profiling",
+        "profile-links": "profiling", "capture": "profiling",
+    },
+    "Run": {
+        "run": "running", "train": "training", "compare": "comparing", "export": "exporting",
+    },
+    "The planning service": {
+        "serve": "serving", "token": "serving", "backup": "serving", "jobs": "serving",
+    },
+    "Clusters and jobs": {
+        "allocate": "allocating", "rounds": "allocating", "simulate-cluster": "simulating",
+        "run-cluster": "allocating", "estimate": "allocating", "cloud": "cloud",
+    },
+    "About": {"planners": "planning", "policies": "allocating", "doctor": "doctor"},
+}  # fmt: skip
+"""The commands under their headings, and the module of each."""
 
 EXAMPLES: dict[str, str] = {
     "plan": """
@@ -143,15 +171,71 @@ def with_plain_flags(params: list[Any]) -> list[Any]:
     return params
 
 
-def add_command(app: typer.Typer, name: str, command: Callable[..., int], panel: str) -> None:
-    """Add a command with its page: the paragraphs of its docstring, and its examples."""
-    complete_values(command)
-    paragraphs = cleandoc(command.__doc__ or "").split("\n\n")
-    examples = cleandoc(EXAMPLES[name])
-    app.command(
-        name,
-        cls=Page,
-        help="\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs),
-        epilog=f"{'Examples' if examples.count('stagewright ') > 1 else 'Example'}:\n{examples}",
-        rich_help_panel=panel,
-    )(command)
+class Commands(MutableMapping[str, Any]):
+    """The commands by name, each made, and its module imported, when it is asked for."""
+
+    def __init__(self) -> None:
+        self.made: dict[str, TyperCommand] = {}
+        self.places = {
+            name: (heading, module)
+            for heading, named in PANELS.items()
+            for name, module in named.items()
+        }
+
+    def __getitem__(self, name: str) -> TyperCommand:
+        if name not in self.made:
+            if name not in self.places:
+                raise KeyError(name)
+            from stagewright.cli.commands import command_of
+
+            function = self.function(name)
+            examples = cleandoc(EXAMPLES[name])
+            several = examples.count("stagewright ") > 1
+            self.made[name] = command_of(
+                function,
+                name,
+                help=_text(function.__doc__),
+                epilog=f"{'Examples' if several else 'Example'}:\n{examples}",
+                rich_help_panel=self.places[name][0],
+            )
+        return self.made[name]
+
+    def function(self, name: str) -> Callable[..., int]:
+        """The function of a command."""
+        module = import_module(f"stagewright.cli.{self.places[name][1]}")
+        found: Callable[..., int] = getattr(module, _function(name))
+        return found
+
+    def listed(self) -> "Commands":
+        """The commands as the list of them shows them: with the first paragraph of their pages."""
+        listed = Commands()
+        for name, (heading, module) in self.places.items():
+            source = Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8")
+            function = rf'^def {_function(name)}\(.*?^    """(.*?)(?:\n\n|""")'
+            found = re.search(function, source, re.MULTILINE | re.DOTALL)
+            assert found is not None
+            listed.made[name] = TyperCommand(name, help=_text(found[1]), rich_help_panel=heading)
+        return listed
+
+    def __setitem__(self, name: str, command: TyperCommand) -> None:
+        self.made[name] = command
+
+    def __delitem__(self, name: str) -> None:
+        raise KeyError(f"{name} stays a command")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys((*self.places, *self.made)))
+
+    def __len__(self) -> int:
+        return len({*self.places, *self.made})
+
+
+def _function(name: str) -> str:
+    """The name of the function of a command."""
+    return "import_" if name == "import" else name.replace("-", "_")
+
+
+def _text(doc: str | None) -> str:
+    """The paragraphs of a docstring, each in one line."""
+    paragraphs = cleandoc(doc or "").split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)

@@ -1,28 +1,31 @@
 """Plans of operators: what ``plan``, ``check`` and ``show`` do with a graph or a plan of one."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from stagewright.cli.commands import ask
 from stagewright.cli.console import (
-    ask,
+    kept,
     percent,
     print_answer,
     print_json,
     print_lines,
     print_table,
     progress,
+    tell,
 )
 from stagewright.cli.solving import find
-from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.documents import format_of
+from stagewright.graphs.documents.units import counted, format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
+    from stagewright.cli.commands import Asked
+    from stagewright.cli.planning import PlanOptions
     from stagewright.executor.measuring.operator_runs import OperatorComparison
     from stagewright.executor.programs.trace import Trace
-    from stagewright.formulations.forms.answers import Limits
     from stagewright.formulations.operators.plan import OperatorPlan
-    from stagewright.service.operator_plans import PlacementSummary
+    from stagewright.service.operator_plans import PlaceAnswer, PlacementSummary
+    from stagewright.service.pipeline_requests import PlanRequest
 
 OPTIMAL_GAP = 1e-9  # relative
 MOST_SPLITS = 20  # that are printed
@@ -31,7 +34,6 @@ MOST_OFF = 8  # operators and transfers whose times are furthest from the plan's
 
 def is_graph(model: Path) -> bool:
     """Whether the file is a graph of operators."""
-    from stagewright.graphs.documents.documents import format_of
     from stagewright.graphs.models.step_graph import FORMAT
 
     return format_of(model) == FORMAT
@@ -40,65 +42,45 @@ def is_graph(model: Path) -> bool:
 def is_placement(plan: Path) -> bool:
     """Whether the file is a plan of operators."""
     from stagewright.formulations.operators.plan import FORMAT
-    from stagewright.graphs.documents.documents import format_of
 
     return format_of(plan) == FORMAT
 
 
-def place(
-    files: tuple[Path, Path],
-    planner: str,
-    contention: str | None,
-    limits: "Limits",
-    server: str | None,
-    output: Path | None,
-    as_json: bool,
-) -> int:
+def place(asked: "Asked[PlanRequest]", given: "PlanOptions", threads: int) -> int:
     """Place the operators of a graph on a cluster; 1 if there is no plan, or none was found."""
     from stagewright.formulations.operators.plan import save_operator_plan
     from stagewright.graphs.machines.cluster import load_cluster
     from stagewright.graphs.models.step_graph import load_graph
     from stagewright.service.operator_plans import PlaceAnswer, PlaceRequest
 
-    graph, cluster = load_graph(files[0]), load_cluster(files[1])
+    said = asked.given
     request = ask(
         PlaceRequest,
-        graph=graph,
-        cluster=cluster,
-        planner="fastt" if planner == "auto" else planner,
-        contention=contention or "none",
-        time_limit=limits.seconds,
-        threads=limits.threads,
-        seed=limits.seed,
+        graph=load_graph(said["chain"]),
+        cluster=load_cluster(said["cluster"]),
+        planner="fastt" if said["planner"] == "auto" else said["planner"],
+        contention=given.contention or "none",
+        time_limit=said["time_limit"],
+        threads=threads,
+        seed=said["seed"],
     )
-    answer = find(PlaceAnswer, request, "placing operators", server)
-    if output is not None and answer.plan is not None:
-        save_operator_plan(answer.plan, output)
-    if as_json:
-        print_answer(answer)
-        return 0 if answer.plan is not None else 1
+    answer = find(PlaceAnswer, request, "placing operators", given.server)
+    tell(answer, given, _print_place, kept(answer.plan, given, save_operator_plan))
+    return 0 if answer.plan is not None else 1
+
+
+def _print_place(answer: "PlaceAnswer") -> None:
     if answer.plan is not None:
         print_placement(answer)
     reason = f": {answer.reason}" if answer.reason else ""
     whole = answer.status == "optimal" and (answer.any_splits_gap or 0.0) > OPTIMAL_GAP
     of = f" with {_splits(answer)}" if whole else ""
     print_lines(f"{answer.planner}: {answer.status}{of} after {answer.wall_seconds:.2f} s{reason}")
-    if output is not None and answer.plan is not None:
-        print_lines(f"{output} is written")
-    return 0 if answer.plan is not None else 1
-
-
-def refuse_options(given: "Mapping[str, Any]", why: str) -> None:
-    """Refuse the first option of ``given`` that has a value."""
-    for option, value in given.items():
-        if value is not None:
-            raise InputError(f"{option} {why}")
 
 
 def check_placement(plan: Path, model: Path, cluster: Path, as_json: bool) -> int:
     """Check a plan of operators; 1 if it breaks a rule."""
     from stagewright.formulations.operators.plan import load_operator_plan
-    from stagewright.graphs.documents.units import format_seconds
     from stagewright.graphs.machines.cluster import load_cluster
     from stagewright.graphs.models.step_graph import load_graph
     from stagewright.service.operator_plans import CheckPlacementRequest
@@ -170,7 +152,6 @@ def _draw_run(planned: "OperatorPlan", run: "Trace", png: Path) -> None:
     from stagewright.executor.drawing.operators import end_of, headline, write_stacked_png
     from stagewright.executor.measuring.pairs import median_step
     from stagewright.executor.programs.operators.trace import with_times
-    from stagewright.graphs.documents.units import format_seconds
 
     measured = with_times(planned, median_step(run))
     pace = f"{format_seconds(end_of(measured))} per step"
@@ -180,7 +161,6 @@ def _draw_run(planned: "OperatorPlan", run: "Trace", png: Path) -> None:
 
 def _print_comparison(found: "OperatorComparison") -> None:
     from stagewright.cli.comparing import cells, ratio
-    from stagewright.graphs.documents.units import counted, format_seconds
 
     head = ("count", "predicted", "measured", "ratio")
     for kind, totals in (("<together", found.kinds), ("<device", found.devices)):
@@ -209,8 +189,6 @@ def _print_comparison(found: "OperatorComparison") -> None:
 
 def print_placement(placed: "PlacementSummary") -> None:
     """Print the devices of a placement, its splits and its certificate."""
-    from stagewright.graphs.documents.units import format_bytes, format_seconds
-
     cost = placed.cost_seconds or 0.0
     parts = [f"{placed.model} on {placed.cluster}", placed.planner]
     parts.append(f"{placed.operators} operators, {placed.transfers} transfers")
@@ -240,7 +218,6 @@ def _splits(placed: "PlacementSummary") -> str:
 
 
 def _certificate_lines(placed: "PlacementSummary") -> list[str]:
-    from stagewright.graphs.documents.units import format_seconds
 
     if placed.cost_seconds is None:
         return []

@@ -1,265 +1,93 @@
-"""``plan`` and ``planners``: from a model and a cluster to a certified plan."""
+"""``plan`` and ``planners``: from a model and a cluster to a certified plan, which is printed."""
 
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
-
+from stagewright.cli.commands import Asked, command
 from stagewright.cli.console import (
-    ClusterFile,
-    Engine,
-    EngineName,
-    JsonFlag,
-    MemoryLimit,
-    ModelFile,
-    OutputFile,
-    RayAddress,
-    Seed,
-    Server,
-    Threads,
-    TimeLimit,
-    ask,
+    OnRay,
+    Printed,
+    Served,
+    Threaded,
+    Written,
+    kept,
     percent,
-    print_answer,
     print_json,
     print_lines,
     print_table,
     progress,
-    read_limits,
-    require_ray,
+    tell,
+    threads_of,
 )
 from stagewright.cli.interrupts import interruptible
-from stagewright.cli.printing import print_plan
-from stagewright.cli.schedule_options import read_replicas
-from stagewright.cli.schedules import Placement
+from stagewright.cli.placing import is_graph, place
 from stagewright.cli.solving import answer_of, planning_engine
+from stagewright.formulations.backprop.choice import OutOfOrder
+from stagewright.formulations.forms.answers import Status
+from stagewright.formulations.plans.plan import save_plan
+from stagewright.formulations.plans.plan_class import EVERY_PLAN
+from stagewright.formulations.schedules.choice import ScheduleChoice
 from stagewright.graphs.documents.errors import InputError
-
-
-class Sharded(StrEnum):
-    """What the replicas of a stage divide among them."""
-
-    NONE = "none"
-    OPTIMIZER = "optimizer"
-    WEIGHTS = "weights"
-
-
-class Contention(StrEnum):
-    """Whether transfers between two devices wait for each other."""
-
-    NONE = "none"
-    EXCLUSIVE = "exclusive"
-
+from stagewright.graphs.documents.units import format_seconds
+from stagewright.graphs.models.chain import Chain
+from stagewright.service.options import Option, number_or_auto, whole_numbers
+from stagewright.service.pipeline_requests import PlanRequest
 
 if TYPE_CHECKING:
-    from stagewright.formulations.backprop.choice import OutOfOrder
-    from stagewright.formulations.schedules.choice import ScheduleChoice
+    from stagewright.executor.drawing.summary import StageSummary
+    from stagewright.formulations.plans.plan import (
+        Certificate,
+        PeriodicSchedule,
+        PipelinePlan,
+    )
     from stagewright.graphs.models.chain import Chain
     from stagewright.service.pipeline_answers import PlanAnswer
-    from stagewright.service.pipeline_requests import PlanRequest
     from stagewright.solvers.planning import Result
 
-
-_OPTIONS = {
-    "memory_limit_bytes": "--memory-limit",
-    "period_seconds": "--period",
-    "batch": "--global-batch",
-    "runtime": "--for",
-    "start": "--from",
-}
+OF_GRAPHS = (
+    "chain", "cluster", "planner", "contention", "time_limit", "threads", "seed", "server",
+    "output", "as_json", "address",
+)  # fmt: skip
 
 
-def plan(
-    model: ModelFile,
-    cluster: ClusterFile,
-    microbatches: Annotated[
-        int | None,
-        typer.Option(help="Microbatches in an iteration; needed for a model of layers."),
-    ] = None,
-    global_batch: Annotated[
-        int | None,
-        typer.Option(
-            "--global-batch",
-            help="Samples between two updates, in place of --microbatches.",
-            metavar="N",
-        ),
-    ] = None,
-    microbatch_size: Annotated[
-        str,
-        typer.Option(
-            "--microbatch-size",
-            help="With --global-batch: samples of a microbatch, of all replicas of a stage "
-            "together; auto plans every size that the model has costs for.",
-            metavar="<auto|N>",
-        ),
-    ] = "auto",
-    runtime: Annotated[
-        str | None,
-        typer.Option(
-            "--for",
-            help="Plan only what this framework runs, as `stagewright export --to` writes it: "
-            "torch-csv, torchtitan, nemo, megatron or deepspeed.",
-            metavar="FRAMEWORK",
-        ),
-    ] = None,
-    planner: Annotated[
-        str,
-        typer.Option(
-            help="One of those that `stagewright planners` lists; auto is fastt for a graph."
-        ),
-    ] = "auto",
-    memory_limit: MemoryLimit = None,
-    period: Annotated[
-        float | None,
-        typer.Option(help="Periodic planners: seconds between microbatches; default: the minimum."),
-    ] = None,
-    group_size: Annotated[
-        int | None,
-        typer.Option(help="Periodic planners: devices per stage; default: the best number."),
-    ] = None,
-    backend: Annotated[
-        str | None,
-        typer.Option(
-            help="Periodic planners: solver of the patterns; highs (the default), pulp-cbc, "
-            "cvxpy or cp-sat.",
-            metavar="NAME",
-        ),
-    ] = None,
-    recompute: Annotated[
-        str | None,
-        typer.Option(
-            help="none; full or layer: stages keep their input, or every layer's, and recompute "
-            "the rest; auto: the best of them. Default: auto for the planners auto, general "
-            "and launchable, none for the others.",
-            metavar="<none|full|layer|auto>",
-        ),
-    ] = None,
-    offload: Annotated[
-        bool | None,
-        typer.Option(
-            "--offload/--no-offload",
-            help="Whether stages may offload activations to host memory; the cluster file must "
-            "have host bandwidths. auto, general, madpipe and 1f1b-star offload where it helps "
-            "(auto and general by default), the other planners in every stage.",
-        ),
-    ] = None,
-    shards: Annotated[
-        Sharded,
-        typer.Option(
-            help="What the replicas of a stage divide: the optimizer's state (ZeRO-1), or the "
-            "weights too (ZeRO-3). Put into the plan that is found without, or where none fits, "
-            "into one that is found for smaller states: nothing is proved about it.",
-            case_sensitive=False,
-        ),
-    ] = Sharded.NONE,
-    vertical_sync: Annotated[
-        bool,
-        typer.Option(
-            "--vertical-sync",
-            help="With --planner pipedream-async: a microbatch uses on every stage the version of "
-            "the weights that it used on the first.",
-        ),
-    ] = False,
-    gap: Annotated[
-        str | None,
-        typer.Option(
-            help="End as soon as the best plan is proved to be within this of the best of its "
-            "class, such as 1% or 0.01.",
-            metavar="SHARE",
-        ),
-    ] = None,
-    order: Annotated[
-        str | None,
-        typer.Option(
-            help="Plan this schedule on balanced stages: optimal, or a kind of `stagewright "
-            "schedule` (planner order).",
-            metavar="KIND",
-        ),
-    ] = None,
-    chunks: Annotated[
-        int | None,
-        typer.Option(
-            help="With --order: stages per device; default: 2 where the kind has several.",
-            metavar="V",
-        ),
-    ] = None,
-    replicas: Annotated[
-        str | None,
-        typer.Option(
-            help="With --order 1f1b-rr: devices of each stage, such as 2,1,1.", metavar="R,..."
-        ),
-    ] = None,
-    placement: Annotated[
-        Placement | None,
-        typer.Option(
-            help="With --order optimal: where the stages are; default: a line, or a loop if there "
-            "are several per device.",
-            case_sensitive=False,
-        ),
-    ] = None,
-    training: Annotated[
-        str | None,
-        typer.Option(
-            help="With --planner ooo: all devices share every layer (the default), groups of "
-            "layers go around the devices, or the only device has two streams.",
-            metavar="<data|pipeline|single>",
-        ),
-    ] = None,
-    reversed_layers: Annotated[
-        str | None,
-        typer.Option(
-            "--k",
-            help="With --training data: the weight gradients of the first K layers come last.",
-            metavar="<auto|K>",
-        ),
-    ] = None,
-    group: Annotated[
-        str | None,
-        typer.Option(help="With --training pipeline: layers of a group.", metavar="<auto|N>"),
-    ] = None,
-    share: Annotated[
-        str | None,
-        typer.Option(
-            help="With --training single: share of the device that kernels occupy where the "
-            "profile has none, such as 30% or 0.3; default: all of it.",
-            metavar="SHARE",
-        ),
-    ] = None,
-    tensor: Annotated[
-        int | None,
-        typer.Option(
-            help="Tensor degree of all stages: each T devices of a server compute their layers "
-            "together. The model needs costs of that degree (profile --tensor).",
-            metavar="T",
-        ),
-    ] = None,
-    contention: Annotated[
-        Contention | None,
-        typer.Option(
-            help="Of a graph: transfers between two devices do not wait for each other (none, the "
-            "default), or are one at a time in each direction (exclusive).",
-            case_sensitive=False,
-        ),
-    ] = None,
-    start: Annotated[
-        Path | None,
-        typer.Option(
-            "--from-plan",
-            help="Start from this plan of the same layers, made for other times, memory or "
-            "devices; planners auto and general.",
-            metavar="FILE",
-        ),
-    ] = None,
-    time_limit: TimeLimit = 10.0,
-    threads: Threads = None,
-    seed: Seed = 0,
-    engine: EngineName = Engine.LOCAL,
-    address: RayAddress = None,
-    server: Server = None,
-    output: OutputFile = None,
-    as_json: JsonFlag = False,
-) -> int:
+class PlanOptions(Written, OnRay, Served, Threaded):
+    """What ``plan`` is asked beside its request."""
+
+    microbatches: int | None = None
+    """Microbatches in an iteration; needed for a model of layers."""
+    order: Annotated[str | None, Option(form="KIND")] = None
+    """Plan this schedule on balanced stages: optimal, or a kind of `stagewright schedule` (planner
+    order)."""
+    chunks: Annotated[int | None, Option(form="V")] = None
+    """With --order: stages per device; default: 2 where the kind has several."""
+    replicas: Annotated[tuple[int, ...] | None, Option(form="R,...", of_text=whole_numbers)] = None
+    """With --order 1f1b-rr: devices of each stage, such as 2,1,1."""
+    placement: Literal["line", "loop", "V", "wave"] | None = None
+    """With --order optimal: where the stages are; default: a line, or a loop if there are several
+    per device."""
+    training: Annotated[str | None, Option(form="<data|pipeline|single>")] = None
+    """With --planner ooo: all devices share every layer (the default), groups of layers go around
+    the devices, or the only device has two streams."""
+    reversed_layers: Annotated[str | None, Option("--k", form="<auto|K>")] = None
+    """With --training data: the weight gradients of the first K layers come last."""
+    group: Annotated[str | None, Option(form="<auto|N>")] = None
+    """With --training pipeline: layers of a group."""
+    contention: Literal["none", "exclusive"] | None = None
+    """Of a graph: transfers between two devices do not wait for each other (none, the default), or
+    are one at a time in each direction (exclusive)."""
+
+
+@command(
+    headings={
+        "Microbatches of a batch": "batch microbatch_size",
+        "What a plan may do": "recompute offload shards tensor vertical_sync runtime",
+        "A schedule of your choice": "order chunks replicas placement",
+        "Planners with choices of their own": "period_seconds group_size backend training"
+        " reversed_layers group assumed_share contention",
+        "Search": "start gap threads seed engine address server",
+    }
+)
+def plan(asked: Asked[PlanRequest], given: PlanOptions) -> int:
     """Plan a model on a cluster; exit code 1 if there is no plan, or none was found in time.
 
     A model is a file of layers, or a graph of operators that `stagewright capture` writes.
@@ -269,102 +97,57 @@ def plan(
     Ctrl-C (or SIGTERM) ends the search and keeps the best plan found so far; a second one ends
     immediately.
     """
-    from stagewright.cli.placing import is_graph, place, refuse_options
-    from stagewright.formulations.plans.plan import load_plan, save_plan
-    from stagewright.graphs.documents.units import parse_bytes, parse_share
-    from stagewright.graphs.machines.cluster import load_cluster
-    from stagewright.graphs.models.chain import load_model
-    from stagewright.service.pipeline_requests import PlanRequest
-
-    require_ray(engine, address, server)
-    on_ray = engine is Engine.RAY
-    limits = read_limits(time_limit, 1 if on_ray and threads is None else threads, seed, server)
+    given.require(given.server)
+    model, on_ray = asked.given["chain"], given.engine == "ray"
+    threads = threads_of(1 if on_ray and given.threads is None else given.threads, given.server)
     if is_graph(model):
-        given = {
-            "--microbatches": microbatches, "--global-batch": global_batch, "--for": runtime,
-            "--microbatch-size": None if microbatch_size == "auto" else microbatch_size,
-            "--memory-limit": memory_limit, "--period": period,
-            "--group-size": group_size, "--backend": backend, "--recompute": recompute,
-            "--offload": offload, "--gap": gap, "--order": order, "--chunks": chunks,
-            "--replicas": replicas, "--placement": placement, "--training": training,
-            "--k": reversed_layers, "--group": group, "--share": share, "--from-plan": start,
-            "--vertical-sync": vertical_sync or None, "--tensor": tensor,
-            "--shards": None if shards is Sharded.NONE else shards,
-            "--engine": None if engine is Engine.LOCAL else engine,
-        }  # fmt: skip
-        refuse_options(given, f"is for models of layers; {model} is a graph of operators")
-        chosen = None if contention is None else contention.value
-        return place((model, cluster), planner, chosen, limits, server, output, as_json)
-    refuse_options({"--contention": contention}, "is for graphs of operators")
-    if (microbatches is None) == (global_batch is None):
-        raise InputError(
-            "--microbatches is missing; write for example --microbatches 8, or --global-batch 256"
-            if global_batch is None
-            else "--global-batch is in place of --microbatches: give one of them"
-        )
-    if microbatch_size != "auto" and global_batch is None:
-        raise InputError("--microbatch-size goes with --global-batch")
-    if on_ray and (global_batch is None or microbatch_size != "auto"):
-        raise InputError("--engine ray goes with --global-batch, whose sizes it plans")
-    _require_layers(planner, model)
-    request = ask(
-        PlanRequest,
-        _OPTIONS,
-        memory_limit_bytes=None
-        if memory_limit is None
-        else parse_bytes(memory_limit, "--memory-limit"),
-        chain=load_model(model),
-        cluster=load_cluster(cluster),
-        microbatches=1 if microbatches is None else microbatches,
-        batch=global_batch,
-        microbatch_size=_number("--microbatch-size", microbatch_size),
-        runtime=runtime,
-        vertical_sync=vertical_sync,
-        tensor=tensor,
-        shards=shards.value,
-        planner=planner,
-        recompute=recompute,
-        offload=offload,
-        group_size=group_size,
-        backend=backend,
-        period_seconds=period,
-        order=_read_order(order, chunks, replicas, placement),
-        out_of_order=_read_out_of_order(planner, training, reversed_layers, group, share),
-        assumed_share=None if share is None else parse_share(share, "--share"),
-        start=None if start is None else load_plan(start),
-        gap=0.0 if gap is None else parse_share(gap, "--gap"),
-        time_limit=limits.seconds,
-        threads=limits.threads,
-        seed=limits.seed,
+        for option in asked.strays(OF_GRAPHS, given):
+            raise InputError(f"{option} is for models of layers; {model} is a graph of operators")
+        return place(asked, given, threads)
+    if given.contention is not None:
+        raise InputError("--contention is for graphs of operators")
+    _require_size(asked, given)
+    _require_layers(asked.given["planner"], model)
+    request = asked.request(
+        microbatches=1 if given.microbatches is None else given.microbatches,
+        threads=threads,
+        order=_order(given),
+        out_of_order=_out_of_order(asked, given),
     )
-    answer = _found(request, server, engine, address)
-    if output is not None and answer.plan is not None:
-        save_plan(answer.plan, output)
-    if as_json:
-        print_answer(answer)
-    else:
-        _print_result(request.chain, answer.result)
-        _print_exports(answer)
-        if output is not None and answer.plan is not None:
-            print_lines(f"{output} is written")
+    answer = _found(request, given)
+    written = kept(answer.plan, given, save_plan)
+    tell(answer, given, lambda answer: _print(request.chain, answer), written)
     return 1 if answer.plan is None else 0
 
 
-def _found(
-    request: "PlanRequest", server: str | None, engine: Engine, address: str | None
-) -> "PlanAnswer":
+def _require_size(asked: Asked[PlanRequest], given: PlanOptions) -> None:
+    """Refuse a wrong combination of what says the number of microbatches."""
+    batch, sized = asked.given["batch"], asked.given["microbatch_size"] != "auto"
+    if (given.microbatches is None) == (batch is None):
+        raise InputError(
+            "--microbatches is missing; write for example --microbatches 8, or --global-batch 256"
+            if batch is None
+            else "--global-batch is in place of --microbatches: give one of them"
+        )
+    if sized and batch is None:
+        raise InputError("--microbatch-size goes with --global-batch")
+    if given.engine == "ray" and (batch is None or sized):
+        raise InputError("--engine ray goes with --global-batch, whose sizes it plans")
+
+
+def _found(request: PlanRequest, given: PlanOptions) -> "PlanAnswer":
     """The answer."""
     from stagewright.service.pipeline_answers import PlanAnswer
 
     with interruptible() as stop:
-        if server is not None:
+        if given.server is not None:
             with progress("planning", stop) as on_progress:
-                return answer_of(PlanAnswer, request, server, on_progress, stop)
+                return answer_of(PlanAnswer, request, given.server, on_progress, stop)
         from stagewright.service.planning import plan as planned
         from stagewright.service.planning import require_supported
 
         require_supported(request)
-        where = planning_engine(engine, address, request.threads)
+        where = planning_engine(given, request.threads)
         with progress("planning", stop) as on_progress:
             return planned(request, on_progress, stop, where)
 
@@ -380,62 +163,38 @@ def _require_layers(planner: str, model: Path) -> None:
         )
 
 
-def _read_order(
-    order: str | None, chunks: int | None, replicas: str | None, placement: Placement | None
-) -> "ScheduleChoice | None":
+def _order(given: PlanOptions) -> ScheduleChoice | None:
     """The schedule to plan."""
-    from stagewright.formulations.schedules.choice import ScheduleChoice
-
-    given = {"--chunks": chunks, "--replicas": replicas, "--placement": placement}
-    if order is None:
-        for option, value in given.items():
-            if value is not None:
-                raise InputError(f"{option} goes with --order KIND")
+    if given.order is None:
+        for option in ("chunks", "replicas", "placement"):
+            if getattr(given, option) is not None:
+                raise InputError(f"--{option} goes with --order KIND")
         return None
-    counts = read_replicas(replicas)
-    return ScheduleChoice(order, chunks, counts, None if placement is None else placement.value)
+    return ScheduleChoice(given.order, given.chunks, given.replicas or (), given.placement)
 
 
-def _read_out_of_order(
-    planner: str,
-    training: str | None,
-    reversed_layers: str | None,
-    group: str | None,
-    share: str | None,
-) -> "OutOfOrder | None":
+def _out_of_order(asked: Asked[PlanRequest], given: PlanOptions) -> OutOfOrder | None:
     """What is asked of out-of-order backprop."""
-    from stagewright.formulations.backprop.choice import OutOfOrder
-
-    given = {
-        "--training": training,
-        "--k": reversed_layers,
-        "--group": group,
-        "--share": share,
-    }
-    if planner != "ooo":
-        for option, value in given.items():
+    share = asked.given["assumed_share"]
+    texts = {"--training": given.training, "--k": given.reversed_layers, "--group": given.group}
+    if asked.given["planner"] != "ooo":
+        for option, value in (texts | {"--share": share}).items():
             if value is not None:
                 raise InputError(f"{option} goes with --planner ooo")
         return None
-    if share is not None and training != "single":
+    if share is not None and given.training != "single":
         raise InputError("--share goes with --training single")
-    way: Any = training or ("data" if group is None else "pipeline")
-    return OutOfOrder(way, _number("--k", reversed_layers), _number("--group", group))
+    way: Any = given.training or ("data" if given.group is None else "pipeline")
+    counts = (number_or_auto(texts[name] or "auto", name) for name in ("--k", "--group"))
+    return OutOfOrder(way, *counts)
 
 
-def _number(option: str, text: str | None) -> int | None:
-    """A number, None for ``auto``."""
-    if text in (None, "auto"):
-        return None
-    if not text.isdecimal():
-        raise InputError(f"{option} must be auto or a number, got {text!r}")
-    return int(text)
+def _print(chain: "Chain", answer: "PlanAnswer") -> None:
+    _print_result(chain, answer.result)
+    _print_exports(answer)
 
 
 def _print_result(chain: "Chain", result: "Result") -> None:
-    from stagewright.formulations.forms.answers import Status
-    from stagewright.formulations.plans.plan_class import EVERY_PLAN
-    from stagewright.graphs.documents.units import format_seconds
 
     if result.plan is not None:
         print_plan(result.plan, chain)
@@ -461,8 +220,6 @@ def _print_result(chain: "Chain", result: "Result") -> None:
 
 def _print_sizes(result: "Result") -> None:
     """What was found for each size of a batch's microbatches, and what is proved about all."""
-    from stagewright.graphs.documents.units import format_seconds
-
     if not result.sizes:
         return
     rows = []
@@ -480,8 +237,6 @@ def _print_sizes(result: "Result") -> None:
 
 def _print_restriction(result: "Result") -> None:
     """What planning for a framework alone costs."""
-    from stagewright.graphs.documents.units import format_seconds
-
     known = result.restriction
     if known is None or result.cost is None:
         return
@@ -517,14 +272,14 @@ def _print_exports(answer: "PlanAnswer") -> None:
         print_lines(*(f"not to {to}: {why}" for to, why in refusals))
 
 
-def planners(as_json: JsonFlag = False) -> int:
+def planners(given: Printed) -> int:
     """List the planners."""
     from stagewright.solvers.operators.names import PLANNERS as OF_OPERATORS
     from stagewright.solvers.planning import PLANNERS
 
     rows = [(one.name, one.summary, one.source) for one in PLANNERS.values()]
     placing = [(name, one.summary, one.source) for name, one in OF_OPERATORS.items()]
-    if as_json:
+    if given.as_json:
         named = [
             {"name": name, "model": model, "summary": summary, "source": source}
             for model, listed in (("layers", rows), ("operators", placing))
@@ -536,3 +291,85 @@ def planners(as_json: JsonFlag = False) -> int:
         print_table(head, rows)
         print_table(head, placing, "of graphs of operators")
     return 0
+
+
+def print_plan(plan: "PipelinePlan", chain: "Chain | None" = None) -> None:
+    """Print the stages of a plan and its certificate; layers by name where the chain is known."""
+    from stagewright.executor.drawing.summary import summarise
+    from stagewright.executor.drawing.timeline import headline, stage_features
+    from stagewright.formulations.plans.plan import PeriodicSchedule
+
+    is_periodic = isinstance(plan.schedule, PeriodicSchedule)
+    between = ["<first .. last layer"] if chain else []
+    more = ["<index shifts", "<shares with"] if is_periodic else []
+    features = [", ".join(stage_features(stage)) for stage in plan.stages]
+    if any(features):
+        more.append("<features")
+    print_lines(headline(plan))
+    print_table(
+        ["stage", "<layers", *between, "<devices", "replicas", "forward", "backward", "in flight",
+         "peak memory", *more],
+        [
+            [*_stage_row(line, chain), *([its] if any(features) else [])]
+            for line, its in zip(summarise(plan), features, strict=True)
+        ],
+    )  # fmt: skip
+    if isinstance(plan.schedule, PeriodicSchedule):
+        print_lines(*_period_lines(plan, plan.schedule))
+    if plan.predicted is not None:
+        print_lines(f"idle   {percent(max(0.0, plan.predicted.bubble))} of the used devices' time")
+    if plan.certificate is not None:
+        print_lines(*_certificate_lines(plan.certificate, plan.of_sizes))
+
+
+def _stage_row(line: "StageSummary", chain: "Chain | None") -> list[str]:
+    from stagewright.executor.drawing.summary import shared_text, shifts_text
+    from stagewright.executor.drawing.timeline import shorten_devices
+    from stagewright.graphs.documents.units import format_bytes, format_seconds
+
+    peak = "-" if line.peak_memory_bytes is None else format_bytes(line.peak_memory_bytes)
+    start, stop = line.layers
+    names = [f"{chain.layers[start].name} .. {chain.layers[stop - 1].name}"] if chain else []
+    more = [] if line.shifts is None else [shifts_text(line), shared_text(line)]
+    return [
+        str(line.stage), f"{start}-{stop - 1}", *names, shorten_devices(line.devices),
+        str(line.replicas), format_seconds(line.forward_seconds),
+        format_seconds(line.backward_seconds), str(line.in_flight), peak, *more,
+    ]  # fmt: skip
+
+
+def _period_lines(plan: "PipelinePlan", schedule: "PeriodicSchedule") -> list[str]:
+    from stagewright.formulations.plans.periodic import iteration_seconds, latency
+    from stagewright.graphs.documents.units import format_seconds
+
+    period, pause = schedule.period_seconds, schedule.pause_seconds
+    through, whole = latency(schedule), iteration_seconds(schedule, plan.microbatches)
+    updates = f", a pause of {format_seconds(pause)} for the updates" if pause > 0 else ""
+    return [
+        f"period {format_seconds(period)}, a microbatch each{updates}: "
+        f"{format_seconds(whole)} per iteration of {plan.microbatches}; "
+        "the pipeline does not drain in between",
+        f"       a microbatch takes {format_seconds(through)}, {through / period:.2f} periods, "
+        "from its first action to its last",
+    ]
+
+
+def _certificate_lines(certificate: "Certificate", sizes: str) -> list[str]:
+    from stagewright.formulations.checking.certificates import headlines
+    from stagewright.graphs.documents.units import format_seconds
+
+    lines = [
+        f"cost   {format_seconds(certificate.cost_seconds)} per iteration",
+    ]
+    for i, one in enumerate(headlines(certificate)):
+        lines.append(
+            f"{'       ' if i else 'bound  '}{format_seconds(one.seconds)} for {one.plans}{sizes}, "
+            f"gap {percent(one.gap)}, proved by {one.proved_by}"
+        )
+    for promise in certificate.guarantees:
+        holds = "holds" if promise.holds else "DOES NOT HOLD"
+        lines.append(
+            f"       {promise.theorem}: {format_seconds(promise.cost_seconds)} <= "
+            f"{format_seconds(promise.seconds)} {holds}; {promise.premise}"
+        )
+    return lines

@@ -1,90 +1,87 @@
-"""``check``, ``simulate`` and ``show``: commands on a plan file."""
+"""``check``, ``simulate``, ``show`` and ``diff``: commands on plan files."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
-import typer
-
+from stagewright.cli.commands import Asked, command
 from stagewright.cli.console import (
-    ClusterFile,
-    JsonFlag,
-    ModelFile,
-    PlanFile,
-    Seed,
-    Threads,
-    TimeLimit,
-    ask,
+    Printed,
+    Threaded,
     percent,
     print_answer,
     print_json,
     print_lines,
     print_table,
     progress,
-    read_limits,
+    tell,
+    threads_of,
 )
 from stagewright.cli.outputs import Writes
-from stagewright.cli.printing import print_plan
-from stagewright.graphs.documents.errors import InputError
+from stagewright.cli.placing import check_placement, is_placement, show_placement
+from stagewright.cli.planning import print_plan
+from stagewright.cli.profiled import check_layout, check_profiled, is_layout, is_profiled_plan
+from stagewright.formulations.plans.plan import PipelinePlan, load_plan
+from stagewright.graphs.documents.errors import InputError, InvalidPlan
+from stagewright.graphs.documents.units import format_bytes, format_seconds
+from stagewright.graphs.machines.cluster import load_cluster
+from stagewright.graphs.models.chain import load_model
+from stagewright.service.answers import InvalidAnswer
+from stagewright.service.options import Option
+from stagewright.service.pipeline_requests import CheckRequest, SimulateRequest
 
 if TYPE_CHECKING:
+    from stagewright.executor.simulation.difference import PlanDifference
     from stagewright.executor.simulation.results import PeriodicRun
     from stagewright.formulations.checking.proofs import Verdict
-    from stagewright.formulations.plans.plan import PipelinePlan
     from stagewright.service.pipeline_answers import CheckAnswer, SimulateAnswer
 
 
-def check(
-    plan: PlanFile,
-    model: Annotated[Path | None, typer.Option(help="Model file.", metavar="FILE")] = None,
-    cluster: Annotated[Path | None, typer.Option(help="Cluster file.", metavar="FILE")] = None,
-    proofs: Annotated[
-        bool, typer.Option("--proofs", help="Run the searches behind the bounds again.")
-    ] = False,
-    time_limit: TimeLimit = 60.0,
-    threads: Threads = None,
-    as_json: JsonFlag = False,
-) -> int:
+class CheckOptions(Printed, Threaded):
+    """What ``check`` is asked beside its request."""
+
+    chain: Annotated[Path | None, Option("--model", form="FILE")] = None
+    """Model file."""
+    cluster: Annotated[Path | None, Option(form="FILE")] = None
+    """Cluster file."""
+
+
+@command(without="seed")
+def check(asked: Asked[CheckRequest], given: CheckOptions) -> int:
     """Check a plan against all rules and verify its bounds; exit code 1 if one fails.
 
     What train-plan wrote has its model and machines in it; all other plans need both files.
     """
-    from stagewright.cli.layouts import check_layout, is_layout
-    from stagewright.cli.placing import check_placement, is_placement
-    from stagewright.cli.profiled import check_profiled, is_profiled_plan
-    from stagewright.service.pipeline_requests import CheckRequest
     from stagewright.service.plans import check as check_plan
 
+    plan, proofs = asked.given["plan"], asked.given["proofs"]
+    model, cluster = given.chain, given.cluster
     if is_layout(plan) or is_profiled_plan(plan):
         if model is not None or cluster is not None or proofs:
             raise InputError(f"{plan} needs no --model, --cluster or --proofs: leave them out")
-        return (check_layout if is_layout(plan) else check_profiled)(plan, as_json)
+        return (check_layout if is_layout(plan) else check_profiled)(plan, given.as_json)
     if model is None or cluster is None:
         raise InputError("--model and --cluster are needed: the files that were planned")
     if is_placement(plan):
         if proofs:
             raise InputError("--proofs is for plans of pipelines: no search is behind these bounds")
-        return check_placement(plan, model, cluster, as_json)
-    limits = read_limits(time_limit, threads, 0)
-    request = ask(
-        CheckRequest,
-        **_read_plan(plan, model, cluster),
-        proofs=proofs,
-        time_limit=limits.seconds,
-        threads=limits.threads,
+        return check_placement(plan, model, cluster, given.as_json)
+    request = asked.request(
+        plan=load_plan(plan),
+        chain=load_model(model),
+        cluster=load_cluster(cluster),
+        threads=threads_of(given.threads),
     )
+    _require_problem(request, {"plan": plan, "chain": model, "cluster": cluster})
     with progress("checking"):
         answer = check_plan(request)
-    if as_json:
-        print_answer(answer)
-    else:
-        _print_check(plan, answer)
+    tell(answer, given, lambda answer: _print_check(plan, answer))
     return 1 if answer.violations else 0
 
 
 def _print_check(plan: Path, answer: "CheckAnswer") -> None:
-    from stagewright.graphs.documents.units import format_seconds
 
     if answer.verdicts:
         _print_verdicts(answer.verdicts)
@@ -97,7 +94,6 @@ def _print_check(plan: Path, answer: "CheckAnswer") -> None:
 
 
 def _print_verdicts(verdicts: "Sequence[Verdict]") -> None:
-    from stagewright.graphs.documents.units import format_seconds
 
     rows = []
     for one in verdicts:
@@ -106,91 +102,71 @@ def _print_verdicts(verdicts: "Sequence[Verdict]") -> None:
     print_table(("<place", "seconds", "<by", "<verdict"), rows)
 
 
-def simulate(
-    plan: PlanFile,
-    model: ModelFile,
-    cluster: ClusterFile,
-    jitter: Annotated[
-        float, typer.Option(help="Jitter: standard deviation of the durations' logarithm.")
-    ] = 0.0,
-    straggler: Annotated[
-        list[str] | None,
-        typer.Option(help="A slow device and its factor; may be repeated.", metavar="DEVICE=F"),
-    ] = None,
-    seed: Seed = 0,
-    as_json: JsonFlag = False,
-) -> int:
+class SimulateOptions(Printed):
+    """What ``simulate`` is asked beside its request."""
+
+    straggler: Annotated[list[str] | None, Option(form="DEVICE=F")] = None
+    """A slow device and its factor; may be repeated."""
+
+
+def simulate(asked: Asked[SimulateRequest], given: SimulateOptions) -> int:
     """Simulate a plan in its order by discrete events, with optional jitter and stragglers."""
-    from stagewright.graphs.documents.errors import InvalidPlan
-    from stagewright.service.answers import InvalidAnswer
-    from stagewright.service.pipeline_requests import SimulateRequest
     from stagewright.service.plans import simulate as run
 
-    factors = dict(_read_straggler(text) for text in straggler or [])
-    given = _read_plan(plan, model, cluster)
-    request = ask(SimulateRequest, **given, jitter=jitter, stragglers=factors, seed=seed)
+    factors = dict(_read_straggler(text) for text in given.straggler or [])
+    request = asked.request(stragglers=factors)
+    _require_problem(request, asked.given)
     try:
         with progress("simulating"):
             answer = run(request)
     except InvalidPlan as error:
-        if as_json:
+        if given.as_json:
             print_answer(InvalidAnswer(reason=str(error)))
         else:
-            print_lines(f"{plan} cannot run: {error}")
+            print_lines(f"{asked.given['plan']} cannot run: {error}")
         return 1
-    if as_json:
-        print_answer(answer)
-    else:
-        _print_simulation(request.plan, answer)
+    tell(answer, given, lambda answer: _print_simulation(request.plan, answer))
     return 0
 
 
-def show(
-    plan: PlanFile,
-    html: Annotated[
-        Path | None,
-        typer.Option(help="Write a page with the timeline.", metavar="FILE"),
-        Writes(".html", ".htm"),
-    ] = None,
-    png: Annotated[
-        Path | None, typer.Option(help="Write a picture.", metavar="FILE"), Writes(".png")
-    ] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(help="Write a trace for Perfetto or Chrome.", metavar="FILE"),
-        Writes(".json"),
-    ] = None,
-    cluster: Annotated[
-        Path | None, typer.Option(help="Cluster file; the page draws its links.", metavar="FILE")
-    ] = None,
-    as_json: JsonFlag = False,
-) -> int:
-    """Draw a plan, or print its summary if no file is given."""
-    from stagewright.cli.placing import is_placement, show_placement
+class ShowOptions(Printed):
+    """What ``show`` is asked."""
 
-    if cluster is not None and (html is None or is_placement(plan)):
+    plan: Annotated[Path, Option("PLAN")]
+    """Plan file."""
+    html: Annotated[Path | None, Option(form="FILE"), Writes(".html", ".htm")] = None
+    """Write a page with the timeline."""
+    png: Annotated[Path | None, Option(form="FILE"), Writes(".png")] = None
+    """Write a picture."""
+    trace: Annotated[Path | None, Option(form="FILE"), Writes(".json")] = None
+    """Write a trace for Perfetto or Chrome."""
+    cluster: Annotated[Path | None, Option(form="FILE")] = None
+    """Cluster file; the page draws its links."""
+
+
+def show(given: ShowOptions) -> int:
+    """Draw a plan, or print its summary if no file is given."""
+    if given.cluster is not None and (given.html is None or is_placement(given.plan)):
         raise InputError("--cluster: only the --html page of a pipeline plan draws links")
-    if is_placement(plan):
-        return show_placement(plan, html, png, trace, as_json)
+    if is_placement(given.plan):
+        return show_placement(given.plan, given.html, given.png, given.trace, given.as_json)
     from stagewright.executor.drawing.chart import write_png
     from stagewright.executor.drawing.chrome import write_trace
     from stagewright.executor.drawing.page import write_html
-    from stagewright.formulations.plans.plan import load_plan
-    from stagewright.graphs.machines.cluster import load_cluster
     from stagewright.service.plans import summary
 
-    answer = load_plan(plan)
-    machines = None if cluster is None else load_cluster(cluster)
+    answer = load_plan(given.plan)
+    machines = None if given.cluster is None else load_cluster(given.cluster)
     writers: tuple[tuple[Path | None, Callable[[PipelinePlan, Path], None]], ...] = (
-        (html, partial(write_html, cluster=machines)),
-        (png, write_png),
-        (trace, write_trace),
+        (given.html, partial(write_html, cluster=machines)),
+        (given.png, write_png),
+        (given.trace, write_trace),
     )
     wanted = [(path, write) for path, write in writers if path is not None]
     with progress("drawing"):
         for path, write in wanted:
             write(answer, path)
-    if as_json:
+    if given.as_json:
         print_json(summary(answer).json_object() | {"files": [str(path) for path, _ in wanted]})
     elif wanted:
         print_lines(*(f"{path} is written" for path, _ in wanted))
@@ -200,6 +176,56 @@ def show(
     return 0
 
 
+class DiffOptions(Printed):
+    """What ``diff`` is asked."""
+
+    plan: Annotated[Path, Option("PLAN")]
+    """Plan file."""
+    other: Annotated[Path, Option("OTHER")]
+    """The second plan, of the same model."""
+
+
+def diff(given: DiffOptions) -> int:
+    """Compare two plans of a model: what the second takes longer for, and what it does otherwise.
+
+    The causes of a finite plan are the actions and waits on its critical path, those of a periodic
+    one the load and the idle time of its busiest device; they add up to the iteration.
+    """  # fmt: skip
+    from stagewright.executor.simulation.difference import differ
+
+    first, second = load_plan(given.plan), load_plan(given.other)
+    found = differ(first, second)
+    if given.as_json:
+        print_json(asdict(found))
+    else:
+        _print_difference(found, first, second)
+    return 0
+
+
+def _print_difference(
+    found: "PlanDifference", first: "PipelinePlan", second: "PipelinePlan"
+) -> None:
+
+    def signed(seconds: float) -> str:
+        return f"{'-' if seconds < 0 else '+'}{format_seconds(abs(seconds))}" if seconds else "0 s"
+
+    whole = found.iteration.first_seconds
+    rows = [
+        (one.cause, format_seconds(one.first_seconds), format_seconds(one.second_seconds),
+         signed(one.difference), percent(one.difference / whole) if whole else "-")
+        for one in (found.iteration, *found.parts)
+    ]  # fmt: skip
+    print_table(("<cause", "first", "second", "difference", "of the first"), rows)
+    memory = ["-" if peak is None else format_bytes(peak) for peak in found.peak_memory_bytes]
+    proofs = [one.certificate for one in (first, second)]
+    gaps = ["no bound" if one is None else f"gap {percent(one.gap)} in its class" for one in proofs]
+    print_lines(
+        f"peak memory: {memory[0]} -> {memory[1]}",
+        f"proof: {gaps[0]} -> {gaps[1]}",
+        *(found.changes or ("nothing else is different",)),
+    )
+
+
 def _print_explanation(plan: "PipelinePlan") -> None:
     from stagewright.executor.simulation.explanation import explain_plan
     from stagewright.executor.simulation.sentences import explanation_sentences
@@ -207,29 +233,15 @@ def _print_explanation(plan: "PipelinePlan") -> None:
     print_lines(*explanation_sentences(plan, explain_plan(plan)))
 
 
-def _read_plan(plan: Path, model: Path, cluster: Path) -> dict[str, Any]:
-    """The plan, and the model and cluster of its problem."""
-    from stagewright.formulations.plans.pipeline import PipelineProblem
-    from stagewright.formulations.plans.plan import load_plan
-    from stagewright.graphs.machines.cluster import load_cluster
-    from stagewright.graphs.models.chain import load_model
-
-    answer, chain, machines = load_plan(plan), load_model(model), load_cluster(cluster)
-    problem = PipelineProblem(
-        chain,
-        machines,
-        answer.microbatches,
-        answer.memory_limit_bytes,
-        answer.assumed_share,
-        answer.microbatch_size,
-    )
-    if not answer.answers(problem.digest):
+def _require_problem(request: CheckRequest | SimulateRequest, given: Mapping[str, Path]) -> None:
+    """Refuse a plan that was made for another problem."""
+    plan = request.plan
+    if not plan.answers(request.problem.digest):
         raise InputError(
-            f"{plan} is a plan for another problem: it was made for {answer.model} on "
-            f"{answer.cluster}, and its digest is not that of {model} and {cluster} with "
-            f"{answer.microbatches} microbatches"
+            f"{given['plan']} is a plan for another problem: it was made for {plan.model} on "
+            f"{plan.cluster}, and its digest is not that of {given['chain']} and "
+            f"{given['cluster']} with {plan.microbatches} microbatches"
         )
-    return {"plan": answer, "chain": chain, "cluster": machines}
 
 
 def _read_straggler(text: str) -> tuple[str, float]:
@@ -242,7 +254,6 @@ def _read_straggler(text: str) -> tuple[str, float]:
 
 def _print_simulation(plan: "PipelinePlan", answer: "SimulateAnswer") -> None:
     from stagewright.executor.drawing.timeline import shorten_devices
-    from stagewright.graphs.documents.units import format_seconds
 
     found = answer.simulation
 
@@ -266,7 +277,6 @@ def _print_simulation(plan: "PipelinePlan", answer: "SimulateAnswer") -> None:
 
 
 def _run_lines(planned_seconds: float, run: "PeriodicRun") -> list[str]:
-    from stagewright.graphs.documents.units import format_seconds
 
     return [
         f"period {format_seconds(run.period_seconds)} per microbatch once the pipeline is full, "

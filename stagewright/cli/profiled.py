@@ -1,4 +1,4 @@
-"""``train-plan`` and ``check`` of plans by layer profiles."""
+"""``train-plan`` by layer profiles, and ``check`` of what ``train-plan`` wrote."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -7,20 +7,24 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from stagewright.cli.commands import ask, with_option
 from stagewright.cli.console import (
-    ask,
+    kept,
     percent,
     print_answer,
     print_lines,
     print_table,
     progress,
-    with_option,
+    tell,
 )
 from stagewright.cli.interrupts import interruptible
-from stagewright.cli.profiled_inputs import read_server_pools
+from stagewright.cli.layout_inputs import read_server_pools
+from stagewright.graphs.documents.documents import format_of, read_text, write_bytes
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import counted, format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
+    from stagewright.cli.layouts import TrainPlanOptions
     from stagewright.service.profiled import ProfiledAnswer, ProfiledPoolAnswer
 
 PROFILES_ONLY = ("servers", "time_limit")
@@ -37,7 +41,6 @@ def is_profiles(path: Path) -> bool:
     InputError
         If it is a file or folder of profiles that are not imported yet.
     """
-    from stagewright.graphs.documents.documents import format_of
     from stagewright.graphs.importers.hf_hub import is_model
     from stagewright.graphs.models.layer_profiles import FORMAT
 
@@ -56,8 +59,6 @@ def is_profiles(path: Path) -> bool:
 def _foreign(path: Path) -> str | None:
     """The project whose profiles these seem to be."""
     from pydantic_core import from_json
-
-    from stagewright.graphs.documents.documents import read_text
 
     if path.is_dir():
         return "metis" if any(path.glob("DeviceType.*.json")) else "sailor"
@@ -95,63 +96,47 @@ def _option(context: typer.Context, name: str) -> str:
     return next(one.opts[0] for one in context.command.params if one.name == name)
 
 
-def plan_profiles(
-    path: Path,
-    batch: int,
-    servers: str | None,
-    cluster: Path | None,
-    rates: dict[str, str | None],
-    reserve: str | None,
-    time_limit: float,
-    png: Path | None,
-    output: Path | None,
-    as_json: bool,
-) -> int:
+def plan_profiles(given: "TrainPlanOptions", reserve: str | None) -> int:
     """Find the fastest plan by layer profiles; exit code 1 if none fits."""
     from stagewright.formulations.parallelism.profiled_document import save_profiled_plan
-    from stagewright.graphs.documents.units import parse_bytes
     from stagewright.graphs.models.layer_profiles import load_layer_profiles
     from stagewright.service.profiled import ProfiledRequest, find_profiled_plan
     from stagewright.service.profiled_problems import profiled_problem
 
-    profiles = load_layer_profiles(path)
-    pools = read_server_pools(servers, cluster, rates, profiles.device_kinds)
+    batch = given.global_batch
+    profiles = load_layer_profiles(given.config)
+    names = ("memory", "server_bandwidth", "network_bandwidth")
+    rates = {name: getattr(given, name) for name in names}
+    pools = read_server_pools(given.servers, given.cluster, rates, profiles.device_kinds)
     bytes_ = None if reserve is None else parse_bytes(reserve, "--reserve")
     try:
         problem = profiled_problem(profiles, pools, batch=batch, reserve_bytes=bytes_)
     except InputError as error:
         options = {"batch": "--global-batch", "reserve_bytes": "--reserve"}
         raise InputError(with_option(str(error), (), options)) from None
-    request = ask(ProfiledRequest, problem=problem, time_limit=time_limit)
+    request = ask(ProfiledRequest, problem=problem, time_limit=given.time_limit)
     with interruptible() as stop, progress(f"planning {profiles.name}", stop):
         answer = find_profiled_plan(request, stop)
-    written = []
-    if answer.plan is not None:
-        if png is not None:
-            _draw(png, f"{profiles.name}, batch {batch}", answer)
-            written.append(png)
-        if output is not None:
-            save_profiled_plan(answer.plan, output)
-            written.append(output)
-    if as_json:
-        print_answer(answer)
-    else:
-        _print(profiles.name, batch, answer)
-        print_lines(*(f"{one} is written" for one in written))
+    if answer.plan is not None and given.png is not None:
+        _draw(given.png, f"{profiles.name}, batch {batch}", answer)
+    written = kept(answer.plan, given, save_profiled_plan)
+    tell(
+        answer,
+        given,
+        lambda answer: _print(profiles.name, batch, answer),
+        (given.png, *written) if answer.plan is not None else (),
+    )
     return 0 if answer.plan is not None else 1
 
 
 def _draw(png: Path, title: str, answer: "ProfiledAnswer") -> None:
     from stagewright.executor.drawing.stage_bars import stages_png
-    from stagewright.graphs.documents.documents import write_bytes
-    from stagewright.graphs.documents.units import format_seconds
 
     seconds = format_seconds(answer.iteration_seconds or 0.0)
     write_bytes(png, stages_png(answer.stages, f"{title}: {seconds} per iteration"))
 
 
 def _print(name: str, batch: int, answer: "ProfiledAnswer") -> None:
-    from stagewright.graphs.documents.units import counted, format_seconds
 
     bound = format_seconds(answer.bound_seconds) if answer.bound_seconds is not None else "-"
     if answer.iteration_seconds is None:
@@ -176,8 +161,6 @@ def _print(name: str, batch: int, answer: "ProfiledAnswer") -> None:
 
 
 def _print_stages(answer: "ProfiledAnswer") -> None:
-    from stagewright.graphs.documents.units import format_bytes, format_seconds
-
     print_table(
         ("stage", "layers", "<GPUs", "replicas", "tensor", "forward", "backward", "all-reduce",
          "update", "memory", "of"),
@@ -204,7 +187,6 @@ def _name(pools: "Sequence[ProfiledPoolAnswer]", number: int) -> str:
 
 
 def _print_pools(answer: "ProfiledAnswer") -> None:
-    from stagewright.graphs.documents.units import format_bytes
 
     print_table(
         ("<GPUs", "servers", "each", "used", "fullest GPU", "of"),
@@ -225,7 +207,6 @@ def _print_pools(answer: "ProfiledAnswer") -> None:
 def is_profiled_plan(path: Path) -> bool:
     """Whether a file is a plan by layer profiles."""
     from stagewright.formulations.parallelism.profiled_document import FORMAT
-    from stagewright.graphs.documents.documents import format_of
 
     return format_of(path) == FORMAT
 
@@ -233,7 +214,6 @@ def is_profiled_plan(path: Path) -> bool:
 def check_profiled(path: Path, as_json: bool) -> int:
     """Compute a plan's time and memory again, and print what differs; exit code 1 if any."""
     from stagewright.formulations.parallelism.profiled_document import load_profiled_plan
-    from stagewright.graphs.documents.units import format_seconds
     from stagewright.service.profiled import CheckProfiledRequest, check_profiled_plan
 
     request = ask(CheckProfiledRequest, document=load_profiled_plan(path))
@@ -248,3 +228,30 @@ def check_profiled(path: Path, as_json: bool) -> int:
             "behind its bound is not run again: train-plan does"
         )
     return 1 if answer.violations else 0
+
+
+def is_layout(path: Path) -> bool:
+    """Whether a file is a layout; a folder with a config.json, or a model by name, is not."""
+    from stagewright.formulations.parallelism.document import FORMAT
+    from stagewright.graphs.importers.hf_hub import is_model
+
+    return not is_model(path) and format_of(path) == FORMAT
+
+
+def check_layout(path: Path, as_json: bool) -> int:
+    """Compute a layout's time and memory again, and print what differs; exit code 1 if any."""
+    from stagewright.formulations.parallelism.document import load_layout, violations
+    from stagewright.service.layouts import CheckLayoutAnswer
+
+    plan = load_layout(path)
+    found = violations(plan)
+    if as_json:
+        print_answer(CheckLayoutAnswer(status="invalid" if found else "valid", violations=found))
+    elif found:
+        print_lines(*(f"{path}: {one}" for one in found))
+    else:
+        print_lines(
+            f"{path}: valid, {format_seconds(plan.iteration_seconds)} per iteration; the search "
+            "behind its bound is not run again: train-plan does"
+        )
+    return 1 if found else 0

@@ -3,27 +3,20 @@
 import math
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
+from pydantic import Field
 
-from stagewright.cli.console import (
-    ClipNorm,
-    JsonFlag,
-    LossFunction,
-    Module,
-    Optimizer,
-    PlanFile,
-    Seed,
-    print_answer,
-    print_lines,
-)
-from stagewright.cli.optimizing import parse_groups, parse_optimizer, parse_schedule
+from stagewright.cli.commands import command
+from stagewright.cli.console import Clipped, Modelled, Printed, Seeded, print_answer, print_lines
+from stagewright.cli.factories import parse_groups, parse_optimizer, parse_schedule
 from stagewright.cli.outputs import Writes, require_folder
-from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.errors import InputError, InvalidPlan
+from stagewright.graphs.documents.units import format_bytes, format_seconds
+from stagewright.service.answers import Evaluated, InvalidAnswer, TrainedAnswer
+from stagewright.service.options import Option
 
 if TYPE_CHECKING:
     from stagewright.executor.training.logs import OnStep, StepReport
@@ -37,133 +30,76 @@ PROGRESS_SECONDS = 0.5  # minimum time between two lines of progress on a termin
 QUIET_SECONDS = 5.0  # and where stderr is a file
 
 
-def run(
-    plan: PlanFile,
-    module: Module,
-    data: Annotated[
-        str,
-        typer.Option(
-            help="Function that returns an iterable of mini-batches, (inputs, targets) or dicts of "
-            "the model's keywords with its labels, the same on every rank; called for every epoch. "
-            "If it takes replica and replicas, it returns the samples of that replica.",
-            metavar="PACKAGE:FACTORY",
-            show_default=False,
-        ),
-    ],
-    steps: Annotated[
-        int,
-        typer.Option(
-            help="Total number of steps; each takes a mini-batch, or those of --accumulate.",
-            min=1,
-            show_default=False,
-        ),
-    ],
-    loss: LossFunction = None,
-    optimizer: Optimizer = "sgd:lr=0.01",
-    parameter_group: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Other arguments of the optimizer for parameters with a matching name, e.g. "
-            "'norm|bias:weight_decay=0'; repeatable, the first match counts.",
-            metavar="REGEX:KEY=VALUE,...",
-        ),
-    ] = None,
-    lr_schedule: Annotated[
-        str | None,
-        typer.Option(
-            help="Learning rates by step: constant, linear or cosine, e.g. "
-            "cosine:warmup=100,min=0.1; min is a fraction of the learning rate, total is --steps.",
-            metavar="KIND[:KEY=VALUE,...]",
-        ),
-    ] = None,
-    accumulate: Annotated[
-        int,
-        typer.Option(help="Mini-batches whose gradients make an update, which is a step.", min=1),
-    ] = 1,
-    evaluate: Annotated[
-        str | None,
-        typer.Option(
-            help="Function that returns an iterable of mini-batches that are held out, as --data, "
-            "the same on every rank; their mean loss is that of the model in evaluation.",
-            metavar="PACKAGE:FACTORY",
-        ),
-    ] = None,
-    evaluate_every: Annotated[
-        int | None,
-        typer.Option(help="Steps between evaluations; there is one at the end.", min=1),
-    ] = None,
-    clip_norm: ClipNorm = None,
-    seed: Seed = 0,
-    dtype: Annotated[
-        Literal["float64", "float32", "bfloat16"] | None,
-        typer.Option(
-            help="Type of a pipeline's computations; bfloat16 is autocast of float32 parameters. "
-            "Default: float32."
-        ),
-    ] = None,
-    load_parameters: Annotated[
-        Path | None,
-        typer.Option(
-            help="Begin with the weights of a .safetensors file, an index of several, or a folder; "
-            "a rank reads those of its stages.",
-            metavar="PATH",
-        ),
-    ] = None,
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option(help="Folder of checkpoints; the two newest are kept.", metavar="DIR"),
-        Writes(several=True),
-    ] = None,
-    checkpoint_every: Annotated[
-        int | None,
-        typer.Option(help="Steps between checkpoints; one is written at the end.", min=1),
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue from the newest checkpoint.")
-    ] = False,
+class RunOptions(Modelled, Clipped, Seeded, Printed):
+    """What ``run`` is asked."""
+
+    plan: Annotated[Path, Option("PLAN")]
+    """Plan file."""
+    data: Annotated[str, Option(form="PACKAGE:FACTORY")]
+    """Function that returns an iterable of mini-batches, (inputs, targets) or dicts of the model's
+    keywords with its labels, the same on every rank; called for every epoch. If it takes replica
+    and replicas, it returns the samples of that replica."""
+    steps: Annotated[int, Field(ge=1)]
+    """Total number of steps; each takes a mini-batch, or those of --accumulate."""
+    optimizer: str = "sgd:lr=0.01"
+    """One of torch.optim, e.g. adamw:lr=1e-3,weight_decay=0.1."""
+    log: Annotated[Path | None, Option(form="FILE"), Writes(".csv")] = None
+    """Write a row for each step: loss, samples per second, seconds, learning rate and peak memory
+    of the fullest rank."""
     save_parameters: Annotated[
         Path | None,
-        typer.Option(
-            help="Write the trained state dict: .safetensors, or a pickle.", metavar="FILE"
-        ),
+        Option(form="FILE"),
         Writes(".pt", ".pth", ".bin", ".ckpt", ".safetensors"),
-    ] = None,
-    log: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write a row for each step: loss, samples per second, seconds, learning rate and "
-            "peak memory of the fullest rank.",
-            metavar="FILE",
-        ),
-        Writes(".csv"),
-    ] = None,
-    tensorboard: Annotated[
-        Path | None,
-        typer.Option(help="Write the same as curves for tensorboard.", metavar="DIR"),
-        Writes(several=True),
-    ] = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="Write a trace of the run.", metavar="FILE"), Writes(".json")
-    ] = None,
-    graph: Annotated[
-        bool,
-        typer.Option(
-            "--graph",
-            help="Replay the window between two losses as a CUDA graph: for a plan that begins "
-            "with the backwards, on one GPU.",
-        ),
-    ] = False,
-    compile: Annotated[
-        bool,
-        typer.Option(
-            "--compile", help="Compile layers by torch.compile, where their backward is whole."
-        ),
-    ] = False,
-    timeout: Annotated[
-        float, typer.Option(help="Seconds that a rank waits for another one.")
-    ] = 60.0,
-    as_json: JsonFlag = False,
-) -> int:
+    ] = None
+    """Write the trained state dict: .safetensors, or a pickle."""
+    trace: Annotated[Path | None, Option(form="FILE"), Writes(".json")] = None
+    """Write a trace of the run."""
+    parameter_group: Annotated[list[str] | None, Option(form="REGEX:KEY=VALUE,...")] = None
+    """Other arguments of the optimizer for parameters with a matching name, e.g.
+    'norm|bias:weight_decay=0'; repeatable, the first match counts."""
+    lr_schedule: Annotated[str | None, Option(form="KIND[:KEY=VALUE,...]")] = None
+    """Learning rates by step: constant, linear or cosine, e.g. cosine:warmup=100,min=0.1; min is a
+    fraction of the learning rate, total is --steps."""
+    accumulate: Annotated[int, Field(ge=1)] = 1
+    """Mini-batches whose gradients make an update, which is a step."""
+    evaluate: Annotated[str | None, Option(form="PACKAGE:FACTORY")] = None
+    """Function that returns an iterable of mini-batches that are held out, as --data, the same on
+    every rank; their mean loss is that of the model in evaluation."""
+    evaluate_every: Annotated[int | None, Field(ge=1)] = None
+    """Steps between evaluations; there is one at the end."""
+    dtype: Literal["float64", "float32", "bfloat16"] | None = None
+    """Type of a pipeline's computations; bfloat16 is autocast of float32 parameters. Default:
+    float32."""
+    load_parameters: Annotated[Path | None, Option(form="PATH")] = None
+    """Begin with the weights of a .safetensors file, an index of several, or a folder; a rank reads
+    those of its stages."""
+    checkpoint: Annotated[Path | None, Option(form="DIR"), Writes(several=True)] = None
+    """Folder of checkpoints; the two newest are kept."""
+    checkpoint_every: Annotated[int | None, Field(ge=1)] = None
+    """Steps between checkpoints; one is written at the end."""
+    resume: bool = False
+    """Continue from the newest checkpoint."""
+    tensorboard: Annotated[Path | None, Option(form="DIR"), Writes(several=True)] = None
+    """Write the same as curves for tensorboard."""
+    graph: bool = False
+    """Replay the window between two losses as a CUDA graph: for a plan that begins with the
+    backwards, on one GPU."""
+    compile: bool = False
+    """Compile layers by torch.compile, where their backward is whole."""
+    timeout: float = 60.0
+    """Seconds that a rank waits for another one."""
+
+
+@command(
+    headings={
+        "The update": "parameter_group lr_schedule accumulate clip_norm",
+        "Evaluation": "evaluate evaluate_every",
+        "Parameters and checkpoints": "load_parameters save_parameters checkpoint checkpoint_every"
+        " resume",
+        "How it runs": "dtype graph compile timeout seed tensorboard",
+    }
+)
+def run(given: RunOptions) -> int:
     """Train a model as planned: start local processes or, under torchrun, run as one of its ranks.
 
     Each rank computes with OMP_NUM_THREADS threads, by default one.
@@ -172,60 +108,72 @@ def run(
     from stagewright.executor.training.ranks.launch import is_rank, load_for_ranks
 
     load_for_ranks()
-    if not (math.isfinite(timeout) and timeout > 0):
-        raise InputError(f"--timeout must be a positive number of seconds, got {timeout:g}")
-    if checkpoint is None and (resume or checkpoint_every is not None):
+    require_timeout(given.timeout)
+    steps = given.steps
+    if given.checkpoint is None and (given.resume or given.checkpoint_every is not None):
         raise InputError("--resume and --checkpoint-every need --checkpoint DIR")
-    if evaluate is None and evaluate_every is not None:
+    if given.evaluate is None and given.evaluate_every is not None:
         raise InputError("--evaluate-every needs --evaluate PACKAGE:FACTORY")
 
-    def read_task(parsed: "AnyPlan") -> "Task":
-        import torch
-
-        from stagewright.cli.factories import load_factory
-        from stagewright.executor.training.logs import require_tensorboard
-        from stagewright.executor.training.training import Task
-
-        require_tensorboard(tensorboard)
-        stepping = parse_optimizer(optimizer)
-        return Task(
-            plan=parsed,
-            model=load_factory(module, "--module"),
-            data=load_factory(data, "--data"),
-            loss=None if loss is None else load_factory(loss, "--loss"),
-            optimizer=stepping,
-            groups=parse_groups(parameter_group, stepping),
-            schedule=None if lr_schedule is None else parse_schedule(lr_schedule, steps),
-            accumulate=accumulate,
-            clip_norm=clip_norm,
-            steps=steps,
-            seed=seed,
-            dtype=None if dtype is None else getattr(torch, dtype),
-            weights=load_parameters,
-            timeout_seconds=timeout,
-            checkpoints=checkpoint,
-            checkpoint_every=checkpoint_every or steps,
-            evaluation=None if evaluate is None else load_factory(evaluate, "--evaluate"),
-            evaluate_every=evaluate_every or steps,
-            resume=resume,
-            parameters=save_parameters,
-            trace=trace,
-            graph=graph,
-            compile=compile,
-        )
-
     if not is_rank():
-        return _start(_load(plan), read_task, plan, as_json)
-    with joined(timeout) as member:
+        return _start(_load(given.plan), given)
+    with joined(given.timeout) as member:
         from stagewright.executor.training.logs import logging_to
         from stagewright.executor.training.training import train
 
-        task = read_task(_load(plan))
-        with logging_to(log, tensorboard) as logged:
+        task = _task(_load(given.plan), given)
+        with logging_to(given.log, given.tensorboard) as logged:
             history = train(task, member, _both(_progress(steps), logged), _note)
         if member.rank == 0:
-            _print_summary(task, history, member.world_size, as_json)
+            _print_summary(task, history, member.world_size, given.as_json)
     return 0
+
+
+def require_timeout(seconds: float) -> None:
+    """Refuse to wait for no time, or for ever."""
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise InputError(f"--timeout must be a positive number of seconds, got {seconds:g}")
+
+
+def _task(plan: "AnyPlan", given: RunOptions) -> "Task":
+    """What the ranks do."""
+    import torch
+
+    from stagewright.cli.factories import load_factory
+    from stagewright.executor.training.logs import require_tensorboard
+    from stagewright.executor.training.training import Task
+
+    require_tensorboard(given.tensorboard)
+    stepping, schedule, evaluate = (
+        parse_optimizer(given.optimizer),
+        given.lr_schedule,
+        given.evaluate,
+    )
+    return Task(
+        plan=plan,
+        model=load_factory(given.module, "--module"),
+        data=load_factory(given.data, "--data"),
+        loss=None if given.loss is None else load_factory(given.loss, "--loss"),
+        optimizer=stepping,
+        groups=parse_groups(given.parameter_group, stepping),
+        schedule=None if schedule is None else parse_schedule(schedule, given.steps),
+        accumulate=given.accumulate,
+        clip_norm=given.clip_norm,
+        steps=given.steps,
+        seed=given.seed,
+        dtype=None if given.dtype is None else getattr(torch, given.dtype),
+        weights=given.load_parameters,
+        timeout_seconds=given.timeout,
+        checkpoints=given.checkpoint,
+        checkpoint_every=given.checkpoint_every or given.steps,
+        evaluation=None if evaluate is None else load_factory(evaluate, "--evaluate"),
+        evaluate_every=given.evaluate_every or given.steps,
+        resume=given.resume,
+        parameters=given.save_parameters,
+        trace=given.trace,
+        graph=given.graph,
+        compile=given.compile,
+    )
 
 
 def _load(plan: Path) -> "AnyPlan":
@@ -236,25 +184,21 @@ def _load(plan: Path) -> "AnyPlan":
     return load_operator_plan(plan) if is_placement(plan) else load_plan(plan)
 
 
-def _start(
-    parsed: "AnyPlan", read_task: "Callable[[AnyPlan], Task]", plan: Path, as_json: bool
-) -> int:
+def _start(parsed: "AnyPlan", given: RunOptions) -> int:
     """Check the task once, then start the ranks."""
     from stagewright.cli import main
     from stagewright.executor.training.ranks.launch import LocalRanks
     from stagewright.executor.training.training import devices_of_any
-    from stagewright.graphs.documents.errors import InvalidPlan
-    from stagewright.service.answers import InvalidAnswer
 
     with LocalRanks(len(devices_of_any(parsed)), main) as ranks:
-        task = read_task(parsed)
+        task = _task(parsed, given)
         try:
             _require_runnable(task)
         except InvalidPlan as error:
-            if as_json:
+            if given.as_json:
                 print_answer(InvalidAnswer(reason=str(error)))
             else:
-                print_lines(f"{plan} cannot run: {error}")
+                print_lines(f"{given.plan} cannot run: {error}")
             return 1
         return ranks.run()
 
@@ -274,8 +218,6 @@ def _require_runnable(task: "Task") -> None:
 
 def _progress(steps: int) -> "OnStep":
     """Report the progress of the training on stderr: often on a terminal, else now and then."""
-    from stagewright.graphs.documents.units import format_bytes, format_seconds
-
     is_terminal = sys.stderr.isatty()
     pause = PROGRESS_SECONDS if is_terminal else QUIET_SECONDS
     told = -math.inf if is_terminal else time.monotonic()
@@ -311,8 +253,6 @@ def _note(line: str) -> None:
 def _print_summary(
     task: "Task", history: "TrainingHistory", world_size: int, as_json: bool
 ) -> None:
-    from stagewright.graphs.documents.units import format_seconds
-    from stagewright.service.answers import Evaluated, TrainedAnswer
 
     if as_json:
         print_answer(

@@ -1,27 +1,14 @@
 """``schedule``: one schedule of stages with given times, all published ones, or a curve."""
 
+import math
+import re
 from collections.abc import Mapping, Sequence
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-import typer
-
-from stagewright.cli.console import (
-    JsonFlag,
-    Seed,
-    Server,
-    Threads,
-    TimeLimit,
-    ask,
-    print_json,
-    print_lines,
-    progress,
-    with_option,
-)
-from stagewright.cli.makespans import Backend, limit_fields
+from stagewright.cli.commands import Asked, ask, command, spelled, with_option
+from stagewright.cli.console import Printed, Served, Threaded, progress, tell, threads_of
 from stagewright.cli.outputs import Writes
-from stagewright.cli.schedule_options import read_replicas, read_stages
 from stagewright.cli.schedule_printing import (
     CURVE_HEAD,
     FIGURES,
@@ -36,7 +23,14 @@ from stagewright.cli.schedule_printing import (
 )
 from stagewright.cli.solving import find
 from stagewright.formulations.schedules.kinds import KINDS
+from stagewright.graphs.documents.documents import write_bytes, write_text
 from stagewright.graphs.documents.errors import InputError
+from stagewright.service.options import Option
+from stagewright.service.pipeline_requests import (
+    CompareSchedulesRequest,
+    MemoryCurveRequest,
+    ScheduleRequest,
+)
 
 if TYPE_CHECKING:
     from stagewright.service.pipeline_answers import ScheduleAnswer, ScheduleFigures
@@ -62,230 +56,69 @@ SPELLED = {
 """Options whose name differs from the field of a schedule's request or problem."""
 
 
-class Placement(StrEnum):
-    """Where chunks are, for kinds without a placement of their own."""
+class ScheduleOptions(Served, Threaded, Printed):
+    """What ``schedule`` is asked beside its request."""
 
-    LINE = "line"
-    LOOP = "loop"
-    V = "V"
-    WAVE = "wave"
-
-
-class Placing(StrEnum):
-    """A placement, the best of them, or one of our own."""
-
-    LINE = "line"
-    LOOP = "loop"
-    V = "V"
-    WAVE = "wave"
-    ANY = "any"
-    FREE = "free"
-
-
-class Duplex(StrEnum):
-    """Whether the two directions of a channel share it (half) or not (full)."""
-
-    HALF = "half"
-    FULL = "full"
-
-
-class Objective(StrEnum):
-    """What bound, gap and status are of."""
-
-    MAKESPAN = "makespan"
-    SPAN = "span"
-    MEMORY = "memory"
-
-
-def known_kind(name: str | None) -> str | None:
-    """Refuse a kind that does not exist."""
-    from stagewright.service.schedule_setting import SCHEDULES
-
-    if name is not None and name not in SCHEDULES:
-        raise typer.BadParameter(f"{name!r} is none of {', '.join(SCHEDULES)}")
-    return name
+    stages: Annotated[int, Option(form="P")]
+    """Number of pipeline stages P. Every stage has its own device, unless --stage-devices says
+    otherwise: there are P devices."""
+    times: Annotated[list[str], Option(form="F,B")]
+    """Forward and backward time; or F,I,W: forward, input gradient, weight gradient. Once for all
+    stages, or per stage as '1,2;2,3' or repeated. Kinds that do not split backwards take I + W for
+    a whole one."""
+    compare: bool = False
+    """All kinds that fit, and the optimum, in one table."""
+    curve: bool = False
+    """The optimum for every limit in --memory-limit, each with its bound; without --memory-limit
+    from the least possible to where more is of no use. --html and --png draw it."""
+    html: Annotated[Path | None, Option(form="FILE"), Writes(".html")] = None
+    """Draw the devices' rows on a page."""
+    png: Annotated[Path | None, Option(form="FILE"), Writes(".png")] = None
+    """Draw the devices' rows."""
+    csv: Annotated[Path | None, Option(form="FILE"), Writes(".csv")] = None
+    """Write the schedule file of torch.distributed.pipelining."""
+    stage_devices: Annotated[str | None, Option(form="D,...")] = None
+    """The device of each of the P stages, from 0 in the order of their use, such as 0,1,0,1, in
+    place of --chunks. Nothing is transferred between stages on one device; every other pair of
+    neighbouring stages has its own channel."""
+    transfer: Annotated[str, Option(form="C,...")] = "0"
+    """Transfer time: one, or one per channel."""
+    in_flight: Annotated[str | None, Option(form="N,...")] = None
+    """Maximum number of microbatches in flight: one, or one per stage."""
+    saved: Annotated[list[str] | None, Option(form="f,i,w")] = None
+    """What a forward adds to the memory of its device, and the input gradient and the weight
+    gradient give back, in any unit; per stage as --times. f alone is given back at the end.
+    Default: 1, so that memory is in microbatches."""
+    memory_limit: Annotated[str | None, Option(form="N,...")] = None
+    """Limit on that memory: one, or one per device. zb1p, zb2p, zbv and optimal keep it; other
+    kinds fit or do not."""
 
 
-def schedule(
-    stages: Annotated[
-        int,
-        typer.Option(
-            help="Number of pipeline stages P. Every stage has its own device, unless "
-            "--stage-devices says otherwise: there are P devices.",
-            metavar="P",
-        ),
-    ],
-    microbatches: Annotated[int, typer.Option(help="Number of microbatches.", metavar="M")],
-    times: Annotated[
-        list[str],
-        typer.Option(
-            help="Forward and backward time; or F,I,W: forward, input gradient, weight gradient. "
-            "Once for all stages, or per stage as '1,2;2,3' or repeated. Kinds that do not split "
-            "backwards take I + W for a whole one.",
-            metavar="F,B",
-        ),
-    ],
-    kind: Annotated[
-        str | None,
-        typer.Option(
-            help="gpipe, 1f1b or pe (on any devices); a published schedule: "
-            f"{', '.join(name for name in KINDS if name not in ('gpipe', '1f1b'))}; or optimal, "
-            "the default. chimera and dualpipe have two copies of every stage.",
-            metavar="NAME",
-            callback=known_kind,
-        ),
-    ] = None,
-    compare: Annotated[
-        bool, typer.Option("--compare", help="All kinds that fit, and the optimum, in one table.")
-    ] = False,
-    curve: Annotated[
-        bool,
-        typer.Option(
-            "--curve",
-            help="The optimum for every limit in --memory-limit, each with its bound; without "
-            "--memory-limit from the least possible to where more is of no use. --html and --png "
-            "draw it.",
-        ),
-    ] = False,
-    chunks: Annotated[
-        int | None,
-        typer.Option(
-            help="Divide every stage into V equal chunks, each with 1/V of its times and memory: a "
-            "device has V of the P x V chunks, in a loop, a V or a wave. Actions name the chunk. "
-            "Default: 2 where the kind has chunks.",
-            metavar="V",
-        ),
-    ] = None,
-    placement: Annotated[
-        Placing | None,
-        typer.Option(
-            help="Where the chunks of the kinds pe and optimal are; others have theirs. For "
-            "optimal also the best of these (any), or on any device (free): then a stage's chunks "
-            "follow each other in the model; not with --objective memory.",
-            case_sensitive=False,
-        ),
-    ] = None,
-    stage_devices: Annotated[
-        str | None,
-        typer.Option(
-            help="The device of each of the P stages, from 0 in the order of their use, such as "
-            "0,1,0,1, in place of --chunks. Nothing is transferred between stages on one device; "
-            "every other pair of neighbouring stages has its own channel.",
-            metavar="D,...",
-        ),
-    ] = None,
-    replicas: Annotated[
-        str | None,
-        typer.Option(
-            help="With --kind 1f1b-rr: devices of each of the P stages, such as 2,1,1; they take "
-            "microbatches in turn.",
-            metavar="R,...",
-        ),
-    ] = None,
-    transfer: Annotated[
-        str, typer.Option(help="Transfer time: one, or one per channel.", metavar="C,...")
-    ] = "0",
-    in_flight: Annotated[
-        str | None,
-        typer.Option(
-            help="Maximum number of microbatches in flight: one, or one per stage.", metavar="N,..."
-        ),
-    ] = None,
-    saved: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="What a forward adds to the memory of its device, and the input gradient and the "
-            "weight gradient give back, in any unit; per stage as --times. f alone is given back "
-            "at the end. Default: 1, so that memory is in microbatches.",
-            metavar="f,i,w",
-        ),
-    ] = None,
-    memory_limit: Annotated[
-        str | None,
-        typer.Option(
-            help="Limit on that memory: one, or one per device. zb1p, zb2p, zbv and optimal keep "
-            "it; other kinds fit or do not.",
-            metavar="N,...",
-        ),
-    ] = None,
-    objective: Annotated[
-        Objective,
-        typer.Option(
-            help="What bound, gap and status are of, and what --compare sorts by: the end; the "
-            "longest time of a device from its first to its last computation; peak memory. Kind "
-            "optimal minimises it."
-        ),
-    ] = Objective.MAKESPAN,
-    makespan_limit: Annotated[
-        float | None,
-        typer.Option(
-            help="With --kind optimal --objective memory: the least memory of schedules that take "
-            "at most this.",
-            metavar="TIME",
-        ),
-    ] = None,
-    duplex: Annotated[
-        Duplex, typer.Option(help="Whether the two directions of a channel share it.")
-    ] = Duplex.HALF,
-    html: Annotated[
-        Path | None,
-        typer.Option(help="Draw the devices' rows on a page.", metavar="FILE"),
-        Writes(".html"),
-    ] = None,
-    png: Annotated[
-        Path | None, typer.Option(help="Draw the devices' rows.", metavar="FILE"), Writes(".png")
-    ] = None,
-    csv: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write the schedule file of torch.distributed.pipelining.", metavar="FILE"
-        ),
-        Writes(".csv"),
-    ] = None,
-    time_limit: TimeLimit = 10.0,
-    threads: Threads = None,
-    seed: Seed = 0,
-    backend: Backend = None,
-    server: Server = None,
-    as_json: JsonFlag = False,
-) -> int:
-    """Schedule the microbatches of a pipeline of stages with given times."""
-    fields = {
-        **limit_fields(time_limit, threads, seed, server),
-        **read_stages(
-            stages,
-            microbatches,
-            times,
-            transfer,
-            in_flight,
-            stage_devices,
-            saved or [],
-            memory_limit,
-        ),
-        "chunks": chunks,
-        "objective": objective.value,
-        "duplex": duplex.value,
-        "backend": backend,
+@command(
+    headings={
+        "Where stages are": "chunks placement stage_devices replicas",
+        "Transfers and memory": "transfer duplex in_flight saved memory_limit",
+        "Search": "objective makespan_limit backend time_limit threads seed server",
     }
-    if compare and curve:
+)
+def schedule(asked: Asked[ScheduleRequest], given: ScheduleOptions) -> int:
+    """Schedule the microbatches of a pipeline of stages with given times."""
+    fields = asked.values() | {
+        "threads": threads_of(given.threads, given.server),
+        **read_stages(given, asked.given["microbatches"]),
+    }
+    if given.compare and given.curve:
         raise InputError("--compare and --curve are two answers; leave one of them out")
-    of_one = {
-        "--kind": kind, "--replicas": replicas, "--makespan-limit": makespan_limit, "--csv": csv,
-    }  # fmt: skip
-    if compare:
-        _require_none("--compare", {**of_one, "--placement": placement})
-        return _compare(fields, server, html, png, as_json)
-    if curve:
+    names = ("kind", "replicas", "makespan_limit")
+    single = {name: fields.pop(name) for name in names if name in fields}
+    of_one = {spelled(name): value for name, value in single.items()} | {"--csv": given.csv}
+    if given.curve:
         _require_none("--curve", of_one)
-        fields["placement"] = None if placement is None else placement.value
-        return _curve(fields, server, html, png, as_json)
-    fields["kind"] = kind or "optimal"
-    fields["replicas"] = read_replicas(replicas)
-    if placement is not None:
-        fields["placement"] = placement.value
-    if makespan_limit is not None:
-        fields["makespan_limit"] = makespan_limit
-    return _schedule(fields, server, html, png, csv, as_json)
+        return _curve(fields, given)
+    if given.compare:
+        _require_none("--compare", {**of_one, "--placement": fields.pop("placement")})
+        return _compare(fields, given)
+    return _schedule(fields | single, given)
 
 
 def _require_none(option: str, others: Mapping[str, object]) -> None:
@@ -295,84 +128,52 @@ def _require_none(option: str, others: Mapping[str, object]) -> None:
             raise InputError(f"{other} is of one schedule; leave it or {option} out")
 
 
-def _schedule(
-    fields: dict[str, object],
-    server: str | None,
-    html: Path | None,
-    png: Path | None,
-    csv: Path | None,
-    as_json: bool,
-) -> int:
+def _schedule(fields: dict[str, Any], given: ScheduleOptions) -> int:
     from stagewright.service.pipeline_answers import ScheduleAnswer
-    from stagewright.service.pipeline_requests import ScheduleRequest
 
     request = ask(ScheduleRequest, SPELLED, **fields)
-    if csv is not None:
+    if given.csv is not None:
         _require_torch(request.kind)
-    answer = find(ScheduleAnswer, request, "scheduling", server)
+    answer = find(ScheduleAnswer, request, "scheduling", given.server)
     files = []
     if answer.timed is not None:
-        if csv is not None:
-            _write_csv(answer, csv)
-            files.append(csv)
-        files += _draw(answer.kind, [answer], [answer], html, png)
-    if as_json:
-        print_json(answer.json_object() | {"files": list(map(str, files))})
-    else:
-        print_schedule(answer)
-        print_lines(*(f"{path} is written" for path in files))
+        if given.csv is not None:
+            _write_csv(answer, given.csv)
+            files.append(given.csv)
+        files += _draw(answer.kind, [answer], [answer], given)
+    tell(answer, given, print_schedule, files, listed=True)
     return 1 if answer.makespan is None else 0
 
 
-def _compare(
-    fields: dict[str, object],
-    server: str | None,
-    html: Path | None,
-    png: Path | None,
-    as_json: bool,
-) -> int:
+def _compare(fields: dict[str, Any], given: ScheduleOptions) -> int:
     from stagewright.service.pipeline_answers import ScheduleComparison
-    from stagewright.service.pipeline_requests import CompareSchedulesRequest
+
+    def show(answer: ScheduleComparison) -> None:
+        print_comparison(answer, lambda reason: with_option(reason, fields, SPELLED))
 
     request = ask(CompareSchedulesRequest, SPELLED, **fields)
-    answer = find(ScheduleComparison, request, "comparing schedules", server)
-    files = _draw("all kinds", answer.schedules, answer.answers, html, png)
-    if as_json:
-        print_json(answer.json_object() | {"files": list(map(str, files))})
-    else:
-        print_comparison(answer, lambda reason: with_option(reason, fields, SPELLED))
-        print_lines(*(f"{path} is written" for path in files))
+    answer = find(ScheduleComparison, request, "comparing schedules", given.server)
+    files = _draw("all kinds", answer.schedules, answer.answers, given)
+    tell(answer, given, show, files, listed=True)
     return 0 if answer.schedules else 1
 
 
-def _curve(
-    fields: dict[str, object],
-    server: str | None,
-    html: Path | None,
-    png: Path | None,
-    as_json: bool,
-) -> int:
-    from stagewright.graphs.documents.documents import write_bytes, write_text
+def _curve(fields: dict[str, Any], given: ScheduleOptions) -> int:
     from stagewright.service.pipeline_answers import MemoryCurve
-    from stagewright.service.pipeline_requests import MemoryCurveRequest
 
     request = ask(MemoryCurveRequest, SPELLED, **fields)
-    answer = find(MemoryCurve, request, "scheduling for every limit of memory", server)
-    if html is not None or png is not None:
+    answer = find(MemoryCurve, request, "scheduling for every limit of memory", given.server)
+    if given.html is not None or given.png is not None:
         from stagewright.executor.drawing.memory_curve import curve_page, curve_png
 
         with progress("drawing"):
             drawn, subtitle = drawn_curve(answer), curve_title(answer)
-            if html is not None:
-                write_text(html, curve_page(drawn, subtitle, CURVE_HEAD, curve_cells(answer)))
-            if png is not None:
-                write_bytes(png, curve_png(drawn))
-    files = [path for path in (html, png) if path is not None]
-    if as_json:
-        print_json(answer.json_object() | {"files": list(map(str, files))})
-    else:
-        print_curve(answer)
-        print_lines(*(f"{path} is written" for path in files))
+            if given.html is not None:
+                page = curve_page(drawn, subtitle, CURVE_HEAD, curve_cells(answer))
+                write_text(given.html, page)
+            if given.png is not None:
+                write_bytes(given.png, curve_png(drawn))
+    tell(answer, given, print_curve, (given.html, given.png), listed=True)
     return 0
 
 
@@ -390,7 +191,6 @@ def _require_torch(kind: str) -> None:
 
 def _write_csv(answer: "ScheduleAnswer", file: Path) -> None:
     from stagewright.executor.export.torch_pipelining import order_csv
-    from stagewright.graphs.documents.documents import write_text
 
     assert answer.timed is not None
     write_text(file, order_csv(answer.timed.order))
@@ -400,14 +200,13 @@ def _draw(
     title: str,
     figures: "Sequence[ScheduleFigures]",
     answers: "Sequence[ScheduleAnswer]",
-    html: Path | None,
-    png: Path | None,
+    given: ScheduleOptions,
 ) -> list[Path]:
     """Draw the schedules one above the other; the files that are written."""
+    html, png = given.html, given.png
     if not answers or (html is None and png is None):
         return []
     from stagewright.executor.drawing.schedules import panel, schedules_page, schedules_png
-    from stagewright.graphs.documents.documents import write_bytes, write_text
 
     with progress("drawing"):
         panels = [
@@ -427,3 +226,102 @@ def _draw(
 
 def _drawn_bound(answer: "ScheduleAnswer") -> float | None:
     return answer.bound if answer.objective == "makespan" else None
+
+
+T = TypeVar("T")
+
+
+def read_stages(given: "ScheduleOptions", microbatches: int) -> dict[str, Any]:
+    """The fields of a request."""
+    stages, in_flight = given.stages, given.in_flight
+    from stagewright.graphs.documents.units import MAX_LAYERS, MAX_MICROBATCHES, require_count
+
+    require_count(stages, "--stages", MAX_LAYERS)
+    require_count(microbatches, "--microbatches", MAX_MICROBATCHES)
+    return {
+        "transfers": tuple(_numbers("--transfer", given.transfer)),
+        "device": _read_devices(given.stage_devices, stages),
+        "memory": _read_memory(given.memory_limit),
+        **_read_times(given.times, stages),
+        **_read_saved(given.saved or [], stages),
+        **({} if in_flight is None else {"in_flight": _read_in_flight(in_flight, stages)}),
+    }
+
+
+def _read_memory(text: str | None) -> tuple[float, ...]:
+    return () if text is None else tuple(_numbers("--memory-limit", text))
+
+
+def _read_times(times: list[str], stages: int) -> dict[str, Any]:
+    columns = _columns("--times", times, stages, {2: "F,B", 3: "F,I,W"})
+    return {
+        "forward": columns[0],
+        "backward": columns[1],
+        "weight_gradient": columns[2] if len(columns) == 3 else (),
+    }
+
+
+def _read_saved(saved: list[str], stages: int) -> dict[str, Any]:
+    """What forwards save, and how much of it input gradients free: the rest is for W."""
+    if not saved:
+        return {}
+    columns = _columns("--saved", saved, stages, {1: "f", 3: "f,i,w"})
+    if len(columns) == 1:
+        return {"saved": columns[0]}
+    for s, (f, i, w) in enumerate(zip(*columns, strict=True)):
+        if not math.isclose(f, i + w):
+            raise InputError(
+                f"--saved: stage {s}: I and W must give back what F adds, {f:g}, not {i:g} + {w:g}"
+            )
+    return {"saved": columns[0], "freed": columns[1]}
+
+
+def _read_in_flight(text: str, stages: int) -> tuple[int, ...]:
+    limits = _numbers("--in-flight", text)
+    for limit in limits:
+        if not (limit.is_integer() and limit >= 1):
+            raise InputError(f"--in-flight must be whole numbers from 1, got {limit:g}")
+    return tuple(int(n) for n in _per_place("--in-flight", limits, stages, "stage"))
+
+
+def _read_devices(text: str | None, stages: int) -> tuple[int, ...]:
+    if text is None:
+        return ()
+    devices = _numbers("--stage-devices", text)
+    for device in devices:
+        if not (device.is_integer() and device >= 0):
+            raise InputError(f"--stage-devices must be whole numbers from 0, got {device:g}")
+    if len(devices) != stages:
+        raise InputError(
+            f"--stage-devices needs {stages} values, one per stage; got {len(devices)}"
+        )
+    return tuple(map(int, devices))
+
+
+def _columns(
+    option: str, texts: list[str], stages: int, forms: dict[int, str]
+) -> list[tuple[float, ...]]:
+    """Groups of numbers, one or one per stage, as a column per number; ``forms`` by their size."""
+    rows = [_numbers(option, row) for text in texts for row in text.replace(";", " ").split()]
+    for row in rows:
+        if len(row) not in forms or len(row) != len(rows[0]):
+            which = " or ".join(f"{form} for every stage" for form in forms.values())
+            raise InputError(f"{option}: {len(row)} numbers; write {which}")
+    return list(zip(*_per_place(option, rows, stages, "stage"), strict=True))
+
+
+def _numbers(option: str, text: str) -> list[float]:
+    """Numbers separated by commas or spaces."""
+    try:
+        return [float(part) for part in re.split(r"\s*,\s*|\s+", text.strip())]
+    except ValueError:
+        raise InputError(f"{option}: {text!r} is no list of numbers") from None
+
+
+def _per_place(option: str, values: list[T], size: int, places: str) -> list[T]:
+    """``values``, one per place; a single one is used for all places."""
+    if len(values) == 1:
+        return values * size
+    if len(values) != size:
+        raise InputError(f"{option} needs one value or {size}, one per {places}; got {len(values)}")
+    return values

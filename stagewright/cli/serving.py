@@ -1,102 +1,88 @@
-"""``serve``, ``token`` and ``backup``: the planning service."""
+"""``serve``, ``token``, ``backup`` and ``jobs``: the planning service and its jobs."""
 
 import contextlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from pydantic import Field
 
+from stagewright.cli.commands import Options
 from stagewright.cli.console import (
-    Engine,
-    EngineName,
-    JsonFlag,
-    RayAddress,
+    OnRay,
+    Printed,
+    Served,
+    Written,
+    percent,
+    print_answer,
     print_json,
     print_lines,
-    require_ray,
+    print_table,
 )
 from stagewright.cli.outputs import Writes
+from stagewright.cli.solving import serving
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import format_seconds, is_finite, parse_bytes
+from stagewright.service.options import Option
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from contextlib import AbstractContextManager
+    from pathlib import Path
 
+    from stagewright.client import Client, JobState
     from stagewright.service.workers.processes import Start
 
 LEAST_MEMORY = 100e6  # bytes; a process that only starts takes more
 
-StoreUrl = Annotated[
-    str,
-    typer.Option(
-        "--store",
-        help="A file of SQLite, or an SQLAlchemy URL of PostgreSQL "
-        "(postgresql+psycopg://USER:PASSWORD@HOST/NAME).",
-        metavar="FILE_OR_URL",
-        envvar="STAGEWRIGHT_STORE",
-    ),
-]
+
+class Stored(Options):
+    """Where jobs are kept."""
+
+    store: Annotated[str, Option(form="FILE_OR_URL", env="STAGEWRIGHT_STORE")] = (
+        "stagewright-jobs.sqlite"
+    )
+    """A file of SQLite, or an SQLAlchemy URL of PostgreSQL
+    (postgresql+psycopg://USER:PASSWORD@HOST/NAME)."""
 
 
-def serve(
-    store: StoreUrl = "stagewright-jobs.sqlite",
-    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(help="Port to listen at; 0: a free one.", min=0, max=65535)
-    ] = 8754,
-    workers: Annotated[
-        int,
-        typer.Option(
-            help="Jobs that are solved at a time; 0: other servers' workers do.",
-            metavar="N",
-            min=0,
-        ),
-    ] = 1,
-    memory_limit: Annotated[
-        str, typer.Option("--memory-limit", help="Memory that a job may take, for example 8GB.")
-    ] = "8GB",
-    rate: Annotated[
-        float | None,
-        typer.Option(
-            help="Requests a second of each user, ten times as many at once; default: 50 if there "
-            "are tokens, else any number.",
-            metavar="N",
-        ),
-    ] = None,
-    webhook_origin: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Tell of the ends of jobs there, for example https://example.com; repeat it for "
-            "several. STAGEWRIGHT_WEBHOOK_SECRET signs what is told.",
-            metavar="URL",
-        ),
-    ] = None,
-    keep_days: Annotated[
-        float | None,
-        typer.Option(
-            help="Delete jobs so many days after their ends; default: never.", metavar="N"
-        ),
-    ] = None,
-    engine: EngineName = Engine.LOCAL,
-    address: RayAddress = None,
-) -> int:
+class ServeOptions(Stored, OnRay):
+    """What ``serve`` is asked."""
+
+    host: str = "127.0.0.1"
+    """Address to listen at."""
+    port: Annotated[int, Field(ge=0), Field(le=65535)] = 8754
+    """Port to listen at; 0: a free one."""
+    workers: Annotated[int, Option(form="N"), Field(ge=0)] = 1
+    """Jobs that are solved at a time; 0: other servers' workers do."""
+    memory_limit: str = "8GB"
+    """Memory that a job may take, for example 8GB."""
+    rate: Annotated[float | None, Option(form="N")] = None
+    """Requests a second of each user, ten times as many at once; default: 50 if there are tokens,
+    else any number."""
+    webhook_origin: Annotated[list[str] | None, Option(form="URL")] = None
+    """Tell of the ends of jobs there, for example https://example.com; repeat it for several.
+    STAGEWRIGHT_WEBHOOK_SECRET signs what is told."""
+    keep_days: Annotated[float | None, Option(form="N")] = None
+    """Delete jobs so many days after their ends; default: never."""
+
+
+def serve(given: ServeOptions) -> int:
     """Serve plans over HTTP, and solve the jobs in processes of their own.
 
     On an address of this machine alone no token is needed as long as there is none; on any other it
     starts only if there are tokens.
     """
-    from stagewright.graphs.documents.units import is_finite, parse_bytes
-
-    limit = parse_bytes(memory_limit, "--memory-limit")
+    limit = parse_bytes(given.memory_limit, "--memory-limit")
     if limit < LEAST_MEMORY:
-        raise InputError(f"--memory-limit must be at least 100MB, got {memory_limit}")
-    for name, given, unit in (
-        ("rate", rate, "requests a second"),
-        ("keep-days", keep_days, "days"),
+        raise InputError(f"--memory-limit must be at least 100MB, got {given.memory_limit}")
+    for name, value, unit in (
+        ("rate", given.rate, "requests a second"),
+        ("keep-days", given.keep_days, "days"),
     ):
-        if given is not None and not (is_finite(given) and given > 0):
-            raise InputError(f"--{name} must be more than 0 {unit}, got {given:g}")
-    require_ray(engine, address)
+        if value is not None and not (is_finite(value) and value > 0):
+            raise InputError(f"--{name} must be more than 0 {unit}, got {value:g}")
+    given.require()
     try:
         from stagewright.service.http.server import Server
         from stagewright.service.http.webhooks import SECRET, Webhooks
@@ -106,21 +92,24 @@ def serve(
             f"the service needs {error.name}: pip install 'stagewright[service]'"
         ) from None
     webhooks = None
-    if webhook_origin:
-        webhooks = Webhooks(tuple(webhook_origin), os.environ.get(SECRET, ""))
-    with opened(store_url(store)) as jobs, _processes(engine, address) as start:
-        server = Server(jobs, host, port, workers, limit, rate, webhooks, start, keep_days)
+    if given.webhook_origin:
+        webhooks = Webhooks(tuple(given.webhook_origin), os.environ.get(SECRET, ""))
+    with opened(store_url(given.store)) as jobs, _processes(given) as start:
+        server = Server(
+            jobs, given.host, given.port, given.workers, limit, given.rate, webhooks, start,
+            given.keep_days,
+        )  # fmt: skip
         server.require_safe()
         server.run(lambda url: print_lines(f"serving at {url}"))
     return 0
 
 
-def _processes(engine: Engine, address: str | None) -> "AbstractContextManager[Start]":
+def _processes(given: ServeOptions) -> "AbstractContextManager[Start]":
     """What starts the processes of jobs."""
-    if engine is Engine.RAY:
+    if given.engine == "ray":
         from stagewright.service.workers.ray_processes import on_ray
 
-        return on_ray(address)
+        return on_ray(given.address)
     from stagewright.service.workers.processes import LocalProcess
 
     return contextlib.nullcontext(LocalProcess)
@@ -131,38 +120,46 @@ def store_url(text: str) -> str:
     return text if "://" in text else f"sqlite:///{Path(text).absolute()}"
 
 
-def token(
-    user: Annotated[str, typer.Argument(help="Whose token.", metavar="USER", show_default=False)],
-    scope: Annotated[str, typer.Option(help="read, submit or admin.")] = "submit",
-    revoke: Annotated[
-        bool, typer.Option("--revoke", help="Delete all tokens of the user instead.")
-    ] = False,
-    store: StoreUrl = "stagewright-jobs.sqlite",
-    as_json: JsonFlag = False,
-) -> int:
+class TokenOptions(Stored, Printed):
+    """What ``token`` is asked."""
+
+    user: Annotated[str, Option("USER")]
+    """Whose token."""
+    scope: str = "submit"
+    """read, submit or admin."""
+    revoke: bool = False
+    """Delete all tokens of the user instead."""
+
+
+def token(given: TokenOptions) -> int:
     """Make a token of the planning service; it is shown once."""
     from stagewright.service.http.tokens import Scope, Tokens
     from stagewright.service.jobs.store import opened
 
+    scope, as_json = given.scope, given.as_json
     with contextlib.suppress(ValueError):
         scope = Scope(scope)
     if not isinstance(scope, Scope):
         raise InputError(f"--scope {scope!r} must be one of {', '.join(Scope)}")
-    with opened(store_url(store)) as jobs:
+    with opened(store_url(given.store)) as jobs:
         tokens = Tokens(jobs.engine)
-        if revoke:
-            count = tokens.revoke(user)
+        if given.revoke:
+            count = tokens.revoke(given.user)
             print_json({"revoked": count}) if as_json else print_lines(f"{count} tokens deleted")
             return 0 if count else 1
-        made = tokens.create(user, scope)
+        made = tokens.create(given.user, scope)
     print_json({"token": made}) if as_json else print_lines(made)
     return 0
 
 
-def backup(
-    file: Annotated[Path, typer.Argument(help="The new file.", metavar="FILE"), Writes()],
-    store: StoreUrl = "stagewright-jobs.sqlite",
-) -> int:
+class BackupOptions(Stored):
+    """What ``backup`` is asked."""
+
+    file: Annotated[Path, Option("FILE"), Writes()]
+    """The new file."""
+
+
+def backup(given: BackupOptions) -> int:
     """Copy a store of SQLite into a new file while servers work on it.
 
     The file is a store too: put it in place of the other one, with no server running, to restore.
@@ -170,6 +167,109 @@ def backup(
     """
     from stagewright.service.jobs.backups import back_up
 
-    back_up(store_url(store), file)
-    print_lines(f"{file}: {file.stat().st_size} bytes")
+    back_up(store_url(given.store), given.file)
+    print_lines(f"{given.file}: {given.file.stat().st_size} bytes")
     return 0
+
+
+HEAD = ("<job", "<kind", "<user", "<state", "cost", "bound", "gap")
+
+
+class JobsOptions(Served, Written):
+    """What ``jobs`` is asked."""
+
+    job: Annotated[str | None, Option("JOB")] = None
+    """A job; default: the newest ones."""
+    stop: bool = False
+    """End the job with its best answer so far."""
+
+
+def jobs(given: JobsOptions) -> int:
+    """List jobs of a planning service, show one, stop it, or fetch its answer.
+
+    --output writes the best plan so far; --json prints the answer once the job has ended. Exit code
+    1 if the job has ended without an answer.
+    """
+    job, output = given.job, given.output
+    if given.server is None:
+        raise InputError("--server URL is missing: the planning service whose jobs they are")
+    if job is None and (given.stop or output is not None):
+        raise InputError(f"{'--stop' if given.stop else '--output'} is of one job: name it")
+    with serving(given.server) as client:
+        if job is None:
+            return _list(client, given.as_json)
+        if given.stop:
+            client.stop(job)
+            client.wait(job)
+        return _show(client, client.job(job), output, given.as_json)
+
+
+def _list(client: "Client", as_json: bool) -> int:
+    from dataclasses import asdict
+
+    found = client.jobs()
+    if as_json:
+        print_json({"jobs": [asdict(one) for one in found]})
+        return 0
+    _print(found)
+    return 0
+
+
+def _print(found: "Sequence[JobState]") -> None:
+    """A table of jobs; costs have a unit, which a line names where it is that of the request."""
+    print_table(HEAD, [_row(one) for one in found])
+    if any(one.cost is not None and not _is_timed(one) for one in found):
+        print_lines("units: those of the request's times or memory")
+
+
+def _row(one: "JobState") -> tuple[str, ...]:
+    cost, bound = (_amount(one, value) for value in (one.cost, one.bound))
+    return one.id, one.kind, one.user, one.state, cost, bound, percent(one.gap)
+
+
+def _amount(one: "JobState", value: float | None) -> str:
+    """A cost or bound of a job with its unit."""
+    if value is None:
+        return "-"
+    return format_seconds(value) if _is_timed(one) else f"{value:.6g} units"
+
+
+def _is_timed(one: "JobState") -> bool:
+    from stagewright.service.jobs.kinds import KINDS
+
+    return one.kind in KINDS and KINDS[one.kind].timed
+
+
+def _webhook(found: "JobState") -> str:
+    """What became of the job's webhook."""
+    told = found.webhook
+    if told is None:
+        return ""
+    tried = f" after {told.attempts} attempts" if told.attempts > 1 else ""
+    return f"webhook {told.state}{tried}" + (f": {told.reason}" if told.reason else "")
+
+
+def _save(client: "Client", found: "JobState", output: "Path") -> None:
+    """Write the best plan of a job: one of operators is in its answer."""
+    from stagewright.formulations.operators.plan import save_operator_plan
+    from stagewright.formulations.plans.plan import save_plan
+    from stagewright.service.operator_plans import PlaceAnswer
+
+    answer = client.answer(found.id) if found.kind == "place" else None
+    if isinstance(answer, PlaceAnswer) and answer.plan is not None:
+        save_operator_plan(answer.plan, output)
+    else:
+        save_plan(client.document(found.id), output)
+
+
+def _show(client: "Client", found: "JobState", output: "Path | None", as_json: bool) -> int:
+    if output is not None:
+        _save(client, found, output)
+    if as_json:
+        print_answer(client.answer(found.id))
+        return 0
+    _print([found])
+    by = "" if found.stopped_by is None else f"stopped by {found.stopped_by}"
+    print_lines(*(line for line in (by, found.reason, _webhook(found)) if line))
+    print_lines(*([f"{output} is written"] if output is not None else []))
+    return 1 if found.state == "failed" else 0

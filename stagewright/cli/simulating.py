@@ -5,139 +5,75 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from stagewright.cli.allocating import (
-    SPELLED,
-    Accelerators,
-    Budget,
-    PlacementSensitive,
-    PolicyName,
-    SpaceSharing,
-    read_pool,
-)
-from stagewright.cli.console import (
-    JsonFlag,
-    Seed,
-    Server,
-    ask,
-    percent,
-    print_answer,
-    print_lines,
-    print_table,
-)
+from stagewright.cli.commands import Asked, command
+from stagewright.cli.console import Printed, Served, percent, print_lines, print_table, tell
 from stagewright.cli.interrupts import interruptible
 from stagewright.cli.outputs import Writes
 from stagewright.cli.solving import find
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.importers.gavel import read_gavel, read_throughputs
+from stagewright.graphs.workloads.jobs import load_workload
+from stagewright.service.cluster_requests import ArrivalsRequest, SimulateClusterRequest
+from stagewright.service.options import Option
 
 if TYPE_CHECKING:
     from stagewright.executor.clusters.simulation import Progress
     from stagewright.executor.clusters.timeline import ClusterTimeline
     from stagewright.service.cluster_answers import SimulateClusterAnswer
-    from stagewright.service.cluster_requests import SimulateClusterRequest
 
 HOUR = 3600.0
 PICTURE = Writes(".png", ".svg", ".pdf")
-POISSON_WINDOW = "4000-5000"  # steady state, as in the thesis
+POISSON_WINDOW = (4000, 5000)  # steady state, as in the thesis
 
 
+class SimulateClusterOptions(Served, Printed):
+    """What ``simulate-cluster`` is asked beside its request and arrivals."""
+
+    jobs: Annotated[Path | None, Option(form="FILE")] = None
+    """Jobs file with its throughputs."""
+    job_trace: Annotated[Path | None, Option(form="FILE")] = None
+    """Gavel trace of arriving jobs."""
+    throughputs: Annotated[Path | None, Option(form="FILE")] = None
+    """Gavel table of throughputs."""
+    jobs_per_hour: Annotated[float | None, Option("--poisson", form="JOBS_PER_HOUR")] = None
+    """Generate jobs at this rate."""
+    png: Annotated[Path | None, Option(form="FILE"), PICTURE] = None
+    """Draw the assignments."""
+    completion_png: Annotated[Path | None, Option(form="FILE"), PICTURE] = None
+    """Draw the completion times' distribution."""
+    utilisation_png: Annotated[Path | None, Option(form="FILE"), PICTURE] = None
+    """Draw the accelerators in use."""
+
+
+@command(
+    without="keep_assignments",
+    headings={
+        "The policy": "space_sharing placement budget_dollars",
+        "Arrivals": "throughputs jobs_per_hour multi_gpu priorities slos",
+        "Failures": "hours_to_failure repair_hours",
+        "Pictures": "png completion_png utilisation_png",
+    },
+)
 def simulate_cluster(
-    cluster: Accelerators,
-    jobs: Annotated[
-        Path | None, typer.Option(help="Jobs file with its throughputs.", metavar="FILE")
-    ] = None,
-    job_trace: Annotated[
-        Path | None, typer.Option(help="Gavel trace of arriving jobs.", metavar="FILE")
-    ] = None,
-    throughputs: Annotated[
-        Path | None, typer.Option(help="Gavel table of throughputs.", metavar="FILE")
-    ] = None,
-    poisson: Annotated[
-        float | None, typer.Option(help="Generate jobs at this rate.", metavar="JOBS_PER_HOUR")
-    ] = None,
-    multi_gpu: Annotated[
-        bool, typer.Option("--multi-gpu", help="With --poisson: jobs on 1, 2, 4 or 8 accelerators.")
-    ] = False,
-    priorities: Annotated[
-        bool,
-        typer.Option("--priorities", help="With --poisson: a fifth of the jobs have weight 5."),
-    ] = False,
-    slos: Annotated[
-        bool,
-        typer.Option("--slos", help="With --poisson: SLOs of 1.2, 2 or 10 times the duration."),
-    ] = False,
-    window: Annotated[
-        str | None,
-        typer.Option(
-            help="Measure these jobs, numbered by arrival, until they are complete; default: "
-            f"{POISSON_WINDOW} with --poisson, else all.",
-            metavar="FIRST-END",
-        ),
-    ] = None,
-    policy: PolicyName = "max-min",
-    space_sharing: SpaceSharing = False,
-    placement_sensitive: PlacementSensitive = False,
-    budget: Budget = None,
-    round_seconds: Annotated[float, typer.Option(help="Length of a round.")] = 360.0,
-    reset_seconds: Annotated[
-        float, typer.Option(help="Least time between two allocations.")
-    ] = 1920.0,
-    ideal: Annotated[
-        bool, typer.Option("--ideal", help="No rounds: every job receives exactly its share.")
-    ] = False,
-    hours_to_failure: Annotated[
-        float | None, typer.Option(help="Mean hours until an accelerator fails.")
-    ] = None,
-    repair_hours: Annotated[float, typer.Option(help="Hours that a repair takes.")] = 1.0,
-    seed: Seed = 0,
-    png: Annotated[
-        Path | None, typer.Option(help="Draw the assignments.", metavar="FILE"), PICTURE
-    ] = None,
-    completion_png: Annotated[
-        Path | None,
-        typer.Option(help="Draw the completion times' distribution.", metavar="FILE"),
-        PICTURE,
-    ] = None,
-    utilisation_png: Annotated[
-        Path | None, typer.Option(help="Draw the accelerators in use.", metavar="FILE"), PICTURE
-    ] = None,
-    server: Server = None,
-    as_json: JsonFlag = False,
+    asked: Asked[SimulateClusterRequest],
+    arrivals: Asked[ArrivalsRequest],
+    given: SimulateClusterOptions,
 ) -> int:
     """Simulate a cluster's rounds on a trace: completion times, fairness, cost, utilisation.
 
     Ctrl-C (or SIGTERM) ends the simulation and reports on the jobs so far; exit code 1 if none is
     complete.
     """
-    from stagewright.service.cluster_requests import SimulateClusterRequest
-
-    _require_pictures(ideal, png, completion_png, utilisation_png)
-    generated = {"multi_gpu": multi_gpu, "priorities": priorities, "slos": slos}
-    request = ask(
-        SimulateClusterRequest,
-        SPELLED,
-        pool=read_pool(cluster),
-        **_read_jobs(jobs, job_trace, throughputs, poisson, generated),
-        window=_window(window or (POISSON_WINDOW if poisson is not None else None)),
-        policy=policy,
-        space_sharing=space_sharing,
-        placement=placement_sensitive,
-        budget_dollars=budget,
-        round_seconds=round_seconds,
-        reset_seconds=reset_seconds,
-        ideal=ideal,
-        hours_to_failure=hours_to_failure,
-        repair_hours=repair_hours,
-        seed=seed,
-        keep_assignments=png is not None,
+    _require_pictures(given, asked.given["ideal"])
+    steady = given.jobs_per_hour is not None and asked.given["window"] is None
+    request = asked.request(
+        **_read_jobs(arrivals, given),
+        **({"window": POISSON_WINDOW} if steady else {}),
+        keep_assignments=given.png is not None,
     )
-    answer = _found(request, server)
-    _draw(answer.timeline, policy, png, completion_png, utilisation_png)
-    if as_json:
-        print_answer(answer)
-    else:
-        _print_summary(answer)
+    answer = _found(request, given.server)
+    _draw(answer.timeline, request.policy, given)
+    tell(answer, given, _print_summary)
     return 1 if answer.status == "interrupted" and not answer.completed else 0
 
 
@@ -152,55 +88,38 @@ def _found(request: "SimulateClusterRequest", server: str | None) -> "SimulateCl
         return answer_of(request, on_progress, stop)
 
 
-def _require_pictures(ideal: bool, timeline: Path | None, *others: Path | None) -> None:
+def _require_pictures(given: SimulateClusterOptions, ideal: bool) -> None:
     """Check the options before the simulation, which may take hours."""
     from stagewright.executor.drawing.cluster_chart import require_suffix
 
-    for path in (timeline, *others):
+    for path in (given.png, given.completion_png, given.utilisation_png):
         if path is not None:
             require_suffix(path)
-    if ideal and timeline is not None:
+    if ideal and given.png is not None:
         raise InputError("--ideal has no rounds to draw: leave out --png")
 
 
-def _read_jobs(
-    jobs: Path | None,
-    trace: Path | None,
-    throughputs: Path | None,
-    poisson: float | None,
-    generated: dict[str, bool],
-) -> dict[str, Any]:
+def _read_jobs(arrivals: Asked[ArrivalsRequest], given: SimulateClusterOptions) -> dict[str, Any]:
     """The workload of a request, or the arrivals."""
-    from stagewright.graphs.importers.gavel import read_gavel, read_throughputs
-    from stagewright.graphs.workloads.jobs import load_workload
-    from stagewright.service.cluster_requests import ArrivalsRequest
-
-    if sum(source is not None for source in (jobs, trace, poisson)) != 1:
+    sources = (given.jobs, given.job_trace, given.jobs_per_hour)
+    if sum(source is not None for source in sources) != 1:
         raise InputError("give one of --jobs FILE, --job-trace FILE, --poisson JOBS_PER_HOUR")
-    if (jobs is None) != (throughputs is not None):
+    if (given.jobs is None) != (given.throughputs is not None):
         raise InputError(
             "--job-trace and --poisson need --throughputs FILE; a jobs file has its own"
         )
-    if poisson is None and any(generated.values()):
+    if given.jobs_per_hour is None and any(arrivals.given.values()):
         raise InputError("--multi-gpu, --priorities and --slos belong to --poisson")
-    if jobs is not None:
-        return {"workload": load_workload(jobs)}
-    assert throughputs is not None
-    if trace is not None:
-        return {"workload": read_gavel(trace, throughputs)}
-    table = read_throughputs(throughputs)
-    spelled = {"jobs_per_hour": "--poisson"}
-    arrivals = ask(ArrivalsRequest, spelled, throughputs=table, jobs_per_hour=poisson, **generated)
-    return {"arrivals": arrivals}
-
-
-def _window(text: str | None) -> tuple[int, int] | None:
-    if text is None:
-        return None
-    first, _, end = text.partition("-")
-    if not (first.isdigit() and end.isdigit() and int(first) < int(end)):
-        raise InputError(f"--window {text!r} is no FIRST-END, for example {POISSON_WINDOW}")
-    return int(first), int(end)
+    if given.jobs is not None:
+        return {"workload": load_workload(given.jobs)}
+    assert given.throughputs is not None
+    if given.job_trace is not None:
+        return {"workload": read_gavel(given.job_trace, given.throughputs)}
+    table = read_throughputs(given.throughputs)
+    asked = arrivals.request(
+        {"jobs_per_hour": "--poisson"}, throughputs=table, jobs_per_hour=given.jobs_per_hour
+    )
+    return {"arrivals": asked}
 
 
 @contextmanager
@@ -226,25 +145,19 @@ def _progress(window: tuple[int, int] | None) -> "Iterator[Callable[[Progress], 
         yield report
 
 
-def _draw(
-    found: "ClusterTimeline",
-    policy: str,
-    timeline: Path | None,
-    completion: Path | None,
-    utilisation: Path | None,
-) -> None:
+def _draw(found: "ClusterTimeline", policy: str, given: SimulateClusterOptions) -> None:
     from stagewright.executor.drawing.cluster_chart import (
         draw_jct_cdf,
         draw_rounds,
         draw_utilisation,
     )
 
-    if timeline is not None:
-        draw_rounds(found, timeline)
-    if completion is not None:
-        draw_jct_cdf({policy: found}, completion)
-    if utilisation is not None:
-        draw_utilisation(found, utilisation)
+    if given.png is not None:
+        draw_rounds(found, given.png)
+    if given.completion_png is not None:
+        draw_jct_cdf({policy: found}, given.completion_png)
+    if given.utilisation_png is not None:
+        draw_utilisation(found, given.utilisation_png)
 
 
 def _print_summary(answer: "SimulateClusterAnswer") -> None:

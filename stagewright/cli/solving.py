@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import typer
 
-from stagewright.cli.console import Engine, progress, warn
+from stagewright.cli.console import OnRay, progress, warn
 from stagewright.cli.interrupts import interruptible
 from stagewright.graphs.documents.errors import InputError
 
@@ -54,13 +54,13 @@ def answer_of(
     return found
 
 
-def planning_engine(engine: Engine, address: str | None, threads: int) -> "engines.Engine":
+def planning_engine(given: OnRay, threads: int) -> "engines.Engine":
     """Where several plans are made: one by one in this process, or on Ray at the same time."""
     from stagewright.service import engines
 
-    if engine is Engine.LOCAL:
+    if given.engine == "local":
         return engines.HERE
-    return engines.Engine("ray", address=address, cpus=threads)
+    return engines.Engine("ray", address=given.address, cpus=threads)
 
 
 @contextmanager

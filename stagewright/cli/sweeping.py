@@ -1,156 +1,74 @@
-"""``sweep``: the plans of many combinations of devices, memory, microbatches and planners."""
+"""``sweep`` and ``what-if``: the plans of many combinations of sizes, and of changed clusters."""
 
 import csv
 import io
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
-import typer
-
+from stagewright.cli.commands import Asked, command
 from stagewright.cli.console import (
-    ClusterFile,
-    Engine,
-    EngineName,
-    JsonFlag,
-    ModelFile,
-    RayAddress,
-    Seed,
-    Server,
-    Threads,
-    TimeLimit,
-    ask,
+    OnRay,
+    Printed,
+    Served,
+    Threaded,
     percent,
-    print_answer,
     print_lines,
     print_table,
-    read_limits,
+    progress,
+    tell,
+    threads_of,
 )
 from stagewright.cli.interrupts import interruptible
 from stagewright.cli.outputs import Writes
-from stagewright.cli.solving import find
+from stagewright.cli.solving import answer_of, find, planning_engine
+from stagewright.graphs.documents.documents import write_bytes, write_text
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import format_bytes, format_seconds
+from stagewright.service.options import Option
+from stagewright.service.pipeline_requests import PlanRequest
+from stagewright.service.sweep_requests import SweepAnswer, SweepRequest, SweepRow
 
 if TYPE_CHECKING:
-    from stagewright.service.sweep_requests import SweepAnswer, SweepRequest, SweepRow
-
-T = TypeVar("T")
-SPELLED = {"memory_bytes": "--memory", "batches": "--global-batch", "planners": "--planner"}
+    from stagewright.service.what_if_answers import WhatIfAnswer
 
 
-def sweep(
-    model: ModelFile,
-    cluster: ClusterFile,
-    microbatches: Annotated[
-        str | None, typer.Option(help="Microbatches in an iteration.", metavar="M,...")
-    ] = None,
-    global_batch: Annotated[
-        str | None,
-        typer.Option(
-            help="Samples between two updates, in place of --microbatches, for planners 2bw and "
-            "2bw-flush.",
-            metavar="N,...",
-        ),
-    ] = None,
-    devices: Annotated[
-        str | None,
-        typer.Option(
-            help="Numbers of devices: the first ones of the cluster file; default: all.",
-            metavar="N,...",
-        ),
-    ] = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            help="Memory of a device in place of the cluster file's, for example 16GB,40GB.",
-            metavar="SIZE,...",
-        ),
-    ] = None,
-    planner: Annotated[
-        str,
-        typer.Option(help="Of those that `stagewright planners` lists.", metavar="NAME,..."),
-    ] = "auto",
-    recompute: Annotated[
-        str | None,
-        typer.Option(help="As of `stagewright plan`.", metavar="<none|full|layer|auto>"),
-    ] = None,
-    offload: Annotated[
-        bool | None, typer.Option("--offload/--no-offload", help="As of `stagewright plan`.")
-    ] = None,
-    time_limit: TimeLimit = 10.0,
-    threads: Threads = 1,
-    seed: Seed = 0,
-    engine: EngineName = Engine.LOCAL,
-    workers: Annotated[
-        int | None,
-        typer.Option(help="With --engine local: processes; default: one per core.", metavar="N"),
-    ] = None,
-    address: RayAddress = None,
-    server: Server = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Write the table as CSV; - is standard output."),
-        Writes(".csv"),
-    ] = None,
-    png: Annotated[
-        Path | None,
-        typer.Option(help="Draw samples per second.", metavar="FILE"),
-        Writes(".png"),
-    ] = None,
-    as_json: JsonFlag = False,
-) -> int:
+class SweepOptions(Served, Printed):
+    """What ``sweep`` is asked beside its request."""
+
+    output: Annotated[Path | None, Option("--output", "-o"), Writes(".csv")] = None
+    """Write the table as CSV; - is standard output."""
+    png: Annotated[Path | None, Option(form="FILE"), Writes(".png")] = None
+    """Draw samples per second."""
+
+
+@command(
+    headings={
+        "What a plan may do": "recompute offload",
+        "Search": "threads seed engine workers address server",
+    }
+)
+def sweep(asked: Asked[SweepRequest], given: SweepOptions) -> int:
     """Plan every combination of sizes; exit code 1 if none has a plan.
 
     Each plan has its own time limit, and its own bound. Ctrl-C (or SIGTERM) ends the sweep and
     keeps the rows found so far; a second one ends immediately.
     """
-    from stagewright.graphs.documents.documents import write_bytes, write_text
-    from stagewright.graphs.documents.units import parse_bytes
-    from stagewright.graphs.machines.cluster import load_cluster
-    from stagewright.graphs.models.chain import load_model
-    from stagewright.service.sweep_requests import SweepRequest
-
-    if (microbatches is None) == (global_batch is None):
+    if (asked.given["microbatches"] is None) == (asked.given["batches"] is None):
         raise InputError(
             "give one of --microbatches and --global-batch, for example --microbatches 4,8"
         )
-    limits = read_limits(time_limit, threads, seed)
-    request = ask(
-        SweepRequest,
-        SPELLED,
-        chain=load_model(model),
-        cluster=load_cluster(cluster),
-        microbatches=_listed("--microbatches", microbatches, _whole),
-        batches=_listed("--global-batch", global_batch, _whole),
-        devices=_listed("--devices", devices, _whole),
-        memory_bytes=_listed("--memory", memory, parse_bytes),
-        planners=_listed("--planner", planner, lambda name, _: name),
-        recompute=recompute,
-        offload=offload,
-        time_limit=limits.seconds,
-        threads=limits.threads,
-        seed=limits.seed,
-        engine=engine.value,
-        workers=workers,
-        address=address,
-    )
-    answer = _found(request, server)
-    if output is not None:
-        write_text(output, _csv(answer.rows))
-    if png is not None:
-        write_bytes(png, _drawn(answer))
-    if as_json:
-        print_answer(answer)
-    else:
-        _print(answer)
-        print_lines(*(f"{path} is written" for path in (output, png) if path is not None))
+    answer = _swept(asked.request(), given.server)
+    if given.output is not None:
+        write_text(given.output, _csv(answer.rows))
+    if given.png is not None:
+        write_bytes(given.png, _drawn(answer))
+    tell(answer, given, _print_sweep, (given.output, given.png))
     return 1 if answer.best is None else 0
 
 
-def _found(request: "SweepRequest", server: str | None) -> "SweepAnswer":
-    from stagewright.service.sweep_requests import SweepAnswer
-
+def _swept(request: SweepRequest, server: str | None) -> SweepAnswer:
     if server is not None:
         return find(SweepAnswer, request, f"{len(request.points)} plans", server)
     from stagewright.service.sweeping import sweep as answer_of
@@ -162,27 +80,8 @@ def _found(request: "SweepRequest", server: str | None) -> "SweepAnswer":
         return answer_of(request, on_row, stop)
 
 
-def _listed(option: str, text: str | None, read: Callable[[str, str], T]) -> tuple[T, ...]:
-    """The values of a list, none without a text."""
-    if text is None:
-        return ()
-    parts = [part.strip() for part in text.split(",")]
-    if not all(parts):
-        raise InputError(f"{option} {text!r} has an empty entry")
-    return tuple(read(part, option) for part in parts)
-
-
-def _whole(text: str, option: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise InputError(
-            f"{option}: {text!r} is no whole number; write for example 4,8,16"
-        ) from None
-
-
 @contextmanager
-def _bar(count: int) -> "Iterator[Callable[[SweepRow], None]]":
+def _bar(count: int) -> Iterator[Callable[[SweepRow], None]]:
     """A progress bar on stderr, if that is a terminal."""
     from rich.console import Console
     from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -196,7 +95,7 @@ def _bar(count: int) -> "Iterator[Callable[[SweepRow], None]]":
         task = bar.add_task("plans", total=count, best="")
         best = 0.0
 
-        def report(row: "SweepRow") -> None:
+        def report(row: SweepRow) -> None:
             nonlocal best
             best = max(best, row.samples_per_second or 0.0)
             bar.update(task, advance=1, best=f"best {best:.6g} samples/s" if best else "")
@@ -204,7 +103,7 @@ def _bar(count: int) -> "Iterator[Callable[[SweepRow], None]]":
         yield report
 
 
-def _csv(rows: "Sequence[SweepRow]") -> str:
+def _csv(rows: Sequence[SweepRow]) -> str:
     """A line per row, after a line of the names."""
     text = io.StringIO()
     names = [*type(rows[0]).model_fields]
@@ -216,9 +115,7 @@ def _csv(rows: "Sequence[SweepRow]") -> str:
     return text.getvalue()
 
 
-def _print(answer: "SweepAnswer") -> None:
-    from stagewright.graphs.documents.units import format_bytes, format_seconds
-
+def _print_sweep(answer: SweepAnswer) -> None:
     head = ("devices", "memory", "microbatches", "<planner", "<status", "iteration", "samples/s",
             "bound", "gap", "<replicas", "peak memory")  # fmt: skip
     cells = []
@@ -248,19 +145,18 @@ def _print(answer: "SweepAnswer") -> None:
         print_lines(f"most samples per second of these: {_place(best)}: {rate:.6g}")
 
 
-def _size(row: "SweepRow") -> str:
+def _size(row: SweepRow) -> str:
     if row.batch is None:
         return str(row.microbatches)
     chosen = f": {row.microbatches} x {row.microbatch_size}" if row.microbatches else ""
     return f"batch {row.batch}{chosen}"
 
 
-def _asked(row: "SweepRow") -> str:
+def _asked(row: SweepRow) -> str:
     return str(row.microbatches) if row.batch is None else f"batch {row.batch}"
 
 
-def _place(row: "SweepRow") -> str:
-    from stagewright.graphs.documents.units import format_bytes
+def _place(row: SweepRow) -> str:
 
     memory = "" if row.memory_bytes is None else f" of {format_bytes(row.memory_bytes)}"
     size = f"{row.microbatches} microbatches" if row.batch is None else f"batch {row.batch}"
@@ -268,10 +164,9 @@ def _place(row: "SweepRow") -> str:
     return f"{row.planner}, {some}{memory}, {size}"
 
 
-def _drawn(answer: "SweepAnswer") -> bytes:
+def _drawn(answer: SweepAnswer) -> bytes:
     """The first size with several values is the horizontal axis; the others make the lines."""
     from stagewright.executor.drawing.sweep_chart import SweepLine, sweep_png
-    from stagewright.graphs.documents.units import format_bytes
 
     shown = {
         "devices": [str(row.devices) for row in answer.rows],
@@ -295,3 +190,74 @@ def _drawn(answer: "SweepAnswer") -> bytes:
 
 def _told(size: str, value: str) -> str:
     return value if size != "microbatches" or not value.isdigit() else f"{value} microbatches"
+
+
+class WhatIfOptions(Printed, OnRay, Served, Threaded):
+    """What ``what-if`` is asked beside its request."""
+
+    microbatches: Annotated[int, Option(form="M")]
+    """Microbatches in an iteration."""
+
+
+@command(
+    only="chain cluster planner runtime memory_limit_bytes time_limit seed",
+    headings={"Search": "threads seed engine address server"},
+)
+def what_if(asked: Asked[PlanRequest], given: WhatIfOptions) -> int:
+    """What one more GB, faster links, or one more device or server would buy.
+
+    Every change is planned with the time limit, from the plan as things are; where it seems to
+    save, things as they are are planned again from its plan, so that a luckier search is no saving.
+    Every change has its own bound: no plan with it saves more than that leaves. With --engine ray
+    the changes are planned at the same time. Exit code 1 if there is no plan as things are.
+    """
+    given.require(given.server)
+    on_ray = given.engine == "ray" and given.threads is None
+    threads = threads_of(1 if on_ray else given.threads, given.server)
+    request = asked.request(microbatches=given.microbatches, threads=threads)
+    answer = _changed(request, given)
+    tell(answer, given, _print_changes)
+    return 1 if answer.base.plan is None else 0
+
+
+def _changed(request: PlanRequest, given: WhatIfOptions) -> "WhatIfAnswer":
+    from stagewright.service.what_if_answers import WhatIfAnswer
+
+    with interruptible() as stop, progress("planning", stop) as on_progress:
+        if given.server is not None:
+            return answer_of(WhatIfAnswer, request, given.server, on_progress, stop, "what-if")
+        from stagewright.service.planning import require_supported
+        from stagewright.service.what_if import what_if as changed
+        from stagewright.solvers.planners.warm_up import compile_kernels
+
+        require_supported(request)  # before minutes of compilation
+        compile_kernels(request.planner, stop=stop)
+        where = planning_engine(given, request.threads)
+        return changed(request, stop=stop, engine=where)
+
+
+def _print_changes(answer: "WhatIfAnswer") -> None:
+
+    def shown(seconds: float | None) -> str:
+        return "-" if seconds is None else format_seconds(seconds)
+
+    def share(seconds: float | None) -> str:
+        cost = answer.base.cost_seconds
+        return "-" if seconds is None or not cost else percent(seconds / cost)
+
+    base = answer.base
+    if base.plan is None:
+        print_lines(f"as things are: {base.status}: {base.reason}")
+    else:
+        print_lines(
+            f"as things are: {shown(base.cost_seconds)} per iteration, gap "
+            f"{'-' if base.gap is None else percent(base.gap)} in its class"
+        )
+    head = ("<change", "<status", "iteration", "saves", "at most")
+    rows = [
+        (one.change, one.status, shown(one.cost_seconds), share(one.saved_seconds),
+         share(one.most_seconds))
+        for one in answer.rows
+    ]  # fmt: skip
+    print_table(head, rows)
+    print_lines("at most: what the bound with the change leaves, for the class of its plan")

@@ -1,31 +1,26 @@
 """``train``: train a model by plans of operators that are made from its own measurements."""
 
 import json
-import math
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
+from pydantic import Field
 
-from stagewright.cli.capturing import Weights
-from stagewright.cli.console import (
-    ClusterFile,
-    JsonFlag,
-    LossFunction,
-    Module,
-    Optimizer,
-    Seed,
-    TimeLimit,
-    print_answer,
-    print_lines,
-)
+from stagewright.cli.commands import command
+from stagewright.cli.console import Modelled, Printed, Seeded, print_answer, print_lines
+from stagewright.cli.factories import parse_optimizer
 from stagewright.cli.outputs import Writes
 from stagewright.cli.profiling import reporting
+from stagewright.cli.running import require_timeout
+from stagewright.formulations.forms.answers import Limits
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import counted, format_seconds, parse_share
+from stagewright.service.answers import RoundAnswer, RoundsAnswer
+from stagewright.service.options import Option
 
 if TYPE_CHECKING:
     from stagewright.formulations.operators.plan import OperatorPlan
@@ -37,59 +32,52 @@ PLAN, COSTS, GRAPH, CLUSTER, CHECKPOINTS = (
 )  # fmt: skip
 
 
-def train(
-    module: Module,
-    data: Annotated[
-        str,
-        typer.Option(
-            help="Function that returns an iterable of mini-batches (inputs, targets), the same on "
-            "every rank; called for every epoch.",
-            metavar="PACKAGE:FACTORY",
-            show_default=False,
-        ),
-    ],
-    cluster: ClusterFile,
-    steps: Annotated[
-        int, typer.Option(help="Mini-batches to train on.", min=2, show_default=False)
-    ],
-    folder: Annotated[
-        Path,
-        typer.Option(
-            help="New folder for plans, traces, costs and checkpoints.",
-            metavar="DIR",
-            show_default=False,
-        ),
-        Writes(several=True),
-    ],
-    plans: Annotated[int, typer.Option(help="Plans that are tried at most.", min=1)] = 5,
-    plan_steps: Annotated[int, typer.Option(help="Steps by each of them.", min=1)] = 10,
-    tolerance: Annotated[
-        str, typer.Option(help="Costs are stable when a run differs by less.", metavar="SHARE")
-    ] = "10%",
-    replicas: Annotated[
-        int, typer.Option(help="Copies of the model, as of capture.", min=1, metavar="N")
-    ] = 1,
-    weights: Annotated[
-        Weights, typer.Option(help="As of capture.", case_sensitive=False)
-    ] = Weights.SHARED,
-    planner: Annotated[str, typer.Option(help="Planner of operators.")] = "fastt",
-    contention: Annotated[
-        str, typer.Option(help="Whether transfers wait for each other: none, exclusive.")
-    ] = "none",
-    time_limit: TimeLimit = 10.0,
-    loss: LossFunction = None,
-    optimizer: Optimizer = "sgd:lr=0.01",
-    seed: Seed = 0,
+class TrainOptions(Modelled, Seeded, Printed):
+    """What ``train`` is asked."""
+
+    data: Annotated[str, Option(form="PACKAGE:FACTORY")]
+    """Function that returns an iterable of mini-batches (inputs, targets), the same on every rank;
+    called for every epoch."""
+    cluster: Annotated[Path, Option(form="FILE")]
+    """Cluster file."""
+    steps: Annotated[int, Field(ge=2)]
+    """Mini-batches to train on."""
+    folder: Annotated[Path, Option(form="DIR"), Writes(several=True)]
+    """New folder for plans, traces, costs and checkpoints."""
+    plans: Annotated[int, Field(ge=1)] = 5
+    """Plans that are tried at most."""
+    plan_steps: Annotated[int, Field(ge=1)] = 10
+    """Steps by each of them."""
+    tolerance: Annotated[str, Option(form="SHARE")] = "10%"
+    """Costs are stable when a run differs by less."""
+    replicas: Annotated[int, Option(form="N"), Field(ge=1)] = 1
+    """Copies of the model, as of capture."""
+    weights: Literal["shared", "mirrored"] = "shared"
+    """As of capture."""
+    planner: str = "fastt"
+    """Planner of operators."""
+    contention: str = "none"
+    """Whether transfers wait for each other: none, exclusive."""
+    time_limit: float = 10.0
+    """Time limit of the search in seconds."""
+    optimizer: str = "sgd:lr=0.01"
+    """One of torch.optim, e.g. adamw:lr=1e-3,weight_decay=0.1."""
     save_parameters: Annotated[
-        Path | None,
-        typer.Option(help="Write the trained state dict.", metavar="FILE"),
-        Writes(".pt", ".pth", ".bin", ".ckpt"),
-    ] = None,
-    timeout: Annotated[
-        float, typer.Option(help="Seconds that a rank waits for another one.")
-    ] = 60.0,
-    as_json: JsonFlag = False,
-) -> int:
+        Path | None, Option(form="FILE"), Writes(".pt", ".pth", ".bin", ".ckpt")
+    ] = None
+    """Write the trained state dict."""
+    timeout: float = 60.0
+    """Seconds that a rank waits for another one."""
+
+
+@command(
+    headings={
+        "Rounds": "plans plan_steps tolerance",
+        "Planning": "replicas weights planner contention time_limit",
+        "How it runs": "timeout seed",
+    }
+)
+def train(given: TrainOptions) -> int:
     """Train on this machine, each round by the plan for the costs that those before it measured.
 
     Every plan continues from the checkpoint of the one before. A plan that is slower than the best
@@ -98,14 +86,12 @@ def train(
     --resume` goes on.
     """
     from stagewright.executor.training.ranks.launch import require_torch
-    from stagewright.formulations.forms.answers import Limits
-    from stagewright.graphs.documents.units import parse_share
     from stagewright.graphs.machines.cluster import load_cluster
     from stagewright.service.operator_rounds import Rounds
 
     require_torch()
-    if not (math.isfinite(timeout) and timeout > 0):
-        raise InputError(f"--timeout must be a positive number of seconds, got {timeout:g}")
+    require_timeout(given.timeout)
+    steps, plan_steps, folder = given.steps, given.plan_steps, given.folder
     if steps <= plan_steps:
         raise InputError(f"--steps {steps} leaves nothing after a plan of {plan_steps} steps")
     if folder.exists():
@@ -113,18 +99,18 @@ def train(
             f"{folder} exists; name a new folder, or go on with stagewright run "
             f"{folder / PLAN} --checkpoint {folder / CHECKPOINTS} --resume"
         )
-    machines = load_cluster(cluster)
+    machines = load_cluster(given.cluster)
     with reporting("train") as report:
         report("tracing a step")
-        graph = _captured(module, data, loss, optimizer, replicas, weights.value)
+        graph = _captured(given)
     planned = Rounds(
         graph,
         machines,
-        planner,
-        contention,  # type: ignore[arg-type]
-        Limits(time_limit, seed=seed),
-        parse_share(tolerance, "--tolerance"),
-        min(plans, (steps - 1) // plan_steps),
+        given.planner,
+        given.contention,  # type: ignore[arg-type]
+        Limits(given.time_limit, seed=given.seed),
+        parse_share(given.tolerance, "--tolerance"),
+        min(given.plans, (steps - 1) // plan_steps),
     )
     first = planned.start()
     if first is None:
@@ -133,36 +119,34 @@ def train(
             "with devices filled in turn"
         )
         return 1
-    given = ["--module", module, "--data", data, "--optimizer", optimizer, "--seed", str(seed)]
-    given += ["--timeout", str(timeout)] + ([] if loss is None else ["--loss", loss])
-    runs = _Runs(folder, given, plan_steps)
+    passed = ("module", "data", "optimizer", "seed", "timeout", "loss")
+    values = {name: getattr(given, name) for name in passed}
+    options = [(f"--{name}", str(value)) for name, value in values.items() if value is not None]
+    runs = _Runs(folder, [word for option in options for word in option], plan_steps)
     try:
-        done = list(_shown(runs.rounds(planned, first), as_json))
-        answer = runs.run(folder / PLAN, steps, _saving(save_parameters))
+        done = list(_shown(runs.rounds(planned, first), given.as_json))
+        answer = runs.run(folder / PLAN, steps, _saving(given.save_parameters))
     except subprocess.CalledProcessError as error:
         return error.returncode
-    _print_summary(done, answer, folder, save_parameters, as_json)
+    _print_summary(done, answer, folder, given.save_parameters, given.as_json)
     return 0
 
 
-def _captured(
-    module: str, data: str, loss: str | None, optimizer: str, replicas: int, weights: str
-) -> "StepGraph":
+def _captured(given: TrainOptions) -> "StepGraph":
     """The graph of a step, without times."""
     from stagewright.cli.factories import load_factory
-    from stagewright.cli.optimizing import parse_optimizer
     from stagewright.executor.capture.steps.factories import share_of, without_values
     from stagewright.executor.capture.steps.step import capture_step
     from stagewright.executor.measuring.profiling import first_batch
     from stagewright.executor.training.losses import cross_entropy
     from stagewright.graphs.models.data_parallel import data_parallel
 
-    of_outputs = cross_entropy if loss is None else load_factory(loss, "--loss")
-    batch = share_of(first_batch(load_factory(data, "--data")()), replicas, 0)
-    made, tensors = without_values(load_factory(module, "--module"), batch)
-    stepping, name = parse_optimizer(optimizer), module.rpartition(":")[2]
+    of_outputs = cross_entropy if given.loss is None else load_factory(given.loss, "--loss")
+    batch = share_of(first_batch(load_factory(given.data, "--data")()), given.replicas, 0)
+    made, tensors = without_values(load_factory(given.module, "--module"), batch)
+    stepping, name = parse_optimizer(given.optimizer), given.module.rpartition(":")[2]
     step = capture_step(made, tensors, loss=of_outputs, optimizer=stepping, name=name)
-    return data_parallel(step.graph, replicas, weights)  # type: ignore[arg-type]
+    return data_parallel(step.graph, given.replicas, given.weights)
 
 
 def _saving(parameters: Path | None) -> list[str]:
@@ -225,8 +209,6 @@ class _Runs:
 
 def _shown(rounds: "Iterator[Round]", as_json: bool) -> "Iterator[Round]":
     """The rounds, each with a line on stdout when it ends."""
-    from stagewright.graphs.documents.units import format_seconds
-
     for one in rounds:
         if not as_json:
             predicted = format_seconds(one.predicted_seconds) if one.number else "nothing known"
@@ -245,8 +227,6 @@ def _print_summary(
     parameters: Path | None,
     as_json: bool,
 ) -> None:
-    from stagewright.graphs.documents.units import counted, format_seconds
-    from stagewright.service.answers import RoundAnswer, RoundsAnswer
 
     best = [one for one in rounds if one.is_kept][-1]
     if as_json:

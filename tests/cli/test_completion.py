@@ -30,7 +30,7 @@ def completed(line: str) -> list[str]:
     ("line", "offered"),
     [
         ("stagewright train", ["train-plan", "train"]),
-        ("stagewright run --lo", ["--loss", "--load-parameters", "--log"]),
+        ("stagewright run --lo", ["--log", "--loss", "--load-parameters"]),
         ("stagewright plan --planner 1f", ["1f1b-star"]),
         ("stagewright plan --planner fa", ["fastt"]),
         ("stagewright sweep --planner dp,pi", ["dp,pipedream", "dp,pipedream-async"]),

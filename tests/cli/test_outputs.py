@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from commands import FT06, answered, given_to, refused, run
 
-from stagewright.cli import PANELS
-from stagewright.cli.outputs import Writes, _paths
+from stagewright.cli.commands import fields_of
+from stagewright.cli.pages import Commands
 from stagewright.formulations.plans.plan import load_plan
 
 EXPORT = "export plan.json --to torchrun --command true --per-server 6"
@@ -28,12 +28,12 @@ def plan_arguments(files: Path) -> list[object]:
 
 def test_every_path_of_a_command_is_known_as_read_or_written() -> None:
     """What a new command writes must be marked, or it is taken for an input."""
+    commands = Commands()
     written = {
-        (command.__name__, name)
-        for commands in PANELS.values()
-        for command in commands
-        for name, marks in _paths(command)
-        if any(isinstance(mark, Writes) for mark in marks)
+        (run.__name__, one.name)
+        for run in map(commands.function, commands)
+        for one in fields_of(run)
+        if one.writes is not None
     }
     assert written == {
         ("plan", "output"), ("show", "html"), ("show", "png"), ("show", "trace"),

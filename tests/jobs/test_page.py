@@ -22,7 +22,7 @@ from pages import CHROMIUM
 from planning_jobs import TWO_JOBS, plan_request, traced
 from profiles import slow_after
 
-from stagewright.cli.jobs import _row
+from stagewright.cli.serving import _row
 from stagewright.client import JobState
 from stagewright.executor.export import FORMATS
 from stagewright.executor.export.runtimes import RUNTIMES

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from stagewright.cli.factories import load_factory
-from stagewright.cli.profiling import profile
+from stagewright.cli.profiling import ProfileOptions, profile
 from stagewright.executor.capture.tracing import capture
 from stagewright.executor.measuring.links import Links, describe, fit, measure_links, reduce_share
 from stagewright.executor.measuring.machine import Machine
@@ -216,7 +216,8 @@ def test_the_command_writes_a_model_that_can_be_planned(
     named = {"module": "models:TiedTransformer", "data": "models:token_batches"}
     momentum = "sgd:lr=0.1,momentum=0.9"
     more: dict[str, Any] = {"microbatch_sizes": "2,1", "repetitions": 1, "output": file}
-    assert profile(**named, **more, dtype="bfloat16", optimizer=momentum, as_json=True) == 0
+    asked = ProfileOptions(**named, **more, dtype="bfloat16", optimizer=momentum, as_json=True)
+    assert profile(asked) == 0
     assert json.loads(capsys.readouterr().out)["layers"] == 8
     chain = load_model(file)
     assert chain.name == "TiedTransformer"
@@ -235,8 +236,9 @@ def test_the_command_writes_a_model_that_can_be_planned(
 
 @pytest.mark.parametrize("sizes", ["", "1,x", "0,2"])
 def test_the_command_refuses_bad_sizes(sizes: str) -> None:
+    named = {"module": "models:TiedTransformer", "data": "models:tokens"}
     with pytest.raises(InputError, match="--microbatch-sizes"):
-        profile(module="models:TiedTransformer", data="models:tokens", microbatch_sizes=sizes)
+        profile(ProfileOptions(**named, microbatch_sizes=sizes))
 
 
 def test_factories_are_found_in_the_current_folder(

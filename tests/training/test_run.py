@@ -33,7 +33,7 @@ pytest.importorskip("torch", reason="pip install 'stagewright[executor]'")
 import torch
 
 from stagewright.cli import running
-from stagewright.cli.optimizing import parse_optimizer
+from stagewright.cli.factories import parse_optimizer
 from stagewright.executor.programs.periodic import lower_any
 from stagewright.executor.programs.verify import verify
 from stagewright.executor.training.data.passes import mini_batches
