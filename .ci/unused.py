@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "stagewright"
-DOORS = re.compile(rf"{PACKAGE}(\.__main__|\.cli|\.client|\.service\.jobs\.migrations\..*)?")
+DOORS = re.compile(rf"{PACKAGE}(\.__main__|\.cli(\..*)?|\.client|\.service\.jobs\.migrations\..*)?")
 # Packages whose modules are imported when they are needed, by names in strings.
 LATE = tuple(
     f"{PACKAGE}.{one}" for one in ("service", "solvers.backends", "solvers.clusters.policies")
