@@ -4,12 +4,11 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from numba import njit
 
 from stagewright.formulations.backprop.problem import BackpropProblem, Timetable
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 from stagewright.graphs.documents.errors import InputError
-from stagewright.solvers.pipelines.compiled import inner
+from stagewright.solvers.pipelines.compiled import entry, inner
 
 ROUNDING = 1e-12  # relative: chunks of work whose end is now
 
@@ -90,7 +89,7 @@ def _pop(heap: Ints, size: int, keys: Ints) -> int:
     return least
 
 
-@njit(cache=True, error_model="numpy")
+@entry
 def run_all(  # noqa: C901 - one loop over events
     seconds: Floats,
     resource: Ints,
@@ -195,7 +194,7 @@ def insert(problem: BackpropProblem, ranks: Ints) -> Timetable:
     return Timetable.of_starts(problem, starts)
 
 
-@njit(cache=True, error_model="numpy")
+@entry
 def insert_all(  # noqa: C901 - one pass over operations
     seconds: Floats,
     resource: Ints,

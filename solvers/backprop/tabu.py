@@ -12,7 +12,6 @@ is worth changing only with the orders on the streams that feed it.
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from stagewright.formulations.backprop.problem import BackpropProblem, Timetable
 from stagewright.graphs.documents.arrays import Floats, Ints
@@ -31,7 +30,7 @@ from stagewright.solvers.backprop.orders_kernels import (
     place,
     time,
 )
-from stagewright.solvers.pipelines.compiled import inner
+from stagewright.solvers.pipelines.compiled import entry, inner
 
 _CANDIDATES = 16  # moves that are estimated in an iteration
 STOP = 4  # a move goes on with all but one in so many
@@ -85,7 +84,7 @@ def tabu_search(
     return found if found.end < timetable.end else timetable
 
 
-@njit(cache=True, error_model="numpy")
+@entry
 def _search(
     graph: Graph,
     order: Ints,

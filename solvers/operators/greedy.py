@@ -11,7 +11,6 @@ the child could not start elsewhere.
 """
 
 import numpy as np
-from numba import njit
 from scipy import sparse
 
 from stagewright.formulations.forms.answers import Status
@@ -23,7 +22,7 @@ from stagewright.solvers.operators.arrays import Arrays, arrays_of
 from stagewright.solvers.operators.insertion import by_devices, sources
 from stagewright.solvers.operators.insertion_kernel import ANY, ROUNDING
 from stagewright.solvers.operators.ranks import transfers
-from stagewright.solvers.pipelines.compiled import inner
+from stagewright.solvers.pipelines.compiled import entry, inner
 
 NONE = -1  # favourite child of an operator without one
 
@@ -98,7 +97,7 @@ def _relaxation(problem: OperatorProblem, pairs: Ints, waits: Floats) -> LinearP
     )
 
 
-@njit(cache=True, error_model="numpy")
+@entry
 def _earliest_first(  # noqa: C901 - one loop over starts
     a: Arrays, is_source: Bools, favourite: Ints, transfer: Floats, held: float
 ) -> tuple[bool, Ints, Ints]:

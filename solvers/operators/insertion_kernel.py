@@ -7,11 +7,10 @@ time passes over gaps only.
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 from stagewright.solvers.operators.arrays import Arrays
-from stagewright.solvers.pipelines.compiled import inner
+from stagewright.solvers.pipelines.compiled import entry, inner
 
 ROUNDING = 1e-12  # relative: of sums of bytes
 ANY = -1  # device of an operator that is free to choose
@@ -77,7 +76,7 @@ def occupy(begin: Floats, end: Floats, used: int, start: float, finish: float) -
     return used + 1
 
 
-@njit(cache=True, error_model="numpy")
+@entry
 def place(  # noqa: C901 - one pass over operators
     a: Arrays,
     order: Ints,

@@ -6,12 +6,11 @@ the left. A move changes what comes after its first place only, so the times bef
 """
 
 import numpy as np
-from numba import njit
 
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.solvers.operators.arrays import Arrays
 from stagewright.solvers.operators.insertion_kernel import earliest, members_of, occupy
-from stagewright.solvers.pipelines.compiled import inner
+from stagewright.solvers.pipelines.compiled import entry, inner
 
 PENALTY = 2.0  # of a plan's time, for memory exceeded by the whole of a device's memory
 COOLING = 400.0  # the temperature at the start over that at the end
@@ -19,7 +18,7 @@ WALK = 0.6  # chance that a walk of moved operators goes on
 CRITICAL = 0.7  # share of moves of operators on the critical chain
 
 
-@njit(cache=True, error_model="numpy")
+@entry
 def anneal(  # noqa: C901 - one loop over moves
     a: Arrays,
     order: Ints,

@@ -65,7 +65,7 @@ def test_a_run_is_traced_compared_and_resumed(plan: Path, tmp_path: Path) -> Non
     assert found["files"] == [str(picture)]
     assert picture.stat().st_size > 10_000
     assert found["steps"] == 2
-    assert found["iteration_seconds"]["predicted"] == placed.claim.cost
+    assert found["iteration_seconds"]["predicted"] == placed.certificate.cost_seconds
     slow, fast = sorted((step.iteration_seconds for step in run.steps[1:]), reverse=True)
     assert found["iteration_seconds"]["most"] == slow
     assert found["iteration_seconds"]["least"] == fast
