@@ -3,7 +3,7 @@
 A state is a downset: the operators of an antichain and all that they depend on. A stage is what a
 state has more than an earlier one, so that every contiguous partition is looked at, not only those
 of one topological order. A plan of chain layers cannot express sets that are no intervals of the
-linearised order: :func:`~stagewright.graphs.models.opgraph.linearise` decides it there.
+linearised order: :func:`~stagewright.graphs.models.operators.opgraph.linearise` decides it there.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from stagewright.formulations.dags.problem import DagProblem, Pool, Tensor
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.models.opgraph import OpGraph
+from stagewright.graphs.models.operators.opgraph import OpGraph
 from stagewright.solvers.dags.downsets import Contents, downsets
 from stagewright.solvers.dags.merging import merge
 from stagewright.solvers.planners.baselines.hierarchy import (

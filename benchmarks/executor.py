@@ -49,9 +49,9 @@ from stagewright.executor.training.stages.stage import Gradients, Seed, StageCom
 from stagewright.executor.training.stages.weights import Weights
 from stagewright.formulations.plans.actions import COMPUTE, Action, ActionKind, parse_action
 from stagewright.formulations.plans.plan import PipelinePlan, Schedule, ScheduledAction, Stage
-from stagewright.formulations.schedules.gpipe import gpipe
-from stagewright.formulations.schedules.interleaved import interleaved
-from stagewright.formulations.schedules.one_f_one_b import one_f_one_b
+from stagewright.formulations.schedules.published.gpipe import gpipe
+from stagewright.formulations.schedules.published.interleaved import interleaved
+from stagewright.formulations.schedules.published.one_f_one_b import one_f_one_b
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT

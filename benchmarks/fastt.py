@@ -24,11 +24,11 @@ from stagewright.formulations.operators.problem import OperatorProblem, Timetabl
 from stagewright.formulations.operators.step import operator_problem
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Cluster, Link, uniform_servers
-from stagewright.graphs.models.data_parallel import data_parallel
-from stagewright.graphs.models.step_graph import StepGraph
-from stagewright.solvers.operators.baselines import replica_numbers
-from stagewright.solvers.operators.bounds import bounds_of
+from stagewright.graphs.models.operators.data_parallel import data_parallel
+from stagewright.graphs.models.operators.step_graph import StepGraph
+from stagewright.solvers.operators.greedy import replica_numbers
 from stagewright.solvers.operators.os_dpos import SplitResult, os_dpos
+from stagewright.solvers.operators.planning import bounds_of
 from stagewright.solvers.operators.search import METHODS, best_list_schedule, search
 
 KIND, MEMORY = "v100", 16e9

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from time import process_time
 
 from benchmarks.report import Table
-from stagewright.formulations.schedules.kinds import KINDS, Sizes, schedule_of
+from stagewright.formulations.schedules.published.kinds import KINDS, Sizes, schedule_of
 from stagewright.graphs.documents.errors import InputError
 
 SIZE, QUICK = (64, 512), (8, 32)  # devices, microbatches

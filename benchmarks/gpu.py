@@ -20,11 +20,11 @@ from benchmarks.backward_first import backward_first_plan
 from benchmarks.executor import plan_in_order
 from benchmarks.plain_loop import cut, loss_of
 from benchmarks.report import Table
-from stagewright.executor.measuring.captured import captured_by_size
 from stagewright.executor.measuring.machine import Machine
 from stagewright.executor.measuring.profiling import measure_layers
+from stagewright.executor.measuring.whole_models import captured_by_size
 from stagewright.executor.training.data.passes import pair
-from stagewright.executor.training.losses import cross_entropy, own_loss
+from stagewright.executor.training.logs import cross_entropy, own_loss
 from stagewright.executor.training.runtime import Executor
 from stagewright.formulations.backprop.choice import OutOfOrder
 from stagewright.formulations.plans.actions import Action, B, F, I, W
@@ -32,7 +32,7 @@ from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan, Stage
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.models.chain import Chain
-from stagewright.solvers.planners.proposal import Choices
+from stagewright.solvers.planners.steps.proposal import Choices
 
 MICROBATCHES, STEPS, WARM_UP = 4, 12, 4
 BLOCKS, WIDTH, HEADS, SEQUENCE, TOKENS = 12, 768, 12, 512, 50257

@@ -35,8 +35,8 @@ from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.models.chain import Chain
 from stagewright.solvers.planners.periodic.madpipe import plan_madpipe
-from stagewright.solvers.planners.proposal import Choices, NoPlan, class_of_proposal
-from stagewright.solvers.planners.warm_up import compile_kernels
+from stagewright.solvers.planners.steps.proposal import Choices, NoPlan, class_of_proposal
+from stagewright.solvers.planners.steps.warm_up import compile_kernels
 
 NETWORKS = {
     "resnet50": "ResNet-50",

@@ -19,7 +19,7 @@ from stagewright.formulations.patterns.madpipe import StageAllocationProblem
 from stagewright.formulations.patterns.pattern_problems import pattern_problem
 from stagewright.solvers.patterns.madpipe import least_period
 from stagewright.solvers.patterns.pattern import best_pattern
-from stagewright.solvers.planners.warm_up import compile_kernels
+from stagewright.solvers.planners.steps.warm_up import compile_kernels
 
 TARGET = 5.0  # seconds, for a pattern
 LIMITS = Limits(seconds=30.0)

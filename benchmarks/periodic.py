@@ -43,8 +43,8 @@ from stagewright.solvers.patterns.joint_patterns import JointAnswer, joint_optim
 from stagewright.solvers.patterns.madpipe import AllocationAnswer, least_period
 from stagewright.solvers.patterns.pattern import PatternAnswer, best_pattern
 from stagewright.solvers.planners.periodic.madpipe import plan_madpipe
-from stagewright.solvers.planners.proposal import Choices, NoPlan
-from stagewright.solvers.planners.warm_up import compile_kernels
+from stagewright.solvers.planners.steps.proposal import Choices, NoPlan
+from stagewright.solvers.planners.steps.warm_up import compile_kernels
 
 T = TypeVar("T")
 Seconds = tuple[float, float]  # wall, CPU

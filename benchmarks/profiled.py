@@ -11,14 +11,14 @@ from rich.progress import track
 from benchmarks.decoder import OPT_350M
 from benchmarks.report import Table, percent
 from benchmarks.sailor_plans import SailorPlan, read_sailor_plan
-from stagewright.formulations.parallelism.profiled import (
+from stagewright.formulations.parallelism.profiles.cluster import Pool, Route, ServerPools
+from stagewright.formulations.parallelism.profiles.pipelines import (
     MemoryRule,
     ProfiledEstimate,
     ProfiledProblem,
     evaluate,
 )
-from stagewright.formulations.parallelism.profiled_cluster import Pool, Route, ServerPools
-from stagewright.formulations.parallelism.profiled_plan import (
+from stagewright.formulations.parallelism.profiles.plan import (
     ProfiledPlan,
     ProfiledStage,
     Replica,

@@ -33,12 +33,12 @@ from benchmarks.metis import (
 from benchmarks.report import Table, percent
 from benchmarks.spec import BenchSpec
 from stagewright.formulations.forms.answers import Limits
-from stagewright.formulations.parallelism.profiled import MemoryRule, ProfiledProblem
-from stagewright.formulations.parallelism.profiled_cluster import Pool, Route, ServerPools
+from stagewright.formulations.parallelism.profiles.cluster import Pool, Route, ServerPools
+from stagewright.formulations.parallelism.profiles.pipelines import MemoryRule, ProfiledProblem
 from stagewright.graphs.importers.metis import read_metis
 from stagewright.graphs.models.layer_profiles import LayerProfiles
 from stagewright.graphs.models.layer_sizes import LayerSizes
-from stagewright.solvers.parallelism.profiled import profiled_plan
+from stagewright.solvers.parallelism.profiles.pipelines import profiled_plan
 
 # The optimum by Metis' evaluator.
 

@@ -10,15 +10,15 @@ from benchmarks.profiled import GIB, INPUTS, PER_SERVER, profiles
 from benchmarks.report import Table, percent
 from benchmarks.spec import BenchSpec
 from stagewright.formulations.forms.answers import Limits
-from stagewright.formulations.parallelism.profiled import ProfiledProblem, evaluate
-from stagewright.formulations.parallelism.profiled_cluster import Pool, Route, ServerPools
-from stagewright.formulations.parallelism.profiled_plan import (
+from stagewright.formulations.parallelism.profiles.cluster import Pool, Route, ServerPools
+from stagewright.formulations.parallelism.profiles.pipelines import ProfiledProblem, evaluate
+from stagewright.formulations.parallelism.profiles.plan import (
     ProfiledPlan,
     ProfiledStage,
     Replica,
     even_microbatches,
 )
-from stagewright.solvers.parallelism.profiled import profiled_plan
+from stagewright.solvers.parallelism.profiles.pipelines import profiled_plan
 
 LIMITS = Limits(300)
 BATCH = 1024

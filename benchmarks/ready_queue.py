@@ -7,8 +7,8 @@ import numpy as np
 
 from stagewright.formulations.operators.problem import OperatorProblem, Timetable
 from stagewright.graphs.documents.arrays import Floats, Ints
-from stagewright.solvers.operators.arrays import arrays_of
 from stagewright.solvers.operators.insertion import timetable
+from stagewright.solvers.operators.ranks import arrays_of
 
 Key = Callable[[int, float], float]
 """The priority of an operator that is ready at a time; the least runs first."""

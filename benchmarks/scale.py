@@ -30,7 +30,7 @@ from stagewright.graphs.machines.cluster import (
 from stagewright.graphs.machines.topology import uniform_racks
 from stagewright.graphs.models.analytic import analytic_model
 from stagewright.graphs.models.chain import Chain
-from stagewright.solvers.planners.warm_up import compile_kernels
+from stagewright.solvers.planners.steps.warm_up import compile_kernels
 from stagewright.solvers.planning import plan
 
 GB = 1e9

@@ -15,7 +15,7 @@ from benchmarks.report import Table
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.pipelines.makespan import MakespanProblem, Objective
 from stagewright.formulations.schedules.placements import v_shape
-from stagewright.solvers.pipelines.row_search import compile_row_kernels
+from stagewright.solvers.pipelines.rows.search import compile_row_kernels
 from stagewright.solvers.pipelines.scheduling import ScheduleResult, solve_schedule
 
 DATA = Path(__file__).parents[2] / "shared" / "data" / "schedules"

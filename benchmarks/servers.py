@@ -29,11 +29,11 @@ from stagewright.graphs.machines.cluster import (
 from stagewright.graphs.models.analytic import analytic_model
 from stagewright.graphs.models.chain import Chain, load_model
 from stagewright.solvers.pipelines.relaxation import fill_and_drain_bound
-from stagewright.solvers.planners.planner import Planner
-from stagewright.solvers.planners.proposal import Choices, Proposal, cost_of
 from stagewright.solvers.planners.servers import PLANNER as SERVERS
 from stagewright.solvers.planners.spp import PLANNER as SPP
-from stagewright.solvers.planners.warm_up import compile_kernels
+from stagewright.solvers.planners.steps.planner import Planner
+from stagewright.solvers.planners.steps.proposal import Choices, Proposal, cost_of
+from stagewright.solvers.planners.steps.warm_up import compile_kernels
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 GB = 1e9

@@ -23,7 +23,7 @@ from stagewright.graphs.machines.devices import accelerator
 from stagewright.graphs.machines.ordering import recursive_device_order
 from stagewright.graphs.models.chain import Chain
 from stagewright.solvers.pipelines.list_scheduling import best_list_schedule, list_schedule
-from stagewright.solvers.pipelines.partition import PartitionSearch
+from stagewright.solvers.pipelines.partition.passes import PartitionSearch
 from stagewright.solvers.planning import Result, plan
 
 PICTURE = FIGURES / "spp-sweeps.png"

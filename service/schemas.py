@@ -9,14 +9,14 @@ from stagewright.executor.programs.trace import Trace
 from stagewright.formulations.clusters.allocation_plan import AllocationPlan
 from stagewright.formulations.operators.plan import OperatorPlan
 from stagewright.formulations.parallelism.document import LayoutPlan
-from stagewright.formulations.parallelism.profiled_document import ProfiledDocument
+from stagewright.formulations.parallelism.profiles.document import ProfiledDocument
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.machines.cluster import Cluster
 from stagewright.graphs.machines.devices import Accelerator
 from stagewright.graphs.models.chain import Chain
-from stagewright.graphs.models.cost_book import CostBook
 from stagewright.graphs.models.layer_profiles import LayerProfiles
-from stagewright.graphs.models.step_graph import StepGraph
+from stagewright.graphs.models.operators.cost_book import CostBook
+from stagewright.graphs.models.operators.step_graph import StepGraph
 from stagewright.graphs.workloads.jobs import Workload
 from stagewright.graphs.workloads.pool import Pool
 from stagewright.graphs.workloads.prices import Market

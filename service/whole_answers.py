@@ -15,17 +15,17 @@ from stagewright.formulations.forms.answers import Status, settled
 from stagewright.formulations.plans.plan import FORMAT, VERSION, PipelinePlan
 from stagewright.graphs.documents.documents import parse
 from stagewright.service.answers import Answer
-from stagewright.service.cloud_answers import CloudAnswer
-from stagewright.service.cloud_requests import CloudRequest
-from stagewright.service.cluster_answers import (
+from stagewright.service.cloud.answers import CloudAnswer
+from stagewright.service.cloud.requests import CloudRequest
+from stagewright.service.clusters.answers import (
     AllocateAnswer,
     RoundsAnswer,
     SimulateClusterAnswer,
 )
-from stagewright.service.cluster_requests import AllocateRequest, RoundsRequest
-from stagewright.service.dividing import DivideAnswer
-from stagewright.service.operator_plans import PlaceAnswer
-from stagewright.service.pipeline_answers import (
+from stagewright.service.clusters.requests import AllocateRequest, RoundsRequest
+from stagewright.service.operators.dividing import DivideAnswer
+from stagewright.service.operators.plans import PlaceAnswer
+from stagewright.service.pipelines.answers import (
     JobShopAnswer,
     MemoryCurve,
     PartitionAnswer,
@@ -33,10 +33,10 @@ from stagewright.service.pipeline_answers import (
     ScheduleAnswer,
     ScheduleComparison,
 )
-from stagewright.service.pipeline_requests import PlanRequest
+from stagewright.service.pipelines.requests import PlanRequest
+from stagewright.service.pipelines.sweep_requests import SweepAnswer
+from stagewright.service.pipelines.what_if import WhatIfAnswer
 from stagewright.service.requests import Request
-from stagewright.service.sweep_requests import SweepAnswer
-from stagewright.service.what_if_answers import WhatIfAnswer
 
 if TYPE_CHECKING:
     from stagewright.formulations.operators.plan import OperatorPlan
@@ -76,7 +76,7 @@ def placement(told: Made) -> "OperatorPlan | None":
 
 def kept_plan(request: PlanRequest, document: str, status: Status, reason: str) -> PlanAnswer:
     """The answer of a search that ended without one, from the best plan that it had found."""
-    from stagewright.service.planning import answer_of
+    from stagewright.service.pipelines.planning import answer_of
     from stagewright.solvers.planning import OPTIMAL_GAP, Result
 
     plan = _plan(document)
@@ -212,7 +212,7 @@ def _of_simulation(request: Request, told: Made, carried: Any) -> Made:
 
 def _of_cloud(request: Request, told: Made, carried: Any) -> Made:
     from stagewright.formulations.cloud.switching import Plan
-    from stagewright.service.cloud import switching_problem
+    from stagewright.service.cloud.renting import switching_problem
 
     assert isinstance(request, CloudRequest)
     return {"problem": switching_problem(request), "stays": _object(Plan, carried)}

@@ -22,17 +22,17 @@ from stagewright.formulations.patterns.joint_patterns import ALLOCATIONS, JointP
 from stagewright.formulations.patterns.pattern_models import PATTERN
 from stagewright.formulations.patterns.pattern_problems import pattern_problem
 from stagewright.formulations.patterns.periodic_bounds import iteration_bounds
-from stagewright.formulations.pipelines.grouped_stages import relaxed_schedule, scheduling_of
-from stagewright.formulations.pipelines.joint import JOINT_SEARCH
-from stagewright.formulations.pipelines.makespan_models import CP_SAT
-from stagewright.formulations.pipelines.relaxation import FILL_AND_DRAIN, WIDE_FILL_AND_DRAIN
-from stagewright.formulations.pipelines.server_relaxation import (
+from stagewright.formulations.pipelines.bounds.relaxation import FILL_AND_DRAIN, WIDE_FILL_AND_DRAIN
+from stagewright.formulations.pipelines.bounds.server_relaxation import (
     RELAXED_TREE,
     SERVERS,
     SERVERS_AND_TURNS,
     SHARED_SERVERS,
     SPLIT_SERVERS,
 )
+from stagewright.formulations.pipelines.grouped_stages import relaxed_schedule, scheduling_of
+from stagewright.formulations.pipelines.joint import JOINT_SEARCH
+from stagewright.formulations.pipelines.makespan_models import CP_SAT
 from stagewright.formulations.pipelines.spp import LEMMA_1
 from stagewright.formulations.pipelines.windows import WINDOWS
 from stagewright.formulations.plans.pipeline import PipelineProblem
@@ -44,7 +44,7 @@ from stagewright.solvers.patterns.pattern import best_pattern
 from stagewright.solvers.pipelines.list_scheduling import list_schedule
 from stagewright.solvers.pipelines.relaxation import fill_and_drain_bound, is_fill_and_drain_bound
 from stagewright.solvers.pipelines.scheduling import solve_schedule
-from stagewright.solvers.pipelines.server_relaxation import (
+from stagewright.solvers.pipelines.servers.relaxation import (
     ServerBounds,
     is_server_bound,
     server_bound,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from stagewright.formulations.clusters.allocation_plan import load_allocation, save_allocation
     from stagewright.formulations.operators.plan import load_operator_plan, save_operator_plan
     from stagewright.formulations.parallelism.document import load_layout, save_layout
-    from stagewright.formulations.parallelism.profiled_document import (
+    from stagewright.formulations.parallelism.profiles.document import (
         load_profiled_plan,
         save_profiled_plan,
     )
@@ -68,12 +68,12 @@ if TYPE_CHECKING:
     from stagewright.graphs.models.analytic import analytic_model
     from stagewright.graphs.models.chain import load_model, save_model
     from stagewright.graphs.models.layer_profiles import load_layer_profiles, save_layer_profiles
-    from stagewright.graphs.models.step_graph import load_graph, save_graph
+    from stagewright.graphs.models.operators.step_graph import load_graph, save_graph
     from stagewright.graphs.workloads.jobs import load_workload
     from stagewright.graphs.workloads.pool import parse_pool
     from stagewright.graphs.workloads.prices import load_market
-    from stagewright.service.profiled_problems import profiled_problem
-    from stagewright.service.training_problems import training_problem
+    from stagewright.service.layouts.profiled_problems import profiled_problem
+    from stagewright.service.layouts.training_problems import training_problem
 
 __all__ = [
     "Executor",
@@ -142,7 +142,7 @@ _LAZY = {
     "stagewright.formulations.clusters.allocation_plan": ("load_allocation", "save_allocation"),
     "stagewright.formulations.operators.plan": ("load_operator_plan", "save_operator_plan"),
     "stagewright.formulations.parallelism.document": ("load_layout", "save_layout"),
-    "stagewright.formulations.parallelism.profiled_document": (
+    "stagewright.formulations.parallelism.profiles.document": (
         "load_profiled_plan", "save_profiled_plan",
     ),
     "stagewright.formulations.plans.plan": ("load_plan", "save_plan"),
@@ -165,12 +165,12 @@ _LAZY = {
     "stagewright.graphs.models.analytic": ("analytic_model",),
     "stagewright.graphs.models.chain": ("load_model", "save_model"),
     "stagewright.graphs.models.layer_profiles": ("load_layer_profiles", "save_layer_profiles"),
-    "stagewright.graphs.models.step_graph": ("load_graph", "save_graph"),
+    "stagewright.graphs.models.operators.step_graph": ("load_graph", "save_graph"),
     "stagewright.graphs.workloads.jobs": ("load_workload",),
     "stagewright.graphs.workloads.pool": ("parse_pool",),
     "stagewright.graphs.workloads.prices": ("load_market",),
-    "stagewright.service.profiled_problems": ("profiled_problem",),
-    "stagewright.service.training_problems": ("training_problem",),
+    "stagewright.service.layouts.profiled_problems": ("profiled_problem",),
+    "stagewright.service.layouts.training_problems": ("training_problem",),
 }  # fmt: skip
 _MODULE = {name: module for module, names in _LAZY.items() for name in names}
 

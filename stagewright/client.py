@@ -46,7 +46,7 @@ from stagewright.graphs.models.chain import Chain
 from stagewright.service.answers import Answer
 from stagewright.service.jobs.kinds import kind_of, parse_request
 from stagewright.service.jobs.records import ENDED
-from stagewright.service.pipeline_requests import PlanRequest
+from stagewright.service.pipelines.requests import PlanRequest
 from stagewright.service.requests import Request
 from stagewright.service.whole_answers import kept_plan, read
 

@@ -12,12 +12,60 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from sqlalchemy import Connection, Engine, case, create_engine, event, func, insert, select, update
+from sqlalchemy import (
+    Column,
+    Connection,
+    Engine,
+    Float,
+    Integer,
+    MetaData,
+    Table,
+    Text,
+    case,
+    create_engine,
+    event,
+    func,
+    insert,
+    select,
+    update,
+)
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
-from stagewright.executor.clusters.job_tables import COMMITS, JOBS, SCHEDULER, TABLES
 from stagewright.executor.clusters.leases import LeaseLostError
 from stagewright.graphs.documents.errors import InputError
+
+TABLES = MetaData()
+
+SCHEDULER = Table(
+    "scheduler",
+    TABLES,
+    Column("generation", Integer, primary_key=True, autoincrement=False),
+    Column("began", Float(53), nullable=False),
+)
+
+JOBS = Table(
+    "jobs",
+    TABLES,
+    Column("name", Text, primary_key=True),
+    Column("steps", Integer, nullable=False),
+    Column("epoch", Integer, nullable=False, default=0),
+    Column("committed", Integer, nullable=False, default=0),
+    Column("checkpoint", Text),
+    Column("failures", Integer, nullable=False, default=0),
+    Column("state", Text, nullable=False, default="active"),
+    Column("error", Text),
+    Column("finished_seconds", Float(53)),
+)
+
+COMMITS = Table(
+    "commits",
+    TABLES,
+    Column("job", Text, primary_key=True),
+    Column("epoch", Integer, primary_key=True),
+    Column("first", Integer, nullable=False),
+    Column("last", Integer, nullable=False),
+)
+
 
 FILE = "jobs.sqlite"
 LOCK_SECONDS = 30.0  # how long a transaction waits for another one

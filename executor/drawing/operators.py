@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from stagewright.executor.drawing.chart import (
+from stagewright.executor.drawing.charts.chart import (
     DOTS_PER_INCH,
     MAX_HEIGHT_INCHES,
     MAX_OUTLINED_BLOCKS,

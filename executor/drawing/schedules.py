@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from stagewright.executor.drawing.chart import (
+from stagewright.executor.drawing.charts.chart import (
     DOTS_PER_INCH,
     MAX_HEIGHT_INCHES,
     WIDTH_INCHES,

@@ -14,7 +14,7 @@ from stagewright.executor.export.pipelines import (
     require_plain,
 )
 from stagewright.formulations.plans.plan import PipelinePlan
-from stagewright.formulations.schedules.one_f_one_b import one_f_one_b
+from stagewright.formulations.schedules.published.one_f_one_b import one_f_one_b
 from stagewright.graphs.documents.errors import InputError
 
 NAME = "DeepSpeed"

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from stagewright.executor.programs.lower import lower
-from stagewright.executor.programs.verify import verify
+from stagewright.executor.programs.verification.verify import verify
 from stagewright.formulations.plans.actions import COMPUTE
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.formulations.plans.plan_class import Shards

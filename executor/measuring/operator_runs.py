@@ -15,7 +15,7 @@ from stagewright.executor.programs.trace import Trace
 from stagewright.formulations.operators.plan import OperatorPlan
 from stagewright.formulations.plans.actions import ActionKind, parse_action
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.models.cost_book import Observation, part_known_as
+from stagewright.graphs.models.operators.cost_book import Observation, part_known_as
 
 TRANSFER = "transfer"
 

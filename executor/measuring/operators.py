@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from stagewright.executor.capture.steps.step import CapturedStep
 from stagewright.executor.measuring.machine import Machine, Seconds, threads
 from stagewright.executor.measuring.profiling import DIGITS, WARM_UP
-from stagewright.graphs.models.step_graph import StepGraph
+from stagewright.graphs.models.operators.step_graph import StepGraph
 
 
 class _Timing(fx.Interpreter):

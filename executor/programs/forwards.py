@@ -9,8 +9,8 @@ from stagewright.executor.programs.transfers import (
     with_early_sends,
     with_transfers,
 )
-from stagewright.executor.programs.verify_progress import PipelineProgress
-from stagewright.executor.programs.verify_transfers import require_same_sides
+from stagewright.executor.programs.verification.progress import PipelineProgress
+from stagewright.executor.programs.verification.transfers import require_same_sides
 from stagewright.executor.programs.work import Work
 from stagewright.formulations.plans.actions import Action, ActionKind
 from stagewright.formulations.plans.plan import PipelinePlan, Schedule, ScheduledAction

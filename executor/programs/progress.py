@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from stagewright.executor.programs.program import Instruction, Program
-from stagewright.executor.programs.verify_transfers import by_peer
+from stagewright.executor.programs.verification.transfers import by_peer
 from stagewright.executor.programs.work import InvalidProgram
 from stagewright.formulations.plans.actions import Action
 

@@ -21,7 +21,7 @@ from stagewright.formulations.plans.actions import (
 )
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InvalidPlan
-from stagewright.graphs.models.deadlock import waiting_cycle
+from stagewright.graphs.models.operators.deadlock import waiting_cycle
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 I = ActionKind.INPUT_GRADIENT

@@ -1,16 +1,31 @@
 """The share of a checkpoint that a rank writes and reads."""
 
+import io
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from stagewright.executor.training.packing import packed, unpacked
 from stagewright.executor.training.ranks.rank import Rank
 from stagewright.executor.training.stages.staged_model import StagedModel
 from stagewright.executor.training.stages.weights import Weights
 from stagewright.graphs.documents.errors import InputError
+
+
+def packed(value: Any) -> Tensor:
+    """A value that can be pickled, as a tensor of bytes."""
+    content = io.BytesIO()
+    torch.save(value, content)
+    return torch.frombuffer(bytearray(content.getvalue()), dtype=torch.uint8)
+
+
+def unpacked(tensor: Tensor) -> Any:
+    """The value of `packed`; like the checkpoint itself, it is a pickle."""
+    return torch.load(
+        io.BytesIO(tensor.cpu().numpy().tobytes()), map_location="cpu", weights_only=False
+    )
+
 
 SCHEDULE, EXTRA = "schedule.state", "extra.state"
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from stagewright.formulations.backprop.problem import BackpropProblem
-from stagewright.formulations.pipelines.bounds import one_machine_bound
+from stagewright.formulations.pipelines.bounds.stages import one_machine_bound
 
 CRITICAL_PATH = "critical path"
 ONE_RESOURCE = "one-resource relaxation"

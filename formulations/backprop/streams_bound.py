@@ -1,6 +1,6 @@
 """A bound on every plan of a single device between two losses, with one stream or two."""
 
-from stagewright.formulations.pipelines.least_times import LeastTimes
+from stagewright.formulations.pipelines.bounds.least_times import LeastTimes
 from stagewright.formulations.plans.pipeline import PipelineProblem
 
 TWO_STREAMS = "two streams of a single device"

@@ -11,15 +11,17 @@ rules across iterations (`periodic_rules`), and the plan's own predictions and c
 from collections.abc import Iterator, Sequence
 
 from stagewright.formulations.checking.certificates import faults
-from stagewright.formulations.checking.expected import broken_actions
+from stagewright.formulations.checking.expected import broken_actions, overlaps
 from stagewright.formulations.checking.frame import broken_frame
-from stagewright.formulations.checking.order import broken_dependencies, broken_durations
-from stagewright.formulations.checking.overlaps import overlaps
+from stagewright.formulations.checking.order import (
+    broken_dependencies,
+    broken_durations,
+    broken_sub_streams,
+)
 from stagewright.formulations.checking.peaks import memory_exceeded
 from stagewright.formulations.checking.periodic_rules import broken_iterations, broken_pattern
 from stagewright.formulations.checking.predictions import broken_prediction, predicted
 from stagewright.formulations.checking.proofs import Verdict, verdicts
-from stagewright.formulations.checking.streams import broken_sub_streams
 from stagewright.formulations.checking.times import PlanTimes, read_times, unrolled_steady
 from stagewright.formulations.checking.violations import Violation
 from stagewright.formulations.plans.pipeline import PipelineProblem

@@ -29,22 +29,22 @@ from stagewright.formulations.patterns.pattern_models import PATTERN
 from stagewright.formulations.patterns.pattern_problems import pattern_problem
 from stagewright.formulations.patterns.periodic_bounds import NAMES as OF_PERIODS
 from stagewright.formulations.patterns.periodic_bounds import iteration_bounds
-from stagewright.formulations.pipelines import every_plan
-from stagewright.formulations.pipelines.bounds import NAMES as OF_SCHEDULES
-from stagewright.formulations.pipelines.bounds import schedule_bounds
-from stagewright.formulations.pipelines.device_bounds import EDGE_FINDING, verified_bound
-from stagewright.formulations.pipelines.grouped_stages import relaxed_schedule, scheduling_of
-from stagewright.formulations.pipelines.joint import JOINT_SEARCH
-from stagewright.formulations.pipelines.makespan_models import CP_SAT
-from stagewright.formulations.pipelines.memory_bounds import MEMORY_NAMES
-from stagewright.formulations.pipelines.relaxation import FILL_AND_DRAIN, WIDE_FILL_AND_DRAIN
-from stagewright.formulations.pipelines.server_relaxation import (
+from stagewright.formulations.pipelines.bounds import every_plan
+from stagewright.formulations.pipelines.bounds.devices import EDGE_FINDING, verified_bound
+from stagewright.formulations.pipelines.bounds.memory import MEMORY_NAMES
+from stagewright.formulations.pipelines.bounds.relaxation import FILL_AND_DRAIN, WIDE_FILL_AND_DRAIN
+from stagewright.formulations.pipelines.bounds.server_relaxation import (
     RELAXED_TREE,
     SERVERS,
     SERVERS_AND_TURNS,
     SHARED_SERVERS,
     SPLIT_SERVERS,
 )
+from stagewright.formulations.pipelines.bounds.stages import NAMES as OF_SCHEDULES
+from stagewright.formulations.pipelines.bounds.stages import schedule_bounds
+from stagewright.formulations.pipelines.grouped_stages import relaxed_schedule, scheduling_of
+from stagewright.formulations.pipelines.joint import JOINT_SEARCH
+from stagewright.formulations.pipelines.makespan_models import CP_SAT
 from stagewright.formulations.pipelines.spp import (
     LEMMA_1,
     LEMMA_1_PREMISE,

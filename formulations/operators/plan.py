@@ -13,7 +13,7 @@ from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import require_amount
 from stagewright.graphs.machines.cluster import Cluster
-from stagewright.graphs.models.step_graph import Role, StepGraph
+from stagewright.graphs.models.operators.step_graph import Role, StepGraph
 
 FORMAT: Literal["stagewright-operators"] = "stagewright-operators"
 VERSION: Literal[1] = 1

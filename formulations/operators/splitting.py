@@ -5,7 +5,13 @@ from dataclasses import replace
 
 from stagewright.formulations.operators.plan import SplitChoice
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.models.step_graph import DividedTimes, Node, Output, Split, StepGraph
+from stagewright.graphs.models.operators.step_graph import (
+    DividedTimes,
+    Node,
+    Output,
+    Split,
+    StepGraph,
+)
 
 
 def split_graph(graph: StepGraph, splits: Sequence[SplitChoice]) -> StepGraph:

@@ -5,7 +5,7 @@ import numpy as np
 from stagewright.formulations.operators.problem import Contention, OperatorProblem
 from stagewright.graphs.documents.arrays import Ints
 from stagewright.graphs.machines.cluster import Cluster
-from stagewright.graphs.models.step_graph import WITHOUT_TIME, StepGraph
+from stagewright.graphs.models.operators.step_graph import WITHOUT_TIME, StepGraph
 
 
 def operator_problem(

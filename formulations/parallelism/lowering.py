@@ -22,10 +22,10 @@ from stagewright.formulations.plans.assembly import assemble
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan, Stage
 from stagewright.formulations.plans.plan_class import Shards
-from stagewright.formulations.schedules.interleaved import interleaved
 from stagewright.formulations.schedules.order import Order
 from stagewright.formulations.schedules.planned import starts_to_the_end
-from stagewright.formulations.schedules.zero_bubble import interleaved_zero_bubble
+from stagewright.formulations.schedules.published.interleaved import interleaved
+from stagewright.formulations.schedules.published.zero_bubble import interleaved_zero_bubble
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Cluster
 from stagewright.graphs.machines.fabric import cluster_of

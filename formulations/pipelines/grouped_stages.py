@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stagewright.formulations.pipelines.bounds.device_tasks import can_split, work_of_stages
 from stagewright.formulations.pipelines.bppm import StageChoice
-from stagewright.formulations.pipelines.device_tasks import can_split, work_of_stages
 from stagewright.formulations.pipelines.makespan import MakespanProblem
 from stagewright.formulations.pipelines.spp import makespan_problem
 from stagewright.formulations.plans.pipeline import PipelineProblem

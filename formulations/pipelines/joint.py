@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from stagewright.formulations.pipelines.bounds.relaxation import Relaxation, relax
 from stagewright.formulations.pipelines.bppm import StageChoice, range_sums
-from stagewright.formulations.pipelines.relaxation import Relaxation, relax
 from stagewright.formulations.plans.memory import in_flight_limit
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.documents.arrays import Floats
@@ -30,7 +30,7 @@ class Placed(NamedTuple):
 
     ``sends`` is the time of a microbatch on the previous channel, in both directions; ``head``,
     ``tail`` and ``limit`` (in flight, at most M) as in
-    :mod:`stagewright.formulations.pipelines.bounds`.
+    :mod:`stagewright.formulations.pipelines.bounds.stages`.
     """
 
     forward: float

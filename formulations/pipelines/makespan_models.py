@@ -22,7 +22,7 @@ from stagewright.formulations.pipelines.blocks import (
     numbering,
     timetable_of,
 )
-from stagewright.formulations.pipelines.bounds import schedule_bounds
+from stagewright.formulations.pipelines.bounds.stages import schedule_bounds
 from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
 from stagewright.graphs.documents.arrays import Floats, Ints
 

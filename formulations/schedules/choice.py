@@ -5,8 +5,8 @@ from typing import ClassVar, Final, Literal, get_args
 
 from pydantic import ConfigDict
 
-from stagewright.formulations.schedules.kinds import KINDS, require_chunks
 from stagewright.formulations.schedules.placements import placed
+from stagewright.formulations.schedules.published.kinds import KINDS, require_chunks
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MAX_LAYERS, require_count

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from stagewright.formulations.plans.plan_class import EVERY_FINITE, PlanClass, Recompute, Shards
-from stagewright.formulations.schedules.kinds import KINDS
+from stagewright.formulations.schedules.published.kinds import KINDS
 from stagewright.graphs.documents.errors import InputError
 
 ANY_ORDER = (

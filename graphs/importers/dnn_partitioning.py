@@ -20,7 +20,7 @@ from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MAX_DEVICES, format_bytes
 from stagewright.graphs.models.chain import Chain
-from stagewright.graphs.models.opgraph import Operator, OpGraph, linearise
+from stagewright.graphs.models.operators.opgraph import Operator, OpGraph, linearise
 
 _Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Count = Annotated[int, Field(ge=0, le=MAX_DEVICES)]

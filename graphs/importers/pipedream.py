@@ -16,7 +16,13 @@ import networkx as nx
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.chain import Chain
-from stagewright.graphs.models.opgraph import Edge, Operator, OpGraph, find_cycle, linearise
+from stagewright.graphs.models.operators.opgraph import (
+    Edge,
+    Operator,
+    OpGraph,
+    find_cycle,
+    linearise,
+)
 
 # Their outputs are views of their inputs: no further bytes are kept for the backward.
 _VIEWS = ("ReLU(inplace", "View", "Size", "__getitem__")

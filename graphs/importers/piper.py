@@ -17,7 +17,7 @@ from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.importers.dnn_partitioning import require_nodes
 from stagewright.graphs.models.chain import Chain
-from stagewright.graphs.models.opgraph import Operator, OpGraph, linearise
+from stagewright.graphs.models.operators.opgraph import Operator, OpGraph, linearise
 
 PLAIN, RECOMPUTED = "vanilla", "activation recomp"
 

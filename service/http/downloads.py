@@ -26,7 +26,7 @@ from stagewright.service.http.openapi import (
 from stagewright.service.http.uploads import ID, own_trace
 from stagewright.service.jobs.kinds import KINDS
 from stagewright.service.jobs.records import Job
-from stagewright.service.pipeline_requests import CompareRequest, PlanRequest
+from stagewright.service.pipelines.requests import CompareRequest, PlanRequest
 from stagewright.service.whole_answers import placement
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def read_page(job: Readable) -> Response:
 def draw_timeline(job: Readable) -> Response:
     """The plan's timeline."""
     from stagewright.executor.drawing import operators
-    from stagewright.executor.drawing.chart import png
+    from stagewright.executor.drawing.charts.chart import png
 
     placed = _placement(job)
     return Png(png(_plan(job)) if placed is None else operators.png(placed))
@@ -151,7 +151,7 @@ def compare_with_run(
     from stagewright.executor.drawing.lanes import table
     from stagewright.executor.drawing.plan_lanes import plan_drawing
     from stagewright.executor.measuring.compare import measured_plan
-    from stagewright.service.plans import compare
+    from stagewright.service.pipelines.plans import compare
 
     plan, run = _plan(job), own_trace(service, caller.user, trace)
     answer = compare(CompareRequest.of(plan=plan, trace=run))

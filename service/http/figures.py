@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, TypeVar
 
+from stagewright.executor.drawing.charts.memory_curve import Curve, curve_chart
 from stagewright.executor.drawing.job_lanes import Run, runs_drawing
 from stagewright.executor.drawing.lanes import Drawing, Mark, table
-from stagewright.executor.drawing.memory_curve import Curve, curve_chart
 from stagewright.executor.drawing.operators import drawing
 from stagewright.executor.drawing.plan_lanes import BOUND
 from stagewright.executor.drawing.schedules import Panel, schedules_drawing
@@ -19,12 +19,12 @@ from stagewright.formulations.plans.actions import parse_action
 from stagewright.graphs.documents.units import format_bytes, format_seconds
 from stagewright.graphs.workloads.jobs import Workload
 from stagewright.graphs.workloads.pool import Pool
-from stagewright.service.cluster_requests import (
+from stagewright.service.clusters.requests import (
     AllocateRequest,
     RoundsRequest,
     SimulateClusterRequest,
 )
-from stagewright.service.pipeline_requests import JobShopRequest, ScheduleRequest
+from stagewright.service.pipelines.requests import JobShopRequest, ScheduleRequest
 from stagewright.service.requests import Request
 from stagewright.service.whole_answers import placement
 

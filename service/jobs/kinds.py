@@ -8,15 +8,15 @@ from typing import Any
 from stagewright.formulations.forms.answers import OnProgress, StopToken
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.answers import Answer
-from stagewright.service.cloud_requests import CloudRequest
-from stagewright.service.cluster_requests import (
+from stagewright.service.cloud.requests import CloudRequest
+from stagewright.service.clusters.requests import (
     AllocateRequest,
     RoundsRequest,
     SimulateClusterRequest,
 )
-from stagewright.service.dividing import DivideRequest
-from stagewright.service.operator_plans import PlaceRequest
-from stagewright.service.pipeline_requests import (
+from stagewright.service.operators.dividing import DivideRequest
+from stagewright.service.operators.plans import PlaceRequest
+from stagewright.service.pipelines.requests import (
     CompareSchedulesRequest,
     JobShopRequest,
     MemoryCurveRequest,
@@ -24,8 +24,8 @@ from stagewright.service.pipeline_requests import (
     PlanRequest,
     ScheduleRequest,
 )
+from stagewright.service.pipelines.sweep_requests import SweepRequest
 from stagewright.service.requests import Request
-from stagewright.service.sweep_requests import SweepRequest
 
 MODULES = "stagewright.service."
 
@@ -76,56 +76,59 @@ def _function(place: str) -> Callable[..., Any]:
 
 KINDS: dict[str, Kind] = {
     "plan": Kind(
-        PlanRequest, "planning:plan", "A plan of a model on a cluster.",
-        "planning:require_supported", True, True,
+        PlanRequest, "pipelines.planning:plan", "A plan of a model on a cluster.",
+        "pipelines.planning:require_supported", True, True,
     ),
     "what-if": Kind(
-        PlanRequest, "what_if:what_if", "What more devices or memory would buy.",
-        "planning:require_supported",
+        PlanRequest, "pipelines.what_if:what_if", "What more devices or memory would buy.",
+        "pipelines.planning:require_supported",
     ),
     "place": Kind(
-        PlaceRequest, "operator_plans:place", "Operators on devices.",
-        "operator_plans:require_placeable", True, True,
+        PlaceRequest, "operators.plans:place", "Operators on devices.",
+        "operators.plans:require_placeable", True, True,
     ),
     "partition": Kind(
-        PartitionRequest, "partitioning:partition", "Stages of a model.",
-        "partitioning:require_method", timed=True,
+        PartitionRequest, "pipelines.partitioning:partition", "Stages of a model.",
+        "pipelines.partitioning:require_method", timed=True,
     ),
     "schedule": Kind(
-        ScheduleRequest, "scheduling:schedule", "An order of given stages.",
-        "scheduling:require_scheduler", True,
+        ScheduleRequest, "schedules.scheduling:schedule", "An order of given stages.",
+        "schedules.scheduling:require_scheduler", True,
     ),
     "compare-schedules": Kind(
-        CompareSchedulesRequest, "comparing_schedules:compare_schedules", "All schedules.",
-        "scheduling:require_scheduler", True,
+        CompareSchedulesRequest, "schedules.comparing:compare_schedules", "All schedules.",
+        "schedules.scheduling:require_scheduler", True,
     ),
     "schedule-curve": Kind(
-        MemoryCurveRequest, "memory_curves:schedule_curve", "The best for every memory.",
+        MemoryCurveRequest, "schedules.memory_curves:schedule_curve", "The best for every memory.",
         reports=True,
     ),
     "jobshop": Kind(
-        JobShopRequest, "scheduling:jobshop", "A job shop.", "scheduling:require_scheduler", True
+        JobShopRequest, "schedules.scheduling:jobshop", "A job shop.", "schedules.scheduling:require_scheduler", True
     ),
     "sweep": Kind(
-        SweepRequest, "sweeping:sweep", "Plans of many sizes.", "sweeping:require_planned"
+        SweepRequest, "pipelines.sweeping:sweep", "Plans of many sizes.",
+        "pipelines.sweeping:require_planned"
     ),
     "divide": Kind(
-        DivideRequest, "dividing:divide", "Operators in sets.", "dividing:problem_of", True
+        DivideRequest, "operators.dividing:divide", "Operators in sets.",
+        "operators.dividing:problem_of", True
     ),
     "allocate": Kind(
-        AllocateRequest, "allocating:allocate", "Jobs on a cluster's devices.",
-        "allocating:require_allocatable",
+        AllocateRequest, "clusters.allocating:allocate", "Jobs on a cluster's devices.",
+        "clusters.allocating:require_allocatable",
     ),
     "rounds": Kind(
-        RoundsRequest, "allocating:rounds", "Rounds of an allocation.",
-        "allocating:require_realisable",
+        RoundsRequest, "clusters.allocating:rounds", "Rounds of an allocation.",
+        "clusters.allocating:require_realisable",
     ),
     "simulate-cluster": Kind(
-        SimulateClusterRequest, "cluster_simulation:simulate_cluster", "A cluster of jobs.",
-        "cluster_simulation:require_simulable",
+        SimulateClusterRequest, "clusters.simulation:simulate_cluster", "A cluster of jobs.",
+        "clusters.simulation:require_simulable",
     ),
     "cloud": Kind(
-        CloudRequest, "cloud:cloud", "Training on rented machines.", "cloud:switching_problem"
+        CloudRequest, "cloud.renting:cloud", "Training on rented machines.",
+        "cloud.renting:switching_problem"
     ),
 }  # fmt: skip
 

@@ -1,9 +1,11 @@
 """CP-SAT answers ``Intervals``, and a ``LinearProgram`` that is all integers."""
 
 import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from ortools.sat.python import cp_model
@@ -13,7 +15,29 @@ from stagewright.formulations.forms.models import ABSENT, Intervals, LinearProgr
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.documents.errors import InputError
 from stagewright.solvers.backends.backend import UnknownStatusError
-from stagewright.solvers.backends.stoppable import run_stoppable
+
+T = TypeVar("T")
+
+LOOK_SECONDS = 0.1  # interval between checks of the stop token
+
+
+def run_stoppable(call: Callable[[], T], halt: Callable[[], object], limits: Limits) -> T:
+    """The result of ``call``, which ``halt`` ends early once ``limits`` says stop.
+
+    The call runs in another thread, so that this one can react: signals are handled while it waits,
+    and a KeyboardInterrupt halts the call and is raised.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(call)
+        try:
+            while not wait([running], LOOK_SECONDS).done:
+                if limits.stopped():
+                    halt()
+            return running.result()
+        finally:
+            while not wait([running], LOOK_SECONDS).done:
+                halt()  # repeatedly: a solver that is still starting ignores it
+
 
 STATUS = {
     cp_model.OPTIMAL: Status.OPTIMAL,

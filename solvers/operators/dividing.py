@@ -12,8 +12,8 @@ from numba import njit
 from stagewright.formulations.operators.plan import SplitChoice
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 from stagewright.graphs.machines.cluster import Cluster
-from stagewright.graphs.models.step_graph import Split, StepGraph
-from stagewright.solvers.operators.arrays import Arrays
+from stagewright.graphs.models.operators.step_graph import Split, StepGraph
+from stagewright.solvers.operators.ranks import Arrays
 
 
 @dataclass(frozen=True, slots=True)

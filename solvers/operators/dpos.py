@@ -6,10 +6,9 @@ import numpy as np
 
 from stagewright.formulations.operators.problem import OperatorProblem, Timetable
 from stagewright.graphs.documents.arrays import Floats, Ints
-from stagewright.solvers.operators.arrays import Arrays, arrays_of
 from stagewright.solvers.operators.insertion import insert
 from stagewright.solvers.operators.insertion_kernel import ANY
-from stagewright.solvers.operators.ranks import longest_path, transfers, upward
+from stagewright.solvers.operators.ranks import Arrays, arrays_of, longest_path, transfers, upward
 
 
 class Priorities(NamedTuple):

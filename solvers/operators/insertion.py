@@ -9,8 +9,8 @@ import numpy as np
 
 from stagewright.formulations.operators.problem import OperatorProblem, Timetable
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
-from stagewright.solvers.operators.arrays import Arrays, arrays_of
 from stagewright.solvers.operators.insertion_kernel import ANY, Cutoff, Known, place
+from stagewright.solvers.operators.ranks import Arrays, arrays_of
 
 
 def insert(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
-from stagewright.solvers.operators.arrays import Arrays
+from stagewright.solvers.operators.ranks import Arrays
 from stagewright.solvers.pipelines.compiled import entry, inner
 
 ROUNDING = 1e-12  # relative: of sums of bytes

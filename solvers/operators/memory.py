@@ -6,7 +6,7 @@ from numba import njit
 from stagewright.formulations.operators.problem import Timetable
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.arrays import Floats, Ints
-from stagewright.solvers.operators.arrays import Arrays
+from stagewright.solvers.operators.ranks import Arrays
 
 
 def keeps_memory(arrays: Arrays, found: Timetable) -> bool:

@@ -11,11 +11,17 @@ from numba import njit
 
 from stagewright.formulations.operators.problem import OperatorProblem, Timetable
 from stagewright.graphs.documents.arrays import Floats, Ints
-from stagewright.solvers.operators.arrays import Arrays, arrays_of
 from stagewright.solvers.operators.dpos import by_rank
 from stagewright.solvers.operators.insertion import insert
 from stagewright.solvers.operators.insertion_kernel import ANY
-from stagewright.solvers.operators.ranks import downward, followers, transfers, upward
+from stagewright.solvers.operators.ranks import (
+    Arrays,
+    arrays_of,
+    downward,
+    followers,
+    transfers,
+    upward,
+)
 
 EQUAL = 1e-9  # relative: priorities of the operators on a critical path of CPOP
 

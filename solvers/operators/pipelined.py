@@ -17,11 +17,11 @@ from stagewright.formulations.dags.problem import DagProblem, PlacedSet, Pool, T
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.operators.problem import OperatorProblem, Timetable
 from stagewright.graphs.documents.arrays import Floats, Ints
-from stagewright.graphs.models.step_graph import StepGraph
+from stagewright.graphs.models.operators.step_graph import StepGraph
 from stagewright.solvers.dags.partition import partition
 from stagewright.solvers.dags.warm_up import compile_partition
-from stagewright.solvers.operators.arrays import arrays_of
 from stagewright.solvers.operators.insertion import by_devices, timetable
+from stagewright.solvers.operators.ranks import arrays_of
 from stagewright.solvers.operators.search import shortest
 
 _PARTITION_SECONDS = 10.0

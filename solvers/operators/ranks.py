@@ -1,13 +1,48 @@
 """Ranks of operators: the longest ways to the end and from the beginning."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
 
 from stagewright.formulations.operators.problem import OperatorProblem
 from stagewright.graphs.documents.arrays import Floats, Ints
-from stagewright.solvers.operators.arrays import Arrays
+
+
+class Arrays(NamedTuple):
+    """The fields of the same name of :class:`OperatorProblem`, and its inputs and outputs."""
+
+    seconds: Floats
+    maker: Ints
+    first_reader: Ints
+    reader: Ints
+    first_input: Ints
+    input: Ints
+    first_output: Ints
+    sent_bytes: Floats
+    held_bytes: Floats
+    latency: Floats
+    seconds_per_byte: Floats
+    memory: Floats
+    group: Ints
+    group_bytes: Floats
+    exclusive: bool
+
+
+def arrays_of(problem: OperatorProblem) -> Arrays:
+    """The arrays of ``problem``, without copies where they are contiguous."""
+    contiguous = {
+        name: np.ascontiguousarray(getattr(problem, name))
+        for name in Arrays._fields
+        if name not in ("first_input", "input", "exclusive")
+    }
+    first, tensors = problem.inputs
+    return Arrays(
+        first_input=first,
+        input=tensors,
+        exclusive=problem.contention == "exclusive",
+        **contiguous,
+    )
 
 
 def transfers(arrays: Arrays, statistic: Any) -> Floats:

@@ -8,8 +8,8 @@ the left. A move changes what comes after its first place only, so the times bef
 import numpy as np
 
 from stagewright.graphs.documents.arrays import Floats, Ints
-from stagewright.solvers.operators.arrays import Arrays
 from stagewright.solvers.operators.insertion_kernel import earliest, members_of, occupy
+from stagewright.solvers.operators.ranks import Arrays
 from stagewright.solvers.pipelines.compiled import entry, inner
 
 PENALTY = 2.0  # of a plan's time, for memory exceeded by the whole of a device's memory

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from time import monotonic
 
-from stagewright.formulations.pipelines.device_bounds import (
+from stagewright.formulations.pipelines.bounds.device_tasks import Tasks, can_split, tasks_of_stages
+from stagewright.formulations.pipelines.bounds.devices import (
     EDGE_FINDING,
     SLACK,
     is_refuted,
     machine_bound,
     window_of,
 )
-from stagewright.formulations.pipelines.device_tasks import Tasks, can_split, tasks_of_stages
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Bound, Stage
 from stagewright.formulations.plans.plan_class import EVERY_FINITE, WHOLE_FINITE, PlanClass

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.formulations.backprop.streams_bound import TWO_STREAMS, two_streams_bound
-from stagewright.formulations.pipelines.every_plan import (
+from stagewright.formulations.pipelines.bounds.every_plan import (
     COPIES,
     LAYER,
     LAYER_PATH,

@@ -9,14 +9,14 @@ from time import perf_counter
 import numpy as np
 
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress, silent
-from stagewright.formulations.pipelines.bounds import schedule_bounds
+from stagewright.formulations.pipelines.bounds.stages import schedule_bounds
 from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
 from stagewright.formulations.plans.plan import Bound
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.formulations.schedules.memory import ONE_MICROBATCH
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.solvers.pipelines.generated import generated
-from stagewright.solvers.pipelines.row_search import RowSearch, compile_row_kernels
+from stagewright.solvers.pipelines.rows.search import RowSearch, compile_row_kernels
 from stagewright.solvers.pipelines.scheduling import is_small, solve_schedule
 
 SEARCH = 0.5  # share of the time for schedules; the rest is for proofs that less is too slow

@@ -7,13 +7,13 @@ from time import perf_counter
 import numpy as np
 
 from stagewright.formulations.forms.answers import Limits, silent
-from stagewright.formulations.pipelines.bounds import plans_of, quick_bound
+from stagewright.formulations.pipelines.bounds.placements import BALANCE, Balance, placement_bounds
+from stagewright.formulations.pipelines.bounds.stages import plans_of, quick_bound
 from stagewright.formulations.pipelines.makespan import MakespanProblem
-from stagewright.formulations.pipelines.placement_bounds import BALANCE, Balance, placement_bounds
 from stagewright.formulations.plans.plan import Bound
 from stagewright.formulations.schedules.placements import Device
 from stagewright.graphs.documents.errors import InputError
-from stagewright.solvers.pipelines.row_search import RowSearch, compile_row_kernels
+from stagewright.solvers.pipelines.rows.search import RowSearch, compile_row_kernels
 
 BALANCING = 0.2  # share of the time for the bound by balance
 TRIALS = 100  # placements that are tried if each takes its share of the time

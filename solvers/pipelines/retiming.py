@@ -7,8 +7,8 @@ import numpy as np
 from stagewright.formulations.plans.structure import Endings, Work, ending_starts
 from stagewright.formulations.plans.timing import Blocks
 from stagewright.graphs.documents.arrays import Floats
-from stagewright.solvers.pipelines.structure_run import BACKWARD, FORWARD, SEND_B, SEND_F, WEIGHTS
-from stagewright.solvers.pipelines.structure_scheduling import blocks_of_starts
+from stagewright.solvers.pipelines.structures.run import BACKWARD, FORWARD, SEND_B, SEND_F, WEIGHTS
+from stagewright.solvers.pipelines.structures.scheduling import blocks_of_starts
 
 Action = tuple[int, int, int]  # kind, stage, microbatch
 

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress, Status, silent
-from stagewright.formulations.pipelines.bounds import plans_of, schedule_bounds
+from stagewright.formulations.pipelines.bounds.stages import plans_of, schedule_bounds
 from stagewright.formulations.pipelines.makespan import (
     MakespanProblem,
     Timetable,
@@ -27,8 +27,8 @@ from stagewright.solvers.backends.schedulers import scheduler, solve_intervals
 from stagewright.solvers.pipelines.forward_backward import improve
 from stagewright.solvers.pipelines.generated import generated
 from stagewright.solvers.pipelines.list_scheduling import best_list_schedule, list_schedule
-from stagewright.solvers.pipelines.row_search import RowSearch, compile_row_kernels, run_together
-from stagewright.solvers.pipelines.window_search import compile_window_kernels, search_windows
+from stagewright.solvers.pipelines.rows.search import RowSearch, compile_row_kernels, run_together
+from stagewright.solvers.pipelines.windows.search import compile_window_kernels, search_windows
 
 ScheduleKind = Literal["gpipe", "1f1b", "pe", "optimal"]
 

@@ -10,8 +10,11 @@ import numpy as np
 
 from stagewright.formulations.checking.check import require_valid
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress, Status
+from stagewright.formulations.pipelines.bounds.server_relaxation import (
+    SHARED_SERVERS,
+    SPLIT_SERVERS,
+)
 from stagewright.formulations.pipelines.grouped_stages import scheduling_of
-from stagewright.formulations.pipelines.server_relaxation import SHARED_SERVERS, SPLIT_SERVERS
 from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.plans.assembly import assemble
 from stagewright.formulations.plans.pipeline import PipelineProblem
@@ -20,18 +23,21 @@ from stagewright.formulations.plans.plan_class import DISJOINT_SPLIT, SHARED_SPL
 from stagewright.formulations.plans.starts import starts_of, timetable_of
 from stagewright.solvers.pipelines.relaxation import FillAndDrain
 from stagewright.solvers.pipelines.scheduling import solve_schedule
-from stagewright.solvers.pipelines.server_relaxation import server_bound
+from stagewright.solvers.pipelines.servers.relaxation import server_bound
 from stagewright.solvers.planners.balanced import plan_balanced
 from stagewright.solvers.planners.exact import improve_exactly
 from stagewright.solvers.planners.general import plan_general
 from stagewright.solvers.planners.grouped import plan_grouped
-from stagewright.solvers.planners.planner import (
+from stagewright.solvers.planners.published import plan_published
+from stagewright.solvers.planners.servers import plan_servers
+from stagewright.solvers.planners.spp import plan_spp
+from stagewright.solvers.planners.steps.planner import (
     ANY_RECOMPUTATION,
     Options,
     SearchPlanner,
     checking_seconds,
 )
-from stagewright.solvers.planners.proposal import (
+from stagewright.solvers.planners.steps.proposal import (
     Attempt,
     Choices,
     MemoryMode,
@@ -39,13 +45,10 @@ from stagewright.solvers.planners.proposal import (
     Proposal,
     class_of_proposal,
 )
-from stagewright.solvers.planners.published import plan_published
-from stagewright.solvers.planners.refine import refine
-from stagewright.solvers.planners.reordering import reorder
-from stagewright.solvers.planners.servers import plan_servers
-from stagewright.solvers.planners.spp import plan_spp
-from stagewright.solvers.planners.uniform import PlanFunction, plan_uniformly
-from stagewright.solvers.planners.warm_start import warm_start
+from stagewright.solvers.planners.steps.warm_start import warm_start
+from stagewright.solvers.planners.structures.refine import refine
+from stagewright.solvers.planners.structures.reordering import reorder
+from stagewright.solvers.planners.structures.uniform import PlanFunction, plan_uniformly
 
 _Step = tuple[str, PlanFunction, Callable[[], bool], float]
 """A name, what plans, whether it is wanted, and its share of the time that is left."""

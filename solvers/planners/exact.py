@@ -9,7 +9,7 @@ from time import perf_counter
 import numpy as np
 
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress, Status, silent
-from stagewright.formulations.pipelines.bounds import schedule_bounds
+from stagewright.formulations.pipelines.bounds.stages import schedule_bounds
 from stagewright.formulations.pipelines.bppm import StageChoice
 from stagewright.formulations.pipelines.joint import JOINT_SEARCH, JointPlanning, Prefix
 from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
@@ -22,15 +22,15 @@ from stagewright.solvers.backends.backend import solve
 from stagewright.solvers.best_first import BestFirst
 from stagewright.solvers.pipelines.list_scheduling import best_list_schedule
 from stagewright.solvers.pipelines.relaxation import relaxed_load_bound
-from stagewright.solvers.planners.proposal import (
+from stagewright.solvers.planners.spp import plan_spp
+from stagewright.solvers.planners.steps.proposal import (
     NoPlan,
     Proposal,
     cost_of,
     named_stages,
     proposal_of,
 )
-from stagewright.solvers.planners.spp import plan_spp
-from stagewright.solvers.planners.uniform import UniformPlanner
+from stagewright.solvers.planners.structures.uniform import UniformPlanner
 
 STEPS = 2e7  # entries of the tables of bounds above which only the load bound is used
 _REPORT_SECONDS = 0.5  # between two reports of the bound

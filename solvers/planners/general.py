@@ -16,21 +16,27 @@ from time import monotonic
 import numpy as np
 
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
-from stagewright.formulations.pipelines.device_bounds import quick_device_bound
-from stagewright.formulations.pipelines.every_plan import why_nothing_fits
+from stagewright.formulations.pipelines.bounds.devices import quick_device_bound
+from stagewright.formulations.pipelines.bounds.every_plan import why_nothing_fits
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan_class import EVERY_FINITE, EVERY_PLAN
 from stagewright.formulations.plans.structure import Structure, misfit, work_of
 from stagewright.formulations.plans.timing import Blocks
 from stagewright.graphs.machines.ordering import recursive_device_order
 from stagewright.solvers.pipelines.every_plan import every_plan_bounds
-from stagewright.solvers.pipelines.structure_rules import Rule, rules_for
-from stagewright.solvers.pipelines.structure_scheduling import EQUAL, best_schedule
-from stagewright.solvers.planners.moves import StructureMoves
-from stagewright.solvers.planners.planner import ANY_RECOMPUTATION, Options, SearchPlanner
-from stagewright.solvers.planners.proposal import Choices, NoPlan, Proposal, cost_of, structure_of
-from stagewright.solvers.planners.seeds import pipelines
-from stagewright.solvers.planners.warm_start import warm_start
+from stagewright.solvers.pipelines.structures.rules import Rule, rules_for
+from stagewright.solvers.pipelines.structures.scheduling import EQUAL, best_schedule
+from stagewright.solvers.planners.steps.planner import ANY_RECOMPUTATION, Options, SearchPlanner
+from stagewright.solvers.planners.steps.proposal import (
+    Choices,
+    NoPlan,
+    Proposal,
+    cost_of,
+    structure_of,
+)
+from stagewright.solvers.planners.steps.warm_start import warm_start
+from stagewright.solvers.planners.structures.moves import StructureMoves
+from stagewright.solvers.planners.structures.seeds import pipelines
 
 STARTS = 6  # structures that hill climbing starts from
 _KICKS = 3  # random moves between a local optimum and the next start

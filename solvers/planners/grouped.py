@@ -17,7 +17,7 @@ from time import monotonic
 import numpy as np
 
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
-from stagewright.formulations.pipelines.bounds import quick_bound
+from stagewright.formulations.pipelines.bounds.stages import quick_bound
 from stagewright.formulations.pipelines.grouped_stages import GroupedStages, is_grouped, splits
 from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
 from stagewright.formulations.plans.pipeline import PipelineProblem
@@ -27,10 +27,10 @@ from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.machines.ordering import recursive_device_order
 from stagewright.solvers.pipelines.forward_backward import improve
 from stagewright.solvers.pipelines.list_scheduling import best_list_schedule
-from stagewright.solvers.pipelines.row_search import RowSearch, compile_row_kernels
-from stagewright.solvers.planners.proposal import NoPlan, Proposal, cost_of, structure_of
-from stagewright.solvers.planners.reordering import grouped_starts
-from stagewright.solvers.planners.seeds import pipelines
+from stagewright.solvers.pipelines.rows.search import RowSearch, compile_row_kernels
+from stagewright.solvers.planners.steps.proposal import NoPlan, Proposal, cost_of, structure_of
+from stagewright.solvers.planners.structures.reordering import grouped_starts
+from stagewright.solvers.planners.structures.seeds import pipelines
 
 RULES = 30  # tried for each structure with limited memory
 PASSES = (5, 40)  # without improvement, after which a search without limits of memory ends

@@ -17,25 +17,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
-from stagewright.formulations.pipelines.relaxation import FILL_AND_DRAIN, WIDE_FILL_AND_DRAIN
+from stagewright.formulations.pipelines.bounds.relaxation import FILL_AND_DRAIN, WIDE_FILL_AND_DRAIN
 from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.plans.memory import kept_bytes, stage_static_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Bound, Stage
 from stagewright.formulations.plans.plan_class import DISJOINT_SPLIT, DISJOINT_WHOLE, PlanClass
-from stagewright.formulations.schedules.kinds import KINDS, Sizes, schedule_of
 from stagewright.formulations.schedules.order import Order
 from stagewright.formulations.schedules.placements import placed
+from stagewright.formulations.schedules.published.kinds import KINDS, Sizes, schedule_of
 from stagewright.formulations.schedules.runtimes import Runtime, torch_runtime
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import counted
 from stagewright.solvers.pipelines.relaxation import FillAndDrain
-from stagewright.solvers.planners.arrangements import arrangements
-from stagewright.solvers.planners.class_bounds import ClassBounds
 from stagewright.solvers.planners.order import Layout, fitting, timed
-from stagewright.solvers.planners.planner import Options, SearchPlanner
-from stagewright.solvers.planners.proposal import (
+from stagewright.solvers.planners.steps.class_bounds import ClassBounds
+from stagewright.solvers.planners.steps.planner import Options, SearchPlanner
+from stagewright.solvers.planners.steps.proposal import (
     Choices,
     MemoryMode,
     NoPlan,
@@ -43,7 +42,12 @@ from stagewright.solvers.planners.proposal import (
     cost_of,
     with_memory_mode,
 )
-from stagewright.solvers.planners.seeds import every_balanced_cuts, lengths, stage_seconds
+from stagewright.solvers.planners.structures.arrangements import arrangements
+from stagewright.solvers.planners.structures.seeds import (
+    every_balanced_cuts,
+    lengths,
+    stage_seconds,
+)
 
 _CLIMBERS = 4  # plans whose cuts are moved
 NEAR = 1.1  # times the best cost, below which the cuts of a plan may be moved

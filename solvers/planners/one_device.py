@@ -30,7 +30,7 @@ from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.documents.units import format_seconds
 from stagewright.solvers.backprop.regions import schedule_streams
-from stagewright.solvers.planners.proposal import Proposal, cost_of
+from stagewright.solvers.planners.steps.proposal import Proposal, cost_of
 
 ROUNDING = 1e-12  # relative; a proposal that is better by less is not
 _Sub = tuple[Action, ...]

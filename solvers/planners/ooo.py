@@ -37,8 +37,8 @@ from stagewright.solvers.planners.one_device import (
     one_device_proposals,
     require_one_device,
 )
-from stagewright.solvers.planners.planner import Options, SearchPlanner
-from stagewright.solvers.planners.proposal import Choices, NoPlan, Proposal, cost_of
+from stagewright.solvers.planners.steps.planner import Options, SearchPlanner
+from stagewright.solvers.planners.steps.proposal import Choices, NoPlan, Proposal, cost_of
 
 
 def require_out_of_order(problem: PipelineProblem, choices: Choices) -> None:

@@ -20,7 +20,6 @@ from stagewright.formulations.plans.plan import Stage
 from stagewright.formulations.plans.structure import Structure, misfit, work_of
 from stagewright.formulations.plans.weight_rules import WEIGHT_RULES, Weights
 from stagewright.formulations.schedules.choice import OPTIMAL, ScheduleChoice
-from stagewright.formulations.schedules.kinds import KINDS, Sizes, schedule_of
 from stagewright.formulations.schedules.memory import ActivationMemory
 from stagewright.formulations.schedules.order import Order
 from stagewright.formulations.schedules.placements import placed
@@ -30,11 +29,12 @@ from stagewright.formulations.schedules.planned import (
     stages_of,
     starts_to_the_end,
 )
+from stagewright.formulations.schedules.published.kinds import KINDS, Sizes, schedule_of
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.ordering import recursive_device_order
-from stagewright.solvers.pipelines.structure_scheduling import best_schedule
-from stagewright.solvers.planners.planner import ANY_RECOMPUTATION, Options, SearchPlanner
-from stagewright.solvers.planners.proposal import (
+from stagewright.solvers.pipelines.structures.scheduling import best_schedule
+from stagewright.solvers.planners.steps.planner import ANY_RECOMPUTATION, Options, SearchPlanner
+from stagewright.solvers.planners.steps.proposal import (
     Choices,
     MemoryMode,
     NoPlan,
@@ -43,9 +43,9 @@ from stagewright.solvers.planners.proposal import (
     cost_of,
     with_memory_mode,
 )
-from stagewright.solvers.planners.reordering import reorder
-from stagewright.solvers.planners.seeds import balanced_cuts
-from stagewright.solvers.planners.uniform import RULES
+from stagewright.solvers.planners.structures.reordering import reorder
+from stagewright.solvers.planners.structures.seeds import balanced_cuts
+from stagewright.solvers.planners.structures.uniform import RULES
 
 Found = Proposal | PeriodicProposal | NoPlan
 

@@ -38,7 +38,7 @@ from stagewright.formulations.plans.memory import (
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
 from stagewright.formulations.plans.weight_rules import DOUBLE_BUFFER, FLUSH, WeightRule
-from stagewright.formulations.schedules.one_f_one_b import one_f_one_b
+from stagewright.formulations.schedules.published.one_f_one_b import one_f_one_b
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import (
@@ -51,15 +51,15 @@ from stagewright.solvers.patterns.parallel_pipelines import Choice, best_configu
 from stagewright.solvers.planners.order import in_order
 from stagewright.solvers.planners.periodic.device_groups import Groups, group_sizes, named_group
 from stagewright.solvers.planners.periodic.search import FoundPattern, PeriodicSearch
-from stagewright.solvers.planners.planner import Options, SearchPlanner
-from stagewright.solvers.planners.proposal import (
+from stagewright.solvers.planners.steps.planner import Options, SearchPlanner
+from stagewright.solvers.planners.steps.proposal import (
     Choices,
     NoPlan,
     PeriodicProposal,
     Proposal,
     cost_of,
 )
-from stagewright.solvers.planners.seeds import every_balanced_cuts
+from stagewright.solvers.planners.structures.seeds import every_balanced_cuts
 
 ROUNDING = 1e-9  # relative; floors are sums of the same numbers in another order
 

@@ -15,7 +15,7 @@ from time import monotonic
 import numpy as np
 
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
-from stagewright.formulations.pipelines.bounds import quick_bound
+from stagewright.formulations.pipelines.bounds.stages import quick_bound
 from stagewright.formulations.pipelines.grouped_stages import GroupedStages, splits
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
@@ -23,16 +23,16 @@ from stagewright.formulations.plans.structure import Structure, misfit
 from stagewright.formulations.schedules.placements import placed
 from stagewright.graphs.machines.ordering import recursive_device_order
 from stagewright.solvers.pipelines.generated import generated
-from stagewright.solvers.pipelines.row_search import RowSearch, compile_row_kernels
-from stagewright.solvers.planners.proposal import (
+from stagewright.solvers.pipelines.rows.search import RowSearch, compile_row_kernels
+from stagewright.solvers.planners.steps.proposal import (
     MemoryMode,
     NoPlan,
     Proposal,
     cost_of,
     with_memory_mode,
 )
-from stagewright.solvers.planners.reordering import grouped_starts
-from stagewright.solvers.planners.seeds import balanced_cuts
+from stagewright.solvers.planners.structures.reordering import grouped_starts
+from stagewright.solvers.planners.structures.seeds import balanced_cuts
 
 RULES = 30  # tried for each placement, after the published schedules
 LONGER = 2.0  # times the time for all placements, for the rows of the best one

@@ -9,7 +9,7 @@ from time import monotonic
 import numpy as np
 
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
-from stagewright.formulations.pipelines.bounds import quick_bound
+from stagewright.formulations.pipelines.bounds.stages import quick_bound
 from stagewright.formulations.pipelines.bppm import BalancedPartition, ByRecurrence, StageChoice
 from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
 from stagewright.formulations.pipelines.spp import (
@@ -28,8 +28,8 @@ from stagewright.formulations.plans.plan import Guarantee
 from stagewright.formulations.plans.plan_class import DISJOINT_SPLIT
 from stagewright.graphs.machines.ordering import recursive_device_order
 from stagewright.solvers.pipelines.list_scheduling import best_list_schedule, list_schedule
-from stagewright.solvers.pipelines.partition import PartitionSearch
-from stagewright.solvers.planners.proposal import (
+from stagewright.solvers.pipelines.partition.passes import PartitionSearch
+from stagewright.solvers.planners.steps.proposal import (
     NoPlan,
     Proposal,
     cost_of,
@@ -37,8 +37,8 @@ from stagewright.solvers.planners.proposal import (
     proposal_of,
     shortage,
 )
-from stagewright.solvers.planners.refine import refine
-from stagewright.solvers.planners.uniform import UniformPlanner
+from stagewright.solvers.planners.structures.refine import refine
+from stagewright.solvers.planners.structures.uniform import UniformPlanner
 
 # From this many (units x layers) on, W is settled to 2 % of the recurrence's optimum, not to
 # its last bit: a pass of the kernel then takes seconds.

@@ -25,7 +25,7 @@ from stagewright.graphs.documents.documents import to_json, write_text
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.workloads.jobs import load_workload, save_workload
 from stagewright.service.answers import Answer
-from stagewright.service.cluster_requests import (
+from stagewright.service.clusters.requests import (
     AllocateRequest,
     EstimateRequest,
     MeasureRequest,
@@ -35,7 +35,7 @@ from stagewright.service.cluster_requests import (
 from stagewright.service.options import Option
 
 if TYPE_CHECKING:
-    from stagewright.service.cluster_answers import (
+    from stagewright.service.clusters.answers import (
         AllocateAnswer,
         AssignmentAnswer,
         EstimateAnswer,
@@ -59,7 +59,7 @@ class AllocateOptions(Served, Written):
 )
 def allocate(asked: Asked[AllocateRequest], given: AllocateOptions) -> int:
     """Divide the accelerators' time among jobs; exit code 1 if there is no such allocation."""
-    from stagewright.service.cluster_answers import AllocateAnswer
+    from stagewright.service.clusters.answers import AllocateAnswer
 
     answer = find(AllocateAnswer, asked.request(), "allocating", given.server)
     tell(answer, given, _print_allocation, kept(answer.plan, given, save_allocation))
@@ -147,7 +147,7 @@ class RoundsOptions(Served, Printed):
 )
 def rounds(asked: Asked[RoundsRequest], given: RoundsOptions) -> int:
     """Realise an allocation in rounds: placements, renewed leases, deviation from the target."""
-    from stagewright.service.cluster_answers import AllocateAnswer, RoundsAnswer
+    from stagewright.service.clusters.answers import AllocateAnswer, RoundsAnswer
 
     def show(answer: Answer) -> None:
         if isinstance(answer, RoundsAnswer):
@@ -197,8 +197,8 @@ class EstimateOptions(Written):
 
 def estimate(asked: Asked[MeasureRequest], given: EstimateOptions) -> int:
     """Estimate rates of new jobs that share accelerators, or choose the pairs to measure."""
-    from stagewright.service.estimating import estimate as answer_of
-    from stagewright.service.estimating import measure
+    from stagewright.service.clusters.estimating import estimate as answer_of
+    from stagewright.service.clusters.estimating import measure
 
     if (given.jobs is None) == (given.model is None):
         raise InputError("give one of --jobs FILE, --choose MODEL")
@@ -253,7 +253,7 @@ def run_cluster(asked: Asked[RunClusterRequest], given: RunClusterOptions) -> in
     """
     request = asked.request(folder=str(given.folder))
     programs = _programs(given.program, {job.model for job in request.workload.jobs})
-    from stagewright.service.cluster_running import run_cluster as answer_of
+    from stagewright.service.clusters.running import run_cluster as answer_of
 
     with interruptible() as stop:
         answer = answer_of(request, programs, stop)

@@ -19,12 +19,12 @@ from stagewright.cli.outputs import Writes
 from stagewright.cli.solving import find
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.workloads.prices import save_market
-from stagewright.service.cloud_requests import CloudRequest
+from stagewright.service.cloud.requests import CloudRequest
 from stagewright.service.options import Option
 
 if TYPE_CHECKING:
     from stagewright.graphs.workloads.prices import Market, Preemptions
-    from stagewright.service.cloud_answers import CloudAnswer, StrategyAnswer
+    from stagewright.service.cloud.answers import CloudAnswer, StrategyAnswer
 
 BASELINE = "1xv100"
 
@@ -61,7 +61,7 @@ def cloud(asked: Asked[CloudRequest], given: CloudOptions) -> int:
 
     Ctrl-C (or SIGTERM) keeps the strategies compared so far.
     """
-    from stagewright.service.cloud_answers import CloudAnswer
+    from stagewright.service.cloud.answers import CloudAnswer
 
     with progress("reading prices"):
         market = read_market(given.prices, given.only)
@@ -81,7 +81,7 @@ def cloud(asked: Asked[CloudRequest], given: CloudOptions) -> int:
 
 
 def _draw(answer: "CloudAnswer", path: Path) -> None:
-    from stagewright.executor.drawing.price_chart import write_price_png
+    from stagewright.executor.drawing.charts.prices import write_price_png
 
     if answer.stays is None:
         raise InputError(f"--png: {answer.shown} has no plan to draw")

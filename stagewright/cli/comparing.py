@@ -12,7 +12,7 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import format_bytes, format_seconds
 from stagewright.graphs.models.chain import load_model, save_model
 from stagewright.service.options import Option
-from stagewright.service.pipeline_requests import CompareRequest
+from stagewright.service.pipelines.requests import CompareRequest
 
 if TYPE_CHECKING:
     from stagewright.executor.measuring.causes import Cause, Explanation
@@ -34,7 +34,7 @@ class CompareOptions(Printed):
 def compare(asked: Asked[CompareRequest], given: CompareOptions) -> int:
     """Compare a plan's predictions with the measurements of a run of it."""
     from stagewright.cli.placing import compare_placement, is_placement
-    from stagewright.service.plans import compare as answer_of
+    from stagewright.service.pipelines.plans import compare as answer_of
 
     if (given.model is None) != (given.corrected is None):
         raise InputError("give --model and --corrected together: what to correct, where to write")
@@ -69,7 +69,7 @@ def _write_corrected(planned: "PipelinePlan", run: "Trace", model: Path, correct
 
 
 def _draw(planned: "PipelinePlan", run: "Trace", comparison: "Comparison", png: Path) -> None:
-    from stagewright.executor.drawing.chart import write_stacked_png
+    from stagewright.executor.drawing.charts.chart import write_stacked_png
     from stagewright.executor.drawing.periods import finish_seconds
     from stagewright.executor.drawing.timeline import headline
     from stagewright.executor.measuring.compare import measured_plan

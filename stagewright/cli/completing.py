@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 import typer
 
-from stagewright.formulations.schedules.kinds import KINDS
+from stagewright.formulations.schedules.published.kinds import KINDS
 
 PLANNERS = (
     "auto", "spp", "exact", "dp", "gpipe", "pipedream", "hetpipe", "1f1b-star", "madpipe",

@@ -113,7 +113,7 @@ def _ask_kernel() -> float | None:
     from stagewright.formulations.plans.pipeline import PipelineProblem
     from stagewright.graphs.machines.cluster import Link, uniform_servers
     from stagewright.graphs.models.chain import Chain, Layer, LayerCost
-    from stagewright.solvers.pipelines.partition import PartitionSearch
+    from stagewright.solvers.pipelines.partition.passes import PartitionSearch
 
     cost = LayerCost(1, forward_seconds=1, backward_seconds=2, saved_bytes=0, output_bytes=0)
     chain = Chain("tiny", "doctor", 1, tuple(Layer(name, 0, (cost,)) for name in "ab"))

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from stagewright.graphs.machines.devices import Accelerator
     from stagewright.graphs.models.chain import Chain
     from stagewright.graphs.models.layer_profiles import LayerProfiles
-    from stagewright.graphs.models.step_graph import StepGraph
+    from stagewright.graphs.models.operators.step_graph import StepGraph
 
 SIZES = ("layers", "hidden", "heads", "sequence", "vocabulary", "image_size")
 
@@ -148,7 +148,7 @@ def hand_out(
 ) -> int:
     """Print the document, or write it and print a summary, then what is ``said``."""
     from stagewright.graphs.models.chain import Chain
-    from stagewright.graphs.models.step_graph import StepGraph
+    from stagewright.graphs.models.operators.step_graph import StepGraph
 
     output = given.output
     if output is None:

@@ -15,7 +15,7 @@ from stagewright.graphs.documents.units import parse_bandwidth, parse_bytes
 from stagewright.service.options import Option
 
 if TYPE_CHECKING:
-    from stagewright.formulations.parallelism.profiled_cluster import Pool, ServerPools
+    from stagewright.formulations.parallelism.profiles.cluster import Pool, ServerPools
     from stagewright.formulations.parallelism.training import TrainingProblem
     from stagewright.graphs.machines.fabric import Fabric
     from stagewright.solvers.parallelism.space import Space
@@ -116,7 +116,7 @@ class Training(Options):
     def problem(self, config: Path, fabric: "Fabric") -> "TrainingProblem":
         """The training problem; a warning if its samples are longer than the model's."""
         from stagewright.graphs.importers.hf_config import read_hf_config, read_most_positions
-        from stagewright.service.training_problems import training_problem
+        from stagewright.service.layouts.training_problems import training_problem
 
         if self.sequence is None:
             raise InputError(f"{config} needs --sequence, the tokens in a sample, for example 4096")
@@ -276,7 +276,7 @@ def read_server_pools(
     ``rates`` are the texts of ``memory``, ``server_bandwidth`` and ``network_bandwidth``: a value
     for all kinds, or values by kind; ``kinds`` those that were profiled.
     """
-    from stagewright.formulations.parallelism.profiled_cluster import ServerPools, server_pools
+    from stagewright.formulations.parallelism.profiles.cluster import ServerPools, server_pools
     from stagewright.graphs.machines.cluster import load_cluster
 
     if (servers is None) == (cluster is None):
@@ -329,7 +329,7 @@ def _pool(
     by_kind: dict[str, dict[str, float]],
     is_alone: bool,
 ) -> "Pool":
-    from stagewright.formulations.parallelism.profiled_cluster import pool_of_kind
+    from stagewright.formulations.parallelism.profiles.cluster import pool_of_kind
 
     inside = by_kind["server_bandwidth"].get(kind)
     between = by_kind["network_bandwidth"].get(kind)

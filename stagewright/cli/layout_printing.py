@@ -12,8 +12,13 @@ WIDE = 110
 
 if TYPE_CHECKING:
     from stagewright.formulations.parallelism.training import TrainingProblem
-    from stagewright.service.layouts import ExplainAnswer, LayoutAnswer, LayoutRow, MemoryAnswer
-    from stagewright.service.refined_layouts import RefinedAnswer
+    from stagewright.service.layouts.refined import RefinedAnswer
+    from stagewright.service.layouts.searching import (
+        ExplainAnswer,
+        LayoutAnswer,
+        LayoutRow,
+        MemoryAnswer,
+    )
 
 
 def print_layouts(

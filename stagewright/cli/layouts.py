@@ -22,7 +22,7 @@ from stagewright.formulations.parallelism.document import load_layout, save_layo
 from stagewright.formulations.parallelism.layout import parse_layout
 from stagewright.graphs.documents.documents import write_bytes
 from stagewright.graphs.documents.errors import InputError
-from stagewright.service.layouts import LayoutAnswer, LayoutRequest, find_layouts
+from stagewright.service.layouts.searching import LayoutAnswer, LayoutRequest, find_layouts
 from stagewright.service.options import Option
 
 
@@ -101,7 +101,7 @@ def train_plan(
 
 
 def _draw(answer: LayoutAnswer, request: LayoutRequest, name: str, png: Path) -> None:
-    from stagewright.executor.drawing.memory_bars import front_png
+    from stagewright.executor.drawing.charts.memory_bars import front_png
 
     fabric, batch = request.problem.fabric, request.problem.batch
     title = f"{name} on {fabric.devices} {fabric.device}, batch {batch}"
@@ -134,7 +134,7 @@ class MemoryOptions(Picture, Printed):
 def memory(given: MemoryOptions) -> int:
     """Break down the peak memory of a layout by pipeline rank; exit code 1 if one is too full."""
     from stagewright.graphs.importers.hf_hub import is_model
-    from stagewright.service.layout_memory import LayoutMemoryAnswer, MemoryRequest, layout_memory
+    from stagewright.service.layouts.memory import LayoutMemoryAnswer, MemoryRequest, layout_memory
 
     file = given.file
     if not is_model(file) and is_profiled_plan(file):
@@ -170,7 +170,7 @@ def memory(given: MemoryOptions) -> int:
         request = ask(MemoryRequest, problem=problem, layout=layout)
     answer = layout_memory(request)
     if given.png is not None:
-        from stagewright.executor.drawing.memory_bars import memory_png
+        from stagewright.executor.drawing.charts.memory_bars import memory_png
 
         write_bytes(given.png, memory_png(answer.ranks, answer.memory_bytes, answer.layout))
 

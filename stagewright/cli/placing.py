@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from stagewright.executor.measuring.operator_runs import OperatorComparison
     from stagewright.executor.programs.trace import Trace
     from stagewright.formulations.operators.plan import OperatorPlan
-    from stagewright.service.operator_plans import PlaceAnswer, PlacementSummary
-    from stagewright.service.pipeline_requests import PlanRequest
+    from stagewright.service.operators.plans import PlaceAnswer, PlacementSummary
+    from stagewright.service.pipelines.requests import PlanRequest
 
 OPTIMAL_GAP = 1e-9  # relative
 MOST_SPLITS = 20  # that are printed
@@ -34,7 +34,7 @@ MOST_OFF = 8  # operators and transfers whose times are furthest from the plan's
 
 def is_graph(model: Path) -> bool:
     """Whether the file is a graph of operators."""
-    from stagewright.graphs.models.step_graph import FORMAT
+    from stagewright.graphs.models.operators.step_graph import FORMAT
 
     return format_of(model) == FORMAT
 
@@ -50,8 +50,8 @@ def place(asked: "Asked[PlanRequest]", given: "PlanOptions", threads: int) -> in
     """Place the operators of a graph on a cluster; 1 if there is no plan, or none was found."""
     from stagewright.formulations.operators.plan import save_operator_plan
     from stagewright.graphs.machines.cluster import load_cluster
-    from stagewright.graphs.models.step_graph import load_graph
-    from stagewright.service.operator_plans import PlaceAnswer, PlaceRequest
+    from stagewright.graphs.models.operators.step_graph import load_graph
+    from stagewright.service.operators.plans import PlaceAnswer, PlaceRequest
 
     said = asked.given
     request = ask(
@@ -82,9 +82,9 @@ def check_placement(plan: Path, model: Path, cluster: Path, as_json: bool) -> in
     """Check a plan of operators; 1 if it breaks a rule."""
     from stagewright.formulations.operators.plan import load_operator_plan
     from stagewright.graphs.machines.cluster import load_cluster
-    from stagewright.graphs.models.step_graph import load_graph
-    from stagewright.service.operator_plans import CheckPlacementRequest
-    from stagewright.service.operator_plans import check as check_plan
+    from stagewright.graphs.models.operators.step_graph import load_graph
+    from stagewright.service.operators.plans import CheckPlacementRequest
+    from stagewright.service.operators.plans import check as check_plan
 
     documents = load_operator_plan(plan), load_graph(model), load_cluster(cluster)
     fields = dict(zip(("plan", "graph", "cluster"), documents, strict=True))
@@ -107,7 +107,7 @@ def show_placement(
     """Draw a plan of operators, or print its summary."""
     from stagewright.executor.drawing.operators import write_html, write_png, write_trace
     from stagewright.formulations.operators.plan import load_operator_plan
-    from stagewright.service.operator_plans import summary
+    from stagewright.service.operators.plans import summary
 
     placed = load_operator_plan(plan)
     writers = ((html, write_html), (png, write_png), (trace, write_trace))
@@ -129,8 +129,8 @@ def compare_placement(plan: Path, trace: Path, png: Path | None, as_json: bool) 
     from stagewright.cli.comparing import run_line
     from stagewright.executor.programs.trace import load_trace
     from stagewright.formulations.operators.plan import load_operator_plan
-    from stagewright.service.operator_runs import ComparePlacementRequest
-    from stagewright.service.operator_runs import compare as answer_of
+    from stagewright.service.operators.runs import ComparePlacementRequest
+    from stagewright.service.operators.runs import compare as answer_of
 
     planned, run = load_operator_plan(plan), load_trace(trace)
     answer = answer_of(ask(ComparePlacementRequest, plan=planned, trace=run))

@@ -31,7 +31,7 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import format_seconds
 from stagewright.graphs.models.chain import Chain
 from stagewright.service.options import Option, number_or_auto, whole_numbers
-from stagewright.service.pipeline_requests import PlanRequest
+from stagewright.service.pipelines.requests import PlanRequest
 
 if TYPE_CHECKING:
     from stagewright.executor.drawing.summary import StageSummary
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         PipelinePlan,
     )
     from stagewright.graphs.models.chain import Chain
-    from stagewright.service.pipeline_answers import PlanAnswer
+    from stagewright.service.pipelines.answers import PlanAnswer
     from stagewright.solvers.planning import Result
 
 OF_GRAPHS = (
@@ -137,14 +137,14 @@ def _require_size(asked: Asked[PlanRequest], given: PlanOptions) -> None:
 
 def _found(request: PlanRequest, given: PlanOptions) -> "PlanAnswer":
     """The answer."""
-    from stagewright.service.pipeline_answers import PlanAnswer
+    from stagewright.service.pipelines.answers import PlanAnswer
 
     with interruptible() as stop:
         if given.server is not None:
             with progress("planning", stop) as on_progress:
                 return answer_of(PlanAnswer, request, given.server, on_progress, stop)
-        from stagewright.service.planning import plan as planned
-        from stagewright.service.planning import require_supported
+        from stagewright.service.pipelines.planning import plan as planned
+        from stagewright.service.pipelines.planning import require_supported
 
         require_supported(request)
         where = planning_engine(given, request.threads)

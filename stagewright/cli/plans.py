@@ -30,13 +30,13 @@ from stagewright.graphs.machines.cluster import load_cluster
 from stagewright.graphs.models.chain import load_model
 from stagewright.service.answers import InvalidAnswer
 from stagewright.service.options import Option
-from stagewright.service.pipeline_requests import CheckRequest, SimulateRequest
+from stagewright.service.pipelines.requests import CheckRequest, SimulateRequest
 
 if TYPE_CHECKING:
     from stagewright.executor.simulation.difference import PlanDifference
     from stagewright.executor.simulation.results import PeriodicRun
     from stagewright.formulations.checking.proofs import Verdict
-    from stagewright.service.pipeline_answers import CheckAnswer, SimulateAnswer
+    from stagewright.service.pipelines.answers import CheckAnswer, SimulateAnswer
 
 
 class CheckOptions(Printed, Threaded):
@@ -54,7 +54,7 @@ def check(asked: Asked[CheckRequest], given: CheckOptions) -> int:
 
     What train-plan wrote has its model and machines in it; all other plans need both files.
     """
-    from stagewright.service.plans import check as check_plan
+    from stagewright.service.pipelines.plans import check as check_plan
 
     plan, proofs = asked.given["plan"], asked.given["proofs"]
     model, cluster = given.chain, given.cluster
@@ -111,7 +111,7 @@ class SimulateOptions(Printed):
 
 def simulate(asked: Asked[SimulateRequest], given: SimulateOptions) -> int:
     """Simulate a plan in its order by discrete events, with optional jitter and stragglers."""
-    from stagewright.service.plans import simulate as run
+    from stagewright.service.pipelines.plans import simulate as run
 
     factors = dict(_read_straggler(text) for text in given.straggler or [])
     request = asked.request(stragglers=factors)
@@ -150,10 +150,10 @@ def show(given: ShowOptions) -> int:
         raise InputError("--cluster: only the --html page of a pipeline plan draws links")
     if is_placement(given.plan):
         return show_placement(given.plan, given.html, given.png, given.trace, given.as_json)
-    from stagewright.executor.drawing.chart import write_png
+    from stagewright.executor.drawing.charts.chart import write_png
     from stagewright.executor.drawing.chrome import write_trace
     from stagewright.executor.drawing.page import write_html
-    from stagewright.service.plans import summary
+    from stagewright.service.pipelines.plans import summary
 
     answer = load_plan(given.plan)
     machines = None if given.cluster is None else load_cluster(given.cluster)

@@ -17,12 +17,12 @@ from stagewright.cli.console import (
 from stagewright.cli.solving import find
 from stagewright.graphs.documents.documents import read_text
 from stagewright.graphs.documents.units import format_bytes, format_seconds
-from stagewright.service.dividing import DivideAnswer, DividedSet, DivideRequest
+from stagewright.service.operators.dividing import DivideAnswer, DividedSet, DivideRequest
 from stagewright.service.options import Option
-from stagewright.service.pipeline_requests import JobShopRequest, PartitionRequest
+from stagewright.service.pipelines.requests import JobShopRequest, PartitionRequest
 
 if TYPE_CHECKING:
-    from stagewright.service.pipeline_answers import (
+    from stagewright.service.pipelines.answers import (
         JobShopAnswer,
         PartitionAnswer,
         PartitionChoice,
@@ -38,7 +38,7 @@ class Answered(Served, Printed):
 @command(without="threads seed")
 def partition(asked: Asked[PartitionRequest], given: Answered) -> int:
     """Divide a model into stages of minimum bottleneck (SPP's BPPM); exit code 1 if none fits."""
-    from stagewright.service.pipeline_answers import PartitionAnswer
+    from stagewright.service.pipelines.answers import PartitionAnswer
 
     answer = find(PartitionAnswer, asked.request(), "partitioning", given.server)
     tell(answer, given, _print_partition)
@@ -152,7 +152,7 @@ def jobshop(asked: Asked[JobShopRequest], given: JobShopOptions) -> int:
     In a flexible job shop a step has a choice of machines.
     """
     from stagewright.formulations.pipelines.jobshop_text import parse_jobshop
-    from stagewright.service.pipeline_answers import JobShopAnswer
+    from stagewright.service.pipelines.answers import JobShopAnswer
 
     file = given.file
     request = asked.request(

@@ -25,7 +25,7 @@ from stagewright.graphs.documents.units import counted, format_bytes, format_sec
 
 if TYPE_CHECKING:
     from stagewright.cli.layouts import TrainPlanOptions
-    from stagewright.service.profiled import ProfiledAnswer, ProfiledPoolAnswer
+    from stagewright.service.layouts.profiled import ProfiledAnswer, ProfiledPoolAnswer
 
 PROFILES_ONLY = ("servers", "time_limit")
 BOTH = ("global_batch", "cluster", "server_bandwidth", "network_bandwidth", "memory", "reserve",
@@ -98,10 +98,10 @@ def _option(context: typer.Context, name: str) -> str:
 
 def plan_profiles(given: "TrainPlanOptions", reserve: str | None) -> int:
     """Find the fastest plan by layer profiles; exit code 1 if none fits."""
-    from stagewright.formulations.parallelism.profiled_document import save_profiled_plan
+    from stagewright.formulations.parallelism.profiles.document import save_profiled_plan
     from stagewright.graphs.models.layer_profiles import load_layer_profiles
-    from stagewright.service.profiled import ProfiledRequest, find_profiled_plan
-    from stagewright.service.profiled_problems import profiled_problem
+    from stagewright.service.layouts.profiled import ProfiledRequest, find_profiled_plan
+    from stagewright.service.layouts.profiled_problems import profiled_problem
 
     batch = given.global_batch
     profiles = load_layer_profiles(given.config)
@@ -130,7 +130,7 @@ def plan_profiles(given: "TrainPlanOptions", reserve: str | None) -> int:
 
 
 def _draw(png: Path, title: str, answer: "ProfiledAnswer") -> None:
-    from stagewright.executor.drawing.stage_bars import stages_png
+    from stagewright.executor.drawing.charts.stage_bars import stages_png
 
     seconds = format_seconds(answer.iteration_seconds or 0.0)
     write_bytes(png, stages_png(answer.stages, f"{title}: {seconds} per iteration"))
@@ -206,15 +206,15 @@ def _print_pools(answer: "ProfiledAnswer") -> None:
 
 def is_profiled_plan(path: Path) -> bool:
     """Whether a file is a plan by layer profiles."""
-    from stagewright.formulations.parallelism.profiled_document import FORMAT
+    from stagewright.formulations.parallelism.profiles.document import FORMAT
 
     return format_of(path) == FORMAT
 
 
 def check_profiled(path: Path, as_json: bool) -> int:
     """Compute a plan's time and memory again, and print what differs; exit code 1 if any."""
-    from stagewright.formulations.parallelism.profiled_document import load_profiled_plan
-    from stagewright.service.profiled import CheckProfiledRequest, check_profiled_plan
+    from stagewright.formulations.parallelism.profiles.document import load_profiled_plan
+    from stagewright.service.layouts.profiled import CheckProfiledRequest, check_profiled_plan
 
     request = ask(CheckProfiledRequest, document=load_profiled_plan(path))
     answer = check_profiled_plan(request)
@@ -241,7 +241,7 @@ def is_layout(path: Path) -> bool:
 def check_layout(path: Path, as_json: bool) -> int:
     """Compute a layout's time and memory again, and print what differs; exit code 1 if any."""
     from stagewright.formulations.parallelism.document import load_layout, violations
-    from stagewright.service.layouts import CheckLayoutAnswer
+    from stagewright.service.layouts.searching import CheckLayoutAnswer
 
     plan = load_layout(path)
     found = violations(plan)

@@ -205,7 +205,7 @@ def _start(parsed: "AnyPlan", given: RunOptions) -> int:
 
 def _require_runnable(task: "Task") -> None:
     from stagewright.executor.programs.periodic import lower_any
-    from stagewright.executor.programs.verify import verify
+    from stagewright.executor.programs.verification.verify import verify
     from stagewright.executor.training import checkpoint
     from stagewright.formulations.plans.plan import PipelinePlan
 

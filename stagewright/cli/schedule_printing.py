@@ -8,9 +8,9 @@ from stagewright.cli.console import out, percent, print_lines, print_table
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from stagewright.executor.drawing.memory_curve import Curve
+    from stagewright.executor.drawing.charts.memory_curve import Curve
     from stagewright.formulations.schedules.timing import TimedOrder
-    from stagewright.service.pipeline_answers import (
+    from stagewright.service.pipelines.answers import (
         MemoryCurve,
         ScheduleAnswer,
         ScheduleComparison,
@@ -88,7 +88,7 @@ def curve_title(answer: "MemoryCurve") -> str:
 
 def drawn_curve(answer: "MemoryCurve") -> "Curve":
     """The curve to draw."""
-    from stagewright.executor.drawing.memory_curve import Curve
+    from stagewright.executor.drawing.charts.memory_curve import Curve
 
     name = answer.objective
     points = [one.model_dump() for one in answer.points]

@@ -22,18 +22,18 @@ from stagewright.cli.schedule_printing import (
     title_of,
 )
 from stagewright.cli.solving import find
-from stagewright.formulations.schedules.kinds import KINDS
+from stagewright.formulations.schedules.published.kinds import KINDS
 from stagewright.graphs.documents.documents import write_bytes, write_text
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.options import Option
-from stagewright.service.pipeline_requests import (
+from stagewright.service.pipelines.requests import (
     CompareSchedulesRequest,
     MemoryCurveRequest,
     ScheduleRequest,
 )
 
 if TYPE_CHECKING:
-    from stagewright.service.pipeline_answers import ScheduleAnswer, ScheduleFigures
+    from stagewright.service.pipelines.answers import ScheduleAnswer, ScheduleFigures
 
 SPELLED = {
     "forward": "--times: forward",
@@ -129,7 +129,7 @@ def _require_none(option: str, others: Mapping[str, object]) -> None:
 
 
 def _schedule(fields: dict[str, Any], given: ScheduleOptions) -> int:
-    from stagewright.service.pipeline_answers import ScheduleAnswer
+    from stagewright.service.pipelines.answers import ScheduleAnswer
 
     request = ask(ScheduleRequest, SPELLED, **fields)
     if given.csv is not None:
@@ -146,7 +146,7 @@ def _schedule(fields: dict[str, Any], given: ScheduleOptions) -> int:
 
 
 def _compare(fields: dict[str, Any], given: ScheduleOptions) -> int:
-    from stagewright.service.pipeline_answers import ScheduleComparison
+    from stagewright.service.pipelines.answers import ScheduleComparison
 
     def show(answer: ScheduleComparison) -> None:
         print_comparison(answer, lambda reason: with_option(reason, fields, SPELLED))
@@ -159,12 +159,12 @@ def _compare(fields: dict[str, Any], given: ScheduleOptions) -> int:
 
 
 def _curve(fields: dict[str, Any], given: ScheduleOptions) -> int:
-    from stagewright.service.pipeline_answers import MemoryCurve
+    from stagewright.service.pipelines.answers import MemoryCurve
 
     request = ask(MemoryCurveRequest, SPELLED, **fields)
     answer = find(MemoryCurve, request, "scheduling for every limit of memory", given.server)
     if given.html is not None or given.png is not None:
-        from stagewright.executor.drawing.memory_curve import curve_page, curve_png
+        from stagewright.executor.drawing.charts.memory_curve import curve_page, curve_png
 
         with progress("drawing"):
             drawn, subtitle = drawn_curve(answer), curve_title(answer)

@@ -253,7 +253,7 @@ def _save(client: "Client", found: "JobState", output: "Path") -> None:
     """Write the best plan of a job: one of operators is in its answer."""
     from stagewright.formulations.operators.plan import save_operator_plan
     from stagewright.formulations.plans.plan import save_plan
-    from stagewright.service.operator_plans import PlaceAnswer
+    from stagewright.service.operators.plans import PlaceAnswer
 
     answer = client.answer(found.id) if found.kind == "place" else None
     if isinstance(answer, PlaceAnswer) and answer.plan is not None:

@@ -13,13 +13,13 @@ from stagewright.cli.solving import find
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.importers.gavel import read_gavel, read_throughputs
 from stagewright.graphs.workloads.jobs import load_workload
-from stagewright.service.cluster_requests import ArrivalsRequest, SimulateClusterRequest
+from stagewright.service.clusters.requests import ArrivalsRequest, SimulateClusterRequest
 from stagewright.service.options import Option
 
 if TYPE_CHECKING:
     from stagewright.executor.clusters.simulation import Progress
     from stagewright.executor.clusters.timeline import ClusterTimeline
-    from stagewright.service.cluster_answers import SimulateClusterAnswer
+    from stagewright.service.clusters.answers import SimulateClusterAnswer
 
 HOUR = 3600.0
 PICTURE = Writes(".png", ".svg", ".pdf")
@@ -78,11 +78,11 @@ def simulate_cluster(
 
 
 def _found(request: "SimulateClusterRequest", server: str | None) -> "SimulateClusterAnswer":
-    from stagewright.service.cluster_answers import SimulateClusterAnswer
+    from stagewright.service.clusters.answers import SimulateClusterAnswer
 
     if server is not None:
         return find(SimulateClusterAnswer, request, "simulating", server)
-    from stagewright.service.cluster_simulation import simulate_cluster as answer_of
+    from stagewright.service.clusters.simulation import simulate_cluster as answer_of
 
     with interruptible() as stop, _progress(request.window) as on_progress:
         return answer_of(request, on_progress, stop)
@@ -90,7 +90,7 @@ def _found(request: "SimulateClusterRequest", server: str | None) -> "SimulateCl
 
 def _require_pictures(given: SimulateClusterOptions, ideal: bool) -> None:
     """Check the options before the simulation, which may take hours."""
-    from stagewright.executor.drawing.cluster_chart import require_suffix
+    from stagewright.executor.drawing.charts.cluster import require_suffix
 
     for path in (given.png, given.completion_png, given.utilisation_png):
         if path is not None:
@@ -146,7 +146,7 @@ def _progress(window: tuple[int, int] | None) -> "Iterator[Callable[[Progress], 
 
 
 def _draw(found: "ClusterTimeline", policy: str, given: SimulateClusterOptions) -> None:
-    from stagewright.executor.drawing.cluster_chart import (
+    from stagewright.executor.drawing.charts.cluster import (
         draw_jct_cdf,
         draw_rounds,
         draw_utilisation,

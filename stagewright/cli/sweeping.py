@@ -27,11 +27,11 @@ from stagewright.graphs.documents.documents import write_bytes, write_text
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import format_bytes, format_seconds
 from stagewright.service.options import Option
-from stagewright.service.pipeline_requests import PlanRequest
-from stagewright.service.sweep_requests import SweepAnswer, SweepRequest, SweepRow
+from stagewright.service.pipelines.requests import PlanRequest
+from stagewright.service.pipelines.sweep_requests import SweepAnswer, SweepRequest, SweepRow
 
 if TYPE_CHECKING:
-    from stagewright.service.what_if_answers import WhatIfAnswer
+    from stagewright.service.pipelines.what_if import WhatIfAnswer
 
 
 class SweepOptions(Served, Printed):
@@ -71,8 +71,8 @@ def sweep(asked: Asked[SweepRequest], given: SweepOptions) -> int:
 def _swept(request: SweepRequest, server: str | None) -> SweepAnswer:
     if server is not None:
         return find(SweepAnswer, request, f"{len(request.points)} plans", server)
-    from stagewright.service.sweeping import sweep as answer_of
-    from stagewright.solvers.planners.warm_up import compile_kernels
+    from stagewright.service.pipelines.sweeping import sweep as answer_of
+    from stagewright.solvers.planners.steps.warm_up import compile_kernels
 
     with interruptible() as stop, _bar(len(request.points)) as on_row:
         for planner in request.planners:  # once, before all processes need them
@@ -166,7 +166,7 @@ def _place(row: SweepRow) -> str:
 
 def _drawn(answer: SweepAnswer) -> bytes:
     """The first size with several values is the horizontal axis; the others make the lines."""
-    from stagewright.executor.drawing.sweep_chart import SweepLine, sweep_png
+    from stagewright.executor.drawing.charts.sweep import SweepLine, sweep_png
 
     shown = {
         "devices": [str(row.devices) for row in answer.rows],
@@ -221,14 +221,14 @@ def what_if(asked: Asked[PlanRequest], given: WhatIfOptions) -> int:
 
 
 def _changed(request: PlanRequest, given: WhatIfOptions) -> "WhatIfAnswer":
-    from stagewright.service.what_if_answers import WhatIfAnswer
+    from stagewright.service.pipelines.what_if import WhatIfAnswer
 
     with interruptible() as stop, progress("planning", stop) as on_progress:
         if given.server is not None:
             return answer_of(WhatIfAnswer, request, given.server, on_progress, stop, "what-if")
-        from stagewright.service.planning import require_supported
-        from stagewright.service.what_if import what_if as changed
-        from stagewright.solvers.planners.warm_up import compile_kernels
+        from stagewright.service.pipelines.planning import require_supported
+        from stagewright.service.pipelines.what_if import what_if as changed
+        from stagewright.solvers.planners.steps.warm_up import compile_kernels
 
         require_supported(request)  # before minutes of compilation
         compile_kernels(request.planner, stop=stop)

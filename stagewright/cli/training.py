@@ -24,8 +24,8 @@ from stagewright.service.options import Option
 
 if TYPE_CHECKING:
     from stagewright.formulations.operators.plan import OperatorPlan
-    from stagewright.graphs.models.step_graph import StepGraph
-    from stagewright.service.operator_rounds import Round, Rounds
+    from stagewright.graphs.models.operators.step_graph import StepGraph
+    from stagewright.service.operators.rounds import Round, Rounds
 
 PLAN, COSTS, GRAPH, CLUSTER, CHECKPOINTS = (
     "plan.json", "costs.json", "graph.json", "cluster.json", "steps",
@@ -87,7 +87,7 @@ def train(given: TrainOptions) -> int:
     """
     from stagewright.executor.training.ranks.launch import require_torch
     from stagewright.graphs.machines.cluster import load_cluster
-    from stagewright.service.operator_rounds import Rounds
+    from stagewright.service.operators.rounds import Rounds
 
     require_torch()
     require_timeout(given.timeout)
@@ -138,8 +138,8 @@ def _captured(given: TrainOptions) -> "StepGraph":
     from stagewright.executor.capture.steps.factories import share_of, without_values
     from stagewright.executor.capture.steps.step import capture_step
     from stagewright.executor.measuring.profiling import first_batch
-    from stagewright.executor.training.losses import cross_entropy
-    from stagewright.graphs.models.data_parallel import data_parallel
+    from stagewright.executor.training.logs import cross_entropy
+    from stagewright.graphs.models.operators.data_parallel import data_parallel
 
     of_outputs = cross_entropy if given.loss is None else load_factory(given.loss, "--loss")
     batch = share_of(first_batch(load_factory(given.data, "--data")()), given.replicas, 0)
@@ -168,8 +168,8 @@ class _Runs:
         from stagewright.executor.programs.trace import Trace, load_trace
         from stagewright.formulations.operators.plan import save_operator_plan
         from stagewright.graphs.machines.cluster import save_cluster
-        from stagewright.graphs.models.cost_book import save_costs
-        from stagewright.graphs.models.step_graph import save_graph
+        from stagewright.graphs.models.operators.cost_book import save_costs
+        from stagewright.graphs.models.operators.step_graph import save_graph
 
         self.folder.mkdir(parents=True)
         numbers = iter(range(planned.most))

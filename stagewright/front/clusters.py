@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from stagewright.graphs.workloads.jobs import Throughputs, Workload
     from stagewright.graphs.workloads.pool import Pool
     from stagewright.graphs.workloads.prices import Market
-    from stagewright.service.cloud_answers import CloudAnswer
-    from stagewright.service.cluster_answers import (
+    from stagewright.service.cloud.answers import CloudAnswer
+    from stagewright.service.clusters.answers import (
         AllocateAnswer,
         EstimateAnswer,
         MeasureAnswer,
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         RunClusterAnswer,
         SimulateClusterAnswer,
     )
-    from stagewright.service.cluster_requests import ArrivalsRequest
+    from stagewright.service.clusters.requests import ArrivalsRequest
     from stagewright.solvers.clusters.policies import AllocationResult
 
 
@@ -76,8 +76,8 @@ def allocate(
     InputError
         If a throughput is missing, a job fits nowhere, or the policy lacks what it needs.
     """
-    from stagewright.service.allocating import allocate as answer
-    from stagewright.service.cluster_requests import AllocateRequest
+    from stagewright.service.clusters.allocating import allocate as answer
+    from stagewright.service.clusters.requests import AllocateRequest
 
     request = AllocateRequest.of(
         workload=workload,
@@ -112,8 +112,8 @@ def rounds(
 
     Without an allocation the answer is the policy's.
     """
-    from stagewright.service.allocating import rounds as answer
-    from stagewright.service.cluster_requests import RoundsRequest
+    from stagewright.service.clusters.allocating import rounds as answer
+    from stagewright.service.clusters.requests import RoundsRequest
 
     request = RoundsRequest.of(
         workload=workload,
@@ -141,13 +141,13 @@ def simulate_cluster(
     """Simulate a cluster on a workload, or on an endless stream of jobs.
 
     ``options`` are the other fields of
-    :class:`~stagewright.service.cluster_requests.SimulateClusterRequest`, such as
+    :class:`~stagewright.service.clusters.requests.SimulateClusterRequest`, such as
     ``round_seconds`` and ``window``. The answer's ``timeline`` is the full record. ``stop`` ends
     the simulation after the current round once it is set (see :func:`stagewright.plan`); the answer
     has the statistics so far and the status ``interrupted``.
     """
-    from stagewright.service.cluster_requests import ArrivalsRequest, SimulateClusterRequest
-    from stagewright.service.cluster_simulation import simulate_cluster as answer
+    from stagewright.service.clusters.requests import ArrivalsRequest, SimulateClusterRequest
+    from stagewright.service.clusters.simulation import simulate_cluster as answer
 
     source = "arrivals" if isinstance(jobs, ArrivalsRequest) else "workload"
     request = SimulateClusterRequest.of(pool=pool, policy=policy, **{source: jobs}, **options)
@@ -178,11 +178,11 @@ def run_cluster(
         Once it is set (see :func:`stagewright.plan`), all jobs save checkpoints and end; the status
         is ``interrupted``.
     options
-        The other fields of :class:`~stagewright.service.cluster_requests.RunClusterRequest`, such
+        The other fields of :class:`~stagewright.service.clusters.requests.RunClusterRequest`, such
         as ``round_seconds`` and ``address``.
     """
-    from stagewright.service.cluster_requests import RunClusterRequest
-    from stagewright.service.cluster_running import run_cluster as answer
+    from stagewright.service.clusters.requests import RunClusterRequest
+    from stagewright.service.clusters.running import run_cluster as answer
 
     request = RunClusterRequest.of(
         workload=workload, pool=pool, folder=os.fspath(folder), policy=policy, **options
@@ -224,8 +224,8 @@ def estimate(
     scale, fraction, seed
         With ``choose``: accelerators of the job, the fraction of all pairs, and of the draw.
     """
-    from stagewright.service import estimating
-    from stagewright.service.cluster_requests import EstimateRequest, MeasureRequest
+    from stagewright.service.clusters import estimating
+    from stagewright.service.clusters.requests import EstimateRequest, MeasureRequest
 
     if (workload is None) == (choose is None):
         raise InputError("give either a workload or choose, the model to measure")
@@ -256,10 +256,10 @@ def cloud(
         Once it is set (see :func:`stagewright.plan`), the answer has the strategies so far, and the
         status ``interrupted``.
     options
-        The other fields of :class:`~stagewright.service.cloud_requests.CloudRequest`, such as
+        The other fields of :class:`~stagewright.service.cloud.requests.CloudRequest`, such as
         ``v100_hours`` and ``strategy``.
     """
-    from stagewright.service.cloud import cloud as answer
-    from stagewright.service.cloud_requests import CloudRequest
+    from stagewright.service.cloud.renting import cloud as answer
+    from stagewright.service.cloud.requests import CloudRequest
 
     return answer(CloudRequest.of(market=market, rates=dict(rates), **options), stop)

@@ -6,11 +6,11 @@ from stagewright.formulations.forms.answers import StopToken
 
 if TYPE_CHECKING:
     from stagewright.formulations.parallelism.layout import Layout
-    from stagewright.formulations.parallelism.profiled import ProfiledProblem
-    from stagewright.formulations.parallelism.profiled_document import ProfiledDocument
+    from stagewright.formulations.parallelism.profiles.document import ProfiledDocument
+    from stagewright.formulations.parallelism.profiles.pipelines import ProfiledProblem
     from stagewright.formulations.parallelism.training import TrainingProblem
-    from stagewright.service.layouts import LayoutAnswer
-    from stagewright.service.profiled import ProfiledAnswer
+    from stagewright.service.layouts.profiled import ProfiledAnswer
+    from stagewright.service.layouts.searching import LayoutAnswer
     from stagewright.solvers.parallelism.space import Space
 
 
@@ -66,7 +66,7 @@ def train_plan(
     InputError
         If no layout obeys the rules of the model, the batch and the devices.
     """
-    from stagewright.service.layouts import LayoutRequest, find_layouts
+    from stagewright.service.layouts.searching import LayoutRequest, find_layouts
     from stagewright.solvers.parallelism.space import Space
 
     request = LayoutRequest.of(
@@ -109,7 +109,7 @@ def profiled_train_plan(
     InputError
         If an argument is out of range.
     """
-    from stagewright.service.profiled import ProfiledRequest, find_profiled_plan
+    from stagewright.service.layouts.profiled import ProfiledRequest, find_profiled_plan
 
     return find_profiled_plan(ProfiledRequest.of(problem=problem, time_limit=time_limit), stop)
 
@@ -119,7 +119,7 @@ def check_profiled_plan(plan: "ProfiledDocument") -> tuple[str, ...]:
 
     Its bound is compared with the time, but the search is not run again.
     """
-    from stagewright.service.profiled import CheckProfiledRequest
-    from stagewright.service.profiled import check_profiled_plan as check
+    from stagewright.service.layouts.profiled import CheckProfiledRequest
+    from stagewright.service.layouts.profiled import check_profiled_plan as check
 
     return check(CheckProfiledRequest.of(document=plan)).violations

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Literal
 
 from stagewright.formulations.forms.answers import StopToken
-from stagewright.service.operator_plans import CheckPlacementRequest, PlaceRequest
+from stagewright.service.operators.plans import CheckPlacementRequest, PlaceRequest
 
 if TYPE_CHECKING:
     from stagewright.formulations.checking.violations import Violation
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from stagewright.graphs.importers.dnn_partitioning import Workload
     from stagewright.graphs.importers.piper import PiperWorkload
     from stagewright.graphs.machines.cluster import Cluster
-    from stagewright.graphs.models.step_graph import StepGraph
-    from stagewright.service.dividing import DivideAnswer
-    from stagewright.service.operator_plans import PlaceAnswer
+    from stagewright.graphs.models.operators.step_graph import StepGraph
+    from stagewright.service.operators.dividing import DivideAnswer
+    from stagewright.service.operators.plans import PlaceAnswer
 
 
 def place(
@@ -56,7 +56,7 @@ def place(
     InputError
         If an argument is not valid, with the reason in one line.
     """
-    from stagewright.service.operator_plans import place as answer
+    from stagewright.service.operators.plans import place as answer
 
     request = PlaceRequest.of(
         graph=graph,
@@ -118,8 +118,8 @@ def divide(
     InputError
         If an argument is not valid for the workload, with the reason in one line.
     """
-    from stagewright.service.dividing import DivideRequest
-    from stagewright.service.dividing import divide as answer
+    from stagewright.service.operators.dividing import DivideRequest
+    from stagewright.service.operators.dividing import divide as answer
 
     request = DivideRequest.of(
         workload=workload,
@@ -142,6 +142,6 @@ def check_placement(
     plan: "OperatorPlan", graph: "StepGraph", cluster: "Cluster"
 ) -> "tuple[Violation, ...]":
     """The first broken rule, or every other fault, of ``plan`` for ``graph`` on ``cluster``."""
-    from stagewright.service.operator_plans import check as answer
+    from stagewright.service.operators.plans import check as answer
 
     return answer(CheckPlacementRequest.of(plan=plan, graph=graph, cluster=cluster)).found

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from stagewright.formulations.forms.answers import OnProgress, StopToken, silent
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import parse_share
-from stagewright.service.pipeline_requests import (
+from stagewright.service.pipelines.requests import (
     CheckRequest,
     CompareRequest,
     CompareSchedulesRequest,
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from stagewright.front.results import Picture, Result
     from stagewright.graphs.machines.cluster import Cluster
     from stagewright.graphs.models.chain import Chain
-    from stagewright.service.pipeline_answers import (
+    from stagewright.service.pipelines.answers import (
         CompareAnswer,
         JobShopAnswer,
         PartitionAnswer,
         ScheduleAnswer,
         ScheduleComparison,
     )
-    from stagewright.service.sweep_requests import SweepAnswer, SweepRow
-    from stagewright.service.what_if_answers import WhatIfAnswer, WhatIfRow
-    from stagewright.solvers.planners.proposal import Choices
+    from stagewright.service.pipelines.sweep_requests import SweepAnswer, SweepRow
+    from stagewright.service.pipelines.what_if import WhatIfAnswer, WhatIfRow
+    from stagewright.solvers.planners.steps.proposal import Choices
 
 
 def plan(
@@ -101,7 +101,7 @@ def plan(
         size, a period and the solver of patterns; the schedule to plan; for ``ooo`` the method of
         training; for ``2bw`` and ``2bw-flush`` a batch in place of ``microbatches``; for
         ``pipedream-async`` vertical sync
-        (:class:`~stagewright.solvers.planners.proposal.Choices`).
+        (:class:`~stagewright.solvers.planners.steps.proposal.Choices`).
     start
         Planners ``auto`` and ``general``: a plan of the same layers to start from, though times,
         memory or devices may have changed. Its stages keep the devices that are still there, by
@@ -129,8 +129,8 @@ def plan(
     """
     from stagewright.front.interrupts import stopped_by_hand
     from stagewright.front.results import shown
-    from stagewright.service.planning import plan as answer
-    from stagewright.solvers.planners.proposal import Choices
+    from stagewright.service.pipelines.planning import plan as answer
+    from stagewright.solvers.planners.steps.proposal import Choices
 
     asked = Choices() if choices is None else choices
     if start is not None:
@@ -175,7 +175,7 @@ def show(
     InputError
         If the name ends in something else, or the plan's devices are not in the cluster.
     """
-    from stagewright.executor.drawing.chart import write_png
+    from stagewright.executor.drawing.charts.chart import write_png
     from stagewright.executor.drawing.chrome import write_trace
     from stagewright.executor.drawing.page import write_html
     from stagewright.front.results import Picture
@@ -257,8 +257,8 @@ def sweep(
     InputError
         If an argument is not valid, or the planner refuses every combination.
     """
-    from stagewright.service.sweep_requests import SweepRequest
-    from stagewright.service.sweeping import sweep as answer
+    from stagewright.service.pipelines.sweep_requests import SweepRequest
+    from stagewright.service.pipelines.sweeping import sweep as answer
 
     request = SweepRequest.of(
         chain=chain,
@@ -306,7 +306,7 @@ def what_if(
     InputError
         If an argument is not valid.
     """
-    from stagewright.service.what_if import what_if as answer
+    from stagewright.service.pipelines.what_if import what_if as answer
 
     request = PlanRequest.of(
         chain=chain,
@@ -338,7 +338,7 @@ def partition(
     ``stages`` None: for every number of stages. ``backend``: ``recurrence`` is exact and fast;
     a backend of integer programs, such as ``highs``, verifies small cases independently.
     """
-    from stagewright.service.partitioning import partition as answer
+    from stagewright.service.pipelines.partitioning import partition as answer
 
     request = PartitionRequest.of(
         chain=chain,
@@ -368,7 +368,7 @@ def check_proofs(
     The result is ``verified``, ``refuted``, or ``claimed`` if its search does not end within
     ``time_limit`` seconds. :func:`check` verifies those that need no search.
     """
-    from stagewright.service.plans import check as answer
+    from stagewright.service.pipelines.plans import check as answer
 
     request = CheckRequest.of(
         plan=plan, chain=chain, cluster=cluster, proofs=True, time_limit=time_limit
@@ -399,7 +399,7 @@ def simulate(
     seed: int = 0,
 ) -> "Simulation":
     """Run the order of ``plan`` under the cost model; see :mod:`simulate`."""
-    from stagewright.service.plans import simulate as answer
+    from stagewright.service.pipelines.plans import simulate as answer
 
     request = SimulateRequest.of(
         plan=plan,
@@ -420,7 +420,7 @@ def compare(plan: "PipelinePlan", trace: "Trace") -> "CompareAnswer":
     InputError
         If the trace is of another plan, or too short.
     """
-    from stagewright.service.plans import compare as answer
+    from stagewright.service.pipelines.plans import compare as answer
 
     return answer(CompareRequest.of(plan=plan, trace=trace))
 
@@ -494,7 +494,7 @@ def schedule(
     backend
         Solver of the optimal schedule (default: CP-SAT).
     """
-    from stagewright.service.scheduling import schedule as answer
+    from stagewright.service.schedules.scheduling import schedule as answer
 
     request = ScheduleRequest.of(
         **_stages(
@@ -541,7 +541,7 @@ def compare_schedules(
 
     The parameters are those of :func:`schedule`; the optima share the time limit.
     """
-    from stagewright.service.comparing_schedules import compare_schedules as answer
+    from stagewright.service.schedules.comparing import compare_schedules as answer
 
     request = CompareSchedulesRequest.of(
         **_stages(
@@ -586,7 +586,7 @@ def jobshop(
     >>> jobshop([[[(0, 3), (1, 5)]], [(0, 4)]]).chosen_machines
     ((1,), (0,))
     """
-    from stagewright.service.scheduling import jobshop as answer
+    from stagewright.service.schedules.scheduling import jobshop as answer
 
     request = JobShopRequest.of(
         jobs=_as_tuples(jobs),

@@ -110,7 +110,7 @@ def _lines(result: planning.Result) -> Iterator[str]:
 
 
 def _image(plan: PipelinePlan) -> str:
-    from stagewright.executor.drawing.chart import png
+    from stagewright.executor.drawing.charts.chart import png
 
     picture = base64.b64encode(png(plan)).decode()
     return f'<img alt="timeline" style="max-width: 100%" src="data:image/png;base64,{picture}">'

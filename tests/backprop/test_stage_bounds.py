@@ -20,7 +20,7 @@ from stagewright.formulations.schedules.backward_first import earliest_starts
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Device, from_matrix
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
-from stagewright.solvers.planners.proposal import Choices
+from stagewright.solvers.planners.steps.proposal import Choices
 from stagewright.solvers.planning import plan
 
 HOMES = {

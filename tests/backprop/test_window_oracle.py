@@ -15,7 +15,7 @@ from profiles import slow_after
 import stagewright
 from stagewright.formulations.backprop.choice import OutOfOrder
 from stagewright.formulations.plans.plan import load_plan, save_plan
-from stagewright.solvers.planners.proposal import Choices
+from stagewright.solvers.planners.steps.proposal import Choices
 
 MB = 1e6
 KINDS = ("forward", "input_gradient", "weight_gradient")

@@ -16,7 +16,7 @@ from stagewright.executor.capture.steps.document import results_of, tensor_input
 from stagewright.executor.capture.steps.parts import cut, joined, run_part
 from stagewright.executor.capture.steps.splits import RULES, splits_of
 from stagewright.executor.capture.steps.step import capture_step
-from stagewright.graphs.models.step_graph import Split
+from stagewright.graphs.models.operators.step_graph import Split
 
 aten = torch.ops.aten
 SIZES = st.integers(1, 5)

@@ -18,8 +18,8 @@ from stagewright.executor.capture.steps.document import operators
 from stagewright.executor.capture.steps.joint import identifier
 from stagewright.executor.capture.steps.parts import run_part
 from stagewright.executor.capture.steps.step import CapturedStep, capture_step
-from stagewright.graphs.models.data_parallel import data_parallel
-from stagewright.graphs.models.step_graph import Node, StepGraph
+from stagewright.graphs.models.operators.data_parallel import data_parallel
+from stagewright.graphs.models.operators.step_graph import Node, StepGraph
 
 
 def any_order(graph: StepGraph, seed: int, *, keep_after: bool = True) -> list[Node]:

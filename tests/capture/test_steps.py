@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from unusual import UNUSUAL, InPlace, SettingBuffer
 
-from stagewright.executor.capture.steps.optimizers import ADAM
-from stagewright.executor.capture.steps.step import capture_step
+from stagewright.executor.capture.steps.step import ADAM, capture_step
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.models.step_graph import StepGraph, load_graph, save_graph
+from stagewright.graphs.models.operators.step_graph import StepGraph, load_graph, save_graph
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, lr=0.1),

@@ -24,7 +24,7 @@ from profiles import examples, slow_after
 from benchmarks.backward_first import backward_first_plan
 from stagewright.executor.simulation.simulate import simulate
 from stagewright.formulations.checking.check import check, predict, require_valid
-from stagewright.formulations.pipelines.every_plan import (
+from stagewright.formulations.pipelines.bounds.every_plan import (
     LOAD,
     PATH,
     copies_bound,

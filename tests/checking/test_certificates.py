@@ -12,9 +12,9 @@ from stagewright.formulations.checking.certificates import certificate, headline
 from stagewright.formulations.checking.check import check, predict
 from stagewright.formulations.checking.proofs import verdicts
 from stagewright.formulations.forms.answers import Limits, Status
-from stagewright.formulations.pipelines import every_plan
+from stagewright.formulations.pipelines.bounds import every_plan
+from stagewright.formulations.pipelines.bounds.server_relaxation import RELAXED_TREE, SERVERS
 from stagewright.formulations.pipelines.grouped_stages import scheduling_of
-from stagewright.formulations.pipelines.server_relaxation import RELAXED_TREE, SERVERS
 from stagewright.formulations.pipelines.windows import WINDOWS
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Bound, PipelinePlan, load_plan

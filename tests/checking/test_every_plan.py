@@ -19,7 +19,7 @@ from language_schedule import TICK, best_schedule, build_tasks
 from profiles import slow_after
 
 import stagewright
-from stagewright.solvers.planners.proposal import Choices
+from stagewright.solvers.planners.steps.proposal import Choices
 
 pytest.importorskip("stagewright.formulations.plans.plan_class", reason="no classes")
 

@@ -10,12 +10,12 @@ from language_oracle import Language, best
 from profiles import examples, slow_after
 from strategies import hard_problem
 
-from stagewright.formulations.pipelines.every_plan import (
+from stagewright.formulations.pipelines.bounds.every_plan import (
     layer_bound,
     layer_path_bound,
     why_nothing_fits,
 )
-from stagewright.formulations.pipelines.least_times import LeastTimes
+from stagewright.formulations.pipelines.bounds.least_times import LeastTimes
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan_class import (
     DISJOINT_SPLIT,
@@ -33,7 +33,7 @@ from stagewright.graphs.models.chain import FORMAT as MODEL
 from stagewright.graphs.models.chain import Chain
 from stagewright.solvers.pipelines.every_plan import every_plan_bounds
 from stagewright.solvers.pipelines.relaxation import fill_and_drain_bound
-from stagewright.solvers.pipelines.server_relaxation import is_server_bound, server_bound
+from stagewright.solvers.pipelines.servers.relaxation import is_server_bound, server_bound
 
 SLACK = 1 + 1e-9
 NONE = frozenset({"none"})

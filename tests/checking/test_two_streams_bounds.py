@@ -19,7 +19,7 @@ from streams import (
 
 from stagewright.formulations.backprop.streams_bound import TWO_STREAMS, two_streams_bound
 from stagewright.formulations.checking.check import check, require_valid
-from stagewright.formulations.pipelines.every_plan import (
+from stagewright.formulations.pipelines.bounds.every_plan import (
     LOAD,
     copies_bound,
     layer_bound,

@@ -18,7 +18,7 @@ from stagewright.formulations.plans.plan import Stage
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.machines.devices import accelerator
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
-from stagewright.solvers.planners.proposal import Choices
+from stagewright.solvers.planners.steps.proposal import Choices
 from stagewright.solvers.planning import plan
 
 

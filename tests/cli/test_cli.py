@@ -16,7 +16,7 @@ from plans import small_problem
 from stagewright.formulations.plans.plan import load_plan, save_plan
 from stagewright.graphs.machines.cluster import Link, load_cluster, save_cluster, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost, load_model, save_model
-from stagewright.solvers.planners import warm_up
+from stagewright.solvers.planners.steps import warm_up
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 HEAVY = (

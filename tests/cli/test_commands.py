@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 import stagewright
 from stagewright.cli.commands import Asked, Options, command, command_of, fields_of
 from stagewright.cli.pages import Commands
-from stagewright.service.cluster_requests import AllocateRequest
+from stagewright.service.clusters.requests import AllocateRequest
 from stagewright.service.options import Option, listed, whole
-from stagewright.service.pipeline_requests import PartitionRequest, PlanRequest, ScheduleRequest
+from stagewright.service.pipelines.requests import PartitionRequest, PlanRequest, ScheduleRequest
 from stagewright.service.requests import Search
 
 COMMANDS = Commands()

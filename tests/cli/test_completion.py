@@ -8,7 +8,7 @@ from stagewright.executor.export import FORMATS
 from stagewright.executor.export.layouts import EVERY_FORMAT
 from stagewright.executor.export.runtimes import RUNTIMES
 from stagewright.formulations.cloud.strategies import STRATEGIES
-from stagewright.service.cloud_requests import ALL, OPTIMAL, ROLLING
+from stagewright.service.cloud.requests import ALL, OPTIMAL, ROLLING
 from stagewright.solvers.backends.backend import BACKENDS
 from stagewright.solvers.clusters.policies import POLICIES
 from stagewright.solvers.planning import PLANNERS

@@ -27,7 +27,7 @@ from stagewright.formulations.plans.plan import load_plan
 from stagewright.graphs.machines.cluster import Link, save_cluster, uniform_servers
 from stagewright.graphs.models.analytic import analytic_model
 from stagewright.graphs.models.chain import save_model
-from stagewright.solvers.planners import warm_up
+from stagewright.solvers.planners.steps import warm_up
 
 LONG = 1000  # seconds that no search here may take
 

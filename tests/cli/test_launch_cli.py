@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from commands import answered, answered_json, refused
 
-from stagewright.service import batches, launching
+from stagewright.service.pipelines import batches, launching
 
 CONFIG = {
     "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6,

@@ -17,7 +17,7 @@ from stagewright.executor.programs.trace import load_trace
 from stagewright.formulations.operators.plan import load_operator_plan
 from stagewright.graphs.documents import documents
 from stagewright.graphs.machines.cluster import Link, save_cluster, uniform_servers
-from stagewright.graphs.models.cost_book import FORMAT, VERSION, CostBook
+from stagewright.graphs.models.operators.cost_book import FORMAT, VERSION, CostBook
 
 LENET = "examples.fastt.vision:lenet"
 DIGITS = ("--data", "examples.fastt.vision:digits", "--optimizer", "sgd:lr=0.01,momentum=0.9")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from commands import answered, answered_json, refused, rewrite, run
 
-from stagewright.formulations.parallelism.profiled_document import (
+from stagewright.formulations.parallelism.profiles.document import (
     load_profiled_plan,
     violations,
 )

@@ -12,8 +12,8 @@ from stagewright import service
 from stagewright.formulations.clusters.allocation_plan import AllocationPlan
 from stagewright.formulations.operators.plan import OperatorPlan
 from stagewright.formulations.parallelism.document import LayoutPlan
-from stagewright.formulations.parallelism.profiled import ProfiledProblem
-from stagewright.formulations.parallelism.profiled_document import ProfiledDocument
+from stagewright.formulations.parallelism.profiles.document import ProfiledDocument
+from stagewright.formulations.parallelism.profiles.pipelines import ProfiledProblem
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.front.results import Result
@@ -24,7 +24,7 @@ from stagewright.graphs.machines.networks import fabric_of_kind
 from stagewright.graphs.models.architecture import Architecture
 from stagewright.graphs.models.chain import Chain
 from stagewright.graphs.models.layer_profiles import LayerProfiles
-from stagewright.graphs.models.step_graph import StepGraph
+from stagewright.graphs.models.operators.step_graph import StepGraph
 from stagewright.graphs.workloads.jobs import Throughputs, Workload
 from stagewright.graphs.workloads.pool import Pool
 from stagewright.graphs.workloads.prices import Market

@@ -14,10 +14,10 @@ from pages import drawings
 
 import stagewright
 from stagewright.formulations.schedules.channels import with_channels
-from stagewright.formulations.schedules.kinds import KINDS
-from stagewright.formulations.schedules.round_robin import round_robin
+from stagewright.formulations.schedules.published.kinds import KINDS
+from stagewright.formulations.schedules.published.round_robin import round_robin
 from stagewright.formulations.schedules.timing import StageTimes
-from stagewright.service.schedule_setting import SCHEDULES
+from stagewright.service.schedules.setting import SCHEDULES
 
 FIELDS = {
     "status", "kind", "makespan", "span", "bound", "gap", "peak_memory", "wall_seconds", "idle",

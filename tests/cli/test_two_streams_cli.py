@@ -15,7 +15,7 @@ from stagewright.formulations.plans.plan import load_plan
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import save_cluster
 from stagewright.graphs.models.chain import save_model
-from stagewright.solvers.planners.proposal import Choices
+from stagewright.solvers.planners.steps.proposal import Choices
 
 PROBLEM = device_problem([(1.0, 1.0, 1.0)] * 3, [(None,) * 3] * 3)
 

@@ -12,7 +12,7 @@ from stagewright.executor.clusters.outages import Outage, outages
 from stagewright.executor.clusters.rules import Rules
 from stagewright.executor.clusters.simulation import Allocate, Progress, simulate_cluster
 from stagewright.executor.clusters.timeline import ClusterTimeline
-from stagewright.executor.drawing.cluster_chart import (
+from stagewright.executor.drawing.charts.cluster import (
     MAX_NAMED_JOBS,
     draw_jct_cdf,
     draw_rounds,

@@ -22,8 +22,8 @@ from stagewright.formulations.clusters.allocation_plan import Share as PlannedSh
 from stagewright.formulations.plans.plan import PipelinePlan, ScheduledAction
 from stagewright.graphs.documents.documents import parse, to_json
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.models.cost_book import Computed, CostBook
-from stagewright.graphs.models.step_graph import Node, Output, Split, StepGraph
+from stagewright.graphs.models.operators.cost_book import Computed, CostBook
+from stagewright.graphs.models.operators.step_graph import Node, Output, Split, StepGraph
 from stagewright.graphs.workloads.pool import Accelerator, Pool
 from stagewright.service.schemas import DOCUMENTS, json_schema
 

@@ -21,8 +21,8 @@ from stagewright.formulations.plans.plan import PipelinePlan, Stage, save_plan
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import save_cluster
 from stagewright.graphs.models.chain import save_model
-from stagewright.solvers.planners.proposal import Choices
-from stagewright.solvers.planners.warm_start import warm_start
+from stagewright.solvers.planners.steps.proposal import Choices
+from stagewright.solvers.planners.steps.warm_start import warm_start
 
 pytestmark = pytest.mark.real
 

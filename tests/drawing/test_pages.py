@@ -26,11 +26,11 @@ from plans import (
 )
 from profiles import examples, slow_after
 
-from stagewright.executor.drawing import memory_bars
+from stagewright.executor.drawing.charts import memory_bars
+from stagewright.executor.drawing.charts.memory_bars import KINDS
+from stagewright.executor.drawing.charts.memory_curve import Curve, curve_page
 from stagewright.executor.drawing.colours import CATEGORIES, DARK_COLOURS, KIND_COLOURS
 from stagewright.executor.drawing.lanes import TICKS
-from stagewright.executor.drawing.memory_bars import KINDS
-from stagewright.executor.drawing.memory_curve import Curve, curve_page
 from stagewright.executor.drawing.operators import page as operators_page
 from stagewright.executor.drawing.page import page, page_object
 from stagewright.executor.drawing.schedules import panel, schedules_page
@@ -44,12 +44,12 @@ from stagewright.formulations.plans.actions import ON_DEVICE, ActionKind, parse_
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Guarantee, PipelinePlan, Stage
 from stagewright.formulations.plans.plan_class import PlanClass, class_of
-from stagewright.formulations.schedules.one_f_one_b import one_f_one_b
+from stagewright.formulations.schedules.published.one_f_one_b import one_f_one_b
 from stagewright.formulations.schedules.timing import StageTimes
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import format_bytes, format_seconds
 from stagewright.graphs.machines.cluster import Cluster, Link, ServerLinks, uniform_servers
-from stagewright.graphs.models.step_graph import Node, Output, StepGraph
+from stagewright.graphs.models.operators.step_graph import Node, Output, StepGraph
 from stagewright.solvers.operators.planning import plan_operators
 
 pytestmark = pytest.mark.real

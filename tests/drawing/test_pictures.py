@@ -10,17 +10,18 @@ from matplotlib.figure import Figure
 from order_timing import timed
 from plans import made_up_certificate, make_stages, small_problem, valid_plan
 
-from stagewright.executor.drawing import memory_bars, operators
-from stagewright.executor.drawing.chart import png, stacked_png
-from stagewright.executor.drawing.memory_bars import KINDS
-from stagewright.executor.drawing.price_chart import price_png
+from stagewright.executor.drawing import operators
+from stagewright.executor.drawing.charts import memory_bars
+from stagewright.executor.drawing.charts.chart import png, stacked_png
+from stagewright.executor.drawing.charts.memory_bars import KINDS
+from stagewright.executor.drawing.charts.prices import price_png
+from stagewright.executor.drawing.charts.stage_bars import stages_png
 from stagewright.executor.drawing.schedules import panel, schedules_png
-from stagewright.executor.drawing.stage_bars import stages_png
 from stagewright.executor.drawing.timeline import timeline
 from stagewright.formulations.checking.check import predict
 from stagewright.formulations.operators.plan import OperatorPlan, PlacedOperator
 from stagewright.formulations.plans.plan import PipelinePlan, Schedule
-from stagewright.formulations.schedules.one_f_one_b import one_f_one_b
+from stagewright.formulations.schedules.published.one_f_one_b import one_f_one_b
 from stagewright.formulations.schedules.timing import StageTimes
 
 LONG = "a title of a model and a cluster whose names are long, with all that is said of both, " * 3

@@ -18,7 +18,7 @@ from plans import elaborate, made_up_certificate, make_stages, scheduled, small_
 from profiles import examples
 
 import stagewright
-from stagewright.executor.drawing.chart import png, write_png
+from stagewright.executor.drawing.charts.chart import png, write_png
 from stagewright.executor.drawing.chrome import chrome_trace, write_trace
 from stagewright.executor.drawing.colours import CRITICAL_COLOUR, IDLE_COLOUR, KIND_COLOURS
 from stagewright.executor.drawing.page import page

@@ -28,8 +28,8 @@ from stagewright.formulations.plans.plan import (
     save_plan,
 )
 from stagewright.formulations.schedules.choice import ScheduleChoice
-from stagewright.formulations.schedules.interleaved import interleaved
-from stagewright.formulations.schedules.kinds import KINDS
+from stagewright.formulations.schedules.published.interleaved import interleaved
+from stagewright.formulations.schedules.published.kinds import KINDS
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.machines.cluster import (
     Cluster,
@@ -40,7 +40,7 @@ from stagewright.graphs.machines.cluster import (
     save_cluster,
 )
 from stagewright.graphs.models.chain import save_model
-from stagewright.solvers.planners.proposal import Choices
+from stagewright.solvers.planners.steps.proposal import Choices
 from stagewright.solvers.planning import plan
 
 NASTY = "g\"0\n- x: $(reboot)'; true"

@@ -41,7 +41,7 @@ from stagewright.service.jobs.kinds import parse_request
 from stagewright.service.jobs.queue import LeaseLostError, Queue
 from stagewright.service.jobs.records import Asked, Outcome, State, StoppedBy
 from stagewright.service.jobs.store import Store
-from stagewright.service.planning import plan as plan_now
+from stagewright.service.pipelines.planning import plan as plan_now
 from stagewright.service.workers.solving import outcome_of
 
 QUEUED, UPLOADS = 3, 2

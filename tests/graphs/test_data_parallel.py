@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.models.data_parallel import data_parallel
-from stagewright.graphs.models.step_graph import Node, Output, StepGraph
+from stagewright.graphs.models.operators.data_parallel import data_parallel
+from stagewright.graphs.models.operators.step_graph import Node, Output, StepGraph
 
 W = Node("w", "state", "state", outputs=(Output(400.0, (10, 10)),), state_bytes=400.0)
 B = Node("b", "state", "state", outputs=(Output(8.0, (2,)),), state_bytes=8.0)

@@ -5,7 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.models.opgraph import Operator, OpGraph, linearise, topological_order
+from stagewright.graphs.models.operators.opgraph import (
+    Operator,
+    OpGraph,
+    linearise,
+    topological_order,
+)
 
 
 def graph(edges: str, names: str | None = None, **fields: object) -> OpGraph:

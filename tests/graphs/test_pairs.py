@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples
 
-from stagewright.formulations.pipelines.server_relaxation import levels_of
+from stagewright.formulations.pipelines.bounds.server_relaxation import levels_of
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import (
     Cluster,

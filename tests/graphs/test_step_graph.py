@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.models.step_graph import (
+from stagewright.graphs.models.operators.step_graph import (
     Node,
     Output,
     Split,

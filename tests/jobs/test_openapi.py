@@ -22,7 +22,7 @@ from stagewright.service.jobs.kinds import KINDS, parse_request
 from stagewright.service.jobs.queue import Queue
 from stagewright.service.jobs.records import Outcome
 from stagewright.service.jobs.store import Store
-from stagewright.service.planning import plan
+from stagewright.service.pipelines.planning import plan
 from stagewright.service.workers.solving import outcome_of
 
 

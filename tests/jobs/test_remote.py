@@ -36,11 +36,11 @@ from stagewright.formulations.plans.plan import load_plan
 from stagewright.graphs.machines.cluster import Link, save_cluster, uniform_servers
 from stagewright.graphs.models.analytic import analytic_model
 from stagewright.graphs.models.chain import save_model
-from stagewright.graphs.models.step_graph import save_graph
+from stagewright.graphs.models.operators.step_graph import save_graph
 from stagewright.graphs.workloads.prices import Market, save_market
 from stagewright.service.http.limits import RequestLimits
-from stagewright.service.pipeline_answers import JobShopAnswer, PlanAnswer
-from stagewright.service.pipeline_requests import JobShopRequest, PlanRequest
+from stagewright.service.pipelines.answers import JobShopAnswer, PlanAnswer
+from stagewright.service.pipelines.requests import JobShopRequest, PlanRequest
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "jobs" / "mixed.json"
 MODEL = "--model model.json --cluster cluster.json"

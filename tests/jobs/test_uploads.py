@@ -27,7 +27,7 @@ from stagewright.service.http.tokens import Scope, Tokens
 from stagewright.service.jobs.kinds import parse_request
 from stagewright.service.jobs.queue import Queue
 from stagewright.service.jobs.store import Store
-from stagewright.service.planning import plan as plan_now
+from stagewright.service.pipelines.planning import plan as plan_now
 from stagewright.service.workers.solving import outcome_of
 
 PROBLEM = small_problem(layers=3, devices=2)

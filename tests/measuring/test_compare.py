@@ -18,7 +18,7 @@ from profiles import examples
 from typer.testing import CliRunner, Result
 
 from stagewright.cli import app
-from stagewright.executor.drawing.chart import png, stacked_png
+from stagewright.executor.drawing.charts.chart import png, stacked_png
 from stagewright.executor.drawing.colours import KIND_COLOURS
 from stagewright.executor.drawing.periods import finish_seconds
 from stagewright.executor.measuring.compare import Comparison, compare, measured_plan

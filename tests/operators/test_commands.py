@@ -13,8 +13,8 @@ from stagewright.formulations.operators.plan import load_operator_plan, save_ope
 from stagewright.graphs.machines.cluster import Link, save_cluster, uniform_servers
 from stagewright.graphs.models.analytic import analytic_model
 from stagewright.graphs.models.chain import save_model
-from stagewright.graphs.models.cost_book import CostBook
-from stagewright.graphs.models.step_graph import Node, Output, StepGraph, save_graph
+from stagewright.graphs.models.operators.cost_book import CostBook
+from stagewright.graphs.models.operators.step_graph import Node, Output, StepGraph, save_graph
 from stagewright.solvers.operators.names import PLANNERS
 
 SENT = Output(1e6)

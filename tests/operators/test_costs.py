@@ -19,7 +19,7 @@ from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MIN_BANDWIDTH
 from stagewright.graphs.machines.cluster import Link, from_matrix, uniform_servers
-from stagewright.graphs.models.cost_book import (
+from stagewright.graphs.models.operators.cost_book import (
     FORMAT,
     VERSION,
     CostBook,
@@ -29,10 +29,16 @@ from stagewright.graphs.models.cost_book import (
     known_as,
     save_costs,
 )
-from stagewright.graphs.models.data_parallel import data_parallel
-from stagewright.graphs.models.step_graph import DividedTimes, Node, Output, Split, StepGraph
-from stagewright.service.operator_rounds import Rounds
-from stagewright.solvers.operators.baselines import _listed
+from stagewright.graphs.models.operators.data_parallel import data_parallel
+from stagewright.graphs.models.operators.step_graph import (
+    DividedTimes,
+    Node,
+    Output,
+    Split,
+    StepGraph,
+)
+from stagewright.service.operators.rounds import Rounds
+from stagewright.solvers.operators.greedy import _listed
 from stagewright.solvers.operators.planning import plan_operators
 
 TWO = uniform_servers(1, 2, Link(1e9, 1e-6), kind="a")

@@ -9,7 +9,7 @@ from operator_instances import built, cases
 from operator_oracle import Case
 from profiles import examples
 
-from stagewright.formulations.operators.critical import critical_chain
+from stagewright.formulations.operators.check import critical_chain
 from stagewright.solvers.operators.search import METHODS
 
 

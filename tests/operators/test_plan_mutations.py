@@ -13,7 +13,7 @@ from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.operators.check import check
 from stagewright.formulations.operators.plan import OperatorPlan, Transfer, digest_of
 from stagewright.graphs.machines.cluster import MIN_MEMORY, Link, uniform_servers
-from stagewright.graphs.models.step_graph import Node, StepGraph
+from stagewright.graphs.models.operators.step_graph import Node, StepGraph
 from stagewright.solvers.operators.planning import plan_operators
 from tests.shared.random_steps import graphs
 

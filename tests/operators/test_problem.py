@@ -17,7 +17,7 @@ from stagewright.formulations.operators.splitting import split_graph
 from stagewright.formulations.operators.step import operator_problem
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.machines.cluster import Link, uniform_servers
-from stagewright.graphs.models.step_graph import Node, Output, Split, StepGraph
+from stagewright.graphs.models.operators.step_graph import Node, Output, Split, StepGraph
 from stagewright.solvers.operators.dpos import dpos
 from stagewright.solvers.operators.insertion import by_devices
 

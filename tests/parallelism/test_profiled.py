@@ -12,24 +12,24 @@ from profiles import examples
 
 from benchmarks.profiled import RATES, predictions
 from stagewright.formulations.forms.answers import Limits, Status
-from stagewright.formulations.parallelism.profiled import (
+from stagewright.formulations.parallelism.profiles.cluster import Pool, Route, ServerPools
+from stagewright.formulations.parallelism.profiles.pipelines import (
     MemoryRule,
     ProfiledProblem,
     evaluate,
 )
-from stagewright.formulations.parallelism.profiled_cluster import Pool, Route, ServerPools
-from stagewright.formulations.parallelism.profiled_plan import (
+from stagewright.formulations.parallelism.profiles.plan import (
     ProfiledPlan,
     ProfiledStage,
     Replica,
     even_microbatches,
 )
-from stagewright.formulations.parallelism.profiled_time import least_finish, pipeline_seconds
+from stagewright.formulations.parallelism.profiles.time import least_finish, pipeline_seconds
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.models.layer_profiles import LayerProfiles, Measured
 from stagewright.graphs.models.layer_sizes import LayerSizes
-from stagewright.solvers.parallelism import profiled as solver
-from stagewright.solvers.parallelism.profiled import profiled_plan
+from stagewright.solvers.parallelism.profiles import pipelines as solver
+from stagewright.solvers.parallelism.profiles.pipelines import profiled_plan
 
 LIMITS = Limits(60)
 

@@ -9,18 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples
 
-from stagewright.formulations.parallelism.profiled import (
+from stagewright.formulations.parallelism.profiles.cluster import Pool, Route, ServerPools
+from stagewright.formulations.parallelism.profiles.pipelines import (
     MemoryRule,
     ProfiledProblem,
     device_bytes,
     evaluate,
 )
-from stagewright.formulations.parallelism.profiled_cluster import Pool, Route, ServerPools
 from stagewright.graphs.models.layer_profiles import LayerProfiles, Measured
 from stagewright.graphs.models.layer_sizes import LayerSizes
-from stagewright.solvers.parallelism.profiled_labels import Labels, Overflow
-from stagewright.solvers.parallelism.profiled_placement import placements
-from stagewright.solvers.parallelism.profiled_tables import Tables
+from stagewright.solvers.parallelism.profiles.labels import Labels, Overflow
+from stagewright.solvers.parallelism.profiles.pipelines import placements
+from stagewright.solvers.parallelism.profiles.tables import Tables
 
 MOST = 10**6
 

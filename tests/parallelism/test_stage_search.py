@@ -24,9 +24,8 @@ from stagewright.solvers.parallelism.any_division import AnyDivision
 from stagewright.solvers.parallelism.refining import refine
 from stagewright.solvers.parallelism.search import search
 from stagewright.solvers.parallelism.space import Space
-from stagewright.solvers.parallelism.stage_bounds import least_division
 from stagewright.solvers.parallelism.stage_options import Counts, StageOptions
-from stagewright.solvers.parallelism.stage_search import Divided, StageSearch
+from stagewright.solvers.parallelism.stage_search import Divided, StageSearch, least_division
 from stagewright.solvers.parallelism.tree import compiled_walk
 
 MOST_BLOCKS = 5

@@ -19,9 +19,8 @@ from profiles import examples
 from benchmarks.madpipe_grid import Grid, madpipe_dp
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.patterns import one_f_one_b
-from stagewright.formulations.patterns.allocation_period import delayed
 from stagewright.formulations.patterns.allocation_tables import Placed, all_periods, contiguous
-from stagewright.formulations.patterns.madpipe import StageAllocationProblem
+from stagewright.formulations.patterns.madpipe import StageAllocationProblem, delayed
 from stagewright.formulations.patterns.pattern_problems import pattern_problem, static_bytes
 from stagewright.formulations.plans.memory import kept_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem
@@ -29,9 +28,8 @@ from stagewright.formulations.plans.plan import Stage
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.machines.cluster import Device, Link, from_matrix, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
-from stagewright.solvers.patterns.madpipe import allocate, least_period
-from stagewright.solvers.patterns.madpipe_program import AllocationProgram, Outcome
-from stagewright.solvers.planners.warm_up import compile_kernels
+from stagewright.solvers.patterns.madpipe import AllocationProgram, Outcome, allocate, least_period
+from stagewright.solvers.planners.steps.warm_up import compile_kernels
 
 UNIT = 1 / 1024  # seconds
 MIB = 2**20

@@ -42,7 +42,7 @@ from stagewright.graphs.models.chain import Chain, Layer, LayerCost, load_model
 from stagewright.solvers.patterns.joint_patterns import joint_optimum
 from stagewright.solvers.patterns.pattern import best_pattern
 from stagewright.solvers.pipelines.every_plan import every_plan_bounds
-from stagewright.solvers.planners.proposal import Choices
+from stagewright.solvers.planners.steps.proposal import Choices
 from stagewright.solvers.planning import plan
 
 PROOFS = Path(__file__).parents[2] / "../shared/data/proofs"

@@ -18,7 +18,7 @@ from profiles import examples
 from typer.testing import CliRunner, Result
 
 from stagewright.cli import app
-from stagewright.executor.drawing.chart import png
+from stagewright.executor.drawing.charts.chart import png
 from stagewright.executor.drawing.chrome import chrome_trace
 from stagewright.executor.drawing.colours import BAND_COLOUR
 from stagewright.executor.drawing.page import page

@@ -9,7 +9,7 @@ from profiles import examples
 from strategies import random_makespan
 
 from stagewright.formulations.pipelines.blocks import blocks_of
-from stagewright.formulations.pipelines.bounds import one_machine_bound, schedule_bounds
+from stagewright.formulations.pipelines.bounds.stages import one_machine_bound, schedule_bounds
 from stagewright.formulations.pipelines.makespan import MakespanProblem
 
 NAMES = (

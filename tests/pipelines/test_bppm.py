@@ -18,7 +18,7 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Device, Link, from_matrix, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.solvers.backends.backend import solve
-from stagewright.solvers.pipelines.partition import PartitionSearch
+from stagewright.solvers.pipelines.partition.passes import PartitionSearch
 
 MILP_BACKENDS = ("highs", "pulp-cbc")
 ROUNDING = 1e-9  # relative, of sums of floats

@@ -19,7 +19,8 @@ from schedule_oracle import Action, least_time
 
 from stagewright.formulations.checking.proofs import verdicts
 from stagewright.formulations.forms.answers import Limits
-from stagewright.formulations.pipelines.device_bounds import (
+from stagewright.formulations.pipelines.bounds.device_tasks import tasks_of, tasks_of_stages
+from stagewright.formulations.pipelines.bounds.devices import (
     EDGE_FINDING,
     is_refuted,
     machine_bound,
@@ -27,7 +28,6 @@ from stagewright.formulations.pipelines.device_bounds import (
     verified_bound,
     window_of,
 )
-from stagewright.formulations.pipelines.device_tasks import tasks_of, tasks_of_stages
 from stagewright.formulations.pipelines.makespan import MakespanProblem
 from stagewright.formulations.plans.memory import kept_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem

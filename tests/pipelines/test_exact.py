@@ -23,8 +23,8 @@ from stagewright.solvers import best_first
 from stagewright.solvers.best_first import PRECISION
 from stagewright.solvers.planners import exact as module
 from stagewright.solvers.planners.exact import ExactAnswer, exact, plan_exact
-from stagewright.solvers.planners.proposal import NoPlan, Proposal, cost_of
 from stagewright.solvers.planners.spp import plan_spp
+from stagewright.solvers.planners.steps.proposal import NoPlan, Proposal, cost_of
 
 LIMITS = Limits(seconds=60.0)
 ROUNDING = 1e-9  # relative, of sums of floats

@@ -11,7 +11,7 @@ from profiles import slow_after
 
 from stagewright.formulations.checking.check import check
 from stagewright.formulations.forms.answers import Limits
-from stagewright.formulations.pipelines.bounds import schedule_bounds
+from stagewright.formulations.pipelines.bounds.stages import schedule_bounds
 from stagewright.formulations.pipelines.grouped_stages import is_grouped, relaxed_schedule
 from stagewright.formulations.plans.plan import Stage
 from stagewright.solvers.pipelines.scheduling import solve_schedule

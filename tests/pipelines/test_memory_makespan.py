@@ -12,7 +12,7 @@ from profiles import examples
 from strategies import random_memory_makespan
 
 from stagewright.formulations.forms.answers import Limits, Status
-from stagewright.formulations.pipelines.bounds import schedule_bounds
+from stagewright.formulations.pipelines.bounds.stages import schedule_bounds
 from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable, memory_excess
 from stagewright.formulations.pipelines.makespan_models import ByIntervals
 from stagewright.formulations.schedules.order import F
@@ -21,10 +21,10 @@ from stagewright.solvers.backends.backend import solve
 from stagewright.solvers.backends.schedulers import solve_intervals
 from stagewright.solvers.pipelines.generated import generated
 from stagewright.solvers.pipelines.list_scheduling import schedule_order
-from stagewright.solvers.pipelines.row_annealing import MEAN, anneal_rows
-from stagewright.solvers.pipelines.row_kernels import SPREAD, time_rows
-from stagewright.solvers.pipelines.row_rules import drawn_rule
-from stagewright.solvers.pipelines.row_search import RowSearch, run_together
+from stagewright.solvers.pipelines.rows.annealing import MEAN, anneal_rows
+from stagewright.solvers.pipelines.rows.kernels import SPREAD, time_rows
+from stagewright.solvers.pipelines.rows.rules import drawn_rule
+from stagewright.solvers.pipelines.rows.search import RowSearch, run_together
 from stagewright.solvers.pipelines.scheduling import solve_schedule
 
 LIMITS = Limits(seconds=20, threads=2)

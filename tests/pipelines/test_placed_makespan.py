@@ -13,7 +13,7 @@ from strategies import random_makespan, random_placed_makespan
 
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.formulations.pipelines.blocks import blocks_of, timetable_of
-from stagewright.formulations.pipelines.bounds import schedule_bounds
+from stagewright.formulations.pipelines.bounds.stages import schedule_bounds
 from stagewright.formulations.pipelines.makespan import MakespanProblem
 from stagewright.formulations.pipelines.makespan_models import ByIntervals
 from stagewright.formulations.pipelines.timed_rows import order_of_times

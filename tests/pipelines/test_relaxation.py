@@ -11,7 +11,7 @@ from plans import scaled
 from profiles import examples
 from strategies import PROBLEMS, hard_problem, paper_problem
 
-from stagewright.formulations.pipelines.relaxation import relax
+from stagewright.formulations.pipelines.bounds.relaxation import relax
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.machines.cluster import Device, Link, from_matrix, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost

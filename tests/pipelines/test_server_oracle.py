@@ -23,13 +23,13 @@ from stagewright.formulations.plans.structure import Structure, misfit, work_of
 from stagewright.formulations.plans.timing import compute_seconds
 from stagewright.graphs.machines.cluster import Device, from_matrix
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
-from stagewright.solvers.pipelines.server_relaxation import (
+from stagewright.solvers.pipelines.servers.relaxation import (
     ServerBounds,
     is_server_bound,
     server_bound,
 )
-from stagewright.solvers.pipelines.structure_rules import rules_for
-from stagewright.solvers.pipelines.structure_scheduling import best_schedule
+from stagewright.solvers.pipelines.structures.rules import rules_for
+from stagewright.solvers.pipelines.structures.scheduling import best_schedule
 
 SECONDS = 60.0
 ROUNDING = 1e-9

@@ -14,7 +14,7 @@ from profiles import examples
 from strategies import PROBLEMS, hard_problem
 
 from stagewright.formulations.forms.answers import Limits, silent
-from stagewright.formulations.pipelines.server_relaxation import (
+from stagewright.formulations.pipelines.bounds.server_relaxation import (
     Levels,
     Place,
     RelaxedStage,
@@ -33,17 +33,16 @@ from stagewright.graphs.machines.topology import dgx1
 from stagewright.graphs.models.analytic import analytic_model
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.solvers.pipelines.relaxation import fill_and_drain_bound, relaxed_load_bound
-from stagewright.solvers.pipelines.server_branching import ServerTree
-from stagewright.solvers.pipelines.server_relaxation import (
+from stagewright.solvers.pipelines.servers.relaxation import (
     ServerBounds,
+    ServerTree,
     is_server_bound,
     server_bound,
 )
-from stagewright.solvers.pipelines.server_search import PRECISION
+from stagewright.solvers.pipelines.servers.search import PRECISION
 from stagewright.solvers.planners.exact import exact
-from stagewright.solvers.planners.packing import packed
-from stagewright.solvers.planners.proposal import NoPlan, cost_of
-from stagewright.solvers.planners.servers import plan_servers
+from stagewright.solvers.planners.servers import packed, plan_servers
+from stagewright.solvers.planners.steps.proposal import NoPlan, cost_of
 
 ROUNDING = 1e-9  # relative, of sums of floats
 LONG = 60.0  # seconds

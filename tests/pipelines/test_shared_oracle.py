@@ -16,7 +16,7 @@ from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan_class import SHARED_SPLIT, SHARED_WHOLE, class_of
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
-from stagewright.solvers.pipelines.server_relaxation import is_server_bound, server_bound
+from stagewright.solvers.pipelines.servers.relaxation import is_server_bound, server_bound
 
 SECONDS = 60.0
 ROUNDING = 1e-9

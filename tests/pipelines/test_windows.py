@@ -13,11 +13,11 @@ from strategies import random_makespan, random_placed_makespan
 
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.pipelines.blocks import NONE, block_starts, blocks_of
-from stagewright.formulations.pipelines.bounds import longest_paths
+from stagewright.formulations.pipelines.bounds.stages import longest_paths
 from stagewright.formulations.pipelines.makespan import MakespanProblem
 from stagewright.formulations.pipelines.windows import Span, spans, window
 from stagewright.solvers.pipelines.list_scheduling import best_list_schedule
-from stagewright.solvers.pipelines.window_search import Effort, WindowSearch, search_windows
+from stagewright.solvers.pipelines.windows.search import Effort, WindowSearch, search_windows
 
 CLOSE = 1e-9
 EFFORTS = {

@@ -15,7 +15,7 @@ from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.importers import pipedream_graph
 from stagewright.graphs.machines.cluster import Link, uniform_servers
-from stagewright.graphs.models.opgraph import Operator, OpGraph, linearise
+from stagewright.graphs.models.operators.opgraph import Operator, OpGraph, linearise
 from stagewright.solvers.planners.baselines.hierarchy import Hierarchy, Level, optimize
 from stagewright.solvers.planners.baselines.pipedream import costs_of
 

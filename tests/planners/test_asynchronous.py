@@ -26,8 +26,8 @@ from stagewright.formulations.schedules.runtimes import torch_runtime
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
-from stagewright.service import planning
-from stagewright.solvers.planners.proposal import Choices
+from stagewright.service.pipelines import planning
+from stagewright.solvers.planners.steps.proposal import Choices
 from stagewright.solvers.planning import Result, plan
 
 MB = 1e6

@@ -11,11 +11,13 @@ from stagewright.formulations.pipelines.joint import JointPlanning
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.models.analytic import analytic_model
-from stagewright.solvers.pipelines import partition, relaxation
+from stagewright.solvers.pipelines import relaxation
+from stagewright.solvers.pipelines.partition import passes as partition
 from stagewright.solvers.pipelines.relaxation import FillAndDrain, relaxed_load_bound
-from stagewright.solvers.planners import auto, balanced, exact, general, refine, spp
+from stagewright.solvers.planners import auto, balanced, exact, general, spp
 from stagewright.solvers.planners.baselines import pipedream
-from stagewright.solvers.planners.proposal import NoPlan, Proposal
+from stagewright.solvers.planners.steps.proposal import NoPlan, Proposal
+from stagewright.solvers.planners.structures import refine
 from stagewright.solvers.planning import plan
 
 COST = 1.0  # above every bound

@@ -10,7 +10,7 @@ from numba import njit
 
 from stagewright.formulations.checking.check import require_valid
 from stagewright.formulations.forms.answers import Limits, Progress, Status
-from stagewright.solvers.planners import warm_up
+from stagewright.solvers.planners.steps import warm_up
 from stagewright.solvers.planning import plan
 
 LOADED = """

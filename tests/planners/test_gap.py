@@ -12,7 +12,7 @@ from stagewright.formulations.plans.plan_class import DISJOINT_SPLIT
 from stagewright.front.pipelines import plan as plan_from_python
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import parse_share
-from stagewright.service.pipeline_requests import PlanRequest
+from stagewright.service.pipelines.requests import PlanRequest
 from stagewright.solvers.planning import plan
 
 # Seconds that no test here takes, unless the gap does not end the search. Some planners give their

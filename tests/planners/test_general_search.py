@@ -13,18 +13,18 @@ import stagewright
 from stagewright.executor.simulation.simulate import simulate
 from stagewright.formulations.checking.check import check
 from stagewright.formulations.forms.answers import Limits, silent
-from stagewright.formulations.pipelines.device_bounds import quick_device_bound
+from stagewright.formulations.pipelines.bounds.devices import quick_device_bound
 from stagewright.formulations.plans.assembly import assemble
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
 from stagewright.formulations.plans.structure import Structure, misfit, work_of
 from stagewright.graphs.machines.cluster import Device, Link, from_matrix, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
-from stagewright.solvers.pipelines.structure_rules import rules_for
-from stagewright.solvers.pipelines.structure_scheduling import best_schedule
+from stagewright.solvers.pipelines.structures.rules import rules_for
+from stagewright.solvers.pipelines.structures.scheduling import best_schedule
 from stagewright.solvers.planners.general import plan_general
-from stagewright.solvers.planners.moves import StructureMoves
-from stagewright.solvers.planners.proposal import Choices, Proposal, cost_of
+from stagewright.solvers.planners.steps.proposal import Choices, Proposal, cost_of
+from stagewright.solvers.planners.structures.moves import StructureMoves
 
 PROOFS = Path(__file__).parents[3] / "shared" / "data" / "proofs"
 MS, MB = 1e-3, 1e6

@@ -18,8 +18,8 @@ from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.solvers.planners.general import plan_general
 from stagewright.solvers.planners.grouped import plan_grouped
-from stagewright.solvers.planners.proposal import Choices, NoPlan, Proposal, class_of_proposal
-from stagewright.solvers.planners.proposal import cost_of as cost
+from stagewright.solvers.planners.steps.proposal import Choices, NoPlan, Proposal, class_of_proposal
+from stagewright.solvers.planners.steps.proposal import cost_of as cost
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MB = 1e6

@@ -16,9 +16,9 @@ from stagewright.formulations.forms.answers import Limits, Status, silent
 from stagewright.formulations.plans.plan_class import class_of
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Cluster
-from stagewright.service.launching import plan_for, why_not
-from stagewright.solvers.planners.arrangements import arrangements
-from stagewright.solvers.planners.proposal import Choices
+from stagewright.service.pipelines.launching import plan_for, why_not
+from stagewright.solvers.planners.steps.proposal import Choices
+from stagewright.solvers.planners.structures.arrangements import arrangements
 
 
 def named(problem):

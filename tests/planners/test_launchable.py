@@ -15,18 +15,18 @@ from stagewright.executor.export.options import Options
 from stagewright.executor.export.runtimes import RUNTIMES, runtime_of
 from stagewright.formulations.checking.check import check
 from stagewright.formulations.forms.answers import Limits, silent
-from stagewright.formulations.pipelines.relaxation import FILL_AND_DRAIN, WIDE_FILL_AND_DRAIN
+from stagewright.formulations.pipelines.bounds.relaxation import FILL_AND_DRAIN, WIDE_FILL_AND_DRAIN
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
 from stagewright.formulations.plans.plan_class import class_of
-from stagewright.formulations.schedules.one_f_one_b import one_f_one_b
+from stagewright.formulations.schedules.published.one_f_one_b import one_f_one_b
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.chain import Chain, Layer
-from stagewright.service.launching import plan_for
+from stagewright.service.pipelines.launching import plan_for
 from stagewright.solvers.pipelines.relaxation import fill_and_drain_bound
 from stagewright.solvers.planners.launchable import plans_of
 from stagewright.solvers.planners.order import Layout, fitting, timed
-from stagewright.solvers.planners.proposal import Choices, Proposal, cost_of
+from stagewright.solvers.planners.steps.proposal import Choices, Proposal, cost_of
 from stagewright.solvers.planning import plan
 from stagewright.solvers.proofs import prove
 

@@ -27,7 +27,7 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Device, Link, from_matrix, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.solvers.patterns.pattern import BACKENDS
-from stagewright.solvers.planners.proposal import Choices
+from stagewright.solvers.planners.steps.proposal import Choices
 from stagewright.solvers.planning import Result, plan
 from stagewright.solvers.proofs import check_with_proofs
 

@@ -13,7 +13,7 @@ from stagewright.executor.drawing.chrome import chrome_trace
 from stagewright.executor.drawing.page import page
 from stagewright.executor.drawing.timeline import timeline
 from stagewright.executor.programs.backward_first import lower_backward_first
-from stagewright.executor.programs.verify import verify
+from stagewright.executor.programs.verification.verify import verify
 from stagewright.executor.simulation.simulate import simulate
 from stagewright.formulations.backprop.choice import OutOfOrder
 from stagewright.formulations.backprop.streams_bound import TWO_STREAMS
@@ -21,8 +21,8 @@ from stagewright.formulations.checking.check import check
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.plans.plan_class import EVERY_PLAN
 from stagewright.graphs.documents.errors import InputError
-from stagewright.service.pipeline_requests import PlanRequest
-from stagewright.solvers.planners.proposal import Choices
+from stagewright.service.pipelines.requests import PlanRequest
+from stagewright.solvers.planners.steps.proposal import Choices
 from stagewright.solvers.planning import plan
 
 SINGLE = Choices(out_of_order=OutOfOrder("single"))

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from profiles import examples
 
 from stagewright.executor.programs.backward_first import lower_backward_first
-from stagewright.executor.programs.verify import verify
+from stagewright.executor.programs.verification.verify import verify
 from stagewright.executor.simulation.simulate import simulate
 from stagewright.formulations.backprop.choice import OutOfOrder
 from stagewright.formulations.checking.check import check
@@ -16,7 +16,7 @@ from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
-from stagewright.solvers.planners.proposal import Choices
+from stagewright.solvers.planners.steps.proposal import Choices
 from stagewright.solvers.planning import plan
 
 MB = 1e6

@@ -22,7 +22,7 @@ from stagewright.executor.export.torch_pipelining import schedule as torch_csv
 from stagewright.executor.programs.lower import lower
 from stagewright.executor.programs.memory import Footprint
 from stagewright.executor.programs.program import Program
-from stagewright.executor.programs.verify import verify
+from stagewright.executor.programs.verification.verify import verify
 from stagewright.executor.programs.work import InvalidProgram
 from stagewright.executor.simulation.simulate import simulate
 from stagewright.formulations.checking.check import check, predict
@@ -42,15 +42,15 @@ from stagewright.formulations.plans.plan import (
 )
 from stagewright.formulations.plans.weight_rules import WEIGHT_RULES
 from stagewright.formulations.schedules.choice import OPTIMAL, ScheduleChoice
-from stagewright.formulations.schedules.kinds import KINDS, Sizes, schedule_of
 from stagewright.formulations.schedules.order import Order
 from stagewright.formulations.schedules.planned import copies_of
+from stagewright.formulations.schedules.published.kinds import KINDS, Sizes, schedule_of
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import save_cluster
 from stagewright.graphs.models.chain import save_model
 from stagewright.solvers.pipelines.scheduling import solve_schedule
 from stagewright.solvers.planners.order import in_order, plan_order
-from stagewright.solvers.planners.proposal import (
+from stagewright.solvers.planners.steps.proposal import (
     Choices,
     NoPlan,
     PeriodicProposal,

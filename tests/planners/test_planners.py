@@ -24,9 +24,9 @@ from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.solvers.planners import spp
 from stagewright.solvers.planners.baselines.gpipe import plan_gpipe
 from stagewright.solvers.planners.baselines.pipedream import plan_pipedream
-from stagewright.solvers.planners.proposal import Proposal, cost_of
-from stagewright.solvers.planners.refine import refine
 from stagewright.solvers.planners.spp import plan_spp
+from stagewright.solvers.planners.steps.proposal import Proposal, cost_of
+from stagewright.solvers.planners.structures.refine import refine
 from stagewright.solvers.planning import PLANNERS, plan
 
 LIMITS = Limits(seconds=10.0)

@@ -7,7 +7,7 @@ from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.solvers.planners.baselines.pipedream import optimum
-from stagewright.solvers.planners.proposal import Choices
+from stagewright.solvers.planners.steps.proposal import Choices
 from stagewright.solvers.planning import plan
 
 MB = 1e6

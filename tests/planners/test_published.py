@@ -17,8 +17,8 @@ from stagewright.formulations.schedules.choice import ScheduleChoice
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.solvers.planners.order import plan_order
-from stagewright.solvers.planners.proposal import Choices, NoPlan, class_of_proposal, cost_of
 from stagewright.solvers.planners.published import plan_published
+from stagewright.solvers.planners.steps.proposal import Choices, NoPlan, class_of_proposal, cost_of
 from stagewright.solvers.planning import plan
 
 MODES = ("none", "full", "layer")

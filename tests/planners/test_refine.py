@@ -15,7 +15,7 @@ from strategies import hard_problem
 
 from stagewright.formulations.checking.check import check
 from stagewright.formulations.forms.answers import Limits, Progress, silent
-from stagewright.formulations.pipelines.bounds import schedule_bounds
+from stagewright.formulations.pipelines.bounds.stages import schedule_bounds
 from stagewright.formulations.pipelines.grouped_stages import choices_of
 from stagewright.formulations.pipelines.spp import makespan_problem
 from stagewright.formulations.plans.assembly import assemble
@@ -25,14 +25,13 @@ from stagewright.formulations.plans.plan_class import EVERY_FINITE
 from stagewright.formulations.plans.structure import Structure
 from stagewright.graphs.machines.cluster import Device, from_matrix
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
-from stagewright.solvers.planners import refine as search
 from stagewright.solvers.planners.baselines.dp import plan_dp
 from stagewright.solvers.planners.baselines.gpipe import plan_gpipe
 from stagewright.solvers.planners.general import plan_general
-from stagewright.solvers.planners.pricing import PlainPrices
-from stagewright.solvers.planners.proposal import Choices, Proposal, cost_of
-from stagewright.solvers.planners.rebuilding import Rebuilding
-from stagewright.solvers.planners.refine import refine
+from stagewright.solvers.planners.steps.proposal import Choices, Proposal, cost_of
+from stagewright.solvers.planners.structures import refine as search
+from stagewright.solvers.planners.structures.rebuilding import Rebuilding
+from stagewright.solvers.planners.structures.refine import PlainPrices, refine
 
 ROUNDING = 1 + 1e-9
 LIMITS = Limits(seconds=60.0)

@@ -17,7 +17,7 @@ from stagewright.formulations.pipelines.jobshop import JobShop
 from stagewright.formulations.pipelines.makespan import MakespanProblem
 from stagewright.solvers.backends import cpsat
 from stagewright.solvers.backends.backend import solve
-from stagewright.solvers.backends.stoppable import run_stoppable
+from stagewright.solvers.backends.cpsat import run_stoppable
 from stagewright.solvers.pipelines.jobshop import solve_jobshop
 from stagewright.solvers.pipelines.scheduling import solve_schedule
 from stagewright.solvers.planning import PLANNERS, plan

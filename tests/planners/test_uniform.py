@@ -15,9 +15,9 @@ from stagewright.formulations.plans.plan_class import DISJOINT_SPLIT, class_of
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
-from stagewright.solvers.planners.planner import Options, require_honoured
-from stagewright.solvers.planners.proposal import Choices
-from stagewright.solvers.planners.uniform import UNIFORM_OPTIONS
+from stagewright.solvers.planners.steps.planner import Options, require_honoured
+from stagewright.solvers.planners.steps.proposal import Choices
+from stagewright.solvers.planners.structures.uniform import UNIFORM_OPTIONS
 from stagewright.solvers.planning import PLANNERS, plan
 
 LIMITS = Limits(seconds=0.5)  # spp takes all of it

@@ -17,8 +17,8 @@ from stagewright.formulations.plans.plan import Stage
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.models.chain import Chain
-from stagewright.solvers.planners.proposal import Choices, Proposal, cost_of
-from stagewright.solvers.planners.warm_start import mapped_stages, warm_start
+from stagewright.solvers.planners.steps.proposal import Choices, Proposal, cost_of
+from stagewright.solvers.planners.steps.warm_start import mapped_stages, warm_start
 from stagewright.solvers.planning import plan
 
 ROUNDING = 1 + 1e-9

@@ -17,7 +17,7 @@ from stagewright.formulations.plans.weight_rules import (
 )
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
-from stagewright.solvers.planners.proposal import Choices
+from stagewright.solvers.planners.steps.proposal import Choices
 from stagewright.solvers.planning import PLANNERS, plan
 
 SEARCHES = ("spp", "exact", "auto", "general")  # take seconds to say that nothing fits

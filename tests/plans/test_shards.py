@@ -17,7 +17,7 @@ from stagewright.executor.drawing.timeline import timeline
 from stagewright.executor.export import export
 from stagewright.executor.programs.lower import lower
 from stagewright.executor.programs.program import plan_devices
-from stagewright.executor.programs.verify import verify
+from stagewright.executor.programs.verification.verify import verify
 from stagewright.executor.programs.work import InvalidProgram
 from stagewright.executor.simulation.simulate import simulate
 from stagewright.formulations.checking.check import check, predict, require_valid
@@ -32,7 +32,7 @@ from stagewright.formulations.plans.timing import durations
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
-from stagewright.solvers.planners.proposal import Choices
+from stagewright.solvers.planners.steps.proposal import Choices
 from stagewright.solvers.planning import plan as planned
 
 GROUP = ("s0g0", "s0g1", "s0g2", "s0g3")

@@ -15,7 +15,7 @@ from tensor_oracle import REDUCE, UPDATE, Links, TensorOracle
 from stagewright.executor.simulation.simulate import simulate
 from stagewright.formulations.checking.certificates import gap
 from stagewright.formulations.checking.check import check, require_valid
-from stagewright.formulations.pipelines.every_plan import LOAD, priced_load_bound
+from stagewright.formulations.pipelines.bounds.every_plan import LOAD, priced_load_bound
 from stagewright.formulations.plans.actions import COMPUTE, Action, parse_action
 from stagewright.formulations.plans.assembly import assemble
 from stagewright.formulations.plans.pipeline import PipelineProblem

@@ -16,7 +16,7 @@ from stagewright.executor.programs.program import (
     Program,
     ProgramRows,
 )
-from stagewright.executor.programs.verify import verify
+from stagewright.executor.programs.verification.verify import verify
 from stagewright.executor.programs.work import InvalidProgram
 from stagewright.formulations.plans.actions import ActionKind, parse_action
 from stagewright.formulations.plans.plan import PipelinePlan, Stage

@@ -43,7 +43,7 @@ from stagewright.executor.programs.transfers import (
     with_transfers,
 )
 from stagewright.executor.programs.updates import with_reductions, with_updates
-from stagewright.executor.programs.verify import verify
+from stagewright.executor.programs.verification.verify import verify
 from stagewright.executor.programs.versions import with_versions
 from stagewright.formulations.patterns.one_f_one_b import one_f_one_b_star, period_bound
 from stagewright.formulations.plans.actions import (

@@ -18,7 +18,7 @@ from stagewright.formulations.operators.splitting import split_graph
 from stagewright.formulations.plans.actions import Action, ActionKind
 from stagewright.graphs.documents.errors import InvalidPlan
 from stagewright.graphs.machines.cluster import Link, uniform_servers
-from stagewright.graphs.models.step_graph import Node, Output, StepGraph
+from stagewright.graphs.models.operators.step_graph import Node, Output, StepGraph
 from stagewright.solvers.operators.planning import plan_operators
 
 RUN, FREE = ActionKind.RUN, ActionKind.FREE

@@ -18,7 +18,7 @@ from stagewright.executor.programs.program import (
     Row,
 )
 from stagewright.executor.programs.streams import waits
-from stagewright.executor.programs.verify import verify
+from stagewright.executor.programs.verification.verify import verify
 from stagewright.executor.programs.work import InvalidProgram
 from stagewright.formulations.plans.actions import ActionKind, parse_action
 from stagewright.formulations.plans.plan import PipelinePlan, Stage

@@ -20,7 +20,7 @@ from stagewright.executor.programs.program import (
     plan_devices,
 )
 from stagewright.executor.programs.shares import rows
-from stagewright.executor.programs.verify import verify
+from stagewright.executor.programs.verification.verify import verify
 from stagewright.executor.programs.work import InvalidProgram
 from stagewright.formulations.checking.check import check
 from stagewright.formulations.plans.actions import Action, B, F

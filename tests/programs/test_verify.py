@@ -38,7 +38,7 @@ from stagewright.executor.programs.program import (
     received,
     stages_on,
 )
-from stagewright.executor.programs.verify import verify
+from stagewright.executor.programs.verification.verify import verify
 from stagewright.executor.programs.work import InvalidProgram
 from stagewright.formulations.plans.actions import COMPUTE, VERSIONED, Action, ActionKind
 from stagewright.formulations.plans.plan import PeriodicSchedule, PipelinePlan, Stage

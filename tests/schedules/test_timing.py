@@ -13,10 +13,10 @@ from published import generated, order_of, timed
 from stagewright.formulations.pipelines.makespan import MakespanProblem
 from stagewright.formulations.pipelines.timed_rows import timetable_of_order
 from stagewright.formulations.schedules.channels import with_channels
-from stagewright.formulations.schedules.kinds import KINDS, Sizes, schedule_of
 from stagewright.formulations.schedules.memory import ActivationMemory
 from stagewright.formulations.schedules.placements import line, loop, placed, v_shape, wave
-from stagewright.formulations.schedules.round_robin import round_robin
+from stagewright.formulations.schedules.published.kinds import KINDS, Sizes, schedule_of
+from stagewright.formulations.schedules.published.round_robin import round_robin
 from stagewright.formulations.schedules.timing import StageTimes, equal_times
 from stagewright.graphs.documents.errors import InputError
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from stagewright.formulations.schedules.breadth_first import breadth_first
-from stagewright.formulations.schedules.dualpipe import dualpipe_v
-from stagewright.formulations.schedules.interleaved import interleaved, ragged_interleaved
-from stagewright.formulations.schedules.zbv import zbv
-from stagewright.formulations.schedules.zero_bubble import interleaved_zero_bubble
+from stagewright.formulations.schedules.published.dualpipe import dualpipe_v
+from stagewright.formulations.schedules.published.gpipe import breadth_first
+from stagewright.formulations.schedules.published.interleaved import interleaved, ragged_interleaved
+from stagewright.formulations.schedules.published.zbv import zbv
+from stagewright.formulations.schedules.published.zero_bubble import interleaved_zero_bubble
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 6) for m in range(1, 4 * p + 1)]
 

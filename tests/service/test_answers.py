@@ -15,16 +15,16 @@ from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.workloads.jobs import Job, PairRate, Rate, Throughputs, Workload
 from stagewright.graphs.workloads.pool import parse_pool
 from stagewright.service.answers import Answer, Finite
-from stagewright.service.cluster_requests import AllocateRequest, EstimateRequest, MeasureRequest
-from stagewright.service.estimating import estimate, measure
-from stagewright.service.partitioning import partition
-from stagewright.service.pipeline_requests import (
+from stagewright.service.clusters.estimating import estimate, measure
+from stagewright.service.clusters.requests import AllocateRequest, EstimateRequest, MeasureRequest
+from stagewright.service.pipelines.partitioning import partition
+from stagewright.service.pipelines.planning import plan
+from stagewright.service.pipelines.plans import simulate
+from stagewright.service.pipelines.requests import (
     PartitionRequest,
     PlanRequest,
     SimulateRequest,
 )
-from stagewright.service.planning import plan
-from stagewright.service.plans import simulate
 from stagewright.solvers.backends.backend import BACKENDS
 
 PROBLEM = small_problem()
@@ -115,7 +115,7 @@ def test_a_partition_takes_all_layers_once() -> None:
 
 
 def test_allocations_in_parts_stay_below_the_whole() -> None:
-    from stagewright.service.allocating import allocate
+    from stagewright.service.clusters.allocating import allocate
 
     rates = Throughputs(
         tuple(Rate(f"m{n}", 1, kind, rate * (1 + n / 10)) for n in range(8)

@@ -15,10 +15,10 @@ from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.chain import LayerCost
-from stagewright.service import planning
 from stagewright.service.engines import Engine
-from stagewright.service.pipeline_requests import PlanRequest
-from stagewright.service.planning import plan
+from stagewright.service.pipelines import planning
+from stagewright.service.pipelines.planning import plan
+from stagewright.service.pipelines.requests import PlanRequest
 from stagewright.solvers.planning import Result
 
 BATCH = 12

@@ -17,8 +17,8 @@ from stagewright.formulations.schedules.groups import problem_of_groups
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Device, Link, from_matrix, uniform_servers
 from stagewright.graphs.models.chain import Layer, LayerCost
-from stagewright.service.pipeline_requests import PlanRequest
-from stagewright.service.planning import plan
+from stagewright.service.pipelines.planning import plan
+from stagewright.service.pipelines.requests import PlanRequest
 from stagewright.solvers.planning import plan as solve
 
 

@@ -10,7 +10,7 @@ from profiled_oracle import least_seconds
 import stagewright
 from benchmarks.decoder import Decoder
 from stagewright.formulations.forms.answers import Status
-from stagewright.formulations.parallelism.profiled_cluster import (
+from stagewright.formulations.parallelism.profiles.cluster import (
     Pool,
     Route,
     ServerPools,
@@ -31,8 +31,8 @@ from stagewright.graphs.models.analytic_sizes import layer_sizes, with_sizes
 from stagewright.graphs.models.architecture import Architecture, FeedForward, GroupedAttention
 from stagewright.graphs.models.layer_profiles import LayerProfiles, Measured
 from stagewright.graphs.models.layer_sizes import LayerSizes
-from stagewright.service.profiled import ProfiledRequest, find_profiled_plan
-from stagewright.service.profiled_problems import profiled_problem
+from stagewright.service.layouts.profiled import ProfiledRequest, find_profiled_plan
+from stagewright.service.layouts.profiled_problems import profiled_problem
 
 GPT = Architecture(
     "gpt",

@@ -12,8 +12,8 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.workloads.jobs import Job, Rate, Throughputs, Workload
 from stagewright.graphs.workloads.pool import parse_pool
 from stagewright.graphs.workloads.prices import Market, Preemptions, Uptime
-from stagewright.service.cloud_requests import CloudRequest
-from stagewright.service.cluster_requests import (
+from stagewright.service.cloud.requests import CloudRequest
+from stagewright.service.clusters.requests import (
     AllocateRequest,
     ArrivalsRequest,
     EstimateRequest,
@@ -22,7 +22,7 @@ from stagewright.service.cluster_requests import (
     RunClusterRequest,
     SimulateClusterRequest,
 )
-from stagewright.service.pipeline_requests import (
+from stagewright.service.pipelines.requests import (
     CheckRequest,
     JobShopRequest,
     PartitionRequest,

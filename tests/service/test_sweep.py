@@ -15,10 +15,11 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.machines.parts import first_devices, with_memory
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
-from stagewright.service import engines, launching, planning
-from stagewright.service.pipeline_requests import PlanRequest
-from stagewright.service.sweep_requests import SweepRequest, SweepRow
-from stagewright.service.sweep_rows import pieces_of
+from stagewright.service import engines
+from stagewright.service.pipelines import launching, planning
+from stagewright.service.pipelines.requests import PlanRequest
+from stagewright.service.pipelines.sweep_requests import SweepRequest, SweepRow
+from stagewright.service.pipelines.sweeping import pieces_of
 
 LAYERS = (3.0, 1.0, 2.0, 4.0)
 CHAIN = Chain(

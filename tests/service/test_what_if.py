@@ -11,12 +11,11 @@ from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Cluster, Device, Link, from_matrix, uniform_servers
 from stagewright.graphs.machines.parts import with_faster_links, with_one_more
-from stagewright.service import planning
 from stagewright.service.engines import Engine
-from stagewright.service.pipeline_answers import PlanAnswer
-from stagewright.service.pipeline_requests import PlanRequest
-from stagewright.service.what_if import what_if
-from stagewright.service.what_if_answers import WhatIfRow
+from stagewright.service.pipelines import planning
+from stagewright.service.pipelines.answers import PlanAnswer
+from stagewright.service.pipelines.requests import PlanRequest
+from stagewright.service.pipelines.what_if import WhatIfRow, what_if
 from stagewright.solvers.planning import plan
 
 
@@ -84,7 +83,7 @@ def test_a_luckier_search_is_no_saving(planner, runtime, monkeypatch) -> None:
 
     best = plan(asked, "exact").cost
     assert plan(asked, "gpipe").cost > best
-    monkeypatch.setattr("stagewright.service.what_if.plan", found)
+    monkeypatch.setattr("stagewright.service.pipelines.what_if.plan", found)
     told: list[WhatIfRow] = []
     request = PlanRequest(
         chain=asked.chain, cluster=asked.cluster, microbatches=4, planner=planner, runtime=runtime
@@ -108,7 +107,7 @@ def test_a_row_is_never_worse_than_the_plan_as_things_are(monkeypatch) -> None:
         name = "exact" if request.problem.digest == asked.digest else "gpipe"
         return planning.plan(PlanRequest.of(**(request.given() | {"start": None, "planner": name})))
 
-    monkeypatch.setattr("stagewright.service.what_if.plan", found)
+    monkeypatch.setattr("stagewright.service.pipelines.what_if.plan", found)
     request = PlanRequest(chain=asked.chain, cluster=asked.cluster, microbatches=4)
     memory, *others = what_if(request).rows
     assert memory.saved_seconds == 0

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from stagewright.formulations.pipelines.bppm import BalancedPartition, StageChoice
 from stagewright.formulations.plans.pipeline import PipelineProblem
-from stagewright.solvers.pipelines.partition import PartitionSearch
+from stagewright.solvers.pipelines.partition.passes import PartitionSearch
 
 
 def balanced_partitions(

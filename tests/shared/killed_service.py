@@ -27,8 +27,8 @@ from processes import PATIENCE, descendants, holders, job_processes, seconds_unt
 
 from stagewright.client import Client, JobState, ServiceError
 from stagewright.graphs.documents.documents import to_json
-from stagewright.service.pipeline_requests import CheckRequest, PlanRequest
-from stagewright.service.plans import check
+from stagewright.service.pipelines.plans import check
+from stagewright.service.pipelines.requests import CheckRequest, PlanRequest
 
 # The command, with workers whose silence is noticed sooner than after 15 s.
 SERVE = """

@@ -12,10 +12,10 @@ from stagewright.formulations.checking.check import check
 from stagewright.formulations.plans.assembly import assemble
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan, Stage
-from stagewright.formulations.schedules.gpipe import gpipe
-from stagewright.formulations.schedules.interleaved import interleaved
 from stagewright.formulations.schedules.order import Order
 from stagewright.formulations.schedules.planned import starts_to_the_end
+from stagewright.formulations.schedules.published.gpipe import gpipe
+from stagewright.formulations.schedules.published.interleaved import interleaved
 from stagewright.graphs.documents.errors import InputError
 
 

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from stagewright.formulations.schedules.interleaved import interleaved
 from stagewright.formulations.schedules.order import B, F, I, W
-from stagewright.formulations.schedules.zero_bubble import interleaved_zero_bubble
+from stagewright.formulations.schedules.published.interleaved import interleaved
+from stagewright.formulations.schedules.published.zero_bubble import interleaved_zero_bubble
 
 
 def order_of(sizes, split):

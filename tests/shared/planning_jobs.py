@@ -10,7 +10,7 @@ from stagewright.executor.drawing.periods import finish_seconds
 from stagewright.executor.programs.trace import Trace, TracedStep
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.documents import to_json
-from stagewright.graphs.models.step_graph import Node, Output, StepGraph
+from stagewright.graphs.models.operators.step_graph import Node, Output, StepGraph
 
 TWO_JOBS = json.dumps({"jobs": [[[0, 3], [1, 2]], [[1, 4], [0, 1]]]})
 """A job shop whose least makespan is 6."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from stagewright.formulations.checking.certificates import certificate
 from stagewright.formulations.checking.check import check
 from stagewright.formulations.forms.answers import Progress
-from stagewright.formulations.pipelines.every_plan import LOAD, priced_load_bound
+from stagewright.formulations.pipelines.bounds.every_plan import LOAD, priced_load_bound
 from stagewright.formulations.plans.actions import COMPUTE, Action, ActionKind
 from stagewright.formulations.plans.memory import in_flight_limit
 from stagewright.formulations.plans.pipeline import PipelineProblem

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from itertools import combinations, product
 
-from stagewright.formulations.parallelism.profiled import ProfiledProblem, evaluate
-from stagewright.formulations.parallelism.profiled_plan import (
+from stagewright.formulations.parallelism.profiles.pipelines import ProfiledProblem, evaluate
+from stagewright.formulations.parallelism.profiles.plan import (
     ProfiledPlan,
     ProfiledStage,
     Replica,

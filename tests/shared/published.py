@@ -4,8 +4,8 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from stagewright.formulations.plans.actions import parse_action
-from stagewright.formulations.schedules.kinds import KINDS, Sizes, schedule_of
 from stagewright.formulations.schedules.order import Order
+from stagewright.formulations.schedules.published.kinds import KINDS, Sizes, schedule_of
 from stagewright.formulations.schedules.timing import StageTimes
 from stagewright.graphs.documents.errors import InputError
 

@@ -2,7 +2,13 @@
 
 from hypothesis import strategies as st
 
-from stagewright.graphs.models.step_graph import DividedTimes, Node, Output, Split, StepGraph
+from stagewright.graphs.models.operators.step_graph import (
+    DividedTimes,
+    Node,
+    Output,
+    Split,
+    StepGraph,
+)
 
 MEGABYTE = 1e6
 

@@ -206,7 +206,7 @@ def test_models_that_were_written_elsewhere(ranks: Ranks, name: str) -> None:
 
 
 def layers_of(model: Any, example: Any) -> int:
-    from stagewright.executor.measuring.captured import captured_by_size
+    from stagewright.executor.measuring.whole_models import captured_by_size
 
     captured = captured_by_size(
         lambda: model,

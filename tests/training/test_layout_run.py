@@ -24,7 +24,7 @@ from stagewright.graphs.models.architecture import (  # noqa: E402
     FeedForward,
     GroupedAttention,
 )
-from stagewright.service.layouts import LayoutRequest, find_layouts  # noqa: E402
+from stagewright.service.layouts.searching import LayoutRequest, find_layouts  # noqa: E402
 from stagewright.solvers.parallelism.space import Space  # noqa: E402
 
 BLOCKS, HIDDEN, VOCABULARY, SEQUENCE, BATCH = 4, 16, 12, 6, 16

@@ -14,13 +14,13 @@ from torch.utils._pytree import tree_map_only
 
 from stagewright.executor.capture.steps.step import capture_step
 from stagewright.executor.programs.trace import Trace
-from stagewright.executor.training.losses import cross_entropy
+from stagewright.executor.training.logs import cross_entropy
 from stagewright.executor.training.operators.executor import OperatorExecutor
 from stagewright.formulations.operators.plan import OperatorPlan, digest_of
 from stagewright.formulations.operators.splitting import choices_of, split_graph
 from stagewright.graphs.machines.cluster import Cluster, Link, uniform_servers
-from stagewright.graphs.models.data_parallel import data_parallel
-from stagewright.graphs.models.step_graph import StepGraph
+from stagewright.graphs.models.operators.data_parallel import data_parallel
+from stagewright.graphs.models.operators.step_graph import StepGraph
 from stagewright.solvers.operators.planning import plan_operators
 
 STEPS = 3

@@ -18,8 +18,8 @@ from stagewright.executor.capture.tracing import capture  # noqa: E402
 from stagewright.executor.training.runtime import Executor  # noqa: E402
 from stagewright.formulations.forms.answers import Limits  # noqa: E402
 from stagewright.formulations.schedules.choice import OPTIMAL, ScheduleChoice  # noqa: E402
-from stagewright.formulations.schedules.kinds import KINDS  # noqa: E402
-from stagewright.solvers.planners.proposal import Choices  # noqa: E402
+from stagewright.formulations.schedules.published.kinds import KINDS  # noqa: E402
+from stagewright.solvers.planners.steps.proposal import Choices  # noqa: E402
 from stagewright.solvers.planning import plan  # noqa: E402
 
 CROSS_ENTROPY = torch.nn.functional.cross_entropy

@@ -35,7 +35,7 @@ import torch
 from stagewright.cli import running
 from stagewright.cli.factories import parse_optimizer
 from stagewright.executor.programs.periodic import lower_any
-from stagewright.executor.programs.verify import verify
+from stagewright.executor.programs.verification.verify import verify
 from stagewright.executor.training.data.passes import mini_batches
 from stagewright.executor.training.logs import StepReport
 from stagewright.executor.training.ranks import launch

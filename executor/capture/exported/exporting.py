@@ -20,16 +20,42 @@ from torch._export import non_strict_utils
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental import _config
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.utils.stateless import _reparametrize_module
 
 from stagewright.executor.capture.exported.conversion import CURE, Exported, converted
 from stagewright.executor.capture.exported.leaves import leaves_of
-from stagewright.executor.capture.exported.sizes import Sizes
 from stagewright.executor.capture.exported.whole_calls import WholeCall, called_whole
 from stagewright.executor.capture.places import place_of
 from stagewright.executor.capture.python_state import attributes_kept, described, snapshot
 from stagewright.executor.capture.signature import Signature, Structure, taken_apart
 from stagewright.graphs.documents.errors import InputError
+
+_OPERATOR_RULE = FakeTensorMode.dispatch.__code__
+
+
+class Sizes(ShapeEnv):
+    """Conditions of operators' own rules for shapes are not kept: the operators run again.
+
+    A rule asks whether a size is 1 to know the strides of an expanded tensor, say. What the model
+    asks decides which operators there are, and is kept.
+    """
+
+    def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
+        """The value of a condition, for the sizes of the example."""
+        if not _in_rule():
+            return super().evaluate_expr(*args, **kwargs)
+        with self.suppress_guards():
+            return super().evaluate_expr(*args, **kwargs)
+
+
+def _in_rule() -> bool:
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code is _OPERATOR_RULE:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from stagewright.executor.capture.steps.step import CapturedStep
 from stagewright.graphs.machines.devices import Accelerator, accelerator
 from stagewright.graphs.models.analytic import Efficiency, Rates
 from stagewright.graphs.models.operations import Kind, Operation
-from stagewright.graphs.models.step_graph import StepGraph
+from stagewright.graphs.models.operators.step_graph import StepGraph
 
 aten = torch.ops.aten
 _FLOPS = {

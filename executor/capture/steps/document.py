@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from stagewright.executor.capture.steps.splits import splits_of
-from stagewright.graphs.models.step_graph import Node, Output, StepGraph
+from stagewright.graphs.models.operators.step_graph import Node, Output, StepGraph
 
 VIEWS = (torch.ops.aten._unsafe_view.default,)  # views whose schema does not say so
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_flatten
 
-from stagewright.graphs.models.step_graph import Split
+from stagewright.graphs.models.operators.step_graph import Split
 
 aten = torch.ops.aten
 SUM = 2  # a loss's reduction

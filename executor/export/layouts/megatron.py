@@ -4,17 +4,192 @@ Core 0.16 has all of them but ``--moe-shared-expert-gate``.
 """
 
 import shlex
+from collections.abc import Iterable
+from itertools import groupby
 
 from stagewright.executor.export.layouts.common import Fields, comment, launch, left_out
-from stagewright.executor.export.layouts.core import FSDP_FORMAT, RULES, Core, core_of
-from stagewright.executor.export.layouts.megatron_model import (
-    MODEL_RULES,
-    Argument,
-    model_arguments,
-)
-from stagewright.executor.export.layouts.rules import Framework
+from stagewright.executor.export.layouts.core import FSDP_FORMAT, MEGATRON, RULES, Core, core_of
+from stagewright.executor.export.layouts.rules import Framework, Rule
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.models.architecture import (
+    Architecture,
+    Experts,
+    GroupedAttention,
+    LatentAttention,
+)
+
+Argument = tuple[str, ...]
+"""A name and its values; none for a flag."""
+
+NORMS = {"layer": "LayerNorm", "rms": "RMSNorm"}
+
+
+def model_arguments(architecture: Architecture, sequence: int) -> list[Argument]:
+    """Megatron-LM's arguments of a model; fields unknown to :class:`Architecture` keep defaults."""
+    rotary = architecture.positions is None
+    longest = sequence if architecture.positions is None else architecture.positions
+    found: list[Argument] = [
+        ("--num-layers", str(architecture.layers)),
+        ("--hidden-size", str(architecture.hidden)),
+        ("--ffn-hidden-size", str(architecture.feed_forward.width)),
+        ("--num-attention-heads", str(architecture.attention.heads)),
+        *_attention(architecture.attention),
+        ("--seq-length", str(sequence)),
+        ("--max-position-embeddings", str(longest)),
+        ("--position-embedding-type", "rope" if rotary else "learned_absolute"),
+        ("--vocab-size", str(architecture.vocabulary)),
+        ("--normalization", NORMS[architecture.norm]),
+        *_rotary_and_norms(architecture),
+        *_biases(architecture),
+    ]
+    if architecture.feed_forward.gated:
+        found.append(("--swiglu",))
+    if not architecture.tied:
+        found.append(("--untie-embeddings-and-output-weights",))
+    if not architecture.dropout:
+        found += [("--hidden-dropout", "0.0"), ("--attention-dropout", "0.0")]
+    return [*found, *_window(architecture), *_experts(architecture)]
+
+
+def _rotary_and_norms(architecture: Architecture) -> list[Argument]:
+    base, epsilon = architecture.rotary_base, architecture.norm_epsilon
+    return [
+        *([] if base is None else [("--rotary-base", f"{base:.0f}")]),
+        *([] if epsilon is None else [("--norm-epsilon", str(epsilon))]),
+    ]
+
+
+def _attention(attention: GroupedAttention | LatentAttention) -> Iterable[Argument]:
+    if isinstance(attention, LatentAttention):
+        return _latent(attention)
+    found: list[Argument] = [("--kv-channels", str(attention.head_size))]
+    if attention.key_value_heads < attention.heads:
+        groups = ("--num-query-groups", str(attention.key_value_heads))
+        found += [("--group-query-attention",), groups]
+    if attention.head_norms:
+        found.append(("--qk-layernorm",))
+    return found
+
+
+def _latent(attention: LatentAttention) -> Iterable[Argument]:
+    yield ("--multi-latent-attention",)
+    if attention.query_rank is not None:
+        yield ("--q-lora-rank", str(attention.query_rank))
+    yield ("--kv-lora-rank", str(attention.key_value_rank))
+    yield ("--qk-head-dim", str(attention.plain_size))
+    yield ("--qk-pos-emb-head-dim", str(attention.rotary_size))
+    yield ("--v-head-dim", str(attention.value_size))
+    yield ("--kv-channels", str(attention.value_size))
+    yield ("--qk-layernorm",)  # the norms of the latent vectors
+
+
+def _biases(architecture: Architecture) -> list[Argument]:
+    """Biases everywhere, nowhere, or of queries, keys and values alone."""
+    if architecture.feed_forward.bias:
+        return []
+    return [
+        ("--disable-bias-linear",),
+        *([("--add-qkv-bias",)] if architecture.attention.bias else []),
+    ]
+
+
+def _window(architecture: Architecture) -> Iterable[Argument]:
+    if architecture.window is None:
+        return
+    # A token attends to itself and the tokens left of it.
+    yield ("--window-size", f"{architecture.window - 1},0")
+    if architecture.full_layers:
+        limited = [index not in architecture.full_layers for index in range(architecture.layers)]
+        yield ("--window-attn-skip-freq", _pattern(limited))
+
+
+def _experts(architecture: Architecture) -> Iterable[Argument]:
+    experts = architecture.experts
+    if experts is None:
+        return
+    yield ("--num-experts", str(experts.number))
+    yield ("--moe-router-topk", str(experts.per_token))
+    yield ("--moe-ffn-hidden-size", str(experts.width))
+    yield from _shared_experts(experts)
+    sparse = [architecture.is_sparse(index) for index in range(architecture.layers)]
+    if not all(sparse):
+        yield ("--moe-layer-freq", _pattern(sparse))
+    yield ("--moe-token-dispatcher-type", "alltoall")
+    yield ("--moe-grouped-gemm",)
+
+
+def _shared_experts(experts: Experts) -> Iterable[Argument]:
+    if experts.shared_width is not None:
+        yield ("--moe-shared-expert-intermediate-size", str(experts.shared_width))
+        if experts.shared_gate:
+            yield ("--moe-shared-expert-gate",)
+
+
+def _pattern(flags: list[bool]) -> str:
+    """A list of 0 and 1 as an expression: ``[0]*3+[1]*58``."""
+    runs = [(int(flag), len(list(run))) for flag, run in groupby(flags)]
+    return "+".join(f"[{flag}]*{count}" for flag, count in runs)
+
+
+def _require_norms(problem: TrainingProblem, _: Layout, framework: str) -> None:
+    if problem.architecture.block_norms != 2:
+        raise InputError(
+            f"{problem.architecture.block_norms} norms in a block: {framework} has 2; export to "
+            "nemo or megatron-bridge, whose recipes bring the model"
+        )
+
+
+def _refuse_gelu_gates(problem: TrainingProblem, _: Layout, framework: str) -> None:
+    if problem.architecture.name.startswith("gemma"):
+        raise InputError(
+            f"{problem.architecture.name}'s feed-forward with GELU gates: {framework} has no "
+            "argument for it; export to nemo or megatron-bridge, whose recipes bring the model"
+        )
+
+
+def _require_gates(problem: TrainingProblem, _: Layout, framework: str) -> None:
+    if problem.architecture.experts is not None and not problem.architecture.feed_forward.gated:
+        raise InputError(
+            f"gated experts beside a feed-forward that is not: {framework} has one activation for "
+            "both; set gated alike"
+        )
+
+
+def _require_biases(problem: TrainingProblem, _: Layout, framework: str) -> None:
+    of, attention = problem.architecture, problem.architecture.attention
+    latent = isinstance(attention, LatentAttention)
+    outputs = attention.bias if isinstance(attention, LatentAttention) else attention.output_bias
+    others = outputs or of.feed_forward.bias
+    everywhere = attention.bias and outputs and of.feed_forward.bias
+    if others and not (everywhere and not latent and of.experts is None):
+        raise InputError(
+            f"biases of only some projections: {framework} has them in all of a dense model with "
+            "plain attention, in queries, keys and values alone, or nowhere"
+        )
+
+
+def _require_whole_base(problem: TrainingProblem, _: Layout, framework: str) -> None:
+    base = problem.architecture.rotary_base
+    if base is not None and not base.is_integer():
+        raise InputError(
+            f"a base of rotary positions of {base}: {framework} takes integers; export to nemo or "
+            "megatron-bridge"
+        )
+
+
+MODEL_RULES = tuple(
+    Rule(f"{MEGATRON}/training/arguments.py", require, of_problem=True)
+    for require in (
+        _require_norms,
+        _refuse_gelu_gates,
+        _require_gates,
+        _require_biases,
+        _require_whole_base,
+    )
+)
+
 
 FILE = "megatron.sh"
 

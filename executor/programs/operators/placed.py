@@ -7,7 +7,7 @@ from functools import cached_property
 from stagewright.formulations.operators.plan import OperatorPlan, SplitChoice
 from stagewright.formulations.operators.splitting import split_graph
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
-from stagewright.graphs.models.step_graph import Node, Split, StepGraph
+from stagewright.graphs.models.operators.step_graph import Node, Split, StepGraph
 
 Value = tuple[int, int]
 """Number of an operator and of its output; the one after its last output says that it has ended."""

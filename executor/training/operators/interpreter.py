@@ -12,7 +12,7 @@ from torch import Tensor
 from stagewright.executor.programs.operators.placed import PlacedGraph, Value
 from stagewright.executor.programs.program import Instruction, Row
 from stagewright.executor.programs.trace import RankAction
-from stagewright.executor.programs.verify_transfers import by_peer
+from stagewright.executor.programs.verification.transfers import by_peer
 from stagewright.executor.training.interpreter.arrival import Arrival
 from stagewright.executor.training.interpreter.failures import OutOfMemory, is_lack_of_memory
 from stagewright.executor.training.interpreter.watchers import Watchers

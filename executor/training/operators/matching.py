@@ -5,7 +5,7 @@ from stagewright.executor.capture.steps.step import CapturedStep
 from stagewright.executor.programs.operators.placed import PlacedGraph, Value, place_graph
 from stagewright.formulations.operators.plan import OperatorPlan
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
-from stagewright.graphs.models.data_parallel import Weights, data_parallel
+from stagewright.graphs.models.operators.data_parallel import Weights, data_parallel
 
 
 def replicas_of(plan: OperatorPlan) -> int:

@@ -14,7 +14,7 @@ from stagewright.executor.programs.program import (
     Row,
     plan_devices,
 )
-from stagewright.executor.programs.verify import verify
+from stagewright.executor.programs.verification.verify import verify
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError
 

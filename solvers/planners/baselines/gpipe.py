@@ -7,14 +7,14 @@ from stagewright.formulations.pipelines.bppm import StageChoice
 from stagewright.formulations.pipelines.spp import makespan_problem
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.solvers.pipelines.list_scheduling import list_schedule
-from stagewright.solvers.planners.proposal import (
+from stagewright.solvers.planners.steps.proposal import (
     NoPlan,
     Proposal,
     named_stages,
     proposal_of,
     shortage,
 )
-from stagewright.solvers.planners.uniform import UniformPlanner
+from stagewright.solvers.planners.structures.uniform import UniformPlanner
 
 
 def plan_gpipe(

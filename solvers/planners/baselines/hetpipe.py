@@ -15,8 +15,8 @@ from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.solvers.pipelines.list_scheduling import list_schedule
-from stagewright.solvers.planners.proposal import NoPlan, Proposal, proposal_of, shortage
-from stagewright.solvers.planners.uniform import UniformPlanner
+from stagewright.solvers.planners.steps.proposal import NoPlan, Proposal, proposal_of, shortage
+from stagewright.solvers.planners.structures.uniform import UniformPlanner
 
 
 def plan_hetpipe(

@@ -26,7 +26,7 @@ from stagewright.solvers.planners.baselines.hierarchy import (
     placed,
 )
 from stagewright.solvers.planners.baselines.predictions import explain_iteration
-from stagewright.solvers.planners.proposal import (
+from stagewright.solvers.planners.steps.proposal import (
     Choices,
     NoPlan,
     Proposal,
@@ -35,7 +35,7 @@ from stagewright.solvers.planners.proposal import (
     proposal_of,
     shortage,
 )
-from stagewright.solvers.planners.uniform import UniformPlanner
+from stagewright.solvers.planners.structures.uniform import UniformPlanner
 
 STEP_SECONDS = 4e-9  # predicted, of a choice in the tables
 

@@ -44,7 +44,7 @@ from stagewright.solvers.planners.periodic.search import (
     PeriodicPlanner,
     PeriodicSearch,
 )
-from stagewright.solvers.planners.proposal import Choices, NoPlan, PeriodicProposal
+from stagewright.solvers.planners.steps.proposal import Choices, NoPlan, PeriodicProposal
 
 Stages = tuple[Stage, ...]
 

@@ -31,8 +31,8 @@ from stagewright.graphs.documents.units import format_bytes, format_seconds
 from stagewright.solvers.patterns.pattern import best_pattern, require_pattern_backend
 from stagewright.solvers.planners.periodic.device_groups import group_sizes, orders
 from stagewright.solvers.planners.periodic.shortage import contiguous_shortage
-from stagewright.solvers.planners.planner import Options, require_host_links
-from stagewright.solvers.planners.proposal import Choices, NoPlan, PeriodicProposal
+from stagewright.solvers.planners.steps.planner import Options, require_host_links
+from stagewright.solvers.planners.steps.proposal import Choices, NoPlan, PeriodicProposal
 
 Stages = tuple[Stage, ...]
 

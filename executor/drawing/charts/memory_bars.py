@@ -1,0 +1,125 @@
+"""Memory by rank as stacked bars, and the fastest layouts by memory, as PNG."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from stagewright.executor.drawing.charts.chart import DOTS_PER_INCH, save
+from stagewright.executor.drawing.colours import CATEGORIES, CRITICAL_COLOUR
+
+WIDTH_INCHES, HEIGHT_INCHES = 10.0, 5.5
+_WIDEST = 0.75  # positions left and right of the bars: the one of a single position is not a wall
+KINDS = {
+    "weights": "#194ab3",
+    "gradients": "#3fd3fb",
+    "optimizer": "#e79228",
+    "activations": "#1e9b64",
+    "buffers": "#fbe72a",
+    "reserve": "#bcbcbc",
+}
+
+
+class Memory(Protocol):
+    """Bytes of the ranks at a position in the pipeline: a field ``KIND_bytes`` for every kind."""
+
+    @property
+    def rank(self) -> int:
+        """The rank's position in the pipeline."""
+        ...
+
+
+class Point(Protocol):
+    """The fastest layout of a peak."""
+
+    @property
+    def peak_bytes(self) -> float:
+        """The rank's peak memory in bytes."""
+        ...
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of an iteration."""
+        ...
+
+    @property
+    def layout(self) -> str:
+        """The layout's text."""
+        ...
+
+
+def memory_png(ranks: Sequence[Memory], limit_bytes: float, title: str) -> bytes:
+    """Bars of every rank's memory by kind (GB), and a line at the memory of a device."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure((WIDTH_INCHES, HEIGHT_INCHES), dpi=DOTS_PER_INCH, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    places = [one.rank for one in ranks]
+    below = [0.0] * len(ranks)
+    for kind, colour in KINDS.items():
+        sizes = [getattr(one, f"{kind}_bytes") / 1e9 for one in ranks]
+        axes.bar(places, sizes, bottom=below, color=colour, label=kind, width=0.8)
+        below = [low + size for low, size in zip(below, sizes, strict=True)]
+    axes.axhline(
+        limit_bytes / 1e9,
+        color=CRITICAL_COLOUR,
+        lw=1.5,
+        ls="--",
+        label=f"a device has {limit_bytes / 1e9:g} GB",
+    )
+    axes.set_xlabel("position in the pipeline")
+    axes.set_ylabel("peak memory of a GPU (GB)")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.set_xlim(min(places) - _WIDEST, max(places) + _WIDEST)
+    axes.set_title(title, fontsize=10, wrap=True)
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    return save(figure)
+
+
+def front_png(points: Sequence[Point], limit_bytes: float, title: str) -> bytes:
+    """The time of the fastest layout for every amount of memory."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    figure = Figure((WIDTH_INCHES, HEIGHT_INCHES), dpi=DOTS_PER_INCH, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    ascending = sorted(points, key=lambda one: one.peak_bytes)
+    memory = [one.peak_bytes / 1e9 for one in ascending]
+    seconds = [one.seconds for one in ascending]
+    axes.step(
+        memory, seconds, "o-", where="post", color=CATEGORIES[0], ms=4, label="fastest layout"
+    )
+    shown = ascending[:: max(1, len(ascending) // 8)]
+    for one in shown:
+        axes.annotate(
+            one.layout,
+            (one.peak_bytes / 1e9, one.seconds),
+            (4, 5),
+            textcoords="offset points",
+            fontsize=6,
+            rotation=35,
+        )
+    axes.axvline(
+        limit_bytes / 1e9,
+        color=CRITICAL_COLOUR,
+        lw=1.5,
+        ls="--",
+        label=f"a device has {limit_bytes / 1e9:g} GB",
+    )
+    axes.set_title(title, fontsize=10, wrap=True)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_ylim(0, 1.15 * max(seconds, default=1.0))
+    axes.set_xlabel("peak memory of a GPU (GB)")
+    axes.set_ylabel("seconds per iteration")
+    axes.legend(frameon=False, fontsize=8)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    return save(figure)

@@ -1,0 +1,1 @@
+"""Proof that a program carries out its plan, before any process starts."""

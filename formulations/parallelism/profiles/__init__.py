@@ -1,0 +1,1 @@
+"""Training by measured layer profiles on mixed clusters."""

@@ -1,0 +1,1 @@
+"""Lower bounds on plans of pipelines, and the relaxations behind them."""

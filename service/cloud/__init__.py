@@ -1,0 +1,1 @@
+"""Cloud instances with changing prices."""

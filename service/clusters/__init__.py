@@ -1,0 +1,1 @@
+"""Shared clusters: allocations, rounds, simulations and real runs."""

@@ -1,0 +1,236 @@
+"""Allocations of a cluster's accelerators, and the rounds that realise them."""
+
+import math
+from collections.abc import Callable
+
+from stagewright.executor.clusters.rounds import Assignment, Mechanism
+from stagewright.formulations.clusters.allocation import (
+    Allocation,
+    AllocationProblem,
+    accelerators_in_use,
+    problem_of,
+)
+from stagewright.formulations.clusters.allocation_plan import (
+    AllocationPlan,
+    Share,
+    allocation_of,
+    digest_of,
+    shares_of,
+)
+from stagewright.formulations.forms.answers import StopToken
+from stagewright.graphs.documents.errors import InputError
+from stagewright.service.clusters.answers import (
+    AllocateAnswer,
+    AssignmentAnswer,
+    RoundsAnswer,
+    ShareAnswer,
+)
+from stagewright.service.clusters.requests import AllocateRequest, RoundsRequest
+from stagewright.solvers.clusters.policies import AllocationResult, require_policy
+from stagewright.solvers.clusters.policies import allocate as solve
+
+
+def allocate(request: AllocateRequest, stop: StopToken | None = None) -> AllocateAnswer:
+    """Divide the accelerators; infeasible is an answer.
+
+    Raises
+    ------
+    InputError
+        If a throughput is missing, a job fits nowhere, or the policy lacks what it needs.
+    """
+    problem = require_allocatable(request)
+    return _answer(request, problem, _solved(request, problem, stop))
+
+
+def require_allocatable(request: AllocateRequest) -> AllocationProblem:
+    """The problem; refuses what the policy lacks for it.
+
+    Raises
+    ------
+    InputError
+        As :func:`allocate`.
+    """
+    problem = _problem(request)
+    if request.parts is None:
+        require_policy(problem, request.policy, request.budget_dollars, request.backend)
+    else:
+        from stagewright.solvers.clusters.partitioned import require_parts
+
+        require_parts(problem, request.policy, request.parts)
+    return problem
+
+
+def _problem(request: AllocateRequest | RoundsRequest) -> AllocationProblem:
+    return problem_of(
+        request.workload,
+        request.pool,
+        space_sharing=request.space_sharing,
+        placement=request.placement,
+    )
+
+
+def _solved(
+    request: AllocateRequest, problem: AllocationProblem, stop: StopToken | None
+) -> AllocationResult:
+    limits = request.limits(stop)
+    if request.parts is None:
+        budget = request.budget_dollars
+        return solve(
+            problem, request.policy, limits, budget_dollars=budget, backend=request.backend
+        )
+    from stagewright.solvers.clusters.partitioned import allocate_partitioned, in_process, on_ray
+
+    spread = on_ray if request.at_once else in_process
+    return allocate_partitioned(problem, request.policy, request.parts, limits, spread)
+
+
+def _answer(
+    request: AllocateRequest | RoundsRequest, problem: AllocationProblem, result: AllocationResult
+) -> AllocateAnswer:
+    plan = _plan(request, problem, result)
+    shares = None if plan is None else [_share(share) for share in plan.shares]
+    return AllocateAnswer(
+        status=result.status,
+        policy=result.policy,
+        objective=result.objective,
+        bound=result.bound,
+        gap=result.gap,
+        wall_seconds=result.seconds,
+        proved_by=result.proved_by,
+        notes=result.notes,
+        utilisation=_utilisation(problem, result),
+        duals=None if result.duals is None else result.duals.named(problem),
+        allocation=shares,
+        problem=problem,
+        result=result,
+        plan=plan,
+    )
+
+
+def _plan(
+    request: AllocateRequest | RoundsRequest, problem: AllocationProblem, result: AllocationResult
+) -> AllocationPlan | None:
+    if result.allocation is None:
+        return None
+    return AllocationPlan(
+        digest=digest_of(request.workload, request.pool),
+        policy=result.policy,
+        shares=shares_of(problem, result.allocation),
+        space_sharing=request.space_sharing,
+        placement=request.placement,
+        objective=_finite(result.objective),
+        bound=_finite(result.bound),
+        proved_by=result.proved_by,
+        notes=result.notes,
+    )
+
+
+def _finite(value: float | None) -> float | None:
+    """None for an infinite value, such as the makespan if a job makes no progress."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _share(share: Share) -> ShareAnswer:
+    names = ("jobs", "accelerator", "share", "placement")
+    return ShareAnswer(**{name: getattr(share, name) for name in names})
+
+
+def _utilisation(problem: AllocationProblem, result: AllocationResult) -> dict[str, float] | None:
+    """The fraction of each type's accelerators in use; None without an allocation."""
+    if result.allocation is None:
+        return None
+    parts = accelerators_in_use(problem, result.allocation) / problem.table.counts
+    return dict(zip(problem.table.pool.names, parts.tolist(), strict=True))
+
+
+def policy_allocator(
+    policy: str, budget_dollars: float | None = None
+) -> Callable[[AllocationProblem], Allocation]:
+    """The policy as a function for simulated and real clusters; raises InputError on failure."""
+
+    def run(problem: AllocationProblem) -> Allocation:
+        result = solve(problem, policy, budget_dollars=budget_dollars)
+        if result.allocation is None:
+            why = "; ".join(result.notes) or result.status.value
+            raise InputError(f"policy {policy!r} has no allocation for {len(problem)} jobs: {why}")
+        return result.allocation
+
+    return run
+
+
+# --- Rounds --------------------------------------------------------------------------------------
+
+
+def rounds(request: RoundsRequest, stop: StopToken | None = None) -> RoundsAnswer | AllocateAnswer:
+    """Realise an allocation round by round; the policy's answer where it has no allocation.
+
+    Raises
+    ------
+    InputError
+        If the given allocation answers other jobs or another pool, or as for :func:`allocate`.
+    """
+    problem, given = require_realisable(request)
+    if given is not None:
+        return _realised(request, given.policy, problem, allocation_of(given, problem))
+    result = solve(
+        problem, request.policy, request.limits(stop), budget_dollars=request.budget_dollars
+    )
+    if result.allocation is None:
+        return _answer(request, problem, result)
+    return _realised(request, request.policy, problem, result.allocation)
+
+
+def require_realisable(
+    request: RoundsRequest,
+) -> tuple[AllocationProblem, AllocationPlan | None]:
+    """The problem, and the allocation if it is given; refuses what the policy lacks.
+
+    Raises
+    ------
+    InputError
+        As :func:`rounds`.
+    """
+    given = request.allocation
+    if given is None:
+        problem = _problem(request)
+        require_policy(problem, request.policy, request.budget_dollars)
+        return problem, None
+    settings = {"space_sharing": given.space_sharing, "placement": given.placement}
+    problem = _problem(request.model_copy(update=settings))
+    if not given.answers(digest_of(request.workload, request.pool)):
+        raise InputError("the allocation answers other jobs, or another cluster")
+    allocation_of(given, problem)
+    return problem, given
+
+
+def _realised(
+    request: RoundsRequest, policy: str, problem: AllocationProblem, target: Allocation
+) -> RoundsAnswer:
+
+    mechanism = Mechanism(problem.table, request.round_seconds)
+    mechanism.reset(problem, target, range(len(problem)))
+    made = []
+    for _ in range(request.rounds):
+        assignments = mechanism.schedule()
+        for one in assignments:
+            mechanism.account(one, request.round_seconds)
+        made.append(tuple(_assignment(problem, one) for one in assignments))
+    deviation = mechanism.deviation()
+    return RoundsAnswer(
+        policy=policy,
+        round_seconds=request.round_seconds,
+        rounds=tuple(made),
+        mean_deviation=deviation.mean,
+        largest_shortfall=deviation.shortfall,
+        accelerators=problem.table.pool.names,
+    )
+
+
+def _assignment(problem: AllocationProblem, one: Assignment) -> AssignmentAnswer:
+    kind = problem.table.workers[one.worker]
+    return AssignmentAnswer(
+        jobs=tuple(problem.names[job] for job in one.jobs),
+        accelerator=problem.table.pool.names[kind.accelerator],
+        numbers=one.accelerators,
+        renewed=one.renewed,
+    )

@@ -1,0 +1,175 @@
+"""Simulated clusters: a workload, or jobs that arrive without end, under a policy."""
+
+from collections.abc import Callable, Iterable
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from stagewright.executor.clusters.outages import outages
+from stagewright.executor.clusters.rules import MOST_ROUNDS, Rules
+from stagewright.executor.clusters.simulation import Progress
+from stagewright.executor.clusters.simulation import simulate_cluster as simulate
+from stagewright.executor.clusters.timeline import ClusterTimeline
+from stagewright.formulations.clusters.allocation import problem_of
+from stagewright.formulations.forms.answers import Status, StopToken
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.workloads.jobs import Entity, Job, Throughputs, Workload
+from stagewright.graphs.workloads.poisson import Arrivals
+from stagewright.graphs.workloads.prices import HOUR
+from stagewright.service.clusters.allocating import policy_allocator
+from stagewright.service.clusters.answers import RunAnswer, SimulateClusterAnswer
+from stagewright.service.clusters.requests import ArrivalsRequest, SimulateClusterRequest
+from stagewright.solvers.clusters.policies import policy_named, require_policy
+
+MOST_ARRIVALS = 10_000  # that are looked at before a simulation
+SHUFFLE = 5  # the public code of Gavel shuffles by its seed + 5
+
+
+def simulate_cluster(
+    request: SimulateClusterRequest,
+    on_progress: Callable[[Progress], None] | None = None,
+    stop: StopToken | None = None,
+) -> SimulateClusterAnswer:
+    """Run the jobs under the policy, round by round; ``stop`` ends it after the current round.
+
+    Raises
+    ------
+    InputError
+        If a job has no throughput, the policy has no allocation, or nothing can run any more.
+    """
+    require_simulable(request)
+    rules = _rules(request)
+    jobs, table, entities = _jobs(request)
+    failures: Iterable[Any] = ()
+    if request.hours_to_failure is not None:
+        mean, repair = request.hours_to_failure * HOUR, request.repair_hours * HOUR
+        failures = outages(request.pool, mean, repair, request.seed)
+    window = None if request.window is None else range(*request.window)
+    found = simulate(
+        jobs,
+        table,
+        request.pool,
+        policy_allocator(request.policy, request.budget_dollars),
+        rules,
+        window=window,
+        entities=entities,
+        failures=failures,
+        keep_assignments=request.keep_assignments,
+        on_progress=on_progress,
+        stop=stop,
+    )
+    return _answer(request.policy, found, window, request.keep_assignments)
+
+
+def require_simulable(request: SimulateClusterRequest) -> None:
+    """Refuse jobs that the policy, or the cluster, has no place for.
+
+    Of arrivals without end the first are looked at, to the end of the window.
+
+    Raises
+    ------
+    InputError
+        If a job has no throughput or takes too many rounds, or the policy lacks what it needs.
+    """
+    jobs, table, entities = _jobs(request)
+    last = None if request.window is None else min(request.window[1], MOST_ARRIVALS)
+    workload = Workload(tuple(islice(jobs, last)), table, entities)
+    sharing, placement = request.space_sharing, request.placement
+    problem = problem_of(workload, request.pool, space_sharing=sharing, placement=placement)
+    require_policy(problem, request.policy, request.budget_dollars)
+    if not request.ideal:
+        fastest = problem.table.alone.max(axis=1)[problem.kind]
+        rounds = float((problem.steps / fastest).max()) / request.round_seconds
+        _rules(request).require_one_more(int(min(rounds, MOST_ROUNDS)))
+
+
+def _rules(request: SimulateClusterRequest) -> Rules:
+    policy = policy_named(request.policy)
+    return Rules(
+        request.round_seconds,
+        request.reset_seconds,
+        fill=policy.fills,
+        shuffle_seed=None if policy.aware else request.seed + SHUFFLE,
+        space_sharing=request.space_sharing,
+        placement=request.placement,
+        ideal=request.ideal,
+    )
+
+
+def _jobs(
+    request: SimulateClusterRequest,
+) -> tuple[Iterable[Job], Throughputs, tuple[Entity, ...]]:
+    given, coming = request.workload, request.arrivals
+    if given is not None:
+        return given.jobs, given.throughputs, given.entities
+    if coming is None:
+        raise InputError("give either a workload or arrivals")
+    return _arrivals(coming, request.seed), coming.throughputs, ()
+
+
+def _arrivals(coming: ArrivalsRequest, seed: int) -> Arrivals:
+    return Arrivals(
+        coming.throughputs,
+        HOUR / coming.jobs_per_hour,
+        seed,
+        distributed=coming.multi_gpu,
+        priorities=coming.priorities,
+        slos=coming.slos,
+    )
+
+
+def _answer(
+    policy: str, found: ClusterTimeline, window: range | None, keeps: bool
+) -> SimulateClusterAnswer:
+    durations, fairness = found.durations(window), found.fairness(window)
+    weights = sorted({outcome.job.weight for outcome in found.jobs})
+    deviations = [one.mean_deviation for one in found.resets]
+    return SimulateClusterAnswer(
+        status=Status.INTERRUPTED if found.interrupted else "done",
+        policy=policy,
+        jobs=len(found.jobs),
+        completed=sum(outcome.completion_seconds is not None for outcome in found.jobs),
+        measured=len(durations),
+        mean_jct_seconds=float(durations.mean()) if durations.size else None,
+        percentile_jct_seconds={
+            str(share): float(np.percentile(durations, share)) if durations.size else None
+            for share in (50, 90, 99)
+        },
+        mean_jct_seconds_by_weight={
+            f"{weight:g}": found.mean_jct_seconds(window, weight) for weight in weights
+        },
+        makespan_seconds=found.makespan_seconds,
+        mean_finish_time_fairness=float(fairness.mean()) if fairness.size else None,
+        worst_finish_time_fairness=float(fairness.max()) if fairness.size else None,
+        dollars=found.dollars,
+        slo_violations=found.slo_violations,
+        utilisation=found.utilisation,
+        lease_renewals=found.renewal_rate,
+        rounds=len(found.rounds),
+        allocations=len(found.resets),
+        mean_deviation=float(np.mean(deviations)) if deviations else None,
+        seconds=found.seconds,
+        runs=_runs(found) if keeps else None,
+        timeline=found,
+    )
+
+
+def _runs(found: ClusterTimeline) -> tuple[RunAnswer, ...]:
+    from stagewright.executor.drawing.charts.cluster import spans
+
+    places = [
+        (accelerator.name, number)
+        for accelerator in found.pool.accelerators
+        for number in range(accelerator.count)
+    ]
+    return tuple(
+        RunAnswer(
+            jobs=tuple(found.jobs[job].job.name for job in jobs),
+            accelerator=places[row][0],
+            number=places[row][1],
+            start_seconds=start,
+            end_seconds=end,
+        )
+        for row, start, end, jobs in spans(found)
+    )

@@ -1,0 +1,1 @@
+"""Placements of operators, the training by such plans, and divisions of operator graphs."""

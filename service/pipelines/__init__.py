@@ -1,0 +1,1 @@
+"""Plans of pipelines: planned, checked, simulated, swept and exported."""

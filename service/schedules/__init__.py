@@ -1,0 +1,1 @@
+"""Schedules of given stages: the published ones, the optimal one, and curves over memory."""

@@ -1,0 +1,1 @@
+"""Search over pipelines by measured layer profiles."""

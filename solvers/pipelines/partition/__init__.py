@@ -1,0 +1,1 @@
+"""PRM: the partition with the smallest bottleneck."""

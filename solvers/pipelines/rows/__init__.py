@@ -1,0 +1,1 @@
+"""Search for the order of the computations on each device."""

@@ -1,0 +1,249 @@
+"""Compiled conditions that a prefix of stages must meet for a plan in time.
+
+docs/certificates.md has them, and why each is necessary.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from stagewright.formulations.pipelines.bounds.server_relaxation import ServerRelaxation
+from stagewright.graphs.documents.arrays import Floats, Ints
+from stagewright.solvers.pipelines.compiled import lean
+from stagewright.solvers.pipelines.servers.labels import (
+    BACK,
+    BACKWARDS,
+    FORTH,
+    FORWARDS,
+    LAST,
+    ROOM,
+    TRIP,
+    TRIPS,
+    UP_TO,
+    Labels,
+)
+from stagewright.solvers.pipelines.servers.tables import FAST, Rest
+
+WINDOWS = 8  # releases and tails that are tried
+MARGIN = 1e-9
+
+
+@lean
+def least_schedule(
+    M: int, f: float, b: float, pace: float, around: float, tails: Floats, cut: float
+) -> float:
+    """A lower bound on the schedule of one device or channel; stops above ``cut``.
+
+    Forward i is released at i ``pace``, backward i ``around`` later. The k-th last backward is
+    followed by tails[k], the k-th last forward by that, ``around`` - f and b. For any h and q, all
+    computations with release h or later and tail q or longer take place between: h + work + q is a
+    bound. If there are many microbatches, only some h and q are tried.
+    """
+    most: float = tails[0]
+    step = max(1, M // WINDOWS)
+    for by_backward in range(2):
+        for i in range(0, M, step):
+            head = i * pace + by_backward * around
+            forwards, backwards = M - _below(head, pace, M), M - _below(head - around, pace, M)
+            most = max(most, _by_tails(M, f, b, around, tails, head, forwards, backwards))
+            if most > cut:
+                return most
+    return most
+
+
+@lean
+def _below(seconds: float, pace: float, most: int) -> int:
+    """How many of 0, pace, 2 pace, ... are less than ``seconds``, at most ``most``."""
+    if seconds <= 0:
+        return 0
+    return most if pace <= 0 else min(most, int(np.ceil(seconds / pace - MARGIN)))
+
+
+@lean
+def _by_tails(
+    M: int,
+    f: float,
+    b: float,
+    around: float,
+    tails: Floats,
+    head: float,
+    forwards: int,
+    backwards: int,
+) -> float:
+    """The best bound of :func:`least_schedule` for one release ``head``."""
+    more, most = around - f + b, 0.0
+    short_f = short_b = 0  # forwards and backwards with a tail below q
+    for j in range(0, M, max(1, M // WINDOWS)):
+        while short_f < M and more + tails[short_f] < tails[j]:
+            short_f += 1
+        while short_b < M and tails[short_b] < more + tails[j]:
+            short_b += 1
+        most = max(most, _window(head, forwards - short_f, f, backwards - j, b, tails[j]))
+        most = max(most, _window(head, forwards - j, f, backwards - short_b, b, more + tails[j]))
+    return most
+
+
+@lean
+def _window(head: float, forwards: int, f: float, backwards: int, b: float, tail: float) -> float:
+    if forwards <= 0 and backwards <= 0:
+        return 0.0
+    seconds: float = head + max(forwards, 0) * f + max(backwards, 0) * b + tail
+    return seconds
+
+
+ALONE = 2  # how near two stages are that are not in one rack
+
+
+class Loads(NamedTuple):
+    """The work of shared devices by two measures: device-seconds, and long layers.
+
+    Attributes
+    ----------
+    size, finish
+        Of one long layer, at least: seconds of M microbatches; seconds of the all-reduce and step;
+        shape (C,).
+    taken
+        Prefix sums of the measures of the layers, shape (2, C, L + 1).
+    need
+        The least of them for the layers from l on, shape (2, L + 1).
+    back
+        Of one long layer, at least: seconds of the backwards of M microbatches, shape (C,).
+    ahead, astern
+        The least way of a microbatch from layer l to the end without transfers, and of its
+        gradient back, shape (L + 1,).
+    boundary
+        The least bytes per microbatch of a transfer after layer l, shape (L + 1,).
+    spare
+        Room for two values.
+    """
+
+    size: Floats
+    finish: Floats
+    taken: Floats
+    need: Floats
+    back: Floats
+    ahead: Floats
+    astern: Floats
+    boundary: Floats
+    spare: Floats
+
+
+class Search(NamedTuple):
+    """The relaxed problem, tables of the remaining layers' needs, and working arrays.
+
+    ``arrivals`` are labels after a channel, for one state. ``placed[i]`` is (index of the previous
+    stage, start, stop, choice, place) of the i-th placed stage; ``steps`` counts the stages placed
+    and the stages tried.
+    """
+
+    form: ServerRelaxation
+    until: float
+    rest: Rest
+    loads: Loads
+    labels: Labels
+    arrivals: Labels
+    placed: Ints
+    steps: Ints
+    values: Floats
+    tails: Floats
+
+
+@lean
+def before_last(microbatches: int, i: int) -> int:
+    """The number of later microbatches k of a label's i-th trip: 0, M/4, M/2, M - 1."""
+    return microbatches - 1 if i == TRIPS - 1 else min(microbatches - 1, microbatches * i // 4)
+
+
+@lean
+def _fill_tails(microbatches: int, known: Floats, tails: Floats) -> None:
+    """Set tails[k] to the least time after the k-th last backward; tails ascend."""
+    step = 0
+    for k in range(microbatches):
+        while step + 1 < TRIPS and before_last(microbatches, step + 1) <= k:
+            step += 1
+        tails[k] = max(known[BACK] + k * known[BACKWARDS], known[TRIP + step] - known[FORTH])
+        if k > 0:
+            tails[k] = max(tails[k], tails[k - 1])
+
+
+@lean
+def is_late(search: Search, known: Floats, f: float, b: float, around: float) -> bool:
+    """Whether the schedule of a device or channel after ``known`` cannot end in time."""
+    M, pace, back = search.form.microbatches, max(known[FORWARDS], f), max(known[BACKWARDS], b)
+    # A cheap estimate of what the windows may add; if it is too low, the bound is only weaker.
+    gain = pace + back - f - b + max(0.0, known[TRIP + TRIPS - 1] - known[TRIP] - (M - 1) * b)
+    gain += max(0.0, known[TRIP + 2] - known[TRIP] - (M // 2) * b)
+    if pace > 0:
+        gain += around * (1 - f / pace)
+    if back > 0:
+        gain += around * (1 - b / back)
+    if known[TRIP] + M * (f + b) + gain <= search.until:
+        return False
+    _fill_tails(M, known, search.tails)
+    slack = search.until - known[FORTH]
+    late: bool = least_schedule(M, f, b, pace, around, search.tails, slack) > slack
+    return late
+
+
+@lean
+def waits(search: Search, k: int, f: float, b: float, around: float, head_and_tail: float) -> bool:
+    """Whether a split stage with at most k microbatches in flight cannot end in time.
+
+    ``around`` is the time from a forward's start to its backward's. Warm-up and drain, and slots of
+    microbatches in flight, as in :mod:`bounds`.
+    """
+    M = search.form.microbatches
+    warm_up, drain = max(0.0, around - k * f), max(0.0, around - f - (k - 1) * b)
+    idle = warm_up + drain if k < M else max(warm_up, drain)
+    slots = -(-M // k) * (around + b)
+    late: bool = head_and_tail + max(M * (f + b) + idle, slots) > search.until
+    return late
+
+
+@lean
+def fast_left(search: Search, values: Floats) -> int:
+    """The first index of ``rest`` for a label: how many devices of rank 0 are left."""
+    most = len(search.rest.path) - 1
+    return max(0, most - int(values[UP_TO]))
+
+
+@lean
+def exceeds(search: Search, values: Floats, send: float, left: int, l: int) -> bool:
+    """Whether the layers from l on, after a channel of ``send``, make any plan too slow."""
+    rest, last = search.rest, (search.form.microbatches - 1) * values[FORWARDS]
+    q = fast_left(search, values)
+    onward = 2 * send + rest.path[q, left, l]
+    exceeds: bool = (
+        values[TRIP + TRIPS - 1] + onward > search.until
+        or values[TRIP] + last + onward > search.until
+        or values[TRIP] + 2 * send + rest.fill[q, left, l] > search.until
+        or values[FORTH] + send + rest.reduced[q, left, l] > search.until
+    )
+    return exceeds
+
+
+@lean
+def is_crowded(search: Search, known: Floats, send: float, left: int, l: int) -> bool:
+    """Whether the channel after ``known`` cannot carry all microbatches in time."""
+    if known[TRIP] + 2 * search.form.microbatches * send > search.until:
+        return True
+    around = send + search.rest.path[fast_left(search, known), left, l]
+    return is_late(search, known, send, send, around)
+
+
+@lean
+def devices_left(form: ServerRelaxation, used: int) -> int:
+    """How many devices the next stages may have."""
+    return form.size if form.shared else form.size - used
+
+
+@lean
+def next_link(form: ServerRelaxation, values: Floats) -> int:
+    """The best link that the next stage may have to the last one."""
+    if form.shared:
+        if values[LAST] < form.rooms[0]:
+            return FAST
+        return 1 if values[LAST + 1] < form.rooms[1] else ALONE
+    if values[ROOM] < 0 or form.turns < len(form.devices):
+        return FAST
+    return 1 if values[ROOM + 1] < 0 else ALONE

@@ -1,0 +1,143 @@
+"""Compiled conditions for devices that stages share; docs/certificates.md has them.
+
+Neighbouring stages on the same devices are one stage here. A group of devices works from the first
+arrival there to the end, and on backwards from the first gradient on that arrives at its last
+stage. Both limit the layers that the groups can have together.
+"""
+
+import numpy as np
+
+from stagewright.graphs.documents.arrays import Floats
+from stagewright.solvers.pipelines.compiled import lean
+from stagewright.solvers.pipelines.servers.conditions import Search, next_link
+from stagewright.solvers.pipelines.servers.labels import (
+    BACK,
+    BEHIND,
+    CLOSED,
+    FORTH,
+    LOAD,
+    LOADS,
+)
+from stagewright.solvers.pipelines.servers.tables import send_seconds
+
+MARGIN = 1e-9
+COUNT_SLACK = 1e-5  # of the layers that a group can have
+
+
+@lean
+def _capacity(search: Search, known: Floats, i: int, c: int) -> float:
+    """Work that devices of choice c, reached after ``known``, can do by the i-th measure.
+
+    After the last computation, there is the way back, and the all-reduce and step of the layers
+    that are counted. If backwards may be split, the last computation may be a weight gradient,
+    after which nothing is sent.
+    """
+    loads = search.loads
+    tail = 0.0 if search.form.splits else known[BACK]
+    if i == 0:
+        most: float = search.form.devices[c] * max(0.0, search.until - known[FORTH] - tail)
+        return most
+    tail = max(tail, loads.finish[c])
+    return _count(search.until - known[FORTH] - tail, loads.size[c])
+
+
+@lean
+def _count(seconds: float, size: float) -> float:
+    """How many times ``size`` fits in ``seconds``."""
+    if size <= 0:
+        return np.inf
+    count: float = np.floor(max(0.0, seconds) / size + COUNT_SLACK)
+    return count
+
+
+@lean
+def look_ahead(search: Search, known: Floats, free: int) -> None:
+    """Set ``spare`` to the work that ``free`` devices reached after ``known`` can do."""
+    for i in range(LOADS):
+        most = 0.0
+        for c in range(len(search.form.devices)):
+            most = max(most, _capacity(search, known, i, c) / search.form.devices[c])
+        search.loads.spare[i] = free * most
+
+
+@lean
+def is_overloaded(search: Search, known: Floats, l: int, m: int, c: int, again: bool) -> bool:
+    """Whether shared devices cannot take layers [l, m), and the rest, in time; sets the loads."""
+    loads, values = search.loads, search.values
+    over, last = False, m == search.form.forward.shape[1] - 1
+    for i in range(LOADS):
+        values[LOAD + i] = known[LOAD + i] + loads.taken[i, c, m] - loads.taken[i, c, l]
+        if not again:
+            values[LOAD + i] -= _capacity(search, known, i, c)
+        spare = 0.0 if last else loads.spare[i]
+        over = over or values[LOAD + i] + loads.need[i, m] > spare + MARGIN * loads.need[i, 0]
+    return over
+
+
+@lean
+def _backwards(search: Search, around: float, c: int) -> float:
+    """How many long layers' backwards devices of choice c can do ``around`` after the start."""
+    loads = search.loads
+    return _count(search.until - around - loads.finish[c], loads.back[c])
+
+
+@lean
+def _transfers(search: Search, behind: float, l: int, free: float) -> float:
+    """The least transfers of a microbatch between groups that do ``behind`` long layers.
+
+    Their last stages come after layer l, and they have ``free`` devices together. Between two of
+    them a microbatch is sent once at least. A group that takes part leaves enough devices for the
+    rest. If it has more than half of a server, the other one is in another server.
+    """
+    form, loads, first = search.form, search.loads, search.values[FORTH] + search.loads.ahead[l]
+    best = 0.0
+    for k in range(len(form.devices)):
+        best = max(best, _backwards(search, first, k) / form.devices[k])
+    most, pieces, smallest = 0.0, 0, form.size
+    for k in range(len(form.devices)):
+        done, others = _backwards(search, first, k), free - form.devices[k]
+        if others >= 0 and done + others * best >= behind - MARGIN:
+            most, pieces = max(most, done), max(pieces, form.pieces[k])
+            smallest = min(smallest, form.devices[k])
+    if most == 0 or behind <= most:
+        return 0.0
+    link = 0
+    while link < len(form.rooms) and 2 * smallest > form.rooms[link]:
+        link += 1
+    size, pace, latency = loads.boundary[l], form.seconds_per_byte[link], form.latency[link]
+    # Through larger groups in between, in more pieces, it is sent at least twice.
+    once = size * form.share[min(form.samples, pieces * pieces)] * pace + latency
+    twice = 2 * (size * form.share[form.samples] * pace + latency)
+    sent: float = (np.ceil(behind / most - COUNT_SLACK) - 1) * min(once, twice)
+    return sent
+
+
+@lean
+def may_close(search: Search, known: Floats, l: int, m: int, c: int, last: bool) -> bool:
+    """Whether the backwards of all long layers can be done in time; sets the values for it.
+
+    ``last``: layers [l, m) are the last long ones of their devices, so that the first of these
+    backwards are theirs.
+    """
+    form, loads, values = search.form, search.loads, search.values
+    values[CLOSED] = known[CLOSED]
+    values[BEHIND] = known[BEHIND] + loads.taken[1, c, m] - loads.taken[1, c, l]
+    if last:
+        if values[BEHIND] == known[BEHIND]:
+            return False
+        around = values[FORTH]
+        values[CLOSED] += form.devices[c]
+        if m < form.forward.shape[1] - 1:
+            send = send_seconds(form, m, form.pieces[c] * form.size, next_link(form, values))
+            path = search.rest.path[0, form.size, m]
+            around += 2 * send
+            behind = values[BEHIND] + loads.need[1, m] - _backwards(search, around + path, c)
+            sends = _transfers(search, behind, m, form.size - values[CLOSED])
+            around += max(path, loads.ahead[m] + loads.astern[m] + 2 * sends)
+        values[BEHIND] -= _backwards(search, around, c)
+    most, free = 0.0, form.size - values[CLOSED]
+    if m < form.forward.shape[1] - 1:
+        for k in range(len(form.devices)):
+            later = _backwards(search, values[FORTH] + loads.ahead[m], k)
+            most = max(most, later / form.devices[k])
+    return bool(free >= 0 and values[BEHIND] + loads.need[1, m] <= free * most + MARGIN)

@@ -1,0 +1,1 @@
+"""Greedy list schedules of finite structures."""

@@ -1,0 +1,1 @@
+"""Search in windows of a few consecutive stages."""

@@ -1,0 +1,1 @@
+"""Steps that every planner takes: its protocol, proposals, class bounds, progress, warm starts."""

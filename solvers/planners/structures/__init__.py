@@ -1,0 +1,1 @@
+"""Moves of local search on the stages and devices of a plan."""
