@@ -219,7 +219,7 @@ class Reach:
             self.attribute(text)
         elif text.startswith(f"{PACKAGE}."):
             self.place(text)
-        elif re.fullmatch(r"\w+:\w+", text):
+        elif re.fullmatch(r"[\w.]+:\w+", text):
             self.place(f"{PACKAGE}.service.{text.replace(':', '.')}")
 
     def _call(self, node: ast.Call) -> None:

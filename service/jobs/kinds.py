@@ -104,7 +104,8 @@ KINDS: dict[str, Kind] = {
         reports=True,
     ),
     "jobshop": Kind(
-        JobShopRequest, "schedules.scheduling:jobshop", "A job shop.", "schedules.scheduling:require_scheduler", True
+        JobShopRequest, "schedules.scheduling:jobshop", "A job shop.",
+        "schedules.scheduling:require_scheduler", True
     ),
     "sweep": Kind(
         SweepRequest, "pipelines.sweeping:sweep", "Plans of many sizes.",
