@@ -23,7 +23,7 @@ from stagewright.solvers.dags.downsets import Downsets, downsets, prefixes
 from stagewright.solvers.dags.merging import expand, fits_together, merge
 from stagewright.solvers.dags.neighbourhood import Neighbourhoods
 from stagewright.solvers.dags.program import LEAST, Program
-from stagewright.solvers.operators.planning import best_prices
+from stagewright.solvers.operators.bounds import best_prices
 
 MOST_DOWNSETS = 400_000
 DOWNSETS, LOAD, PART = "dynamic program over downsets", "load priced by device", "heaviest part"

@@ -30,7 +30,7 @@ from stagewright.solvers.dags.partition import (
     topological_orders,
 )
 from stagewright.solvers.dags.program import LEAST, Program
-from stagewright.solvers.operators.planning import best_prices
+from stagewright.solvers.operators.bounds import best_prices
 
 LOADS = "loads of both passes"
 

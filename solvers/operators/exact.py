@@ -17,8 +17,8 @@ from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.arrays import Ints
 from stagewright.graphs.documents.errors import InvalidPlan
 from stagewright.solvers.backends.cpsat import run_model
+from stagewright.solvers.operators.bounds import bounds_of
 from stagewright.solvers.operators.insertion import by_devices, timetable
-from stagewright.solvers.operators.planning import bounds_of
 from stagewright.solvers.operators.ranks import arrays_of
 from stagewright.solvers.operators.search import (
     Tell,

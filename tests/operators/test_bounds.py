@@ -19,8 +19,8 @@ from stagewright.formulations.operators.bounds import (
     priced_load,
     shortage,
 )
+from stagewright.solvers.operators.bounds import bounds_of, load_prices
 from stagewright.solvers.operators.dpos import dpos
-from stagewright.solvers.operators.planning import bounds_of, load_prices
 
 APART = [[0, 1], [1, 0]]
 
