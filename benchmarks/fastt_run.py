@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.report import Table
 from examples.fastt.language import Translating
 from examples.fastt.vision import LeNet, block_a
-from stagewright.executor.training.logs import cross_entropy
+from stagewright.executor.training.losses import cross_entropy
 from stagewright.graphs.machines.cluster import Link, save_cluster, uniform_servers
 
 STEPS, WARM_UP = 20, 3

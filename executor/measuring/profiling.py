@@ -46,7 +46,7 @@ from stagewright.executor.training.data.batches import (
     tensors_of_batch,
     typed_inputs,
 )
-from stagewright.executor.training.logs import Loss, cross_entropy, read_loss
+from stagewright.executor.training.losses import Loss, cross_entropy, read_loss
 from stagewright.executor.training.stages.weights import MakeOptimizer, Weights
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError

@@ -25,7 +25,7 @@ from stagewright.executor.training.data.batches import (
     require_samples,
     typed_inputs,
 )
-from stagewright.executor.training.logs import Loss
+from stagewright.executor.training.losses import Loss
 from stagewright.executor.training.stages.initialise import Model
 from stagewright.executor.training.stages.weights import MakeOptimizer
 from stagewright.graphs.models.chain import Chain

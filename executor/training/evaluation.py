@@ -27,7 +27,7 @@ from stagewright.executor.training.data.batches import (
 from stagewright.executor.training.data.passes import pair
 from stagewright.executor.training.interpreter.exchange import RECV_F, SEND_F, Exchange
 from stagewright.executor.training.interpreter.iterations import Iterations
-from stagewright.executor.training.logs import Loss, read_measure
+from stagewright.executor.training.losses import Loss, read_measure
 from stagewright.executor.training.ranks.collectives import summed
 from stagewright.executor.training.ranks.rank import Rank
 from stagewright.executor.training.stages.seeding import layer_seed

@@ -15,7 +15,7 @@ from stagewright.executor.training.interpreter.failures import OutOfMemory
 from stagewright.executor.training.interpreter.interpreter import Interpreter
 from stagewright.executor.training.interpreter.joint import Joint
 from stagewright.executor.training.interpreter.streams import OneStream, Streams, make_streams
-from stagewright.executor.training.logs import Loss
+from stagewright.executor.training.losses import Loss
 from stagewright.executor.training.model_checks import (
     require_capturable_steps,
     require_no_divided_draws,

@@ -28,7 +28,7 @@ from stagewright.executor.training.data.readers import replica_of
 from stagewright.executor.training.evaluation import Evaluation
 from stagewright.executor.training.interpreter.joint import Joint
 from stagewright.executor.training.interpreters import Interpreters
-from stagewright.executor.training.logs import Loss, loss_of_run
+from stagewright.executor.training.losses import Loss, loss_of_run
 from stagewright.executor.training.model_checks import (
     require_accumulated,
     require_capturable,

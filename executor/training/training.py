@@ -21,7 +21,8 @@ from stagewright.executor.training.checkpoint import Header
 from stagewright.executor.training.data.batches import tensors_of_batch
 from stagewright.executor.training.data.passes import mini_batches, one_pass, pair
 from stagewright.executor.training.data.readers import Readers, readers_of, replica_of
-from stagewright.executor.training.logs import Loss, OnStep, StepReport, cross_entropy, peak_bytes
+from stagewright.executor.training.logs import OnStep, StepReport, peak_bytes
+from stagewright.executor.training.losses import Loss, cross_entropy
 from stagewright.executor.training.model_checks import (
     require_accumulated,
     require_capturable,

@@ -66,7 +66,7 @@ def profile(given: ProfileOptions) -> int:
     from stagewright.executor.measuring.together import mean_of_ranks
     from stagewright.executor.measuring.whole_models import Profiled
     from stagewright.executor.training.data.passes import pair
-    from stagewright.executor.training.logs import loss_of_run
+    from stagewright.executor.training.losses import loss_of_run
 
     if given.on == "cuda" and not torch.cuda.is_available():
         raise InputError("--on cuda: torch finds no GPU here")
@@ -225,7 +225,7 @@ def capture(given: CaptureOptions) -> int:
     from stagewright.executor.measuring.machine import Machine
     from stagewright.executor.measuring.operators import measure_operators
     from stagewright.executor.measuring.profiling import first_batch
-    from stagewright.executor.training.logs import cross_entropy
+    from stagewright.executor.training.losses import cross_entropy
     from stagewright.graphs.machines.devices import accelerator, read_kind
     from stagewright.graphs.models.operators.data_parallel import data_parallel
 

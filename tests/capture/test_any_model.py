@@ -18,7 +18,7 @@ from stagewright.executor.measuring.machine import Machine  # noqa: E402
 from stagewright.executor.measuring.profiling import measure_layers  # noqa: E402
 from stagewright.executor.measuring.whole_models import captured_by_size  # noqa: E402
 from stagewright.executor.training.data.batches import typed_inputs  # noqa: E402
-from stagewright.executor.training.logs import cross_entropy, own_loss  # noqa: E402
+from stagewright.executor.training.losses import cross_entropy, own_loss  # noqa: E402
 from stagewright.formulations.checking.check import check  # noqa: E402
 from stagewright.formulations.plans.pipeline import PipelineProblem  # noqa: E402
 from stagewright.graphs.machines.cluster import Link, uniform_servers  # noqa: E402

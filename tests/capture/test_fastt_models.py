@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from stagewright.executor.capture.steps.analytic import with_analytic_seconds
 from stagewright.executor.capture.steps.factories import resized, without_values
 from stagewright.executor.capture.steps.step import capture_step
-from stagewright.executor.training.logs import cross_entropy
+from stagewright.executor.training.losses import cross_entropy
 
 pytestmark = pytest.mark.real
 

@@ -81,7 +81,7 @@ def test_auto_with_eight_microbatches_is_the_default(model):
     assert result.status is Status.OPTIMAL
     assert result.cost == pytest.approx(9.6)
     tried = [attempt.planner for attempt in result.attempts]
-    assert "dp" in tried
+    assert "balanced" in tried
     assert "spp" not in tried
 
 

@@ -833,7 +833,10 @@ def test_launch_refusals():
 
 def run_command(tmp_path, plan, to, output, **options):
     save_plan(plan, tmp_path / "plan.json")
-    return exporting.export(tmp_path / "plan.json", to, tmp_path / output, **options)
+    given = exporting.ExportOptions(
+        plan=tmp_path / "plan.json", to=to, output=tmp_path / output, **options
+    )
+    return exporting.export(given)
 
 
 def test_command_writes_one_file_or_a_folder(tmp_path, capsys):
@@ -883,7 +886,7 @@ def test_command_says_that_a_plan_cannot_run(tmp_path, capsys):
 
 
 def test_help_names_every_format():
-    hint = exporting.export.__annotations__["to"].__metadata__[0].help
+    hint = " ".join(exporting.ExportOptions.model_fields["to"].description.split())
     plans, layouts = hint.rstrip(".").split("; of a layout: ")
     assert plans.split(", ") == list(FORMATS)
     assert layouts.replace(" (2.x)", "").split(", ") == list(EVERY_FORMAT)

@@ -16,7 +16,7 @@ from stagewright.solvers.planning import plan
 LOADED = """
 import sys
 from numba.core.dispatcher import Dispatcher
-from stagewright.solvers.planners import warm_up
+from stagewright.solvers.planners.steps import warm_up
 
 assert warm_up.compile_kernels(sys.argv[1])
 ours = [one for name, one in sys.modules.items() if name.startswith("stagewright.solvers")]

@@ -22,7 +22,7 @@ from torch.nn import functional as F  # noqa: E402, N812
 from stagewright.executor.capture.tracing import capture  # noqa: E402
 from stagewright.executor.measuring.compare import compare  # noqa: E402
 from stagewright.executor.measuring.correction import correct  # noqa: E402
-from stagewright.executor.training.logs import IGNORED, cross_entropy  # noqa: E402
+from stagewright.executor.training.losses import IGNORED, cross_entropy  # noqa: E402
 from stagewright.executor.training.runtime import Executor  # noqa: E402
 from stagewright.formulations.plans.actions import ActionKind, parse_action  # noqa: E402
 from stagewright.formulations.plans.plan import PipelinePlan, Stage  # noqa: E402

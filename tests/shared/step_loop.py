@@ -10,7 +10,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from stagewright.executor.capture.steps.joint import identifier
 from stagewright.executor.capture.steps.step import CapturedStep, capture_step
-from stagewright.executor.training.logs import read_loss
+from stagewright.executor.training.losses import read_loss
 
 STEPS = 3
 

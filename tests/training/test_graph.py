@@ -17,7 +17,7 @@ from torch import Tensor, nn  # noqa: E402
 
 from stagewright.executor.training import preparation, runtime  # noqa: E402
 from stagewright.executor.training.interpreter.failures import NonFiniteLoss  # noqa: E402
-from stagewright.executor.training.logs import cross_entropy  # noqa: E402
+from stagewright.executor.training.losses import cross_entropy  # noqa: E402
 from stagewright.executor.training.model_checks import require_windows  # noqa: E402
 from stagewright.executor.training.runtime import Executor  # noqa: E402
 from stagewright.formulations.plans.actions import parse_action  # noqa: E402

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from stagewright.executor.capture.steps.step import capture_step
 from stagewright.executor.programs.trace import Trace
-from stagewright.executor.training.logs import cross_entropy
+from stagewright.executor.training.losses import cross_entropy
 from stagewright.executor.training.operators.executor import OperatorExecutor
 from stagewright.formulations.operators.plan import OperatorPlan, digest_of
 from stagewright.formulations.operators.splitting import choices_of, split_graph

@@ -550,7 +550,7 @@ def test_bad_input_is_refused_in_one_line(here: Path, options: str, complaint: s
 
 def test_the_launcher_lowers_and_verifies_once(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    real = {"periodic.lower_any": lower_any, "verify.verify": verify}
+    real = {"periodic.lower_any": lower_any, "verification.verify.verify": verify}
     for place, function in real.items():
         monkeypatch.setattr(
             f"stagewright.executor.programs.{place}",

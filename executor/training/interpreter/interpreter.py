@@ -36,7 +36,7 @@ from stagewright.executor.training.interpreter.joint import Joint
 from stagewright.executor.training.interpreter.last_stage import LastStage
 from stagewright.executor.training.interpreter.recorder import Recorder
 from stagewright.executor.training.interpreter.streams import Streams, in_streams
-from stagewright.executor.training.logs import Loss
+from stagewright.executor.training.losses import Loss
 from stagewright.executor.training.ranks.rank import Rank, RankProgram
 from stagewright.executor.training.stages.seeding import layer_seed
 from stagewright.executor.training.stages.stage import Gradients, StageComputation, Tensors

@@ -12,7 +12,7 @@ from stagewright.executor.capture.loss_graph import require_from_outputs
 from stagewright.executor.training.interpreter.failures import NonFiniteLoss
 from stagewright.executor.training.interpreter.iterations import Iterations
 from stagewright.executor.training.interpreter.totals import Total, begin_total
-from stagewright.executor.training.logs import Loss, read_loss
+from stagewright.executor.training.losses import Loss, read_loss
 from stagewright.executor.training.ranks.rank import Rank
 from stagewright.executor.training.stages.stage import Gradients, StageComputation, Tensors
 

@@ -19,7 +19,7 @@ from stagewright.executor.programs.operators.trace import traced_operators
 from stagewright.executor.programs.operators.verify import verify_operators
 from stagewright.executor.programs.trace import Trace
 from stagewright.executor.training.interpreter.failures import NonFiniteLoss
-from stagewright.executor.training.logs import Loss
+from stagewright.executor.training.losses import Loss
 from stagewright.executor.training.operators.interpreter import OperatorInterpreter
 from stagewright.executor.training.operators.matching import (
     losses,
