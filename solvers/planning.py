@@ -211,8 +211,9 @@ def plan(
         return _with_shards(problem, limits, asked, result)
     proposer = able_planner(problem, planner, asked)
     planner = proposer.name
-    first = _first_plan(problem, planner, on_progress)
-    if not compile_kernels(planner, first, limits.stop):
+    target = GapStop(limits.gap, limits.stop)
+    first = _first_plan(problem, planner, on_progress, target)
+    if not compile_kernels(planner, first, target) or target.reached:
         return _stopped(problem, proposer, first, limits)
     began = monotonic()
     note = ""
@@ -225,15 +226,14 @@ def plan(
     if reason is not None:
         nothing = NoPlan(reason, plans=EVERY_PLAN)
         return _refused(problem, planner, nothing, limits, monotonic() - began)
-    known, target = ClassBounds(problem, limits.seconds), GapStop(limits.gap, limits.stop)
+    known = ClassBounds(problem, limits.seconds)
     make_plan = partial(_certified_plan, problem, planner, known)
     report = reporting(known, on_progress, proposer.options.period_seconds, make_plan, target)
     searched = _search_limits(problem, limits, target, began)
     answer = proposer.propose(problem, asked, searched, report)
-    if isinstance(answer, NoPlan) and (answer.proved or first.proposal is None):
-        return _refused(problem, planner, answer, limits, monotonic() - began)
     if isinstance(answer, NoPlan):
-        assert first.proposal is not None
+        if answer.proved or first.proposal is None:
+            return _refused(problem, planner, answer, limits, monotonic() - began)
         answer = replace(first.proposal, attempts=answer.attempts)
     answer = replace(answer, notes=(*filter(None, (note,)), *answer.notes))
     return _answered(proposer, answer, make_plan(answer), limits, target, began)
@@ -270,13 +270,16 @@ def able_planner(problem: PipelineProblem, planner: str, choices: Choices) -> Pl
     return PLANNERS[planner]
 
 
-def _first_plan(problem: PipelineProblem, planner: str, on_progress: OnProgress) -> FirstPlan:
+def _first_plan(
+    problem: PipelineProblem, planner: str, on_progress: OnProgress, target: GapStop
+) -> FirstPlan:
     """The portfolio's plan while kernels are compiled; its bounds need none."""
     if planner != auto.PLANNER.name:
-        return FirstPlan(problem, on_progress, None)
+        return FirstPlan(problem, on_progress, target, None)
     return FirstPlan(
         problem,
         on_progress,
+        target,
         lambda made: _certified(problem, planner, ClassBounds(problem, seconds=0.0), made),
     )
 
@@ -284,12 +287,12 @@ def _first_plan(problem: PipelineProblem, planner: str, on_progress: OnProgress)
 def _stopped(
     problem: PipelineProblem, planner: Planner, first: FirstPlan, limits: Limits
 ) -> Result:
-    """The result of a stop before all kernels are compiled: the first plan, if there is one."""
+    """The result of a stop or a reached gap before any search: the first plan, if there is one."""
     if first.proposal is None or first.certified is None:
         nothing = NoPlan(f"{limits.end} came before any plan was found", proved=False)
         return _refused(problem, planner.name, nothing, limits, monotonic() - first.began)
     plan = first.certified(first.proposal)
-    return _answered(planner, first.proposal, plan, limits, GapStop(0.0), first.began)
+    return _answered(planner, first.proposal, plan, limits, first.target, first.began)
 
 
 def _answered(

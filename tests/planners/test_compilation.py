@@ -81,3 +81,13 @@ def test_a_stop_ends_compilation_and_keeps_the_first_plan(
     whole = plan(problem, "auto", Limits(seconds=1.0))
     assert (found.bound or 0.0) <= (whole.cost or 0.0)
     assert kernel(1.0) == 3.0
+
+
+@pytest.mark.usefixtures("kernel")
+def test_a_first_plan_within_the_gap_ends_compilation() -> None:
+    told = list[Progress]()
+    found = plan(warm_up._tiny(), "auto", Limits(seconds=60.0, gap=0.99), told.append)
+    assert [(one.doing, one.objective) for one in told] == [("", found.cost)]
+    assert found.gap == pytest.approx(1 - told[0].bound / found.cost)
+    assert found.status is Status.FEASIBLE
+    assert "at most 99.00% was asked for" in found.ended

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import monotonic
 
-from stagewright.formulations.forms.answers import Limits, OnProgress, Progress, silent
+from stagewright.formulations.forms.answers import GapStop, Limits, OnProgress, Progress, silent
 from stagewright.formulations.pipelines.bounds.every_plan import why_nothing_fits
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan
@@ -22,11 +22,13 @@ SECONDS = 1.0  # for each of them
 class FirstPlan:
     """Told of every kernel that is compiled, it reports a checked plan once, then the kernel.
 
-    ``certified`` checks and certifies a proposal without kernels; None: no plan is made.
+    ``certified`` checks and certifies a proposal without kernels; None: no plan is made. A plan
+    within the gap of ``target`` reaches it, and no kernel is reported.
     """
 
     problem: PipelineProblem
     on_progress: OnProgress
+    target: GapStop
     certified: Callable[[Proposal], PipelinePlan] | None
     began: float = field(default_factory=monotonic)
     proposal: Proposal | None = None
@@ -37,6 +39,8 @@ class FirstPlan:
         self.kernels += 1
         if self.kernels == 1 and self.certified and why_nothing_fits(self.problem) is None:
             self._plan(self.certified)
+        if self.target.reached:
+            return
         seconds = monotonic() - self.began
         self.on_progress(Progress(seconds, None, -math.inf, doing=f"compiling {kernel}"))
 
@@ -52,3 +56,4 @@ class FirstPlan:
         self.on_progress(
             Progress(seconds, proof.cost_seconds, proof.bound_seconds, lambda: plan, proof.plans)
         )
+        self.target.reached = self.target.gap > 0 and proof.gap <= self.target.gap
