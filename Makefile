@@ -36,9 +36,8 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python .ci/unused.py
 	$(BIN)/python .ci/budget.py
-	$(MAKE) --no-print-directory audit
+	$(MAKE) --no-print-directory unused audit
 
 audit: $(READY)  ## what is installed is pinned; advisories, where PyPI answers
 	$(BIN)/python .ci/audit.py

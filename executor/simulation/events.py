@@ -1,4 +1,10 @@
-"""The event loop: every entry starts as soon as its dependencies have ended."""
+"""The event loop: every entry starts as soon as its dependencies have ended.
+
+The event loop of a run in which some devices have two streams.
+
+Every entry starts as soon as its dependencies have ended. A kernel of the sub-stream, of share b,
+runs at rate min(1, (1 - a) / b) beside one of the main stream of share a, and alone at rate 1.
+"""
 
 import heapq
 from collections import defaultdict

@@ -1,4 +1,11 @@
-"""Rules on single actions: durations and dependencies."""
+"""Rules on single actions: durations and dependencies.
+
+Weight gradients in sub-streams: how fast they run beside the main stream of their device.
+
+A kernel occupies a share of the device. One of the main stream runs at full speed; beside it, with
+share a, one of the sub-stream with share b runs at rate min(1, (1 - a) / b), and alone at rate 1
+(Oh et al., EuroSys 2022, section 4.1; ``docs/decisions/0026-two-streams.md``).
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,10 @@
-"""Optimal placement and order by constraint programming, from the best that is known."""
+"""Optimal placement and order by constraint programming, from the best that is known.
+
+CP-SAT's model of placement and order.
+
+Times are ticks, rounded down, and so are bytes. The starts of a plan, rounded down, keep all rules
+of the model, so that its bound holds for the problem itself.
+"""
 
 from dataclasses import dataclass, replace
 from functools import cached_property

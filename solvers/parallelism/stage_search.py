@@ -4,6 +4,16 @@ A node gives every stage an interval of blocks. Times grow with blocks, and the 
 pipeline with those of its stages, so that the time with the least values of every stage is a lower
 bound. A stage's interval ends where that bound, with the stage's own value, reaches the best known
 time; it begins where the others can take no more. What is left is halved, least bound first.
+
+A lower bound on the time of all divisions of a plain pipeline, by a recurrence over its stages.
+
+No stage computes before the stages before it have passed on the first microbatch, and the last one
+comes back through them: with a stage's forward f and backward b (without the weights' part, where
+that is put off) and a hop h, an iteration takes at least the sum of f + b + 2 h over the stages
+before any one stage, and m (f + b) of that one. To its own last computation it takes at least the
+sum of f + h over the stages before, and all its work. The least of both over all divisions is
+V(s, i) = min over n of max(work(s, i, n), way(s, i, n) + V(s + 1, i + n)), for the stages from s on
+with the blocks from i on.
 """
 
 import heapq

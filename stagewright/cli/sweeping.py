@@ -228,10 +228,8 @@ def _changed(request: PlanRequest, given: WhatIfOptions) -> "WhatIfAnswer":
             return answer_of(WhatIfAnswer, request, given.server, on_progress, stop, "what-if")
         from stagewright.service.pipelines.planning import require_supported
         from stagewright.service.pipelines.what_if import what_if as changed
-        from stagewright.solvers.planners.steps.warm_up import compile_kernels
 
-        require_supported(request)  # before minutes of compilation
-        compile_kernels(request.planner, stop=stop)
+        require_supported(request)
         where = planning_engine(given, request.threads)
         return changed(request, stop=stop, engine=where)
 

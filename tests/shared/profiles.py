@@ -13,7 +13,6 @@ Value = TypeVar("Value")
 QUICK, NIGHTLY = "quick", "nightly"
 QUICK_SHARE = 10
 REAL_FOLDERS = {"capture", "faults", "jobs", "training"}
-REAL_FIXTURES = {"ranks"}
 UNSHRUNK = (Phase.explicit, Phase.reuse, Phase.generate)  # where shrinking takes minutes
 
 # A busy machine is no error, and no test writes to what its fixtures share.
@@ -61,12 +60,8 @@ def slow_but(count: int, turn: int, size: int) -> list[Any]:
 def mark_real(items: Iterable[pytest.Item]) -> None:
     """Mark tests of captured models, ranks, servers, workers or browsers, by folder or fixture."""
     for item in items:
-        if item.path.parent.name in REAL_FOLDERS or REAL_FIXTURES & set(_fixtures(item)):
+        if item.path.parent.name in REAL_FOLDERS or "ranks" in getattr(item, "fixturenames", ()):
             item.add_marker("real")
-
-
-def _fixtures(item: pytest.Item) -> list[str]:
-    return item.fixturenames if isinstance(item, pytest.Function) else []
 
 
 def leave_a_cover(items: Iterable[pytest.Item]) -> None:

@@ -1,4 +1,12 @@
-"""Capture of a whole training step: forward, loss, backward and the optimizer's step."""
+"""Capture of a whole training step: forward, loss, backward and the optimizer's step.
+
+Optimizer steps as aten operators, which compute what ``torch.optim`` computes.
+
+The bias corrections of Adam depend on the number of the step. It is a tensor here, so that one
+graph serves all steps. In double precision these scalars differ from the Python floats of
+torch.optim by the last bit at most, in one of a hundred steps (``pow``); rounded to single
+precision they are the same. Everything else is the same to the bit.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

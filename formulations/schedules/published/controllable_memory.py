@@ -4,6 +4,10 @@ A *building block* gives the slots of the forwards and input gradients of one mi
 repeated every six slots, the six computations of a device per microbatch. Then devices close gaps:
 where the next computation is not ready, a later one runs first if the peak of memory stays (the
 paper's squeezing and reordering).
+
+Backfilling: a device that would wait runs a later computation of its row, if memory allows.
+
+An input gradient may also run before a weight gradient that is next: this takes no memory.
 """
 
 from collections import deque

@@ -1,4 +1,13 @@
-"""The best bound of all server-aware relaxations of a problem."""
+"""The best bound of all server-aware relaxations of a problem.
+
+Branch and bound on relaxed plans, which can only raise the bound of a label search.
+
+A node fixes the last stages, and says which stages are not possible before them. The search over
+labels either proves that no plan of the node is in time, or returns a relaxed plan, on whose last
+free stage the node branches. If all stages are fixed, their schedule at the nearest places may be
+too long; otherwise places are fixed in the same way, and then the schedule decides. The more stages
+are fixed, the more exactly the search knows the round trip behind a stage.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Sequence

@@ -5,6 +5,11 @@ finds no schedule of T refutes T: every schedule takes longer. Every other searc
 (or tails) for the next ones. A window with too many states is left out; states that are too many
 with the same blocks scheduled are merged, each time the earliest of both, which only relaxes the
 problem. Schedules come from the window of all stages, with the best states of each step.
+
+A search in one window: every active schedule, one block after the other.
+
+After Giffler and Thompson (1960). Of the states with the same blocks scheduled it keeps those that
+no other dominates (Gromicho et al., 2012), and drops those whose bound exceeds the target.
 """
 
 from collections.abc import Callable

@@ -10,6 +10,12 @@ PipeDream's recurrence looks at neither of these. So the partition that it finds
 equal numbers of devices per stage at every depth are the others, among them straight pipelines
 and data parallelism. They are balanced without regard to memory, with as many microbatches in
 flight as there are stages from here to the end, and with one (`GroupTables`).
+
+Balanced stages on groups of devices of one size, at every depth, within memory.
+
+How many microbatches a stage keeps depends on the period, which depends on the cuts. So stages are
+balanced for two numbers: as many as there are stages from here to the last, which 1F1B keeps, and
+one, which any stages keep that fit at all.
 """
 
 import math
