@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from stagewright.formulations.dags.problem import DagProblem, Pool, Tensor
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.operators.opgraph import OpGraph
-from stagewright.solvers.dags.downsets import Contents, downsets
-from stagewright.solvers.dags.merging import merge
+from stagewright.solvers.dags.merging import Contents, downsets, merge
 from stagewright.solvers.planners.baselines.hierarchy import (
     Hierarchy,
     Shape,

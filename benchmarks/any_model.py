@@ -22,8 +22,7 @@ from benchmarks.ranks import CPU, on_ranks
 from benchmarks.report import Table
 from stagewright.executor.capture.layers import LayeredModel
 from stagewright.executor.measuring.compare import compare
-from stagewright.executor.measuring.links import describe, measure_links
-from stagewright.executor.measuring.machine import Machine
+from stagewright.executor.measuring.links import Machine, describe, measure_links
 from stagewright.executor.measuring.profiling import measure_layers
 from stagewright.executor.measuring.whole_models import captured_by_size
 from stagewright.executor.training.data.passes import pair
@@ -32,7 +31,7 @@ from stagewright.executor.training.runtime import Executor
 from stagewright.formulations.checking.check import require_valid
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan
-from stagewright.formulations.schedules.choice import ScheduleChoice
+from stagewright.formulations.schedules.published.kinds import ScheduleChoice
 from stagewright.graphs.machines.cluster import Cluster, Link, uniform_servers
 from stagewright.graphs.models.chain import Chain
 from stagewright.solvers.planners.steps.proposal import Choices

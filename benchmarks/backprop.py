@@ -14,15 +14,13 @@ from benchmarks.backprop_systems import consecutive_devices
 from benchmarks.report import Table, percent
 from benchmarks.spec import BenchSpec
 from stagewright.formulations.backprop.orders import conventional, fast_forward
-from stagewright.formulations.backprop.overlap import Streams
 from stagewright.formulations.backprop.problem import BackpropProblem
-from stagewright.formulations.backprop.regions import regions_of
+from stagewright.formulations.backprop.regions import Streams, regions_of
 from stagewright.formulations.backprop.training import Layers, data_parallel, training
 from stagewright.formulations.forms.answers import Limits, Status
-from stagewright.solvers.backprop.data_parallel import reverse_search
 from stagewright.solvers.backprop.exact import best_list_schedule, solve
 from stagewright.solvers.backprop.list_scheduling import list_schedule
-from stagewright.solvers.backprop.regions import joint_schedule
+from stagewright.solvers.backprop.regions import joint_schedule, reverse_search
 from stagewright.solvers.planners.ooo import modulo_devices
 
 LIMITS = Limits(seconds=5, threads=1, seed=0)

@@ -8,7 +8,7 @@ poolings and the last product are left out.
 import math
 from dataclasses import dataclass
 
-from stagewright.formulations.backprop.overlap import Streams
+from stagewright.formulations.backprop.regions import Streams
 from stagewright.formulations.backprop.training import Layers
 from stagewright.graphs.machines.devices import accelerator
 from stagewright.graphs.models.analytic import Efficiency

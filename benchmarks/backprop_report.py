@@ -21,9 +21,9 @@ from benchmarks.backprop_models import (
 )
 from benchmarks.backprop_systems import SyncLink, baseline, by_layer, consecutive_devices, in_chunks
 from benchmarks.report import Table
-from stagewright.formulations.backprop.bounds import window_bounds
+from stagewright.formulations.backprop.of_stages import window_bounds
 from stagewright.formulations.backprop.orders import conventional, reverse_first_k
-from stagewright.formulations.backprop.overlap import Streams
+from stagewright.formulations.backprop.regions import Streams
 from stagewright.formulations.backprop.training import Layers, data_parallel, training
 from stagewright.solvers.backprop.exact import best_list_schedule
 from stagewright.solvers.backprop.list_scheduling import list_schedule

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.models.layer_sizes import LayerSizes
+from stagewright.graphs.models.layer_profiles import LayerSizes
 
 VOCABULARY_MULTIPLE = 128
 """Megatron-LM pads the vocabulary so that every rank's part is a multiple of this."""

@@ -38,10 +38,10 @@ from stagewright.executor.capture.shapes import Value
 from stagewright.executor.export import export
 from stagewright.executor.programs.lower import lower
 from stagewright.executor.programs.program import Instruction, stages_on
-from stagewright.executor.programs.shares import rows
-from stagewright.executor.training.interpreter.boundary import Boundary
+from stagewright.executor.programs.work import rows
+from stagewright.executor.training.interpreter.exchange import Boundary
+from stagewright.executor.training.interpreter.graph import Joint
 from stagewright.executor.training.interpreter.interpreter import Interpreter
-from stagewright.executor.training.interpreter.joint import Joint
 from stagewright.executor.training.interpreter.streams import OneStream
 from stagewright.executor.training.ranks.rank import Rank, RankProgram
 from stagewright.executor.training.runtime import Executor
@@ -49,9 +49,7 @@ from stagewright.executor.training.stages.stage import Gradients, Seed, StageCom
 from stagewright.executor.training.stages.weights import Weights
 from stagewright.formulations.plans.actions import COMPUTE, Action, ActionKind, parse_action
 from stagewright.formulations.plans.plan import PipelinePlan, Schedule, ScheduledAction, Stage
-from stagewright.formulations.schedules.published.gpipe import gpipe
-from stagewright.formulations.schedules.published.interleaved import interleaved
-from stagewright.formulations.schedules.published.one_f_one_b import one_f_one_b
+from stagewright.formulations.schedules.published.one_f_one_b import gpipe, interleaved, one_f_one_b
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT

@@ -20,8 +20,8 @@ from stagewright.executor.capture.steps.analytic import with_analytic_seconds
 from stagewright.executor.capture.steps.factories import resized, without_values
 from stagewright.executor.capture.steps.step import capture_step
 from stagewright.formulations.forms.answers import Limits
+from stagewright.formulations.operators.plan import operator_problem
 from stagewright.formulations.operators.problem import OperatorProblem, Timetable
-from stagewright.formulations.operators.step import operator_problem
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Cluster, Link, uniform_servers
 from stagewright.graphs.models.operators.data_parallel import data_parallel

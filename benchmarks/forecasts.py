@@ -20,10 +20,9 @@ from examples.models import ResNet50, Transformer
 from stagewright.executor.capture.tracing import capture
 from stagewright.executor.measuring.causes import ON_DEVICE, WAITING, MeasuredRun, measured_steps
 from stagewright.executor.measuring.compare import Comparison, compare
-from stagewright.executor.measuring.links import describe, measure_links
-from stagewright.executor.measuring.machine import Machine
+from stagewright.executor.measuring.links import Machine, describe, measure_links
 from stagewright.executor.measuring.profiling import measure_layers
-from stagewright.executor.measuring.together import mean_of_ranks
+from stagewright.executor.measuring.whole_models import mean_of_ranks
 from stagewright.executor.training.runtime import Executor
 from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.plans.plan import PipelinePlan

@@ -20,13 +20,13 @@ from benchmarks.backward_first import backward_first_plan
 from benchmarks.executor import plan_in_order
 from benchmarks.plain_loop import cut, loss_of
 from benchmarks.report import Table
-from stagewright.executor.measuring.machine import Machine
+from stagewright.executor.measuring.links import Machine
 from stagewright.executor.measuring.profiling import measure_layers
 from stagewright.executor.measuring.whole_models import captured_by_size
 from stagewright.executor.training.data.passes import pair
 from stagewright.executor.training.losses import cross_entropy, own_loss
 from stagewright.executor.training.runtime import Executor
-from stagewright.formulations.backprop.choice import OutOfOrder
+from stagewright.formulations.backprop.orders import OutOfOrder
 from stagewright.formulations.plans.actions import Action, B, F, I, W
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan, Stage

@@ -28,9 +28,9 @@ from benchmarks.report import Table
 from stagewright.formulations.parallelism.estimate import Estimate, evaluate
 from stagewright.formulations.parallelism.layout import Layout, parse_layout
 from stagewright.formulations.parallelism.training import Precision, TrainingProblem
+from stagewright.graphs.machines.devices import reached_on
 from stagewright.graphs.machines.fabric import Fabric
 from stagewright.graphs.machines.networks import fabric_of_kind
-from stagewright.graphs.machines.rates import reached_on
 from stagewright.graphs.models.architecture import (
     Architecture,
     Experts,
@@ -38,7 +38,7 @@ from stagewright.graphs.models.architecture import (
     GroupedAttention,
     LatentAttention,
 )
-from stagewright.solvers.parallelism.search import search
+from stagewright.solvers.parallelism.refining import search
 from stagewright.solvers.parallelism.space import Space
 
 V3 = Architecture(

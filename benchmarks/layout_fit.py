@@ -16,9 +16,9 @@ from benchmarks.layout_runs import Run, fitted_runs, with_rates
 from stagewright.formulations.parallelism.estimate import evaluate
 from stagewright.formulations.parallelism.pipeline_time import walk
 from stagewright.graphs.documents.arrays import Floats
+from stagewright.graphs.machines.devices import REACHED, Reached
 from stagewright.graphs.machines.fabric import Fabric
 from stagewright.graphs.machines.networks import fabric_of_kind
-from stagewright.graphs.machines.rates import REACHED, Reached
 
 compiled = njit(walk)
 

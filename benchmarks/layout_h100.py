@@ -30,7 +30,7 @@ from stagewright.formulations.parallelism.estimate import Estimate, evaluate
 from stagewright.formulations.parallelism.layout import Layout, parse_layout
 from stagewright.formulations.parallelism.training import Precision, TrainingProblem
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.machines.rates import A100, H100
+from stagewright.graphs.machines.devices import A100, H100
 from stagewright.graphs.models.architecture import Architecture, FeedForward, GroupedAttention
 
 # Heads, hidden size, layers, t, p, batch, TFLOP/s per GPU as printed; d is 48.

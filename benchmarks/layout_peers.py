@@ -35,10 +35,10 @@ from benchmarks.spec import BenchSpec
 from stagewright.formulations.parallelism.estimate import Estimate, evaluate
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import Precision, TrainingProblem
+from stagewright.graphs.machines.devices import Reached
 from stagewright.graphs.machines.fabric import Fabric, Level
-from stagewright.graphs.machines.rates import Reached
 from stagewright.graphs.models.architecture import Architecture, FeedForward, GroupedAttention
-from stagewright.solvers.parallelism.search import Found, search
+from stagewright.solvers.parallelism.refining import Found, search
 from stagewright.solvers.parallelism.space import Space
 from stagewright.solvers.parallelism.tree import compiled_walk
 

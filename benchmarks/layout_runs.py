@@ -10,11 +10,11 @@ from pathlib import Path
 
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.parts import shares
-from stagewright.formulations.parallelism.stage_costs import RankMemory
+from stagewright.formulations.parallelism.pipeline_time import RankMemory
 from stagewright.formulations.parallelism.training import Precision, TrainingProblem
+from stagewright.graphs.machines.devices import REACHED, Reached
 from stagewright.graphs.machines.fabric import Fabric
 from stagewright.graphs.machines.networks import fabric_of_kind
-from stagewright.graphs.machines.rates import REACHED, Reached
 from stagewright.graphs.models.architecture import Architecture, FeedForward, GroupedAttention
 
 MEASURED = Path(__file__).parents[2] / "shared/data/megatron/measured_runs.json"

@@ -31,8 +31,8 @@ from benchmarks.report import Table
 from stagewright.formulations.parallelism.estimate import Estimate, evaluate
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
+from stagewright.graphs.machines.devices import A100, B200
 from stagewright.graphs.machines.networks import fabric_of_kind
-from stagewright.graphs.machines.rates import A100, B200
 from stagewright.graphs.models.architecture import (
     Architecture,
     Experts,

@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.layout_simumax import CHECKOUT, Case, configured, folder, predicted, silent
 from benchmarks.report import Table
 from stagewright.formulations.parallelism.layout import Layout
-from stagewright.solvers.parallelism.search import Found, search
+from stagewright.solvers.parallelism.refining import Found, search
 from stagewright.solvers.parallelism.space import Space
 
 DEGREES = (1, 2, 4, 8)  # of tensors or experts: its search tries no others

@@ -11,11 +11,10 @@ from dataclasses import replace
 from benchmarks.layout_runs import gpt
 from benchmarks.report import Table
 from stagewright.formulations.parallelism.training import TrainingProblem
+from stagewright.graphs.machines.devices import REACHED
 from stagewright.graphs.machines.networks import fabric_of_kind
-from stagewright.graphs.machines.rates import REACHED
 from stagewright.graphs.models.architecture import Architecture, FeedForward, GroupedAttention
-from stagewright.solvers.parallelism.refining import refine
-from stagewright.solvers.parallelism.search import search
+from stagewright.solvers.parallelism.refining import refine, search
 from stagewright.solvers.parallelism.space import Space
 
 LLAMA = Architecture(

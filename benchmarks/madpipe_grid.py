@@ -9,7 +9,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from stagewright.formulations.patterns.allocation_tables import (
+from stagewright.formulations.patterns.joint_patterns import (
     AllocationTables,
     Placed,
 )

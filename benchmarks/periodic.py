@@ -27,8 +27,7 @@ from benchmarks.partition import peak_bytes
 from benchmarks.report import Table
 from benchmarks.spec import BenchSpec
 from stagewright.formulations.forms.answers import Limits, Status, silent
-from stagewright.formulations.patterns.allocation_tables import Placed
-from stagewright.formulations.patterns.joint_patterns import JointPatterns
+from stagewright.formulations.patterns.joint_patterns import JointPatterns, Placed
 from stagewright.formulations.patterns.madpipe import StageAllocationProblem
 from stagewright.formulations.patterns.one_f_one_b import least_period as one_f_one_b_period
 from stagewright.formulations.patterns.one_f_one_b import pattern_load_bound, period_bound

@@ -20,10 +20,10 @@ from stagewright.executor.simulation.simulate import simulate
 from stagewright.formulations.patterns.one_f_one_b import least_period, one_f_one_b_star
 from stagewright.formulations.patterns.pattern_problems import pattern_problem
 from stagewright.formulations.pipelines.bppm import prefix_sums, range_sums
+from stagewright.formulations.plans.actions import STASH
 from stagewright.formulations.plans.assembly import assemble_pattern
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
-from stagewright.formulations.plans.weight_rules import STASH
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.importers import pipedream_graph
 from stagewright.graphs.machines.cluster import Cluster, Link, uniform_servers

@@ -36,8 +36,7 @@ from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.parallelism.profiles.cluster import Pool, Route, ServerPools
 from stagewright.formulations.parallelism.profiles.pipelines import MemoryRule, ProfiledProblem
 from stagewright.graphs.importers.metis import read_metis
-from stagewright.graphs.models.layer_profiles import LayerProfiles
-from stagewright.graphs.models.layer_sizes import LayerSizes
+from stagewright.graphs.models.layer_profiles import LayerProfiles, LayerSizes
 from stagewright.solvers.parallelism.profiles.pipelines import profiled_plan
 
 # The optimum by Metis' evaluator.

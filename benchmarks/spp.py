@@ -15,8 +15,7 @@ from matplotlib.figure import Figure
 from benchmarks.models import paper_model
 from benchmarks.report import FIGURES, Table, percent
 from stagewright.formulations.forms.answers import Limits
-from stagewright.formulations.pipelines.bppm import BalancedPartition
-from stagewright.formulations.pipelines.spp import makespan_problem
+from stagewright.formulations.pipelines.bppm import BalancedPartition, makespan_problem
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.machines.cluster import Cluster, Device, Link, from_matrix, uniform_servers
 from stagewright.graphs.machines.devices import accelerator

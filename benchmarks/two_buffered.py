@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 
 from benchmarks.report import Table
 from stagewright.formulations.patterns.parallel_pipelines import Configuration
+from stagewright.formulations.plans.actions import DOUBLE_BUFFER, FLUSH
 from stagewright.formulations.plans.memory import kept_bytes, stage_static_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
-from stagewright.formulations.plans.weight_rules import DOUBLE_BUFFER, FLUSH
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.models.analytic import analytic_model
 from stagewright.solvers.planners.parallel_pipelines import PlannedPipelines

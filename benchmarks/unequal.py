@@ -15,20 +15,20 @@ from benchmarks.report import Table, percent
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.pipelines.grouped_stages import GroupedStages
 from stagewright.formulations.pipelines.makespan import MakespanProblem
-from stagewright.formulations.pipelines.timed_rows import stage_times, timetable_of_order
+from stagewright.formulations.pipelines.windows import stage_times, timetable_of_order
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
 from stagewright.formulations.plans.structure import Structure
-from stagewright.formulations.schedules.memory import ActivationMemory
 from stagewright.formulations.schedules.order import Order
 from stagewright.formulations.schedules.placements import Device, placed
 from stagewright.formulations.schedules.published.kinds import KINDS, Sizes, schedule_of
+from stagewright.formulations.schedules.timing import ActivationMemory
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.models.chain import load_model
 from stagewright.solvers.pipelines.rows.search import compile_row_kernels
 from stagewright.solvers.pipelines.scheduling import solve_schedule
-from stagewright.solvers.planners.structures.seeds import balanced_cuts
+from stagewright.solvers.planners.structures.arrangements import balanced_cuts
 
 PROFILES = Path(__file__).parent.parent / "examples" / "profiles"
 LINK = Link(12.5e9, 1e-5)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from stagewright.executor.clusters.leases import Lease, LeaseIterator
+from stagewright.executor.clusters.rates import ClusterJob
 from stagewright.executor.clusters.runtime import run_cluster
-from stagewright.executor.clusters.workload import ClusterJob
 from stagewright.formulations.clusters.allocation import Allocation, AllocationProblem
 from stagewright.formulations.forms.answers import Limits
 from stagewright.graphs.documents import documents

@@ -15,8 +15,12 @@ from stagewright.formulations.parallelism.layer_times import LayerTime, layer_ti
 from stagewright.graphs.machines.networks import fabric_of_kind
 from stagewright.graphs.models.analytic_sizes import with_sizes
 from stagewright.graphs.models.architecture import Architecture, FeedForward, GroupedAttention
-from stagewright.graphs.models.layer_profiles import LayerProfiles, Measured, save_layer_profiles
-from stagewright.graphs.models.layer_sizes import LayerSizes
+from stagewright.graphs.models.layer_profiles import (
+    LayerProfiles,
+    LayerSizes,
+    Measured,
+    save_layer_profiles,
+)
 from stagewright.graphs.models.shards import Split, shares_of
 from stagewright.service.layouts.training_problems import training_problem
 

@@ -25,6 +25,7 @@ from stagewright.formulations.patterns.pattern_problems import pattern_problem
 from stagewright.formulations.pipelines.bounds.every_plan import why_nothing_fits
 from stagewright.formulations.pipelines.bounds.stages import schedule_bounds
 from stagewright.formulations.pipelines.grouped_stages import scheduling_of
+from stagewright.formulations.plans.actions import WEIGHT_RULES
 from stagewright.formulations.plans.assembly import assemble, assemble_pattern, certify
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Bound, PipelinePlan
@@ -34,7 +35,6 @@ from stagewright.formulations.plans.plan_class import (
     class_of,
     patterns_under,
 )
-from stagewright.formulations.plans.weight_rules import WEIGHT_RULES
 from stagewright.graphs.documents.errors import InputError
 from stagewright.solvers.pipelines.every_plan import every_plan_bounds
 from stagewright.solvers.planners import (
@@ -51,8 +51,6 @@ from stagewright.solvers.planners import (
 from stagewright.solvers.planners.baselines import dp, gpipe, hetpipe, pipedream
 from stagewright.solvers.planners.periodic import asynchronous, madpipe, one_f_one_b_star
 from stagewright.solvers.planners.periodic.search import require_periodic
-from stagewright.solvers.planners.steps.class_bounds import ClassBounds
-from stagewright.solvers.planners.steps.first_plan import FirstPlan
 from stagewright.solvers.planners.steps.planner import (
     Planner,
     checking_seconds,
@@ -66,10 +64,10 @@ from stagewright.solvers.planners.steps.proposal import (
     PeriodicProposal,
     Proposal,
 )
-from stagewright.solvers.planners.steps.reporting import reporting
+from stagewright.solvers.planners.steps.reporting import ClassBounds, reporting
 from stagewright.solvers.planners.steps.sharded import note_on_shards, sharded, smaller_states
 from stagewright.solvers.planners.steps.warm_start import require_same_layers
-from stagewright.solvers.planners.steps.warm_up import compile_kernels
+from stagewright.solvers.planners.steps.warm_up import FirstPlan, compile_kernels
 
 OPTIMAL_GAP = 1e-6  # relative gap of an optimal plan; rounding of ticks and sums is below it
 _CERTIFYING = 0.04  # of the time limit, for bounds on the class and the schedules of the answer

@@ -10,13 +10,8 @@ from time import monotonic
 from typing import NamedTuple
 
 from stagewright.formulations.checking.check import PROOF, check, refutations
-from stagewright.formulations.checking.proofs import (
-    ARGUMENTS,
-    ROUNDING,
-    Verdict,
-    verdicts,
-)
-from stagewright.formulations.checking.violations import Violation
+from stagewright.formulations.checking.order import Violation
+from stagewright.formulations.checking.proofs import ARGUMENTS, ROUNDING, Verdict, verdicts
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.patterns.joint_patterns import ALLOCATIONS, JointPatterns
 from stagewright.formulations.patterns.pattern_models import PATTERN
@@ -30,10 +25,10 @@ from stagewright.formulations.pipelines.bounds.server_relaxation import (
     SHARED_SERVERS,
     SPLIT_SERVERS,
 )
+from stagewright.formulations.pipelines.bppm import LEMMA_1
 from stagewright.formulations.pipelines.grouped_stages import relaxed_schedule, scheduling_of
 from stagewright.formulations.pipelines.joint import JOINT_SEARCH
 from stagewright.formulations.pipelines.makespan_models import CP_SAT
-from stagewright.formulations.pipelines.spp import LEMMA_1
 from stagewright.formulations.pipelines.windows import WINDOWS
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Bound, PipelinePlan
@@ -50,7 +45,7 @@ from stagewright.solvers.pipelines.servers.relaxation import (
     server_bound,
 )
 from stagewright.solvers.planners.exact import exact
-from stagewright.solvers.planners.periodic.device_groups import interchangeable
+from stagewright.solvers.planners.periodic.search import interchangeable
 
 MARGIN = 1e-6  # relative; the searches ignore smaller improvements
 

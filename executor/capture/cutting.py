@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from stagewright.executor.capture.layers import CapturedLayer, LayeredModel
-from stagewright.executor.capture.made_once import shared
+from stagewright.executor.capture.twins import shared
 from stagewright.graphs.documents.errors import InputError
 
 _PLAIN_METHODS = {"dim", "get_device", "item", "ndimension", "nelement", "numel", "size", "stride"}

@@ -25,8 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from stagewright.executor.capture.cutting import cut_graph
-from stagewright.executor.capture.exported.exporting import Example, export
-from stagewright.executor.capture.exported.leaves import holds_closed_blocks
+from stagewright.executor.capture.exported.exporting import Example, export, holds_closed_blocks
 from stagewright.executor.capture.layers import CapturedLayer, LayeredModel, Listed
 from stagewright.executor.capture.python_state import attributes_kept, described, snapshot
 from stagewright.executor.capture.tensor_plans import plans_in

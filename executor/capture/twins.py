@@ -1,11 +1,42 @@
 """Tensors in the place of others, with the Python attributes of a parameter."""
 
 import copy
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+
+Make = Callable[..., tuple[Any, ...]]
+
+_MADE: ContextVar[dict[Make, tuple[Any, ...]] | None] = ContextVar("made", default=None)
+
+
+@contextmanager
+def made_once() -> Iterator[None]:
+    """A pass of one microbatch, in which every `shared` function has the same arguments."""
+    token = _MADE.set({})
+    try:
+        yield
+    finally:
+        _MADE.reset(token)
+
+
+def shared(make: Make) -> Make:
+    """A function like ``make`` that is called only once within a `made_once` context."""
+
+    def made(*values: Any) -> tuple[Any, ...]:
+        known = None if torch.compiler.is_compiling() else _MADE.get()
+        if known is None:
+            return make(*values)
+        if made not in known:
+            known[made] = make(*values)
+        return known[made]
+
+    return made
+
 
 T = TypeVar("T", bound=Tensor)
 

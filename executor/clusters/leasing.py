@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from stagewright.executor.clusters.job_store import JobRecord
-from stagewright.executor.clusters.leased import CurrentRound, LeasedJob, measurements, place_of
 from stagewright.executor.clusters.leases import Lease
-from stagewright.executor.clusters.rates import Measured
-from stagewright.executor.clusters.ray_ranks import (
-    Accelerators,
-    RemoteScheduler,
-    call,
-    one_line,
+from stagewright.executor.clusters.rates import (
+    CurrentRound,
+    LeasedJob,
+    Measured,
+    measurements,
+    place_of,
 )
+from stagewright.executor.clusters.ray_ranks import Accelerators, RemoteScheduler, call, one_line
 from stagewright.executor.clusters.rounds import Assignment
 from stagewright.formulations.clusters.rates import RateTable
 from stagewright.formulations.forms.answers import StopToken, is_stopped

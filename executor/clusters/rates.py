@@ -1,12 +1,88 @@
 """Updates of a rate table in a running cluster: lost accelerators, measured rates."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
+from stagewright.executor.clusters.leases import Lease
+from stagewright.executor.clusters.rounds import Assignment
+from stagewright.formulations.clusters.allocation import AllocationProblem, problem_of_jobs
 from stagewright.formulations.clusters.rates import RateTable
+from stagewright.graphs.documents.arrays import Floats, Ints
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import require_amount
+from stagewright.graphs.workloads.jobs import Job
 from stagewright.graphs.workloads.pool import Pool
+
+TrainingFunction = Callable[[Lease], object]
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterJob:
+    """A job and the program that trains it; the program runs once per lease and rank."""
+
+    job: Job
+    program: TrainingFunction
+
+
+def require_runnable(jobs: Sequence[ClusterJob]) -> None:
+    """Refuse jobs that cannot run.
+
+    Raises
+    ------
+    InputError
+        In one line that names the job.
+    """
+    if not jobs:
+        raise InputError("there are no jobs to run")
+    for each in jobs:
+        if each.job.steps != int(each.job.steps):
+            raise InputError(
+                f"job {each.job.name!r}: steps must be a whole number, got {each.job.steps:g}"
+            )
+    names = Counter(each.job.name for each in jobs)
+    for name, times in names.items():
+        if times > 1:
+            raise InputError(f"two jobs are named {name!r}")
+
+
+def require_settings(
+    round_seconds: float, grace_seconds: float, patience_seconds: float, feedback: float
+) -> None:
+    """Refuse settings under which nothing can run.
+
+    Raises
+    ------
+    InputError
+        In one line that begins with the setting.
+    """
+    require_amount(grace_seconds, "grace_seconds")
+    require_amount(patience_seconds, "patience_seconds")
+    require_amount(round_seconds, "round_seconds")
+    if round_seconds == 0:
+        raise InputError("round_seconds must be more than zero, got 0")
+    if not 0 <= feedback <= 1:
+        raise InputError(f"feedback must be between 0 and 1, got {feedback:g}")
+
+
+def problem_after(
+    jobs: Sequence[Job], table: RateTable, done: Ints, now_seconds: float
+) -> AllocationProblem:
+    """The problem of ``jobs`` after ``done`` steps, ``now_seconds`` after the cluster's start."""
+    problem = problem_of_jobs(jobs, table)
+    elapsed = now_seconds - np.array([job.arrival_seconds for job in jobs])
+    return replace(
+        problem,
+        steps=np.maximum(problem.steps - done, 1.0),
+        elapsed_seconds=elapsed,
+        isolated_seconds=done / problem.isolated_throughput(),
+        deadline_seconds=np.maximum(problem.deadline_seconds - elapsed, 0.0),
+    )
+
 
 _NOTEWORTHY = 0.1  # relative change of a rate that triggers a new target
 
@@ -73,3 +149,64 @@ def has_moved(table: RateTable, before: RateTable) -> bool:
         bool((np.abs(now - then) > _NOTEWORTHY * then).any())
         for now, then in ((table.alone, before.alone), (table.paired, before.paired))
     )
+
+
+@dataclass(slots=True)
+class LeasedJob:
+    """A job with an active lease: its processes and their place."""
+
+    epoch: int
+    refs: list[Any]
+    nodes: list[str]
+    worker: int
+    accelerators: tuple[int, ...]
+    sharing: int  # jobs on these accelerators
+
+    @property
+    def place(self) -> tuple[int, tuple[int, ...], int]:
+        """Worker type, accelerators, and jobs on them."""
+        return self.worker, self.accelerators, self.sharing
+
+
+@dataclass(slots=True)
+class CurrentRound:
+    """The current round: its target, the jobs in it, and the run times of those that ended."""
+
+    target: Floats
+    there: list[int]
+    began: float = field(default_factory=time.monotonic)
+    ran: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the round began."""
+        return time.monotonic() - self.began
+
+
+Place = tuple[int, tuple[int, ...], int]
+
+
+def place_of(assignment: Assignment) -> Place:
+    """Worker type, accelerators, and jobs on them."""
+    return assignment.worker, assignment.accelerators, len(assignment.jobs)
+
+
+def measurements(
+    leased: Mapping[int, LeasedJob], rates: Mapping[int, float], kind_of: Callable[[int], int]
+) -> list[Measured]:
+    """The measured ``rates`` of jobs with a lease, each with the kind of its partner.
+
+    Without jobs whose partner has ended.
+    """
+    found = []
+    for job, rate in rates.items():
+        own = leased[job]
+        partners = [
+            kind_of(other)
+            for other, lease in leased.items()
+            if other != job and lease.place == own.place
+        ]
+        if len(partners) == own.sharing - 1:
+            partner = partners[0] if partners else None
+            found.append(Measured(kind_of(job), partner, own.worker, rate))
+    return found

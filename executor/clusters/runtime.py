@@ -19,23 +19,21 @@ import numpy as np
 
 from stagewright.executor.clusters.job_store import JobRecord
 from stagewright.executor.clusters.lease_server import LeaseServer
-from stagewright.executor.clusters.leased import CurrentRound
 from stagewright.executor.clusters.leasing import Leasing
-from stagewright.executor.clusters.rates import has_moved, measured, surviving
-from stagewright.executor.clusters.ray_ranks import Accelerators, call, connected
-from stagewright.executor.clusters.report import ClusterReport, Ledger, Placed, outcome
-from stagewright.executor.clusters.rounds import Assignment, Mechanism
-from stagewright.executor.clusters.workload import (
+from stagewright.executor.clusters.rates import (
     ClusterJob,
+    CurrentRound,
+    has_moved,
+    measured,
     problem_after,
     require_runnable,
     require_settings,
+    surviving,
 )
-from stagewright.formulations.clusters.allocation import (
-    Allocation,
-    AllocationProblem,
-    check,
-)
+from stagewright.executor.clusters.ray_ranks import Accelerators, call, connected
+from stagewright.executor.clusters.report import ClusterReport, Ledger, Placed, outcome
+from stagewright.executor.clusters.rounds import Assignment, Mechanism
+from stagewright.formulations.clusters.allocation import Allocation, AllocationProblem, check
 from stagewright.formulations.clusters.rates import RateTable, rate_table
 from stagewright.formulations.forms.answers import StopToken, is_stopped
 from stagewright.graphs.workloads.jobs import Throughputs

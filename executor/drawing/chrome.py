@@ -7,9 +7,7 @@ from typing import Any
 from stagewright.executor.drawing.colours import KIND_NAMES
 from stagewright.executor.drawing.periods import phases
 from stagewright.executor.drawing.timeline import Block, timeline
-from stagewright.formulations.plans.plan import (
-    PipelinePlan,
-)
+from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents import documents
 
 

@@ -26,8 +26,9 @@ from stagewright.executor.drawing.topology import HEAD as TOPOLOGY_HEAD
 from stagewright.executor.drawing.topology import topology, topology_rows
 from stagewright.executor.drawing.web.charts import Chart, Series
 from stagewright.executor.drawing.web.render import render
-from stagewright.executor.simulation.explanation import PlanExplanation, explain_plan
-from stagewright.executor.simulation.sentences import (
+from stagewright.executor.simulation.explanation import (
+    PlanExplanation,
+    explain_plan,
     explanation_sentences,
     proof_sentences,
     resource_name,

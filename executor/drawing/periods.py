@@ -11,13 +11,13 @@ from stagewright.formulations.plans.actions import (
     parse_operation,
 )
 from stagewright.formulations.plans.periodic import iteration_seconds as iteration_of
+from stagewright.formulations.plans.periodic import unroll_run, warm_up_periods
 from stagewright.formulations.plans.plan import (
     PeriodicAction,
     PeriodicSchedule,
     PipelinePlan,
     ScheduledAction,
 )
-from stagewright.formulations.plans.unrolling import unroll_run, warm_up_periods
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import format_seconds
 

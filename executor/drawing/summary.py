@@ -8,15 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.executor.drawing.timeline import blocks_of, stages_name
-from stagewright.formulations.plans.actions import (
-    ActionKind,
-    Operation,
-    parse_operation,
-)
-from stagewright.formulations.plans.plan import (
-    PeriodicSchedule,
-    PipelinePlan,
-)
+from stagewright.formulations.plans.actions import ActionKind, Operation, parse_operation
+from stagewright.formulations.plans.plan import PeriodicSchedule, PipelinePlan
 
 ENDS_BACKWARD = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
 

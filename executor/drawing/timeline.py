@@ -12,19 +12,10 @@ from itertools import pairwise
 from typing import Literal
 
 from stagewright.executor.drawing.periods import drawn
-from stagewright.formulations.plans.actions import (
-    ON_DEVICE,
-    Action,
-    ActionKind,
-    parse_action,
-)
-from stagewright.formulations.plans.plan import (
-    PeriodicSchedule,
-    PipelinePlan,
-    Stage,
-)
+from stagewright.formulations.plans.actions import ON_DEVICE, Action, ActionKind, parse_action
+from stagewright.formulations.plans.plan import PeriodicSchedule, PipelinePlan, Stage
 from stagewright.formulations.plans.plan_class import EVERY_PLAN
-from stagewright.formulations.plans.tensor import mates
+from stagewright.formulations.plans.shards import mates
 from stagewright.graphs.documents.units import counted, format_bytes, format_seconds
 
 Numbers = Literal["microbatches", "stages", "stage.microbatch"]

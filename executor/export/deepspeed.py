@@ -7,12 +7,7 @@ overrides ``_partition_layers``. The order is DeepSpeed's ``TrainSchedule``, 1F1
 import json
 
 from stagewright.executor.export.options import Options, layer_names, samples_per_replica
-from stagewright.executor.export.pipelines import (
-    orders,
-    pipeline,
-    require_order,
-    require_plain,
-)
+from stagewright.executor.export.pipelines import orders, pipeline, require_order, require_plain
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.formulations.schedules.published.one_f_one_b import one_f_one_b
 from stagewright.graphs.documents.errors import InputError

@@ -5,18 +5,61 @@ server must be consecutive in the plan.
 """
 
 import json
+import math
 import re
 import secrets
 import shlex
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
+
+import yaml
 
 from stagewright.executor.export.options import Options
-from stagewright.executor.export.strict_yaml import to_yaml
 from stagewright.executor.programs.program import plan_devices
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Cluster
+
+
+class _Quoted(str):
+    """A string that is always written in double quotes."""
+
+
+class _Dumper(yaml.SafeDumper):
+    pass
+
+
+_Dumper.add_representer(
+    _Quoted,
+    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", str(text), style='"'),
+)
+
+
+def to_yaml(value: dict[str, Any]) -> str:
+    """One document, in ASCII.
+
+    Examples
+    --------
+    >>> print(to_yaml({"size": 2, "names": ["a", "b: c"]}), end="")
+    size: 2
+    names:
+    - "a"
+    - "b: c"
+    """
+    return yaml.dump(
+        _quoted(value), Dumper=_Dumper, sort_keys=False, width=math.inf, allow_unicode=False
+    )
+
+
+def _quoted(value: Any) -> Any:
+    """The same data with all strings except keys quoted."""
+    if isinstance(value, dict):
+        return {key: _quoted(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_quoted(entry) for entry in value]
+    return _Quoted(value) if isinstance(value, str) else value
+
 
 NAME = "stagewright"
 _LABEL = 63  # characters of a DNS label

@@ -18,7 +18,7 @@ from stagewright.executor.export.pipelines import (
     require_plain,
 )
 from stagewright.formulations.plans.plan import PipelinePlan
-from stagewright.formulations.schedules.published.interleaved import interleaved
+from stagewright.formulations.schedules.published.one_f_one_b import interleaved
 from stagewright.graphs.documents.errors import InputError
 
 NAME = "Megatron-LM"

@@ -6,12 +6,10 @@ from functools import lru_cache
 
 from stagewright.executor.programs.lower import lower
 from stagewright.executor.programs.verification.verify import verify
-from stagewright.formulations.plans.actions import COMPUTE
+from stagewright.formulations.plans.actions import COMPUTE, FLUSH
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.formulations.plans.plan_class import Shards
-from stagewright.formulations.plans.shards import require_no_shards
-from stagewright.formulations.plans.tensor import require_whole_stages
-from stagewright.formulations.plans.weight_rules import FLUSH
+from stagewright.formulations.plans.shards import require_no_shards, require_whole_stages
 from stagewright.formulations.schedules.order import Row
 from stagewright.graphs.documents.errors import InputError
 

@@ -7,14 +7,9 @@ row per rank, computations only. Any stage may be on any rank; torch adds the tr
 from collections.abc import Mapping
 
 from stagewright.executor.export.decoder import modules
+from stagewright.executor.export.launchers import to_yaml
 from stagewright.executor.export.options import Options, samples_per_replica, stage_layers
-from stagewright.executor.export.pipelines import (
-    Pipeline,
-    orders,
-    pipeline,
-    require_plain,
-)
-from stagewright.executor.export.strict_yaml import to_yaml
+from stagewright.executor.export.pipelines import Pipeline, orders, pipeline, require_plain
 from stagewright.formulations.plans.actions import Action, ActionKind, parse_action
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.formulations.schedules.order import Order, Row

@@ -24,8 +24,8 @@ from stagewright.executor.measuring.pairs import (
     steps_in_the_middle,
 )
 from stagewright.executor.programs.trace import Trace, TracedStep
-from stagewright.executor.simulation.replay import Replay
 from stagewright.executor.simulation.run import Run, either, is_complete, planned_run
+from stagewright.executor.simulation.waiting import Replay
 from stagewright.formulations.plans.actions import (
     ON_DEVICE,
     REDUCE,
@@ -38,9 +38,8 @@ from stagewright.formulations.plans.actions import (
     F,
     W,
 )
-from stagewright.formulations.plans.periodic import steady_microbatches
+from stagewright.formulations.plans.periodic import steady_microbatches, unroll_run
 from stagewright.formulations.plans.plan import PeriodicSchedule, PipelinePlan
-from stagewright.formulations.plans.unrolling import unroll_run
 from stagewright.graphs.documents.arrays import Bools, Floats
 
 KINDS: dict[str, tuple[ActionKind, ...]] = {

@@ -13,18 +13,9 @@ import numpy as np
 from stagewright.executor.drawing.periods import drawn
 from stagewright.executor.programs.program import moved_action
 from stagewright.executor.programs.trace import Trace, TracedStep, planned_updates
-from stagewright.formulations.plans.actions import (
-    COMPUTE,
-    Action,
-    ActionKind,
-    parse_action,
-)
-from stagewright.formulations.plans.plan import (
-    PipelinePlan,
-    Schedule,
-    ScheduledAction,
-)
-from stagewright.formulations.plans.unrolling import finite_run
+from stagewright.formulations.plans.actions import COMPUTE, Action, ActionKind, parse_action
+from stagewright.formulations.plans.periodic import finite_run
+from stagewright.formulations.plans.plan import PipelinePlan, Schedule, ScheduledAction
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
 

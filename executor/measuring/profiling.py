@@ -37,9 +37,9 @@ from stagewright.executor.capture.loss_graph import (
     require_from_outputs,
     require_no_parameters,
 )
-from stagewright.executor.capture.made_once import made_once
 from stagewright.executor.capture.shapes import SavedStorages, propagate, values_of
-from stagewright.executor.measuring.machine import Machine, Seconds, threads
+from stagewright.executor.capture.twins import made_once
+from stagewright.executor.measuring.links import Machine, Seconds, threads
 from stagewright.executor.training.data.batches import (
     mapped_batch,
     require_samples,

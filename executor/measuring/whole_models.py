@@ -1,34 +1,158 @@
 """A user's model, with all that its measurement depends on."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from stagewright.executor.capture.exported.exporting import Example
 from stagewright.executor.capture.layers import LayeredModel
-from stagewright.executor.capture.shapes import values_of
+from stagewright.executor.capture.shapes import Value, propagate, values_of
 from stagewright.executor.capture.tracing import capture
-from stagewright.executor.measuring.machine import Machine
-from stagewright.executor.measuring.profiling import measure_layers
-from stagewright.executor.measuring.together import (
-    GroupMachine,
-    divide,
-    group_of,
-    mean_of_ranks,
-    with_degree,
-)
+from stagewright.executor.measuring.links import Machine, Seconds
+from stagewright.executor.measuring.profiling import measure_layers, rounded
 from stagewright.executor.training.data.batches import (
     require_as_many,
     require_samples,
     typed_inputs,
 )
 from stagewright.executor.training.losses import Loss
+from stagewright.executor.training.model_checks import require_no_divided_draws
+from stagewright.executor.training.sharding.parallel_layers import TensorGroup
+from stagewright.executor.training.sharding.sharding import shard_layers
 from stagewright.executor.training.stages.initialise import Model
 from stagewright.executor.training.stages.weights import MakeOptimizer
-from stagewright.graphs.models.chain import Chain
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.models.chain import Chain, Layer, LayerCost
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMachine(Machine):
+    """A machine measured by a tensor group, whose devices begin each layer together."""
+
+    group: TensorGroup | None = None
+
+    @property
+    def clock(self) -> str:
+        """The kind of time that is measured."""
+        return "elapsed time"
+
+    def timed(self, work: Callable[[], Any]) -> tuple[Seconds, Any]:
+        """The seconds that ``work`` takes, and its result; all ranks of the group call this."""
+        assert self.group is not None
+        self._synchronise()
+        dist.barrier(self.group.processes)
+        start = time.perf_counter()
+        result = work()
+        self._synchronise()
+        seconds = time.perf_counter() - start
+        return lambda: seconds, result
+
+    def _synchronise(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def group_of(degree: int) -> TensorGroup:
+    """The tensor group of this rank: of all ranks every ``degree`` consecutive ones are one.
+
+    Raises
+    ------
+    InputError
+        If the ranks are no whole number of groups.
+    """
+    world, rank = dist.get_world_size(), dist.get_rank()
+    if world % degree:
+        raise InputError(f"--ranks {world} are no groups of --tensor {degree}")
+    made = [dist.new_group(list(range(i, i + degree))) for i in range(0, world, degree)]
+    return TensorGroup(made[rank // degree], rank % degree, range(degree))
+
+
+def divide(
+    models: Mapping[int, LayeredModel], inputs: Mapping[int, Sequence[Value]], machine: GroupMachine
+) -> None:
+    """Divide the layers of a model among the group, in place.
+
+    ``models`` are those captured for each number of samples, of the same modules, ``inputs`` what
+    they take.
+
+    Raises
+    ------
+    InputError
+        If a run would refuse to divide them.
+    """
+    assert machine.group is not None
+    model = models[max(models)]
+    primary = {name: names[0] for names in model.parameters_by_name() for name in names}
+    quiet = machine.group.position > 0
+    shard_layers("the model", model.layers, model, primary, machine.group, quiet=quiet)
+    for size, one in models.items():
+        traces = propagate(one.layers, inputs[size], machine.device, None)
+        require_no_divided_draws("the model", one.layers, traces)
+
+
+def with_degree(whole: Chain, divided: Chain, degree: int) -> Chain:
+    """``whole`` with the costs of its layers ``divided`` among ``degree`` devices."""
+    layers = [
+        replace(
+            layer,
+            costs=(
+                *layer.costs,
+                *(
+                    replace(cost, tensor=degree, shard_parameter_bytes=shard.parameter_bytes)
+                    for cost in shard.costs
+                ),
+            ),
+        )
+        for layer, shard in zip(whole.layers, divided.layers, strict=True)
+    ]
+    measured = divided.source.removeprefix("measured: ")
+    source = f"{whole.source}; divided among {degree} of them: {measured}"
+    return replace(whole, source=source, layers=tuple(layers))
+
+
+def mean_of_ranks(chain: Chain, degree: int = 1) -> Chain:
+    """The mean of all ranks' simultaneous measurements; all ranks call this function.
+
+    Of ``degree`` ranks that measured together, the slowest counts.
+    """
+    every: list[Chain] = [chain] * dist.get_world_size()
+    dist.all_gather_object(every, chain)
+    groups = [_combined(every[i : i + degree], max) for i in range(0, len(every), degree)]
+    return replace(
+        _combined(groups, np.mean), source=f"{chain.source}, by {len(every)} ranks at once"
+    )
+
+
+def _combined(chains: Sequence[Chain], way: Callable[[Sequence[float]], float]) -> Chain:
+    """The first rank's costs, with times combined over all ranks."""
+    layers = [
+        _combined_layer(same, way) for same in zip(*(one.layers for one in chains), strict=True)
+    ]
+    return replace(chains[0], layers=tuple(layers))
+
+
+def _combined_layer(layers: Sequence[Layer], way: Callable[[Sequence[float]], float]) -> Layer:
+    costs = zip(*(one.costs for one in layers), strict=True)
+    return replace(layers[0], costs=tuple(_combined_cost(same, way) for same in costs))
+
+
+def _combined_cost(
+    costs: Sequence[LayerCost], way: Callable[[Sequence[float]], float]
+) -> LayerCost:
+    names = [name for name in LayerCost.__dataclass_fields__ if name.endswith("_seconds")]
+    times: dict[str, Any] = {
+        name: rounded(float(way([getattr(one, name) for one in costs])))
+        for name in names
+        if getattr(costs[0], name) is not None
+    }
+    return replace(costs[0], **times)
+
 
 SEED = 0
 

@@ -26,9 +26,8 @@ from stagewright.executor.programs.transfers import (
     with_transfers,
 )
 from stagewright.executor.programs.updates import position_of_update, with_reductions
-from stagewright.formulations.plans.actions import Action, ActionKind
+from stagewright.formulations.plans.actions import FLUSH, Action, ActionKind
 from stagewright.formulations.plans.plan import PipelinePlan
-from stagewright.formulations.plans.weight_rules import FLUSH
 from stagewright.graphs.documents.errors import InvalidPlan
 
 F = ActionKind.FORWARD

@@ -5,16 +5,9 @@ from collections.abc import Collection, Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
-from stagewright.executor.programs.program import (
-    SENDS,
-)
+from stagewright.executor.programs.program import SENDS
 from stagewright.executor.programs.transfers import RECEIVE_BUFFERS
-from stagewright.formulations.plans.actions import (
-    COMPUTE,
-    ActionKind,
-    Operation,
-    parse_operation,
-)
+from stagewright.formulations.plans.actions import COMPUTE, ActionKind, Operation, parse_operation
 from stagewright.formulations.plans.plan import PeriodicSchedule, PipelinePlan
 from stagewright.graphs.documents.errors import InvalidPlan
 

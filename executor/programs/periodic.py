@@ -34,12 +34,7 @@ from stagewright.executor.programs.program import (
 )
 from stagewright.executor.programs.stashed import StashedWalk
 from stagewright.executor.programs.transfers import with_early_receives, with_early_sends
-from stagewright.formulations.plans.actions import (
-    COMPUTE,
-    Action,
-    ActionKind,
-    Operation,
-)
+from stagewright.formulations.plans.actions import COMPUTE, Action, ActionKind, Operation
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InvalidPlan
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 from stagewright.formulations.plans.actions import VERSIONED, Action, ActionKind, W
 from stagewright.formulations.plans.plan import PipelinePlan
-from stagewright.formulations.plans.tensor import pairs
+from stagewright.formulations.plans.shards import pairs
 from stagewright.graphs.documents.errors import InputError
 
 SENDS = (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD, ActionKind.SEND_OUTPUT)

@@ -16,11 +16,7 @@ from pydantic import ConfigDict
 
 from stagewright.executor.programs.program import SENDS, plan_devices
 from stagewright.formulations.plans.actions import ON_DEVICE, Action, ActionKind, parse_action
-from stagewright.formulations.plans.plan import (
-    PeriodicSchedule,
-    PipelinePlan,
-    ScheduledAction,
-)
+from stagewright.formulations.plans.plan import PeriodicSchedule, PipelinePlan, ScheduledAction
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import require_amount

@@ -12,11 +12,7 @@ from stagewright.executor.programs.program import (
     stages_on,
 )
 from stagewright.executor.programs.transfers import starts
-from stagewright.formulations.plans.actions import (
-    COMPUTE,
-    Action,
-    ActionKind,
-)
+from stagewright.formulations.plans.actions import COMPUTE, Action, ActionKind
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InvalidPlan
 

@@ -5,14 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from stagewright.formulations.plans.actions import (
-    ON_DEVICE,
-    PLANNED,
-    UPDATE,
-    Action,
-    ActionKind,
-)
+from stagewright.formulations.plans.actions import ON_DEVICE, PLANNED, UPDATE, Action, ActionKind
 from stagewright.formulations.plans.periodic import (
+    finite_run,
     forward_shifts,
     period_begin,
     steady_microbatches,
@@ -25,7 +20,7 @@ from stagewright.formulations.plans.plan import (
     ScheduledAction,
     Stage,
 )
-from stagewright.formulations.plans.tensor import groups_of
+from stagewright.formulations.plans.shards import groups_of
 from stagewright.formulations.plans.timing import (
     durations,
     expected_actions,
@@ -34,7 +29,6 @@ from stagewright.formulations.plans.timing import (
     update_seconds,
     updated_stages,
 )
-from stagewright.formulations.plans.unrolling import finite_run
 
 Table = list[list[list[int]]]
 """Entries by stage and microbatch, in the order of their devices."""

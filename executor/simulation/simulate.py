@@ -15,8 +15,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from stagewright.executor.simulation.events import execute
-from stagewright.executor.simulation.results import Simulation, periodic_summary, summary
+from stagewright.executor.simulation.events import Simulation, execute, periodic_summary, summary
 from stagewright.executor.simulation.run import prepared_run, together
 from stagewright.formulations.checking.check import require_structure
 from stagewright.formulations.plans.pipeline import PipelineProblem

@@ -1,10 +1,12 @@
 """The parts of a rank that are made of a user's model: its stages and their weights."""
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from stagewright.executor.capture.exported.exporting import Example
 from stagewright.executor.programs.program import Families, stages_on, updates_of_iteration
@@ -14,18 +16,18 @@ from stagewright.executor.training.data.batches import (
     require_as_many,
     typed_inputs,
 )
+from stagewright.executor.training.interpreter.interpreter import Interpreter
 from stagewright.executor.training.model_checks import (
     require_joint_steps,
     require_same_model,
     require_sharing,
     require_whole_gradients,
 )
-from stagewright.executor.training.preparation import needs_two_gradients
+from stagewright.executor.training.preparation import Preparation, needs_two_gradients
 from stagewright.executor.training.ranks.groups import Groups
 from stagewright.executor.training.ranks.rank import Rank, RankProgram
 from stagewright.executor.training.stages.initialise import Model, initialise
-from stagewright.executor.training.stages.learning_rates import MakeSchedule
-from stagewright.executor.training.stages.parameter_groups import ParameterGroups
+from stagewright.executor.training.stages.learning_rates import MakeSchedule, ParameterGroups
 from stagewright.executor.training.stages.sharded_weights import (
     DividedWeights,
     OptimizerShards,
@@ -37,6 +39,56 @@ from stagewright.executor.training.stages.stored_weights import StoredWeights
 from stagewright.executor.training.stages.weights import MakeOptimizer, Weights
 from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.plans.plan import PipelinePlan, Stage
+from stagewright.graphs.documents.errors import InputError
+
+SHAPES = 16  # of mini-batches, whose preparation is kept
+
+
+class Interpreters:
+    """One interpreter for each of the shapes that came last.
+
+    Attributes
+    ----------
+    running
+        The one that has mini-batches in flight, in a plan whose mini-batches span steps.
+    """
+
+    def __init__(self, preparation: Preparation) -> None:
+        self._preparation = preparation
+        self._spans_steps = preparation.rank.plan.spans_steps
+        self._found: OrderedDict[object, Interpreter] = OrderedDict()
+        self.running: Interpreter | None = None
+
+    def of(self, given: tuple[Tensor, ...]) -> Interpreter:
+        """The interpreter for the shapes of ``given``.
+
+        Raises
+        ------
+        InputError
+            If mini-batches of other shapes are in flight.
+        """
+        key = tuple((one.shape, one.dtype) for one in given)
+        found = self._found.get(key)
+        if self.running is not None and found is not self.running:
+            raise InputError(
+                f"a mini-batch of shape {', '.join(str(tuple(one.shape)) for one in given)} "
+                "follows others while they are in flight; call finish() on all ranks before the "
+                "shape changes"
+            )
+        if found is None:
+            found = self._found[key] = self._preparation.interpreter(given)
+            if len(self._found) > SHAPES:
+                self._found.popitem(last=False)
+        self._found.move_to_end(key)
+        if self._spans_steps:
+            self.running = found
+        return found
+
+    def pop_running(self) -> Interpreter | None:
+        """Return the interpreter with mini-batches in flight, and forget that it has any."""
+        found, self.running = self.running, None
+        return found
+
 
 _SHARDED: dict[str, type[DividedWeights]] = {"optimizer": OptimizerShards, "weights": WeightShards}
 

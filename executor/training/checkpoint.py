@@ -21,7 +21,7 @@ import torch.distributed as dist
 from pydantic import ConfigDict
 from torch import Tensor
 
-from stagewright.formulations.plans.weight_rules import Weights
+from stagewright.formulations.plans.actions import Weights
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 

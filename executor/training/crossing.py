@@ -9,8 +9,8 @@ from torch import Tensor
 from stagewright.executor.capture.draws import whole_draws
 from stagewright.executor.capture.layers import CapturedLayer
 from stagewright.executor.capture.shapes import LayerTrace, Value, values_of
-from stagewright.executor.programs.shares import Rows, pieces, rows
-from stagewright.executor.training.interpreter.boundary import Boundary
+from stagewright.executor.programs.work import Rows, pieces, rows
+from stagewright.executor.training.interpreter.exchange import Boundary
 from stagewright.executor.training.ranks.rank import Rank
 from stagewright.executor.training.stages.sharded_stage import ShardedComputation
 from stagewright.executor.training.stages.sharded_weights import WeightShards
@@ -19,7 +19,7 @@ from stagewright.executor.training.stages.staged_model import StagedModel
 from stagewright.executor.training.stages.weights import Weights
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.formulations.plans.plan_class import Recompute
-from stagewright.formulations.plans.tensor import stays
+from stagewright.formulations.plans.shards import stays
 from stagewright.graphs.documents.errors import InputError
 
 

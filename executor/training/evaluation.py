@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stagewright.executor.capture.evaluation import evaluating
 from stagewright.executor.capture.layers import CapturedLayer, LayeredModel
-from stagewright.executor.programs.forwards import forwards_of, lower_forwards
+from stagewright.executor.programs.lower import forwards_of, lower_forwards
 from stagewright.executor.programs.program import Row
 from stagewright.executor.training.crossing import crossing_of
 from stagewright.executor.training.data.batches import (
@@ -28,14 +28,14 @@ from stagewright.executor.training.data.passes import pair
 from stagewright.executor.training.interpreter.exchange import RECV_F, SEND_F, Exchange
 from stagewright.executor.training.interpreter.iterations import Iterations
 from stagewright.executor.training.losses import Loss, read_measure
-from stagewright.executor.training.ranks.collectives import summed
+from stagewright.executor.training.ranks.groups import summed
 from stagewright.executor.training.ranks.rank import Rank
 from stagewright.executor.training.stages.seeding import layer_seed
 from stagewright.executor.training.stages.stage import StageComputation, Tensors
 from stagewright.executor.training.stages.staged_model import StagedModel
 from stagewright.executor.training.stages.weights import Weights
 from stagewright.formulations.plans.actions import Action
-from stagewright.formulations.plans.tensor import share_count
+from stagewright.formulations.plans.shards import share_count
 from stagewright.graphs.documents.errors import InputError
 
 Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]

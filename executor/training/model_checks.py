@@ -13,10 +13,9 @@ from stagewright.executor.capture.layers import CapturedLayer, LayeredModel
 from stagewright.executor.capture.shapes import LayerTrace
 from stagewright.executor.programs.program import plan_devices
 from stagewright.executor.training.sharding.sharding import is_divided
-from stagewright.formulations.plans.actions import B, I, parse_action
+from stagewright.formulations.plans.actions import FLUSH, B, I, parse_action
 from stagewright.formulations.plans.plan import PipelinePlan
-from stagewright.formulations.plans.tensor import share_count
-from stagewright.formulations.plans.weight_rules import FLUSH
+from stagewright.formulations.plans.shards import share_count
 from stagewright.graphs.documents.errors import InputError, Notice
 
 _CLIPPING_ARGUMENT = re.compile(r"max_(grad_)?norm|.*(grad|norm).*clip.*|.*clip.*(grad|norm).*")

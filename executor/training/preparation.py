@@ -11,9 +11,9 @@ from stagewright.executor.programs.memory import peak_bytes
 from stagewright.executor.programs.program import Families
 from stagewright.executor.training.crossing import Crossing, crossing_of
 from stagewright.executor.training.data.batches import microbatch_samples
-from stagewright.executor.training.interpreter.failures import OutOfMemory
+from stagewright.executor.training.interpreter.graph import Joint
 from stagewright.executor.training.interpreter.interpreter import Interpreter
-from stagewright.executor.training.interpreter.joint import Joint
+from stagewright.executor.training.interpreter.last_stage import OutOfMemory
 from stagewright.executor.training.interpreter.streams import OneStream, Streams, make_streams
 from stagewright.executor.training.losses import Loss
 from stagewright.executor.training.model_checks import (

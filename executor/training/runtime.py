@@ -15,19 +15,24 @@ from torch import Tensor
 from stagewright.executor.capture.loss_graph import require_no_parameters
 from stagewright.executor.programs.program import stages_on
 from stagewright.executor.programs.trace import RankAction, Trace
-from stagewright.executor.training.assembly import example_of, families_of, staged_model, weights_of
+from stagewright.executor.training.assembly import (
+    Interpreters,
+    example_of,
+    families_of,
+    staged_model,
+    weights_of,
+)
 from stagewright.executor.training.checkpoint_share import CheckpointShare, Stateful
 from stagewright.executor.training.data.batches import (
     Batch,
     mapped_batch,
+    replica_of,
     require_as_many,
     tensors_of_batch,
     typed_inputs,
 )
-from stagewright.executor.training.data.readers import replica_of
 from stagewright.executor.training.evaluation import Evaluation
-from stagewright.executor.training.interpreter.joint import Joint
-from stagewright.executor.training.interpreters import Interpreters
+from stagewright.executor.training.interpreter.graph import Joint
 from stagewright.executor.training.losses import Loss, loss_of_run
 from stagewright.executor.training.model_checks import (
     require_accumulated,
@@ -38,21 +43,25 @@ from stagewright.executor.training.model_checks import (
     warn_of_divided_loss,
 )
 from stagewright.executor.training.preparation import Preparation
-from stagewright.executor.training.process import MemoryMeter
-from stagewright.executor.training.ranks.collectives import gathered, summed
-from stagewright.executor.training.ranks.groups import make_groups, make_loss_group
+from stagewright.executor.training.ranks.groups import (
+    gathered,
+    make_groups,
+    make_loss_group,
+    summed,
+)
 from stagewright.executor.training.ranks.launch import require_torch
 from stagewright.executor.training.ranks.rank import rank_program, this_rank
 from stagewright.executor.training.stages.initialise import Model
 from stagewright.executor.training.stages.learning_rates import (
     MakeSchedule,
+    ParameterGroups,
+    require_groups,
     require_not_captured,
 )
-from stagewright.executor.training.stages.parameter_groups import ParameterGroups, require_groups
 from stagewright.executor.training.stages.shared_gradients import SharedGradients
 from stagewright.executor.training.stages.stored_weights import find_weights
 from stagewright.executor.training.stages.weights import MakeOptimizer
-from stagewright.executor.training.trace_recorder import TraceRecorder
+from stagewright.executor.training.trace_recorder import MemoryMeter, TraceRecorder
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError
 

@@ -2,24 +2,120 @@
 
 import os
 import platform
+import re
 import time
-from dataclasses import replace
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import fmean, median
 
 import torch
 import torch.distributed as dist
 
 from stagewright.executor.programs.trace import (
     MeasuredMemory,
+    MemoryKind,
     RankAction,
     Trace,
     TracedStep,
     traced_step,
 )
-from stagewright.executor.training.process import MemoryMeter
-from stagewright.executor.training.ranks.collectives import gathered
+from stagewright.executor.training.ranks.groups import gathered
 from stagewright.executor.training.ranks.rank import Place, Rank
-from stagewright.executor.training.recording import MEETINGS, Recording, meet, records_since
 from stagewright.graphs.documents.errors import InputError
+
+_SCHEDULING = Path("/proc/thread-self/schedstat")
+STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_FORGET_PEAK = "5"
+
+
+def waited_seconds() -> float | None:
+    """How long this thread has been ready to run without a core; None but on Linux."""
+    with suppress(OSError, IndexError):
+        return 1e-9 * int(_SCHEDULING.read_bytes().split()[1])
+    return None
+
+
+class MemoryMeter:
+    """The most memory that a rank has from now on.
+
+    On a GPU it is what torch has allocated in this process. On a CPU it is resident memory above
+    that of now: a model that is made later counts, one that was made before does not.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._base = device, 0.0
+        if device.type == "cpu":
+            with suppress(OSError):
+                CLEAR.write_text(_FORGET_PEAK)
+            self._base = _resident("VmRSS") or 0.0
+
+    @property
+    def kind(self) -> MemoryKind:
+        """The kind of memory: allocated on a GPU, or resident."""
+        return "resident" if self._device.type == "cpu" else "allocated"
+
+    def peak_bytes(self) -> float | None:
+        """The peak so far; None where the system does not tell."""
+        if self._device.type != "cpu":
+            return float(torch.cuda.max_memory_allocated(self._device))
+        peak = _resident("VmHWM")
+        return None if peak is None else max(0.0, peak - self._base)
+
+
+def _resident(name: str) -> float | None:
+    """An entry of this process's status, in bytes; None but on Linux."""
+    with suppress(OSError):
+        found = re.search(rf"^{name}:\s*(\d+) kB", STATUS.read_text(), re.MULTILINE)
+        if found is not None:
+            return 1024.0 * int(found[1])
+    return None
+
+
+MEETINGS = 15  # barriers of all ranks before a run that is traced
+
+
+@dataclass(slots=True)
+class Recording:
+    """The actions of this rank from ``step`` until no mini-batch was in flight.
+
+    Times are on its own clock; ``met_seconds`` are its readings after barriers of all ranks.
+    """
+
+    step: int
+    met_seconds: list[float]
+    losses: list[float] = field(default_factory=list)
+    records: list[RankAction] = field(default_factory=list)
+    iterations: int | None = None
+
+    @property
+    def loss(self) -> float | None:
+        """The mean loss, on ranks of the last stage."""
+        return fmean(self.losses) if self.losses else None
+
+    def begin(self, first: "Recording") -> float:
+        """The common start on this rank's clock; ``first`` is the first rank's recording."""
+        pairs = zip(self.met_seconds, first.met_seconds, strict=True)
+        return first.met_seconds[-1] + median(own - its for own, its in pairs)
+
+
+def meet(group: dist.ProcessGroup | None) -> None:
+    """Wait for all ranks."""
+    if group is not None:
+        dist.barrier(group)
+
+
+def records_since(start: float, records: Sequence[RankAction]) -> list[RankAction]:
+    """The records with times that count from ``start``."""
+    return [
+        replace(
+            one,
+            start_seconds=max(0.0, one.start_seconds - start),
+            finish_seconds=max(0.0, one.finish_seconds - start),
+        )
+        for one in records
+    ]
 
 
 class TraceRecorder:

@@ -18,9 +18,14 @@ from stagewright.executor.programs.program import plan_devices
 from stagewright.executor.programs.trace import save_trace
 from stagewright.executor.training import checkpoint
 from stagewright.executor.training.checkpoint import Header
-from stagewright.executor.training.data.batches import tensors_of_batch
+from stagewright.executor.training.checkpoint_share import require_format, write_parameters
+from stagewright.executor.training.data.batches import (
+    Readers,
+    readers_of,
+    replica_of,
+    tensors_of_batch,
+)
 from stagewright.executor.training.data.passes import mini_batches, one_pass, pair
-from stagewright.executor.training.data.readers import Readers, readers_of, replica_of
 from stagewright.executor.training.logs import OnStep, StepReport, peak_bytes
 from stagewright.executor.training.losses import Loss, cross_entropy
 from stagewright.executor.training.model_checks import (
@@ -31,12 +36,14 @@ from stagewright.executor.training.model_checks import (
     require_known_tensor_plan,
 )
 from stagewright.executor.training.operators.executor import OperatorExecutor
-from stagewright.executor.training.parameter_files import require_format, write_parameters
 from stagewright.executor.training.ranks.endings import Member
 from stagewright.executor.training.runtime import Executor
 from stagewright.executor.training.stages.initialise import Model
-from stagewright.executor.training.stages.learning_rates import Schedule, require_not_captured
-from stagewright.executor.training.stages.parameter_groups import ParameterGroups
+from stagewright.executor.training.stages.learning_rates import (
+    ParameterGroups,
+    Schedule,
+    require_not_captured,
+)
 from stagewright.formulations.operators.plan import OperatorPlan
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError

@@ -9,10 +9,37 @@ from itertools import pairwise
 import numpy as np
 
 from stagewright.formulations.backprop.problem import BackpropProblem, Timetable
+from stagewright.formulations.forms.disjunctive import are_multiples, exact_unit, in_ticks, tick
 from stagewright.formulations.forms.models import Intervals, Store
-from stagewright.formulations.forms.ticks import are_multiples, exact_unit, in_ticks, tick
+from stagewright.formulations.pipelines.bounds.every_plan import LeastTimes
+from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.documents.arrays import Ints
 from stagewright.graphs.documents.errors import InputError
+
+TWO_STREAMS = "two streams of a single device"
+
+
+def two_streams_bound(problem: PipelineProblem) -> float | None:
+    """The larger of two lower bounds; None for several devices. Proof: docs/certificates.md.
+
+    - The main stream's computations, and after its last gradient the first layer's last weight
+      gradient, which nothing but other weight gradients can run beside.
+    - All computations by the share of the device that they occupy; the device is alone with its
+      first gradient and with the last layer's forwards, whatever their shares.
+    """
+    if len(problem.cluster) > 1:
+        return None
+    times, count = LeastTimes(problem, streams=2), problem.microbatches
+    forward, gradient = times.forward[0, 0], times.gradient[0, 0]
+    weights = times.backward[0, 0] - gradient
+    steps = float(times.update[0].sum())
+    main = count * float((forward + gradient).sum()) + float(weights[0])
+    area = count * float(times.area[0, 0].sum())
+    of_forward, of_input, of_weights = problem.layer_shares(problem.kinds[0], 1)[:, -1].tolist()
+    of_gradient: float = of_input if times.splits[-1] else max(of_input, of_weights)
+    room = float(gradient[-1]) * (1 - of_gradient) + count * float(forward[-1]) * (1 - of_forward)
+    return float(max(main, area + room) + steps)
+
 
 MAX_PIECES = 2000  # of all operations that may be suspended
 MEMORY_UNITS = 2**20  # of the largest limit, for amounts without a common unit

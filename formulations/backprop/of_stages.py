@@ -5,15 +5,36 @@ from dataclasses import replace
 
 import numpy as np
 
-from stagewright.formulations.backprop.bounds import CRITICAL_PATH, ONE_RESOURCE, window_bounds
 from stagewright.formulations.backprop.problem import BackpropProblem
 from stagewright.formulations.backprop.training import Layers, training
+from stagewright.formulations.pipelines.bounds.stages import one_machine_bound
 from stagewright.formulations.plans.actions import REDUCE, SEND_B, SEND_F, B, F, I, W
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Bound, Stage
 from stagewright.formulations.plans.plan_class import EVERY_BACKWARD_FIRST
 from stagewright.formulations.plans.timing import durations
 from stagewright.graphs.documents.arrays import Floats
+
+CRITICAL_PATH = "critical path"
+ONE_RESOURCE = "one-resource relaxation"
+
+
+def window_bounds(problem: BackpropProblem) -> tuple[tuple[str, float], ...]:
+    """(argument, seconds) of each bound; memory is not used.
+
+    The critical path is the longest chain of precedences. The one-resource relaxation gives every
+    operation of one stream or link the longest chains before and after it, and lets the resource
+    preempt; Jackson's rule is optimal then (Carlier and Pinson 1989). Hence both hold for
+    exclusive, chunked and preemptible resources.
+    """
+    heads, tails, seconds = problem.heads, problem.tails, problem.seconds
+    path = float((heads + seconds + tails).max(initial=0.0))
+    relaxed = 0.0
+    for r in range(len(problem.resources)):
+        own = np.flatnonzero(problem.resource == r)
+        relaxed = max(relaxed, one_machine_bound(heads[own], seconds[own], tails[own]))
+    return (CRITICAL_PATH, path), (ONE_RESOURCE, relaxed)
+
 
 BETWEEN_LOSSES = {name: f"{name} between losses" for name in (CRITICAL_PATH, ONE_RESOURCE)}
 """The arguments of :func:`window_bounds` for schedules of given stages."""

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from stagewright.formulations.checking.order import Violation
 from stagewright.formulations.checking.times import (
     Lane,
     PlanTimes,
@@ -14,7 +15,6 @@ from stagewright.formulations.checking.times import (
     devices_by_lanes,
     host_times,
 )
-from stagewright.formulations.checking.violations import Violation
 from stagewright.formulations.plans.actions import (
     BARE,
     COMPUTE,
@@ -32,7 +32,7 @@ from stagewright.formulations.plans.actions import (
 )
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan, ScheduledAction, Stage
-from stagewright.formulations.plans.tensor import of_shard, stays
+from stagewright.formulations.plans.shards import of_shard, stays
 from stagewright.formulations.plans.timing import (
     Split,
     channels,

@@ -3,14 +3,13 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from stagewright.formulations.checking.order import Violation
 from stagewright.formulations.checking.times import devices_by_lanes
-from stagewright.formulations.checking.violations import Violation
-from stagewright.formulations.plans.actions import W, parse_action
+from stagewright.formulations.plans.actions import FLUSH, WEIGHT_RULES, W, parse_action
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan, Schedule, Stage
 from stagewright.formulations.plans.plan_class import RECOMPUTE, REPLICATION, SHARDS
-from stagewright.formulations.plans.tensor import groups_of, share_count
-from stagewright.formulations.plans.weight_rules import FLUSH, WEIGHT_RULES
+from stagewright.formulations.plans.shards import groups_of, share_count
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.sharding import require_degree
 

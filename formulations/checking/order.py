@@ -12,13 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stagewright.formulations.checking.times import (
-    Lane,
-    PlanTimes,
-    action_text,
-    devices_by_lanes,
-)
-from stagewright.formulations.checking.violations import Violation
+from stagewright.formulations.checking.times import Lane, PlanTimes, action_text, devices_by_lanes
 from stagewright.formulations.plans.actions import (
     COMPUTE,
     REDUCE,
@@ -33,6 +27,19 @@ from stagewright.formulations.plans.actions import (
 )
 from stagewright.formulations.plans.timing import kernel_shares
 from stagewright.graphs.documents.arrays import Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One broken rule: its name, the place, and the values found. Prints as one line."""
+
+    rule: str
+    place: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.rule}: {self.place}: {self.message}"
+
 
 Shares = dict[ActionKind, float]
 

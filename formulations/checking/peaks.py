@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stagewright.formulations.checking.order import Violation
 from stagewright.formulations.checking.times import Lane, PlanTimes, devices_by_lanes, host_times
-from stagewright.formulations.checking.violations import Violation
 from stagewright.formulations.plans.actions import B, F, I
 from stagewright.formulations.plans.memory import (
     kept_bytes,
@@ -15,8 +15,7 @@ from stagewright.formulations.plans.memory import (
     version_bytes,
     waiting_bytes,
 )
-from stagewright.formulations.plans.shards import gathered_bytes
-from stagewright.formulations.plans.tensor import of_shard
+from stagewright.formulations.plans.shards import gathered_bytes, of_shard
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.units import format_bytes
 

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 
-from stagewright.formulations.checking.violations import Violation
+from stagewright.formulations.checking.order import Violation
 from stagewright.formulations.plans.actions import REDUCE, ActionKind, parse_operation
 from stagewright.formulations.plans.periodic import (
     done_for,

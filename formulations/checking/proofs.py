@@ -12,12 +12,12 @@ from typing import Literal
 
 import numpy as np
 
+from stagewright.formulations.backprop.models import TWO_STREAMS, two_streams_bound
 from stagewright.formulations.backprop.of_stages import (
     BETWEEN_LOSSES,
     ORDERS_BETWEEN_LOSSES,
     stage_bounds,
 )
-from stagewright.formulations.backprop.streams_bound import TWO_STREAMS, two_streams_bound
 from stagewright.formulations.patterns.joint_patterns import ALLOCATIONS
 from stagewright.formulations.patterns.one_f_one_b import (
     PATTERN_LOAD,
@@ -42,10 +42,7 @@ from stagewright.formulations.pipelines.bounds.server_relaxation import (
 )
 from stagewright.formulations.pipelines.bounds.stages import NAMES as OF_SCHEDULES
 from stagewright.formulations.pipelines.bounds.stages import schedule_bounds
-from stagewright.formulations.pipelines.grouped_stages import relaxed_schedule, scheduling_of
-from stagewright.formulations.pipelines.joint import JOINT_SEARCH
-from stagewright.formulations.pipelines.makespan_models import CP_SAT
-from stagewright.formulations.pipelines.spp import (
+from stagewright.formulations.pipelines.bppm import (
     LEMMA_1,
     LEMMA_1_PREMISE,
     THEOREM_1,
@@ -53,7 +50,11 @@ from stagewright.formulations.pipelines.spp import (
     theorem1_premise,
     theorem1_seconds,
 )
+from stagewright.formulations.pipelines.grouped_stages import relaxed_schedule, scheduling_of
+from stagewright.formulations.pipelines.joint import JOINT_SEARCH
+from stagewright.formulations.pipelines.makespan_models import CP_SAT
 from stagewright.formulations.pipelines.windows import WINDOWS
+from stagewright.formulations.plans.actions import WEIGHT_RULES
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Bound, Guarantee, PipelinePlan
 from stagewright.formulations.plans.plan_class import (
@@ -71,7 +72,6 @@ from stagewright.formulations.plans.plan_class import (
     PlanClass,
     class_of,
 )
-from stagewright.formulations.plans.weight_rules import WEIGHT_RULES
 
 ROUNDING = 1e-9  # relative; sums of the same numbers in another order
 

@@ -7,7 +7,17 @@ from functools import cached_property
 
 import numpy as np
 
-from stagewright.formulations.plans.actions import BARE, PLANNED, Action, ActionKind, B, F, I, W
+from stagewright.formulations.plans.actions import (
+    BARE,
+    PLANNED,
+    Action,
+    ActionKind,
+    B,
+    F,
+    I,
+    W,
+    WeightRule,
+)
 from stagewright.formulations.plans.periodic import (
     from_first,
     iteration_seconds,
@@ -29,7 +39,6 @@ from stagewright.formulations.plans.timing import (
     whole_backwards,
 )
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
-from stagewright.formulations.plans.weight_rules import WeightRule
 from stagewright.graphs.documents.arrays import Floats
 
 Lane = tuple[int, int, int]

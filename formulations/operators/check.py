@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from stagewright.formulations.checking.violations import Violation
+from stagewright.formulations.checking.order import Violation
 from stagewright.formulations.operators import rules
 from stagewright.formulations.operators.bounds import CP_SAT, LOAD, priced_load, static_bounds
 from stagewright.formulations.operators.plan import (
@@ -12,10 +12,10 @@ from stagewright.formulations.operators.plan import (
     OperatorCertificate,
     OperatorPlan,
     digest_of,
+    operator_problem,
 )
 from stagewright.formulations.operators.problem import OperatorProblem, Timetable
 from stagewright.formulations.operators.splitting import split_graph
-from stagewright.formulations.operators.step import operator_problem
 from stagewright.formulations.plans.envelope import relative_gap
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.errors import InputError, InvalidPlan

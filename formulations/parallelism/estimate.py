@@ -6,10 +6,8 @@ import numpy as np
 
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.parts import Parts
-from stagewright.formulations.parallelism.pipeline_time import Walk, walk
-from stagewright.formulations.parallelism.rules import require_layout
-from stagewright.formulations.parallelism.stage_costs import RankMemory
-from stagewright.formulations.parallelism.training import TrainingProblem
+from stagewright.formulations.parallelism.pipeline_time import RankMemory, Walk, walk
+from stagewright.formulations.parallelism.training import TrainingProblem, require_layout
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from stagewright.formulations.parallelism.exchanges import (
+from stagewright.formulations.parallelism.states import (
     all_reduce_seconds,
     all_to_all_seconds,
     send_seconds,

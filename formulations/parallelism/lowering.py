@@ -15,16 +15,15 @@ from stagewright.formulations.checking.times import read_times
 from stagewright.formulations.parallelism.layer_times import LayerTime, share_time
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.parts import shares
-from stagewright.formulations.parallelism.rules import require_layout
 from stagewright.formulations.parallelism.states import held, update_seconds
-from stagewright.formulations.parallelism.training import Precision, TrainingProblem
+from stagewright.formulations.parallelism.training import Precision, TrainingProblem, require_layout
 from stagewright.formulations.plans.assembly import assemble
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan, Stage
 from stagewright.formulations.plans.plan_class import Shards
 from stagewright.formulations.schedules.order import Order
 from stagewright.formulations.schedules.planned import starts_to_the_end
-from stagewright.formulations.schedules.published.interleaved import interleaved
+from stagewright.formulations.schedules.published.one_f_one_b import interleaved
 from stagewright.formulations.schedules.published.zero_bubble import interleaved_zero_bubble
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Cluster

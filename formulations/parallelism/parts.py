@@ -7,12 +7,15 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from stagewright.formulations.parallelism.cut import cut
-from stagewright.formulations.parallelism.exchanges import occupied_seconds, send_seconds
 from stagewright.formulations.parallelism.layer_times import LayerTime
 from stagewright.formulations.parallelism.layout import Layout
-from stagewright.formulations.parallelism.pipeline_time import first_forwards, kept_forwards
-from stagewright.formulations.parallelism.stage_costs import RankMemory, StageCosts
-from stagewright.formulations.parallelism.states import tied_seconds
+from stagewright.formulations.parallelism.pipeline_time import (
+    RankMemory,
+    StageCosts,
+    first_forwards,
+    kept_forwards,
+)
+from stagewright.formulations.parallelism.states import occupied_seconds, send_seconds, tied_seconds
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.machines.groups import Links, links

@@ -1,15 +1,54 @@
 """Weights, gradients and optimizer state of one rank; the time of their exchange and update."""
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
 from stagewright.formulations.parallelism.cut import Layers
-from stagewright.formulations.parallelism.exchanges import all_reduce_seconds, gather_seconds
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.machines.groups import ends, links
+from stagewright.graphs.machines.groups import Links, Way, ends, links
 from stagewright.graphs.models.shards import Share
+
+
+def all_reduce_seconds(of: Links, moved: float) -> float:
+    """Time to sum ``moved`` bytes over a group."""
+    return 2 * gather_seconds(of, moved)
+
+
+def gather_seconds(of: Links, moved: float) -> float:
+    """Time to all-gather, or to reduce-scatter, ``moved`` bytes (the whole) over a group."""
+    others, steps = (of.size - 1) / of.size * moved, math.ceil(math.log2(of.size))
+    return _slowest(
+        of, moved, lambda way: others / way.ring_bytes_per_second + steps * way.latency_seconds
+    )
+
+
+def all_to_all_seconds(of: Links, moved: float) -> float:
+    """Time in which every rank spreads ``moved`` bytes evenly over a group; the slowest level's."""
+    others = (of.size - 1) / of.size * moved
+
+    def seconds(way: Way) -> float:
+        levels = (one.share * others / one.level.bytes_per_second for one in way.crossed)
+        return max(levels) + way.latency_seconds
+
+    return _slowest(of, moved, seconds)
+
+
+def send_seconds(of: Links, moved: float) -> float:
+    """Time to send ``moved`` bytes to the next of a group."""
+    return _slowest(of, moved, lambda way: moved / way.pair_bytes_per_second + way.latency_seconds)
+
+
+def occupied_seconds(of: Links, moved: float) -> float:
+    """Time in which a link to the next of a group is busy with ``moved`` bytes."""
+    return _slowest(of, moved, lambda way: moved / way.pair_bytes_per_second)
+
+
+def _slowest(of: Links, moved: float, seconds: Callable[[Way], float]) -> float:
+    return max(map(seconds, of.ways), default=0.0) if moved else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.formulations.patterns.allocation_tables import (
+from stagewright.formulations.patterns.joint_patterns import (
     BYTE_RESOLUTION,
     FORBIDDEN,
     RESOLUTION,
@@ -31,10 +31,10 @@ from stagewright.formulations.patterns.allocation_tables import (
     layer_sums,
     worth_skipping,
 )
+from stagewright.formulations.plans.actions import DOUBLE_BUFFER
 from stagewright.formulations.plans.memory import buffers_per_boundary, kept_tables, state_factor
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
-from stagewright.formulations.plans.weight_rules import DOUBLE_BUFFER
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.models.chain import ChainCosts

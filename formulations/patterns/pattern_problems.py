@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from stagewright.formulations.patterns.pattern import PatternProblem
+from stagewright.formulations.plans.actions import DOUBLE_BUFFER, WeightRule
 from stagewright.formulations.plans.memory import (
     Kept,
     kept_bytes,
@@ -15,7 +16,7 @@ from stagewright.formulations.plans.memory import (
 )
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
-from stagewright.formulations.plans.tensor import of_shard
+from stagewright.formulations.plans.shards import of_shard
 from stagewright.formulations.plans.timing import (
     compute_seconds,
     offload_seconds,
@@ -23,7 +24,6 @@ from stagewright.formulations.plans.timing import (
     transfer_seconds,
     update_seconds,
 )
-from stagewright.formulations.plans.weight_rules import DOUBLE_BUFFER, WeightRule
 from stagewright.graphs.documents.errors import InputError
 
 

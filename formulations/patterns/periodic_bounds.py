@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from stagewright.formulations.plans.actions import DOUBLE_BUFFER
 from stagewright.formulations.plans.memory import state_factor
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Bound
 from stagewright.formulations.plans.plan_class import EVERY_PERIODIC, WHOLE_PERIODIC
-from stagewright.formulations.plans.weight_rules import DOUBLE_BUFFER
 from stagewright.graphs.documents.arrays import Floats
 
 MARGIN = 1e-12

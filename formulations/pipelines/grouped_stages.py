@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stagewright.formulations.pipelines.bounds.device_tasks import can_split, work_of_stages
-from stagewright.formulations.pipelines.bppm import StageChoice
+from stagewright.formulations.pipelines.bounds.devices import can_split, work_of_stages
+from stagewright.formulations.pipelines.bppm import StageChoice, makespan_problem
 from stagewright.formulations.pipelines.makespan import MakespanProblem
-from stagewright.formulations.pipelines.spp import makespan_problem
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
 from stagewright.formulations.plans.plan_class import SHARED_SPLIT, class_of_stages

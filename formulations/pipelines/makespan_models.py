@@ -12,8 +12,14 @@ from functools import cached_property
 
 import numpy as np
 
+from stagewright.formulations.forms.disjunctive import (
+    EXACT,
+    are_multiples,
+    exact_unit,
+    in_ticks,
+    tick,
+)
 from stagewright.formulations.forms.models import Intervals, Store
-from stagewright.formulations.forms.ticks import EXACT, are_multiples, exact_unit, in_ticks, tick
 from stagewright.formulations.pipelines.blocks import (
     NONE,
     BlockGraph,

@@ -7,12 +7,19 @@ from dataclasses import replace
 import numpy as np
 
 from stagewright.formulations.checking.certificates import certificate
-from stagewright.formulations.checking.check import require_valid
-from stagewright.formulations.checking.predictions import predicted
+from stagewright.formulations.checking.check import predicted, require_valid
 from stagewright.formulations.checking.times import read_times
 from stagewright.formulations.patterns.pattern import Pattern
 from stagewright.formulations.patterns.pattern_problems import pattern_problem
-from stagewright.formulations.plans.actions import COMPUTE, ON_DEVICE, ActionKind, Operation
+from stagewright.formulations.plans.actions import (
+    COMPUTE,
+    DOUBLE_BUFFER,
+    FLUSH,
+    ON_DEVICE,
+    ActionKind,
+    Operation,
+    WeightRule,
+)
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import (
     Begins,
@@ -35,7 +42,6 @@ from stagewright.formulations.plans.timing import (
     transfer_bytes,
     updated_stages,
 )
-from stagewright.formulations.plans.weight_rules import DOUBLE_BUFFER, FLUSH, WeightRule
 from stagewright.graphs.documents.arrays import Floats
 
 

@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from stagewright.formulations.plans.actions import FLUSH, WeightRule
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
-from stagewright.formulations.plans.shards import state_bytes
-from stagewright.formulations.plans.tensor import of_shard, share_count
-from stagewright.formulations.plans.weight_rules import FLUSH, WeightRule
+from stagewright.formulations.plans.shards import of_shard, share_count, state_bytes
 from stagewright.graphs.documents.arrays import Floats
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
+from stagewright.formulations.plans.actions import WEIGHT_RULES, WeightRule, Weights
 from stagewright.formulations.plans.envelope import Envelope
 from stagewright.formulations.plans.plan_class import (
     PlanClass,
@@ -15,7 +16,6 @@ from stagewright.formulations.plans.plan_class import (
     Shards,
     require_replicas,
 )
-from stagewright.formulations.plans.weight_rules import WEIGHT_RULES, WeightRule, Weights
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.documents.units import MAX_MICROBATCHES, require_amount, require_count

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from pydantic import ConfigDict
 
-from stagewright.formulations.plans.weight_rules import WeightRule, Weights
+from stagewright.formulations.plans.actions import WeightRule, Weights
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 

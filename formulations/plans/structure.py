@@ -14,8 +14,7 @@ from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.plans.memory import kept_bytes, stage_static_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
-from stagewright.formulations.plans.shards import gathered_bytes
-from stagewright.formulations.plans.tensor import share_count, stays
+from stagewright.formulations.plans.shards import gathered_bytes, share_count, stays
 from stagewright.formulations.plans.timing import Blocks, durations, offload_seconds
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.documents.units import format_bytes

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from stagewright.formulations.plans.actions import (
     BARE,
+    FLUSH,
     PLANNED,
     REDUCE,
     SEND_B,
@@ -23,12 +24,18 @@ from stagewright.formulations.plans.actions import (
     F,
     I,
     W,
+    WeightRule,
 )
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan, Stage
-from stagewright.formulations.plans.shards import exchange_seconds, round_seconds, update_share
-from stagewright.formulations.plans.tensor import crossing, of_shard, stays
-from stagewright.formulations.plans.weight_rules import FLUSH, WeightRule
+from stagewright.formulations.plans.shards import (
+    crossing,
+    exchange_seconds,
+    of_shard,
+    round_seconds,
+    stays,
+    update_share,
+)
 from stagewright.graphs.documents.arrays import Floats
 
 Blocks = dict[ActionKind, Floats]

@@ -12,9 +12,10 @@ from itertools import pairwise, product
 
 import numpy as np
 
-from stagewright.formulations.backprop.co_run import co_run
+from stagewright.formulations.backprop.regions import co_run
 from stagewright.formulations.plans.actions import (
     COMPUTE,
+    FLUSH,
     REDUCE,
     SEND_B,
     SEND_F,
@@ -37,10 +38,9 @@ from stagewright.formulations.plans.timing import (
     updated_stages,
     whole_backwards,
 )
-from stagewright.formulations.plans.weight_rules import FLUSH
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.models.operators.deadlock import waiting_cycle
+from stagewright.graphs.models.operators.opgraph import waiting_cycle
 
 Orders = Mapping[str, Sequence[Action]]
 """Per device its computations in order: B, or I and W, then F; and, where it matters, updates."""

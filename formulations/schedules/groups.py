@@ -16,12 +16,11 @@ import numpy as np
 from stagewright.formulations.checking.check import require_valid
 from stagewright.formulations.checking.peaks import memory_exceeded
 from stagewright.formulations.checking.times import read_times
-from stagewright.formulations.plans.actions import COMPUTE, Action, ActionKind, parse_action
+from stagewright.formulations.plans.actions import COMPUTE, FLUSH, Action, ActionKind, parse_action
 from stagewright.formulations.plans.assembly import assemble
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan, Stage
-from stagewright.formulations.plans.tensor import groups_of
-from stagewright.formulations.plans.weight_rules import FLUSH
+from stagewright.formulations.plans.shards import groups_of
 from stagewright.formulations.schedules.order import Order
 from stagewright.formulations.schedules.planned import starts_to_the_end
 from stagewright.graphs.documents.arrays import Floats

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from stagewright.graphs.documents import documents
-from stagewright.graphs.documents.contents import not_json
+from stagewright.graphs.documents.documents import not_json
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.workloads.prices import Instance, Market, Preemptions, PriceSeries, Uptime
 

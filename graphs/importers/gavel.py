@@ -18,7 +18,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from stagewright.graphs.documents import documents
-from stagewright.graphs.documents.contents import not_json
+from stagewright.graphs.documents.documents import not_json
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.workloads.jobs import (
     FORMAT,

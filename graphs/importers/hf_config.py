@@ -15,7 +15,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from stagewright.graphs.documents import documents
-from stagewright.graphs.documents.contents import not_json
+from stagewright.graphs.documents.documents import not_json
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.importers.config_fields import Fields
 from stagewright.graphs.importers.hf_hub import config_file, is_hub_name

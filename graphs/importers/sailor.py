@@ -13,8 +13,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.models.layer_profiles import LayerProfiles, Measured
-from stagewright.graphs.models.layer_sizes import LayerSizes
+from stagewright.graphs.models.layer_profiles import LayerProfiles, LayerSizes, Measured
 
 _Count = Annotated[int, Field(ge=1)]
 _Layer = Annotated[int, Field(ge=0)]

@@ -11,8 +11,7 @@ from itertools import chain
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.architecture import Architecture
 from stagewright.graphs.models.language import Attention
-from stagewright.graphs.models.layer_profiles import LayerProfiles
-from stagewright.graphs.models.layer_sizes import LayerSizes
+from stagewright.graphs.models.layer_profiles import LayerProfiles, LayerSizes
 from stagewright.graphs.models.shards import Share, Split, shares_of
 
 NORM = "norm"

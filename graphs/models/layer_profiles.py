@@ -13,7 +13,36 @@ from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MAX_LAYERS, require_amount, require_count
 from stagewright.graphs.models.chain import MAX_LAYER_SECONDS
-from stagewright.graphs.models.layer_sizes import LayerSizes
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSizes:
+    """Parameters and activations of each layer on one of ``tensor`` ranks, in forward order.
+
+    ``parameters`` are numbers of elements; ``saved_bytes`` are kept from the forward to the
+    backward for every sample, ``output_bytes`` are the whole output of a sample (not a rank's part
+    of it).
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    tensor: int
+    parameters: tuple[float, ...]
+    saved_bytes: tuple[float, ...]
+    output_bytes: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        require_count(self.tensor, "tensor", 1 << 20)
+        for name in ("parameters", "saved_bytes", "output_bytes"):
+            values = getattr(self, name)
+            if len(values) != len(self.parameters):
+                raise InputError(
+                    f"tensor degree {self.tensor}: {name} has {len(values)} layers, parameters "
+                    f"{len(self.parameters)}"
+                )
+            for layer, value in enumerate(values):
+                require_amount(value, f"tensor degree {self.tensor}: {name}[{layer}]")
+
 
 FORMAT: Literal["stagewright-layer-profiles"] = "stagewright-layer-profiles"
 VERSION: Literal[1] = 1

@@ -20,8 +20,7 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.workloads.prices import useful_share
 from stagewright.service.cloud.answers import CloudAnswer, StayAnswer, StrategyAnswer
 from stagewright.service.cloud.requests import OPTIMAL, ROLLING, CloudRequest, home_of, strategies
-from stagewright.solvers.cloud.rolling import solve_rolling
-from stagewright.solvers.cloud.switching import SwitchingResult, solve_switching
+from stagewright.solvers.cloud.switching import SwitchingResult, solve_rolling, solve_switching
 
 
 def cloud(request: CloudRequest, stop: StopToken | None = None) -> CloudAnswer:

@@ -4,7 +4,7 @@ from typing import Annotated, Self
 
 from pydantic import model_validator
 
-from stagewright.executor.clusters.workload import require_settings
+from stagewright.executor.clusters.rates import require_settings
 from stagewright.formulations.clusters.allocation_plan import AllocationPlan, load_allocation
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import require_amount, require_count, require_seed

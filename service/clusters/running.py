@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
+from stagewright.executor.clusters.rates import ClusterJob, TrainingFunction
 from stagewright.executor.clusters.report import ClusterReport
 from stagewright.executor.clusters.runtime import run_cluster as run
-from stagewright.executor.clusters.workload import ClusterJob, TrainingFunction
 from stagewright.formulations.forms.answers import (
     Status,
     StopToken,

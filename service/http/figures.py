@@ -7,14 +7,13 @@ from datetime import datetime
 from typing import Any, TypeVar
 
 from stagewright.executor.drawing.charts.memory_curve import Curve, curve_chart
-from stagewright.executor.drawing.job_lanes import Run, runs_drawing
-from stagewright.executor.drawing.lanes import Drawing, Mark, table
+from stagewright.executor.drawing.lanes import Drawing, Mark, Run, runs_drawing, table
 from stagewright.executor.drawing.operators import drawing
 from stagewright.executor.drawing.plan_lanes import BOUND
 from stagewright.executor.drawing.schedules import Panel, schedules_drawing
 from stagewright.executor.drawing.timeline import Block, Row
 from stagewright.executor.drawing.web.charts import Chart, Series
-from stagewright.formulations.pipelines.timed_rows import stage_times
+from stagewright.formulations.pipelines.windows import stage_times
 from stagewright.formulations.plans.actions import parse_action
 from stagewright.graphs.documents.units import format_bytes, format_seconds
 from stagewright.graphs.workloads.jobs import Workload

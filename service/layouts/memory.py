@@ -1,8 +1,8 @@
 """The peak memory of a layout, rank by rank."""
 
+from stagewright.formulations.parallelism.document import shortages
 from stagewright.formulations.parallelism.estimate import evaluate
 from stagewright.formulations.parallelism.layout import Layout
-from stagewright.formulations.parallelism.losses import shortages
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.service.answers import Answer
 from stagewright.service.layouts.searching import MemoryAnswer, memory_answer

@@ -10,8 +10,13 @@ from stagewright.formulations.parallelism.estimate import Estimate
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.service.answers import Answer, Finite
-from stagewright.solvers.parallelism.refining import Recomputation, Refined, Refinement, refine
-from stagewright.solvers.parallelism.search import Found
+from stagewright.solvers.parallelism.refining import (
+    Found,
+    Recomputation,
+    Refined,
+    Refinement,
+    refine,
+)
 from stagewright.solvers.parallelism.space import Space
 
 PROVED_BY = "branch and bound over divisions, and closed bounds on any division"

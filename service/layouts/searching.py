@@ -11,19 +11,24 @@ from pydantic import Field, model_validator
 from stagewright.executor.export.layouts import EVERY_FORMAT, PLAN
 from stagewright.executor.export.layouts.rules import Rule
 from stagewright.formulations.forms.answers import Status, StopToken, is_stopped
-from stagewright.formulations.parallelism.document import LayoutBound, LayoutPlan, layout_plan
+from stagewright.formulations.parallelism.document import (
+    LayoutBound,
+    LayoutPlan,
+    differences,
+    layout_plan,
+    shortages,
+    why_slower,
+)
 from stagewright.formulations.parallelism.estimate import Estimate, evaluate
 from stagewright.formulations.parallelism.layout import Layout, parse_layout
-from stagewright.formulations.parallelism.losses import differences, shortages, why_slower
-from stagewright.formulations.parallelism.rules import require_layout
-from stagewright.formulations.parallelism.training import TrainingProblem
+from stagewright.formulations.parallelism.training import TrainingProblem, require_layout
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.groups import links
 from stagewright.service.answers import CARRIED, Answer, Finite
 from stagewright.service.layouts.refined import RefinedAnswer, refined_layouts
 from stagewright.service.options import Option
 from stagewright.service.requests import Request
-from stagewright.solvers.parallelism.search import Found, search, work_alike
+from stagewright.solvers.parallelism.refining import Found, search, work_alike
 from stagewright.solvers.parallelism.space import Space
 from stagewright.solvers.parallelism.tree import compiled_walk
 

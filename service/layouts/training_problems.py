@@ -2,9 +2,8 @@
 
 from stagewright.formulations.parallelism.training import TrainingProblem, precision_named
 from stagewright.graphs.machines.cluster import Cluster
-from stagewright.graphs.machines.devices import require_arithmetic
+from stagewright.graphs.machines.devices import reached_on, require_arithmetic
 from stagewright.graphs.machines.fabric import Fabric, fabric_of
-from stagewright.graphs.machines.rates import reached_on
 from stagewright.graphs.models.architecture import Architecture
 from stagewright.graphs.models.language import Attention
 

@@ -9,8 +9,12 @@ from pydantic import Discriminator, Tag, model_validator
 
 from stagewright.formulations.dags.latency import HOST, LatencyProblem, latency_problem
 from stagewright.formulations.dags.piper import PiperProblem, PiperStage, in_flight, piper_problem
-from stagewright.formulations.dags.problem import DagProblem
-from stagewright.formulations.dags.shortages import layer_shortage, node_shortage, part_shortage
+from stagewright.formulations.dags.problem import (
+    DagProblem,
+    layer_shortage,
+    node_shortage,
+    part_shortage,
+)
 from stagewright.formulations.dags.workloads import dag_problem, in_any_order, members
 from stagewright.formulations.forms.answers import OnProgress, Status, StopToken, silent
 from stagewright.graphs.documents.errors import InputError

@@ -4,7 +4,7 @@ from dataclasses import asdict
 from time import monotonic
 from typing import Any, Literal
 
-from stagewright.formulations.checking.violations import Violation
+from stagewright.formulations.checking.order import Violation
 from stagewright.formulations.forms.answers import OnProgress, StopToken, silent
 from stagewright.formulations.operators.plan import OperatorPlan, digest_of, loads_of
 from stagewright.formulations.operators.problem import Contention

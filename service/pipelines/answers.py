@@ -11,9 +11,9 @@ from stagewright.service.answers import CARRIED, Answer, Finite
 if TYPE_CHECKING:
     from stagewright.executor.measuring.compare import Comparison
     from stagewright.executor.measuring.pairs import Pair
-    from stagewright.executor.simulation.results import Simulation
+    from stagewright.executor.simulation.events import Simulation
+    from stagewright.formulations.checking.order import Violation
     from stagewright.formulations.checking.proofs import Verdict
-    from stagewright.formulations.checking.violations import Violation
     from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
     from stagewright.formulations.plans.plan import PipelinePlan
     from stagewright.formulations.schedules.timing import TimedOrder

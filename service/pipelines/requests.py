@@ -7,15 +7,14 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from stagewright.executor.programs.trace import Trace, load_trace
-from stagewright.formulations.backprop.choice import OutOfOrder
+from stagewright.formulations.backprop.orders import OutOfOrder
 from stagewright.formulations.forms.answers import Limits, StopToken
 from stagewright.formulations.pipelines.jobshop import JobShop, Step
 from stagewright.formulations.pipelines.makespan import Duplex, MakespanProblem
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan, load_plan
 from stagewright.formulations.plans.plan_class import Shards
-from stagewright.formulations.schedules.choice import OPTIMAL, ScheduleChoice
-from stagewright.formulations.schedules.published.kinds import KINDS
+from stagewright.formulations.schedules.published.kinds import KINDS, OPTIMAL, ScheduleChoice
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import (
     MAX_LAYERS,

@@ -4,8 +4,8 @@ from time import perf_counter
 
 from stagewright.formulations.forms.answers import OnProgress, StopToken, silent
 from stagewright.formulations.pipelines.makespan import Timetable
-from stagewright.formulations.schedules.choice import OPTIMAL
 from stagewright.formulations.schedules.placements import Device
+from stagewright.formulations.schedules.published.kinds import OPTIMAL
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.pipelines.answers import (
     ComparedSchedule,

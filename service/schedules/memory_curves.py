@@ -14,16 +14,14 @@ from stagewright.formulations.forms.answers import (
     silent,
 )
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
-from stagewright.formulations.schedules.choice import OPTIMAL
 from stagewright.formulations.schedules.order import Order
-from stagewright.formulations.schedules.published.kinds import KINDS
+from stagewright.formulations.schedules.published.kinds import KINDS, OPTIMAL
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.pipelines.answers import KindPoint, MemoryCurve, MemoryPoint
 from stagewright.service.pipelines.requests import MemoryCurveRequest
 from stagewright.service.schedules.scheduling import plain, schedule
 from stagewright.service.schedules.setting import SCHEDULES, Setting
-from stagewright.solvers.pipelines.least_memory import memory_levels
-from stagewright.solvers.pipelines.memory_curve import CurvePoint, memory_curve
+from stagewright.solvers.pipelines.least_memory import CurvePoint, memory_curve, memory_levels
 
 MOST_POINTS = 40
 

@@ -6,8 +6,8 @@ from time import perf_counter
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
 from stagewright.formulations.pipelines.makespan import Timetable
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
-from stagewright.formulations.schedules.choice import OPTIMAL
-from stagewright.formulations.schedules.memory import ONE_MICROBATCH
+from stagewright.formulations.schedules.published.kinds import OPTIMAL
+from stagewright.formulations.schedules.timing import ONE_MICROBATCH
 from stagewright.service.pipelines.requests import ScheduleRequest
 from stagewright.service.schedules.setting import ANY, FREE, Setting, named_placements, on_devices
 from stagewright.solvers.pipelines.least_memory import least_memory

@@ -6,18 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 from stagewright.formulations.forms.answers import OnProgress, Status, StopToken, silent
 from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
-from stagewright.formulations.pipelines.timed_rows import (
+from stagewright.formulations.pipelines.windows import (
     stage_times,
     timed_order,
     timetable_of_order,
 )
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
-from stagewright.formulations.schedules.channels import with_channels
-from stagewright.formulations.schedules.choice import OPTIMAL
-from stagewright.formulations.schedules.memory import ONE_MICROBATCH
 from stagewright.formulations.schedules.order import Order
-from stagewright.formulations.schedules.published.kinds import schedule_of
-from stagewright.formulations.schedules.timing import TimedOrder
+from stagewright.formulations.schedules.planned import with_channels
+from stagewright.formulations.schedules.published.kinds import OPTIMAL, schedule_of
+from stagewright.formulations.schedules.timing import ONE_MICROBATCH, TimedOrder
 from stagewright.service.pipelines.answers import JobShopAnswer, ScheduleAnswer
 from stagewright.service.pipelines.requests import JobShopRequest, ScheduleRequest
 from stagewright.service.requests import Solve

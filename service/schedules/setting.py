@@ -7,8 +7,6 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from stagewright.formulations.pipelines.makespan import MakespanProblem
-from stagewright.formulations.schedules.choice import OPTIMAL, PLACEMENTS, USUAL_CHUNKS
-from stagewright.formulations.schedules.memory import ActivationMemory
 from stagewright.formulations.schedules.placements import (
     Device,
     allows,
@@ -19,10 +17,14 @@ from stagewright.formulations.schedules.placements import (
 )
 from stagewright.formulations.schedules.published.kinds import (
     KINDS,
+    OPTIMAL,
+    PLACEMENTS,
+    USUAL_CHUNKS,
     ScheduleKind,
     Sizes,
     require_chunks,
 )
+from stagewright.formulations.schedules.timing import ActivationMemory
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MAX_LAYERS, require_amount, require_count
 
@@ -320,7 +322,7 @@ def _memory(asked: "ScheduleRequest", paths: Sequence[Device]) -> ActivationMemo
 
 def sizes_of(asked: "ScheduleRequest", setting: Setting) -> Sizes:
     """What a generator needs."""
-    from stagewright.formulations.pipelines.timed_rows import stage_times
+    from stagewright.formulations.pipelines.windows import stage_times
 
     return Sizes(
         devices=setting.devices,

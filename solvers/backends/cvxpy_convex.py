@@ -10,7 +10,7 @@ import numpy as np
 from stagewright.formulations.forms.answers import Answer, Limits, OnProgress, Status
 from stagewright.formulations.forms.models import Convex
 from stagewright.graphs.documents.arrays import Floats
-from stagewright.solvers.backends.cvxpy_status import highs_options, solved
+from stagewright.solvers.backends.cvxpy_linear import highs_options, solved
 
 GAP = 1e-10  # of Clarabel's primal and dual, absolute and relative
 

@@ -6,8 +6,8 @@ from time import perf_counter
 
 import numpy as np
 
-from stagewright.formulations.backprop.bounds import window_bounds
 from stagewright.formulations.backprop.models import ByIntervals
+from stagewright.formulations.backprop.of_stages import window_bounds
 from stagewright.formulations.backprop.orders import (
     conventional,
     critical_path,

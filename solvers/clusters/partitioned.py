@@ -23,7 +23,7 @@ from stagewright.formulations.clusters.allocation import (
     throughput,
 )
 from stagewright.formulations.clusters.policies import makespan, max_min
-from stagewright.formulations.clusters.policies.levels import level_program
+from stagewright.formulations.clusters.policies.throughput import level_program
 from stagewright.formulations.clusters.polytope import group_by, polytope
 from stagewright.formulations.clusters.rates import server_rows
 from stagewright.formulations.forms.answers import Limits, Status, settled

@@ -37,9 +37,7 @@ class Nodes(NamedTuple):
 
 
 @njit(cache=True)
-def latency(  # noqa: C901 - one pass over positions
-    nodes: Nodes, position: Ints, accelerators: int
-) -> float:
+def latency(nodes: Nodes, position: Ints, accelerators: int) -> float:  # noqa: C901 - one pass over positions
     """Seconds until the last node is done."""
     n, places = len(position), 2 * accelerators + 1
     first = np.zeros(places + 1, np.int64)
@@ -82,9 +80,7 @@ def latency(  # noqa: C901 - one pass over positions
 
 
 @njit(cache=True)
-def divide_order(  # noqa: C901 - one pass over segments
-    nodes: Nodes, order: Ints, closed: Bools, accelerators: int
-) -> tuple[float, Ints]:
+def divide_order(nodes: Nodes, order: Ints, closed: Bools, accelerators: int) -> tuple[float, Ints]:  # noqa: C901 - one pass over segments
     """The best calls and host segments of an order that follow each other, and the positions.
 
     ``closed[i]``: whether the order may be cut before its i-th node. Infinity if there is none.

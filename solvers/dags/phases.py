@@ -10,8 +10,7 @@ from time import perf_counter
 
 import numpy as np
 
-from stagewright.formulations.dags.bounds import heaviest_part, priced_load
-from stagewright.formulations.dags.problem import DagProblem, PlacedSet
+from stagewright.formulations.dags.problem import DagProblem, PlacedSet, heaviest_part, priced_load
 from stagewright.formulations.forms.answers import (
     Limits,
     OnProgress,
@@ -20,8 +19,7 @@ from stagewright.formulations.forms.answers import (
     settled,
     silent,
 )
-from stagewright.solvers.dags.downsets import Downsets, downsets, prefixes
-from stagewright.solvers.dags.merging import expand, merge
+from stagewright.solvers.dags.merging import Downsets, downsets, expand, merge, prefixes
 from stagewright.solvers.dags.partition import (
     DOWNSETS,
     MOST_DOWNSETS,

@@ -24,8 +24,8 @@ from stagewright.formulations.dags.piper import (
 from stagewright.formulations.forms.answers import Limits, Status, settled
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.errors import InvalidPlan
-from stagewright.solvers.dags.downsets import Contents, downsets, prefixes
 from stagewright.solvers.dags.knapsack import choose
+from stagewright.solvers.dags.merging import Contents, downsets, prefixes
 from stagewright.solvers.dags.piper_kernel import Costs, Found, Machine, Stages, Work, price, within
 
 MOST_UPSETS = 40_000

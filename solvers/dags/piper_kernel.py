@@ -6,8 +6,8 @@ import numpy as np
 from numba import njit
 
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
-from stagewright.solvers.dags.downsets import Downsets
 from stagewright.solvers.dags.knapsack import choose
+from stagewright.solvers.dags.merging import Downsets
 
 Rows = list[tuple[int, int, int, int, int]]  # source, target, degree, only, step of a stage
 Steps = list[tuple[int, float, float]]  # flight, seconds, exchange of a choice
@@ -264,9 +264,7 @@ class Found(NamedTuple):
 
 
 @njit(cache=True, error_model="numpy")
-def within(  # noqa: C901 - one pass over the stages
-    c: Costs, m: Machine, work: Work, stages: Stages, limit: float
-) -> Found:
+def within(c: Costs, m: Machine, work: Work, stages: Stages, limit: float) -> Found:  # noqa: C901 - one pass over the stages
     """Pipelines whose stages take at most ``limit`` seconds, from the last stage to the first.
 
     Of two pipelines of an upset one is left out that has neither fewer devices nor fewer replicas.

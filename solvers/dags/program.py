@@ -8,11 +8,10 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from stagewright.formulations.dags.bounds import heaviest_part, priced_load
-from stagewright.formulations.dags.problem import DagProblem, PlacedSet
+from stagewright.formulations.dags.problem import DagProblem, PlacedSet, heaviest_part, priced_load
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.arrays import Floats, Ints
-from stagewright.solvers.dags.downsets import Contents, Downsets
+from stagewright.solvers.dags.merging import Contents, Downsets
 
 
 class Lattice(NamedTuple):

@@ -14,7 +14,7 @@ import numpy as np
 from ortools.sat.python import cp_model
 
 from stagewright.formulations.forms.answers import Answer, Limits, Status, settled, silent
-from stagewright.formulations.forms.ticks import exact_unit, in_ticks, tick
+from stagewright.formulations.forms.disjunctive import exact_unit, in_ticks, tick
 from stagewright.formulations.operators.bounds import CP_SAT, shortage, windows
 from stagewright.formulations.operators.check import BOUND_ROUNDING
 from stagewright.formulations.operators.plan import OperatorBound

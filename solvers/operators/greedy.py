@@ -18,10 +18,9 @@ from stagewright.formulations.forms.models import LinearProgram
 from stagewright.formulations.operators.problem import OperatorProblem, Timetable
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 from stagewright.solvers.backends.backend import solve
-from stagewright.solvers.operators.dpos import by_rank
 from stagewright.solvers.operators.insertion import by_devices, sources
 from stagewright.solvers.operators.insertion_kernel import ANY, ROUNDING
-from stagewright.solvers.operators.peers import mean_ranks
+from stagewright.solvers.operators.peers import by_rank, mean_ranks
 from stagewright.solvers.operators.ranks import Arrays, arrays_of, transfers
 from stagewright.solvers.pipelines.compiled import entry, inner
 

@@ -10,18 +10,23 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from stagewright.formulations.operators.plan import SplitChoice
+from stagewright.formulations.operators.plan import SplitChoice, operator_problem
 from stagewright.formulations.operators.problem import Contention, OperatorProblem, Timetable
 from stagewright.formulations.operators.splitting import choices_of, split_graph
-from stagewright.formulations.operators.step import operator_problem
 from stagewright.graphs.documents.arrays import Ints
 from stagewright.graphs.machines.cluster import Cluster
 from stagewright.graphs.models.operators.step_graph import StepGraph
 from stagewright.solvers.operators.dividing import Division, Places, divided
-from stagewright.solvers.operators.dpos import given_devices, priorities
-from stagewright.solvers.operators.insertion import NEVER, NOTHING, Listing, listed, timetable
+from stagewright.solvers.operators.insertion import (
+    NEVER,
+    NOTHING,
+    Listing,
+    keeps_memory,
+    listed,
+    timetable,
+)
 from stagewright.solvers.operators.insertion_kernel import ANY, Cutoff, Known
-from stagewright.solvers.operators.memory import keeps_memory
+from stagewright.solvers.operators.peers import given_devices, priorities
 from stagewright.solvers.operators.ranks import Arrays, arrays_of, upward
 from stagewright.solvers.operators.search import FREED, SHARES
 

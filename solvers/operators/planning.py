@@ -21,10 +21,10 @@ from stagewright.formulations.operators.plan import (
     SplitChoice,
     Transfer,
     digest_of,
+    operator_problem,
 )
 from stagewright.formulations.operators.problem import Contention, OperatorProblem, Timetable
 from stagewright.formulations.operators.splitting import split_graph
-from stagewright.formulations.operators.step import operator_problem
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Cluster
 from stagewright.graphs.models.operators.step_graph import StepGraph

@@ -10,11 +10,9 @@ from stagewright.formulations.operators.bounds import windows
 from stagewright.formulations.operators.problem import OperatorProblem, Timetable
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.arrays import Ints
-from stagewright.solvers.operators.dpos import dpos
 from stagewright.solvers.operators.greedy import data_parallel, m_etf, m_sct, m_topo, single
-from stagewright.solvers.operators.insertion import by_devices
-from stagewright.solvers.operators.memory import keeps_memory, peaks
-from stagewright.solvers.operators.peers import cpop, heft, peft
+from stagewright.solvers.operators.insertion import by_devices, keeps_memory, peaks
+from stagewright.solvers.operators.peers import cpop, dpos, heft, peft
 from stagewright.solvers.operators.ranks import arrays_of
 from stagewright.solvers.operators.search_kernels import anneal
 

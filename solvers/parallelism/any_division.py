@@ -25,8 +25,7 @@ import numpy as np
 
 from stagewright.formulations.parallelism.layer_times import share_time
 from stagewright.formulations.parallelism.layout import Layout, Schedule
-from stagewright.formulations.parallelism.pipeline_time import kept_forwards
-from stagewright.formulations.parallelism.stage_costs import RankMemory, StageCosts
+from stagewright.formulations.parallelism.pipeline_time import RankMemory, StageCosts, kept_forwards
 from stagewright.formulations.parallelism.states import held, update_seconds
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints

@@ -6,10 +6,10 @@ from functools import cached_property
 
 import numpy as np
 
-from stagewright.formulations.parallelism.exchanges import gather_seconds
 from stagewright.formulations.parallelism.layer_times import share_time
 from stagewright.formulations.parallelism.layout import Layout, Schedule
 from stagewright.formulations.parallelism.parts import shares
+from stagewright.formulations.parallelism.states import gather_seconds
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.machines.groups import Group, Links, links

@@ -27,7 +27,7 @@ import numpy as np
 from stagewright.formulations.parallelism.pipeline_time import Walk
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.arrays import Floats, Ints
-from stagewright.solvers.parallelism.stage_options import Option, StageOptions
+from stagewright.solvers.parallelism.space import Option, StageOptions
 
 Ends = tuple[float, float]
 """Until the first stage's last backward, and until the last computation of any stage (s)."""

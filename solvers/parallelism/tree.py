@@ -16,8 +16,7 @@ from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.models.shards import Recompute
-from stagewright.solvers.parallelism.bounds import Bounds, Keeping
-from stagewright.solvers.parallelism.choices import Choice, Divided, divided
+from stagewright.solvers.parallelism.choices import Bounds, Choice, Divided, Keeping, divided
 from stagewright.solvers.parallelism.divisions import Groups, Sized, Table, groups, sized
 from stagewright.solvers.parallelism.family import Family, Work
 from stagewright.solvers.parallelism.space import Space, chosen

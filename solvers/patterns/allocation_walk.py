@@ -8,13 +8,7 @@ from numpy.typing import NDArray
 
 from stagewright.formulations.patterns.joint_patterns import JointForm
 from stagewright.graphs.documents.arrays import Floats, Ints
-from stagewright.solvers.patterns.completion import (
-    MARGIN,
-    UNITS,
-    Completion,
-    delayed,
-    row_of,
-)
+from stagewright.solvers.patterns.completion import MARGIN, UNITS, Completion, delayed, row_of
 
 Records = NDArray[np.void]
 CLOSE = 1e-9  # relative precision of the bound of an allocation

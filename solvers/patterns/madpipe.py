@@ -20,7 +20,7 @@ from enum import Enum
 import numpy as np
 
 from stagewright.formulations.forms.answers import Limits
-from stagewright.formulations.patterns.allocation_tables import (
+from stagewright.formulations.patterns.joint_patterns import (
     AllocationTables,
     Placed,
     all_periods,

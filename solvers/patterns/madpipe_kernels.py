@@ -6,7 +6,7 @@ They are in one file because numba recompiles a cached kernel only if the kernel
 import numpy as np
 from numba import njit
 
-from stagewright.formulations.patterns.allocation_tables import AllocationTables
+from stagewright.formulations.patterns.joint_patterns import AllocationTables
 from stagewright.graphs.documents.arrays import Ints
 from stagewright.solvers.patterns.madpipe_labels import Label, Labels, Need, Pass
 

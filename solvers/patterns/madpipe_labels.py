@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from stagewright.formulations.patterns.allocation_tables import AllocationTables
+from stagewright.formulations.patterns.joint_patterns import AllocationTables
 from stagewright.graphs.documents.arrays import Floats, Ints
 
 

@@ -4,14 +4,12 @@ from collections.abc import Iterator
 
 from stagewright.formulations.pipelines.makespan import MakespanProblem
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
-from stagewright.formulations.schedules.choice import PLACEMENTS
-from stagewright.formulations.schedules.memory import ActivationMemory
 from stagewright.formulations.schedules.order import Order
 from stagewright.formulations.schedules.placements import line, placed, v_shape
 from stagewright.formulations.schedules.published.automatic import automatic
 from stagewright.formulations.schedules.published.automatic_v import automatic_v
-from stagewright.formulations.schedules.published.kinds import KINDS, Sizes, schedule_of
-from stagewright.formulations.schedules.timing import StageTimes
+from stagewright.formulations.schedules.published.kinds import KINDS, PLACEMENTS, Sizes, schedule_of
+from stagewright.formulations.schedules.timing import ActivationMemory, StageTimes
 from stagewright.graphs.documents.errors import InputError
 
 

@@ -8,12 +8,14 @@ import numpy as np
 
 from stagewright.formulations.pipelines.blocks import blocks_of, numbering, timetable_of
 from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
-from stagewright.formulations.pipelines.timed_rows import timetable_of_order
+from stagewright.formulations.pipelines.windows import timetable_of_order
 from stagewright.formulations.schedules.order import Order
-from stagewright.formulations.schedules.published.gpipe import gpipe
-from stagewright.formulations.schedules.published.interleaved import interleaved
-from stagewright.formulations.schedules.published.one_f_one_b import one_f_one_b
-from stagewright.formulations.schedules.published.pe import pe
+from stagewright.formulations.schedules.published.one_f_one_b import (
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    pe,
+)
 from stagewright.graphs.documents.errors import InputError
 from stagewright.solvers.pipelines.forward_backward import Rules, dispatch, rules_of
 

@@ -7,8 +7,13 @@ from time import perf_counter
 import numpy as np
 
 from stagewright.formulations.forms.answers import Limits, silent
-from stagewright.formulations.pipelines.bounds.placements import BALANCE, Balance, placement_bounds
-from stagewright.formulations.pipelines.bounds.stages import plans_of, quick_bound
+from stagewright.formulations.pipelines.bounds.stages import (
+    BALANCE,
+    Balance,
+    placement_bounds,
+    plans_of,
+    quick_bound,
+)
 from stagewright.formulations.pipelines.makespan import MakespanProblem
 from stagewright.formulations.plans.plan import Bound
 from stagewright.formulations.schedules.placements import Device

@@ -7,7 +7,7 @@ from functools import cached_property
 import numpy as np
 
 from stagewright.formulations.pipelines.bounds.relaxation import Relaxation, relax
-from stagewright.formulations.pipelines.spp import cheapest_work
+from stagewright.formulations.pipelines.bppm import cheapest_work
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.solvers.pipelines.compiled import lean, lean_entry, refer

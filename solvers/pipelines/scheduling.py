@@ -12,14 +12,9 @@ import numpy as np
 
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress, Status, silent
 from stagewright.formulations.pipelines.bounds.stages import plans_of, schedule_bounds
-from stagewright.formulations.pipelines.makespan import (
-    MakespanProblem,
-    Timetable,
-    memory_excess,
-)
+from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable, memory_excess
 from stagewright.formulations.pipelines.makespan_models import ByIntervals
-from stagewright.formulations.pipelines.timed_rows import order_of_times
-from stagewright.formulations.pipelines.windows import WINDOWS
+from stagewright.formulations.pipelines.windows import WINDOWS, order_of_times
 from stagewright.formulations.plans.plan import Bound
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.errors import InvalidPlan

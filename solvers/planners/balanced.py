@@ -8,13 +8,12 @@ import numpy as np
 
 from stagewright.formulations.forms.answers import Limits, OnProgress
 from stagewright.formulations.pipelines.bounds.stages import quick_bound
-from stagewright.formulations.pipelines.bppm import StageChoice
-from stagewright.formulations.pipelines.spp import makespan_problem
+from stagewright.formulations.pipelines.bppm import StageChoice, makespan_problem
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.machines.ordering import recursive_device_order
 from stagewright.solvers.pipelines.list_scheduling import list_schedule
 from stagewright.solvers.planners.steps.proposal import NoPlan, Proposal, named_stages, proposal_of
-from stagewright.solvers.planners.structures.seeds import balanced_cuts, lengths
+from stagewright.solvers.planners.structures.arrangements import balanced_cuts, lengths
 
 
 def plan_balanced(

@@ -10,11 +10,10 @@ import numpy as np
 
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress, Status, silent
 from stagewright.formulations.pipelines.bounds.stages import schedule_bounds
-from stagewright.formulations.pipelines.bppm import StageChoice
+from stagewright.formulations.pipelines.bppm import StageChoice, makespan_problem
 from stagewright.formulations.pipelines.joint import JOINT_SEARCH, JointPlanning, Prefix
 from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
 from stagewright.formulations.pipelines.makespan_models import ByIntervals
-from stagewright.formulations.pipelines.spp import makespan_problem
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Bound
 from stagewright.formulations.plans.plan_class import DISJOINT_SPLIT

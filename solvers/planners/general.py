@@ -24,8 +24,12 @@ from stagewright.formulations.plans.structure import Structure, misfit, work_of
 from stagewright.formulations.plans.timing import Blocks
 from stagewright.graphs.machines.ordering import recursive_device_order
 from stagewright.solvers.pipelines.every_plan import every_plan_bounds
-from stagewright.solvers.pipelines.structures.rules import Rule, rules_for
-from stagewright.solvers.pipelines.structures.scheduling import EQUAL, best_schedule
+from stagewright.solvers.pipelines.structures.scheduling import (
+    EQUAL,
+    Rule,
+    best_schedule,
+    rules_for,
+)
 from stagewright.solvers.planners.steps.planner import ANY_RECOMPUTATION, Options, SearchPlanner
 from stagewright.solvers.planners.steps.proposal import (
     Choices,
@@ -35,8 +39,8 @@ from stagewright.solvers.planners.steps.proposal import (
     structure_of,
 )
 from stagewright.solvers.planners.steps.warm_start import warm_start
+from stagewright.solvers.planners.structures.arrangements import pipelines
 from stagewright.solvers.planners.structures.moves import StructureMoves
-from stagewright.solvers.planners.structures.seeds import pipelines
 
 STARTS = 6  # structures that hill climbing starts from
 _KICKS = 3  # random moves between a local optimum and the next start

@@ -29,8 +29,8 @@ from stagewright.solvers.pipelines.forward_backward import improve
 from stagewright.solvers.pipelines.list_scheduling import best_list_schedule
 from stagewright.solvers.pipelines.rows.search import RowSearch, compile_row_kernels
 from stagewright.solvers.planners.steps.proposal import NoPlan, Proposal, cost_of, structure_of
+from stagewright.solvers.planners.structures.arrangements import pipelines
 from stagewright.solvers.planners.structures.reordering import grouped_starts
-from stagewright.solvers.planners.structures.seeds import pipelines
 
 RULES = 30  # tried for each structure with limited memory
 PASSES = (5, 40)  # without improvement, after which a search without limits of memory ends

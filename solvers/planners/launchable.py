@@ -32,7 +32,6 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import counted
 from stagewright.solvers.pipelines.relaxation import FillAndDrain
 from stagewright.solvers.planners.order import Layout, fitting, timed
-from stagewright.solvers.planners.steps.class_bounds import ClassBounds
 from stagewright.solvers.planners.steps.planner import Options, SearchPlanner
 from stagewright.solvers.planners.steps.proposal import (
     Choices,
@@ -42,8 +41,9 @@ from stagewright.solvers.planners.steps.proposal import (
     cost_of,
     with_memory_mode,
 )
-from stagewright.solvers.planners.structures.arrangements import arrangements
-from stagewright.solvers.planners.structures.seeds import (
+from stagewright.solvers.planners.steps.reporting import ClassBounds
+from stagewright.solvers.planners.structures.arrangements import (
+    arrangements,
     every_balanced_cuts,
     lengths,
     stage_seconds,

@@ -12,19 +12,13 @@ from itertools import cycle, product
 
 import numpy as np
 
-from stagewright.formulations.backprop.overlap import Streams
-from stagewright.formulations.backprop.streams_bound import two_streams_bound
+from stagewright.formulations.backprop.models import two_streams_bound
+from stagewright.formulations.backprop.regions import Streams
 from stagewright.formulations.backprop.training import Layers
-from stagewright.formulations.plans.actions import UPDATE, Action, B, F, I, W
+from stagewright.formulations.plans.actions import FLUSH, UPDATE, Action, B, F, I, W
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
-from stagewright.formulations.plans.timing import (
-    Blocks,
-    durations,
-    kernel_shares,
-    updated_stages,
-)
-from stagewright.formulations.plans.weight_rules import FLUSH
+from stagewright.formulations.plans.timing import Blocks, durations, kernel_shares, updated_stages
 from stagewright.formulations.schedules.backward_first import earliest_starts, two_stream_starts
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError, InvalidPlan

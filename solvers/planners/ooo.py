@@ -15,9 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stagewright.formulations.backprop.choice import OutOfOrder
 from stagewright.formulations.backprop.of_stages import common_problem, splits, stage_bounds
-from stagewright.formulations.backprop.orders import fast_forward, reverse_first_k
+from stagewright.formulations.backprop.orders import OutOfOrder, fast_forward, reverse_first_k
 from stagewright.formulations.backprop.problem import BackpropProblem, Timetable
 from stagewright.formulations.checking.peaks import memory_exceeded, peaks
 from stagewright.formulations.checking.times import read_times
@@ -29,9 +28,9 @@ from stagewright.formulations.plans.plan import Stage
 from stagewright.formulations.schedules.backward_first import Orders, earliest_starts
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.ordering import recursive_device_order
-from stagewright.solvers.backprop.data_parallel import reverse_search
 from stagewright.solvers.backprop.exact import best_list_schedule
 from stagewright.solvers.backprop.list_scheduling import list_schedule
+from stagewright.solvers.backprop.regions import reverse_search
 from stagewright.solvers.planners.one_device import (
     ROUNDING,
     one_device_proposals,

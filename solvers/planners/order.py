@@ -14,13 +14,11 @@ from stagewright.formulations.checking.times import read_times
 from stagewright.formulations.forms.answers import Limits, OnProgress
 from stagewright.formulations.patterns.one_f_one_b import least_period, one_f_one_b_star
 from stagewright.formulations.patterns.pattern_problems import pattern_problem
+from stagewright.formulations.plans.actions import WEIGHT_RULES, Weights
 from stagewright.formulations.plans.assembly import assemble
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
 from stagewright.formulations.plans.structure import Structure, misfit, work_of
-from stagewright.formulations.plans.weight_rules import WEIGHT_RULES, Weights
-from stagewright.formulations.schedules.choice import OPTIMAL, ScheduleChoice
-from stagewright.formulations.schedules.memory import ActivationMemory
 from stagewright.formulations.schedules.order import Order
 from stagewright.formulations.schedules.placements import placed
 from stagewright.formulations.schedules.planned import (
@@ -29,7 +27,14 @@ from stagewright.formulations.schedules.planned import (
     stages_of,
     starts_to_the_end,
 )
-from stagewright.formulations.schedules.published.kinds import KINDS, Sizes, schedule_of
+from stagewright.formulations.schedules.published.kinds import (
+    KINDS,
+    OPTIMAL,
+    ScheduleChoice,
+    Sizes,
+    schedule_of,
+)
+from stagewright.formulations.schedules.timing import ActivationMemory
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.ordering import recursive_device_order
 from stagewright.solvers.pipelines.structures.scheduling import best_schedule
@@ -43,8 +48,8 @@ from stagewright.solvers.planners.steps.proposal import (
     cost_of,
     with_memory_mode,
 )
+from stagewright.solvers.planners.structures.arrangements import balanced_cuts
 from stagewright.solvers.planners.structures.reordering import reorder
-from stagewright.solvers.planners.structures.seeds import balanced_cuts
 from stagewright.solvers.planners.structures.uniform import RULES
 
 Found = Proposal | PeriodicProposal | NoPlan

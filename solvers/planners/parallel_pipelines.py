@@ -29,6 +29,7 @@ from stagewright.formulations.patterns.parallel_pipelines import (
 )
 from stagewright.formulations.patterns.pattern_problems import PatternProblems
 from stagewright.formulations.pipelines.bppm import prefix_sums, range_sums
+from stagewright.formulations.plans.actions import DOUBLE_BUFFER, FLUSH, WeightRule
 from stagewright.formulations.plans.memory import (
     buffers_per_boundary,
     kept_bytes,
@@ -37,20 +38,20 @@ from stagewright.formulations.plans.memory import (
 )
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
-from stagewright.formulations.plans.weight_rules import DOUBLE_BUFFER, FLUSH, WeightRule
 from stagewright.formulations.schedules.published.one_f_one_b import one_f_one_b
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.documents.units import (
-    MAX_MICROBATCHES,
-    format_bytes,
-    format_seconds,
-)
+from stagewright.graphs.documents.units import MAX_MICROBATCHES, format_bytes, format_seconds
 from stagewright.graphs.machines.ordering import recursive_device_order
 from stagewright.solvers.patterns.parallel_pipelines import Choice, best_configuration
 from stagewright.solvers.planners.order import in_order
-from stagewright.solvers.planners.periodic.device_groups import Groups, group_sizes, named_group
-from stagewright.solvers.planners.periodic.search import FoundPattern, PeriodicSearch
+from stagewright.solvers.planners.periodic.search import (
+    FoundPattern,
+    Groups,
+    PeriodicSearch,
+    group_sizes,
+    named_group,
+)
 from stagewright.solvers.planners.steps.planner import Options, SearchPlanner
 from stagewright.solvers.planners.steps.proposal import (
     Choices,
@@ -59,7 +60,7 @@ from stagewright.solvers.planners.steps.proposal import (
     Proposal,
     cost_of,
 )
-from stagewright.solvers.planners.structures.seeds import every_balanced_cuts
+from stagewright.solvers.planners.structures.arrangements import every_balanced_cuts
 
 ROUNDING = 1e-9  # relative; floors are sums of the same numbers in another order
 

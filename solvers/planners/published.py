@@ -31,8 +31,8 @@ from stagewright.solvers.planners.steps.proposal import (
     cost_of,
     with_memory_mode,
 )
+from stagewright.solvers.planners.structures.arrangements import balanced_cuts
 from stagewright.solvers.planners.structures.reordering import grouped_starts
-from stagewright.solvers.planners.structures.seeds import balanced_cuts
 
 RULES = 30  # tried for each placement, after the published schedules
 LONGER = 2.0  # times the time for all placements, for the rows of the best one

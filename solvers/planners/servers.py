@@ -21,9 +21,8 @@ from stagewright.formulations.pipelines.bounds.server_relaxation import (
     ranks_of,
 )
 from stagewright.formulations.pipelines.bounds.stages import schedule_bounds
-from stagewright.formulations.pipelines.bppm import StageChoice
+from stagewright.formulations.pipelines.bppm import StageChoice, makespan_problem
 from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
-from stagewright.formulations.pipelines.spp import makespan_problem
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Bound
 from stagewright.formulations.plans.plan_class import DISJOINT_SPLIT
@@ -32,12 +31,7 @@ from stagewright.solvers.pipelines.list_scheduling import best_list_schedule
 from stagewright.solvers.pipelines.scheduling import solve_schedule
 from stagewright.solvers.pipelines.servers.relaxation import ServerBounds
 from stagewright.solvers.pipelines.servers.search import STEPS_PER_SECOND
-from stagewright.solvers.planners.steps.proposal import (
-    NoPlan,
-    Proposal,
-    named_stages,
-    proposal_of,
-)
+from stagewright.solvers.planners.steps.proposal import NoPlan, Proposal, named_stages, proposal_of
 from stagewright.solvers.planners.structures.refine import refine
 from stagewright.solvers.planners.structures.uniform import UniformPlanner
 

@@ -10,12 +10,13 @@ import numpy as np
 
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
 from stagewright.formulations.pipelines.bounds.stages import quick_bound
-from stagewright.formulations.pipelines.bppm import BalancedPartition, ByRecurrence, StageChoice
-from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
-from stagewright.formulations.pipelines.spp import (
+from stagewright.formulations.pipelines.bppm import (
     LEMMA_1,
     LEMMA_1_PREMISE,
     THEOREM_1,
+    BalancedPartition,
+    ByRecurrence,
+    StageChoice,
     cheapest_work,
     lemma1_seconds,
     makespan_problem,
@@ -23,6 +24,7 @@ from stagewright.formulations.pipelines.spp import (
     theorem1_premise,
     theorem1_seconds,
 )
+from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Guarantee
 from stagewright.formulations.plans.plan_class import DISJOINT_SPLIT

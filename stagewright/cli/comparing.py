@@ -63,7 +63,7 @@ def compare(asked: Asked[CompareRequest], given: CompareOptions) -> int:
 
 
 def _write_corrected(planned: "PipelinePlan", run: "Trace", model: Path, corrected: Path) -> None:
-    from stagewright.executor.measuring.correction import correct
+    from stagewright.executor.measuring.compare import correct
 
     save_model(correct(load_model(model), planned, run), corrected)
 

@@ -13,8 +13,7 @@ from stagewright.graphs.documents.errors import InputError
 if TYPE_CHECKING:
     import torch
 
-    from stagewright.executor.training.stages.learning_rates import Schedule
-    from stagewright.executor.training.stages.parameter_groups import ParameterGroups
+    from stagewright.executor.training.stages.learning_rates import ParameterGroups, Schedule
     from stagewright.executor.training.training import NamedOptimizer
 
 EXAMPLE = "examples.models:transformer"

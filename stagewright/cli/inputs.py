@@ -341,7 +341,7 @@ def _import_layer_profiles(given: ImportOptions) -> int:
 
 def _with_parts(chain: "Chain", text: str) -> "Chain":
     """The chain with both parts of every backward; says what was assumed."""
-    from stagewright.graphs.models.splitting import split_backwards
+    from stagewright.graphs.models.sharding import split_backwards
 
     share = parse_share(text, "--split-backward")
     try:

@@ -22,11 +22,11 @@ from stagewright.cli.console import (
 from stagewright.cli.interrupts import interruptible
 from stagewright.cli.placing import is_graph, place
 from stagewright.cli.solving import answer_of, planning_engine
-from stagewright.formulations.backprop.choice import OutOfOrder
+from stagewright.formulations.backprop.orders import OutOfOrder
 from stagewright.formulations.forms.answers import Status
 from stagewright.formulations.plans.plan import save_plan
 from stagewright.formulations.plans.plan_class import EVERY_PLAN
-from stagewright.formulations.schedules.choice import ScheduleChoice
+from stagewright.formulations.schedules.published.kinds import ScheduleChoice
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import format_seconds
 from stagewright.graphs.models.chain import Chain

@@ -34,7 +34,7 @@ from stagewright.service.pipelines.requests import CheckRequest, SimulateRequest
 
 if TYPE_CHECKING:
     from stagewright.executor.simulation.difference import PlanDifference
-    from stagewright.executor.simulation.results import PeriodicRun
+    from stagewright.executor.simulation.events import PeriodicRun
     from stagewright.formulations.checking.proofs import Verdict
     from stagewright.service.pipelines.answers import CheckAnswer, SimulateAnswer
 
@@ -227,8 +227,7 @@ def _print_difference(
 
 
 def _print_explanation(plan: "PipelinePlan") -> None:
-    from stagewright.executor.simulation.explanation import explain_plan
-    from stagewright.executor.simulation.sentences import explanation_sentences
+    from stagewright.executor.simulation.explanation import explain_plan, explanation_sentences
 
     print_lines(*explanation_sentences(plan, explain_plan(plan)))
 

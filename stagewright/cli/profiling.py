@@ -61,10 +61,9 @@ def profile(given: ProfileOptions) -> int:
     import torch
 
     from stagewright.cli.factories import load_factory, parse_optimizer
-    from stagewright.executor.measuring.machine import Machine
+    from stagewright.executor.measuring.links import Machine
     from stagewright.executor.measuring.profiling import first_batch
-    from stagewright.executor.measuring.together import mean_of_ranks
-    from stagewright.executor.measuring.whole_models import Profiled
+    from stagewright.executor.measuring.whole_models import Profiled, mean_of_ranks
     from stagewright.executor.training.data.passes import pair
     from stagewright.executor.training.losses import loss_of_run
 
@@ -222,7 +221,7 @@ def capture(given: CaptureOptions) -> int:
     from stagewright.executor.capture.steps.analytic import with_analytic_seconds
     from stagewright.executor.capture.steps.factories import resized, share_of, without_values
     from stagewright.executor.capture.steps.step import capture_step
-    from stagewright.executor.measuring.machine import Machine
+    from stagewright.executor.measuring.links import Machine
     from stagewright.executor.measuring.operators import measure_operators
     from stagewright.executor.measuring.profiling import first_batch
     from stagewright.executor.training.losses import cross_entropy

@@ -166,7 +166,7 @@ def _place(row: SweepRow) -> str:
 
 def _drawn(answer: SweepAnswer) -> bytes:
     """The first size with several values is the horizontal axis; the others make the lines."""
-    from stagewright.executor.drawing.charts.sweep import SweepLine, sweep_png
+    from stagewright.executor.drawing.charts.prices import SweepLine, sweep_png
 
     shown = {
         "devices": [str(row.devices) for row in answer.rows],

@@ -6,7 +6,7 @@ from stagewright.formulations.forms.answers import StopToken
 from stagewright.service.operators.plans import CheckPlacementRequest, PlaceRequest
 
 if TYPE_CHECKING:
-    from stagewright.formulations.checking.violations import Violation
+    from stagewright.formulations.checking.order import Violation
     from stagewright.formulations.operators.plan import OperatorPlan
     from stagewright.formulations.operators.problem import Contention
     from stagewright.graphs.importers.dnn_partitioning import Workload

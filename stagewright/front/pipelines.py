@@ -24,9 +24,9 @@ from stagewright.service.pipelines.requests import (
 if TYPE_CHECKING:
     from stagewright.executor.programs.trace import Trace
     from stagewright.executor.simulation.difference import PlanDifference
-    from stagewright.executor.simulation.results import Simulation
+    from stagewright.executor.simulation.events import Simulation
+    from stagewright.formulations.checking.order import Violation
     from stagewright.formulations.checking.proofs import Verdict
-    from stagewright.formulations.checking.violations import Violation
     from stagewright.formulations.parallelism.document import LayoutPlan
     from stagewright.formulations.plans.plan import PipelinePlan
     from stagewright.front.results import Picture, Result

@@ -10,8 +10,7 @@ from profiles import examples
 from scipy import sparse
 
 from stagewright.formulations.forms.answers import Limits, Progress, Status
-from stagewright.formulations.forms.duality import weak_duality_bound
-from stagewright.formulations.forms.models import Intervals, LinearProgram
+from stagewright.formulations.forms.models import Intervals, LinearProgram, weak_duality_bound
 from stagewright.graphs.documents.errors import InputError
 from stagewright.solvers.backends.backend import BACKENDS, UnknownStatusError, solve
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples
 
-from stagewright.formulations.backprop.bounds import window_bounds
+from stagewright.formulations.backprop.of_stages import window_bounds
 from stagewright.formulations.backprop.orders import conventional, fast_forward, reverse_first_k
 from stagewright.formulations.backprop.problem import Timetable
 from stagewright.formulations.backprop.training import Layers, data_parallel, training

@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 from profiles import examples
 
 from benchmarks.backprop_systems import BASELINES, SyncLink, baseline, buckets
-from stagewright.formulations.backprop.bounds import window_bounds
+from stagewright.formulations.backprop.of_stages import window_bounds
 from stagewright.formulations.backprop.orders import conventional, reverse_first_k
 from stagewright.formulations.backprop.training import Layers, data_parallel
 from stagewright.formulations.forms.answers import Limits, Status
-from stagewright.solvers.backprop.data_parallel import reverse_search
 from stagewright.solvers.backprop.exact import best_list_schedule, solve
 from stagewright.solvers.backprop.list_scheduling import list_schedule
+from stagewright.solvers.backprop.regions import reverse_search
 
 
 def unit_layers(count):

@@ -8,15 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples
 
-from stagewright.formulations.backprop.bounds import window_bounds
+from stagewright.formulations.backprop.of_stages import window_bounds
 from stagewright.formulations.backprop.orders import fast_forward, reverse_first_k
 from stagewright.formulations.backprop.problem import peaks
 from stagewright.formulations.backprop.training import Layers, data_parallel, training
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.graphs.documents.errors import InputError
-from stagewright.solvers.backprop.data_parallel import reverse_search
 from stagewright.solvers.backprop.exact import best_list_schedule, solve
 from stagewright.solvers.backprop.list_scheduling import list_schedule
+from stagewright.solvers.backprop.regions import reverse_search
 from stagewright.solvers.planners.ooo import modulo_devices
 
 LIMITS = Limits(seconds=60)

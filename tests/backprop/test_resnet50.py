@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.backprop_systems import SyncLink, in_chunks
-from stagewright.formulations.backprop.bounds import window_bounds
+from stagewright.formulations.backprop.of_stages import window_bounds
 from stagewright.formulations.backprop.orders import conventional, reverse_first_k
 from stagewright.formulations.backprop.training import Layers, data_parallel
 from stagewright.graphs.importers import read_pipedream

@@ -7,8 +7,8 @@ from random import Random
 import pytest
 from profiles import slow_after
 
-from stagewright.formulations.backprop.choice import OutOfOrder
 from stagewright.formulations.backprop.of_stages import BETWEEN_LOSSES, stage_bounds
+from stagewright.formulations.backprop.orders import OutOfOrder
 from stagewright.formulations.checking.check import require_valid
 from stagewright.formulations.checking.proofs import verdicts
 from stagewright.formulations.forms.answers import Limits

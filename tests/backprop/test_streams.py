@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples
 
-from stagewright.formulations.backprop.overlap import Streams
 from stagewright.formulations.backprop.problem import peaks
-from stagewright.formulations.backprop.regions import Regions, regions_of
+from stagewright.formulations.backprop.regions import Regions, Streams, regions_of
 from stagewright.formulations.backprop.training import Layers, single_device
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.solvers.backprop.regions import joint_schedule, schedule_streams

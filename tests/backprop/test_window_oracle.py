@@ -13,7 +13,7 @@ import window_oracle as oracle
 from profiles import slow_after
 
 import stagewright
-from stagewright.formulations.backprop.choice import OutOfOrder
+from stagewright.formulations.backprop.orders import OutOfOrder
 from stagewright.formulations.plans.plan import load_plan, save_plan
 from stagewright.solvers.planners.steps.proposal import Choices
 

@@ -13,7 +13,7 @@ import training_plans as make  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from stagewright.executor.capture.made_once import made_once, shared  # noqa: E402
+from stagewright.executor.capture.twins import made_once, shared  # noqa: E402
 from stagewright.executor.training.runtime import Executor  # noqa: E402
 from stagewright.formulations.plans.actions import parse_action  # noqa: E402
 from stagewright.formulations.plans.plan import Stage  # noqa: E402

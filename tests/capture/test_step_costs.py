@@ -15,7 +15,7 @@ from stagewright.executor.capture.steps.analytic import operation, with_analytic
 from stagewright.executor.capture.steps.document import operators
 from stagewright.executor.capture.steps.factories import resized, without_values
 from stagewright.executor.capture.steps.step import CapturedStep, capture_step
-from stagewright.executor.measuring.machine import Machine
+from stagewright.executor.measuring.links import Machine
 from stagewright.executor.measuring.operators import measure_operators
 from stagewright.graphs.documents.errors import InputError
 

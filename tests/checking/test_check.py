@@ -22,7 +22,7 @@ from plans import (
 from profiles import examples, slow_but
 
 from stagewright.formulations.checking.check import check, predict, require_valid
-from stagewright.formulations.checking.violations import Violation
+from stagewright.formulations.checking.order import Violation
 from stagewright.formulations.plans.actions import COMPUTE, Action, ActionKind, parse_action
 from stagewright.formulations.plans.memory import in_flight_limit, stage_static_bytes, static_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem

@@ -11,11 +11,11 @@ from profiles import examples, slow_after
 from strategies import hard_problem
 
 from stagewright.formulations.pipelines.bounds.every_plan import (
+    LeastTimes,
     layer_bound,
     layer_path_bound,
     why_nothing_fits,
 )
-from stagewright.formulations.pipelines.bounds.least_times import LeastTimes
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan_class import (
     DISJOINT_SPLIT,

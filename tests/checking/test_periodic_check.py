@@ -28,6 +28,7 @@ from plans import made_up_certificate, small_problem
 from profiles import examples, slow_but
 
 from stagewright.formulations.checking.check import check, predict, require_valid
+from stagewright.formulations.plans.actions import WEIGHT_RULES, Weights
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import (
     Bound,
@@ -39,7 +40,6 @@ from stagewright.formulations.plans.plan import (
     Stage,
 )
 from stagewright.formulations.plans.plan_class import EVERY_PLAN
-from stagewright.formulations.plans.weight_rules import WEIGHT_RULES, Weights
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost

@@ -17,7 +17,7 @@ from streams import (
     two_stream_plan,
 )
 
-from stagewright.formulations.backprop.streams_bound import TWO_STREAMS, two_streams_bound
+from stagewright.formulations.backprop.models import TWO_STREAMS, two_streams_bound
 from stagewright.formulations.checking.check import check, require_valid
 from stagewright.formulations.pipelines.bounds.every_plan import (
     LOAD,

@@ -9,7 +9,7 @@ from ranks import Ranks
 
 from stagewright.executor.programs.lower import lower
 from stagewright.formulations.plans.actions import COMPUTE
-from stagewright.formulations.schedules.published.interleaved import interleaved
+from stagewright.formulations.schedules.published.one_f_one_b import interleaved
 
 pytest.importorskip("torch", reason="the executor needs torch")
 

@@ -14,7 +14,7 @@ from stagewright.cli import layouts
 from stagewright.cli.interrupts import interruptible
 from stagewright.formulations.parallelism.document import load_layout, violations
 from stagewright.formulations.parallelism.layout import parse_layout
-from stagewright.solvers.parallelism.search import work_alike
+from stagewright.solvers.parallelism.refining import work_alike
 
 PNG = b"\x89PNG\r\n\x1a\n"
 LLAMA = {

@@ -13,11 +13,11 @@ from stagewright.formulations.parallelism.profiles.document import (
 from stagewright.graphs.machines.cluster import Cluster, Device, Link, ServerLinks, save_cluster
 from stagewright.graphs.models.layer_profiles import (
     LayerProfiles,
+    LayerSizes,
     Measured,
     load_layer_profiles,
     save_layer_profiles,
 )
-from stagewright.graphs.models.layer_sizes import LayerSizes
 
 PNG = b"\x89PNG\r\n\x1a\n"
 LAYERS = 4

@@ -13,9 +13,9 @@ from order_timing import most_on_device
 from pages import drawings
 
 import stagewright
-from stagewright.formulations.schedules.channels import with_channels
+from stagewright.formulations.schedules.planned import with_channels
 from stagewright.formulations.schedules.published.kinds import KINDS
-from stagewright.formulations.schedules.published.round_robin import round_robin
+from stagewright.formulations.schedules.published.one_f_one_b import round_robin
 from stagewright.formulations.schedules.timing import StageTimes
 from stagewright.service.schedules.setting import SCHEDULES
 

@@ -10,7 +10,7 @@ import stagewright
 from stagewright.cli import app
 from stagewright.executor.export import FORMATS, export
 from stagewright.executor.export.options import Options
-from stagewright.formulations.backprop.choice import OutOfOrder
+from stagewright.formulations.backprop.orders import OutOfOrder
 from stagewright.formulations.plans.plan import load_plan
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import save_cluster

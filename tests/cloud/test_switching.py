@@ -24,8 +24,7 @@ from stagewright.formulations.cloud.switching import (
 from stagewright.formulations.forms.answers import Status
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.workloads.prices import HOUR, Market
-from stagewright.solvers.cloud.rolling import solve_rolling
-from stagewright.solvers.cloud.switching import solve_switching
+from stagewright.solvers.cloud.switching import solve_rolling, solve_switching
 
 few = examples(20)
 HOURLY = Overheads(checkpoint_seconds=HOUR, restore_seconds=HOUR)

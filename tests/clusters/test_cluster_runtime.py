@@ -18,11 +18,10 @@ from cluster_runs import RATES, ROUND, SECONDS, job, max_min_fair, run
 from commands import answered_json
 
 from stagewright.executor.clusters.job_store import JobStore
-from stagewright.executor.clusters.rates import Measured, has_moved, measured, surviving
+from stagewright.executor.clusters.rates import ClusterJob, Measured, has_moved, measured, surviving
 from stagewright.executor.clusters.ray_ranks import bind
 from stagewright.executor.clusters.report import ClusterReport, JobOutcome
 from stagewright.executor.clusters.runtime import run_cluster
-from stagewright.executor.clusters.workload import ClusterJob
 from stagewright.formulations.clusters.allocation import Allocation, AllocationProblem
 from stagewright.formulations.clusters.rates import rate_table
 from stagewright.graphs.documents import documents

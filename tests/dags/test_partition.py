@@ -13,17 +13,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples
 
-from stagewright.formulations.dags.bounds import heaviest_part, priced_load
-from stagewright.formulations.dags.problem import DagProblem, PlacedSet, Pool, Tensor
+from stagewright.formulations.dags.problem import (
+    DagProblem,
+    PlacedSet,
+    Pool,
+    Tensor,
+    heaviest_part,
+    priced_load,
+)
 from stagewright.formulations.dags.workloads import dag_problem
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.importers.dnn_partitioning import read_workload
-from stagewright.solvers.dags import neighbourhood
 from stagewright.solvers.dags import partition as solver
-from stagewright.solvers.dags.downsets import downsets
 from stagewright.solvers.dags.free import free_partition
-from stagewright.solvers.dags.merging import expand, merge
+from stagewright.solvers.dags.merging import downsets, expand, merge
 from stagewright.solvers.dags.partition import partition
 from stagewright.solvers.dags.phases import partition_phases
 
@@ -249,7 +253,7 @@ def branches(seed, count, length, devices):
 
 def test_neighbourhoods_come_near_the_optimum(monkeypatch):
     """Where the orders alone are 7 to 16 % above it."""
-    monkeypatch.setattr(neighbourhood, "SIZES", (100, 300))
+    monkeypatch.setattr(solver, "SIZES", (100, 300))
     for seed in range(3):
         problem = branches(seed, 4, 6, 4)
         best = partition(problem, LIMITS)
@@ -257,7 +261,7 @@ def test_neighbourhoods_come_near_the_optimum(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(solver, "MOST_DOWNSETS", 1)
             found, again = (partition(problem, LIMITS) for _ in range(2))
-            patch.setattr(neighbourhood, "STALE", 0)
+            patch.setattr(solver, "STALE", 0)
             orders = partition(problem, LIMITS)
         assert found.status is Status.FEASIBLE
         assert found.sets == again.sets

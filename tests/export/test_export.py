@@ -16,9 +16,9 @@ from ranks import Ranks
 
 from stagewright.cli import exporting
 from stagewright.executor.export import FORMATS, export, pipelines, remarks
+from stagewright.executor.export.launchers import to_yaml
 from stagewright.executor.export.layouts import EVERY_FORMAT
 from stagewright.executor.export.options import Options
-from stagewright.executor.export.strict_yaml import to_yaml
 from stagewright.executor.programs.lower import lower
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.plans.actions import parse_action
@@ -27,9 +27,8 @@ from stagewright.formulations.plans.plan import (
     Schedule,
     save_plan,
 )
-from stagewright.formulations.schedules.choice import ScheduleChoice
-from stagewright.formulations.schedules.published.interleaved import interleaved
-from stagewright.formulations.schedules.published.kinds import KINDS
+from stagewright.formulations.schedules.published.kinds import KINDS, ScheduleChoice
+from stagewright.formulations.schedules.published.one_f_one_b import interleaved
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.machines.cluster import (
     Cluster,

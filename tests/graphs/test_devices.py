@@ -10,17 +10,18 @@ from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Link
 from stagewright.graphs.machines.devices import (
+    A100,
     ACCELERATORS,
     GENERIC,
     Accelerator,
     accelerator,
+    reached_on,
     read_accelerator,
     read_kind,
     require_arithmetic,
 )
 from stagewright.graphs.machines.fabric import Fabric, Level, fabric_of
 from stagewright.graphs.machines.networks import fabric_of_kind, network_link, server_link
-from stagewright.graphs.machines.rates import A100, reached_on
 from stagewright.graphs.machines.servers import ServerGroup, mixed_servers
 from stagewright.graphs.machines.topology import parse_nvidia_smi
 from stagewright.graphs.models.analytic import analytic_model

@@ -13,11 +13,11 @@ from stagewright.graphs.importers.metis import read_metis
 from stagewright.graphs.importers.sailor import read_sailor
 from stagewright.graphs.models.layer_profiles import (
     LayerProfiles,
+    LayerSizes,
     Measured,
     load_layer_profiles,
     save_layer_profiles,
 )
-from stagewright.graphs.models.layer_sizes import LayerSizes
 
 SAILOR = Path(__file__).parents[3] / "shared" / "data" / "training" / "sailor"
 needs_data = pytest.mark.skipif(

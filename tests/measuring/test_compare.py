@@ -21,8 +21,7 @@ from stagewright.cli import app
 from stagewright.executor.drawing.charts.chart import png, stacked_png
 from stagewright.executor.drawing.colours import KIND_COLOURS
 from stagewright.executor.drawing.periods import finish_seconds
-from stagewright.executor.measuring.compare import Comparison, compare, measured_plan
-from stagewright.executor.measuring.correction import correct
+from stagewright.executor.measuring.compare import Comparison, compare, correct, measured_plan
 from stagewright.executor.measuring.pairs import Pair
 from stagewright.executor.programs.trace import (
     RankAction,

@@ -22,10 +22,16 @@ from torch.nn.functional import cross_entropy
 from stagewright.cli.factories import load_factory
 from stagewright.cli.profiling import ProfileOptions, profile
 from stagewright.executor.capture.tracing import capture
-from stagewright.executor.measuring.links import Links, describe, fit, measure_links, reduce_share
-from stagewright.executor.measuring.machine import Machine
+from stagewright.executor.measuring.links import (
+    Links,
+    Machine,
+    describe,
+    fit,
+    measure_links,
+    reduce_share,
+)
 from stagewright.executor.measuring.profiling import first_batch, measure_layers
-from stagewright.executor.measuring.together import mean_of_ranks
+from stagewright.executor.measuring.whole_models import mean_of_ranks
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Cluster, Link, uniform_servers

@@ -20,7 +20,7 @@ from stagewright.formulations.operators.bounds import (
     shortage,
 )
 from stagewright.solvers.operators.bounds import bounds_of, load_prices
-from stagewright.solvers.operators.dpos import dpos
+from stagewright.solvers.operators.peers import dpos
 
 APART = [[0, 1], [1, 0]]
 

@@ -13,8 +13,8 @@ from scipy.optimize import lsq_linear
 
 from stagewright.executor.programs.operators.trace import scheduled_operators
 from stagewright.executor.programs.trace import Trace, TracedStep
+from stagewright.formulations.operators.plan import operator_problem
 from stagewright.formulations.operators.splitting import split_graph
-from stagewright.formulations.operators.step import operator_problem
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MIN_BANDWIDTH

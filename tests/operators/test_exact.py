@@ -11,11 +11,11 @@ from profiles import examples
 
 from benchmarks.operator_graphs import SHAPES, random_problem
 from stagewright.formulations.forms.answers import Limits, Status
-from stagewright.formulations.forms.ticks import exact_unit
+from stagewright.formulations.forms.disjunctive import exact_unit
 from stagewright.graphs.documents.errors import InvalidPlan
 from stagewright.solvers.operators import exact
-from stagewright.solvers.operators.dpos import dpos
 from stagewright.solvers.operators.exact import solve_exactly
+from stagewright.solvers.operators.peers import dpos
 from stagewright.solvers.operators.search import METHODS, best_list_schedule, search
 
 LIMITS = Limits(seconds=60)

@@ -9,13 +9,13 @@ from profiles import examples
 from random_steps import MEGABYTE, graphs
 
 from stagewright.formulations.operators import rules
+from stagewright.formulations.operators.plan import operator_problem
 from stagewright.formulations.operators.splitting import choices_of, split_graph
-from stagewright.formulations.operators.step import operator_problem
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.solvers.operators.dividing import Places, divided
-from stagewright.solvers.operators.dpos import dpos
-from stagewright.solvers.operators.memory import peaks
+from stagewright.solvers.operators.insertion import peaks
 from stagewright.solvers.operators.os_dpos import os_dpos, placed_critical_path
+from stagewright.solvers.operators.peers import dpos
 from stagewright.solvers.operators.ranks import arrays_of
 from stagewright.solvers.operators.search import FREED, METHODS, SHARES, first_of
 

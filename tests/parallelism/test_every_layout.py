@@ -27,7 +27,7 @@ from stagewright.service.layouts.searching import (
     find_layouts,
 )
 from stagewright.service.layouts.training_problems import training_problem
-from stagewright.solvers.parallelism.search import search
+from stagewright.solvers.parallelism.refining import search
 from stagewright.solvers.parallelism.space import Space
 
 EXACT, ROUNDED = 1 + 1e-9, 1 + 1e-8

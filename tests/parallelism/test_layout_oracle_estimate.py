@@ -11,18 +11,18 @@ from model_sizes import total_parameters
 from profiles import UNSHRUNK, examples
 
 from stagewright.formulations.parallelism.estimate import evaluate
-from stagewright.formulations.parallelism.exchanges import (
+from stagewright.formulations.parallelism.layout import Layout
+from stagewright.formulations.parallelism.parts import Parts
+from stagewright.formulations.parallelism.states import (
     all_reduce_seconds,
     all_to_all_seconds,
     gather_seconds,
     send_seconds,
 )
-from stagewright.formulations.parallelism.layout import Layout
-from stagewright.formulations.parallelism.parts import Parts
 from stagewright.formulations.parallelism.training import TrainingProblem
+from stagewright.graphs.machines.devices import Reached
 from stagewright.graphs.machines.fabric import Fabric, Level
 from stagewright.graphs.machines.groups import links
-from stagewright.graphs.machines.rates import Reached
 from stagewright.graphs.models.architecture import Architecture, FeedForward, GroupedAttention
 
 

@@ -19,7 +19,7 @@ from stagewright.graphs.models.architecture import (
     FeedForward,
     GroupedAttention,
 )
-from stagewright.solvers.parallelism.search import search
+from stagewright.solvers.parallelism.refining import search
 from stagewright.solvers.parallelism.space import Space
 
 MODEL = Architecture("m", 8, 64, 1000, GroupedAttention(12, 6, 16), FeedForward(96))

@@ -16,8 +16,8 @@ from benchmarks.layout_runs import (
 )
 from stagewright.formulations.parallelism.estimate import evaluate
 from stagewright.formulations.parallelism.parts import shares
+from stagewright.graphs.machines.devices import A100
 from stagewright.graphs.machines.networks import NETWORK_SHARE, SERVER_LATENCY, SERVER_SHARE
-from stagewright.graphs.machines.rates import A100
 
 
 def test_iterations_of_2022(measured: list[Measured]) -> None:

@@ -17,6 +17,8 @@ from stagewright.formulations.parallelism.profiles.pipelines import (
     MemoryRule,
     ProfiledProblem,
     evaluate,
+    least_finish,
+    pipeline_seconds,
 )
 from stagewright.formulations.parallelism.profiles.plan import (
     ProfiledPlan,
@@ -24,10 +26,8 @@ from stagewright.formulations.parallelism.profiles.plan import (
     Replica,
     even_microbatches,
 )
-from stagewright.formulations.parallelism.profiles.time import least_finish, pipeline_seconds
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
-from stagewright.graphs.models.layer_profiles import LayerProfiles, Measured
-from stagewright.graphs.models.layer_sizes import LayerSizes
+from stagewright.graphs.models.layer_profiles import LayerProfiles, LayerSizes, Measured
 from stagewright.solvers.parallelism.profiles import pipelines as solver
 from stagewright.solvers.parallelism.profiles.pipelines import profiled_plan
 

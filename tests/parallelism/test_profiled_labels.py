@@ -16,8 +16,7 @@ from stagewright.formulations.parallelism.profiles.pipelines import (
     device_bytes,
     evaluate,
 )
-from stagewright.graphs.models.layer_profiles import LayerProfiles, Measured
-from stagewright.graphs.models.layer_sizes import LayerSizes
+from stagewright.graphs.models.layer_profiles import LayerProfiles, LayerSizes, Measured
 from stagewright.solvers.parallelism.profiles.labels import Labels, Overflow
 from stagewright.solvers.parallelism.profiles.pipelines import placements
 from stagewright.solvers.parallelism.profiles.tables import Tables

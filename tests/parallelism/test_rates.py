@@ -14,8 +14,7 @@ from stagewright.formulations.parallelism.layer_times import layer_time
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.parts import shares
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.machines.devices import ACCELERATORS
-from stagewright.graphs.machines.rates import A100, H100, REACHED, reached_on
+from stagewright.graphs.machines.devices import A100, ACCELERATORS, H100, REACHED, reached_on
 from stagewright.graphs.models.architecture import Experts
 from stagewright.graphs.models.shards import Split
 

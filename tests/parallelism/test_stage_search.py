@@ -17,14 +17,11 @@ from profiles import UNSHRUNK, examples
 from stagewright.formulations.parallelism.estimate import evaluate
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.parts import Parts
-from stagewright.formulations.parallelism.rules import require_layout
-from stagewright.formulations.parallelism.training import TrainingProblem
+from stagewright.formulations.parallelism.training import TrainingProblem, require_layout
 from stagewright.graphs.documents.errors import InputError
 from stagewright.solvers.parallelism.any_division import AnyDivision
-from stagewright.solvers.parallelism.refining import refine
-from stagewright.solvers.parallelism.search import search
-from stagewright.solvers.parallelism.space import Space
-from stagewright.solvers.parallelism.stage_options import Counts, StageOptions
+from stagewright.solvers.parallelism.refining import refine, search
+from stagewright.solvers.parallelism.space import Counts, Space, StageOptions
 from stagewright.solvers.parallelism.stage_search import Divided, StageSearch, least_division
 from stagewright.solvers.parallelism.tree import compiled_walk
 

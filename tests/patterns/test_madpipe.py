@@ -19,7 +19,7 @@ from profiles import examples
 from benchmarks.madpipe_grid import Grid, madpipe_dp
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.patterns import one_f_one_b
-from stagewright.formulations.patterns.allocation_tables import Placed, all_periods, contiguous
+from stagewright.formulations.patterns.joint_patterns import Placed, all_periods, contiguous
 from stagewright.formulations.patterns.madpipe import StageAllocationProblem, delayed
 from stagewright.formulations.patterns.pattern_problems import pattern_problem, static_bytes
 from stagewright.formulations.plans.memory import kept_bytes

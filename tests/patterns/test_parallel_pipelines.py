@@ -17,7 +17,7 @@ from stagewright.formulations.patterns.parallel_pipelines import (
     divisors,
     samples_of,
 )
-from stagewright.formulations.plans.weight_rules import DOUBLE_BUFFER, FLUSH, WeightRule
+from stagewright.formulations.plans.actions import DOUBLE_BUFFER, FLUSH, WeightRule
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.solvers.patterns.parallel_pipelines import best_configuration

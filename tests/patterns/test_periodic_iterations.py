@@ -26,10 +26,10 @@ from stagewright.formulations.patterns.pattern import Pattern, PatternProblem
 from stagewright.formulations.patterns.pattern_problems import pattern_problem
 from stagewright.formulations.patterns.periodic_bounds import iteration_bounds
 from stagewright.formulations.plans.memory import Kept
+from stagewright.formulations.plans.periodic import unroll_run
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PeriodicSchedule, PipelinePlan, Stage, load_plan
 from stagewright.formulations.plans.plan_class import EVERY_PLAN
-from stagewright.formulations.plans.unrolling import unroll_run
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.machines.cluster import (
     Device,

@@ -27,18 +27,16 @@ from stagewright.executor.drawing.summary import in_flight, summarise
 from stagewright.executor.drawing.timeline import headline, timeline
 from stagewright.executor.export import FORMATS, export
 from stagewright.executor.export.options import Options
-from stagewright.executor.measuring.compare import compare, measured_plan
-from stagewright.executor.measuring.correction import correct
+from stagewright.executor.measuring.compare import compare, correct, measured_plan
 from stagewright.executor.programs.trace import Trace, TracedStep, load_trace, save_trace
 from stagewright.executor.simulation.events import Deadlock
 from stagewright.executor.simulation.simulate import simulate
 from stagewright.formulations.checking.check import check
 from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.plans.memory import static_bytes
-from stagewright.formulations.plans.periodic import steady_microbatches
+from stagewright.formulations.plans.periodic import steady_microbatches, unroll_run
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PeriodicSchedule, PipelinePlan, save_plan
-from stagewright.formulations.plans.unrolling import unroll_run
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import save_cluster
 from stagewright.graphs.models.chain import save_model

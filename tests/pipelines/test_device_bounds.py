@@ -19,12 +19,13 @@ from schedule_oracle import Action, least_time
 
 from stagewright.formulations.checking.proofs import verdicts
 from stagewright.formulations.forms.answers import Limits
-from stagewright.formulations.pipelines.bounds.device_tasks import tasks_of, tasks_of_stages
 from stagewright.formulations.pipelines.bounds.devices import (
     EDGE_FINDING,
     is_refuted,
     machine_bound,
     quick_device_bound,
+    tasks_of,
+    tasks_of_stages,
     verified_bound,
     window_of,
 )
@@ -39,7 +40,7 @@ from stagewright.graphs.machines.cluster import FORMAT as CLUSTER
 from stagewright.graphs.machines.cluster import Cluster, Device, Link, from_matrix, uniform_servers
 from stagewright.graphs.models.chain import FORMAT as MODEL
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
-from stagewright.solvers.pipelines.device_bounds import device_bounds
+from stagewright.solvers.pipelines.every_plan import device_bounds
 from stagewright.solvers.pipelines.scheduling import solve_schedule
 from stagewright.solvers.planning import plan
 

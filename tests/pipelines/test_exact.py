@@ -13,8 +13,8 @@ from profiles import examples
 from strategies import PROBLEMS
 
 from stagewright.formulations.forms.answers import Limits
+from stagewright.formulations.pipelines.bppm import makespan_problem
 from stagewright.formulations.pipelines.joint import JointPlanning, Prefix
-from stagewright.formulations.pipelines.spp import makespan_problem
 from stagewright.formulations.plans.memory import in_flight_limit
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.machines.cluster import Cluster, Device, Link, from_matrix, uniform_servers

@@ -16,7 +16,7 @@ from stagewright.formulations.pipelines.blocks import blocks_of, timetable_of
 from stagewright.formulations.pipelines.bounds.stages import schedule_bounds
 from stagewright.formulations.pipelines.makespan import MakespanProblem
 from stagewright.formulations.pipelines.makespan_models import ByIntervals
-from stagewright.formulations.pipelines.timed_rows import order_of_times
+from stagewright.formulations.pipelines.windows import order_of_times
 from stagewright.formulations.plans.actions import parse_action
 from stagewright.formulations.plans.plan_class import DISJOINT_SPLIT
 from stagewright.formulations.schedules.order import Order

@@ -28,8 +28,7 @@ from stagewright.solvers.pipelines.servers.relaxation import (
     is_server_bound,
     server_bound,
 )
-from stagewright.solvers.pipelines.structures.rules import rules_for
-from stagewright.solvers.pipelines.structures.scheduling import best_schedule
+from stagewright.solvers.pipelines.structures.scheduling import best_schedule, rules_for
 
 SECONDS = 60.0
 ROUNDING = 1e-9

@@ -10,13 +10,13 @@ from strategies import hard_problem
 
 from stagewright.formulations.plans.plan import Stage
 from stagewright.formulations.plans.structure import Structure, misfit, work_of
-from stagewright.solvers.pipelines.structures.rules import (
+from stagewright.solvers.pipelines.structures.run import ListRun, WorkLists
+from stagewright.solvers.pipelines.structures.scheduling import (
     Rule,
     flight_limits,
     latencies,
     urgency_keys,
 )
-from stagewright.solvers.pipelines.structures.run import ListRun, WorkLists
 
 
 @st.composite

@@ -13,15 +13,15 @@ from periodic_oracles import brute_force_period, naive_check
 from profiles import examples
 
 import stagewright
-from stagewright.formulations.backprop.choice import OutOfOrder
+from stagewright.formulations.backprop.orders import OutOfOrder
 from stagewright.formulations.checking.check import check
 from stagewright.formulations.checking.proofs import verdicts
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.formulations.patterns.pattern_problems import pattern_problem
+from stagewright.formulations.plans.actions import STASH, STASH_VERTICAL_SYNC
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan, Stage
-from stagewright.formulations.plans.weight_rules import STASH, STASH_VERTICAL_SYNC
-from stagewright.formulations.schedules.choice import ScheduleChoice
+from stagewright.formulations.schedules.published.kinds import ScheduleChoice
 from stagewright.formulations.schedules.runtimes import torch_runtime
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Link, uniform_servers

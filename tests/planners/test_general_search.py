@@ -20,8 +20,7 @@ from stagewright.formulations.plans.plan import Stage
 from stagewright.formulations.plans.structure import Structure, misfit, work_of
 from stagewright.graphs.machines.cluster import Device, Link, from_matrix, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
-from stagewright.solvers.pipelines.structures.rules import rules_for
-from stagewright.solvers.pipelines.structures.scheduling import best_schedule
+from stagewright.solvers.pipelines.structures.scheduling import best_schedule, rules_for
 from stagewright.solvers.planners.general import plan_general
 from stagewright.solvers.planners.steps.proposal import Choices, Proposal, cost_of
 from stagewright.solvers.planners.structures.moves import StructureMoves

@@ -20,8 +20,10 @@ from torch import Tensor, nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402, N812
 
 from stagewright.executor.capture.tracing import capture  # noqa: E402
-from stagewright.executor.measuring.compare import compare  # noqa: E402
-from stagewright.executor.measuring.correction import correct  # noqa: E402
+from stagewright.executor.measuring.compare import (  # noqa: E402
+    compare,
+    correct,
+)
 from stagewright.executor.training.losses import IGNORED, cross_entropy  # noqa: E402
 from stagewright.executor.training.runtime import Executor  # noqa: E402
 from stagewright.formulations.plans.actions import ActionKind, parse_action  # noqa: E402

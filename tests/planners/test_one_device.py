@@ -15,8 +15,8 @@ from stagewright.executor.drawing.timeline import timeline
 from stagewright.executor.programs.backward_first import lower_backward_first
 from stagewright.executor.programs.verification.verify import verify
 from stagewright.executor.simulation.simulate import simulate
-from stagewright.formulations.backprop.choice import OutOfOrder
-from stagewright.formulations.backprop.streams_bound import TWO_STREAMS
+from stagewright.formulations.backprop.models import TWO_STREAMS
+from stagewright.formulations.backprop.orders import OutOfOrder
 from stagewright.formulations.checking.check import check
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.plans.plan_class import EVERY_PLAN

@@ -8,7 +8,7 @@ from profiles import examples
 from stagewright.executor.programs.backward_first import lower_backward_first
 from stagewright.executor.programs.verification.verify import verify
 from stagewright.executor.simulation.simulate import simulate
-from stagewright.formulations.backprop.choice import OutOfOrder
+from stagewright.formulations.backprop.orders import OutOfOrder
 from stagewright.formulations.checking.check import check
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.formulations.plans.actions import parse_action

@@ -28,8 +28,8 @@ from stagewright.executor.simulation.simulate import simulate
 from stagewright.formulations.checking.check import check, predict
 from stagewright.formulations.forms.answers import Limits, Status, silent
 from stagewright.formulations.pipelines.grouped_stages import scheduling_of
-from stagewright.formulations.pipelines.timed_rows import order_of_times
-from stagewright.formulations.plans.actions import parse_action
+from stagewright.formulations.pipelines.windows import order_of_times
+from stagewright.formulations.plans.actions import WEIGHT_RULES, parse_action
 from stagewright.formulations.plans.assembly import assemble, assemble_pattern
 from stagewright.formulations.plans.memory import stage_static_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem
@@ -40,11 +40,15 @@ from stagewright.formulations.plans.plan import (
     Stage,
     save_plan,
 )
-from stagewright.formulations.plans.weight_rules import WEIGHT_RULES
-from stagewright.formulations.schedules.choice import OPTIMAL, ScheduleChoice
 from stagewright.formulations.schedules.order import Order
 from stagewright.formulations.schedules.planned import copies_of
-from stagewright.formulations.schedules.published.kinds import KINDS, Sizes, schedule_of
+from stagewright.formulations.schedules.published.kinds import (
+    KINDS,
+    OPTIMAL,
+    ScheduleChoice,
+    Sizes,
+    schedule_of,
+)
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import save_cluster
 from stagewright.graphs.models.chain import save_model

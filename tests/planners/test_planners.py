@@ -14,8 +14,8 @@ from strategies import PROBLEMS, hard_problem, paper_problem
 from stagewright.formulations.checking import check as checking
 from stagewright.formulations.checking.check import check
 from stagewright.formulations.forms.answers import Limits, Status, silent
+from stagewright.formulations.pipelines.bppm import lemma1_seconds
 from stagewright.formulations.pipelines.grouped_stages import scheduling_of
-from stagewright.formulations.pipelines.spp import lemma1_seconds
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Device, Link, from_matrix, uniform_servers

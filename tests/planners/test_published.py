@@ -13,7 +13,7 @@ from stagewright.formulations.forms.answers import Limits, silent
 from stagewright.formulations.plans.assembly import assemble
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan_class import SHARED_SPLIT
-from stagewright.formulations.schedules.choice import ScheduleChoice
+from stagewright.formulations.schedules.published.kinds import ScheduleChoice
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.solvers.planners.order import plan_order

@@ -16,8 +16,8 @@ from strategies import hard_problem
 from stagewright.formulations.checking.check import check
 from stagewright.formulations.forms.answers import Limits, Progress, silent
 from stagewright.formulations.pipelines.bounds.stages import schedule_bounds
+from stagewright.formulations.pipelines.bppm import makespan_problem
 from stagewright.formulations.pipelines.grouped_stages import choices_of
-from stagewright.formulations.pipelines.spp import makespan_problem
 from stagewright.formulations.plans.assembly import assemble
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Bound
@@ -30,8 +30,8 @@ from stagewright.solvers.planners.baselines.gpipe import plan_gpipe
 from stagewright.solvers.planners.general import plan_general
 from stagewright.solvers.planners.steps.proposal import Choices, Proposal, cost_of
 from stagewright.solvers.planners.structures import refine as search
-from stagewright.solvers.planners.structures.rebuilding import Rebuilding
 from stagewright.solvers.planners.structures.refine import PlainPrices, refine
+from stagewright.solvers.planners.structures.reordering import Rebuilding
 
 ROUNDING = 1 + 1e-9
 LIMITS = Limits(seconds=60.0)

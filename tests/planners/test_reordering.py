@@ -19,8 +19,7 @@ from stagewright.formulations.plans.structure import Structure, work_of
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.solvers.pipelines.every_plan import every_plan_bounds
-from stagewright.solvers.pipelines.structures.rules import Rule
-from stagewright.solvers.pipelines.structures.scheduling import best_schedule
+from stagewright.solvers.pipelines.structures.scheduling import Rule, best_schedule
 from stagewright.solvers.planners.general import plan_general
 from stagewright.solvers.planners.steps.proposal import Choices, NoPlan, Proposal, cost_of
 from stagewright.solvers.planners.structures.reordering import reorder

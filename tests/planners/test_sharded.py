@@ -10,7 +10,7 @@ from stagewright.formulations.checking.check import check
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.formulations.plans.memory import static_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem
-from stagewright.formulations.schedules.choice import ScheduleChoice
+from stagewright.formulations.schedules.published.kinds import ScheduleChoice
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.solvers.planners.steps.proposal import Choices

@@ -21,9 +21,12 @@ from plans import (
 from profiles import examples
 
 import stagewright
-from stagewright.executor.simulation.explanation import explain_plan
+from stagewright.executor.simulation.explanation import (
+    explain_plan,
+    explanation_sentences,
+    proof_sentences,
+)
 from stagewright.executor.simulation.idle import Cause
-from stagewright.executor.simulation.sentences import explanation_sentences, proof_sentences
 from stagewright.formulations.checking.check import predict
 from stagewright.formulations.plans.actions import (
     ON_DEVICE,

@@ -5,16 +5,16 @@ import pytest
 from stagewright.formulations.checking.check import check
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.formulations.plans import memory
-from stagewright.formulations.plans.memory import Kept, kept_bytes, state_factor, static_bytes
-from stagewright.formulations.plans.pipeline import PipelineProblem
-from stagewright.formulations.plans.plan import Stage
-from stagewright.formulations.plans.weight_rules import (
+from stagewright.formulations.plans.actions import (
     DOUBLE_BUFFER,
     FLUSH,
     STASH,
     STASH_VERTICAL_SYNC,
     WEIGHT_RULES,
 )
+from stagewright.formulations.plans.memory import Kept, kept_bytes, state_factor, static_bytes
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import Stage
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.solvers.planners.steps.proposal import Choices

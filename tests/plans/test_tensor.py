@@ -22,7 +22,7 @@ from stagewright.formulations.plans.assembly import assemble
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan, Stage, load_plan, save_plan
 from stagewright.formulations.plans.plan_class import EVERY_PLAN, PlanClass, class_of
-from stagewright.formulations.plans.tensor import pairs
+from stagewright.formulations.plans.shards import pairs
 from stagewright.formulations.plans.timing import durations, empty_blocks
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError

@@ -24,7 +24,7 @@ from training_plans import (
     zero_bubble_h1,
 )
 
-from stagewright.executor.programs.lower import computations, lower
+from stagewright.executor.programs.lower import computations, lower, with_versions
 from stagewright.executor.programs.pattern_order import pattern_order
 from stagewright.executor.programs.periodic import in_periods, lower_periodic
 from stagewright.executor.programs.program import (
@@ -44,12 +44,12 @@ from stagewright.executor.programs.transfers import (
 )
 from stagewright.executor.programs.updates import with_reductions, with_updates
 from stagewright.executor.programs.verification.verify import verify
-from stagewright.executor.programs.versions import with_versions
 from stagewright.formulations.patterns.one_f_one_b import one_f_one_b_star, period_bound
 from stagewright.formulations.plans.actions import (
     COMPUTE,
     Action,
     ActionKind,
+    Weights,
     parse_action,
     parse_operation,
 )
@@ -61,7 +61,6 @@ from stagewright.formulations.plans.plan import (
     ScheduledAction,
     Stage,
 )
-from stagewright.formulations.plans.weight_rules import Weights
 from stagewright.graphs.documents.errors import InvalidPlan
 
 F, B, I = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT

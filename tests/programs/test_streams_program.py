@@ -17,9 +17,8 @@ from stagewright.executor.programs.program import (
     PeriodicProgram,
     Row,
 )
-from stagewright.executor.programs.streams import waits
 from stagewright.executor.programs.verification.verify import verify
-from stagewright.executor.programs.work import InvalidProgram
+from stagewright.executor.programs.work import InvalidProgram, waits
 from stagewright.formulations.plans.actions import ActionKind, parse_action
 from stagewright.formulations.plans.plan import PipelinePlan, Stage
 from stagewright.graphs.documents.errors import InputError

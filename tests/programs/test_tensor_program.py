@@ -19,9 +19,8 @@ from stagewright.executor.programs.program import (
     Row,
     plan_devices,
 )
-from stagewright.executor.programs.shares import rows
 from stagewright.executor.programs.verification.verify import verify
-from stagewright.executor.programs.work import InvalidProgram
+from stagewright.executor.programs.work import InvalidProgram, rows
 from stagewright.formulations.checking.check import check
 from stagewright.formulations.plans.actions import Action, B, F
 from stagewright.formulations.plans.pipeline import PipelineProblem

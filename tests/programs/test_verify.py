@@ -40,9 +40,8 @@ from stagewright.executor.programs.program import (
 )
 from stagewright.executor.programs.verification.verify import verify
 from stagewright.executor.programs.work import InvalidProgram
-from stagewright.formulations.plans.actions import COMPUTE, VERSIONED, Action, ActionKind
+from stagewright.formulations.plans.actions import COMPUTE, VERSIONED, Action, ActionKind, Weights
 from stagewright.formulations.plans.plan import PeriodicSchedule, PipelinePlan, Stage
-from stagewright.formulations.plans.weight_rules import Weights
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT

@@ -8,10 +8,12 @@ from profiles import examples
 from stagewright.formulations.pipelines.makespan import MakespanProblem
 from stagewright.formulations.plans.actions import parse_action
 from stagewright.formulations.schedules.order import Order
-from stagewright.formulations.schedules.published.gpipe import gpipe
-from stagewright.formulations.schedules.published.interleaved import interleaved
-from stagewright.formulations.schedules.published.one_f_one_b import one_f_one_b
-from stagewright.formulations.schedules.published.pe import pe
+from stagewright.formulations.schedules.published.one_f_one_b import (
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    pe,
+)
 from stagewright.graphs.documents.errors import InputError
 from stagewright.solvers.pipelines.list_scheduling import schedule_order
 

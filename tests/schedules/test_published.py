@@ -20,14 +20,20 @@ from stagewright.formulations.schedules.placements import (
     v_shape,
     wave,
 )
-from stagewright.formulations.schedules.published.chimera import chimera
-from stagewright.formulations.schedules.published.dualpipe import dualpipe, dualpipe_v
-from stagewright.formulations.schedules.published.gpipe import breadth_first
-from stagewright.formulations.schedules.published.hanayo import hanayo
-from stagewright.formulations.schedules.published.interleaved import interleaved, ragged_interleaved
+from stagewright.formulations.schedules.published.chimera import (
+    chimera,
+    dualpipe,
+    dualpipe_v,
+    hanayo,
+)
 from stagewright.formulations.schedules.published.kinds import KINDS, Sizes, schedule_of
-from stagewright.formulations.schedules.published.one_f_one_b import one_f_one_b
-from stagewright.formulations.schedules.published.round_robin import round_robin
+from stagewright.formulations.schedules.published.one_f_one_b import (
+    breadth_first,
+    interleaved,
+    one_f_one_b,
+    ragged_interleaved,
+    round_robin,
+)
 from stagewright.formulations.schedules.timing import StageTimes, equal_times
 from stagewright.graphs.documents.errors import InputError
 from stagewright.solvers.pipelines.list_scheduling import schedule_order

@@ -11,13 +11,12 @@ from profiles import examples
 from published import generated, order_of, timed
 
 from stagewright.formulations.pipelines.makespan import MakespanProblem
-from stagewright.formulations.pipelines.timed_rows import timetable_of_order
-from stagewright.formulations.schedules.channels import with_channels
-from stagewright.formulations.schedules.memory import ActivationMemory
+from stagewright.formulations.pipelines.windows import timetable_of_order
 from stagewright.formulations.schedules.placements import line, loop, placed, v_shape, wave
+from stagewright.formulations.schedules.planned import with_channels
 from stagewright.formulations.schedules.published.kinds import KINDS, Sizes, schedule_of
-from stagewright.formulations.schedules.published.round_robin import round_robin
-from stagewright.formulations.schedules.timing import StageTimes, equal_times
+from stagewright.formulations.schedules.published.one_f_one_b import round_robin
+from stagewright.formulations.schedules.timing import ActivationMemory, StageTimes, equal_times
 from stagewright.graphs.documents.errors import InputError
 
 quick = examples(60)

@@ -2,9 +2,12 @@
 
 import pytest
 
-from stagewright.formulations.schedules.published.dualpipe import dualpipe_v
-from stagewright.formulations.schedules.published.gpipe import breadth_first
-from stagewright.formulations.schedules.published.interleaved import interleaved, ragged_interleaved
+from stagewright.formulations.schedules.published.chimera import dualpipe_v
+from stagewright.formulations.schedules.published.one_f_one_b import (
+    breadth_first,
+    interleaved,
+    ragged_interleaved,
+)
 from stagewright.formulations.schedules.published.zbv import zbv
 from stagewright.formulations.schedules.published.zero_bubble import interleaved_zero_bubble
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from order_timing import bubble, longest_span, makespan, most_on_device
 from profiles import examples
 
-from stagewright.formulations.schedules.memory import ActivationMemory, activations
 from stagewright.formulations.schedules.order import F, I, Order, W
 from stagewright.formulations.schedules.placements import line, v_shape
 from stagewright.formulations.schedules.published.automatic import automatic, zb1p, zb2p
@@ -19,21 +18,25 @@ from stagewright.formulations.schedules.published.automatic_v import (
     _Rounds,
     automatic_v,
 )
+from stagewright.formulations.schedules.published.chimera import dualpipe_v
 from stagewright.formulations.schedules.published.controllable_memory import (
     backfilled,
     v_half,
     v_min,
 )
-from stagewright.formulations.schedules.published.dualpipe import dualpipe_v
-from stagewright.formulations.schedules.published.interleaved import interleaved
-from stagewright.formulations.schedules.published.one_f_one_b import one_f_one_b
+from stagewright.formulations.schedules.published.one_f_one_b import interleaved, one_f_one_b
 from stagewright.formulations.schedules.published.zbv import zbv
 from stagewright.formulations.schedules.published.zero_bubble import (
     interleaved_zero_bubble,
     zb_h1,
     zb_h2,
 )
-from stagewright.formulations.schedules.timing import StageTimes, equal_times
+from stagewright.formulations.schedules.timing import (
+    ActivationMemory,
+    StageTimes,
+    activations,
+    equal_times,
+)
 from stagewright.graphs.documents.errors import InputError
 
 DATA = Path(__file__).parents[3] / "shared" / "data" / "schedules" / "split_backward.json"

@@ -11,9 +11,9 @@ from profiles import examples
 from stagewright.formulations.checking.check import check
 from stagewright.formulations.forms.answers import Status
 from stagewright.formulations.plans.pipeline import PipelineProblem
-from stagewright.formulations.plans.tensor import groups_of
-from stagewright.formulations.schedules.choice import ScheduleChoice
+from stagewright.formulations.plans.shards import groups_of
 from stagewright.formulations.schedules.groups import problem_of_groups
+from stagewright.formulations.schedules.published.kinds import ScheduleChoice
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Device, Link, from_matrix, uniform_servers
 from stagewright.graphs.models.chain import Layer, LayerCost

@@ -29,8 +29,7 @@ from stagewright.graphs.machines.cluster import (
 from stagewright.graphs.machines.networks import NETWORK_SHARE, SERVER_SHARE
 from stagewright.graphs.models.analytic_sizes import layer_sizes, with_sizes
 from stagewright.graphs.models.architecture import Architecture, FeedForward, GroupedAttention
-from stagewright.graphs.models.layer_profiles import LayerProfiles, Measured
-from stagewright.graphs.models.layer_sizes import LayerSizes
+from stagewright.graphs.models.layer_profiles import LayerProfiles, LayerSizes, Measured
 from stagewright.service.layouts.profiled import ProfiledRequest, find_profiled_plan
 from stagewright.service.layouts.profiled_problems import profiled_problem
 

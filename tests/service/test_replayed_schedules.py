@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples
 
-from stagewright.formulations.pipelines.timed_rows import timetable_of_order
+from stagewright.formulations.pipelines.windows import timetable_of_order
 from stagewright.service.pipelines.requests import ScheduleRequest
 from stagewright.service.schedules.scheduling import schedule
 

@@ -7,7 +7,7 @@ import pytest
 from markets import series
 from plans import make_stages, small_problem, valid_plan
 
-from stagewright.formulations.schedules.choice import ScheduleChoice
+from stagewright.formulations.schedules.published.kinds import ScheduleChoice
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.workloads.jobs import Job, Rate, Throughputs, Workload
 from stagewright.graphs.workloads.pool import parse_pool

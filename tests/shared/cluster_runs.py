@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+from stagewright.executor.clusters.rates import ClusterJob, TrainingFunction
 from stagewright.executor.clusters.report import ClusterReport
 from stagewright.executor.clusters.runtime import run_cluster
-from stagewright.executor.clusters.workload import ClusterJob, TrainingFunction
 from stagewright.formulations.clusters.allocation import Allocation, AllocationProblem
 from stagewright.formulations.forms.answers import Limits
 from stagewright.graphs.workloads.jobs import Job, Rate, Throughputs

@@ -5,7 +5,7 @@ import random
 from stagewright.executor.export.options import Options
 from stagewright.formulations.plans.actions import Action, ActionKind, parse_action
 from stagewright.formulations.plans.plan import PipelinePlan, Schedule, ScheduledAction, Stage
-from stagewright.formulations.schedules.published.interleaved import interleaved
+from stagewright.formulations.schedules.published.one_f_one_b import interleaved
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD

@@ -14,8 +14,7 @@ from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan, Stage
 from stagewright.formulations.schedules.order import Order
 from stagewright.formulations.schedules.planned import starts_to_the_end
-from stagewright.formulations.schedules.published.gpipe import gpipe
-from stagewright.formulations.schedules.published.interleaved import interleaved
+from stagewright.formulations.schedules.published.one_f_one_b import gpipe, interleaved
 from stagewright.graphs.documents.errors import InputError
 
 

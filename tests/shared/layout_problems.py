@@ -6,11 +6,10 @@ from dataclasses import replace
 from layout_oracle import by_stage
 
 from stagewright.formulations.parallelism.layout import Layout
-from stagewright.formulations.parallelism.rules import require_layout
-from stagewright.formulations.parallelism.training import Precision, TrainingProblem
+from stagewright.formulations.parallelism.training import Precision, TrainingProblem, require_layout
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.machines.devices import Reached
 from stagewright.graphs.machines.fabric import Fabric, Level
-from stagewright.graphs.machines.rates import Reached
 from stagewright.graphs.models.architecture import (
     Architecture,
     Experts,

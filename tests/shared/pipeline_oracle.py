@@ -3,7 +3,7 @@
 import numpy as np
 
 from stagewright.formulations.schedules.order import B, F, I, W
-from stagewright.formulations.schedules.published.interleaved import interleaved
+from stagewright.formulations.schedules.published.one_f_one_b import interleaved
 from stagewright.formulations.schedules.published.zero_bubble import interleaved_zero_bubble
 
 

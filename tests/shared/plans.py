@@ -13,7 +13,7 @@ from stagewright.formulations.checking.certificates import certificate
 from stagewright.formulations.checking.check import check
 from stagewright.formulations.forms.answers import Progress
 from stagewright.formulations.pipelines.bounds.every_plan import LOAD, priced_load_bound
-from stagewright.formulations.plans.actions import COMPUTE, Action, ActionKind
+from stagewright.formulations.plans.actions import COMPUTE, Action, ActionKind, Weights
 from stagewright.formulations.plans.memory import in_flight_limit
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import (
@@ -27,7 +27,6 @@ from stagewright.formulations.plans.plan import (
     Stage,
 )
 from stagewright.formulations.plans.plan_class import DISJOINT_SPLIT, EVERY_PLAN, PATTERNS, class_of
-from stagewright.formulations.plans.weight_rules import Weights
 from stagewright.graphs.machines.cluster import Device, Link, from_matrix, uniform_servers
 from stagewright.graphs.models.analytic import analytic_model
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost

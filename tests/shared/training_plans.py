@@ -12,7 +12,13 @@ from math import lcm
 from hypothesis import strategies as st
 
 from stagewright.formulations.patterns.pattern import Pattern, PatternProblem
-from stagewright.formulations.plans.actions import COMPUTE, Action, ActionKind, parse_action
+from stagewright.formulations.plans.actions import (
+    COMPUTE,
+    Action,
+    ActionKind,
+    Weights,
+    parse_action,
+)
 from stagewright.formulations.plans.memory import Kept
 from stagewright.formulations.plans.plan import (
     Begins,
@@ -23,8 +29,7 @@ from stagewright.formulations.plans.plan import (
     ScheduledAction,
     Stage,
 )
-from stagewright.formulations.plans.tensor import stays
-from stagewright.formulations.plans.weight_rules import Weights
+from stagewright.formulations.plans.shards import stays
 from stagewright.graphs.documents.errors import InvalidPlan
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD

@@ -20,7 +20,7 @@ from ranks import Ranks  # noqa: E402
 from stagewright.executor.capture.tracing import capture  # noqa: E402
 from stagewright.executor.measuring.compare import compare  # noqa: E402
 from stagewright.executor.training import preparation  # noqa: E402
-from stagewright.executor.training.interpreter.failures import OutOfMemory  # noqa: E402
+from stagewright.executor.training.interpreter.last_stage import OutOfMemory  # noqa: E402
 from stagewright.executor.training.ranks import rank as rank_module  # noqa: E402
 from stagewright.executor.training.runtime import Executor  # noqa: E402
 from stagewright.formulations.plans.plan import PipelinePlan  # noqa: E402

@@ -24,7 +24,7 @@ from torch.nn import functional as F  # noqa: E402, N812
 
 from stagewright.executor.capture.tracing import capture  # noqa: E402
 from stagewright.executor.export import export  # noqa: E402
-from stagewright.executor.training.interpreter.failures import NonFiniteLoss  # noqa: E402
+from stagewright.executor.training.interpreter.last_stage import NonFiniteLoss  # noqa: E402
 from stagewright.executor.training.model_checks import warn_of_divided_loss  # noqa: E402
 from stagewright.executor.training.runtime import Executor  # noqa: E402
 from stagewright.formulations.plans.actions import Action  # noqa: E402

@@ -16,7 +16,7 @@ from recorded_graph import HostReads, RecordedGraphs  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from stagewright.executor.training import preparation, runtime  # noqa: E402
-from stagewright.executor.training.interpreter.failures import NonFiniteLoss  # noqa: E402
+from stagewright.executor.training.interpreter.last_stage import NonFiniteLoss  # noqa: E402
 from stagewright.executor.training.losses import cross_entropy  # noqa: E402
 from stagewright.executor.training.model_checks import require_windows  # noqa: E402
 from stagewright.executor.training.runtime import Executor  # noqa: E402

@@ -17,8 +17,8 @@ from stagewright.executor.training.runtime import Executor  # noqa: E402
 from stagewright.formulations.parallelism.lowering import lowered  # noqa: E402
 from stagewright.formulations.parallelism.training import TrainingProblem  # noqa: E402
 from stagewright.formulations.plans.plan import PipelinePlan  # noqa: E402
+from stagewright.graphs.machines.devices import Reached  # noqa: E402
 from stagewright.graphs.machines.fabric import Fabric, Level  # noqa: E402
-from stagewright.graphs.machines.rates import Reached  # noqa: E402
 from stagewright.graphs.models.architecture import (  # noqa: E402
     Architecture,
     FeedForward,

@@ -3,14 +3,14 @@
 import pytest
 import torch.distributed as dist
 
-from stagewright.executor.training.ranks import peaks
-from stagewright.executor.training.ranks.peaks import READ_SECONDS, Peaks
+from stagewright.executor.training.ranks import endings
+from stagewright.executor.training.ranks.endings import READ_SECONDS, Peaks
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
-    monkeypatch.setattr(peaks.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(endings.time, "monotonic", lambda: now[0])
     return now
 
 

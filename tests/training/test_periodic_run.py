@@ -30,12 +30,12 @@ from stagewright.cli import app  # noqa: E402
 from stagewright.executor.programs.periodic import lower_periodic  # noqa: E402
 from stagewright.executor.programs.trace import TracedStep  # noqa: E402
 from stagewright.executor.training import preparation  # noqa: E402
-from stagewright.executor.training.interpreter.failures import OutOfMemory  # noqa: E402
+from stagewright.executor.training.interpreter.last_stage import OutOfMemory  # noqa: E402
 from stagewright.executor.training.runtime import Executor  # noqa: E402
 from stagewright.formulations.patterns.one_f_one_b import one_f_one_b_star, period_bound  # noqa: E402
 from stagewright.formulations.plans.actions import ActionKind  # noqa: E402
+from stagewright.formulations.plans.periodic import unroll_run  # noqa: E402
 from stagewright.formulations.plans.plan import PeriodicSchedule, PipelinePlan, Stage, save_plan  # noqa: E402
-from stagewright.formulations.plans.unrolling import unroll_run  # noqa: E402
 from stagewright.graphs.documents.errors import InputError  # noqa: E402
 from stagewright.graphs.documents.units import format_seconds  # noqa: E402
 

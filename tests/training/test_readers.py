@@ -13,7 +13,7 @@ from ranks import Ranks  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from stagewright.executor.programs.program import plan_devices  # noqa: E402
-from stagewright.executor.training.data.readers import readers_of, replica_of  # noqa: E402
+from stagewright.executor.training.data.batches import readers_of, replica_of  # noqa: E402
 from stagewright.executor.training.runtime import Executor  # noqa: E402
 from stagewright.formulations.plans.plan import PipelinePlan, Stage  # noqa: E402
 from stagewright.graphs.documents.errors import InputError  # noqa: E402

@@ -15,7 +15,7 @@ from ranks import Ranks  # noqa: E402
 from stagewright.executor.capture.tracing import capture  # noqa: E402
 from stagewright.executor.training import checkpoint  # noqa: E402
 from stagewright.executor.training.checkpoint import Header  # noqa: E402
-from stagewright.executor.training.parameter_files import (  # noqa: E402
+from stagewright.executor.training.checkpoint_share import (  # noqa: E402
     require_format,
     write_parameters,
 )
@@ -72,7 +72,7 @@ def test_safetensors_are_refused_without_their_library(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(
-        "stagewright.executor.training.parameter_files.find_spec", lambda name: None
+        "stagewright.executor.training.checkpoint_share.find_spec", lambda name: None
     )
     with pytest.raises(InputError, match=r"a.safetensors needs the package safetensors: pip"):
         require_format(tmp_path / "a.safetensors")

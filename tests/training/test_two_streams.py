@@ -23,7 +23,7 @@ from ranks import Ranks  # noqa: E402
 from torch import nn  # noqa: E402
 
 from stagewright.executor.programs.backward_first import lower_backward_first  # noqa: E402
-from stagewright.executor.programs.streams import waits  # noqa: E402
+from stagewright.executor.programs.work import waits  # noqa: E402
 from stagewright.executor.training import preparation  # noqa: E402
 from stagewright.executor.training.runtime import Executor  # noqa: E402
 from stagewright.formulations.plans.actions import parse_action  # noqa: E402

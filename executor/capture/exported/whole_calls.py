@@ -12,13 +12,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from stagewright.executor.capture.by_values import (
-    Sizes,
-    elsewhere,
-    in_example,
-    valued,
-    valued_all,
-)
+from stagewright.executor.capture.shapes import Sizes, elsewhere, in_example, valued, valued_all
 from stagewright.executor.capture.signature import PLAIN, TENSOR, Structure, taken_apart
 from stagewright.graphs.documents.errors import InputError
 

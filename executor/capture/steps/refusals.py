@@ -6,10 +6,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from stagewright.executor.capture.draws import storage_of
 from stagewright.executor.capture.places import line_of

@@ -38,9 +38,12 @@ from stagewright.executor.drawing.timeline import (
     time_unit,
     timeline,
 )
-from stagewright.executor.simulation.explanation import PlanExplanation, explain_plan
+from stagewright.executor.simulation.explanation import (
+    PlanExplanation,
+    explain_plan,
+    explanation_sentences,
+)
 from stagewright.executor.simulation.idle import Cause
-from stagewright.executor.simulation.sentences import explanation_sentences
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.units import counted

@@ -15,8 +15,7 @@ from stagewright.executor.export.layouts import (
     torchtitan,
 )
 from stagewright.formulations.parallelism.layout import Layout
-from stagewright.formulations.parallelism.rules import require_layout
-from stagewright.formulations.parallelism.training import TrainingProblem
+from stagewright.formulations.parallelism.training import TrainingProblem, require_layout
 from stagewright.graphs.documents.errors import InputError
 
 LAYOUT_FORMATS = {

@@ -3,10 +3,7 @@
 The model is the recipe's; the function refuses one of another number of layers.
 """
 
-from stagewright.executor.export.layouts.common import (
-    Code,
-    Fields,
-)
+from stagewright.executor.export.layouts.common import Code, Fields
 from stagewright.executor.export.layouts.core import (
     FSDP_FORMAT,
     RULES,

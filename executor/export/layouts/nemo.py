@@ -4,11 +4,7 @@ A recipe is a configuration of ``nemo_run``; the strategy is ``nemo.lightning.Me
 NeMo 3.0 has no such recipes.
 """
 
-from stagewright.executor.export.layouts.common import (
-    Code,
-    Fields,
-    nodes,
-)
+from stagewright.executor.export.layouts.common import Code, Fields, nodes
 from stagewright.executor.export.layouts.core import (
     FSDP_FORMAT,
     MEGATRON,

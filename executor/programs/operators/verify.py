@@ -10,9 +10,9 @@ ranks end; and that everything but the states is freed.
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
+from stagewright.executor.programs.memory import Progress
 from stagewright.executor.programs.operators.placed import PlacedGraph, Value
 from stagewright.executor.programs.program import Instruction, Program
-from stagewright.executor.programs.progress import Progress
 from stagewright.executor.programs.verification.transfers import require_once, require_same_sides
 from stagewright.executor.programs.work import InvalidProgram
 from stagewright.formulations.plans.actions import OF_OPERATORS, Action, ActionKind

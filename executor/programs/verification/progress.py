@@ -2,17 +2,11 @@
 
 from collections.abc import Iterator
 
-from stagewright.executor.programs.program import (
-    Instruction,
-    Program,
-    handed,
-    received,
-    stages_on,
-)
-from stagewright.executor.programs.progress import Progress
+from stagewright.executor.programs.memory import Progress
+from stagewright.executor.programs.program import Instruction, Program, handed, received, stages_on
 from stagewright.executor.programs.work import Work
 from stagewright.formulations.plans.actions import COMPUTE, Action, ActionKind
-from stagewright.formulations.plans.tensor import mates
+from stagewright.formulations.plans.shards import mates
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT

@@ -4,13 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import combinations, product, zip_longest
 
-from stagewright.executor.programs.program import (
-    SENDS,
-    Instruction,
-    Program,
-    received,
-    transfers,
-)
+from stagewright.executor.programs.program import SENDS, Instruction, Program, received, transfers
 from stagewright.executor.programs.work import InvalidProgram, Work
 from stagewright.formulations.plans.actions import Action, ActionKind
 

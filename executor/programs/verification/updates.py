@@ -4,13 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import combinations, product, zip_longest
 
-from stagewright.executor.programs.program import (
-    Families,
-    Instruction,
-    Program,
-    Row,
-    stages_on,
-)
+from stagewright.executor.programs.program import Families, Instruction, Program, Row, stages_on
 from stagewright.executor.programs.work import InvalidProgram, Work
 from stagewright.formulations.plans.actions import (
     COMPUTE,

@@ -3,10 +3,7 @@
 from collections import defaultdict
 from collections.abc import Mapping
 
-from stagewright.executor.programs.program import (
-    Program,
-    Row,
-)
+from stagewright.executor.programs.program import Program, Row
 from stagewright.executor.programs.work import InvalidProgram, Work
 from stagewright.formulations.plans.actions import COMPUTE, Action, ActionKind
 

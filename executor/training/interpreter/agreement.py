@@ -7,11 +7,14 @@ from math import inf
 
 from torch import Tensor
 
-from stagewright.executor.training.interpreter.failures import NonFiniteLoss
+from stagewright.executor.training.interpreter.graph import Joint
 from stagewright.executor.training.interpreter.iterations import Iterations
-from stagewright.executor.training.interpreter.joint import Joint
-from stagewright.executor.training.interpreter.last_stage import LastStage
-from stagewright.executor.training.interpreter.totals import Total, begin_total
+from stagewright.executor.training.interpreter.last_stage import (
+    LastStage,
+    NonFiniteLoss,
+    Total,
+    begin_total,
+)
 from stagewright.executor.training.ranks.rank import Rank, RankProgram
 from stagewright.executor.training.stages.weights import Weights
 from stagewright.formulations.plans.actions import ActionKind

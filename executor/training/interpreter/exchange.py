@@ -6,6 +6,7 @@ Sends and receives are asynchronous: a computation waits for what it needs and f
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,13 +15,111 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stagewright.executor.capture.shapes import Value
 from stagewright.executor.programs.program import SENDS, handed, received, transfers
-from stagewright.executor.training.interpreter.arrival import Arrival
-from stagewright.executor.training.interpreter.boundary import Boundary
 from stagewright.executor.training.interpreter.iterations import Iterations
-from stagewright.executor.training.ranks.rank import Rank
+from stagewright.executor.training.ranks.rank import Place, Rank
 from stagewright.executor.training.stages.stage import Gradients
 from stagewright.formulations.plans.actions import Action, ActionKind
+
+
+class Watchers:
+    """Threads for up to ``messages`` that are in flight at one time."""
+
+    def __init__(self, place: Place, messages: int) -> None:
+        self._place = place
+        self._threads = ThreadPoolExecutor(messages)  # they start when they are needed
+
+    def watch(self, works: Sequence[dist.Work]) -> Callable[[], float]:
+        """A function that returns when ``works`` were done.
+
+        With gloo, only a thread that waits for a message knows its time. With NCCL, a wait belongs
+        to the stream of this thread, which waits itself when it has to.
+        """
+        if self._place.wire.type == "cpu":
+            return self._threads.submit(waited, works).result
+
+        def synchronized() -> float:
+            waited(works)
+            torch.cuda.synchronize(self._place.device)
+            return time.perf_counter()
+
+        return synchronized
+
+
+@dataclass(slots=True)
+class Arrival:
+    """Values that a computation needs; ``peer`` is None if they come from this rank itself."""
+
+    lane: int
+    values: list[Tensor | None]
+    peer: int | None = None
+    works: tuple[dist.Work, ...] = ()
+    posted_seconds: float = 0.0
+    arrived: Callable[[], float] | None = None
+
+    def wait(self) -> float:
+        """Wait until it has arrived; its time, if a thread watches it, else now.
+
+        Each receive is waited for once: with gloo, a second wait would be for another message.
+        """
+        if self.arrived is not None:
+            return self.arrived()
+        seconds = waited(self.works)
+        self.works = ()
+        return seconds
+
+
+def waited(works: Sequence[dist.Work]) -> float:
+    """Wait for all of ``works``; the time when they were done."""
+    for work in works:
+        work.wait()
+    return time.perf_counter()
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """The values between two stages: ``values`` of a whole microbatch.
+
+    ``cut[a][b]`` is the range of sender a's samples that receiver b gets, None if both stages run
+    on the same devices, so that each keeps its samples. ``by_sample`` says of each value whether
+    its first dimension is the samples; other values are never cut.
+    """
+
+    values: tuple[Value, ...]
+    by_sample: tuple[bool, ...]
+    cut: list[list[tuple[int, int]]] | None
+
+    def passing(self, below: int, above: int, *, in_receiver: bool) -> tuple[int, int]:
+        """The samples that pass from lane ``below`` to ``above``, in the numbers of either."""
+        assert self.cut is not None
+        start, stop = self.cut[below][above]
+        if not in_receiver:
+            return start, stop
+        before = sum(row[above][1] - row[above][0] for row in self.cut[:below])
+        return before, before + stop - start
+
+    def part(self, values: Sequence[Tensor | None], start: int, stop: int) -> list[Tensor | None]:
+        """``values`` of the samples [start, stop)."""
+        return [
+            one[start:stop] if one is not None and cut else one
+            for one, cut in zip(values, self.by_sample, strict=True)
+        ]
+
+    def shape(self, i: int, samples: int) -> tuple[int, ...]:
+        """The shape of value ``i`` for that many samples."""
+        shape = self.values[i].shape
+        return (samples, *shape[1:]) if self.by_sample[i] else shape
+
+    def joined(self, parts: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
+        """Values joined from the samples in ``parts``."""
+        if len(parts) == 1:
+            return list(parts[0])
+        return [
+            torch.cat(pieces) if cut and pieces[0] is not None else pieces[0]
+            for cut, pieces in zip(self.by_sample, zip(*parts, strict=True), strict=True)
+        ]
+
 
 SEND_F, SEND_B = ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD
 RECV_F, RECV_B = ActionKind.RECEIVE_FORWARD, ActionKind.RECEIVE_BACKWARD

@@ -7,15 +7,40 @@ reads it. So the host's state stays that of the window that was captured.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from stagewright.executor.training.interpreter.iterations import Iterations
 from stagewright.executor.training.interpreter.last_stage import LastStage
 from stagewright.executor.training.interpreter.streams import Streams
 from stagewright.executor.training.stages.stage import StageComputation
-from stagewright.executor.training.stages.weights import Weights
+from stagewright.executor.training.stages.weights import TiedSums, Weights
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Joint:
+    """Sums over ranks that an update needs.
+
+    ``group`` are the processes that sum up the counts of losses, None for one alone: all of them,
+    or those of a split last stage where every microbatch has its own update. ``stages`` are updated
+    together, at the end of an iteration. ``sum_tied`` sums up the gradients of parameters that
+    stages share; ``tied`` does so while the next gradients are computed.
+    ``squares`` is this rank's part of the squared norm of all gradients. An update is by the
+    gradients of ``accumulate`` mini-batches; ``counted`` are the counts of those so far.
+    """
+
+    group: dist.ProcessGroup | None
+    stages: frozenset[int]
+    sum_tied: Callable[[], None]
+    squares: Callable[[], float]
+    clip_norm: float = inf
+    tied: TiedSums | None = None
+    accumulate: int = 1
+    counted: list[Tensor | None] = field(default_factory=list)
 
 
 class DeviceFactor:

@@ -14,26 +14,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stagewright.executor.programs.program import Instruction, Row
-from stagewright.executor.programs.shares import Rows
 from stagewright.executor.programs.trace import RankAction
+from stagewright.executor.programs.work import Rows
 from stagewright.executor.training.data.batches import Batch, mapped_batch, tensors_of_batch
 from stagewright.executor.training.interpreter.agreement import Agreement
-from stagewright.executor.training.interpreter.boundary import Boundary
 from stagewright.executor.training.interpreter.exchange import (
     RECV_B,
     RECV_F,
     SEND_F,
+    Boundary,
     Exchange,
 )
-from stagewright.executor.training.interpreter.failures import explain_memory
 from stagewright.executor.training.interpreter.graph import (
     CapturedWindow,
     DeviceFactor,
+    Joint,
     held_by,
 )
 from stagewright.executor.training.interpreter.iterations import Iterations
-from stagewright.executor.training.interpreter.joint import Joint
-from stagewright.executor.training.interpreter.last_stage import LastStage
+from stagewright.executor.training.interpreter.last_stage import LastStage, explain_memory
 from stagewright.executor.training.interpreter.recorder import Recorder
 from stagewright.executor.training.interpreter.streams import Streams, in_streams
 from stagewright.executor.training.losses import Loss

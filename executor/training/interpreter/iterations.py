@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from torch import Tensor
 
 from stagewright.executor.programs.program import moved_action, updates_of_iteration
-from stagewright.executor.programs.shares import Rows
+from stagewright.executor.programs.work import Rows
 from stagewright.executor.training.data.batches import Batch, mapped_batch
 from stagewright.executor.training.ranks.rank import Rank
 from stagewright.executor.training.stages.stage import Tensors

@@ -1,7 +1,8 @@
 """The end of the pipeline: the losses of microbatches and the gradients that begin a backward."""
 
-from collections.abc import Callable
-from math import isfinite
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from math import inf, isfinite, sqrt
 from typing import Any
 
 import torch
@@ -9,12 +10,78 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stagewright.executor.capture.loss_graph import require_from_outputs
-from stagewright.executor.training.interpreter.failures import NonFiniteLoss
+from stagewright.executor.programs.program import Instruction
 from stagewright.executor.training.interpreter.iterations import Iterations
-from stagewright.executor.training.interpreter.totals import Total, begin_total
 from stagewright.executor.training.losses import Loss, read_loss
 from stagewright.executor.training.ranks.rank import Rank
 from stagewright.executor.training.stages.stage import Gradients, StageComputation, Tensors
+from stagewright.graphs.documents.errors import InputError
+
+
+class NonFiniteLoss(ArithmeticError):  # noqa: N818 - named as InvalidPlan is
+    """The loss of a microbatch is nan or infinite, or that of a mini-batch has a count of 0."""
+
+
+class OutOfMemory(RuntimeError):  # noqa: N818 - named as InvalidPlan is
+    """A stage does not fit into its device's memory."""
+
+
+def explain_memory(error: RuntimeError | MemoryError, one: Instruction, step: int) -> None:
+    """Raise OutOfMemory for an error that means a lack of memory."""
+    if is_lack_of_memory(error):
+        reason = str(error).partition("\n")[0]
+        raise OutOfMemory(
+            f"stage {one.action.stage} does not fit: {one} ran out of memory in step {step + 1}: "
+            f"{reason}"
+        ) from error
+
+
+def is_lack_of_memory(error: RuntimeError | MemoryError) -> bool:
+    """Whether an error means that memory could not be allocated."""
+    short = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return short or "can't allocate memory" in str(error)
+
+
+@dataclass(slots=True)
+class Total:
+    """A sum over ranks that may be in flight: losses that have a count, counts, squares."""
+
+    numbers: Tensor
+    work: dist.Work | None
+
+    def counted(self) -> float | None:
+        """Wait for the count of the summed losses; None where they are means."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+        return float(self.numbers[1]) if self.numbers[0] else None
+
+    def factor(self, clip_norm: float = inf, share: float = 1.0) -> float:
+        """The factor of summed gradients, for a norm of at most ``clip_norm``.
+
+        ``share`` is the weight of a loss that is a mean.
+
+        The small number in the denominator is that of ``torch.nn.utils.clip_grad_norm_``.
+        """
+        count = self.counted()
+        scale = share if count is None else 1 / count
+        if clip_norm == inf:
+            return scale
+        norm = scale * sqrt(float(self.numbers[2]))
+        return scale * min(1.0, clip_norm / (norm + 1e-6))
+
+
+def begin_total(
+    counts: Iterable[Tensor | None], squares: float, group: dist.ProcessGroup | None
+) -> Total:
+    """Begin the sums over ranks of the ``counts`` of losses and the ``squares`` of gradients."""
+    known = [float(count) for count in counts if count is not None]
+    for count in known:
+        if not (isfinite(count) and count >= 0):
+            raise InputError(f"the loss counts {count:g}; a count must be a number from 0 on")
+    numbers = torch.tensor([len(known), sum(known), squares], dtype=torch.float64)
+    work = None if group is None else dist.all_reduce(numbers, group=group, async_op=True)
+    return Total(numbers, work)
 
 
 class LastStage:

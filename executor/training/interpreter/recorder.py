@@ -9,13 +9,12 @@ import torch.distributed as dist
 from stagewright.executor.programs.program import RECEIVES, SENDS, Instruction
 from stagewright.executor.programs.trace import RankAction
 from stagewright.executor.training.interpreter.agreement import Agreement
-from stagewright.executor.training.interpreter.exchange import RECV_B, RECV_F, Exchange
+from stagewright.executor.training.interpreter.exchange import RECV_B, RECV_F, Exchange, Watchers
 from stagewright.executor.training.interpreter.graph import DeviceFactor
 from stagewright.executor.training.interpreter.iterations import Iterations
-from stagewright.executor.training.interpreter.watchers import Watchers
-from stagewright.executor.training.process import waited_seconds
 from stagewright.executor.training.ranks.rank import Rank
 from stagewright.executor.training.stages.weights import Weights
+from stagewright.executor.training.trace_recorder import waited_seconds
 from stagewright.formulations.plans.actions import ON_DEVICE, Action, ActionKind
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD

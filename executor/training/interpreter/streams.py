@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from stagewright.executor.programs.program import Row
-from stagewright.executor.programs.streams import waits
+from stagewright.executor.programs.work import waits
 from stagewright.graphs.documents.errors import InputError
 
 

@@ -18,22 +18,21 @@ from stagewright.executor.programs.operators.placed import PlacedGraph, devices_
 from stagewright.executor.programs.operators.trace import traced_operators
 from stagewright.executor.programs.operators.verify import verify_operators
 from stagewright.executor.programs.trace import Trace
-from stagewright.executor.training.interpreter.failures import NonFiniteLoss
+from stagewright.executor.training.interpreter.last_stage import NonFiniteLoss
 from stagewright.executor.training.losses import Loss
 from stagewright.executor.training.operators.interpreter import OperatorInterpreter
-from stagewright.executor.training.operators.matching import (
+from stagewright.executor.training.operators.operations import (
+    Operations,
     losses,
     planned_graph,
     replica_of,
     replicas_of,
 )
-from stagewright.executor.training.operators.operations import Operations
-from stagewright.executor.training.ranks.collectives import gathered, summed
+from stagewright.executor.training.ranks.groups import gathered, summed
 from stagewright.executor.training.ranks.rank import Place, this_place
-from stagewright.executor.training.recording import Recording, meet, records_since
 from stagewright.executor.training.stages.initialise import Model
 from stagewright.executor.training.stages.weights import MakeOptimizer
-from stagewright.executor.training.trace_recorder import trace_of
+from stagewright.executor.training.trace_recorder import Recording, meet, records_since, trace_of
 from stagewright.formulations.operators.plan import OperatorPlan
 from stagewright.graphs.documents.errors import InputError
 

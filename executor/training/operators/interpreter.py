@@ -13,11 +13,9 @@ from stagewright.executor.programs.operators.placed import PlacedGraph, Value
 from stagewright.executor.programs.program import Instruction, Row
 from stagewright.executor.programs.trace import RankAction
 from stagewright.executor.programs.verification.transfers import by_peer
-from stagewright.executor.training.interpreter.arrival import Arrival
-from stagewright.executor.training.interpreter.failures import OutOfMemory, is_lack_of_memory
-from stagewright.executor.training.interpreter.watchers import Watchers
-from stagewright.executor.training.operators.layouts import END, Layout
-from stagewright.executor.training.operators.operations import Operations
+from stagewright.executor.training.interpreter.exchange import Arrival, Watchers
+from stagewright.executor.training.interpreter.last_stage import OutOfMemory, is_lack_of_memory
+from stagewright.executor.training.operators.operations import END, Layout, Operations
 from stagewright.executor.training.ranks.rank import Place
 from stagewright.executor.training.stages.seeding import operator_seed
 from stagewright.formulations.plans.actions import ActionKind

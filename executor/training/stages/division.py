@@ -5,7 +5,7 @@ the sizes of the parameters are, and one collective moves all of them. The price
 that sees parts of parameters, flattened.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -13,6 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from stagewright.formulations.plans.shards import ALIGNMENT
+
+
+def compiled_layer(module: nn.Module) -> Callable[..., tuple[Tensor, ...]]:
+    """A layer compiled by torch, which draws what the layer itself would draw."""
+    from torch._inductor import config
+
+    config.fallback_random = True
+    compiled: Callable[..., tuple[Tensor, ...]] = torch.compile(module)
+    return compiled
 
 
 @dataclass(frozen=True, slots=True)

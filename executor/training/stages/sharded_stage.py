@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from stagewright.executor.capture.made_once import made_once
+from stagewright.executor.capture.twins import made_once
 from stagewright.executor.training.stages.sharded_weights import WeightShards
 from stagewright.executor.training.stages.stage import (
     Gradients,

@@ -17,13 +17,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from stagewright.executor.capture.draws import DrawsOfShare, WholeDraw
 from stagewright.executor.capture.layers import CapturedLayer
-from stagewright.executor.capture.made_once import made_once
 from stagewright.executor.capture.shapes import LayerTrace, Value
 from stagewright.executor.capture.split_backward import split_layer
 from stagewright.executor.capture.split_layer import CannotSplit, Saved, SavedForWeights, SplitLayer
+from stagewright.executor.capture.twins import made_once
 from stagewright.executor.programs.memory import Footprint
-from stagewright.executor.programs.shares import Rows
-from stagewright.executor.training.stages.compiling import compiled_layer
+from stagewright.executor.programs.work import Rows
+from stagewright.executor.training.stages.division import compiled_layer
 
 Tensors = tuple[Tensor, ...]
 Gradients = Sequence[Tensor | None]

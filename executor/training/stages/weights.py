@@ -14,8 +14,9 @@ from stagewright.executor.training.stages.gradients import (
     Gradients,
     ReleasedGradients,
 )
-from stagewright.executor.training.stages.learning_rates import LearningRates, MakeSchedule
-from stagewright.executor.training.stages.parameter_groups import (
+from stagewright.executor.training.stages.learning_rates import (
+    LearningRates,
+    MakeSchedule,
     ParameterGroups,
     grouped,
     require_arguments,

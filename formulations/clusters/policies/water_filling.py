@@ -24,8 +24,7 @@ from scipy import sparse
 from stagewright.formulations.clusters.allocation import Allocation, AllocationProblem, throughput
 from stagewright.formulations.clusters.policies import max_min
 from stagewright.formulations.clusters.polytope import Groups, Polytope, group_by, polytope
-from stagewright.formulations.forms.duality import weak_duality_bound
-from stagewright.formulations.forms.models import LinearProgram
+from stagewright.formulations.forms.models import LinearProgram, weak_duality_bound
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 
 Needs = Callable[[Bools], Floats]

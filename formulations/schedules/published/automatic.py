@@ -10,12 +10,15 @@ from functools import lru_cache
 from itertools import product
 from typing import Literal
 
-from stagewright.formulations.schedules.memory import ActivationMemory, activations
 from stagewright.formulations.schedules.order import F, I, Order
 from stagewright.formulations.schedules.placements import line
-from stagewright.formulations.schedules.published.construction import Construction
-from stagewright.formulations.schedules.published.rules import require_stages
-from stagewright.formulations.schedules.timing import StageTimes, equal_times
+from stagewright.formulations.schedules.published.construction import Construction, require_stages
+from stagewright.formulations.schedules.timing import (
+    ActivationMemory,
+    StageTimes,
+    activations,
+    equal_times,
+)
 
 Goal = Literal["makespan", "span"]
 

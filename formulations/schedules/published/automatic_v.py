@@ -9,12 +9,11 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import cycle, islice, product
 
 from stagewright.formulations.plans.actions import ActionKind
-from stagewright.formulations.schedules.memory import ActivationMemory
 from stagewright.formulations.schedules.order import F, I, Order
 from stagewright.formulations.schedules.placements import Device, v_shape
 from stagewright.formulations.schedules.published.automatic import Goal
 from stagewright.formulations.schedules.published.construction import Construction
-from stagewright.formulations.schedules.timing import StageTimes
+from stagewright.formulations.schedules.timing import ActivationMemory, StageTimes
 
 
 def automatic_v(

@@ -4,13 +4,12 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from stagewright.formulations.plans.actions import Action
-from stagewright.formulations.schedules.memory import ActivationMemory, activations
 from stagewright.formulations.schedules.order import B, F, I, Order, Row, W
 from stagewright.formulations.schedules.placements import Device, v_shape
 from stagewright.formulations.schedules.published.automatic import Goal
 from stagewright.formulations.schedules.published.automatic_v import automatic_v
-from stagewright.formulations.schedules.published.rules import require_stages
-from stagewright.formulations.schedules.timing import StageTimes
+from stagewright.formulations.schedules.published.construction import require_stages
+from stagewright.formulations.schedules.timing import ActivationMemory, StageTimes, activations
 
 
 def in_units(paths: Sequence[Device], unit: int, microbatches: int) -> Order:

@@ -5,7 +5,7 @@ from functools import lru_cache
 
 from stagewright.formulations.plans.actions import Action
 from stagewright.formulations.schedules.order import F, I, Order, Row, W
-from stagewright.formulations.schedules.published.interleaved import groups_of, passes_of
+from stagewright.formulations.schedules.published.one_f_one_b import groups_of, passes_of
 
 
 @lru_cache(maxsize=8)

@@ -7,7 +7,7 @@ problem alone cannot know who runs, and matches all of them anew.
 from stagewright.formulations.clusters.allocation import AllocationProblem
 from stagewright.formulations.clusters.policies import allox
 from stagewright.formulations.forms.answers import Limits
-from stagewright.formulations.forms.duality import weak_duality_bound
+from stagewright.formulations.forms.models import weak_duality_bound
 from stagewright.solvers.backends.backend import solve as solve_form
 from stagewright.solvers.clusters.policies.answer import AllocationResult
 

@@ -11,7 +11,7 @@ from stagewright.formulations.clusters.policies import fifo
 from stagewright.formulations.clusters.polytope import Polytope, group_by, polytope
 from stagewright.formulations.clusters.rates import RateTable
 from stagewright.formulations.forms.answers import Limits, Status
-from stagewright.formulations.forms.duality import weak_duality_bound
+from stagewright.formulations.forms.models import weak_duality_bound
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 from stagewright.solvers.backends.backend import solve as solve_form
 from stagewright.solvers.clusters.policies.answer import AllocationResult

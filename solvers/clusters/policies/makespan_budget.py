@@ -12,11 +12,10 @@ from stagewright.formulations.clusters.policies import budget, makespan
 from stagewright.formulations.clusters.policies.cost import dollars_per_hour, prices
 from stagewright.formulations.clusters.polytope import Groups, Polytope, polytope
 from stagewright.formulations.forms.answers import Answer, Limits, Status
-from stagewright.formulations.forms.duality import weak_duality_bound
+from stagewright.formulations.forms.models import weak_duality_bound
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.solvers.backends import backend
-from stagewright.solvers.clusters.policies.answer import AllocationResult
-from stagewright.solvers.clusters.splitting import (
+from stagewright.solvers.clusters.levels import (
     FIRST_RATIO,
     TOLERANCE,
     Attempt,
@@ -25,6 +24,7 @@ from stagewright.solvers.clusters.splitting import (
     scarce_time,
     split_until_proved,
 )
+from stagewright.solvers.clusters.policies.answer import AllocationResult
 
 _ROOM = 1e-9  # of the makespan, for the sake of dollars
 _LEAST_ROOM = 1e-6  # of the least budget, so that it is one

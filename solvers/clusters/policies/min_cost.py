@@ -11,17 +11,17 @@ from stagewright.formulations.clusters.policies import cost
 from stagewright.formulations.clusters.policies.cost import Costed
 from stagewright.formulations.clusters.polytope import Groups, polytope
 from stagewright.formulations.forms.answers import Answer, Limits, Status
-from stagewright.formulations.forms.duality import weak_duality_bound
+from stagewright.formulations.forms.models import weak_duality_bound
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.solvers.backends import backend
-from stagewright.solvers.clusters.policies.answer import AllocationResult
-from stagewright.solvers.clusters.splitting import (
+from stagewright.solvers.clusters.levels import (
     TOLERANCE,
     Attempt,
     all_scarce,
     scarce_time,
     split_until_proved,
 )
+from stagewright.solvers.clusters.policies.answer import AllocationResult
 
 _SLACKS = (1e-9, 1e-7)  # of the best ratio, for the sake of work; the second if the first fails
 _CLOSE = 1e-6  # of the work: as near as it is brought to its most

@@ -6,7 +6,7 @@ from stagewright.formulations.clusters.allocation import AllocationProblem
 from stagewright.formulations.clusters.policies import throughput
 from stagewright.formulations.clusters.polytope import group_by, polytope
 from stagewright.formulations.forms.answers import Limits
-from stagewright.formulations.forms.duality import weak_duality_bound
+from stagewright.formulations.forms.models import weak_duality_bound
 from stagewright.solvers.backends import backend
 from stagewright.solvers.clusters.policies.answer import AllocationResult
 

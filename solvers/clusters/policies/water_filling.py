@@ -11,8 +11,7 @@ from stagewright.formulations.clusters.policies import water_filling
 from stagewright.formulations.clusters.policies.water_filling import Needs, Rows
 from stagewright.formulations.clusters.polytope import group_by
 from stagewright.formulations.forms.answers import Limits, Status
-from stagewright.formulations.forms.duality import weak_duality_bound
-from stagewright.formulations.forms.models import LinearProgram
+from stagewright.formulations.forms.models import LinearProgram, weak_duality_bound
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 from stagewright.solvers.backends.backend import solve as solve_form
 from stagewright.solvers.clusters.policies.answer import AllocationResult

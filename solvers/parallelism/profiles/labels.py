@@ -15,7 +15,7 @@ from heapq import nsmallest
 
 from numba import njit
 
-from stagewright.formulations.parallelism.profiles.time import least_finish
+from stagewright.formulations.parallelism.profiles.pipelines import least_finish
 from stagewright.solvers.parallelism.profiles.tables import Stage, Tables
 
 finish = njit(cache=True)(least_finish)

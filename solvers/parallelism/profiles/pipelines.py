@@ -18,11 +18,7 @@ from stagewright.formulations.parallelism.profiles.pipelines import (
     ProfiledProblem,
     evaluate,
 )
-from stagewright.formulations.parallelism.profiles.plan import (
-    ProfiledPlan,
-    ProfiledStage,
-    Replica,
-)
+from stagewright.formulations.parallelism.profiles.plan import ProfiledPlan, ProfiledStage, Replica
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.solvers.parallelism.profiles.labels import Label, Labels, Overflow
 from stagewright.solvers.parallelism.profiles.tables import Choice, Stage, Tables, choices

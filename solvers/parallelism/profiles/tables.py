@@ -10,10 +10,10 @@ import numpy as np
 from stagewright.formulations.parallelism.profiles.pipelines import (
     ProfiledProblem,
     cut_seconds,
+    pipeline_seconds,
     ring_bytes,
 )
 from stagewright.formulations.parallelism.profiles.plan import even_microbatches
-from stagewright.formulations.parallelism.profiles.time import pipeline_seconds
 from stagewright.graphs.documents.arrays import Floats
 
 

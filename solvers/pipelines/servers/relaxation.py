@@ -16,16 +16,16 @@ from functools import cached_property, partial
 from time import monotonic
 
 from stagewright.formulations.forms.answers import Limits, StopToken, is_stopped
+from stagewright.formulations.pipelines.bounds.relaxation import (
+    choice_of,
+    nearest,
+    relaxed_schedule,
+)
 from stagewright.formulations.pipelines.bounds.server_relaxation import (
     Levels,
     RelaxedStage,
     ServerRelaxation,
     server_relaxations,
-)
-from stagewright.formulations.pipelines.bounds.server_schedule import (
-    choice_of,
-    nearest,
-    relaxed_schedule,
 )
 from stagewright.formulations.pipelines.bounds.stages import schedule_bounds
 from stagewright.formulations.plans.pipeline import PipelineProblem

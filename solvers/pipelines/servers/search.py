@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from stagewright.formulations.pipelines.bounds.relaxation import least_level
 from stagewright.formulations.pipelines.bounds.server_relaxation import (
     Place,
     RelaxedStage,
     ServerRelaxation,
 )
-from stagewright.formulations.pipelines.bounds.server_schedule import least_level
 from stagewright.formulations.pipelines.bppm import prefix_sums
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.solvers.pipelines.servers.conditions import Loads, Search

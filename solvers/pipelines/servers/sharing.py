@@ -10,14 +10,7 @@ import numpy as np
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.solvers.pipelines.compiled import lean
 from stagewright.solvers.pipelines.servers.conditions import Search, next_link
-from stagewright.solvers.pipelines.servers.labels import (
-    BACK,
-    BEHIND,
-    CLOSED,
-    FORTH,
-    LOAD,
-    LOADS,
-)
+from stagewright.solvers.pipelines.servers.labels import BACK, BEHIND, CLOSED, FORTH, LOAD, LOADS
 from stagewright.solvers.pipelines.servers.tables import send_seconds
 
 MARGIN = 1e-9

@@ -9,20 +9,14 @@ leader on every device that it has not passed, so some action can always start.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from stagewright.formulations.plans.actions import ActionKind
-from stagewright.formulations.plans.structure import Endings, Work, ending_starts
+from stagewright.formulations.plans.structure import Endings, Work, device_loads, ending_starts
 from stagewright.formulations.plans.timing import Blocks
-from stagewright.graphs.documents.arrays import Floats
-from stagewright.solvers.pipelines.structures.rules import (
-    FIRST_RULES,
-    Rule,
-    flight_limits,
-    latencies,
-    urgency_keys,
-)
+from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.solvers.pipelines.structures.run import (
     BACKWARD,
     FORWARD,
@@ -32,6 +26,100 @@ from stagewright.solvers.pipelines.structures.run import (
     ListRun,
     WorkLists,
 )
+
+ForwardOrder = Literal["oldest", "deepest", "broad", "chunks"]
+BackwardOrder = Literal["oldest", "broad", "chunks", "newest"]
+Urgency = Literal["BFW", "BWF", "WBF", "FBW"]
+ROUNDING = 1e-9
+FIRST_RULES = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Priorities of computations, and the limit on microbatches in flight.
+
+    ``depth`` is a multiple of the microbatches that keep the busiest device busy; 1 is 1F1B's
+    warm-up. ``urgency`` orders the kinds of computations, the most urgent first. Within a kind
+    ``forward`` and ``backward`` decide: by microbatch (oldest or newest first), by stage (deepest:
+    last first, broad: first first), or in rounds of one microbatch per device (chunks).
+    """
+
+    depth: float = math.inf
+    urgency: Urgency = "BFW"
+    forward: ForwardOrder = "oldest"
+    backward: BackwardOrder = "oldest"
+
+
+DEPTHS = (1.0, 1.5, 2.0, 3.0, math.inf)
+
+
+def rules_for(work: Work) -> list[Rule]:
+    """The rules to try for a structure.
+
+    The first ``FIRST_RULES`` cover all types of rules: if they are far from a good schedule, so are
+    the others.
+    """
+    shared = max(map(len, work.places)) > 1
+    urgencies: list[Urgency] = ["BFW", "BWF", "WBF"] if work.split.any() else ["BFW"]
+    orders: list[tuple[ForwardOrder, BackwardOrder]] = [("oldest", "oldest")]
+    if shared:
+        orders = [("chunks", "chunks"), ("oldest", "oldest"), ("deepest", "broad"),
+                  ("broad", "chunks"), ("broad", "newest")]  # fmt: skip
+    first = [Rule(depth, kinds, *orders[0]) for kinds in urgencies[:2] for depth in (1.0, 1.5)]
+    first += [Rule(2.0, urgencies[0], *orders[-1]), Rule(math.inf, "FBW", *orders[0])]
+    rules = [
+        Rule(depth, kinds, *order) for order in orders for kinds in urgencies for depth in DEPTHS
+    ]
+    rules += [Rule(math.inf, "FBW", *order) for order in orders]
+    rules.append(Rule(math.inf, "FBW", backward="newest"))
+    return list(dict.fromkeys([*first, *rules]))
+
+
+def flight_limits(work: Work, rule: Rule, scale: Floats) -> list[int]:
+    """The in-flight limit of every lane."""
+    count = work.lane.shape[1]
+    if rule.depth == math.inf:
+        return [count] * len(work.stage)
+    most = np.ceil(rule.depth * scale / np.bincount(work.stage) - ROUNDING)
+    return [int(each) for each in np.clip(most, 1, count)[work.stage]]
+
+
+def latencies(work: Work) -> Floats:
+    """Microbatches in flight at each stage when the busiest device is never idle, shape (S,)."""
+    stages, microbatches = work.lane.shape
+    per_stage = work.seconds[[0, 1, 3]].mean(axis=2).sum(axis=0)
+    per_stage[1:] += work.seconds[4, 1:].mean(axis=1)
+    latency = np.cumsum(per_stage[::-1])[::-1]
+    busiest = float(device_loads(work).max()) / microbatches
+    return latency / busiest if busiest > 0 else np.full(stages, float(stages))
+
+
+def urgency_keys(work: Work, rule: Rule) -> Floats:
+    """Priorities of F, B or I, and W, shape (3, S, M); the least value comes first."""
+    stages, count = work.lane.shape
+    s, m = np.arange(stages)[:, None], np.arange(count)[None, :]
+    depth = max(map(len, work.places))
+    round_ = max(1, stages // depth)
+
+    def chunks(position: Ints) -> Ints:
+        return np.asarray(((m // round_) * stages + position) * round_ + m % round_)
+
+    last = stages - 1 - s
+    forward = {
+        "oldest": m * stages + last, "deepest": last * count + m, "broad": s * count + m,
+        "chunks": chunks(s),
+    }[rule.forward]  # fmt: skip
+    backward = {
+        "oldest": m * stages + s, "broad": s * count + m, "chunks": chunks(last),
+        "newest": (count - 1 - m) * stages + last,
+    }[rule.backward]  # fmt: skip
+    weights = m * stages + last
+    size = float(2 * stages * (count + round_))
+    return np.stack([
+        rule.urgency.index(kind) * size + order
+        for kind, order in (("F", forward), ("B", backward), ("W", weights))
+    ])  # fmt: skip
+
 
 EQUAL = 1e-9  # relative; schedules that differ by less are equally long
 

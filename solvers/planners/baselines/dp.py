@@ -1,8 +1,7 @@
 """Data parallelism: the whole model on every device (SPP section V-A, baseline i)."""
 
 from stagewright.formulations.forms.answers import Limits, OnProgress
-from stagewright.formulations.pipelines.bppm import StageChoice
-from stagewright.formulations.pipelines.spp import makespan_problem
+from stagewright.formulations.pipelines.bppm import StageChoice, makespan_problem
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.solvers.pipelines.list_scheduling import list_schedule
 from stagewright.solvers.planners.steps.proposal import (

@@ -3,8 +3,7 @@
 import numpy as np
 
 from stagewright.formulations.forms.answers import Limits, OnProgress
-from stagewright.formulations.pipelines.bppm import StageChoice
-from stagewright.formulations.pipelines.spp import makespan_problem
+from stagewright.formulations.pipelines.bppm import StageChoice, makespan_problem
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.solvers.pipelines.list_scheduling import list_schedule
 from stagewright.solvers.planners.steps.proposal import (

@@ -8,9 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.formulations.forms.answers import Limits, OnProgress
-from stagewright.formulations.pipelines.bppm import StageChoice, prefix_sums, range_sums
+from stagewright.formulations.pipelines.bppm import (
+    StageChoice,
+    makespan_problem,
+    prefix_sums,
+    range_sums,
+)
 from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
-from stagewright.formulations.pipelines.spp import makespan_problem
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
 from stagewright.graphs.documents.arrays import Floats

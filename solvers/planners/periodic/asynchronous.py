@@ -34,22 +34,17 @@ from stagewright.formulations.patterns.pattern import PatternProblem
 from stagewright.formulations.patterns.pattern_problems import PatternProblems
 from stagewright.formulations.patterns.periodic_bounds import fastest_work
 from stagewright.formulations.pipelines.bppm import prefix_sums, range_sums
+from stagewright.formulations.plans.actions import STASH, STASH_VERTICAL_SYNC, WeightRule
 from stagewright.formulations.plans.memory import buffers_per_boundary, state_factor
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
-from stagewright.formulations.plans.weight_rules import STASH, STASH_VERTICAL_SYNC, WeightRule
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import format_bytes, format_seconds
 from stagewright.solvers.planners.baselines import pipedream
-from stagewright.solvers.planners.baselines.predictions import explain_pattern
-from stagewright.solvers.planners.periodic.device_groups import (
-    Groups,
-    group_sizes,
-    named_group,
-    orders,
-)
+from stagewright.solvers.planners.baselines.pipedream import explain_pattern
+from stagewright.solvers.planners.periodic.search import Groups, group_sizes, named_group, orders
 from stagewright.solvers.planners.steps.planner import Options, SearchPlanner
 from stagewright.solvers.planners.steps.proposal import (
     Choices,
@@ -58,7 +53,7 @@ from stagewright.solvers.planners.steps.proposal import (
     named_stages,
     with_memory_mode,
 )
-from stagewright.solvers.planners.structures.seeds import every_balanced_cuts
+from stagewright.solvers.planners.structures.arrangements import every_balanced_cuts
 
 
 @dataclass(frozen=True)

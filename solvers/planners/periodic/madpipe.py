@@ -14,14 +14,10 @@ from functools import partial
 from stagewright.formulations.forms.answers import Limits, OnProgress
 from stagewright.formulations.patterns.joint_patterns import ALLOCATIONS, JointPatterns
 from stagewright.formulations.patterns.madpipe import StageAllocationProblem
-from stagewright.formulations.patterns.one_f_one_b import (
-    period_bound,
-)
+from stagewright.formulations.patterns.one_f_one_b import period_bound
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Bound, Stage
-from stagewright.formulations.plans.plan_class import (
-    SEARCHED_ALLOCATIONS,
-)
+from stagewright.formulations.plans.plan_class import SEARCHED_ALLOCATIONS
 from stagewright.solvers.patterns import madpipe
 from stagewright.solvers.patterns.allocation_search import (
     AllocationMoves,
@@ -30,19 +26,17 @@ from stagewright.solvers.patterns.allocation_search import (
     interleaved,
 )
 from stagewright.solvers.patterns.joint_patterns import joint_optimum
-from stagewright.solvers.planners.periodic.device_groups import (
-    distinct,
-    interchangeable,
-    longest_update,
-    named_group,
-    orders,
-)
 from stagewright.solvers.planners.periodic.one_f_one_b_star import contiguous
 from stagewright.solvers.planners.periodic.search import (
     OPTIMAL_GAP,
     FoundPattern,
     PeriodicPlanner,
     PeriodicSearch,
+    distinct,
+    interchangeable,
+    longest_update,
+    named_group,
+    orders,
 )
 from stagewright.solvers.planners.steps.proposal import Choices, NoPlan, PeriodicProposal
 

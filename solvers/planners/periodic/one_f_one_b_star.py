@@ -11,23 +11,19 @@ from stagewright.formulations.patterns.one_f_one_b import (
     one_f_one_b_star,
     period_bound,
 )
-from stagewright.formulations.patterns.periodic_bounds import (
-    least_pause,
-)
+from stagewright.formulations.patterns.periodic_bounds import least_pause
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
 from stagewright.solvers.patterns.madpipe import least_period as least_allocation_period
-from stagewright.solvers.planners.periodic.device_groups import (
-    Groups,
-    interchangeable,
-    longest_update,
-    orders,
-)
 from stagewright.solvers.planners.periodic.search import (
     OPTIMAL_GAP,
     FoundPattern,
+    Groups,
     PeriodicPlanner,
     PeriodicSearch,
+    interchangeable,
+    longest_update,
+    orders,
 )
 from stagewright.solvers.planners.steps.proposal import Choices, NoPlan, PeriodicProposal
 

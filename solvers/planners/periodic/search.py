@@ -1,40 +1,152 @@
 """The search for periodic plans: the best plan so far, and bounds for every group size."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import combinations
 from time import perf_counter
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
 from stagewright.formulations.patterns.least_pattern import sequential
-from stagewright.formulations.patterns.one_f_one_b import (
-    period_bound,
-)
+from stagewright.formulations.patterns.one_f_one_b import period_bound
 from stagewright.formulations.patterns.pattern import Pattern, PatternProblem
 from stagewright.formulations.patterns.pattern_models import PATTERN
-from stagewright.formulations.patterns.pattern_problems import PatternProblems
+from stagewright.formulations.patterns.pattern_problems import PatternProblems, static_bytes
 from stagewright.formulations.patterns.periodic_bounds import (
     fastest_work,
     iteration_bounds,
     work_periods,
 )
+from stagewright.formulations.plans.memory import kept_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Bound, Stage
-from stagewright.formulations.plans.plan_class import (
-    PATTERNS,
-    WHOLE_PERIODIC,
-    PlanClass,
-)
+from stagewright.formulations.plans.plan_class import PATTERNS, WHOLE_PERIODIC, PlanClass
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import format_bytes, format_seconds
+from stagewright.graphs.machines.cluster import Cluster
+from stagewright.graphs.machines.ordering import recursive_device_order
 from stagewright.solvers.patterns.pattern import best_pattern, require_pattern_backend
-from stagewright.solvers.planners.periodic.device_groups import group_sizes, orders
-from stagewright.solvers.planners.periodic.shortage import contiguous_shortage
 from stagewright.solvers.planners.steps.planner import Options, require_host_links
 from stagewright.solvers.planners.steps.proposal import Choices, NoPlan, PeriodicProposal
 
 Stages = tuple[Stage, ...]
+Groups = tuple[tuple[int, ...], ...]
+
+
+def contiguous_shortage(
+    problem: PipelineProblem, groups: Groups, modes: Sequence[Literal["none", "full"]]
+) -> tuple[float, Stages, int]:
+    """The contiguous partition with the least missing memory: bytes, stages, index of the stage.
+
+    With one microbatch in flight; negative bytes are free memory.
+    """
+    layers = len(problem.chain)
+    names = [named_group(problem, group) for group in groups]
+    need = np.full((layers, layers + 1), np.inf)
+    for start, stop in combinations(range(layers + 1), 2):
+        need[start, stop] = min(
+            _needed(problem, one) for one in _modes((start, stop), names[0], modes)
+        )
+    # best[l]: the least shortage of the first l layers on the groups so far.
+    best = np.append(-np.inf, np.full(layers, np.inf))
+    cuts: list[NDArray[np.int64]] = []
+    rooms = [float(problem.memory_bytes[list(group)].min()) for group in groups]
+    for room in rooms:
+        worst = np.maximum(best[:layers, None], need - room)
+        cuts.append(np.where(worst.min(axis=0) < best, worst.argmin(axis=0), -1))
+        best = np.minimum(best, worst.min(axis=0))
+    found: list[tuple[float, Stage]] = []
+    stop = layers
+    for group, room, cut in zip(names[::-1], rooms[::-1], cuts[::-1], strict=True):
+        start = int(cut[stop])
+        if start >= 0:
+            found.append((need[start, stop] - room, Stage((start, stop), group)))
+            stop = start
+    found.reverse()
+    short = [bytes_ for bytes_, _ in found]
+    return float(best[layers]), tuple(stage for _, stage in found), short.index(max(short))
+
+
+def _modes(
+    layers: tuple[int, int], names: tuple[str, ...], modes: Sequence[Literal["none", "full"]]
+) -> list[Stage]:
+    return [Stage(layers, names, recompute=mode) for mode in modes]
+
+
+def _needed(problem: PipelineProblem, stage: Stage) -> float:
+    kept = kept_bytes(problem, stage)
+    return static_bytes(problem, stage) + kept.saved_bytes + kept.working_bytes
+
+
+def group_sizes(problem: PipelineProblem, choices: Choices) -> list[int]:
+    """The possible numbers of devices per stage, which is the same for all stages."""
+    devices, layers = len(problem.cluster), len(problem.chain)
+    most = min(devices, problem.most_replicas(0, layers))
+    if choices.group_size is None:
+        return list(range(1, most + 1))
+    if not 1 <= choices.group_size <= most:
+        raise InputError(
+            f"group size {choices.group_size}: a stage can have 1 to {most} devices; the cluster "
+            f"has {devices}, and a microbatch has samples for {problem.most_replicas(0, layers)}"
+        )
+    return [choices.group_size]
+
+
+def longest_update(problem: PipelineProblem) -> float:
+    """The longest update time of a layer."""
+    return max(float(problem.update_per_layer(kind).max()) for kind in problem.kinds)
+
+
+def orders(problem: PipelineProblem, size: int) -> list[Groups]:
+    """Groups of neighbouring devices in the order of the recursive cuts, and reversed."""
+    order = recursive_device_order(problem.cluster)
+    last = len(order) - len(order) % size
+    groups = tuple(tuple(sorted(order[i : i + size])) for i in range(0, last, size))
+    return [groups] if len(distinct(problem, groups)) == 1 else [groups, groups[::-1]]
+
+
+def distinct(problem: PipelineProblem, groups: Groups) -> list[int]:
+    """One group of each type: all groups if links differ, else one per type of devices."""
+    if not _links_are_equal(problem.cluster):
+        return list(range(len(groups)))
+    sorts = [tuple(_machine(problem, v) for v in group) for group in groups]
+    return [g for g, sort in enumerate(sorts) if sorts.index(sort) == g]
+
+
+def interchangeable(problem: PipelineProblem, size: int) -> bool:
+    """Whether it does not matter which devices form a group of ``size``.
+
+    Otherwise a bound for one partition into groups says nothing about the others, even if the
+    groups of that partition are alike or there is only one.
+    """
+    devices = len(problem.cluster)
+    if size == devices:
+        return True
+    machines = {_machine(problem, v) for v in range(devices)}
+    return len(machines) == 1 and _links_are_equal(problem.cluster)
+
+
+def _machine(problem: PipelineProblem, device: int) -> tuple[str, float]:
+    """The kind and the memory of a device."""
+    return problem.cluster.devices[device].kind, float(problem.memory_bytes[device])
+
+
+def _links_are_equal(cluster: Cluster) -> bool:
+    """Whether all pairs of devices have the same bandwidth and latency."""
+    every = range(len(cluster))
+    slowest = cluster.pairs.slowest(every, every)
+    return cluster.pairs.best_between(np.array(every)) in (None, slowest)
+
+
+def named_group(problem: PipelineProblem, group: Sequence[int]) -> tuple[str, ...]:
+    """The names of a group's devices."""
+    return tuple(problem.cluster.devices[v].name for v in group)
+
 
 _PERIODIC_OPTIONS = Options(
     ("none", "full", "auto"), offload=True, group_size=True, period_seconds=True, backend=True

@@ -7,12 +7,12 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from stagewright.formulations.backprop.choice import OutOfOrder
+from stagewright.formulations.backprop.orders import OutOfOrder
 from stagewright.formulations.forms.answers import Status
 from stagewright.formulations.patterns.pattern import Pattern
 from stagewright.formulations.pipelines.bppm import StageChoice
 from stagewright.formulations.pipelines.makespan import Timetable
-from stagewright.formulations.plans.actions import ActionKind
+from stagewright.formulations.plans.actions import DOUBLE_BUFFER, WEIGHT_RULES, ActionKind, Weights
 from stagewright.formulations.plans.memory import in_flight_limit, static_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Begins, Bound, Guarantee, PipelinePlan, Stage
@@ -28,8 +28,7 @@ from stagewright.formulations.plans.plan_class import (
 from stagewright.formulations.plans.starts import starts_of
 from stagewright.formulations.plans.structure import Structure
 from stagewright.formulations.plans.timing import Blocks, durations
-from stagewright.formulations.plans.weight_rules import DOUBLE_BUFFER, WEIGHT_RULES, Weights
-from stagewright.formulations.schedules.choice import ScheduleChoice
+from stagewright.formulations.schedules.published.kinds import ScheduleChoice
 from stagewright.formulations.schedules.runtimes import Runtime
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError

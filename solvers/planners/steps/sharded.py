@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from stagewright.formulations.checking.check import require_valid
+from stagewright.formulations.plans.actions import FLUSH
 from stagewright.formulations.plans.assembly import assemble
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan, Stage
 from stagewright.formulations.plans.plan_class import Shards
 from stagewright.formulations.plans.structure import Structure, misfit, work_of
 from stagewright.formulations.plans.timing import split_backwards
-from stagewright.formulations.plans.weight_rules import FLUSH
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MIN_MEMORY, format_bytes, format_seconds
 from stagewright.solvers.planners.steps.warm_start import Retiming

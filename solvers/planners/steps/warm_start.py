@@ -12,17 +12,19 @@ from stagewright.formulations.plans.actions import Action, ActionKind
 from stagewright.formulations.plans.assembly import assemble
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan, Stage
-from stagewright.formulations.plans.shards import require_no_shards
+from stagewright.formulations.plans.shards import require_no_shards, require_whole_stages
 from stagewright.formulations.plans.structure import Endings, Structure, Work, misfit, work_of
-from stagewright.formulations.plans.tensor import require_whole_stages
 from stagewright.formulations.plans.timing import split_backwards
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.chain import Chain
 from stagewright.solvers.pipelines.retiming import retimed
-from stagewright.solvers.pipelines.structures.rules import FIRST_RULES, rules_for
 from stagewright.solvers.pipelines.structures.run import BACKWARD, FORWARD, SEND_B, SEND_F, WEIGHTS
-from stagewright.solvers.pipelines.structures.scheduling import best_schedule
+from stagewright.solvers.pipelines.structures.scheduling import (
+    FIRST_RULES,
+    best_schedule,
+    rules_for,
+)
 from stagewright.solvers.planners.steps.proposal import Choices, NoPlan, Proposal
 from stagewright.solvers.planners.structures.moves import StructureMoves
 

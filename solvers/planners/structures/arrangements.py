@@ -9,8 +9,131 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.formulations.pipelines.bppm import earliest_starts, prefix_sums, range_sums
 from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import Stage
+from stagewright.formulations.plans.structure import Structure
+from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.machines.ordering import recursive_device_order
+
+MOST_ROUNDS = 4  # stages that a group of devices gets
+_EVERY_LENGTH = 16  # groups up to which every number is tried; above, divisors and the half
+
+
+def pipelines(problem: PipelineProblem, order: Sequence[int]) -> Iterator[Structure]:
+    """Balanced pipelines on groups of neighbours in ``order``, in one or several rounds.
+
+    A round visits the groups in the same direction as the previous one (interleaved) or in the
+    opposite one (V-shaped). Groups of several devices split microbatches or take them round-robin.
+    With round-robin, every round may start with the next device, so that no device waits for its
+    own microbatch.
+    """
+    layers = len(problem.chain)
+    for length in lengths(len(order), layers):
+        groups = [tuple(int(v) for v in part) for part in np.array_split(np.array(order), length)]
+        for rounds in range(1, MOST_ROUNDS + 1):
+            if rounds * length <= layers:
+                yield from _folded(problem, groups, groups * rounds)
+        if 2 * length - 1 <= layers and length > 1:
+            yield from _folded(problem, groups, groups + groups[-2::-1])
+
+
+def lengths(devices: int, layers: int) -> list[int]:
+    """The numbers of groups to try, ascending."""
+    most = min(devices, layers)
+    if most <= _EVERY_LENGTH:
+        return list(range(1, most + 1))
+    divisors = [n for n in range(1, most + 1) if devices % n == 0]
+    return sorted({*divisors, most, most // 2})
+
+
+def _folded(
+    problem: PipelineProblem, groups: Sequence[tuple[int, ...]], placed: Sequence[tuple[int, ...]]
+) -> Iterator[Structure]:
+    """Balanced stages on the groups ``placed``, for each kind of replication."""
+    several = any(len(group) > 1 for group in groups)
+    again = len(placed) > len(groups)
+    names = [device.name for device in problem.cluster.devices]
+    for round_robin in (False, True) if several else (False,):
+        cuts = balanced_cuts(problem, placed, round_robin)
+        if cuts is None:
+            continue
+        for step in (0, 1) if round_robin and again else (0,):
+            if len(groups) == 1 and again and step == 0:
+                continue  # the stages would merge into one
+            yield Structure.whole([
+                Stage(
+                    (cuts[s], cuts[s + 1]),
+                    tuple(names[v] for v in _rotated(group, step * (s // len(groups)))),
+                    "round-robin" if round_robin and len(group) > 1 else "split",
+                )
+                for s, group in enumerate(placed)
+            ])  # fmt: skip
+
+
+def _rotated(group: tuple[int, ...], by: int) -> tuple[int, ...]:
+    first = by % len(group)
+    return group[first:] + group[:first]
+
+
+def balanced_cuts(
+    problem: PipelineProblem, placed: Sequence[tuple[int, ...]], round_robin: bool
+) -> list[int] | None:
+    """Cuts that minimise the slowest stage; None if a group is too large for a microbatch."""
+    tables: dict[tuple[str, ...], Floats] = {}
+    keys = [tuple(sorted(problem.cluster.devices[v].kind for v in group)) for group in placed]
+    for key, group in zip(keys, placed, strict=True):
+        if key not in tables:
+            tables[key] = stage_seconds(problem, group, round_robin)
+    return every_balanced_cuts([tables[key] for key in keys])[-1]
+
+
+def every_balanced_cuts(tables: Sequence[Floats]) -> list[list[int] | None]:
+    """Cuts for the first 1, 2, ... of the stages that minimise the slowest; None if infeasible.
+
+    ``tables`` has the seconds of layers [start, stop) as each of the stages, shape (L + 1, L + 1),
+    inf where it is impossible.
+    """
+    layers = len(tables[0]) - 1
+    best = np.append(0.0, np.full(layers, np.inf))
+    choices: list[NDArray[np.int64]] = []
+    found: list[list[int] | None] = []
+    for table in tables:
+        through = np.maximum(best[:, None], table)
+        choices.append(through.argmin(axis=0))
+        best = through.min(axis=0)
+        found.append(_traced(choices, layers) if np.isfinite(best[layers]) else None)
+    return found
+
+
+def _traced(choices: Sequence[NDArray[np.int64]], layers: int) -> list[int]:
+    """The cuts that the choices lead to from the last layer."""
+    cuts = [layers]
+    for row in reversed(choices):
+        cuts.append(int(row[cuts[-1]]))
+    return cuts[::-1]
+
+
+def stage_seconds(
+    problem: PipelineProblem, group: tuple[int, ...], round_robin: bool, recomputes: bool = False
+) -> Floats:
+    """Seconds per microbatch of layers [start, stop) on a group; inf if infeasible."""
+    shares = 1 if round_robin else len(group)
+    layers = len(problem.chain)
+    kinds = {problem.cluster.devices[v].kind for v in group}
+    tables = []
+    for kind in sorted(kinds):
+        costs = problem.costs(kind, shares)
+        forward = costs.forward_seconds * (2 if recomputes else 1)
+        tables.append(range_sums(prefix_sums(forward + costs.backward_seconds)))
+    seconds = np.max(tables, axis=0) / (len(group) if round_robin else 1)
+    first = earliest_starts(problem.replicas_per_layer, shares)[-1]
+    possible = np.triu(first[None, :] <= np.arange(layers + 1)[:, None], 1)
+    return np.where(possible, seconds, np.inf)
+
 
 MOST = 120  # arrangements of which every one is tried
 

@@ -24,20 +24,14 @@ from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.plans.memory import in_flight_limit
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
-from stagewright.formulations.plans.structure import (
-    Structure,
-    device_loads,
-    misfit,
-    work_of,
-)
+from stagewright.formulations.plans.structure import Structure, device_loads, misfit, work_of
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.solvers.pipelines.forward_backward import improve
 from stagewright.solvers.pipelines.list_scheduling import list_schedule
-from stagewright.solvers.pipelines.structures.rules import rules_for
-from stagewright.solvers.pipelines.structures.scheduling import best_schedule
+from stagewright.solvers.pipelines.structures.scheduling import best_schedule, rules_for
 from stagewright.solvers.planners.steps.proposal import Proposal, cost_of, proposal_of, structure_of
 from stagewright.solvers.planners.structures.moves import is_runnable
-from stagewright.solvers.planners.structures.rebuilding import Rebuilding
+from stagewright.solvers.planners.structures.reordering import Rebuilding
 
 PASSES = 10  # of forward-backward improvement without success, for one schedule
 NEAR = 1.02  # times the ceiling; longer list schedules are not improved

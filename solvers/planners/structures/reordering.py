@@ -5,14 +5,17 @@ follow as the checker prices them. One problem has no turns of all-reduces: a bo
 every plan of the stages. The others have some order of the all-reduces.
 """
 
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from time import monotonic
 
 import numpy as np
 
 from stagewright.formulations.checking.check import check
 from stagewright.formulations.forms.answers import Limits, OnProgress
+from stagewright.formulations.pipelines.bounds.server_relaxation import levels_of
 from stagewright.formulations.pipelines.grouped_stages import (
     GroupedStages,
     is_grouped,
@@ -21,9 +24,9 @@ from stagewright.formulations.pipelines.grouped_stages import (
 from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
 from stagewright.formulations.plans.assembly import assemble
 from stagewright.formulations.plans.pipeline import PipelineProblem
-from stagewright.formulations.plans.plan import Bound
+from stagewright.formulations.plans.plan import Bound, Stage
 from stagewright.formulations.plans.plan_class import SHARED_SPLIT, SHARED_WHOLE
-from stagewright.formulations.plans.structure import ending_starts
+from stagewright.formulations.plans.structure import Structure, ending_starts
 from stagewright.formulations.plans.timing import Blocks
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.solvers.pipelines.rows.search import RowSearch, compile_row_kernels
@@ -31,6 +34,194 @@ from stagewright.solvers.pipelines.scheduling import solve_schedule
 from stagewright.solvers.pipelines.structures.run import BACKWARD, FORWARD, SEND_B, SEND_F, WEIGHTS
 from stagewright.solvers.pipelines.structures.scheduling import blocks_of_starts
 from stagewright.solvers.planners.steps.proposal import NoPlan, Proposal, cost_of, structure_of
+
+WINDOW = 4  # stages that are rebuilt together
+STEPS = 3  # changes of a window in one rebuild
+PLACEMENTS = 0.25  # of the rebuilds exchange devices only
+_FARTHEST = 3  # layers by which a cut moves
+
+
+@dataclass(slots=True)
+class _Part:
+    """A stage of a window; it keeps the replication and the memory mode of stage ``like``."""
+
+    like: int
+    layers: int
+    devices: list[str]
+
+
+Parts = list[_Part]
+
+
+@dataclass
+class Rebuilding:
+    """Rebuilds of structures, drawn from ``rng``.
+
+    A window of neighbouring stages gets other cuts, devices or both; or devices change places in
+    the whole plan. The rebuilt structure need not fit in memory, or have samples for all replicas.
+    """
+
+    problem: PipelineProblem
+    rng: random.Random
+
+    def __post_init__(self) -> None:
+        devices, kinds = self.problem.cluster.devices, self.problem.kinds
+        groups = [level.home for level in levels_of(self.problem.cluster)]
+        if len(kinds) > 1:
+            groups.append(tuple(kinds.index(one.kind) for one in devices))
+        self._names = tuple(one.name for one in devices)
+        # The server of every device, per level of links; its kind.
+        self._groups = [dict(zip(self._names, group, strict=True)) for group in groups]
+
+    def rebuilt(self, structure: Structure) -> Structure:
+        """The structure after one random rebuild; it may be the same."""
+        if self.rng.random() < PLACEMENTS:
+            return self._exchanged(structure)
+        count = len(structure.stages)
+        size = self.rng.randint(1, min(WINDOW, count))
+        first = self.rng.randint(0, count - size)
+        window = structure.stages[first : first + size]
+        parts = [
+            _Part(first + i, one.layers[1] - one.layers[0], list(one.devices))
+            for i, one in enumerate(window)
+        ]
+        changes = (
+            self._shift, self._give, self._merge, self._split, self._deal, self._swap, self._use,
+            self._even,
+        )  # fmt: skip
+        used = {name for one in structure.stages for name in one.devices}
+        idle = [name for name in self._names if name not in used]
+        for _ in range(self.rng.randint(1, STEPS)):
+            self.rng.choice(changes)(parts, idle)
+        return self._assembled(structure, first, size, parts)
+
+    def _assembled(self, structure: Structure, first: int, size: int, parts: Parts) -> Structure:
+        stages, start = [], structure.stages[first].layers[0]
+        for part in parts:
+            like, stop = structure.stages[part.like], start + part.layers
+            stages.append(
+                replace(
+                    like,
+                    layers=(start, stop),
+                    devices=tuple(part.devices),
+                    replication=like.replication if len(part.devices) > 1 else "split",
+                )
+            )
+            start = stop
+        split = tuple(
+            structure.split[part.like] and self._splits(stage)
+            for part, stage in zip(parts, stages, strict=True)
+        )
+        return Structure(
+            (*structure.stages[:first], *stages, *structure.stages[first + size :]),
+            (*structure.split[:first], *split, *structure.split[first + size :]),
+        )
+
+    def _splits(self, stage: Stage) -> bool:
+        return self.problem.layer_with_whole_backward(*stage.layers) is None and not stage.offload
+
+    def _pair(self, parts: Parts) -> tuple[_Part, _Part] | None:
+        """Two neighbours, in random order."""
+        if len(parts) < 2:
+            return None
+        i = self.rng.randrange(len(parts) - 1)
+        pair = [parts[i], parts[i + 1]]
+        self.rng.shuffle(pair)
+        return pair[0], pair[1]
+
+    def _shift(self, parts: Parts, idle: list[str]) -> None:
+        """Move layers over a cut."""
+        if pair := self._pair(parts):
+            one, other = pair
+            by = min(self.rng.randint(1, _FARTHEST), other.layers - 1)
+            one.layers, other.layers = one.layers + by, other.layers - by
+
+    def _give(self, parts: Parts, idle: list[str]) -> None:
+        """Move a device to a neighbour."""
+        if (pair := self._pair(parts)) and len(pair[1].devices) > 1:
+            name = self.rng.choice(pair[1].devices)
+            if name not in pair[0].devices:
+                pair[1].devices.remove(name)
+                pair[0].devices.append(name)
+
+    def _merge(self, parts: Parts, idle: list[str]) -> None:
+        if len(parts) > 1:
+            i = self.rng.randrange(len(parts) - 1)
+            other = parts.pop(i + 1)
+            parts[i].layers += other.layers
+            parts[i].devices = list(dict.fromkeys(parts[i].devices + other.devices))
+
+    def _split(self, parts: Parts, idle: list[str]) -> None:
+        """Cut a stage in two; the second has some of its devices, or an idle one."""
+        i = self.rng.randrange(len(parts))
+        part = parts[i]
+        if part.layers == 1 or (len(part.devices) == 1 and not idle):
+            return
+        if len(part.devices) > 1:
+            half = self.rng.randint(1, len(part.devices) - 1)
+            part.devices, devices = part.devices[:half], part.devices[half:]
+        else:
+            devices = [idle.pop(self.rng.randrange(len(idle)))]
+        layers = self.rng.randint(1, part.layers - 1)
+        parts.insert(i + 1, _Part(part.like, part.layers - layers, devices))
+        part.layers = layers
+
+    def _deal(self, parts: Parts, idle: list[str]) -> None:
+        """Deal the devices of the window again, those of a server one after the other."""
+        groups = self.rng.choice(self._groups)
+        pool = [name for part in parts for name in part.devices]
+        self.rng.shuffle(pool)
+        order = list({groups[name]: None for name in pool})
+        pool.sort(key=lambda name: order.index(groups[name]))
+        ends = list(accumulate(len(part.devices) for part in parts))
+        for part, end in zip(parts, ends, strict=True):
+            part.devices = pool[end - len(part.devices) : end]
+
+    def _swap(self, parts: Parts, idle: list[str]) -> None:
+        """Exchange the devices of two stages."""
+        one, other = self.rng.choice(parts), self.rng.choice(parts)
+        one.devices, other.devices = other.devices, one.devices
+
+    def _use(self, parts: Parts, idle: list[str]) -> None:
+        """Use an idle device, or leave one idle."""
+        part = self.rng.choice(parts)
+        if idle and self.rng.random() < 0.5:
+            part.devices.append(idle.pop(self.rng.randrange(len(idle))))
+        elif len(part.devices) > 1:
+            idle.append(part.devices.pop(self.rng.randrange(len(part.devices))))
+
+    def _even(self, parts: Parts, idle: list[str]) -> None:
+        """Share the layers of two neighbours anew."""
+        if pair := self._pair(parts):
+            both = pair[0].layers + pair[1].layers
+            pair[0].layers = self.rng.randint(1, both - 1)
+            pair[1].layers = both - pair[0].layers
+
+    def _exchanged(self, structure: Structure) -> Structure:
+        """Devices change places: two of them, or all of a stage with others of one server."""
+        groups = self.rng.choice(self._groups)
+        stage = self.rng.choice(structure.stages)
+        if self.rng.random() < 0.5:
+            one, other = self.rng.choice(stage.devices), self.rng.choice(self._names)
+            return _renamed(structure, {one: other, other: one})
+        home = groups[self.rng.choice(self._names)]
+        out = [name for name in stage.devices if groups[name] != home]
+        there = [n for n in self._names if groups[n] == home and n not in stage.devices]
+        self.rng.shuffle(there)
+        pairs = list(zip(out, there, strict=False))
+        return _renamed(structure, dict(pairs) | {other: one for one, other in pairs})
+
+
+def _renamed(structure: Structure, names: dict[str, str]) -> Structure:
+    """The structure with other devices in the places of some."""
+    stages = tuple(
+        replace(one, devices=tuple(names.get(name, name) for name in one.devices))
+        if any(name in names for name in one.devices)
+        else one
+        for one in structure.stages
+    )
+    return replace(structure, stages=stages)
+
 
 RULES = 100  # tried for each order of all-reduces
 BEST = 2  # orders of all-reduces for which the schedule is then solved

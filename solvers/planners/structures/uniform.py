@@ -9,8 +9,7 @@ from stagewright.formulations.forms.answers import Limits, OnProgress, Progress,
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.structure import Structure, misfit, work_of
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
-from stagewright.solvers.pipelines.structures.rules import Rule
-from stagewright.solvers.pipelines.structures.scheduling import best_schedule
+from stagewright.solvers.pipelines.structures.scheduling import Rule, best_schedule
 from stagewright.solvers.planners.steps.planner import ANY_RECOMPUTATION, Options
 from stagewright.solvers.planners.steps.proposal import (
     Choices,
