@@ -276,12 +276,12 @@ def test_a_form_that_a_backend_cannot_take_is_one_clear_line():
 
 
 def test_an_unknown_status_is_an_error(monkeypatch):
-    from stagewright.solvers.backends import cpsat, cvxpy_status, highs, pulp_milp
+    from stagewright.solvers.backends import cpsat, cvxpy_linear, highs, pulp_milp
 
     monkeypatch.setattr(cpsat, "STATUS", {})
     monkeypatch.setattr(highs, "STATUS", {})
     monkeypatch.setattr(pulp_milp, "CBC_STATUS", {})
-    monkeypatch.setattr(cvxpy_status, "STATUS", {})
+    monkeypatch.setattr(cvxpy_linear, "STATUS", {})
     with pytest.raises(UnknownStatusError, match="OPTIMAL"):
         solve(two_machines())
     for backend in LINEAR:
