@@ -17,11 +17,7 @@ from stagewright.graphs.documents.documents import parse
 from stagewright.service.answers import Answer
 from stagewright.service.cloud.answers import CloudAnswer
 from stagewright.service.cloud.requests import CloudRequest
-from stagewright.service.clusters.answers import (
-    AllocateAnswer,
-    RoundsAnswer,
-    SimulateClusterAnswer,
-)
+from stagewright.service.clusters.answers import AllocateAnswer, RoundsAnswer, SimulateClusterAnswer
 from stagewright.service.clusters.requests import AllocateRequest, RoundsRequest
 from stagewright.service.operators.dividing import DivideAnswer
 from stagewright.service.operators.plans import PlaceAnswer

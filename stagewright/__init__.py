@@ -36,11 +36,7 @@ if TYPE_CHECKING:
         simulate_cluster,
     )
     from stagewright.front.layouts import check_profiled_plan, profiled_train_plan, train_plan
-    from stagewright.front.operators import (
-        check_placement,
-        divide,
-        place,
-    )
+    from stagewright.front.operators import check_placement, divide, place
     from stagewright.front.pipelines import (
         check,
         check_proofs,

@@ -30,13 +30,7 @@ from typing import Any, Self, TypeVar
 
 from pydantic import TypeAdapter
 
-from stagewright.formulations.forms.answers import (
-    OnProgress,
-    Progress,
-    Status,
-    StopToken,
-    silent,
-)
+from stagewright.formulations.forms.answers import OnProgress, Progress, Status, StopToken, silent
 from stagewright.formulations.plans.plan import FORMAT, VERSION, PipelinePlan
 from stagewright.formulations.plans.plan_class import PlanClass
 from stagewright.graphs.documents import documents
@@ -367,12 +361,7 @@ class Client:
                     return
 
     def submit(
-        self,
-        kind: str,
-        request: AnyRequest,
-        *,
-        key: str | None = None,
-        priority: int = 0,
+        self, kind: str, request: AnyRequest, *, key: str | None = None, priority: int = 0
     ) -> JobState:
         """Submit a request of a kind; with a ``key`` it is submitted once, however often."""
         return _state(self._http.request(**_Calls.submit(kind, request, key, priority)))
@@ -536,12 +525,7 @@ class AsyncClient:
                     return
 
     async def submit(
-        self,
-        kind: str,
-        request: AnyRequest,
-        *,
-        key: str | None = None,
-        priority: int = 0,
+        self, kind: str, request: AnyRequest, *, key: str | None = None, priority: int = 0
     ) -> JobState:
         """As `Client.submit`."""
         return _state(await self._http.request(**_Calls.submit(kind, request, key, priority)))

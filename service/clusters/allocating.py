@@ -180,9 +180,7 @@ def rounds(request: RoundsRequest, stop: StopToken | None = None) -> RoundsAnswe
     return _realised(request, request.policy, problem, result.allocation)
 
 
-def require_realisable(
-    request: RoundsRequest,
-) -> tuple[AllocationProblem, AllocationPlan | None]:
+def require_realisable(request: RoundsRequest) -> tuple[AllocationProblem, AllocationPlan | None]:
     """The problem, and the allocation if it is given; refuses what the policy lacks.
 
     Raises

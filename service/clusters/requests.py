@@ -39,8 +39,7 @@ class _Policy(Request):
     """A policy that divides the accelerators of a pool."""
 
     pool: Annotated[
-        Pool,
-        Option("--cluster", form="FILE|NAME=COUNT,...", of_text=read_pool, may_be_file=True),
+        Pool, Option("--cluster", form="FILE|NAME=COUNT,...", of_text=read_pool, may_be_file=True)
     ]
     """Accelerators as v100=36,p100=9x4@1.46 (9 servers of 4 at $1.46 an hour), or a file."""
     policy: str = "max-min"

@@ -5,18 +5,10 @@ from collections.abc import Mapping
 from stagewright.executor.clusters.report import ClusterReport
 from stagewright.executor.clusters.runtime import run_cluster as run
 from stagewright.executor.clusters.workload import ClusterJob, TrainingFunction
-from stagewright.formulations.forms.answers import (
-    Status,
-    StopToken,
-    is_stopped,
-)
+from stagewright.formulations.forms.answers import Status, StopToken, is_stopped
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.clusters.allocating import policy_allocator
-from stagewright.service.clusters.answers import (
-    JobOutcomeAnswer,
-    RunClusterAnswer,
-    TimeShareAnswer,
-)
+from stagewright.service.clusters.answers import JobOutcomeAnswer, RunClusterAnswer, TimeShareAnswer
 from stagewright.service.clusters.requests import RunClusterRequest
 from stagewright.solvers.clusters.policies import policy_named
 

@@ -97,9 +97,7 @@ def _rules(request: SimulateClusterRequest) -> Rules:
     )
 
 
-def _jobs(
-    request: SimulateClusterRequest,
-) -> tuple[Iterable[Job], Throughputs, tuple[Entity, ...]]:
+def _jobs(request: SimulateClusterRequest) -> tuple[Iterable[Job], Throughputs, tuple[Entity, ...]]:
     given, coming = request.workload, request.arrivals
     if given is not None:
         return given.jobs, given.throughputs, given.entities

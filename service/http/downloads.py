@@ -139,10 +139,7 @@ def _options(job: Job, to: str, given: ExportOptions) -> "Options":
 
 @router.get("/jobs/{job}/comparison")
 def compare_with_run(
-    job: Readable,
-    trace: Annotated[str, Query(pattern=ID)],
-    caller: Reader,
-    service: Serving,
+    job: Readable, trace: Annotated[str, Query(pattern=ID)], caller: Reader, service: Serving
 ) -> dict[str, Any]:
     """The plan's prediction and what a run of it measured, from its uploaded trace.
 

@@ -110,10 +110,7 @@ def read_history(
 
 @router.get("/{job}/events", response_class=Events, responses=EVENT)
 async def stream_events(
-    request: Request,
-    job: Readable,
-    service: Serving,
-    last_event_id: Annotated[str, Header()] = "",
+    request: Request, job: Readable, service: Serving, last_event_id: Annotated[str, Header()] = ""
 ) -> EventSourceResponse:
     """The history as server-sent events; ``Last-Event-ID`` replays what came after."""
     after = int(last_event_id) if _NUMBER.fullmatch(last_event_id) else 0

@@ -117,11 +117,7 @@ def engine_of(url: str) -> Engine:
     remote = not url.startswith("sqlite")  # then a connection may have been lost unnoticed
     patience = {"connect_timeout": CONNECT_SECONDS} if url.startswith("postgresql") else {}
     engine = create_engine(
-        url,
-        pool_pre_ping=remote,
-        pool_size=CONNECTIONS,
-        max_overflow=0,
-        connect_args=patience,
+        url, pool_pre_ping=remote, pool_size=CONNECTIONS, max_overflow=0, connect_args=patience
     )
     if engine.dialect.name == "sqlite":
         _prepare_connections(engine)

@@ -24,14 +24,7 @@ from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError, TimeoutE
 
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.jobs.migrating import NewerStoreError, migrate
-from stagewright.service.jobs.records import (
-    ENDED,
-    Asked,
-    Event,
-    Job,
-    State,
-    StoppedBy,
-)
+from stagewright.service.jobs.records import ENDED, Asked, Event, Job, State, StoppedBy
 from stagewright.service.jobs.rows import (
     LOCK_SECONDS,
     WHOLE,

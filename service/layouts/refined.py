@@ -74,12 +74,7 @@ def refined_layouts(
     every stage. ``alike_class`` is what the search's bound speaks of.
     """
     done = refine(
-        problem,
-        space,
-        found,
-        recomputation=_recomputation(framework),
-        accept=accept,
-        stop=stop,
+        problem, space, found, recomputation=_recomputation(framework), accept=accept, stop=stop
     )
     answer = RefinedAnswer(
         rows=tuple(_row(one) for one in done.best),

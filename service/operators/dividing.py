@@ -208,10 +208,7 @@ def _require_latency(request: DivideRequest) -> None:
 
 
 def _latency(
-    request: DivideRequest,
-    problem: LatencyProblem,
-    on_progress: OnProgress,
-    stop: StopToken | None,
+    request: DivideRequest, problem: LatencyProblem, on_progress: OnProgress, stop: StopToken | None
 ) -> DivideAnswer:
     from stagewright.solvers.dags.latency import place_for_latency
     from stagewright.solvers.dags.warm_up import compile_latency

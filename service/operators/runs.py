@@ -58,9 +58,7 @@ def compare(request: ComparePlacementRequest) -> PlacementCompareAnswer:
         dtype=run.dtype,
         steps=found.steps,
         iteration_seconds=IterationAnswer(
-            **fields_of(found.iteration_seconds),
-            least=found.least_seconds,
-            most=found.most_seconds,
+            **fields_of(found.iteration_seconds), least=found.least_seconds, most=found.most_seconds
         ),
         kinds=_totals(found.kinds),
         devices=_totals(found.devices),

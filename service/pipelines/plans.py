@@ -162,9 +162,7 @@ def compare(request: CompareRequest) -> CompareAnswer:
         dtype=run.dtype,
         steps=found.steps,
         iteration_seconds=IterationAnswer(
-            **fields_of(found.iteration_seconds),
-            least=found.least_seconds,
-            most=found.most_seconds,
+            **fields_of(found.iteration_seconds), least=found.least_seconds, most=found.most_seconds
         ),
         period_seconds=period
         and PeriodAnswer(**fields_of(period.seconds), microbatches=period.microbatches),

@@ -128,11 +128,7 @@ class PlanRequest(_Problem):
     def problem(self) -> PipelineProblem:
         """The planning problem, with the share of a device that kernels are assumed to occupy."""
         return PipelineProblem(
-            self.chain,
-            self.cluster,
-            self.microbatches,
-            self.memory_limit_bytes,
-            self.assumed_share,
+            self.chain, self.cluster, self.microbatches, self.memory_limit_bytes, self.assumed_share
         )
 
     @model_validator(mode="after")

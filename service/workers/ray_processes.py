@@ -7,12 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from stagewright.executor.clusters.ray_ranks import ADDRESS, connected
-from stagewright.service.workers.processes import (
-    LocalProcess,
-    Look,
-    MachineLostError,
-    Start,
-)
+from stagewright.service.workers.processes import LocalProcess, Look, MachineLostError, Start
 
 KILL_SECONDS = 10.0  # how long an actor may take to end its process
 KILLED = Look(None, -9, 0.0)

@@ -141,10 +141,7 @@ class RoundsOptions(Served, Printed):
     """What ``rounds`` is asked beside its request."""
 
 
-@command(
-    without="threads seed",
-    headings={"The policy": "space_sharing placement budget_dollars"},
-)
+@command(without="threads seed", headings={"The policy": "space_sharing placement budget_dollars"})
 def rounds(asked: Asked[RoundsRequest], given: RoundsOptions) -> int:
     """Realise an allocation in rounds: placements, renewed leases, deviation from the target."""
     from stagewright.service.clusters.answers import AllocateAnswer, RoundsAnswer

@@ -118,8 +118,7 @@ def _print_comparison(comparison: "Comparison", run: "Trace") -> None:
     update = comparison.update_seconds
     note = "" if update.predicted else ", which is not predicted"
     print_lines(
-        _headline(comparison),
-        f"the optimizer took {format_seconds(update.measured)} a step{note}",
+        _headline(comparison), f"the optimizer took {format_seconds(update.measured)} a step{note}"
     )
     if comparison.memory is not None:
         _print_memory(comparison.memory)

@@ -81,11 +81,7 @@ def _named(*given: tuple[str, Path | None]) -> list[Named]:
 
 
 def _write(
-    files: dict[str, str],
-    output: Path,
-    inputs: list[Named],
-    told: tuple[str, ...],
-    as_json: bool,
+    files: dict[str, str], output: Path, inputs: list[Named], told: tuple[str, ...], as_json: bool
 ) -> int:
     """Write the files, and print their names and what they do not say."""
     paths = _paths(output, list(files))

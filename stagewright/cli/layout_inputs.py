@@ -266,10 +266,7 @@ def read_by_kind(
 
 
 def read_server_pools(
-    servers: str | None,
-    cluster: Path | None,
-    rates: dict[str, str | None],
-    kinds: Sequence[str],
+    servers: str | None, cluster: Path | None, rates: dict[str, str | None], kinds: Sequence[str]
 ) -> "ServerPools":
     """The servers of the options, or of a cluster file.
 
@@ -323,11 +320,7 @@ def _by_kind(name: str, text: str | None, kinds: Sequence[str]) -> dict[str, flo
 
 
 def _pool(
-    kind: str,
-    servers: int,
-    devices: int,
-    by_kind: dict[str, dict[str, float]],
-    is_alone: bool,
+    kind: str, servers: int, devices: int, by_kind: dict[str, dict[str, float]], is_alone: bool
 ) -> "Pool":
     from stagewright.formulations.parallelism.profiles.cluster import pool_of_kind
 

@@ -35,11 +35,7 @@ from stagewright.service.pipelines.requests import PlanRequest
 
 if TYPE_CHECKING:
     from stagewright.executor.drawing.summary import StageSummary
-    from stagewright.formulations.plans.plan import (
-        Certificate,
-        PeriodicSchedule,
-        PipelinePlan,
-    )
+    from stagewright.formulations.plans.plan import Certificate, PeriodicSchedule, PipelinePlan
     from stagewright.graphs.models.chain import Chain
     from stagewright.service.pipelines.answers import PlanAnswer
     from stagewright.solvers.planning import Result
@@ -358,9 +354,7 @@ def _certificate_lines(certificate: "Certificate", sizes: str) -> list[str]:
     from stagewright.formulations.checking.certificates import headlines
     from stagewright.graphs.documents.units import format_seconds
 
-    lines = [
-        f"cost   {format_seconds(certificate.cost_seconds)} per iteration",
-    ]
+    lines = [f"cost   {format_seconds(certificate.cost_seconds)} per iteration"]
     for i, one in enumerate(headlines(certificate)):
         lines.append(
             f"{'       ' if i else 'bound  '}{format_seconds(one.seconds)} for {one.plans}{sizes}, "

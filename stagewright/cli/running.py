@@ -47,9 +47,7 @@ class RunOptions(Modelled, Clipped, Seeded, Printed):
     """Write a row for each step: loss, samples per second, seconds, learning rate and peak memory
     of the fullest rank."""
     save_parameters: Annotated[
-        Path | None,
-        Option(form="FILE"),
-        Writes(".pt", ".pth", ".bin", ".ckpt", ".safetensors"),
+        Path | None, Option(form="FILE"), Writes(".pt", ".pth", ".bin", ".ckpt", ".safetensors")
     ] = None
     """Write the trained state dict: .safetensors, or a pickle."""
     trace: Annotated[Path | None, Option(form="FILE"), Writes(".json")] = None

@@ -24,12 +24,7 @@ FIGURES = (
 CURVE_HEAD = ("memory", "makespan", "span", "bound", "gap", "<proved by", "<status")
 WIDE_ONLY = ("chunks", "<status", "span", "bound")  # columns of terminals of ...
 WIDE = 100  # ... so many characters
-STYLES = {
-    "F": "white on blue",
-    "B": "black on green",
-    "I": "black on cyan",
-    "W": "black on yellow",
-}
+STYLES = {"F": "white on blue", "B": "black on green", "I": "black on cyan", "W": "black on yellow"}
 
 
 def print_schedule(answer: "ScheduleAnswer") -> None:

@@ -194,12 +194,7 @@ def run_cluster(
 def estimate(reference: "Throughputs", workload: "Workload") -> "EstimateAnswer": ...
 @overload
 def estimate(
-    reference: "Throughputs",
-    *,
-    choose: str,
-    scale: int = 1,
-    fraction: float = 0.2,
-    seed: int = 0,
+    reference: "Throughputs", *, choose: str, scale: int = 1, fraction: float = 0.2, seed: int = 0
 ) -> "MeasureAnswer": ...
 def estimate(
     reference: "Throughputs",
@@ -238,11 +233,7 @@ def estimate(
 
 
 def cloud(
-    market: "Market",
-    rates: Mapping[str, float],
-    *,
-    stop: StopToken | None = None,
-    **options: Any,
+    market: "Market", rates: Mapping[str, float], *, stop: StopToken | None = None, **options: Any
 ) -> "CloudAnswer":
     """Compare strategies of renting cloud GPUs for a job, and plan its instances over time.
 

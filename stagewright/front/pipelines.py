@@ -589,11 +589,7 @@ def jobshop(
     from stagewright.service.schedules.scheduling import jobshop as answer
 
     request = JobShopRequest.of(
-        jobs=_as_tuples(jobs),
-        time_limit=time_limit,
-        threads=threads,
-        seed=seed,
-        backend=backend,
+        jobs=_as_tuples(jobs), time_limit=time_limit, threads=threads, seed=seed, backend=backend
     )
     return answer(request, stop=stop)
 
