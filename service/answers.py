@@ -6,15 +6,27 @@ Python (a plan, an allocation, a timeline).
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 
 class Answer(BaseModel):
-    """Base of all answers."""
+    """Base of all answers; a field that is an answer is made of any object with its fields."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", from_attributes=True, populate_by_name=True
+    )
+
+    @classmethod
+    def of(cls, *sources: object, **fields: Any) -> Self:
+        """The answer of ``fields``, and of the attributes of ``sources`` with the other names."""
+        for name in cls.model_fields.keys() - fields.keys():
+            for source in sources:
+                if hasattr(source, name):
+                    fields[name] = getattr(source, name)
+                    break
+        return cls(**fields)
 
     def json_object(self) -> dict[str, Any]:
         """The answer as plain data."""

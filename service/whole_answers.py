@@ -21,18 +21,17 @@ from stagewright.service.clusters.answers import AllocateAnswer, RoundsAnswer, S
 from stagewright.service.clusters.requests import AllocateRequest, RoundsRequest
 from stagewright.service.operators.dividing import DivideAnswer
 from stagewright.service.operators.plans import PlaceAnswer
-from stagewright.service.pipelines.answers import (
-    JobShopAnswer,
-    MemoryCurve,
-    PartitionAnswer,
-    PlanAnswer,
-    ScheduleAnswer,
-    ScheduleComparison,
-)
+from stagewright.service.pipelines.answers import PartitionAnswer, PlanAnswer
 from stagewright.service.pipelines.requests import PlanRequest
 from stagewright.service.pipelines.sweep_requests import SweepAnswer
 from stagewright.service.pipelines.what_if import WhatIfAnswer
 from stagewright.service.requests import Request
+from stagewright.service.schedules.answers import (
+    JobShopAnswer,
+    MemoryCurve,
+    ScheduleAnswer,
+    ScheduleComparison,
+)
 
 if TYPE_CHECKING:
     from stagewright.formulations.operators.plan import OperatorPlan

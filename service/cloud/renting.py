@@ -18,7 +18,7 @@ from stagewright.formulations.cloud.switching import (
 from stagewright.formulations.forms.answers import Status, StopToken, is_stopped
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.workloads.prices import useful_share
-from stagewright.service.cloud.answers import CloudAnswer, StayAnswer, StrategyAnswer
+from stagewright.service.cloud.answers import CloudAnswer, StayAnswer
 from stagewright.service.cloud.requests import OPTIMAL, ROLLING, CloudRequest, home_of, strategies
 from stagewright.solvers.cloud.rolling import solve_rolling
 from stagewright.solvers.cloud.switching import SwitchingResult, solve_switching
@@ -51,7 +51,7 @@ def cloud(request: CloudRequest, stop: StopToken | None = None) -> CloudAnswer:
         gap=None if result is None else result.gap,
         proved_by=None if result is None else result.proved_by,
         wall_seconds=None if result is None else result.seconds,
-        strategies={one.name: _paid(one.outcome) for one in found},
+        strategies={one.name: one.outcome for one in found},
         plan=None if shown.plan is None else [_stay(problem, stay) for stay in shown.plan],
         problem=problem,
         stays=shown.plan,
@@ -167,14 +167,6 @@ def _reason(shown: _Followed) -> str | None:
     if shown.result is not None:
         return shown.result.reason
     return f"{shown.name} does not end before the deadline"
-
-
-def _paid(outcome: Outcome | None) -> StrategyAnswer | None:
-    if outcome is None:
-        return None
-    return StrategyAnswer(
-        dollars=outcome.dollars, seconds=outcome.seconds, switches=outcome.switches
-    )
 
 
 def _stay(problem: SwitchingProblem, stay: Stay) -> StayAnswer:

@@ -12,19 +12,13 @@ from stagewright.formulations.clusters.allocation import (
 )
 from stagewright.formulations.clusters.allocation_plan import (
     AllocationPlan,
-    Share,
     allocation_of,
     digest_of,
     shares_of,
 )
 from stagewright.formulations.forms.answers import StopToken
 from stagewright.graphs.documents.errors import InputError
-from stagewright.service.clusters.answers import (
-    AllocateAnswer,
-    AssignmentAnswer,
-    RoundsAnswer,
-    ShareAnswer,
-)
+from stagewright.service.clusters.answers import AllocateAnswer, AssignmentAnswer, RoundsAnswer
 from stagewright.service.clusters.requests import AllocateRequest, RoundsRequest
 from stagewright.solvers.clusters.policies import AllocationResult, require_policy
 from stagewright.solvers.clusters.policies import allocate as solve
@@ -88,19 +82,12 @@ def _answer(
     request: AllocateRequest | RoundsRequest, problem: AllocationProblem, result: AllocationResult
 ) -> AllocateAnswer:
     plan = _plan(request, problem, result)
-    shares = None if plan is None else [_share(share) for share in plan.shares]
-    return AllocateAnswer(
-        status=result.status,
-        policy=result.policy,
-        objective=result.objective,
-        bound=result.bound,
-        gap=result.gap,
+    return AllocateAnswer.of(
+        result,
         wall_seconds=result.seconds,
-        proved_by=result.proved_by,
-        notes=result.notes,
         utilisation=_utilisation(problem, result),
         duals=None if result.duals is None else result.duals.named(problem),
-        allocation=shares,
+        allocation=None if plan is None else plan.shares,
         problem=problem,
         result=result,
         plan=plan,
@@ -128,11 +115,6 @@ def _plan(
 def _finite(value: float | None) -> float | None:
     """None for an infinite value, such as the makespan if a job makes no progress."""
     return value if value is not None and math.isfinite(value) else None
-
-
-def _share(share: Share) -> ShareAnswer:
-    names = ("jobs", "accelerator", "share", "placement")
-    return ShareAnswer(**{name: getattr(share, name) for name in names})
 
 
 def _utilisation(problem: AllocationProblem, result: AllocationResult) -> dict[str, float] | None:

@@ -3,12 +3,7 @@
 from dataclasses import replace
 
 from stagewright.graphs.workloads.jobs import PairRate
-from stagewright.service.clusters.answers import (
-    EstimateAnswer,
-    MeasureAnswer,
-    NewJobAnswer,
-    PairRateAnswer,
-)
+from stagewright.service.clusters.answers import EstimateAnswer, MeasureAnswer, NewJobAnswer
 from stagewright.service.clusters.requests import EstimateRequest, MeasureRequest
 from stagewright.solvers.clusters.estimation import Estimator, pairs_to_profile
 
@@ -32,15 +27,7 @@ def estimate(request: EstimateRequest) -> EstimateAnswer:
             for (model, scale), reference in nearest.items()
         ),
         measured=len(known),
-        estimated=tuple(
-            PairRateAnswer(
-                models=pair.models,
-                scale=pair.scale,
-                accelerator=pair.accelerator,
-                steps_per_second=pair.steps_per_second,
-            )
-            for pair in found
-        ),
+        estimated=found,
         workload=replace(request.workload, throughputs=whole),
     )
 

@@ -123,7 +123,8 @@ def _answer(
     durations, fairness = found.durations(window), found.fairness(window)
     weights = sorted({outcome.job.weight for outcome in found.jobs})
     deviations = [one.mean_deviation for one in found.resets]
-    return SimulateClusterAnswer(
+    return SimulateClusterAnswer.of(
+        found,
         status=Status.INTERRUPTED if found.interrupted else "done",
         policy=policy,
         jobs=len(found.jobs),
@@ -137,17 +138,12 @@ def _answer(
         mean_jct_seconds_by_weight={
             f"{weight:g}": found.mean_jct_seconds(window, weight) for weight in weights
         },
-        makespan_seconds=found.makespan_seconds,
         mean_finish_time_fairness=float(fairness.mean()) if fairness.size else None,
         worst_finish_time_fairness=float(fairness.max()) if fairness.size else None,
-        dollars=found.dollars,
-        slo_violations=found.slo_violations,
-        utilisation=found.utilisation,
         lease_renewals=found.renewal_rate,
         rounds=len(found.rounds),
         allocations=len(found.resets),
         mean_deviation=float(np.mean(deviations)) if deviations else None,
-        seconds=found.seconds,
         runs=_runs(found) if keeps else None,
         timeline=found,
     )

@@ -24,8 +24,8 @@ from stagewright.service.clusters.requests import (
     RoundsRequest,
     SimulateClusterRequest,
 )
-from stagewright.service.pipelines.requests import JobShopRequest, ScheduleRequest
 from stagewright.service.requests import Request
+from stagewright.service.schedules.requests import JobShopRequest, ScheduleRequest
 from stagewright.service.whole_answers import placement
 
 HOUR = 3600.0

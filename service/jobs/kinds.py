@@ -16,16 +16,15 @@ from stagewright.service.clusters.requests import (
 )
 from stagewright.service.operators.dividing import DivideRequest
 from stagewright.service.operators.plans import PlaceRequest
-from stagewright.service.pipelines.requests import (
+from stagewright.service.pipelines.requests import PartitionRequest, PlanRequest
+from stagewright.service.pipelines.sweep_requests import SweepRequest
+from stagewright.service.requests import Request
+from stagewright.service.schedules.requests import (
     CompareSchedulesRequest,
     JobShopRequest,
     MemoryCurveRequest,
-    PartitionRequest,
-    PlanRequest,
     ScheduleRequest,
 )
-from stagewright.service.pipelines.sweep_requests import SweepRequest
-from stagewright.service.requests import Request
 
 MODULES = "stagewright.service."
 

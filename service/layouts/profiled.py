@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -124,26 +124,38 @@ def find_profiled_plan(request: ProfiledRequest, stop: StopToken | None = None) 
     """The plan of the least iteration time within the limits."""
     problem, limits = request.problem, request.limits(stop)
     found = profiled_plan(problem, limits)
-    bound = LayoutBound(found.bound, found.proved_by, found.plans)
     plan, estimate = found.plan, found.estimate
     if plan is None or estimate is None:
-        return _without_plan(problem, found, limits)
-    return ProfiledAnswer(
-        status=found.status,
+        return _answer(
+            found,
+            iteration_seconds=None,
+            samples_per_second=None,
+            remarks=tuple(_remarks(problem)),
+            reason=_reason(problem, found.status, limits),
+        )
+    bound = LayoutBound(found.bound, found.proved_by, found.plans)
+    return _answer(
+        found,
         iteration_seconds=estimate.seconds,
         samples_per_second=problem.batch / estimate.seconds if estimate.seconds else None,
-        bound_seconds=found.bound,
-        gap=found.gap,
-        proved_by=found.proved_by,
-        plan_class=found.plans,
         microbatch_size=plan.microbatch_size,
         microbatches=plan.microbatches,
         stages=tuple(_stages(problem, plan, estimate)),
         pools=tuple(_pools(problem, plan, estimate)),
         remarks=(*_remarks(problem), *_open(found, limits)),
+        plan=profiled_document(problem, plan, estimate, bound),
+    )
+
+
+def _answer(found: ProfiledResult, **fields: Any) -> ProfiledAnswer:
+    """The answer with what the search proves, and other fields."""
+    return ProfiledAnswer.of(
+        found,
+        **{"plan": None} | fields,
+        bound_seconds=found.bound,
+        plan_class=found.plans,
         examined=found.labels,
         wall_seconds=found.seconds,
-        plan=profiled_document(problem, plan, estimate, bound),
     )
 
 
@@ -154,24 +166,6 @@ def check_profiled_plan(request: CheckProfiledRequest) -> CheckProfiledAnswer:
         status="invalid" if found else "valid",
         iteration_seconds=request.document.iteration_seconds,
         violations=found,
-    )
-
-
-def _without_plan(
-    problem: ProfiledProblem, found: ProfiledResult, limits: Limits
-) -> ProfiledAnswer:
-    return ProfiledAnswer(
-        status=found.status,
-        iteration_seconds=None,
-        samples_per_second=None,
-        bound_seconds=found.bound,
-        gap=None,
-        proved_by=found.proved_by,
-        plan_class=found.plans,
-        remarks=tuple(_remarks(problem)),
-        reason=_reason(problem, found.status, limits),
-        examined=found.labels,
-        wall_seconds=found.seconds,
     )
 
 
@@ -239,19 +233,17 @@ def _stages(
         one = stage.replicas[0]
         pool = problem.cluster.pools[one.pool]
         times = problem.times(one.pool, plan.microbatch_size, one.tensor)
-        yield ProfiledStageAnswer(
+        yield ProfiledStageAnswer.of(
+            one,
+            pool,
             first=first,
             stop=stop,
-            pool=one.pool,
-            device_kind=pool.device_kind,
-            zone=pool.zone,
             replicas=len(stage.replicas),
-            tensor=one.tensor,
+            memory_bytes=estimate.memory_bytes[s],
             forward_seconds=float(times.forward[first:stop].sum()),
             backward_seconds=float(times.backward[first:stop].sum()),
             reduce_seconds=estimate.reduce_seconds[s],
             update_seconds=estimate.update_seconds[s],
-            memory_bytes=estimate.memory_bytes[s],
             capacity_bytes=pool.memory_bytes,
             servers=tuple(replica.server for replica in stage.replicas),
         )
@@ -267,10 +259,8 @@ def _pools(
             for one in stage.replicas
             if one.pool == number
         ]
-        yield ProfiledPoolAnswer(
-            device_kind=pool.device_kind,
-            zone=pool.zone,
-            servers=pool.servers,
+        yield ProfiledPoolAnswer.of(
+            pool,
             per_server=pool.devices,
             devices=pool.servers * pool.devices,
             used=sum(tensor for tensor, _ in inside),

@@ -105,11 +105,9 @@ def _best(
 
 
 def _row(one: Refined) -> RefinedRow:
-    return RefinedRow(
+    return RefinedRow.of(
+        one.estimate,
         layout=str(one.estimate.layout),
-        seconds=one.estimate.seconds,
         before_seconds=one.before,
         bound_seconds=one.bound,
-        mfu=one.estimate.mfu,
-        peak_bytes=one.estimate.peak_bytes,
     )

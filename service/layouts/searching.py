@@ -398,19 +398,10 @@ def layout_row(
 ) -> LayoutRow:
     """A layout in figures."""
     fullest = max(range(len(one.memory)), key=lambda rank: one.memory[rank].total)
-    return LayoutRow(
+    return LayoutRow.of(
+        one,
         layout=str(one.layout),
-        microbatches=one.microbatches,
-        seconds=one.seconds,
-        mfu=one.mfu,
         flops_per_device=one.model_flops_per_second / one.layout.ranks,
-        compute_seconds=one.compute_seconds,
-        exchange_seconds=one.exchange_seconds,
-        repeated_seconds=one.repeated_seconds,
-        zero_seconds=one.zero_seconds,
-        bubble_seconds=one.bubble_seconds,
-        gradient_seconds=one.gradient_seconds,
-        update_seconds=one.update_seconds,
         memory=memory_answer(one, fullest),
         loses_by="" if one is best else why_slower(one, best),
         tokens_per_second=problem.batch * problem.sequence / one.seconds,
@@ -420,17 +411,9 @@ def layout_row(
 
 def memory_answer(one: Estimate, rank: int) -> MemoryAnswer:
     """The memory of the ranks at one position."""
-    of = one.memory[rank]
-    return MemoryAnswer(
-        rank=rank,
-        total_bytes=of.total,
-        weights_bytes=of.weights,
-        gradients_bytes=of.gradients,
-        optimizer_bytes=of.optimizer,
-        activations_bytes=of.activations,
-        buffers_bytes=of.buffers,
-        reserve_bytes=of.reserve,
-    )
+    kinds = [name for name in MemoryAnswer.model_fields if name != "rank"]
+    held = {name: getattr(one.memory[rank], name.removesuffix("_bytes")) for name in kinds}
+    return MemoryAnswer(rank=rank, **held)
 
 
 def explain(request: LayoutRequest, layout: Layout, best: Estimate | None) -> ExplainAnswer:
@@ -449,11 +432,7 @@ def explain(request: LayoutRequest, layout: Layout, best: Estimate | None) -> Ex
         row=layout_row(problem, one, one if best is None else best),
         shortages=shortages(one),
         parts=tuple(
-            PartAnswer(
-                part=part.part,
-                seconds=part.seconds,
-                best_seconds=None if best is None else part.other_seconds,
-            )
+            PartAnswer.of(part, best_seconds=None if best is None else part.other_seconds)
             for part in parts
         ),
     )
@@ -478,9 +457,7 @@ def _front(searches: Searches, stop: StopToken | None) -> Iterator[FrontPoint]:
 
 
 def _point(limit: float, one: Estimate) -> FrontPoint:
-    return FrontPoint(
-        limit_bytes=limit, peak_bytes=one.peak_bytes, seconds=one.seconds, layout=str(one.layout)
-    )
+    return FrontPoint.of(one, limit_bytes=limit, layout=str(one.layout))
 
 
 def _too_large(problem: TrainingProblem, least: FrontPoint) -> str:

@@ -215,12 +215,10 @@ def _latency(
 
     compile_latency()
     found = place_for_latency(problem, request.limits(stop), on_progress)
-    return DivideAnswer(
-        status=found.status,
+    return DivideAnswer.of(
+        found,
         cost_seconds=found.cost,
         bound_seconds=None if found.bound == inf else found.bound,
-        gap=found.gap,
-        proved_by=found.proved_by,
         plan_class=ONE_CALL,
         reason=node_shortage(problem) if found.home is None else None,
         sets=None if found.home is None else tuple(_calls(problem, found.home)),
@@ -291,12 +289,11 @@ def _operators(
         )
     )
     reason = part_shortage(problem) if sets is None else None
-    return DivideAnswer(
+    return DivideAnswer.of(
+        found,
         status=found.status if reason is None else Status.INFEASIBLE,
         cost_seconds=found.cost,
         bound_seconds=found.bound,
-        gap=found.gap,
-        proved_by=found.proved_by,
         plan_class=_class(request),
         reason=reason,
         sets=sets,
@@ -318,12 +315,11 @@ def _layers(request: DivideRequest, problem: PiperProblem, stop: StopToken | Non
     compile_piper()
     found = piper_pipeline(problem, request.limits(stop))
     reason = layer_shortage(problem) if found.stages is None else None
-    return DivideAnswer(
+    return DivideAnswer.of(
+        found,
         status=found.status if reason is None else Status.INFEASIBLE,
         cost_seconds=found.cost,
         bound_seconds=found.bound,
-        gap=found.gap,
-        proved_by=found.proved_by,
         plan_class=PIPELINES,
         reason=reason,
         sets=None if found.stages is None else tuple(_stages(problem, found.stages)),

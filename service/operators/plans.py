@@ -109,22 +109,12 @@ def place(
         request.limits(stop),
         on_progress,
     )
-    fields: dict[str, Any] = {
-        "model": request.graph.name,
-        "cluster": request.cluster.name,
-        "planner": request.planner,
-        "contention": request.contention,
-    }
-    if found.plan is not None:
-        known = summary(found.plan)
-        fields = {name: getattr(known, name) for name in PlacementSummary.model_fields}
-    return PlaceAnswer(
-        **fields,
-        status=found.status,
-        reason=found.reason,
-        wall_seconds=monotonic() - began,
-        plan=found.plan,
-    )
+    if found.plan is None:
+        names = {"model": request.graph.name, "cluster": request.cluster.name}
+        figures = PlacementSummary.of(request, **names)
+    else:
+        figures = summary(found.plan)
+    return PlaceAnswer.of(figures, found, wall_seconds=monotonic() - began)
 
 
 def require_placeable(request: PlaceRequest) -> None:
@@ -193,28 +183,20 @@ def check(request: CheckPlacementRequest) -> PlacementCheckAnswer:
     return PlacementCheckAnswer(
         status="invalid" if found else "valid",
         cost_seconds=None if found else require_valid(graph, cluster, plan),
-        violations=tuple(
-            ViolationAnswer(rule=one.rule, place=one.place, message=one.message) for one in found
-        ),
+        violations=found,
         found=found,
     )
 
 
 def summary(plan: OperatorPlan) -> PlacementSummary:
     """The main figures of a plan."""
-    stated = plan.certificate
-    names = ("cost_seconds", "bound_seconds", "gap", "proved_by", "any_splits_seconds",
-             "any_splits_gap", "any_splits_proved_by")  # fmt: skip
-    return PlacementSummary(
-        model=plan.model,
-        cluster=plan.cluster,
-        planner=plan.planner,
-        contention=plan.contention,
-        **({} if stated is None else {name: getattr(stated, name) for name in names}),
+    return PlacementSummary.of(
+        plan,
+        plan.certificate,
         operators=len(plan.operators),
         transfers=len(plan.transfers),
         critical=len(plan.critical),
         unmeasured=len(plan.unmeasured),
         splits=tuple(asdict(one) for one in plan.splits),
-        devices=tuple(DeviceAnswer(**asdict(one)) for one in loads_of(plan)),
+        devices=loads_of(plan),
     )

@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 from stagewright.executor.programs.trace import Trace
 from stagewright.formulations.operators.plan import OperatorPlan
 from stagewright.service.answers import CARRIED, Answer
-from stagewright.service.pipelines.answers import IterationAnswer, PairAnswer, fields_of
+from stagewright.service.pipelines.answers import IterationAnswer, PairAnswer
 from stagewright.service.requests import Request
 
 if TYPE_CHECKING:
-    from stagewright.executor.measuring.operator_runs import OperatorComparison, TotalTimes
+    from stagewright.executor.measuring.operator_runs import OperatorComparison
 else:  # carried, not validated: their libraries are slow to import
-    OperatorComparison = TotalTimes = Any
+    OperatorComparison = Any
 
 
 class ComparePlacementRequest(Request):
@@ -50,24 +50,12 @@ def compare(request: ComparePlacementRequest) -> PlacementCompareAnswer:
     """A plan's prediction and what a run of it measured."""
     from stagewright.executor.measuring.operator_runs import compare_operators
 
-    found, run = compare_operators(request.plan, request.trace), request.trace
-    return PlacementCompareAnswer(
-        machine=run.machine,
-        backend=run.backend,
-        world_size=run.world_size,
-        dtype=run.dtype,
-        steps=found.steps,
-        iteration_seconds=IterationAnswer(
-            **fields_of(found.iteration_seconds), least=found.least_seconds, most=found.most_seconds
+    found = compare_operators(request.plan, request.trace)
+    return PlacementCompareAnswer.of(
+        found,
+        request.trace,
+        iteration_seconds=IterationAnswer.of(
+            found.iteration_seconds, least=found.least_seconds, most=found.most_seconds
         ),
-        kinds=_totals(found.kinds),
-        devices=_totals(found.devices),
         comparison=found,
     )
-
-
-def _totals(found: dict[str, TotalTimes]) -> dict[str, TotalAnswer]:
-    return {
-        name: TotalAnswer(count=one.count, seconds=PairAnswer(**fields_of(one.seconds)))
-        for name, one in found.items()
-    }

@@ -48,24 +48,19 @@ def _answered(point: Point, answer: PlanAnswer) -> SweepRow:
         sizes = {"microbatches": found.microbatches, "microbatch_size": size}
     samples = sizes["microbatches"] * sizes["microbatch_size"] if sizes else None
     cost = answer.cost_seconds
+    names = ("cost_seconds", "bound_seconds", "gap", "proved_by", "peak_memory_bytes",
+             "wall_seconds", "reason")  # fmt: skip
+    plans = answer.result.plans
     return row(
         point,
         **sizes,
+        **{name: getattr(answer, name) for name in names},
         status=answer.status.value,
-        cost_seconds=cost,
         samples=samples,
         samples_per_second=samples / cost if samples and cost else None,
-        bound_seconds=answer.bound_seconds,
-        gap=answer.gap,
-        proved_by=answer.proved_by,
-        plans=None
-        if answer.result.plans is None
-        else f"{answer.result.plans}{'' if found is None else found.of_sizes}",
+        plans=None if plans is None else f"{plans}{'' if found is None else found.of_sizes}",
         stages=None if answer.stages is None else len(answer.stages),
         replicas=None if answer.stages is None else _replicas(answer.stages),
-        peak_memory_bytes=answer.peak_memory_bytes,
-        wall_seconds=answer.wall_seconds,
-        reason=answer.reason,
     )
 
 

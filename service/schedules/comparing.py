@@ -7,14 +7,13 @@ from stagewright.formulations.pipelines.makespan import Timetable
 from stagewright.formulations.schedules.choice import OPTIMAL
 from stagewright.formulations.schedules.placements import Device
 from stagewright.graphs.documents.errors import InputError
-from stagewright.service.pipelines.answers import (
+from stagewright.service.schedules.answers import (
     ComparedSchedule,
     RefusedSchedule,
     ScheduleAnswer,
     ScheduleComparison,
-    ScheduleFigures,
 )
-from stagewright.service.pipelines.requests import CompareSchedulesRequest, ScheduleRequest
+from stagewright.service.schedules.requests import CompareSchedulesRequest, ScheduleRequest
 from stagewright.service.schedules.scheduling import require_scheduler, schedule
 from stagewright.service.schedules.setting import SCHEDULES
 
@@ -123,6 +122,4 @@ def _by_order(answers: list[ScheduleAnswer]) -> list[list[ScheduleAnswer]]:
 
 
 def _compared(group: list[ScheduleAnswer]) -> ComparedSchedule:
-    names = ScheduleFigures.model_fields
-    fields = {name: getattr(group[0], name) for name in names}
-    return ComparedSchedule(**fields, same_as_kinds=tuple(other.kind for other in group[1:]))
+    return ComparedSchedule.of(group[0], same_as_kinds=tuple(other.kind for other in group[1:]))

@@ -18,8 +18,8 @@ from stagewright.formulations.schedules.choice import OPTIMAL
 from stagewright.formulations.schedules.order import Order
 from stagewright.formulations.schedules.published.kinds import KINDS
 from stagewright.graphs.documents.errors import InputError
-from stagewright.service.pipelines.answers import KindPoint, MemoryCurve, MemoryPoint
-from stagewright.service.pipelines.requests import MemoryCurveRequest
+from stagewright.service.schedules.answers import KindPoint, MemoryCurve, MemoryPoint
+from stagewright.service.schedules.requests import MemoryCurveRequest
 from stagewright.service.schedules.scheduling import plain, schedule
 from stagewright.service.schedules.setting import SCHEDULES, Setting
 from stagewright.solvers.pipelines.least_memory import memory_levels
@@ -104,13 +104,5 @@ def _kinds(request: MemoryCurveRequest, setting: Setting) -> list[KindPoint]:
         except InputError:
             continue  # not of these sizes
         if answer.timed is not None and answer.device == setting.paths[0]:
-            found.setdefault(
-                answer.timed.order,
-                KindPoint(
-                    kind=kind,
-                    peak_memory=answer.peak_memory,
-                    makespan=answer.makespan,
-                    span=answer.span,
-                ),
-            )
+            found.setdefault(answer.timed.order, KindPoint.of(answer, kind=kind))
     return list(found.values())

@@ -8,7 +8,7 @@ from stagewright.formulations.pipelines.makespan import Timetable
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.formulations.schedules.choice import OPTIMAL
 from stagewright.formulations.schedules.memory import ONE_MICROBATCH
-from stagewright.service.pipelines.requests import ScheduleRequest
+from stagewright.service.schedules.requests import ScheduleRequest
 from stagewright.service.schedules.setting import ANY, FREE, Setting, named_placements, on_devices
 from stagewright.solvers.pipelines.least_memory import least_memory
 from stagewright.solvers.pipelines.placing import placement_bound, search_placement

@@ -18,9 +18,9 @@ from stagewright.formulations.schedules.memory import ONE_MICROBATCH
 from stagewright.formulations.schedules.order import Order
 from stagewright.formulations.schedules.published.kinds import schedule_of
 from stagewright.formulations.schedules.timing import TimedOrder
-from stagewright.service.pipelines.answers import JobShopAnswer, ScheduleAnswer
-from stagewright.service.pipelines.requests import JobShopRequest, ScheduleRequest
 from stagewright.service.requests import Solve
+from stagewright.service.schedules.answers import JobShopAnswer, ScheduleAnswer
+from stagewright.service.schedules.requests import JobShopRequest, ScheduleRequest
 from stagewright.service.schedules.setting import RULES, Setting, sizes_of
 
 if TYPE_CHECKING:
@@ -73,14 +73,11 @@ def jobshop(
 
     problem = request.problem
     result = solve_jobshop(problem, request.limits(stop), on_progress)
-    return JobShopAnswer(
-        status=result.status,
+    return JobShopAnswer.of(
+        result,
         makespan=result.cost,
-        bound=result.bound,
         cost_seconds=result.cost,
         bound_seconds=result.bound,
-        gap=result.gap,
-        proved_by=result.proved_by,
         wall_seconds=result.seconds,
         jobs=len(problem.jobs),
         machines=len({pair[0] for steps in problem.choices for one in steps for pair in one}),

@@ -27,7 +27,7 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MAX_LAYERS, require_amount, require_count
 
 if TYPE_CHECKING:
-    from stagewright.service.pipelines.requests import ScheduleRequest
+    from stagewright.service.schedules.requests import ScheduleRequest
 
 T = TypeVar("T")
 

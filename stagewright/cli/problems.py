@@ -19,14 +19,12 @@ from stagewright.graphs.documents.documents import read_text
 from stagewright.graphs.documents.units import format_bytes, format_seconds
 from stagewright.service.operators.dividing import DivideAnswer, DividedSet, DivideRequest
 from stagewright.service.options import Option
-from stagewright.service.pipelines.requests import JobShopRequest, PartitionRequest
+from stagewright.service.pipelines.requests import PartitionRequest
+from stagewright.service.schedules.requests import JobShopRequest
 
 if TYPE_CHECKING:
-    from stagewright.service.pipelines.answers import (
-        JobShopAnswer,
-        PartitionAnswer,
-        PartitionChoice,
-    )
+    from stagewright.service.pipelines.answers import PartitionAnswer, PartitionChoice
+    from stagewright.service.schedules.answers import JobShopAnswer
 
 MOST_NAMES = 3  # of a set's nodes that are printed
 
@@ -152,7 +150,7 @@ def jobshop(asked: Asked[JobShopRequest], given: JobShopOptions) -> int:
     In a flexible job shop a step has a choice of machines.
     """
     from stagewright.formulations.pipelines.jobshop_text import parse_jobshop
-    from stagewright.service.pipelines.answers import JobShopAnswer
+    from stagewright.service.schedules.answers import JobShopAnswer
 
     file = given.file
     request = asked.request(

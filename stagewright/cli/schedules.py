@@ -26,14 +26,14 @@ from stagewright.formulations.schedules.published.kinds import KINDS
 from stagewright.graphs.documents.documents import write_bytes, write_text
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.options import Option
-from stagewright.service.pipelines.requests import (
+from stagewright.service.schedules.requests import (
     CompareSchedulesRequest,
     MemoryCurveRequest,
     ScheduleRequest,
 )
 
 if TYPE_CHECKING:
-    from stagewright.service.pipelines.answers import ScheduleAnswer, ScheduleFigures
+    from stagewright.service.schedules.answers import ScheduleAnswer, ScheduleFigures
 
 SPELLED = {
     "forward": "--times: forward",
@@ -129,7 +129,7 @@ def _require_none(option: str, others: Mapping[str, object]) -> None:
 
 
 def _schedule(fields: dict[str, Any], given: ScheduleOptions) -> int:
-    from stagewright.service.pipelines.answers import ScheduleAnswer
+    from stagewright.service.schedules.answers import ScheduleAnswer
 
     request = ask(ScheduleRequest, SPELLED, **fields)
     if given.csv is not None:
@@ -146,7 +146,7 @@ def _schedule(fields: dict[str, Any], given: ScheduleOptions) -> int:
 
 
 def _compare(fields: dict[str, Any], given: ScheduleOptions) -> int:
-    from stagewright.service.pipelines.answers import ScheduleComparison
+    from stagewright.service.schedules.answers import ScheduleComparison
 
     def show(answer: ScheduleComparison) -> None:
         print_comparison(answer, lambda reason: with_option(reason, fields, SPELLED))
@@ -159,7 +159,7 @@ def _compare(fields: dict[str, Any], given: ScheduleOptions) -> int:
 
 
 def _curve(fields: dict[str, Any], given: ScheduleOptions) -> int:
-    from stagewright.service.pipelines.answers import MemoryCurve
+    from stagewright.service.schedules.answers import MemoryCurve
 
     request = ask(MemoryCurveRequest, SPELLED, **fields)
     answer = find(MemoryCurve, request, "scheduling for every limit of memory", given.server)

@@ -13,12 +13,14 @@ from stagewright.graphs.documents.units import parse_share
 from stagewright.service.pipelines.requests import (
     CheckRequest,
     CompareRequest,
-    CompareSchedulesRequest,
-    JobShopRequest,
     PartitionRequest,
     PlanRequest,
-    ScheduleRequest,
     SimulateRequest,
+)
+from stagewright.service.schedules.requests import (
+    CompareSchedulesRequest,
+    JobShopRequest,
+    ScheduleRequest,
 )
 
 if TYPE_CHECKING:
@@ -32,15 +34,14 @@ if TYPE_CHECKING:
     from stagewright.front.results import Picture, Result
     from stagewright.graphs.machines.cluster import Cluster
     from stagewright.graphs.models.chain import Chain
-    from stagewright.service.pipelines.answers import (
-        CompareAnswer,
+    from stagewright.service.pipelines.answers import CompareAnswer, PartitionAnswer
+    from stagewright.service.pipelines.sweep_requests import SweepAnswer, SweepRow
+    from stagewright.service.pipelines.what_if import WhatIfAnswer, WhatIfRow
+    from stagewright.service.schedules.answers import (
         JobShopAnswer,
-        PartitionAnswer,
         ScheduleAnswer,
         ScheduleComparison,
     )
-    from stagewright.service.pipelines.sweep_requests import SweepAnswer, SweepRow
-    from stagewright.service.pipelines.what_if import WhatIfAnswer, WhatIfRow
     from stagewright.solvers.planners.steps.proposal import Choices
 
 

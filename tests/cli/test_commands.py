@@ -13,8 +13,9 @@ from stagewright.cli.commands import Asked, Options, command, command_of, fields
 from stagewright.cli.pages import Commands
 from stagewright.service.clusters.requests import AllocateRequest
 from stagewright.service.options import Option, listed, whole
-from stagewright.service.pipelines.requests import PartitionRequest, PlanRequest, ScheduleRequest
+from stagewright.service.pipelines.requests import PartitionRequest, PlanRequest
 from stagewright.service.requests import Search
+from stagewright.service.schedules.requests import ScheduleRequest
 
 COMMANDS = Commands()
 MOST_FIRST = 12  # options and arguments of a page before its headings

@@ -22,11 +22,7 @@ from stagewright.executor.export.strict_yaml import to_yaml
 from stagewright.executor.programs.lower import lower
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.plans.actions import parse_action
-from stagewright.formulations.plans.plan import (
-    PlannedLayer,
-    Schedule,
-    save_plan,
-)
+from stagewright.formulations.plans.plan import PlannedLayer, Schedule, save_plan
 from stagewright.formulations.schedules.choice import ScheduleChoice
 from stagewright.formulations.schedules.published.interleaved import interleaved
 from stagewright.formulations.schedules.published.kinds import KINDS

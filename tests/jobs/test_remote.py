@@ -39,8 +39,10 @@ from stagewright.graphs.models.chain import save_model
 from stagewright.graphs.models.operators.step_graph import save_graph
 from stagewright.graphs.workloads.prices import Market, save_market
 from stagewright.service.http.limits import RequestLimits
-from stagewright.service.pipelines.answers import JobShopAnswer, PlanAnswer
-from stagewright.service.pipelines.requests import JobShopRequest, PlanRequest
+from stagewright.service.pipelines.answers import PlanAnswer
+from stagewright.service.pipelines.requests import PlanRequest
+from stagewright.service.schedules.answers import JobShopAnswer
+from stagewright.service.schedules.requests import JobShopRequest
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "jobs" / "mixed.json"
 MODEL = "--model model.json --cluster cluster.json"

@@ -20,11 +20,7 @@ from stagewright.service.clusters.requests import AllocateRequest, EstimateReque
 from stagewright.service.pipelines.partitioning import partition
 from stagewright.service.pipelines.planning import plan
 from stagewright.service.pipelines.plans import simulate
-from stagewright.service.pipelines.requests import (
-    PartitionRequest,
-    PlanRequest,
-    SimulateRequest,
-)
+from stagewright.service.pipelines.requests import PartitionRequest, PlanRequest, SimulateRequest
 from stagewright.solvers.backends.backend import BACKENDS
 
 PROBLEM = small_problem()

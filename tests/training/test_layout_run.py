@@ -19,11 +19,7 @@ from stagewright.formulations.parallelism.training import TrainingProblem  # noq
 from stagewright.formulations.plans.plan import PipelinePlan  # noqa: E402
 from stagewright.graphs.machines.fabric import Fabric, Level  # noqa: E402
 from stagewright.graphs.machines.rates import Reached  # noqa: E402
-from stagewright.graphs.models.architecture import (  # noqa: E402
-    Architecture,
-    FeedForward,
-    GroupedAttention,
-)
+from stagewright.graphs.models.architecture import Architecture, FeedForward, GroupedAttention  # noqa: E402
 from stagewright.service.layouts.searching import LayoutRequest, find_layouts  # noqa: E402
 from stagewright.solvers.parallelism.space import Space  # noqa: E402
 

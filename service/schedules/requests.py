@@ -1,0 +1,182 @@
+"""Requests about schedules of given stages, and about job shops."""
+
+from functools import cached_property
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from stagewright.formulations.pipelines.jobshop import JobShop, Step
+from stagewright.formulations.pipelines.makespan import Duplex, MakespanProblem
+from stagewright.formulations.schedules.choice import OPTIMAL
+from stagewright.formulations.schedules.published.kinds import KINDS
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import MAX_LAYERS, require_amount, require_count
+from stagewright.service.options import Option, itself, whole_numbers
+from stagewright.service.requests import Solve
+from stagewright.service.schedules.setting import RULES, SCHEDULES, Setting, setting_of
+
+Objective = Literal["makespan", "span", "memory"]
+"""Of a schedule: its end, the longest time of a device from first to last computation, the peak."""
+
+
+class _Stages(Solve):
+    """A pipeline of stages with given times (seconds or any unit) to schedule.
+
+    Lists have a value per stage; they are empty where nothing is said.
+    """
+
+    microbatches: Annotated[int, Option(form="M")]
+    """Number of microbatches."""
+    forward: tuple[float, ...]
+    """Times of the forwards."""
+    backward: tuple[float, ...]
+    """Times of the backwards; of the input gradients, if the weight gradients have theirs."""
+    transfers: tuple[float, ...] = ()
+    """Transfer times: one for all channels between neighbouring stages, or one for each."""
+    in_flight: tuple[int, ...] = ()
+    """The most microbatches in flight."""
+    device: tuple[int, ...] = ()
+    """The device of each stage, numbered in the order of their use. Without it there are as many
+    devices as stages, and every stage is divided into chunks."""
+    weight_gradient: tuple[float, ...] = ()
+    """Times of the weight gradients; without them backwards are whole."""
+    chunks: Annotated[int | None, Option(form="V")] = None
+    """Divide every stage into V equal chunks, each with 1/V of its times and memory: a device has V
+    of the P x V chunks, in a loop, a V or a wave. Actions name the chunk. Default: 2 where the kind
+    has chunks."""
+    saved: tuple[float, ...] = ()
+    """What a forward adds to the memory of its device (default: 1)."""
+    freed: tuple[float, ...] = ()
+    """How much of what is saved the input gradient gives back (default: 0)."""
+    memory: tuple[float, ...] = ()
+    """Limit on that memory, of all devices or of each."""
+    duplex: Duplex = "half"
+    """Whether the two directions of a channel share it."""
+    objective: Objective = "makespan"
+    """What bound, gap and status are of, and what a comparison sorts by: the end; the longest time
+    of a device from its first to its last computation; peak memory. Kind optimal minimises it."""
+    backend: Annotated[str | None, Option(form="NAME")] = None
+    """Solver; default: cp-sat."""
+
+    @model_validator(mode="after")
+    def _require_chunks(self) -> Self:
+        if self.chunks is not None:
+            require_count(self.chunks, "chunks", MAX_LAYERS)
+        return self
+
+
+class ScheduleRequest(_Stages):
+    """Schedule a pipeline by one of ``SCHEDULES``."""
+
+    kind: Annotated[str, Option(form="NAME", of_text=itself, known=SCHEDULES)] = Field(
+        OPTIMAL,
+        description="gpipe, 1f1b or pe (on any devices); a published schedule: "
+        f"{', '.join(name for name in KINDS if name not in RULES)}; or optimal. chimera and "
+        "dualpipe have two copies of every stage.",
+    )
+    placement: Literal["line", "loop", "V", "wave", "any", "free"] | None = None
+    """Where the chunks of the kinds pe and optimal are; others have theirs. For optimal also the
+    best of these (any), or on any device (free): then a stage's chunks follow each other in the
+    model; not with objective memory."""
+    makespan_limit: Annotated[float | None, Option(form="TIME")] = None
+    """With kind optimal and objective memory: the least memory of schedules that take at most
+    this."""
+    replicas: Annotated[tuple[int, ...], Option(form="R,...", of_text=whole_numbers)] = ()
+    """With kind 1f1b-rr: devices of each of the P stages, such as 2,1,1; they take microbatches in
+    turn."""
+
+    @model_validator(mode="after")
+    def _require_problem(self) -> Self:
+        """Refuse what makes no problem where the request is made."""
+        _ = self.setting
+        return self
+
+    def with_placement(self, placement: str) -> Self:
+        """The same request with that placement."""
+        return self.of(**{**self.given(), "placement": placement})
+
+    @cached_property
+    def setting(self) -> Setting:
+        """The stages, with the chunks and devices of the kind."""
+        return setting_of(self)
+
+    @property
+    def problem(self) -> MakespanProblem:
+        """The scheduling problem."""
+        return self.setting.problem
+
+
+class MemoryCurveRequest(_Stages):
+    """The best schedules within every limit of ``memory``, which is a list of them here.
+
+    Without limits they go from one microbatch of each stage to two per device, until more memory is
+    of no use.
+    """
+
+    placement: Literal["line", "loop", "V", "wave"] | None = None
+    """Where the chunks are."""
+
+    @model_validator(mode="after")
+    def _require_problem(self) -> Self:
+        """Refuse what makes no problem where the request is made."""
+        if self.objective == "memory":
+            raise InputError("objective memory is for single schedules: a curve has all memory")
+        if self.backend not in (None, "cp-sat"):
+            raise InputError(f"backend {self.backend} takes neither memory nor spans; use cp-sat")
+        for number, limit in enumerate(self.memory):
+            require_amount(limit, f"memory[{number}]")
+            _ = self.within((limit,))
+        _ = self.within(())
+        return self
+
+    def within(self, memory: tuple[float, ...], **changes: Any) -> ScheduleRequest:
+        """The request for one schedule with that limit."""
+        return ScheduleRequest.of(**{**self.given(), "memory": memory, **changes})
+
+
+class CompareSchedulesRequest(_Stages):
+    """Compare all kinds of schedule that fit a pipeline, and the optimum."""
+
+    @model_validator(mode="after")
+    def _require_stages(self) -> Self:
+        """Refuse what no kind takes; GPipe takes any devices and numbers."""
+        _ = self.of_kind("gpipe")
+        return self
+
+    def of_kind(
+        self, kind: str, placement: str | None = None, chunks: int | None = None
+    ) -> ScheduleRequest:
+        """The request for one kind, whose number of chunks counts if it is fixed.
+
+        Raises
+        ------
+        InputError
+            If the kind does not fit.
+        """
+        fields = self.given()
+        if placement is not None:
+            fields |= {"placement": placement, "chunks": chunks}
+        elif kind == "pe" or (kind in KINDS and KINDS[kind].chunks.fixed):
+            fields["chunks"] = None
+        return ScheduleRequest.of(**fields, kind=kind)
+
+
+class JobShopRequest(Solve):
+    """Solve a job shop."""
+
+    jobs: tuple[tuple[Step, ...], ...]
+    """The steps of each job in order, as (machine, duration); a step of a flexible job shop is a
+    list of those, of which one is chosen."""
+    backend: Annotated[str | None, Option(form="NAME")] = None
+    """Solver; default: cp-sat."""
+
+    @model_validator(mode="after")
+    def _require_problem(self) -> Self:
+        """Refuse what makes no problem where the request is made."""
+        _ = self.problem
+        return self
+
+    @cached_property
+    def problem(self) -> JobShop:
+        """The job shop."""
+        return JobShop(self.jobs)
