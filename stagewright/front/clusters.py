@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, overload
 
 from stagewright.formulations.forms.answers import StopToken
+from stagewright.front import fields_of
 from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
@@ -76,23 +77,11 @@ def allocate(
     InputError
         If a throughput is missing, a job fits nowhere, or the policy lacks what it needs.
     """
+    fields = fields_of(locals())
     from stagewright.service.clusters.allocating import allocate as answer
     from stagewright.service.clusters.requests import AllocateRequest
 
-    request = AllocateRequest.of(
-        workload=workload,
-        pool=pool,
-        policy=policy,
-        space_sharing=space_sharing,
-        placement=placement,
-        budget_dollars=budget_dollars,
-        parts=parts,
-        at_once=at_once,
-        backend=backend,
-        time_limit=time_limit,
-        seed=seed,
-    )
-    return answer(request).result
+    return answer(AllocateRequest.of(**fields)).result
 
 
 def rounds(
@@ -112,22 +101,11 @@ def rounds(
 
     Without an allocation the answer is the policy's.
     """
+    fields = fields_of(locals())
     from stagewright.service.clusters.allocating import rounds as answer
     from stagewright.service.clusters.requests import RoundsRequest
 
-    request = RoundsRequest.of(
-        workload=workload,
-        pool=pool,
-        policy=policy,
-        allocation=allocation,
-        rounds=rounds,
-        round_seconds=round_seconds,
-        space_sharing=space_sharing,
-        placement=placement,
-        budget_dollars=budget_dollars,
-        time_limit=time_limit,
-    )
-    return answer(request)
+    return answer(RoundsRequest.of(**fields))
 
 
 def simulate_cluster(

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from stagewright.formulations.forms.answers import StopToken
+from stagewright.front import fields_of
 
 if TYPE_CHECKING:
     from stagewright.formulations.parallelism.layout import Layout
@@ -66,22 +67,11 @@ def train_plan(
     InputError
         If no layout obeys the rules of the model, the batch and the devices.
     """
+    fields = fields_of(locals(), "stop")
     from stagewright.service.layouts.searching import LayoutRequest, find_layouts
     from stagewright.solvers.parallelism.space import Space
 
-    request = LayoutRequest.of(
-        problem=problem,
-        space=space or Space(),
-        top=top,
-        explain=explain,
-        framework=framework,
-        by_stage=by_stage,
-        front=front,
-        what_if=what_if,
-        unfolded=unfolded,
-        tokens=tokens,
-    )
-    return find_layouts(request, stop)
+    return find_layouts(LayoutRequest.of(**fields | {"space": space or Space()}), stop)
 
 
 def profiled_train_plan(

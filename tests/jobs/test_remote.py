@@ -278,7 +278,7 @@ def test_a_cut_stream_goes_on_after_the_last_event() -> None:
         return httpx.Response(200, headers=stream, text=": ping\n\n" + sent(9, "optimal"))
 
     with Client("http://somewhere") as client:
-        client._http = httpx.Client(
+        client.calls.http = httpx.Client(
             transport=httpx.MockTransport(handle), base_url="http://somewhere"
         )
         found = [(one.number, one.name) for one in client.events("j")]
@@ -293,7 +293,7 @@ def test_a_server_that_goes_away_is_named_with_the_job() -> None:
         raise httpx.ConnectError("refused")
 
     with Client("http://somewhere", patience=0.0) as client:
-        client._http = httpx.Client(
+        client.calls.http = httpx.Client(
             transport=httpx.MockTransport(handle), base_url="http://somewhere"
         )
         with pytest.raises(LostServiceError, match="stagewright jobs j --server http://somewhere"):
@@ -373,7 +373,7 @@ def test_an_interrupted_wait_stops_the_job() -> None:
         raise KeyboardInterrupt
 
     with Client("http://somewhere") as client:
-        client._http = httpx.Client(
+        client.calls.http = httpx.Client(
             transport=httpx.MockTransport(handle), base_url="http://somewhere"
         )
         with pytest.raises(KeyboardInterrupt):
