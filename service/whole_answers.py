@@ -15,15 +15,14 @@ from stagewright.formulations.forms.answers import Status, settled
 from stagewright.formulations.plans.plan import FORMAT, VERSION, PipelinePlan
 from stagewright.graphs.documents.documents import parse
 from stagewright.service.answers import Answer
-from stagewright.service.cloud.answers import CloudAnswer
-from stagewright.service.cloud.requests import CloudRequest
+from stagewright.service.cloud.requests import CloudAnswer, CloudRequest
 from stagewright.service.clusters.answers import AllocateAnswer, RoundsAnswer, SimulateClusterAnswer
 from stagewright.service.clusters.requests import AllocateRequest, RoundsRequest
 from stagewright.service.operators.dividing import DivideAnswer
 from stagewright.service.operators.plans import PlaceAnswer
 from stagewright.service.pipelines.answers import PartitionAnswer, PlanAnswer
 from stagewright.service.pipelines.requests import PlanRequest
-from stagewright.service.pipelines.sweep_requests import SweepAnswer
+from stagewright.service.pipelines.sweeping import SweepAnswer
 from stagewright.service.pipelines.what_if import WhatIfAnswer
 from stagewright.service.requests import Request
 from stagewright.service.schedules.answers import (

@@ -66,8 +66,7 @@ if TYPE_CHECKING:
     from stagewright.graphs.workloads.jobs import load_workload
     from stagewright.graphs.workloads.pool import parse_pool
     from stagewright.graphs.workloads.prices import load_market
-    from stagewright.service.layouts.profiled_problems import profiled_problem
-    from stagewright.service.layouts.training_problems import training_problem
+    from stagewright.service.layouts.problems import profiled_problem, training_problem
 
 __all__ = [
     "Executor", "InputError", "Link", "allocate", "analytic_model", "check", "check_placement",
@@ -117,8 +116,7 @@ _LAZY = {
     "stagewright.graphs.workloads.jobs": ("load_workload",),
     "stagewright.graphs.workloads.pool": ("parse_pool",),
     "stagewright.graphs.workloads.prices": ("load_market",),
-    "stagewright.service.layouts.profiled_problems": ("profiled_problem",),
-    "stagewright.service.layouts.training_problems": ("training_problem",),
+    "stagewright.service.layouts.problems": ("profiled_problem", "training_problem"),
 }  # fmt: skip
 _MODULE = {name: module for module, names in _LAZY.items() for name in names}
 

@@ -18,8 +18,15 @@ from stagewright.formulations.cloud.switching import (
 from stagewright.formulations.forms.answers import Status, StopToken, is_stopped
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.workloads.prices import useful_share
-from stagewright.service.cloud.answers import CloudAnswer, StayAnswer
-from stagewright.service.cloud.requests import OPTIMAL, ROLLING, CloudRequest, home_of, strategies
+from stagewright.service.cloud.requests import (
+    OPTIMAL,
+    ROLLING,
+    CloudAnswer,
+    CloudRequest,
+    StayAnswer,
+    home_of,
+    strategies,
+)
 from stagewright.solvers.cloud.rolling import solve_rolling
 from stagewright.solvers.cloud.switching import SwitchingResult, solve_switching
 

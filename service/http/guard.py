@@ -8,8 +8,7 @@ from typing import Annotated
 from fastapi import Depends, HTTPException, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
-from stagewright.service.http.limits import RequestLimits
-from stagewright.service.http.rates import Rate
+from stagewright.service.http.limits import Rate, RequestLimits
 from stagewright.service.http.tokens import Caller, Scope, Tokens
 from stagewright.service.http.webhooks import Webhooks
 from stagewright.service.jobs.records import Job

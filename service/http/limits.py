@@ -1,9 +1,12 @@
 """Limits of requests: bytes and depth of a body, size of what is solved, how many at a time."""
 
 import asyncio
+import math
 import re
+import threading
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -11,6 +14,52 @@ from starlette.requests import Request as HttpRequest
 
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.requests import Request
+
+MOST_KNOWN = 10_000  # buckets before those that are full are forgotten
+
+
+@dataclass(slots=True)
+class Rate:
+    """A bucket of ``burst`` requests for each user, filled with ``per_second``.
+
+    It is in the memory of this server alone, and its clock is one that nobody sets.
+    """
+
+    per_second: float
+    burst: float
+    clock: Callable[[], float] = time.monotonic
+    _buckets: dict[str, tuple[float, float]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def take(self, user: str) -> None:
+        """Take a request out of a user's bucket; raises TooManyError if it is empty."""
+        with self._lock:
+            now = self.clock()
+            left = self._left(user, now)
+            if left < 1.0:
+                raise TooManyError(
+                    f"more than {self.per_second:g} requests a second",
+                    (1.0 - left) / self.per_second,
+                )
+            if len(self._buckets) >= MOST_KNOWN:
+                self._forget(now)
+            self._buckets[user] = left - 1.0, now
+
+    def _left(self, user: str, now: float) -> float:
+        left, then = self._buckets.get(user, (self.burst, now))
+        return min(self.burst, left + (now - then) * self.per_second)
+
+    def _forget(self, now: float) -> None:
+        """Full buckets are those of users who are not known."""
+        self._buckets = {
+            user: kept for user, kept in self._buckets.items() if self._left(user, now) < self.burst
+        }
+
+
+def seconds_to_wait(seconds: float) -> str:
+    """What ``Retry-After`` says: whole seconds, at least one."""
+    return str(max(1, math.ceil(seconds)))
+
 
 WAIT_SECONDS = 10.0  # until a queue may be shorter
 # The end of a text may be missing: then nothing after it is looked at twice.

@@ -1,7 +1,9 @@
 """Errors as ``application/problem+json`` (RFC 9457), in one line with the place in the document."""
 
 import logging
+import re
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from http import HTTPStatus
 
 from fastapi import FastAPI, Request
@@ -12,11 +14,32 @@ from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from stagewright.executor.export.options import Options
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
-from stagewright.service.http.limits import TooLargeError, TooManyError, TooSlowError
-from stagewright.service.http.rates import seconds_to_wait
-from stagewright.service.http.wording import in_fields
+from stagewright.service.http.limits import (
+    TooLargeError,
+    TooManyError,
+    TooSlowError,
+    seconds_to_wait,
+)
 from stagewright.service.jobs.store import ConflictError
+
+# Of requests; other options are of commands, which a message names too.
+_FIELDS = {
+    "--for": "runtime",
+    "--order": "order",
+    "--planner": "planner",
+    "--share": "assumed_share",
+}
+_EXPORT = {f"--{one.name.replace('_', '-')}": one.name for one in fields(Options)}
+_NAMES = _FIELDS | _EXPORT | {"--model": "chain", "--to": "to"}
+_OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+
+
+def in_fields(message: str) -> str:
+    """The message, with fields and parameters of requests where it has their options."""
+    return _OPTION.sub(lambda found: _NAMES.get(found[0], found[0]), message)
+
 
 LOG = logging.getLogger("uvicorn.error")  # where the server's own errors go
 MEDIA_TYPE = "application/problem+json"

@@ -11,12 +11,10 @@ import uvicorn
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.http.app import LOOPBACK, create_app
 from stagewright.service.http.guard import Service
-from stagewright.service.http.limits import RequestLimits
-from stagewright.service.http.rates import Rate
+from stagewright.service.http.limits import Rate, RequestLimits
 from stagewright.service.http.tokens import Tokens
 from stagewright.service.http.webhooks import POLL_SECONDS, Deliverer, Webhooks
-from stagewright.service.jobs.repeating import Repeated
-from stagewright.service.jobs.retention import retention
+from stagewright.service.jobs.repeating import Repeated, retention
 from stagewright.service.jobs.store import Store
 from stagewright.service.workers.processes import LocalProcess, Start
 from stagewright.service.workers.worker import Limits, Worker

@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from sqlalchemy import Engine, delete, insert, select
 
-from stagewright.service.jobs.tables import TOKENS
+from stagewright.service.jobs.rows import TOKENS
 
 PREFIX = "sw_"
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from stagewright.service.http.problems import in_fields
 from stagewright.service.http.tokens import Caller, Scope
-from stagewright.service.http.wording import in_fields
 from stagewright.service.jobs.records import DeliveryState, Job, State, StoppedBy
 
 

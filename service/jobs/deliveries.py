@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from sqlalchemy import select, update
 
 from stagewright.service.jobs.records import DeliveryState
+from stagewright.service.jobs.rows import DELIVERIES, JOBS
 from stagewright.service.jobs.store import Store
-from stagewright.service.jobs.tables import DELIVERIES, JOBS
 
 PAUSES = (30.0, 120.0, 480.0, 1920.0, 7680.0, 30720.0)  # seconds before each further attempt
 

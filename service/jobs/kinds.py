@@ -17,7 +17,7 @@ from stagewright.service.clusters.requests import (
 from stagewright.service.operators.dividing import DivideRequest
 from stagewright.service.operators.plans import PlaceRequest
 from stagewright.service.pipelines.requests import PartitionRequest, PlanRequest
-from stagewright.service.pipelines.sweep_requests import SweepRequest
+from stagewright.service.pipelines.sweeping import SweepRequest
 from stagewright.service.requests import Request
 from stagewright.service.schedules.requests import (
     CompareSchedulesRequest,

@@ -10,9 +10,8 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Row, func, select, update
 
 from stagewright.service.jobs.records import Asked, Job, Outcome, State, StoppedBy
-from stagewright.service.jobs.rows import tell
+from stagewright.service.jobs.rows import JOBS, tell
 from stagewright.service.jobs.store import Store
-from stagewright.service.jobs.tables import JOBS
 
 MOST_ATTEMPTS = 3  # workers that may be lost over a job
 

@@ -1,4 +1,4 @@
-"""What a server does again and again beside its jobs."""
+"""Steps that a server repeats while it runs, such as deleting jobs that ended long ago."""
 
 import contextlib
 import threading
@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from sqlalchemy.exc import SQLAlchemyError
+
+from stagewright.service.jobs.store import Store
 
 
 @dataclass
@@ -28,3 +30,17 @@ class Repeated:
                 busy = self.step()
             if not busy:
                 self.stopping.wait(self.seconds)
+
+
+DAY = 86400.0
+LOOK_SECONDS = 3600.0  # between looks for jobs that are old enough
+
+
+def retention(store: Store, days: float) -> Repeated:
+    """Discards jobs so many days after their ends."""
+
+    def discard() -> bool:
+        store.discard_ended(store.clock() - days * DAY)
+        return False
+
+    return Repeated(discard, LOOK_SECONDS)

@@ -9,8 +9,7 @@ from typing import Any
 from sqlalchemy import Engine, func, select
 from sqlalchemy.exc import SQLAlchemyError
 
-from stagewright.service.jobs.rows import CHANNEL
-from stagewright.service.jobs.tables import EVENTS
+from stagewright.service.jobs.rows import CHANNEL, EVENTS
 
 LOOK_SECONDS = 0.2  # between looks for events that other processes have written, in SQLite
 RETRY_SECONDS = 1.0  # after an error; how late the thread may end, too

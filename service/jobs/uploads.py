@@ -6,9 +6,8 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, delete, func, insert, select
 
-from stagewright.service.jobs.rows import newest
+from stagewright.service.jobs.rows import UPLOADS, newest
 from stagewright.service.jobs.store import ConflictError, Store
-from stagewright.service.jobs.tables import UPLOADS
 
 
 @dataclass(frozen=True, slots=True)

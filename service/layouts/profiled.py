@@ -24,7 +24,7 @@ from stagewright.formulations.parallelism.profiles.pipelines import (
 from stagewright.formulations.parallelism.profiles.plan import ProfiledPlan
 from stagewright.graphs.documents.units import format_bytes
 from stagewright.service.answers import CARRIED, Answer, Finite
-from stagewright.service.layouts.profiled_problems import unusable, usable_degrees
+from stagewright.service.layouts.problems import unusable, usable_degrees
 from stagewright.service.requests import Request, Search
 from stagewright.solvers.parallelism.profiles.pipelines import ProfiledResult, profiled_plan
 

@@ -9,45 +9,12 @@ from stagewright.formulations.parallelism.document import LayoutBound
 from stagewright.formulations.parallelism.estimate import Estimate
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
-from stagewright.service.answers import Answer, Finite
+from stagewright.service.layouts.requests import RefinedAnswer, RefinedRow
 from stagewright.solvers.parallelism.refining import Recomputation, Refined, Refinement, refine
 from stagewright.solvers.parallelism.search import Found
 from stagewright.solvers.parallelism.space import Space
 
 PROVED_BY = "branch and bound over divisions, and closed bounds on any division"
-
-
-class RefinedRow(Answer):
-    """A layout with blocks and recomputed blocks of every stage.
-
-    ``before_seconds`` is its time with stages that are alike, None if that is not among the best.
-    No blocks by stage, with the fewest recomputed of each that fit, make it faster than
-    ``bound_seconds``.
-    """
-
-    layout: str
-    seconds: float
-    before_seconds: Finite
-    bound_seconds: float
-    mfu: float
-    peak_bytes: float
-
-
-class RefinedAnswer(Answer):
-    """The best refined layouts, if any is faster, and bounds on all pipelines of any division.
-
-    ``plain_bound_seconds`` is of pipelines with one stage on a rank and the fewest recomputed
-    blocks of each stage that fit; ``bound_seconds`` of interleaved ones too, with any
-    recomputation. ``examined`` layouts were divided.
-    """
-
-    rows: tuple[RefinedRow, ...]
-    plain_bound_seconds: float
-    bound_seconds: float
-    proved_by: str = PROVED_BY
-    plan_class: str
-    examined: int
-    wall_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +44,7 @@ def refined_layouts(
         problem, space, found, recomputation=_recomputation(framework), accept=accept, stop=stop
     )
     answer = RefinedAnswer(
+        proved_by=PROVED_BY,
         rows=tuple(_row(one) for one in done.best),
         plain_bound_seconds=done.plain_bound,
         bound_seconds=done.bound,

@@ -4,94 +4,40 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from math import ceil, inf
-from typing import Annotated, Any, Self
+from typing import Any
 
-from pydantic import Field, model_validator
-
-from stagewright.executor.export.layouts import EVERY_FORMAT, PLAN
 from stagewright.executor.export.layouts.rules import Rule
 from stagewright.formulations.forms.answers import Status, StopToken, is_stopped
-from stagewright.formulations.parallelism.document import LayoutBound, LayoutPlan, layout_plan
+from stagewright.formulations.parallelism.document import LayoutBound, layout_plan
 from stagewright.formulations.parallelism.estimate import Estimate, evaluate
-from stagewright.formulations.parallelism.layout import Layout, parse_layout
+from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.losses import differences, shortages, why_slower
 from stagewright.formulations.parallelism.rules import require_layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.groups import links
-from stagewright.service.answers import CARRIED, Answer, Finite
-from stagewright.service.layouts.refined import RefinedAnswer, refined_layouts
-from stagewright.service.options import Option
-from stagewright.service.requests import Request
+from stagewright.service.layouts.refined import refined_layouts
+from stagewright.service.layouts.requests import (
+    ExplainAnswer,
+    FrontPoint,
+    LayoutAnswer,
+    LayoutMemoryAnswer,
+    LayoutRequest,
+    LayoutRow,
+    MemoryAnswer,
+    MemoryRequest,
+    PartAnswer,
+    WhatIf,
+)
 from stagewright.solvers.parallelism.search import Found, search, work_alike
-from stagewright.solvers.parallelism.space import Space
 from stagewright.solvers.parallelism.tree import compiled_walk
 
 PROVED_BY = "branch and bound over all layouts of the space"
 NOTHING = "no layout of the space obeys the rules of the model, the batch and the devices{}; {}"
 EXPLAIN = "explain one to see which rule it breaks"
-WITHOUT_SEQUENCE = (PLAN, "deepspeed", "accelerate")
-"""What cannot express sequence parallelism."""
-
 SECONDS_A_DAY = 86_400
 LESS_MEMORY = 0.93
 """From one point of the front to the next, the limit on memory shrinks at least by this factor."""
-
-
-class LayoutRequest(Request):
-    """Find the fastest layouts of a problem that fit."""
-
-    problem: TrainingProblem
-    space: Space = Space()
-    top: int = Field(default=10, ge=1, le=1000)
-    """Layouts in the table."""
-    framework: Annotated[str | None, Option("--for", form="FRAMEWORK")] = None
-    """Only layouts that can be exported to it: megatron, megatron-bridge, nemo, torchtitan,
-    deepspeed, accelerate; plan: a plan of stages, for `stagewright run`, of which some may then not
-    fit in memory."""
-    by_stage: bool = True
-    """Whether to find blocks and recomputed blocks of every stage after the search."""
-    explain: Annotated[Layout | None, Option(of_text=lambda text, _: parse_layout(text))] = None
-    """Why not this layout, for example "p8 t8 d2 b1 v3 full sp zero1"."""
-    front: bool = False
-    """The fastest layouts with less and with more memory."""
-    what_if: bool = False
-    """What more memory and faster links would buy."""
-    unfolded: bool = False
-    """List layouts, too, that differ from a faster one only in placement, or in whether ranks
-    divide samples or their tokens."""
-    tokens: float | None = Field(default=None, ge=1, le=1e18, allow_inf_nan=False)
-    """Tokens of the whole training, such as 15e12: how many days it takes."""
-
-    @model_validator(mode="after")
-    def _require_framework(self) -> Self:
-        if self.framework is not None and self.framework not in EVERY_FORMAT:
-            raise InputError(
-                f"framework {self.framework!r} is not known; there are {', '.join(EVERY_FORMAT)}"
-            )
-        return self
-
-    @property
-    def searched(self) -> Space:
-        """The space, without what the default prefers and the framework cannot express."""
-        if self.framework not in WITHOUT_SEQUENCE:
-            return self.space
-        partial = self.space.partial and self.framework != PLAN
-        return replace(self.space, sequence_parallel="never", partial=partial)
-
-    def require_problem(self) -> None:
-        """Refuse a model or a precision of which the framework can express no layout."""
-        if self.framework is None:
-            return
-        try:
-            EVERY_FORMAT[self.framework].require_problem(self.problem)
-        except InputError as error:
-            raise InputError(f"{self.framework} can express no layout of it: {error}") from None
-
-    def wrong(self, layout: Layout) -> Iterator[tuple[Rule, str]]:
-        """The framework's rules that a possible layout breaks, with what is wrong."""
-        if self.framework is not None:
-            yield from EVERY_FORMAT[self.framework].broken(self.problem, layout)
 
 
 class Searches:
@@ -124,121 +70,6 @@ class Searches:
         ((rule, count),) = self.refused.most_common(1)
         excluded = f"most are excluded ({count:,}) by a rule of it: {self.examples[rule]}"
         return NOTHING.format(expressed, excluded)
-
-
-class MemoryAnswer(Answer):
-    """Peak bytes of the ranks at one position in the pipeline, by kind."""
-
-    rank: int
-    total_bytes: float
-    weights_bytes: float
-    gradients_bytes: float
-    optimizer_bytes: float
-    activations_bytes: float
-    buffers_bytes: float
-    reserve_bytes: float
-
-
-class LayoutRow(Answer):
-    """A layout: an iteration and its parts on the busiest rank (s), and the fullest rank's memory.
-
-    ``loses_by`` is the largest loss against the best, in words; ``alike`` are layouts that were
-    evaluated too and are folded into this one.
-    """
-
-    layout: str
-    microbatches: int
-    seconds: float
-    mfu: float
-    flops_per_device: float
-    compute_seconds: float
-    exchange_seconds: float
-    repeated_seconds: float
-    zero_seconds: float
-    bubble_seconds: float
-    gradient_seconds: float
-    update_seconds: float
-    memory: MemoryAnswer
-    loses_by: str
-    tokens_per_second: float
-    alike: tuple[str, ...] = ()
-
-
-class PartAnswer(Answer):
-    """A part of an iteration, in the explained layout and in the best."""
-
-    part: str
-    seconds: float
-    best_seconds: Finite
-
-
-class ExplainAnswer(Answer):
-    """Why a layout is not the best: the rule it breaks, what does not fit, or what takes longer."""
-
-    layout: str
-    refused: str | None = None
-    row: LayoutRow | None = None
-    shortages: tuple[str, ...] = ()
-    parts: tuple[PartAnswer, ...] = ()
-
-
-class FrontPoint(Answer):
-    """The fastest layout whose peak is at most ``limit_bytes``."""
-
-    limit_bytes: Finite
-    peak_bytes: float
-    seconds: float
-    layout: str
-
-
-class WhatIf(Answer):
-    """The fastest layout on changed machines; None if none fits."""
-
-    change: str
-    seconds: Finite
-    layout: str | None
-
-
-class LayoutAnswer(Answer):
-    """The best layouts by time, with a bound on every layout of the space that fits.
-
-    ``plan_class`` is what the bound speaks of: stages that are alike. The first ``fastest_rows`` of
-    the rows are the fastest of that class; a layout that is not listed may be faster than a row
-    below them. ``refined`` are layouts whose stages differ, None if none were asked for; ``plan``
-    is the best of both. If no layout whose stages are alike fits, but a refined one does, there are
-    no rows, and bound and gap are the refined one's. With status ``infeasible`` no layout of the
-    space fits, for the ``reason``; if ``interrupted`` before it is proved the rows are the best so
-    far. ``training_days`` are those of the request's tokens with the best layout.
-    """
-
-    status: Status
-    bound_seconds: Finite
-    gap: Finite
-    proved_by: str
-    plan_class: str
-    rows: tuple[LayoutRow, ...]
-    fastest_rows: int = 0
-    refined: RefinedAnswer | None = None
-    explained: ExplainAnswer | None = None
-    front: tuple[FrontPoint, ...] = ()
-    what_if: tuple[WhatIf, ...] = ()
-    remarks: tuple[str, ...] = ()
-    reason: str | None = None
-    training_days: float | None = None
-    examined: int
-    wall_seconds: float
-    plan: Annotated[LayoutPlan | None, CARRIED] = None
-
-
-class CheckLayoutAnswer(Answer):
-    """What is wrong with a layout's document; nothing if it is valid.
-
-    Its bound is compared with the time, but the search is not run again.
-    """
-
-    status: str
-    is_bound_verified: bool = False
-    violations: tuple[str, ...]
 
 
 def find_layouts(request: LayoutRequest, stop: StopToken | None = None) -> LayoutAnswer:
@@ -497,3 +328,20 @@ def _changes(problem: TrainingProblem) -> Iterator[tuple[str, TrainingProblem]]:
         levels = (*fabric.levels[:position], faster, *fabric.levels[position + 1 :])
         text = f"twice the bandwidth of level {level.name}"
         yield text, replace(problem, fabric=replace(fabric, levels=levels))
+
+
+def layout_memory(request: MemoryRequest) -> LayoutMemoryAnswer:
+    """The memory of a layout, whether or not it fits.
+
+    Raises
+    ------
+    InputError
+        If the layout breaks a rule of the model, the batch or the devices.
+    """
+    found = evaluate(request.problem, request.layout, compiled_walk())
+    return LayoutMemoryAnswer(
+        layout=str(request.layout),
+        memory_bytes=request.problem.fabric.memory_bytes,
+        ranks=tuple(memory_answer(found, rank) for rank in range(len(found.memory))),
+        shortages=shortages(found),
+    )

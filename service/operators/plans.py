@@ -2,8 +2,9 @@
 
 from dataclasses import asdict
 from time import monotonic
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from stagewright.executor.programs.trace import Trace
 from stagewright.formulations.checking.violations import Violation
 from stagewright.formulations.forms.answers import OnProgress, StopToken, silent
 from stagewright.formulations.operators.plan import OperatorPlan, digest_of, loads_of
@@ -12,8 +13,58 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Cluster
 from stagewright.graphs.models.operators.step_graph import WITHOUT_TIME, StepGraph
 from stagewright.service.answers import CARRIED, Answer, Finite
-from stagewright.service.pipelines.answers import ViolationAnswer
+from stagewright.service.pipelines.answers import IterationAnswer, PairAnswer, ViolationAnswer
 from stagewright.service.requests import Request, Search
+
+if TYPE_CHECKING:
+    from stagewright.executor.measuring.operator_runs import OperatorComparison
+
+
+class ComparePlacementRequest(Request):
+    """Compare the prediction of a plan of operators with the trace of a run of it."""
+
+    plan: OperatorPlan
+    trace: Trace
+
+
+class TotalAnswer(Answer):
+    """The sum of the seconds of several operators or transfers."""
+
+    count: int
+    seconds: PairAnswer
+
+
+class PlacementCompareAnswer(Answer):
+    """The predictions of a plan and the measurements of a run of it.
+
+    ``kinds`` are the roles in the step and the transfers; ``devices`` is what each computes.
+    """
+
+    status: str = "compared"
+    machine: str
+    backend: str
+    world_size: int
+    dtype: str
+    steps: int
+    iteration_seconds: IterationAnswer
+    kinds: dict[str, TotalAnswer]
+    devices: dict[str, TotalAnswer]
+    comparison: Annotated[OperatorComparison, CARRIED]
+
+
+def compare(request: ComparePlacementRequest) -> PlacementCompareAnswer:
+    """A plan's prediction and what a run of it measured."""
+    from stagewright.executor.measuring.operator_runs import compare_operators
+
+    found = compare_operators(request.plan, request.trace)
+    return PlacementCompareAnswer.of(
+        found,
+        request.trace,
+        iteration_seconds=IterationAnswer.of(
+            found.iteration_seconds, least=found.least_seconds, most=found.most_seconds
+        ),
+        comparison=found,
+    )
 
 
 class PlaceRequest(Search):

@@ -24,7 +24,7 @@ from stagewright.service.options import Option
 
 if TYPE_CHECKING:
     from stagewright.graphs.workloads.prices import Market, Preemptions
-    from stagewright.service.cloud.answers import CloudAnswer, StrategyAnswer
+    from stagewright.service.cloud.requests import CloudAnswer, StrategyAnswer
 
 BASELINE = "1xv100"
 
@@ -61,7 +61,7 @@ def cloud(asked: Asked[CloudRequest], given: CloudOptions) -> int:
 
     Ctrl-C (or SIGTERM) keeps the strategies compared so far.
     """
-    from stagewright.service.cloud.answers import CloudAnswer
+    from stagewright.service.cloud.requests import CloudAnswer
 
     with progress("reading prices"):
         market = read_market(given.prices, given.only)

@@ -116,7 +116,7 @@ class Training(Options):
     def problem(self, config: Path, fabric: "Fabric") -> "TrainingProblem":
         """The training problem; a warning if its samples are longer than the model's."""
         from stagewright.graphs.importers.hf_config import read_hf_config, read_most_positions
-        from stagewright.service.layouts.training_problems import training_problem
+        from stagewright.service.layouts.problems import training_problem
 
         if self.sequence is None:
             raise InputError(f"{config} needs --sequence, the tokens in a sample, for example 4096")

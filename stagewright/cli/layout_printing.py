@@ -12,12 +12,12 @@ WIDE = 110
 
 if TYPE_CHECKING:
     from stagewright.formulations.parallelism.training import TrainingProblem
-    from stagewright.service.layouts.refined import RefinedAnswer
-    from stagewright.service.layouts.searching import (
+    from stagewright.service.layouts.requests import (
         ExplainAnswer,
         LayoutAnswer,
         LayoutRow,
         MemoryAnswer,
+        RefinedAnswer,
     )
 
 

@@ -22,7 +22,8 @@ from stagewright.formulations.parallelism.document import load_layout, save_layo
 from stagewright.formulations.parallelism.layout import parse_layout
 from stagewright.graphs.documents.documents import write_bytes
 from stagewright.graphs.documents.errors import InputError
-from stagewright.service.layouts.searching import LayoutAnswer, LayoutRequest, find_layouts
+from stagewright.service.layouts.requests import LayoutAnswer, LayoutRequest
+from stagewright.service.layouts.searching import find_layouts
 from stagewright.service.options import Option
 
 
@@ -134,7 +135,8 @@ class MemoryOptions(Picture, Printed):
 def memory(given: MemoryOptions) -> int:
     """Break down the peak memory of a layout by pipeline rank; exit code 1 if one is too full."""
     from stagewright.graphs.importers.hf_hub import is_model
-    from stagewright.service.layouts.memory import LayoutMemoryAnswer, MemoryRequest, layout_memory
+    from stagewright.service.layouts.requests import LayoutMemoryAnswer, MemoryRequest
+    from stagewright.service.layouts.searching import layout_memory
 
     file = given.file
     if not is_model(file) and is_profiled_plan(file):

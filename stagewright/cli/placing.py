@@ -129,8 +129,8 @@ def compare_placement(plan: Path, trace: Path, png: Path | None, as_json: bool) 
     from stagewright.cli.comparing import run_line
     from stagewright.executor.programs.trace import load_trace
     from stagewright.formulations.operators.plan import load_operator_plan
-    from stagewright.service.operators.runs import ComparePlacementRequest
-    from stagewright.service.operators.runs import compare as answer_of
+    from stagewright.service.operators.plans import ComparePlacementRequest
+    from stagewright.service.operators.plans import compare as answer_of
 
     planned, run = load_operator_plan(plan), load_trace(trace)
     answer = answer_of(ask(ComparePlacementRequest, plan=planned, trace=run))

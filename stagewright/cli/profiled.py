@@ -100,8 +100,8 @@ def plan_profiles(given: "TrainPlanOptions", reserve: str | None) -> int:
     """Find the fastest plan by layer profiles; exit code 1 if none fits."""
     from stagewright.formulations.parallelism.profiles.document import save_profiled_plan
     from stagewright.graphs.models.layer_profiles import load_layer_profiles
+    from stagewright.service.layouts.problems import profiled_problem
     from stagewright.service.layouts.profiled import ProfiledRequest, find_profiled_plan
-    from stagewright.service.layouts.profiled_problems import profiled_problem
 
     batch = given.global_batch
     profiles = load_layer_profiles(given.config)
@@ -241,7 +241,7 @@ def is_layout(path: Path) -> bool:
 def check_layout(path: Path, as_json: bool) -> int:
     """Compute a layout's time and memory again, and print what differs; exit code 1 if any."""
     from stagewright.formulations.parallelism.document import load_layout, violations
-    from stagewright.service.layouts.searching import CheckLayoutAnswer
+    from stagewright.service.layouts.requests import CheckLayoutAnswer
 
     plan = load_layout(path)
     found = violations(plan)

@@ -107,7 +107,7 @@ def serve(given: ServeOptions) -> int:
 def _processes(given: ServeOptions) -> "AbstractContextManager[Start]":
     """What starts the processes of jobs."""
     if given.engine == "ray":
-        from stagewright.service.workers.ray_processes import on_ray
+        from stagewright.service.workers.processes import on_ray
 
         return on_ray(given.address)
     from stagewright.service.workers.processes import LocalProcess

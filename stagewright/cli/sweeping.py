@@ -28,7 +28,7 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import format_bytes, format_seconds
 from stagewright.service.options import Option
 from stagewright.service.pipelines.requests import PlanRequest
-from stagewright.service.pipelines.sweep_requests import SweepAnswer, SweepRequest, SweepRow
+from stagewright.service.pipelines.sweeping import SweepAnswer, SweepRequest, SweepRow
 
 if TYPE_CHECKING:
     from stagewright.service.pipelines.what_if import WhatIfAnswer

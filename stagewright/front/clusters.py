@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from stagewright.graphs.workloads.jobs import Throughputs, Workload
     from stagewright.graphs.workloads.pool import Pool
     from stagewright.graphs.workloads.prices import Market
-    from stagewright.service.cloud.answers import CloudAnswer
+    from stagewright.service.cloud.requests import CloudAnswer
     from stagewright.service.clusters.answers import (
         AllocateAnswer,
         EstimateAnswer,

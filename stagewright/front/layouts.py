@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from stagewright.formulations.parallelism.profiles.pipelines import ProfiledProblem
     from stagewright.formulations.parallelism.training import TrainingProblem
     from stagewright.service.layouts.profiled import ProfiledAnswer
-    from stagewright.service.layouts.searching import LayoutAnswer
+    from stagewright.service.layouts.requests import LayoutAnswer
     from stagewright.solvers.parallelism.space import Space
 
 
@@ -68,7 +68,8 @@ def train_plan(
         If no layout obeys the rules of the model, the batch and the devices.
     """
     fields = fields_of(locals(), "stop")
-    from stagewright.service.layouts.searching import LayoutRequest, find_layouts
+    from stagewright.service.layouts.requests import LayoutRequest
+    from stagewright.service.layouts.searching import find_layouts
     from stagewright.solvers.parallelism.space import Space
 
     return find_layouts(LayoutRequest.of(**fields | {"space": space or Space()}), stop)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from stagewright.graphs.machines.cluster import Cluster
     from stagewright.graphs.models.chain import Chain
     from stagewright.service.pipelines.answers import CompareAnswer, PartitionAnswer
-    from stagewright.service.pipelines.sweep_requests import SweepAnswer, SweepRow
+    from stagewright.service.pipelines.sweeping import SweepAnswer, SweepRow
     from stagewright.service.pipelines.what_if import WhatIfAnswer, WhatIfRow
     from stagewright.solvers.planners.steps.proposal import Choices
 
@@ -235,7 +235,7 @@ def sweep(
         If an argument is not valid, or the planner refuses every combination.
     """
     given = fields_of(locals(), "on_row", "stop")
-    from stagewright.service.pipelines.sweep_requests import SweepRequest
+    from stagewright.service.pipelines.sweeping import SweepRequest
     from stagewright.service.pipelines.sweeping import sweep as answer
 
     lists = ("microbatches", "batches", "devices", "memory_bytes", "planners")

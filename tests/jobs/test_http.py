@@ -22,11 +22,10 @@ from stagewright.formulations.forms.answers import silent
 from stagewright.formulations.operators.plan import FORMAT as OPERATORS
 from stagewright.graphs.documents.documents import to_json
 from stagewright.graphs.machines.cluster import Link, uniform_servers
-from stagewright.service.http import rates
+from stagewright.service.http import limits as rates
 from stagewright.service.http.app import HEADERS, create_app
 from stagewright.service.http.guard import Service
-from stagewright.service.http.limits import RequestLimits
-from stagewright.service.http.rates import Rate
+from stagewright.service.http.limits import Rate, RequestLimits
 from stagewright.service.http.tokens import Scope, Tokens
 from stagewright.service.jobs.kinds import KINDS, parse_request
 from stagewright.service.jobs.queue import Queue

@@ -17,8 +17,8 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.service.http.tokens import Caller, Scope, Tokens
 from stagewright.service.jobs.queue import Queue
 from stagewright.service.jobs.records import Outcome, State
+from stagewright.service.jobs.rows import TABLES
 from stagewright.service.jobs.store import Store
-from stagewright.service.jobs.tables import TABLES
 
 # A store of the version before there were revisions, as it makes it: tables, jobs in three states.
 BEFORE = Path(__file__).parent / "data"

@@ -21,8 +21,7 @@ from stagewright.service.http.limits import RequestLimits
 from stagewright.service.jobs.kinds import parse_request
 from stagewright.service.jobs.records import Asked, Job, State, StoppedBy
 from stagewright.service.jobs.store import Store
-from stagewright.service.workers.processes import JobProcess, Look, MachineLostError
-from stagewright.service.workers.ray_processes import on_ray
+from stagewright.service.workers.processes import JobProcess, Look, MachineLostError, on_ray
 from stagewright.service.workers.worker import Limits, Worker
 
 LEASE_SECONDS = 2.0

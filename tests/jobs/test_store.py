@@ -19,7 +19,7 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.service.jobs.kinds import parse_request, title_of
 from stagewright.service.jobs.queue import MOST_ATTEMPTS, LeaseLostError, Queue
 from stagewright.service.jobs.records import Asked, Outcome, State, StoppedBy
-from stagewright.service.jobs.retention import DAY, retention
+from stagewright.service.jobs.repeating import DAY, retention
 from stagewright.service.jobs.store import ConflictError, Store
 
 LEASE = 10.0

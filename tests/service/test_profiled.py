@@ -31,8 +31,8 @@ from stagewright.graphs.models.analytic_sizes import layer_sizes, with_sizes
 from stagewright.graphs.models.architecture import Architecture, FeedForward, GroupedAttention
 from stagewright.graphs.models.layer_profiles import LayerProfiles, Measured
 from stagewright.graphs.models.layer_sizes import LayerSizes
+from stagewright.service.layouts.problems import profiled_problem
 from stagewright.service.layouts.profiled import ProfiledRequest, find_profiled_plan
-from stagewright.service.layouts.profiled_problems import profiled_problem
 
 GPT = Architecture(
     "gpt",

@@ -21,7 +21,7 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.service.http.app import create_app
 from stagewright.service.http.guard import Service
 from stagewright.service.http.pages import OWN
-from stagewright.service.http.wording import in_fields
+from stagewright.service.http.problems import in_fields
 from stagewright.service.jobs.kinds import KINDS, parse_request
 from stagewright.service.jobs.store import Store
 
