@@ -186,7 +186,6 @@ def require_realisable(request: RoundsRequest) -> tuple[AllocationProblem, Alloc
 def _realised(
     request: RoundsRequest, policy: str, problem: AllocationProblem, target: Allocation
 ) -> RoundsAnswer:
-
     mechanism = Mechanism(problem.table, request.round_seconds)
     mechanism.reset(problem, target, range(len(problem)))
     made = []

@@ -16,6 +16,7 @@ from pydantic import Field
 from stagewright.cli.commands import Options
 from stagewright.cli.outputs import Writes
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import format_bytes, format_seconds
 from stagewright.service.options import Option
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from stagewright.formulations.forms.answers import OnProgress, Progress, StopToken
     from stagewright.formulations.plans.plan_class import PlanClass
     from stagewright.service.answers import Answer
+    from stagewright.service.pipelines.answers import ViolationAnswer
     from stagewright.service.requests import Request
 
 R = TypeVar("R", bound="Request")
@@ -94,15 +96,21 @@ def print_json(document: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(_finite(document), indent=1, allow_nan=False) + "\n")
 
 
+def terminal() -> "Console | None":
+    """The console of stderr; None if that is not a terminal."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    return console if console.is_terminal else None
+
+
 @contextmanager
 def progress(task: str, stop: "StopToken | None" = None) -> Iterator["OnProgress"]:
     """Show ``task`` and its progress on stderr while the body runs, if that is a terminal."""
-    from rich.console import Console
-
     from stagewright.formulations.forms.answers import silent
 
-    console = Console(stderr=True)
-    if not console.is_terminal:
+    console = terminal()
+    if console is None:
         yield silent
         return
     line = ProgressLine(task, stop)
@@ -172,6 +180,16 @@ def read_sizes(text: str) -> list[int]:
 def percent(share: float | None) -> str:
     """A fraction as a percentage; a dash if there is none."""
     return "-" if share is None or not math.isfinite(share) else f"{share:.2%}"
+
+
+def seconds(value: float | None) -> str:
+    """A time with its unit; a dash if there is none."""
+    return "-" if value is None else format_seconds(value)
+
+
+def size(value: float | None) -> str:
+    """A number of bytes with its unit; a dash if there is none."""
+    return "-" if value is None else format_bytes(value)
 
 
 def _finite(value: Any) -> Any:
@@ -301,3 +319,26 @@ def tell(
         return
     show(answer)
     print_lines(*(f"{file} is written" for file in written))
+
+
+def tell_drawn(
+    answer: "Answer", given: Printed, files: Sequence[Path], show: Callable[[], object]
+) -> None:
+    """Print which files were drawn, or an answer where none was asked for."""
+    tell(answer, given, lambda _: None if files else show(), files, listed=True)
+
+
+def tell_invalid(plan: Path, error: Exception, given: Printed) -> int:
+    """Print why a plan cannot run; the exit code."""
+    from stagewright.service.answers import InvalidAnswer
+
+    answer = InvalidAnswer(reason=str(error))
+    tell(answer, given, lambda _: print_lines(f"{plan} cannot run: {error}"))
+    return 1
+
+
+def print_violations(plan: Path, violations: "Sequence[ViolationAnswer]") -> None:
+    """Print the rules that a plan breaks."""
+    rows = [(one.rule, one.place, one.message) for one in violations]
+    rules = f"{len(rows)} broken rule{'s' if len(rows) > 1 else ''}"
+    print_table(("<rule", "<place", "<what was found"), rows, f"{plan}: {rules}")

@@ -5,8 +5,8 @@ from typing import Annotated
 
 from stagewright.cli.commands import command
 from stagewright.cli.console import Printed, print_answer, print_lines
+from stagewright.cli.layouts.profiled import is_layout
 from stagewright.cli.outputs import Named, Writes, require_apart, require_folder
-from stagewright.cli.profiled import is_layout
 from stagewright.graphs.documents.documents import write_text
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.service.answers import ExportAnswer

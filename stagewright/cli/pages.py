@@ -11,29 +11,35 @@ from typer.core import TyperCommand
 
 PANELS: dict[str, dict[str, str]] = {
     "Plan": {
-        "plan": "planning", "sweep": "sweeping", "what-if": "sweeping", "check": "plans",
-        "diff": "plans", "simulate": "plans", "show": "plans",
+        "plan": "pipelines.planning", "sweep": "pipelines.sweeping",
+        "what-if": "pipelines.sweeping", "check": "pipelines.plans", "diff": "pipelines.plans",
+        "simulate": "pipelines.plans", "show": "pipelines.plans",
     },
-    "Training of transformers": {"train-plan": "layouts", "memory": "layouts"},
+    "Training of transformers": {"train-plan": "layouts.layouts", "memory": "layouts.layouts"},
     "Scheduling problems": {
-        "partition": "problems", "divide": "problems", "schedule": "schedules",
-        "jobshop": "problems",
+        "partition": "schedules.problems", "divide": "schedules.problems",
+        "schedule": "schedules.schedules", "jobshop": "schedules.problems",
     },
     "Models and clusters": {
-        "import": "inputs", "model": "inputs", "cluster": "inputs", "profile": "profiling",
-        "profile-links": "profiling", "capture": "profiling",
+        "import": "documents.inputs", "model": "documents.inputs", "cluster": "documents.inputs",
+        "profile": "training.profiling", "profile-links": "training.profiling",
+        "capture": "training.profiling",
     },
     "Run": {
-        "run": "running", "train": "training", "compare": "comparing", "export": "exporting",
+        "run": "training.running", "train": "training.rounds", "compare": "pipelines.comparing",
+        "export": "exporting",
     },
     "The planning service": {
         "serve": "serving", "token": "serving", "backup": "serving", "jobs": "serving",
     },
     "Clusters and jobs": {
-        "allocate": "allocating", "rounds": "allocating", "simulate-cluster": "simulating",
-        "run-cluster": "allocating", "estimate": "allocating", "cloud": "cloud",
+        "allocate": "clusters.allocating", "rounds": "clusters.allocating",
+        "simulate-cluster": "clusters.simulating", "run-cluster": "clusters.allocating",
+        "estimate": "clusters.allocating", "cloud": "clusters.cloud",
     },
-    "About": {"planners": "planning", "policies": "allocating", "doctor": "doctor"},
+    "About": {
+        "planners": "pipelines.planning", "policies": "clusters.allocating", "doctor": "doctor",
+    },
 }  # fmt: skip
 """The commands under their headings, and the module of each."""
 
@@ -210,7 +216,7 @@ class Commands(MutableMapping[str, Any]):
         """The commands as the list of them shows them: with the first paragraph of their pages."""
         listed = Commands()
         for name, (heading, module) in self.places.items():
-            source = Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8")
+            source = (Path(__file__).parent / f"{module.replace('.', '/')}.py").read_text("utf-8")
             function = rf'^def {_function(name)}\(.*?^    """(.*?)(?:\n\n|""")'
             found = re.search(function, source, re.MULTILINE | re.DOTALL)
             assert found is not None

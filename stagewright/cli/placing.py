@@ -5,14 +5,16 @@ from typing import TYPE_CHECKING
 
 from stagewright.cli.commands import ask
 from stagewright.cli.console import (
+    Printed,
     kept,
     percent,
-    print_answer,
     print_json,
     print_lines,
     print_table,
+    print_violations,
     progress,
     tell,
+    tell_drawn,
 )
 from stagewright.cli.solving import find
 from stagewright.graphs.documents.documents import format_of
@@ -20,11 +22,16 @@ from stagewright.graphs.documents.units import counted, format_bytes, format_sec
 
 if TYPE_CHECKING:
     from stagewright.cli.commands import Asked
-    from stagewright.cli.planning import PlanOptions
+    from stagewright.cli.pipelines.planning import PlanOptions
+    from stagewright.cli.pipelines.plans import ShowOptions
     from stagewright.executor.measuring.operator_runs import OperatorComparison
     from stagewright.executor.programs.trace import Trace
     from stagewright.formulations.operators.plan import OperatorPlan
-    from stagewright.service.operators.plans import PlaceAnswer, PlacementSummary
+    from stagewright.service.operators.plans import (
+        PlaceAnswer,
+        PlacementCheckAnswer,
+        PlacementSummary,
+    )
     from stagewright.service.pipelines.requests import PlanRequest
 
 OPTIMAL_GAP = 1e-9  # relative
@@ -78,7 +85,7 @@ def _print_place(answer: "PlaceAnswer") -> None:
     print_lines(f"{answer.planner}: {answer.status}{of} after {answer.wall_seconds:.2f} s{reason}")
 
 
-def check_placement(plan: Path, model: Path, cluster: Path, as_json: bool) -> int:
+def check_placement(plan: Path, model: Path, cluster: Path, given: Printed) -> int:
     """Check a plan of operators; 1 if it breaks a rule."""
     from stagewright.formulations.operators.plan import load_operator_plan
     from stagewright.graphs.machines.cluster import load_cluster
@@ -90,43 +97,37 @@ def check_placement(plan: Path, model: Path, cluster: Path, as_json: bool) -> in
     fields = dict(zip(("plan", "graph", "cluster"), documents, strict=True))
     with progress("checking"):
         answer = check_plan(ask(CheckPlacementRequest, **fields))
-    if as_json:
-        print_answer(answer)
-    elif answer.cost_seconds is not None:
-        print_lines(f"{plan}: valid, {format_seconds(answer.cost_seconds)} per step")
-    else:
-        rows = [(one.rule, one.place, one.message) for one in answer.violations]
-        rules = f"{len(rows)} broken rule{'s' if len(rows) > 1 else ''}"
-        print_table(("<rule", "<place", "<what was found"), rows, f"{plan}: {rules}")
+
+    def show(answer: "PlacementCheckAnswer") -> None:
+        if answer.cost_seconds is not None:
+            print_lines(f"{plan}: valid, {format_seconds(answer.cost_seconds)} per step")
+        else:
+            print_violations(plan, answer.violations)
+
+    tell(answer, given, show)
     return 1 if answer.violations else 0
 
 
-def show_placement(
-    plan: Path, html: Path | None, png: Path | None, trace: Path | None, as_json: bool
-) -> int:
+def show_placement(given: "ShowOptions") -> int:
     """Draw a plan of operators, or print its summary."""
     from stagewright.executor.drawing.operators import write_html, write_png, write_trace
     from stagewright.formulations.operators.plan import load_operator_plan
     from stagewright.service.operators.plans import summary
 
-    placed = load_operator_plan(plan)
-    writers = ((html, write_html), (png, write_png), (trace, write_trace))
+    placed = load_operator_plan(given.plan)
+    writers = ((given.html, write_html), (given.png, write_png), (given.trace, write_trace))
     wanted = [(path, write) for path, write in writers if path is not None]
     with progress("drawing"):
         for path, write in wanted:
             write(placed, path)
-    if as_json:
-        print_json(summary(placed).json_object() | {"files": [str(path) for path, _ in wanted]})
-    elif wanted:
-        print_lines(*(f"{path} is written" for path, _ in wanted))
-    else:
-        print_placement(summary(placed))
+    shown = summary(placed)
+    tell_drawn(shown, given, [path for path, _ in wanted], lambda: print_placement(shown))
     return 0
 
 
 def compare_placement(plan: Path, trace: Path, png: Path | None, as_json: bool) -> int:
     """Compare the predictions of a plan of operators with a run of it."""
-    from stagewright.cli.comparing import run_line
+    from stagewright.cli.pipelines.comparing import run_line
     from stagewright.executor.programs.trace import load_trace
     from stagewright.formulations.operators.plan import load_operator_plan
     from stagewright.service.operators.plans import ComparePlacementRequest
@@ -148,7 +149,7 @@ def compare_placement(plan: Path, trace: Path, png: Path | None, as_json: bool) 
 
 
 def _draw_run(planned: "OperatorPlan", run: "Trace", png: Path) -> None:
-    from stagewright.cli.comparing import run_line
+    from stagewright.cli.pipelines.comparing import run_line
     from stagewright.executor.drawing.operators import end_of, headline, write_stacked_png
     from stagewright.executor.measuring.pairs import median_step
     from stagewright.executor.programs.operators.trace import with_times
@@ -160,7 +161,7 @@ def _draw_run(planned: "OperatorPlan", run: "Trace", png: Path) -> None:
 
 
 def _print_comparison(found: "OperatorComparison") -> None:
-    from stagewright.cli.comparing import cells, ratio
+    from stagewright.cli.pipelines.comparing import cells, ratio
 
     head = ("count", "predicted", "measured", "ratio")
     for kind, totals in (("<together", found.kinds), ("<device", found.devices)):
@@ -218,7 +219,6 @@ def _splits(placed: "PlacementSummary") -> str:
 
 
 def _certificate_lines(placed: "PlacementSummary") -> list[str]:
-
     if placed.cost_seconds is None:
         return []
     assert placed.bound_seconds is not None

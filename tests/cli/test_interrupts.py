@@ -19,9 +19,10 @@ from profiles import slow_after
 from rich.console import Console
 from terminals import in_a_terminal, wait_for
 
-from stagewright.cli import console, interrupts, planning, solving
+from stagewright.cli import console, interrupts, solving
 from stagewright.cli.console import ProgressLine
 from stagewright.cli.interrupts import interruptible
+from stagewright.cli.pipelines import planning
 from stagewright.formulations.forms.answers import Progress
 from stagewright.formulations.plans.plan import load_plan
 from stagewright.graphs.machines.cluster import Link, save_cluster, uniform_servers

@@ -117,7 +117,6 @@ def _print_allocation(answer: "AllocateAnswer") -> None:
 
 
 def _print_shares(answer: "AllocateAnswer") -> None:
-
     problem, allocation = answer.problem, answer.result.allocation
     assert allocation is not None
     workers = problem.table.workers

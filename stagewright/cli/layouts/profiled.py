@@ -18,13 +18,13 @@ from stagewright.cli.console import (
     tell,
 )
 from stagewright.cli.interrupts import interruptible
-from stagewright.cli.layout_inputs import read_server_pools
+from stagewright.cli.layouts.inputs import read_server_pools
 from stagewright.graphs.documents.documents import format_of, read_text, write_bytes
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import counted, format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
-    from stagewright.cli.layouts import TrainPlanOptions
+    from stagewright.cli.layouts.layouts import TrainPlanOptions
     from stagewright.service.layouts.profiled import ProfiledAnswer, ProfiledPoolAnswer
 
 PROFILES_ONLY = ("servers", "time_limit")
@@ -137,7 +137,6 @@ def _draw(png: Path, title: str, answer: "ProfiledAnswer") -> None:
 
 
 def _print(name: str, batch: int, answer: "ProfiledAnswer") -> None:
-
     bound = format_seconds(answer.bound_seconds) if answer.bound_seconds is not None else "-"
     if answer.iteration_seconds is None:
         print_lines(
@@ -187,7 +186,6 @@ def _name(pools: "Sequence[ProfiledPoolAnswer]", number: int) -> str:
 
 
 def _print_pools(answer: "ProfiledAnswer") -> None:
-
     print_table(
         ("<GPUs", "servers", "each", "used", "fullest GPU", "of"),
         [

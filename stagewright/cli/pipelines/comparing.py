@@ -127,7 +127,6 @@ def _print_comparison(comparison: "Comparison", run: "Trace") -> None:
 
 
 def _print_memory(memory: "MemoryComparison") -> None:
-
     rows = [
         (name, format_bytes(peak.predicted), format_bytes(peak.measured), ratio(peak))
         for name, peak in memory.peak_bytes.items()
@@ -207,7 +206,6 @@ def signed(seconds: float) -> str:
 
 
 def _headline(comparison: "Comparison") -> str:
-
     period, whole, steps = comparison.period, comparison.iteration_seconds, comparison.steps
     span = " to ".join(map(format_seconds, (comparison.least_seconds, comparison.most_seconds)))
     if period is None:

@@ -6,7 +6,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from stagewright.cli.commands import Asked, command
-from stagewright.cli.console import Printed, Served, percent, print_lines, print_table, tell
+from stagewright.cli.console import (
+    Printed,
+    Served,
+    percent,
+    print_lines,
+    print_table,
+    tell,
+    terminal,
+)
 from stagewright.cli.interrupts import interruptible
 from stagewright.cli.outputs import Writes
 from stagewright.cli.solving import find
@@ -125,11 +133,10 @@ def _read_jobs(arrivals: Asked[ArrivalsRequest], given: SimulateClusterOptions) 
 @contextmanager
 def _progress(window: tuple[int, int] | None) -> "Iterator[Callable[[Progress], None] | None]":
     """A progress bar on stderr, if that is a terminal."""
-    from rich.console import Console
     from rich.progress import Progress as Bar
 
-    console = Console(stderr=True)
-    if not console.is_terminal:
+    console = terminal()
+    if console is None:
         yield None
         return
     with Bar(console=console) as bar:

@@ -16,6 +16,8 @@ from stagewright.cli.console import (
     print_lines,
     print_table,
     progress,
+    seconds,
+    size,
     tell,
     threads_of,
 )
@@ -191,7 +193,6 @@ def _print(chain: "Chain", answer: "PlanAnswer") -> None:
 
 
 def _print_result(chain: "Chain", result: "Result") -> None:
-
     if result.plan is not None:
         print_plan(result.plan, chain)
     _print_sizes(result)
@@ -205,23 +206,24 @@ def _print_result(chain: "Chain", result: "Result") -> None:
     print_lines(f"{result.planner}: {result.status}{of} after {result.seconds:.2f} s{reason}")
     if result.plan is None and result.status is not Status.NO_ANSWER:
         return  # the reason says it all
-    rows = []
-    for one in result.attempts:
-        cost = "-" if one.cost_seconds is None else format_seconds(one.cost_seconds)
-        rows.append((one.planner, one.status.value, cost, f"{one.wall_seconds:.2f}", one.reason))
+    rows = [
+        (one.planner, one.status.value, seconds(one.cost_seconds), f"{one.wall_seconds:.2f}",
+         one.reason)
+        for one in result.attempts
+    ]  # fmt: skip
     if rows:
-        head = ("<planner", "<status", "cost", "seconds", "<notes")
-        print_table(head, rows)
+        print_table(("<planner", "<status", "cost", "seconds", "<notes"), rows)
 
 
 def _print_sizes(result: "Result") -> None:
     """What was found for each size of a batch's microbatches, and what is proved about all."""
     if not result.sizes:
         return
-    rows = []
-    for one in result.sizes:
-        cost, bound = ("-" if s is None else format_seconds(s) for s in (one.cost, one.bound))
-        rows.append((str(one.samples), str(one.microbatches), one.status.value, cost, bound))
+    rows = [
+        (str(one.samples), str(one.microbatches), one.status.value, seconds(one.cost),
+         seconds(one.bound))
+        for one in result.sizes
+    ]  # fmt: skip
     head = ("samples", "microbatches", "<status", "cost", "bound")
     print_table(head, rows, "sizes of microbatches, each with its own bound")
     if result.plans is not None and result.bound is not None and result.gap is not None:
@@ -321,22 +323,20 @@ def print_plan(plan: "PipelinePlan", chain: "Chain | None" = None) -> None:
 def _stage_row(line: "StageSummary", chain: "Chain | None") -> list[str]:
     from stagewright.executor.drawing.summary import shared_text, shifts_text
     from stagewright.executor.drawing.timeline import shorten_devices
-    from stagewright.graphs.documents.units import format_bytes, format_seconds
 
-    peak = "-" if line.peak_memory_bytes is None else format_bytes(line.peak_memory_bytes)
     start, stop = line.layers
     names = [f"{chain.layers[start].name} .. {chain.layers[stop - 1].name}"] if chain else []
     more = [] if line.shifts is None else [shifts_text(line), shared_text(line)]
     return [
         str(line.stage), f"{start}-{stop - 1}", *names, shorten_devices(line.devices),
         str(line.replicas), format_seconds(line.forward_seconds),
-        format_seconds(line.backward_seconds), str(line.in_flight), peak, *more,
+        format_seconds(line.backward_seconds), str(line.in_flight),
+        size(line.peak_memory_bytes), *more,
     ]  # fmt: skip
 
 
 def _period_lines(plan: "PipelinePlan", schedule: "PeriodicSchedule") -> list[str]:
     from stagewright.formulations.plans.periodic import iteration_seconds, latency
-    from stagewright.graphs.documents.units import format_seconds
 
     period, pause = schedule.period_seconds, schedule.pause_seconds
     through, whole = latency(schedule), iteration_seconds(schedule, plan.microbatches)
@@ -352,7 +352,6 @@ def _period_lines(plan: "PipelinePlan", schedule: "PeriodicSchedule") -> list[st
 
 def _certificate_lines(certificate: "Certificate", sizes: str) -> list[str]:
     from stagewright.formulations.checking.certificates import headlines
-    from stagewright.graphs.documents.units import format_seconds
 
     lines = [f"cost   {format_seconds(certificate.cost_seconds)} per iteration"]
     for i, one in enumerate(headlines(certificate)):

@@ -10,12 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from stagewright.cli.commands import command
-from stagewright.cli.console import Clipped, Modelled, Printed, Seeded, print_answer, print_lines
+from stagewright.cli.console import (
+    Clipped,
+    Modelled,
+    Printed,
+    Seeded,
+    print_answer,
+    print_lines,
+    tell_invalid,
+)
 from stagewright.cli.factories import parse_groups, parse_optimizer, parse_schedule
 from stagewright.cli.outputs import Writes, require_folder
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.documents.units import format_bytes, format_seconds
-from stagewright.service.answers import Evaluated, InvalidAnswer, TrainedAnswer
+from stagewright.service.answers import Evaluated, TrainedAnswer
 from stagewright.service.options import Option
 
 if TYPE_CHECKING:
@@ -193,11 +201,7 @@ def _start(parsed: "AnyPlan", given: RunOptions) -> int:
         try:
             _require_runnable(task)
         except InvalidPlan as error:
-            if given.as_json:
-                print_answer(InvalidAnswer(reason=str(error)))
-            else:
-                print_lines(f"{given.plan} cannot run: {error}")
-            return 1
+            return tell_invalid(given.plan, error, given)
         return ranks.run()
 
 
@@ -251,7 +255,6 @@ def _note(line: str) -> None:
 def _print_summary(
     task: "Task", history: "TrainingHistory", world_size: int, as_json: bool
 ) -> None:
-
     if as_json:
         print_answer(
             TrainedAnswer(

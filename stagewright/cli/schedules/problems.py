@@ -11,6 +11,7 @@ from stagewright.cli.console import (
     percent,
     print_lines,
     print_table,
+    seconds,
     tell,
     threads_of,
 )
@@ -50,8 +51,8 @@ def _print_partition(answer: "PartitionAnswer") -> None:
         ("stages", "<status", "bottleneck", "bound", "gap", "<layers", "<devices"),
         [
             (
-                str(one.count), one.status, _seconds(one.bottleneck_seconds),
-                _seconds(one.bound_seconds), percent(one.gap), _layers(one),
+                str(one.count), one.status, seconds(one.bottleneck_seconds),
+                seconds(one.bound_seconds), percent(one.gap), _layers(one),
                 " | ".join(shorten_devices(stage.devices) for stage in one.stages or ()),
             )
             for one in answer.partitions
@@ -66,11 +67,6 @@ def _print_partition(answer: "PartitionAnswer") -> None:
 
 def _layers(one: "PartitionChoice") -> str:
     return " | ".join(f"{stage.layers[0]}-{stage.layers[1] - 1}" for stage in one.stages or ())
-
-
-def _seconds(value: float | None) -> str:
-
-    return "-" if value is None else format_seconds(value)
 
 
 @command(
@@ -94,7 +90,6 @@ def divide(asked: Asked[DivideRequest], given: Answered) -> int:
 
 
 def _print_division(name: str, answer: DivideAnswer, what: str) -> None:
-
     if answer.sets is None or answer.cost_seconds is None:
         print_lines(f"{name}: {answer.status}", *([answer.reason] if answer.reason else []))
         return

@@ -17,7 +17,10 @@ from stagewright.cli.console import (
     print_lines,
     print_table,
     progress,
+    seconds,
+    size,
     tell,
+    terminal,
     threads_of,
 )
 from stagewright.cli.interrupts import interruptible
@@ -25,7 +28,7 @@ from stagewright.cli.outputs import Writes
 from stagewright.cli.solving import answer_of, find, planning_engine
 from stagewright.graphs.documents.documents import write_bytes, write_text
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.documents.units import format_bytes, format_seconds
+from stagewright.graphs.documents.units import format_bytes
 from stagewright.service.options import Option
 from stagewright.service.pipelines.requests import PlanRequest
 from stagewright.service.pipelines.sweeping import SweepAnswer, SweepRequest, SweepRow
@@ -83,11 +86,10 @@ def _swept(request: SweepRequest, server: str | None) -> SweepAnswer:
 @contextmanager
 def _bar(count: int) -> Iterator[Callable[[SweepRow], None]]:
     """A progress bar on stderr, if that is a terminal."""
-    from rich.console import Console
     from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    console = Console(stderr=True)
-    if not console.is_terminal:
+    console = terminal()
+    if console is None:
         yield lambda _: None
         return
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn())
@@ -118,20 +120,16 @@ def _csv(rows: Sequence[SweepRow]) -> str:
 def _print_sweep(answer: SweepAnswer) -> None:
     head = ("devices", "memory", "microbatches", "<planner", "<status", "iteration", "samples/s",
             "bound", "gap", "<replicas", "peak memory")  # fmt: skip
-    cells = []
-    for row in answer.rows:
-        cost, bound, peak = row.cost_seconds, row.bound_seconds, row.peak_memory_bytes
-        cells.append((
-            str(row.devices),
-            "as given" if row.memory_bytes is None else format_bytes(row.memory_bytes),
-            _size(row), row.planner, row.status,
-            "-" if cost is None else format_seconds(cost),
+    cells = [
+        (
+            str(row.devices), "as given" if row.memory_bytes is None else size(row.memory_bytes),
+            _size(row), row.planner, row.status, seconds(row.cost_seconds),
             "-" if row.samples_per_second is None else f"{row.samples_per_second:.5g}",
-            "-" if bound is None else format_seconds(bound),
-            "-" if row.gap is None else percent(row.gap),
-            row.replicas or "-",
-            "-" if peak is None else format_bytes(peak),
-        ))  # fmt: skip
+            seconds(row.bound_seconds), percent(row.gap), row.replicas or "-",
+            size(row.peak_memory_bytes),
+        )
+        for row in answer.rows
+    ]  # fmt: skip
     alike = {head.index("memory"), head.index("<planner")}  # left out if they say nothing
     shown = [i for i in range(len(head)) if i not in alike or len({row[i] for row in cells}) > 1]
     print_table([head[i] for i in shown], [[row[i] for i in shown] for row in cells])
@@ -157,7 +155,6 @@ def _asked(row: SweepRow) -> str:
 
 
 def _place(row: SweepRow) -> str:
-
     memory = "" if row.memory_bytes is None else f" of {format_bytes(row.memory_bytes)}"
     size = f"{row.microbatches} microbatches" if row.batch is None else f"batch {row.batch}"
     some = "1 device" if row.devices == 1 else f"{row.devices} devices"
@@ -235,25 +232,21 @@ def _changed(request: PlanRequest, given: WhatIfOptions) -> "WhatIfAnswer":
 
 
 def _print_changes(answer: "WhatIfAnswer") -> None:
-
-    def shown(seconds: float | None) -> str:
-        return "-" if seconds is None else format_seconds(seconds)
-
-    def share(seconds: float | None) -> str:
+    def share(saved: float | None) -> str:
         cost = answer.base.cost_seconds
-        return "-" if seconds is None or not cost else percent(seconds / cost)
+        return "-" if saved is None or not cost else percent(saved / cost)
 
     base = answer.base
     if base.plan is None:
         print_lines(f"as things are: {base.status}: {base.reason}")
     else:
         print_lines(
-            f"as things are: {shown(base.cost_seconds)} per iteration, gap "
-            f"{'-' if base.gap is None else percent(base.gap)} in its class"
+            f"as things are: {seconds(base.cost_seconds)} per iteration, gap {percent(base.gap)} "
+            "in its class"
         )
     head = ("<change", "<status", "iteration", "saves", "at most")
     rows = [
-        (one.change, one.status, shown(one.cost_seconds), share(one.saved_seconds),
+        (one.change, one.status, seconds(one.cost_seconds), share(one.saved_seconds),
          share(one.most_seconds))
         for one in answer.rows
     ]  # fmt: skip

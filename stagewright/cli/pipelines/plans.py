@@ -11,24 +11,31 @@ from stagewright.cli.console import (
     Printed,
     Threaded,
     percent,
-    print_answer,
     print_json,
     print_lines,
     print_table,
+    print_violations,
     progress,
+    size,
     tell,
+    tell_drawn,
+    tell_invalid,
     threads_of,
 )
+from stagewright.cli.layouts.profiled import (
+    check_layout,
+    check_profiled,
+    is_layout,
+    is_profiled_plan,
+)
 from stagewright.cli.outputs import Writes
+from stagewright.cli.pipelines.planning import print_plan
 from stagewright.cli.placing import check_placement, is_placement, show_placement
-from stagewright.cli.planning import print_plan
-from stagewright.cli.profiled import check_layout, check_profiled, is_layout, is_profiled_plan
 from stagewright.formulations.plans.plan import PipelinePlan, load_plan
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
-from stagewright.graphs.documents.units import format_bytes, format_seconds
+from stagewright.graphs.documents.units import format_seconds
 from stagewright.graphs.machines.cluster import load_cluster
 from stagewright.graphs.models.chain import load_model
-from stagewright.service.answers import InvalidAnswer
 from stagewright.service.options import Option
 from stagewright.service.pipelines.requests import CheckRequest, SimulateRequest
 
@@ -67,7 +74,7 @@ def check(asked: Asked[CheckRequest], given: CheckOptions) -> int:
     if is_placement(plan):
         if proofs:
             raise InputError("--proofs is for plans of pipelines: no search is behind these bounds")
-        return check_placement(plan, model, cluster, given.as_json)
+        return check_placement(plan, model, cluster, given)
     request = asked.request(
         plan=load_plan(plan),
         chain=load_model(model),
@@ -82,19 +89,15 @@ def check(asked: Asked[CheckRequest], given: CheckOptions) -> int:
 
 
 def _print_check(plan: Path, answer: "CheckAnswer") -> None:
-
     if answer.verdicts:
         _print_verdicts(answer.verdicts)
     if answer.cost_seconds is not None:
         print_lines(f"{plan}: valid, {format_seconds(answer.cost_seconds)} per iteration")
         return
-    rows = [(one.rule, one.place, one.message) for one in answer.violations]
-    rules = f"{len(rows)} broken rule{'s' if len(rows) > 1 else ''}"
-    print_table(("<rule", "<place", "<what was found"), rows, f"{plan}: {rules}")
+    print_violations(plan, answer.violations)
 
 
 def _print_verdicts(verdicts: "Sequence[Verdict]") -> None:
-
     rows = []
     for one in verdicts:
         said = ": ".join(filter(None, (one.verdict, one.reason)))
@@ -120,11 +123,7 @@ def simulate(asked: Asked[SimulateRequest], given: SimulateOptions) -> int:
         with progress("simulating"):
             answer = run(request)
     except InvalidPlan as error:
-        if given.as_json:
-            print_answer(InvalidAnswer(reason=str(error)))
-        else:
-            print_lines(f"{asked.given['plan']} cannot run: {error}")
-        return 1
+        return tell_invalid(asked.given["plan"], error, given)
     tell(answer, given, lambda answer: _print_simulation(request.plan, answer))
     return 0
 
@@ -149,7 +148,7 @@ def show(given: ShowOptions) -> int:
     if given.cluster is not None and (given.html is None or is_placement(given.plan)):
         raise InputError("--cluster: only the --html page of a pipeline plan draws links")
     if is_placement(given.plan):
-        return show_placement(given.plan, given.html, given.png, given.trace, given.as_json)
+        return show_placement(given)
     from stagewright.executor.drawing.charts.chart import write_png
     from stagewright.executor.drawing.chrome import write_trace
     from stagewright.executor.drawing.page import write_html
@@ -166,13 +165,7 @@ def show(given: ShowOptions) -> int:
     with progress("drawing"):
         for path, write in wanted:
             write(answer, path)
-    if given.as_json:
-        print_json(summary(answer).json_object() | {"files": [str(path) for path, _ in wanted]})
-    elif wanted:
-        print_lines(*(f"{path} is written" for path, _ in wanted))
-    else:
-        print_plan(answer)
-        _print_explanation(answer)
+    tell_drawn(summary(answer), given, [path for path, _ in wanted], lambda: _print_whole(answer))
     return 0
 
 
@@ -205,7 +198,6 @@ def diff(given: DiffOptions) -> int:
 def _print_difference(
     found: "PlanDifference", first: "PipelinePlan", second: "PipelinePlan"
 ) -> None:
-
     def signed(seconds: float) -> str:
         return f"{'-' if seconds < 0 else '+'}{format_seconds(abs(seconds))}" if seconds else "0 s"
 
@@ -216,7 +208,7 @@ def _print_difference(
         for one in (found.iteration, *found.parts)
     ]  # fmt: skip
     print_table(("<cause", "first", "second", "difference", "of the first"), rows)
-    memory = ["-" if peak is None else format_bytes(peak) for peak in found.peak_memory_bytes]
+    memory = [size(peak) for peak in found.peak_memory_bytes]
     proofs = [one.certificate for one in (first, second)]
     gaps = ["no bound" if one is None else f"gap {percent(one.gap)} in its class" for one in proofs]
     print_lines(
@@ -226,10 +218,12 @@ def _print_difference(
     )
 
 
-def _print_explanation(plan: "PipelinePlan") -> None:
+def _print_whole(plan: "PipelinePlan") -> None:
+    """Print a plan, and in sentences why its iteration takes so long."""
     from stagewright.executor.simulation.explanation import explain_plan
     from stagewright.executor.simulation.sentences import explanation_sentences
 
+    print_plan(plan)
     print_lines(*explanation_sentences(plan, explain_plan(plan)))
 
 
@@ -277,7 +271,6 @@ def _print_simulation(plan: "PipelinePlan", answer: "SimulateAnswer") -> None:
 
 
 def _run_lines(planned_seconds: float, run: "PeriodicRun") -> list[str]:
-
     return [
         f"period {format_seconds(run.period_seconds)} per microbatch once the pipeline is full, "
         f"planned {format_seconds(planned_seconds)}",

@@ -8,16 +8,16 @@ import typer
 from stagewright.cli.commands import Asked, Options, ask, command
 from stagewright.cli.console import Printed, Written, kept, progress, tell
 from stagewright.cli.interrupts import interruptible
-from stagewright.cli.layout_inputs import Degrees, Machines, Precision, Training
-from stagewright.cli.layout_printing import print_layouts, print_memory, print_shortages
-from stagewright.cli.outputs import Writes
-from stagewright.cli.profiled import (
+from stagewright.cli.layouts.inputs import Degrees, Machines, Precision, Training
+from stagewright.cli.layouts.printing import print_layouts, print_memory, print_shortages
+from stagewright.cli.layouts.profiled import (
     is_layout,
     is_profiled_plan,
     is_profiles,
     plan_profiles,
     require_options,
 )
+from stagewright.cli.outputs import Writes
 from stagewright.formulations.parallelism.document import load_layout, save_layout
 from stagewright.formulations.parallelism.layout import parse_layout
 from stagewright.graphs.documents.documents import write_bytes

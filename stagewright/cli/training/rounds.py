@@ -14,8 +14,8 @@ from stagewright.cli.commands import command
 from stagewright.cli.console import Modelled, Printed, Seeded, print_answer, print_lines
 from stagewright.cli.factories import parse_optimizer
 from stagewright.cli.outputs import Writes
-from stagewright.cli.profiling import reporting
-from stagewright.cli.running import require_timeout
+from stagewright.cli.training.profiling import reporting
+from stagewright.cli.training.running import require_timeout
 from stagewright.formulations.forms.answers import Limits
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import counted, format_seconds, parse_share
@@ -227,7 +227,6 @@ def _print_summary(
     parameters: Path | None,
     as_json: bool,
 ) -> None:
-
     best = [one for one in rounds if one.is_kept][-1]
     if as_json:
         print_answer(

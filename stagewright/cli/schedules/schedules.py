@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from stagewright.cli.commands import Asked, ask, command, spelled, with_option
 from stagewright.cli.console import Printed, Served, Threaded, progress, tell, threads_of
 from stagewright.cli.outputs import Writes
-from stagewright.cli.schedule_printing import (
+from stagewright.cli.schedules.printing import (
     CURVE_HEAD,
     FIGURES,
     cells,

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from stagewright.cli.cluster_inputs import ClusterOptions, read_cluster
 from stagewright.cli.commands import command, with_option
 from stagewright.cli.console import Written, print_answer, print_lines, read_sizes, warn
+from stagewright.cli.documents.clusters import ClusterOptions, read_cluster
 from stagewright.cli.outputs import Named, require_apart
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.documents import to_json

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from stagewright.cli.commands import Options, command
-from stagewright.cli.console import Clipped, Modelled, Repeated, Written, read_sizes
-from stagewright.cli.inputs import hand_out
+from stagewright.cli.console import Clipped, Modelled, Repeated, Written, read_sizes, terminal
+from stagewright.cli.documents.inputs import hand_out
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import parse_bytes
 from stagewright.service.options import Option
@@ -164,11 +164,10 @@ def _kind(device: str | None) -> str:
 @contextmanager
 def reporting(task: str) -> Iterator[Callable[[str], None]]:
     """Show the progress of a measurement on stderr while the body runs, if that is a terminal."""
-    from rich.console import Console
     from rich.markup import escape
 
-    console = Console(stderr=True)
-    if not console.is_terminal:
+    console = terminal()
+    if console is None:
         yield lambda _: None
         return
     with console.status(task) as status:
