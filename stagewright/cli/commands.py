@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 R = TypeVar("R", bound="Request")
 Run = TypeVar("Run", bound=Callable[..., int])
 
-COMMON = ("stagewright.cli.console", "stagewright.service.requests")
+COMMON = ("stagewright.cli.options", "stagewright.service.requests")
 """The modules of options that many commands have."""
 
 WORDS = (int, float, str, bool, Path)

@@ -9,15 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import Field
-
-from stagewright.cli.commands import Options
-from stagewright.cli.outputs import Writes
-from stagewright.graphs.documents.errors import InputError
+from stagewright.cli.options import Printed, Written
 from stagewright.graphs.documents.units import format_bytes, format_seconds
-from stagewright.service.options import Option
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -47,7 +42,7 @@ def out() -> "Console":
     return console
 
 
-def print_lines(*lines: "RenderableType") -> None:
+def say(*lines: "RenderableType") -> None:
     """Print text and tables to stdout."""
     console = out()
     for line in lines:
@@ -166,17 +161,6 @@ def _gap(best: float, bound: float) -> float:
     return (best - bound) / best if best > 0 else 0.0
 
 
-def read_sizes(text: str) -> list[int]:
-    """Sizes of microbatches, ascending."""
-    try:
-        sizes = sorted({int(size) for size in text.split(",")})
-    except ValueError:
-        raise InputError(f"--microbatch-sizes {text!r}: write for example 1,2,4") from None
-    if sizes[0] < 1:
-        raise InputError(f"--microbatch-sizes must be at least 1, got {sizes[0]}")
-    return sizes
-
-
 def percent(share: float | None) -> str:
     """A fraction as a percentage; a dash if there is none."""
     return "-" if share is None or not math.isfinite(share) else f"{share:.2%}"
@@ -205,96 +189,6 @@ def _finite(value: Any) -> Any:
 A = TypeVar("A", bound="Answer")
 D = TypeVar("D")
 
-MOST_THREADS = 8  # unless more are asked for
-SERVED_THREADS = 4  # what services allow unless they are set otherwise
-
-
-class Printed(Options):
-    """What every command may do with its answer."""
-
-    as_json: Annotated[bool, Option("--json")] = False
-    """Print one JSON object and nothing else."""
-
-
-class Written(Printed):
-    """An answer with a document to write."""
-
-    output: Annotated[Path | None, Option("--output", "-o", form="FILE"), Writes(".json")] = None
-    """Where to write; - is standard output."""
-
-
-class Served(Options):
-    """Where an answer comes from."""
-
-    server: Annotated[str | None, Option(form="URL", env="STAGEWRIGHT_SERVER")] = None
-    """Solve on the planning service at this URL, with the token in STAGEWRIGHT_TOKEN."""
-
-
-class Threaded(Options):
-    """The threads of a search."""
-
-    threads: int | None = None
-    """Threads of the solvers; with one, answers are reproducible. Default: one per core, at most 8;
-    of a sweep and on Ray 1; with --server 4."""
-
-
-class OnRay(Options):
-    """Where several plans are made at a time."""
-
-    engine: Literal["local", "ray"] = "local"
-    """Processes of this machine, or of a Ray cluster."""
-    address: str | None = None
-    """With --engine ray: address of the Ray cluster; default: Ray is started here."""
-
-    def require(self, server: str | None = None) -> None:
-        """Refuse an address of a cluster that is not used, or a cluster for a server's jobs."""
-        if self.engine == "local" and self.address is not None:
-            raise InputError("--address goes with --engine ray")
-        if self.engine == "ray" and server is not None:
-            raise InputError("--engine ray is of searches here; leave it or --server out")
-
-
-class Modelled(Options):
-    """A user's module and its data."""
-
-    module: Annotated[str, Option(form="PACKAGE:FACTORY")]
-    """Function that returns the module."""
-    data: Annotated[str, Option(form="PACKAGE:FACTORY")]
-    """Function that returns an iterable of mini-batches (inputs, targets), of which the first is
-    used."""
-    loss: Annotated[str | None, Option(form="PACKAGE:FUNCTION")] = None
-    """Loss of (outputs, targets): a mean, or (sum, count); default: cross-entropy."""
-    optimizer: str = "adamw"
-    """One of torch.optim, e.g. adamw:lr=1e-3,weight_decay=0.1."""
-
-
-class Clipped(Options):
-    """What an optimizer does with large gradients."""
-
-    clip_norm: float | None = None
-    """Clip gradients to this norm over all parameters."""
-
-
-class Seeded(Options):
-    """Random choices."""
-
-    seed: int = 0
-    """Seed of all random choices."""
-
-
-class Repeated(Options):
-    """Measurements."""
-
-    repetitions: Annotated[int, Field(ge=1)] = 9
-    """Measurements, of which the median counts."""
-
-
-def threads_of(threads: int | None, server: str | None = None) -> int:
-    """The threads of a search, here or on a server."""
-    if threads is not None:
-        return threads
-    return min(MOST_THREADS, os.cpu_count() or 1) if server is None else SERVED_THREADS
-
 
 def kept(document: D | None, given: Written, save: Callable[[D, Path], None]) -> list[Path]:
     """The file of a document that is there and was asked for, once it is saved."""
@@ -318,7 +212,7 @@ def tell(
         print_json(answer.json_object() | ({"files": written} if listed else {}))
         return
     show(answer)
-    print_lines(*(f"{file} is written" for file in written))
+    say(*(f"{file} is written" for file in written))
 
 
 def tell_drawn(
@@ -333,7 +227,7 @@ def tell_invalid(plan: Path, error: Exception, given: Printed) -> int:
     from stagewright.service.answers import InvalidAnswer
 
     answer = InvalidAnswer(reason=str(error))
-    tell(answer, given, lambda _: print_lines(f"{plan} cannot run: {error}"))
+    tell(answer, given, lambda _: say(f"{plan} cannot run: {error}"))
     return 1
 
 

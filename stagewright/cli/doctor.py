@@ -8,7 +8,8 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 
-from stagewright.cli.console import Printed, print_json, print_table, progress
+from stagewright.cli.console import print_json, print_table, progress
+from stagewright.cli.options import Printed
 from stagewright.graphs.documents.errors import InputError
 
 TOLERANCE = 1e-6

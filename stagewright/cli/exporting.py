@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Annotated
 
 from stagewright.cli.commands import command
-from stagewright.cli.console import Printed, print_answer, print_lines
+from stagewright.cli.console import print_answer, say
 from stagewright.cli.layouts.profiled import is_layout
+from stagewright.cli.options import Printed
 from stagewright.cli.outputs import Named, Writes, require_apart, require_folder
 from stagewright.graphs.documents.documents import write_text
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
@@ -70,7 +71,7 @@ def export(given: ExportOptions) -> int:
         if given.as_json:
             print_answer(ExportAnswer(status="invalid", reason=str(error)))
         else:
-            print_lines(f"{plan} cannot run: {error}")
+            say(f"{plan} cannot run: {error}")
         return 1
     inputs = _named(("PLAN", plan), ("--model", given.model), ("--cluster", given.cluster))
     return _write(files, given.output, inputs, remarks(answer, given.to), given.as_json)
@@ -92,7 +93,7 @@ def _write(
         names = tuple(map(str, paths))
         print_answer(ExportAnswer(status="written", files=names, remarks=told))
     else:
-        print_lines(*(f"{path} is written" for path in paths), *told)
+        say(*(f"{path} is written" for path in paths), *told)
     return 0
 
 

@@ -5,17 +5,17 @@ from typing import TYPE_CHECKING
 
 from stagewright.cli.commands import ask
 from stagewright.cli.console import (
-    Printed,
     kept,
     percent,
     print_json,
-    print_lines,
     print_table,
     print_violations,
     progress,
+    say,
     tell,
     tell_drawn,
 )
+from stagewright.cli.options import Printed
 from stagewright.cli.solving import find
 from stagewright.graphs.documents.documents import format_of
 from stagewright.graphs.documents.units import counted, format_bytes, format_seconds
@@ -82,7 +82,7 @@ def _print_place(answer: "PlaceAnswer") -> None:
     reason = f": {answer.reason}" if answer.reason else ""
     whole = answer.status == "optimal" and (answer.any_splits_gap or 0.0) > OPTIMAL_GAP
     of = f" with {_splits(answer)}" if whole else ""
-    print_lines(f"{answer.planner}: {answer.status}{of} after {answer.wall_seconds:.2f} s{reason}")
+    say(f"{answer.planner}: {answer.status}{of} after {answer.wall_seconds:.2f} s{reason}")
 
 
 def check_placement(plan: Path, model: Path, cluster: Path, given: Printed) -> int:
@@ -100,7 +100,7 @@ def check_placement(plan: Path, model: Path, cluster: Path, given: Printed) -> i
 
     def show(answer: "PlacementCheckAnswer") -> None:
         if answer.cost_seconds is not None:
-            print_lines(f"{plan}: valid, {format_seconds(answer.cost_seconds)} per step")
+            say(f"{plan}: valid, {format_seconds(answer.cost_seconds)} per step")
         else:
             print_violations(plan, answer.violations)
 
@@ -142,9 +142,9 @@ def compare_placement(plan: Path, trace: Path, png: Path | None, as_json: bool) 
     if as_json:
         print_json(answer.json_object() | {"files": files})
         return 0
-    print_lines(run_line(run))
+    say(run_line(run))
     _print_comparison(answer.comparison)
-    print_lines(*(f"{path} is written" for path in files))
+    say(*(f"{path} is written" for path in files))
     return 0
 
 
@@ -181,7 +181,7 @@ def _print_comparison(found: "OperatorComparison") -> None:
     print_table(("<furthest off", "<on", *head[1:]), rows)
     span = " to ".join(map(format_seconds, (found.least_seconds, found.most_seconds)))
     predicted, measured = cells(found.iteration_seconds)
-    print_lines(
+    say(
         f"predicted {predicted}, measured {measured} "
         f"(median of {counted(found.steps, 'step', 'steps')}, {span}): measured / predicted = "
         f"{ratio(found.iteration_seconds)}"
@@ -195,7 +195,7 @@ def print_placement(placed: "PlacementSummary") -> None:
     parts.append(f"{placed.operators} operators, {placed.transfers} transfers")
     if placed.cost_seconds is not None:
         parts += [f"{format_seconds(cost)} per step", f"gap {percent(placed.gap)}"]
-    print_lines(" · ".join(parts))
+    say(" · ".join(parts))
     rows = [
         (
             one.device, str(one.operators), format_seconds(one.busy_seconds),
@@ -209,8 +209,8 @@ def print_placement(placed: "PlacementSummary") -> None:
         shown = placed.splits[:MOST_SPLITS]
         print_table(head, [(one["operator"], one["dimension"], str(one["parts"])) for one in shown])
         if len(placed.splits) > len(shown):
-            print_lines(f"and {len(placed.splits) - len(shown)} more splits")
-    print_lines(*_certificate_lines(placed))
+            say(f"and {len(placed.splits) - len(shown)} more splits")
+    say(*_certificate_lines(placed))
 
 
 def _splits(placed: "PlacementSummary") -> str:

@@ -8,17 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from stagewright.cli.commands import Options
-from stagewright.cli.console import (
-    OnRay,
-    Printed,
-    Served,
-    Written,
-    percent,
-    print_answer,
-    print_json,
-    print_lines,
-    print_table,
-)
+from stagewright.cli.console import percent, print_answer, print_json, print_table, say
+from stagewright.cli.options import OnRay, Printed, Served, Written
 from stagewright.cli.outputs import Writes
 from stagewright.cli.solving import serving
 from stagewright.graphs.documents.errors import InputError
@@ -100,7 +91,7 @@ def serve(given: ServeOptions) -> int:
             given.keep_days,
         )  # fmt: skip
         server.require_safe()
-        server.run(lambda url: print_lines(f"serving at {url}"))
+        server.run(lambda url: say(f"serving at {url}"))
     return 0
 
 
@@ -145,10 +136,10 @@ def token(given: TokenOptions) -> int:
         tokens = Tokens(jobs.engine)
         if given.revoke:
             count = tokens.revoke(given.user)
-            print_json({"revoked": count}) if as_json else print_lines(f"{count} tokens deleted")
+            print_json({"revoked": count}) if as_json else say(f"{count} tokens deleted")
             return 0 if count else 1
         made = tokens.create(given.user, scope)
-    print_json({"token": made}) if as_json else print_lines(made)
+    print_json({"token": made}) if as_json else say(made)
     return 0
 
 
@@ -168,7 +159,7 @@ def backup(given: BackupOptions) -> int:
     from stagewright.service.jobs.backups import back_up
 
     back_up(store_url(given.store), given.file)
-    print_lines(f"{given.file}: {given.file.stat().st_size} bytes")
+    say(f"{given.file}: {given.file.stat().st_size} bytes")
     return 0
 
 
@@ -219,7 +210,7 @@ def _print(found: "Sequence[JobState]") -> None:
     """A table of jobs; costs have a unit, which a line names where it is that of the request."""
     print_table(HEAD, [_row(one) for one in found])
     if any(one.cost is not None and not _is_timed(one) for one in found):
-        print_lines("units: those of the request's times or memory")
+        say("units: those of the request's times or memory")
 
 
 def _row(one: "JobState") -> tuple[str, ...]:
@@ -270,6 +261,6 @@ def _show(client: "Client", found: "JobState", output: "Path | None", as_json: b
         return 0
     _print([found])
     by = "" if found.stopped_by is None else f"stopped by {found.stopped_by}"
-    print_lines(*(line for line in (by, found.reason, _webhook(found)) if line))
-    print_lines(*([f"{output} is written"] if output is not None else []))
+    say(*(line for line in (by, found.reason, _webhook(found)) if line))
+    say(*([f"{output} is written"] if output is not None else []))
     return 1 if found.state == "failed" else 0

@@ -28,7 +28,7 @@ pytest.importorskip("httpx_sse", reason="the client is not installed")
 import httpx
 
 import stagewright.client as client_module
-from stagewright.cli.console import SERVED_THREADS
+from stagewright.cli.options import SERVED_THREADS
 from stagewright.client import AsyncClient, Client, LostServiceError, UnansweredError
 from stagewright.formulations.forms.answers import Progress
 from stagewright.formulations.operators.plan import load_operator_plan

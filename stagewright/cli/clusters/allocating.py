@@ -5,18 +5,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from stagewright.cli.commands import Asked, ask, command
-from stagewright.cli.console import (
-    Printed,
-    Served,
-    Written,
-    kept,
-    percent,
-    print_json,
-    print_lines,
-    print_table,
-    tell,
-)
+from stagewright.cli.console import kept, percent, print_json, print_table, say, tell
 from stagewright.cli.interrupts import interruptible
+from stagewright.cli.options import Printed, Served, Written
 from stagewright.cli.outputs import Writes
 from stagewright.cli.solving import find
 from stagewright.formulations.clusters.allocation import throughput
@@ -97,23 +88,23 @@ def _print_allocation(answer: "AllocateAnswer") -> None:
     jobs = len(answer.problem)
     found = "no allocation" if answer.objective is None else f"objective {answer.objective:.6g}"
     bound = "" if answer.bound is None else f", bound {answer.bound:.6g}, gap {percent(answer.gap)}"
-    print_lines(
+    say(
         f"{answer.policy}: {answer.status}, {found}{bound}, {jobs} jobs, "
         f"{answer.wall_seconds:.3f} s"
     )
     if answer.proved_by is not None:
-        print_lines(f"bound by {answer.proved_by}")
-    print_lines(*answer.notes)
+        say(f"bound by {answer.proved_by}")
+    say(*answer.notes)
     if answer.duals is not None:
         prices = answer.duals["accelerators"].items()
-        print_lines("duals: " + ", ".join(f"{name} {price:.6g}" for name, price in prices))
+        say("duals: " + ", ".join(f"{name} {price:.6g}" for name, price in prices))
     if answer.utilisation is None:
         return
     _print_shares(answer)
     parts = answer.utilisation.items()
-    print_lines("in use: " + ", ".join(f"{name} {percent(part)}" for name, part in parts))
+    say("in use: " + ", ".join(f"{name} {percent(part)}" for name, part in parts))
     if jobs > SHOWN_JOBS:
-        print_lines(f"{jobs - SHOWN_JOBS} more jobs; --json or --output has all of them")
+        say(f"{jobs - SHOWN_JOBS} more jobs; --json or --output has all of them")
 
 
 def _print_shares(answer: "AllocateAnswer") -> None:
@@ -149,7 +140,7 @@ def rounds(asked: Asked[RoundsRequest], given: RoundsOptions) -> int:
         if isinstance(answer, RoundsAnswer):
             _print_rounds(answer)
         elif isinstance(answer, AllocateAnswer):
-            print_lines(f"{answer.policy}: {answer.status}, no allocation", *answer.notes)
+            say(f"{answer.policy}: {answer.status}, no allocation", *answer.notes)
 
     answer = find(Answer, asked.request(), "making rounds", given.server)
     tell(answer, given, show)
@@ -168,7 +159,7 @@ def _print_rounds(answer: "RoundsAnswer") -> None:
     print_table(("round", *(f"<{name}" for name in names)), rows)
     opportunities = sum(len(assignments) for assignments in answer.rounds[1:])
     renewed = sum(one.renewed for assignments in answer.rounds for one in assignments)
-    print_lines(
+    say(
         "+ shares its accelerators, = keeps its lease, xN runs on N",
         f"{answer.policy}: {len(answer.rounds)} rounds of {answer.round_seconds:g} s; "
         f"leases renewed: {renewed} of {opportunities}",
@@ -221,7 +212,7 @@ def _print(answer: "EstimateAnswer") -> None:
         for one in answer.estimated
     ]
     print_table(("<job", "<beside", "scale", "<accelerator", "steps/s", "steps/s"), rows)
-    print_lines(f"{answer.measured} pairs are measured, {len(answer.estimated)} estimated")
+    say(f"{answer.measured} pairs are measured, {len(answer.estimated)} estimated")
 
 
 class RunClusterOptions(Written):
@@ -301,4 +292,4 @@ def _print_cluster_running(answer: "RunClusterAnswer") -> None:
             for one in answer.shares
         ],
     )
-    print_lines(f"{answer.policy}: {answer.status} after {answer.rounds} rounds")
+    say(f"{answer.policy}: {answer.status} after {answer.rounds} rounds")

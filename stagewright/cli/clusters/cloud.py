@@ -6,15 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from stagewright.cli.commands import Asked, command
-from stagewright.cli.console import (
-    Printed,
-    Served,
-    percent,
-    print_lines,
-    print_table,
-    progress,
-    tell,
-)
+from stagewright.cli.console import percent, print_table, progress, say, tell
+from stagewright.cli.options import Printed, Served
 from stagewright.cli.outputs import Writes
 from stagewright.cli.solving import find
 from stagewright.graphs.documents.errors import InputError
@@ -91,12 +84,12 @@ def _draw(answer: "CloudAnswer", path: Path) -> None:
 
 def _print(answer: "CloudAnswer") -> None:
     size = "one GPU" if answer.gpus == 1 else f"{answer.gpus} GPUs"
-    print_lines(
+    say(
         f"{answer.v100_hours:g} V100-hours on {size}, {answer.instances} kinds of instance, "
         f"{answer.start} to {answer.deadline}"
     )
     if not answer.strategies:
-        print_lines(f"{answer.status}: {answer.reason}")
+        say(f"{answer.status}: {answer.reason}")
         return
     base = answer.strategies.get(BASELINE)
     print_table(
@@ -104,14 +97,14 @@ def _print(answer: "CloudAnswer") -> None:
         [_row(name, paid, base) for name, paid in answer.strategies.items()],
     )
     if answer.status == "interrupted":
-        print_lines(f"interrupted after the strategy {answer.shown}")
+        say(f"interrupted after the strategy {answer.shown}")
     if answer.bound_dollars is not None and answer.plan is not None:
-        print_lines(
+        say(
             f"{answer.status}: no plan costs less than {answer.bound_dollars:.2f} dollars, gap "
             f"{percent(answer.gap)}; {answer.proved_by}; {answer.wall_seconds:.2f} s"
         )
     if answer.plan is None or answer.stays is None:
-        print_lines(f"{answer.shown}: {answer.reason}")
+        say(f"{answer.shown}: {answer.reason}")
         return
     hours = [(stay.end_seconds - stay.begin_seconds) / 3600 for stay in answer.stays]
     print_table(

@@ -6,16 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from stagewright.cli.commands import Asked, command
-from stagewright.cli.console import (
-    Printed,
-    Served,
-    percent,
-    print_lines,
-    print_table,
-    tell,
-    terminal,
-)
+from stagewright.cli.console import percent, print_table, say, tell, terminal
 from stagewright.cli.interrupts import interruptible
+from stagewright.cli.options import Printed, Served
 from stagewright.cli.outputs import Writes
 from stagewright.cli.solving import find
 from stagewright.graphs.documents.errors import InputError
@@ -186,7 +179,7 @@ def _print_summary(answer: "SimulateClusterAnswer") -> None:
         ("deviation from the target", percent(answer.mean_deviation)),
         ("rounds, allocations", f"{answer.rounds}, {answer.allocations}"),
     ]
-    print_lines(
+    say(
         f"{answer.policy}: {answer.measured} jobs measured, {answer.completed} of {answer.jobs} "
         f"complete after {_hours(answer.seconds)}"
         + (", interrupted" if answer.status == "interrupted" else "")

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import Field
 
-from stagewright.cli.console import Written
 from stagewright.cli.layouts.inputs import read_by_kind, read_groups
+from stagewright.cli.options import Written
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import (

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from stagewright.cli.commands import command, with_option
-from stagewright.cli.console import Written, print_answer, print_lines, read_sizes, warn
+from stagewright.cli.console import print_answer, say, warn
 from stagewright.cli.documents.clusters import ClusterOptions, read_cluster
+from stagewright.cli.options import Written, read_sizes
 from stagewright.cli.outputs import Named, require_apart
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.documents import to_json
@@ -172,9 +173,9 @@ def hand_out(
     if given.as_json:
         print_answer(answer)
     else:
-        print_lines(f"{output}: {name}, {counted(size, part, f'{part}s')}")
+        say(f"{output}: {name}, {counted(size, part, f'{part}s')}")
         if said is not None:
-            print_lines(said)
+            say(said)
     return 0
 
 
@@ -335,7 +336,7 @@ def _import_layer_profiles(given: ImportOptions) -> int:
         )
     else:
         kinds = ", ".join(profiles.device_kinds)
-        print_lines(f"{output}: {profiles.layers} layers of {profiles.name} on {kinds}")
+        say(f"{output}: {profiles.layers} layers of {profiles.name} on {kinds}")
     return 0
 
 
@@ -368,5 +369,5 @@ def _import_jobs(trace: Path, throughputs: Path, output: Path | None, as_json: b
     if as_json:
         print_answer(JobsFileAnswer(name=trace.stem, jobs=len(workload.jobs), file=str(output)))
     else:
-        print_lines(f"{output}: {len(workload.jobs)} jobs of {trace.name}")
+        say(f"{output}: {len(workload.jobs)} jobs of {trace.name}")
     return 0

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from stagewright.cli.commands import Asked, Options, ask, command
-from stagewright.cli.console import Printed, Written, kept, progress, tell
+from stagewright.cli.console import kept, progress, tell
 from stagewright.cli.interrupts import interruptible
 from stagewright.cli.layouts.inputs import Degrees, Machines, Precision, Training
 from stagewright.cli.layouts.printing import print_layouts, print_memory, print_shortages
@@ -17,6 +17,7 @@ from stagewright.cli.layouts.profiled import (
     plan_profiles,
     require_options,
 )
+from stagewright.cli.options import Printed, Written
 from stagewright.cli.outputs import Writes
 from stagewright.formulations.parallelism.document import load_layout, save_layout
 from stagewright.formulations.parallelism.layout import parse_layout

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from math import isfinite
 from typing import TYPE_CHECKING
 
-from stagewright.cli.console import out, percent, print_lines, print_table
+from stagewright.cli.console import out, percent, print_table, say
 
 ROUNDING_SECONDS = 1e-8
 WIDE = 110
@@ -29,9 +29,9 @@ def print_layouts(
 
     if answer.rows:
         _print_rows(answer.rows)
-        print_lines(*_said(name, problem, answer))
+        say(*_said(name, problem, answer))
     else:
-        print_lines(f"{name}: {answer.status}", *([answer.reason] if answer.reason else []))
+        say(f"{name}: {answer.status}", *([answer.reason] if answer.reason else []))
     if answer.refined is not None:
         print_refined(answer.refined)
     if answer.explained is not None:
@@ -112,7 +112,7 @@ def print_shortages(shortages: tuple[str, ...]) -> None:
     if shortages:
         more = len(shortages) - 1
         others = f"; {more} other pipeline rank{'s do' if more > 1 else ' does'} not fit"
-        print_lines(shortages[0] + (others if more else ""))
+        say(shortages[0] + (others if more else ""))
 
 
 def _is_narrow() -> bool:
@@ -180,12 +180,10 @@ def print_refined(answer: "RefinedAnswer") -> None:
         )
     divided = f"blocks by stage: {answer.examined} layouts divided, {answer.wall_seconds:.2f} s"
     if not isfinite(answer.plain_bound_seconds):
-        print_lines(
-            f"{divided}; no plain pipeline of any division is possible, by {answer.proved_by}"
-        )
+        say(f"{divided}; no plain pipeline of any division is possible, by {answer.proved_by}")
         return
     faster = "" if answer.rows else "; none is faster than with stages that are alike"
-    print_lines(
+    say(
         f"{divided}{faster}; no plain pipeline of any division takes less than "
         f"{format_seconds(answer.plain_bound_seconds)}, no pipeline less than "
         f"{format_seconds(answer.bound_seconds)}, by {answer.proved_by}"
@@ -196,7 +194,7 @@ def _print_explained(one: "ExplainAnswer") -> None:
     from stagewright.graphs.documents.units import format_seconds
 
     if one.refused is not None:
-        print_lines(f"{one.layout}: not possible: {one.refused}")
+        say(f"{one.layout}: not possible: {one.refused}")
         return
     print_table(
         ("<part", "this", "best", "more"),
@@ -219,7 +217,7 @@ def _print_explained(one: "ExplainAnswer") -> None:
     )
     if one.row is not None:
         rank = one.row.loses_by or ("" if one.shortages else "the best")
-        print_lines(f"in all {format_seconds(one.row.seconds)}" + (f"; {rank}" if rank else ""))
+        say(f"in all {format_seconds(one.row.seconds)}" + (f"; {rank}" if rank else ""))
     print_shortages(one.shortages)
 
 
@@ -244,4 +242,4 @@ def print_memory(ranks: "tuple[MemoryAnswer, ...]", limit: float) -> None:
         tight=narrow,
     )
     if narrow:
-        print_lines(f"of every total {format_bytes(ranks[0].reserve_bytes)} are the reserve")
+        say(f"of every total {format_bytes(ranks[0].reserve_bytes)} are the reserve")

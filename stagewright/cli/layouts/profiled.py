@@ -8,15 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from stagewright.cli.commands import ask, with_option
-from stagewright.cli.console import (
-    kept,
-    percent,
-    print_answer,
-    print_lines,
-    print_table,
-    progress,
-    tell,
-)
+from stagewright.cli.console import kept, percent, print_answer, print_table, progress, say, tell
 from stagewright.cli.interrupts import interruptible
 from stagewright.cli.layouts.inputs import read_server_pools
 from stagewright.graphs.documents.documents import format_of, read_text, write_bytes
@@ -139,7 +131,7 @@ def _draw(png: Path, title: str, answer: "ProfiledAnswer") -> None:
 def _print(name: str, batch: int, answer: "ProfiledAnswer") -> None:
     bound = format_seconds(answer.bound_seconds) if answer.bound_seconds is not None else "-"
     if answer.iteration_seconds is None:
-        print_lines(
+        say(
             f"{name}: {answer.status}", *([answer.reason] if answer.reason else []), *answer.remarks
         )
         return
@@ -149,7 +141,7 @@ def _print(name: str, batch: int, answer: "ProfiledAnswer") -> None:
         f"{counted(pipelines, 'pipeline', 'pipelines')} of {number} microbatches"
         for number, pipelines in Counter(answer.microbatches).items()
     )
-    print_lines(
+    say(
         f"{each} of {counted(answer.microbatch_size or 0, 'sample', 'samples')}",
         f"{name}: {format_seconds(answer.iteration_seconds)} per iteration, "
         f"{answer.samples_per_second or 0.0:.4g} samples/s ({answer.status} by the model), bound "
@@ -219,9 +211,9 @@ def check_profiled(path: Path, as_json: bool) -> int:
     if as_json:
         print_answer(answer)
     elif answer.violations:
-        print_lines(*(f"{path}: {one}" for one in answer.violations))
+        say(*(f"{path}: {one}" for one in answer.violations))
     else:
-        print_lines(
+        say(
             f"{path}: valid, {format_seconds(answer.iteration_seconds)} per iteration; the search "
             "behind its bound is not run again: train-plan does"
         )
@@ -246,9 +238,9 @@ def check_layout(path: Path, as_json: bool) -> int:
     if as_json:
         print_answer(CheckLayoutAnswer(status="invalid" if found else "valid", violations=found))
     elif found:
-        print_lines(*(f"{path}: {one}" for one in found))
+        say(*(f"{path}: {one}" for one in found))
     else:
-        print_lines(
+        say(
             f"{path}: valid, {format_seconds(plan.iteration_seconds)} per iteration; the search "
             "behind its bound is not run again: train-plan does"
         )

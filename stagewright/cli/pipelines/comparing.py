@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from stagewright.cli.commands import Asked
-from stagewright.cli.console import Printed, percent, print_json, print_lines, print_table, progress
+from stagewright.cli.console import percent, print_json, print_table, progress, say
+from stagewright.cli.options import Printed
 from stagewright.cli.outputs import Writes
 from stagewright.executor.programs.trace import Trace
 from stagewright.formulations.plans.plan import PipelinePlan
@@ -57,7 +58,7 @@ def compare(asked: Asked[CompareRequest], given: CompareOptions) -> int:
     if given.as_json:
         print_json(answer.json_object() | {"files": files})
     else:
-        print_lines(*(f"{path} is written" for path in files))
+        say(*(f"{path} is written" for path in files))
         _print_comparison(comparison, run)
     return 0
 
@@ -108,7 +109,7 @@ def _print_comparison(comparison: "Comparison", run: "Trace") -> None:
         (str(one.stage), percent(one.busy.predicted), percent(one.busy.measured), ratio(one.busy))
         for one in comparison.stages
     ]
-    print_lines(run_line(run))
+    say(run_line(run))
     print_table(["<action", "count", "predicted", "measured", "ratio"], kinds)
     print_table(
         ["stage", "<devices", "forward", "measured", "ratio", "backward", "measured", "ratio"],
@@ -117,9 +118,7 @@ def _print_comparison(comparison: "Comparison", run: "Trace") -> None:
     print_table(["busy stage", "predicted", "measured", "ratio"], busy)
     update = comparison.update_seconds
     note = "" if update.predicted else ", which is not predicted"
-    print_lines(
-        _headline(comparison), f"the optimizer took {format_seconds(update.measured)} a step{note}"
-    )
+    say(_headline(comparison), f"the optimizer took {format_seconds(update.measured)} a step{note}")
     if comparison.memory is not None:
         _print_memory(comparison.memory)
     if comparison.explanation is not None:
@@ -137,7 +136,7 @@ def _print_memory(memory: "MemoryComparison") -> None:
         "resident": "measured is resident memory above that before the model was made: tensors, "
         "and what libraries and processes need besides",
     }
-    print_lines(what[memory.kind])
+    say(what[memory.kind])
 
 
 def _print_causes(found: "Explanation", comparison: "Comparison") -> None:
@@ -154,11 +153,11 @@ def _print_causes(found: "Explanation", comparison: "Comparison") -> None:
     calm = found.without_waits_seconds
     if calm is not None:
         pair = Pair(iteration.predicted, calm)
-        print_lines(
+        say(
             f"without the waits for a core {format_seconds(calm)} by a replay: measured / "
             f"predicted = {ratio(pair)}"
         )
-    print_lines(_largest_cause(found, comparison))
+    say(_largest_cause(found, comparison))
 
 
 def _largest_cause(found: "Explanation", comparison: "Comparison") -> str:

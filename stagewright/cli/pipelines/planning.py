@@ -5,23 +5,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from stagewright.cli.commands import Asked, command
 from stagewright.cli.console import (
-    OnRay,
-    Printed,
-    Served,
-    Threaded,
-    Written,
     kept,
     percent,
     print_json,
-    print_lines,
     print_table,
     progress,
+    say,
     seconds,
     size,
     tell,
-    threads_of,
 )
 from stagewright.cli.interrupts import interruptible
+from stagewright.cli.options import OnRay, Printed, Served, Threaded, Written, threads_of
 from stagewright.cli.placing import is_graph, place
 from stagewright.cli.solving import answer_of, planning_engine
 from stagewright.formulations.backprop.choice import OutOfOrder
@@ -203,7 +198,7 @@ def _print_result(chain: "Chain", result: "Result") -> None:
     reason = f": {shown}" if shown else ""
     among = result.optimal_among
     of = "" if among in (None, str(EVERY_PLAN)) else f" among {among}"
-    print_lines(f"{result.planner}: {result.status}{of} after {result.seconds:.2f} s{reason}")
+    say(f"{result.planner}: {result.status}{of} after {result.seconds:.2f} s{reason}")
     if result.plan is None and result.status is not Status.NO_ANSWER:
         return  # the reason says it all
     rows = [
@@ -227,7 +222,7 @@ def _print_sizes(result: "Result") -> None:
     head = ("samples", "microbatches", "<status", "cost", "bound")
     print_table(head, rows, "sizes of microbatches, each with its own bound")
     if result.plans is not None and result.bound is not None and result.gap is not None:
-        print_lines(
+        say(
             f"bound  {format_seconds(result.bound)} for {result.plans}, in all these sizes, "
             f"gap {percent(result.gap)}"
         )
@@ -256,7 +251,7 @@ def _print_restriction(result: "Result") -> None:
             f"       the best plan found without this restriction takes "
             f"{format_seconds(known.free_cost)}, {better}"
         )
-    print_lines(*lines)
+    say(*lines)
 
 
 def _print_exports(answer: "PlanAnswer") -> None:
@@ -264,10 +259,10 @@ def _print_exports(answer: "PlanAnswer") -> None:
     if answer.exports is None:
         return
     able = [to for to, refusal in answer.exports.items() if refusal is None]
-    print_lines(f"exports to {', '.join(able)}" if able else "exports to no other framework")
+    say(f"exports to {', '.join(able)}" if able else "exports to no other framework")
     if answer.restriction is None:
         refusals = [(to, why) for to, why in answer.exports.items() if why is not None]
-        print_lines(*(f"not to {to}: {why}" for to, why in refusals))
+        say(*(f"not to {to}: {why}" for to, why in refusals))
 
 
 def planners(given: Printed) -> int:
@@ -303,7 +298,7 @@ def print_plan(plan: "PipelinePlan", chain: "Chain | None" = None) -> None:
     features = [", ".join(stage_features(stage)) for stage in plan.stages]
     if any(features):
         more.append("<features")
-    print_lines(headline(plan))
+    say(headline(plan))
     print_table(
         ["stage", "<layers", *between, "<devices", "replicas", "forward", "backward", "in flight",
          "peak memory", *more],
@@ -313,11 +308,11 @@ def print_plan(plan: "PipelinePlan", chain: "Chain | None" = None) -> None:
         ],
     )  # fmt: skip
     if isinstance(plan.schedule, PeriodicSchedule):
-        print_lines(*_period_lines(plan, plan.schedule))
+        say(*_period_lines(plan, plan.schedule))
     if plan.predicted is not None:
-        print_lines(f"idle   {percent(max(0.0, plan.predicted.bubble))} of the used devices' time")
+        say(f"idle   {percent(max(0.0, plan.predicted.bubble))} of the used devices' time")
     if plan.certificate is not None:
-        print_lines(*_certificate_lines(plan.certificate, plan.of_sizes))
+        say(*_certificate_lines(plan.certificate, plan.of_sizes))
 
 
 def _stage_row(line: "StageSummary", chain: "Chain | None") -> list[str]:

@@ -8,19 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 
 from stagewright.cli.commands import Asked, command
 from stagewright.cli.console import (
-    Printed,
-    Threaded,
     percent,
     print_json,
-    print_lines,
     print_table,
     print_violations,
     progress,
+    say,
     size,
     tell,
     tell_drawn,
     tell_invalid,
-    threads_of,
 )
 from stagewright.cli.layouts.profiled import (
     check_layout,
@@ -28,6 +25,7 @@ from stagewright.cli.layouts.profiled import (
     is_layout,
     is_profiled_plan,
 )
+from stagewright.cli.options import Printed, Threaded, threads_of
 from stagewright.cli.outputs import Writes
 from stagewright.cli.pipelines.planning import print_plan
 from stagewright.cli.placing import check_placement, is_placement, show_placement
@@ -92,7 +90,7 @@ def _print_check(plan: Path, answer: "CheckAnswer") -> None:
     if answer.verdicts:
         _print_verdicts(answer.verdicts)
     if answer.cost_seconds is not None:
-        print_lines(f"{plan}: valid, {format_seconds(answer.cost_seconds)} per iteration")
+        say(f"{plan}: valid, {format_seconds(answer.cost_seconds)} per iteration")
         return
     print_violations(plan, answer.violations)
 
@@ -211,7 +209,7 @@ def _print_difference(
     memory = [size(peak) for peak in found.peak_memory_bytes]
     proofs = [one.certificate for one in (first, second)]
     gaps = ["no bound" if one is None else f"gap {percent(one.gap)} in its class" for one in proofs]
-    print_lines(
+    say(
         f"peak memory: {memory[0]} -> {memory[1]}",
         f"proof: {gaps[0]} -> {gaps[1]}",
         *(found.changes or ("nothing else is different",)),
@@ -224,7 +222,7 @@ def _print_whole(plan: "PipelinePlan") -> None:
     from stagewright.executor.simulation.sentences import explanation_sentences
 
     print_plan(plan)
-    print_lines(*explanation_sentences(plan, explain_plan(plan)))
+    say(*explanation_sentences(plan, explain_plan(plan)))
 
 
 def _require_problem(request: CheckRequest | SimulateRequest, given: Mapping[str, Path]) -> None:
@@ -257,12 +255,12 @@ def _print_simulation(plan: "PipelinePlan", answer: "SimulateAnswer") -> None:
         slack = abs(round(min(found.slack_seconds[device] for device in devices), 9))
         return percent(idle / (found.iteration_seconds or 1.0)), format_seconds(slack)
 
-    print_lines(
+    say(
         f"{format_seconds(found.iteration_seconds)} per iteration, "
         f"{answer.slowdown:.4f} x the plan's {format_seconds(answer.plan_seconds)}"
     )
     if found.periodic is not None:
-        print_lines(*_run_lines(answer.plan_seconds / plan.microbatches, found.periodic))
+        say(*_run_lines(answer.plan_seconds / plan.microbatches, found.periodic))
     rows = [
         (str(s), shorten_devices(stage.devices), *of_stage(stage.devices))
         for s, stage in enumerate(plan.stages)

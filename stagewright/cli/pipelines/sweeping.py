@@ -9,21 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 
 from stagewright.cli.commands import Asked, command
 from stagewright.cli.console import (
-    OnRay,
-    Printed,
-    Served,
-    Threaded,
     percent,
-    print_lines,
     print_table,
     progress,
+    say,
     seconds,
     size,
     tell,
     terminal,
-    threads_of,
 )
 from stagewright.cli.interrupts import interruptible
+from stagewright.cli.options import OnRay, Printed, Served, Threaded, threads_of
 from stagewright.cli.outputs import Writes
 from stagewright.cli.solving import answer_of, find, planning_engine
 from stagewright.graphs.documents.documents import write_bytes, write_text
@@ -135,12 +131,12 @@ def _print_sweep(answer: SweepAnswer) -> None:
     print_table([head[i] for i in shown], [[row[i] for i in shown] for row in cells])
     for row in answer.rows:
         if row.cost_seconds is None:
-            print_lines(f"{_place(row)}: {row.status}{row.reason and f': {row.reason}'}")
-    print_lines(f"{len(answer.rows)} plans, {answer.status}, {answer.wall_seconds:.1f} s")
+            say(f"{_place(row)}: {row.status}{row.reason and f': {row.reason}'}")
+    say(f"{len(answer.rows)} plans, {answer.status}, {answer.wall_seconds:.1f} s")
     if answer.best is not None:
         best = answer.rows[answer.best]
         rate = best.samples_per_second or 0.0
-        print_lines(f"most samples per second of these: {_place(best)}: {rate:.6g}")
+        say(f"most samples per second of these: {_place(best)}: {rate:.6g}")
 
 
 def _size(row: SweepRow) -> str:
@@ -238,9 +234,9 @@ def _print_changes(answer: "WhatIfAnswer") -> None:
 
     base = answer.base
     if base.plan is None:
-        print_lines(f"as things are: {base.status}: {base.reason}")
+        say(f"as things are: {base.status}: {base.reason}")
     else:
-        print_lines(
+        say(
             f"as things are: {seconds(base.cost_seconds)} per iteration, gap {percent(base.gap)} "
             "in its class"
         )
@@ -251,4 +247,4 @@ def _print_changes(answer: "WhatIfAnswer") -> None:
         for one in answer.rows
     ]  # fmt: skip
     print_table(head, rows)
-    print_lines("at most: what the bound with the change leaves, for the class of its plan")
+    say("at most: what the bound with the change leaves, for the class of its plan")

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from stagewright.cli.console import out, percent, print_lines, print_table
+from stagewright.cli.console import out, percent, print_table, say
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -30,18 +30,18 @@ STYLES = {"F": "white on blue", "B": "black on green", "I": "black on cyan", "W"
 def print_schedule(answer: "ScheduleAnswer") -> None:
     """The figures and the drawing of a schedule, or why there is none."""
     if answer.timed is None:
-        print_lines(f"{answer.kind}: {answer.status}: {answer.reason}")
+        say(f"{answer.kind}: {answer.status}: {answer.reason}")
         return
     _print_figures(answer)
-    print_lines(f"bound by {answer.proved_by}, {answer.wall_seconds:.2f} s")
-    print_lines(*_drawing(answer.timed, out().width))
+    say(f"bound by {answer.proved_by}, {answer.wall_seconds:.2f} s")
+    say(*_drawing(answer.timed, out().width))
 
 
 def print_comparison(answer: "ScheduleComparison", spelled: Callable[[str], str]) -> None:
     """The table of all schedules, and why kinds are not in it with the options ``spelled``."""
     if answer.schedules:
         _print_figures(*answer.schedules)
-    print_lines(*(f"without {one.kind}: {spelled(one.reason)}" for one in answer.refused))
+    say(*(f"without {one.kind}: {spelled(one.reason)}" for one in answer.refused))
 
 
 def _print_figures(*schedules: "ScheduleFigures") -> None:
@@ -63,7 +63,7 @@ def print_curve(answer: "MemoryCurve") -> None:
     """The table of the limits, and of the published kinds."""
     print_table(CURVE_HEAD, curve_cells(answer))
     cost = answer.objective
-    print_lines(
+    say(
         *(
             f"{one.kind} has {cost} {getattr(one, cost):g} with peak memory {one.peak_memory:g}"
             for one in answer.kinds

@@ -4,17 +4,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from stagewright.cli.commands import Asked, command
-from stagewright.cli.console import (
-    Printed,
-    Served,
-    Threaded,
-    percent,
-    print_lines,
-    print_table,
-    seconds,
-    tell,
-    threads_of,
-)
+from stagewright.cli.console import percent, print_table, say, seconds, tell
+from stagewright.cli.options import Printed, Served, Threaded, threads_of
 from stagewright.cli.solving import find
 from stagewright.graphs.documents.documents import read_text
 from stagewright.graphs.documents.units import format_bytes, format_seconds
@@ -58,7 +49,7 @@ def _print_partition(answer: "PartitionAnswer") -> None:
             for one in answer.partitions
         ],
     )  # fmt: skip
-    print_lines(
+    say(
         f"{answer.model} on {answer.cluster}, {answer.microbatches} microbatches: the bottleneck "
         f"is the most time that an iteration spends on one stage or channel; by {answer.backend}, "
         f"{answer.wall_seconds:.2f} s"
@@ -91,7 +82,7 @@ def divide(asked: Asked[DivideRequest], given: Answered) -> int:
 
 def _print_division(name: str, answer: DivideAnswer, what: str) -> None:
     if answer.sets is None or answer.cost_seconds is None:
-        print_lines(f"{name}: {answer.status}", *([answer.reason] if answer.reason else []))
+        say(f"{name}: {answer.status}", *([answer.reason] if answer.reason else []))
         return
     print_table(
         ("set", "<device", "time", "memory", "nodes", "<first and last", "<computed"),
@@ -103,7 +94,7 @@ def _print_division(name: str, answer: DivideAnswer, what: str) -> None:
             for number, one in enumerate(answer.sets)
         ],
     )  # fmt: skip
-    print_lines(
+    say(
         f"{name}: {format_seconds(answer.cost_seconds)} {what} ({answer.status}), "
         f"bound {format_seconds(answer.bound_seconds or 0.0)} by {answer.proved_by}, gap "
         f"{percent(answer.gap)}, {answer.wall_seconds:.2f} s",
@@ -160,7 +151,7 @@ def jobshop(asked: Asked[JobShopRequest], given: JobShopOptions) -> int:
 
 def _print_jobshop(name: str, answer: "JobShopAnswer", flexible: bool) -> None:
     found = "no answer" if answer.makespan is None else f"makespan {answer.makespan}"
-    print_lines(
+    say(
         f"{name}: {answer.jobs} jobs on {answer.machines} machines",
         f"{found} ({answer.status}), bound {answer.bound} by {answer.proved_by}, "
         f"gap {percent(answer.gap)}, {answer.wall_seconds:.2f} s",

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from stagewright.cli.commands import Asked, ask, command, spelled, with_option
-from stagewright.cli.console import Printed, Served, Threaded, progress, tell, threads_of
+from stagewright.cli.console import progress, tell
+from stagewright.cli.options import Printed, Served, Threaded, threads_of
 from stagewright.cli.outputs import Writes
 from stagewright.cli.schedules.printing import (
     CURVE_HEAD,

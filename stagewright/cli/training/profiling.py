@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from stagewright.cli.commands import Options, command
-from stagewright.cli.console import Clipped, Modelled, Repeated, Written, read_sizes, terminal
+from stagewright.cli.console import terminal
 from stagewright.cli.documents.inputs import hand_out
+from stagewright.cli.options import Clipped, Modelled, Repeated, Written, read_sizes
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import parse_bytes
 from stagewright.service.options import Option

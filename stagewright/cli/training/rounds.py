@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from stagewright.cli.commands import command
-from stagewright.cli.console import Modelled, Printed, Seeded, print_answer, print_lines
+from stagewright.cli.console import print_answer, say
 from stagewright.cli.factories import parse_optimizer
+from stagewright.cli.options import Modelled, Printed, Seeded
 from stagewright.cli.outputs import Writes
 from stagewright.cli.training.profiling import reporting
 from stagewright.cli.training.running import require_timeout
@@ -114,7 +115,7 @@ def train(given: TrainOptions) -> int:
     )
     first = planned.start()
     if first is None:
-        print_lines(
+        say(
             f"{graph.name} does not fit on {machines.name}, neither with a device per replica nor "
             "with devices filled in turn"
         )
@@ -213,7 +214,7 @@ def _shown(rounds: "Iterator[Round]", as_json: bool) -> "Iterator[Round]":
         if not as_json:
             predicted = format_seconds(one.predicted_seconds) if one.number else "nothing known"
             kept = "kept" if one.is_kept else "given up"
-            print_lines(
+            say(
                 f"round {one.number}: {one.plan.planner}, predicted {predicted}, measured "
                 f"{format_seconds(one.measured_seconds)}: {kept}"
             )
@@ -250,7 +251,7 @@ def _print_summary(
             )
         )
         return
-    print_lines(
+    say(
         f"{answer['steps']} steps on {counted(answer['world_size'], 'rank', 'ranks')}, loss "
         f"{answer['loss']:.6g}, {format_seconds(answer['iteration_seconds'])} per step by the plan "
         f"of round {best.number}",

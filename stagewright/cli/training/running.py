@@ -10,16 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from stagewright.cli.commands import command
-from stagewright.cli.console import (
-    Clipped,
-    Modelled,
-    Printed,
-    Seeded,
-    print_answer,
-    print_lines,
-    tell_invalid,
-)
+from stagewright.cli.console import print_answer, say, tell_invalid
 from stagewright.cli.factories import parse_groups, parse_optimizer, parse_schedule
+from stagewright.cli.options import Clipped, Modelled, Printed, Seeded
 from stagewright.cli.outputs import Writes, require_folder
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.documents.units import format_bytes, format_seconds
@@ -269,7 +262,7 @@ def _print_summary(
         )
         return
     evaluated = history.evaluations.get(task.steps)
-    print_lines(
+    say(
         f"{task.steps} steps on {world_size} rank{'s' if world_size > 1 else ''}, loss "
         f"{history.losses[-1]:.6g}, {format_seconds(median(history.seconds))} per step"
         + ("" if evaluated is None else f", evaluation loss {evaluated:.6g}"),
