@@ -90,7 +90,7 @@ class RoundAnswer(Answer):
     kept: bool
 
 
-class RoundsAnswer(Answer):
+class TrainedRoundsAnswer(Answer):
     """A training run by plans from its own measurements; ``best`` is the round of the last plan.
 
     ``iteration_seconds`` is the median of the steps after the rounds.

@@ -50,8 +50,8 @@ def cloud(request: CloudRequest, stop: StopToken | None = None) -> CloudAnswer:
         status=_status(shown, complete=len(found) == len(names)),
         v100_hours=problem.work_hours,
         gpus=request.gpus,
-        start=iso(problem.start_seconds),
-        deadline=iso(problem.deadline_seconds),
+        start=_iso(problem.start_seconds),
+        deadline=_iso(problem.deadline_seconds),
         instances=len(problem.offers),
         reason=_reason(shown) if found else "interrupted before the first strategy was followed",
         bound_dollars=None if result is None else result.bound,
@@ -65,7 +65,7 @@ def cloud(request: CloudRequest, stop: StopToken | None = None) -> CloudAnswer:
     )
 
 
-def iso(seconds: float) -> str:
+def _iso(seconds: float) -> str:
     """A time in UTC."""
     at = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
     return at.strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -181,7 +181,7 @@ def _stay(problem: SwitchingProblem, stay: Stay) -> StayAnswer:
     return StayAnswer(
         instance=offer.instance.key,
         count=round(offer.instances),
-        begin=iso(begin),
-        end=iso(end),
+        begin=_iso(begin),
+        end=_iso(end),
         dollars=offer.dollars(begin, end),
     )

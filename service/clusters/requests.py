@@ -11,7 +11,7 @@ from stagewright.graphs.documents.units import require_amount, require_count, re
 from stagewright.graphs.workloads.jobs import Throughputs, Workload, load_workload
 from stagewright.graphs.workloads.pool import Pool, read_pool
 from stagewright.service.options import Option
-from stagewright.service.requests import Request, Search, require_positive
+from stagewright.service.requests import Request, SearchRequest, require_positive
 
 MOST_ROUNDS = 100_000
 
@@ -22,7 +22,7 @@ def _reference(path: str) -> Throughputs:
     return read_reference(path)
 
 
-def first_end(text: str, option: str) -> tuple[int, int]:
+def _first_end(text: str, option: str) -> tuple[int, int]:
     """The numbers of ``first-end``."""
     first, _, end = text.partition("-")
     if not (first.isdigit() and end.isdigit() and int(first) < int(end)):
@@ -35,7 +35,7 @@ def _require_pairs(workload: Workload, space_sharing: bool) -> None:
         raise InputError("space_sharing needs throughputs of pairs, the workload has none")
 
 
-class _Policy(Request):
+class _PolicyRequest(Request):
     """A policy that divides the accelerators of a pool."""
 
     pool: Annotated[
@@ -52,14 +52,14 @@ class _Policy(Request):
     """Dollars, for makespan-budget."""
 
 
-class _PolicyOfJobs(_Policy):
+class _JobsPolicyRequest(_PolicyRequest):
     """A policy that divides the accelerators of a pool among the jobs of a workload."""
 
     workload: Annotated[Workload, Option("--jobs", form="FILE", of_file=load_workload)]
     """Jobs file."""
 
 
-class AllocateRequest(_PolicyOfJobs, Search):
+class AllocateRequest(_JobsPolicyRequest, SearchRequest):
     """Divide the accelerators of a pool among jobs; with ``parts`` in so many parts (POP)."""
 
     policy: str = "water-filling"
@@ -90,7 +90,7 @@ class AllocateRequest(_PolicyOfJobs, Search):
         return self
 
 
-class RoundsRequest(_PolicyOfJobs, Search):
+class RoundsRequest(_JobsPolicyRequest, SearchRequest):
     """Realise a policy's allocation, or the given one, in rounds."""
 
     policy: str = "water-filling"
@@ -135,12 +135,12 @@ class ArrivalsRequest(Request):
         return self
 
 
-class SimulateClusterRequest(_Policy):
+class SimulateClusterRequest(_PolicyRequest):
     """Simulate a cluster on the jobs of a workload, or on arrivals without end."""
 
     workload: Workload | None = None
     arrivals: ArrivalsRequest | None = None
-    window: Annotated[tuple[int, int] | None, Option(form="FIRST-END", of_text=first_end)] = None
+    window: Annotated[tuple[int, int] | None, Option(form="FIRST-END", of_text=_first_end)] = None
     """Measure these jobs, numbered by arrival, until they are complete, [first, end); default:
     4000-5000 of arrivals, else all."""
     round_seconds: float = 360.0
@@ -184,7 +184,7 @@ class SimulateClusterRequest(_Policy):
         return self
 
 
-class RunClusterRequest(_PolicyOfJobs):
+class RunClusterRequest(_JobsPolicyRequest):
     """Train the jobs of a workload in rounds on a Ray cluster; see :func:`run_cluster`."""
 
     folder: str

@@ -22,8 +22,8 @@ from stagewright.service.clusters.answers import RunAnswer, SimulateClusterAnswe
 from stagewright.service.clusters.requests import ArrivalsRequest, SimulateClusterRequest
 from stagewright.solvers.clusters.policies import policy_named, require_policy
 
-MOST_ARRIVALS = 10_000  # that are looked at before a simulation
-SHUFFLE = 5  # the public code of Gavel shuffles by its seed + 5
+_MOST_ARRIVALS = 10_000  # that are looked at before a simulation
+_SHUFFLE = 5  # the public code of Gavel shuffles by its seed + 5
 
 
 def simulate_cluster(
@@ -73,7 +73,7 @@ def require_simulable(request: SimulateClusterRequest) -> None:
         If a job has no throughput or takes too many rounds, or the policy lacks what it needs.
     """
     jobs, table, entities = _jobs(request)
-    last = None if request.window is None else min(request.window[1], MOST_ARRIVALS)
+    last = None if request.window is None else min(request.window[1], _MOST_ARRIVALS)
     workload = Workload(tuple(islice(jobs, last)), table, entities)
     sharing, placement = request.space_sharing, request.placement
     problem = problem_of(workload, request.pool, space_sharing=sharing, placement=placement)
@@ -90,7 +90,7 @@ def _rules(request: SimulateClusterRequest) -> Rules:
         request.round_seconds,
         request.reset_seconds,
         fill=policy.fills,
-        shuffle_seed=None if policy.aware else request.seed + SHUFFLE,
+        shuffle_seed=None if policy.aware else request.seed + _SHUFFLE,
         space_sharing=request.space_sharing,
         placement=request.placement,
         ideal=request.ideal,

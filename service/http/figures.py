@@ -35,7 +35,7 @@ Runs = dict[tuple[str, int], list[Run]]
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class FigureTable:
     """A titled table; names of columns of text begin with ``<``."""
 
     title: str
@@ -57,7 +57,7 @@ class Figures:
     """Main numbers with their labels, then tables, timelines and charts with their titles."""
 
     facts: Sequence[tuple[str, str]]
-    tables: Sequence[Table] = ()
+    tables: Sequence[FigureTable] = ()
     timelines: Sequence[tuple[str, Drawing]] = ()
     charts: Sequence[tuple[str, Chart]] = ()
 
@@ -128,7 +128,7 @@ def _place(request: Request, answer: Told) -> Figures:
     head = ("<device", "operators", "computes", "peak memory")
     splits = [tuple(map(str, one.values())) for one in answer["splits"]]
     names = [f"<{name}" for name in (answer["splits"] or [{}])[0]]
-    tables = Table("Devices", head, devices), Table("Split operators", names, splits)
+    tables = FigureTable("Devices", head, devices), FigureTable("Split operators", names, splits)
     plan = placement(answer)
     return Figures(facts, tables, [("Operators and transfers", drawing(plan))] if plan else ())
 
@@ -144,7 +144,7 @@ def _partition(request: Request, answer: Told) -> Figures:
         for one in answer["partitions"]
     ]  # fmt: skip
     head = ("stages", "<status", "bottleneck", "bound", "gap", "<layers on devices")
-    return Figures(facts, (Table("Numbers of stages", head, rows),))
+    return Figures(facts, (FigureTable("Numbers of stages", head, rows),))
 
 
 def _stages(stages: Iterable[Told]) -> str:
@@ -197,8 +197,8 @@ def _compare_schedules(request: Request, answer: Told) -> Figures:
     ]  # fmt: skip
     head = ("<schedule", "<placement", "makespan", "span", "bubble", "peak memory", "bound", "gap")
     tables = (
-        Table("Schedules, the best first", head, rows),
-        Table("Those that do not fit", ("<schedule", "<reason"),
+        FigureTable("Schedules, the best first", head, rows),
+        FigureTable("Those that do not fit", ("<schedule", "<reason"),
               [(one["kind"], one["reason"]) for one in answer["refused"]]),
     )  # fmt: skip
     charts = [("Memory and makespan", _front(found, names))] if found else []
@@ -251,7 +251,7 @@ def _schedule_curve(request: Request, answer: Told) -> Figures:
     memory, cost, bound = (tuple(one[key] for one in points) for key in ("memory", name, "bound"))
     others = tuple((one["kind"], one["peak_memory"], one[name]) for one in answer["kinds"])
     chart = curve_chart(Curve(memory, cost, bound, name, others))
-    tables = (Table("The best schedule within every limit", head, rows),)
+    tables = (FigureTable("The best schedule within every limit", head, rows),)
     return Figures(facts, tables, charts=((f"Memory and {name}", chart),))
 
 
@@ -293,7 +293,7 @@ def _divide(request: Request, answer: Told) -> Figures:
         for one in answer["sets"] or ()
     ]  # fmt: skip
     head = ("<device", "<replicas x shards", "nodes", "time", "memory", "<they are")
-    return Figures(facts, (Table("Sets", head, rows),))
+    return Figures(facts, (FigureTable("Sets", head, rows),))
 
 
 def _what_if(request: Request, answer: Told) -> Figures:
@@ -309,7 +309,7 @@ def _what_if(request: Request, answer: Told) -> Figures:
         for one in answer["rows"]
     ]  # fmt: skip
     head = ("<change", "iteration", "saves", "saves at most", "<among", "<reason")
-    return Figures(facts, (Table("What a change would buy", head, rows),))
+    return Figures(facts, (FigureTable("What a change would buy", head, rows),))
 
 
 def _sweep(request: Request, answer: Told) -> Figures:
@@ -327,7 +327,7 @@ def _sweep(request: Request, answer: Told) -> Figures:
     ]  # fmt: skip
     head = ("<planner", "devices", "memory", "microbatches", "<status", "iteration",
             "samples per second", "gap", "<replicas", "peak memory", "<reason")  # fmt: skip
-    return Figures(facts, (Table("All combinations, the best has a star", head, rows),))
+    return Figures(facts, (FigureTable("All combinations, the best has a star", head, rows),))
 
 
 def _allocate(request: Request, answer: Told) -> Figures:
@@ -355,8 +355,8 @@ def _allocate(request: Request, answer: Told) -> Figures:
     lanes = [(f"{kind} · {counts[kind]}", its) for kind, its in runs.items()]
     used = [(kind, _percent(it)) for kind, it in (answer["utilisation"] or {}).items()]
     tables = (
-        Table("Shares of the time of each job", ("<job", *kinds, "in all"), rows),
-        Table("Utilisation", ("<accelerator", "utilisation"), used),
+        FigureTable("Shares of the time of each job", ("<job", *kinds, "in all"), rows),
+        FigureTable("Utilisation", ("<accelerator", "utilisation"), used),
     )
     title = "Accelerators that each job has on average"
     drawn = runs_drawing(lanes, scales, "accelerators")
@@ -423,8 +423,8 @@ def _simulate_cluster(request: Request, answer: Told) -> Figures:
         run = Run(jobs, one["start_seconds"], one["end_seconds"])
         runs[one["accelerator"], one["number"]].append(run)
     tables = (
-        Table("Completion times", ("<share of the jobs", "within"), times),
-        Table("Mean completion times by weight", ("<weight", "mean"), weights),
+        FigureTable("Completion times", ("<share of the jobs", "within"), times),
+        FigureTable("Mean completion times by weight", ("<weight", "mean"), weights),
     )
     drawn = _by_accelerator(runs, request.workload)
     return Figures(facts, tables, [("Jobs by accelerator", drawn)] if any(runs.values()) else ())
@@ -449,8 +449,8 @@ def _cloud(request: Request, answer: Told) -> Figures:
     rows = [(f"{one['count']} x {one['instance']}", one["begin"], one["end"],
              _dollars(one["dollars"])) for one in stays]  # fmt: skip
     tables = (
-        Table("Strategies", ("<strategy", "cost", "duration", "switches"), ways),
-        Table("Stays of the last strategy", ("<instances", "<from", "<until", "cost"), rows),
+        FigureTable("Strategies", ("<strategy", "cost", "duration", "switches"), ways),
+        FigureTable("Stays of the last strategy", ("<instances", "<from", "<until", "cost"), rows),
     )
     start = datetime.fromisoformat(answer["start"])
     lanes: dict[str, list[Run]] = defaultdict(list)

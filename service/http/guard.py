@@ -8,11 +8,11 @@ from typing import Annotated
 from fastapi import Depends, HTTPException, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
-from stagewright.service.http.limits import Rate, RequestLimits
+from stagewright.service.http.limits import RequestLimits, RequestRate
 from stagewright.service.http.tokens import Caller, Scope, Tokens
 from stagewright.service.http.webhooks import Webhooks
-from stagewright.service.jobs.records import Job
-from stagewright.service.jobs.store import Store
+from stagewright.service.jobs.records import JobRecord
+from stagewright.service.jobs.store import JobStore
 
 ID = "[0-9a-f]{32}"  # of a job; databases refuse some texts
 LOCAL = Caller("local", Scope.ADMIN)
@@ -28,10 +28,10 @@ class Service:
     user, and those without a valid token of each address. ``webhooks`` None: none are sent.
     """
 
-    store: Store
+    store: JobStore
     limits: RequestLimits = field(default_factory=RequestLimits)
     open_to_all: bool = False
-    rate: Rate | None = None
+    rate: RequestRate | None = None
     webhooks: Webhooks | None = None
 
     def take(self, who: str) -> None:
@@ -82,7 +82,7 @@ Reader = Annotated[Caller, Depends(_allowed(Scope.READ))]
 Submitter = Annotated[Caller, Depends(_allowed(Scope.SUBMIT))]
 
 
-def own_job(job: str, caller: Caller, service: Service) -> Job:
+def own_job(job: str, caller: Caller, service: Service) -> JobRecord:
     """The caller's own job of that whole id; an administrator's is any."""
     whose = None if caller.may(Scope.ADMIN) else caller.user
     found = service.store.get(job, whose) if _ID.fullmatch(job) else None
@@ -91,13 +91,13 @@ def own_job(job: str, caller: Caller, service: Service) -> Job:
     return found
 
 
-def _readable(job: str, caller: Reader, service: Serving) -> Job:
+def _readable(job: str, caller: Reader, service: Serving) -> JobRecord:
     return own_job(job, caller, service)
 
 
-def _changeable(job: str, caller: Submitter, service: Serving) -> Job:
+def _changeable(job: str, caller: Submitter, service: Serving) -> JobRecord:
     return own_job(job, caller, service)
 
 
-Readable = Annotated[Job, Depends(_readable)]
-Changeable = Annotated[Job, Depends(_changeable)]
+Readable = Annotated[JobRecord, Depends(_readable)]
+Changeable = Annotated[JobRecord, Depends(_changeable)]

@@ -19,7 +19,7 @@ MOST_KNOWN = 10_000  # buckets before those that are full are forgotten
 
 
 @dataclass(slots=True)
-class Rate:
+class RequestRate:
     """A bucket of ``burst`` requests for each user, filled with ``per_second``.
 
     It is in the memory of this server alone, and its clock is one that nobody sets.
@@ -61,7 +61,7 @@ def seconds_to_wait(seconds: float) -> str:
     return str(max(1, math.ceil(seconds)))
 
 
-WAIT_SECONDS = 10.0  # until a queue may be shorter
+_WAIT_SECONDS = 10.0  # until a queue may be shorter
 # The end of a text may be missing: then nothing after it is looked at twice.
 _TEXTS = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 _NO_BRACKETS = bytes(sorted(set(range(256)) - set(b"[]{}")))
@@ -135,7 +135,7 @@ class RequestLimits:
             raise TooManyError(
                 f"you have {waiting} jobs in the queue, and may have {self.queued}: wait, or stop "
                 "some",
-                WAIT_SECONDS,
+                _WAIT_SECONDS,
             )
 
     def require_modest(self, request: Request) -> None:

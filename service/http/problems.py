@@ -45,15 +45,15 @@ LOG = logging.getLogger("uvicorn.error")  # where the server's own errors go
 MEDIA_TYPE = "application/problem+json"
 
 
-STATUSES: dict[type[Exception], int] = {
+_STATUSES: dict[type[Exception], int] = {
     InputError: 422, InvalidPlan: 422, ConflictError: 409, TooLargeError: 413, TooSlowError: 408,
 }  # fmt: skip
 """Errors whose text is what is told."""
-UNSAID: tuple[tuple[type[Exception], int, str], ...] = (
+_UNSAID: tuple[tuple[type[Exception], int, str], ...] = (
     (ClientDisconnect, 400, "the body ends too early"),
     (Exception, 500, "an error of the service itself; its log says more"),
 )
-Handler = Callable[[Request, Exception], JSONResponse]
+_Handler = Callable[[Request, Exception], JSONResponse]
 
 
 class Problem(BaseModel):
@@ -74,21 +74,21 @@ def problem(status: int, detail: str, headers: Mapping[str, str] | None = None) 
 
 def add_handlers(app: FastAPI) -> None:
     """Answer every error of the service with a problem."""
-    for kind, status in STATUSES.items():
+    for kind, status in _STATUSES.items():
         app.add_exception_handler(kind, _saying(status))
     app.add_exception_handler(TooManyError, _too_many)
     app.add_exception_handler(HTTPException, _of_http)
     app.add_exception_handler(RequestValidationError, _of_parameters)
     app.add_exception_handler(SQLAlchemyError, _unavailable)
-    for kind, status, detail in UNSAID:
+    for kind, status, detail in _UNSAID:
         app.add_exception_handler(kind, _unsaid(status, detail))
 
 
-def _saying(status: int) -> Handler:
+def _saying(status: int) -> _Handler:
     return lambda _, error: problem(status, in_fields(str(error)))
 
 
-def _unsaid(status: int, detail: str) -> Handler:
+def _unsaid(status: int, detail: str) -> _Handler:
     return lambda _, __: problem(status, detail)
 
 

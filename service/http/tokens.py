@@ -11,7 +11,7 @@ from sqlalchemy import Engine, delete, insert, select
 
 from stagewright.service.jobs.rows import TOKENS
 
-PREFIX = "sw_"
+_PREFIX = "sw_"
 
 
 class Scope(StrEnum):
@@ -43,7 +43,7 @@ class Tokens:
 
     def create(self, user: str, scope: Scope) -> str:
         """A new token, which is not stored and cannot be shown again."""
-        token = PREFIX + secrets.token_urlsafe(32)
+        token = _PREFIX + secrets.token_urlsafe(32)
         with self._engine.begin() as database:
             database.execute(
                 insert(TOKENS).values(

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict
 
 from stagewright.service.http.problems import in_fields
 from stagewright.service.http.tokens import Caller, Scope
-from stagewright.service.jobs.records import DeliveryState, Job, State, StoppedBy
+from stagewright.service.jobs.records import DeliveryState, JobRecord, State, StoppedBy
 
 
 class DeliveryView(BaseModel):
@@ -67,7 +67,7 @@ class JobPage(BaseModel):
     next: str | None
 
 
-def view(job: Job, caller: Caller) -> JobView:
+def view(job: JobRecord, caller: Caller) -> JobView:
     """A job as the caller is told of it: not of which job of another user its answer is."""
     gap = None
     if job.cost and job.bound is not None:

@@ -21,13 +21,13 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.service.http.tokens import Caller, Scope
 from stagewright.service.http.views import view
 from stagewright.service.jobs.deliveries import Deliveries, Delivery
-from stagewright.service.jobs.store import Store
+from stagewright.service.jobs.store import JobStore
 
 SECRET = "STAGEWRIGHT_WEBHOOK_SECRET"  # the variable of the environment
-LEAST_SECRET = 24  # characters
+_LEAST_SECRET = 24  # characters
 SECONDS = 10.0  # for a delivery, whatever the other end does
 POLL_SECONDS = 1.0  # between looks at what is due
-PORTS = {"http": 80, "https": 443}
+_PORTS = {"http": 80, "https": 443}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +43,9 @@ class Webhooks:
                 raise InputError(
                     f"--webhook-origin {one!r}: write it as https://HOST or with :PORT"
                 )
-        if len(self.secret) < LEAST_SECRET:
+        if len(self.secret) < _LEAST_SECRET:
             raise InputError(
-                f"webhooks are signed: set {SECRET} to a random text of at least {LEAST_SECRET} "
+                f"webhooks are signed: set {SECRET} to a random text of at least {_LEAST_SECRET} "
                 "characters"
             )
 
@@ -72,7 +72,7 @@ class Webhooks:
 class Deliverer:
     """Delivers what is due."""
 
-    store: Store
+    store: JobStore
     webhooks: Webhooks
 
     def deliver_next(self) -> bool:
@@ -122,7 +122,7 @@ class Deliverer:
 def post(url: str, body: bytes, headers: dict[str, str]) -> int:
     """The status with which a URL answers; it must do so within `SECONDS`."""
     parts = _parts(url)
-    host, port = parts.hostname or "", parts.port or PORTS[parts.scheme]
+    host, port = parts.hostname or "", parts.port or _PORTS[parts.scheme]
     opened = socket.create_connection((_address(host, port), port), SECONDS)
     watch = threading.Timer(SECONDS, _shut, [opened])
     watch.start()
@@ -175,7 +175,7 @@ def _parts(url: str) -> SplitResult:
     except ValueError:
         raise InputError(f"webhook: {url!r} is no URL") from None
     plain = url.isascii() and url.isprintable() and " " not in url and "\\" not in url
-    if not plain or parts.scheme not in PORTS or not parts.hostname or port == 0:
+    if not plain or parts.scheme not in _PORTS or not parts.hostname or port == 0:
         raise InputError(f"webhook: {url!r} is no URL of http or https")
     if "@" in parts.netloc or parts.fragment:
         raise InputError("webhook: a URL without a user's name and without a fragment is needed")
@@ -184,5 +184,5 @@ def _parts(url: str) -> SplitResult:
 
 def _origin(parts: SplitResult) -> str:
     host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
-    port = parts.port or PORTS[parts.scheme]
-    return f"{parts.scheme}://{host}" + ("" if port == PORTS[parts.scheme] else f":{port}")
+    port = parts.port or _PORTS[parts.scheme]
+    return f"{parts.scheme}://{host}" + ("" if port == _PORTS[parts.scheme] else f":{port}")

@@ -6,7 +6,7 @@ from sqlalchemy import select, update
 
 from stagewright.service.jobs.records import DeliveryState
 from stagewright.service.jobs.rows import DELIVERIES, JOBS
-from stagewright.service.jobs.store import Store
+from stagewright.service.jobs.store import JobStore
 
 PAUSES = (30.0, 120.0, 480.0, 1920.0, 7680.0, 30720.0)  # seconds before each further attempt
 
@@ -24,7 +24,7 @@ class Delivery:
 class Deliveries:
     """The deliveries of a store."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: JobStore) -> None:
         self._store, self._engine, self._clock = store, store.engine, store.clock
 
     def claim(self) -> Delivery | None:

@@ -30,7 +30,7 @@ MODULES = "stagewright.service."
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class JobKind:
     """A kind of job.
 
     ``function`` names the use case, ``MODULE:NAME`` below ``stagewright.service``: solvers are
@@ -73,60 +73,60 @@ def _function(place: str) -> Callable[..., Any]:
     return found
 
 
-KINDS: dict[str, Kind] = {
-    "plan": Kind(
+KINDS: dict[str, JobKind] = {
+    "plan": JobKind(
         PlanRequest, "pipelines.planning:plan", "A plan of a model on a cluster.",
         "pipelines.planning:require_supported", True, True,
     ),
-    "what-if": Kind(
+    "what-if": JobKind(
         PlanRequest, "pipelines.what_if:what_if", "What more devices or memory would buy.",
         "pipelines.planning:require_supported",
     ),
-    "place": Kind(
+    "place": JobKind(
         PlaceRequest, "operators.plans:place", "Operators on devices.",
         "operators.plans:require_placeable", True, True,
     ),
-    "partition": Kind(
+    "partition": JobKind(
         PartitionRequest, "pipelines.partitioning:partition", "Stages of a model.",
         "pipelines.partitioning:require_method", timed=True,
     ),
-    "schedule": Kind(
+    "schedule": JobKind(
         ScheduleRequest, "schedules.scheduling:schedule", "An order of given stages.",
         "schedules.scheduling:require_scheduler", True,
     ),
-    "compare-schedules": Kind(
+    "compare-schedules": JobKind(
         CompareSchedulesRequest, "schedules.comparing:compare_schedules", "All schedules.",
         "schedules.scheduling:require_scheduler", True,
     ),
-    "schedule-curve": Kind(
+    "schedule-curve": JobKind(
         MemoryCurveRequest, "schedules.memory_curves:schedule_curve", "The best for every memory.",
         reports=True,
     ),
-    "jobshop": Kind(
+    "jobshop": JobKind(
         JobShopRequest, "schedules.scheduling:jobshop", "A job shop.",
         "schedules.scheduling:require_scheduler", True
     ),
-    "sweep": Kind(
+    "sweep": JobKind(
         SweepRequest, "pipelines.sweeping:sweep", "Plans of many sizes.",
         "pipelines.sweeping:require_planned"
     ),
-    "divide": Kind(
+    "divide": JobKind(
         DivideRequest, "operators.dividing:divide", "Operators in sets.",
         "operators.dividing:problem_of", True
     ),
-    "allocate": Kind(
+    "allocate": JobKind(
         AllocateRequest, "clusters.allocating:allocate", "Jobs on a cluster's devices.",
         "clusters.allocating:require_allocatable",
     ),
-    "rounds": Kind(
+    "rounds": JobKind(
         RoundsRequest, "clusters.allocating:rounds", "Rounds of an allocation.",
         "clusters.allocating:require_realisable",
     ),
-    "simulate-cluster": Kind(
+    "simulate-cluster": JobKind(
         SimulateClusterRequest, "clusters.simulation:simulate_cluster", "A cluster of jobs.",
         "clusters.simulation:require_simulable",
     ),
-    "cloud": Kind(
+    "cloud": JobKind(
         CloudRequest, "cloud.renting:cloud", "Training on rented machines.",
         "cloud.renting:switching_problem"
     ),

@@ -9,25 +9,25 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Row, func, select, update
 
-from stagewright.service.jobs.records import Asked, Job, Outcome, State, StoppedBy
+from stagewright.service.jobs.records import Ending, JobEnd, JobRecord, State, StoppedBy
 from stagewright.service.jobs.rows import JOBS, tell
-from stagewright.service.jobs.store import Store
+from stagewright.service.jobs.store import JobStore
 
 MOST_ATTEMPTS = 3  # workers that may be lost over a job
 
 
-class LeaseLostError(Exception):
+class JobLeaseLostError(Exception):
     """Another worker has the job, or it has ended: what this one has found does not count."""
 
 
 class Queue:
     """The queue of a store."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: JobStore) -> None:
         self.store = store
         self._engine, self._clock = store.engine, store.clock
 
-    def claim(self, worker: str, lease_seconds: float) -> Job | None:
+    def claim(self, worker: str, lease_seconds: float) -> JobRecord | None:
         """The next job for a worker: of the highest priority, of who has the fewest running."""
         if not self._any(JOBS.c.state == State.QUEUED):
             return None
@@ -61,7 +61,7 @@ class Queue:
             self._tell(database, job, State.SOLVING)
         return self.store.get(job)
 
-    def renew(self, job: str, worker: str, lease_seconds: float) -> Asked | None:
+    def renew(self, job: str, worker: str, lease_seconds: float) -> Ending | None:
         """Renew a lease; what the user asks of the job.
 
         Raises
@@ -72,7 +72,7 @@ class Queue:
         with self.store.writing() as database:
             self._write(database, job, worker, leased_until=self._clock() + lease_seconds)
             asked = database.execute(select(JOBS.c.asked).where(JOBS.c.id == job)).scalar_one()
-        return None if asked is None else Asked(asked)
+        return None if asked is None else Ending(asked)
 
     def improve(
         self,
@@ -105,7 +105,7 @@ class Queue:
             news = {"cost": cost, "bound": bound, "plans": plans}
             self._tell(database, job, "progress", news | ({"doing": doing} if doing else {}))
 
-    def finish(self, job: str, worker: str, outcome: Outcome) -> None:
+    def finish(self, job: str, worker: str, outcome: JobEnd) -> None:
         """Store how a job ended; raises LeaseLostError as `renew`.
 
         A cost, bound or document that the outcome lacks, or that is worse, stays that of the best
@@ -146,12 +146,12 @@ class Queue:
             self._tell(database, row.id, State.QUEUED, {"reason": "its worker was lost"})
             return
         by = StoppedBy.USER if row.asked is not None else StoppedBy.LOST
-        kept = row.document is not None and row.asked != Asked.ABORT
+        kept = row.document is not None and row.asked != Ending.ABORT
         state = State.FEASIBLE if kept else State.FAILED
         why = f"its worker was lost{'' if row.asked else f', for the {row.attempts}. time'}"
-        self._end(database, row.id, Outcome(state, reason=why, stopped_by=by))
+        self._end(database, row.id, JobEnd(state, reason=why, stopped_by=by))
 
-    def _end(self, database: Connection, job: str, outcome: Outcome, *held: Any) -> None:
+    def _end(self, database: Connection, job: str, outcome: JobEnd, *held: Any) -> None:
         values = _changes(self._known(database, job)[0], outcome)
         changed = database.execute(
             update(JOBS)
@@ -163,7 +163,7 @@ class Queue:
             )
         ).rowcount  # fmt: skip
         if not changed:
-            raise LeaseLostError(job)
+            raise JobLeaseLostError(job)
         self._tell(database, job, outcome.state, {"stopped_by": outcome.stopped_by})
 
     def _known(self, database: Connection, job: str) -> tuple[float | None, float | None]:
@@ -171,13 +171,13 @@ class Queue:
         asked = select(JOBS.c.cost, JOBS.c.bound).where(JOBS.c.id == job)
         row = database.execute(asked).one_or_none()
         if row is None:
-            raise LeaseLostError(job)
+            raise JobLeaseLostError(job)
         return row.cost, row.bound
 
     def _write(self, database: Connection, job: str, worker: str, **values: Any) -> None:
         mine = (JOBS.c.id == job, JOBS.c.state == State.SOLVING, JOBS.c.worker == worker)
         if not database.execute(update(JOBS).where(*mine).values(**values)).rowcount:
-            raise LeaseLostError(job)
+            raise JobLeaseLostError(job)
 
     def _tell(
         self, database: Connection, job: str, name: str, data: dict[str, Any] | None = None
@@ -185,7 +185,7 @@ class Queue:
         tell(database, self._clock(), job, name, data)
 
 
-def _changes(cost: float | None, outcome: Outcome) -> dict[str, Any]:
+def _changes(cost: float | None, outcome: JobEnd) -> dict[str, Any]:
     """What an outcome changes of the best answer so far, which may be an earlier worker's.
 
     The bound stays with its answer: those of others may be of other classes of plans.

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from stagewright.service.jobs.store import Store
+from stagewright.service.jobs.store import JobStore
 
 
 @dataclass
-class Repeated:
+class RepeatedStep:
     """Takes a step again and again until it is stopped, in a thread.
 
     After a step that tells that there was nothing to do, or a store that does not answer, it waits
@@ -36,11 +36,11 @@ DAY = 86400.0
 LOOK_SECONDS = 3600.0  # between looks for jobs that are old enough
 
 
-def retention(store: Store, days: float) -> Repeated:
+def retention(store: JobStore, days: float) -> RepeatedStep:
     """Discards jobs so many days after their ends."""
 
     def discard() -> bool:
         store.discard_ended(store.clock() - days * DAY)
         return False
 
-    return Repeated(discard, LOOK_SECONDS)
+    return RepeatedStep(discard, LOOK_SECONDS)

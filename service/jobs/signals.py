@@ -12,7 +12,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from stagewright.service.jobs.rows import CHANNEL, EVENTS
 
 LOOK_SECONDS = 0.2  # between looks for events that other processes have written, in SQLite
-RETRY_SECONDS = 1.0  # after an error; how late the thread may end, too
+_RETRY_SECONDS = 1.0  # after an error; how late the thread may end, too
 _Wake = Callable[[], None]
 
 
@@ -69,7 +69,7 @@ class Signals:
                 for job, name in self._noticed() if self._notifies else self._found():
                     self._wake(job, name)
             except errors:
-                self._closed.wait(RETRY_SECONDS)
+                self._closed.wait(_RETRY_SECONDS)
 
     def _noticed(self) -> Iterator[tuple[str | None, str | None]]:
         """Job and name of events as PostgreSQL tells of them; None, None: of any."""
@@ -80,7 +80,7 @@ class Signals:
             driver: Any = database.connection.dbapi_connection
             yield None, None
             while not self._closed.is_set():
-                for notice in driver.notifies(timeout=RETRY_SECONDS, stop_after=1):
+                for notice in driver.notifies(timeout=_RETRY_SECONDS, stop_after=1):
                     job, _, name = notice.payload.partition(" ")
                     yield job, name
 

@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError, TimeoutError
 
 from stagewright.graphs.documents.errors import InputError
-from stagewright.service.jobs.records import ENDED, Asked, Event, Job, State, StoppedBy
+from stagewright.service.jobs.records import ENDED, Ending, Event, JobRecord, State, StoppedBy
 from stagewright.service.jobs.rows import (
     DELIVERIES,
     EVENTS,
@@ -31,7 +31,7 @@ from stagewright.service.jobs.signals import Signals
 
 PAGE = 100  # jobs of a page at most
 EVENTS_READ = 1000  # events of a job at a time at most
-TITLE = 200  # characters of a title at most
+_TITLE = 200  # characters of a title at most
 # The first complete answer of a digest, made once since each submission asks for it.
 _KNOWN = (
     sa.select(
@@ -49,7 +49,7 @@ class ConflictError(Exception):
     """The request contradicts what is stored: one line says what."""
 
 
-class Store:
+class JobStore:
     """The jobs of a service.
 
     Parameters
@@ -126,7 +126,7 @@ class Store:
         *,
         title: str = "",
         webhook: str | None = None,
-    ) -> tuple[Job, bool]:
+    ) -> tuple[JobRecord, bool]:
         """Queue a validated request; the job, and whether it is new.
 
         A request with the ``key`` of an earlier one is that one. A request that was answered
@@ -142,7 +142,7 @@ class Store:
         values: dict[str, Any] = {
             "id": uuid.uuid4().hex, "kind": kind, "user": user, "state": State.QUEUED,
             "request": request, "digest": digest, "priority": priority, "created": self.clock(),
-            "attempts": 0, "reason": "", "idempotency_key": key, "title": title[:TITLE],
+            "attempts": 0, "reason": "", "idempotency_key": key, "title": title[:_TITLE],
             "webhook": webhook,
         }  # fmt: skip
         try:
@@ -179,21 +179,21 @@ class Store:
             "cached_from": found["cached_from"] or own, "started": now, "finished": now,
         }  # fmt: skip
 
-    def _of_key(self, user: str, key: str | None) -> Job | None:
+    def _of_key(self, user: str, key: str | None) -> JobRecord | None:
         mine = (JOBS.c.user == user, JOBS.c.idempotency_key == key)
         return self._one(WHOLE.where(*mine))
 
-    def get(self, job: str, user: str | None = None) -> Job | None:
+    def get(self, job: str, user: str | None = None) -> JobRecord | None:
         """The job of that id, of that user if one is given; None if there is none."""
         asked = WHOLE.where(JOBS.c.id == job)
         return self._one(asked if user is None else asked.where(JOBS.c.user == user))
 
-    def _stored(self, job: str) -> Job:
+    def _stored(self, job: str) -> JobRecord:
         found = self.get(job)
         assert found is not None
         return found
 
-    def _one(self, asked: sa.Select[Any]) -> Job | None:
+    def _one(self, asked: sa.Select[Any]) -> JobRecord | None:
         with self._engine.connect() as database:
             row = database.execute(asked).one_or_none()
         return None if row is None else job_of(dict(row._mapping))
@@ -205,7 +205,7 @@ class Store:
         before: str | None = None,
         state: State | None = None,
         limit: int = PAGE,
-    ) -> list[Job]:
+    ) -> list[JobRecord]:
         """The newest jobs (None: of all users), from before the job of that id on."""
         last = None if before is None else self.get(before, user)
         asked = newest(WHOLE, JOBS, limit, None if last is None else (last.created, last.id))
@@ -216,7 +216,7 @@ class Store:
         with self._engine.connect() as database:
             return [job_of(dict(row._mapping)) for row in database.execute(asked)]
 
-    def ask(self, job: str, what: Asked) -> Job:
+    def ask(self, job: str, what: Ending) -> JobRecord:
         """Ask a job to end: a queued one ends now, a running one as soon as its worker hears it.
 
         Raises
@@ -228,16 +228,16 @@ class Store:
             self._ask(database, job, what)
         return self._stored(job)
 
-    def _ask(self, database: sa.Connection, job: str, what: Asked) -> None:
+    def _ask(self, database: sa.Connection, job: str, what: Ending) -> None:
         asked = sa.select(JOBS.c.state, JOBS.c.document, JOBS.c.asked).where(JOBS.c.id == job)
         row = database.execute(asked.with_for_update()).one_or_none()
         if row is None or row.state in ENDED:
             raise ConflictError("the job has ended")
-        values: dict[str, Any] = {"asked": row.asked if row.asked == Asked.ABORT else what}
+        values: dict[str, Any] = {"asked": row.asked if row.asked == Ending.ABORT else what}
         name, told = "asked", dict(values)
         if row.state == State.QUEUED:
             # A worker that was lost may have found a plan.
-            kept = what is Asked.STOP and row.document is not None
+            kept = what is Ending.STOP and row.document is not None
             name, told = State.FEASIBLE if kept else State.FAILED, {"stopped_by": StoppedBy.USER}
             why = "stopped after its worker was lost" if kept else "stopped before it was begun"
             values |= told | {"state": name, "finished": self.clock(), "reason": why}
@@ -246,7 +246,7 @@ class Store:
         database.execute(sa.update(JOBS).where(JOBS.c.id == job).values(values))
         tell(database, self.clock(), job, name, told)
 
-    def retry(self, job: str) -> Job:
+    def retry(self, job: str) -> JobRecord:
         """Queue a job again that has failed, or ended before its search was complete.
 
         Raises
@@ -325,9 +325,9 @@ def _digest(kind: str, request: str) -> str:
 
 
 @contextmanager
-def opened(url: str) -> Iterator[Store]:
+def opened(url: str) -> Iterator[JobStore]:
     """A store that is closed at the end; InputError if what is stored cannot be read."""
-    store = Store(url)
+    store = JobStore(url)
     try:
         yield store
     except SQLAlchemyError as error:

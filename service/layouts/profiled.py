@@ -25,16 +25,16 @@ from stagewright.formulations.parallelism.profiles.plan import ProfiledPlan
 from stagewright.graphs.documents.units import format_bytes
 from stagewright.service.answers import CARRIED, Answer, Finite
 from stagewright.service.layouts.problems import unusable, usable_degrees
-from stagewright.service.requests import Request, Search
+from stagewright.service.requests import Request, SearchRequest
 from stagewright.solvers.parallelism.profiles.pipelines import ProfiledResult, profiled_plan
 
-MORE_MEMORY = (1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 16.0, 64.0)
+_MORE_MEMORY = (1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 16.0, 64.0)
 """By how much memory is multiplied, one after the other, until a plan is found."""
 LOOK_SECONDS = 3.0
 """Of each search with more memory."""
 
 
-class ProfiledRequest(Search):
+class ProfiledRequest(SearchRequest):
     """Find the plan of the least iteration time by measured layer profiles."""
 
     problem: ProfiledProblem
@@ -173,7 +173,7 @@ def _reason(problem: ProfiledProblem, status: Status, limits: Limits) -> str:
     """Why there is no plan: what the first one with more memory lacks."""
     if status is not Status.INFEASIBLE:
         return "the search ended before a plan was found; give it more time"
-    for factor in MORE_MEMORY:
+    for factor in _MORE_MEMORY:
         if limits.stopped():
             break
         found = _with_memory(problem, factor, limits.stop)

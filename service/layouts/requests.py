@@ -19,7 +19,7 @@ from stagewright.solvers.parallelism.space import Space
 if TYPE_CHECKING:
     from stagewright.executor.export.layouts.rules import Rule
 
-WITHOUT_SEQUENCE = ("plan", "deepspeed", "accelerate")
+_WITHOUT_SEQUENCE = ("plan", "deepspeed", "accelerate")
 """What cannot express sequence parallelism."""
 
 
@@ -61,7 +61,7 @@ class LayoutRequest(Request):
     @property
     def searched(self) -> Space:
         """The space, without what the default prefers and the framework cannot express."""
-        if self.framework not in WITHOUT_SEQUENCE:
+        if self.framework not in _WITHOUT_SEQUENCE:
             return self.space
         partial = self.space.partial and self.framework != "plan"
         return replace(self.space, sequence_parallel="never", partial=partial)
@@ -85,7 +85,7 @@ class LayoutRequest(Request):
             yield from EVERY_FORMAT[self.framework].broken(self.problem, layout)
 
 
-class MemoryAnswer(Answer):
+class RankMemoryAnswer(Answer):
     """Peak bytes of the ranks at one position in the pipeline, by kind."""
 
     rank: int
@@ -117,7 +117,7 @@ class LayoutRow(Answer):
     bubble_seconds: float
     gradient_seconds: float
     update_seconds: float
-    memory: MemoryAnswer
+    memory: RankMemoryAnswer
     loses_by: str
     tokens_per_second: float
     alike: tuple[str, ...] = ()
@@ -245,5 +245,5 @@ class LayoutMemoryAnswer(Answer):
 
     layout: str
     memory_bytes: float
-    ranks: tuple[MemoryAnswer, ...]
+    ranks: tuple[RankMemoryAnswer, ...]
     shortages: tuple[str, ...]

@@ -24,9 +24,9 @@ from stagewright.service.layouts.requests import (
     LayoutMemoryAnswer,
     LayoutRequest,
     LayoutRow,
-    MemoryAnswer,
     MemoryRequest,
     PartAnswer,
+    RankMemoryAnswer,
     WhatIf,
 )
 from stagewright.solvers.parallelism.search import Found, search, work_alike
@@ -34,8 +34,8 @@ from stagewright.solvers.parallelism.tree import compiled_walk
 
 PROVED_BY = "branch and bound over all layouts of the space"
 NOTHING = "no layout of the space obeys the rules of the model, the batch and the devices{}; {}"
-EXPLAIN = "explain one to see which rule it breaks"
-SECONDS_A_DAY = 86_400
+_EXPLAIN = "explain one to see which rule it breaks"
+_SECONDS_A_DAY = 86_400
 LESS_MEMORY = 0.93
 """From one point of the front to the next, the limit on memory shrinks at least by this factor."""
 
@@ -63,10 +63,10 @@ class Searches:
         """Why there is no layout, with the rule of the framework that excludes most."""
         name = self.request.framework
         if name is None:
-            return NOTHING.format("", EXPLAIN)
+            return NOTHING.format("", _EXPLAIN)
         expressed = f", and can be expressed by {name}"
         if not self.refused:
-            return NOTHING.format(expressed, EXPLAIN)
+            return NOTHING.format(expressed, _EXPLAIN)
         ((rule, count),) = self.refused.most_common(1)
         excluded = f"most are excluded ({count:,}) by a rule of it: {self.examples[rule]}"
         return NOTHING.format(expressed, excluded)
@@ -134,7 +134,7 @@ def _rows(request: LayoutRequest, found: Found) -> Iterator[LayoutRow]:
     for one in found.best:
         key = work_alike(one.layout)
         alike = [str(other.layout) for other in found.folded if work_alike(other.layout) == key]
-        yield layout_row(request.problem, one, found.best[0], tuple(alike))
+        yield _layout_row(request.problem, one, found.best[0], tuple(alike))
 
 
 def _days(request: LayoutRequest, best: Estimate | None) -> float | None:
@@ -142,7 +142,7 @@ def _days(request: LayoutRequest, best: Estimate | None) -> float | None:
     if request.tokens is None or best is None:
         return None
     iterations = ceil(request.tokens / (request.problem.batch * request.problem.sequence))
-    return iterations * best.seconds / SECONDS_A_DAY
+    return iterations * best.seconds / _SECONDS_A_DAY
 
 
 def _impossible(request: LayoutRequest, reason: str) -> LayoutAnswer:
@@ -224,7 +224,7 @@ def plan_class(request: LayoutRequest) -> str:
     )
 
 
-def layout_row(
+def _layout_row(
     problem: TrainingProblem, one: Estimate, best: Estimate, alike: tuple[str, ...] = ()
 ) -> LayoutRow:
     """A layout in figures."""
@@ -233,18 +233,18 @@ def layout_row(
         one,
         layout=str(one.layout),
         flops_per_device=one.model_flops_per_second / one.layout.ranks,
-        memory=memory_answer(one, fullest),
+        memory=_memory_answer(one, fullest),
         loses_by="" if one is best else why_slower(one, best),
         tokens_per_second=problem.batch * problem.sequence / one.seconds,
         alike=alike,
     )
 
 
-def memory_answer(one: Estimate, rank: int) -> MemoryAnswer:
+def _memory_answer(one: Estimate, rank: int) -> RankMemoryAnswer:
     """The memory of the ranks at one position."""
-    kinds = [name for name in MemoryAnswer.model_fields if name != "rank"]
+    kinds = [name for name in RankMemoryAnswer.model_fields if name != "rank"]
     held = {name: getattr(one.memory[rank], name.removesuffix("_bytes")) for name in kinds}
-    return MemoryAnswer(rank=rank, **held)
+    return RankMemoryAnswer(rank=rank, **held)
 
 
 def explain(request: LayoutRequest, layout: Layout, best: Estimate | None) -> ExplainAnswer:
@@ -260,7 +260,7 @@ def explain(request: LayoutRequest, layout: Layout, best: Estimate | None) -> Ex
     parts = differences(one, one if best is None else best)
     return ExplainAnswer(
         layout=str(layout),
-        row=layout_row(problem, one, one if best is None else best),
+        row=_layout_row(problem, one, one if best is None else best),
         shortages=shortages(one),
         parts=tuple(
             PartAnswer.of(part, best_seconds=None if best is None else part.other_seconds)
@@ -342,6 +342,6 @@ def layout_memory(request: MemoryRequest) -> LayoutMemoryAnswer:
     return LayoutMemoryAnswer(
         layout=str(request.layout),
         memory_bytes=request.problem.fabric.memory_bytes,
-        ranks=tuple(memory_answer(found, rank) for rank in range(len(found.memory))),
+        ranks=tuple(_memory_answer(found, rank) for rank in range(len(found.memory))),
         shortages=shortages(found),
     )

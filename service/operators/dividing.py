@@ -25,11 +25,11 @@ from stagewright.graphs.importers.partition_problems import load_partition_probl
 from stagewright.graphs.importers.piper import PiperWorkload
 from stagewright.service.answers import Answer, Finite
 from stagewright.service.options import Option
-from stagewright.service.requests import Search, require_positive
+from stagewright.service.requests import SearchRequest, require_positive
 
-MOST_SAMPLES = 10**9
-ONE_CALL = "placements with one contiguous call for each accelerator"
-CONTIGUOUS = "contiguous sets of operators"
+_MOST_SAMPLES = 10**9
+_ONE_CALL = "placements with one contiguous call for each accelerator"
+_CONTIGUOUS = "contiguous sets of operators"
 ANY = "sets of operators, contiguous or not"
 PIPELINES = "pipelines of contiguous sets, with replicas, shards and recomputation"
 
@@ -40,7 +40,7 @@ def _parts_of(workload: object) -> str:
     return "layers" if of_layers or isinstance(workload, PiperWorkload) else "operators"
 
 
-class DivideRequest(Search):
+class DivideRequest(SearchRequest):
     """Divide a published workload among devices; what is not given is as in its file."""
 
     workload: Annotated[
@@ -76,7 +76,7 @@ class DivideRequest(Search):
 
     @model_validator(mode="after")
     def _require_amounts(self) -> Self:
-        for name, most in (("devices", MAX_DEVICES), ("samples", MOST_SAMPLES)):
+        for name, most in (("devices", MAX_DEVICES), ("samples", _MOST_SAMPLES)):
             if getattr(self, name) is not None:
                 require_count(getattr(self, name), name, most)
         require_count(self.replicas, "replicas", MAX_DEVICES)
@@ -219,7 +219,7 @@ def _latency(
         found,
         cost_seconds=found.cost,
         bound_seconds=None if found.bound == inf else found.bound,
-        plan_class=ONE_CALL,
+        plan_class=_ONE_CALL,
         reason=node_shortage(problem) if found.home is None else None,
         sets=None if found.home is None else tuple(_calls(problem, found.home)),
         wall_seconds=found.seconds,
@@ -305,7 +305,7 @@ def _class(request: DivideRequest) -> str:
     if request.any_sets:
         return ANY
     several = f" with up to {request.replicas} replicas" if request.replicas > 1 else ""
-    return CONTIGUOUS + several
+    return _CONTIGUOUS + several
 
 
 def _layers(request: DivideRequest, problem: PiperProblem, stop: StopToken | None) -> DivideAnswer:

@@ -14,7 +14,7 @@ from stagewright.graphs.machines.cluster import Cluster
 from stagewright.graphs.models.operators.step_graph import WITHOUT_TIME, StepGraph
 from stagewright.service.answers import CARRIED, Answer, Finite
 from stagewright.service.pipelines.answers import IterationAnswer, PairAnswer, ViolationAnswer
-from stagewright.service.requests import Request, Search
+from stagewright.service.requests import Request, SearchRequest
 
 if TYPE_CHECKING:
     from stagewright.executor.measuring.operator_runs import OperatorComparison
@@ -67,7 +67,7 @@ def compare(request: ComparePlacementRequest) -> PlacementCompareAnswer:
     )
 
 
-class PlaceRequest(Search):
+class PlaceRequest(SearchRequest):
     """Place the operators of a training step, by one of ``solvers.operators.planning.PLANNERS``."""
 
     graph: StepGraph

@@ -232,7 +232,7 @@ class MemoryAnswer(Answer):
     peak_bytes: dict[str, PairAnswer]
 
 
-OF_WORK = Field(validation_alias="work")
+_OF_WORK = Field(validation_alias="work")
 """Marks the seconds that measurements have as ``work``."""
 
 
@@ -241,7 +241,7 @@ class StageShareAnswer(Answer):
 
     stage: int
     seconds: Finite
-    work_seconds: Annotated[PairAnswer, OF_WORK]
+    work_seconds: Annotated[PairAnswer, _OF_WORK]
 
 
 class DeviceShareAnswer(Answer):
@@ -256,7 +256,7 @@ class CauseAnswer(Answer):
 
     name: str
     seconds: Finite
-    work_seconds: Annotated[PairAnswer | None, OF_WORK]
+    work_seconds: Annotated[PairAnswer | None, _OF_WORK]
     stages: tuple[StageShareAnswer, ...]
     devices: tuple[DeviceShareAnswer, ...]
 

@@ -28,7 +28,7 @@ from stagewright.solvers.planners.parallel_pipelines import in_microbatches
 from stagewright.solvers.planning import OPTIMAL_GAP, Result, SizeResult
 
 FIRST = 0.5  # of the time limit, for a plan of every size; the rest is for the best of them
-FINALISTS = 2  # sizes that are searched further
+_FINALISTS = 2  # sizes that are searched further
 
 SolveOne = Callable[[PipelineProblem, Limits, OnProgress, Result | None], Result]
 """Plan a problem, from an earlier result if there is one."""
@@ -84,7 +84,7 @@ def plan_every_size(
 
     first = _one_by_one if engine == HERE else partial(_at_once, engine)
     found = first(problems, solve_one, limits, report)
-    finalists = sorted(range(len(found)), key=lambda i: _cost(found[i]))[:FINALISTS]
+    finalists = sorted(range(len(found)), key=lambda i: _cost(found[i]))[:_FINALISTS]
     for n, i in enumerate(finalists):
         left = limits.left(monotonic() - began) / (len(finalists) - n)
         if left > 0 and found[i].plan is not None and found[i].status is not Status.OPTIMAL:

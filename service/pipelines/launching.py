@@ -19,7 +19,7 @@ from stagewright.solvers.planning import OPTIMAL_GAP, Restriction, Result
 from stagewright.solvers.planning import plan as solve
 
 SHARE = 0.6  # of the time limit, for the framework's plans; the rest for those of all kinds
-MOST_ACTIONS = 10_000  # of a plan whose exports are tried unasked, about a second each
+_MOST_ACTIONS = 10_000  # of a plan whose exports are tried unasked, about a second each
 
 
 def required_runtime(to: str, chain: Chain, choices: Choices) -> Runtime:
@@ -155,4 +155,4 @@ def _is_exported(plan: PipelinePlan | None, to: str, chain: Chain) -> bool:
 
 def _is_long(plan: PipelinePlan) -> bool:
     """Whether it would take long to find out if a plan can be exported."""
-    return not plan.is_periodic and len(plan.actions) > MOST_ACTIONS
+    return not plan.is_periodic and len(plan.actions) > _MOST_ACTIONS

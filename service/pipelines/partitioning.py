@@ -21,9 +21,9 @@ from stagewright.solvers.backends.backend import BACKENDS, solve
 from stagewright.solvers.pipelines.partition.passes import PartitionSearch
 
 RECURRENCE = "recurrence"
-MOST_COLUMNS = 200_000  # of the integer program; larger ones take minutes to write down
+_MOST_COLUMNS = 200_000  # of the integer program; larger ones take minutes to write down
 
-Settle = Callable[[int, Limits], PartitionChoice]
+_Settle = Callable[[int, Limits], PartitionChoice]
 
 
 def partition(request: PartitionRequest, stop: StopToken | None = None) -> PartitionAnswer:
@@ -81,7 +81,7 @@ def _counts(request: PartitionRequest, question: BalancedPartition) -> Sequence[
     return [request.stages] if request.stages else range(1, most + 1)
 
 
-def _method(question: BalancedPartition, backend: str, limits: Limits) -> Settle:
+def _method(question: BalancedPartition, backend: str, limits: Limits) -> _Settle:
     if backend == RECURRENCE:
         return partial(_by_recurrence, question, PartitionSearch(question, limits=limits))
     return partial(_by_program, question, backend)
@@ -113,10 +113,10 @@ def _require_small(question: BalancedPartition, count: int, backend: str) -> Non
     """Refuse programs whose channels alone, cuts times triples of places, are too many."""
     layers, devices = len(question.problem.chain), len(question.order)
     columns = count * layers * devices**2 * (layers / 4 + devices / 6)
-    if columns > MOST_COLUMNS:
+    if columns > _MOST_COLUMNS:
         raise InputError(
             f"backend {backend!r}: {count} stages of {layers} layers on {devices} devices make a "
-            f"program of some {columns:.0g} columns, {MOST_COLUMNS} are the most; use "
+            f"program of some {columns:.0g} columns, {_MOST_COLUMNS} are the most; use "
             f"{RECURRENCE!r}"
         )
 

@@ -24,12 +24,12 @@ from stagewright.graphs.documents.units import (
 from stagewright.graphs.machines.cluster import Cluster, load_cluster
 from stagewright.graphs.models.chain import Chain, load_model
 from stagewright.service.options import Option, number_or_auto
-from stagewright.service.requests import Request, Search
+from stagewright.service.requests import Request, SearchRequest
 
 Recomputation = Literal["none", "full", "layer", "auto"]
 
 
-class _Problem(Search):
+class _Problem(SearchRequest):
     """A model to train on a cluster."""
 
     chain: Annotated[Chain, Option("--model", form="FILE", of_file=load_model)]
@@ -206,7 +206,7 @@ class _PlanOfProblem(Request):
         )
 
 
-class CheckRequest(_PlanOfProblem, Search):
+class CheckRequest(_PlanOfProblem, SearchRequest):
     """Check the rules and proofs of a plan."""
 
     proofs: bool = False

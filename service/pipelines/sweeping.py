@@ -26,12 +26,12 @@ from stagewright.service.engines import Engine, Pieces, results
 from stagewright.service.options import Option, itself, listed, whole
 from stagewright.service.pipelines.answers import PlanAnswer, StageAnswer
 from stagewright.service.pipelines.requests import PlanRequest, Recomputation
-from stagewright.service.requests import Search
+from stagewright.service.requests import SearchRequest
 
 MOST_POINTS = 10_000
 
 
-class SweepRequest(Search):
+class SweepRequest(SearchRequest):
     """Plan every combination of the values that are listed; an empty list leaves what is given.
 
     ``time_limit``, ``threads`` and ``seed`` are of every plan.
@@ -97,7 +97,7 @@ class SweepRequest(Search):
             raise InputError("planners is empty: name one, such as auto")
 
     @cached_property
-    def points(self) -> "tuple[Point, ...]":
+    def points(self) -> "tuple[SweepPoint, ...]":
         """The combinations, each once, in the order of the lists; the last list changes fastest."""
         devices = dict.fromkeys(self.devices or (len(self.cluster),))
         memories: dict[float | None, None] = dict.fromkeys(self.memory_bytes or (None,))
@@ -109,7 +109,7 @@ class SweepRequest(Search):
         found = (self._point(*values) for values in product(devices, memories, sizes, planners))
         return tuple(found)
 
-    def _point(self, devices: int, memory: float | None, size: int, planner: str) -> "Point":
+    def _point(self, devices: int, memory: float | None, size: int, planner: str) -> "SweepPoint":
         cluster = first_devices(self.cluster, devices)
         if memory is not None:
             cluster = with_memory(cluster, memory)
@@ -127,11 +127,11 @@ class SweepRequest(Search):
             seed=self.seed,
             **sizes,
         )
-        return Point(request, {"devices": devices, "memory_bytes": memory, "planner": planner})
+        return SweepPoint(request, {"devices": devices, "memory_bytes": memory, "planner": planner})
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class SweepPoint:
     """One request of a sweep; ``place`` has what distinguishes it."""
 
     request: PlanRequest
@@ -188,7 +188,7 @@ REFUSED = "refused"
 FAILED = "failed"
 
 
-def pieces_of(request: SweepRequest) -> Pieces[Point, SweepRow]:
+def pieces_of(request: SweepRequest) -> Pieces[SweepPoint, SweepRow]:
     """The rows to find out."""
     return Pieces(request.points, _planned, _lost)
 
@@ -198,14 +198,14 @@ def engine_of(request: SweepRequest) -> Engine:
     return Engine(request.engine, request.workers, request.address, request.threads)
 
 
-def row(point: Point, **fields: Any) -> SweepRow:
+def row(point: SweepPoint, **fields: Any) -> SweepRow:
     """A row with what distinguishes the point."""
     asked = point.request
     microbatches = asked.microbatches if asked.batch is None else None
     return SweepRow(**point.place, batch=asked.batch, **{"microbatches": microbatches} | fields)
 
 
-def _planned(point: Point, stop: StopToken | None) -> SweepRow:
+def _planned(point: SweepPoint, stop: StopToken | None) -> SweepRow:
     from stagewright.service.pipelines.planning import plan
 
     try:
@@ -214,7 +214,7 @@ def _planned(point: Point, stop: StopToken | None) -> SweepRow:
         return row(point, status=REFUSED, reason=str(error))
 
 
-def _answered(point: Point, answer: PlanAnswer) -> SweepRow:
+def _answered(point: SweepPoint, answer: PlanAnswer) -> SweepRow:
     found = answer.plan
     sizes: dict[str, int] = {}
     if found is not None:
@@ -242,7 +242,7 @@ def _replicas(stages: Sequence[StageAnswer]) -> str:
     return "-".join(str(len(stage.devices) // stage.tensor) for stage in stages)
 
 
-def _lost(point: Point, why: str) -> SweepRow:
+def _lost(point: SweepPoint, why: str) -> SweepRow:
     return row(point, status=FAILED, reason=why)
 
 

@@ -21,7 +21,7 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.service.schedules.answers import KindPoint, MemoryCurve, MemoryPoint
 from stagewright.service.schedules.requests import MemoryCurveRequest
 from stagewright.service.schedules.scheduling import plain, schedule
-from stagewright.service.schedules.setting import SCHEDULES, Setting
+from stagewright.service.schedules.setting import SCHEDULES, ScheduleSetting
 from stagewright.solvers.pipelines.least_memory import memory_levels
 from stagewright.solvers.pipelines.memory_curve import CurvePoint, memory_curve
 
@@ -62,7 +62,7 @@ def schedule_curve(
     )
 
 
-def _usual_limits(setting: Setting) -> list[float]:
+def _usual_limits(setting: ScheduleSetting) -> list[float]:
     """Up to ``MOST_POINTS`` limits from the least to two microbatches of a device per device."""
     levels = memory_levels(setting.stored_problem()).limits
     most = 2 * setting.devices * max(setting.memory.least(setting.paths[0]))
@@ -79,7 +79,7 @@ def _without_tail(points: list[CurvePoint]) -> list[CurvePoint]:
     return kept
 
 
-def _point(setting: Setting, point: CurvePoint, limits: Limits) -> MemoryPoint:
+def _point(setting: ScheduleSetting, point: CurvePoint, limits: Limits) -> MemoryPoint:
     problem = setting.problem
     return MemoryPoint(
         memory=plain(point.memory),
@@ -92,7 +92,7 @@ def _point(setting: Setting, point: CurvePoint, limits: Limits) -> MemoryPoint:
     )
 
 
-def _kinds(request: MemoryCurveRequest, setting: Setting) -> list[KindPoint]:
+def _kinds(request: MemoryCurveRequest, setting: ScheduleSetting) -> list[KindPoint]:
     """The published kinds that have the same devices, each order once."""
     found: dict[Order, KindPoint] = {}
     for kind in SCHEDULES:

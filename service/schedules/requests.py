@@ -12,14 +12,14 @@ from stagewright.formulations.schedules.published.kinds import KINDS
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MAX_LAYERS, require_amount, require_count
 from stagewright.service.options import Option, itself, whole_numbers
-from stagewright.service.requests import Solve
-from stagewright.service.schedules.setting import RULES, SCHEDULES, Setting, setting_of
+from stagewright.service.requests import SolveRequest
+from stagewright.service.schedules.setting import RULES, SCHEDULES, ScheduleSetting, setting_of
 
 Objective = Literal["makespan", "span", "memory"]
 """Of a schedule: its end, the longest time of a device from first to last computation, the peak."""
 
 
-class _Stages(Solve):
+class _Stages(SolveRequest):
     """A pipeline of stages with given times (seconds or any unit) to schedule.
 
     Lists have a value per stage; they are empty where nothing is said.
@@ -96,7 +96,7 @@ class ScheduleRequest(_Stages):
         return self.of(**{**self.given(), "placement": placement})
 
     @cached_property
-    def setting(self) -> Setting:
+    def setting(self) -> ScheduleSetting:
         """The stages, with the chunks and devices of the kind."""
         return setting_of(self)
 
@@ -161,7 +161,7 @@ class CompareSchedulesRequest(_Stages):
         return ScheduleRequest.of(**fields, kind=kind)
 
 
-class JobShopRequest(Solve):
+class JobShopRequest(SolveRequest):
     """Solve a job shop."""
 
     jobs: tuple[tuple[Step, ...], ...]

@@ -18,13 +18,13 @@ from stagewright.formulations.schedules.memory import ONE_MICROBATCH
 from stagewright.formulations.schedules.order import Order
 from stagewright.formulations.schedules.published.kinds import schedule_of
 from stagewright.formulations.schedules.timing import TimedOrder
-from stagewright.service.requests import Solve
+from stagewright.service.requests import SolveRequest
 from stagewright.service.schedules.answers import JobShopAnswer, ScheduleAnswer
 from stagewright.service.schedules.requests import JobShopRequest, ScheduleRequest
-from stagewright.service.schedules.setting import RULES, Setting, sizes_of
+from stagewright.service.schedules.setting import RULES, ScheduleSetting, sizes_of
 
 if TYPE_CHECKING:
-    from stagewright.service.schedules.optimal import Optimum
+    from stagewright.service.schedules.optimal import OptimalSchedule
     from stagewright.solvers.pipelines.scheduling import ScheduleResult
 
 LOAD = "load of the busiest device"
@@ -51,7 +51,7 @@ def schedule(
     return _answer(request, found, perf_counter() - began, stop)
 
 
-def require_scheduler(request: Solve) -> None:
+def require_scheduler(request: SolveRequest) -> None:
     """Refuse a backend that does not schedule what is asked for, before any work.
 
     Raises
@@ -87,13 +87,13 @@ def jobshop(
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _TimedSchedule:
     """A schedule, with a result if its stages have one copy, and why it is not allowed, if so.
 
     ``bound`` is on the objective, proved by ``proved_by``.
     """
 
-    setting: Setting
+    setting: ScheduleSetting
     timed: TimedOrder | None
     result: "ScheduleResult | None"
     reason: str | None
@@ -101,7 +101,7 @@ class _Found:
     proved_by: str
 
 
-def _optimal(request: ScheduleRequest, best: "Optimum") -> _Found:
+def _optimal(request: ScheduleRequest, best: "OptimalSchedule") -> _TimedSchedule:
     """The optimum, or why there is none."""
     result, problem = best.result, best.setting.problem
     if result.timetable is None:
@@ -109,9 +109,9 @@ def _optimal(request: ScheduleRequest, best: "Optimum") -> _Found:
         reason = f"no schedule with {most} was found"
         if _is_impossible(request, result):
             reason = f"no schedule has {most}: {result.proved_by} proves {result.bound:g}"
-        return _Found(best.setting, None, result, reason, best.bound, best.proved_by)
+        return _TimedSchedule(best.setting, None, result, reason, best.bound, best.proved_by)
     timed = timed_order(problem, result.timetable)
-    return _Found(best.setting, timed, result, None, best.bound, best.proved_by)
+    return _TimedSchedule(best.setting, timed, result, None, best.bound, best.proved_by)
 
 
 def _is_impossible(request: ScheduleRequest, result: "ScheduleResult") -> bool:
@@ -120,7 +120,7 @@ def _is_impossible(request: ScheduleRequest, result: "ScheduleResult") -> bool:
     return most is not None and result.bound > most * (1 + RELATIVE_TOLERANCE)
 
 
-def _ordered(request: ScheduleRequest) -> _Found:
+def _ordered(request: ScheduleRequest) -> _TimedSchedule:
     """The schedule of a kind that is an order of the computations."""
     from stagewright.solvers.pipelines.scheduling import given_schedule
 
@@ -128,16 +128,16 @@ def _ordered(request: ScheduleRequest) -> _Found:
     order = _order(request)
     if order is None:
         none = given_schedule(problem, None, request.kind)
-        return _Found(
+        return _TimedSchedule(
             setting, None, none, _reason(problem, request.kind), none.bound, none.proved_by
         )
     reason = _in_flight_reason(request, order) or _memory_reason(request, order)
     if len(setting.paths) > 1:
         timed, _ = with_channels(order, stage_times(problem), problem.duplex == "full")
-        return _Found(setting, timed, None, reason, *_bound(request, timed, None))
+        return _TimedSchedule(setting, timed, None, reason, *_bound(request, timed, None))
     timed, timetable = timetable_of_order(problem, order)
     result = given_schedule(problem, None if reason else timetable, request.kind)
-    return _Found(setting, timed, result, reason, *_bound(request, timed, result))
+    return _TimedSchedule(setting, timed, result, reason, *_bound(request, timed, result))
 
 
 def _bound(
@@ -184,7 +184,7 @@ def _memory_reason(request: ScheduleRequest, order: Order) -> str | None:
 
 
 def _answer(
-    request: ScheduleRequest, found: _Found, seconds: float, stop: StopToken | None
+    request: ScheduleRequest, found: _TimedSchedule, seconds: float, stop: StopToken | None
 ) -> ScheduleAnswer:
     setting, timed = found.setting, None if found.reason else found.timed
     figures = _figures(found)
@@ -219,7 +219,7 @@ def _answer(
     )
 
 
-def _figures(found: _Found) -> dict[str, Any]:
+def _figures(found: _TimedSchedule) -> dict[str, Any]:
     """The value of every objective, and the peaks; peaks also of an order that does not fit."""
     if found.timed is None:
         return {"makespan": None, "span": None, "memory": None, "peaks": None}
@@ -233,7 +233,7 @@ def _figures(found: _Found) -> dict[str, Any]:
 
 
 def _status(
-    request: ScheduleRequest, found: _Found, cost: float | None, stop: StopToken | None
+    request: ScheduleRequest, found: _TimedSchedule, cost: float | None, stop: StopToken | None
 ) -> Status:
     result = found.result
     if cost is None:

@@ -42,7 +42,7 @@ ANY, FREE = "any", "free"
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class ScheduleSetting:
     """What is scheduled, with every stage divided into its chunks.
 
     Attributes
@@ -79,7 +79,7 @@ class Setting:
         return replace(self.problem, saved=_amounts(self.memory), memory=enough)
 
 
-def setting_of(asked: "ScheduleRequest") -> Setting:
+def setting_of(asked: "ScheduleRequest") -> ScheduleSetting:
     """The setting of a request.
 
     Raises
@@ -94,7 +94,7 @@ def setting_of(asked: "ScheduleRequest") -> Setting:
     if asked.memory:
         for path in paths:
             memory.require_room(path)
-    return Setting(placement, chunks, paths, _problem(asked, paths[0], memory), memory)
+    return ScheduleSetting(placement, chunks, paths, _problem(asked, paths[0], memory), memory)
 
 
 def named_placements(asked: "ScheduleRequest") -> dict[str, Device]:
@@ -107,11 +107,11 @@ def named_placements(asked: "ScheduleRequest") -> dict[str, Device]:
     return found
 
 
-def on_devices(asked: "ScheduleRequest", device: Device) -> Setting:
+def on_devices(asked: "ScheduleRequest", device: Device) -> ScheduleSetting:
     """The setting of a request with placement ``free`` and these devices of the chunks."""
     memory = _memory(asked, (device,))
     problem = _problem(asked, device, memory)
-    return Setting(FREE, asked.chunks, (device,), problem, memory)
+    return ScheduleSetting(FREE, asked.chunks, (device,), problem, memory)
 
 
 def published(name: str) -> ScheduleKind | None:
@@ -318,7 +318,7 @@ def _memory(asked: "ScheduleRequest", paths: Sequence[Device]) -> ActivationMemo
     )
 
 
-def sizes_of(asked: "ScheduleRequest", setting: Setting) -> Sizes:
+def sizes_of(asked: "ScheduleRequest", setting: ScheduleSetting) -> Sizes:
     """What a generator needs."""
     from stagewright.formulations.pipelines.timed_rows import stage_times
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from stagewright.executor.clusters.ray_ranks import ADDRESS, connected
-from stagewright.service.jobs.records import Outcome
+from stagewright.service.jobs.records import JobEnd
 from stagewright.service.workers.solving import STOP, Better, solve
 
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Look:
     ``exit_code`` is None while it runs.
     """
 
-    told: Better | Outcome | None
+    told: Better | JobEnd | None
     exit_code: int | None
     resident_bytes: float
 
@@ -97,11 +97,11 @@ class LocalProcess:
         self._connection.close()
 
 
-def _received(connection: Connection, seconds: float) -> Better | Outcome | None:
+def _received(connection: Connection, seconds: float) -> Better | JobEnd | None:
     """What the process tells next; None if it is silent or gone."""
     try:
         if connection.poll(seconds):
-            told: Better | Outcome = connection.recv()
+            told: Better | JobEnd = connection.recv()
             return told
     except (EOFError, OSError):
         time.sleep(seconds)
@@ -119,11 +119,11 @@ def _resident_bytes(pid: int | str | None) -> float:
         started = [one.read_text().split() for one in own.glob("task/*/children")]
     except OSError:
         return 0.0
-    return pages * PAGE_BYTES + sum(_resident_bytes(child) for its in started for child in its)
+    return pages * _PAGE_BYTES + sum(_resident_bytes(child) for its in started for child in its)
 
 
 KILL_SECONDS = 10.0  # how long an actor may take to end its process
-KILLED = Look(None, -9, 0.0)
+_KILLED = Look(None, -9, 0.0)
 
 
 @contextlib.contextmanager
@@ -179,7 +179,7 @@ class RayProcess:
     def look(self, seconds: float) -> Look:
         """See :meth:`JobProcess.look`; the process may not have begun yet."""
         if self._killed:
-            return KILLED
+            return _KILLED
         if self._looking is None:
             self._looking = self._actor.look.remote(seconds)
         ready, _ = self._ray.wait([self._looking], timeout=seconds)

@@ -14,11 +14,11 @@ from stagewright.graphs.documents.documents import to_json
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.answers import Answer
 from stagewright.service.jobs.kinds import KINDS, parse_request
-from stagewright.service.jobs.records import Outcome, State, StoppedBy
+from stagewright.service.jobs.records import JobEnd, State, StoppedBy
 from stagewright.service.whole_answers import written
 
 STOP = "stop"
-NEARLY = 0.9  # of its time limit, after which a search has probably been ended by it
+_NEARLY = 0.9  # of its time limit, after which a search has probably been ended by it
 _STATES = {
     Status.OPTIMAL: State.OPTIMAL,
     Status.FEASIBLE: State.FEASIBLE,
@@ -44,7 +44,7 @@ class Better:
 
 
 def solve(connection: Connection, kind: str, request: str) -> None:
-    """Answer a request; sends every `Better` answer, then the `Outcome`.
+    """Answer a request; sends every `Better` answer, then the `JobEnd`.
 
     ``STOP`` from the other end ends the search with its best answer. When the other end is gone,
     so is this process.
@@ -55,10 +55,10 @@ def solve(connection: Connection, kind: str, request: str) -> None:
     try:
         outcome = _answered(connection, kind, request, stop)
     except InputError as error:
-        outcome = Outcome(State.FAILED, reason=str(error))
+        outcome = JobEnd(State.FAILED, reason=str(error))
     except MemoryError:
         reason = "out of memory"
-        outcome = Outcome(State.FAILED, reason=reason, stopped_by=StoppedBy.MEMORY)
+        outcome = JobEnd(State.FAILED, reason=reason, stopped_by=StoppedBy.MEMORY)
     connection.send(outcome)
 
 
@@ -70,7 +70,7 @@ def _listen(connection: Connection, stop: threading.Event) -> None:
         os._exit(1)
 
 
-def _answered(connection: Connection, kind: str, request: str, stop: threading.Event) -> Outcome:
+def _answered(connection: Connection, kind: str, request: str, stop: threading.Event) -> JobEnd:
     least = float("inf")
 
     def report(progress: Progress) -> None:
@@ -88,15 +88,15 @@ def _answered(connection: Connection, kind: str, request: str, stop: threading.E
     if stop.is_set():
         return outcome_of(answer, StoppedBy.USER)
     limit = asked.given().get("time_limit")
-    late = limit is not None and monotonic() - began > NEARLY * limit
+    late = limit is not None and monotonic() - began > _NEARLY * limit
     return outcome_of(answer, StoppedBy.TIME if late else None)
 
 
-def outcome_of(answer: Answer, stopped_by: StoppedBy | None = None) -> Outcome:
+def outcome_of(answer: Answer, stopped_by: StoppedBy | None = None) -> JobEnd:
     """How a job ends with this answer; ``stopped_by`` is what may have ended its search."""
     told = answer.json_object()
     state, by = _state(told, stopped_by)
-    return Outcome(
+    return JobEnd(
         state,
         answer=written(answer),
         document=_document(getattr(answer, "plan", None)),

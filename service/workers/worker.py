@@ -10,15 +10,15 @@ from dataclasses import dataclass, field, replace
 
 from sqlalchemy.exc import DataError, SQLAlchemyError
 
-from stagewright.service.jobs.queue import LeaseLostError, Queue
-from stagewright.service.jobs.records import Asked, Job, Outcome, State, StoppedBy
-from stagewright.service.jobs.store import Store
+from stagewright.service.jobs.queue import JobLeaseLostError, Queue
+from stagewright.service.jobs.records import Ending, JobEnd, JobRecord, State, StoppedBy
+from stagewright.service.jobs.store import JobStore
 from stagewright.service.workers.processes import LocalProcess, MachineLostError, Start
 from stagewright.service.workers.solving import Better
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class JobLimits:
     """What a job may use.
 
     ``seconds`` is the longest that a job may take, whatever it asks for, and ``grace_seconds`` how
@@ -39,8 +39,8 @@ class Worker:
     nothing is told of it. ``start`` decides where processes of jobs are.
     """
 
-    store: Store
-    limits: Limits = Limits()
+    store: JobStore
+    limits: JobLimits = JobLimits()
     lease_seconds: float = 15.0
     poll_seconds: float = 0.2
     look_seconds: float = 2.0
@@ -78,17 +78,17 @@ class Worker:
             else:
                 self.answer(job)
 
-    def answer(self, job: Job) -> None:
+    def answer(self, job: JobRecord) -> None:
         """Answer a job that is claimed; what happens to the lease and the store ends it."""
         try:
-            run = _Run(self, job)
+            run = _JobRun(self, job)
         except OSError:  # no process can be started now: the lease runs out
             self.stopping.wait(self.poll_seconds)
             return
         try:
             with self.store.signals.subscribed(run.asked.set, job=job.id, name="asked"):
                 run.until_done()
-        except LeaseLostError:
+        except JobLeaseLostError:
             pass  # another worker has it: what this one found does not count
         except MachineLostError:
             pass  # its lease runs out, and it is queued again as if this worker were lost
@@ -96,10 +96,10 @@ class Worker:
             run.process.kill()
 
 
-class _Run:
+class _JobRun:
     """One job in its process."""
 
-    def __init__(self, worker: Worker, job: Job) -> None:
+    def __init__(self, worker: Worker, job: JobRecord) -> None:
         self.worker, self.job = worker, job
         self.process = worker.start(job.kind, job.request)
         now = time.monotonic()
@@ -115,7 +115,7 @@ class _Run:
         """Pass on what the process tells, and end it if it must."""
         while True:
             seen = self.process.look(self.worker.poll_seconds)
-            if isinstance(seen.told, Outcome):
+            if isinstance(seen.told, JobEnd):
                 self._finish(seen.told)
                 return
             if seen.told is not None:
@@ -151,11 +151,11 @@ class _Run:
         if self.kill_at is not None and now > self.kill_at:
             self.process.kill()
 
-    def _hear(self, asked: Asked | None) -> None:
-        if asked is Asked.ABORT:
+    def _hear(self, asked: Ending | None) -> None:
+        if asked is Ending.ABORT:
             self.aborted, self.stopped_by = True, StoppedBy.USER
             self.process.kill()
-        elif asked is Asked.STOP and self.kill_at is None:
+        elif asked is Ending.STOP and self.kill_at is None:
             self._ask_to_stop(StoppedBy.USER)
 
     def _ask_to_stop(self, why: StoppedBy) -> None:
@@ -163,7 +163,7 @@ class _Run:
         self.kill_at = time.monotonic() + self.worker.limits.grace_seconds
         self.process.stop()
 
-    def _finish(self, outcome: Outcome) -> None:
+    def _finish(self, outcome: JobEnd) -> None:
         """Store the outcome; a store that does not answer is asked again as long as we may."""
         while True:
             try:
@@ -171,12 +171,12 @@ class _Run:
                 self.worker.queue.finish(self.job.id, self.worker.name, told)
                 return
             except (DataError, ValueError):  # it will never take this: no text of a database
-                outcome = Outcome(State.FAILED, reason="its answer cannot be stored")
+                outcome = JobEnd(State.FAILED, reason="its answer cannot be stored")
             except SQLAlchemyError:
                 if self.worker.stopping.wait(self.worker.poll_seconds):
                     return  # the lease runs out, and the best plan so far stays
 
-    def _told(self, outcome: Outcome) -> Outcome:
+    def _told(self, outcome: JobEnd) -> JobEnd:
         """The outcome, stopped by whoever stopped it, with the best plan of earlier workers."""
         if outcome.stopped_by is None:
             return outcome
@@ -189,7 +189,7 @@ class _Run:
         kept = self.worker.store.get(self.job.id)
         return kept is not None and kept.document is not None
 
-    def _without_outcome(self, exit_code: int) -> Outcome:
+    def _without_outcome(self, exit_code: int) -> JobEnd:
         """How a job ends whose process ended without a word."""
         by = self.stopped_by or StoppedBy.LOST
         reasons = {
@@ -199,4 +199,4 @@ class _Run:
             "bytes of memory",
             StoppedBy.LOST: f"its process ended with exit code {exit_code}",
         }
-        return Outcome(State.FAILED, reason=reasons[by], stopped_by=by)
+        return JobEnd(State.FAILED, reason=reasons[by], stopped_by=by)

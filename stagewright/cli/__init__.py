@@ -18,7 +18,7 @@ from stagewright.graphs.documents.errors import InputError
 # Everything that typer raises for a wrong command line; typer has no public name for it.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
-PYDANTIC = (
+_PYDANTIC = (
     ("Value error, ", ""),
     ("Input should be a valid integer, unable to parse string as an integer", "no whole number"),
     ("Input should be a valid number, unable to parse string as a number", "no number"),
@@ -84,7 +84,7 @@ class CommandLine(TyperGroup):
 
 def _plain(message: str) -> str:
     """What typer says of a wrong value without the words of pydantic, by which it reads values."""
-    for words, plain in PYDANTIC:
+    for words, plain in _PYDANTIC:
         message = message.replace(words, plain)
     return message
 

@@ -1,7 +1,7 @@
 """Commands from typed models: the fields of a request, and those of a command's own, are options.
 
-A command is a function of an :class:`Asked` request, of :class:`Options` of its own, or of both. A
-field of its own takes the place of the request's field with the same name.
+A command is a function of an :class:`Asked` request, of its own :class:`CommandOptions`, or both.
+An option of its own takes the place of the request's field with the same name.
 """
 
 import inspect
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 R = TypeVar("R", bound="Request")
 Run = TypeVar("Run", bound=Callable[..., int])
 
-COMMON = ("stagewright.cli.options", "stagewright.service.requests")
+_COMMON = ("stagewright.cli.options", "stagewright.service.requests")
 """The modules of options that many commands have."""
 
 WORDS = (int, float, str, bool, Path)
 """What an option may be of; and choices, and lists of these."""
 
 
-class Options(BaseModel):
+class CommandOptions(BaseModel):
     """The options of a command that no request has."""
 
     model_config = ConfigDict(
@@ -220,7 +220,7 @@ class Asked(Generic[R]):
         names = {one.name: one.shown for one in self.fields.values()} | dict(options or {})
         return ask(self.kind, names, **self.values(others) | others)
 
-    def strays(self, but: Collection[str], own: Options) -> list[str]:
+    def strays(self, but: Collection[str], own: CommandOptions) -> list[str]:
         """The options with another value than their defaults, except ``but`` some."""
         mine = [(one, self.given[name]) for name, one in self.fields.items()]
         others = [
@@ -342,9 +342,9 @@ def _rank(model: type[BaseModel], name: str) -> tuple[int, ...]:
     """The place of a model's field on a help page: what many commands have comes last."""
     classes = [one for one in model.__mro__ if name in inspect.get_annotations(one)]
     owner = classes[-1]
-    is_common = owner.__module__ in COMMON
+    is_common = owner.__module__ in _COMMON
     return (
-        2 * is_common + issubclass(model, Options),
+        2 * is_common + issubclass(model, CommandOptions),
         model.__mro__.index(owner),
         [*owner.__annotations__].index(name),
     )

@@ -28,7 +28,7 @@ R = TypeVar("R", bound="Request")
 
 
 BEGAN = monotonic()  # the command line is imported when a command begins
-WIDTH_WITHOUT_TERMINAL = 120
+_WIDTH_WITHOUT_TERMINAL = 120
 
 
 def out() -> "Console":
@@ -38,7 +38,7 @@ def out() -> "Console":
     # No markup: names of models, devices and files may contain brackets.
     console = Console(highlight=False, soft_wrap=False, markup=False, emoji=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = WIDTH_WITHOUT_TERMINAL
+        console.width = _WIDTH_WITHOUT_TERMINAL
     return console
 
 

@@ -9,9 +9,9 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-SHOW_CURSOR = b"\x1b[?25h"
-STDERR = 2
-STOPPING = b"stagewright: stopping; a second signal ends it immediately\n"
+_SHOW_CURSOR = b"\x1b[?25h"
+_STDERR = 2
+_STOPPING = b"stagewright: stopping; a second signal ends it immediately\n"
 
 
 @contextmanager
@@ -23,7 +23,7 @@ def interruptible() -> Iterator[threading.Event]:
         _let_the_next_end()
         with suppress(OSError):
             # On a terminal, the progress line says it; the next signal leaves no time for the rest.
-            os.write(STDERR, SHOW_CURSOR if sys.stderr.isatty() else STOPPING)
+            os.write(_STDERR, _SHOW_CURSOR if sys.stderr.isatty() else _STOPPING)
         stop.set()
 
     if threading.current_thread() is not threading.main_thread():

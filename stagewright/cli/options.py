@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from stagewright.cli.commands import Options
+from stagewright.cli.commands import CommandOptions
 from stagewright.cli.outputs import Writes
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.options import Option
@@ -15,7 +15,7 @@ MOST_THREADS = 8  # unless more are asked for
 SERVED_THREADS = 4  # what services allow unless they are set otherwise
 
 
-class Printed(Options):
+class Printed(CommandOptions):
     """What every command may do with its answer."""
 
     as_json: Annotated[bool, Option("--json")] = False
@@ -29,14 +29,14 @@ class Written(Printed):
     """Where to write; - is standard output."""
 
 
-class Served(Options):
+class Served(CommandOptions):
     """Where an answer comes from."""
 
     server: Annotated[str | None, Option(form="URL", env="STAGEWRIGHT_SERVER")] = None
     """Solve on the planning service at this URL, with the token in STAGEWRIGHT_TOKEN."""
 
 
-class Threaded(Options):
+class Threaded(CommandOptions):
     """The threads of a search."""
 
     threads: int | None = None
@@ -44,7 +44,7 @@ class Threaded(Options):
     of a sweep and on Ray 1; with --server 4."""
 
 
-class OnRay(Options):
+class OnRay(CommandOptions):
     """Where several plans are made at a time."""
 
     engine: Literal["local", "ray"] = "local"
@@ -60,7 +60,7 @@ class OnRay(Options):
             raise InputError("--engine ray is of searches here; leave it or --server out")
 
 
-class Modelled(Options):
+class Modelled(CommandOptions):
     """A user's module and its data."""
 
     module: Annotated[str, Option(form="PACKAGE:FACTORY")]
@@ -74,21 +74,21 @@ class Modelled(Options):
     """One of torch.optim, e.g. adamw:lr=1e-3,weight_decay=0.1."""
 
 
-class Clipped(Options):
+class Clipped(CommandOptions):
     """What an optimizer does with large gradients."""
 
     clip_norm: float | None = None
     """Clip gradients to this norm over all parameters."""
 
 
-class Seeded(Options):
+class Seeded(CommandOptions):
     """Random choices."""
 
     seed: int = 0
     """Seed of all random choices."""
 
 
-class Repeated(Options):
+class Repeated(CommandOptions):
     """Measurements."""
 
     repetitions: Annotated[int, Field(ge=1)] = 9

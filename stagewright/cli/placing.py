@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from stagewright.service.pipelines.requests import PlanRequest
 
 OPTIMAL_GAP = 1e-9  # relative
-MOST_SPLITS = 20  # that are printed
-MOST_OFF = 8  # operators and transfers whose times are furthest from the plan's
+_MOST_SPLITS = 20  # that are printed
+_MOST_OFF = 8  # operators and transfers whose times are furthest from the plan's
 
 
 def is_graph(model: Path) -> bool:
@@ -78,7 +78,7 @@ def place(asked: "Asked[PlanRequest]", given: "PlanOptions", threads: int) -> in
 
 def _print_place(answer: "PlaceAnswer") -> None:
     if answer.plan is not None:
-        print_placement(answer)
+        _print_placement(answer)
     reason = f": {answer.reason}" if answer.reason else ""
     whole = answer.status == "optimal" and (answer.any_splits_gap or 0.0) > OPTIMAL_GAP
     of = f" with {_splits(answer)}" if whole else ""
@@ -121,7 +121,7 @@ def show_placement(given: "ShowOptions") -> int:
         for path, write in wanted:
             write(placed, path)
     shown = summary(placed)
-    tell_drawn(shown, given, [path for path, _ in wanted], lambda: print_placement(shown))
+    tell_drawn(shown, given, [path for path, _ in wanted], lambda: _print_placement(shown))
     return 0
 
 
@@ -176,7 +176,7 @@ def _print_comparison(found: "OperatorComparison") -> None:
             one.operator, one.device if one.target is None else f"{one.device} to {one.target}",
             *cells(one.seconds), ratio(one.seconds),
         )
-        for one in off[:MOST_OFF]
+        for one in off[:_MOST_OFF]
     ]  # fmt: skip
     print_table(("<furthest off", "<on", *head[1:]), rows)
     span = " to ".join(map(format_seconds, (found.least_seconds, found.most_seconds)))
@@ -188,7 +188,7 @@ def _print_comparison(found: "OperatorComparison") -> None:
     )
 
 
-def print_placement(placed: "PlacementSummary") -> None:
+def _print_placement(placed: "PlacementSummary") -> None:
     """Print the devices of a placement, its splits and its certificate."""
     cost = placed.cost_seconds or 0.0
     parts = [f"{placed.model} on {placed.cluster}", placed.planner]
@@ -206,7 +206,7 @@ def print_placement(placed: "PlacementSummary") -> None:
     print_table(("<device", "operators", "computes", "busy", "peak memory"), rows)
     if placed.splits:
         head = ("<split operator", "<dimension", "parts")
-        shown = placed.splits[:MOST_SPLITS]
+        shown = placed.splits[:_MOST_SPLITS]
         print_table(head, [(one["operator"], one["dimension"], str(one["parts"])) for one in shown])
         if len(placed.splits) > len(shown):
             say(f"and {len(placed.splits) - len(shown)} more splits")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from stagewright.cli.commands import Options
+from stagewright.cli.commands import CommandOptions
 from stagewright.cli.console import percent, print_answer, print_json, print_table, say
 from stagewright.cli.options import OnRay, Printed, Served, Written
 from stagewright.cli.outputs import Writes
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from stagewright.client import Client, JobState
     from stagewright.service.workers.processes import Start
 
-LEAST_MEMORY = 100e6  # bytes; a process that only starts takes more
+_LEAST_MEMORY = 100e6  # bytes; a process that only starts takes more
 
 
-class Stored(Options):
+class Stored(CommandOptions):
     """Where jobs are kept."""
 
     store: Annotated[str, Option(form="FILE_OR_URL", env="STAGEWRIGHT_STORE")] = (
@@ -65,7 +65,7 @@ def serve(given: ServeOptions) -> int:
     starts only if there are tokens.
     """
     limit = parse_bytes(given.memory_limit, "--memory-limit")
-    if limit < LEAST_MEMORY:
+    if limit < _LEAST_MEMORY:
         raise InputError(f"--memory-limit must be at least 100MB, got {given.memory_limit}")
     for name, value, unit in (
         ("rate", given.rate, "requests a second"),
@@ -85,7 +85,7 @@ def serve(given: ServeOptions) -> int:
     webhooks = None
     if given.webhook_origin:
         webhooks = Webhooks(tuple(given.webhook_origin), os.environ.get(SECRET, ""))
-    with opened(store_url(given.store)) as jobs, _processes(given) as start:
+    with opened(_store_url(given.store)) as jobs, _processes(given) as start:
         server = Server(
             jobs, given.host, given.port, given.workers, limit, given.rate, webhooks, start,
             given.keep_days,
@@ -106,7 +106,7 @@ def _processes(given: ServeOptions) -> "AbstractContextManager[Start]":
     return contextlib.nullcontext(LocalProcess)
 
 
-def store_url(text: str) -> str:
+def _store_url(text: str) -> str:
     """The URL of a store: a file is one of SQLite."""
     return text if "://" in text else f"sqlite:///{Path(text).absolute()}"
 
@@ -132,7 +132,7 @@ def token(given: TokenOptions) -> int:
         scope = Scope(scope)
     if not isinstance(scope, Scope):
         raise InputError(f"--scope {scope!r} must be one of {', '.join(Scope)}")
-    with opened(store_url(given.store)) as jobs:
+    with opened(_store_url(given.store)) as jobs:
         tokens = Tokens(jobs.engine)
         if given.revoke:
             count = tokens.revoke(given.user)
@@ -158,7 +158,7 @@ def backup(given: BackupOptions) -> int:
     """
     from stagewright.service.jobs.backups import back_up
 
-    back_up(store_url(given.store), given.file)
+    back_up(_store_url(given.store), given.file)
     say(f"{given.file}: {given.file.stat().st_size} bytes")
     return 0
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from stagewright.formulations.checking.violations import Violation
     from stagewright.formulations.parallelism.document import LayoutPlan
     from stagewright.formulations.plans.plan import PipelinePlan
-    from stagewright.front.results import Picture, Result
+    from stagewright.front.results import Picture, PlanResult
     from stagewright.graphs.machines.cluster import Cluster
     from stagewright.graphs.models.chain import Chain
     from stagewright.service.pipelines.answers import CompareAnswer, PartitionAnswer
@@ -56,7 +56,7 @@ def plan(
     start: "PipelinePlan | None" = None,
     on_progress: OnProgress = silent,
     stop: StopToken | None = None,
-) -> "Result":
+) -> "PlanResult":
     """Plan one training iteration of ``chain`` on ``cluster``.
 
     Parameters
@@ -84,10 +84,10 @@ def plan(
         SPP if ``planner`` is ``auto``, and no bound is proved.
     runtime
         The framework that is to run the plan, as :func:`export` names it: only plans that it runs
-        are answers, and ``Result.restriction`` says what that costs.
+        are answers, and ``PlanResult.restriction`` says what that costs.
     global_batch, microbatch_size
         In place of ``microbatches``: samples between two updates, and of a microbatch (None: every
-        size that the model has costs for is planned; ``Result.sizes`` has them).
+        size that the model has costs for is planned; ``PlanResult.sizes`` has them).
     choices
         Recomputation and offloading; for the planners ``1f1b-star`` and ``madpipe`` also a group
         size, a period and the solver of patterns; the schedule to plan; for ``ooo`` the method of

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from stagewright.formulations.forms.answers import Progress
 
 
-class Result(planning.Result):
+class PlanResult(planning.Result):
     """The answer to a planning problem; fields as in `stagewright.solvers.planning.Result`.
 
     It prints as a few lines, in a notebook with its timeline.
@@ -57,9 +57,9 @@ class Result(planning.Result):
         return pandas.DataFrame(self.rows())
 
 
-def shown(result: planning.Result) -> Result:
+def shown(result: planning.Result) -> PlanResult:
     """The same answer, as users of Python see it."""
-    return Result(**{one.name: getattr(result, one.name) for one in fields(result)})
+    return PlanResult(**{one.name: getattr(result, one.name) for one in fields(result)})
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         RunClusterAnswer,
     )
 
-SHOWN_JOBS = 40
+_SHOWN_JOBS = 40
 
 
 class AllocateOptions(Served, Written):
@@ -103,8 +103,8 @@ def _print_allocation(answer: "AllocateAnswer") -> None:
     _print_shares(answer)
     parts = answer.utilisation.items()
     say("in use: " + ", ".join(f"{name} {percent(part)}" for name, part in parts))
-    if jobs > SHOWN_JOBS:
-        say(f"{jobs - SHOWN_JOBS} more jobs; --json or --output has all of them")
+    if jobs > _SHOWN_JOBS:
+        say(f"{jobs - _SHOWN_JOBS} more jobs; --json or --output has all of them")
 
 
 def _print_shares(answer: "AllocateAnswer") -> None:
@@ -121,7 +121,7 @@ def _print_shares(answer: "AllocateAnswer") -> None:
             *(f"{share:.3f}" if share > 1e-9 else "" for share in shares[job]),
             f"{rates[job]:.4g}",
         )
-        for job in range(min(len(problem), SHOWN_JOBS))
+        for job in range(min(len(problem), _SHOWN_JOBS))
     ]
     head = ("<job", "<model", "scale", *(worker.name for worker in workers), "steps/s")
     print_table(head, rows)

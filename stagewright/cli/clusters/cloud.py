@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from stagewright.graphs.workloads.prices import Market, Preemptions
     from stagewright.service.cloud.requests import CloudAnswer, StrategyAnswer
 
-BASELINE = "1xv100"
+_BASELINE = "1xv100"
 
 
 class CloudOptions(Served, Printed):
@@ -57,14 +57,14 @@ def cloud(asked: Asked[CloudRequest], given: CloudOptions) -> int:
     from stagewright.service.cloud.requests import CloudAnswer
 
     with progress("reading prices"):
-        market = read_market(given.prices, given.only)
+        market = _read_market(given.prices, given.only)
     if given.save_prices is not None:
         save_market(market, given.save_prices)
     preempted = asked.given["checkpoint_every_seconds"] is not None
     request = asked.request(
         market=market,
-        rates=read_rates(given.rates, given.job_type, given.throughputs, market),
-        preemptions=read_preemptions(given.prices) if preempted else None,
+        rates=_read_rates(given.rates, given.job_type, given.throughputs, market),
+        preemptions=_read_preemptions(given.prices) if preempted else None,
     )
     answer = find(CloudAnswer, request, "planning", given.server)
     if given.png is not None and answer.strategies:
@@ -91,7 +91,7 @@ def _print(answer: "CloudAnswer") -> None:
     if not answer.strategies:
         say(f"{answer.status}: {answer.reason}")
         return
-    base = answer.strategies.get(BASELINE)
+    base = answer.strategies.get(_BASELINE)
     print_table(
         ("<strategy", "dollars", "cheaper than 1xv100", "days", "switches"),
         [_row(name, paid, base) for name, paid in answer.strategies.items()],
@@ -128,7 +128,7 @@ def _row(
     return (name, f"{paid.dollars:.2f}", cheaper, days, str(paid.switches))
 
 
-def read_market(paths: list[Path], places: str | None) -> "Market":
+def _read_market(paths: list[Path], places: str | None) -> "Market":
     """The prices of files and folders; only of ``places``, if any are given."""
     from stagewright.graphs.importers.cloud_prices import read_cloud_logs
     from stagewright.graphs.workloads.prices import load_market, merge
@@ -152,7 +152,7 @@ def _only(market: "Market", places: str | None) -> "Market":
     return market.of(lambda one: one.provider in wanted or f"{one.provider}/{one.region}" in wanted)
 
 
-def read_rates(
+def _read_rates(
     text: str | None, model: str | None, throughputs: Path | None, market: "Market"
 ) -> dict[str, float]:
     """Work per hour of each kind of GPU, relative to a V100."""
@@ -187,7 +187,7 @@ def _spelled_rates(text: str) -> dict[str, float]:
     return found
 
 
-def read_preemptions(paths: list[Path]) -> "Preemptions":
+def _read_preemptions(paths: list[Path]) -> "Preemptions":
     """The uptimes in the availability logs of the folders."""
     from stagewright.graphs.importers.cloud_prices import read_availability
     from stagewright.graphs.workloads.prices import Preemptions

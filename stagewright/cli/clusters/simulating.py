@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 HOUR = 3600.0
 PICTURE = Writes(".png", ".svg", ".pdf")
-POISSON_WINDOW = (4000, 5000)  # steady state, as in the thesis
+_POISSON_WINDOW = (4000, 5000)  # steady state, as in the thesis
 
 
 class SimulateClusterOptions(Served, Printed):
@@ -69,7 +69,7 @@ def simulate_cluster(
     steady = given.jobs_per_hour is not None and asked.given["window"] is None
     request = asked.request(
         **_read_jobs(arrivals, given),
-        **({"window": POISSON_WINDOW} if steady else {}),
+        **({"window": _POISSON_WINDOW} if steady else {}),
         keep_assignments=given.png is not None,
     )
     answer = _found(request, given.server)

@@ -36,7 +36,7 @@ _WHERE = {"intra": ("inside a server", "100GB/s"), "inter": ("between servers", 
 
 
 @dataclass(frozen=True, slots=True)
-class ByLevel(Generic[T]):
+class _ByLevel(Generic[T]):
     """A value inside servers, between the servers of a rack, and between racks."""
 
     intra: T
@@ -81,14 +81,14 @@ class ClusterOptions(Written):
     """Eight V100 in a cube of NVLinks."""
 
     @property
-    def bandwidth(self) -> ByLevel[str | None]:
+    def bandwidth(self) -> _ByLevel[str | None]:
         """The bandwidths of links."""
-        return ByLevel(self.intra, self.inter, self.inter_rack)
+        return _ByLevel(self.intra, self.inter, self.inter_rack)
 
     @property
-    def latency(self) -> ByLevel[float | None]:
+    def latency(self) -> _ByLevel[float | None]:
         """The latencies of links."""
-        return ByLevel(self.latency_intra, self.latency_inter, self.latency_inter_rack)
+        return _ByLevel(self.latency_intra, self.latency_inter, self.latency_inter_rack)
 
     @property
     def describes_server(self) -> bool:
@@ -111,7 +111,7 @@ class _Kind:
     phrase: str
     device: "Device"
     bandwidth: dict[str, float]
-    latency: ByLevel[float | None]
+    latency: _ByLevel[float | None]
     facts: list[str]
 
     def link(self, level: Level) -> "Link":

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
-from stagewright.cli.commands import Options, spelled, with_option
+from stagewright.cli.commands import CommandOptions, spelled, with_option
 from stagewright.cli.console import warn
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import parse_bandwidth, parse_bytes
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Precision = Literal["fp32", "fp16", "bf16", "fp8"]
 
 
-class Machines(Options):
+class MachineOptions(CommandOptions):
     """The machines of a training run: of one kind, or those of a cluster file."""
 
     device: Annotated[str | None, Option(form="KIND")] = None
@@ -59,7 +59,7 @@ class Machines(Options):
             own = kind if isinstance(kind, Accelerator) else None
             stray = [
                 spelled(name)
-                for name in Machines.model_fields
+                for name in MachineOptions.model_fields
                 # Of the kind the cluster file has the name only.
                 if getattr(self, name) is not None
                 and name != "cluster"
@@ -97,7 +97,7 @@ class Machines(Options):
         }
 
 
-class Training(Options):
+class TrainingOptions(CommandOptions):
     """What is trained, and with which types and memory."""
 
     global_batch: Annotated[int, Option(form="N")]
@@ -143,7 +143,7 @@ class Training(Options):
             raise InputError(message) from None
 
 
-class Degrees(Options):
+class DegreeOptions(CommandOptions):
     """The layouts that a search considers."""
 
     pipeline: str | None = None

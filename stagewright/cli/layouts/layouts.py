@@ -5,10 +5,10 @@ from typing import Annotated, Literal
 
 import typer
 
-from stagewright.cli.commands import Asked, Options, ask, command
+from stagewright.cli.commands import Asked, CommandOptions, ask, command
 from stagewright.cli.console import kept, progress, tell
 from stagewright.cli.interrupts import interruptible
-from stagewright.cli.layouts.inputs import Degrees, Machines, Precision, Training
+from stagewright.cli.layouts.inputs import DegreeOptions, MachineOptions, Precision, TrainingOptions
 from stagewright.cli.layouts.printing import print_layouts, print_memory, print_shortages
 from stagewright.cli.layouts.profiled import (
     is_layout,
@@ -28,14 +28,14 @@ from stagewright.service.layouts.searching import find_layouts
 from stagewright.service.options import Option
 
 
-class Picture(Options):
+class PictureOptions(CommandOptions):
     """A picture of the answer."""
 
     png: Annotated[Path | None, Option(form="FILE"), Writes(".png")] = None
     """Where to draw: the front, the stages of layer profiles, or the ranks' memory."""
 
 
-class TrainPlanOptions(Training, Machines, Degrees, Picture, Written):
+class TrainPlanOptions(TrainingOptions, MachineOptions, DegreeOptions, PictureOptions, Written):
     """What ``train-plan`` is asked beside its request."""
 
     config: Annotated[Path, Option("CONFIG_OR_PROFILES")]
@@ -51,7 +51,7 @@ class TrainPlanOptions(Training, Machines, Degrees, Picture, Written):
 @command(
     without="by_stage",
     headings={
-        "Machines": "per_server server_bandwidth network_bandwidth per_rack rack_bandwidth"
+        "MachineOptions": "per_server server_bandwidth network_bandwidth per_rack rack_bandwidth"
         " host_bandwidth memory servers",
         "Arithmetic and memory": "precision attention no_overlap reserve",
         "Layouts to consider": "pipeline tensor context replicas expert microbatch_sizes chunks"
@@ -110,7 +110,7 @@ def _draw(answer: LayoutAnswer, request: LayoutRequest, name: str, png: Path) ->
     write_bytes(png, front_png(answer.front, fabric.memory_bytes, title))
 
 
-class MemoryOptions(Picture, Printed):
+class MemoryOptions(PictureOptions, Printed):
     """What ``memory`` is asked."""
 
     file: Annotated[Path, Option("CONFIG_OR_LAYOUT")]
@@ -155,13 +155,13 @@ def memory(given: MemoryOptions) -> int:
         if given.layout is None or given.sequence is None:
             raise InputError("a configuration needs --layout and --sequence")
         layout = parse_layout(given.layout)
-        machines = Machines(
+        machines = MachineOptions(
             device=given.device or "h100",
             gpus=layout.ranks,
             per_server=layout.ranks,
             memory=given.memory,
         )
-        training = Training(
+        training = TrainingOptions(
             global_batch=given.global_batch
             or layout.data * layout.microbatch * 2 * layout.pipeline,
             sequence=given.sequence,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from stagewright.cli.console import out, percent, print_table, say
 
-ROUNDING_SECONDS = 1e-8
+_ROUNDING_SECONDS = 1e-8
 WIDE = 110
 """Characters from which a table has all its columns."""
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
         ExplainAnswer,
         LayoutAnswer,
         LayoutRow,
-        MemoryAnswer,
+        RankMemoryAnswer,
         RefinedAnswer,
     )
 
@@ -33,7 +33,7 @@ def print_layouts(
     else:
         say(f"{name}: {answer.status}", *([answer.reason] if answer.reason else []))
     if answer.refined is not None:
-        print_refined(answer.refined)
+        _print_refined(answer.refined)
     if answer.explained is not None:
         _print_explained(answer.explained)
     if front and answer.front:
@@ -100,7 +100,7 @@ def _said(name: str, problem: "TrainingProblem", answer: "LayoutAnswer") -> Iter
 
 def _rounded(seconds: float) -> float:
     """Without the rounding of sums."""
-    return 0.0 if abs(seconds) < ROUNDING_SECONDS else seconds
+    return 0.0 if abs(seconds) < _ROUNDING_SECONDS else seconds
 
 
 def _gain(seconds: float | None, before: float) -> float | None:
@@ -158,7 +158,7 @@ def _cells(one: "LayoutRow") -> tuple[str, ...]:
     )
 
 
-def print_refined(answer: "RefinedAnswer") -> None:
+def _print_refined(answer: "RefinedAnswer") -> None:
     """Layouts with blocks by stage, and what their bounds speak of."""
     from stagewright.graphs.documents.units import format_bytes, format_seconds
 
@@ -221,7 +221,7 @@ def _print_explained(one: "ExplainAnswer") -> None:
     print_shortages(one.shortages)
 
 
-def print_memory(ranks: "tuple[MemoryAnswer, ...]", limit: float) -> None:
+def print_memory(ranks: "tuple[RankMemoryAnswer, ...]", limit: float) -> None:
     """A row for every position in the pipeline."""
     from stagewright.graphs.documents.units import format_bytes
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from stagewright.cli.layouts.layouts import TrainPlanOptions
     from stagewright.service.layouts.profiled import ProfiledAnswer, ProfiledPoolAnswer
 
-PROFILES_ONLY = ("servers", "time_limit")
+_PROFILES_ONLY = ("servers", "time_limit")
 BOTH = ("global_batch", "cluster", "server_bandwidth", "network_bandwidth", "memory", "reserve",
         "png", "output", "as_json")  # fmt: skip
 """Options of train-plan by what they are for; all others are for a config.json."""
@@ -72,9 +72,9 @@ def require_options(context: typer.Context, path: Path, are_profiles: bool) -> l
         for name in context.params
         if name != "config" and context.get_parameter_source(name).name == "COMMANDLINE"  # type: ignore[union-attr]
     ]
-    known = (*PROFILES_ONLY, *BOTH)
+    known = (*_PROFILES_ONLY, *BOTH)
     stray = [
-        name for name in given if (name not in known if are_profiles else name in PROFILES_ONLY)
+        name for name in given if (name not in known if are_profiles else name in _PROFILES_ONLY)
     ]
     if stray:
         options = ", ".join(_option(context, name) for name in stray)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from stagewright.service.pipelines.answers import PlanAnswer
     from stagewright.solvers.planning import Result
 
-OF_GRAPHS = (
+_OF_GRAPHS = (
     "chain", "cluster", "planner", "contention", "time_limit", "threads", "seed", "server",
     "output", "as_json", "address",
 )  # fmt: skip
@@ -94,7 +94,7 @@ def plan(asked: Asked[PlanRequest], given: PlanOptions) -> int:
     model, on_ray = asked.given["chain"], given.engine == "ray"
     threads = threads_of(1 if on_ray and given.threads is None else given.threads, given.server)
     if is_graph(model):
-        for option in asked.strays(OF_GRAPHS, given):
+        for option in asked.strays(_OF_GRAPHS, given):
             raise InputError(f"{option} is for models of layers; {model} is a graph of operators")
         return place(asked, given, threads)
     if given.contention is not None:

@@ -22,9 +22,14 @@ FIGURES = (
     "bound", "gap",
 )  # fmt: skip
 CURVE_HEAD = ("memory", "makespan", "span", "bound", "gap", "<proved by", "<status")
-WIDE_ONLY = ("chunks", "<status", "span", "bound")  # columns of terminals of ...
+_WIDE_ONLY = ("chunks", "<status", "span", "bound")  # columns of terminals of ...
 WIDE = 100  # ... so many characters
-STYLES = {"F": "white on blue", "B": "black on green", "I": "black on cyan", "W": "black on yellow"}
+_STYLES = {
+    "F": "white on blue",
+    "B": "black on green",
+    "I": "black on cyan",
+    "W": "black on yellow",
+}
 
 
 def print_schedule(answer: "ScheduleAnswer") -> None:
@@ -45,7 +50,7 @@ def print_comparison(answer: "ScheduleComparison", spelled: Callable[[str], str]
 
 
 def _print_figures(*schedules: "ScheduleFigures") -> None:
-    shown = [i for i, name in enumerate(FIGURES) if out().width >= WIDE or name not in WIDE_ONLY]
+    shown = [i for i, name in enumerate(FIGURES) if out().width >= WIDE or name not in _WIDE_ONLY]
     rows = [cells(one) for one in schedules]
     print_table([FIGURES[i] for i in shown], [[row[i] for i in shown] for row in rows])
 
@@ -156,7 +161,7 @@ def _blocks(timed: "TimedOrder", device: int) -> list[_Block]:
             start,
             timed.times.of(action),
             str(action) if several else f"{action.kind}{action.microbatch}",
-            STYLES[action.kind],
+            _STYLES[action.kind],
         )
         for action, start in zip(row, timed.starts[device], strict=True)
     ]

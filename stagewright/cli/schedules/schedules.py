@@ -106,7 +106,7 @@ def schedule(asked: Asked[ScheduleRequest], given: ScheduleOptions) -> int:
     """Schedule the microbatches of a pipeline of stages with given times."""
     fields = asked.values() | {
         "threads": threads_of(given.threads, given.server),
-        **read_stages(given, asked.given["microbatches"]),
+        **_read_stages(given, asked.given["microbatches"]),
     }
     if given.compare and given.curve:
         raise InputError("--compare and --curve are two answers; leave one of them out")
@@ -232,7 +232,7 @@ def _drawn_bound(answer: "ScheduleAnswer") -> float | None:
 T = TypeVar("T")
 
 
-def read_stages(given: "ScheduleOptions", microbatches: int) -> dict[str, Any]:
+def _read_stages(given: "ScheduleOptions", microbatches: int) -> dict[str, Any]:
     """The fields of a request."""
     stages, in_flight = given.stages, given.in_flight
     from stagewright.graphs.documents.units import MAX_LAYERS, MAX_MICROBATCHES, require_count

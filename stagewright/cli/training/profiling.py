@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from stagewright.cli.commands import Options, command
+from stagewright.cli.commands import CommandOptions, command
 from stagewright.cli.console import terminal
 from stagewright.cli.documents.inputs import hand_out
 from stagewright.cli.options import Clipped, Modelled, Repeated, Written, read_sizes
@@ -17,14 +17,14 @@ from stagewright.service.options import Option
 TIMEOUT_SECONDS = 60.0  # a rank's limit for waiting for another one
 
 
-class Measured(Options):
+class MeasuredOptions(CommandOptions):
     """The device that was measured."""
 
     device: Annotated[str | None, Option(form="KIND")] = None
     """Kind of device, as in cluster files; default: the device's name."""
 
 
-class ProfileOptions(Measured, Modelled, Clipped, Repeated, Written):
+class ProfileOptions(MeasuredOptions, Modelled, Clipped, Repeated, Written):
     """What ``profile`` is asked."""
 
     data: Annotated[str, Option(form="PACKAGE:FACTORY")]
@@ -114,7 +114,7 @@ def profile(given: ProfileOptions) -> int:
     return 0
 
 
-class ProfileLinksOptions(Measured, Repeated, Written):
+class ProfileLinksOptions(MeasuredOptions, Repeated, Written):
     """What ``profile-links`` is asked."""
 
     ranks: Annotated[int | None, Field(ge=2)] = None

@@ -20,13 +20,13 @@ from stagewright.cli.training.running import require_timeout
 from stagewright.formulations.forms.answers import Limits
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import counted, format_seconds, parse_share
-from stagewright.service.answers import RoundAnswer, RoundsAnswer
+from stagewright.service.answers import RoundAnswer, TrainedRoundsAnswer
 from stagewright.service.options import Option
 
 if TYPE_CHECKING:
     from stagewright.formulations.operators.plan import OperatorPlan
     from stagewright.graphs.models.operators.step_graph import StepGraph
-    from stagewright.service.operators.rounds import Round, Rounds
+    from stagewright.service.operators.rounds import TrainingRound, TrainingRounds
 
 PLAN, COSTS, GRAPH, CLUSTER, CHECKPOINTS = (
     "plan.json", "costs.json", "graph.json", "cluster.json", "steps",
@@ -73,7 +73,7 @@ class TrainOptions(Modelled, Seeded, Printed):
 
 @command(
     headings={
-        "Rounds": "plans plan_steps tolerance",
+        "TrainingRounds": "plans plan_steps tolerance",
         "Planning": "replicas weights planner contention time_limit",
         "How it runs": "timeout seed",
     }
@@ -88,7 +88,7 @@ def train(given: TrainOptions) -> int:
     """
     from stagewright.executor.training.ranks.launch import require_torch
     from stagewright.graphs.machines.cluster import load_cluster
-    from stagewright.service.operators.rounds import Rounds
+    from stagewright.service.operators.rounds import TrainingRounds
 
     require_torch()
     require_timeout(given.timeout)
@@ -104,7 +104,7 @@ def train(given: TrainOptions) -> int:
     with reporting("train") as report:
         report("tracing a step")
         graph = _captured(given)
-    planned = Rounds(
+    planned = TrainingRounds(
         graph,
         machines,
         given.planner,
@@ -164,7 +164,7 @@ class _Runs:
     steps: int = 0
     losses: list[float] = field(default_factory=list)
 
-    def rounds(self, planned: "Rounds", first: "OperatorPlan") -> "Iterator[Round]":
+    def rounds(self, planned: "TrainingRounds", first: "OperatorPlan") -> "Iterator[TrainingRound]":
         """The rounds; the folder has the best plan and the costs after each."""
         from stagewright.executor.programs.trace import Trace, load_trace
         from stagewright.formulations.operators.plan import save_operator_plan
@@ -208,7 +208,7 @@ class _Runs:
         return answer | {"losses": self.losses}
 
 
-def _shown(rounds: "Iterator[Round]", as_json: bool) -> "Iterator[Round]":
+def _shown(rounds: "Iterator[TrainingRound]", as_json: bool) -> "Iterator[TrainingRound]":
     """The rounds, each with a line on stdout when it ends."""
     for one in rounds:
         if not as_json:
@@ -222,7 +222,7 @@ def _shown(rounds: "Iterator[Round]", as_json: bool) -> "Iterator[Round]":
 
 
 def _print_summary(
-    rounds: "list[Round]",
+    rounds: "list[TrainingRound]",
     answer: dict[str, Any],
     folder: Path,
     parameters: Path | None,
@@ -231,7 +231,7 @@ def _print_summary(
     best = [one for one in rounds if one.is_kept][-1]
     if as_json:
         print_answer(
-            RoundsAnswer(
+            TrainedRoundsAnswer(
                 rounds=tuple(
                     RoundAnswer(
                         planner=one.plan.planner,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     AnyPlan = PipelinePlan | OperatorPlan
 
-PROGRESS_SECONDS = 0.5  # minimum time between two lines of progress on a terminal
+_PROGRESS_SECONDS = 0.5  # minimum time between two lines of progress on a terminal
 QUIET_SECONDS = 5.0  # and where stderr is a file
 
 
@@ -214,7 +214,7 @@ def _require_runnable(task: "Task") -> None:
 def _progress(steps: int) -> "OnStep":
     """Report the progress of the training on stderr: often on a terminal, else now and then."""
     is_terminal = sys.stderr.isatty()
-    pause = PROGRESS_SECONDS if is_terminal else QUIET_SECONDS
+    pause = _PROGRESS_SECONDS if is_terminal else QUIET_SECONDS
     told = -math.inf if is_terminal else time.monotonic()
 
     def report(one: "StepReport") -> None:
