@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 from stagewright.executor.clusters.rounds import Assignment, Mechanism
 from stagewright.formulations.clusters.allocation import (
@@ -18,10 +19,59 @@ from stagewright.formulations.clusters.allocation_plan import (
 )
 from stagewright.formulations.forms.answers import StopToken
 from stagewright.graphs.documents.errors import InputError
-from stagewright.service.clusters.answers import AllocateAnswer, AssignmentAnswer, RoundsAnswer
-from stagewright.service.clusters.requests import AllocateRequest, RoundsRequest
+from stagewright.graphs.workloads.jobs import PairRate
+from stagewright.service.clusters.answers import (
+    AllocateAnswer,
+    AssignmentAnswer,
+    EstimateAnswer,
+    MeasureAnswer,
+    NewJobAnswer,
+    RoundsAnswer,
+)
+from stagewright.service.clusters.requests import (
+    AllocateRequest,
+    EstimateRequest,
+    MeasureRequest,
+    RoundsRequest,
+)
+from stagewright.solvers.clusters.estimation import Estimator, pairs_to_profile
 from stagewright.solvers.clusters.policies import AllocationResult, require_policy
 from stagewright.solvers.clusters.policies import allocate as solve
+
+
+def estimate(request: EstimateRequest) -> EstimateAnswer:
+    """The workload with the rates of all pairs: measured ones as they are, the others estimated.
+
+    Raises
+    ------
+    InputError
+        If a job was measured in a pair but not alone, or no reference job has a new job's scale.
+    """
+    measured, estimator = request.workload.throughputs, Estimator(request.reference)
+    nearest = estimator.nearest(measured)
+    whole = estimator.estimate(measured)
+    known = {_place(pair) for pair in (*request.reference.pairs, *measured.pairs)}
+    found = [pair for pair in whole.pairs if _place(pair) not in known]
+    return EstimateAnswer(
+        new=tuple(
+            NewJobAnswer(model=model, scale=scale, nearest=reference)
+            for (model, scale), reference in nearest.items()
+        ),
+        measured=len(known),
+        estimated=found,
+        workload=replace(request.workload, throughputs=whole),
+    )
+
+
+def _place(pair: PairRate) -> tuple[object, ...]:
+    return (pair.scale, pair.accelerator, *sorted(pair.models))
+
+
+def measure(request: MeasureRequest) -> MeasureAnswer:
+    """A random part of all pairs of a new job with reference jobs, at least one."""
+    kind = (request.model, request.scale)
+    pairs = pairs_to_profile(request.reference, kind, request.fraction, request.seed)
+    return MeasureAnswer(model=request.model, scale=request.scale, pairs=pairs)
 
 
 def allocate(request: AllocateRequest, stop: StopToken | None = None) -> AllocateAnswer:
@@ -37,13 +87,7 @@ def allocate(request: AllocateRequest, stop: StopToken | None = None) -> Allocat
 
 
 def require_allocatable(request: AllocateRequest) -> AllocationProblem:
-    """The problem; refuses what the policy lacks for it.
-
-    Raises
-    ------
-    InputError
-        As :func:`allocate`.
-    """
+    """The problem; refuses what the policy lacks for it."""
     problem = _problem(request)
     if request.parts is None:
         require_policy(problem, request.policy, request.budget_dollars, request.backend)
@@ -163,13 +207,7 @@ def rounds(request: RoundsRequest, stop: StopToken | None = None) -> RoundsAnswe
 
 
 def require_realisable(request: RoundsRequest) -> tuple[AllocationProblem, AllocationPlan | None]:
-    """The problem, and the allocation if it is given; refuses what the policy lacks.
-
-    Raises
-    ------
-    InputError
-        As :func:`rounds`.
-    """
+    """The problem, and the allocation if it is given; refuses what the policy lacks."""
     given = request.allocation
     if given is None:
         problem = _problem(request)

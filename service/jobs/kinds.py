@@ -49,13 +49,7 @@ class JobKind:
     timed: bool = False
 
     def require_answerable(self, request: Request) -> None:
-        """Refuse what the use case refuses.
-
-        Raises
-        ------
-        InputError
-            In the use case's own line.
-        """
+        """Refuse what the use case refuses."""
         if self.refuses is not None:
             _function(self.refuses)(request)
 

@@ -130,13 +130,7 @@ class DivideAnswer(Answer):
 def divide(
     request: DivideRequest, on_progress: OnProgress = silent, stop: StopToken | None = None
 ) -> DivideAnswer:
-    """The best division that is found in time.
-
-    Raises
-    ------
-    InputError
-        As :func:`problem_of`.
-    """
+    """The best division that is found in time."""
     problem = problem_of(request)
     if isinstance(problem, PiperProblem):
         return _layers(request, problem, stop)

@@ -169,13 +169,7 @@ def place(
 
 
 def require_placeable(request: PlaceRequest) -> None:
-    """Refuse what :func:`place` refuses.
-
-    Raises
-    ------
-    InputError
-        As there.
-    """
+    """Refuse what :func:`place` refuses."""
     from stagewright.solvers.operators.planning import require_planner
 
     require_planner(request.planner)

@@ -250,13 +250,7 @@ OnRow = Callable[[SweepRow], None]
 
 
 def require_planned(request: SweepRequest) -> None:
-    """Refuse a sweep of which no planner takes any combination, for the reason of the first.
-
-    Raises
-    ------
-    InputError
-        As :func:`sweep`.
-    """
+    """Refuse a sweep of which no planner takes any combination, for the reason of the first."""
     from stagewright.service.pipelines.planning import require_supported
 
     refused: InputError | None = None

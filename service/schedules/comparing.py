@@ -7,13 +7,14 @@ from stagewright.formulations.pipelines.makespan import Timetable
 from stagewright.formulations.schedules.choice import OPTIMAL
 from stagewright.formulations.schedules.placements import Device
 from stagewright.graphs.documents.errors import InputError
-from stagewright.service.schedules.answers import (
+from stagewright.service.schedules.requests import (
     ComparedSchedule,
+    CompareSchedulesRequest,
     RefusedSchedule,
     ScheduleAnswer,
     ScheduleComparison,
+    ScheduleRequest,
 )
-from stagewright.service.schedules.requests import CompareSchedulesRequest, ScheduleRequest
 from stagewright.service.schedules.scheduling import require_scheduler, schedule
 from stagewright.service.schedules.setting import SCHEDULES
 
@@ -39,10 +40,9 @@ def compare_schedules(
     groups = _by_order(kept)
     key = {"makespan": "makespan", "span": "span", "memory": "peak_memory"}[request.objective]
     groups.sort(key=lambda group: (getattr(group[0], key), group[0].kind != OPTIMAL))
-    return ScheduleComparison(
+    return ScheduleComparison.of(
+        request,
         stages=len(request.forward),
-        microbatches=request.microbatches,
-        objective=request.objective,
         wall_seconds=perf_counter() - began,
         schedules=tuple(_compared(group) for group in groups),
         refused=tuple(refused),

@@ -18,8 +18,12 @@ from stagewright.formulations.schedules.choice import OPTIMAL
 from stagewright.formulations.schedules.order import Order
 from stagewright.formulations.schedules.published.kinds import KINDS
 from stagewright.graphs.documents.errors import InputError
-from stagewright.service.schedules.answers import KindPoint, MemoryCurve, MemoryPoint
-from stagewright.service.schedules.requests import MemoryCurveRequest
+from stagewright.service.schedules.requests import (
+    KindPoint,
+    MemoryCurve,
+    MemoryCurveRequest,
+    MemoryPoint,
+)
 from stagewright.service.schedules.scheduling import plain, schedule
 from stagewright.service.schedules.setting import SCHEDULES, ScheduleSetting
 from stagewright.solvers.pipelines.least_memory import memory_levels
@@ -47,14 +51,12 @@ def schedule_curve(
         points = _without_tail(points)
     shown = tuple(_point(setting, point, limits) for point in points)
     proved = all(point.status == Status.OPTIMAL for point in shown)
-    return MemoryCurve(
+    return MemoryCurve.of(
+        setting,
+        request,
         status=Status.OPTIMAL if proved else limits.status(found=True),
         stages=len(request.forward),
-        microbatches=request.microbatches,
-        placement=setting.placement,
-        chunks=setting.chunks,
         device=setting.paths[0],
-        objective=request.objective,
         wall_seconds=perf_counter() - began,
         points=shown,
         kinds=tuple(_kinds(request, setting)),
@@ -81,14 +83,13 @@ def _without_tail(points: list[CurvePoint]) -> list[CurvePoint]:
 
 def _point(setting: ScheduleSetting, point: CurvePoint, limits: Limits) -> MemoryPoint:
     problem = setting.problem
-    return MemoryPoint(
+    return MemoryPoint.of(
+        point,
         memory=plain(point.memory),
         status=Status.OPTIMAL if point.gap == 0 else limits.status(found=True),
         makespan=plain(point.timetable.makespan(problem)),
         span=plain(point.timetable.span(problem)),
         bound=plain(point.bound),
-        gap=point.gap,
-        proved_by=point.proved_by,
     )
 
 

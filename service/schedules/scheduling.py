@@ -19,8 +19,12 @@ from stagewright.formulations.schedules.order import Order
 from stagewright.formulations.schedules.published.kinds import schedule_of
 from stagewright.formulations.schedules.timing import TimedOrder
 from stagewright.service.requests import SolveRequest
-from stagewright.service.schedules.answers import JobShopAnswer, ScheduleAnswer
-from stagewright.service.schedules.requests import JobShopRequest, ScheduleRequest
+from stagewright.service.schedules.requests import (
+    JobShopAnswer,
+    JobShopRequest,
+    ScheduleAnswer,
+    ScheduleRequest,
+)
 from stagewright.service.schedules.setting import RULES, ScheduleSetting, sizes_of
 
 if TYPE_CHECKING:
@@ -189,17 +193,14 @@ def _answer(
     setting, timed = found.setting, None if found.reason else found.timed
     figures = _figures(found)
     cost = None if timed is None else figures[request.objective]
-    return ScheduleAnswer(
+    return ScheduleAnswer.of(
+        found,
+        setting,
+        request,
         status=_status(request, found, cost, stop),
         planner=request.kind,
-        kind=request.kind,
         stages=len(request.forward),
-        microbatches=request.microbatches,
-        devices=setting.devices,
-        placement=setting.placement,
-        chunks=setting.chunks,
         device=setting.paths[0] if len(setting.paths) == 1 else None,
-        objective=request.objective,
         makespan=None if timed is None else plain(figures["makespan"]),
         span=None if timed is None else plain(figures["span"]),
         peak_memory=plain(figures["memory"]),
@@ -209,12 +210,8 @@ def _answer(
         cost_seconds=plain(cost),
         bound_seconds=plain(found.bound),
         gap=None if cost is None else _gap(cost, found.bound),
-        proved_by=found.proved_by,
         wall_seconds=seconds,
-        reason=found.reason,
         **_rows(timed),
-        problem=setting.problem,
-        result=found.result,
         timed=timed,
     )
 

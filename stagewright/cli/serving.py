@@ -156,7 +156,7 @@ def backup(given: BackupOptions) -> int:
     The file is a store too: put it in place of the other one, with no server running, to restore.
     A store of PostgreSQL is backed up with pg_dump.
     """
-    from stagewright.service.jobs.backups import back_up
+    from stagewright.service.jobs.upkeep import back_up
 
     back_up(_store_url(given.store), given.file)
     say(f"{given.file}: {given.file.stat().st_size} bytes")

@@ -197,17 +197,18 @@ def estimate(
     scale, fraction, seed
         With ``choose``: accelerators of the job, the fraction of all pairs, and of the draw.
     """
-    from stagewright.service.clusters import estimating
+    from stagewright.service.clusters.allocating import estimate as answer
+    from stagewright.service.clusters.allocating import measure
     from stagewright.service.clusters.requests import EstimateRequest, MeasureRequest
 
     if (workload is None) == (choose is None):
         raise InputError("give either a workload or choose, the model to measure")
     if workload is not None:
-        return estimating.estimate(EstimateRequest.of(reference=reference, workload=workload))
+        return answer(EstimateRequest.of(reference=reference, workload=workload))
     request = MeasureRequest.of(
         reference=reference, model=choose, scale=scale, fraction=fraction, seed=seed
     )
-    return estimating.measure(request)
+    return measure(request)
 
 
 def cloud(

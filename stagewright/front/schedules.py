@@ -12,7 +12,7 @@ from stagewright.service.schedules.requests import (
 )
 
 if TYPE_CHECKING:
-    from stagewright.service.schedules.answers import (
+    from stagewright.service.schedules.requests import (
         JobShopAnswer,
         ScheduleAnswer,
         ScheduleComparison,

@@ -41,8 +41,7 @@ from stagewright.graphs.workloads.prices import Market, save_market
 from stagewright.service.http.limits import RequestLimits
 from stagewright.service.pipelines.answers import PlanAnswer
 from stagewright.service.pipelines.requests import PlanRequest
-from stagewright.service.schedules.answers import JobShopAnswer
-from stagewright.service.schedules.requests import JobShopRequest
+from stagewright.service.schedules.requests import JobShopAnswer, JobShopRequest
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "jobs" / "mixed.json"
 MODEL = "--model model.json --cluster cluster.json"

@@ -19,8 +19,8 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.service.jobs.kinds import parse_request, title_of
 from stagewright.service.jobs.queue import MOST_ATTEMPTS, JobLeaseLostError, Queue
 from stagewright.service.jobs.records import Ending, JobEnd, State, StoppedBy
-from stagewright.service.jobs.repeating import DAY, retention
 from stagewright.service.jobs.store import ConflictError, JobStore
+from stagewright.service.jobs.upkeep import DAY, retention
 
 LEASE = 10.0
 DONE = JobEnd(State.OPTIMAL, answer="{}", document="plan", cost=2.0, bound=2.0)

@@ -184,8 +184,8 @@ class EstimateOptions(Written):
 
 def estimate(asked: Asked[MeasureRequest], given: EstimateOptions) -> int:
     """Estimate rates of new jobs that share accelerators, or choose the pairs to measure."""
-    from stagewright.service.clusters.estimating import estimate as answer_of
-    from stagewright.service.clusters.estimating import measure
+    from stagewright.service.clusters.allocating import estimate as answer_of
+    from stagewright.service.clusters.allocating import measure
 
     if (given.jobs is None) == (given.model is None):
         raise InputError("give one of --jobs FILE, --choose MODEL")

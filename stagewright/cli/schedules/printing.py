@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from stagewright.executor.drawing.charts.memory_curve import Curve
     from stagewright.formulations.schedules.timing import TimedOrder
-    from stagewright.service.schedules.answers import (
+    from stagewright.service.schedules.requests import (
         MemoryCurve,
         ScheduleAnswer,
         ScheduleComparison,

@@ -16,7 +16,7 @@ from stagewright.service.schedules.requests import JobShopRequest
 
 if TYPE_CHECKING:
     from stagewright.service.pipelines.answers import PartitionAnswer, PartitionChoice
-    from stagewright.service.schedules.answers import JobShopAnswer
+    from stagewright.service.schedules.requests import JobShopAnswer
 
 MOST_NAMES = 3  # of a set's nodes that are printed
 
@@ -136,7 +136,7 @@ def jobshop(asked: Asked[JobShopRequest], given: JobShopOptions) -> int:
     In a flexible job shop a step has a choice of machines.
     """
     from stagewright.formulations.pipelines.jobshop_text import parse_jobshop
-    from stagewright.service.schedules.answers import JobShopAnswer
+    from stagewright.service.schedules.requests import JobShopAnswer
 
     file = given.file
     request = asked.request(

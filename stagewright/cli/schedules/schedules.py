@@ -34,7 +34,7 @@ from stagewright.service.schedules.requests import (
 )
 
 if TYPE_CHECKING:
-    from stagewright.service.schedules.answers import ScheduleAnswer, ScheduleFigures
+    from stagewright.service.schedules.requests import ScheduleAnswer, ScheduleFigures
 
 SPELLED = {
     "forward": "--times: forward",
@@ -130,7 +130,7 @@ def _require_none(option: str, others: Mapping[str, object]) -> None:
 
 
 def _schedule(fields: dict[str, Any], given: ScheduleOptions) -> int:
-    from stagewright.service.schedules.answers import ScheduleAnswer
+    from stagewright.service.schedules.requests import ScheduleAnswer
 
     request = ask(ScheduleRequest, SPELLED, **fields)
     if given.csv is not None:
@@ -147,7 +147,7 @@ def _schedule(fields: dict[str, Any], given: ScheduleOptions) -> int:
 
 
 def _compare(fields: dict[str, Any], given: ScheduleOptions) -> int:
-    from stagewright.service.schedules.answers import ScheduleComparison
+    from stagewright.service.schedules.requests import ScheduleComparison
 
     def show(answer: ScheduleComparison) -> None:
         print_comparison(answer, lambda reason: with_option(reason, fields, SPELLED))
@@ -160,7 +160,7 @@ def _compare(fields: dict[str, Any], given: ScheduleOptions) -> int:
 
 
 def _curve(fields: dict[str, Any], given: ScheduleOptions) -> int:
-    from stagewright.service.schedules.answers import MemoryCurve
+    from stagewright.service.schedules.requests import MemoryCurve
 
     request = ask(MemoryCurveRequest, SPELLED, **fields)
     answer = find(MemoryCurve, request, "scheduling for every limit of memory", given.server)

@@ -1,15 +1,20 @@
-"""Backups of a store of SQLite, made while servers work on it."""
+"""Steps that a server repeats while it runs, such as deleting jobs that ended long ago."""
 
+import contextlib
 import os
 import sqlite3
 import tempfile
+import threading
+from collections.abc import Callable
 from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from sqlalchemy import make_url
-from sqlalchemy.exc import ArgumentError
+from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from stagewright.graphs.documents.errors import InputError
+from stagewright.service.jobs.store import JobStore
 
 
 def back_up(url: str, target: Path) -> None:
@@ -55,3 +60,39 @@ def _copy(source: Path, copy: Path) -> None:
         database.execute("VACUUM INTO ?", (str(copy),))
     with copy.open("rb+") as written:
         os.fsync(written.fileno())
+
+
+@dataclass
+class RepeatedStep:
+    """Takes a step again and again until it is stopped, in a thread.
+
+    After a step that tells that there was nothing to do, or a store that does not answer, it waits
+    for ``seconds``.
+    """
+
+    step: Callable[[], bool]
+    seconds: float
+    stopping: threading.Event = field(default_factory=threading.Event)
+
+    def run(self) -> None:
+        """Take steps until it is stopped."""
+        while not self.stopping.is_set():
+            busy = False
+            with contextlib.suppress(SQLAlchemyError):
+                busy = self.step()
+            if not busy:
+                self.stopping.wait(self.seconds)
+
+
+DAY = 86400.0
+LOOK_SECONDS = 3600.0  # between looks for jobs that are old enough
+
+
+def retention(store: JobStore, days: float) -> RepeatedStep:
+    """Discards jobs so many days after their ends."""
+
+    def discard() -> bool:
+        store.discard_ended(store.clock() - days * DAY)
+        return False
+
+    return RepeatedStep(discard, LOOK_SECONDS)
