@@ -1,7 +1,7 @@
-"""The request about renting cloud instances."""
+"""The request about renting cloud instances, and its answer."""
 
 import datetime
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import model_validator
 
@@ -16,6 +16,8 @@ from stagewright.service.requests import Request, require_positive
 
 if TYPE_CHECKING:
     from stagewright.formulations.cloud.switching import Plan, SwitchingProblem
+else:  # carried, not validated
+    Plan = SwitchingProblem = Any
 
 
 class StrategyAnswer(Answer):

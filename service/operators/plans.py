@@ -18,6 +18,8 @@ from stagewright.service.requests import Request, SearchRequest
 
 if TYPE_CHECKING:
     from stagewright.executor.measuring.operator_runs import OperatorComparison
+else:  # carried, not validated: its library is slow to import
+    OperatorComparison = Any
 
 
 class ComparePlacementRequest(Request):

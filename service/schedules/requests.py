@@ -1,4 +1,4 @@
-"""Requests about schedules of given stages, and about job shops."""
+"""Requests about schedules of given stages and about job shops, and their answers."""
 
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
@@ -18,10 +18,12 @@ from stagewright.service.requests import SolveRequest
 from stagewright.service.schedules.setting import RULES, SCHEDULES, ScheduleSetting, setting_of
 
 if TYPE_CHECKING:
-    from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
+    from stagewright.formulations.pipelines.makespan import MakespanProblem as CarriedProblem
+    from stagewright.formulations.pipelines.makespan import Timetable
     from stagewright.formulations.schedules.timing import TimedOrder
     from stagewright.solvers.pipelines.scheduling import ScheduleResult
-
+else:  # carried, not validated: their libraries are slow to import
+    CarriedProblem = Timetable = TimedOrder = ScheduleResult = Any
 
 Number = int | Finite
 """A whole number stays one."""
@@ -72,7 +74,7 @@ class ScheduleAnswer(ScheduleFigures):
     peak_memory_per_device: tuple[Number, ...] | None
     order: tuple[tuple[str, ...], ...] | None
     starts: tuple[tuple[Number, ...], ...] | None
-    problem: Annotated[MakespanProblem, CARRIED]
+    problem: Annotated[CarriedProblem, CARRIED]
     result: Annotated[ScheduleResult | None, CARRIED]
     timed: Annotated[TimedOrder | None, CARRIED]
 

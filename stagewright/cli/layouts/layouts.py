@@ -24,7 +24,6 @@ from stagewright.formulations.parallelism.layout import parse_layout
 from stagewright.graphs.documents.documents import write_bytes
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.layouts.requests import LayoutAnswer, LayoutRequest
-from stagewright.service.layouts.searching import find_layouts
 from stagewright.service.options import Option
 
 
@@ -51,7 +50,7 @@ class TrainPlanOptions(TrainingOptions, MachineOptions, DegreeOptions, PictureOp
 @command(
     without="by_stage",
     headings={
-        "MachineOptions": "per_server server_bandwidth network_bandwidth per_rack rack_bandwidth"
+        "Machines": "per_server server_bandwidth network_bandwidth per_rack rack_bandwidth"
         " host_bandwidth memory servers",
         "Arithmetic and memory": "precision attention no_overlap reserve",
         "Layouts to consider": "pipeline tensor context replicas expert microbatch_sizes chunks"
@@ -70,6 +69,8 @@ def train_plan(
     With measured layer profiles, on servers of several kinds: stages, replicas, tensor degrees and
     kinds of GPU.
     """
+    from stagewright.service.layouts.searching import find_layouts  # it imports scipy
+
     config = given.config
     are_profiles = is_profiles(config)
     options = require_options(command_line, config, are_profiles)

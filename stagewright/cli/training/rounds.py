@@ -73,7 +73,7 @@ class TrainOptions(Modelled, Seeded, Printed):
 
 @command(
     headings={
-        "TrainingRounds": "plans plan_steps tolerance",
+        "Rounds": "plans plan_steps tolerance",
         "Planning": "replicas weights planner contention time_limit",
         "How it runs": "timeout seed",
     }
