@@ -61,7 +61,7 @@ class Request(BaseModel):
 
     @classmethod
     def _require_types(cls, fields: Mapping[str, Any]) -> None:
-        """Name a wrong argument as the rest of the library does."""
+        """Refuse arguments of wrong types in the words of the rest of the library."""
         for name, value in fields.items():
             if name in cls.model_fields:
                 require_kind(value, cls.model_fields[name].annotation, name)

@@ -57,7 +57,7 @@ def written(answer: Answer) -> str:
 
 
 def printed(text: str) -> str:
-    """Of a whole answer what ``--json`` prints."""
+    """The part of a whole answer that ``--json`` prints."""
     told = from_json(text)
     told.pop(CARRIED, None)
     return to_json(told, inf_nan_mode="null").decode()
@@ -77,7 +77,7 @@ def placement(told: Made) -> "OperatorPlan | None":
 
 
 def kept_plan(request: PlanRequest, document: str, status: Status, reason: str) -> PlanAnswer:
-    """The answer of a search that ended without one, from the best plan that it had found."""
+    """The answer of a search that was ended, from the best plan that it had found."""
     from stagewright.service.pipelines.planning import answer_of
     from stagewright.solvers.planning import OPTIMAL_GAP, Result
 
@@ -148,7 +148,7 @@ def _of_what_if(request: Request, told: Made, carried: Any) -> Made:
 
 
 def _of_schedule(request: Request, told: Made, carried: Any) -> Made:
-    """The record of the search for the optimum is not kept."""
+    """The carried fields of a schedule; the record of its search is not kept."""
     return {
         "timed": _object(TIMED_ORDER, carried["timed"]),
         "problem": _object(MAKESPAN_PROBLEM, carried["problem"]),

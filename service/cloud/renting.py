@@ -138,7 +138,7 @@ class _Followed:
 def _followed(
     problem: SwitchingProblem, names: Sequence[str], home: Home, stop: StopToken | None
 ) -> list[_Followed]:
-    """In the order of ``names``, of which the optimum is the last; fewer once stopped."""
+    """The costs of strategies in the order of ``names``, the optimum last; fewer once stopped."""
     answers: list[_Followed] = []
     for name in names:
         if is_stopped(stop):

@@ -157,7 +157,7 @@ def _plan(
 
 
 def _finite(value: float | None) -> float | None:
-    """None for an infinite value, such as the makespan if a job makes no progress."""
+    """The value; None if it is infinite, as the makespan of a job without progress is."""
     return value if value is not None and math.isfinite(value) else None
 
 

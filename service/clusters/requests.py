@@ -23,7 +23,7 @@ def _reference(path: str) -> Throughputs:
 
 
 def _first_end(text: str, option: str) -> tuple[int, int]:
-    """The numbers of ``first-end``."""
+    """The two numbers of a text such as ``4000-5000``."""
     first, _, end = text.partition("-")
     if not (first.isdigit() and end.isdigit() and int(first) < int(end)):
         raise InputError(f"{option} {text!r} is no FIRST-END, for example 4000-5000")

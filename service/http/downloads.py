@@ -185,7 +185,7 @@ def _plan(job: JobRecord) -> PipelinePlan:
 
 
 def _request(job: JobRecord) -> PlanRequest:
-    """What a job with a plan was asked."""
+    """The request of a job that plans a pipeline."""
     request = KINDS[job.kind].request.parse(job.request)
     assert isinstance(request, PlanRequest)  # no other kind has such a plan
     return request

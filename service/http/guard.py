@@ -1,4 +1,4 @@
-"""Who calls, what they may do, and which jobs are theirs; as dependencies of the routes."""
+"""Who calls a route, what the caller may do, and which jobs are the caller's."""
 
 import re
 from collections.abc import Callable
@@ -22,7 +22,7 @@ _BEARER = HTTPBearer(auto_error=False)
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What the routes work on.
+    """The store and the settings that all routes use.
 
     ``open_to_all``: without tokens, for one machine alone. ``rate`` limits the requests of each
     user, and those without a valid token of each address. ``webhooks`` None: none are sent.

@@ -50,7 +50,7 @@ class RequestRate:
         return min(self.burst, left + (now - then) * self.per_second)
 
     def _forget(self, now: float) -> None:
-        """Full buckets are those of users who are not known."""
+        """Forget users whose buckets are full, as those of new users are."""
         self._buckets = {
             user: kept for user, kept in self._buckets.items() if self._left(user, now) < self.burst
         }
@@ -87,7 +87,7 @@ class TooManyError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What may be asked for.
+    """The limits on requests of a service.
 
     ``body_bytes`` of a request, ``body_seconds`` for it to arrive and ``depth`` of brackets in it,
     ``seconds`` and ``threads`` of a search (and processes of a sweep), ``devices`` and ``layers``
@@ -122,7 +122,7 @@ class RequestLimits:
         return b"".join(parts)
 
     def require_shallow(self, text: bytes) -> None:
-        """Refuse brackets inside brackets that no parser should have to follow."""
+        """Refuse a body whose brackets are nested too deeply."""
         brackets = _TEXTS.sub(b"", text).translate(None, _NO_BRACKETS)
         steps = _STEPS[np.frombuffer(brackets, np.uint8)]
         depth = int(steps.cumsum(dtype=np.int32).max(initial=0))
@@ -130,7 +130,7 @@ class RequestLimits:
             raise InputError(f"the body has {depth} brackets inside each other, over {self.depth}")
 
     def require_room(self, queued: Callable[[], int]) -> None:
-        """Refuse another job of a user who has so many that wait, asked only where it matters."""
+        """Refuse another job of a user who has too many in the queue."""
         if self.queued is not None and (waiting := queued()) >= self.queued:
             raise TooManyError(
                 f"you have {waiting} jobs in the queue, and may have {self.queued}: wait, or stop "
@@ -139,7 +139,7 @@ class RequestLimits:
             )
 
     def require_modest(self, request: Request) -> None:
-        """Refuse what would take too long, or would go beyond this machine."""
+        """Refuse a request that would take too long, or would use other machines."""
         given: Mapping[str, Any] = request.given()
         numbers = (
             ("time_limit", self.seconds),

@@ -84,7 +84,7 @@ class Server:
                 thread.join()
 
     def _beside(self) -> Iterator[RepeatedStep]:
-        """What is done beside jobs and requests."""
+        """Steps that the server repeats: deliveries of webhooks, and the deletion of old jobs."""
         if self.webhooks is not None:
             deliverer = Deliverer(self.store, self.webhooks)
             for _ in range(_DELIVERERS):

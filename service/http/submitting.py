@@ -27,7 +27,7 @@ KNOWN: Responses = {200: {"model": JobView, "description": "It is known, or its 
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What a user asks of a job besides its answer."""
+    """Priority, idempotency key and webhook of a submitted job."""
 
     priority: int
     key: str | None
@@ -49,7 +49,7 @@ def read_webhooks(caller: Submitter, service: Serving) -> WebhookView:
 
 
 def _add(kind: str) -> None:
-    """Submit and validate requests of a kind, whose body is the model of users of Python."""
+    """Add the routes that submit and validate requests of a kind of job."""
     one = KINDS[kind]
     content = {"application/json": {"schema": reference(one.request)}}
     body = {"requestBody": {"required": True, "content": content}}
@@ -97,7 +97,7 @@ for _kind in KINDS:
 def _validated(
     service: Service, kind: str, text: bytes, caller: Caller
 ) -> tuple[JobRequest, bytes]:
-    """The request, and its text with the documents that it names."""
+    """A parsed request, and its text with uploaded documents in place of their names."""
     service.limits.require_shallow(text)
     whole = resolved(service, caller.user, text)
     asked = parse_request(kind, whole)

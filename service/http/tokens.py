@@ -1,4 +1,4 @@
-"""Who may do what: bearer tokens, of which only digests are stored."""
+"""Bearer tokens and their scopes; only digests of tokens are stored."""
 
 import hashlib
 import hmac

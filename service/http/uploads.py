@@ -38,7 +38,7 @@ UploadId = Annotated[str, Path(pattern=ID)]
 
 
 class Kind(StrEnum):
-    """What is kept."""
+    """The kinds of documents that users upload."""
 
     MODEL = "model"
     CLUSTER = "cluster"
@@ -68,7 +68,7 @@ KNOWN: Responses = {200: {"model": UploadView, "description": "It is kept alread
 
 @dataclass(frozen=True, slots=True)
 class SentDocument:
-    """What a user sends to be kept, under a name where it has another than its own."""
+    """A document that a user sends to be stored, and the name that the user gives to it."""
 
     text: bytes
     user: str
@@ -77,7 +77,7 @@ class SentDocument:
     response: Response
 
     async def kept(self, kind: Kind, document: Callable[[], bytes]) -> UploadView:
-        """Keep the document that is made of it, in a thread."""
+        """Store the document that is made of what was sent, in a thread."""
         return await run_in_threadpool(self._keep, kind, document)
 
     def _keep(self, kind: Kind, made: Callable[[], bytes]) -> UploadView:
@@ -107,7 +107,7 @@ Received = Annotated[SentDocument, Depends(_sent)]
 
 
 def _route(path: str, media_type: str, schema: str) -> Callable[[Route], Route]:
-    """A route that keeps what is sent."""
+    """A route that stores the document which a user sends."""
     content = {media_type: {"schema": {"type": schema}}}
     return router.post(
         path,
@@ -217,7 +217,7 @@ def discard_upload(upload: UploadId, caller: Submitter, service: Serving) -> Non
 
 
 def _own_upload(service: Service, user: str, upload: str) -> tuple[Upload, str]:
-    """A user's own upload, and its text."""
+    """An upload of a user, and its text."""
     found = Uploads(service.store).get(user, upload)
     if found is None:
         raise _no_upload(upload)
@@ -250,7 +250,7 @@ def resolved(service: Service, user: str, text: bytes) -> bytes:
 
 
 def _named(service: Service, user: str, field: str, kind: str, upload: Any) -> str:
-    """The document that a field names."""
+    """The text of the uploaded document that a field of a request names."""
     found = None
     if isinstance(upload, str) and upload.isalnum():
         found = Uploads(service.store).get(user, upload)
@@ -276,7 +276,7 @@ def _name_of(kind: Kind, text: bytes) -> str:
 
 
 def _require_costs(text: bytes) -> None:
-    """Refuse what describes a model without costs, and say where it is taken."""
+    """Refuse a Hugging Face configuration that is sent as a model, and name the right route."""
     try:
         found = json.loads(text)
     except ValueError:

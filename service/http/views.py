@@ -1,4 +1,4 @@
-"""What the service tells of a job."""
+"""What the service tells a user about a job."""
 
 import json
 from typing import Any
@@ -68,7 +68,7 @@ class JobPage(BaseModel):
 
 
 def view(job: JobRecord, caller: Caller) -> JobView:
-    """A job as the caller is told of it: not of which job of another user its answer is."""
+    """A job as the caller may see it: without the id of another user's job that it copies."""
     gap = None
     if job.cost and job.bound is not None:
         gap = (job.cost - job.bound) / job.cost

@@ -70,20 +70,20 @@ class Webhooks:
 
 @dataclass(frozen=True, slots=True)
 class Deliverer:
-    """Delivers what is due."""
+    """Delivers the webhooks that are due."""
 
     store: JobStore
     webhooks: Webhooks
 
     def deliver_next(self) -> bool:
-        """Deliver what is due first; whether anything is."""
+        """Deliver the webhook that is due first; whether there was any."""
         due = Deliveries(self.store).claim()
         if due is not None:
             self.deliver(due)
         return due is not None
 
     def deliver(self, delivery: Delivery) -> bool:
-        """Tell of a job's end; whether that has arrived."""
+        """Tell a receiver that a job has ended; whether the delivery arrived."""
         job = self.store.get(delivery.job)
         if job is None or job.finished is None:  # discarded, or queued again meanwhile
             return False
@@ -106,7 +106,7 @@ class Deliverer:
         return reason is None
 
     def _failure(self, url: str, body: str, headers: dict[str, str]) -> str | None:
-        """Post; why that has failed, or None. What networks here tell stays here."""
+        """Post a webhook; why that failed, without details of this network, or None."""
         try:
             self.webhooks.require_allowed(url)
             status = post(url, body.encode(), headers)
@@ -145,7 +145,7 @@ def _shut(opened: socket.socket) -> None:
 
 
 def _address(host: str, port: int) -> str:
-    """The address of a name, unless it is one that no name should have."""
+    """The IP address of a host; refuses names of this machine or of its network's services."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     addresses = [str(one[4][0]) for one in found]
     for one in addresses:
@@ -155,7 +155,7 @@ def _address(host: str, port: int) -> str:
 
 
 def _is_reachable(address: str) -> bool:
-    """Whether others than this machine and its network's own services may be there."""
+    """Whether an IP address is neither of this machine nor of its network's services."""
     found = ipaddress.ip_address(address.partition("%")[0])
     plain = getattr(found, "ipv4_mapped", None) or found
     return not (
@@ -168,7 +168,7 @@ def _is_reachable(address: str) -> bool:
 
 
 def _parts(url: str) -> SplitResult:
-    """The parts of a URL that has a scheme and a host, and nobody's name."""
+    """The parts of a URL of http or https, which names no user and no fragment."""
     try:
         parts = urlsplit(url)
         port = parts.port

@@ -127,7 +127,7 @@ class Queue:
         return len(lost)
 
     def _any(self, *conditions: ColumnElement[bool]) -> bool:
-        """Whether there is such a job; asked without taking a lock, as workers ask all the time."""
+        """Whether a job meets the conditions; asked without a lock, as workers ask all the time."""
         with self._engine.connect() as database:
             found = database.execute(select(JOBS.c.id).where(*conditions).limit(1)).first()
         return found is not None
@@ -136,7 +136,7 @@ class Queue:
         return (JOBS.c.state == State.SOLVING, JOBS.c.leased_until < self._clock())
 
     def _lose(self, database: Connection, row: Row[Any]) -> None:
-        """What becomes of a job whose worker is gone."""
+        """Queue a job again whose worker is lost, or end it."""
         if row.asked is None and row.attempts < MOST_ATTEMPTS:
             database.execute(
                 update(JOBS)

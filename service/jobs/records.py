@@ -1,4 +1,4 @@
-"""The life of a job, as data."""
+"""The states of a job, and the records that the store has of it."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -105,7 +105,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class JobEnd:
-    """How a job ended; the arguments of `Store.finish`."""
+    """How a job ended: the argument of `Queue.finish`."""
 
     state: State
     answer: str | None = None

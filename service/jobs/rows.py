@@ -267,7 +267,7 @@ def _prepare_connections(engine: sa.Engine) -> None:
 
 
 def _watch_file(engine: sa.Engine, path: Path) -> None:
-    """Refuse what would go to a file that was deleted, and take up one that took its place."""
+    """Refuse to use a database file that was deleted; connect again if it was replaced."""
     opened = threading.Event()
 
     @sa.event.listens_for(engine, "do_connect")

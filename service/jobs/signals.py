@@ -72,7 +72,7 @@ class Signals:
                 self._closed.wait(_RETRY_SECONDS)
 
     def _noticed(self) -> Iterator[tuple[str | None, str | None]]:
-        """Job and name of events as PostgreSQL tells of them; None, None: of any."""
+        """Job and name of each new event, by notices of PostgreSQL; None, None: any event."""
         with self._engine.connect() as database:
             database.execution_options(isolation_level="AUTOCOMMIT")
             database.detach()  # the pool would give the connection to others
@@ -85,7 +85,7 @@ class Signals:
                     yield job, name
 
     def _found(self) -> Iterator[tuple[str | None, str | None]]:
-        """The same of SQLite, whose events are committed in the order of their numbers."""
+        """The job and name of each new event, read from SQLite in the order of their numbers."""
         with self._engine.connect() as database:
             last = database.execute(select(func.max(EVENTS.c.number))).scalar() or 0
         yield None, None

@@ -169,7 +169,7 @@ class JobStore:
             return database.execute(_KNOWN, {"digest": _digest(kind, request)}).first() is not None
 
     def _known(self, database: sa.Connection, digest: str) -> dict[str, Any]:
-        """The fields of an answer that is known, and complete."""
+        """The fields of an earlier complete answer to the same request; empty without one."""
         row = database.execute(_KNOWN, {"digest": digest}).one_or_none()
         if row is None:
             return {}

@@ -53,7 +53,7 @@ def _file(url: str) -> Path:
 
 
 def _copy(source: Path, copy: Path) -> None:
-    """A copy of one moment, in one file without a log beside it."""
+    """Copy a database, as it is at one moment, into a single file."""
     copy.touch(0o600)
     with closing(sqlite3.connect(f"{source.absolute().as_uri()}?mode=rw", uri=True)) as database:
         database.execute("SELECT count(*) FROM jobs, events, tokens LIMIT 0")  # is it a store?
@@ -75,7 +75,7 @@ class RepeatedStep:
     stopping: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
-        """Take steps until it is stopped."""
+        """Repeat the step until it is stopped."""
         while not self.stopping.is_set():
             busy = False
             with contextlib.suppress(SQLAlchemyError):

@@ -158,7 +158,7 @@ def unusable(problem: ProfiledProblem, pool: Pool) -> str:
 
 
 def _require_microbatch(problem: ProfiledProblem) -> None:
-    """Some microbatch size of some usable group divides the batch."""
+    """Refuse a batch that no measured microbatch size divides."""
     sizes = sorted(
         {
             size

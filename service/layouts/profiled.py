@@ -170,7 +170,7 @@ def check_profiled_plan(request: CheckProfiledRequest) -> CheckProfiledAnswer:
 
 
 def _reason(problem: ProfiledProblem, status: Status, limits: Limits) -> str:
-    """Why there is no plan: what the first one with more memory lacks."""
+    """Why there is no plan, and how much more memory a plan would need."""
     if status is not Status.INFEASIBLE:
         return "the search ended before a plan was found; give it more time"
     for factor in _MORE_MEMORY:
@@ -198,7 +198,7 @@ def _with_memory(
 
 
 def _remarks(problem: ProfiledProblem) -> Iterator[str]:
-    """What a user should know: of the class, of what was not measured, of pools without use."""
+    """Remarks on the class of plans, on what was not measured and on unused pools."""
     pools = Counter(pool.device_kind for pool in problem.cluster.pools)
     for kind, number in pools.items():
         if number > 1:
@@ -227,7 +227,7 @@ def _open(found: ProfiledResult, limits: Limits) -> Iterator[str]:
 def _stages(
     problem: ProfiledProblem, plan: ProfiledPlan, estimate: ProfiledEstimate
 ) -> Iterator[ProfiledStageAnswer]:
-    """A stage's replicas are in one pool and of one degree, in the planner's class."""
+    """The stages of a plan; all replicas of a stage are in one pool and of one degree."""
     ends = [0, *np.cumsum([stage.layers for stage in plan.stages]).tolist()]
     for s, ((first, stop), stage) in enumerate(zip(pairwise(ends), plan.stages, strict=True)):
         one = stage.replicas[0]

@@ -64,7 +64,7 @@ def _recomputation(framework: str | None) -> Recomputation:
 def _best(
     done: Refinement, found: Found, answer: RefinedAnswer
 ) -> tuple[Estimate | None, LayoutBound | None]:
-    """The best layout; its bound where it is a refined one."""
+    """The best layout of all, and its bound if it is a refined one."""
     alike = found.best[0] if found.best else None
     if not done.best or (alike is not None and done.best[0].estimate.seconds >= alike.seconds):
         return alike, None

@@ -130,7 +130,7 @@ def find_layouts(request: LayoutRequest, stop: StopToken | None = None) -> Layou
 
 
 def _rows(request: LayoutRequest, found: Found) -> Iterator[LayoutRow]:
-    """The best layouts, with those that are folded into them."""
+    """A row for each of the best layouts, with the layouts that are folded into it."""
     for one in found.best:
         key = work_alike(one.layout)
         alike = [str(other.layout) for other in found.folded if work_alike(other.layout) == key]
@@ -146,7 +146,7 @@ def _days(request: LayoutRequest, best: Estimate | None) -> float | None:
 
 
 def _impossible(request: LayoutRequest, reason: str) -> LayoutAnswer:
-    """No layout of the space is possible; but the explained one may be."""
+    """The answer where no layout of the space is possible, with the explained layout."""
     assert request.explain is not None
     return LayoutAnswer(
         status=Status.INFEASIBLE,
@@ -169,7 +169,7 @@ def _reason(
     front: tuple[FrontPoint, ...],
     stop: StopToken | None,
 ) -> str | None:
-    """Why there are no rows; None if there are."""
+    """Why the answer lists no layout; None if it lists some."""
     if found.best:
         return None
     if best is not None:
@@ -227,7 +227,7 @@ def plan_class(request: LayoutRequest) -> str:
 def _layout_row(
     problem: TrainingProblem, one: Estimate, best: Estimate, alike: tuple[str, ...] = ()
 ) -> LayoutRow:
-    """A layout in figures."""
+    """The row of a layout: its time and the parts of it, and its memory."""
     fullest = max(range(len(one.memory)), key=lambda rank: one.memory[rank].total)
     return LayoutRow.of(
         one,
@@ -241,7 +241,7 @@ def _layout_row(
 
 
 def _memory_answer(one: Estimate, rank: int) -> RankMemoryAnswer:
-    """The memory of the ranks at one position."""
+    """The peak memory, by kind, of the ranks at one position in the pipeline."""
     kinds = [name for name in RankMemoryAnswer.model_fields if name != "rank"]
     held = {name: getattr(one.memory[rank], name.removesuffix("_bytes")) for name in kinds}
     return RankMemoryAnswer(rank=rank, **held)
@@ -315,7 +315,7 @@ def _what_if(searches: Searches, stop: StopToken | None) -> Iterator[WhatIf]:
 
 
 def _changes(problem: TrainingProblem) -> Iterator[tuple[str, TrainingProblem]]:
-    """Better machines, one thing at a time."""
+    """The problem on better machines: with more memory, or with one faster level of links."""
     fabric = problem.fabric
     for text, memory in (
         ("1 GB more memory", fabric.memory_bytes + 1e9),

@@ -35,7 +35,7 @@ PIPELINES = "pipelines of contiguous sets, with replicas, shards and recomputati
 
 
 def _parts_of(workload: object) -> str:
-    """Which of the two projects a workload is of, so that errors refer to that one only."""
+    """``layers`` for a workload of Piper, ``operators`` for one of dnn-partitioning."""
     of_layers = isinstance(workload, dict) and "mbsInBatch" in workload
     return "layers" if of_layers or isinstance(workload, PiperWorkload) else "operators"
 
@@ -175,7 +175,7 @@ def _refuse(request: DivideRequest, owner: str, *names: str) -> None:
 
 
 def _require_sets(request: DivideRequest) -> None:
-    """Refuse what sets of operators do not have together."""
+    """Refuse options that contradict each other for sets of operators."""
     bandwidth = request.bandwidth_bytes_per_second
     if request.replicas > 1 and bandwidth is None:
         raise InputError(
@@ -191,7 +191,7 @@ def _require_sets(request: DivideRequest) -> None:
 
 
 def _require_latency(request: DivideRequest) -> None:
-    """Refuse what the latency of one sample does not have."""
+    """Refuse options that do not apply to the objective latency."""
     for name in ("any_sets", "replicas", "bandwidth_bytes_per_second"):
         if getattr(request, name) != DivideRequest.model_fields[name].default:
             raise InputError(f"{name} does not apply to the objective 'latency'")
@@ -221,7 +221,7 @@ def _latency(
 
 
 def _calls(problem: LatencyProblem, home: Sequence[int]) -> Iterator[DividedSet]:
-    """The calls in the order of their ends, and the nodes on hosts."""
+    """The calls of accelerators in the order of their ends, and the nodes on hosts."""
     done, took = problem.done(home), problem.call_seconds(home)
     members: dict[int, list[int]] = {}
     for v in sorted(range(len(home)), key=lambda v: (home[v] == HOST, done[v])):

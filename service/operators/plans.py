@@ -179,7 +179,7 @@ def require_placeable(request: PlaceRequest) -> None:
 
 
 def _require_times(graph: StepGraph, cluster: Cluster) -> None:
-    """Refuse a kind of device of which nothing is known: every plan on it would take no time."""
+    """Refuse a cluster with a kind of device for which the graph has no times."""
     known = {kind for node in graph.nodes for kind in node.seconds}
     if not known:
         raise InputError(
@@ -196,7 +196,7 @@ def _require_times(graph: StepGraph, cluster: Cluster) -> None:
 
 
 def _require_times_on(graph: StepGraph, kind: str) -> None:
-    """Refuse operators without a time on that kind; they would seem to take none."""
+    """Refuse operators that have no time on a kind of device."""
     computed = [node for node in graph.nodes if node.role not in WITHOUT_TIME]
     missing = [node for node in computed if kind not in node.seconds]
     if missing:

@@ -109,5 +109,5 @@ class TrainingRounds:
 
 
 def _placement(plan: OperatorPlan) -> object:
-    """Splits, devices and the order of operators."""
+    """What tells two placements apart: splits, devices and the order of operators."""
     return plan.splits, tuple((one.operator, one.device) for one in plan.operators)

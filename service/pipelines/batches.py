@@ -98,7 +98,7 @@ def plan_every_size(
 def _one_by_one(
     problems: Sequence[PipelineProblem], solve_one: SolveOne, limits: Limits, report: OnProgress
 ) -> list[Result]:
-    """A plan of every size, within their part of the time limit."""
+    """Plan every size of microbatches one after the other, in a share of the time limit."""
     began = monotonic()
     made: dict[int, Result] = {}
     # Few microbatches are planned first: many may take longer than their share of the time.
@@ -125,7 +125,7 @@ def _at_once(
     limits: Limits,
     report: OnProgress,
 ) -> list[Result]:
-    """A plan of every size, each within the time that all have together one by one."""
+    """Plan all sizes of microbatches at the same time, each in a share of the time limit."""
     share = replace(limits, seconds=FIRST * limits.seconds, stop=None)
     sizes = [_Size(one, solve_one, share) for one in problems]
     found: dict[int, Result] = {}
@@ -198,7 +198,7 @@ def _for_framework(
 
 
 def _without_plan(found: Sequence[Result], sizes: tuple[SizeResult, ...]) -> Result:
-    """Infeasible, if a class of plans is proved empty in every size."""
+    """The result without a plan; infeasible if one class is proved empty for every size."""
     for one in found:
         if one.status is Status.INFEASIBLE and all(_is_empty(its, one.plans) for its in found):
             return replace(one, reason=f"in microbatches of every size, {one.reason}", sizes=sizes)
@@ -219,7 +219,7 @@ def _ended(open_: Sequence[Result]) -> Status:
 
 
 def _bound(problem: PipelineProblem, result: Result, plans: PlanClass) -> float:
-    """The best known bound on the plans of a class, of one size."""
+    """The best known bound on the plans of a class in microbatches of one size."""
     if result.status is Status.INFEASIBLE:
         return math.inf if result.plans is not None and result.plans.contains(plans) else 0.0
     known = [(one.plans, one.seconds) for one in every_plan_bounds(problem)]

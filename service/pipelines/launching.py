@@ -81,7 +81,7 @@ def restricted(
 
 
 def _exported(found: Result, to: str, chain: Chain, choices: Choices) -> Result:
-    """The result; without its plan, if shards put it into an order that cannot be exported."""
+    """The result; without its plan if shards give it an order that cannot be exported."""
     if found.plan is None or _is_long(found.plan):
         return found
     refused = why_not(found.plan, to, chain)
@@ -101,7 +101,7 @@ def status_for(status: Status, cost: float | None, known: Restriction) -> Status
 
 
 def _free(choices: Choices) -> Choices:
-    """The choices that the portfolio has too, without shards, about which nothing is compared."""
+    """The choices of a plan of any kind to compare with: recomputation and offloading."""
     return Choices(recompute=choices.recompute, offload=choices.offload)
 
 

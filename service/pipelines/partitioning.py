@@ -104,7 +104,7 @@ def _by_program(
 
 
 def _require_small(question: BalancedPartition, count: int, backend: str) -> None:
-    """Refuse programs whose channels alone, cuts times triples of places, are too many."""
+    """Refuse integer programs with too many columns."""
     layers, devices = len(question.problem.chain), len(question.order)
     columns = count * layers * devices**2 * (layers / 4 + devices / 6)
     if columns > _MOST_COLUMNS:
@@ -142,7 +142,7 @@ def _choice(
 
 
 def _status(found: Sequence[Status]) -> Status:
-    """Of all numbers of stages: optimal where each is settled and one has a partition."""
+    """The status of the whole answer, from those of each number of stages."""
     if all(one is Status.INFEASIBLE for one in found):
         return Status.INFEASIBLE
     if all(one in (Status.OPTIMAL, Status.INFEASIBLE) for one in found):

@@ -108,7 +108,7 @@ def _solve(
     earlier: Result | None = None,
     alone: bool = False,
 ) -> Result:
-    """Plan one problem, for a framework if that is asked for; ``alone``: there is no other."""
+    """Plan one problem, for a framework if the request names one; ``alone``: the only one."""
     choices = _choices(request)
     if not _chooses_itself(request):
         choices = replace(choices, batch=None)

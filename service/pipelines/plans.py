@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def summary(plan: PipelinePlan) -> PlanSummary:
-    """A plan and its certificate in figures."""
+    """The main numbers of a plan and its certificate."""
     return PlanSummary(**summary_fields(plan))
 
 
@@ -69,7 +69,7 @@ def class_object(plans: PlanClass | None) -> dict[str, Any] | None:
 
 
 def check(request: CheckRequest, stop: StopToken | None = None) -> CheckAnswer:
-    """Every rule that the plan breaks, and what becomes of its proofs."""
+    """Every rule that the plan breaks, and whether its proofs hold."""
     from stagewright.formulations.checking.check import predict
     from stagewright.solvers.proofs import check_with_proofs
 

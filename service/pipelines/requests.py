@@ -45,7 +45,7 @@ class _Problem(SearchRequest):
 
     @model_validator(mode="after")
     def _require_problem(self) -> Self:
-        """Refuse what makes no problem where the request is made."""
+        """Refuse a request whose fields make no problem."""
         if self.memory_limit_bytes is not None:
             require_amount(self.memory_limit_bytes, "memory_limit_bytes")
         _ = self.problem
@@ -126,14 +126,14 @@ class PlanRequest(_Problem):
 
     @model_validator(mode="after")
     def _require_batch(self) -> Self:
-        """Refuse a size of microbatches without their sum."""
+        """Refuse a size of microbatches without a batch."""
         if self.microbatch_size is not None and self.batch is None:
             raise InputError("microbatch_size goes with a batch, that is divided into these")
         return self
 
     @model_validator(mode="after")
     def _require_streams(self) -> Self:
-        """Refuse a share of kernels where no kernels run side by side."""
+        """Refuse an assumed share of a device unless training is on a single device."""
         asked = self.out_of_order
         if self.assumed_share is not None and (asked is None or asked.training != "single"):
             raise InputError("a share of a device is assumed for training on a single device only")
@@ -141,7 +141,7 @@ class PlanRequest(_Problem):
 
     @model_validator(mode="after")
     def _require_degree(self) -> Self:
-        """Refuse what is not planned on groups of devices."""
+        """Refuse choices that are not planned together with a tensor degree."""
         if self.tensor is None:
             return self
         require_count(self.tensor, "tensor", len(self.cluster))
@@ -154,7 +154,7 @@ class PlanRequest(_Problem):
 
     @model_validator(mode="after")
     def _require_orders_of_the_framework(self) -> Self:
-        """Refuse what would choose other plans than the framework's."""
+        """Refuse choices that are not planned together with a framework."""
         for name in ("start", "order", "out_of_order", "offload"):
             if self.runtime is not None and getattr(self, name):
                 raise InputError(

@@ -189,17 +189,17 @@ FAILED = "failed"
 
 
 def pieces_of(request: SweepRequest) -> Pieces[SweepPoint, SweepRow]:
-    """The rows to find out."""
+    """The combinations of a sweep to plan, and what is done with each."""
     return Pieces(request.points, _planned, _lost)
 
 
 def engine_of(request: SweepRequest) -> Engine:
-    """Where they are found out."""
+    """The engine that plans the rows of a sweep."""
     return Engine(request.engine, request.workers, request.address, request.threads)
 
 
 def row(point: SweepPoint, **fields: Any) -> SweepRow:
-    """A row with what distinguishes the point."""
+    """The row of one combination."""
     asked = point.request
     microbatches = asked.microbatches if asked.batch is None else None
     return SweepRow(**point.place, batch=asked.batch, **{"microbatches": microbatches} | fields)

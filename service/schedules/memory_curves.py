@@ -74,7 +74,7 @@ def _usual_limits(setting: ScheduleSetting) -> list[float]:
 
 
 def _without_tail(points: list[CurvePoint]) -> list[CurvePoint]:
-    """Without the last points where more memory is proved to be of no use."""
+    """The points up to the first from which more memory is proved not to help."""
     kept = list(points)
     while len(kept) > 1 and kept[-2].cost <= points[-1].bound * (1 + RELATIVE_TOLERANCE):
         kept.pop()

@@ -67,7 +67,7 @@ def _on(
 def _least_memory(
     request: ScheduleRequest, setting: ScheduleSetting, limits: Limits, on_progress: OnProgress
 ) -> OptimalSchedule:
-    """The least memory within the makespan; without a limit of it, of all schedules."""
+    """The least memory of the schedules within the limit on the makespan, if there is one."""
     problem = setting.stored_problem()
     if request.makespan_limit is None:
         least = max(setting.memory.least(setting.paths[0]))
@@ -82,7 +82,7 @@ def _least_memory(
 def _best_named(
     request: ScheduleRequest, limits: Limits, on_progress: OnProgress
 ) -> OptimalSchedule:
-    """The best named placement; the least bound of all of them is the bound."""
+    """The best schedule of all named placements; its bound is the least of their bounds."""
     began = perf_counter()
     names = [*named_placements(request)]
     found: dict[str, OptimalSchedule] = {}
@@ -135,7 +135,7 @@ def _bound(found: dict[str, OptimalSchedule]) -> OptimalSchedule:
 
 
 def _cost(one: OptimalSchedule) -> float:
-    """The objective; without a schedule infinite."""
+    """The objective of a schedule; infinite without a schedule."""
     if one.result.cost is None:
         return float("inf")
     return one.result.cost if one.limit is None else one.limit
@@ -144,7 +144,7 @@ def _cost(one: OptimalSchedule) -> float:
 def _placed_freely(
     request: ScheduleRequest, limits: Limits, on_progress: OnProgress
 ) -> OptimalSchedule:
-    """A search for the placement, and the bound of every placement."""
+    """The best schedule on a placement that is searched for, with a bound on all placements."""
     began = perf_counter()
     named = [*named_placements(request).values()]
     problem = on_devices(request, named[0]).problem

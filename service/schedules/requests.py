@@ -235,7 +235,7 @@ class ScheduleRequest(_Stages):
 
     @model_validator(mode="after")
     def _require_problem(self) -> Self:
-        """Refuse what makes no problem where the request is made."""
+        """Refuse a request whose fields make no problem."""
         _ = self.setting
         return self
 
@@ -266,7 +266,7 @@ class MemoryCurveRequest(_Stages):
 
     @model_validator(mode="after")
     def _require_problem(self) -> Self:
-        """Refuse what makes no problem where the request is made."""
+        """Refuse a request whose fields make no problem."""
         if self.objective == "memory":
             raise InputError("objective memory is for single schedules: a curve has all memory")
         if self.backend not in (None, "cp-sat"):
@@ -287,7 +287,7 @@ class CompareSchedulesRequest(_Stages):
 
     @model_validator(mode="after")
     def _require_stages(self) -> Self:
-        """Refuse what no kind takes; GPipe takes any devices and numbers."""
+        """Refuse stages that no kind can schedule, not even GPipe."""
         _ = self.of_kind("gpipe")
         return self
 
@@ -320,7 +320,7 @@ class JobShopRequest(SolveRequest):
 
     @model_validator(mode="after")
     def _require_problem(self) -> Self:
-        """Refuse what makes no problem where the request is made."""
+        """Refuse a request whose fields make no problem."""
         _ = self.problem
         return self
 

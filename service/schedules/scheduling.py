@@ -217,7 +217,7 @@ def _answer(
 
 
 def _figures(found: _TimedSchedule) -> dict[str, Any]:
-    """The value of every objective, and the peaks; peaks also of an order that does not fit."""
+    """The makespan, span and memory of a schedule, also of one that does not fit."""
     if found.timed is None:
         return {"makespan": None, "span": None, "memory": None, "peaks": None}
     peaks = found.setting.memory.peaks(found.timed.order)

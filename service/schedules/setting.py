@@ -140,7 +140,7 @@ def _require_kind(asked: "ScheduleRequest") -> None:
 
 
 def _require_sizes(asked: "ScheduleRequest") -> None:
-    """Refuse lists of other lengths than the stages, and times that are none."""
+    """Refuse lists whose length is not the number of stages, and values that are no times."""
     stages = len(asked.forward)
     require_count(stages, "stages", MAX_LAYERS)
     names = "backward", "weight_gradient", "in_flight", "saved", "freed", "device", "replicas"
@@ -161,7 +161,7 @@ _Placed = tuple[str, int | None, tuple[Device, ...]]
 
 
 def _given(asked: "ScheduleRequest") -> _Placed:
-    """The devices that the request gives; a published kind must have its own."""
+    """Placement, chunks and paths of a request that gives the device of every stage."""
     for name in ("placement", "chunks", "replicas"):
         if getattr(asked, name):
             raise InputError(f"{name} must be left out if the device of every stage is given")
@@ -180,7 +180,7 @@ def _given(asked: "ScheduleRequest") -> _Placed:
 
 
 def _chosen(asked: "ScheduleRequest") -> _Placed:
-    """The devices of the kind or placement that the request names."""
+    """Placement, chunks and paths of the kind or placement that a request names."""
     devices = max(1, len(asked.forward))
     if asked.kind not in KINDS:
         placement, chunks = _free_placement(asked)
@@ -199,7 +199,7 @@ def _chosen(asked: "ScheduleRequest") -> _Placed:
 
 
 def _free_placement(asked: "ScheduleRequest") -> tuple[str, int]:
-    """Placement and chunks of kinds that take any; the first one if several are tried."""
+    """Placement and chunks of a kind that can be scheduled on any placement."""
     chunks = _free_chunks(asked)
     if asked.placement is None and chunks == 1:
         return "line", 1
@@ -215,7 +215,7 @@ def _free_placement(asked: "ScheduleRequest") -> tuple[str, int]:
 
 
 def _free_chunks(asked: "ScheduleRequest") -> int:
-    """Chunks of kinds that take any placement."""
+    """The number of chunks of a kind that can be scheduled on any placement."""
     if asked.chunks is not None:
         return asked.chunks
     return 1 if asked.placement in (None, "line") else USUAL_CHUNKS
@@ -240,7 +240,7 @@ def _spread(asked: "ScheduleRequest", values: Sequence[float], path: Device) -> 
 
 
 def _repeated(asked: "ScheduleRequest", values: Sequence[T], path: Device) -> tuple[T, ...]:
-    """The value of its stage for every chunk."""
+    """For every chunk the value of its stage."""
     if len(path) == len(values):
         return tuple(values)
     if asked.placement == FREE:
@@ -253,7 +253,7 @@ def _devices(paths: Sequence[Device]) -> int:
 
 
 def _problem(asked: "ScheduleRequest", path: Device, memory: ActivationMemory) -> MakespanProblem:
-    """The problem of the devices on one path; of copies of stages, those of the first."""
+    """The scheduling problem of stages on one path of devices."""
     device, limit = path, memory.limit
     if asked.replicas:
         device, limit = line(len(path)), tuple(memory.limit[d] for d in path)
@@ -278,7 +278,7 @@ def _problem(asked: "ScheduleRequest", path: Device, memory: ActivationMemory) -
 
 
 def _amounts(memory: ActivationMemory) -> tuple[tuple[float, float, float], ...]:
-    """What F takes, and I and W give back."""
+    """By stage: what a forward takes, and input and weight gradients give back, of memory."""
     pairs = zip(memory.saved, memory.kept, strict=True)
     return tuple((saved, saved - kept, kept) for saved, kept in pairs)
 

@@ -133,7 +133,7 @@ class _JobRun:
             )  # fmt: skip
 
     def _watch(self, resident_bytes: float) -> None:
-        """Renew the lease, and see to the user's wish and to the limits."""
+        """Renew the lease of the job, and end its process on the user's wish or over a limit."""
         now, limits = time.monotonic(), self.worker.limits
         if self.asked.is_set() or now - self.renewed > self.worker.lease_seconds / 4:
             self.asked.clear()
@@ -164,7 +164,7 @@ class _JobRun:
         self.process.stop()
 
     def _finish(self, outcome: JobEnd) -> None:
-        """Store the outcome; a store that does not answer is asked again as long as we may."""
+        """Store how the job ended; try again while the store does not answer."""
         while True:
             try:
                 told = outcome if self.aborted else self._told(outcome)
@@ -177,7 +177,7 @@ class _JobRun:
                     return  # the lease runs out, and the best plan so far stays
 
     def _told(self, outcome: JobEnd) -> JobEnd:
-        """The outcome, stopped by whoever stopped it, with the best plan of earlier workers."""
+        """How the job ended and what stopped it; feasible if an earlier worker found a plan."""
         if outcome.stopped_by is None:
             return outcome
         told = replace(outcome, stopped_by=self.stopped_by or outcome.stopped_by)
@@ -190,7 +190,7 @@ class _JobRun:
         return kept is not None and kept.document is not None
 
     def _without_outcome(self, exit_code: int) -> JobEnd:
-        """How a job ends whose process ended without a word."""
+        """How a job ends whose process ended without an answer."""
         by = self.stopped_by or StoppedBy.LOST
         reasons = {
             StoppedBy.USER: "ended by the user",

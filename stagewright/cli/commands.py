@@ -98,7 +98,7 @@ class _Field:
 
     @property
     def option(self) -> Option:
-        """What is said of the option."""
+        """The declared properties of the option."""
         return next((one for one in self.info.metadata if isinstance(one, Option)), Option())
 
     @property
@@ -122,14 +122,14 @@ class _Field:
         return self.option.default if self.is_read else self.info.default
 
     def read(self, given: Any) -> Any:
-        """The field's value."""
+        """The field's value, made of the option's text or file if need be."""
         if self.option.of_file is not None:
             return self.option.of_file(given)
         return given if self.option.of_text is None else self.option.of_text(given, self.shown)
 
     @property
     def writes(self) -> Writes | None:
-        """How the file is written that the option names; None if it is read."""
+        """How the command writes the file that the option names; None if it reads it."""
         return next((one for one in self.info.metadata if isinstance(one, Writes)), None)
 
     def files(self, values: dict[str, Any]) -> Iterator[tuple[Named, Writes | None]]:
@@ -197,7 +197,7 @@ class _Field:
 
 
 class Asked(Generic[R]):
-    """The request that the options of a command make."""
+    """The request that is made of a command's options."""
 
     def __init__(self, kind: type[R], fields: Mapping[str, _Field], given: dict[str, Any]) -> None:
         self.kind, self.fields, self.given = kind, fields, given
@@ -235,7 +235,7 @@ class Asked(Generic[R]):
 
 
 def spelled(name: str) -> str:
-    """The option of an argument's name."""
+    """The option that has the name of an argument."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -296,7 +296,7 @@ def fields_of(run: Callable[..., int]) -> list[_Field]:
 
 
 def _made(kind: Any, fields: list[_Field], values: dict[str, Any], part: str) -> Any:
-    """A part of a command from the values of its options."""
+    """An argument of a command's function, from the values of its options."""
     if kind is typer.Context:
         return values[part]
     model = get_args(kind)[0] if get_origin(kind) is Asked else kind
@@ -312,7 +312,7 @@ def _made(kind: Any, fields: list[_Field], values: dict[str, Any], part: str) ->
 
 
 def _parts_of(run: Callable[..., int]) -> Iterator[tuple[str, Any]]:
-    """The parameters of a command."""
+    """The parameters of a command's function, by name."""
     hints = get_type_hints(run)
     yield from ((name, hints[name]) for name in inspect.signature(run).parameters)
 
@@ -351,7 +351,7 @@ def _rank(model: type[BaseModel], name: str) -> tuple[int, ...]:
 
 
 def _is_spelled(info: FieldInfo) -> bool:
-    """Whether a field has a value that is written in words, or read from a file."""
+    """Whether a field's value can be given on a command line."""
     if any(isinstance(one, Option) for one in info.metadata):
         return True
     return all(part in WORDS or get_origin(part) is Literal for part in _parts(info.annotation))

@@ -16,7 +16,7 @@ SERVED_THREADS = 4  # what services allow unless they are set otherwise
 
 
 class Printed(CommandOptions):
-    """What every command may do with its answer."""
+    """How a command prints its answer."""
 
     as_json: Annotated[bool, Option("--json")] = False
     """Print one JSON object and nothing else."""
@@ -30,7 +30,7 @@ class Written(Printed):
 
 
 class Served(CommandOptions):
-    """Where an answer comes from."""
+    """Whether this process or a service answers."""
 
     server: Annotated[str | None, Option(form="URL", env="STAGEWRIGHT_SERVER")] = None
     """Solve on the planning service at this URL, with the token in STAGEWRIGHT_TOKEN."""
@@ -45,7 +45,7 @@ class Threaded(CommandOptions):
 
 
 class OnRay(CommandOptions):
-    """Where several plans are made at a time."""
+    """Where several plans are made at the same time."""
 
     engine: Literal["local", "ray"] = "local"
     """Processes of this machine, or of a Ray cluster."""
@@ -75,7 +75,7 @@ class Modelled(CommandOptions):
 
 
 class Clipped(CommandOptions):
-    """What an optimizer does with large gradients."""
+    """How gradients are clipped."""
 
     clip_norm: float | None = None
     """Clip gradients to this norm over all parameters."""

@@ -17,7 +17,6 @@ from stagewright.cli.console import (
 )
 from stagewright.cli.options import Printed
 from stagewright.cli.solving import find
-from stagewright.graphs.documents.documents import format_of
 from stagewright.graphs.documents.units import counted, format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -37,20 +36,6 @@ if TYPE_CHECKING:
 OPTIMAL_GAP = 1e-9  # relative
 _MOST_SPLITS = 20  # that are printed
 _MOST_OFF = 8  # operators and transfers whose times are furthest from the plan's
-
-
-def is_graph(model: Path) -> bool:
-    """Whether the file is a graph of operators."""
-    from stagewright.graphs.models.operators.step_graph import FORMAT
-
-    return format_of(model) == FORMAT
-
-
-def is_placement(plan: Path) -> bool:
-    """Whether the file is a plan of operators."""
-    from stagewright.formulations.operators.plan import FORMAT
-
-    return format_of(plan) == FORMAT
 
 
 def place(asked: "Asked[PlanRequest]", given: "PlanOptions", threads: int) -> int:
@@ -214,7 +199,7 @@ def _print_placement(placed: "PlacementSummary") -> None:
 
 
 def _splits(placed: "PlacementSummary") -> str:
-    """What the plans that the bound is about have in common."""
+    """What all plans share that the bound is about: their splits, or none."""
     return "these splits" if placed.splits else "whole operators"
 
 

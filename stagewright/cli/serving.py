@@ -96,7 +96,7 @@ def serve(given: ServeOptions) -> int:
 
 
 def _processes(given: ServeOptions) -> "AbstractContextManager[Start]":
-    """What starts the processes of jobs."""
+    """What starts the processes of jobs: this machine, or a Ray cluster."""
     if given.engine == "ray":
         from stagewright.service.workers.processes import on_ray
 
@@ -107,7 +107,7 @@ def _processes(given: ServeOptions) -> "AbstractContextManager[Start]":
 
 
 def _store_url(text: str) -> str:
-    """The URL of a store: a file is one of SQLite."""
+    """The URL of a store of jobs; a file name becomes one of SQLite."""
     return text if "://" in text else f"sqlite:///{Path(text).absolute()}"
 
 
@@ -207,7 +207,7 @@ def _list(client: "Client", as_json: bool) -> int:
 
 
 def _print(found: "Sequence[JobState]") -> None:
-    """A table of jobs; costs have a unit, which a line names where it is that of the request."""
+    """Print a table of jobs, with a line about units that are not seconds."""
     print_table(HEAD, [_row(one) for one in found])
     if any(one.cost is not None and not _is_timed(one) for one in found):
         say("units: those of the request's times or memory")
@@ -232,7 +232,7 @@ def _is_timed(one: "JobState") -> bool:
 
 
 def _webhook(found: "JobState") -> str:
-    """What became of the job's webhook."""
+    """How far the delivery of a job's webhook is, in words."""
     told = found.webhook
     if told is None:
         return ""
@@ -241,7 +241,7 @@ def _webhook(found: "JobState") -> str:
 
 
 def _save(client: "Client", found: "JobState", output: "Path") -> None:
-    """Write the best plan of a job: one of operators is in its answer."""
+    """Write the best plan of a job, of a pipeline or of operators."""
     from stagewright.formulations.operators.plan import save_operator_plan
     from stagewright.formulations.plans.plan import save_plan
     from stagewright.service.operators.plans import PlaceAnswer

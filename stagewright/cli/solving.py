@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import typer
 
+from stagewright.cli import interruptible
 from stagewright.cli.console import progress, warn
-from stagewright.cli.interrupts import interruptible
 from stagewright.cli.options import OnRay
 from stagewright.graphs.documents.errors import InputError
 

@@ -79,7 +79,7 @@ def rounds(request: Request, answer: Told) -> Figures:
 
 
 def _places(pool: Pool) -> Runs:
-    """No runs on each accelerator."""
+    """An empty list of runs for each accelerator of a pool."""
     return {(one.name, n): [] for one in pool.accelerators for n in range(one.count)}
 
 

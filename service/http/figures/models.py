@@ -121,7 +121,7 @@ def compare_schedules(request: Request, answer: Told) -> Figures:
 
 
 def _front(found: Sequence[Told], names: dict[str, str]) -> Chart:
-    """All schedules by memory and makespan, and the front that no other is better than in both."""
+    """A chart of all schedules by memory and makespan, with their Pareto front."""
     places: dict[tuple[float, float], list[str]] = defaultdict(list)
     for one in found:
         places[one["peak_memory"], one["makespan"]].append(names[one["kind"]])

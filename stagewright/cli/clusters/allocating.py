@@ -4,9 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from stagewright.cli import interruptible
 from stagewright.cli.commands import Asked, ask, command
 from stagewright.cli.console import kept, percent, print_json, print_table, say, tell
-from stagewright.cli.interrupts import interruptible
 from stagewright.cli.options import Printed, Served, Written
 from stagewright.cli.outputs import Writes
 from stagewright.cli.solving import find

@@ -5,9 +5,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from stagewright.cli import interruptible
 from stagewright.cli.commands import Asked, command
 from stagewright.cli.console import percent, print_table, say, tell, terminal
-from stagewright.cli.interrupts import interruptible
 from stagewright.cli.options import Printed, Served
 from stagewright.cli.outputs import Writes
 from stagewright.cli.solving import find

@@ -332,7 +332,7 @@ def _kind(
 
 
 def _known_link(kind: "str | Accelerator", level: Level) -> tuple["Link", str]:
-    """The link of a kind, and how to say it."""
+    """The link of a kind of device, and a phrase that states its bandwidth."""
     from stagewright.graphs.machines.devices import ACCELERATORS
     from stagewright.graphs.machines.networks import (
         NETWORK_SHARE,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from stagewright.cli.commands import command, with_option
-from stagewright.cli.console import print_answer, say, warn
+from stagewright.cli.console import print_json, say, warn
 from stagewright.cli.documents.clusters import ClusterOptions, read_cluster
 from stagewright.cli.options import Written, read_sizes
 from stagewright.cli.outputs import Named, require_apart
@@ -14,14 +14,6 @@ from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.documents import to_json
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import counted, parse_share
-from stagewright.service.answers import (
-    Answer,
-    ClusterFileAnswer,
-    GraphFileAnswer,
-    JobsFileAnswer,
-    LayerProfilesFileAnswer,
-    ModelFileAnswer,
-)
 from stagewright.service.options import Option
 
 if TYPE_CHECKING:
@@ -151,31 +143,33 @@ def hand_out(
     from stagewright.graphs.models.chain import Chain
     from stagewright.graphs.models.operators.step_graph import StepGraph
 
-    output = given.output
-    if output is None:
-        print(documents.to_json(document), end="")
-        return 0
-    documents.write_text(output, documents.to_json(document))
-    name, size, file = document.name, len(document), str(output)
-    answer: Answer
+    part, source = "device", {"source": getattr(document, "source", None)}
     if isinstance(document, Chain):
-        part, answer = (
-            "layer",
-            ModelFileAnswer(name=name, layers=size, file=file, source=document.source),
-        )
+        part = "layer"
     elif isinstance(document, StepGraph):
-        part, answer = "operator", GraphFileAnswer(name=name, operators=size, file=file)
-    else:
-        part, answer = (
-            "device",
-            ClusterFileAnswer(name=name, devices=size, file=file, source=document.source),
-        )
+        part, source = "operator", {}
+    size = len(document)
+    summary = f"{document.name}, {counted(size, part, f'{part}s')}"
+    return _write(document, given, {"name": document.name, f"{part}s": size}, source, summary, said)
+
+
+def _write(
+    document: object,
+    given: Written,
+    told: dict[str, Any],
+    more: dict[str, Any],
+    summary: str,
+    said: str | None = None,
+) -> int:
+    """Print a document, or write it and print what is told of it, as JSON or in lines."""
+    if given.output is None:
+        print(to_json(document), end="")
+        return 0
+    documents.write_text(given.output, to_json(document))
     if given.as_json:
-        print_answer(answer)
-    else:
-        say(f"{output}: {name}, {counted(size, part, f'{part}s')}")
-        if said is not None:
-            say(said)
+        print_json(told | {"file": str(given.output)} | more)
+        return 0
+    say(f"{given.output}: {summary}", *([] if said is None else [said]))
     return 0
 
 
@@ -220,13 +214,13 @@ def import_(given: ImportOptions) -> int:
     The profiles of Sailor and Metis, by tensor degree, become a file of layer profiles.
     """
     _require_sizing(given)
-    file, source = given.file, given.source
+    source = given.source
     if (source == "gavel") != (given.throughputs is not None):
         raise InputError("--from gavel needs --throughputs FILE, and no other format takes it")
     if given.throughputs is not None:
         if given.split_backward is not None:
             raise InputError("--split-backward is for profiles: a trace has no backwards")
-        return _import_jobs(file, given.throughputs, given.output, given.as_json)
+        return _import_jobs(given, given.throughputs)
     if source in ("sailor", "metis"):
         of_models = (given.microbatch_size, given.split_backward)
         if any(one is not None for one in of_models) or given.contract:
@@ -311,7 +305,6 @@ def _with_sizes(profiles: "LayerProfiles", given: ImportOptions) -> "LayerProfil
 def _import_layer_profiles(given: ImportOptions) -> int:
     from stagewright.graphs.importers.metis import read_metis
     from stagewright.graphs.importers.sailor import read_sailor
-    from stagewright.graphs.models.layer_profiles import save_layer_profiles
 
     if given.source == "metis":
         if given.device is not None:
@@ -320,28 +313,15 @@ def _import_layer_profiles(given: ImportOptions) -> int:
         warn("Metis measures forward and backward together: the forward is taken as a third of it")
     else:
         profiles = read_sailor(given.file, device_kind=given.device)
-    profiles, output = _with_sizes(profiles, given), given.output
-    if output is None:
-        print(to_json(profiles), end="")
-        return 0
-    save_layer_profiles(profiles, output)
-    if given.as_json:
-        print_answer(
-            LayerProfilesFileAnswer(
-                name=profiles.name,
-                layers=profiles.layers,
-                device_kinds=list(profiles.device_kinds),
-                file=str(output),
-            )
-        )
-    else:
-        kinds = ", ".join(profiles.device_kinds)
-        say(f"{output}: {profiles.layers} layers of {profiles.name} on {kinds}")
-    return 0
+    profiles = _with_sizes(profiles, given)
+    kinds = list(profiles.device_kinds)
+    told = {"name": profiles.name, "layers": profiles.layers, "device_kinds": kinds}
+    summary = f"{profiles.layers} layers of {profiles.name} on {', '.join(kinds)}"
+    return _write(profiles, given, told, {}, summary)
 
 
 def _with_parts(chain: "Chain", text: str) -> "Chain":
-    """The chain with both parts of every backward; says what was assumed."""
+    """The model with every backward in two parts; warns of the shares that are assumed."""
     from stagewright.graphs.models.splitting import split_backwards
 
     share = parse_share(text, "--split-backward")
@@ -357,17 +337,10 @@ def _with_parts(chain: "Chain", text: str) -> "Chain":
     return split
 
 
-def _import_jobs(trace: Path, throughputs: Path, output: Path | None, as_json: bool) -> int:
+def _import_jobs(given: ImportOptions, throughputs: Path) -> int:
     from stagewright.graphs.importers.gavel import read_gavel
-    from stagewright.graphs.workloads.jobs import save_workload
 
-    workload = read_gavel(trace, throughputs)
-    if output is None:
-        print(to_json(workload), end="")
-        return 0
-    save_workload(workload, output)
-    if as_json:
-        print_answer(JobsFileAnswer(name=trace.stem, jobs=len(workload.jobs), file=str(output)))
-    else:
-        say(f"{output}: {len(workload.jobs)} jobs of {trace.name}")
-    return 0
+    trace, workload = given.file, read_gavel(given.file, throughputs)
+    jobs = len(workload.jobs)
+    told = {"name": trace.stem, "jobs": jobs}
+    return _write(workload, given, told, {}, f"{jobs} jobs of {trace.name}")

@@ -301,7 +301,7 @@ def _shapes(text: str, kinds: Sequence[str]) -> list[tuple[str, int, int]]:
 
 
 def _measured(kind: str, kinds: Sequence[str], option: str) -> str:
-    """The kind as the profiles spell it."""
+    """The kind of device, spelled as in the profiles."""
     for one in kinds:
         if one.lower() == kind.strip().lower():
             return one

@@ -5,20 +5,14 @@ from typing import Annotated, Literal
 
 import typer
 
+from stagewright.cli import interruptible
 from stagewright.cli.commands import Asked, CommandOptions, ask, command
 from stagewright.cli.console import kept, progress, tell
-from stagewright.cli.interrupts import interruptible
 from stagewright.cli.layouts.inputs import DegreeOptions, MachineOptions, Precision, TrainingOptions
 from stagewright.cli.layouts.printing import print_layouts, print_memory, print_shortages
-from stagewright.cli.layouts.profiled import (
-    is_layout,
-    is_profiled_plan,
-    is_profiles,
-    plan_profiles,
-    require_options,
-)
+from stagewright.cli.layouts.profiled import is_layout, is_profiles, plan_profiles, require_options
 from stagewright.cli.options import Printed, Written
-from stagewright.cli.outputs import Writes
+from stagewright.cli.outputs import Writes, is_document
 from stagewright.formulations.parallelism.document import load_layout, save_layout
 from stagewright.formulations.parallelism.layout import parse_layout
 from stagewright.graphs.documents.documents import write_bytes
@@ -141,7 +135,7 @@ def memory(given: MemoryOptions) -> int:
     from stagewright.service.layouts.searching import layout_memory
 
     file = given.file
-    if not is_model(file) and is_profiled_plan(file):
+    if not is_model(file) and is_document(file, "profiled-plan"):
         raise InputError(f"{file} is a plan by layer profiles: check computes its memory again")
     if is_layout(file):
         others = MemoryOptions.model_fields.keys() - {"file", "png", "as_json"}

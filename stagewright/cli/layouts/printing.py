@@ -62,7 +62,7 @@ def print_layouts(
 
 
 def _said(name: str, problem: "TrainingProblem", answer: "LayoutAnswer") -> Iterator[str]:
-    """What is below the table."""
+    """The lines below the table of layouts."""
     from stagewright.graphs.documents.units import format_seconds
 
     best = answer.rows[0]
@@ -99,7 +99,7 @@ def _said(name: str, problem: "TrainingProblem", answer: "LayoutAnswer") -> Iter
 
 
 def _rounded(seconds: float) -> float:
-    """Without the rounding of sums."""
+    """Seconds; 0 where only rounding errors of sums are left."""
     return 0.0 if abs(seconds) < _ROUNDING_SECONDS else seconds
 
 
@@ -116,7 +116,7 @@ def print_shortages(shortages: tuple[str, ...]) -> None:
 
 
 def _is_narrow() -> bool:
-    """Whether the whole tables have no place beside the words of a layout."""
+    """Whether the terminal is too narrow for tables with all their columns."""
     return out().width < WIDE
 
 

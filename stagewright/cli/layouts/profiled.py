@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from stagewright.cli import interruptible
 from stagewright.cli.commands import ask, with_option
 from stagewright.cli.console import kept, percent, print_answer, print_table, progress, say, tell
-from stagewright.cli.interrupts import interruptible
 from stagewright.cli.layouts.inputs import read_server_pools
 from stagewright.graphs.documents.documents import format_of, read_text, write_bytes
 from stagewright.graphs.documents.errors import InputError
@@ -49,7 +49,7 @@ def is_profiles(path: Path) -> bool:
 
 
 def _foreign(path: Path) -> str | None:
-    """The project whose profiles these seem to be."""
+    """The project that seems to have written these profiles; None if none does."""
     from pydantic_core import from_json
 
     if path.is_dir():
@@ -169,7 +169,7 @@ def _print_stages(answer: "ProfiledAnswer") -> None:
 
 
 def _name(pools: "Sequence[ProfiledPoolAnswer]", number: int) -> str:
-    """The kind; with the size of the servers and the zone where they tell pools apart."""
+    """The name of a pool: its kind, with server size and zone if other pools share it."""
     one = pools[number]
     same = [other for other in pools if other.device_kind == one.device_kind]
     size = f" of {one.per_server}" if len({other.per_server for other in same}) > 1 else ""
@@ -192,13 +192,6 @@ def _print_pools(answer: "ProfiledAnswer") -> None:
             for number, one in enumerate(answer.pools)
         ],
     )
-
-
-def is_profiled_plan(path: Path) -> bool:
-    """Whether a file is a plan by layer profiles."""
-    from stagewright.formulations.parallelism.profiles.document import FORMAT
-
-    return format_of(path) == FORMAT
 
 
 def check_profiled(path: Path, as_json: bool) -> int:

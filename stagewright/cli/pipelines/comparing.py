@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 from stagewright.cli.commands import Asked
 from stagewright.cli.console import percent, print_json, print_table, progress, say
 from stagewright.cli.options import Printed
-from stagewright.cli.outputs import Writes
+from stagewright.cli.outputs import Writes, is_document
 from stagewright.executor.programs.trace import Trace
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError
@@ -34,12 +34,12 @@ class CompareOptions(Printed):
 
 def compare(asked: Asked[CompareRequest], given: CompareOptions) -> int:
     """Compare a plan's predictions with the measurements of a run of it."""
-    from stagewright.cli.placing import compare_placement, is_placement
+    from stagewright.cli.placing import compare_placement
     from stagewright.service.pipelines.plans import compare as answer_of
 
     if (given.model is None) != (given.corrected is None):
         raise InputError("give --model and --corrected together: what to correct, where to write")
-    if is_placement(asked.given["plan"]):
+    if is_document(asked.given["plan"], "operators"):
         if given.corrected is not None:
             raise InputError("--corrected is for pipelines, this is a plan of operators")
         return compare_placement(

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from stagewright.cli import interruptible
 from stagewright.cli.commands import Asked, command
 from stagewright.cli.console import (
     kept,
@@ -15,9 +16,9 @@ from stagewright.cli.console import (
     size,
     tell,
 )
-from stagewright.cli.interrupts import interruptible
 from stagewright.cli.options import OnRay, Printed, Served, Threaded, Written, threads_of
-from stagewright.cli.placing import is_graph, place
+from stagewright.cli.outputs import is_document
+from stagewright.cli.placing import place
 from stagewright.cli.solving import answer_of, planning_engine
 from stagewright.formulations.backprop.choice import OutOfOrder
 from stagewright.formulations.forms.answers import Status
@@ -93,7 +94,7 @@ def plan(asked: Asked[PlanRequest], given: PlanOptions) -> int:
     given.require(given.server)
     model, on_ray = asked.given["chain"], given.engine == "ray"
     threads = threads_of(1 if on_ray and given.threads is None else given.threads, given.server)
-    if is_graph(model):
+    if is_document(model, "graph"):
         for option in asked.strays(_OF_GRAPHS, given):
             raise InputError(f"{option} is for models of layers; {model} is a graph of operators")
         return place(asked, given, threads)
@@ -114,7 +115,7 @@ def plan(asked: Asked[PlanRequest], given: PlanOptions) -> int:
 
 
 def _require_size(asked: Asked[PlanRequest], given: PlanOptions) -> None:
-    """Refuse a wrong combination of what says the number of microbatches."""
+    """Refuse options that give the number of microbatches twice, or not at all."""
     batch, sized = asked.given["batch"], asked.given["microbatch_size"] != "auto"
     if (given.microbatches is None) == (batch is None):
         raise InputError(
@@ -167,7 +168,7 @@ def _order(given: PlanOptions) -> ScheduleChoice | None:
 
 
 def _out_of_order(asked: Asked[PlanRequest], given: PlanOptions) -> OutOfOrder | None:
-    """What is asked of out-of-order backprop."""
+    """The choices of out-of-order backprop; None for other planners."""
     share = asked.given["assumed_share"]
     texts = {"--training": given.training, "--k": given.reversed_layers, "--group": given.group}
     if asked.given["planner"] != "ooo":
@@ -211,7 +212,7 @@ def _print_result(chain: "Chain", result: "Result") -> None:
 
 
 def _print_sizes(result: "Result") -> None:
-    """What was found for each size of a batch's microbatches, and what is proved about all."""
+    """Print the cost for each size of microbatches, and the bound for all sizes."""
     if not result.sizes:
         return
     rows = [
@@ -229,7 +230,7 @@ def _print_sizes(result: "Result") -> None:
 
 
 def _print_restriction(result: "Result") -> None:
-    """What planning for a framework alone costs."""
+    """Print what it costs to plan only what a framework runs."""
     known = result.restriction
     if known is None or result.cost is None:
         return
@@ -255,7 +256,7 @@ def _print_restriction(result: "Result") -> None:
 
 
 def _print_exports(answer: "PlanAnswer") -> None:
-    """Which frameworks run the plan as it is, and, unless it is for one, why others do not."""
+    """Print which frameworks run the plan, and why others do not."""
     if answer.exports is None:
         return
     able = [to for to, refusal in answer.exports.items() if refusal is None]

@@ -20,16 +20,11 @@ from stagewright.cli.console import (
     tell_drawn,
     tell_invalid,
 )
-from stagewright.cli.layouts.profiled import (
-    check_layout,
-    check_profiled,
-    is_layout,
-    is_profiled_plan,
-)
+from stagewright.cli.layouts.profiled import check_layout, check_profiled, is_layout
 from stagewright.cli.options import Printed, Threaded, threads_of
-from stagewright.cli.outputs import Named, Writes, require_apart, require_folder
+from stagewright.cli.outputs import Named, Writes, is_document, require_apart, require_folder
 from stagewright.cli.pipelines.planning import print_plan
-from stagewright.cli.placing import check_placement, is_placement, show_placement
+from stagewright.cli.placing import check_placement, show_placement
 from stagewright.formulations.plans.plan import PipelinePlan, load_plan
 from stagewright.graphs.documents.documents import write_text
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
@@ -117,7 +112,7 @@ def _named(*given: tuple[str, Path | None]) -> list[Named]:
 def _write(
     files: dict[str, str], output: Path, inputs: list[Named], told: tuple[str, ...], as_json: bool
 ) -> int:
-    """Write the files, and print their names and what they do not say."""
+    """Write exported files, and print their names and remarks."""
     paths = _paths(output, list(files))
     require_apart([Named("--output", path) for path in paths], inputs)
     for path, text in zip(paths, files.values(), strict=True):
@@ -167,13 +162,13 @@ def check(asked: Asked[CheckRequest], given: CheckOptions) -> int:
 
     plan, proofs = asked.given["plan"], asked.given["proofs"]
     model, cluster = given.chain, given.cluster
-    if is_layout(plan) or is_profiled_plan(plan):
+    if is_layout(plan) or is_document(plan, "profiled-plan"):
         if model is not None or cluster is not None or proofs:
             raise InputError(f"{plan} needs no --model, --cluster or --proofs: leave them out")
         return (check_layout if is_layout(plan) else check_profiled)(plan, given.as_json)
     if model is None or cluster is None:
         raise InputError("--model and --cluster are needed: the files that were planned")
-    if is_placement(plan):
+    if is_document(plan, "operators"):
         if proofs:
             raise InputError("--proofs is for plans of pipelines: no search is behind these bounds")
         return check_placement(plan, model, cluster, given)
@@ -247,9 +242,9 @@ class ShowOptions(Printed):
 
 def show(given: ShowOptions) -> int:
     """Draw a plan, or print its summary if no file is given."""
-    if given.cluster is not None and (given.html is None or is_placement(given.plan)):
+    if given.cluster is not None and (given.html is None or is_document(given.plan, "operators")):
         raise InputError("--cluster: only the --html page of a pipeline plan draws links")
-    if is_placement(given.plan):
+    if is_document(given.plan, "operators"):
         return show_placement(given)
     from stagewright.executor.drawing.charts.chart import write_png
     from stagewright.executor.drawing.chrome import write_trace

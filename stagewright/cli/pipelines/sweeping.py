@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from stagewright.cli import interruptible
 from stagewright.cli.commands import Asked, command
 from stagewright.cli.console import (
     percent,
@@ -18,7 +19,6 @@ from stagewright.cli.console import (
     tell,
     terminal,
 )
-from stagewright.cli.interrupts import interruptible
 from stagewright.cli.options import OnRay, Printed, Served, Threaded, threads_of
 from stagewright.cli.outputs import Writes
 from stagewright.cli.solving import answer_of, find, planning_engine
@@ -102,7 +102,7 @@ def _bar(count: int) -> Iterator[Callable[[SweepRow], None]]:
 
 
 def _csv(rows: Sequence[SweepRow]) -> str:
-    """A line per row, after a line of the names."""
+    """The rows as CSV, after a line of their names."""
     text = io.StringIO()
     names = [*type(rows[0]).model_fields]
     writer = csv.writer(text, lineterminator="\n")
@@ -158,7 +158,7 @@ def _place(row: SweepRow) -> str:
 
 
 def _drawn(answer: SweepAnswer) -> bytes:
-    """The first size with several values is the horizontal axis; the others make the lines."""
+    """A chart by the first size that varies, with a line for each value of the others."""
     from stagewright.executor.drawing.charts.sweep import SweepLine, sweep_png
 
     shown = {

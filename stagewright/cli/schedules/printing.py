@@ -124,7 +124,7 @@ def title_of(one: "ScheduleFigures") -> str:
 
 
 def _drawing(timed: "TimedOrder", width: int) -> "list[Text]":
-    """The devices' rows to scale, if the shortest block is at least one column wide."""
+    """The schedule of each device as blocks to scale, if the terminal is wide enough."""
     from rich.text import Text
 
     rows = [_blocks(timed, d) for d in range(len(timed.starts))]

@@ -123,7 +123,7 @@ def schedule(asked: Asked[ScheduleRequest], given: ScheduleOptions) -> int:
 
 
 def _require_none(option: str, others: Mapping[str, object]) -> None:
-    """Refuse options that are of a single schedule."""
+    """Refuse options that apply to a single schedule."""
     for other, given in others.items():
         if given is not None:
             raise InputError(f"{other} is of one schedule; leave it or {option} out")
@@ -233,7 +233,7 @@ T = TypeVar("T")
 
 
 def _read_stages(given: "ScheduleOptions", microbatches: int) -> dict[str, Any]:
-    """The fields of a request."""
+    """The fields of a request that the options about stages give."""
     stages, in_flight = given.stages, given.in_flight
     from stagewright.graphs.documents.units import MAX_LAYERS, MAX_MICROBATCHES, require_count
 
@@ -263,7 +263,7 @@ def _read_times(times: list[str], stages: int) -> dict[str, Any]:
 
 
 def _read_saved(saved: list[str], stages: int) -> dict[str, Any]:
-    """What forwards save, and how much of it input gradients free: the rest is for W."""
+    """The memory that forwards save and input gradients free, from ``--saved``."""
     if not saved:
         return {}
     columns = _columns("--saved", saved, stages, {1: "f", 3: "f,i,w"})
@@ -302,7 +302,7 @@ def _read_devices(text: str | None, stages: int) -> tuple[int, ...]:
 def _columns(
     option: str, texts: list[str], stages: int, forms: dict[int, str]
 ) -> list[tuple[float, ...]]:
-    """Groups of numbers, one or one per stage, as a column per number; ``forms`` by their size."""
+    """The numbers of all stages by column, from groups such as ``F,B`` for one stage or all."""
     rows = [_numbers(option, row) for text in texts for row in text.replace(";", " ").split()]
     for row in rows:
         if len(row) not in forms or len(row) != len(rows[0]):

@@ -134,7 +134,7 @@ def train(given: TrainOptions) -> int:
 
 
 def _captured(given: TrainOptions) -> "StepGraph":
-    """The graph of a step, without times."""
+    """The graph of a training step, without times."""
     from stagewright.cli.factories import load_factory
     from stagewright.executor.capture.steps.factories import share_of, without_values
     from stagewright.executor.capture.steps.step import capture_step

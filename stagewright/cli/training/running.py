@@ -13,7 +13,7 @@ from stagewright.cli.commands import command
 from stagewright.cli.console import print_answer, say, tell_invalid
 from stagewright.cli.factories import parse_groups, parse_optimizer, parse_schedule
 from stagewright.cli.options import Clipped, Modelled, Printed, Seeded
-from stagewright.cli.outputs import Writes, require_folder
+from stagewright.cli.outputs import Writes, is_document, require_folder
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.documents.units import format_bytes, format_seconds
 from stagewright.service.answers import Evaluated, TrainedAnswer
@@ -135,7 +135,7 @@ def require_timeout(seconds: float) -> None:
 
 
 def _task(plan: "AnyPlan", given: RunOptions) -> "Task":
-    """What the ranks do."""
+    """The training task of every rank."""
     import torch
 
     from stagewright.cli.factories import load_factory
@@ -176,11 +176,10 @@ def _task(plan: "AnyPlan", given: RunOptions) -> "Task":
 
 
 def _load(plan: Path) -> "AnyPlan":
-    from stagewright.cli.placing import is_placement
     from stagewright.formulations.operators.plan import load_operator_plan
     from stagewright.formulations.plans.plan import load_plan
 
-    return load_operator_plan(plan) if is_placement(plan) else load_plan(plan)
+    return load_operator_plan(plan) if is_document(plan, "operators") else load_plan(plan)
 
 
 def _start(parsed: "AnyPlan", given: RunOptions) -> int:
