@@ -8,7 +8,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, gen
 
 from stagewright.executor.drawing.web.render import FOLDER as DRAWING
 from stagewright.service.http.guard import Reader, Serving
-from stagewright.service.http.openapi import GUARDED, refused
+from stagewright.service.http.openapi import GUARDED, refused, response_of
 from stagewright.service.jobs.records import State
 
 OWN = "stagewright.service.http.page"
@@ -19,6 +19,7 @@ MEDIA_TYPES = {
 
 router = APIRouter(include_in_schema=False)  # the page holds nothing that needs a token
 health = APIRouter(responses=refused(403))
+Metrics = response_of("Metrics", CONTENT_TYPE_LATEST)  # as Prometheus reads them
 
 
 @router.get("/")
@@ -53,12 +54,6 @@ def _folders() -> dict[str, str]:
 @cache
 def _content(name: str) -> bytes:
     return files(_folders()[name]).joinpath(name).read_bytes()
-
-
-class Metrics(Response):
-    """Metrics as Prometheus reads them."""
-
-    media_type = CONTENT_TYPE_LATEST
 
 
 @health.get("/health/live")

@@ -20,7 +20,7 @@ from urllib.parse import SplitResult, urlsplit
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.http.tokens import Caller, Scope
 from stagewright.service.http.views import view
-from stagewright.service.jobs.deliveries import Deliveries, Delivery
+from stagewright.service.jobs.queue import Deliveries, Delivery
 from stagewright.service.jobs.store import JobStore
 
 SECRET = "STAGEWRIGHT_WEBHOOK_SECRET"  # the variable of the environment

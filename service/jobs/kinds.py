@@ -68,62 +68,34 @@ def _function(place: str) -> Callable[..., Any]:
 
 
 KINDS: dict[str, JobKind] = {
-    "plan": JobKind(
-        PlanRequest, "pipelines.planning:plan", "A plan of a model on a cluster.",
-        "pipelines.planning:require_supported", True, True,
-    ),
-    "what-if": JobKind(
-        PlanRequest, "pipelines.what_if:what_if", "What more devices or memory would buy.",
-        "pipelines.planning:require_supported",
-    ),
-    "place": JobKind(
-        PlaceRequest, "operators.plans:place", "Operators on devices.",
-        "operators.plans:require_placeable", True, True,
-    ),
-    "partition": JobKind(
-        PartitionRequest, "pipelines.partitioning:partition", "Stages of a model.",
-        "pipelines.partitioning:require_method", timed=True,
-    ),
-    "schedule": JobKind(
-        ScheduleRequest, "schedules.scheduling:schedule", "An order of given stages.",
-        "schedules.scheduling:require_scheduler", True,
-    ),
-    "compare-schedules": JobKind(
-        CompareSchedulesRequest, "schedules.comparing:compare_schedules", "All schedules.",
-        "schedules.scheduling:require_scheduler", True,
-    ),
-    "schedule-curve": JobKind(
-        MemoryCurveRequest, "schedules.memory_curves:schedule_curve", "The best for every memory.",
-        reports=True,
-    ),
-    "jobshop": JobKind(
-        JobShopRequest, "schedules.scheduling:jobshop", "A job shop.",
-        "schedules.scheduling:require_scheduler", True
-    ),
-    "sweep": JobKind(
-        SweepRequest, "pipelines.sweeping:sweep", "Plans of many sizes.",
-        "pipelines.sweeping:require_planned"
-    ),
-    "divide": JobKind(
-        DivideRequest, "operators.dividing:divide", "Operators in sets.",
-        "operators.dividing:problem_of", True
-    ),
-    "allocate": JobKind(
-        AllocateRequest, "clusters.allocating:allocate", "Jobs on a cluster's devices.",
-        "clusters.allocating:require_allocatable",
-    ),
-    "rounds": JobKind(
-        RoundsRequest, "clusters.allocating:rounds", "Rounds of an allocation.",
-        "clusters.allocating:require_realisable",
-    ),
-    "simulate-cluster": JobKind(
-        SimulateClusterRequest, "clusters.simulation:simulate_cluster", "A cluster of jobs.",
-        "clusters.simulation:require_simulable",
-    ),
-    "cloud": JobKind(
-        CloudRequest, "cloud.renting:cloud", "Training on rented machines.",
-        "cloud.renting:switching_problem"
-    ),
+    "plan": JobKind(PlanRequest, "pipelines.planning:plan", "A plan of a model on a cluster.",
+        "pipelines.planning:require_supported", True, True),
+    "what-if": JobKind(PlanRequest, "pipelines.what_if:what_if",
+        "What more devices or memory would buy.", "pipelines.planning:require_supported"),
+    "place": JobKind(PlaceRequest, "operators.plans:place", "Operators on devices.",
+        "operators.plans:require_placeable", True, True),
+    "partition": JobKind(PartitionRequest, "pipelines.partitioning:partition", "Stages of a model.",
+        "pipelines.partitioning:require_method", timed=True),
+    "schedule": JobKind(ScheduleRequest, "schedules.scheduling:schedule",
+        "An order of given stages.", "schedules.scheduling:require_scheduler", True),
+    "compare-schedules": JobKind(CompareSchedulesRequest, "schedules.comparing:compare_schedules",
+        "All schedules.", "schedules.scheduling:require_scheduler", True),
+    "schedule-curve": JobKind(MemoryCurveRequest, "schedules.memory_curves:schedule_curve",
+        "The best for every memory.", reports=True),
+    "jobshop": JobKind(JobShopRequest, "schedules.scheduling:jobshop", "A job shop.",
+        "schedules.scheduling:require_scheduler", True),
+    "sweep": JobKind(SweepRequest, "pipelines.sweeping:sweep", "Plans of many sizes.",
+        "pipelines.sweeping:require_planned"),
+    "divide": JobKind(DivideRequest, "operators.dividing:divide", "Operators in sets.",
+        "operators.dividing:problem_of", True),
+    "allocate": JobKind(AllocateRequest, "clusters.allocating:allocate",
+        "Jobs on a cluster's devices.", "clusters.allocating:require_allocatable"),
+    "rounds": JobKind(RoundsRequest, "clusters.allocating:rounds", "Rounds of an allocation.",
+        "clusters.allocating:require_realisable"),
+    "simulate-cluster": JobKind(SimulateClusterRequest, "clusters.simulation:simulate_cluster",
+        "A cluster of jobs.", "clusters.simulation:require_simulable"),
+    "cloud": JobKind(CloudRequest, "cloud.renting:cloud", "Training on rented machines.",
+        "cloud.renting:switching_problem"),
 }  # fmt: skip
 
 

@@ -13,8 +13,7 @@ from sqlalchemy.exc import DataError, SQLAlchemyError
 from stagewright.service.jobs.queue import JobLeaseLostError, Queue
 from stagewright.service.jobs.records import Ending, JobEnd, JobRecord, State, StoppedBy
 from stagewright.service.jobs.store import JobStore
-from stagewright.service.workers.processes import LocalProcess, MachineLostError, Start
-from stagewright.service.workers.solving import Better
+from stagewright.service.workers.processes import Better, LocalProcess, MachineLostError, Start
 
 
 @dataclass(frozen=True, slots=True)

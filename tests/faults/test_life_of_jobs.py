@@ -36,13 +36,12 @@ from stagewright.service.http.guard import Service
 from stagewright.service.http.limits import RequestLimits
 from stagewright.service.http.tokens import Scope, Tokens
 from stagewright.service.http.webhooks import Deliverer, Webhooks
-from stagewright.service.jobs.deliveries import Deliveries
 from stagewright.service.jobs.kinds import parse_request
-from stagewright.service.jobs.queue import JobLeaseLostError, Queue
+from stagewright.service.jobs.queue import Deliveries, JobLeaseLostError, Queue
 from stagewright.service.jobs.records import Ending, JobEnd, State, StoppedBy
 from stagewright.service.jobs.store import JobStore
 from stagewright.service.pipelines.planning import plan as plan_now
-from stagewright.service.workers.solving import outcome_of
+from stagewright.service.workers.processes import outcome_of
 
 QUEUED, UPLOADS = 3, 2
 SECRET = "a secret of the service of this test"

@@ -31,7 +31,7 @@ from stagewright.service.jobs.kinds import KINDS, parse_request
 from stagewright.service.jobs.queue import Queue
 from stagewright.service.jobs.records import JobEnd, State
 from stagewright.service.jobs.store import JobStore
-from stagewright.service.workers.solving import outcome_of
+from stagewright.service.workers.processes import outcome_of
 
 LOCAL = "http://127.0.0.1:8754"
 

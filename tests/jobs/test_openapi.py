@@ -23,7 +23,7 @@ from stagewright.service.jobs.queue import Queue
 from stagewright.service.jobs.records import JobEnd
 from stagewright.service.jobs.store import JobStore
 from stagewright.service.pipelines.planning import plan
-from stagewright.service.workers.solving import outcome_of
+from stagewright.service.workers.processes import outcome_of
 
 
 @dataclass(frozen=True)

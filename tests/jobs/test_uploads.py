@@ -28,7 +28,7 @@ from stagewright.service.jobs.kinds import parse_request
 from stagewright.service.jobs.queue import Queue
 from stagewright.service.jobs.store import JobStore
 from stagewright.service.pipelines.planning import plan as plan_now
-from stagewright.service.workers.solving import outcome_of
+from stagewright.service.workers.processes import outcome_of
 
 PROBLEM = small_problem(layers=3, devices=2)
 MODEL, CLUSTER = to_json(PROBLEM.chain), to_json(PROBLEM.cluster)

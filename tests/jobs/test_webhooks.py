@@ -31,8 +31,7 @@ from stagewright.service.http import webhooks
 from stagewright.service.http.app import create_app
 from stagewright.service.http.guard import Service
 from stagewright.service.http.webhooks import Deliverer, Webhooks
-from stagewright.service.jobs.deliveries import PAUSES, Deliveries
-from stagewright.service.jobs.queue import Queue
+from stagewright.service.jobs.queue import PAUSES, Deliveries, Queue
 from stagewright.service.jobs.records import DeliveryRecord, DeliveryState, Ending, JobEnd, State
 from stagewright.service.jobs.store import JobStore
 
