@@ -34,7 +34,7 @@ def create_app(service: Service) -> Application:
     )  # fmt: skip
     app.state.service = service
     add_handlers(app)
-    app.add_middleware(Secured)
+    app.add_middleware(_Secured)
     for module in (submitting, jobs, downloads, uploads):
         app.include_router(module.router)
     app.include_router(pages.health)
@@ -42,7 +42,7 @@ def create_app(service: Service) -> Application:
     return app
 
 
-class Secured:
+class _Secured:
     """Refuses requests of other sites, and closes every response by headers."""
 
     def __init__(self, app: ASGIApp) -> None:

@@ -25,7 +25,7 @@ from stagewright.service.http.openapi import (
 )
 from stagewright.service.http.uploads import ID, own_trace
 from stagewright.service.jobs.kinds import KINDS
-from stagewright.service.jobs.records import JobRecord
+from stagewright.service.jobs.records import ServiceJob
 from stagewright.service.pipelines.requests import CompareRequest, PlanRequest
 from stagewright.service.whole_answers import placement
 
@@ -123,7 +123,7 @@ def export_plan(job: Readable, to: str, options: Annotated[ExportParameters, Que
     return _file(Zip(packed.getvalue()), f"{to}.zip")
 
 
-def _options(job: JobRecord, to: str, given: ExportParameters) -> "Options":
+def _options(job: ServiceJob, to: str, given: ExportParameters) -> "Options":
     """The options, with the model and the cluster that the plan was asked for."""
     from stagewright.executor.export import FORMATS
     from stagewright.executor.export.options import Options
@@ -165,14 +165,14 @@ def diff(first: str, second: str, caller: Reader, service: Serving) -> dict[str,
     return asdict(differ(one, other))
 
 
-def _placement(job: JobRecord) -> "OperatorPlan | None":
+def _placement(job: ServiceJob) -> "OperatorPlan | None":
     """The plan of operators that a job has found, which is in its answer; None of other kinds."""
     if job.kind != PLACE or job.answer is None or not job.has_ended:
         return None
     return placement(json.loads(job.answer))
 
 
-def _document(job: JobRecord) -> str:
+def _document(job: ServiceJob) -> str:
     if job.kind == PLACE and job.cost is not None and job.has_ended:
         raise HTTPException(404, "the job's plan is one of operators, not of a pipeline")
     if job.document is None:
@@ -180,11 +180,11 @@ def _document(job: JobRecord) -> str:
     return job.document
 
 
-def _plan(job: JobRecord) -> PipelinePlan:
+def _plan(job: ServiceJob) -> PipelinePlan:
     return documents.parse(PipelinePlan, _document(job), "plan", FORMAT, VERSION)
 
 
-def _request(job: JobRecord) -> PlanRequest:
+def _request(job: ServiceJob) -> PlanRequest:
     """The request of a job that plans a pipeline."""
     request = KINDS[job.kind].request.parse(job.request)
     assert isinstance(request, PlanRequest)  # no other kind has such a plan

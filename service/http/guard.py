@@ -11,8 +11,8 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from stagewright.service.http.limits import RequestLimits, RequestRate
 from stagewright.service.http.tokens import Caller, Scope, Tokens
 from stagewright.service.http.webhooks import Webhooks
-from stagewright.service.jobs.records import JobRecord
-from stagewright.service.jobs.store import JobStore
+from stagewright.service.jobs.records import ServiceJob
+from stagewright.service.jobs.store import ServiceStore
 
 ID = "[0-9a-f]{32}"  # of a job; databases refuse some texts
 LOCAL = Caller("local", Scope.ADMIN)
@@ -28,7 +28,7 @@ class Service:
     user, and those without a valid token of each address. ``webhooks`` None: none are sent.
     """
 
-    store: JobStore
+    store: ServiceStore
     limits: RequestLimits = field(default_factory=RequestLimits)
     open_to_all: bool = False
     rate: RequestRate | None = None
@@ -82,7 +82,7 @@ Reader = Annotated[Caller, Depends(_allowed(Scope.READ))]
 Submitter = Annotated[Caller, Depends(_allowed(Scope.SUBMIT))]
 
 
-def own_job(job: str, caller: Caller, service: Service) -> JobRecord:
+def own_job(job: str, caller: Caller, service: Service) -> ServiceJob:
     """The caller's own job of that whole id; an administrator's is any."""
     whose = None if caller.may(Scope.ADMIN) else caller.user
     found = service.store.get(job, whose) if _ID.fullmatch(job) else None
@@ -91,13 +91,13 @@ def own_job(job: str, caller: Caller, service: Service) -> JobRecord:
     return found
 
 
-def _readable(job: str, caller: Reader, service: Serving) -> JobRecord:
+def _readable(job: str, caller: Reader, service: Serving) -> ServiceJob:
     return own_job(job, caller, service)
 
 
-def _changeable(job: str, caller: Submitter, service: Serving) -> JobRecord:
+def _changeable(job: str, caller: Submitter, service: Serving) -> ServiceJob:
     return own_job(job, caller, service)
 
 
-Readable = Annotated[JobRecord, Depends(_readable)]
-Changeable = Annotated[JobRecord, Depends(_changeable)]
+Readable = Annotated[ServiceJob, Depends(_readable)]
+Changeable = Annotated[ServiceJob, Depends(_changeable)]

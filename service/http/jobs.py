@@ -17,8 +17,8 @@ from stagewright.service.http.guard import ID, Changeable, Readable, Reader, Ser
 from stagewright.service.http.openapi import GUARDED, Events, JsonText, Responses, answered, refused
 from stagewright.service.http.tokens import Scope
 from stagewright.service.http.views import EventView, JobPage, JobView, view
-from stagewright.service.jobs.records import Ending, Event, JobRecord, State
-from stagewright.service.jobs.store import EVENTS_READ, PAGE, JobStore
+from stagewright.service.jobs.records import Event, JobEnding, ServiceJob, State
+from stagewright.service.jobs.store import EVENTS_READ, PAGE, ServiceStore
 from stagewright.service.whole_answers import printed
 
 LOOK_SECONDS = 30.0  # between looks at the events of a job of which nothing is told
@@ -75,13 +75,13 @@ def read_request(job: Readable) -> Response:
 @router.delete("/{job}", responses=refused(409))
 def stop_job(job: Changeable, caller: Submitter, service: Serving) -> JobView:
     """End a job with its best answer so far."""
-    return view(service.store.ask(job.id, Ending.STOP), caller)
+    return view(service.store.ask(job.id, JobEnding.STOP), caller)
 
 
 @router.post("/{job}/abort", responses=refused(409))
 def abort_job(job: Changeable, caller: Submitter, service: Serving) -> JobView:
     """End a job at once, without an answer."""
-    return view(service.store.ask(job.id, Ending.ABORT), caller)
+    return view(service.store.ask(job.id, JobEnding.ABORT), caller)
 
 
 @router.post("/{job}/retry", responses=refused(409))
@@ -118,7 +118,7 @@ async def stream_events(
 
 
 async def _stream(
-    store: JobStore, job: str, after: int, request: Request
+    store: ServiceStore, job: str, after: int, request: Request
 ) -> AsyncIterator[ServerSentEvent]:
     """Every event of a job, until it has ended."""
     woken, loop = asyncio.Event(), asyncio.get_running_loop()
@@ -143,6 +143,6 @@ async def _stream(
                 await asyncio.wait_for(woken.wait(), LOOK_SECONDS)
 
 
-def _read(store: JobStore, job: str, after: int) -> tuple[JobRecord | None, list[Event]]:
+def _read(store: ServiceStore, job: str, after: int) -> tuple[ServiceJob | None, list[Event]]:
     # The job is read before its events, so that those of its end are not missed.
     return store.get(job), store.events(job, after)

@@ -14,7 +14,7 @@ from stagewright.service.http.guard import Service
 from stagewright.service.http.limits import RequestLimits, RequestRate
 from stagewright.service.http.tokens import Tokens
 from stagewright.service.http.webhooks import POLL_SECONDS, Deliverer, Webhooks
-from stagewright.service.jobs.store import JobStore
+from stagewright.service.jobs.store import ServiceStore
 from stagewright.service.jobs.upkeep import RepeatedStep, retention
 from stagewright.service.workers.processes import LocalProcess, Start
 from stagewright.service.workers.worker import JobLimits, Worker
@@ -34,7 +34,7 @@ class Server:
     their ends; None: never.
     """
 
-    store: JobStore
+    store: ServiceStore
     host: str
     port: int
     workers: int

@@ -17,7 +17,7 @@ from stagewright.service.http.uploads import resolved
 from stagewright.service.http.views import JobView, canonical, view
 from stagewright.service.http.webhooks import Webhooks
 from stagewright.service.jobs.kinds import KINDS, parse_request, title_of
-from stagewright.service.jobs.records import JobRecord
+from stagewright.service.jobs.records import ServiceJob
 from stagewright.service.requests import Request as JobRequest
 
 router = APIRouter(responses=refused(*GUARDED, 408, 413))
@@ -108,7 +108,7 @@ def _validated(
 
 def _submitted(
     service: Service, kind: str, body: bytes, caller: Caller, wishes: Wishes
-) -> tuple[JobRecord, bool]:
+) -> tuple[ServiceJob, bool]:
     asked, whole = _validated(service, kind, body, caller)
     if wishes.priority > 0 and not caller.may(Scope.ADMIN):
         raise HTTPException(403, "a priority above 0 needs the scope admin")

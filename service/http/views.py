@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict
 
 from stagewright.service.http.problems import in_fields
 from stagewright.service.http.tokens import Caller, Scope
-from stagewright.service.jobs.records import DeliveryState, JobRecord, State, StoppedBy
+from stagewright.service.jobs.records import DeliveryState, ServiceJob, State, StoppedBy
 
 
 class DeliveryView(BaseModel):
@@ -67,7 +67,7 @@ class JobPage(BaseModel):
     next: str | None
 
 
-def view(job: JobRecord, caller: Caller) -> JobView:
+def view(job: ServiceJob, caller: Caller) -> JobView:
     """A job as the caller may see it: without the id of another user's job that it copies."""
     gap = None
     if job.cost and job.bound is not None:

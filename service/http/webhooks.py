@@ -21,7 +21,7 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.service.http.tokens import Caller, Scope
 from stagewright.service.http.views import view
 from stagewright.service.jobs.queue import Deliveries, Delivery
-from stagewright.service.jobs.store import JobStore
+from stagewright.service.jobs.store import ServiceStore
 
 SECRET = "STAGEWRIGHT_WEBHOOK_SECRET"  # the variable of the environment
 _LEAST_SECRET = 24  # characters
@@ -72,7 +72,7 @@ class Webhooks:
 class Deliverer:
     """Delivers the webhooks that are due."""
 
-    store: JobStore
+    store: ServiceStore
     webhooks: Webhooks
 
     def deliver_next(self) -> bool:

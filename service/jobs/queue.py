@@ -12,14 +12,14 @@ from sqlalchemy import ColumnElement, Connection, Row, func, select, update
 
 from stagewright.service.jobs.records import (
     DeliveryState,
-    Ending,
     JobEnd,
-    JobRecord,
+    JobEnding,
+    ServiceJob,
     State,
     StoppedBy,
 )
 from stagewright.service.jobs.rows import DELIVERIES, JOBS, tell
-from stagewright.service.jobs.store import JobStore
+from stagewright.service.jobs.store import ServiceStore
 
 PAUSES = (30.0, 120.0, 480.0, 1920.0, 7680.0, 30720.0)  # seconds before each further attempt
 
@@ -37,7 +37,7 @@ class Delivery:
 class Deliveries:
     """The deliveries of a store."""
 
-    def __init__(self, store: JobStore) -> None:
+    def __init__(self, store: ServiceStore) -> None:
         self._store, self._engine, self._clock = store, store.engine, store.clock
 
     def claim(self) -> Delivery | None:
@@ -94,11 +94,11 @@ class JobLeaseLostError(Exception):
 class Queue:
     """The queue of a store."""
 
-    def __init__(self, store: JobStore) -> None:
+    def __init__(self, store: ServiceStore) -> None:
         self.store = store
         self._engine, self._clock = store.engine, store.clock
 
-    def claim(self, worker: str, lease_seconds: float) -> JobRecord | None:
+    def claim(self, worker: str, lease_seconds: float) -> ServiceJob | None:
         """The next job for a worker: of the highest priority, of who has the fewest running."""
         if not self._any(JOBS.c.state == State.QUEUED):
             return None
@@ -132,7 +132,7 @@ class Queue:
             self._tell(database, job, State.SOLVING)
         return self.store.get(job)
 
-    def renew(self, job: str, worker: str, lease_seconds: float) -> Ending | None:
+    def renew(self, job: str, worker: str, lease_seconds: float) -> JobEnding | None:
         """Renew a lease; what the user asks of the job.
 
         Raises
@@ -143,7 +143,7 @@ class Queue:
         with self.store.writing() as database:
             self._write(database, job, worker, leased_until=self._clock() + lease_seconds)
             asked = database.execute(select(JOBS.c.asked).where(JOBS.c.id == job)).scalar_one()
-        return None if asked is None else Ending(asked)
+        return None if asked is None else JobEnding(asked)
 
     def improve(
         self,
@@ -217,7 +217,7 @@ class Queue:
             self._tell(database, row.id, State.QUEUED, {"reason": "its worker was lost"})
             return
         by = StoppedBy.USER if row.asked is not None else StoppedBy.LOST
-        kept = row.document is not None and row.asked != Ending.ABORT
+        kept = row.document is not None and row.asked != JobEnding.ABORT
         state = State.FEASIBLE if kept else State.FAILED
         why = f"its worker was lost{'' if row.asked else f', for the {row.attempts}. time'}"
         self._end(database, row.id, JobEnd(state, reason=why, stopped_by=by))

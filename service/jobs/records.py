@@ -27,7 +27,7 @@ class StoppedBy(StrEnum):
     LOST = "lost"
 
 
-class Ending(StrEnum):
+class JobEnding(StrEnum):
     """What a user asks of a running job: to end with its best answer, or at once without one."""
 
     STOP = "stop"
@@ -52,7 +52,7 @@ class DeliveryRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class JobRecord:
+class ServiceJob:
     """A job: what was asked, where it is, and the best of its answers so far.
 
     ``cost`` and ``bound`` are those of the answer in its own unit, ``answer`` is its JSON object
@@ -73,7 +73,7 @@ class JobRecord:
     started: float | None
     finished: float | None
     stopped_by: StoppedBy | None
-    asked: Ending | None
+    asked: JobEnding | None
     attempts: int
     cost: float | None
     bound: float | None

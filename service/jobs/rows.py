@@ -23,8 +23,8 @@ from stagewright.service.jobs.records import (
     ENDED,
     DeliveryRecord,
     DeliveryState,
-    Ending,
-    JobRecord,
+    JobEnding,
+    ServiceJob,
     State,
     StoppedBy,
 )
@@ -168,7 +168,7 @@ LOCK_SECONDS = 7.0
 CONNECT_SECONDS = 10  # how long PostgreSQL may take to answer
 CHANNEL = "stagewright_events"  # of PostgreSQL's notices: the job of an event, and its name
 CONNECTIONS = 15  # of a store, kept open, besides the one that hears of events
-_FIELDS = tuple(JobRecord.__dataclass_fields__)
+_FIELDS = tuple(ServiceJob.__dataclass_fields__)
 _DELIVERY = {name: f"delivery_{name}" for name in DeliveryRecord.__dataclass_fields__}
 _ORIGIN = JOBS.alias("origin")
 WHOLE = (
@@ -183,14 +183,14 @@ WHOLE = (
 """Jobs with all that `job_of` reads."""
 
 
-def job_of(values: Mapping[str, Any]) -> JobRecord:
+def job_of(values: Mapping[str, Any]) -> ServiceJob:
     """The job of the fields of a row; those that are not given are empty."""
     fields = {name: values.get(name) for name in _FIELDS}
     fields["state"] = State(values["state"])
     fields["stopped_by"] = fields["stopped_by"] and StoppedBy(fields["stopped_by"])
-    fields["asked"] = fields["asked"] and Ending(fields["asked"])
+    fields["asked"] = fields["asked"] and JobEnding(fields["asked"])
     fields["delivery"] = _delivery_of(values, fields["webhook"], fields["state"] in ENDED)
-    return JobRecord(**fields)  # type: ignore[arg-type]
+    return ServiceJob(**fields)  # type: ignore[arg-type]
 
 
 def _delivery_of(

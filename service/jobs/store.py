@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError, TimeoutError
 
 from stagewright.graphs.documents.errors import InputError
-from stagewright.service.jobs.records import ENDED, Ending, Event, JobRecord, State, StoppedBy
+from stagewright.service.jobs.records import ENDED, Event, JobEnding, ServiceJob, State, StoppedBy
 from stagewright.service.jobs.rows import (
     DELIVERIES,
     EVENTS,
@@ -49,7 +49,7 @@ class ConflictError(Exception):
     """The request contradicts what is stored: one line says what."""
 
 
-class JobStore:
+class ServiceStore:
     """The jobs of a service.
 
     Parameters
@@ -126,7 +126,7 @@ class JobStore:
         *,
         title: str = "",
         webhook: str | None = None,
-    ) -> tuple[JobRecord, bool]:
+    ) -> tuple[ServiceJob, bool]:
         """Queue a validated request; the job, and whether it is new.
 
         A request with the ``key`` of an earlier one is that one. A request that was answered
@@ -179,21 +179,21 @@ class JobStore:
             "cached_from": found["cached_from"] or own, "started": now, "finished": now,
         }  # fmt: skip
 
-    def _of_key(self, user: str, key: str | None) -> JobRecord | None:
+    def _of_key(self, user: str, key: str | None) -> ServiceJob | None:
         mine = (JOBS.c.user == user, JOBS.c.idempotency_key == key)
         return self._one(WHOLE.where(*mine))
 
-    def get(self, job: str, user: str | None = None) -> JobRecord | None:
+    def get(self, job: str, user: str | None = None) -> ServiceJob | None:
         """The job of that id, of that user if one is given; None if there is none."""
         asked = WHOLE.where(JOBS.c.id == job)
         return self._one(asked if user is None else asked.where(JOBS.c.user == user))
 
-    def _stored(self, job: str) -> JobRecord:
+    def _stored(self, job: str) -> ServiceJob:
         found = self.get(job)
         assert found is not None
         return found
 
-    def _one(self, asked: sa.Select[Any]) -> JobRecord | None:
+    def _one(self, asked: sa.Select[Any]) -> ServiceJob | None:
         with self._engine.connect() as database:
             row = database.execute(asked).one_or_none()
         return None if row is None else job_of(dict(row._mapping))
@@ -205,7 +205,7 @@ class JobStore:
         before: str | None = None,
         state: State | None = None,
         limit: int = PAGE,
-    ) -> list[JobRecord]:
+    ) -> list[ServiceJob]:
         """The newest jobs (None: of all users), from before the job of that id on."""
         last = None if before is None else self.get(before, user)
         asked = newest(WHOLE, JOBS, limit, None if last is None else (last.created, last.id))
@@ -216,7 +216,7 @@ class JobStore:
         with self._engine.connect() as database:
             return [job_of(dict(row._mapping)) for row in database.execute(asked)]
 
-    def ask(self, job: str, what: Ending) -> JobRecord:
+    def ask(self, job: str, what: JobEnding) -> ServiceJob:
         """Ask a job to end: a queued one ends now, a running one as soon as its worker hears it.
 
         Raises
@@ -228,16 +228,16 @@ class JobStore:
             self._ask(database, job, what)
         return self._stored(job)
 
-    def _ask(self, database: sa.Connection, job: str, what: Ending) -> None:
+    def _ask(self, database: sa.Connection, job: str, what: JobEnding) -> None:
         asked = sa.select(JOBS.c.state, JOBS.c.document, JOBS.c.asked).where(JOBS.c.id == job)
         row = database.execute(asked.with_for_update()).one_or_none()
         if row is None or row.state in ENDED:
             raise ConflictError("the job has ended")
-        values: dict[str, Any] = {"asked": row.asked if row.asked == Ending.ABORT else what}
+        values: dict[str, Any] = {"asked": row.asked if row.asked == JobEnding.ABORT else what}
         name, told = "asked", dict(values)
         if row.state == State.QUEUED:
             # A worker that was lost may have found a plan.
-            kept = what is Ending.STOP and row.document is not None
+            kept = what is JobEnding.STOP and row.document is not None
             name, told = State.FEASIBLE if kept else State.FAILED, {"stopped_by": StoppedBy.USER}
             why = "stopped after its worker was lost" if kept else "stopped before it was begun"
             values |= told | {"state": name, "finished": self.clock(), "reason": why}
@@ -246,7 +246,7 @@ class JobStore:
         database.execute(sa.update(JOBS).where(JOBS.c.id == job).values(values))
         tell(database, self.clock(), job, name, told)
 
-    def retry(self, job: str) -> JobRecord:
+    def retry(self, job: str) -> ServiceJob:
         """Queue a job again that has failed, or ended before its search was complete.
 
         Raises
@@ -325,9 +325,9 @@ def _digest(kind: str, request: str) -> str:
 
 
 @contextmanager
-def opened(url: str) -> Iterator[JobStore]:
+def opened(url: str) -> Iterator[ServiceStore]:
     """A store that is closed at the end; InputError if what is stored cannot be read."""
-    store = JobStore(url)
+    store = ServiceStore(url)
     try:
         yield store
     except SQLAlchemyError as error:

@@ -14,7 +14,7 @@ from sqlalchemy import make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from stagewright.graphs.documents.errors import InputError
-from stagewright.service.jobs.store import JobStore
+from stagewright.service.jobs.store import ServiceStore
 
 
 def back_up(url: str, target: Path) -> None:
@@ -88,7 +88,7 @@ DAY = 86400.0
 LOOK_SECONDS = 3600.0  # between looks for jobs that are old enough
 
 
-def retention(store: JobStore, days: float) -> RepeatedStep:
+def retention(store: ServiceStore, days: float) -> RepeatedStep:
     """Discards jobs so many days after their ends."""
 
     def discard() -> bool:

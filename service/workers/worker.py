@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from sqlalchemy.exc import DataError, SQLAlchemyError
 
 from stagewright.service.jobs.queue import JobLeaseLostError, Queue
-from stagewright.service.jobs.records import Ending, JobEnd, JobRecord, State, StoppedBy
-from stagewright.service.jobs.store import JobStore
+from stagewright.service.jobs.records import JobEnd, JobEnding, ServiceJob, State, StoppedBy
+from stagewright.service.jobs.store import ServiceStore
 from stagewright.service.workers.processes import Better, LocalProcess, MachineLostError, Start
 
 
@@ -38,7 +38,7 @@ class Worker:
     nothing is told of it. ``start`` decides where processes of jobs are.
     """
 
-    store: JobStore
+    store: ServiceStore
     limits: JobLimits = JobLimits()
     lease_seconds: float = 15.0
     poll_seconds: float = 0.2
@@ -77,7 +77,7 @@ class Worker:
             else:
                 self.answer(job)
 
-    def answer(self, job: JobRecord) -> None:
+    def answer(self, job: ServiceJob) -> None:
         """Answer a job that is claimed; what happens to the lease and the store ends it."""
         try:
             run = _JobRun(self, job)
@@ -98,7 +98,7 @@ class Worker:
 class _JobRun:
     """One job in its process."""
 
-    def __init__(self, worker: Worker, job: JobRecord) -> None:
+    def __init__(self, worker: Worker, job: ServiceJob) -> None:
         self.worker, self.job = worker, job
         self.process = worker.start(job.kind, job.request)
         now = time.monotonic()
@@ -150,11 +150,11 @@ class _JobRun:
         if self.kill_at is not None and now > self.kill_at:
             self.process.kill()
 
-    def _hear(self, asked: Ending | None) -> None:
-        if asked is Ending.ABORT:
+    def _hear(self, asked: JobEnding | None) -> None:
+        if asked is JobEnding.ABORT:
             self.aborted, self.stopped_by = True, StoppedBy.USER
             self.process.kill()
-        elif asked is Ending.STOP and self.kill_at is None:
+        elif asked is JobEnding.STOP and self.kill_at is None:
             self._ask_to_stop(StoppedBy.USER)
 
     def _ask_to_stop(self, why: StoppedBy) -> None:

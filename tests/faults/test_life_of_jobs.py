@@ -38,8 +38,8 @@ from stagewright.service.http.tokens import Scope, Tokens
 from stagewright.service.http.webhooks import Deliverer, Webhooks
 from stagewright.service.jobs.kinds import parse_request
 from stagewright.service.jobs.queue import Deliveries, JobLeaseLostError, Queue
-from stagewright.service.jobs.records import Ending, JobEnd, State, StoppedBy
-from stagewright.service.jobs.store import JobStore
+from stagewright.service.jobs.records import JobEnd, JobEnding, State, StoppedBy
+from stagewright.service.jobs.store import ServiceStore
 from stagewright.service.pipelines.planning import plan as plan_now
 from stagewright.service.workers.processes import outcome_of
 
@@ -76,7 +76,7 @@ ENDS = {
 class Life(RuleBasedStateMachine):
     """Users and workers of one store."""
 
-    store: JobStore
+    store: ServiceStore
     clock: Clock
     client: TestClient
     post: Any
@@ -378,7 +378,7 @@ class Life(RuleBasedStateMachine):
         if self.clock.now > job.heard + LEASE:
             return
         asked = self.queue.renew(job.id, job.worker, LEASE)
-        assert asked == (Ending(job.asked) if job.asked else None)
+        assert asked == (JobEnding(job.asked) if job.asked else None)
         job.heard = self.clock.now
 
     @precondition(lambda self: self.running(0))
@@ -583,7 +583,7 @@ def _events(text: str) -> list[dict[str, Any]]:
     return found
 
 
-def _empty(store: JobStore) -> None:
+def _empty(store: ServiceStore) -> None:
     tables = MetaData()
     tables.reflect(store.engine)
     with store.engine.begin() as database:
@@ -603,7 +603,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 def test_jobs_live_as_documented(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    store = JobStore(url, clock)
+    store = ServiceStore(url, clock)
     limits = RequestLimits(queued=QUEUED, uploads=UPLOADS)
     app = create_app(Service(store, limits, webhooks=Webhooks((ORIGIN,), SECRET)))
     with TestClient(app, raise_server_exceptions=False) as client:
@@ -621,7 +621,7 @@ def test_jobs_live_as_documented(url: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_cost_is_that_of_its_plan(url: str) -> None:
     """By the times of the request's layers; the same wherever it is told."""
-    store = JobStore(url)
+    store = ServiceStore(url)
     app = create_app(Service(store, open_to_all=True))
     with TestClient(app, "http://127.0.0.1") as client:
         job = client.post("/v1/plan", content=json.dumps(PLAN)).json()["id"]

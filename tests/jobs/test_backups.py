@@ -17,13 +17,13 @@ pytest.importorskip("alembic", reason="the service is not installed")
 
 from stagewright.service.jobs.queue import Queue
 from stagewright.service.jobs.records import JobEnd, State
-from stagewright.service.jobs.store import JobStore
+from stagewright.service.jobs.store import ServiceStore
 
 DOCUMENT = "a plan " * 2000
 
 
 @contextmanager
-def busy(store: JobStore) -> Iterator[list[str]]:
+def busy(store: ServiceStore) -> Iterator[list[str]]:
     """Jobs are submitted all the time, every second one answered; the ids of those accepted."""
     accepted: list[str] = []
     enough, ends = threading.Event(), threading.Event()
@@ -52,7 +52,7 @@ def busy(store: JobStore) -> Iterator[list[str]]:
 
 def require_whole(url: str, before: list[str]) -> None:
     """What was accepted is there, readable; what was being solved is solved again."""
-    restored = JobStore(url, clock=lambda: 4e9)  # all leases have run out
+    restored = ServiceStore(url, clock=lambda: 4e9)  # all leases have run out
     for number, job in enumerate(before):
         found = restored.get(job)
         assert found is not None
@@ -73,7 +73,7 @@ def require_whole(url: str, before: list[str]) -> None:
     restored.close()
 
 
-def backed_up(store: JobStore, make: Callable[[], object]) -> list[str]:
+def backed_up(store: ServiceStore, make: Callable[[], object]) -> list[str]:
     """The jobs that were accepted before a backup of the busy store is made."""
     with busy(store) as accepted:
         before = list(accepted)
@@ -85,7 +85,7 @@ def backed_up(store: JobStore, make: Callable[[], object]) -> list[str]:
 
 def test_a_backup_of_a_busy_store_is_a_store(tmp_path: Path) -> None:
     file, copy = tmp_path / "jobs.sqlite", tmp_path / "backup ä?.sqlite"
-    store = JobStore(f"sqlite:///{file}")
+    store = ServiceStore(f"sqlite:///{file}")
     before = backed_up(store, lambda: answered("backup", copy, "--store", file))
     with closing(sqlite3.connect(copy)) as database:
         assert database.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
@@ -103,7 +103,7 @@ def test_backups_that_cannot_be_made_are_refused(tmp_path: Path) -> None:
     file, other = tmp_path / "jobs.sqlite", tmp_path / "other.sqlite"
     assert "there is no store" in refused("backup", other, "--store", file)
     assert not file.exists()
-    JobStore(f"sqlite:///{file}").close()
+    ServiceStore(f"sqlite:///{file}").close()
     other.write_text("mine")
     assert "exists: name a new file" in refused("backup", other, "--store", file)
     assert other.read_text() == "mine"
@@ -128,7 +128,7 @@ def test_a_dump_of_a_busy_postgresql_is_a_store(server: PostgreSQL, tmp_path: Pa
         command = [server.bin / "pg_dump", "--format=custom", "--file", dump, plain(url)]
         subprocess.run(command, check=True)
 
-    before = backed_up(JobStore(url), make)
+    before = backed_up(ServiceStore(url), make)
     restored = server.new_database()
     command = [server.bin / "pg_restore", "--no-owner", "--exit-on-error", "--dbname"]
     subprocess.run([*command, plain(restored), dump], check=True)

@@ -19,8 +19,8 @@ pytest.importorskip("fastapi", reason="the service is not installed")
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.http.limits import RequestLimits
 from stagewright.service.jobs.kinds import parse_request
-from stagewright.service.jobs.records import Ending, JobRecord, State, StoppedBy
-from stagewright.service.jobs.store import JobStore
+from stagewright.service.jobs.records import JobEnding, ServiceJob, State, StoppedBy
+from stagewright.service.jobs.store import ServiceStore
 from stagewright.service.workers.processes import JobProcess, Look, MachineLostError, on_ray
 from stagewright.service.workers.worker import JobLimits, Worker
 
@@ -28,8 +28,8 @@ LEASE_SECONDS = 2.0
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[JobStore]:
-    found = JobStore(f"sqlite:///{tmp_path / 'jobs.sqlite'}")
+def store(tmp_path: Path) -> Iterator[ServiceStore]:
+    found = ServiceStore(f"sqlite:///{tmp_path / 'jobs.sqlite'}")
     yield found
     found.close()
 
@@ -50,7 +50,7 @@ def sweep_request(**changes: object) -> str:
     return json.dumps({name: given[name] for name in ("chain", "cluster")} | sizes | changes)
 
 
-def awaited(store: JobStore, job: str, *states: State, attempts: int = 1) -> JobRecord:
+def awaited(store: ServiceStore, job: str, *states: State, attempts: int = 1) -> ServiceJob:
     """The job in one of the states, by default with a plan."""
     ends = time.monotonic() + PATIENCE
     while time.monotonic() < ends:
@@ -79,7 +79,7 @@ class Gone(JobProcess):
     def kill(self) -> None: ...
 
 
-def test_a_lost_machine_leaves_the_job_to_the_lease(store: JobStore) -> None:
+def test_a_lost_machine_leaves_the_job_to_the_lease(store: ServiceStore) -> None:
     job, _ = store.submit("ann", "jobshop", TWO_JOBS)
     worker = Worker(store, lease_seconds=0.5, poll_seconds=0.05, start=lambda *_: Gone())
     thread = threading.Thread(target=worker.run)
@@ -111,7 +111,7 @@ def test_options_of_ray_are_refused_in_a_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_jobs_are_solved_on_a_cluster(store: JobStore, cluster: Any) -> None:
+def test_jobs_are_solved_on_a_cluster(store: ServiceStore, cluster: Any) -> None:
     node = cluster.add_node(num_cpus=2)
     with on_ray(cluster.address) as start:
         limits = JobLimits(memory_bytes=2e9)
@@ -130,7 +130,7 @@ def test_jobs_are_solved_on_a_cluster(store: JobStore, cluster: Any) -> None:
     assert not thread.is_alive()
 
 
-def _answer(store: JobStore) -> None:
+def _answer(store: ServiceStore) -> None:
     job, _ = store.submit("ann", "jobshop", TWO_JOBS)
     found = awaited(store, job.id, State.OPTIMAL, State.FAILED)
     assert found.answer is not None, found.reason
@@ -139,7 +139,7 @@ def _answer(store: JobStore) -> None:
     assert "unknown planner 'none'" in awaited(store, wrong.id, State.FAILED).reason
 
 
-def _sweep(store: JobStore) -> None:
+def _sweep(store: ServiceStore) -> None:
     """Its tasks are on the cluster that its own process is on."""
     job, _ = store.submit("ann", "sweep", sweep_request(engine="ray"))
     found = awaited(store, job.id, State.OPTIMAL, State.FAILED)
@@ -148,30 +148,30 @@ def _sweep(store: JobStore) -> None:
     assert [row["status"] for row in rows] == ["feasible"] * 2
 
 
-def _stop(store: JobStore) -> None:
+def _stop(store: ServiceStore) -> None:
     job, _ = store.submit("ann", "plan", long_request())
     awaited(store, job.id)
-    store.ask(job.id, Ending.STOP)
+    store.ask(job.id, JobEnding.STOP)
     found = awaited(store, job.id, State.FEASIBLE, State.FAILED)
     assert (found.state, found.stopped_by) == (State.FEASIBLE, StoppedBy.USER)
     other, _ = store.submit("ann", "plan", long_request(seed=1))
     awaited(store, other.id)
-    store.ask(other.id, Ending.ABORT)
+    store.ask(other.id, JobEnding.ABORT)
     assert awaited(store, other.id, State.FAILED).stopped_by is StoppedBy.USER
 
 
-def _lose(store: JobStore, cluster: Any, node: Any) -> None:
+def _lose(store: ServiceStore, cluster: Any, node: Any) -> None:
     """The job of a machine that is gone is queued again, and is solved on another one."""
     job, _ = store.submit("ann", "plan", long_request(seed=2))
     awaited(store, job.id)
     cluster.add_node(num_cpus=2)
     cluster.remove_node(node, allow_graceful=False)
     awaited(store, job.id, State.SOLVING, attempts=2)
-    store.ask(job.id, Ending.STOP)
+    store.ask(job.id, JobEnding.STOP)
     assert awaited(store, job.id, State.FEASIBLE).attempts == 2
 
 
-def _exceed(store: JobStore, worker: Worker) -> None:
+def _exceed(store: ServiceStore, worker: Worker) -> None:
     worker.limits = JobLimits(memory_bytes=1e6)
     job, _ = store.submit("ann", "plan", long_request(seed=3))
     found = awaited(store, job.id, State.FEASIBLE, State.FAILED)
