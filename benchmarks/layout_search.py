@@ -11,7 +11,7 @@ from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.importers.hf_config import architecture_of
 from stagewright.graphs.machines.groups import ends, links
 from stagewright.graphs.machines.networks import fabric_of_kind
-from stagewright.service.layouts.training_problems import training_problem
+from stagewright.service.layouts.problems import training_problem
 from stagewright.solvers.parallelism.refining import Found, search, work_alike
 from stagewright.solvers.parallelism.tree import compiled_walk
 

@@ -9,10 +9,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from stagewright.formulations.patterns.joint_patterns import (
-    AllocationTables,
-    Placed,
-)
+from stagewright.formulations.patterns.joint_patterns import AllocationTables, Placed
 from stagewright.formulations.patterns.madpipe import StageAllocationProblem
 from stagewright.formulations.plans.plan import Stage
 from stagewright.graphs.documents.arrays import Floats, Ints

@@ -22,7 +22,7 @@ from pathlib import Path
 from benchmarks.service_report import put
 from stagewright.client import Client
 from stagewright.service.jobs.queue import Queue
-from stagewright.service.jobs.records import Outcome, State
+from stagewright.service.jobs.records import JobEnd, State
 from stagewright.service.jobs.store import opened
 
 CLIENTS, WORKERS = 50, 8
@@ -100,7 +100,7 @@ def claim_all(store: str) -> list[str]:
             queue = Queue(jobs)
             while (job := queue.claim(f"w{name}", 60.0)) is not None:
                 claimed.append(job.id)
-                queue.finish(job.id, f"w{name}", Outcome(State.OPTIMAL, answer="{}"))
+                queue.finish(job.id, f"w{name}", JobEnd(State.OPTIMAL, answer="{}"))
 
     with ThreadPoolExecutor(WORKERS) as pool:
         list(pool.map(work, range(WORKERS)))

@@ -22,7 +22,7 @@ from stagewright.graphs.models.layer_profiles import (
     save_layer_profiles,
 )
 from stagewright.graphs.models.shards import Split, shares_of
-from stagewright.service.layouts.training_problems import training_problem
+from stagewright.service.layouts.problems import training_problem
 
 HERE = Path(__file__).parent
 KINDS, DEGREES, MICROBATCHES, SEQUENCE = ("a100", "v100"), (1, 2, 4), (1, 2, 4), 1024

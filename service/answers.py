@@ -6,15 +6,27 @@ Python (a plan, an allocation, a timeline).
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 
 class Answer(BaseModel):
-    """Base of all answers."""
+    """Base of all answers; a field that is an answer is made of any object with its fields."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", from_attributes=True, populate_by_name=True
+    )
+
+    @classmethod
+    def of(cls, *sources: object, **fields: Any) -> Self:
+        """The answer of ``fields``, and of the attributes of ``sources`` with the other names."""
+        for name in cls.model_fields.keys() - fields.keys():
+            for source in sources:
+                if hasattr(source, name):
+                    fields[name] = getattr(source, name)
+                    break
+        return cls(**fields)
 
     def json_object(self) -> dict[str, Any]:
         """The answer as plain data."""
@@ -78,7 +90,7 @@ class RoundAnswer(Answer):
     kept: bool
 
 
-class RoundsAnswer(Answer):
+class TrainedRoundsAnswer(Answer):
     """A training run by plans from its own measurements; ``best`` is the round of the last plan.
 
     ``iteration_seconds`` is the median of the steps after the rounds.
@@ -93,46 +105,3 @@ class RoundsAnswer(Answer):
     iteration_seconds: float
     world_size: int
     folder: str
-
-
-class ModelFileAnswer(Answer):
-    """A model file that was written, with its number of layers and where its costs are from."""
-
-    name: str
-    layers: int
-    file: str
-    source: str
-
-
-class GraphFileAnswer(Answer):
-    """A graph file that was written, with its number of operators."""
-
-    name: str
-    operators: int
-    file: str
-
-
-class ClusterFileAnswer(Answer):
-    """A cluster file that was written, with its number of devices and what was assumed."""
-
-    name: str
-    devices: int
-    file: str
-    source: str | None = None
-
-
-class LayerProfilesFileAnswer(Answer):
-    """A file of layer profiles that was written, with its layers and kinds of devices."""
-
-    name: str
-    layers: int
-    device_kinds: list[str]
-    file: str
-
-
-class JobsFileAnswer(Answer):
-    """A jobs file that was written, with its number of jobs."""
-
-    name: str
-    jobs: int
-    file: str

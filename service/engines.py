@@ -21,7 +21,7 @@ POLL_SECONDS = 0.2
 T = TypeVar("T")
 R = TypeVar("R")
 Work = Callable[[T, StopToken | None], R]
-"""What is done with an item, until the token is set."""
+"""What an engine does with an item, until the token is set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ _stopping: Any = None  # the event of a worker process
 
 
 def _begin(stopping: Any) -> None:
-    """Of a worker: Ctrl-C is the parent's, which then sets the event."""
+    """Prepare a worker process, which leaves Ctrl-C to its parent and stops at the event."""
     global _stopping
     _stopping = stopping
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -92,7 +92,7 @@ def _begin(stopping: Any) -> None:
 
 
 def _end_with_parent() -> None:
-    """A pool's workers would wait for work of a parent that is gone."""
+    """End this worker process when its parent has ended, instead of waiting for work."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

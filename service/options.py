@@ -46,7 +46,7 @@ class Option:
 
 
 def itself(text: str, _: str) -> str:
-    """The text, for an option that may be left out."""
+    """The text as it is."""
     return text
 
 
@@ -60,7 +60,7 @@ def number_or_auto(text: str, option: str) -> int | None:
 
 
 def listed(read: Callable[[str, str], Any]) -> Callable[[str, str], tuple[Any, ...]]:
-    """What reads values that are separated by commas, each by ``read``."""
+    """A function that reads values separated by commas, each by ``read``."""
 
     def values(text: str, option: str) -> tuple[Any, ...]:
         parts = [part.strip() for part in text.split(",")]

@@ -61,7 +61,7 @@ class Request(BaseModel):
 
     @classmethod
     def _require_types(cls, fields: Mapping[str, Any]) -> None:
-        """Name a wrong argument as the rest of the library does."""
+        """Refuse arguments of wrong types in the words of the rest of the library."""
         for name, value in fields.items():
             if name in cls.model_fields:
                 require_kind(value, cls.model_fields[name].annotation, name)
@@ -77,7 +77,7 @@ def _plain(text: str | bytes) -> Any:
         return None
 
 
-class Search(Request):
+class SearchRequest(Request):
     """A request whose answer is searched for."""
 
     time_limit: float = 10.0
@@ -89,7 +89,7 @@ class Search(Request):
 
     @classmethod
     def _require_types(cls, fields: Mapping[str, Any]) -> None:
-        given = {name: cls.model_fields[name].default for name in Search.model_fields}
+        given = {name: cls.model_fields[name].default for name in SearchRequest.model_fields}
         given |= {name: fields[name] for name in given if name in fields}
         require_limits(Limits(given["time_limit"], given["threads"], given["seed"]))
         super()._require_types(fields)
@@ -104,7 +104,7 @@ class Search(Request):
         return require_limits(Limits(self.time_limit, self.threads, self.seed, stop))
 
 
-class Solve(Search):
+class SolveRequest(SearchRequest):
     """A search whose backend may be named."""
 
     backend: Annotated[str | None, Option(form="NAME")] = None

@@ -21,7 +21,7 @@ from stagewright.graphs.workloads.jobs import Workload
 from stagewright.graphs.workloads.pool import Pool
 from stagewright.graphs.workloads.prices import Market
 
-DIALECT = "https://json-schema.org/draft/2020-12/schema"
+_DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 DOCUMENTS: dict[str, type] = {
     "model": Chain,
@@ -53,4 +53,4 @@ def json_schema(name: str) -> dict[str, Any]:
     schema = TypeAdapter(DOCUMENTS[name]).json_schema()
     # Defaults in Python, but every file has to say them.
     schema["required"] = sorted({*schema.get("required", ()), "format", "version"})
-    return {"$schema": DIALECT, **schema, "title": f"stagewright-{name}"}
+    return {"$schema": _DIALECT, **schema, "title": f"stagewright-{name}"}

@@ -6,6 +6,7 @@ The text has those objects that the request does not determine; the others are m
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
@@ -15,34 +16,37 @@ from stagewright.formulations.forms.answers import Status, settled
 from stagewright.formulations.plans.plan import FORMAT, VERSION, PipelinePlan
 from stagewright.graphs.documents.documents import parse
 from stagewright.service.answers import Answer
-from stagewright.service.cloud.answers import CloudAnswer
-from stagewright.service.cloud.requests import CloudRequest
-from stagewright.service.clusters.answers import (
-    AllocateAnswer,
-    RoundsAnswer,
-    SimulateClusterAnswer,
-)
+from stagewright.service.cloud.requests import CloudAnswer, CloudRequest
+from stagewright.service.clusters.answers import AllocateAnswer, RoundsAnswer, SimulateClusterAnswer
 from stagewright.service.clusters.requests import AllocateRequest, RoundsRequest
 from stagewright.service.operators.dividing import DivideAnswer
 from stagewright.service.operators.plans import PlaceAnswer
-from stagewright.service.pipelines.answers import (
+from stagewright.service.pipelines.answers import PartitionAnswer, PlanAnswer
+from stagewright.service.pipelines.requests import PlanRequest
+from stagewright.service.pipelines.sweeping import SweepAnswer
+from stagewright.service.pipelines.what_if import WhatIfAnswer
+from stagewright.service.requests import Request
+from stagewright.service.schedules.requests import (
     JobShopAnswer,
     MemoryCurve,
-    PartitionAnswer,
-    PlanAnswer,
     ScheduleAnswer,
     ScheduleComparison,
 )
-from stagewright.service.pipelines.requests import PlanRequest
-from stagewright.service.pipelines.sweep_requests import SweepAnswer
-from stagewright.service.pipelines.what_if import WhatIfAnswer
-from stagewright.service.requests import Request
 
 if TYPE_CHECKING:
     from stagewright.formulations.operators.plan import OperatorPlan
 
 CARRIED, TYPE, OBJECTS = "carried", "type", "objects"
 """Names in a whole answer's JSON object of what ``--json`` does not print."""
+
+# The types of objects that answers carry, which are imported when one is read.
+ALLOCATION_PLAN = "formulations.clusters.allocation_plan:AllocationPlan"
+MAKESPAN_PROBLEM = "formulations.pipelines.makespan:MakespanProblem"
+OPERATOR_PLAN = "formulations.operators.plan:OperatorPlan"
+RESULT = "solvers.planning:Result"
+SWITCHING_PLAN = "formulations.cloud.switching:Plan"
+TIMED_ORDER = "formulations.schedules.timing:TimedOrder"
+TIMELINE = "executor.clusters.timeline:ClusterTimeline"
 
 Made = dict[str, Any]
 
@@ -53,7 +57,7 @@ def written(answer: Answer) -> str:
 
 
 def printed(text: str) -> str:
-    """Of a whole answer what ``--json`` prints."""
+    """The part of a whole answer that ``--json`` prints."""
     told = from_json(text)
     told.pop(CARRIED, None)
     return to_json(told, inf_nan_mode="null").decode()
@@ -69,13 +73,11 @@ def read(text: str, request: Request, document: str | None = None) -> Answer:
 
 def placement(told: Made) -> "OperatorPlan | None":
     """The plan that a whole answer to a `PlaceRequest` carries."""
-    from stagewright.formulations.operators.plan import OperatorPlan
-
-    return _object(OperatorPlan, told[CARRIED][OBJECTS])  # type: ignore[no-any-return]
+    return _object(OPERATOR_PLAN, told[CARRIED][OBJECTS])  # type: ignore[no-any-return]
 
 
 def kept_plan(request: PlanRequest, document: str, status: Status, reason: str) -> PlanAnswer:
-    """The answer of a search that ended without one, from the best plan that it had found."""
+    """The answer of a search that was ended, from the best plan that it had found."""
     from stagewright.service.pipelines.planning import answer_of
     from stagewright.solvers.planning import OPTIMAL_GAP, Result
 
@@ -135,10 +137,8 @@ def _carried(answer: Answer) -> Any:
 
 
 def _of_plan(request: Request, told: Made, carried: Any) -> Made:
-    from stagewright.solvers.planning import Result
-
     assert isinstance(request, PlanRequest)
-    return {"result": _object(Result, carried), "chain": request.chain}
+    return {"result": _object(RESULT, carried), "chain": request.chain}
 
 
 def _of_what_if(request: Request, told: Made, carried: Any) -> Made:
@@ -147,20 +147,11 @@ def _of_what_if(request: Request, told: Made, carried: Any) -> Made:
     return {"base": PlanAnswer.model_validate(base | _of_plan(request, base, carried))}
 
 
-def _of_place(request: Request, told: Made, carried: Any) -> Made:
-    from stagewright.formulations.operators.plan import OperatorPlan
-
-    return {"plan": _object(OperatorPlan, carried)}
-
-
 def _of_schedule(request: Request, told: Made, carried: Any) -> Made:
-    """The record of the search for the optimum is not kept."""
-    from stagewright.formulations.pipelines.makespan import MakespanProblem
-    from stagewright.formulations.schedules.timing import TimedOrder
-
+    """The carried fields of a schedule; the record of its search is not kept."""
     return {
-        "timed": _object(TimedOrder, carried["timed"]),
-        "problem": _object(MakespanProblem, carried["problem"]),
+        "timed": _object(TIMED_ORDER, carried["timed"]),
+        "problem": _object(MAKESPAN_PROBLEM, carried["problem"]),
         "result": None,
     }
 
@@ -169,31 +160,19 @@ def _of_comparison(request: Request, told: Made, carried: Any) -> Made:
     return {"answers": tuple(_read(one, request) for one in carried)}
 
 
-def _of_curve(request: Request, told: Made, carried: Any) -> Made:
-    return {"timetables": ()}
-
-
 def _of_allocation(request: Request, told: Made, carried: Any) -> Made:
     from stagewright.formulations.clusters.allocation import problem_of
-    from stagewright.formulations.clusters.allocation_plan import AllocationPlan, allocation_of
+    from stagewright.formulations.clusters.allocation_plan import allocation_of
     from stagewright.solvers.clusters.policies import AllocationResult
 
     assert isinstance(request, AllocateRequest | RoundsRequest)
-    problem = problem_of(
-        request.workload,
-        request.pool,
-        space_sharing=request.space_sharing,
-        placement=request.placement,
-    )
-    plan = _object(AllocationPlan, carried)
+    asked = {"space_sharing": request.space_sharing, "placement": request.placement}
+    problem = problem_of(request.workload, request.pool, **asked)
+    plan = _object(ALLOCATION_PLAN, carried)
     result = AllocationResult(
-        told["status"],
-        told["objective"],
-        told["bound"],
-        None if plan is None else allocation_of(plan, problem),
-        told["proved_by"],
+        **{name: told[name] for name in ("status", "objective", "bound", "proved_by", "policy")},
+        allocation=None if plan is None else allocation_of(plan, problem),
         notes=tuple(told["notes"]),
-        policy=told["policy"],
         seconds=told["wall_seconds"],
     )
     return {"plan": plan, "problem": problem, "result": result}
@@ -204,30 +183,28 @@ def _of_rounds(request: Request, told: Made, carried: Any) -> Made:
     return {"accelerators": request.pool.names}
 
 
-def _of_simulation(request: Request, told: Made, carried: Any) -> Made:
-    from stagewright.executor.clusters.timeline import ClusterTimeline
-
-    return {"timeline": _object(ClusterTimeline, carried)}
-
-
 def _of_cloud(request: Request, told: Made, carried: Any) -> Made:
-    from stagewright.formulations.cloud.switching import Plan
     from stagewright.service.cloud.renting import switching_problem
 
     assert isinstance(request, CloudRequest)
-    return {"problem": switching_problem(request), "stays": _object(Plan, carried)}
+    return {"problem": switching_problem(request), "stays": _object(SWITCHING_PLAN, carried)}
+
+
+def _field(name: str, kind: str) -> "Callable[[Request, Made, Any], Made]":
+    """What makes the one field of an answer that it carries."""
+    return lambda request, told, carried: {name: _object(kind, carried)}
 
 
 _MADE: dict[type[Answer], Callable[[Request, Made, Any], Made]] = {
     PlanAnswer: _of_plan,
     WhatIfAnswer: _of_what_if,
-    PlaceAnswer: _of_place,
+    PlaceAnswer: _field("plan", OPERATOR_PLAN),
     ScheduleAnswer: _of_schedule,
     ScheduleComparison: _of_comparison,
-    MemoryCurve: _of_curve,
+    MemoryCurve: lambda request, told, carried: {"timetables": ()},
     AllocateAnswer: _of_allocation,
     RoundsAnswer: _of_rounds,
-    SimulateClusterAnswer: _of_simulation,
+    SimulateClusterAnswer: _field("timeline", TIMELINE),
     CloudAnswer: _of_cloud,
 }
 _PLAIN: tuple[type[Answer], ...] = (DivideAnswer, JobShopAnswer, PartitionAnswer, SweepAnswer)
@@ -235,10 +212,11 @@ _KINDS: dict[str, type[Answer]] = {kind.__name__: kind for kind in (*_MADE, *_PL
 
 
 @cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+def _adapter(kind: str) -> TypeAdapter[Any]:
+    module, name = kind.split(":")
+    return TypeAdapter(getattr(import_module(f"stagewright.{module}"), name))
 
 
-def _object(kind: Any, found: Any) -> Any:
-    """The object of that type from plain data; None from None."""
+def _object(kind: str, found: Any) -> Any:
+    """The object of the type at ``MODULE:NAME`` from plain data; None from None."""
     return None if found is None else _adapter(kind).validate_python(found)

@@ -36,28 +36,22 @@ if TYPE_CHECKING:
         simulate_cluster,
     )
     from stagewright.front.layouts import check_profiled_plan, profiled_train_plan, train_plan
-    from stagewright.front.operators import (
-        check_placement,
-        divide,
-        place,
-    )
+    from stagewright.front.operators import check_placement, divide, place
     from stagewright.front.pipelines import (
         check,
         check_proofs,
         compare,
-        compare_schedules,
         diff,
         export,
-        jobshop,
         partition,
         plan,
-        schedule,
         show,
         simulate,
         sweep,
         what_if,
     )
     from stagewright.front.results import print_progress
+    from stagewright.front.schedules import compare_schedules, jobshop, schedule
     from stagewright.graphs.importers.partition_problems import load_partition_problem
     from stagewright.graphs.machines.cluster import (
         Link,
@@ -72,68 +66,20 @@ if TYPE_CHECKING:
     from stagewright.graphs.workloads.jobs import load_workload
     from stagewright.graphs.workloads.pool import parse_pool
     from stagewright.graphs.workloads.prices import load_market
-    from stagewright.service.layouts.profiled_problems import profiled_problem
-    from stagewright.service.layouts.training_problems import training_problem
+    from stagewright.service.layouts.problems import profiled_problem, training_problem
 
 __all__ = [
-    "Executor",
-    "InputError",
-    "Link",
-    "allocate",
-    "analytic_model",
-    "check",
-    "check_placement",
-    "check_profiled_plan",
-    "check_proofs",
-    "cloud",
-    "compare",
-    "compare_schedules",
-    "diff",
-    "divide",
-    "estimate",
-    "export",
-    "jobshop",
-    "load_allocation",
-    "load_cluster",
-    "load_graph",
-    "load_layer_profiles",
-    "load_layout",
-    "load_market",
-    "load_model",
-    "load_operator_plan",
-    "load_partition_problem",
-    "load_plan",
-    "load_profiled_plan",
-    "load_trace",
-    "load_workload",
-    "parse_pool",
-    "partition",
-    "place",
-    "plan",
-    "print_progress",
-    "profiled_problem",
-    "profiled_train_plan",
-    "rounds",
-    "run_cluster",
-    "save_allocation",
-    "save_cluster",
-    "save_graph",
-    "save_layer_profiles",
-    "save_layout",
-    "save_model",
-    "save_operator_plan",
-    "save_plan",
-    "save_profiled_plan",
-    "schedule",
-    "show",
-    "simulate",
-    "simulate_cluster",
-    "sweep",
-    "train_plan",
-    "training_problem",
-    "uniform_servers",
-    "what_if",
-]
+    "Executor", "InputError", "Link", "allocate", "analytic_model", "check", "check_placement",
+    "check_profiled_plan", "check_proofs", "cloud", "compare", "compare_schedules", "diff",
+    "divide", "estimate", "export", "jobshop", "load_allocation", "load_cluster", "load_graph",
+    "load_layer_profiles", "load_layout", "load_market", "load_model", "load_operator_plan",
+    "load_partition_problem", "load_plan", "load_profiled_plan", "load_trace", "load_workload",
+    "parse_pool", "partition", "place", "plan", "print_progress", "profiled_problem",
+    "profiled_train_plan", "rounds", "run_cluster", "save_allocation", "save_cluster",
+    "save_graph", "save_layer_profiles", "save_layout", "save_model", "save_operator_plan",
+    "save_plan", "save_profiled_plan", "schedule", "show", "simulate", "simulate_cluster",
+    "sweep", "train_plan", "training_problem", "uniform_servers", "what_if",
+]  # fmt: skip
 
 # Loaded on first use, so that ``import stagewright`` is fast.
 _LAZY = {
@@ -155,9 +101,10 @@ _LAZY = {
     "stagewright.front.operators": ("check_placement", "divide", "place"),
     "stagewright.graphs.importers.partition_problems": ("load_partition_problem",),
     "stagewright.front.pipelines": (
-        "check", "check_proofs", "compare", "compare_schedules", "diff", "export", "jobshop",
-        "partition", "plan", "schedule", "show", "simulate", "sweep", "what_if",
+        "check", "check_proofs", "compare", "diff", "export", "partition", "plan", "show",
+        "simulate", "sweep", "what_if",
     ),
+    "stagewright.front.schedules": ("compare_schedules", "jobshop", "schedule"),
     "stagewright.front.results": ("print_progress",),
     "stagewright.graphs.machines.cluster": (
         "Link", "load_cluster", "save_cluster", "uniform_servers",
@@ -169,8 +116,7 @@ _LAZY = {
     "stagewright.graphs.workloads.jobs": ("load_workload",),
     "stagewright.graphs.workloads.pool": ("parse_pool",),
     "stagewright.graphs.workloads.prices": ("load_market",),
-    "stagewright.service.layouts.profiled_problems": ("profiled_problem",),
-    "stagewright.service.layouts.training_problems": ("training_problem",),
+    "stagewright.service.layouts.problems": ("profiled_problem", "training_problem"),
 }  # fmt: skip
 _MODULE = {name: module for module, names in _LAZY.items() for name in names}
 

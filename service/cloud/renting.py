@@ -18,8 +18,15 @@ from stagewright.formulations.cloud.switching import (
 from stagewright.formulations.forms.answers import Status, StopToken, is_stopped
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.workloads.prices import useful_share
-from stagewright.service.cloud.answers import CloudAnswer, StayAnswer, StrategyAnswer
-from stagewright.service.cloud.requests import OPTIMAL, ROLLING, CloudRequest, home_of, strategies
+from stagewright.service.cloud.requests import (
+    OPTIMAL,
+    ROLLING,
+    CloudAnswer,
+    CloudRequest,
+    StayAnswer,
+    home_of,
+    strategies,
+)
 from stagewright.solvers.cloud.switching import SwitchingResult, solve_rolling, solve_switching
 
 
@@ -42,22 +49,22 @@ def cloud(request: CloudRequest, stop: StopToken | None = None) -> CloudAnswer:
         status=_status(shown, complete=len(found) == len(names)),
         v100_hours=problem.work_hours,
         gpus=request.gpus,
-        start=iso(problem.start_seconds),
-        deadline=iso(problem.deadline_seconds),
+        start=_iso(problem.start_seconds),
+        deadline=_iso(problem.deadline_seconds),
         instances=len(problem.offers),
         reason=_reason(shown) if found else "interrupted before the first strategy was followed",
         bound_dollars=None if result is None else result.bound,
         gap=None if result is None else result.gap,
         proved_by=None if result is None else result.proved_by,
         wall_seconds=None if result is None else result.seconds,
-        strategies={one.name: _paid(one.outcome) for one in found},
+        strategies={one.name: one.outcome for one in found},
         plan=None if shown.plan is None else [_stay(problem, stay) for stay in shown.plan],
         problem=problem,
         stays=shown.plan,
     )
 
 
-def iso(seconds: float) -> str:
+def _iso(seconds: float) -> str:
     """A time in UTC."""
     at = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
     return at.strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -130,7 +137,7 @@ class _Followed:
 def _followed(
     problem: SwitchingProblem, names: Sequence[str], home: Home, stop: StopToken | None
 ) -> list[_Followed]:
-    """In the order of ``names``, of which the optimum is the last; fewer once stopped."""
+    """The costs of strategies in the order of ``names``, the optimum last; fewer once stopped."""
     answers: list[_Followed] = []
     for name in names:
         if is_stopped(stop):
@@ -168,20 +175,12 @@ def _reason(shown: _Followed) -> str | None:
     return f"{shown.name} does not end before the deadline"
 
 
-def _paid(outcome: Outcome | None) -> StrategyAnswer | None:
-    if outcome is None:
-        return None
-    return StrategyAnswer(
-        dollars=outcome.dollars, seconds=outcome.seconds, switches=outcome.switches
-    )
-
-
 def _stay(problem: SwitchingProblem, stay: Stay) -> StayAnswer:
     offer, begin, end = problem.offers[stay.offer], stay.begin_seconds, stay.end_seconds
     return StayAnswer(
         instance=offer.instance.key,
         count=round(offer.instances),
-        begin=iso(begin),
-        end=iso(end),
+        begin=_iso(begin),
+        end=_iso(end),
         dollars=offer.dollars(begin, end),
     )

@@ -1,16 +1,70 @@
-"""The request about renting cloud instances."""
+"""The request about renting cloud instances, and its answer."""
 
 import datetime
-from typing import Annotated, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import model_validator
 
 from stagewright.formulations.cloud.strategies import STRATEGIES, Home
+from stagewright.formulations.forms.answers import Status
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import require_count
 from stagewright.graphs.workloads.prices import HOUR, MAX_GPUS, Market, Preemptions
+from stagewright.service.answers import CARRIED, Answer, Finite
 from stagewright.service.options import Option
 from stagewright.service.requests import Request, require_positive
+
+if TYPE_CHECKING:
+    from stagewright.formulations.cloud.switching import Plan, SwitchingProblem
+else:  # carried, not validated
+    Plan = SwitchingProblem = Any
+
+
+class StrategyAnswer(Answer):
+    """Cost, duration and number of switches of a strategy."""
+
+    dollars: float
+    seconds: float
+    switches: int
+
+
+class StayAnswer(Answer):
+    """A stay of the job on ``count`` instances of one kind, in UTC."""
+
+    instance: str
+    count: int
+    begin: str
+    end: str
+    dollars: float
+
+
+class CloudAnswer(Answer):
+    """The cost of each strategy, None if it is late; the plan is that of the last strategy.
+
+    If ``status`` is ``interrupted``, strategies may be missing.
+    """
+
+    status: Status
+    v100_hours: float
+    gpus: int
+    start: str
+    deadline: str
+    instances: int
+    reason: str | None
+    bound_dollars: Finite
+    gap: Finite
+    proved_by: str | None
+    wall_seconds: Finite
+    strategies: dict[str, StrategyAnswer | None]
+    plan: tuple[StayAnswer, ...] | None
+    problem: Annotated[SwitchingProblem, CARRIED]
+    stays: Annotated[Plan | None, CARRIED]
+
+    @property
+    def shown(self) -> str:
+        """The strategy whose plan this is."""
+        return list(self.strategies)[-1]
+
 
 ALL, OPTIMAL, ROLLING = "all", "optimal", "rolling"
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 from stagewright.executor.clusters.rounds import Assignment, Mechanism
 from stagewright.formulations.clusters.allocation import (
@@ -12,22 +13,65 @@ from stagewright.formulations.clusters.allocation import (
 )
 from stagewright.formulations.clusters.allocation_plan import (
     AllocationPlan,
-    Share,
     allocation_of,
     digest_of,
     shares_of,
 )
 from stagewright.formulations.forms.answers import StopToken
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.workloads.jobs import PairRate
 from stagewright.service.clusters.answers import (
     AllocateAnswer,
     AssignmentAnswer,
+    EstimateAnswer,
+    MeasureAnswer,
+    NewJobAnswer,
     RoundsAnswer,
-    ShareAnswer,
 )
-from stagewright.service.clusters.requests import AllocateRequest, RoundsRequest
+from stagewright.service.clusters.requests import (
+    AllocateRequest,
+    EstimateRequest,
+    MeasureRequest,
+    RoundsRequest,
+)
+from stagewright.solvers.clusters.estimation import Estimator, pairs_to_profile
 from stagewright.solvers.clusters.policies import AllocationResult, require_policy
 from stagewright.solvers.clusters.policies import allocate as solve
+
+
+def estimate(request: EstimateRequest) -> EstimateAnswer:
+    """The workload with the rates of all pairs: measured ones as they are, the others estimated.
+
+    Raises
+    ------
+    InputError
+        If a job was measured in a pair but not alone, or no reference job has a new job's scale.
+    """
+    measured, estimator = request.workload.throughputs, Estimator(request.reference)
+    nearest = estimator.nearest(measured)
+    whole = estimator.estimate(measured)
+    known = {_place(pair) for pair in (*request.reference.pairs, *measured.pairs)}
+    found = [pair for pair in whole.pairs if _place(pair) not in known]
+    return EstimateAnswer(
+        new=tuple(
+            NewJobAnswer(model=model, scale=scale, nearest=reference)
+            for (model, scale), reference in nearest.items()
+        ),
+        measured=len(known),
+        estimated=found,
+        workload=replace(request.workload, throughputs=whole),
+    )
+
+
+def _place(pair: PairRate) -> tuple[object, ...]:
+    return (pair.scale, pair.accelerator, *sorted(pair.models))
+
+
+def measure(request: MeasureRequest) -> MeasureAnswer:
+    """A random part of all pairs of a new job with reference jobs, at least one."""
+    kind = (request.model, request.scale)
+    pairs = pairs_to_profile(request.reference, kind, request.fraction, request.seed)
+    return MeasureAnswer(model=request.model, scale=request.scale, pairs=pairs)
 
 
 def allocate(request: AllocateRequest, stop: StopToken | None = None) -> AllocateAnswer:
@@ -43,13 +87,7 @@ def allocate(request: AllocateRequest, stop: StopToken | None = None) -> Allocat
 
 
 def require_allocatable(request: AllocateRequest) -> AllocationProblem:
-    """The problem; refuses what the policy lacks for it.
-
-    Raises
-    ------
-    InputError
-        As :func:`allocate`.
-    """
+    """The problem; refuses what the policy lacks for it."""
     problem = _problem(request)
     if request.parts is None:
         require_policy(problem, request.policy, request.budget_dollars, request.backend)
@@ -88,19 +126,12 @@ def _answer(
     request: AllocateRequest | RoundsRequest, problem: AllocationProblem, result: AllocationResult
 ) -> AllocateAnswer:
     plan = _plan(request, problem, result)
-    shares = None if plan is None else [_share(share) for share in plan.shares]
-    return AllocateAnswer(
-        status=result.status,
-        policy=result.policy,
-        objective=result.objective,
-        bound=result.bound,
-        gap=result.gap,
+    return AllocateAnswer.of(
+        result,
         wall_seconds=result.seconds,
-        proved_by=result.proved_by,
-        notes=result.notes,
         utilisation=_utilisation(problem, result),
         duals=None if result.duals is None else result.duals.named(problem),
-        allocation=shares,
+        allocation=None if plan is None else plan.shares,
         problem=problem,
         result=result,
         plan=plan,
@@ -126,13 +157,8 @@ def _plan(
 
 
 def _finite(value: float | None) -> float | None:
-    """None for an infinite value, such as the makespan if a job makes no progress."""
+    """The value; None if it is infinite, as the makespan of a job without progress is."""
     return value if value is not None and math.isfinite(value) else None
-
-
-def _share(share: Share) -> ShareAnswer:
-    names = ("jobs", "accelerator", "share", "placement")
-    return ShareAnswer(**{name: getattr(share, name) for name in names})
 
 
 def _utilisation(problem: AllocationProblem, result: AllocationResult) -> dict[str, float] | None:
@@ -180,16 +206,8 @@ def rounds(request: RoundsRequest, stop: StopToken | None = None) -> RoundsAnswe
     return _realised(request, request.policy, problem, result.allocation)
 
 
-def require_realisable(
-    request: RoundsRequest,
-) -> tuple[AllocationProblem, AllocationPlan | None]:
-    """The problem, and the allocation if it is given; refuses what the policy lacks.
-
-    Raises
-    ------
-    InputError
-        As :func:`rounds`.
-    """
+def require_realisable(request: RoundsRequest) -> tuple[AllocationProblem, AllocationPlan | None]:
+    """The problem, and the allocation if it is given; refuses what the policy lacks."""
     given = request.allocation
     if given is None:
         problem = _problem(request)
@@ -206,7 +224,6 @@ def require_realisable(
 def _realised(
     request: RoundsRequest, policy: str, problem: AllocationProblem, target: Allocation
 ) -> RoundsAnswer:
-
     mechanism = Mechanism(problem.table, request.round_seconds)
     mechanism.reset(problem, target, range(len(problem)))
     made = []

@@ -11,7 +11,7 @@ from stagewright.graphs.documents.units import require_amount, require_count, re
 from stagewright.graphs.workloads.jobs import Throughputs, Workload, load_workload
 from stagewright.graphs.workloads.pool import Pool, read_pool
 from stagewright.service.options import Option
-from stagewright.service.requests import Request, Search, require_positive
+from stagewright.service.requests import Request, SearchRequest, require_positive
 
 MOST_ROUNDS = 100_000
 
@@ -22,8 +22,8 @@ def _reference(path: str) -> Throughputs:
     return read_reference(path)
 
 
-def first_end(text: str, option: str) -> tuple[int, int]:
-    """The numbers of ``first-end``."""
+def _first_end(text: str, option: str) -> tuple[int, int]:
+    """The two numbers of a text such as ``4000-5000``."""
     first, _, end = text.partition("-")
     if not (first.isdigit() and end.isdigit() and int(first) < int(end)):
         raise InputError(f"{option} {text!r} is no FIRST-END, for example 4000-5000")
@@ -35,12 +35,11 @@ def _require_pairs(workload: Workload, space_sharing: bool) -> None:
         raise InputError("space_sharing needs throughputs of pairs, the workload has none")
 
 
-class _Policy(Request):
+class _PolicyRequest(Request):
     """A policy that divides the accelerators of a pool."""
 
     pool: Annotated[
-        Pool,
-        Option("--cluster", form="FILE|NAME=COUNT,...", of_text=read_pool, may_be_file=True),
+        Pool, Option("--cluster", form="FILE|NAME=COUNT,...", of_text=read_pool, may_be_file=True)
     ]
     """Accelerators as v100=36,p100=9x4@1.46 (9 servers of 4 at $1.46 an hour), or a file."""
     policy: str = "max-min"
@@ -53,14 +52,14 @@ class _Policy(Request):
     """Dollars, for makespan-budget."""
 
 
-class _PolicyOfJobs(_Policy):
+class _JobsPolicyRequest(_PolicyRequest):
     """A policy that divides the accelerators of a pool among the jobs of a workload."""
 
     workload: Annotated[Workload, Option("--jobs", form="FILE", of_file=load_workload)]
     """Jobs file."""
 
 
-class AllocateRequest(_PolicyOfJobs, Search):
+class AllocateRequest(_JobsPolicyRequest, SearchRequest):
     """Divide the accelerators of a pool among jobs; with ``parts`` in so many parts (POP)."""
 
     policy: str = "water-filling"
@@ -91,7 +90,7 @@ class AllocateRequest(_PolicyOfJobs, Search):
         return self
 
 
-class RoundsRequest(_PolicyOfJobs, Search):
+class RoundsRequest(_JobsPolicyRequest, SearchRequest):
     """Realise a policy's allocation, or the given one, in rounds."""
 
     policy: str = "water-filling"
@@ -136,12 +135,12 @@ class ArrivalsRequest(Request):
         return self
 
 
-class SimulateClusterRequest(_Policy):
+class SimulateClusterRequest(_PolicyRequest):
     """Simulate a cluster on the jobs of a workload, or on arrivals without end."""
 
     workload: Workload | None = None
     arrivals: ArrivalsRequest | None = None
-    window: Annotated[tuple[int, int] | None, Option(form="FIRST-END", of_text=first_end)] = None
+    window: Annotated[tuple[int, int] | None, Option(form="FIRST-END", of_text=_first_end)] = None
     """Measure these jobs, numbered by arrival, until they are complete, [first, end); default:
     4000-5000 of arrivals, else all."""
     round_seconds: float = 360.0
@@ -185,7 +184,7 @@ class SimulateClusterRequest(_Policy):
         return self
 
 
-class RunClusterRequest(_PolicyOfJobs):
+class RunClusterRequest(_JobsPolicyRequest):
     """Train the jobs of a workload in rounds on a Ray cluster; see :func:`run_cluster`."""
 
     folder: str

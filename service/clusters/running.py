@@ -5,18 +5,10 @@ from collections.abc import Mapping
 from stagewright.executor.clusters.rates import ClusterJob, TrainingFunction
 from stagewright.executor.clusters.report import ClusterReport
 from stagewright.executor.clusters.runtime import run_cluster as run
-from stagewright.formulations.forms.answers import (
-    Status,
-    StopToken,
-    is_stopped,
-)
+from stagewright.formulations.forms.answers import Status, StopToken, is_stopped
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.clusters.allocating import policy_allocator
-from stagewright.service.clusters.answers import (
-    JobOutcomeAnswer,
-    RunClusterAnswer,
-    TimeShareAnswer,
-)
+from stagewright.service.clusters.answers import RunClusterAnswer
 from stagewright.service.clusters.requests import RunClusterRequest
 from stagewright.solvers.clusters.policies import policy_named
 
@@ -62,25 +54,10 @@ def run_cluster(
 def _answer(policy: str, report: ClusterReport, stopped: bool) -> RunClusterAnswer:
     states = {job.state for job in report.jobs}
     status: str = next(state for state in ("failed", "waiting", "done") if state in states)
-    return RunClusterAnswer(
+    return RunClusterAnswer.of(
+        report,
         status=Status.INTERRUPTED if stopped and status == "waiting" else status,
         policy=policy,
         rounds=len(report.rounds),
-        jobs=tuple(
-            JobOutcomeAnswer(
-                name=job.name,
-                state=job.state,
-                steps=job.steps,
-                completion_seconds=job.completion_seconds,
-                error=job.error,
-            )
-            for job in report.jobs
-        ),
-        shares=tuple(
-            TimeShareAnswer(
-                job=share.job, worker=share.worker, target=share.target, measured=share.measured
-            )
-            for share in report.shares
-        ),
         report=report,
     )

@@ -22,8 +22,8 @@ from stagewright.service.clusters.answers import RunAnswer, SimulateClusterAnswe
 from stagewright.service.clusters.requests import ArrivalsRequest, SimulateClusterRequest
 from stagewright.solvers.clusters.policies import policy_named, require_policy
 
-MOST_ARRIVALS = 10_000  # that are looked at before a simulation
-SHUFFLE = 5  # the public code of Gavel shuffles by its seed + 5
+_MOST_ARRIVALS = 10_000  # that are looked at before a simulation
+_SHUFFLE = 5  # the public code of Gavel shuffles by its seed + 5
 
 
 def simulate_cluster(
@@ -73,7 +73,7 @@ def require_simulable(request: SimulateClusterRequest) -> None:
         If a job has no throughput or takes too many rounds, or the policy lacks what it needs.
     """
     jobs, table, entities = _jobs(request)
-    last = None if request.window is None else min(request.window[1], MOST_ARRIVALS)
+    last = None if request.window is None else min(request.window[1], _MOST_ARRIVALS)
     workload = Workload(tuple(islice(jobs, last)), table, entities)
     sharing, placement = request.space_sharing, request.placement
     problem = problem_of(workload, request.pool, space_sharing=sharing, placement=placement)
@@ -90,16 +90,14 @@ def _rules(request: SimulateClusterRequest) -> Rules:
         request.round_seconds,
         request.reset_seconds,
         fill=policy.fills,
-        shuffle_seed=None if policy.aware else request.seed + SHUFFLE,
+        shuffle_seed=None if policy.aware else request.seed + _SHUFFLE,
         space_sharing=request.space_sharing,
         placement=request.placement,
         ideal=request.ideal,
     )
 
 
-def _jobs(
-    request: SimulateClusterRequest,
-) -> tuple[Iterable[Job], Throughputs, tuple[Entity, ...]]:
+def _jobs(request: SimulateClusterRequest) -> tuple[Iterable[Job], Throughputs, tuple[Entity, ...]]:
     given, coming = request.workload, request.arrivals
     if given is not None:
         return given.jobs, given.throughputs, given.entities
@@ -125,7 +123,8 @@ def _answer(
     durations, fairness = found.durations(window), found.fairness(window)
     weights = sorted({outcome.job.weight for outcome in found.jobs})
     deviations = [one.mean_deviation for one in found.resets]
-    return SimulateClusterAnswer(
+    return SimulateClusterAnswer.of(
+        found,
         status=Status.INTERRUPTED if found.interrupted else "done",
         policy=policy,
         jobs=len(found.jobs),
@@ -139,17 +138,12 @@ def _answer(
         mean_jct_seconds_by_weight={
             f"{weight:g}": found.mean_jct_seconds(window, weight) for weight in weights
         },
-        makespan_seconds=found.makespan_seconds,
         mean_finish_time_fairness=float(fairness.mean()) if fairness.size else None,
         worst_finish_time_fairness=float(fairness.max()) if fairness.size else None,
-        dollars=found.dollars,
-        slo_violations=found.slo_violations,
-        utilisation=found.utilisation,
         lease_renewals=found.renewal_rate,
         rounds=len(found.rounds),
         allocations=len(found.resets),
         mean_deviation=float(np.mean(deviations)) if deviations else None,
-        seconds=found.seconds,
         runs=_runs(found) if keeps else None,
         timeline=found,
     )

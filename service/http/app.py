@@ -10,7 +10,7 @@ from fastapi import Request
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from stagewright.service.http import downloads, health, jobs, pages, submitting, uploads
+from stagewright.service.http import downloads, jobs, pages, submitting, uploads
 from stagewright.service.http.guard import Service
 from stagewright.service.http.openapi import Application
 from stagewright.service.http.problems import add_handlers, problem
@@ -34,13 +34,15 @@ def create_app(service: Service) -> Application:
     )  # fmt: skip
     app.state.service = service
     add_handlers(app)
-    app.add_middleware(Secured)
-    for module in (submitting, jobs, downloads, uploads, health, pages):
+    app.add_middleware(_Secured)
+    for module in (submitting, jobs, downloads, uploads):
         app.include_router(module.router)
+    app.include_router(pages.health)
+    app.include_router(pages.router)
     return app
 
 
-class Secured:
+class _Secured:
     """Refuses requests of other sites, and closes every response by headers."""
 
     def __init__(self, app: ASGIApp) -> None:

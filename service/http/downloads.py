@@ -25,7 +25,7 @@ from stagewright.service.http.openapi import (
 )
 from stagewright.service.http.uploads import ID, own_trace
 from stagewright.service.jobs.kinds import KINDS
-from stagewright.service.jobs.records import Job
+from stagewright.service.jobs.records import ServiceJob
 from stagewright.service.pipelines.requests import CompareRequest, PlanRequest
 from stagewright.service.whole_answers import placement
 
@@ -98,7 +98,7 @@ def read_figures(job: Readable) -> dict[str, Any]:
     return figures(job.kind, request, json.loads(job.answer)).table()
 
 
-class ExportOptions(BaseModel):
+class ExportParameters(BaseModel):
     """Options of an export; each is for some formats. See `stagewright export`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -112,7 +112,7 @@ class ExportOptions(BaseModel):
 
 
 @router.get("/jobs/{job}/export/{to}", response_class=Zip)
-def export_plan(job: Readable, to: str, options: Annotated[ExportOptions, Query()]) -> Response:
+def export_plan(job: Readable, to: str, options: Annotated[ExportParameters, Query()]) -> Response:
     """The files for a framework, or a script that launches, as a ZIP archive."""
     from stagewright.executor.export import export
 
@@ -123,7 +123,7 @@ def export_plan(job: Readable, to: str, options: Annotated[ExportOptions, Query(
     return _file(Zip(packed.getvalue()), f"{to}.zip")
 
 
-def _options(job: Job, to: str, given: ExportOptions) -> "Options":
+def _options(job: ServiceJob, to: str, given: ExportParameters) -> "Options":
     """The options, with the model and the cluster that the plan was asked for."""
     from stagewright.executor.export import FORMATS
     from stagewright.executor.export.options import Options
@@ -139,10 +139,7 @@ def _options(job: Job, to: str, given: ExportOptions) -> "Options":
 
 @router.get("/jobs/{job}/comparison")
 def compare_with_run(
-    job: Readable,
-    trace: Annotated[str, Query(pattern=ID)],
-    caller: Reader,
-    service: Serving,
+    job: Readable, trace: Annotated[str, Query(pattern=ID)], caller: Reader, service: Serving
 ) -> dict[str, Any]:
     """The plan's prediction and what a run of it measured, from its uploaded trace.
 
@@ -168,14 +165,14 @@ def diff(first: str, second: str, caller: Reader, service: Serving) -> dict[str,
     return asdict(differ(one, other))
 
 
-def _placement(job: Job) -> "OperatorPlan | None":
+def _placement(job: ServiceJob) -> "OperatorPlan | None":
     """The plan of operators that a job has found, which is in its answer; None of other kinds."""
     if job.kind != PLACE or job.answer is None or not job.has_ended:
         return None
     return placement(json.loads(job.answer))
 
 
-def _document(job: Job) -> str:
+def _document(job: ServiceJob) -> str:
     if job.kind == PLACE and job.cost is not None and job.has_ended:
         raise HTTPException(404, "the job's plan is one of operators, not of a pipeline")
     if job.document is None:
@@ -183,12 +180,12 @@ def _document(job: Job) -> str:
     return job.document
 
 
-def _plan(job: Job) -> PipelinePlan:
+def _plan(job: ServiceJob) -> PipelinePlan:
     return documents.parse(PipelinePlan, _document(job), "plan", FORMAT, VERSION)
 
 
-def _request(job: Job) -> PlanRequest:
-    """What a job with a plan was asked."""
+def _request(job: ServiceJob) -> PlanRequest:
+    """The request of a job that plans a pipeline."""
     request = KINDS[job.kind].request.parse(job.request)
     assert isinstance(request, PlanRequest)  # no other kind has such a plan
     return request

@@ -1,4 +1,4 @@
-"""Who calls, what they may do, and which jobs are theirs; as dependencies of the routes."""
+"""Who calls a route, what the caller may do, and which jobs are the caller's."""
 
 import re
 from collections.abc import Callable
@@ -8,12 +8,11 @@ from typing import Annotated
 from fastapi import Depends, HTTPException, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
-from stagewright.service.http.limits import RequestLimits
-from stagewright.service.http.rates import Rate
+from stagewright.service.http.limits import RequestLimits, RequestRate
 from stagewright.service.http.tokens import Caller, Scope, Tokens
 from stagewright.service.http.webhooks import Webhooks
-from stagewright.service.jobs.records import Job
-from stagewright.service.jobs.store import Store
+from stagewright.service.jobs.records import ServiceJob
+from stagewright.service.jobs.store import ServiceStore
 
 ID = "[0-9a-f]{32}"  # of a job; databases refuse some texts
 LOCAL = Caller("local", Scope.ADMIN)
@@ -23,16 +22,16 @@ _BEARER = HTTPBearer(auto_error=False)
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What the routes work on.
+    """The store and the settings that all routes use.
 
     ``open_to_all``: without tokens, for one machine alone. ``rate`` limits the requests of each
     user, and those without a valid token of each address. ``webhooks`` None: none are sent.
     """
 
-    store: Store
+    store: ServiceStore
     limits: RequestLimits = field(default_factory=RequestLimits)
     open_to_all: bool = False
-    rate: Rate | None = None
+    rate: RequestRate | None = None
     webhooks: Webhooks | None = None
 
     def take(self, who: str) -> None:
@@ -83,7 +82,7 @@ Reader = Annotated[Caller, Depends(_allowed(Scope.READ))]
 Submitter = Annotated[Caller, Depends(_allowed(Scope.SUBMIT))]
 
 
-def own_job(job: str, caller: Caller, service: Service) -> Job:
+def own_job(job: str, caller: Caller, service: Service) -> ServiceJob:
     """The caller's own job of that whole id; an administrator's is any."""
     whose = None if caller.may(Scope.ADMIN) else caller.user
     found = service.store.get(job, whose) if _ID.fullmatch(job) else None
@@ -92,13 +91,13 @@ def own_job(job: str, caller: Caller, service: Service) -> Job:
     return found
 
 
-def _readable(job: str, caller: Reader, service: Serving) -> Job:
+def _readable(job: str, caller: Reader, service: Serving) -> ServiceJob:
     return own_job(job, caller, service)
 
 
-def _changeable(job: str, caller: Submitter, service: Serving) -> Job:
+def _changeable(job: str, caller: Submitter, service: Serving) -> ServiceJob:
     return own_job(job, caller, service)
 
 
-Readable = Annotated[Job, Depends(_readable)]
-Changeable = Annotated[Job, Depends(_changeable)]
+Readable = Annotated[ServiceJob, Depends(_readable)]
+Changeable = Annotated[ServiceJob, Depends(_changeable)]

@@ -17,17 +17,17 @@ from stagewright.service.http.guard import ID, Changeable, Readable, Reader, Ser
 from stagewright.service.http.openapi import GUARDED, Events, JsonText, Responses, answered, refused
 from stagewright.service.http.tokens import Scope
 from stagewright.service.http.views import EventView, JobPage, JobView, view
-from stagewright.service.jobs.records import Asked, Event, Job, State
-from stagewright.service.jobs.store import EVENTS_READ, PAGE, Store
+from stagewright.service.jobs.records import Event, JobEnding, ServiceJob, State
+from stagewright.service.jobs.store import EVENTS_READ, PAGE, ServiceStore
 from stagewright.service.whole_answers import printed
 
 LOOK_SECONDS = 30.0  # between looks at the events of a job of which nothing is told
 READERS = CapacityLimiter(4)  # threads that read events, however many streams are woken at once
 MOST = 10**18  # of the numbers of events, which databases keep in 64 bits
 _NUMBER = re.compile("[0-9]{1,18}")
-OBJECT = answered({"type": "object"})
+_OBJECT = answered({"type": "object"})
 _TEXTS = {name: {"type": "string"} for name in ("id", "event", "data")}
-EVENT: Responses = {
+_EVENT: Responses = {
     200: {"content": {"text/event-stream": {"schema": {"type": "object", "properties": _TEXTS}}}}
 }
 router = APIRouter(prefix="/v1/jobs", responses=refused(*GUARDED, 404))
@@ -57,7 +57,7 @@ def read_job(job: Readable, caller: Reader) -> JobView:
     return view(job, caller)
 
 
-@router.get("/{job}/answer", responses=OBJECT | refused(409))
+@router.get("/{job}/answer", responses=_OBJECT | refused(409))
 def read_answer(job: Readable, whole: bool = False) -> Response:
     """The answer: the JSON object that the command line prints; ``whole``: with all it carries."""
     if job.answer is None or not job.has_ended:
@@ -66,7 +66,7 @@ def read_answer(job: Readable, whole: bool = False) -> Response:
     return JsonText(job.answer if whole else printed(job.answer))
 
 
-@router.get("/{job}/request", responses=OBJECT)
+@router.get("/{job}/request", responses=_OBJECT)
 def read_request(job: Readable) -> Response:
     """What was asked."""
     return JsonText(job.request)
@@ -75,13 +75,13 @@ def read_request(job: Readable) -> Response:
 @router.delete("/{job}", responses=refused(409))
 def stop_job(job: Changeable, caller: Submitter, service: Serving) -> JobView:
     """End a job with its best answer so far."""
-    return view(service.store.ask(job.id, Asked.STOP), caller)
+    return view(service.store.ask(job.id, JobEnding.STOP), caller)
 
 
 @router.post("/{job}/abort", responses=refused(409))
 def abort_job(job: Changeable, caller: Submitter, service: Serving) -> JobView:
     """End a job at once, without an answer."""
-    return view(service.store.ask(job.id, Asked.ABORT), caller)
+    return view(service.store.ask(job.id, JobEnding.ABORT), caller)
 
 
 @router.post("/{job}/retry", responses=refused(409))
@@ -108,12 +108,9 @@ def read_history(
     ]
 
 
-@router.get("/{job}/events", response_class=Events, responses=EVENT)
+@router.get("/{job}/events", response_class=Events, responses=_EVENT)
 async def stream_events(
-    request: Request,
-    job: Readable,
-    service: Serving,
-    last_event_id: Annotated[str, Header()] = "",
+    request: Request, job: Readable, service: Serving, last_event_id: Annotated[str, Header()] = ""
 ) -> EventSourceResponse:
     """The history as server-sent events; ``Last-Event-ID`` replays what came after."""
     after = int(last_event_id) if _NUMBER.fullmatch(last_event_id) else 0
@@ -121,7 +118,7 @@ async def stream_events(
 
 
 async def _stream(
-    store: Store, job: str, after: int, request: Request
+    store: ServiceStore, job: str, after: int, request: Request
 ) -> AsyncIterator[ServerSentEvent]:
     """Every event of a job, until it has ended."""
     woken, loop = asyncio.Event(), asyncio.get_running_loop()
@@ -146,6 +143,6 @@ async def _stream(
                 await asyncio.wait_for(woken.wait(), LOOK_SECONDS)
 
 
-def _read(store: Store, job: str, after: int) -> tuple[Job | None, list[Event]]:
+def _read(store: ServiceStore, job: str, after: int) -> tuple[ServiceJob | None, list[Event]]:
     # The job is read before its events, so that those of its end are not missed.
     return store.get(job), store.events(job, after)

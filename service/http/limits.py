@@ -1,9 +1,12 @@
 """Limits of requests: bytes and depth of a body, size of what is solved, how many at a time."""
 
 import asyncio
+import math
 import re
+import threading
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,7 +15,53 @@ from starlette.requests import Request as HttpRequest
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.requests import Request
 
-WAIT_SECONDS = 10.0  # until a queue may be shorter
+MOST_KNOWN = 10_000  # buckets before those that are full are forgotten
+
+
+@dataclass(slots=True)
+class RequestRate:
+    """A bucket of ``burst`` requests for each user, filled with ``per_second``.
+
+    It is in the memory of this server alone, and its clock is one that nobody sets.
+    """
+
+    per_second: float
+    burst: float
+    clock: Callable[[], float] = time.monotonic
+    _buckets: dict[str, tuple[float, float]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def take(self, user: str) -> None:
+        """Take a request out of a user's bucket; raises TooManyError if it is empty."""
+        with self._lock:
+            now = self.clock()
+            left = self._left(user, now)
+            if left < 1.0:
+                raise TooManyError(
+                    f"more than {self.per_second:g} requests a second",
+                    (1.0 - left) / self.per_second,
+                )
+            if len(self._buckets) >= MOST_KNOWN:
+                self._forget(now)
+            self._buckets[user] = left - 1.0, now
+
+    def _left(self, user: str, now: float) -> float:
+        left, then = self._buckets.get(user, (self.burst, now))
+        return min(self.burst, left + (now - then) * self.per_second)
+
+    def _forget(self, now: float) -> None:
+        """Forget users whose buckets are full, as those of new users are."""
+        self._buckets = {
+            user: kept for user, kept in self._buckets.items() if self._left(user, now) < self.burst
+        }
+
+
+def seconds_to_wait(seconds: float) -> str:
+    """What ``Retry-After`` says: whole seconds, at least one."""
+    return str(max(1, math.ceil(seconds)))
+
+
+_WAIT_SECONDS = 10.0  # until a queue may be shorter
 # The end of a text may be missing: then nothing after it is looked at twice.
 _TEXTS = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 _NO_BRACKETS = bytes(sorted(set(range(256)) - set(b"[]{}")))
@@ -38,7 +87,7 @@ class TooManyError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What may be asked for.
+    """The limits on requests of a service.
 
     ``body_bytes`` of a request, ``body_seconds`` for it to arrive and ``depth`` of brackets in it,
     ``seconds`` and ``threads`` of a search (and processes of a sweep), ``devices`` and ``layers``
@@ -73,7 +122,7 @@ class RequestLimits:
         return b"".join(parts)
 
     def require_shallow(self, text: bytes) -> None:
-        """Refuse brackets inside brackets that no parser should have to follow."""
+        """Refuse a body whose brackets are nested too deeply."""
         brackets = _TEXTS.sub(b"", text).translate(None, _NO_BRACKETS)
         steps = _STEPS[np.frombuffer(brackets, np.uint8)]
         depth = int(steps.cumsum(dtype=np.int32).max(initial=0))
@@ -81,16 +130,16 @@ class RequestLimits:
             raise InputError(f"the body has {depth} brackets inside each other, over {self.depth}")
 
     def require_room(self, queued: Callable[[], int]) -> None:
-        """Refuse another job of a user who has so many that wait, asked only where it matters."""
+        """Refuse another job of a user who has too many in the queue."""
         if self.queued is not None and (waiting := queued()) >= self.queued:
             raise TooManyError(
                 f"you have {waiting} jobs in the queue, and may have {self.queued}: wait, or stop "
                 "some",
-                WAIT_SECONDS,
+                _WAIT_SECONDS,
             )
 
     def require_modest(self, request: Request) -> None:
-        """Refuse what would take too long, or would go beyond this machine."""
+        """Refuse a request that would take too long, or would use other machines."""
         given: Mapping[str, Any] = request.given()
         numbers = (
             ("time_limit", self.seconds),

@@ -45,34 +45,16 @@ class Application(FastAPI):
         return found
 
 
-class JsonText(Response):
-    """A JSON value that is a text already."""
-
-    media_type = "application/json"
-
-
-class Png(Response):
-    """A picture."""
-
-    media_type = "image/png"
+def response_of(name: str, media_type: str) -> type[Response]:
+    """A response of a media type, which the description of a route names."""
+    return type(name, (Response,), {"media_type": media_type})
 
 
-class Zip(Response):
-    """An archive."""
-
-    media_type = "application/zip"
-
-
-class Html(Response):
-    """A page."""
-
-    media_type = "text/html"
-
-
-class Events(Response):
-    """Server-sent events."""
-
-    media_type = "text/event-stream"
+JsonText = response_of("JsonText", "application/json")  # a JSON value that is a text already
+Png = response_of("Png", "image/png")
+Zip = response_of("Zip", "application/zip")
+Html = response_of("Html", "text/html")
+Events = response_of("Events", "text/event-stream")
 
 
 def refused(*statuses: int) -> Responses:

@@ -1,11 +1,15 @@
-"""Routes of the page that browsers show; it holds nothing that needs a token."""
+"""Routes of the page that browsers show, and of the service's health and metrics."""
 
 from functools import cache
 from importlib.resources import files
 
 from fastapi import APIRouter, HTTPException, Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
 
 from stagewright.executor.drawing.web.render import FOLDER as DRAWING
+from stagewright.service.http.guard import Reader, Serving
+from stagewright.service.http.openapi import GUARDED, refused, response_of
+from stagewright.service.jobs.records import State
 
 OWN = "stagewright.service.http.page"
 MEDIA_TYPES = {
@@ -13,7 +17,9 @@ MEDIA_TYPES = {
     "svg": "image/svg+xml",
 }  # fmt: skip
 
-router = APIRouter(include_in_schema=False)
+router = APIRouter(include_in_schema=False)  # the page holds nothing that needs a token
+health = APIRouter(responses=refused(403))
+Metrics = response_of("Metrics", CONTENT_TYPE_LATEST)  # as Prometheus reads them
 
 
 @router.get("/")
@@ -48,3 +54,27 @@ def _folders() -> dict[str, str]:
 @cache
 def _content(name: str) -> bytes:
     return files(_folders()[name]).joinpath(name).read_bytes()
+
+
+@health.get("/health/live")
+async def live() -> dict[str, str]:
+    """The process answers, even when all its threads wait for the store."""
+    return {"status": "live"}
+
+
+@health.get("/health/ready", responses=refused(503))
+def ready(service: Serving) -> dict[str, str]:
+    """The store answers too."""
+    service.store.ping()
+    return {"status": "ready"}
+
+
+@health.get("/metrics", response_class=Metrics, responses=refused(*GUARDED))
+def metrics(caller: Reader, service: Serving) -> Response:
+    """Jobs by state, for Prometheus."""
+    registry = CollectorRegistry()
+    gauge = Gauge("stagewright_jobs", "Jobs by state.", ["state"], registry=registry)
+    counts = service.store.counts()
+    for state in State:
+        gauge.labels(state.value).set(counts.get(state, 0))
+    return Metrics(generate_latest(registry))

@@ -1,7 +1,9 @@
 """Errors as ``application/problem+json`` (RFC 9457), in one line with the place in the document."""
 
 import logging
+import re
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from http import HTTPStatus
 
 from fastapi import FastAPI, Request
@@ -12,25 +14,46 @@ from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from stagewright.executor.export.options import Options
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
-from stagewright.service.http.limits import TooLargeError, TooManyError, TooSlowError
-from stagewright.service.http.rates import seconds_to_wait
-from stagewright.service.http.wording import in_fields
+from stagewright.service.http.limits import (
+    TooLargeError,
+    TooManyError,
+    TooSlowError,
+    seconds_to_wait,
+)
 from stagewright.service.jobs.store import ConflictError
+
+# Of requests; other options are of commands, which a message names too.
+_FIELDS = {
+    "--for": "runtime",
+    "--order": "order",
+    "--planner": "planner",
+    "--share": "assumed_share",
+}
+_EXPORT = {f"--{one.name.replace('_', '-')}": one.name for one in fields(Options)}
+_NAMES = _FIELDS | _EXPORT | {"--model": "chain", "--to": "to"}
+_OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+
+
+def in_fields(message: str) -> str:
+    """The message, with fields and parameters of requests where it has their options."""
+    return _OPTION.sub(lambda found: _NAMES.get(found[0], found[0]), message)
+
 
 LOG = logging.getLogger("uvicorn.error")  # where the server's own errors go
 MEDIA_TYPE = "application/problem+json"
 
 
-STATUSES: dict[type[Exception], int] = {
+_STATUSES: dict[type[Exception], int] = {
     InputError: 422, InvalidPlan: 422, ConflictError: 409, TooLargeError: 413, TooSlowError: 408,
 }  # fmt: skip
 """Errors whose text is what is told."""
-UNSAID: tuple[tuple[type[Exception], int, str], ...] = (
+_UNSAID: tuple[tuple[type[Exception], int, str], ...] = (
     (ClientDisconnect, 400, "the body ends too early"),
     (Exception, 500, "an error of the service itself; its log says more"),
 )
-Handler = Callable[[Request, Exception], JSONResponse]
+_Handler = Callable[[Request, Exception], JSONResponse]
 
 
 class Problem(BaseModel):
@@ -51,21 +74,21 @@ def problem(status: int, detail: str, headers: Mapping[str, str] | None = None) 
 
 def add_handlers(app: FastAPI) -> None:
     """Answer every error of the service with a problem."""
-    for kind, status in STATUSES.items():
+    for kind, status in _STATUSES.items():
         app.add_exception_handler(kind, _saying(status))
     app.add_exception_handler(TooManyError, _too_many)
     app.add_exception_handler(HTTPException, _of_http)
     app.add_exception_handler(RequestValidationError, _of_parameters)
     app.add_exception_handler(SQLAlchemyError, _unavailable)
-    for kind, status, detail in UNSAID:
+    for kind, status, detail in _UNSAID:
         app.add_exception_handler(kind, _unsaid(status, detail))
 
 
-def _saying(status: int) -> Handler:
+def _saying(status: int) -> _Handler:
     return lambda _, error: problem(status, in_fields(str(error)))
 
 
-def _unsaid(status: int, detail: str) -> Handler:
+def _unsaid(status: int, detail: str) -> _Handler:
     return lambda _, __: problem(status, detail)
 
 

@@ -11,20 +11,18 @@ import uvicorn
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.http.app import LOOPBACK, create_app
 from stagewright.service.http.guard import Service
-from stagewright.service.http.limits import RequestLimits
-from stagewright.service.http.rates import Rate
+from stagewright.service.http.limits import RequestLimits, RequestRate
 from stagewright.service.http.tokens import Tokens
 from stagewright.service.http.webhooks import POLL_SECONDS, Deliverer, Webhooks
-from stagewright.service.jobs.repeating import Repeated
-from stagewright.service.jobs.retention import retention
-from stagewright.service.jobs.store import Store
+from stagewright.service.jobs.store import ServiceStore
+from stagewright.service.jobs.upkeep import RepeatedStep, retention
 from stagewright.service.workers.processes import LocalProcess, Start
-from stagewright.service.workers.worker import Limits, Worker
+from stagewright.service.workers.worker import JobLimits, Worker
 
-PER_SECOND = 50.0  # requests of each user
-BURST_SECONDS = 10.0  # how long a user may have asked for nothing, to ask for all of it at once
-DELIVERERS = 4  # deliveries of webhooks at a time
-MOST_QUEUED = 1000  # jobs of each user
+_PER_SECOND = 50.0  # requests of each user
+_BURST_SECONDS = 10.0  # how long a user may have asked for nothing, to ask for all of it at once
+_DELIVERERS = 4  # deliveries of webhooks at a time
+_MOST_QUEUED = 1000  # jobs of each user
 
 
 @dataclass
@@ -32,11 +30,11 @@ class Server:
     """A server on a store, with so many workers of its own; ``start`` says where jobs are solved.
 
     Anything but processes of this machine is a Ray cluster. ``per_second`` limits the requests of
-    each user; None: to `PER_SECOND` where there are tokens. Jobs are deleted ``keep_days`` after
+    each user; None: to `_PER_SECOND` where there are tokens. Jobs are deleted ``keep_days`` after
     their ends; None: never.
     """
 
-    store: Store
+    store: ServiceStore
     host: str
     port: int
     workers: int
@@ -59,7 +57,7 @@ class Server:
         listening = self._bound()
         app = create_app(self._service())
         made = [
-            Worker(self.store, Limits(memory_bytes=self.memory_bytes), start=self.start)
+            Worker(self.store, JobLimits(memory_bytes=self.memory_bytes), start=self.start)
             for _ in range(self.workers)
         ]
         beside = list(self._beside())
@@ -85,21 +83,23 @@ class Server:
             for thread in threads:
                 thread.join()
 
-    def _beside(self) -> Iterator[Repeated]:
-        """What is done beside jobs and requests."""
+    def _beside(self) -> Iterator[RepeatedStep]:
+        """Steps that the server repeats: deliveries of webhooks, and the deletion of old jobs."""
         if self.webhooks is not None:
             deliverer = Deliverer(self.store, self.webhooks)
-            for _ in range(DELIVERERS):
-                yield Repeated(deliverer.deliver_next, POLL_SECONDS)
+            for _ in range(_DELIVERERS):
+                yield RepeatedStep(deliverer.deliver_next, POLL_SECONDS)
         if self.keep_days is not None:
             yield retention(self.store, self.keep_days)
 
     def _service(self) -> Service:
         free = not Tokens(self.store.engine).exist()
-        per_second = self.per_second or (None if free else PER_SECOND)
+        per_second = self.per_second or (None if free else _PER_SECOND)
         return Service(
             self.store,
-            RequestLimits(queued=None if free else MOST_QUEUED, ray=self.start is not LocalProcess),
+            RequestLimits(
+                queued=None if free else _MOST_QUEUED, ray=self.start is not LocalProcess
+            ),
             open_to_all=free,
             webhooks=self.webhooks,
             rate=None if per_second is None else _rate(per_second),
@@ -115,5 +115,5 @@ class Server:
             ) from None
 
 
-def _rate(per_second: float) -> Rate:
-    return Rate(per_second, max(1.0, per_second * BURST_SECONDS))
+def _rate(per_second: float) -> RequestRate:
+    return RequestRate(per_second, max(1.0, per_second * _BURST_SECONDS))

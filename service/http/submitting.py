@@ -17,7 +17,7 @@ from stagewright.service.http.uploads import resolved
 from stagewright.service.http.views import JobView, canonical, view
 from stagewright.service.http.webhooks import Webhooks
 from stagewright.service.jobs.kinds import KINDS, parse_request, title_of
-from stagewright.service.jobs.records import Job
+from stagewright.service.jobs.records import ServiceJob
 from stagewright.service.requests import Request as JobRequest
 
 router = APIRouter(responses=refused(*GUARDED, 408, 413))
@@ -27,7 +27,7 @@ KNOWN: Responses = {200: {"model": JobView, "description": "It is known, or its 
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What a user asks of a job besides its answer."""
+    """Priority, idempotency key and webhook of a submitted job."""
 
     priority: int
     key: str | None
@@ -49,7 +49,7 @@ def read_webhooks(caller: Submitter, service: Serving) -> WebhookView:
 
 
 def _add(kind: str) -> None:
-    """Submit and validate requests of a kind, whose body is the model of users of Python."""
+    """Add the routes that submit and validate requests of a kind of job."""
     one = KINDS[kind]
     content = {"application/json": {"schema": reference(one.request)}}
     body = {"requestBody": {"required": True, "content": content}}
@@ -97,7 +97,7 @@ for _kind in KINDS:
 def _validated(
     service: Service, kind: str, text: bytes, caller: Caller
 ) -> tuple[JobRequest, bytes]:
-    """The request, and its text with the documents that it names."""
+    """A parsed request, and its text with uploaded documents in place of their names."""
     service.limits.require_shallow(text)
     whole = resolved(service, caller.user, text)
     asked = parse_request(kind, whole)
@@ -108,7 +108,7 @@ def _validated(
 
 def _submitted(
     service: Service, kind: str, body: bytes, caller: Caller, wishes: Wishes
-) -> tuple[Job, bool]:
+) -> tuple[ServiceJob, bool]:
     asked, whole = _validated(service, kind, body, caller)
     if wishes.priority > 0 and not caller.may(Scope.ADMIN):
         raise HTTPException(403, "a priority above 0 needs the scope admin")

@@ -1,4 +1,4 @@
-"""Who may do what: bearer tokens, of which only digests are stored."""
+"""Bearer tokens and their scopes; only digests of tokens are stored."""
 
 import hashlib
 import hmac
@@ -9,9 +9,9 @@ from enum import StrEnum
 
 from sqlalchemy import Engine, delete, insert, select
 
-from stagewright.service.jobs.tables import TOKENS
+from stagewright.service.jobs.rows import TOKENS
 
-PREFIX = "sw_"
+_PREFIX = "sw_"
 
 
 class Scope(StrEnum):
@@ -43,7 +43,7 @@ class Tokens:
 
     def create(self, user: str, scope: Scope) -> str:
         """A new token, which is not stored and cannot be shown again."""
-        token = PREFIX + secrets.token_urlsafe(32)
+        token = _PREFIX + secrets.token_urlsafe(32)
         with self._engine.begin() as database:
             database.execute(
                 insert(TOKENS).values(

@@ -29,7 +29,7 @@ from stagewright.service.jobs.store import PAGE
 from stagewright.service.jobs.uploads import Upload, Uploads
 
 NAME = 200  # characters at most
-MOST_TOKENS = 100_000_000  # in a sample
+_MOST_TOKENS = 100_000_000  # in a sample
 SIZES = 32  # of microbatches at most
 ID = "^[0-9a-f]{64}$"
 router = APIRouter(prefix="/v1/uploads", responses=refused(*GUARDED, 404))
@@ -38,7 +38,7 @@ UploadId = Annotated[str, Path(pattern=ID)]
 
 
 class Kind(StrEnum):
-    """What is kept."""
+    """The kinds of documents that users upload."""
 
     MODEL = "model"
     CLUSTER = "cluster"
@@ -67,8 +67,8 @@ KNOWN: Responses = {200: {"model": UploadView, "description": "It is kept alread
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
-    """What a user sends to be kept, under a name where it has another than its own."""
+class SentDocument:
+    """A document that a user sends to be stored, and the name that the user gives to it."""
 
     text: bytes
     user: str
@@ -77,7 +77,7 @@ class Sent:
     response: Response
 
     async def kept(self, kind: Kind, document: Callable[[], bytes]) -> UploadView:
-        """Keep the document that is made of it, in a thread."""
+        """Store the document that is made of what was sent, in a thread."""
         return await run_in_threadpool(self._keep, kind, document)
 
     def _keep(self, kind: Kind, made: Callable[[], bytes]) -> UploadView:
@@ -99,15 +99,15 @@ async def _sent(
     caller: Submitter,
     service: Serving,
     name: Annotated[str | None, Query(max_length=NAME)] = None,
-) -> Sent:
-    return Sent(await service.limits.body(request), caller.user, name, service, response)
+) -> SentDocument:
+    return SentDocument(await service.limits.body(request), caller.user, name, service, response)
 
 
-Received = Annotated[Sent, Depends(_sent)]
+Received = Annotated[SentDocument, Depends(_sent)]
 
 
 def _route(path: str, media_type: str, schema: str) -> Callable[[Route], Route]:
-    """A route that keeps what is sent."""
+    """A route that stores the document which a user sends."""
     content = {media_type: {"schema": {"type": schema}}}
     return router.post(
         path,
@@ -140,7 +140,7 @@ async def upload_topology(
     return await sent.kept(Kind.CLUSTER, made)
 
 
-class Training(BaseModel):
+class ConfiguredTraining(BaseModel):
     """How a configured model is trained, as ``stagewright model`` takes it.
 
     ``sequence``: tokens in a sample; ``device``: kinds, separated by commas; ``microbatch_size``:
@@ -149,7 +149,7 @@ class Training(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    sequence: int = Field(ge=1, le=MOST_TOKENS)
+    sequence: int = Field(ge=1, le=_MOST_TOKENS)
     device: str = Field(GENERIC, max_length=NAME)
     microbatch_size: list[int] = Field([1], max_length=SIZES)
     precision: Precision = "fp32"
@@ -171,7 +171,9 @@ class Training(BaseModel):
 
 
 @_route("/config", "application/json", "object")
-async def upload_config(sent: Received, training: Annotated[Training, Query()]) -> UploadView:
+async def upload_config(
+    sent: Received, training: Annotated[ConfiguredTraining, Query()]
+) -> UploadView:
     """Keep the model that a Hugging Face ``config.json`` describes, with computed costs."""
 
     def made() -> bytes:
@@ -204,7 +206,7 @@ def list_uploads(
 @router.get("/{upload}", responses=answered({"type": "object"}))
 def read_upload(upload: UploadId, caller: Reader, service: Serving) -> Response:
     """An uploaded document."""
-    return JsonText(own_upload(service, caller.user, upload)[1])
+    return JsonText(_own_upload(service, caller.user, upload)[1])
 
 
 @router.delete("/{upload}", status_code=204)
@@ -214,8 +216,8 @@ def discard_upload(upload: UploadId, caller: Submitter, service: Serving) -> Non
         raise _no_upload(upload)
 
 
-def own_upload(service: Service, user: str, upload: str) -> tuple[Upload, str]:
-    """A user's own upload, and its text."""
+def _own_upload(service: Service, user: str, upload: str) -> tuple[Upload, str]:
+    """An upload of a user, and its text."""
     found = Uploads(service.store).get(user, upload)
     if found is None:
         raise _no_upload(upload)
@@ -224,7 +226,7 @@ def own_upload(service: Service, user: str, upload: str) -> tuple[Upload, str]:
 
 def own_trace(service: Service, user: str, upload: str) -> Trace:
     """A trace that a user has uploaded."""
-    found, text = own_upload(service, user, upload)
+    found, text = _own_upload(service, user, upload)
     if found.kind != Kind.TRACE:
         raise InputError(f"trace: upload {upload!r} is a {found.kind}, not a trace")
     return documents.parse(Trace, text, found.name, trace.FORMAT, trace.VERSION)
@@ -248,7 +250,7 @@ def resolved(service: Service, user: str, text: bytes) -> bytes:
 
 
 def _named(service: Service, user: str, field: str, kind: str, upload: Any) -> str:
-    """The document that a field names."""
+    """The text of the uploaded document that a field of a request names."""
     found = None
     if isinstance(upload, str) and upload.isalnum():
         found = Uploads(service.store).get(user, upload)
@@ -274,7 +276,7 @@ def _name_of(kind: Kind, text: bytes) -> str:
 
 
 def _require_costs(text: bytes) -> None:
-    """Refuse what describes a model without costs, and say where it is taken."""
+    """Refuse a Hugging Face configuration that is sent as a model, and name the right route."""
     try:
         found = json.loads(text)
     except ValueError:

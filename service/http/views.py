@@ -1,13 +1,13 @@
-"""What the service tells of a job."""
+"""What the service tells a user about a job."""
 
 import json
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from stagewright.service.http.problems import in_fields
 from stagewright.service.http.tokens import Caller, Scope
-from stagewright.service.http.wording import in_fields
-from stagewright.service.jobs.records import DeliveryState, Job, State, StoppedBy
+from stagewright.service.jobs.records import DeliveryState, ServiceJob, State, StoppedBy
 
 
 class DeliveryView(BaseModel):
@@ -67,8 +67,8 @@ class JobPage(BaseModel):
     next: str | None
 
 
-def view(job: Job, caller: Caller) -> JobView:
-    """A job as the caller is told of it: not of which job of another user its answer is."""
+def view(job: ServiceJob, caller: Caller) -> JobView:
+    """A job as the caller may see it: without the id of another user's job that it copies."""
     gap = None
     if job.cost and job.bound is not None:
         gap = (job.cost - job.bound) / job.cost

@@ -20,14 +20,14 @@ from urllib.parse import SplitResult, urlsplit
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.http.tokens import Caller, Scope
 from stagewright.service.http.views import view
-from stagewright.service.jobs.deliveries import Deliveries, Delivery
-from stagewright.service.jobs.store import Store
+from stagewright.service.jobs.queue import Deliveries, Delivery
+from stagewright.service.jobs.store import ServiceStore
 
 SECRET = "STAGEWRIGHT_WEBHOOK_SECRET"  # the variable of the environment
-LEAST_SECRET = 24  # characters
+_LEAST_SECRET = 24  # characters
 SECONDS = 10.0  # for a delivery, whatever the other end does
 POLL_SECONDS = 1.0  # between looks at what is due
-PORTS = {"http": 80, "https": 443}
+_PORTS = {"http": 80, "https": 443}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +43,9 @@ class Webhooks:
                 raise InputError(
                     f"--webhook-origin {one!r}: write it as https://HOST or with :PORT"
                 )
-        if len(self.secret) < LEAST_SECRET:
+        if len(self.secret) < _LEAST_SECRET:
             raise InputError(
-                f"webhooks are signed: set {SECRET} to a random text of at least {LEAST_SECRET} "
+                f"webhooks are signed: set {SECRET} to a random text of at least {_LEAST_SECRET} "
                 "characters"
             )
 
@@ -70,20 +70,20 @@ class Webhooks:
 
 @dataclass(frozen=True, slots=True)
 class Deliverer:
-    """Delivers what is due."""
+    """Delivers the webhooks that are due."""
 
-    store: Store
+    store: ServiceStore
     webhooks: Webhooks
 
     def deliver_next(self) -> bool:
-        """Deliver what is due first; whether anything is."""
+        """Deliver the webhook that is due first; whether there was any."""
         due = Deliveries(self.store).claim()
         if due is not None:
             self.deliver(due)
         return due is not None
 
     def deliver(self, delivery: Delivery) -> bool:
-        """Tell of a job's end; whether that has arrived."""
+        """Tell a receiver that a job has ended; whether the delivery arrived."""
         job = self.store.get(delivery.job)
         if job is None or job.finished is None:  # discarded, or queued again meanwhile
             return False
@@ -106,7 +106,7 @@ class Deliverer:
         return reason is None
 
     def _failure(self, url: str, body: str, headers: dict[str, str]) -> str | None:
-        """Post; why that has failed, or None. What networks here tell stays here."""
+        """Post a webhook; why that failed, without details of this network, or None."""
         try:
             self.webhooks.require_allowed(url)
             status = post(url, body.encode(), headers)
@@ -122,7 +122,7 @@ class Deliverer:
 def post(url: str, body: bytes, headers: dict[str, str]) -> int:
     """The status with which a URL answers; it must do so within `SECONDS`."""
     parts = _parts(url)
-    host, port = parts.hostname or "", parts.port or PORTS[parts.scheme]
+    host, port = parts.hostname or "", parts.port or _PORTS[parts.scheme]
     opened = socket.create_connection((_address(host, port), port), SECONDS)
     watch = threading.Timer(SECONDS, _shut, [opened])
     watch.start()
@@ -145,7 +145,7 @@ def _shut(opened: socket.socket) -> None:
 
 
 def _address(host: str, port: int) -> str:
-    """The address of a name, unless it is one that no name should have."""
+    """The IP address of a host; refuses names of this machine or of its network's services."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     addresses = [str(one[4][0]) for one in found]
     for one in addresses:
@@ -155,7 +155,7 @@ def _address(host: str, port: int) -> str:
 
 
 def _is_reachable(address: str) -> bool:
-    """Whether others than this machine and its network's own services may be there."""
+    """Whether an IP address is neither of this machine nor of its network's services."""
     found = ipaddress.ip_address(address.partition("%")[0])
     plain = getattr(found, "ipv4_mapped", None) or found
     return not (
@@ -168,14 +168,14 @@ def _is_reachable(address: str) -> bool:
 
 
 def _parts(url: str) -> SplitResult:
-    """The parts of a URL that has a scheme and a host, and nobody's name."""
+    """The parts of a URL of http or https, which names no user and no fragment."""
     try:
         parts = urlsplit(url)
         port = parts.port
     except ValueError:
         raise InputError(f"webhook: {url!r} is no URL") from None
     plain = url.isascii() and url.isprintable() and " " not in url and "\\" not in url
-    if not plain or parts.scheme not in PORTS or not parts.hostname or port == 0:
+    if not plain or parts.scheme not in _PORTS or not parts.hostname or port == 0:
         raise InputError(f"webhook: {url!r} is no URL of http or https")
     if "@" in parts.netloc or parts.fragment:
         raise InputError("webhook: a URL without a user's name and without a fragment is needed")
@@ -184,5 +184,5 @@ def _parts(url: str) -> SplitResult:
 
 def _origin(parts: SplitResult) -> str:
     host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
-    port = parts.port or PORTS[parts.scheme]
-    return f"{parts.scheme}://{host}" + ("" if port == PORTS[parts.scheme] else f":{port}")
+    port = parts.port or _PORTS[parts.scheme]
+    return f"{parts.scheme}://{host}" + ("" if port == _PORTS[parts.scheme] else f":{port}")

@@ -16,22 +16,21 @@ from stagewright.service.clusters.requests import (
 )
 from stagewright.service.operators.dividing import DivideRequest
 from stagewright.service.operators.plans import PlaceRequest
-from stagewright.service.pipelines.requests import (
+from stagewright.service.pipelines.requests import PartitionRequest, PlanRequest
+from stagewright.service.pipelines.sweeping import SweepRequest
+from stagewright.service.requests import Request
+from stagewright.service.schedules.requests import (
     CompareSchedulesRequest,
     JobShopRequest,
     MemoryCurveRequest,
-    PartitionRequest,
-    PlanRequest,
     ScheduleRequest,
 )
-from stagewright.service.pipelines.sweep_requests import SweepRequest
-from stagewright.service.requests import Request
 
 MODULES = "stagewright.service."
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class JobKind:
     """A kind of job.
 
     ``function`` names the use case, ``MODULE:NAME`` below ``stagewright.service``: solvers are
@@ -50,13 +49,7 @@ class Kind:
     timed: bool = False
 
     def require_answerable(self, request: Request) -> None:
-        """Refuse what the use case refuses.
-
-        Raises
-        ------
-        InputError
-            In the use case's own line.
-        """
+        """Refuse what the use case refuses."""
         if self.refuses is not None:
             _function(self.refuses)(request)
 
@@ -74,63 +67,35 @@ def _function(place: str) -> Callable[..., Any]:
     return found
 
 
-KINDS: dict[str, Kind] = {
-    "plan": Kind(
-        PlanRequest, "pipelines.planning:plan", "A plan of a model on a cluster.",
-        "pipelines.planning:require_supported", True, True,
-    ),
-    "what-if": Kind(
-        PlanRequest, "pipelines.what_if:what_if", "What more devices or memory would buy.",
-        "pipelines.planning:require_supported",
-    ),
-    "place": Kind(
-        PlaceRequest, "operators.plans:place", "Operators on devices.",
-        "operators.plans:require_placeable", True, True,
-    ),
-    "partition": Kind(
-        PartitionRequest, "pipelines.partitioning:partition", "Stages of a model.",
-        "pipelines.partitioning:require_method", timed=True,
-    ),
-    "schedule": Kind(
-        ScheduleRequest, "schedules.scheduling:schedule", "An order of given stages.",
-        "schedules.scheduling:require_scheduler", True,
-    ),
-    "compare-schedules": Kind(
-        CompareSchedulesRequest, "schedules.comparing:compare_schedules", "All schedules.",
-        "schedules.scheduling:require_scheduler", True,
-    ),
-    "schedule-curve": Kind(
-        MemoryCurveRequest, "schedules.memory_curves:schedule_curve", "The best for every memory.",
-        reports=True,
-    ),
-    "jobshop": Kind(
-        JobShopRequest, "schedules.scheduling:jobshop", "A job shop.",
-        "schedules.scheduling:require_scheduler", True
-    ),
-    "sweep": Kind(
-        SweepRequest, "pipelines.sweeping:sweep", "Plans of many sizes.",
-        "pipelines.sweeping:require_planned"
-    ),
-    "divide": Kind(
-        DivideRequest, "operators.dividing:divide", "Operators in sets.",
-        "operators.dividing:problem_of", True
-    ),
-    "allocate": Kind(
-        AllocateRequest, "clusters.allocating:allocate", "Jobs on a cluster's devices.",
-        "clusters.allocating:require_allocatable",
-    ),
-    "rounds": Kind(
-        RoundsRequest, "clusters.allocating:rounds", "Rounds of an allocation.",
-        "clusters.allocating:require_realisable",
-    ),
-    "simulate-cluster": Kind(
-        SimulateClusterRequest, "clusters.simulation:simulate_cluster", "A cluster of jobs.",
-        "clusters.simulation:require_simulable",
-    ),
-    "cloud": Kind(
-        CloudRequest, "cloud.renting:cloud", "Training on rented machines.",
-        "cloud.renting:switching_problem"
-    ),
+KINDS: dict[str, JobKind] = {
+    "plan": JobKind(PlanRequest, "pipelines.planning:plan", "A plan of a model on a cluster.",
+        "pipelines.planning:require_supported", True, True),
+    "what-if": JobKind(PlanRequest, "pipelines.what_if:what_if",
+        "What more devices or memory would buy.", "pipelines.planning:require_supported"),
+    "place": JobKind(PlaceRequest, "operators.plans:place", "Operators on devices.",
+        "operators.plans:require_placeable", True, True),
+    "partition": JobKind(PartitionRequest, "pipelines.partitioning:partition", "Stages of a model.",
+        "pipelines.partitioning:require_method", timed=True),
+    "schedule": JobKind(ScheduleRequest, "schedules.scheduling:schedule",
+        "An order of given stages.", "schedules.scheduling:require_scheduler", True),
+    "compare-schedules": JobKind(CompareSchedulesRequest, "schedules.comparing:compare_schedules",
+        "All schedules.", "schedules.scheduling:require_scheduler", True),
+    "schedule-curve": JobKind(MemoryCurveRequest, "schedules.memory_curves:schedule_curve",
+        "The best for every memory.", reports=True),
+    "jobshop": JobKind(JobShopRequest, "schedules.scheduling:jobshop", "A job shop.",
+        "schedules.scheduling:require_scheduler", True),
+    "sweep": JobKind(SweepRequest, "pipelines.sweeping:sweep", "Plans of many sizes.",
+        "pipelines.sweeping:require_planned"),
+    "divide": JobKind(DivideRequest, "operators.dividing:divide", "Operators in sets.",
+        "operators.dividing:problem_of", True),
+    "allocate": JobKind(AllocateRequest, "clusters.allocating:allocate",
+        "Jobs on a cluster's devices.", "clusters.allocating:require_allocatable"),
+    "rounds": JobKind(RoundsRequest, "clusters.allocating:rounds", "Rounds of an allocation.",
+        "clusters.allocating:require_realisable"),
+    "simulate-cluster": JobKind(SimulateClusterRequest, "clusters.simulation:simulate_cluster",
+        "A cluster of jobs.", "clusters.simulation:require_simulable"),
+    "cloud": JobKind(CloudRequest, "cloud.renting:cloud", "Training on rented machines.",
+        "cloud.renting:switching_problem"),
 }  # fmt: skip
 
 

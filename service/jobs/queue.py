@@ -1,34 +1,104 @@
-"""The queue: the table of jobs, as workers see it.
+"""The queue of jobs, as workers see it, and the deliveries of webhooks that are due.
 
 A worker claims the next job for a lease, which it renews; a job whose lease has run out is queued
 again, or ends with its best answer so far. What a worker writes counts only while it holds the
 lease.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Row, func, select, update
 
-from stagewright.service.jobs.records import Asked, Job, Outcome, State, StoppedBy
-from stagewright.service.jobs.rows import tell
-from stagewright.service.jobs.store import Store
-from stagewright.service.jobs.tables import JOBS
+from stagewright.service.jobs.records import (
+    DeliveryState,
+    JobEnd,
+    JobEnding,
+    ServiceJob,
+    State,
+    StoppedBy,
+)
+from stagewright.service.jobs.rows import DELIVERIES, JOBS, tell
+from stagewright.service.jobs.store import ServiceStore
+
+PAUSES = (30.0, 120.0, 480.0, 1920.0, 7680.0, 30720.0)  # seconds before each further attempt
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """A webhook of a job that has ended; ``number`` is the same at every attempt."""
+
+    number: int
+    job: str
+    url: str
+    is_last: bool
+
+
+class Deliveries:
+    """The deliveries of a store."""
+
+    def __init__(self, store: ServiceStore) -> None:
+        self._store, self._engine, self._clock = store, store.engine, store.clock
+
+    def claim(self) -> Delivery | None:
+        """The next delivery that is due; unless it is `done` it is due again after a pause."""
+        due = (DELIVERIES.c.state == DeliveryState.WAITING, DELIVERIES.c.due <= self._clock())
+        asked = (
+            select(DELIVERIES.c.number, DELIVERIES.c.job, DELIVERIES.c.attempts, JOBS.c.webhook)
+            .join(JOBS, JOBS.c.id == DELIVERIES.c.job)
+            .where(*due)
+            .order_by(DELIVERIES.c.due)
+            .limit(1)
+        )
+        with self._engine.connect() as database:  # without a lock, as this is asked all the time
+            if database.execute(asked).first() is None:
+                return None
+        with self._store.writing() as database:
+            locked = asked.with_for_update(skip_locked=True, of=DELIVERIES)
+            row = database.execute(locked).one_or_none()
+            if row is None:
+                return None
+            is_last = row.attempts >= len(PAUSES)
+            pause = 0.0 if is_last else PAUSES[row.attempts]
+            database.execute(
+                update(DELIVERIES)
+                .where(DELIVERIES.c.number == row.number)
+                .values(
+                    attempts=row.attempts + 1, due=self._clock() + pause,
+                    state=DeliveryState.GIVEN_UP if is_last else DeliveryState.WAITING,
+                )
+            )  # fmt: skip
+        return Delivery(row.number, row.job, row.webhook, is_last)
+
+    def done(self, delivery: Delivery) -> None:
+        """The delivery has arrived."""
+        self._write(delivery, state=DeliveryState.DELIVERED, reason="")
+
+    def failed(self, delivery: Delivery, reason: str) -> None:
+        """An attempt has failed; it is tried again unless it was the last."""
+        self._write(delivery, reason=reason)
+
+    def _write(self, delivery: Delivery, **values: str) -> None:
+        with self._store.writing() as database:
+            mine = DELIVERIES.c.number == delivery.number
+            database.execute(update(DELIVERIES).where(mine).values(**values))
+
 
 MOST_ATTEMPTS = 3  # workers that may be lost over a job
 
 
-class LeaseLostError(Exception):
+class JobLeaseLostError(Exception):
     """Another worker has the job, or it has ended: what this one has found does not count."""
 
 
 class Queue:
     """The queue of a store."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: ServiceStore) -> None:
         self.store = store
         self._engine, self._clock = store.engine, store.clock
 
-    def claim(self, worker: str, lease_seconds: float) -> Job | None:
+    def claim(self, worker: str, lease_seconds: float) -> ServiceJob | None:
         """The next job for a worker: of the highest priority, of who has the fewest running."""
         if not self._any(JOBS.c.state == State.QUEUED):
             return None
@@ -62,7 +132,7 @@ class Queue:
             self._tell(database, job, State.SOLVING)
         return self.store.get(job)
 
-    def renew(self, job: str, worker: str, lease_seconds: float) -> Asked | None:
+    def renew(self, job: str, worker: str, lease_seconds: float) -> JobEnding | None:
         """Renew a lease; what the user asks of the job.
 
         Raises
@@ -73,7 +143,7 @@ class Queue:
         with self.store.writing() as database:
             self._write(database, job, worker, leased_until=self._clock() + lease_seconds)
             asked = database.execute(select(JOBS.c.asked).where(JOBS.c.id == job)).scalar_one()
-        return None if asked is None else Asked(asked)
+        return None if asked is None else JobEnding(asked)
 
     def improve(
         self,
@@ -106,7 +176,7 @@ class Queue:
             news = {"cost": cost, "bound": bound, "plans": plans}
             self._tell(database, job, "progress", news | ({"doing": doing} if doing else {}))
 
-    def finish(self, job: str, worker: str, outcome: Outcome) -> None:
+    def finish(self, job: str, worker: str, outcome: JobEnd) -> None:
         """Store how a job ended; raises LeaseLostError as `renew`.
 
         A cost, bound or document that the outcome lacks, or that is worse, stays that of the best
@@ -128,7 +198,7 @@ class Queue:
         return len(lost)
 
     def _any(self, *conditions: ColumnElement[bool]) -> bool:
-        """Whether there is such a job; asked without taking a lock, as workers ask all the time."""
+        """Whether a job meets the conditions; asked without a lock, as workers ask all the time."""
         with self._engine.connect() as database:
             found = database.execute(select(JOBS.c.id).where(*conditions).limit(1)).first()
         return found is not None
@@ -137,7 +207,7 @@ class Queue:
         return (JOBS.c.state == State.SOLVING, JOBS.c.leased_until < self._clock())
 
     def _lose(self, database: Connection, row: Row[Any]) -> None:
-        """What becomes of a job whose worker is gone."""
+        """Queue a job again whose worker is lost, or end it."""
         if row.asked is None and row.attempts < MOST_ATTEMPTS:
             database.execute(
                 update(JOBS)
@@ -147,12 +217,12 @@ class Queue:
             self._tell(database, row.id, State.QUEUED, {"reason": "its worker was lost"})
             return
         by = StoppedBy.USER if row.asked is not None else StoppedBy.LOST
-        kept = row.document is not None and row.asked != Asked.ABORT
+        kept = row.document is not None and row.asked != JobEnding.ABORT
         state = State.FEASIBLE if kept else State.FAILED
         why = f"its worker was lost{'' if row.asked else f', for the {row.attempts}. time'}"
-        self._end(database, row.id, Outcome(state, reason=why, stopped_by=by))
+        self._end(database, row.id, JobEnd(state, reason=why, stopped_by=by))
 
-    def _end(self, database: Connection, job: str, outcome: Outcome, *held: Any) -> None:
+    def _end(self, database: Connection, job: str, outcome: JobEnd, *held: Any) -> None:
         values = _changes(self._known(database, job)[0], outcome)
         changed = database.execute(
             update(JOBS)
@@ -164,7 +234,7 @@ class Queue:
             )
         ).rowcount  # fmt: skip
         if not changed:
-            raise LeaseLostError(job)
+            raise JobLeaseLostError(job)
         self._tell(database, job, outcome.state, {"stopped_by": outcome.stopped_by})
 
     def _known(self, database: Connection, job: str) -> tuple[float | None, float | None]:
@@ -172,13 +242,13 @@ class Queue:
         asked = select(JOBS.c.cost, JOBS.c.bound).where(JOBS.c.id == job)
         row = database.execute(asked).one_or_none()
         if row is None:
-            raise LeaseLostError(job)
+            raise JobLeaseLostError(job)
         return row.cost, row.bound
 
     def _write(self, database: Connection, job: str, worker: str, **values: Any) -> None:
         mine = (JOBS.c.id == job, JOBS.c.state == State.SOLVING, JOBS.c.worker == worker)
         if not database.execute(update(JOBS).where(*mine).values(**values)).rowcount:
-            raise LeaseLostError(job)
+            raise JobLeaseLostError(job)
 
     def _tell(
         self, database: Connection, job: str, name: str, data: dict[str, Any] | None = None
@@ -186,7 +256,7 @@ class Queue:
         tell(database, self._clock(), job, name, data)
 
 
-def _changes(cost: float | None, outcome: Outcome) -> dict[str, Any]:
+def _changes(cost: float | None, outcome: JobEnd) -> dict[str, Any]:
     """What an outcome changes of the best answer so far, which may be an earlier worker's.
 
     The bound stays with its answer: those of others may be of other classes of plans.

@@ -1,4 +1,4 @@
-"""The life of a job, as data."""
+"""The states of a job, and the records that the store has of it."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -27,7 +27,7 @@ class StoppedBy(StrEnum):
     LOST = "lost"
 
 
-class Asked(StrEnum):
+class JobEnding(StrEnum):
     """What a user asks of a running job: to end with its best answer, or at once without one."""
 
     STOP = "stop"
@@ -52,7 +52,7 @@ class DeliveryRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ServiceJob:
     """A job: what was asked, where it is, and the best of its answers so far.
 
     ``cost`` and ``bound`` are those of the answer in its own unit, ``answer`` is its JSON object
@@ -73,7 +73,7 @@ class Job:
     started: float | None
     finished: float | None
     stopped_by: StoppedBy | None
-    asked: Asked | None
+    asked: JobEnding | None
     attempts: int
     cost: float | None
     bound: float | None
@@ -104,8 +104,8 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a job ended; the arguments of `Store.finish`."""
+class JobEnd:
+    """How a job ended: the argument of `Queue.finish`."""
 
     state: State
     answer: str | None = None

@@ -9,11 +9,10 @@ from typing import Any
 from sqlalchemy import Engine, func, select
 from sqlalchemy.exc import SQLAlchemyError
 
-from stagewright.service.jobs.rows import CHANNEL
-from stagewright.service.jobs.tables import EVENTS
+from stagewright.service.jobs.rows import CHANNEL, EVENTS
 
 LOOK_SECONDS = 0.2  # between looks for events that other processes have written, in SQLite
-RETRY_SECONDS = 1.0  # after an error; how late the thread may end, too
+_RETRY_SECONDS = 1.0  # after an error; how late the thread may end, too
 _Wake = Callable[[], None]
 
 
@@ -70,10 +69,10 @@ class Signals:
                 for job, name in self._noticed() if self._notifies else self._found():
                     self._wake(job, name)
             except errors:
-                self._closed.wait(RETRY_SECONDS)
+                self._closed.wait(_RETRY_SECONDS)
 
     def _noticed(self) -> Iterator[tuple[str | None, str | None]]:
-        """Job and name of events as PostgreSQL tells of them; None, None: of any."""
+        """Job and name of each new event, by notices of PostgreSQL; None, None: any event."""
         with self._engine.connect() as database:
             database.execution_options(isolation_level="AUTOCOMMIT")
             database.detach()  # the pool would give the connection to others
@@ -81,12 +80,12 @@ class Signals:
             driver: Any = database.connection.dbapi_connection
             yield None, None
             while not self._closed.is_set():
-                for notice in driver.notifies(timeout=RETRY_SECONDS, stop_after=1):
+                for notice in driver.notifies(timeout=_RETRY_SECONDS, stop_after=1):
                     job, _, name = notice.payload.partition(" ")
                     yield job, name
 
     def _found(self) -> Iterator[tuple[str | None, str | None]]:
-        """The same of SQLite, whose events are committed in the order of their numbers."""
+        """The job and name of each new event, read from SQLite in the order of their numbers."""
         with self._engine.connect() as database:
             last = database.execute(select(func.max(EVENTS.c.number))).scalar() or 0
         yield None, None

@@ -8,52 +8,37 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from sqlalchemy import (
-    Connection,
-    Engine,
-    Select,
-    bindparam,
-    delete,
-    func,
-    insert,
-    select,
-    text,
-    update,
-)
+import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError, TimeoutError
 
 from stagewright.graphs.documents.errors import InputError
-from stagewright.service.jobs.migrating import NewerStoreError, migrate
-from stagewright.service.jobs.records import (
-    ENDED,
-    Asked,
-    Event,
-    Job,
-    State,
-    StoppedBy,
-)
+from stagewright.service.jobs.records import ENDED, Event, JobEnding, ServiceJob, State, StoppedBy
 from stagewright.service.jobs.rows import (
+    DELIVERIES,
+    EVENTS,
+    JOBS,
     LOCK_SECONDS,
     WHOLE,
+    NewerStoreError,
     engine_of,
     job_of,
+    migrate,
     newest,
     tell,
     writing,
 )
 from stagewright.service.jobs.signals import Signals
-from stagewright.service.jobs.tables import DELIVERIES, EVENTS, JOBS
 
 PAGE = 100  # jobs of a page at most
 EVENTS_READ = 1000  # events of a job at a time at most
-TITLE = 200  # characters of a title at most
+_TITLE = 200  # characters of a title at most
 # The first complete answer of a digest, made once since each submission asks for it.
 _KNOWN = (
-    select(
+    sa.select(
         JOBS.c.id, JOBS.c.state, JOBS.c.answer, JOBS.c.document, JOBS.c.reason, JOBS.c.cost,
         JOBS.c.bound, JOBS.c.cached_from,
     )
-    .where(JOBS.c.digest == bindparam("digest"))
+    .where(JOBS.c.digest == sa.bindparam("digest"))
     .where(JOBS.c.state.in_((State.OPTIMAL, State.INFEASIBLE)))
     .order_by(JOBS.c.finished)
     .limit(1)
@@ -64,7 +49,7 @@ class ConflictError(Exception):
     """The request contradicts what is stored: one line says what."""
 
 
-class Store:
+class ServiceStore:
     """The jobs of a service.
 
     Parameters
@@ -91,7 +76,7 @@ class Store:
         self._writer = threading.Lock()
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> sa.Engine:
         """The database, for what else is kept in it."""
         return self._engine
 
@@ -101,7 +86,7 @@ class Store:
         self._engine.dispose()
 
     @contextmanager
-    def writing(self) -> Iterator[Connection]:
+    def writing(self) -> Iterator[sa.Connection]:
         """A transaction that writes; who waits for its events is woken after it."""
         with self._turn(), writing(self._engine) as database:
             yield database
@@ -127,7 +112,7 @@ class Store:
     def ping(self) -> None:
         """Ask the database for nothing; raises ``SQLAlchemyError`` if it does not answer."""
         with self._engine.connect() as database:
-            database.execute(text("SELECT 1"))
+            database.execute(sa.text("SELECT 1"))
 
     # --- Users --------------------------------------------------------------------------------
 
@@ -141,7 +126,7 @@ class Store:
         *,
         title: str = "",
         webhook: str | None = None,
-    ) -> tuple[Job, bool]:
+    ) -> tuple[ServiceJob, bool]:
         """Queue a validated request; the job, and whether it is new.
 
         A request with the ``key`` of an earlier one is that one. A request that was answered
@@ -157,13 +142,13 @@ class Store:
         values: dict[str, Any] = {
             "id": uuid.uuid4().hex, "kind": kind, "user": user, "state": State.QUEUED,
             "request": request, "digest": digest, "priority": priority, "created": self.clock(),
-            "attempts": 0, "reason": "", "idempotency_key": key, "title": title[:TITLE],
+            "attempts": 0, "reason": "", "idempotency_key": key, "title": title[:_TITLE],
             "webhook": webhook,
         }  # fmt: skip
         try:
             with self.writing() as database:
                 values |= self._known(database, digest)
-                database.execute(insert(JOBS), values)
+                database.execute(sa.insert(JOBS), values)
                 tell(database, self.clock(), values["id"], str(values["state"]))
         except IntegrityError:
             earlier = self._of_key(user, key)
@@ -183,8 +168,8 @@ class Store:
         with self._engine.connect() as database:
             return database.execute(_KNOWN, {"digest": _digest(kind, request)}).first() is not None
 
-    def _known(self, database: Connection, digest: str) -> dict[str, Any]:
-        """The fields of an answer that is known, and complete."""
+    def _known(self, database: sa.Connection, digest: str) -> dict[str, Any]:
+        """The fields of an earlier complete answer to the same request; empty without one."""
         row = database.execute(_KNOWN, {"digest": digest}).one_or_none()
         if row is None:
             return {}
@@ -194,21 +179,21 @@ class Store:
             "cached_from": found["cached_from"] or own, "started": now, "finished": now,
         }  # fmt: skip
 
-    def _of_key(self, user: str, key: str | None) -> Job | None:
+    def _of_key(self, user: str, key: str | None) -> ServiceJob | None:
         mine = (JOBS.c.user == user, JOBS.c.idempotency_key == key)
         return self._one(WHOLE.where(*mine))
 
-    def get(self, job: str, user: str | None = None) -> Job | None:
+    def get(self, job: str, user: str | None = None) -> ServiceJob | None:
         """The job of that id, of that user if one is given; None if there is none."""
         asked = WHOLE.where(JOBS.c.id == job)
         return self._one(asked if user is None else asked.where(JOBS.c.user == user))
 
-    def _stored(self, job: str) -> Job:
+    def _stored(self, job: str) -> ServiceJob:
         found = self.get(job)
         assert found is not None
         return found
 
-    def _one(self, asked: Select[Any]) -> Job | None:
+    def _one(self, asked: sa.Select[Any]) -> ServiceJob | None:
         with self._engine.connect() as database:
             row = database.execute(asked).one_or_none()
         return None if row is None else job_of(dict(row._mapping))
@@ -220,7 +205,7 @@ class Store:
         before: str | None = None,
         state: State | None = None,
         limit: int = PAGE,
-    ) -> list[Job]:
+    ) -> list[ServiceJob]:
         """The newest jobs (None: of all users), from before the job of that id on."""
         last = None if before is None else self.get(before, user)
         asked = newest(WHOLE, JOBS, limit, None if last is None else (last.created, last.id))
@@ -231,7 +216,7 @@ class Store:
         with self._engine.connect() as database:
             return [job_of(dict(row._mapping)) for row in database.execute(asked)]
 
-    def ask(self, job: str, what: Asked) -> Job:
+    def ask(self, job: str, what: JobEnding) -> ServiceJob:
         """Ask a job to end: a queued one ends now, a running one as soon as its worker hears it.
 
         Raises
@@ -243,25 +228,25 @@ class Store:
             self._ask(database, job, what)
         return self._stored(job)
 
-    def _ask(self, database: Connection, job: str, what: Asked) -> None:
-        asked = select(JOBS.c.state, JOBS.c.document, JOBS.c.asked).where(JOBS.c.id == job)
+    def _ask(self, database: sa.Connection, job: str, what: JobEnding) -> None:
+        asked = sa.select(JOBS.c.state, JOBS.c.document, JOBS.c.asked).where(JOBS.c.id == job)
         row = database.execute(asked.with_for_update()).one_or_none()
         if row is None or row.state in ENDED:
             raise ConflictError("the job has ended")
-        values: dict[str, Any] = {"asked": row.asked if row.asked == Asked.ABORT else what}
+        values: dict[str, Any] = {"asked": row.asked if row.asked == JobEnding.ABORT else what}
         name, told = "asked", dict(values)
         if row.state == State.QUEUED:
             # A worker that was lost may have found a plan.
-            kept = what is Asked.STOP and row.document is not None
+            kept = what is JobEnding.STOP and row.document is not None
             name, told = State.FEASIBLE if kept else State.FAILED, {"stopped_by": StoppedBy.USER}
             why = "stopped after its worker was lost" if kept else "stopped before it was begun"
             values |= told | {"state": name, "finished": self.clock(), "reason": why}
             if not kept:
                 values["answer"] = None  # of an earlier attempt
-        database.execute(update(JOBS).where(JOBS.c.id == job).values(values))
+        database.execute(sa.update(JOBS).where(JOBS.c.id == job).values(values))
         tell(database, self.clock(), job, name, told)
 
-    def retry(self, job: str) -> Job:
+    def retry(self, job: str) -> ServiceJob:
         """Queue a job again that has failed, or ended before its search was complete.
 
         Raises
@@ -272,7 +257,7 @@ class Store:
         again = (State.FAILED, State.FEASIBLE)
         with self.writing() as database:
             changed = database.execute(
-                update(JOBS)
+                sa.update(JOBS)
                 .where(JOBS.c.id == job, JOBS.c.state.in_(again))
                 .values(
                     state=State.QUEUED, stopped_by=None, asked=None, attempts=0, started=None,
@@ -281,7 +266,9 @@ class Store:
             ).rowcount  # fmt: skip
             if not changed:
                 raise ConflictError("only a job that has failed or was stopped is tried again")
-            database.execute(delete(DELIVERIES).where(DELIVERIES.c.job == job))  # of an end undone
+            database.execute(
+                sa.delete(DELIVERIES).where(DELIVERIES.c.job == job)
+            )  # of an end undone
             tell(database, self.clock(), job, State.QUEUED)
         return self._stored(job)
 
@@ -295,24 +282,24 @@ class Store:
         """
         with self.writing() as database:
             ended = database.execute(
-                select(JOBS.c.id).where(JOBS.c.id == job, JOBS.c.state.in_(ENDED))
+                sa.select(JOBS.c.id).where(JOBS.c.id == job, JOBS.c.state.in_(ENDED))
             ).one_or_none()
             if ended is None:
                 raise ConflictError("only a job that has ended is discarded: stop it first")
-            database.execute(delete(EVENTS).where(EVENTS.c.job == job))
-            database.execute(delete(JOBS).where(JOBS.c.id == job))
+            database.execute(sa.delete(EVENTS).where(EVENTS.c.job == job))
+            database.execute(sa.delete(JOBS).where(JOBS.c.id == job))
 
     def discard_ended(self, before: float) -> int:
         """Delete the jobs that ended before that time, with their events; how many there were."""
         with self.writing() as database:
-            old = select(JOBS.c.id).where(JOBS.c.state.in_(ENDED), JOBS.c.finished < before)
-            database.execute(delete(EVENTS).where(EVENTS.c.job.in_(old)))
-            return database.execute(delete(JOBS).where(JOBS.c.id.in_(old))).rowcount
+            old = sa.select(JOBS.c.id).where(JOBS.c.state.in_(ENDED), JOBS.c.finished < before)
+            database.execute(sa.delete(EVENTS).where(EVENTS.c.job.in_(old)))
+            return database.execute(sa.delete(JOBS).where(JOBS.c.id.in_(old))).rowcount
 
     def events(self, job: str, after: int = 0, limit: int = EVENTS_READ) -> list[Event]:
         """What happened to a job after the event of that number, in order."""
         asked = (
-            select(EVENTS)
+            sa.select(EVENTS)
             .where(EVENTS.c.job == job, EVENTS.c.number > after)
             .order_by(EVENTS.c.number)
             .limit(limit)
@@ -322,13 +309,13 @@ class Store:
 
     def queued(self, user: str) -> int:
         """How many jobs of a user wait in the queue."""
-        asked = select(func.count()).where(JOBS.c.user == user, JOBS.c.state == State.QUEUED)
+        asked = sa.select(sa.func.count()).where(JOBS.c.user == user, JOBS.c.state == State.QUEUED)
         with self._engine.connect() as database:
             return database.execute(asked).scalar_one()
 
     def counts(self) -> dict[State, int]:
         """How many jobs are in each state."""
-        asked = select(JOBS.c.state, func.count()).group_by(JOBS.c.state)
+        asked = sa.select(JOBS.c.state, sa.func.count()).group_by(JOBS.c.state)
         with self._engine.connect() as database:
             return {State(state): count for state, count in database.execute(asked)}
 
@@ -338,9 +325,9 @@ def _digest(kind: str, request: str) -> str:
 
 
 @contextmanager
-def opened(url: str) -> Iterator[Store]:
+def opened(url: str) -> Iterator[ServiceStore]:
     """A store that is closed at the end; InputError if what is stored cannot be read."""
-    store = Store(url)
+    store = ServiceStore(url)
     try:
         yield store
     except SQLAlchemyError as error:

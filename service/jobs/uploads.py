@@ -6,9 +6,8 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, delete, func, insert, select
 
-from stagewright.service.jobs.rows import newest
-from stagewright.service.jobs.store import ConflictError, Store
-from stagewright.service.jobs.tables import UPLOADS
+from stagewright.service.jobs.rows import UPLOADS, newest
+from stagewright.service.jobs.store import ConflictError, ServiceStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +26,7 @@ _FIELDS = [UPLOADS.c[name] for name in Upload.__dataclass_fields__]
 class Uploads:
     """The uploaded documents of a store; every user sees their own."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: ServiceStore) -> None:
         self._store, self._engine, self._clock = store, store.engine, store.clock
 
     def add(self, user: str, kind: str, name: str, document: str, most: int) -> tuple[Upload, bool]:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -24,17 +24,17 @@ from stagewright.formulations.parallelism.profiles.pipelines import (
 from stagewright.formulations.parallelism.profiles.plan import ProfiledPlan
 from stagewright.graphs.documents.units import format_bytes
 from stagewright.service.answers import CARRIED, Answer, Finite
-from stagewright.service.layouts.profiled_problems import unusable, usable_degrees
-from stagewright.service.requests import Request, Search
+from stagewright.service.layouts.problems import unusable, usable_degrees
+from stagewright.service.requests import Request, SearchRequest
 from stagewright.solvers.parallelism.profiles.pipelines import ProfiledResult, profiled_plan
 
-MORE_MEMORY = (1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 16.0, 64.0)
+_MORE_MEMORY = (1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 16.0, 64.0)
 """By how much memory is multiplied, one after the other, until a plan is found."""
 LOOK_SECONDS = 3.0
 """Of each search with more memory."""
 
 
-class ProfiledRequest(Search):
+class ProfiledRequest(SearchRequest):
     """Find the plan of the least iteration time by measured layer profiles."""
 
     problem: ProfiledProblem
@@ -124,26 +124,38 @@ def find_profiled_plan(request: ProfiledRequest, stop: StopToken | None = None) 
     """The plan of the least iteration time within the limits."""
     problem, limits = request.problem, request.limits(stop)
     found = profiled_plan(problem, limits)
-    bound = LayoutBound(found.bound, found.proved_by, found.plans)
     plan, estimate = found.plan, found.estimate
     if plan is None or estimate is None:
-        return _without_plan(problem, found, limits)
-    return ProfiledAnswer(
-        status=found.status,
+        return _answer(
+            found,
+            iteration_seconds=None,
+            samples_per_second=None,
+            remarks=tuple(_remarks(problem)),
+            reason=_reason(problem, found.status, limits),
+        )
+    bound = LayoutBound(found.bound, found.proved_by, found.plans)
+    return _answer(
+        found,
         iteration_seconds=estimate.seconds,
         samples_per_second=problem.batch / estimate.seconds if estimate.seconds else None,
-        bound_seconds=found.bound,
-        gap=found.gap,
-        proved_by=found.proved_by,
-        plan_class=found.plans,
         microbatch_size=plan.microbatch_size,
         microbatches=plan.microbatches,
         stages=tuple(_stages(problem, plan, estimate)),
         pools=tuple(_pools(problem, plan, estimate)),
         remarks=(*_remarks(problem), *_open(found, limits)),
+        plan=profiled_document(problem, plan, estimate, bound),
+    )
+
+
+def _answer(found: ProfiledResult, **fields: Any) -> ProfiledAnswer:
+    """The answer with what the search proves, and other fields."""
+    return ProfiledAnswer.of(
+        found,
+        **{"plan": None} | fields,
+        bound_seconds=found.bound,
+        plan_class=found.plans,
         examined=found.labels,
         wall_seconds=found.seconds,
-        plan=profiled_document(problem, plan, estimate, bound),
     )
 
 
@@ -157,29 +169,11 @@ def check_profiled_plan(request: CheckProfiledRequest) -> CheckProfiledAnswer:
     )
 
 
-def _without_plan(
-    problem: ProfiledProblem, found: ProfiledResult, limits: Limits
-) -> ProfiledAnswer:
-    return ProfiledAnswer(
-        status=found.status,
-        iteration_seconds=None,
-        samples_per_second=None,
-        bound_seconds=found.bound,
-        gap=None,
-        proved_by=found.proved_by,
-        plan_class=found.plans,
-        remarks=tuple(_remarks(problem)),
-        reason=_reason(problem, found.status, limits),
-        examined=found.labels,
-        wall_seconds=found.seconds,
-    )
-
-
 def _reason(problem: ProfiledProblem, status: Status, limits: Limits) -> str:
-    """Why there is no plan: what the first one with more memory lacks."""
+    """Why there is no plan, and how much more memory a plan would need."""
     if status is not Status.INFEASIBLE:
         return "the search ended before a plan was found; give it more time"
-    for factor in MORE_MEMORY:
+    for factor in _MORE_MEMORY:
         if limits.stopped():
             break
         found = _with_memory(problem, factor, limits.stop)
@@ -204,7 +198,7 @@ def _with_memory(
 
 
 def _remarks(problem: ProfiledProblem) -> Iterator[str]:
-    """What a user should know: of the class, of what was not measured, of pools without use."""
+    """Remarks on the class of plans, on what was not measured and on unused pools."""
     pools = Counter(pool.device_kind for pool in problem.cluster.pools)
     for kind, number in pools.items():
         if number > 1:
@@ -233,25 +227,23 @@ def _open(found: ProfiledResult, limits: Limits) -> Iterator[str]:
 def _stages(
     problem: ProfiledProblem, plan: ProfiledPlan, estimate: ProfiledEstimate
 ) -> Iterator[ProfiledStageAnswer]:
-    """A stage's replicas are in one pool and of one degree, in the planner's class."""
+    """The stages of a plan; all replicas of a stage are in one pool and of one degree."""
     ends = [0, *np.cumsum([stage.layers for stage in plan.stages]).tolist()]
     for s, ((first, stop), stage) in enumerate(zip(pairwise(ends), plan.stages, strict=True)):
         one = stage.replicas[0]
         pool = problem.cluster.pools[one.pool]
         times = problem.times(one.pool, plan.microbatch_size, one.tensor)
-        yield ProfiledStageAnswer(
+        yield ProfiledStageAnswer.of(
+            one,
+            pool,
             first=first,
             stop=stop,
-            pool=one.pool,
-            device_kind=pool.device_kind,
-            zone=pool.zone,
             replicas=len(stage.replicas),
-            tensor=one.tensor,
+            memory_bytes=estimate.memory_bytes[s],
             forward_seconds=float(times.forward[first:stop].sum()),
             backward_seconds=float(times.backward[first:stop].sum()),
             reduce_seconds=estimate.reduce_seconds[s],
             update_seconds=estimate.update_seconds[s],
-            memory_bytes=estimate.memory_bytes[s],
             capacity_bytes=pool.memory_bytes,
             servers=tuple(replica.server for replica in stage.replicas),
         )
@@ -267,10 +259,8 @@ def _pools(
             for one in stage.replicas
             if one.pool == number
         ]
-        yield ProfiledPoolAnswer(
-            device_kind=pool.device_kind,
-            zone=pool.zone,
-            servers=pool.servers,
+        yield ProfiledPoolAnswer.of(
+            pool,
             per_server=pool.devices,
             devices=pool.servers * pool.devices,
             used=sum(tensor for tensor, _ in inside),

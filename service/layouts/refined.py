@@ -9,7 +9,7 @@ from stagewright.formulations.parallelism.document import LayoutBound
 from stagewright.formulations.parallelism.estimate import Estimate
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
-from stagewright.service.answers import Answer, Finite
+from stagewright.service.layouts.requests import RefinedAnswer, RefinedRow
 from stagewright.solvers.parallelism.refining import (
     Found,
     Recomputation,
@@ -20,39 +20,6 @@ from stagewright.solvers.parallelism.refining import (
 from stagewright.solvers.parallelism.space import Space
 
 PROVED_BY = "branch and bound over divisions, and closed bounds on any division"
-
-
-class RefinedRow(Answer):
-    """A layout with blocks and recomputed blocks of every stage.
-
-    ``before_seconds`` is its time with stages that are alike, None if that is not among the best.
-    No blocks by stage, with the fewest recomputed of each that fit, make it faster than
-    ``bound_seconds``.
-    """
-
-    layout: str
-    seconds: float
-    before_seconds: Finite
-    bound_seconds: float
-    mfu: float
-    peak_bytes: float
-
-
-class RefinedAnswer(Answer):
-    """The best refined layouts, if any is faster, and bounds on all pipelines of any division.
-
-    ``plain_bound_seconds`` is of pipelines with one stage on a rank and the fewest recomputed
-    blocks of each stage that fit; ``bound_seconds`` of interleaved ones too, with any
-    recomputation. ``examined`` layouts were divided.
-    """
-
-    rows: tuple[RefinedRow, ...]
-    plain_bound_seconds: float
-    bound_seconds: float
-    proved_by: str = PROVED_BY
-    plan_class: str
-    examined: int
-    wall_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +46,10 @@ def refined_layouts(
     every stage. ``alike_class`` is what the search's bound speaks of.
     """
     done = refine(
-        problem,
-        space,
-        found,
-        recomputation=_recomputation(framework),
-        accept=accept,
-        stop=stop,
+        problem, space, found, recomputation=_recomputation(framework), accept=accept, stop=stop
     )
     answer = RefinedAnswer(
+        proved_by=PROVED_BY,
         rows=tuple(_row(one) for one in done.best),
         plain_bound_seconds=done.plain_bound,
         bound_seconds=done.bound,
@@ -106,7 +69,7 @@ def _recomputation(framework: str | None) -> Recomputation:
 def _best(
     done: Refinement, found: Found, answer: RefinedAnswer
 ) -> tuple[Estimate | None, LayoutBound | None]:
-    """The best layout; its bound where it is a refined one."""
+    """The best layout of all, and its bound if it is a refined one."""
     alike = found.best[0] if found.best else None
     if not done.best or (alike is not None and done.best[0].estimate.seconds >= alike.seconds):
         return alike, None
@@ -115,11 +78,9 @@ def _best(
 
 
 def _row(one: Refined) -> RefinedRow:
-    return RefinedRow(
+    return RefinedRow.of(
+        one.estimate,
         layout=str(one.estimate.layout),
-        seconds=one.estimate.seconds,
         before_seconds=one.before,
         bound_seconds=one.bound,
-        mfu=one.estimate.mfu,
-        peak_bytes=one.estimate.peak_bytes,
     )

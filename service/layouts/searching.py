@@ -4,99 +4,44 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from math import ceil, inf
-from typing import Annotated, Any, Self
+from typing import Any
 
-from pydantic import Field, model_validator
-
-from stagewright.executor.export.layouts import EVERY_FORMAT, PLAN
 from stagewright.executor.export.layouts.rules import Rule
 from stagewright.formulations.forms.answers import Status, StopToken, is_stopped
 from stagewright.formulations.parallelism.document import (
     LayoutBound,
-    LayoutPlan,
     differences,
     layout_plan,
     shortages,
     why_slower,
 )
 from stagewright.formulations.parallelism.estimate import Estimate, evaluate
-from stagewright.formulations.parallelism.layout import Layout, parse_layout
+from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem, require_layout
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.groups import links
-from stagewright.service.answers import CARRIED, Answer, Finite
-from stagewright.service.layouts.refined import RefinedAnswer, refined_layouts
-from stagewright.service.options import Option
-from stagewright.service.requests import Request
+from stagewright.service.layouts.refined import refined_layouts
+from stagewright.service.layouts.requests import (
+    ExplainAnswer,
+    FrontPoint,
+    LayoutAnswer,
+    LayoutMemoryAnswer,
+    LayoutRequest,
+    LayoutRow,
+    MemoryRequest,
+    PartAnswer,
+    RankMemoryAnswer,
+    WhatIf,
+)
 from stagewright.solvers.parallelism.refining import Found, search, work_alike
-from stagewright.solvers.parallelism.space import Space
 from stagewright.solvers.parallelism.tree import compiled_walk
 
 PROVED_BY = "branch and bound over all layouts of the space"
 NOTHING = "no layout of the space obeys the rules of the model, the batch and the devices{}; {}"
-EXPLAIN = "explain one to see which rule it breaks"
-WITHOUT_SEQUENCE = (PLAN, "deepspeed", "accelerate")
-"""What cannot express sequence parallelism."""
-
-SECONDS_A_DAY = 86_400
+_EXPLAIN = "explain one to see which rule it breaks"
+_SECONDS_A_DAY = 86_400
 LESS_MEMORY = 0.93
 """From one point of the front to the next, the limit on memory shrinks at least by this factor."""
-
-
-class LayoutRequest(Request):
-    """Find the fastest layouts of a problem that fit."""
-
-    problem: TrainingProblem
-    space: Space = Space()
-    top: int = Field(default=10, ge=1, le=1000)
-    """Layouts in the table."""
-    framework: Annotated[str | None, Option("--for", form="FRAMEWORK")] = None
-    """Only layouts that can be exported to it: megatron, megatron-bridge, nemo, torchtitan,
-    deepspeed, accelerate; plan: a plan of stages, for `stagewright run`, of which some may then not
-    fit in memory."""
-    by_stage: bool = True
-    """Whether to find blocks and recomputed blocks of every stage after the search."""
-    explain: Annotated[Layout | None, Option(of_text=lambda text, _: parse_layout(text))] = None
-    """Why not this layout, for example "p8 t8 d2 b1 v3 full sp zero1"."""
-    front: bool = False
-    """The fastest layouts with less and with more memory."""
-    what_if: bool = False
-    """What more memory and faster links would buy."""
-    unfolded: bool = False
-    """List layouts, too, that differ from a faster one only in placement, or in whether ranks
-    divide samples or their tokens."""
-    tokens: float | None = Field(default=None, ge=1, le=1e18, allow_inf_nan=False)
-    """Tokens of the whole training, such as 15e12: how many days it takes."""
-
-    @model_validator(mode="after")
-    def _require_framework(self) -> Self:
-        if self.framework is not None and self.framework not in EVERY_FORMAT:
-            raise InputError(
-                f"framework {self.framework!r} is not known; there are {', '.join(EVERY_FORMAT)}"
-            )
-        return self
-
-    @property
-    def searched(self) -> Space:
-        """The space, without what the default prefers and the framework cannot express."""
-        if self.framework not in WITHOUT_SEQUENCE:
-            return self.space
-        partial = self.space.partial and self.framework != PLAN
-        return replace(self.space, sequence_parallel="never", partial=partial)
-
-    def require_problem(self) -> None:
-        """Refuse a model or a precision of which the framework can express no layout."""
-        if self.framework is None:
-            return
-        try:
-            EVERY_FORMAT[self.framework].require_problem(self.problem)
-        except InputError as error:
-            raise InputError(f"{self.framework} can express no layout of it: {error}") from None
-
-    def wrong(self, layout: Layout) -> Iterator[tuple[Rule, str]]:
-        """The framework's rules that a possible layout breaks, with what is wrong."""
-        if self.framework is not None:
-            yield from EVERY_FORMAT[self.framework].broken(self.problem, layout)
 
 
 class Searches:
@@ -122,128 +67,13 @@ class Searches:
         """Why there is no layout, with the rule of the framework that excludes most."""
         name = self.request.framework
         if name is None:
-            return NOTHING.format("", EXPLAIN)
+            return NOTHING.format("", _EXPLAIN)
         expressed = f", and can be expressed by {name}"
         if not self.refused:
-            return NOTHING.format(expressed, EXPLAIN)
+            return NOTHING.format(expressed, _EXPLAIN)
         ((rule, count),) = self.refused.most_common(1)
         excluded = f"most are excluded ({count:,}) by a rule of it: {self.examples[rule]}"
         return NOTHING.format(expressed, excluded)
-
-
-class MemoryAnswer(Answer):
-    """Peak bytes of the ranks at one position in the pipeline, by kind."""
-
-    rank: int
-    total_bytes: float
-    weights_bytes: float
-    gradients_bytes: float
-    optimizer_bytes: float
-    activations_bytes: float
-    buffers_bytes: float
-    reserve_bytes: float
-
-
-class LayoutRow(Answer):
-    """A layout: an iteration and its parts on the busiest rank (s), and the fullest rank's memory.
-
-    ``loses_by`` is the largest loss against the best, in words; ``alike`` are layouts that were
-    evaluated too and are folded into this one.
-    """
-
-    layout: str
-    microbatches: int
-    seconds: float
-    mfu: float
-    flops_per_device: float
-    compute_seconds: float
-    exchange_seconds: float
-    repeated_seconds: float
-    zero_seconds: float
-    bubble_seconds: float
-    gradient_seconds: float
-    update_seconds: float
-    memory: MemoryAnswer
-    loses_by: str
-    tokens_per_second: float
-    alike: tuple[str, ...] = ()
-
-
-class PartAnswer(Answer):
-    """A part of an iteration, in the explained layout and in the best."""
-
-    part: str
-    seconds: float
-    best_seconds: Finite
-
-
-class ExplainAnswer(Answer):
-    """Why a layout is not the best: the rule it breaks, what does not fit, or what takes longer."""
-
-    layout: str
-    refused: str | None = None
-    row: LayoutRow | None = None
-    shortages: tuple[str, ...] = ()
-    parts: tuple[PartAnswer, ...] = ()
-
-
-class FrontPoint(Answer):
-    """The fastest layout whose peak is at most ``limit_bytes``."""
-
-    limit_bytes: Finite
-    peak_bytes: float
-    seconds: float
-    layout: str
-
-
-class WhatIf(Answer):
-    """The fastest layout on changed machines; None if none fits."""
-
-    change: str
-    seconds: Finite
-    layout: str | None
-
-
-class LayoutAnswer(Answer):
-    """The best layouts by time, with a bound on every layout of the space that fits.
-
-    ``plan_class`` is what the bound speaks of: stages that are alike. The first ``fastest_rows`` of
-    the rows are the fastest of that class; a layout that is not listed may be faster than a row
-    below them. ``refined`` are layouts whose stages differ, None if none were asked for; ``plan``
-    is the best of both. If no layout whose stages are alike fits, but a refined one does, there are
-    no rows, and bound and gap are the refined one's. With status ``infeasible`` no layout of the
-    space fits, for the ``reason``; if ``interrupted`` before it is proved the rows are the best so
-    far. ``training_days`` are those of the request's tokens with the best layout.
-    """
-
-    status: Status
-    bound_seconds: Finite
-    gap: Finite
-    proved_by: str
-    plan_class: str
-    rows: tuple[LayoutRow, ...]
-    fastest_rows: int = 0
-    refined: RefinedAnswer | None = None
-    explained: ExplainAnswer | None = None
-    front: tuple[FrontPoint, ...] = ()
-    what_if: tuple[WhatIf, ...] = ()
-    remarks: tuple[str, ...] = ()
-    reason: str | None = None
-    training_days: float | None = None
-    examined: int
-    wall_seconds: float
-    plan: Annotated[LayoutPlan | None, CARRIED] = None
-
-
-class CheckLayoutAnswer(Answer):
-    """What is wrong with a layout's document; nothing if it is valid.
-
-    Its bound is compared with the time, but the search is not run again.
-    """
-
-    status: str
-    is_bound_verified: bool = False
-    violations: tuple[str, ...]
 
 
 def find_layouts(request: LayoutRequest, stop: StopToken | None = None) -> LayoutAnswer:
@@ -304,11 +134,11 @@ def find_layouts(request: LayoutRequest, stop: StopToken | None = None) -> Layou
 
 
 def _rows(request: LayoutRequest, found: Found) -> Iterator[LayoutRow]:
-    """The best layouts, with those that are folded into them."""
+    """A row for each of the best layouts, with the layouts that are folded into it."""
     for one in found.best:
         key = work_alike(one.layout)
         alike = [str(other.layout) for other in found.folded if work_alike(other.layout) == key]
-        yield layout_row(request.problem, one, found.best[0], tuple(alike))
+        yield _layout_row(request.problem, one, found.best[0], tuple(alike))
 
 
 def _days(request: LayoutRequest, best: Estimate | None) -> float | None:
@@ -316,11 +146,11 @@ def _days(request: LayoutRequest, best: Estimate | None) -> float | None:
     if request.tokens is None or best is None:
         return None
     iterations = ceil(request.tokens / (request.problem.batch * request.problem.sequence))
-    return iterations * best.seconds / SECONDS_A_DAY
+    return iterations * best.seconds / _SECONDS_A_DAY
 
 
 def _impossible(request: LayoutRequest, reason: str) -> LayoutAnswer:
-    """No layout of the space is possible; but the explained one may be."""
+    """The answer where no layout of the space is possible, with the explained layout."""
     assert request.explain is not None
     return LayoutAnswer(
         status=Status.INFEASIBLE,
@@ -343,7 +173,7 @@ def _reason(
     front: tuple[FrontPoint, ...],
     stop: StopToken | None,
 ) -> str | None:
-    """Why there are no rows; None if there are."""
+    """Why the answer lists no layout; None if it lists some."""
     if found.best:
         return None
     if best is not None:
@@ -398,44 +228,27 @@ def plan_class(request: LayoutRequest) -> str:
     )
 
 
-def layout_row(
+def _layout_row(
     problem: TrainingProblem, one: Estimate, best: Estimate, alike: tuple[str, ...] = ()
 ) -> LayoutRow:
-    """A layout in figures."""
+    """The row of a layout: its time and the parts of it, and its memory."""
     fullest = max(range(len(one.memory)), key=lambda rank: one.memory[rank].total)
-    return LayoutRow(
+    return LayoutRow.of(
+        one,
         layout=str(one.layout),
-        microbatches=one.microbatches,
-        seconds=one.seconds,
-        mfu=one.mfu,
         flops_per_device=one.model_flops_per_second / one.layout.ranks,
-        compute_seconds=one.compute_seconds,
-        exchange_seconds=one.exchange_seconds,
-        repeated_seconds=one.repeated_seconds,
-        zero_seconds=one.zero_seconds,
-        bubble_seconds=one.bubble_seconds,
-        gradient_seconds=one.gradient_seconds,
-        update_seconds=one.update_seconds,
-        memory=memory_answer(one, fullest),
+        memory=_memory_answer(one, fullest),
         loses_by="" if one is best else why_slower(one, best),
         tokens_per_second=problem.batch * problem.sequence / one.seconds,
         alike=alike,
     )
 
 
-def memory_answer(one: Estimate, rank: int) -> MemoryAnswer:
-    """The memory of the ranks at one position."""
-    of = one.memory[rank]
-    return MemoryAnswer(
-        rank=rank,
-        total_bytes=of.total,
-        weights_bytes=of.weights,
-        gradients_bytes=of.gradients,
-        optimizer_bytes=of.optimizer,
-        activations_bytes=of.activations,
-        buffers_bytes=of.buffers,
-        reserve_bytes=of.reserve,
-    )
+def _memory_answer(one: Estimate, rank: int) -> RankMemoryAnswer:
+    """The peak memory, by kind, of the ranks at one position in the pipeline."""
+    kinds = [name for name in RankMemoryAnswer.model_fields if name != "rank"]
+    held = {name: getattr(one.memory[rank], name.removesuffix("_bytes")) for name in kinds}
+    return RankMemoryAnswer(rank=rank, **held)
 
 
 def explain(request: LayoutRequest, layout: Layout, best: Estimate | None) -> ExplainAnswer:
@@ -451,14 +264,10 @@ def explain(request: LayoutRequest, layout: Layout, best: Estimate | None) -> Ex
     parts = differences(one, one if best is None else best)
     return ExplainAnswer(
         layout=str(layout),
-        row=layout_row(problem, one, one if best is None else best),
+        row=_layout_row(problem, one, one if best is None else best),
         shortages=shortages(one),
         parts=tuple(
-            PartAnswer(
-                part=part.part,
-                seconds=part.seconds,
-                best_seconds=None if best is None else part.other_seconds,
-            )
+            PartAnswer.of(part, best_seconds=None if best is None else part.other_seconds)
             for part in parts
         ),
     )
@@ -483,9 +292,7 @@ def _front(searches: Searches, stop: StopToken | None) -> Iterator[FrontPoint]:
 
 
 def _point(limit: float, one: Estimate) -> FrontPoint:
-    return FrontPoint(
-        limit_bytes=limit, peak_bytes=one.peak_bytes, seconds=one.seconds, layout=str(one.layout)
-    )
+    return FrontPoint.of(one, limit_bytes=limit, layout=str(one.layout))
 
 
 def _too_large(problem: TrainingProblem, least: FrontPoint) -> str:
@@ -512,7 +319,7 @@ def _what_if(searches: Searches, stop: StopToken | None) -> Iterator[WhatIf]:
 
 
 def _changes(problem: TrainingProblem) -> Iterator[tuple[str, TrainingProblem]]:
-    """Better machines, one thing at a time."""
+    """The problem on better machines: with more memory, or with one faster level of links."""
     fabric = problem.fabric
     for text, memory in (
         ("1 GB more memory", fabric.memory_bytes + 1e9),
@@ -525,3 +332,20 @@ def _changes(problem: TrainingProblem) -> Iterator[tuple[str, TrainingProblem]]:
         levels = (*fabric.levels[:position], faster, *fabric.levels[position + 1 :])
         text = f"twice the bandwidth of level {level.name}"
         yield text, replace(problem, fabric=replace(fabric, levels=levels))
+
+
+def layout_memory(request: MemoryRequest) -> LayoutMemoryAnswer:
+    """The memory of a layout, whether or not it fits.
+
+    Raises
+    ------
+    InputError
+        If the layout breaks a rule of the model, the batch or the devices.
+    """
+    found = evaluate(request.problem, request.layout, compiled_walk())
+    return LayoutMemoryAnswer(
+        layout=str(request.layout),
+        memory_bytes=request.problem.fabric.memory_bytes,
+        ranks=tuple(_memory_answer(found, rank) for rank in range(len(found.memory))),
+        shortages=shortages(found),
+    )

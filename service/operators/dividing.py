@@ -29,22 +29,22 @@ from stagewright.graphs.importers.partition_problems import load_partition_probl
 from stagewright.graphs.importers.piper import PiperWorkload
 from stagewright.service.answers import Answer, Finite
 from stagewright.service.options import Option
-from stagewright.service.requests import Search, require_positive
+from stagewright.service.requests import SearchRequest, require_positive
 
-MOST_SAMPLES = 10**9
-ONE_CALL = "placements with one contiguous call for each accelerator"
-CONTIGUOUS = "contiguous sets of operators"
+_MOST_SAMPLES = 10**9
+_ONE_CALL = "placements with one contiguous call for each accelerator"
+_CONTIGUOUS = "contiguous sets of operators"
 ANY = "sets of operators, contiguous or not"
 PIPELINES = "pipelines of contiguous sets, with replicas, shards and recomputation"
 
 
 def _parts_of(workload: object) -> str:
-    """Which of the two projects a workload is of, so that errors refer to that one only."""
+    """``layers`` for a workload of Piper, ``operators`` for one of dnn-partitioning."""
     of_layers = isinstance(workload, dict) and "mbsInBatch" in workload
     return "layers" if of_layers or isinstance(workload, PiperWorkload) else "operators"
 
 
-class DivideRequest(Search):
+class DivideRequest(SearchRequest):
     """Divide a published workload among devices; what is not given is as in its file."""
 
     workload: Annotated[
@@ -80,7 +80,7 @@ class DivideRequest(Search):
 
     @model_validator(mode="after")
     def _require_amounts(self) -> Self:
-        for name, most in (("devices", MAX_DEVICES), ("samples", MOST_SAMPLES)):
+        for name, most in (("devices", MAX_DEVICES), ("samples", _MOST_SAMPLES)):
             if getattr(self, name) is not None:
                 require_count(getattr(self, name), name, most)
         require_count(self.replicas, "replicas", MAX_DEVICES)
@@ -134,13 +134,7 @@ class DivideAnswer(Answer):
 def divide(
     request: DivideRequest, on_progress: OnProgress = silent, stop: StopToken | None = None
 ) -> DivideAnswer:
-    """The best division that is found in time.
-
-    Raises
-    ------
-    InputError
-        As :func:`problem_of`.
-    """
+    """The best division that is found in time."""
     problem = problem_of(request)
     if isinstance(problem, PiperProblem):
         return _layers(request, problem, stop)
@@ -185,7 +179,7 @@ def _refuse(request: DivideRequest, owner: str, *names: str) -> None:
 
 
 def _require_sets(request: DivideRequest) -> None:
-    """Refuse what sets of operators do not have together."""
+    """Refuse options that contradict each other for sets of operators."""
     bandwidth = request.bandwidth_bytes_per_second
     if request.replicas > 1 and bandwidth is None:
         raise InputError(
@@ -201,7 +195,7 @@ def _require_sets(request: DivideRequest) -> None:
 
 
 def _require_latency(request: DivideRequest) -> None:
-    """Refuse what the latency of one sample does not have."""
+    """Refuse options that do not apply to the objective latency."""
     for name in ("any_sets", "replicas", "bandwidth_bytes_per_second"):
         if getattr(request, name) != DivideRequest.model_fields[name].default:
             raise InputError(f"{name} does not apply to the objective 'latency'")
@@ -212,23 +206,18 @@ def _require_latency(request: DivideRequest) -> None:
 
 
 def _latency(
-    request: DivideRequest,
-    problem: LatencyProblem,
-    on_progress: OnProgress,
-    stop: StopToken | None,
+    request: DivideRequest, problem: LatencyProblem, on_progress: OnProgress, stop: StopToken | None
 ) -> DivideAnswer:
     from stagewright.solvers.dags.latency import place_for_latency
     from stagewright.solvers.dags.warm_up import compile_latency
 
     compile_latency()
     found = place_for_latency(problem, request.limits(stop), on_progress)
-    return DivideAnswer(
-        status=found.status,
+    return DivideAnswer.of(
+        found,
         cost_seconds=found.cost,
         bound_seconds=None if found.bound == inf else found.bound,
-        gap=found.gap,
-        proved_by=found.proved_by,
-        plan_class=ONE_CALL,
+        plan_class=_ONE_CALL,
         reason=node_shortage(problem) if found.home is None else None,
         sets=None if found.home is None else tuple(_calls(problem, found.home)),
         wall_seconds=found.seconds,
@@ -236,7 +225,7 @@ def _latency(
 
 
 def _calls(problem: LatencyProblem, home: Sequence[int]) -> Iterator[DividedSet]:
-    """The calls in the order of their ends, and the nodes on hosts."""
+    """The calls of accelerators in the order of their ends, and the nodes on hosts."""
     done, took = problem.done(home), problem.call_seconds(home)
     members: dict[int, list[int]] = {}
     for v in sorted(range(len(home)), key=lambda v: (home[v] == HOST, done[v])):
@@ -298,12 +287,11 @@ def _operators(
         )
     )
     reason = part_shortage(problem) if sets is None else None
-    return DivideAnswer(
+    return DivideAnswer.of(
+        found,
         status=found.status if reason is None else Status.INFEASIBLE,
         cost_seconds=found.cost,
         bound_seconds=found.bound,
-        gap=found.gap,
-        proved_by=found.proved_by,
         plan_class=_class(request),
         reason=reason,
         sets=sets,
@@ -315,7 +303,7 @@ def _class(request: DivideRequest) -> str:
     if request.any_sets:
         return ANY
     several = f" with up to {request.replicas} replicas" if request.replicas > 1 else ""
-    return CONTIGUOUS + several
+    return _CONTIGUOUS + several
 
 
 def _layers(request: DivideRequest, problem: PiperProblem, stop: StopToken | None) -> DivideAnswer:
@@ -325,12 +313,11 @@ def _layers(request: DivideRequest, problem: PiperProblem, stop: StopToken | Non
     compile_piper()
     found = piper_pipeline(problem, request.limits(stop))
     reason = layer_shortage(problem) if found.stages is None else None
-    return DivideAnswer(
+    return DivideAnswer.of(
+        found,
         status=found.status if reason is None else Status.INFEASIBLE,
         cost_seconds=found.cost,
         bound_seconds=found.bound,
-        gap=found.gap,
-        proved_by=found.proved_by,
         plan_class=PIPELINES,
         reason=reason,
         sets=None if found.stages is None else tuple(_stages(problem, found.stages)),

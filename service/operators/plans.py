@@ -2,8 +2,9 @@
 
 from dataclasses import asdict
 from time import monotonic
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from stagewright.executor.programs.trace import Trace
 from stagewright.formulations.checking.order import Violation
 from stagewright.formulations.forms.answers import OnProgress, StopToken, silent
 from stagewright.formulations.operators.plan import OperatorPlan, digest_of, loads_of
@@ -12,11 +13,63 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Cluster
 from stagewright.graphs.models.operators.step_graph import WITHOUT_TIME, StepGraph
 from stagewright.service.answers import CARRIED, Answer, Finite
-from stagewright.service.pipelines.answers import ViolationAnswer
-from stagewright.service.requests import Request, Search
+from stagewright.service.pipelines.answers import IterationAnswer, PairAnswer, ViolationAnswer
+from stagewright.service.requests import Request, SearchRequest
+
+if TYPE_CHECKING:
+    from stagewright.executor.measuring.operator_runs import OperatorComparison
+else:  # carried, not validated: its library is slow to import
+    OperatorComparison = Any
 
 
-class PlaceRequest(Search):
+class ComparePlacementRequest(Request):
+    """Compare the prediction of a plan of operators with the trace of a run of it."""
+
+    plan: OperatorPlan
+    trace: Trace
+
+
+class TotalAnswer(Answer):
+    """The sum of the seconds of several operators or transfers."""
+
+    count: int
+    seconds: PairAnswer
+
+
+class PlacementCompareAnswer(Answer):
+    """The predictions of a plan and the measurements of a run of it.
+
+    ``kinds`` are the roles in the step and the transfers; ``devices`` is what each computes.
+    """
+
+    status: str = "compared"
+    machine: str
+    backend: str
+    world_size: int
+    dtype: str
+    steps: int
+    iteration_seconds: IterationAnswer
+    kinds: dict[str, TotalAnswer]
+    devices: dict[str, TotalAnswer]
+    comparison: Annotated[OperatorComparison, CARRIED]
+
+
+def compare(request: ComparePlacementRequest) -> PlacementCompareAnswer:
+    """A plan's prediction and what a run of it measured."""
+    from stagewright.executor.measuring.operator_runs import compare_operators
+
+    found = compare_operators(request.plan, request.trace)
+    return PlacementCompareAnswer.of(
+        found,
+        request.trace,
+        iteration_seconds=IterationAnswer.of(
+            found.iteration_seconds, least=found.least_seconds, most=found.most_seconds
+        ),
+        comparison=found,
+    )
+
+
+class PlaceRequest(SearchRequest):
     """Place the operators of a training step, by one of ``solvers.operators.planning.PLANNERS``."""
 
     graph: StepGraph
@@ -109,32 +162,16 @@ def place(
         request.limits(stop),
         on_progress,
     )
-    fields: dict[str, Any] = {
-        "model": request.graph.name,
-        "cluster": request.cluster.name,
-        "planner": request.planner,
-        "contention": request.contention,
-    }
-    if found.plan is not None:
-        known = summary(found.plan)
-        fields = {name: getattr(known, name) for name in PlacementSummary.model_fields}
-    return PlaceAnswer(
-        **fields,
-        status=found.status,
-        reason=found.reason,
-        wall_seconds=monotonic() - began,
-        plan=found.plan,
-    )
+    if found.plan is None:
+        names = {"model": request.graph.name, "cluster": request.cluster.name}
+        figures = PlacementSummary.of(request, **names)
+    else:
+        figures = summary(found.plan)
+    return PlaceAnswer.of(figures, found, wall_seconds=monotonic() - began)
 
 
 def require_placeable(request: PlaceRequest) -> None:
-    """Refuse what :func:`place` refuses.
-
-    Raises
-    ------
-    InputError
-        As there.
-    """
+    """Refuse what :func:`place` refuses."""
     from stagewright.solvers.operators.planning import require_planner
 
     require_planner(request.planner)
@@ -142,7 +179,7 @@ def require_placeable(request: PlaceRequest) -> None:
 
 
 def _require_times(graph: StepGraph, cluster: Cluster) -> None:
-    """Refuse a kind of device of which nothing is known: every plan on it would take no time."""
+    """Refuse a cluster with a kind of device for which the graph has no times."""
     known = {kind for node in graph.nodes for kind in node.seconds}
     if not known:
         raise InputError(
@@ -159,7 +196,7 @@ def _require_times(graph: StepGraph, cluster: Cluster) -> None:
 
 
 def _require_times_on(graph: StepGraph, kind: str) -> None:
-    """Refuse operators without a time on that kind; they would seem to take none."""
+    """Refuse operators that have no time on a kind of device."""
     computed = [node for node in graph.nodes if node.role not in WITHOUT_TIME]
     missing = [node for node in computed if kind not in node.seconds]
     if missing:
@@ -193,28 +230,20 @@ def check(request: CheckPlacementRequest) -> PlacementCheckAnswer:
     return PlacementCheckAnswer(
         status="invalid" if found else "valid",
         cost_seconds=None if found else require_valid(graph, cluster, plan),
-        violations=tuple(
-            ViolationAnswer(rule=one.rule, place=one.place, message=one.message) for one in found
-        ),
+        violations=found,
         found=found,
     )
 
 
 def summary(plan: OperatorPlan) -> PlacementSummary:
     """The main figures of a plan."""
-    stated = plan.certificate
-    names = ("cost_seconds", "bound_seconds", "gap", "proved_by", "any_splits_seconds",
-             "any_splits_gap", "any_splits_proved_by")  # fmt: skip
-    return PlacementSummary(
-        model=plan.model,
-        cluster=plan.cluster,
-        planner=plan.planner,
-        contention=plan.contention,
-        **({} if stated is None else {name: getattr(stated, name) for name in names}),
+    return PlacementSummary.of(
+        plan,
+        plan.certificate,
         operators=len(plan.operators),
         transfers=len(plan.transfers),
         critical=len(plan.critical),
         unmeasured=len(plan.unmeasured),
         splits=tuple(asdict(one) for one in plan.splits),
-        devices=tuple(DeviceAnswer(**asdict(one)) for one in loads_of(plan)),
+        devices=loads_of(plan),
     )

@@ -19,7 +19,7 @@ from stagewright.graphs.models.operators.step_graph import StepGraph
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class TrainingRound:
     """A plan that was carried out.
 
     Attributes
@@ -44,7 +44,7 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
-class Rounds:
+class TrainingRounds:
     """What is planned in each round, and when it ends.
 
     ``tolerance`` is the share by which costs may change and still be stable.
@@ -73,7 +73,9 @@ class Rounds:
                 return found.plan
         return None
 
-    def run(self, first: OperatorPlan, measure: Callable[[OperatorPlan], Trace]) -> Iterator[Round]:
+    def run(
+        self, first: OperatorPlan, measure: Callable[[OperatorPlan], Trace]
+    ) -> Iterator[TrainingRound]:
         """The rounds; the last one that is kept has the best plan.
 
         Parameters
@@ -91,7 +93,7 @@ class Rounds:
             is_kept = times.measured <= best
             best = min(best, times.measured)
             measured.add(_placement(plan))
-            yield Round(number, plan, times.predicted, times.measured, is_kept, book, drift)
+            yield TrainingRound(number, plan, times.predicted, times.measured, is_kept, book, drift)
             if before.computed and drift.is_stable(self.tolerance):
                 return
             found = self._planned(book)
@@ -107,5 +109,5 @@ class Rounds:
 
 
 def _placement(plan: OperatorPlan) -> object:
-    """Splits, devices and the order of operators."""
+    """What tells two placements apart: splits, devices and the order of operators."""
     return plan.splits, tuple((one.operator, one.device) for one in plan.operators)

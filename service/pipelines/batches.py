@@ -28,7 +28,7 @@ from stagewright.solvers.planners.parallel_pipelines import in_microbatches
 from stagewright.solvers.planning import OPTIMAL_GAP, Result, SizeResult
 
 FIRST = 0.5  # of the time limit, for a plan of every size; the rest is for the best of them
-FINALISTS = 2  # sizes that are searched further
+_FINALISTS = 2  # sizes that are searched further
 
 SolveOne = Callable[[PipelineProblem, Limits, OnProgress, Result | None], Result]
 """Plan a problem, from an earlier result if there is one."""
@@ -84,7 +84,7 @@ def plan_every_size(
 
     first = _one_by_one if engine == HERE else partial(_at_once, engine)
     found = first(problems, solve_one, limits, report)
-    finalists = sorted(range(len(found)), key=lambda i: _cost(found[i]))[:FINALISTS]
+    finalists = sorted(range(len(found)), key=lambda i: _cost(found[i]))[:_FINALISTS]
     for n, i in enumerate(finalists):
         left = limits.left(monotonic() - began) / (len(finalists) - n)
         if left > 0 and found[i].plan is not None and found[i].status is not Status.OPTIMAL:
@@ -98,7 +98,7 @@ def plan_every_size(
 def _one_by_one(
     problems: Sequence[PipelineProblem], solve_one: SolveOne, limits: Limits, report: OnProgress
 ) -> list[Result]:
-    """A plan of every size, within their part of the time limit."""
+    """Plan every size of microbatches one after the other, in a share of the time limit."""
     began = monotonic()
     made: dict[int, Result] = {}
     # Few microbatches are planned first: many may take longer than their share of the time.
@@ -125,7 +125,7 @@ def _at_once(
     limits: Limits,
     report: OnProgress,
 ) -> list[Result]:
-    """A plan of every size, each within the time that all have together one by one."""
+    """Plan all sizes of microbatches at the same time, each in a share of the time limit."""
     share = replace(limits, seconds=FIRST * limits.seconds, stop=None)
     sizes = [_Size(one, solve_one, share) for one in problems]
     found: dict[int, Result] = {}
@@ -198,7 +198,7 @@ def _for_framework(
 
 
 def _without_plan(found: Sequence[Result], sizes: tuple[SizeResult, ...]) -> Result:
-    """Infeasible, if a class of plans is proved empty in every size."""
+    """The result without a plan; infeasible if one class is proved empty for every size."""
     for one in found:
         if one.status is Status.INFEASIBLE and all(_is_empty(its, one.plans) for its in found):
             return replace(one, reason=f"in microbatches of every size, {one.reason}", sizes=sizes)
@@ -219,7 +219,7 @@ def _ended(open_: Sequence[Result]) -> Status:
 
 
 def _bound(problem: PipelineProblem, result: Result, plans: PlanClass) -> float:
-    """The best known bound on the plans of a class, of one size."""
+    """The best known bound on the plans of a class in microbatches of one size."""
     if result.status is Status.INFEASIBLE:
         return math.inf if result.plans is not None and result.plans.contains(plans) else 0.0
     known = [(one.plans, one.seconds) for one in every_plan_bounds(problem)]

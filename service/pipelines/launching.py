@@ -19,7 +19,7 @@ from stagewright.solvers.planning import OPTIMAL_GAP, Restriction, Result
 from stagewright.solvers.planning import plan as solve
 
 SHARE = 0.6  # of the time limit, for the framework's plans; the rest for those of all kinds
-MOST_ACTIONS = 10_000  # of a plan whose exports are tried unasked, about a second each
+_MOST_ACTIONS = 10_000  # of a plan whose exports are tried unasked, about a second each
 
 
 def required_runtime(to: str, chain: Chain, choices: Choices) -> Runtime:
@@ -81,7 +81,7 @@ def restricted(
 
 
 def _exported(found: Result, to: str, chain: Chain, choices: Choices) -> Result:
-    """The result; without its plan, if shards put it into an order that cannot be exported."""
+    """The result; without its plan if shards give it an order that cannot be exported."""
     if found.plan is None or _is_long(found.plan):
         return found
     refused = why_not(found.plan, to, chain)
@@ -101,7 +101,7 @@ def status_for(status: Status, cost: float | None, known: Restriction) -> Status
 
 
 def _free(choices: Choices) -> Choices:
-    """The choices that the portfolio has too, without shards, about which nothing is compared."""
+    """The choices of a plan of any kind to compare with: recomputation and offloading."""
     return Choices(recompute=choices.recompute, offload=choices.offload)
 
 
@@ -155,4 +155,4 @@ def _is_exported(plan: PipelinePlan | None, to: str, chain: Chain) -> bool:
 
 def _is_long(plan: PipelinePlan) -> bool:
     """Whether it would take long to find out if a plan can be exported."""
-    return not plan.is_periodic and len(plan.actions) > MOST_ACTIONS
+    return not plan.is_periodic and len(plan.actions) > _MOST_ACTIONS

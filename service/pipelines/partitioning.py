@@ -21,9 +21,9 @@ from stagewright.solvers.backends.backend import BACKENDS, solve
 from stagewright.solvers.pipelines.partition.passes import PartitionSearch
 
 RECURRENCE = "recurrence"
-MOST_COLUMNS = 200_000  # of the integer program; larger ones take minutes to write down
+_MOST_COLUMNS = 200_000  # of the integer program; larger ones take minutes to write down
 
-Settle = Callable[[int, Limits], PartitionChoice]
+_Settle = Callable[[int, Limits], PartitionChoice]
 
 
 def partition(request: PartitionRequest, stop: StopToken | None = None) -> PartitionAnswer:
@@ -55,13 +55,7 @@ def partition(request: PartitionRequest, stop: StopToken | None = None) -> Parti
 
 
 def require_method(request: PartitionRequest) -> BalancedPartition:
-    """The question; refuses a backend that cannot answer it.
-
-    Raises
-    ------
-    InputError
-        As :func:`partition`.
-    """
+    """The question; refuses a backend that cannot answer it."""
     problem = request.problem
     usable = int(problem.replicas_per_layer.sum())  # every device of the order gets a stage
     question = BalancedPartition(problem, recursive_device_order(problem.cluster)[:usable])
@@ -81,7 +75,7 @@ def _counts(request: PartitionRequest, question: BalancedPartition) -> Sequence[
     return [request.stages] if request.stages else range(1, most + 1)
 
 
-def _method(question: BalancedPartition, backend: str, limits: Limits) -> Settle:
+def _method(question: BalancedPartition, backend: str, limits: Limits) -> _Settle:
     if backend == RECURRENCE:
         return partial(_by_recurrence, question, PartitionSearch(question, limits=limits))
     return partial(_by_program, question, backend)
@@ -110,13 +104,13 @@ def _by_program(
 
 
 def _require_small(question: BalancedPartition, count: int, backend: str) -> None:
-    """Refuse programs whose channels alone, cuts times triples of places, are too many."""
+    """Refuse integer programs with too many columns."""
     layers, devices = len(question.problem.chain), len(question.order)
     columns = count * layers * devices**2 * (layers / 4 + devices / 6)
-    if columns > MOST_COLUMNS:
+    if columns > _MOST_COLUMNS:
         raise InputError(
             f"backend {backend!r}: {count} stages of {layers} layers on {devices} devices make a "
-            f"program of some {columns:.0g} columns, {MOST_COLUMNS} are the most; use "
+            f"program of some {columns:.0g} columns, {_MOST_COLUMNS} are the most; use "
             f"{RECURRENCE!r}"
         )
 
@@ -148,7 +142,7 @@ def _choice(
 
 
 def _status(found: Sequence[Status]) -> Status:
-    """Of all numbers of stages: optimal where each is settled and one has a partition."""
+    """The status of the whole answer, from those of each number of stages."""
     if all(one is Status.INFEASIBLE for one in found):
         return Status.INFEASIBLE
     if all(one in (Status.OPTIMAL, Status.INFEASIBLE) for one in found):

@@ -1,6 +1,6 @@
 """Plans of pipelines: from a model and a cluster to a certified plan."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 
 from stagewright.formulations.forms.answers import (
@@ -16,12 +16,7 @@ from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.formulations.schedules.groups import plan_of_devices, problem_of_groups
 from stagewright.service.engines import HERE, Engine
-from stagewright.service.pipelines.answers import (
-    AttemptAnswer,
-    PlanAnswer,
-    RestrictionAnswer,
-    SizeAnswer,
-)
+from stagewright.service.pipelines.answers import PlanAnswer, RestrictionAnswer, SizeAnswer
 from stagewright.service.pipelines.batches import plan_every_size, problems_of
 from stagewright.service.pipelines.launching import plan_for, required_runtime, restricted
 from stagewright.service.pipelines.plans import class_object, summary_fields
@@ -35,7 +30,6 @@ from stagewright.solvers.planning import (
     PLANNERS,
     Restriction,
     Result,
-    SizeResult,
     able_planner,
     require_planner,
 )
@@ -114,7 +108,7 @@ def _solve(
     earlier: Result | None = None,
     alone: bool = False,
 ) -> Result:
-    """Plan one problem, for a framework if that is asked for; ``alone``: there is no other."""
+    """Plan one problem, for a framework if the request names one; ``alone``: the only one."""
     choices = _choices(request)
     if not _chooses_itself(request):
         choices = replace(choices, batch=None)
@@ -234,44 +228,30 @@ def answer_of(problem: PipelineProblem, result: Result) -> PlanAnswer:
         "proved_by": result.proved_by,
         "plans": class_object(result.plans),
     }
-    return PlanAnswer(
+    return PlanAnswer.of(
+        result,
         **fields,
-        status=result.status,
-        optimal_among=result.optimal_among,
         wall_seconds=result.seconds,
-        reason=result.reason,
         microbatches=problem.microbatches if result.plan is None else result.plan.microbatches,
         memory_limit_bytes=problem.memory_limit_bytes,
         model=problem.chain.name,
         cluster=problem.cluster.name,
-        attempts=tuple(AttemptAnswer(**asdict(attempt)) for attempt in result.attempts),
         restriction=_restriction(result.restriction),
-        sizes=tuple(_size(one) for one in result.sizes),
+        sizes=tuple(
+            SizeAnswer.of(one, cost_seconds=one.cost, bound_seconds=one.bound)
+            for one in result.sizes
+        ),
         result=result,
         chain=problem.chain,
-    )
-
-
-def _size(found: SizeResult) -> SizeAnswer:
-    return SizeAnswer(
-        samples=found.samples,
-        microbatches=found.microbatches,
-        status=found.status,
-        cost_seconds=found.cost,
-        bound_seconds=found.bound,
     )
 
 
 def _restriction(found: Restriction | None) -> RestrictionAnswer | None:
     if found is None:
         return None
-    plans = class_object(found.plans)
-    assert plans is not None
-    return RestrictionAnswer(
-        name=found.name,
-        plans=plans,
+    return RestrictionAnswer.of(
+        found,
+        plans=class_object(found.plans),
         bound_seconds=found.bound,
-        gap=found.gap,
-        proved_by=found.proved_by,
         free_cost_seconds=found.free_cost,
     )

@@ -2,22 +2,19 @@
 
 from dataclasses import replace
 from functools import cached_property
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from stagewright.executor.programs.trace import Trace, load_trace
 from stagewright.formulations.backprop.orders import OutOfOrder
 from stagewright.formulations.forms.answers import Limits, StopToken
-from stagewright.formulations.pipelines.jobshop import JobShop, Step
-from stagewright.formulations.pipelines.makespan import Duplex, MakespanProblem
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan, load_plan
 from stagewright.formulations.plans.plan_class import Shards
-from stagewright.formulations.schedules.published.kinds import KINDS, OPTIMAL, ScheduleChoice
+from stagewright.formulations.schedules.published.kinds import ScheduleChoice
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import (
-    MAX_LAYERS,
     parse_bytes,
     parse_share,
     require_amount,
@@ -26,16 +23,13 @@ from stagewright.graphs.documents.units import (
 )
 from stagewright.graphs.machines.cluster import Cluster, load_cluster
 from stagewright.graphs.models.chain import Chain, load_model
-from stagewright.service.options import Option, itself, number_or_auto, whole_numbers
-from stagewright.service.requests import Request, Search, Solve
-from stagewright.service.schedules.setting import RULES, SCHEDULES, Setting, setting_of
+from stagewright.service.options import Option, number_or_auto
+from stagewright.service.requests import Request, SearchRequest
 
 Recomputation = Literal["none", "full", "layer", "auto"]
-Objective = Literal["makespan", "span", "memory"]
-"""Of a schedule: its end, the longest time of a device from first to last computation, the peak."""
 
 
-class _Problem(Search):
+class _Problem(SearchRequest):
     """A model to train on a cluster."""
 
     chain: Annotated[Chain, Option("--model", form="FILE", of_file=load_model)]
@@ -51,7 +45,7 @@ class _Problem(Search):
 
     @model_validator(mode="after")
     def _require_problem(self) -> Self:
-        """Refuse what makes no problem where the request is made."""
+        """Refuse a request whose fields make no problem."""
         if self.memory_limit_bytes is not None:
             require_amount(self.memory_limit_bytes, "memory_limit_bytes")
         _ = self.problem
@@ -127,23 +121,19 @@ class PlanRequest(_Problem):
     def problem(self) -> PipelineProblem:
         """The planning problem, with the share of a device that kernels are assumed to occupy."""
         return PipelineProblem(
-            self.chain,
-            self.cluster,
-            self.microbatches,
-            self.memory_limit_bytes,
-            self.assumed_share,
+            self.chain, self.cluster, self.microbatches, self.memory_limit_bytes, self.assumed_share
         )
 
     @model_validator(mode="after")
     def _require_batch(self) -> Self:
-        """Refuse a size of microbatches without their sum."""
+        """Refuse a size of microbatches without a batch."""
         if self.microbatch_size is not None and self.batch is None:
             raise InputError("microbatch_size goes with a batch, that is divided into these")
         return self
 
     @model_validator(mode="after")
     def _require_streams(self) -> Self:
-        """Refuse a share of kernels where no kernels run side by side."""
+        """Refuse an assumed share of a device unless training is on a single device."""
         asked = self.out_of_order
         if self.assumed_share is not None and (asked is None or asked.training != "single"):
             raise InputError("a share of a device is assumed for training on a single device only")
@@ -151,7 +141,7 @@ class PlanRequest(_Problem):
 
     @model_validator(mode="after")
     def _require_degree(self) -> Self:
-        """Refuse what is not planned on groups of devices."""
+        """Refuse choices that are not planned together with a tensor degree."""
         if self.tensor is None:
             return self
         require_count(self.tensor, "tensor", len(self.cluster))
@@ -164,7 +154,7 @@ class PlanRequest(_Problem):
 
     @model_validator(mode="after")
     def _require_orders_of_the_framework(self) -> Self:
-        """Refuse what would choose other plans than the framework's."""
+        """Refuse choices that are not planned together with a framework."""
         for name in ("start", "order", "out_of_order", "offload"):
             if self.runtime is not None and getattr(self, name):
                 raise InputError(
@@ -216,7 +206,7 @@ class _PlanOfProblem(Request):
         )
 
 
-class CheckRequest(_PlanOfProblem, Search):
+class CheckRequest(_PlanOfProblem, SearchRequest):
     """Check the rules and proofs of a plan."""
 
     proofs: bool = False
@@ -249,166 +239,3 @@ class CompareRequest(Request):
     """Plan file."""
     trace: Annotated[Trace, Option("TRACE", of_file=load_trace)]
     """Trace file of a run."""
-
-
-class _Stages(Solve):
-    """A pipeline of stages with given times (seconds or any unit) to schedule.
-
-    Lists have a value per stage; they are empty where nothing is said.
-    """
-
-    microbatches: Annotated[int, Option(form="M")]
-    """Number of microbatches."""
-    forward: tuple[float, ...]
-    """Times of the forwards."""
-    backward: tuple[float, ...]
-    """Times of the backwards; of the input gradients, if the weight gradients have theirs."""
-    transfers: tuple[float, ...] = ()
-    """Transfer times: one for all channels between neighbouring stages, or one for each."""
-    in_flight: tuple[int, ...] = ()
-    """The most microbatches in flight."""
-    device: tuple[int, ...] = ()
-    """The device of each stage, numbered in the order of their use. Without it there are as many
-    devices as stages, and every stage is divided into chunks."""
-    weight_gradient: tuple[float, ...] = ()
-    """Times of the weight gradients; without them backwards are whole."""
-    chunks: Annotated[int | None, Option(form="V")] = None
-    """Divide every stage into V equal chunks, each with 1/V of its times and memory: a device has V
-    of the P x V chunks, in a loop, a V or a wave. Actions name the chunk. Default: 2 where the kind
-    has chunks."""
-    saved: tuple[float, ...] = ()
-    """What a forward adds to the memory of its device (default: 1)."""
-    freed: tuple[float, ...] = ()
-    """How much of what is saved the input gradient gives back (default: 0)."""
-    memory: tuple[float, ...] = ()
-    """Limit on that memory, of all devices or of each."""
-    duplex: Duplex = "half"
-    """Whether the two directions of a channel share it."""
-    objective: Objective = "makespan"
-    """What bound, gap and status are of, and what a comparison sorts by: the end; the longest time
-    of a device from its first to its last computation; peak memory. Kind optimal minimises it."""
-    backend: Annotated[str | None, Option(form="NAME")] = None
-    """Solver; default: cp-sat."""
-
-    @model_validator(mode="after")
-    def _require_chunks(self) -> Self:
-        if self.chunks is not None:
-            require_count(self.chunks, "chunks", MAX_LAYERS)
-        return self
-
-
-class ScheduleRequest(_Stages):
-    """Schedule a pipeline by one of ``SCHEDULES``."""
-
-    kind: Annotated[str, Option(form="NAME", of_text=itself, known=SCHEDULES)] = Field(
-        OPTIMAL,
-        description="gpipe, 1f1b or pe (on any devices); a published schedule: "
-        f"{', '.join(name for name in KINDS if name not in RULES)}; or optimal. chimera and "
-        "dualpipe have two copies of every stage.",
-    )
-    placement: Literal["line", "loop", "V", "wave", "any", "free"] | None = None
-    """Where the chunks of the kinds pe and optimal are; others have theirs. For optimal also the
-    best of these (any), or on any device (free): then a stage's chunks follow each other in the
-    model; not with objective memory."""
-    makespan_limit: Annotated[float | None, Option(form="TIME")] = None
-    """With kind optimal and objective memory: the least memory of schedules that take at most
-    this."""
-    replicas: Annotated[tuple[int, ...], Option(form="R,...", of_text=whole_numbers)] = ()
-    """With kind 1f1b-rr: devices of each of the P stages, such as 2,1,1; they take microbatches in
-    turn."""
-
-    @model_validator(mode="after")
-    def _require_problem(self) -> Self:
-        """Refuse what makes no problem where the request is made."""
-        _ = self.setting
-        return self
-
-    def with_placement(self, placement: str) -> Self:
-        """The same request with that placement."""
-        return self.of(**{**self.given(), "placement": placement})
-
-    @cached_property
-    def setting(self) -> Setting:
-        """The stages, with the chunks and devices of the kind."""
-        return setting_of(self)
-
-    @property
-    def problem(self) -> MakespanProblem:
-        """The scheduling problem."""
-        return self.setting.problem
-
-
-class MemoryCurveRequest(_Stages):
-    """The best schedules within every limit of ``memory``, which is a list of them here.
-
-    Without limits they go from one microbatch of each stage to two per device, until more memory is
-    of no use.
-    """
-
-    placement: Literal["line", "loop", "V", "wave"] | None = None
-    """Where the chunks are."""
-
-    @model_validator(mode="after")
-    def _require_problem(self) -> Self:
-        """Refuse what makes no problem where the request is made."""
-        if self.objective == "memory":
-            raise InputError("objective memory is for single schedules: a curve has all memory")
-        if self.backend not in (None, "cp-sat"):
-            raise InputError(f"backend {self.backend} takes neither memory nor spans; use cp-sat")
-        for number, limit in enumerate(self.memory):
-            require_amount(limit, f"memory[{number}]")
-            _ = self.within((limit,))
-        _ = self.within(())
-        return self
-
-    def within(self, memory: tuple[float, ...], **changes: Any) -> ScheduleRequest:
-        """The request for one schedule with that limit."""
-        return ScheduleRequest.of(**{**self.given(), "memory": memory, **changes})
-
-
-class CompareSchedulesRequest(_Stages):
-    """Compare all kinds of schedule that fit a pipeline, and the optimum."""
-
-    @model_validator(mode="after")
-    def _require_stages(self) -> Self:
-        """Refuse what no kind takes; GPipe takes any devices and numbers."""
-        _ = self.of_kind("gpipe")
-        return self
-
-    def of_kind(
-        self, kind: str, placement: str | None = None, chunks: int | None = None
-    ) -> ScheduleRequest:
-        """The request for one kind, whose number of chunks counts if it is fixed.
-
-        Raises
-        ------
-        InputError
-            If the kind does not fit.
-        """
-        fields = self.given()
-        if placement is not None:
-            fields |= {"placement": placement, "chunks": chunks}
-        elif kind == "pe" or (kind in KINDS and KINDS[kind].chunks.fixed):
-            fields["chunks"] = None
-        return ScheduleRequest.of(**fields, kind=kind)
-
-
-class JobShopRequest(Solve):
-    """Solve a job shop."""
-
-    jobs: tuple[tuple[Step, ...], ...]
-    """The steps of each job in order, as (machine, duration); a step of a flexible job shop is a
-    list of those, of which one is chosen."""
-    backend: Annotated[str | None, Option(form="NAME")] = None
-    """Solver; default: cp-sat."""
-
-    @model_validator(mode="after")
-    def _require_problem(self) -> Self:
-        """Refuse what makes no problem where the request is made."""
-        _ = self.problem
-        return self
-
-    @cached_property
-    def problem(self) -> JobShop:
-        """The job shop."""
-        return JobShop(self.jobs)

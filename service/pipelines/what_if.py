@@ -45,7 +45,7 @@ class WhatIfAnswer(Answer):
 
 T = TypeVar("T")
 GB = 1e9
-FASTER = 2.0  # times the bandwidth
+_FASTER = 2.0  # times the bandwidth
 
 OnRow = Callable[[WhatIfRow], None]
 
@@ -111,7 +111,7 @@ def changes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
         _with(request, cluster=replace(cluster, devices=more), memory_limit_bytes=raised),
     )
     for where, within in (("within", True), ("between", False)):
-        faster = _made(partial(with_faster_links, cluster, FASTER, within))
+        faster = _made(partial(with_faster_links, cluster, _FASTER, within))
         if faster is not None:
             yield f"links {where} servers twice as fast", _with(request, cluster=faster)
     grown = _made(partial(with_one_more, cluster))

@@ -7,14 +7,14 @@ from stagewright.formulations.pipelines.makespan import Timetable
 from stagewright.formulations.schedules.placements import Device
 from stagewright.formulations.schedules.published.kinds import OPTIMAL
 from stagewright.graphs.documents.errors import InputError
-from stagewright.service.pipelines.answers import (
+from stagewright.service.schedules.requests import (
     ComparedSchedule,
+    CompareSchedulesRequest,
     RefusedSchedule,
     ScheduleAnswer,
     ScheduleComparison,
-    ScheduleFigures,
+    ScheduleRequest,
 )
-from stagewright.service.pipelines.requests import CompareSchedulesRequest, ScheduleRequest
 from stagewright.service.schedules.scheduling import require_scheduler, schedule
 from stagewright.service.schedules.setting import SCHEDULES
 
@@ -40,10 +40,9 @@ def compare_schedules(
     groups = _by_order(kept)
     key = {"makespan": "makespan", "span": "span", "memory": "peak_memory"}[request.objective]
     groups.sort(key=lambda group: (getattr(group[0], key), group[0].kind != OPTIMAL))
-    return ScheduleComparison(
+    return ScheduleComparison.of(
+        request,
         stages=len(request.forward),
-        microbatches=request.microbatches,
-        objective=request.objective,
         wall_seconds=perf_counter() - began,
         schedules=tuple(_compared(group) for group in groups),
         refused=tuple(refused),
@@ -123,6 +122,4 @@ def _by_order(answers: list[ScheduleAnswer]) -> list[list[ScheduleAnswer]]:
 
 
 def _compared(group: list[ScheduleAnswer]) -> ComparedSchedule:
-    names = ScheduleFigures.model_fields
-    fields = {name: getattr(group[0], name) for name in names}
-    return ComparedSchedule(**fields, same_as_kinds=tuple(other.kind for other in group[1:]))
+    return ComparedSchedule.of(group[0], same_as_kinds=tuple(other.kind for other in group[1:]))

@@ -17,10 +17,14 @@ from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.formulations.schedules.order import Order
 from stagewright.formulations.schedules.published.kinds import KINDS, OPTIMAL
 from stagewright.graphs.documents.errors import InputError
-from stagewright.service.pipelines.answers import KindPoint, MemoryCurve, MemoryPoint
-from stagewright.service.pipelines.requests import MemoryCurveRequest
+from stagewright.service.schedules.requests import (
+    KindPoint,
+    MemoryCurve,
+    MemoryCurveRequest,
+    MemoryPoint,
+)
 from stagewright.service.schedules.scheduling import plain, schedule
-from stagewright.service.schedules.setting import SCHEDULES, Setting
+from stagewright.service.schedules.setting import SCHEDULES, ScheduleSetting
 from stagewright.solvers.pipelines.least_memory import CurvePoint, memory_curve, memory_levels
 
 MOST_POINTS = 40
@@ -45,14 +49,12 @@ def schedule_curve(
         points = _without_tail(points)
     shown = tuple(_point(setting, point, limits) for point in points)
     proved = all(point.status == Status.OPTIMAL for point in shown)
-    return MemoryCurve(
+    return MemoryCurve.of(
+        setting,
+        request,
         status=Status.OPTIMAL if proved else limits.status(found=True),
         stages=len(request.forward),
-        microbatches=request.microbatches,
-        placement=setting.placement,
-        chunks=setting.chunks,
         device=setting.paths[0],
-        objective=request.objective,
         wall_seconds=perf_counter() - began,
         points=shown,
         kinds=tuple(_kinds(request, setting)),
@@ -60,7 +62,7 @@ def schedule_curve(
     )
 
 
-def _usual_limits(setting: Setting) -> list[float]:
+def _usual_limits(setting: ScheduleSetting) -> list[float]:
     """Up to ``MOST_POINTS`` limits from the least to two microbatches of a device per device."""
     levels = memory_levels(setting.stored_problem()).limits
     most = 2 * setting.devices * max(setting.memory.least(setting.paths[0]))
@@ -70,27 +72,26 @@ def _usual_limits(setting: Setting) -> list[float]:
 
 
 def _without_tail(points: list[CurvePoint]) -> list[CurvePoint]:
-    """Without the last points where more memory is proved to be of no use."""
+    """The points up to the first from which more memory is proved not to help."""
     kept = list(points)
     while len(kept) > 1 and kept[-2].cost <= points[-1].bound * (1 + RELATIVE_TOLERANCE):
         kept.pop()
     return kept
 
 
-def _point(setting: Setting, point: CurvePoint, limits: Limits) -> MemoryPoint:
+def _point(setting: ScheduleSetting, point: CurvePoint, limits: Limits) -> MemoryPoint:
     problem = setting.problem
-    return MemoryPoint(
+    return MemoryPoint.of(
+        point,
         memory=plain(point.memory),
         status=Status.OPTIMAL if point.gap == 0 else limits.status(found=True),
         makespan=plain(point.timetable.makespan(problem)),
         span=plain(point.timetable.span(problem)),
         bound=plain(point.bound),
-        gap=point.gap,
-        proved_by=point.proved_by,
     )
 
 
-def _kinds(request: MemoryCurveRequest, setting: Setting) -> list[KindPoint]:
+def _kinds(request: MemoryCurveRequest, setting: ScheduleSetting) -> list[KindPoint]:
     """The published kinds that have the same devices, each order once."""
     found: dict[Order, KindPoint] = {}
     for kind in SCHEDULES:
@@ -102,13 +103,5 @@ def _kinds(request: MemoryCurveRequest, setting: Setting) -> list[KindPoint]:
         except InputError:
             continue  # not of these sizes
         if answer.timed is not None and answer.device == setting.paths[0]:
-            found.setdefault(
-                answer.timed.order,
-                KindPoint(
-                    kind=kind,
-                    peak_memory=answer.peak_memory,
-                    makespan=answer.makespan,
-                    span=answer.span,
-                ),
-            )
+            found.setdefault(answer.timed.order, KindPoint.of(answer, kind=kind))
     return list(found.values())

@@ -8,25 +8,31 @@ from stagewright.formulations.pipelines.makespan import Timetable
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.formulations.schedules.published.kinds import OPTIMAL
 from stagewright.formulations.schedules.timing import ONE_MICROBATCH
-from stagewright.service.pipelines.requests import ScheduleRequest
-from stagewright.service.schedules.setting import ANY, FREE, Setting, named_placements, on_devices
+from stagewright.service.schedules.requests import ScheduleRequest
+from stagewright.service.schedules.setting import (
+    ANY,
+    FREE,
+    ScheduleSetting,
+    named_placements,
+    on_devices,
+)
 from stagewright.solvers.pipelines.least_memory import least_memory
 from stagewright.solvers.pipelines.placing import placement_bound, search_placement
 from stagewright.solvers.pipelines.scheduling import ScheduleResult, given_schedule, solve_schedule
 
 FIRST = 0.3  # share of the time for a first look at all named placements
-PLACING = 0.5  # share of the time for the search of a free placement
+_PLACING = 0.5  # share of the time for the search of a free placement
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Optimum:
+class OptimalSchedule:
     """A schedule with the devices of ``setting``; ``bound`` is of all schedules it was chosen from.
 
     ``bound`` is in units of the objective, which is memory if ``limit`` is not None: the limit of
     all devices that the schedule keeps to.
     """
 
-    setting: Setting
+    setting: ScheduleSetting
     result: ScheduleResult
     bound: float
     proved_by: str
@@ -35,7 +41,7 @@ class Optimum:
 
 def optimum(
     request: ScheduleRequest, limits: Limits, on_progress: OnProgress, incumbent: Timetable | None
-) -> Optimum:
+) -> OptimalSchedule:
     """The best schedule of a request of kind ``optimal`` that is found in time, with its bound."""
     if request.placement == ANY:
         return _best_named(request, limits, on_progress)
@@ -46,38 +52,40 @@ def optimum(
 
 def _on(
     request: ScheduleRequest,
-    setting: Setting,
+    setting: ScheduleSetting,
     limits: Limits,
     on_progress: OnProgress,
     incumbent: Timetable | None = None,
-) -> Optimum:
+) -> OptimalSchedule:
     """The optimum with the devices of ``setting``."""
     if request.objective == "memory":
         return _least_memory(request, setting, limits, on_progress)
     result = solve_schedule(setting.problem, OPTIMAL, limits, on_progress, incumbent)
-    return Optimum(setting, result, result.bound, result.proved_by)
+    return OptimalSchedule(setting, result, result.bound, result.proved_by)
 
 
 def _least_memory(
-    request: ScheduleRequest, setting: Setting, limits: Limits, on_progress: OnProgress
-) -> Optimum:
-    """The least memory within the makespan; without a limit of it, of all schedules."""
+    request: ScheduleRequest, setting: ScheduleSetting, limits: Limits, on_progress: OnProgress
+) -> OptimalSchedule:
+    """The least memory of the schedules within the limit on the makespan, if there is one."""
     problem = setting.stored_problem()
     if request.makespan_limit is None:
         least = max(setting.memory.least(setting.paths[0]))
         limited = replace(problem, memory=tuple(min(least, own) for own in problem.memory))
         result = solve_schedule(limited, OPTIMAL, limits, on_progress)
-        return Optimum(setting, result, least, ONE_MICROBATCH, least)
+        return OptimalSchedule(setting, result, least, ONE_MICROBATCH, least)
     found = least_memory(problem, request.makespan_limit, limits, on_progress)
     result = given_schedule(problem, found.timetable, OPTIMAL)
-    return Optimum(setting, result, found.bound, found.proved_by, found.limit)
+    return OptimalSchedule(setting, result, found.bound, found.proved_by, found.limit)
 
 
-def _best_named(request: ScheduleRequest, limits: Limits, on_progress: OnProgress) -> Optimum:
-    """The best named placement; the least bound of all of them is the bound."""
+def _best_named(
+    request: ScheduleRequest, limits: Limits, on_progress: OnProgress
+) -> OptimalSchedule:
+    """The best schedule of all named placements; its bound is the least of their bounds."""
     began = perf_counter()
     names = [*named_placements(request)]
-    found: dict[str, Optimum] = {}
+    found: dict[str, OptimalSchedule] = {}
 
     def solve(name: str, seconds: float) -> None:
         known = found[name].result.timetable if name in found else None
@@ -106,41 +114,43 @@ def _best_named(request: ScheduleRequest, limits: Limits, on_progress: OnProgres
     return replace(_least(found), bound=weakest.bound, proved_by=weakest.proved_by)
 
 
-def _hopeful(one: Optimum, best: float) -> bool:
+def _hopeful(one: OptimalSchedule, best: float) -> bool:
     """Whether the placement can have a better schedule, by its bound."""
     return one.bound < best * (1 - RELATIVE_TOLERANCE)
 
 
-def _merged(one: Optimum, other: Optimum) -> Optimum:
+def _merged(one: OptimalSchedule, other: OptimalSchedule) -> OptimalSchedule:
     """The better schedule and the better bound of two answers for the same devices."""
     best = min((one, other), key=_cost)
     proof = max((one, other), key=lambda each: each.bound)
     return replace(best, bound=proof.bound, proved_by=proof.proved_by)
 
 
-def _least(found: dict[str, Optimum]) -> Optimum:
+def _least(found: dict[str, OptimalSchedule]) -> OptimalSchedule:
     return min(found.values(), key=_cost)
 
 
-def _bound(found: dict[str, Optimum]) -> Optimum:
+def _bound(found: dict[str, OptimalSchedule]) -> OptimalSchedule:
     return min(found.values(), key=lambda each: each.bound)
 
 
-def _cost(one: Optimum) -> float:
-    """The objective; without a schedule infinite."""
+def _cost(one: OptimalSchedule) -> float:
+    """The objective of a schedule; infinite without a schedule."""
     if one.result.cost is None:
         return float("inf")
     return one.result.cost if one.limit is None else one.limit
 
 
-def _placed_freely(request: ScheduleRequest, limits: Limits, on_progress: OnProgress) -> Optimum:
-    """A search for the placement, and the bound of every placement."""
+def _placed_freely(
+    request: ScheduleRequest, limits: Limits, on_progress: OnProgress
+) -> OptimalSchedule:
+    """The best schedule on a placement that is searched for, with a bound on all placements."""
     began = perf_counter()
     named = [*named_placements(request).values()]
     problem = on_devices(request, named[0]).problem
     devices = 1 + max(named[0])
     proof = placement_bound(problem, devices, limits)
-    share = replace(limits, seconds=PLACING * limits.seconds)
+    share = replace(limits, seconds=_PLACING * limits.seconds)
     best = search_placement(
         lambda device: on_devices(request, device).problem, named, proof.seconds, share
     )

@@ -16,13 +16,17 @@ from stagewright.formulations.schedules.order import Order
 from stagewright.formulations.schedules.planned import with_channels
 from stagewright.formulations.schedules.published.kinds import OPTIMAL, schedule_of
 from stagewright.formulations.schedules.timing import ONE_MICROBATCH, TimedOrder
-from stagewright.service.pipelines.answers import JobShopAnswer, ScheduleAnswer
-from stagewright.service.pipelines.requests import JobShopRequest, ScheduleRequest
-from stagewright.service.requests import Solve
-from stagewright.service.schedules.setting import RULES, Setting, sizes_of
+from stagewright.service.requests import SolveRequest
+from stagewright.service.schedules.requests import (
+    JobShopAnswer,
+    JobShopRequest,
+    ScheduleAnswer,
+    ScheduleRequest,
+)
+from stagewright.service.schedules.setting import RULES, ScheduleSetting, sizes_of
 
 if TYPE_CHECKING:
-    from stagewright.service.schedules.optimal import Optimum
+    from stagewright.service.schedules.optimal import OptimalSchedule
     from stagewright.solvers.pipelines.scheduling import ScheduleResult
 
 LOAD = "load of the busiest device"
@@ -49,7 +53,7 @@ def schedule(
     return _answer(request, found, perf_counter() - began, stop)
 
 
-def require_scheduler(request: Solve) -> None:
+def require_scheduler(request: SolveRequest) -> None:
     """Refuse a backend that does not schedule what is asked for, before any work.
 
     Raises
@@ -71,14 +75,11 @@ def jobshop(
 
     problem = request.problem
     result = solve_jobshop(problem, request.limits(stop), on_progress)
-    return JobShopAnswer(
-        status=result.status,
+    return JobShopAnswer.of(
+        result,
         makespan=result.cost,
-        bound=result.bound,
         cost_seconds=result.cost,
         bound_seconds=result.bound,
-        gap=result.gap,
-        proved_by=result.proved_by,
         wall_seconds=result.seconds,
         jobs=len(problem.jobs),
         machines=len({pair[0] for steps in problem.choices for one in steps for pair in one}),
@@ -88,13 +89,13 @@ def jobshop(
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _TimedSchedule:
     """A schedule, with a result if its stages have one copy, and why it is not allowed, if so.
 
     ``bound`` is on the objective, proved by ``proved_by``.
     """
 
-    setting: Setting
+    setting: ScheduleSetting
     timed: TimedOrder | None
     result: "ScheduleResult | None"
     reason: str | None
@@ -102,7 +103,7 @@ class _Found:
     proved_by: str
 
 
-def _optimal(request: ScheduleRequest, best: "Optimum") -> _Found:
+def _optimal(request: ScheduleRequest, best: "OptimalSchedule") -> _TimedSchedule:
     """The optimum, or why there is none."""
     result, problem = best.result, best.setting.problem
     if result.timetable is None:
@@ -110,9 +111,9 @@ def _optimal(request: ScheduleRequest, best: "Optimum") -> _Found:
         reason = f"no schedule with {most} was found"
         if _is_impossible(request, result):
             reason = f"no schedule has {most}: {result.proved_by} proves {result.bound:g}"
-        return _Found(best.setting, None, result, reason, best.bound, best.proved_by)
+        return _TimedSchedule(best.setting, None, result, reason, best.bound, best.proved_by)
     timed = timed_order(problem, result.timetable)
-    return _Found(best.setting, timed, result, None, best.bound, best.proved_by)
+    return _TimedSchedule(best.setting, timed, result, None, best.bound, best.proved_by)
 
 
 def _is_impossible(request: ScheduleRequest, result: "ScheduleResult") -> bool:
@@ -121,7 +122,7 @@ def _is_impossible(request: ScheduleRequest, result: "ScheduleResult") -> bool:
     return most is not None and result.bound > most * (1 + RELATIVE_TOLERANCE)
 
 
-def _ordered(request: ScheduleRequest) -> _Found:
+def _ordered(request: ScheduleRequest) -> _TimedSchedule:
     """The schedule of a kind that is an order of the computations."""
     from stagewright.solvers.pipelines.scheduling import given_schedule
 
@@ -129,16 +130,16 @@ def _ordered(request: ScheduleRequest) -> _Found:
     order = _order(request)
     if order is None:
         none = given_schedule(problem, None, request.kind)
-        return _Found(
+        return _TimedSchedule(
             setting, None, none, _reason(problem, request.kind), none.bound, none.proved_by
         )
     reason = _in_flight_reason(request, order) or _memory_reason(request, order)
     if len(setting.paths) > 1:
         timed, _ = with_channels(order, stage_times(problem), problem.duplex == "full")
-        return _Found(setting, timed, None, reason, *_bound(request, timed, None))
+        return _TimedSchedule(setting, timed, None, reason, *_bound(request, timed, None))
     timed, timetable = timetable_of_order(problem, order)
     result = given_schedule(problem, None if reason else timetable, request.kind)
-    return _Found(setting, timed, result, reason, *_bound(request, timed, result))
+    return _TimedSchedule(setting, timed, result, reason, *_bound(request, timed, result))
 
 
 def _bound(
@@ -185,22 +186,19 @@ def _memory_reason(request: ScheduleRequest, order: Order) -> str | None:
 
 
 def _answer(
-    request: ScheduleRequest, found: _Found, seconds: float, stop: StopToken | None
+    request: ScheduleRequest, found: _TimedSchedule, seconds: float, stop: StopToken | None
 ) -> ScheduleAnswer:
     setting, timed = found.setting, None if found.reason else found.timed
     figures = _figures(found)
     cost = None if timed is None else figures[request.objective]
-    return ScheduleAnswer(
+    return ScheduleAnswer.of(
+        found,
+        setting,
+        request,
         status=_status(request, found, cost, stop),
         planner=request.kind,
-        kind=request.kind,
         stages=len(request.forward),
-        microbatches=request.microbatches,
-        devices=setting.devices,
-        placement=setting.placement,
-        chunks=setting.chunks,
         device=setting.paths[0] if len(setting.paths) == 1 else None,
-        objective=request.objective,
         makespan=None if timed is None else plain(figures["makespan"]),
         span=None if timed is None else plain(figures["span"]),
         peak_memory=plain(figures["memory"]),
@@ -210,18 +208,14 @@ def _answer(
         cost_seconds=plain(cost),
         bound_seconds=plain(found.bound),
         gap=None if cost is None else _gap(cost, found.bound),
-        proved_by=found.proved_by,
         wall_seconds=seconds,
-        reason=found.reason,
         **_rows(timed),
-        problem=setting.problem,
-        result=found.result,
         timed=timed,
     )
 
 
-def _figures(found: _Found) -> dict[str, Any]:
-    """The value of every objective, and the peaks; peaks also of an order that does not fit."""
+def _figures(found: _TimedSchedule) -> dict[str, Any]:
+    """The makespan, span and memory of a schedule, also of one that does not fit."""
     if found.timed is None:
         return {"makespan": None, "span": None, "memory": None, "peaks": None}
     peaks = found.setting.memory.peaks(found.timed.order)
@@ -234,7 +228,7 @@ def _figures(found: _Found) -> dict[str, Any]:
 
 
 def _status(
-    request: ScheduleRequest, found: _Found, cost: float | None, stop: StopToken | None
+    request: ScheduleRequest, found: _TimedSchedule, cost: float | None, stop: StopToken | None
 ) -> Status:
     result = found.result
     if cost is None:

@@ -29,7 +29,7 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MAX_LAYERS, require_amount, require_count
 
 if TYPE_CHECKING:
-    from stagewright.service.pipelines.requests import ScheduleRequest
+    from stagewright.service.schedules.requests import ScheduleRequest
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ ANY, FREE = "any", "free"
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class ScheduleSetting:
     """What is scheduled, with every stage divided into its chunks.
 
     Attributes
@@ -81,7 +81,7 @@ class Setting:
         return replace(self.problem, saved=_amounts(self.memory), memory=enough)
 
 
-def setting_of(asked: "ScheduleRequest") -> Setting:
+def setting_of(asked: "ScheduleRequest") -> ScheduleSetting:
     """The setting of a request.
 
     Raises
@@ -96,7 +96,7 @@ def setting_of(asked: "ScheduleRequest") -> Setting:
     if asked.memory:
         for path in paths:
             memory.require_room(path)
-    return Setting(placement, chunks, paths, _problem(asked, paths[0], memory), memory)
+    return ScheduleSetting(placement, chunks, paths, _problem(asked, paths[0], memory), memory)
 
 
 def named_placements(asked: "ScheduleRequest") -> dict[str, Device]:
@@ -109,11 +109,11 @@ def named_placements(asked: "ScheduleRequest") -> dict[str, Device]:
     return found
 
 
-def on_devices(asked: "ScheduleRequest", device: Device) -> Setting:
+def on_devices(asked: "ScheduleRequest", device: Device) -> ScheduleSetting:
     """The setting of a request with placement ``free`` and these devices of the chunks."""
     memory = _memory(asked, (device,))
     problem = _problem(asked, device, memory)
-    return Setting(FREE, asked.chunks, (device,), problem, memory)
+    return ScheduleSetting(FREE, asked.chunks, (device,), problem, memory)
 
 
 def published(name: str) -> ScheduleKind | None:
@@ -142,7 +142,7 @@ def _require_kind(asked: "ScheduleRequest") -> None:
 
 
 def _require_sizes(asked: "ScheduleRequest") -> None:
-    """Refuse lists of other lengths than the stages, and times that are none."""
+    """Refuse lists whose length is not the number of stages, and values that are no times."""
     stages = len(asked.forward)
     require_count(stages, "stages", MAX_LAYERS)
     names = "backward", "weight_gradient", "in_flight", "saved", "freed", "device", "replicas"
@@ -163,7 +163,7 @@ _Placed = tuple[str, int | None, tuple[Device, ...]]
 
 
 def _given(asked: "ScheduleRequest") -> _Placed:
-    """The devices that the request gives; a published kind must have its own."""
+    """Placement, chunks and paths of a request that gives the device of every stage."""
     for name in ("placement", "chunks", "replicas"):
         if getattr(asked, name):
             raise InputError(f"{name} must be left out if the device of every stage is given")
@@ -182,7 +182,7 @@ def _given(asked: "ScheduleRequest") -> _Placed:
 
 
 def _chosen(asked: "ScheduleRequest") -> _Placed:
-    """The devices of the kind or placement that the request names."""
+    """Placement, chunks and paths of the kind or placement that a request names."""
     devices = max(1, len(asked.forward))
     if asked.kind not in KINDS:
         placement, chunks = _free_placement(asked)
@@ -201,7 +201,7 @@ def _chosen(asked: "ScheduleRequest") -> _Placed:
 
 
 def _free_placement(asked: "ScheduleRequest") -> tuple[str, int]:
-    """Placement and chunks of kinds that take any; the first one if several are tried."""
+    """Placement and chunks of a kind that can be scheduled on any placement."""
     chunks = _free_chunks(asked)
     if asked.placement is None and chunks == 1:
         return "line", 1
@@ -217,7 +217,7 @@ def _free_placement(asked: "ScheduleRequest") -> tuple[str, int]:
 
 
 def _free_chunks(asked: "ScheduleRequest") -> int:
-    """Chunks of kinds that take any placement."""
+    """The number of chunks of a kind that can be scheduled on any placement."""
     if asked.chunks is not None:
         return asked.chunks
     return 1 if asked.placement in (None, "line") else USUAL_CHUNKS
@@ -242,7 +242,7 @@ def _spread(asked: "ScheduleRequest", values: Sequence[float], path: Device) -> 
 
 
 def _repeated(asked: "ScheduleRequest", values: Sequence[T], path: Device) -> tuple[T, ...]:
-    """The value of its stage for every chunk."""
+    """For every chunk the value of its stage."""
     if len(path) == len(values):
         return tuple(values)
     if asked.placement == FREE:
@@ -255,7 +255,7 @@ def _devices(paths: Sequence[Device]) -> int:
 
 
 def _problem(asked: "ScheduleRequest", path: Device, memory: ActivationMemory) -> MakespanProblem:
-    """The problem of the devices on one path; of copies of stages, those of the first."""
+    """The scheduling problem of stages on one path of devices."""
     device, limit = path, memory.limit
     if asked.replicas:
         device, limit = line(len(path)), tuple(memory.limit[d] for d in path)
@@ -280,7 +280,7 @@ def _problem(asked: "ScheduleRequest", path: Device, memory: ActivationMemory) -
 
 
 def _amounts(memory: ActivationMemory) -> tuple[tuple[float, float, float], ...]:
-    """What F takes, and I and W give back."""
+    """By stage: what a forward takes, and input and weight gradients give back, of memory."""
     pairs = zip(memory.saved, memory.kept, strict=True)
     return tuple((saved, saved - kept, kept) for saved, kept in pairs)
 
@@ -320,7 +320,7 @@ def _memory(asked: "ScheduleRequest", paths: Sequence[Device]) -> ActivationMemo
     )
 
 
-def sizes_of(asked: "ScheduleRequest", setting: Setting) -> Sizes:
+def sizes_of(asked: "ScheduleRequest", setting: ScheduleSetting) -> Sizes:
     """What a generator needs."""
     from stagewright.formulations.pipelines.windows import stage_times
 

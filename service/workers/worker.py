@@ -10,15 +10,14 @@ from dataclasses import dataclass, field, replace
 
 from sqlalchemy.exc import DataError, SQLAlchemyError
 
-from stagewright.service.jobs.queue import LeaseLostError, Queue
-from stagewright.service.jobs.records import Asked, Job, Outcome, State, StoppedBy
-from stagewright.service.jobs.store import Store
-from stagewright.service.workers.processes import LocalProcess, MachineLostError, Start
-from stagewright.service.workers.solving import Better
+from stagewright.service.jobs.queue import JobLeaseLostError, Queue
+from stagewright.service.jobs.records import JobEnd, JobEnding, ServiceJob, State, StoppedBy
+from stagewright.service.jobs.store import ServiceStore
+from stagewright.service.workers.processes import Better, LocalProcess, MachineLostError, Start
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class JobLimits:
     """What a job may use.
 
     ``seconds`` is the longest that a job may take, whatever it asks for, and ``grace_seconds`` how
@@ -39,8 +38,8 @@ class Worker:
     nothing is told of it. ``start`` decides where processes of jobs are.
     """
 
-    store: Store
-    limits: Limits = Limits()
+    store: ServiceStore
+    limits: JobLimits = JobLimits()
     lease_seconds: float = 15.0
     poll_seconds: float = 0.2
     look_seconds: float = 2.0
@@ -78,17 +77,17 @@ class Worker:
             else:
                 self.answer(job)
 
-    def answer(self, job: Job) -> None:
+    def answer(self, job: ServiceJob) -> None:
         """Answer a job that is claimed; what happens to the lease and the store ends it."""
         try:
-            run = _Run(self, job)
+            run = _JobRun(self, job)
         except OSError:  # no process can be started now: the lease runs out
             self.stopping.wait(self.poll_seconds)
             return
         try:
             with self.store.signals.subscribed(run.asked.set, job=job.id, name="asked"):
                 run.until_done()
-        except LeaseLostError:
+        except JobLeaseLostError:
             pass  # another worker has it: what this one found does not count
         except MachineLostError:
             pass  # its lease runs out, and it is queued again as if this worker were lost
@@ -96,10 +95,10 @@ class Worker:
             run.process.kill()
 
 
-class _Run:
+class _JobRun:
     """One job in its process."""
 
-    def __init__(self, worker: Worker, job: Job) -> None:
+    def __init__(self, worker: Worker, job: ServiceJob) -> None:
         self.worker, self.job = worker, job
         self.process = worker.start(job.kind, job.request)
         now = time.monotonic()
@@ -115,7 +114,7 @@ class _Run:
         """Pass on what the process tells, and end it if it must."""
         while True:
             seen = self.process.look(self.worker.poll_seconds)
-            if isinstance(seen.told, Outcome):
+            if isinstance(seen.told, JobEnd):
                 self._finish(seen.told)
                 return
             if seen.told is not None:
@@ -133,7 +132,7 @@ class _Run:
             )  # fmt: skip
 
     def _watch(self, resident_bytes: float) -> None:
-        """Renew the lease, and see to the user's wish and to the limits."""
+        """Renew the lease of the job, and end its process on the user's wish or over a limit."""
         now, limits = time.monotonic(), self.worker.limits
         if self.asked.is_set() or now - self.renewed > self.worker.lease_seconds / 4:
             self.asked.clear()
@@ -151,11 +150,11 @@ class _Run:
         if self.kill_at is not None and now > self.kill_at:
             self.process.kill()
 
-    def _hear(self, asked: Asked | None) -> None:
-        if asked is Asked.ABORT:
+    def _hear(self, asked: JobEnding | None) -> None:
+        if asked is JobEnding.ABORT:
             self.aborted, self.stopped_by = True, StoppedBy.USER
             self.process.kill()
-        elif asked is Asked.STOP and self.kill_at is None:
+        elif asked is JobEnding.STOP and self.kill_at is None:
             self._ask_to_stop(StoppedBy.USER)
 
     def _ask_to_stop(self, why: StoppedBy) -> None:
@@ -163,21 +162,21 @@ class _Run:
         self.kill_at = time.monotonic() + self.worker.limits.grace_seconds
         self.process.stop()
 
-    def _finish(self, outcome: Outcome) -> None:
-        """Store the outcome; a store that does not answer is asked again as long as we may."""
+    def _finish(self, outcome: JobEnd) -> None:
+        """Store how the job ended; try again while the store does not answer."""
         while True:
             try:
                 told = outcome if self.aborted else self._told(outcome)
                 self.worker.queue.finish(self.job.id, self.worker.name, told)
                 return
             except (DataError, ValueError):  # it will never take this: no text of a database
-                outcome = Outcome(State.FAILED, reason="its answer cannot be stored")
+                outcome = JobEnd(State.FAILED, reason="its answer cannot be stored")
             except SQLAlchemyError:
                 if self.worker.stopping.wait(self.worker.poll_seconds):
                     return  # the lease runs out, and the best plan so far stays
 
-    def _told(self, outcome: Outcome) -> Outcome:
-        """The outcome, stopped by whoever stopped it, with the best plan of earlier workers."""
+    def _told(self, outcome: JobEnd) -> JobEnd:
+        """How the job ended and what stopped it; feasible if an earlier worker found a plan."""
         if outcome.stopped_by is None:
             return outcome
         told = replace(outcome, stopped_by=self.stopped_by or outcome.stopped_by)
@@ -189,8 +188,8 @@ class _Run:
         kept = self.worker.store.get(self.job.id)
         return kept is not None and kept.document is not None
 
-    def _without_outcome(self, exit_code: int) -> Outcome:
-        """How a job ends whose process ended without a word."""
+    def _without_outcome(self, exit_code: int) -> JobEnd:
+        """How a job ends whose process ended without an answer."""
         by = self.stopped_by or StoppedBy.LOST
         reasons = {
             StoppedBy.USER: "ended by the user",
@@ -199,4 +198,4 @@ class _Run:
             "bytes of memory",
             StoppedBy.LOST: f"its process ended with exit code {exit_code}",
         }
-        return Outcome(State.FAILED, reason=reasons[by], stopped_by=by)
+        return JobEnd(State.FAILED, reason=reasons[by], stopped_by=by)

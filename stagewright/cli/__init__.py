@@ -4,26 +4,33 @@ import contextlib
 import errno
 import io
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from stagewright.cli.interrupts import interrupt_once
 from stagewright.cli.pages import ROOT_EXAMPLES, Commands, with_plain_flags
 from stagewright.graphs.documents.errors import InputError
 
 # Everything that typer raises for a wrong command line; typer has no public name for it.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
-PYDANTIC = (
+_PYDANTIC = (
     ("Value error, ", ""),
     ("Input should be a valid integer, unable to parse string as an integer", "no whole number"),
     ("Input should be a valid number, unable to parse string as a number", "no number"),
 )
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SHOW_CURSOR = b"\x1b[?25h"
+_STDERR = 2
+_STOPPING = b"stagewright: stopping; a second signal ends it immediately\n"
 
 
 class CommandLine(TyperGroup):
@@ -47,7 +54,7 @@ class CommandLine(TyperGroup):
 
     @contextlib.contextmanager
     def _listed(self) -> Iterator[None]:
-        """While the body runs the commands have names and summaries alone: none is made."""
+        """Replace the commands by their names and summaries while the body runs."""
         self.commands = self.lazy.listed()
         try:
             yield
@@ -83,8 +90,8 @@ class CommandLine(TyperGroup):
 
 
 def _plain(message: str) -> str:
-    """What typer says of a wrong value without the words of pydantic, by which it reads values."""
-    for words, plain in PYDANTIC:
+    """A message of typer about a wrong value, without the words of pydantic."""
+    for words, plain in _PYDANTIC:
         message = message.replace(words, plain)
     return message
 
@@ -131,3 +138,46 @@ def main() -> None:
     """Run the command line of this process."""
     interrupt_once()
     app()
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[threading.Event]:
+    """A stop token that the first signal sets while the body runs; the second ends the process."""
+    stop = threading.Event()
+
+    def handle(number: int, _: FrameType | None) -> None:
+        _let_the_next_end()
+        with contextlib.suppress(OSError):
+            # On a terminal, the progress line says it; the next signal leaves no time for the rest.
+            os.write(_STDERR, _SHOW_CURSOR if sys.stderr.isatty() else _STOPPING)
+        stop.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield stop  # only the main thread may handle signals
+        return
+    before = {number: signal.signal(number, handle) for number in SIGNALS}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+
+
+def interrupt_once() -> None:
+    """Let the first Ctrl-C raise KeyboardInterrupt, as Python does, and the second end at once."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        _let_the_next_end()
+        signal.default_int_handler(number, frame)
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, handle)
+
+
+def _let_the_next_end() -> None:
+    """Let the kernel end this process at the next signal.
+
+    A handler of Python would wait for a library that computes.
+    """
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)

@@ -1,7 +1,7 @@
 """Commands from typed models: the fields of a request, and those of a command's own, are options.
 
-A command is a function of an :class:`Asked` request, of :class:`Options` of its own, or of both. A
-field of its own takes the place of the request's field with the same name.
+A command is a function of an :class:`Asked` request, of its own :class:`CommandOptions`, or both.
+An option of its own takes the place of the request's field with the same name.
 """
 
 import inspect
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 R = TypeVar("R", bound="Request")
 Run = TypeVar("Run", bound=Callable[..., int])
 
-COMMON = ("stagewright.cli.console", "stagewright.service.requests")
+_COMMON = ("stagewright.cli.options", "stagewright.service.requests")
 """The modules of options that many commands have."""
 
 WORDS = (int, float, str, bool, Path)
 """What an option may be of; and choices, and lists of these."""
 
 
-class Options(BaseModel):
+class CommandOptions(BaseModel):
     """The options of a command that no request has."""
 
     model_config = ConfigDict(
@@ -98,7 +98,7 @@ class _Field:
 
     @property
     def option(self) -> Option:
-        """What is said of the option."""
+        """The declared properties of the option."""
         return next((one for one in self.info.metadata if isinstance(one, Option)), Option())
 
     @property
@@ -122,14 +122,14 @@ class _Field:
         return self.option.default if self.is_read else self.info.default
 
     def read(self, given: Any) -> Any:
-        """The field's value."""
+        """The field's value, made of the option's text or file if need be."""
         if self.option.of_file is not None:
             return self.option.of_file(given)
         return given if self.option.of_text is None else self.option.of_text(given, self.shown)
 
     @property
     def writes(self) -> Writes | None:
-        """How the file is written that the option names; None if it is read."""
+        """How the command writes the file that the option names; None if it reads it."""
         return next((one for one in self.info.metadata if isinstance(one, Writes)), None)
 
     def files(self, values: dict[str, Any]) -> Iterator[tuple[Named, Writes | None]]:
@@ -197,7 +197,7 @@ class _Field:
 
 
 class Asked(Generic[R]):
-    """The request that the options of a command make."""
+    """The request that is made of a command's options."""
 
     def __init__(self, kind: type[R], fields: Mapping[str, _Field], given: dict[str, Any]) -> None:
         self.kind, self.fields, self.given = kind, fields, given
@@ -220,7 +220,7 @@ class Asked(Generic[R]):
         names = {one.name: one.shown for one in self.fields.values()} | dict(options or {})
         return ask(self.kind, names, **self.values(others) | others)
 
-    def strays(self, but: Collection[str], own: Options) -> list[str]:
+    def strays(self, but: Collection[str], own: CommandOptions) -> list[str]:
         """The options with another value than their defaults, except ``but`` some."""
         mine = [(one, self.given[name]) for name, one in self.fields.items()]
         others = [
@@ -235,7 +235,7 @@ class Asked(Generic[R]):
 
 
 def spelled(name: str) -> str:
-    """The option of an argument's name."""
+    """The option that has the name of an argument."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -296,7 +296,7 @@ def fields_of(run: Callable[..., int]) -> list[_Field]:
 
 
 def _made(kind: Any, fields: list[_Field], values: dict[str, Any], part: str) -> Any:
-    """A part of a command from the values of its options."""
+    """An argument of a command's function, from the values of its options."""
     if kind is typer.Context:
         return values[part]
     model = get_args(kind)[0] if get_origin(kind) is Asked else kind
@@ -312,7 +312,7 @@ def _made(kind: Any, fields: list[_Field], values: dict[str, Any], part: str) ->
 
 
 def _parts_of(run: Callable[..., int]) -> Iterator[tuple[str, Any]]:
-    """The parameters of a command."""
+    """The parameters of a command's function, by name."""
     hints = get_type_hints(run)
     yield from ((name, hints[name]) for name in inspect.signature(run).parameters)
 
@@ -342,16 +342,16 @@ def _rank(model: type[BaseModel], name: str) -> tuple[int, ...]:
     """The place of a model's field on a help page: what many commands have comes last."""
     classes = [one for one in model.__mro__ if name in inspect.get_annotations(one)]
     owner = classes[-1]
-    is_common = owner.__module__ in COMMON
+    is_common = owner.__module__ in _COMMON
     return (
-        2 * is_common + issubclass(model, Options),
+        2 * is_common + issubclass(model, CommandOptions),
         model.__mro__.index(owner),
         [*owner.__annotations__].index(name),
     )
 
 
 def _is_spelled(info: FieldInfo) -> bool:
-    """Whether a field has a value that is written in words, or read from a file."""
+    """Whether a field's value can be given on a command line."""
     if any(isinstance(one, Option) for one in info.metadata):
         return True
     return all(part in WORDS or get_origin(part) is Literal for part in _parts(info.annotation))

@@ -9,14 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import Field
-
-from stagewright.cli.commands import Options
-from stagewright.cli.outputs import Writes
-from stagewright.graphs.documents.errors import InputError
-from stagewright.service.options import Option
+from stagewright.cli.options import Printed, Written
+from stagewright.graphs.documents.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -25,13 +21,14 @@ if TYPE_CHECKING:
     from stagewright.formulations.forms.answers import OnProgress, Progress, StopToken
     from stagewright.formulations.plans.plan_class import PlanClass
     from stagewright.service.answers import Answer
+    from stagewright.service.pipelines.answers import ViolationAnswer
     from stagewright.service.requests import Request
 
 R = TypeVar("R", bound="Request")
 
 
 BEGAN = monotonic()  # the command line is imported when a command begins
-WIDTH_WITHOUT_TERMINAL = 120
+_WIDTH_WITHOUT_TERMINAL = 120
 
 
 def out() -> "Console":
@@ -41,11 +38,11 @@ def out() -> "Console":
     # No markup: names of models, devices and files may contain brackets.
     console = Console(highlight=False, soft_wrap=False, markup=False, emoji=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = WIDTH_WITHOUT_TERMINAL
+        console.width = _WIDTH_WITHOUT_TERMINAL
     return console
 
 
-def print_lines(*lines: "RenderableType") -> None:
+def say(*lines: "RenderableType") -> None:
     """Print text and tables to stdout."""
     console = out()
     for line in lines:
@@ -94,15 +91,21 @@ def print_json(document: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(_finite(document), indent=1, allow_nan=False) + "\n")
 
 
+def terminal() -> "Console | None":
+    """The console of stderr; None if that is not a terminal."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    return console if console.is_terminal else None
+
+
 @contextmanager
 def progress(task: str, stop: "StopToken | None" = None) -> Iterator["OnProgress"]:
     """Show ``task`` and its progress on stderr while the body runs, if that is a terminal."""
-    from rich.console import Console
-
     from stagewright.formulations.forms.answers import silent
 
-    console = Console(stderr=True)
-    if not console.is_terminal:
+    console = terminal()
+    if console is None:
         yield silent
         return
     line = ProgressLine(task, stop)
@@ -158,20 +161,19 @@ def _gap(best: float, bound: float) -> float:
     return (best - bound) / best if best > 0 else 0.0
 
 
-def read_sizes(text: str) -> list[int]:
-    """Sizes of microbatches, ascending."""
-    try:
-        sizes = sorted({int(size) for size in text.split(",")})
-    except ValueError:
-        raise InputError(f"--microbatch-sizes {text!r}: write for example 1,2,4") from None
-    if sizes[0] < 1:
-        raise InputError(f"--microbatch-sizes must be at least 1, got {sizes[0]}")
-    return sizes
-
-
 def percent(share: float | None) -> str:
     """A fraction as a percentage; a dash if there is none."""
     return "-" if share is None or not math.isfinite(share) else f"{share:.2%}"
+
+
+def seconds(value: float | None) -> str:
+    """A time with its unit; a dash if there is none."""
+    return "-" if value is None else format_seconds(value)
+
+
+def size(value: float | None) -> str:
+    """A number of bytes with its unit; a dash if there is none."""
+    return "-" if value is None else format_bytes(value)
 
 
 def _finite(value: Any) -> Any:
@@ -186,96 +188,6 @@ def _finite(value: Any) -> Any:
 
 A = TypeVar("A", bound="Answer")
 D = TypeVar("D")
-
-MOST_THREADS = 8  # unless more are asked for
-SERVED_THREADS = 4  # what services allow unless they are set otherwise
-
-
-class Printed(Options):
-    """What every command may do with its answer."""
-
-    as_json: Annotated[bool, Option("--json")] = False
-    """Print one JSON object and nothing else."""
-
-
-class Written(Printed):
-    """An answer with a document to write."""
-
-    output: Annotated[Path | None, Option("--output", "-o", form="FILE"), Writes(".json")] = None
-    """Where to write; - is standard output."""
-
-
-class Served(Options):
-    """Where an answer comes from."""
-
-    server: Annotated[str | None, Option(form="URL", env="STAGEWRIGHT_SERVER")] = None
-    """Solve on the planning service at this URL, with the token in STAGEWRIGHT_TOKEN."""
-
-
-class Threaded(Options):
-    """The threads of a search."""
-
-    threads: int | None = None
-    """Threads of the solvers; with one, answers are reproducible. Default: one per core, at most 8;
-    of a sweep and on Ray 1; with --server 4."""
-
-
-class OnRay(Options):
-    """Where several plans are made at a time."""
-
-    engine: Literal["local", "ray"] = "local"
-    """Processes of this machine, or of a Ray cluster."""
-    address: str | None = None
-    """With --engine ray: address of the Ray cluster; default: Ray is started here."""
-
-    def require(self, server: str | None = None) -> None:
-        """Refuse an address of a cluster that is not used, or a cluster for a server's jobs."""
-        if self.engine == "local" and self.address is not None:
-            raise InputError("--address goes with --engine ray")
-        if self.engine == "ray" and server is not None:
-            raise InputError("--engine ray is of searches here; leave it or --server out")
-
-
-class Modelled(Options):
-    """A user's module and its data."""
-
-    module: Annotated[str, Option(form="PACKAGE:FACTORY")]
-    """Function that returns the module."""
-    data: Annotated[str, Option(form="PACKAGE:FACTORY")]
-    """Function that returns an iterable of mini-batches (inputs, targets), of which the first is
-    used."""
-    loss: Annotated[str | None, Option(form="PACKAGE:FUNCTION")] = None
-    """Loss of (outputs, targets): a mean, or (sum, count); default: cross-entropy."""
-    optimizer: str = "adamw"
-    """One of torch.optim, e.g. adamw:lr=1e-3,weight_decay=0.1."""
-
-
-class Clipped(Options):
-    """What an optimizer does with large gradients."""
-
-    clip_norm: float | None = None
-    """Clip gradients to this norm over all parameters."""
-
-
-class Seeded(Options):
-    """Random choices."""
-
-    seed: int = 0
-    """Seed of all random choices."""
-
-
-class Repeated(Options):
-    """Measurements."""
-
-    repetitions: Annotated[int, Field(ge=1)] = 9
-    """Measurements, of which the median counts."""
-
-
-def threads_of(threads: int | None, server: str | None = None) -> int:
-    """The threads of a search, here or on a server."""
-    if threads is not None:
-        return threads
-    return min(MOST_THREADS, os.cpu_count() or 1) if server is None else SERVED_THREADS
 
 
 def kept(document: D | None, given: Written, save: Callable[[D, Path], None]) -> list[Path]:
@@ -300,4 +212,27 @@ def tell(
         print_json(answer.json_object() | ({"files": written} if listed else {}))
         return
     show(answer)
-    print_lines(*(f"{file} is written" for file in written))
+    say(*(f"{file} is written" for file in written))
+
+
+def tell_drawn(
+    answer: "Answer", given: Printed, files: Sequence[Path], show: Callable[[], object]
+) -> None:
+    """Print which files were drawn, or an answer where none was asked for."""
+    tell(answer, given, lambda _: None if files else show(), files, listed=True)
+
+
+def tell_invalid(plan: Path, error: Exception, given: Printed) -> int:
+    """Print why a plan cannot run; the exit code."""
+    from stagewright.service.answers import InvalidAnswer
+
+    answer = InvalidAnswer(reason=str(error))
+    tell(answer, given, lambda _: say(f"{plan} cannot run: {error}"))
+    return 1
+
+
+def print_violations(plan: Path, violations: "Sequence[ViolationAnswer]") -> None:
+    """Print the rules that a plan breaks."""
+    rows = [(one.rule, one.place, one.message) for one in violations]
+    rules = f"{len(rows)} broken rule{'s' if len(rows) > 1 else ''}"
+    print_table(("<rule", "<place", "<what was found"), rows, f"{plan}: {rules}")

@@ -8,7 +8,8 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 
-from stagewright.cli.console import Printed, print_json, print_table, progress
+from stagewright.cli.console import print_json, print_table, progress
+from stagewright.cli.options import Printed
 from stagewright.graphs.documents.errors import InputError
 
 TOLERANCE = 1e-6
@@ -108,7 +109,7 @@ def _ask_backend(name: str) -> float | None:
 
 
 def _ask_kernel() -> float | None:
-    """Two layers of three seconds each, on two devices."""
+    """The bottleneck, by the partition kernel, of two layers of 3 s on two devices."""
     from stagewright.formulations.pipelines.bppm import BalancedPartition
     from stagewright.formulations.plans.pipeline import PipelineProblem
     from stagewright.graphs.machines.cluster import Link, uniform_servers

@@ -104,10 +104,7 @@ def parse_optimizer(text: str) -> "NamedOptimizer":
         raise InputError(f"--optimizer {name!r} is not known; one of {', '.join(sorted(kinds))}")
     allowed = list(inspect.signature(kinds[name]).parameters)[1:]  # the first is the parameters
     arguments = _parse_arguments(
-        f"--optimizer {text}",
-        listed,
-        "NAME:KEY=VALUE,KEY=VALUE",
-        "adamw:lr=1e-3,betas=(0.9,0.95)",
+        f"--optimizer {text}", listed, "NAME:KEY=VALUE,KEY=VALUE", "adamw:lr=1e-3,betas=(0.9,0.95)"
     )
     for argument in arguments:
         if argument not in allowed:

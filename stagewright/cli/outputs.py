@@ -84,6 +84,13 @@ def require_folder(*paths: Path) -> None:
             raise InputError(f"{path}: no permission to write it")
 
 
+def is_document(path: Path, name: str) -> bool:
+    """Whether a file is a document whose format is ``stagewright-NAME``."""
+    from stagewright.graphs.documents.documents import format_of  # slow to import
+
+    return format_of(path) == f"stagewright-{name}"
+
+
 def _require_writable(named: Named, writes: Writes) -> None:
     option, path = named
     suffix = path.suffix.lower()

@@ -11,29 +11,35 @@ from typer.core import TyperCommand
 
 PANELS: dict[str, dict[str, str]] = {
     "Plan": {
-        "plan": "planning", "sweep": "sweeping", "what-if": "sweeping", "check": "plans",
-        "diff": "plans", "simulate": "plans", "show": "plans",
+        "plan": "pipelines.planning", "sweep": "pipelines.sweeping",
+        "what-if": "pipelines.sweeping", "check": "pipelines.plans", "diff": "pipelines.plans",
+        "simulate": "pipelines.plans", "show": "pipelines.plans",
     },
-    "Training of transformers": {"train-plan": "layouts", "memory": "layouts"},
+    "Training of transformers": {"train-plan": "layouts.layouts", "memory": "layouts.layouts"},
     "Scheduling problems": {
-        "partition": "problems", "divide": "problems", "schedule": "schedules",
-        "jobshop": "problems",
+        "partition": "schedules.problems", "divide": "schedules.problems",
+        "schedule": "schedules.schedules", "jobshop": "schedules.problems",
     },
     "Models and clusters": {
-        "import": "inputs", "model": "inputs", "cluster": "inputs", "profile": "profiling",
-        "profile-links": "profiling", "capture": "profiling",
+        "import": "documents.inputs", "model": "documents.inputs", "cluster": "documents.inputs",
+        "profile": "training.profiling", "profile-links": "training.profiling",
+        "capture": "training.profiling",
     },
     "Run": {
-        "run": "running", "train": "training", "compare": "comparing", "export": "exporting",
+        "run": "training.running", "train": "training.rounds", "compare": "pipelines.comparing",
+        "export": "pipelines.plans",
     },
     "The planning service": {
         "serve": "serving", "token": "serving", "backup": "serving", "jobs": "serving",
     },
     "Clusters and jobs": {
-        "allocate": "allocating", "rounds": "allocating", "simulate-cluster": "simulating",
-        "run-cluster": "allocating", "estimate": "allocating", "cloud": "cloud",
+        "allocate": "clusters.allocating", "rounds": "clusters.allocating",
+        "simulate-cluster": "clusters.simulating", "run-cluster": "clusters.allocating",
+        "estimate": "clusters.allocating", "cloud": "clusters.cloud",
     },
-    "About": {"planners": "planning", "policies": "allocating", "doctor": "doctor"},
+    "About": {
+        "planners": "pipelines.planning", "policies": "clusters.allocating", "doctor": "doctor",
+    },
 }  # fmt: skip
 """The commands under their headings, and the module of each."""
 
@@ -44,27 +50,21 @@ EXAMPLES: dict[str, str] = {
     "sweep": """
         stagewright sweep --model model.json --cluster cluster.json \\
             --devices 2,4 --microbatches 8,16 -o sweep.csv --png sweep.png""",
-    "serve": """
-        stagewright serve --port 8754 --workers 2""",
-    "token": """
-        stagewright token alice --scope submit""",
-    "backup": """
-        stagewright backup jobs-monday.sqlite --store jobs.sqlite""",
-    "jobs": """
-        stagewright jobs --server http://127.0.0.1:8754""",
+    "serve": "stagewright serve --port 8754 --workers 2",
+    "token": "stagewright token alice --scope submit",
+    "backup": "stagewright backup jobs-monday.sqlite --store jobs.sqlite",
+    "jobs": "stagewright jobs --server http://127.0.0.1:8754",
     "what-if": """
         stagewright what-if --model model.json --cluster cluster.json \\
             --microbatches 8 --time-limit 3""",
-    "check": """
-        stagewright check plan.json --model model.json --cluster cluster.json""",
+    "check": "stagewright check plan.json --model model.json --cluster cluster.json",
     "simulate": """
         stagewright simulate plan.json --model model.json \\
             --cluster cluster.json --jitter 0.1""",
     "show": """
         stagewright show plan.json --html timeline.html --png timeline.png
         stagewright show plan.json --html plan.html --cluster cluster.json""",
-    "diff": """
-        stagewright diff plan.json other.json""",
+    "diff": "stagewright diff plan.json other.json",
     "train-plan": """
         stagewright train-plan config.json --device h100 --gpus 64 \\
             --global-batch 512 --sequence 4096 -o layout.json
@@ -77,14 +77,12 @@ EXAMPLES: dict[str, str] = {
     "partition": """
         stagewright partition --model model.json --cluster cluster.json \\
             --microbatches 8 --stages 2""",
-    "divide": """
-        stagewright divide workload.json --devices 4 --memory 16GB""",
+    "divide": "stagewright divide workload.json --devices 4 --memory 16GB",
     "schedule": """
         stagewright schedule --stages 4 --microbatches 8 --times 1,1,1 \\
             --kind zbv --html schedule.html
         stagewright schedule --stages 4 --microbatches 8 --times 1,2 --compare""",
-    "jobshop": """
-        stagewright jobshop ft06.txt --time-limit 30""",
+    "jobshop": "stagewright jobshop ft06.txt --time-limit 30",
     "import": """
         stagewright import graph.txt --from pipedream -o model.json
         stagewright import profiles --from sailor --config config.json \\
@@ -102,8 +100,7 @@ EXAMPLES: dict[str, str] = {
     "profile": """
         stagewright profile --module net:build --data net:batches --on cuda \\
             --microbatch-sizes 1,2,4 -o model.json""",
-    "profile-links": """
-        stagewright profile-links --ranks 2 -o cluster.json""",
+    "profile-links": "stagewright profile-links --ranks 2 -o cluster.json",
     "capture": """
         stagewright capture --module net:build --data net:batches \\
             --device v100 -o graph.json""",
@@ -113,8 +110,7 @@ EXAMPLES: dict[str, str] = {
     "train": """
         stagewright train --module net:build --data net:batches \\
             --cluster cluster.json --steps 1000 --folder trained""",
-    "compare": """
-        stagewright compare plan.json trace.json --png compared.png""",
+    "compare": "stagewright compare plan.json trace.json --png compared.png",
     "export": """
         stagewright export plan.json --to megatron --model model.json \\
             -o megatron.sh
@@ -139,12 +135,9 @@ EXAMPLES: dict[str, str] = {
     "cloud": """
         stagewright cloud prices.json --rates v100=1.0,p100=0.55,k80=0.2 \\
             --v100-hours 96 --gpus 4""",
-    "planners": """
-        stagewright planners --json""",
-    "policies": """
-        stagewright policies --json""",
-    "doctor": """
-        stagewright doctor""",
+    "planners": "stagewright planners --json",
+    "policies": "stagewright policies --json",
+    "doctor": "stagewright doctor",
 }  # fmt: skip
 """Lines of at most 76 characters, as a help page of 80 has them."""
 
@@ -210,7 +203,7 @@ class Commands(MutableMapping[str, Any]):
         """The commands as the list of them shows them: with the first paragraph of their pages."""
         listed = Commands()
         for name, (heading, module) in self.places.items():
-            source = Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8")
+            source = (Path(__file__).parent / f"{module.replace('.', '/')}.py").read_text("utf-8")
             function = rf'^def {_function(name)}\(.*?^    """(.*?)(?:\n\n|""")'
             found = re.search(function, source, re.MULTILINE | re.DOTALL)
             assert found is not None

@@ -7,43 +7,35 @@ from stagewright.cli.commands import ask
 from stagewright.cli.console import (
     kept,
     percent,
-    print_answer,
     print_json,
-    print_lines,
     print_table,
+    print_violations,
     progress,
+    say,
     tell,
+    tell_drawn,
 )
+from stagewright.cli.options import Printed
 from stagewright.cli.solving import find
-from stagewright.graphs.documents.documents import format_of
 from stagewright.graphs.documents.units import counted, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from stagewright.cli.commands import Asked
-    from stagewright.cli.planning import PlanOptions
+    from stagewright.cli.pipelines.planning import PlanOptions
+    from stagewright.cli.pipelines.plans import ShowOptions
     from stagewright.executor.measuring.operator_runs import OperatorComparison
     from stagewright.executor.programs.trace import Trace
     from stagewright.formulations.operators.plan import OperatorPlan
-    from stagewright.service.operators.plans import PlaceAnswer, PlacementSummary
+    from stagewright.service.operators.plans import (
+        PlaceAnswer,
+        PlacementCheckAnswer,
+        PlacementSummary,
+    )
     from stagewright.service.pipelines.requests import PlanRequest
 
 OPTIMAL_GAP = 1e-9  # relative
-MOST_SPLITS = 20  # that are printed
-MOST_OFF = 8  # operators and transfers whose times are furthest from the plan's
-
-
-def is_graph(model: Path) -> bool:
-    """Whether the file is a graph of operators."""
-    from stagewright.graphs.models.operators.step_graph import FORMAT
-
-    return format_of(model) == FORMAT
-
-
-def is_placement(plan: Path) -> bool:
-    """Whether the file is a plan of operators."""
-    from stagewright.formulations.operators.plan import FORMAT
-
-    return format_of(plan) == FORMAT
+_MOST_SPLITS = 20  # that are printed
+_MOST_OFF = 8  # operators and transfers whose times are furthest from the plan's
 
 
 def place(asked: "Asked[PlanRequest]", given: "PlanOptions", threads: int) -> int:
@@ -71,14 +63,14 @@ def place(asked: "Asked[PlanRequest]", given: "PlanOptions", threads: int) -> in
 
 def _print_place(answer: "PlaceAnswer") -> None:
     if answer.plan is not None:
-        print_placement(answer)
+        _print_placement(answer)
     reason = f": {answer.reason}" if answer.reason else ""
     whole = answer.status == "optimal" and (answer.any_splits_gap or 0.0) > OPTIMAL_GAP
     of = f" with {_splits(answer)}" if whole else ""
-    print_lines(f"{answer.planner}: {answer.status}{of} after {answer.wall_seconds:.2f} s{reason}")
+    say(f"{answer.planner}: {answer.status}{of} after {answer.wall_seconds:.2f} s{reason}")
 
 
-def check_placement(plan: Path, model: Path, cluster: Path, as_json: bool) -> int:
+def check_placement(plan: Path, model: Path, cluster: Path, given: Printed) -> int:
     """Check a plan of operators; 1 if it breaks a rule."""
     from stagewright.formulations.operators.plan import load_operator_plan
     from stagewright.graphs.machines.cluster import load_cluster
@@ -90,47 +82,41 @@ def check_placement(plan: Path, model: Path, cluster: Path, as_json: bool) -> in
     fields = dict(zip(("plan", "graph", "cluster"), documents, strict=True))
     with progress("checking"):
         answer = check_plan(ask(CheckPlacementRequest, **fields))
-    if as_json:
-        print_answer(answer)
-    elif answer.cost_seconds is not None:
-        print_lines(f"{plan}: valid, {format_seconds(answer.cost_seconds)} per step")
-    else:
-        rows = [(one.rule, one.place, one.message) for one in answer.violations]
-        rules = f"{len(rows)} broken rule{'s' if len(rows) > 1 else ''}"
-        print_table(("<rule", "<place", "<what was found"), rows, f"{plan}: {rules}")
+
+    def show(answer: "PlacementCheckAnswer") -> None:
+        if answer.cost_seconds is not None:
+            say(f"{plan}: valid, {format_seconds(answer.cost_seconds)} per step")
+        else:
+            print_violations(plan, answer.violations)
+
+    tell(answer, given, show)
     return 1 if answer.violations else 0
 
 
-def show_placement(
-    plan: Path, html: Path | None, png: Path | None, trace: Path | None, as_json: bool
-) -> int:
+def show_placement(given: "ShowOptions") -> int:
     """Draw a plan of operators, or print its summary."""
     from stagewright.executor.drawing.operators import write_html, write_png, write_trace
     from stagewright.formulations.operators.plan import load_operator_plan
     from stagewright.service.operators.plans import summary
 
-    placed = load_operator_plan(plan)
-    writers = ((html, write_html), (png, write_png), (trace, write_trace))
+    placed = load_operator_plan(given.plan)
+    writers = ((given.html, write_html), (given.png, write_png), (given.trace, write_trace))
     wanted = [(path, write) for path, write in writers if path is not None]
     with progress("drawing"):
         for path, write in wanted:
             write(placed, path)
-    if as_json:
-        print_json(summary(placed).json_object() | {"files": [str(path) for path, _ in wanted]})
-    elif wanted:
-        print_lines(*(f"{path} is written" for path, _ in wanted))
-    else:
-        print_placement(summary(placed))
+    shown = summary(placed)
+    tell_drawn(shown, given, [path for path, _ in wanted], lambda: _print_placement(shown))
     return 0
 
 
 def compare_placement(plan: Path, trace: Path, png: Path | None, as_json: bool) -> int:
     """Compare the predictions of a plan of operators with a run of it."""
-    from stagewright.cli.comparing import run_line
+    from stagewright.cli.pipelines.comparing import run_line
     from stagewright.executor.programs.trace import load_trace
     from stagewright.formulations.operators.plan import load_operator_plan
-    from stagewright.service.operators.runs import ComparePlacementRequest
-    from stagewright.service.operators.runs import compare as answer_of
+    from stagewright.service.operators.plans import ComparePlacementRequest
+    from stagewright.service.operators.plans import compare as answer_of
 
     planned, run = load_operator_plan(plan), load_trace(trace)
     answer = answer_of(ask(ComparePlacementRequest, plan=planned, trace=run))
@@ -141,14 +127,14 @@ def compare_placement(plan: Path, trace: Path, png: Path | None, as_json: bool) 
     if as_json:
         print_json(answer.json_object() | {"files": files})
         return 0
-    print_lines(run_line(run))
+    say(run_line(run))
     _print_comparison(answer.comparison)
-    print_lines(*(f"{path} is written" for path in files))
+    say(*(f"{path} is written" for path in files))
     return 0
 
 
 def _draw_run(planned: "OperatorPlan", run: "Trace", png: Path) -> None:
-    from stagewright.cli.comparing import run_line
+    from stagewright.cli.pipelines.comparing import run_line
     from stagewright.executor.drawing.operators import end_of, headline, write_stacked_png
     from stagewright.executor.measuring.pairs import median_step
     from stagewright.executor.programs.operators.trace import with_times
@@ -160,7 +146,7 @@ def _draw_run(planned: "OperatorPlan", run: "Trace", png: Path) -> None:
 
 
 def _print_comparison(found: "OperatorComparison") -> None:
-    from stagewright.cli.comparing import cells, ratio
+    from stagewright.cli.pipelines.comparing import cells, ratio
 
     head = ("count", "predicted", "measured", "ratio")
     for kind, totals in (("<together", found.kinds), ("<device", found.devices)):
@@ -175,26 +161,26 @@ def _print_comparison(found: "OperatorComparison") -> None:
             one.operator, one.device if one.target is None else f"{one.device} to {one.target}",
             *cells(one.seconds), ratio(one.seconds),
         )
-        for one in off[:MOST_OFF]
+        for one in off[:_MOST_OFF]
     ]  # fmt: skip
     print_table(("<furthest off", "<on", *head[1:]), rows)
     span = " to ".join(map(format_seconds, (found.least_seconds, found.most_seconds)))
     predicted, measured = cells(found.iteration_seconds)
-    print_lines(
+    say(
         f"predicted {predicted}, measured {measured} "
         f"(median of {counted(found.steps, 'step', 'steps')}, {span}): measured / predicted = "
         f"{ratio(found.iteration_seconds)}"
     )
 
 
-def print_placement(placed: "PlacementSummary") -> None:
+def _print_placement(placed: "PlacementSummary") -> None:
     """Print the devices of a placement, its splits and its certificate."""
     cost = placed.cost_seconds or 0.0
     parts = [f"{placed.model} on {placed.cluster}", placed.planner]
     parts.append(f"{placed.operators} operators, {placed.transfers} transfers")
     if placed.cost_seconds is not None:
         parts += [f"{format_seconds(cost)} per step", f"gap {percent(placed.gap)}"]
-    print_lines(" · ".join(parts))
+    say(" · ".join(parts))
     rows = [
         (
             one.device, str(one.operators), format_seconds(one.busy_seconds),
@@ -205,20 +191,19 @@ def print_placement(placed: "PlacementSummary") -> None:
     print_table(("<device", "operators", "computes", "busy", "peak memory"), rows)
     if placed.splits:
         head = ("<split operator", "<dimension", "parts")
-        shown = placed.splits[:MOST_SPLITS]
+        shown = placed.splits[:_MOST_SPLITS]
         print_table(head, [(one["operator"], one["dimension"], str(one["parts"])) for one in shown])
         if len(placed.splits) > len(shown):
-            print_lines(f"and {len(placed.splits) - len(shown)} more splits")
-    print_lines(*_certificate_lines(placed))
+            say(f"and {len(placed.splits) - len(shown)} more splits")
+    say(*_certificate_lines(placed))
 
 
 def _splits(placed: "PlacementSummary") -> str:
-    """What the plans that the bound is about have in common."""
+    """What all plans share that the bound is about: their splits, or none."""
     return "these splits" if placed.splits else "whole operators"
 
 
 def _certificate_lines(placed: "PlacementSummary") -> list[str]:
-
     if placed.cost_seconds is None:
         return []
     assert placed.bound_seconds is not None

@@ -7,18 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from stagewright.cli.commands import Options
-from stagewright.cli.console import (
-    OnRay,
-    Printed,
-    Served,
-    Written,
-    percent,
-    print_answer,
-    print_json,
-    print_lines,
-    print_table,
-)
+from stagewright.cli.commands import CommandOptions
+from stagewright.cli.console import percent, print_answer, print_json, print_table, say
+from stagewright.cli.options import OnRay, Printed, Served, Written
 from stagewright.cli.outputs import Writes
 from stagewright.cli.solving import serving
 from stagewright.graphs.documents.errors import InputError
@@ -33,10 +24,10 @@ if TYPE_CHECKING:
     from stagewright.client import Client, JobState
     from stagewright.service.workers.processes import Start
 
-LEAST_MEMORY = 100e6  # bytes; a process that only starts takes more
+_LEAST_MEMORY = 100e6  # bytes; a process that only starts takes more
 
 
-class Stored(Options):
+class Stored(CommandOptions):
     """Where jobs are kept."""
 
     store: Annotated[str, Option(form="FILE_OR_URL", env="STAGEWRIGHT_STORE")] = (
@@ -74,7 +65,7 @@ def serve(given: ServeOptions) -> int:
     starts only if there are tokens.
     """
     limit = parse_bytes(given.memory_limit, "--memory-limit")
-    if limit < LEAST_MEMORY:
+    if limit < _LEAST_MEMORY:
         raise InputError(f"--memory-limit must be at least 100MB, got {given.memory_limit}")
     for name, value, unit in (
         ("rate", given.rate, "requests a second"),
@@ -94,20 +85,20 @@ def serve(given: ServeOptions) -> int:
     webhooks = None
     if given.webhook_origin:
         webhooks = Webhooks(tuple(given.webhook_origin), os.environ.get(SECRET, ""))
-    with opened(store_url(given.store)) as jobs, _processes(given) as start:
+    with opened(_store_url(given.store)) as jobs, _processes(given) as start:
         server = Server(
             jobs, given.host, given.port, given.workers, limit, given.rate, webhooks, start,
             given.keep_days,
         )  # fmt: skip
         server.require_safe()
-        server.run(lambda url: print_lines(f"serving at {url}"))
+        server.run(lambda url: say(f"serving at {url}"))
     return 0
 
 
 def _processes(given: ServeOptions) -> "AbstractContextManager[Start]":
-    """What starts the processes of jobs."""
+    """What starts the processes of jobs: this machine, or a Ray cluster."""
     if given.engine == "ray":
-        from stagewright.service.workers.ray_processes import on_ray
+        from stagewright.service.workers.processes import on_ray
 
         return on_ray(given.address)
     from stagewright.service.workers.processes import LocalProcess
@@ -115,8 +106,8 @@ def _processes(given: ServeOptions) -> "AbstractContextManager[Start]":
     return contextlib.nullcontext(LocalProcess)
 
 
-def store_url(text: str) -> str:
-    """The URL of a store: a file is one of SQLite."""
+def _store_url(text: str) -> str:
+    """The URL of a store of jobs; a file name becomes one of SQLite."""
     return text if "://" in text else f"sqlite:///{Path(text).absolute()}"
 
 
@@ -141,14 +132,14 @@ def token(given: TokenOptions) -> int:
         scope = Scope(scope)
     if not isinstance(scope, Scope):
         raise InputError(f"--scope {scope!r} must be one of {', '.join(Scope)}")
-    with opened(store_url(given.store)) as jobs:
+    with opened(_store_url(given.store)) as jobs:
         tokens = Tokens(jobs.engine)
         if given.revoke:
             count = tokens.revoke(given.user)
-            print_json({"revoked": count}) if as_json else print_lines(f"{count} tokens deleted")
+            print_json({"revoked": count}) if as_json else say(f"{count} tokens deleted")
             return 0 if count else 1
         made = tokens.create(given.user, scope)
-    print_json({"token": made}) if as_json else print_lines(made)
+    print_json({"token": made}) if as_json else say(made)
     return 0
 
 
@@ -165,10 +156,10 @@ def backup(given: BackupOptions) -> int:
     The file is a store too: put it in place of the other one, with no server running, to restore.
     A store of PostgreSQL is backed up with pg_dump.
     """
-    from stagewright.service.jobs.backups import back_up
+    from stagewright.service.jobs.upkeep import back_up
 
-    back_up(store_url(given.store), given.file)
-    print_lines(f"{given.file}: {given.file.stat().st_size} bytes")
+    back_up(_store_url(given.store), given.file)
+    say(f"{given.file}: {given.file.stat().st_size} bytes")
     return 0
 
 
@@ -216,10 +207,10 @@ def _list(client: "Client", as_json: bool) -> int:
 
 
 def _print(found: "Sequence[JobState]") -> None:
-    """A table of jobs; costs have a unit, which a line names where it is that of the request."""
+    """Print a table of jobs, with a line about units that are not seconds."""
     print_table(HEAD, [_row(one) for one in found])
     if any(one.cost is not None and not _is_timed(one) for one in found):
-        print_lines("units: those of the request's times or memory")
+        say("units: those of the request's times or memory")
 
 
 def _row(one: "JobState") -> tuple[str, ...]:
@@ -241,7 +232,7 @@ def _is_timed(one: "JobState") -> bool:
 
 
 def _webhook(found: "JobState") -> str:
-    """What became of the job's webhook."""
+    """How far the delivery of a job's webhook is, in words."""
     told = found.webhook
     if told is None:
         return ""
@@ -250,7 +241,7 @@ def _webhook(found: "JobState") -> str:
 
 
 def _save(client: "Client", found: "JobState", output: "Path") -> None:
-    """Write the best plan of a job: one of operators is in its answer."""
+    """Write the best plan of a job, of a pipeline or of operators."""
     from stagewright.formulations.operators.plan import save_operator_plan
     from stagewright.formulations.plans.plan import save_plan
     from stagewright.service.operators.plans import PlaceAnswer
@@ -270,6 +261,6 @@ def _show(client: "Client", found: "JobState", output: "Path | None", as_json: b
         return 0
     _print([found])
     by = "" if found.stopped_by is None else f"stopped by {found.stopped_by}"
-    print_lines(*(line for line in (by, found.reason, _webhook(found)) if line))
-    print_lines(*([f"{output} is written"] if output is not None else []))
+    say(*(line for line in (by, found.reason, _webhook(found)) if line))
+    say(*([f"{output} is written"] if output is not None else []))
     return 1 if found.state == "failed" else 0

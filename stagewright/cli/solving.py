@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 import typer
 
-from stagewright.cli.console import OnRay, progress, warn
-from stagewright.cli.interrupts import interruptible
+from stagewright.cli import interruptible
+from stagewright.cli.console import progress, warn
+from stagewright.cli.options import OnRay
 from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 A = TypeVar("A", bound="Answer")
 
 TOKEN = "STAGEWRIGHT_TOKEN"  # the name of an environment variable
-UNAUTHORIZED = 401
+_UNAUTHORIZED = 401
 NO_ANSWER = 1  # exit code, as of a search that found nothing in time
 
 
@@ -74,7 +75,7 @@ def serving(server: str) -> "Iterator[Client]":
         with Client(server, os.environ.get(TOKEN)) as client:
             yield client
     except ServiceError as error:
-        hint = f"; a token is read from {TOKEN}" if error.status == UNAUTHORIZED else ""
+        hint = f"; a token is read from {TOKEN}" if error.status == _UNAUTHORIZED else ""
         raise InputError(f"--server {server}: {error}{hint}") from None
     except UnansweredError as error:
         if error.job.stopped_by not in ("user", "time"):

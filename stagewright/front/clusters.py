@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, overload
 
 from stagewright.formulations.forms.answers import StopToken
+from stagewright.front import fields_of
 from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from stagewright.graphs.workloads.jobs import Throughputs, Workload
     from stagewright.graphs.workloads.pool import Pool
     from stagewright.graphs.workloads.prices import Market
-    from stagewright.service.cloud.answers import CloudAnswer
+    from stagewright.service.cloud.requests import CloudAnswer
     from stagewright.service.clusters.answers import (
         AllocateAnswer,
         EstimateAnswer,
@@ -76,23 +77,11 @@ def allocate(
     InputError
         If a throughput is missing, a job fits nowhere, or the policy lacks what it needs.
     """
+    fields = fields_of(locals())
     from stagewright.service.clusters.allocating import allocate as answer
     from stagewright.service.clusters.requests import AllocateRequest
 
-    request = AllocateRequest.of(
-        workload=workload,
-        pool=pool,
-        policy=policy,
-        space_sharing=space_sharing,
-        placement=placement,
-        budget_dollars=budget_dollars,
-        parts=parts,
-        at_once=at_once,
-        backend=backend,
-        time_limit=time_limit,
-        seed=seed,
-    )
-    return answer(request).result
+    return answer(AllocateRequest.of(**fields)).result
 
 
 def rounds(
@@ -112,22 +101,11 @@ def rounds(
 
     Without an allocation the answer is the policy's.
     """
+    fields = fields_of(locals())
     from stagewright.service.clusters.allocating import rounds as answer
     from stagewright.service.clusters.requests import RoundsRequest
 
-    request = RoundsRequest.of(
-        workload=workload,
-        pool=pool,
-        policy=policy,
-        allocation=allocation,
-        rounds=rounds,
-        round_seconds=round_seconds,
-        space_sharing=space_sharing,
-        placement=placement,
-        budget_dollars=budget_dollars,
-        time_limit=time_limit,
-    )
-    return answer(request)
+    return answer(RoundsRequest.of(**fields))
 
 
 def simulate_cluster(
@@ -194,12 +172,7 @@ def run_cluster(
 def estimate(reference: "Throughputs", workload: "Workload") -> "EstimateAnswer": ...
 @overload
 def estimate(
-    reference: "Throughputs",
-    *,
-    choose: str,
-    scale: int = 1,
-    fraction: float = 0.2,
-    seed: int = 0,
+    reference: "Throughputs", *, choose: str, scale: int = 1, fraction: float = 0.2, seed: int = 0
 ) -> "MeasureAnswer": ...
 def estimate(
     reference: "Throughputs",
@@ -224,25 +197,22 @@ def estimate(
     scale, fraction, seed
         With ``choose``: accelerators of the job, the fraction of all pairs, and of the draw.
     """
-    from stagewright.service.clusters import estimating
+    from stagewright.service.clusters.allocating import estimate as answer
+    from stagewright.service.clusters.allocating import measure
     from stagewright.service.clusters.requests import EstimateRequest, MeasureRequest
 
     if (workload is None) == (choose is None):
         raise InputError("give either a workload or choose, the model to measure")
     if workload is not None:
-        return estimating.estimate(EstimateRequest.of(reference=reference, workload=workload))
+        return answer(EstimateRequest.of(reference=reference, workload=workload))
     request = MeasureRequest.of(
         reference=reference, model=choose, scale=scale, fraction=fraction, seed=seed
     )
-    return estimating.measure(request)
+    return measure(request)
 
 
 def cloud(
-    market: "Market",
-    rates: Mapping[str, float],
-    *,
-    stop: StopToken | None = None,
-    **options: Any,
+    market: "Market", rates: Mapping[str, float], *, stop: StopToken | None = None, **options: Any
 ) -> "CloudAnswer":
     """Compare strategies of renting cloud GPUs for a job, and plan its instances over time.
 

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from stagewright.formulations.forms.answers import StopToken
+from stagewright.front import fields_of
 
 if TYPE_CHECKING:
     from stagewright.formulations.parallelism.layout import Layout
@@ -10,7 +11,7 @@ if TYPE_CHECKING:
     from stagewright.formulations.parallelism.profiles.pipelines import ProfiledProblem
     from stagewright.formulations.parallelism.training import TrainingProblem
     from stagewright.service.layouts.profiled import ProfiledAnswer
-    from stagewright.service.layouts.searching import LayoutAnswer
+    from stagewright.service.layouts.requests import LayoutAnswer
     from stagewright.solvers.parallelism.space import Space
 
 
@@ -66,22 +67,12 @@ def train_plan(
     InputError
         If no layout obeys the rules of the model, the batch and the devices.
     """
-    from stagewright.service.layouts.searching import LayoutRequest, find_layouts
+    fields = fields_of(locals(), "stop")
+    from stagewright.service.layouts.requests import LayoutRequest
+    from stagewright.service.layouts.searching import find_layouts
     from stagewright.solvers.parallelism.space import Space
 
-    request = LayoutRequest.of(
-        problem=problem,
-        space=space or Space(),
-        top=top,
-        explain=explain,
-        framework=framework,
-        by_stage=by_stage,
-        front=front,
-        what_if=what_if,
-        unfolded=unfolded,
-        tokens=tokens,
-    )
-    return find_layouts(request, stop)
+    return find_layouts(LayoutRequest.of(**fields | {"space": space or Space()}), stop)
 
 
 def profiled_train_plan(

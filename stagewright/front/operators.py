@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Literal
 
 from stagewright.formulations.forms.answers import StopToken
+from stagewright.front import fields_of
 from stagewright.service.operators.plans import CheckPlacementRequest, PlaceRequest
 
 if TYPE_CHECKING:
@@ -56,18 +57,10 @@ def place(
     InputError
         If an argument is not valid, with the reason in one line.
     """
+    fields = fields_of(locals(), "stop")
     from stagewright.service.operators.plans import place as answer
 
-    request = PlaceRequest.of(
-        graph=graph,
-        cluster=cluster,
-        planner=planner,
-        contention=contention,
-        time_limit=time_limit,
-        threads=threads,
-        seed=seed,
-    )
-    return answer(request, stop)
+    return answer(PlaceRequest.of(**fields), stop)
 
 
 def divide(
@@ -118,24 +111,11 @@ def divide(
     InputError
         If an argument is not valid for the workload, with the reason in one line.
     """
+    fields = fields_of(locals(), "stop")
     from stagewright.service.operators.dividing import DivideRequest
     from stagewright.service.operators.dividing import divide as answer
 
-    request = DivideRequest.of(
-        workload=workload,
-        devices=devices,
-        memory_bytes=memory_bytes,
-        hosts=hosts,
-        any_sets=any_sets,
-        replicas=replicas,
-        objective=objective,
-        bandwidth_bytes_per_second=bandwidth_bytes_per_second,
-        samples=samples,
-        time_limit=time_limit,
-        threads=1,
-        seed=seed,
-    )
-    return answer(request, stop=stop)
+    return answer(DivideRequest.of(**fields, threads=1), stop=stop)
 
 
 def check_placement(

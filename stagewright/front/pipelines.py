@@ -2,22 +2,20 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stagewright.formulations.forms.answers import OnProgress, StopToken, silent
+from stagewright.front import fields_of
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import parse_share
 from stagewright.service.pipelines.requests import (
     CheckRequest,
     CompareRequest,
-    CompareSchedulesRequest,
-    JobShopRequest,
     PartitionRequest,
     PlanRequest,
-    ScheduleRequest,
     SimulateRequest,
 )
 
@@ -29,17 +27,11 @@ if TYPE_CHECKING:
     from stagewright.formulations.checking.proofs import Verdict
     from stagewright.formulations.parallelism.document import LayoutPlan
     from stagewright.formulations.plans.plan import PipelinePlan
-    from stagewright.front.results import Picture, Result
+    from stagewright.front.results import Picture, PlanResult
     from stagewright.graphs.machines.cluster import Cluster
     from stagewright.graphs.models.chain import Chain
-    from stagewright.service.pipelines.answers import (
-        CompareAnswer,
-        JobShopAnswer,
-        PartitionAnswer,
-        ScheduleAnswer,
-        ScheduleComparison,
-    )
-    from stagewright.service.pipelines.sweep_requests import SweepAnswer, SweepRow
+    from stagewright.service.pipelines.answers import CompareAnswer, PartitionAnswer
+    from stagewright.service.pipelines.sweeping import SweepAnswer, SweepRow
     from stagewright.service.pipelines.what_if import WhatIfAnswer, WhatIfRow
     from stagewright.solvers.planners.steps.proposal import Choices
 
@@ -64,7 +56,7 @@ def plan(
     start: "PipelinePlan | None" = None,
     on_progress: OnProgress = silent,
     stop: StopToken | None = None,
-) -> "Result":
+) -> "PlanResult":
     """Plan one training iteration of ``chain`` on ``cluster``.
 
     Parameters
@@ -92,10 +84,10 @@ def plan(
         SPP if ``planner`` is ``auto``, and no bound is proved.
     runtime
         The framework that is to run the plan, as :func:`export` names it: only plans that it runs
-        are answers, and ``Result.restriction`` says what that costs.
+        are answers, and ``PlanResult.restriction`` says what that costs.
     global_batch, microbatch_size
         In place of ``microbatches``: samples between two updates, and of a microbatch (None: every
-        size that the model has costs for is planned; ``Result.sizes`` has them).
+        size that the model has costs for is planned; ``PlanResult.sizes`` has them).
     choices
         Recomputation and offloading; for the planners ``1f1b-star`` and ``madpipe`` also a group
         size, a period and the solver of patterns; the schedule to plan; for ``ooo`` the method of
@@ -127,35 +119,20 @@ def plan(
     InputError
         If an argument is not valid, with the reason in one line.
     """
-    from stagewright.front.interrupts import stopped_by_hand
-    from stagewright.front.results import shown
+    given = fields_of(locals(), "global_batch", "choices", "start", "on_progress", "stop")
+    from stagewright.front.results import shown, stopped_by_hand
     from stagewright.service.pipelines.planning import plan as answer
     from stagewright.solvers.planners.steps.proposal import Choices
 
-    asked = Choices() if choices is None else choices
-    if start is not None:
-        asked = replace(asked, start=start)
-    given = {one.name: getattr(asked, one.name) for one in fields(asked)}
-    if global_batch is not None:
-        given["batch"] = global_batch
+    asked = choices or Choices()
     if asked.runtime is not None:
         raise InputError("choices.runtime: give runtime='megatron' or the like to plan itself")
-    given["runtime"] = runtime
-    request = PlanRequest.of(
-        chain=chain,
-        cluster=cluster,
-        microbatches=microbatches,
-        microbatch_size=microbatch_size,
-        planner=planner,
-        memory_limit_bytes=memory_limit_bytes,
-        gap=parse_share(gap, "gap"),
-        assumed_share=assumed_share,
-        tensor=tensor,
-        time_limit=time_limit,
-        threads=threads,
-        seed=seed,
-        **given,
-    )
+    chosen = {one.name: getattr(asked, one.name) for one in fields(asked)}
+    if start is not None:
+        chosen["start"] = start
+    if global_batch is not None:
+        chosen["batch"] = global_batch
+    request = PlanRequest.of(**chosen | given | {"gap": parse_share(gap, "gap")})
     with stopped_by_hand(stop) as token:
         return shown(answer(request, on_progress, token).result)
 
@@ -257,26 +234,12 @@ def sweep(
     InputError
         If an argument is not valid, or the planner refuses every combination.
     """
-    from stagewright.service.pipelines.sweep_requests import SweepRequest
+    given = fields_of(locals(), "on_row", "stop")
+    from stagewright.service.pipelines.sweeping import SweepRequest
     from stagewright.service.pipelines.sweeping import sweep as answer
 
-    request = SweepRequest.of(
-        chain=chain,
-        cluster=cluster,
-        microbatches=tuple(microbatches),
-        batches=tuple(batches),
-        devices=tuple(devices),
-        memory_bytes=tuple(memory_bytes),
-        planners=tuple(planners),
-        recompute=recompute,
-        offload=offload,
-        time_limit=time_limit,
-        threads=threads,
-        seed=seed,
-        engine=engine,
-        workers=workers,
-        address=address,
-    )
+    lists = ("microbatches", "batches", "devices", "memory_bytes", "planners")
+    request = SweepRequest.of(**given | {name: tuple(given[name]) for name in lists})
     return answer(request, on_row or (lambda _: None), stop)
 
 
@@ -306,20 +269,10 @@ def what_if(
     InputError
         If an argument is not valid.
     """
+    given = fields_of(locals(), "on_row", "stop")
     from stagewright.service.pipelines.what_if import what_if as answer
 
-    request = PlanRequest.of(
-        chain=chain,
-        cluster=cluster,
-        microbatches=microbatches,
-        planner=planner,
-        runtime=runtime,
-        memory_limit_bytes=memory_limit_bytes,
-        time_limit=time_limit,
-        threads=threads,
-        seed=seed,
-    )
-    return answer(request, on_row or (lambda _: None), stop)
+    return answer(PlanRequest.of(**given), on_row or (lambda _: None), stop)
 
 
 def partition(
@@ -338,18 +291,10 @@ def partition(
     ``stages`` None: for every number of stages. ``backend``: ``recurrence`` is exact and fast;
     a backend of integer programs, such as ``highs``, verifies small cases independently.
     """
+    given = fields_of(locals(), "stop")
     from stagewright.service.pipelines.partitioning import partition as answer
 
-    request = PartitionRequest.of(
-        chain=chain,
-        cluster=cluster,
-        microbatches=microbatches,
-        stages=stages,
-        backend=backend,
-        memory_limit_bytes=memory_limit_bytes,
-        time_limit=time_limit,
-    )
-    return answer(request, stop)
+    return answer(PartitionRequest.of(**given), stop)
 
 
 def check(plan: "PipelinePlan", chain: "Chain", cluster: "Cluster") -> "tuple[Violation, ...]":
@@ -368,12 +313,10 @@ def check_proofs(
     The result is ``verified``, ``refuted``, or ``claimed`` if its search does not end within
     ``time_limit`` seconds. :func:`check` verifies those that need no search.
     """
+    given = fields_of(locals())
     from stagewright.service.pipelines.plans import check as answer
 
-    request = CheckRequest.of(
-        plan=plan, chain=chain, cluster=cluster, proofs=True, time_limit=time_limit
-    )
-    return answer(request).verdicts
+    return answer(CheckRequest.of(**given, proofs=True)).verdicts
 
 
 def diff(first: "PipelinePlan", second: "PipelinePlan") -> "PlanDifference":
@@ -399,17 +342,10 @@ def simulate(
     seed: int = 0,
 ) -> "Simulation":
     """Run the order of ``plan`` under the cost model; see :mod:`simulate`."""
+    given = fields_of(locals()) | {"stragglers": dict(stragglers or {})}
     from stagewright.service.pipelines.plans import simulate as answer
 
-    request = SimulateRequest.of(
-        plan=plan,
-        chain=chain,
-        cluster=cluster,
-        jitter=jitter,
-        stragglers=dict(stragglers or {}),
-        seed=seed,
-    )
-    return answer(request).simulation
+    return answer(SimulateRequest.of(**given)).simulation
 
 
 def compare(plan: "PipelinePlan", trace: "Trace") -> "CompareAnswer":
@@ -423,187 +359,3 @@ def compare(plan: "PipelinePlan", trace: "Trace") -> "CompareAnswer":
     from stagewright.service.pipelines.plans import compare as answer
 
     return answer(CompareRequest.of(plan=plan, trace=trace))
-
-
-def schedule(
-    microbatches: int,
-    forward: Sequence[float],
-    backward: Sequence[float],
-    *,
-    transfers: Sequence[float] = (),
-    in_flight: Sequence[int] = (),
-    device: Sequence[int] = (),
-    weight_gradient: Sequence[float] = (),
-    kind: str = "optimal",
-    chunks: int | None = None,
-    placement: str | None = None,
-    replicas: Sequence[int] = (),
-    saved: Sequence[float] = (),
-    freed: Sequence[float] = (),
-    memory: Sequence[float] = (),
-    duplex: str = "half",
-    objective: str = "makespan",
-    makespan_limit: float | None = None,
-    time_limit: float = 10.0,
-    threads: int = 1,
-    seed: int = 0,
-    backend: str | None = None,
-    stop: StopToken | None = None,
-) -> "ScheduleAnswer":
-    """Schedule a pipeline of stages with given times.
-
-    Parameters
-    ----------
-    forward, backward
-        Times of each stage, in any unit.
-    transfers
-        Times of each channel between neighbouring stages (chunks), or one for all; empty: none
-        takes time.
-    in_flight
-        Maximum number of microbatches in flight on each stage; empty: no limit.
-    device
-        Device of each stage, numbered in the order of their first stages; empty: one per stage.
-        Every pair of neighbouring stages on two devices has its own channel.
-    weight_gradient
-        Times of each stage's weight gradient; ``backward`` is the input gradient then. Empty:
-        backwards are whole.
-    kind
-        ``gpipe``, ``1f1b``, ``pe``, a published schedule (``stagewright schedule --help`` lists
-        them), or the ``optimal`` one.
-    chunks
-        Divide every stage into that many equal parts, on its device or on all devices in turn as
-        the kind places them. None: 2 where the kind has chunks.
-    placement
-        Where the chunks of the kinds ``pe`` and ``optimal`` are: ``line``, ``loop``, ``V`` or
-        ``wave``; for ``optimal`` also the best of them (``any``), or on any device (``free``), with
-        a stage's chunks in sequence.
-    replicas
-        Devices of each stage for the kind ``1f1b-rr``: its copies take microbatches in turn.
-    saved, freed
-        What a forward of each stage adds to the memory of its device, in any unit, and what its
-        input gradient gives back; the rest is for the weight gradient. Empty: 1 and 0.
-    memory
-        Limit on that memory of each device, or one for all; empty: none.
-    objective
-        What bound, gap and status are of, and what the optimal schedule minimises: ``makespan``,
-        ``span`` or ``memory``.
-    makespan_limit
-        With the objective ``memory``: the optimal schedule takes at most this.
-    duplex
-        Whether the two directions of a channel share it (``half``) or not (``full``).
-    backend
-        Solver of the optimal schedule (default: CP-SAT).
-    """
-    from stagewright.service.schedules.scheduling import schedule as answer
-
-    request = ScheduleRequest.of(
-        **_stages(
-            microbatches, forward=forward, backward=backward, transfers=transfers,
-            in_flight=in_flight, device=device, weight_gradient=weight_gradient,
-            replicas=replicas, saved=saved, freed=freed, memory=memory,
-        ),
-        kind=kind,
-        chunks=chunks,
-        placement=placement,
-        duplex=duplex,
-        objective=objective,
-        makespan_limit=makespan_limit,
-        time_limit=time_limit,
-        threads=threads,
-        seed=seed,
-        backend=backend,
-    )  # fmt: skip
-    return answer(request, stop=stop)
-
-
-def compare_schedules(
-    microbatches: int,
-    forward: Sequence[float],
-    backward: Sequence[float],
-    *,
-    transfers: Sequence[float] = (),
-    in_flight: Sequence[int] = (),
-    device: Sequence[int] = (),
-    weight_gradient: Sequence[float] = (),
-    chunks: int | None = None,
-    saved: Sequence[float] = (),
-    freed: Sequence[float] = (),
-    memory: Sequence[float] = (),
-    duplex: str = "half",
-    objective: str = "makespan",
-    time_limit: float = 10.0,
-    threads: int = 1,
-    seed: int = 0,
-    backend: str | None = None,
-    stop: StopToken | None = None,
-) -> "ScheduleComparison":
-    """All schedules that fit a pipeline, the best first, with the optimum of every placement.
-
-    The parameters are those of :func:`schedule`; the optima share the time limit.
-    """
-    from stagewright.service.schedules.comparing import compare_schedules as answer
-
-    request = CompareSchedulesRequest.of(
-        **_stages(
-            microbatches, forward=forward, backward=backward, transfers=transfers,
-            in_flight=in_flight, device=device, weight_gradient=weight_gradient, saved=saved,
-            freed=freed, memory=memory,
-        ),
-        chunks=chunks,
-        duplex=duplex,
-        objective=objective,
-        time_limit=time_limit,
-        threads=threads,
-        seed=seed,
-        backend=backend,
-    )  # fmt: skip
-    return answer(request, stop=stop)
-
-
-def jobshop(
-    jobs: Sequence[Sequence[tuple[int, int] | Sequence[tuple[int, int]]]],
-    *,
-    time_limit: float = 10.0,
-    threads: int = 1,
-    seed: int = 0,
-    backend: str | None = None,
-    stop: StopToken | None = None,
-) -> "JobShopAnswer":
-    """Minimise the makespan of jobs that visit machines in given orders.
-
-    Parameters
-    ----------
-    jobs
-        The steps of each job in their order, as (machine, duration); a step of a flexible job shop
-        as a list of those, of which one is chosen.
-    backend
-        Solver (default: CP-SAT).
-
-    Examples
-    --------
-    >>> jobshop([[(0, 3), (1, 2)], [(1, 2), (0, 4)]]).makespan
-    7
-    >>> jobshop([[[(0, 3), (1, 5)]], [(0, 4)]]).chosen_machines
-    ((1,), (0,))
-    """
-    from stagewright.service.schedules.scheduling import jobshop as answer
-
-    request = JobShopRequest.of(
-        jobs=_as_tuples(jobs),
-        time_limit=time_limit,
-        threads=threads,
-        seed=seed,
-        backend=backend,
-    )
-    return answer(request, stop=stop)
-
-
-def _stages(microbatches: int, **lists: Any) -> dict[str, Any]:
-    """The fields of a request about stages."""
-    values = {name: _as_tuples(one) for name, one in lists.items()}
-    return {"microbatches": microbatches, **values}
-
-
-def _as_tuples(values: Any) -> Any:
-    """``values`` with tuples for lists, as requests have them."""
-    return tuple(map(_as_tuples, values)) if isinstance(values, list | tuple) else values

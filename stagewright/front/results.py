@@ -1,12 +1,17 @@
-"""What users of Python see of an answer: a few lines, a picture, a table."""
+"""What users of Python see of an answer, and how they end a search by hand."""
 
 import base64
 import importlib
+import signal
+import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from stagewright.formulations.forms.answers import StopToken
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import counted, format_seconds
@@ -16,7 +21,7 @@ if TYPE_CHECKING:
     from stagewright.formulations.forms.answers import Progress
 
 
-class Result(planning.Result):
+class PlanResult(planning.Result):
     """The answer to a planning problem; fields as in `stagewright.solvers.planning.Result`.
 
     It prints as a few lines, in a notebook with its timeline.
@@ -52,9 +57,9 @@ class Result(planning.Result):
         return pandas.DataFrame(self.rows())
 
 
-def shown(result: planning.Result) -> Result:
+def shown(result: planning.Result) -> PlanResult:
     """The same answer, as users of Python see it."""
-    return Result(**{one.name: getattr(result, one.name) for one in fields(result)})
+    return PlanResult(**{one.name: getattr(result, one.name) for one in fields(result)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +81,34 @@ def print_progress(progress: "Progress") -> None:
     if progress.objective is not None:
         said.insert(1, f"iteration {format_seconds(progress.objective)}")
     print("   ".join(said), flush=True)
+
+
+@contextmanager
+def stopped_by_hand(given: StopToken | None) -> Iterator[StopToken | None]:
+    """The ``given`` token; without one, in an interactive session, one that Ctrl-C sets.
+
+    A second Ctrl-C raises KeyboardInterrupt.
+    """
+    is_ours = (
+        given is None
+        and hasattr(sys, "ps1")
+        and threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
+    if not is_ours:
+        yield given
+        return
+    stop = threading.Event()
+
+    def handle(*_: object) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        stop.set()
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _lines(result: planning.Result) -> Iterator[str]:

@@ -10,7 +10,8 @@ import pytest
 from tokens import After
 from typer.testing import CliRunner, Result
 
-from stagewright.cli import app, simulating
+from stagewright.cli import app
+from stagewright.cli.clusters import simulating
 from stagewright.formulations.clusters.allocation_plan import load_allocation
 from stagewright.graphs.machines.cluster import Link, save_cluster, uniform_servers
 from stagewright.graphs.workloads.jobs import (

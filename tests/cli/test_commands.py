@@ -9,18 +9,19 @@ from pydantic import Field
 from typer.testing import CliRunner
 
 import stagewright
-from stagewright.cli.commands import Asked, Options, command, command_of, fields_of
+from stagewright.cli.commands import Asked, CommandOptions, command, command_of, fields_of
 from stagewright.cli.pages import Commands
 from stagewright.service.clusters.requests import AllocateRequest
 from stagewright.service.options import Option, listed, whole
-from stagewright.service.pipelines.requests import PartitionRequest, PlanRequest, ScheduleRequest
-from stagewright.service.requests import Search
+from stagewright.service.pipelines.requests import PartitionRequest, PlanRequest
+from stagewright.service.requests import SearchRequest
+from stagewright.service.schedules.requests import ScheduleRequest
 
 COMMANDS = Commands()
 MOST_FIRST = 12  # options and arguments of a page before its headings
 
 
-class Sized(Search):
+class Sized(SearchRequest):
     """A request of every sort of field."""
 
     size: int = Field(ge=1)
@@ -36,11 +37,11 @@ class Sized(Search):
     """A flag."""
     whether: bool | None = None
     """A flag of either sign."""
-    inner: Search | None = None
+    inner: SearchRequest | None = None
     """No option."""
 
 
-class Own(Options):
+class Own(CommandOptions):
     """Options of the command."""
 
     file: Annotated[str, Option("FILE")]

@@ -19,9 +19,9 @@ from profiles import slow_after
 from rich.console import Console
 from terminals import in_a_terminal, wait_for
 
-from stagewright.cli import console, interrupts, planning, solving
+from stagewright.cli import SIGNALS, console, interruptible, solving
 from stagewright.cli.console import ProgressLine
-from stagewright.cli.interrupts import interruptible
+from stagewright.cli.pipelines import planning
 from stagewright.formulations.forms.answers import Progress
 from stagewright.formulations.plans.plan import load_plan
 from stagewright.graphs.machines.cluster import Link, save_cluster, uniform_servers
@@ -67,7 +67,7 @@ def test_a_signal_keeps_the_best_plan(files: Path, number: signal.Signals) -> No
 SEARCH = """
 import time
 from holding import hold
-from stagewright.cli.interrupts import interruptible
+from stagewright.cli import interruptible
 with interruptible() as stop:
     print("ready", flush=True)
     while not stop.is_set():
@@ -179,11 +179,11 @@ def test_schedules_and_job_shops_are_interrupted(
 
 
 def test_handlers_are_put_back_and_threads_have_none() -> None:
-    before = [signal.getsignal(number) for number in interrupts.SIGNALS]
+    before = [signal.getsignal(number) for number in SIGNALS]
     with interruptible() as stop:
         signal.raise_signal(signal.SIGINT)
         assert stop.is_set()
-    assert [signal.getsignal(number) for number in interrupts.SIGNALS] == before
+    assert [signal.getsignal(number) for number in SIGNALS] == before
     found: list[bool] = []
 
     def elsewhere() -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from commands import answered, answered_json, refused, rewrite, run
 
-from stagewright.cli import layouts
-from stagewright.cli.interrupts import interruptible
+from stagewright.cli import interruptible
+from stagewright.cli.layouts import layouts
 from stagewright.formulations.parallelism.document import load_layout, violations
 from stagewright.formulations.parallelism.layout import parse_layout
 from stagewright.solvers.parallelism.refining import work_alike

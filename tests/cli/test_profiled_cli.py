@@ -6,10 +6,7 @@ from pathlib import Path
 import pytest
 from commands import answered, answered_json, refused, rewrite, run
 
-from stagewright.formulations.parallelism.profiles.document import (
-    load_profiled_plan,
-    violations,
-)
+from stagewright.formulations.parallelism.profiles.document import load_profiled_plan, violations
 from stagewright.graphs.machines.cluster import Cluster, Device, Link, ServerLinks, save_cluster
 from stagewright.graphs.models.layer_profiles import (
     LayerProfiles,

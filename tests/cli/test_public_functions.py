@@ -16,7 +16,7 @@ from stagewright.formulations.parallelism.profiles.document import ProfiledDocum
 from stagewright.formulations.parallelism.profiles.pipelines import ProfiledProblem
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.formulations.plans.plan import PipelinePlan
-from stagewright.front.results import Result
+from stagewright.front.results import PlanResult
 from stagewright.graphs.machines.cluster import Cluster, Device, Link, MatrixLinks
 from stagewright.graphs.machines.devices import Accelerator
 from stagewright.graphs.machines.fabric import Fabric
@@ -70,7 +70,7 @@ def answers(kind=Answer):
 
 
 PUBLIC = {*DOCUMENTS.values(), *(one for many in (TAKEN | TAKEN_BY).values() for one in many)}
-EMPTY = [object.__new__(kind) for kind in {*PUBLIC, Result, AllocationResult, object}]
+EMPTY = [object.__new__(kind) for kind in {*PUBLIC, PlanResult, AllocationResult, object}]
 EMPTY += [kind.model_construct() for kind in answers() if kind.__name__.endswith("Answer")]
 
 

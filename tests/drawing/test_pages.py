@@ -16,14 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from order_timing import timed
 from pages import CHROMIUM, colours, drawings, visit
-from plans import (
-    elaborate,
-    made_up_certificate,
-    make_stages,
-    scheduled,
-    small_problem,
-    valid_plan,
-)
+from plans import elaborate, made_up_certificate, make_stages, scheduled, small_problem, valid_plan
 from profiles import examples, slow_after
 
 from stagewright.executor.drawing.charts import memory_bars

@@ -14,7 +14,7 @@ from exported_plans import MICROBATCHES, gpt, make_model, make_plan, random_rows
 from plans import small_problem
 from ranks import Ranks
 
-from stagewright.cli import exporting
+from stagewright.cli.pipelines import plans as exporting
 from stagewright.executor.export import FORMATS, export, pipelines, remarks
 from stagewright.executor.export.launchers import to_yaml
 from stagewright.executor.export.layouts import EVERY_FORMAT
@@ -22,11 +22,7 @@ from stagewright.executor.export.options import Options
 from stagewright.executor.programs.lower import lower
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.plans.actions import parse_action
-from stagewright.formulations.plans.plan import (
-    PlannedLayer,
-    Schedule,
-    save_plan,
-)
+from stagewright.formulations.plans.plan import PlannedLayer, Schedule, save_plan
 from stagewright.formulations.schedules.published.kinds import KINDS, ScheduleChoice
 from stagewright.formulations.schedules.published.one_f_one_b import interleaved
 from stagewright.graphs.documents.errors import InputError, InvalidPlan

@@ -36,13 +36,12 @@ from stagewright.service.http.guard import Service
 from stagewright.service.http.limits import RequestLimits
 from stagewright.service.http.tokens import Scope, Tokens
 from stagewright.service.http.webhooks import Deliverer, Webhooks
-from stagewright.service.jobs.deliveries import Deliveries
 from stagewright.service.jobs.kinds import parse_request
-from stagewright.service.jobs.queue import LeaseLostError, Queue
-from stagewright.service.jobs.records import Asked, Outcome, State, StoppedBy
-from stagewright.service.jobs.store import Store
+from stagewright.service.jobs.queue import Deliveries, JobLeaseLostError, Queue
+from stagewright.service.jobs.records import JobEnd, JobEnding, State, StoppedBy
+from stagewright.service.jobs.store import ServiceStore
 from stagewright.service.pipelines.planning import plan as plan_now
-from stagewright.service.workers.solving import outcome_of
+from stagewright.service.workers.processes import outcome_of
 
 QUEUED, UPLOADS = 3, 2
 SECRET = "a secret of the service of this test"
@@ -77,7 +76,7 @@ ENDS = {
 class Life(RuleBasedStateMachine):
     """Users and workers of one store."""
 
-    store: Store
+    store: ServiceStore
     clock: Clock
     client: TestClient
     post: Any
@@ -379,7 +378,7 @@ class Life(RuleBasedStateMachine):
         if self.clock.now > job.heard + LEASE:
             return
         asked = self.queue.renew(job.id, job.worker, LEASE)
-        assert asked == (Asked(job.asked) if job.asked else None)
+        assert asked == (JobEnding(job.asked) if job.asked else None)
         job.heard = self.clock.now
 
     @precondition(lambda self: self.running(0))
@@ -413,7 +412,7 @@ class Life(RuleBasedStateMachine):
         good = state in ("optimal", "feasible")
         document = json.dumps({"cost": cost, "of": job.worker, "last": True})
         answer = json.dumps({"by": job.worker, "of": job.id})
-        outcome = Outcome(
+        outcome = JobEnd(
             State(state), stopped_by=by, answer=answer if state != "failed" else None,
             document=document if good else None, cost=cost if good else None,
             bound=bound if good else None,
@@ -440,12 +439,12 @@ class Life(RuleBasedStateMachine):
             self.require_alike(job)
             worker = held[job.id]
             assert worker is not None
-            with pytest.raises(LeaseLostError):
+            with pytest.raises(JobLeaseLostError):
                 self.queue.renew(job.id, worker, LEASE)
-            with pytest.raises(LeaseLostError):
+            with pytest.raises(JobLeaseLostError):
                 self.queue.improve(job.id, worker, 0.5, 0.5, "stale")
-            with pytest.raises(LeaseLostError):
-                self.queue.finish(job.id, worker, Outcome(State.OPTIMAL, answer="{}"))
+            with pytest.raises(JobLeaseLostError):
+                self.queue.finish(job.id, worker, JobEnd(State.OPTIMAL, answer="{}"))
 
     # --- Webhooks ---
 
@@ -584,7 +583,7 @@ def _events(text: str) -> list[dict[str, Any]]:
     return found
 
 
-def _empty(store: Store) -> None:
+def _empty(store: ServiceStore) -> None:
     tables = MetaData()
     tables.reflect(store.engine)
     with store.engine.begin() as database:
@@ -604,7 +603,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 def test_jobs_live_as_documented(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    store = Store(url, clock)
+    store = ServiceStore(url, clock)
     limits = RequestLimits(queued=QUEUED, uploads=UPLOADS)
     app = create_app(Service(store, limits, webhooks=Webhooks((ORIGIN,), SECRET)))
     with TestClient(app, raise_server_exceptions=False) as client:
@@ -622,7 +621,7 @@ def test_jobs_live_as_documented(url: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_cost_is_that_of_its_plan(url: str) -> None:
     """By the times of the request's layers; the same wherever it is told."""
-    store = Store(url)
+    store = ServiceStore(url)
     app = create_app(Service(store, open_to_all=True))
     with TestClient(app, "http://127.0.0.1") as client:
         job = client.post("/v1/plan", content=json.dumps(PLAN)).json()["id"]

@@ -19,9 +19,9 @@ pytest.importorskip("sqlalchemy")
 
 from sqlalchemy.exc import OperationalError
 
-from stagewright.service.jobs.queue import MOST_ATTEMPTS, LeaseLostError, Queue
-from stagewright.service.jobs.records import Asked, Job, Outcome, State, StoppedBy
-from stagewright.service.jobs.store import Store
+from stagewright.service.jobs.queue import MOST_ATTEMPTS, JobLeaseLostError, Queue
+from stagewright.service.jobs.records import JobEnd, JobEnding, ServiceJob, State, StoppedBy
+from stagewright.service.jobs.store import ServiceStore
 from stagewright.service.workers import processes
 from stagewright.service.workers.worker import Worker
 
@@ -35,14 +35,14 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def store(tmp_path: Path, clock: Clock) -> Iterator[Store]:
-    found = Store(f"sqlite:///{tmp_path / 'jobs.sqlite'}", clock)
+def store(tmp_path: Path, clock: Clock) -> Iterator[ServiceStore]:
+    found = ServiceStore(f"sqlite:///{tmp_path / 'jobs.sqlite'}", clock)
     yield found
     found.close()
 
 
 @pytest.fixture
-def queue(store: Store) -> Queue:
+def queue(store: ServiceStore) -> Queue:
     return Queue(store)
 
 
@@ -51,7 +51,7 @@ def children() -> Callable[[], set[BaseProcess]]:
     return started_from_now_on()
 
 
-def lost(store: Store, queue: Queue, clock: Clock, **best: Any) -> Job:
+def lost(store: ServiceStore, queue: Queue, clock: Clock, **best: Any) -> ServiceJob:
     """A job whose first worker was lost, when it had found a plan."""
     job, _ = store.submit("ann", "plan", "{}")
     assert queue.claim("first", LEASE) is not None
@@ -61,7 +61,7 @@ def lost(store: Store, queue: Queue, clock: Clock, **best: Any) -> Job:
     return job
 
 
-def found(store: Store, job: Job) -> Job:
+def found(store: ServiceStore, job: ServiceJob) -> ServiceJob:
     one = store.get(job.id)
     assert one is not None
     return one
@@ -71,23 +71,23 @@ def found(store: Store, job: Job) -> Job:
 
 
 def test_a_job_that_is_stopped_while_it_waits_for_its_next_worker_keeps_its_plan(
-    store: Store, queue: Queue, clock: Clock
+    store: ServiceStore, queue: Queue, clock: Clock
 ) -> None:
     job = lost(store, queue, clock)
-    stopped = store.ask(job.id, Asked.STOP)
+    stopped = store.ask(job.id, JobEnding.STOP)
     assert (stopped.state, stopped.stopped_by) == (State.FEASIBLE, StoppedBy.USER)
     assert stopped.document == "good plan"
     assert store.events(job.id)[-1].name == State.FEASIBLE
 
 
 def test_an_aborted_job_has_no_answer_wherever_it_was(
-    store: Store, queue: Queue, clock: Clock
+    store: ServiceStore, queue: Queue, clock: Clock
 ) -> None:
     waiting = lost(store, queue, clock)
-    assert store.ask(waiting.id, Asked.ABORT).state is State.FAILED
+    assert store.ask(waiting.id, JobEnding.ABORT).state is State.FAILED
     solving = lost(store, queue, clock)
     assert queue.claim("second", LEASE) is not None
-    store.ask(solving.id, Asked.ABORT)
+    store.ask(solving.id, JobEnding.ABORT)
     clock.now += 2 * LEASE
     queue.expire()
     assert (found(store, solving).state, found(store, solving).stopped_by) == (
@@ -96,11 +96,11 @@ def test_an_aborted_job_has_no_answer_wherever_it_was(
 
 
 def test_a_worse_answer_of_the_next_worker_does_not_replace_the_plan(
-    store: Store, queue: Queue, clock: Clock
+    store: ServiceStore, queue: Queue, clock: Clock
 ) -> None:
     job = lost(store, queue, clock)
     assert queue.claim("second", LEASE) is not None
-    worse = Outcome(
+    worse = JobEnd(
         State.FEASIBLE, answer="{}", document="worse plan", stopped_by=StoppedBy.TIME, cost=3.0,
         bound=0.5,
     )  # fmt: skip
@@ -111,7 +111,7 @@ def test_a_worse_answer_of_the_next_worker_does_not_replace_the_plan(
 
 
 def test_a_weaker_bound_of_the_next_worker_does_not_replace_the_bound(
-    store: Store, queue: Queue, clock: Clock
+    store: ServiceStore, queue: Queue, clock: Clock
 ) -> None:
     job = lost(store, queue, clock)
     assert queue.claim("second", LEASE) is not None
@@ -127,7 +127,7 @@ def test_a_weaker_bound_of_the_next_worker_does_not_replace_the_bound(
 
 @pytest.mark.parametrize("jump", [HOUR, 24 * HOUR])
 def test_a_clock_set_forward_gives_the_job_to_one_other_worker(
-    store: Store, queue: Queue, clock: Clock, jump: float
+    store: ServiceStore, queue: Queue, clock: Clock, jump: float
 ) -> None:
     job, _ = store.submit("ann", "plan", "{}")
     assert queue.claim("first", LEASE) is not None
@@ -138,16 +138,16 @@ def test_a_clock_set_forward_gives_the_job_to_one_other_worker(
     for heard in (
         lambda: queue.renew(job.id, "first", LEASE),
         lambda: queue.improve(job.id, "first", 1.0, 1.0, "late"),
-        lambda: queue.finish(job.id, "first", Outcome(State.OPTIMAL, document="late")),
+        lambda: queue.finish(job.id, "first", JobEnd(State.OPTIMAL, document="late")),
     ):
-        with pytest.raises(LeaseLostError):
+        with pytest.raises(JobLeaseLostError):
             heard()
-    queue.finish(job.id, "second", Outcome(State.OPTIMAL, document="plan"))
+    queue.finish(job.id, "second", JobEnd(State.OPTIMAL, document="plan"))
     assert found(store, job).document == "plan"
 
 
 def test_a_worker_that_renews_first_keeps_its_job_when_the_clock_is_set_forward(
-    store: Store, queue: Queue, clock: Clock
+    store: ServiceStore, queue: Queue, clock: Clock
 ) -> None:
     job, _ = store.submit("ann", "plan", "{}")
     assert queue.claim("first", LEASE) is not None
@@ -158,7 +158,7 @@ def test_a_worker_that_renews_first_keeps_its_job_when_the_clock_is_set_forward(
 
 @pytest.mark.parametrize("jump", [HOUR, 24 * HOUR])
 def test_a_clock_set_back_disturbs_no_live_worker_and_delays_a_lost_job(
-    store: Store, queue: Queue, clock: Clock, jump: float
+    store: ServiceStore, queue: Queue, clock: Clock, jump: float
 ) -> None:
     live, _ = store.submit("ann", "plan", "{}")
     clock.now += 1.0
@@ -177,7 +177,7 @@ def test_a_clock_set_back_disturbs_no_live_worker_and_delays_a_lost_job(
     assert claimed == {dead.id, later.id, None}
 
 
-def test_jumps_to_and_fro_end_every_job(store: Store, queue: Queue, clock: Clock) -> None:
+def test_jumps_to_and_fro_end_every_job(store: ServiceStore, queue: Queue, clock: Clock) -> None:
     jobs = [store.submit("ann", "plan", str(i))[0] for i in range(6)]
     for jump in (HOUR, -HOUR, 24 * HOUR, -24 * HOUR, 0.0) * (MOST_ATTEMPTS + 1):
         queue.expire()
@@ -186,7 +186,7 @@ def test_jumps_to_and_fro_end_every_job(store: Store, queue: Queue, clock: Clock
     clock.now += 25 * HOUR
     queue.expire()
     while (job := queue.claim("w", LEASE)) is not None:
-        queue.finish(job.id, "w", Outcome(State.OPTIMAL, answer="{}"))
+        queue.finish(job.id, "w", JobEnd(State.OPTIMAL, answer="{}"))
     assert all(found(store, one).has_ended for one in jobs)
     for one in jobs:
         numbers = [event.number for event in store.events(one.id)]
@@ -208,7 +208,7 @@ def working(worker: Worker) -> Iterator[None]:
         assert not thread.is_alive()
 
 
-def ended(store: Store, job: Job) -> Job:
+def ended(store: ServiceStore, job: ServiceJob) -> ServiceJob:
     ends = time.monotonic() + PATIENCE
     while not (one := found(store, job)).has_ended:
         assert time.monotonic() < ends, one
@@ -217,7 +217,7 @@ def ended(store: Store, job: Job) -> Job:
 
 
 def test_an_outcome_that_is_told_at_the_last_moment_counts(
-    store: Store, children: Callable[[], set[BaseProcess]], monkeypatch: pytest.MonkeyPatch
+    store: ServiceStore, children: Callable[[], set[BaseProcess]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard = processes._received
     silent = iter([True])
@@ -238,7 +238,7 @@ def test_an_outcome_that_is_told_at_the_last_moment_counts(
 
 
 def test_a_worker_lives_on_when_no_process_can_be_started(
-    store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    store: ServiceStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started, refused = SpawnProcess.start, threading.Event()
 
@@ -257,13 +257,13 @@ def test_a_worker_lives_on_when_no_process_can_be_started(
 
 
 def test_an_answer_that_the_store_refuses_fails_its_job_alone(
-    store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    store: ServiceStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard, spoilt = processes._received, iter([True])
 
     def received(connection: Any, seconds: float) -> Any:
         told = heard(connection, seconds)
-        if isinstance(told, Outcome) and next(spoilt, False):
+        if isinstance(told, JobEnd) and next(spoilt, False):
             return replace(told, reason="half a character: \ud800")
         return told
 
@@ -279,7 +279,7 @@ def test_an_answer_that_the_store_refuses_fails_its_job_alone(
 
 
 def test_a_worker_can_be_stopped_while_the_store_does_not_answer(
-    store: Store, children: Callable[[], set[BaseProcess]], monkeypatch: pytest.MonkeyPatch
+    store: ServiceStore, children: Callable[[], set[BaseProcess]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = threading.Event()
 

@@ -28,7 +28,7 @@ from stagewright.client import Client, ServiceError
 from stagewright.service.http.app import create_app
 from stagewright.service.http.guard import Service
 from stagewright.service.jobs import rows
-from stagewright.service.jobs.store import Store
+from stagewright.service.jobs.store import ServiceStore
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ def path(tmp_path: Path) -> Path:
 @contextmanager
 def asked(path: Path) -> Iterator[TestClient]:
     """An application on a store of SQLite, without workers."""
-    store = Store(f"sqlite:///{path}")
+    store = ServiceStore(f"sqlite:///{path}")
     app = create_app(Service(store, open_to_all=True))
     try:
         with TestClient(app, base_url="http://127.0.0.1") as client:
@@ -67,7 +67,7 @@ def submit(client: TestClient, number: int, name: str = "") -> httpx.Response:
 
 
 def damaged(path: Path) -> None:
-    with closing(Store(f"sqlite:///{path}")) as store:
+    with closing(ServiceStore(f"sqlite:///{path}")) as store:
         for number in range(50):
             store.submit("ann", "plan", str(number) * 3000)
     content = bytearray(path.read_bytes())

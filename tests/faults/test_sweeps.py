@@ -19,7 +19,7 @@ from killed_service import Served, serving
 from stagewright.client import Client
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.http.limits import RequestLimits
-from stagewright.service.pipelines.sweep_requests import SweepRequest
+from stagewright.service.pipelines.sweeping import SweepRequest
 
 
 def sweep(**changes: Any) -> str:

@@ -23,7 +23,7 @@ from stagewright.graphs.importers.config_fields import Fields
 from stagewright.graphs.importers.hf_config import _READERS, architecture_of, read_hf_config
 from stagewright.graphs.machines.networks import fabric_of_kind
 from stagewright.graphs.models.analytic import architecture_model
-from stagewright.service.layouts.training_problems import training_problem
+from stagewright.service.layouts.problems import training_problem
 
 GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
 BERT = {

@@ -16,14 +16,14 @@ from postgres import PostgreSQL
 pytest.importorskip("alembic", reason="the service is not installed")
 
 from stagewright.service.jobs.queue import Queue
-from stagewright.service.jobs.records import Outcome, State
-from stagewright.service.jobs.store import Store
+from stagewright.service.jobs.records import JobEnd, State
+from stagewright.service.jobs.store import ServiceStore
 
 DOCUMENT = "a plan " * 2000
 
 
 @contextmanager
-def busy(store: Store) -> Iterator[list[str]]:
+def busy(store: ServiceStore) -> Iterator[list[str]]:
     """Jobs are submitted all the time, every second one answered; the ids of those accepted."""
     accepted: list[str] = []
     enough, ends = threading.Event(), threading.Event()
@@ -33,7 +33,7 @@ def busy(store: Store) -> Iterator[list[str]]:
         for n in itertools.count():
             accepted.append(store.submit("ann", "plan", f'{{"n":{n}}}', key=f"{n}")[0].id)
             if n % 2 and (job := queue.claim("w", 60.0)) is not None and n % 4 == 1:
-                done = Outcome(State.OPTIMAL, answer="{}", document=DOCUMENT, cost=1.0)
+                done = JobEnd(State.OPTIMAL, answer="{}", document=DOCUMENT, cost=1.0)
                 queue.finish(job.id, "w", done)
             if n == 40:
                 enough.set()
@@ -52,7 +52,7 @@ def busy(store: Store) -> Iterator[list[str]]:
 
 def require_whole(url: str, before: list[str]) -> None:
     """What was accepted is there, readable; what was being solved is solved again."""
-    restored = Store(url, clock=lambda: 4e9)  # all leases have run out
+    restored = ServiceStore(url, clock=lambda: 4e9)  # all leases have run out
     for number, job in enumerate(before):
         found = restored.get(job)
         assert found is not None
@@ -66,14 +66,14 @@ def require_whole(url: str, before: list[str]) -> None:
     assert queue.expire() == counts[State.SOLVING]
     claimed = 0
     while (job := queue.claim("v", 60.0)) is not None:
-        queue.finish(job.id, "v", Outcome(State.OPTIMAL, answer="{}"))
+        queue.finish(job.id, "v", JobEnd(State.OPTIMAL, answer="{}"))
         claimed += 1
     assert claimed == counts[State.SOLVING] + counts[State.QUEUED]
     assert restored.submit("ann", "plan", '{"n":0}', key="0")[0].id == before[0]
     restored.close()
 
 
-def backed_up(store: Store, make: Callable[[], object]) -> list[str]:
+def backed_up(store: ServiceStore, make: Callable[[], object]) -> list[str]:
     """The jobs that were accepted before a backup of the busy store is made."""
     with busy(store) as accepted:
         before = list(accepted)
@@ -85,7 +85,7 @@ def backed_up(store: Store, make: Callable[[], object]) -> list[str]:
 
 def test_a_backup_of_a_busy_store_is_a_store(tmp_path: Path) -> None:
     file, copy = tmp_path / "jobs.sqlite", tmp_path / "backup ä?.sqlite"
-    store = Store(f"sqlite:///{file}")
+    store = ServiceStore(f"sqlite:///{file}")
     before = backed_up(store, lambda: answered("backup", copy, "--store", file))
     with closing(sqlite3.connect(copy)) as database:
         assert database.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
@@ -103,7 +103,7 @@ def test_backups_that_cannot_be_made_are_refused(tmp_path: Path) -> None:
     file, other = tmp_path / "jobs.sqlite", tmp_path / "other.sqlite"
     assert "there is no store" in refused("backup", other, "--store", file)
     assert not file.exists()
-    Store(f"sqlite:///{file}").close()
+    ServiceStore(f"sqlite:///{file}").close()
     other.write_text("mine")
     assert "exists: name a new file" in refused("backup", other, "--store", file)
     assert other.read_text() == "mine"
@@ -128,7 +128,7 @@ def test_a_dump_of_a_busy_postgresql_is_a_store(server: PostgreSQL, tmp_path: Pa
         command = [server.bin / "pg_dump", "--format=custom", "--file", dump, plain(url)]
         subprocess.run(command, check=True)
 
-    before = backed_up(Store(url), make)
+    before = backed_up(ServiceStore(url), make)
     restored = server.new_database()
     command = [server.bin / "pg_restore", "--no-owner", "--exit-on-error", "--dbname"]
     subprocess.run([*command, plain(restored), dump], check=True)

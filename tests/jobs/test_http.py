@@ -22,30 +22,29 @@ from stagewright.formulations.forms.answers import silent
 from stagewright.formulations.operators.plan import FORMAT as OPERATORS
 from stagewright.graphs.documents.documents import to_json
 from stagewright.graphs.machines.cluster import Link, uniform_servers
-from stagewright.service.http import rates
+from stagewright.service.http import limits as rates
 from stagewright.service.http.app import HEADERS, create_app
 from stagewright.service.http.guard import Service
-from stagewright.service.http.limits import RequestLimits
-from stagewright.service.http.rates import Rate
+from stagewright.service.http.limits import RequestLimits, RequestRate
 from stagewright.service.http.tokens import Scope, Tokens
 from stagewright.service.jobs.kinds import KINDS, parse_request
 from stagewright.service.jobs.queue import Queue
-from stagewright.service.jobs.records import Outcome, State
-from stagewright.service.jobs.store import Store
-from stagewright.service.workers.solving import outcome_of
+from stagewright.service.jobs.records import JobEnd, State
+from stagewright.service.jobs.store import ServiceStore
+from stagewright.service.workers.processes import outcome_of
 
 LOCAL = "http://127.0.0.1:8754"
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    found = Store(f"sqlite:///{tmp_path / 'jobs.sqlite'}")
+def store(tmp_path: Path) -> Iterator[ServiceStore]:
+    found = ServiceStore(f"sqlite:///{tmp_path / 'jobs.sqlite'}")
     yield found
     found.close()
 
 
 @pytest.fixture
-def client(store: Store) -> Iterator[TestClient]:
+def client(store: ServiceStore) -> Iterator[TestClient]:
     """A client of a service that is open to this machine alone."""
     limits = RequestLimits(body_bytes=200_000, seconds=60.0, devices=10)
     app = create_app(Service(store, limits, open_to_all=True))
@@ -53,7 +52,7 @@ def client(store: Store) -> Iterator[TestClient]:
         yield found
 
 
-def solved(store: Store, job: str) -> None:
+def solved(store: ServiceStore, job: str) -> None:
     """Answer a queued job in this process."""
     queue = Queue(store)
     claimed = queue.claim("w", 60.0)
@@ -74,7 +73,7 @@ def told(response: Any, status: int) -> str:
     return str(found["detail"])
 
 
-def test_a_plan_from_its_submission_to_its_files(client: TestClient, store: Store) -> None:
+def test_a_plan_from_its_submission_to_its_files(client: TestClient, store: ServiceStore) -> None:
     made = client.post("/v1/plan", content=plan_request(), headers={"Idempotency-Key": "k"})
     assert made.status_code == 202
     job = made.json()["id"]
@@ -114,7 +113,9 @@ def test_a_plan_from_its_submission_to_its_files(client: TestClient, store: Stor
     assert cached.status_code in (200, 202)
 
 
-def test_a_placement_is_drawn_and_fetched_as_a_plan_is(client: TestClient, store: Store) -> None:
+def test_a_placement_is_drawn_and_fetched_as_a_plan_is(
+    client: TestClient, store: ServiceStore
+) -> None:
     cluster = uniform_servers(1, 2, Link(1e9), kind="v100", memory_bytes=1e10)
     documents = {"graph": TWO_OPERATORS, "cluster": cluster}
     given = {name: json.loads(to_json(one)) for name, one in documents.items()}
@@ -135,7 +136,7 @@ def test_a_placement_is_drawn_and_fetched_as_a_plan_is(client: TestClient, store
 
 
 @pytest.fixture
-def planned(client: TestClient, store: Store) -> str:
+def planned(client: TestClient, store: ServiceStore) -> str:
     """A job that has a plan."""
     job: str = client.post("/v1/plan", content=plan_request()).json()["id"]
     solved(store, job)
@@ -183,17 +184,19 @@ def test_options_that_an_export_does_not_take_are_named(
     assert re.search(detail, told(answer, 404 if detail == "Not Found" else 422))
 
 
-def test_a_job_that_failed_names_fields_not_options(client: TestClient, store: Store) -> None:
+def test_a_job_that_failed_names_fields_not_options(
+    client: TestClient, store: ServiceStore
+) -> None:
     job = client.post("/v1/jobshop", content=TWO_JOBS).json()["id"]
     queue = Queue(store)
     queue.claim("w", 60.0)
     reason = "plan with --planner spp; profile --tensor measures others"
-    queue.finish(job, "w", Outcome(State.FAILED, reason=reason))
+    queue.finish(job, "w", JobEnd(State.FAILED, reason=reason))
     found = client.get(f"/v1/jobs/{job}").json()
     assert found["reason"] == "plan with planner spp; profile --tensor measures others"
 
 
-def test_events_are_replayed_from_any_number(client: TestClient, store: Store) -> None:
+def test_events_are_replayed_from_any_number(client: TestClient, store: ServiceStore) -> None:
     job = client.post("/v1/plan", content=plan_request()).json()["id"]
     solved(store, job)
     history = client.get(f"/v1/jobs/{job}/history").json()
@@ -209,7 +212,7 @@ def test_events_are_replayed_from_any_number(client: TestClient, store: Store) -
     assert stream(**{"Last-Event-ID": "x"}) == numbers
 
 
-def test_verbs_are_different(client: TestClient, store: Store) -> None:
+def test_verbs_are_different(client: TestClient, store: ServiceStore) -> None:
     job = client.post("/v1/plan", content=plan_request()).json()["id"]
     assert "stop it first" in told(client.post(f"/v1/jobs/{job}/discard"), 409)
     assert client.delete(f"/v1/jobs/{job}").json()["stopped_by"] == "user"
@@ -243,13 +246,13 @@ OTHER = json.loads(plan_request())["cluster"]  # where a model belongs
     ],
 )  # fmt: skip
 def test_bad_requests_are_one_line(
-    client: TestClient, store: Store, path: str, body: str, status: int, detail: str
+    client: TestClient, store: ServiceStore, path: str, body: str, status: int, detail: str
 ) -> None:
     assert detail in told(client.post(path, content=body), status)
     assert store.counts() == {}
 
 
-def test_a_request_is_validated_without_solving(client: TestClient, store: Store) -> None:
+def test_a_request_is_validated_without_solving(client: TestClient, store: ServiceStore) -> None:
     assert client.post("/v1/jobshop/validate", content=TWO_JOBS).json() == {"valid": True}
     assert store.counts() == {}
 
@@ -270,7 +273,9 @@ def test_headers_close_the_service(client: TestClient) -> None:
     assert "access-control-allow-origin" not in response.headers
 
 
-def test_other_sites_in_the_same_browser_are_refused(client: TestClient, store: Store) -> None:
+def test_other_sites_in_the_same_browser_are_refused(
+    client: TestClient, store: ServiceStore
+) -> None:
     for site in ("cross-site", "same-site"):
         response = client.post("/v1/jobshop", content=TWO_JOBS, headers={"Sec-Fetch-Site": site})
         assert "other sites" in told(response, 403)
@@ -309,7 +314,7 @@ def exchanged(app: Any, *messages: dict[str, Any]) -> tuple[int, dict[str, Any]]
     return sent[0]["status"], json.loads(sent[1]["body"])
 
 
-def test_a_body_that_does_not_arrive_is_not_waited_for(store: Store) -> None:
+def test_a_body_that_does_not_arrive_is_not_waited_for(store: ServiceStore) -> None:
     limits = RequestLimits(body_seconds=0.05)
     app = create_app(Service(store, limits, open_to_all=True))
     part = {"type": "http.request", "body": b'{"jobs', "more_body": True}
@@ -326,7 +331,7 @@ def test_an_error_of_ours_is_a_problem_without_its_place(
     def fail(*_: Any) -> None:
         raise RuntimeError("a secret")
 
-    monkeypatch.setattr(Store, "ping", fail)
+    monkeypatch.setattr(ServiceStore, "ping", fail)
     response = client.get("/health/ready")
     assert "its log says more" in told(response, 500)
     assert "secret" not in response.text
@@ -349,7 +354,7 @@ def test_metrics_count_jobs_by_state(client: TestClient) -> None:
     assert 'stagewright_jobs{state="failed"} 0.0' in text
 
 
-def test_a_store_that_does_not_answer_is_said(client: TestClient, store: Store) -> None:
+def test_a_store_that_does_not_answer_is_said(client: TestClient, store: ServiceStore) -> None:
     with store.engine.begin() as database:
         database.exec_driver_sql("DROP TABLE events")
     response = client.post("/v1/jobshop", content=TWO_JOBS)
@@ -367,7 +372,7 @@ def test_brackets_in_texts_are_not_depth(client: TestClient) -> None:
 
 
 @pytest.fixture
-def tokens(store: Store) -> dict[str, dict[str, str]]:
+def tokens(store: ServiceStore) -> dict[str, dict[str, str]]:
     """Headers with the token of each user."""
     made = Tokens(store.engine)
     users = {"ann": Scope.SUBMIT, "bob": Scope.SUBMIT, "eve": Scope.READ, "root": Scope.ADMIN}
@@ -378,7 +383,7 @@ def tokens(store: Store) -> dict[str, dict[str, str]]:
 
 
 @pytest.fixture
-def guarded(store: Store) -> Iterator[TestClient]:
+def guarded(store: ServiceStore) -> Iterator[TestClient]:
     with TestClient(create_app(Service(store)), raise_server_exceptions=False) as found:
         yield found
 
@@ -399,7 +404,7 @@ def test_users_see_their_own_jobs(guarded: TestClient, tokens: dict[str, dict[st
 
 
 def test_a_job_of_another_user_whose_answer_is_known_is_not_named(
-    guarded: TestClient, store: Store, tokens: dict[str, dict[str, str]]
+    guarded: TestClient, store: ServiceStore, tokens: dict[str, dict[str, str]]
 ) -> None:
     def submit(user: str) -> Any:
         return guarded.post("/v1/jobshop", content=TWO_JOBS, headers=tokens[user]).json()
@@ -407,7 +412,7 @@ def test_a_job_of_another_user_whose_answer_is_known_is_not_named(
     first = submit("ann")["id"]
     queue = Queue(store)
     queue.claim("w", 60.0)
-    queue.finish(first, "w", Outcome(State.OPTIMAL, answer="{}"))
+    queue.finish(first, "w", JobEnd(State.OPTIMAL, answer="{}"))
     assert submit("ann")["cached_from"] == first
     known = submit("bob")
     assert (known["state"], known["cached_from"]) == ("optimal", None)
@@ -427,7 +432,7 @@ def operations() -> Iterator[tuple[str, str]]:
 
 
 def test_no_call_reaches_the_job_of_another_user(
-    guarded: TestClient, store: Store, tokens: dict[str, dict[str, str]]
+    guarded: TestClient, store: ServiceStore, tokens: dict[str, dict[str, str]]
 ) -> None:
     ann, bob = tokens["ann"], tokens["bob"]
     job = guarded.post("/v1/plan", content=plan_request(), headers=ann).json()["id"]
@@ -467,7 +472,7 @@ def test_without_a_token_nothing_is_told(
     assert guarded.get("/health/live").status_code == 200
 
 
-def test_tokens_are_stored_as_digests_and_revoked(store: Store, guarded: TestClient) -> None:
+def test_tokens_are_stored_as_digests_and_revoked(store: ServiceStore, guarded: TestClient) -> None:
     made = Tokens(store.engine)
     token = made.create("ann", Scope.SUBMIT)
     with store.engine.connect() as database:
@@ -479,9 +484,11 @@ def test_tokens_are_stored_as_digests_and_revoked(store: Store, guarded: TestCli
     assert guarded.get("/v1/jobs", headers=headers).status_code == 401
 
 
-def test_a_user_has_a_rate_and_a_burst(store: Store, tokens: dict[str, dict[str, str]]) -> None:
+def test_a_user_has_a_rate_and_a_burst(
+    store: ServiceStore, tokens: dict[str, dict[str, str]]
+) -> None:
     clock = Clock()
-    app = create_app(Service(store, rate=Rate(2.0, 3.0, clock)))
+    app = create_app(Service(store, rate=RequestRate(2.0, 3.0, clock)))
     with TestClient(app, raise_server_exceptions=False) as client:
 
         def statuses(count: int, headers: dict[str, str]) -> list[int]:
@@ -504,7 +511,7 @@ def test_a_user_has_a_rate_and_a_burst(store: Store, tokens: dict[str, dict[str,
 def test_users_who_do_nothing_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "MOST_KNOWN", 3)
     clock = Clock()
-    rate = Rate(1.0, 2.0, clock)
+    rate = RequestRate(1.0, 2.0, clock)
     for number in range(10):
         rate.take(f"user {number}")
         clock.now += 1.0
@@ -512,7 +519,7 @@ def test_users_who_do_nothing_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_user_has_so_many_jobs_in_the_queue(
-    store: Store, tokens: dict[str, dict[str, str]]
+    store: ServiceStore, tokens: dict[str, dict[str, str]]
 ) -> None:
     with TestClient(create_app(Service(store, RequestLimits(queued=2)))) as client:
         for status in (202, 202, 429):
@@ -525,9 +532,9 @@ def test_a_user_has_so_many_jobs_in_the_queue(
 
 
 def test_a_full_queue_takes_what_does_not_wait_in_it(
-    store: Store, tokens: dict[str, dict[str, str]]
+    store: ServiceStore, tokens: dict[str, dict[str, str]]
 ) -> None:
-    ann, known = tokens["ann"], Outcome(State.OPTIMAL, answer="{}")
+    ann, known = tokens["ann"], JobEnd(State.OPTIMAL, answer="{}")
     with TestClient(create_app(Service(store, RequestLimits(queued=1)))) as client:
 
         def submit(path: str, content: str, key: str) -> Any:
@@ -551,23 +558,23 @@ def test_a_full_queue_takes_what_does_not_wait_in_it(
 
 
 def test_a_job_that_is_tried_again_has_no_answer_until_it_ends(
-    client: TestClient, store: Store
+    client: TestClient, store: ServiceStore
 ) -> None:
     queue = Queue(store)
     job = client.post("/v1/jobshop", content=TWO_JOBS).json()["id"]
     queue.claim("w", 60.0)
-    first = Outcome(State.FEASIBLE, answer="{}", document="first", cost=3.0, bound=1.0)
+    first = JobEnd(State.FEASIBLE, answer="{}", document="first", cost=3.0, bound=1.0)
     queue.finish(job, "w", first)
     client.post(f"/v1/jobs/{job}/retry")
     assert "no answer yet" in told(client.get(f"/v1/jobs/{job}/answer"), 409)
     assert client.get(f"/v1/jobs/{job}/figures").status_code == 404
     queue.claim("v", 60.0)
-    queue.finish(job, "v", Outcome(State.FEASIBLE, answer='{"worse":1}', cost=4.0, bound=1.0))
+    queue.finish(job, "v", JobEnd(State.FEASIBLE, answer='{"worse":1}', cost=4.0, bound=1.0))
     assert client.get(f"/v1/jobs/{job}/answer").json() == {}  # as its plan is the first one
     client.post(f"/v1/jobs/{job}/retry")
     queue.claim("u", 60.0)
     queue.improve(job, "u", 2.0, 1.0, "second")
-    queue.finish(job, "u", Outcome(State.FEASIBLE, reason="lost"))
+    queue.finish(job, "u", JobEnd(State.FEASIBLE, reason="lost"))
     assert client.get(f"/v1/jobs/{job}").json()["cost"] == 2.0
     assert "no answer" in told(client.get(f"/v1/jobs/{job}/answer"), 404)  # not that of cost 3
     client.post(f"/v1/jobs/{job}/retry")

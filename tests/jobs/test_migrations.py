@@ -16,9 +16,9 @@ from sqlalchemy import Engine, create_engine, text
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.http.tokens import Caller, Scope, Tokens
 from stagewright.service.jobs.queue import Queue
-from stagewright.service.jobs.records import Outcome, State
-from stagewright.service.jobs.store import Store
-from stagewright.service.jobs.tables import TABLES
+from stagewright.service.jobs.records import JobEnd, State
+from stagewright.service.jobs.rows import TABLES
+from stagewright.service.jobs.store import ServiceStore
 
 # A store of the version before there were revisions, as it makes it: tables, jobs in three states.
 BEFORE = Path(__file__).parent / "data"
@@ -47,7 +47,7 @@ def revision(engine: Engine) -> str:
 
 
 def test_the_revisions_make_the_tables_of_the_code(url: str, engine: Engine) -> None:
-    Store(url).close()
+    ServiceStore(url).close()
     with engine.connect() as database:
         context = MigrationContext.configure(database, opts={"compare_server_default": True})
         assert compare_metadata(context, TABLES) == []
@@ -55,7 +55,7 @@ def test_the_revisions_make_the_tables_of_the_code(url: str, engine: Engine) -> 
 
 def test_a_store_of_the_version_before_goes_on(url: str, engine: Engine) -> None:
     make_before(engine)
-    store = Store(url)
+    store = ServiceStore(url)
     ended, running, waiting = (store.get(letter * 32) for letter in "abc")
     assert ended is not None
     assert (ended.state, ended.document, ended.cost) == (State.OPTIMAL, '{"plan": "ü"}', 2.5)
@@ -74,17 +74,17 @@ def test_a_store_of_the_version_before_goes_on(url: str, engine: Engine) -> None
     assert queue.expire() == 1
     claimed = [queue.claim("w", 60.0) for _ in range(3)]
     assert [job.id for job in claimed if job] == [running.id, waiting.id, new.id]
-    queue.finish(new.id, "w", Outcome(State.OPTIMAL, answer="{}"))
+    queue.finish(new.id, "w", JobEnd(State.OPTIMAL, answer="{}"))
     store.close()
     assert revision(engine) == "0003"
 
 
 def test_a_newer_store_is_refused_and_stays_as_it_is(url: str, engine: Engine) -> None:
-    Store(url).close()
+    ServiceStore(url).close()
     with engine.begin() as database:
         database.execute(text("UPDATE alembic_version SET version_num = '9999'"))
     with pytest.raises(InputError, match=r"revision 9999, this version knows 0003 at most") as told:
-        Store(url)
+        ServiceStore(url)
     assert "\n" not in str(told.value)
     assert revision(engine) == "9999"
 
@@ -97,7 +97,7 @@ def test_servers_that_start_at_once_make_the_tables_once(
         make_before(engine)
     code = (
         "import sys; from stagewright.service.jobs.store import Store; sys.stdin.readline(); "
-        "print(len(Store(sys.argv[1]).page(None)))"
+        "print(len(ServiceStore(sys.argv[1]).page(None)))"
     )
     started = [
         subprocess.Popen(

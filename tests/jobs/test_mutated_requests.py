@@ -19,7 +19,7 @@ from fastapi.testclient import TestClient
 from stagewright.service.http.app import create_app
 from stagewright.service.http.guard import Service
 from stagewright.service.jobs.kinds import KINDS
-from stagewright.service.jobs.store import Store
+from stagewright.service.jobs.store import ServiceStore
 
 BODIES = {"plan": json.loads(plan_request()), "jobshop": json.loads(TWO_JOBS)}
 SCALARS = st.one_of(
@@ -66,7 +66,7 @@ def mutated(draw: st.DrawFn, kind: str) -> str:
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
     folder: Path = tmp_path_factory.mktemp("jobs")
-    store = Store(f"sqlite:///{folder / 'jobs.sqlite'}")
+    store = ServiceStore(f"sqlite:///{folder / 'jobs.sqlite'}")
     app = create_app(Service(store, open_to_all=True))
     with TestClient(app, "http://127.0.0.1", raise_server_exceptions=False) as found:
         yield found

@@ -20,10 +20,10 @@ from stagewright.service.http.guard import Service
 from stagewright.service.http.tokens import Scope, Tokens
 from stagewright.service.jobs.kinds import KINDS, parse_request
 from stagewright.service.jobs.queue import Queue
-from stagewright.service.jobs.records import Outcome
-from stagewright.service.jobs.store import Store
+from stagewright.service.jobs.records import JobEnd
+from stagewright.service.jobs.store import ServiceStore
 from stagewright.service.pipelines.planning import plan
-from stagewright.service.workers.solving import outcome_of
+from stagewright.service.workers.processes import outcome_of
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Served:
     """The description of a service, on whose store jobs of `ann` are made, and her token."""
 
     schema: Any
-    store: Store
+    store: ServiceStore
     headers: dict[str, str]
-    outcome: Outcome
+    outcome: JobEnd
 
     def planned(self) -> str:
         """A new job that has a plan."""
@@ -48,7 +48,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    store = Store(f"sqlite:///{tmp_path_factory.mktemp('jobs') / 'jobs.sqlite'}")
+    store = ServiceStore(f"sqlite:///{tmp_path_factory.mktemp('jobs') / 'jobs.sqlite'}")
     token = Tokens(store.engine).create("ann", Scope.SUBMIT)
     schema = schemathesis.openapi.from_asgi("/v1/openapi.json", create_app(Service(store)))
     request: Any = parse_request("plan", plan_request())

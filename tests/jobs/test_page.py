@@ -34,8 +34,8 @@ from stagewright.service.http.pages import MEDIA_TYPES
 from stagewright.service.http.tokens import Scope, Tokens
 from stagewright.service.jobs.kinds import KINDS, parse_request
 from stagewright.service.jobs.queue import Queue
-from stagewright.service.jobs.records import Asked
-from stagewright.service.jobs.store import Store
+from stagewright.service.jobs.records import JobEnding
+from stagewright.service.jobs.store import ServiceStore
 from stagewright.solvers.planning import PLANNERS
 
 in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
@@ -47,7 +47,7 @@ DRAWN = "document.querySelector('.timeline canvas')"
 
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[TestClient]:
-    store = Store(f"sqlite:///{tmp_path / 'jobs.sqlite'}")
+    store = ServiceStore(f"sqlite:///{tmp_path / 'jobs.sqlite'}")
     with TestClient(create_app(Service(store))) as found:
         yield found
     store.close()
@@ -438,9 +438,9 @@ def test_where_events_do_not_come_the_history_is_asked(site: Site) -> None:
 @in_a_browser
 @pytest.mark.slow
 def test_older_jobs_are_on_further_pages(tmp_path: Path) -> None:
-    store = Store(f"sqlite:///{tmp_path / 'jobs.sqlite'}")
+    store = ServiceStore(f"sqlite:///{tmp_path / 'jobs.sqlite'}")
     jobs = [store.submit("local", "jobshop", TWO_JOBS)[0].id for _ in range(21)]
-    store.ask(jobs[0], Asked.STOP)
+    store.ask(jobs[0], JobEnding.STOP)
     store.close()
     links = "[...document.querySelectorAll('.list a')]"
     with serving(tmp_path, workers=0) as url, browsing(tmp_path) as browser:
@@ -459,7 +459,7 @@ def test_older_jobs_are_on_further_pages(tmp_path: Path) -> None:
 @in_a_browser
 @pytest.mark.slow
 def test_a_first_plan_of_which_nothing_is_heard_is_explained(tmp_path: Path) -> None:
-    store = Store(f"sqlite:///{tmp_path / 'jobs.sqlite'}")
+    store = ServiceStore(f"sqlite:///{tmp_path / 'jobs.sqlite'}")
     job, _ = store.submit("local", "plan", plan_request())
     queue, warm = Queue(store), "[...document.querySelectorAll('p.told')].find((one) => "
     warm += "one.textContent.includes('compiles its kernels'))"
@@ -476,7 +476,7 @@ def test_a_first_plan_of_which_nothing_is_heard_is_explained(tmp_path: Path) -> 
 @in_a_browser
 @pytest.mark.slow
 def test_a_token_is_asked_for_and_kept_for_the_session(tmp_path: Path) -> None:
-    store = Store(f"sqlite:///{tmp_path / 'jobs.sqlite'}")
+    store = ServiceStore(f"sqlite:///{tmp_path / 'jobs.sqlite'}")
     token = Tokens(store.engine).create("ann", Scope.SUBMIT)
     store.close()
     give = """document.querySelector('#token-text').value = '{}';

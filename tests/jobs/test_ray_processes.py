@@ -19,18 +19,17 @@ pytest.importorskip("fastapi", reason="the service is not installed")
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.http.limits import RequestLimits
 from stagewright.service.jobs.kinds import parse_request
-from stagewright.service.jobs.records import Asked, Job, State, StoppedBy
-from stagewright.service.jobs.store import Store
-from stagewright.service.workers.processes import JobProcess, Look, MachineLostError
-from stagewright.service.workers.ray_processes import on_ray
-from stagewright.service.workers.worker import Limits, Worker
+from stagewright.service.jobs.records import JobEnding, ServiceJob, State, StoppedBy
+from stagewright.service.jobs.store import ServiceStore
+from stagewright.service.workers.processes import JobProcess, Look, MachineLostError, on_ray
+from stagewright.service.workers.worker import JobLimits, Worker
 
 LEASE_SECONDS = 2.0
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    found = Store(f"sqlite:///{tmp_path / 'jobs.sqlite'}")
+def store(tmp_path: Path) -> Iterator[ServiceStore]:
+    found = ServiceStore(f"sqlite:///{tmp_path / 'jobs.sqlite'}")
     yield found
     found.close()
 
@@ -51,7 +50,7 @@ def sweep_request(**changes: object) -> str:
     return json.dumps({name: given[name] for name in ("chain", "cluster")} | sizes | changes)
 
 
-def awaited(store: Store, job: str, *states: State, attempts: int = 1) -> Job:
+def awaited(store: ServiceStore, job: str, *states: State, attempts: int = 1) -> ServiceJob:
     """The job in one of the states, by default with a plan."""
     ends = time.monotonic() + PATIENCE
     while time.monotonic() < ends:
@@ -80,7 +79,7 @@ class Gone(JobProcess):
     def kill(self) -> None: ...
 
 
-def test_a_lost_machine_leaves_the_job_to_the_lease(store: Store) -> None:
+def test_a_lost_machine_leaves_the_job_to_the_lease(store: ServiceStore) -> None:
     job, _ = store.submit("ann", "jobshop", TWO_JOBS)
     worker = Worker(store, lease_seconds=0.5, poll_seconds=0.05, start=lambda *_: Gone())
     thread = threading.Thread(target=worker.run)
@@ -112,10 +111,10 @@ def test_options_of_ray_are_refused_in_a_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_jobs_are_solved_on_a_cluster(store: Store, cluster: Any) -> None:
+def test_jobs_are_solved_on_a_cluster(store: ServiceStore, cluster: Any) -> None:
     node = cluster.add_node(num_cpus=2)
     with on_ray(cluster.address) as start:
-        limits = Limits(memory_bytes=2e9)
+        limits = JobLimits(memory_bytes=2e9)
         worker = Worker(store, limits, lease_seconds=LEASE_SECONDS, poll_seconds=0.05, start=start)
         thread = threading.Thread(target=worker.run)
         thread.start()
@@ -131,7 +130,7 @@ def test_jobs_are_solved_on_a_cluster(store: Store, cluster: Any) -> None:
     assert not thread.is_alive()
 
 
-def _answer(store: Store) -> None:
+def _answer(store: ServiceStore) -> None:
     job, _ = store.submit("ann", "jobshop", TWO_JOBS)
     found = awaited(store, job.id, State.OPTIMAL, State.FAILED)
     assert found.answer is not None, found.reason
@@ -140,7 +139,7 @@ def _answer(store: Store) -> None:
     assert "unknown planner 'none'" in awaited(store, wrong.id, State.FAILED).reason
 
 
-def _sweep(store: Store) -> None:
+def _sweep(store: ServiceStore) -> None:
     """Its tasks are on the cluster that its own process is on."""
     job, _ = store.submit("ann", "sweep", sweep_request(engine="ray"))
     found = awaited(store, job.id, State.OPTIMAL, State.FAILED)
@@ -149,31 +148,31 @@ def _sweep(store: Store) -> None:
     assert [row["status"] for row in rows] == ["feasible"] * 2
 
 
-def _stop(store: Store) -> None:
+def _stop(store: ServiceStore) -> None:
     job, _ = store.submit("ann", "plan", long_request())
     awaited(store, job.id)
-    store.ask(job.id, Asked.STOP)
+    store.ask(job.id, JobEnding.STOP)
     found = awaited(store, job.id, State.FEASIBLE, State.FAILED)
     assert (found.state, found.stopped_by) == (State.FEASIBLE, StoppedBy.USER)
     other, _ = store.submit("ann", "plan", long_request(seed=1))
     awaited(store, other.id)
-    store.ask(other.id, Asked.ABORT)
+    store.ask(other.id, JobEnding.ABORT)
     assert awaited(store, other.id, State.FAILED).stopped_by is StoppedBy.USER
 
 
-def _lose(store: Store, cluster: Any, node: Any) -> None:
+def _lose(store: ServiceStore, cluster: Any, node: Any) -> None:
     """The job of a machine that is gone is queued again, and is solved on another one."""
     job, _ = store.submit("ann", "plan", long_request(seed=2))
     awaited(store, job.id)
     cluster.add_node(num_cpus=2)
     cluster.remove_node(node, allow_graceful=False)
     awaited(store, job.id, State.SOLVING, attempts=2)
-    store.ask(job.id, Asked.STOP)
+    store.ask(job.id, JobEnding.STOP)
     assert awaited(store, job.id, State.FEASIBLE).attempts == 2
 
 
-def _exceed(store: Store, worker: Worker) -> None:
-    worker.limits = Limits(memory_bytes=1e6)
+def _exceed(store: ServiceStore, worker: Worker) -> None:
+    worker.limits = JobLimits(memory_bytes=1e6)
     job, _ = store.submit("ann", "plan", long_request(seed=3))
     found = awaited(store, job.id, State.FEASIBLE, State.FAILED)
     assert found.stopped_by is StoppedBy.MEMORY

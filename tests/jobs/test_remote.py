@@ -28,7 +28,7 @@ pytest.importorskip("httpx_sse", reason="the client is not installed")
 import httpx
 
 import stagewright.client as client_module
-from stagewright.cli.console import SERVED_THREADS
+from stagewright.cli.options import SERVED_THREADS
 from stagewright.client import AsyncClient, Client, LostServiceError, UnansweredError
 from stagewright.formulations.forms.answers import Progress
 from stagewright.formulations.operators.plan import load_operator_plan
@@ -39,8 +39,9 @@ from stagewright.graphs.models.chain import save_model
 from stagewright.graphs.models.operators.step_graph import save_graph
 from stagewright.graphs.workloads.prices import Market, save_market
 from stagewright.service.http.limits import RequestLimits
-from stagewright.service.pipelines.answers import JobShopAnswer, PlanAnswer
-from stagewright.service.pipelines.requests import JobShopRequest, PlanRequest
+from stagewright.service.pipelines.answers import PlanAnswer
+from stagewright.service.pipelines.requests import PlanRequest
+from stagewright.service.schedules.requests import JobShopAnswer, JobShopRequest
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "jobs" / "mixed.json"
 MODEL = "--model model.json --cluster cluster.json"
@@ -276,7 +277,7 @@ def test_a_cut_stream_goes_on_after_the_last_event() -> None:
         return httpx.Response(200, headers=stream, text=": ping\n\n" + sent(9, "optimal"))
 
     with Client("http://somewhere") as client:
-        client._http = httpx.Client(
+        client.calls.http = httpx.Client(
             transport=httpx.MockTransport(handle), base_url="http://somewhere"
         )
         found = [(one.number, one.name) for one in client.events("j")]
@@ -291,7 +292,7 @@ def test_a_server_that_goes_away_is_named_with_the_job() -> None:
         raise httpx.ConnectError("refused")
 
     with Client("http://somewhere", patience=0.0) as client:
-        client._http = httpx.Client(
+        client.calls.http = httpx.Client(
             transport=httpx.MockTransport(handle), base_url="http://somewhere"
         )
         with pytest.raises(LostServiceError, match="stagewright jobs j --server http://somewhere"):
@@ -371,7 +372,7 @@ def test_an_interrupted_wait_stops_the_job() -> None:
         raise KeyboardInterrupt
 
     with Client("http://somewhere") as client:
-        client._http = httpx.Client(
+        client.calls.http = httpx.Client(
             transport=httpx.MockTransport(handle), base_url="http://somewhere"
         )
         with pytest.raises(KeyboardInterrupt):

@@ -19,25 +19,25 @@ pytest.importorskip("httpx", reason="httpx is not installed")
 
 from stagewright.client import Client
 from stagewright.service.jobs.queue import Queue
-from stagewright.service.jobs.records import Asked, Outcome, State
-from stagewright.service.jobs.store import Store
+from stagewright.service.jobs.records import JobEnd, JobEnding, State
+from stagewright.service.jobs.store import ServiceStore
 from stagewright.service.workers.worker import Worker
 
-DONE = Outcome(State.OPTIMAL, answer="{}")
+DONE = JobEnd(State.OPTIMAL, answer="{}")
 MOST_CONNECTIONS, MOST_THREADS = 20, 60  # of a server
 
 
 @pytest.fixture
-def store(url: str) -> Iterator[Store]:
-    found = Store(url)
+def store(url: str) -> Iterator[ServiceStore]:
+    found = ServiceStore(url)
     yield found
     found.close()
 
 
 @pytest.fixture
-def other(url: str) -> Iterator[Store]:
+def other(url: str) -> Iterator[ServiceStore]:
     """The store as another server has it."""
-    found = Store(url)
+    found = ServiceStore(url)
     yield found
     found.close()
 
@@ -60,7 +60,7 @@ class Woken:
         return self.calls.empty()
 
 
-def test_who_waits_is_woken_by_what_it_waits_for(store: Store, other: Store) -> None:
+def test_who_waits_is_woken_by_what_it_waits_for(store: ServiceStore, other: ServiceStore) -> None:
     """By a transaction of its own process, and by that of another server."""
     mine, _ = store.submit("ann", "plan", '{"n":1}')
     theirs, _ = store.submit("ann", "plan", '{"n":2}')
@@ -80,21 +80,21 @@ def test_who_waits_is_woken_by_what_it_waits_for(store: Store, other: Store) -> 
         claimed = Queue(other).claim("w", 60.0)
         assert claimed is not None
         of_job.once()
-        other.ask(claimed.id, Asked.STOP)
+        other.ask(claimed.id, JobEnding.STOP)
         of_wish.once()
         of_job.once()
         assert of_job.never()
         assert of_others.never()
-    store.ask(mine.id, Asked.ABORT)
+    store.ask(mine.id, JobEnding.ABORT)
     with store.signals.subscribed(of_others, job=theirs.id):
-        store.ask(theirs.id, Asked.STOP)
+        store.ask(theirs.id, JobEnding.STOP)
         of_others.once()
     assert of_job.never()
 
 
 @pytest.mark.slow
 def test_who_waits_is_woken_after_a_restart_of_the_database(server: PostgreSQL) -> None:
-    store = Store(server.new_database())
+    store = ServiceStore(server.new_database())
     woken = Woken()
     with store.signals.subscribed(woken, name=State.QUEUED):
         woken.once()
@@ -105,7 +105,7 @@ def test_who_waits_is_woken_after_a_restart_of_the_database(server: PostgreSQL) 
     store.close()
 
 
-def test_workers_wait_for_jobs_and_wishes(store: Store, other: Store) -> None:
+def test_workers_wait_for_jobs_and_wishes(store: ServiceStore, other: ServiceStore) -> None:
     """Without looking: they would look in an hour."""
     worker = Worker(store, lease_seconds=36000.0, look_seconds=3600.0, poll_seconds=0.05)
     thread = threading.Thread(target=worker.run)
@@ -121,7 +121,7 @@ def test_workers_wait_for_jobs_and_wishes(store: Store, other: Store) -> None:
     await_event(other.submit("ann", "jobshop", TWO_JOBS)[0].id, State.OPTIMAL)
     long, _ = other.submit("ann", "plan", long_request())
     await_event(long.id, "progress")
-    other.ask(long.id, Asked.ABORT)
+    other.ask(long.id, JobEnding.ABORT)
     await_event(long.id, State.FAILED)
     worker.stop()
     thread.join(PATIENCE)
@@ -149,7 +149,7 @@ async def follow(url: str, job: str, begun: Callable[[], None]) -> list[str]:
     return names
 
 
-def connections(process: int, store: Store) -> int:
+def connections(process: int, store: ServiceStore) -> int:
     """How many a server has to its store, and in PostgreSQL those of ``store`` too."""
     if store.engine.dialect.name == "postgresql":
         asked = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()"
@@ -161,7 +161,7 @@ def connections(process: int, store: Store) -> int:
 
 @pytest.mark.parametrize("count", [150, pytest.param(1000, marks=pytest.mark.slow)])
 def test_a_thousand_who_wait_hinder_nobody(
-    tmp_path: Path, url: str, store: Store, count: int
+    tmp_path: Path, url: str, store: ServiceStore, count: int
 ) -> None:
     """They follow one job on a server; another client's job is accepted, answered and told."""
     quiet, _ = store.submit("local", "plan", "{}")

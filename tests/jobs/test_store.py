@@ -17,13 +17,13 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.jobs.kinds import parse_request, title_of
-from stagewright.service.jobs.queue import MOST_ATTEMPTS, LeaseLostError, Queue
-from stagewright.service.jobs.records import Asked, Outcome, State, StoppedBy
-from stagewright.service.jobs.retention import DAY, retention
-from stagewright.service.jobs.store import ConflictError, Store
+from stagewright.service.jobs.queue import MOST_ATTEMPTS, JobLeaseLostError, Queue
+from stagewright.service.jobs.records import JobEnd, JobEnding, State, StoppedBy
+from stagewright.service.jobs.store import ConflictError, ServiceStore
+from stagewright.service.jobs.upkeep import DAY, retention
 
 LEASE = 10.0
-DONE = Outcome(State.OPTIMAL, answer="{}", document="plan", cost=2.0, bound=2.0)
+DONE = JobEnd(State.OPTIMAL, answer="{}", document="plan", cost=2.0, bound=2.0)
 
 
 @pytest.fixture
@@ -32,18 +32,18 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def store(url: str, clock: Clock) -> Iterator[Store]:
-    found = Store(url, clock)
+def store(url: str, clock: Clock) -> Iterator[ServiceStore]:
+    found = ServiceStore(url, clock)
     yield found
     found.close()
 
 
 @pytest.fixture
-def queue(store: Store) -> Queue:
+def queue(store: ServiceStore) -> Queue:
     return Queue(store)
 
 
-def test_a_job_lives_from_the_queue_to_its_answer(store: Store, queue: Queue) -> None:
+def test_a_job_lives_from_the_queue_to_its_answer(store: ServiceStore, queue: Queue) -> None:
     job, new = store.submit("ann", "plan", "{}")
     assert (new, job.state, job.has_ended) == (True, State.QUEUED, False)
     claimed = queue.claim("w", LEASE)
@@ -63,7 +63,9 @@ def test_a_job_lives_from_the_queue_to_its_answer(store: Store, queue: Queue) ->
     assert [one.name for one in store.events(job.id, after=numbers[2])] == ["progress", "optimal"]
 
 
-def test_the_bound_is_that_of_the_best_answer(store: Store, queue: Queue, clock: Clock) -> None:
+def test_the_bound_is_that_of_the_best_answer(
+    store: ServiceStore, queue: Queue, clock: Clock
+) -> None:
     """A bound on a smaller class of plans may be above the cost of a better plan outside of it."""
     job, _ = store.submit("ann", "plan", "{}")
     narrow, wide = {"sharing": "none"}, {"sharing": "any"}
@@ -82,16 +84,16 @@ def test_the_bound_is_that_of_the_best_answer(store: Store, queue: Queue, clock:
     queue.claim("v", LEASE)
     queue.improve(job.id, "v", 4.0, 3.5, "narrow", narrow)
     assert known() == (3.0, 2.0)
-    queue.finish(job.id, "v", Outcome(State.FEASIBLE, answer="{}", cost=3.5, bound=3.2))
+    queue.finish(job.id, "v", JobEnd(State.FEASIBLE, answer="{}", cost=3.5, bound=3.2))
     assert known() == (3.0, 2.0)
     other, _ = store.submit("ann", "plan", '{"n":1}')
     queue.claim("w", LEASE)
     queue.improve(other.id, "w", 4.0, 3.5, "narrow", narrow)
-    queue.finish(other.id, "w", Outcome(State.FEASIBLE, answer="{}", cost=3.0, bound=2.0))
+    queue.finish(other.id, "w", JobEnd(State.FEASIBLE, answer="{}", cost=3.0, bound=2.0))
     assert (store.get(other.id).cost, store.get(other.id).bound) == (3.0, 2.0)
 
 
-def test_a_key_submits_once(store: Store) -> None:
+def test_a_key_submits_once(store: ServiceStore) -> None:
     job, _ = store.submit("ann", "plan", "{}", key="k")
     again, new = store.submit("ann", "plan", "{}", key="k")
     assert (again.id, new) == (job.id, False)
@@ -102,7 +104,9 @@ def test_a_key_submits_once(store: Store) -> None:
     assert len(store.page("ann")) == 1
 
 
-def test_what_was_answered_completely_is_not_solved_again(store: Store, queue: Queue) -> None:
+def test_what_was_answered_completely_is_not_solved_again(
+    store: ServiceStore, queue: Queue
+) -> None:
     job, _ = store.submit("ann", "plan", "{}")
     queue.claim("w", LEASE)
     queue.finish(job.id, "w", DONE)
@@ -116,14 +120,16 @@ def test_what_was_answered_completely_is_not_solved_again(store: Store, queue: Q
     assert queue.claim("w", LEASE).id == third.id
 
 
-def test_an_incomplete_answer_is_solved_again(store: Store, queue: Queue) -> None:
+def test_an_incomplete_answer_is_solved_again(store: ServiceStore, queue: Queue) -> None:
     job, _ = store.submit("ann", "plan", "{}")
     queue.claim("w", LEASE)
-    queue.finish(job.id, "w", Outcome(State.FEASIBLE, stopped_by=StoppedBy.TIME))
+    queue.finish(job.id, "w", JobEnd(State.FEASIBLE, stopped_by=StoppedBy.TIME))
     assert store.submit("ann", "plan", "{}")[0].state is State.QUEUED
 
 
-def test_turns_are_fair_and_priorities_first(store: Store, queue: Queue, clock: Clock) -> None:
+def test_turns_are_fair_and_priorities_first(
+    store: ServiceStore, queue: Queue, clock: Clock
+) -> None:
     def submit(user: str, priority: int = 0) -> str:
         clock.now += 1
         job, _ = store.submit(user, "plan", f'{{"n":{clock.now}}}', priority)
@@ -135,7 +141,7 @@ def test_turns_are_fair_and_priorities_first(store: Store, queue: Queue, clock: 
     assert turns == [urgent, first, bobs, second, third]
 
 
-def test_only_the_holder_of_a_lease_writes(store: Store, queue: Queue, clock: Clock) -> None:
+def test_only_the_holder_of_a_lease_writes(store: ServiceStore, queue: Queue, clock: Clock) -> None:
     job, _ = store.submit("ann", "plan", "{}")
     queue.claim("w", LEASE)
     clock.now += LEASE - 1
@@ -150,19 +156,19 @@ def test_only_the_holder_of_a_lease_writes(store: Store, queue: Queue, clock: Cl
         lambda: queue.improve(job.id, "w", 1.0, 1.0),
         lambda: queue.finish(job.id, "w", DONE),
     ):
-        with pytest.raises(LeaseLostError):
+        with pytest.raises(JobLeaseLostError):
             write()
     assert queue.claim("v", LEASE).attempts == 2
-    with pytest.raises(LeaseLostError):
+    with pytest.raises(JobLeaseLostError):
         queue.finish(job.id, "w", DONE)
     queue.finish(job.id, "v", DONE)
-    with pytest.raises(LeaseLostError):
+    with pytest.raises(JobLeaseLostError):
         queue.finish(job.id, "v", DONE)
 
 
 @pytest.mark.parametrize("found", [True, False])
 def test_a_job_whose_workers_are_lost_ends_with_its_best(
-    store: Store, queue: Queue, clock: Clock, found: bool
+    store: ServiceStore, queue: Queue, clock: Clock, found: bool
 ) -> None:
     job, _ = store.submit("ann", "plan", "{}")
     for attempt in range(MOST_ATTEMPTS):
@@ -178,35 +184,37 @@ def test_a_job_whose_workers_are_lost_ends_with_its_best(
     assert store.retry(job.id).state is State.QUEUED
 
 
-def test_jobs_are_stopped_wherever_they_are(store: Store, queue: Queue, clock: Clock) -> None:
+def test_jobs_are_stopped_wherever_they_are(
+    store: ServiceStore, queue: Queue, clock: Clock
+) -> None:
     waiting, _ = store.submit("ann", "plan", '{"n":1}')
-    assert store.ask(waiting.id, Asked.STOP).state is State.FAILED
+    assert store.ask(waiting.id, JobEnding.STOP).state is State.FAILED
     assert store.get(waiting.id).stopped_by is StoppedBy.USER
     running, _ = store.submit("ann", "plan", '{"n":2}')
     queue.claim("w", LEASE)
-    assert store.ask(running.id, Asked.STOP).state is State.SOLVING
-    assert queue.renew(running.id, "w", LEASE) is Asked.STOP
+    assert store.ask(running.id, JobEnding.STOP).state is State.SOLVING
+    assert queue.renew(running.id, "w", LEASE) is JobEnding.STOP
     clock.now += LEASE + 1  # its worker is killed, before it has heard
     queue.expire()
     assert store.get(running.id).state is State.FAILED
     with pytest.raises(ConflictError, match="has ended"):
-        store.ask(running.id, Asked.STOP)
+        store.ask(running.id, JobEnding.STOP)
     with pytest.raises(ConflictError, match="has ended"):
-        store.ask("nothing", Asked.ABORT)
+        store.ask("nothing", JobEnding.ABORT)
 
 
-def test_a_stop_takes_no_abort_back(store: Store, queue: Queue) -> None:
+def test_a_stop_takes_no_abort_back(store: ServiceStore, queue: Queue) -> None:
     job, _ = store.submit("ann", "plan", "{}")
     queue.claim("w", LEASE)
-    for asked in (Asked.STOP, Asked.ABORT, Asked.STOP):
+    for asked in (JobEnding.STOP, JobEnding.ABORT, JobEnding.STOP):
         store.ask(job.id, asked)
-    assert queue.renew(job.id, "w", LEASE) is Asked.ABORT
+    assert queue.renew(job.id, "w", LEASE) is JobEnding.ABORT
     assert [json.loads(one.data) for one in store.events(job.id)][2:] == [
         {"asked": "stop"}, {"asked": "abort"}, {"asked": "abort"},
     ]  # fmt: skip
 
 
-def test_only_what_has_ended_is_discarded(store: Store, queue: Queue) -> None:
+def test_only_what_has_ended_is_discarded(store: ServiceStore, queue: Queue) -> None:
     job, _ = store.submit("ann", "plan", "{}")
     with pytest.raises(ConflictError, match="stop it first"):
         store.discard(job.id)
@@ -219,7 +227,7 @@ def test_only_what_has_ended_is_discarded(store: Store, queue: Queue) -> None:
     assert store.events(job.id) == []
 
 
-def test_pages_show_every_job_of_a_user_once(store: Store, clock: Clock) -> None:
+def test_pages_show_every_job_of_a_user_once(store: ServiceStore, clock: Clock) -> None:
     made = []
     for n in range(7):
         clock.now += n % 2  # some at the same time
@@ -237,13 +245,13 @@ def test_pages_show_every_job_of_a_user_once(store: Store, clock: Clock) -> None
 
 
 def test_workers_at_once_claim_every_job_once(url: str) -> None:
-    opened = Store(url)
+    opened = ServiceStore(url)
     for n in range(40):
         opened.submit(f"u{n % 3}", "plan", f'{{"n":{n}}}')
     claimed: list[str] = []
 
     def work(name: str) -> None:
-        mine = Store(url)
+        mine = ServiceStore(url)
         queue = Queue(mine)
         while (job := queue.claim(name, LEASE)) is not None:
             claimed.append(job.id)
@@ -267,7 +275,7 @@ def test_who_waits_too_long_to_write_is_told(
     """As an error of the database, whether this process or another one writes for so long."""
     monkeypatch.setattr("stagewright.service.jobs.store.LOCK_SECONDS", 0.05)
     monkeypatch.setattr("stagewright.service.jobs.rows.LOCK_SECONDS", 0.05)
-    one, other = (Store(f"sqlite:///{tmp_path / 'jobs.sqlite'}") for _ in range(2))
+    one, other = (ServiceStore(f"sqlite:///{tmp_path / 'jobs.sqlite'}") for _ in range(2))
     for waiting in (one, other):
         with one.writing(), pytest.raises(SQLAlchemyError, match="locked"):
             waiting.submit("ann", "plan", "{}")
@@ -276,7 +284,7 @@ def test_who_waits_too_long_to_write_is_told(
     other.close()
 
 
-def test_a_title_names_model_and_cluster(store: Store) -> None:
+def test_a_title_names_model_and_cluster(store: ServiceStore) -> None:
     request = json.loads(plan_request())
     request["chain"]["name"] = "a\0 model" + 300 * "x"
     request["cluster"]["name"] = "two GPUs"
@@ -291,11 +299,11 @@ def test_a_title_names_model_and_cluster(store: Store) -> None:
 @pytest.mark.parametrize("url", ["sqlite:////nowhere/jobs.sqlite", "nosuch://x"])
 def test_where_no_store_can_be_it_is_said(url: str) -> None:
     with pytest.raises(InputError, match="no store of jobs can be kept here"):
-        Store(url)
+        ServiceStore(url)
 
 
 def test_jobs_are_deleted_so_long_after_their_ends(
-    store: Store, queue: Queue, clock: Clock
+    store: ServiceStore, queue: Queue, clock: Clock
 ) -> None:
     jobs = list[str]()
     for seed in range(3):
@@ -332,4 +340,4 @@ def test_a_postgresql_that_does_not_answer_is_not_waited_for_without_end(
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         with pytest.raises(InputError, match="no store of jobs can be kept here: connection time"):
-            Store(f"postgresql+psycopg://ann:word@127.0.0.1:{port}/jobs")
+            ServiceStore(f"postgresql+psycopg://ann:word@127.0.0.1:{port}/jobs")

@@ -26,9 +26,9 @@ from stagewright.service.http.limits import RequestLimits
 from stagewright.service.http.tokens import Scope, Tokens
 from stagewright.service.jobs.kinds import parse_request
 from stagewright.service.jobs.queue import Queue
-from stagewright.service.jobs.store import Store
+from stagewright.service.jobs.store import ServiceStore
 from stagewright.service.pipelines.planning import plan as plan_now
-from stagewright.service.workers.solving import outcome_of
+from stagewright.service.workers.processes import outcome_of
 
 PROBLEM = small_problem(layers=3, devices=2)
 MODEL, CLUSTER = to_json(PROBLEM.chain), to_json(PROBLEM.cluster)
@@ -37,26 +37,26 @@ Headers = dict[str, str]
 
 
 @pytest.fixture
-def store(tmp_path: Any) -> Iterator[Store]:
-    found = Store(f"sqlite:///{tmp_path / 'jobs.sqlite'}")
+def store(tmp_path: Any) -> Iterator[ServiceStore]:
+    found = ServiceStore(f"sqlite:///{tmp_path / 'jobs.sqlite'}")
     yield found
     found.close()
 
 
 @pytest.fixture
-def client(store: Store) -> Iterator[TestClient]:
+def client(store: ServiceStore) -> Iterator[TestClient]:
     limits = RequestLimits(body_bytes=200_000, uploads=3)
     with TestClient(create_app(Service(store, limits)), raise_server_exceptions=False) as found:
         yield found
 
 
 @pytest.fixture
-def ann(store: Store) -> Headers:
+def ann(store: ServiceStore) -> Headers:
     return {"Authorization": f"Bearer {Tokens(store.engine).create('ann', Scope.SUBMIT)}"}
 
 
 @pytest.fixture
-def bob(store: Store) -> Headers:
+def bob(store: ServiceStore) -> Headers:
     return {"Authorization": f"Bearer {Tokens(store.engine).create('bob', Scope.ADMIN)}"}
 
 
@@ -156,7 +156,7 @@ def test_a_configuration_in_the_wrong_place_is_told_the_right_one(
 
 
 def test_a_request_with_uploads_is_the_request_with_the_documents(
-    client: TestClient, store: Store, ann: Headers
+    client: TestClient, store: ServiceStore, ann: Headers
 ) -> None:
     whole = json.loads(plan_request())
     named = whole | {
@@ -239,7 +239,7 @@ def test_a_user_has_so_many_uploads(client: TestClient, ann: Headers, bob: Heade
 
 
 def test_a_plan_is_compared_with_its_run(
-    client: TestClient, store: Store, ann: Headers, bob: Headers
+    client: TestClient, store: ServiceStore, ann: Headers, bob: Headers
 ) -> None:
     job = client.post("/v1/plan", content=plan_request(), headers=ann).json()["id"]
     queue = Queue(store)

@@ -31,10 +31,9 @@ from stagewright.service.http import webhooks
 from stagewright.service.http.app import create_app
 from stagewright.service.http.guard import Service
 from stagewright.service.http.webhooks import Deliverer, Webhooks
-from stagewright.service.jobs.deliveries import PAUSES, Deliveries
-from stagewright.service.jobs.queue import Queue
-from stagewright.service.jobs.records import Asked, DeliveryRecord, DeliveryState, Outcome, State
-from stagewright.service.jobs.store import Store
+from stagewright.service.jobs.queue import PAUSES, Deliveries, Queue
+from stagewright.service.jobs.records import DeliveryRecord, DeliveryState, JobEnd, JobEnding, State
+from stagewright.service.jobs.store import ServiceStore
 
 SECRET = "a secret of the service of this test"
 WAITING, DELIVERED, GIVEN_UP = DeliveryState
@@ -70,21 +69,21 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def store(url: str, clock: Clock) -> Iterator[Store]:
-    found = Store(url, clock)
+def store(url: str, clock: Clock) -> Iterator[ServiceStore]:
+    found = ServiceStore(url, clock)
     yield found
     found.close()
 
 
-def ended(store: Store, url: str | None) -> str:
+def ended(store: ServiceStore, url: str | None) -> str:
     """A job that has ended."""
     job, _ = store.submit("ann", "jobshop", TWO_JOBS, webhook=url)
     if not job.has_ended:
-        store.ask(job.id, Asked.STOP)
+        store.ask(job.id, JobEnding.STOP)
     return job.id
 
 
-def deliver_all(store: Store, origin: str) -> list[bool]:
+def deliver_all(store: ServiceStore, origin: str) -> list[bool]:
     """What becomes of all that is due."""
     deliverer, found = Deliverer(store, Webhooks((origin,), SECRET)), []
     while (due := Deliveries(store).claim()) is not None:
@@ -92,14 +91,14 @@ def deliver_all(store: Store, origin: str) -> list[bool]:
     return found
 
 
-def told_of(store: Store) -> DeliveryRecord | None:
+def told_of(store: ServiceStore) -> DeliveryRecord | None:
     """What the newest job says of its webhook."""
     (job,) = store.page(None, limit=1)
     assert store.get(job.id) == job
     return job.delivery
 
 
-def test_every_end_of_a_job_is_told_once(store: Store, clock: Clock) -> None:
+def test_every_end_of_a_job_is_told_once(store: ServiceStore, clock: Clock) -> None:
     queue = Queue(store)
     with receiving() as (origin, received):
         url = f"{origin}/hook?a=b"
@@ -108,7 +107,7 @@ def test_every_end_of_a_job_is_told_once(store: Store, clock: Clock) -> None:
         solved, _ = store.submit("ann", "jobshop", TWO_JOBS, webhook=url)
         assert deliver_all(store, origin) == [True]
         queue.claim("w", 10.0)
-        queue.finish(solved.id, "w", Outcome(State.OPTIMAL, answer="{}", cost=6.0, bound=6.0))
+        queue.finish(solved.id, "w", JobEnd(State.OPTIMAL, answer="{}", cost=6.0, bound=6.0))
         clock.now += 1.0
         known, _ = store.submit("bob", "jobshop", TWO_JOBS, webhook=url)
         assert told_of(store) == DeliveryRecord(WAITING)
@@ -122,7 +121,7 @@ def test_every_end_of_a_job_is_told_once(store: Store, clock: Clock) -> None:
     assert len({headers["webhook-id"] for headers, _ in received}) == 3
 
 
-def test_a_delivery_is_signed_with_the_users_secret(store: Store, clock: Clock) -> None:
+def test_a_delivery_is_signed_with_the_users_secret(store: ServiceStore, clock: Clock) -> None:
     with receiving() as (origin, received):
         ended(store, origin)
         deliver_all(store, origin)
@@ -138,7 +137,7 @@ def test_a_delivery_is_signed_with_the_users_secret(store: Store, clock: Clock) 
 
 @pytest.mark.parametrize("status", [302, 404, 500])
 def test_a_delivery_is_tried_again_after_growing_pauses(
-    store: Store, clock: Clock, status: int
+    store: ServiceStore, clock: Clock, status: int
 ) -> None:
     with receiving() as (elsewhere, wrong), receiving(status, Location=elsewhere) as (origin, got):
         ended(store, origin)
@@ -158,7 +157,7 @@ def test_a_delivery_is_tried_again_after_growing_pauses(
 
 
 def test_a_server_that_is_killed_while_it_delivers_loses_nothing(
-    store: Store, clock: Clock
+    store: ServiceStore, clock: Clock
 ) -> None:
     with receiving() as (origin, received):
         ended(store, origin)
@@ -169,18 +168,18 @@ def test_a_server_that_is_killed_while_it_delivers_loses_nothing(
     assert len(received) == 1
 
 
-def test_an_end_that_is_not_stored_is_not_told(store: Store) -> None:
+def test_an_end_that_is_not_stored_is_not_told(store: ServiceStore) -> None:
     job, _ = store.submit("ann", "jobshop", TWO_JOBS, webhook="http://127.0.0.1:1")
     with store.engine.begin() as database:
         database.execute(text("DROP TABLE deliveries"))
     with pytest.raises(Exception, match="deliveries"):
-        store.ask(job.id, Asked.STOP)
+        store.ask(job.id, JobEnding.STOP)
     with store.engine.connect() as database:
         states = database.execute(text("SELECT state FROM jobs")).scalars().all()
     assert states == [State.QUEUED]
 
 
-def test_a_job_that_is_discarded_is_not_told_of(store: Store) -> None:
+def test_a_job_that_is_discarded_is_not_told_of(store: ServiceStore) -> None:
     with receiving() as (origin, received):
         store.discard(ended(store, origin))
         assert deliver_all(store, origin) == []
@@ -188,7 +187,7 @@ def test_a_job_that_is_discarded_is_not_told_of(store: Store) -> None:
 
 
 def test_a_receiver_that_does_not_answer_is_left(
-    store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    store: ServiceStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(webhooks, "SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -202,19 +201,19 @@ def test_a_receiver_that_does_not_answer_is_left(
 
 
 def test_a_job_that_is_queued_again_is_told_of_when_it_ends_again(
-    store: Store, clock: Clock
+    store: ServiceStore, clock: Clock
 ) -> None:
     with receiving() as (origin, received):
         job = ended(store, origin)
         store.retry(job)
         assert deliver_all(store, origin) == []
         clock.now += 5.5
-        store.ask(job, Asked.STOP)
+        store.ask(job, JobEnding.STOP)
         claimed = Deliveries(store).claim()
         store.retry(job)  # while a server is about to tell
         assert claimed is not None
         assert not Deliverer(store, Webhooks((origin,), SECRET)).deliver(claimed)
-        store.ask(job, Asked.STOP)
+        store.ask(job, JobEnding.STOP)
         clock.now += 7.0
         assert deliver_all(store, origin) == [True]
     told = json.loads(received[0][1])
@@ -316,7 +315,7 @@ def test_origins_and_secrets_are_checked_at_the_start() -> None:
         Webhooks(("https://hooks.example",), "short")
 
 
-def test_webhooks_are_asked_for_over_http(store: Store) -> None:
+def test_webhooks_are_asked_for_over_http(store: ServiceStore) -> None:
     app = create_app(Service(store, open_to_all=True, webhooks=ALLOWED))
     with TestClient(app, "http://127.0.0.1") as client:
         where = {"webhook": "https://hooks.example/a"}

@@ -22,24 +22,24 @@ from sqlalchemy.exc import OperationalError
 from stagewright.formulations.plans.plan import FORMAT, VERSION, PipelinePlan
 from stagewright.graphs.documents import documents
 from stagewright.service.jobs.queue import Queue
-from stagewright.service.jobs.records import Asked, Job, State, StoppedBy
-from stagewright.service.jobs.store import Store
+from stagewright.service.jobs.records import JobEnding, ServiceJob, State, StoppedBy
+from stagewright.service.jobs.store import ServiceStore
 from stagewright.service.workers.processes import _resident_bytes
-from stagewright.service.workers.worker import Limits, Worker
+from stagewright.service.workers.worker import JobLimits, Worker
 
 Children = Callable[[], set[BaseProcess]]
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    found = Store(f"sqlite:///{tmp_path / 'jobs.sqlite'}")
+def store(tmp_path: Path) -> Iterator[ServiceStore]:
+    found = ServiceStore(f"sqlite:///{tmp_path / 'jobs.sqlite'}")
     yield found
     found.close()
 
 
 @contextmanager
-def working(store: Store, limits: Limits | None = None) -> Iterator[Worker]:
-    worker = Worker(store, limits or Limits(), lease_seconds=2.0, poll_seconds=0.05)
+def working(store: ServiceStore, limits: JobLimits | None = None) -> Iterator[Worker]:
+    worker = Worker(store, limits or JobLimits(), lease_seconds=2.0, poll_seconds=0.05)
     thread = threading.Thread(target=worker.run)
     thread.start()
     try:
@@ -50,7 +50,7 @@ def working(store: Store, limits: Limits | None = None) -> Iterator[Worker]:
         assert not thread.is_alive()
 
 
-def awaited(store: Store, job: str, what: Callable[[Job], bool]) -> Job:
+def awaited(store: ServiceStore, job: str, what: Callable[[ServiceJob], bool]) -> ServiceJob:
     ends = time.monotonic() + PATIENCE
     while time.monotonic() < ends:
         found = store.get(job)
@@ -61,11 +61,11 @@ def awaited(store: Store, job: str, what: Callable[[Job], bool]) -> Job:
     raise AssertionError(found)
 
 
-def ended(store: Store, job: str) -> Job:
+def ended(store: ServiceStore, job: str) -> ServiceJob:
     return awaited(store, job, lambda one: one.has_ended)
 
 
-def begun(store: Store, job: str) -> Job:
+def begun(store: ServiceStore, job: str) -> ServiceJob:
     """The job when it has a plan."""
     return awaited(store, job, lambda one: one.document is not None)
 
@@ -75,7 +75,7 @@ def children() -> Children:
     return started_from_now_on()
 
 
-def test_jobs_of_different_kinds_are_answered(store: Store, children: Children) -> None:
+def test_jobs_of_different_kinds_are_answered(store: ServiceStore, children: Children) -> None:
     plan, _ = store.submit("ann", "plan", plan_request())
     shop, _ = store.submit("ann", "jobshop", TWO_JOBS)
     wrong, _ = store.submit("ann", "plan", plan_request(planner="no such planner"))
@@ -95,24 +95,24 @@ def test_jobs_of_different_kinds_are_answered(store: Store, children: Children) 
 
 
 def test_a_stopped_job_keeps_its_best_plan_and_an_aborted_one_has_none(
-    store: Store, children: Children
+    store: ServiceStore, children: Children
 ) -> None:
     job, _ = store.submit("ann", "plan", long_request())
     other, _ = store.submit("ann", "plan", long_request(seed=1))
     with working(store):
         begun(store, job.id)
-        store.ask(job.id, Asked.STOP)
+        store.ask(job.id, JobEnding.STOP)
         found = ended(store, job.id)
         assert (found.state, found.stopped_by) == (State.FEASIBLE, StoppedBy.USER)
         assert found.document is not None
         begun(store, other.id)
-        store.ask(other.id, Asked.ABORT)
+        store.ask(other.id, JobEnding.ABORT)
         found = ended(store, other.id)
         assert (found.state, found.stopped_by) == (State.FAILED, StoppedBy.USER)
     assert children() == set()
 
 
-def test_a_killed_process_leaves_its_best_plan(store: Store, children: Children) -> None:
+def test_a_killed_process_leaves_its_best_plan(store: ServiceStore, children: Children) -> None:
     job, _ = store.submit("ann", "plan", long_request())
     with working(store):
         begun(store, job.id)
@@ -128,11 +128,13 @@ def test_a_killed_process_leaves_its_best_plan(store: Store, children: Children)
 @pytest.mark.parametrize(
     ("limits", "by"),
     [
-        (Limits(seconds=8.0, grace_seconds=5.0), StoppedBy.TIME),
-        (Limits(memory_bytes=2e7), StoppedBy.MEMORY),
+        (JobLimits(seconds=8.0, grace_seconds=5.0), StoppedBy.TIME),
+        (JobLimits(memory_bytes=2e7), StoppedBy.MEMORY),
     ],
 )
-def test_limits_end_a_job(store: Store, children: Children, limits: Limits, by: StoppedBy) -> None:
+def test_limits_end_a_job(
+    store: ServiceStore, children: Children, limits: JobLimits, by: StoppedBy
+) -> None:
     job, _ = store.submit("ann", "plan", long_request())
     with working(store, limits):
         found = ended(store, job.id)
@@ -155,7 +157,7 @@ def test_the_memory_of_a_process_is_that_of_all_that_it_started() -> None:
 
 @pytest.mark.slow
 def test_a_killed_worker_leaves_no_process_and_another_takes_its_job(
-    store: Store, tmp_path: Path
+    store: ServiceStore, tmp_path: Path
 ) -> None:
     job, _ = store.submit("ann", "plan", long_request())
     program = (
@@ -179,18 +181,18 @@ def test_a_killed_worker_leaves_no_process_and_another_takes_its_job(
     with working(store):
         again = awaited(store, job.id, lambda one: one.attempts == 2)
         assert again.document is not None  # the best plan of the first worker
-        store.ask(job.id, Asked.STOP)
+        store.ask(job.id, JobEnding.STOP)
         assert ended(store, job.id).state is State.FEASIBLE
 
 
 @pytest.mark.slow
 def test_a_store_that_does_not_answer_for_a_while_ends_no_worker(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+    store: ServiceStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failures = iter(range(2))
     renewed = Queue.renew
 
-    def renew(queue: Queue, *lease: Any) -> Asked | None:
+    def renew(queue: Queue, *lease: Any) -> JobEnding | None:
         if next(failures, None) is not None:
             raise OperationalError("renew", {}, Exception("the server is restarted"))
         return renewed(queue, *lease)
@@ -199,6 +201,6 @@ def test_a_store_that_does_not_answer_for_a_while_ends_no_worker(
     job, _ = store.submit("ann", "plan", long_request())
     with working(store):
         begun(store, job.id)
-        store.ask(job.id, Asked.STOP)
+        store.ask(job.id, JobEnding.STOP)
         assert ended(store, job.id).state is State.FEASIBLE
     assert next(failures, None) is None  # the store had failed

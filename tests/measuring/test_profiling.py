@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from stagewright.cli.factories import load_factory
-from stagewright.cli.profiling import ProfileOptions, profile
+from stagewright.cli.training.profiling import ProfileOptions, profile
 from stagewright.executor.capture.tracing import capture
 from stagewright.executor.measuring.links import (
     Links,

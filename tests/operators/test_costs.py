@@ -37,7 +37,7 @@ from stagewright.graphs.models.operators.step_graph import (
     Split,
     StepGraph,
 )
-from stagewright.service.operators.rounds import Rounds
+from stagewright.service.operators.rounds import TrainingRounds
 from stagewright.solvers.operators.greedy import _listed
 from stagewright.solvers.operators.planning import plan_operators
 
@@ -368,7 +368,7 @@ def test_rounds_learn_the_machine_and_keep_the_best_plan(graph, devices, replica
     there = uniform_servers(1, devices, slower, memory_bytes=MEMORY, kind="a")
     machine = Machine(true, replace(there, devices=cluster.devices))
     bare = replace(graph, nodes=tuple(replace(node, seconds={}) for node in graph.nodes))
-    rounds = Rounds(bare, cluster, "heft", most=6)
+    rounds = TrainingRounds(bare, cluster, "heft", most=6)
     start = rounds.start()
     assert start is not None
     found = list(rounds.run(start, machine.measure))
@@ -414,7 +414,7 @@ def test_a_division_that_was_slow_is_taken_back(join_seconds):
     machine = Machine(graph, cluster)
     bare, _ = CostBook().priced(graph, cluster)
     assert bare.nodes[1].splits[0].measured == ()
-    rounds = Rounds(bare, cluster, "os-dpos")
+    rounds = TrainingRounds(bare, cluster, "os-dpos")
     found = list(rounds.run(rounds.start(), machine.measure))
     names = [known_as(one.operator) for one in found[-1].book.computed]
     assert set(names) == {
@@ -432,7 +432,7 @@ def test_nothing_fits():
     tiny = uniform_servers(1, 2, Link(1e9), memory_bytes=1e6, kind="a")
     node = one_operator().nodes[0]
     graph = replace(one_operator(), nodes=(replace(node, role="state", state_bytes=4e6),))
-    assert Rounds(graph, tiny).start() is None
+    assert TrainingRounds(graph, tiny).start() is None
 
 
 def test_links_of_a_matrix_stay():

@@ -19,14 +19,9 @@ from stagewright.graphs.models.architecture import (
     FeedForward,
     GroupedAttention,
 )
-from stagewright.service.layouts.refined import RefinedRow
-from stagewright.service.layouts.searching import (
-    LESS_MEMORY,
-    FrontPoint,
-    LayoutRequest,
-    find_layouts,
-)
-from stagewright.service.layouts.training_problems import training_problem
+from stagewright.service.layouts.problems import training_problem
+from stagewright.service.layouts.requests import FrontPoint, LayoutRequest, RefinedRow
+from stagewright.service.layouts.searching import LESS_MEMORY, find_layouts
 from stagewright.solvers.parallelism.refining import search
 from stagewright.solvers.parallelism.space import Space
 

@@ -11,11 +11,7 @@ from strategies import random_makespan
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.formulations.pipelines.blocks import block_starts, blocks_of, timetable_of
 from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
-from stagewright.formulations.pipelines.makespan_models import (
-    CP_SAT,
-    ByIntervals,
-    earliest,
-)
+from stagewright.formulations.pipelines.makespan_models import CP_SAT, ByIntervals, earliest
 from stagewright.formulations.pipelines.windows import WINDOWS
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.solvers.backends.backend import BACKENDS, solve

@@ -14,13 +14,7 @@ from pydantic import TypeAdapter
 from stagewright.executor.drawing.timeline import timeline
 from stagewright.formulations.checking.check import check, predict
 from stagewright.formulations.clusters.allocation_plan import AllocationPlan
-from stagewright.formulations.plans.plan import (
-    Guarantee,
-    PipelinePlan,
-    Stage,
-    load_plan,
-    save_plan,
-)
+from stagewright.formulations.plans.plan import Guarantee, PipelinePlan, Stage, load_plan, save_plan
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 

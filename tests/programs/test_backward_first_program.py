@@ -10,12 +10,7 @@ from profiles import examples
 from program_text import parse_program
 
 from stagewright.executor.programs.periodic import lower_any
-from stagewright.executor.programs.program import (
-    Instruction,
-    PeriodicProgram,
-    Program,
-    ProgramRows,
-)
+from stagewright.executor.programs.program import Instruction, PeriodicProgram, Program, ProgramRows
 from stagewright.executor.programs.verification.verify import verify
 from stagewright.executor.programs.work import InvalidProgram
 from stagewright.formulations.plans.actions import ActionKind, parse_action

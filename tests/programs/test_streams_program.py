@@ -12,11 +12,7 @@ from program_text import parse_program
 from races import Clocks, in_two_streams
 
 from stagewright.executor.programs.periodic import lower_any
-from stagewright.executor.programs.program import (
-    Instruction,
-    PeriodicProgram,
-    Row,
-)
+from stagewright.executor.programs.program import Instruction, PeriodicProgram, Row
 from stagewright.executor.programs.verification.verify import verify
 from stagewright.executor.programs.work import InvalidProgram, waits
 from stagewright.formulations.plans.actions import ActionKind, parse_action

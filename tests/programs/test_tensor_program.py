@@ -13,12 +13,7 @@ from program_text import parse_program
 from training_plans import plan_in_order
 
 from stagewright.executor.programs.lower import lower
-from stagewright.executor.programs.program import (
-    Instruction,
-    Program,
-    Row,
-    plan_devices,
-)
+from stagewright.executor.programs.program import Instruction, Program, Row, plan_devices
 from stagewright.executor.programs.verification.verify import verify
 from stagewright.executor.programs.work import InvalidProgram, rows
 from stagewright.formulations.checking.check import check

@@ -13,13 +13,7 @@ from published import order_of, timed
 
 from stagewright.formulations.pipelines.makespan import MakespanProblem
 from stagewright.formulations.schedules.order import B, F, I, W
-from stagewright.formulations.schedules.placements import (
-    both_directions,
-    line,
-    loop,
-    v_shape,
-    wave,
-)
+from stagewright.formulations.schedules.placements import both_directions, line, loop, v_shape, wave
 from stagewright.formulations.schedules.published.chimera import (
     chimera,
     dualpipe,

@@ -15,16 +15,12 @@ from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.workloads.jobs import Job, PairRate, Rate, Throughputs, Workload
 from stagewright.graphs.workloads.pool import parse_pool
 from stagewright.service.answers import Answer, Finite
-from stagewright.service.clusters.estimating import estimate, measure
+from stagewright.service.clusters.allocating import estimate, measure
 from stagewright.service.clusters.requests import AllocateRequest, EstimateRequest, MeasureRequest
 from stagewright.service.pipelines.partitioning import partition
 from stagewright.service.pipelines.planning import plan
 from stagewright.service.pipelines.plans import simulate
-from stagewright.service.pipelines.requests import (
-    PartitionRequest,
-    PlanRequest,
-    SimulateRequest,
-)
+from stagewright.service.pipelines.requests import PartitionRequest, PlanRequest, SimulateRequest
 from stagewright.solvers.backends.backend import BACKENDS
 
 PROBLEM = small_problem()

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from profiles import examples
 
 from stagewright.formulations.pipelines.windows import timetable_of_order
-from stagewright.service.pipelines.requests import ScheduleRequest
+from stagewright.service.schedules.requests import ScheduleRequest
 from stagewright.service.schedules.scheduling import schedule
 
 KINDS = ("gpipe", "1f1b", "pe", "interleaved", "zb-h1", "zb1p", "zbv", "v-half", "optimal")

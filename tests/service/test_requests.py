@@ -24,13 +24,12 @@ from stagewright.service.clusters.requests import (
 )
 from stagewright.service.pipelines.requests import (
     CheckRequest,
-    JobShopRequest,
     PartitionRequest,
     PlanRequest,
-    ScheduleRequest,
     SimulateRequest,
 )
 from stagewright.service.requests import Request
+from stagewright.service.schedules.requests import JobShopRequest, ScheduleRequest
 
 RATES = Throughputs((Rate("a", 1, "v100", 2.0), Rate("b", 1, "v100", 1.0)))
 WORKLOAD = Workload((Job("a", "a", 100.0), Job("b", "b", 50.0)), RATES)

@@ -18,8 +18,7 @@ from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.service import engines
 from stagewright.service.pipelines import launching, planning
 from stagewright.service.pipelines.requests import PlanRequest
-from stagewright.service.pipelines.sweep_requests import SweepRequest, SweepRow
-from stagewright.service.pipelines.sweeping import pieces_of
+from stagewright.service.pipelines.sweeping import SweepRequest, SweepRow, pieces_of
 
 LAYERS = (3.0, 1.0, 2.0, 4.0)
 CHAIN = Chain(

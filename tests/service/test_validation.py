@@ -21,9 +21,9 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.service.http.app import create_app
 from stagewright.service.http.guard import Service
 from stagewright.service.http.pages import OWN
-from stagewright.service.http.wording import in_fields
+from stagewright.service.http.problems import in_fields
 from stagewright.service.jobs.kinds import KINDS, parse_request
-from stagewright.service.jobs.store import Store
+from stagewright.service.jobs.store import ServiceStore
 
 Place = tuple[str | int, ...]
 BROKEN: list[tuple[str, dict[Place, Any], str]] = [
@@ -99,7 +99,7 @@ BROKEN: list[tuple[str, dict[Place, Any], str]] = [
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
-    store = Store(f"sqlite:///{tmp_path_factory.mktemp('jobs') / 'jobs.sqlite'}")
+    store = ServiceStore(f"sqlite:///{tmp_path_factory.mktemp('jobs') / 'jobs.sqlite'}")
     with TestClient(create_app(Service(store, open_to_all=True)), "http://127.0.0.1") as found:
         yield found
     store.close()

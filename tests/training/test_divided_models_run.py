@@ -14,16 +14,7 @@ if find_spec("transformers") is None:
     pytest.skip("transformers is not installed", allow_module_level=True)
 
 import divided_models as divided  # noqa: E402
-from divided_models import (  # noqa: E402
-    MICROBATCHES,
-    MODELS,
-    SGD,
-    data_of,
-    planned,
-    refused,
-    stages_of,
-    trained,
-)
+from divided_models import MICROBATCHES, MODELS, SGD, data_of, planned, refused, stages_of, trained  # noqa: E402
 from ranks import Ranks  # noqa: E402
 
 from benchmarks.plain_loop import difference, loop  # noqa: E402

@@ -19,12 +19,9 @@ from stagewright.formulations.parallelism.training import TrainingProblem  # noq
 from stagewright.formulations.plans.plan import PipelinePlan  # noqa: E402
 from stagewright.graphs.machines.devices import Reached  # noqa: E402
 from stagewright.graphs.machines.fabric import Fabric, Level  # noqa: E402
-from stagewright.graphs.models.architecture import (  # noqa: E402
-    Architecture,
-    FeedForward,
-    GroupedAttention,
-)
-from stagewright.service.layouts.searching import LayoutRequest, find_layouts  # noqa: E402
+from stagewright.graphs.models.architecture import Architecture, FeedForward, GroupedAttention  # noqa: E402
+from stagewright.service.layouts.requests import LayoutRequest  # noqa: E402
+from stagewright.service.layouts.searching import find_layouts  # noqa: E402
 from stagewright.solvers.parallelism.space import Space  # noqa: E402
 
 BLOCKS, HIDDEN, VOCABULARY, SEQUENCE, BATCH = 4, 16, 12, 6, 16

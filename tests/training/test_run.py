@@ -32,8 +32,8 @@ pytest.importorskip("torch", reason="pip install 'stagewright[executor]'")
 
 import torch
 
-from stagewright.cli import running
 from stagewright.cli.factories import parse_optimizer
+from stagewright.cli.training import running
 from stagewright.executor.programs.periodic import lower_any
 from stagewright.executor.programs.verification.verify import verify
 from stagewright.executor.training.data.passes import mini_batches

@@ -15,10 +15,7 @@ from ranks import Ranks  # noqa: E402
 from stagewright.executor.capture.tracing import capture  # noqa: E402
 from stagewright.executor.training import checkpoint  # noqa: E402
 from stagewright.executor.training.checkpoint import Header  # noqa: E402
-from stagewright.executor.training.checkpoint_share import (  # noqa: E402
-    require_format,
-    write_parameters,
-)
+from stagewright.executor.training.checkpoint_share import require_format, write_parameters  # noqa: E402
 from stagewright.executor.training.runtime import Executor  # noqa: E402
 from stagewright.formulations.plans.plan import PipelinePlan  # noqa: E402
 from stagewright.graphs.documents.errors import InputError  # noqa: E402

@@ -16,17 +16,7 @@ import tensor_runs  # noqa: E402
 import training_plans as make  # noqa: E402
 from ranks import Ranks  # noqa: E402
 from shard_runs import ADAMW, Clipping, Scale, held_bytes, refused, traced  # noqa: E402
-from tensor_runs import (  # noqa: E402
-    ENTROPY,
-    SGD,
-    batches,
-    gpt,
-    interrupted,
-    llama,
-    refusal,
-    run,
-    summed,
-)
+from tensor_runs import ENTROPY, SGD, batches, gpt, interrupted, llama, refusal, run, summed  # noqa: E402
 from training_plans import fill_and_drain  # noqa: E402
 
 from stagewright.executor.training.stages.learning_rates import Schedule  # noqa: E402

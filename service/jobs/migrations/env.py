@@ -2,7 +2,7 @@
 
 from alembic import context
 
-from stagewright.service.jobs.tables import TABLES
+from stagewright.service.jobs.rows import TABLES
 
 context.configure(
     connection=context.config.attributes["connection"],

@@ -10,8 +10,7 @@ down_revision = "0002"
 def upgrade() -> None:
     """Add the column, and indexes for a table that grows."""
     op.add_column(
-        "deliveries",
-        sa.Column("reason", sa.Text, nullable=False, server_default=sa.text("''")),
+        "deliveries", sa.Column("reason", sa.Text, nullable=False, server_default=sa.text("''"))
     )
     op.drop_index("due", "deliveries")
     op.create_index("due", "deliveries", ["state", "due"])

@@ -1,0 +1,171 @@
+"""What the page shows of answers about the jobs of clusters and of the cloud."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from datetime import datetime
+
+from stagewright.executor.drawing.lanes import Drawing, Run, runs_drawing
+from stagewright.graphs.workloads.jobs import Workload
+from stagewright.graphs.workloads.pool import Pool
+from stagewright.service.clusters.requests import (
+    AllocateRequest,
+    RoundsRequest,
+    SimulateClusterRequest,
+)
+from stagewright.service.http.figures.tables import HOUR, Figures, FigureTable, Told, facts, written
+from stagewright.service.requests import Request
+
+Runs = dict[tuple[str, int], list[Run]]
+"""What each accelerator runs, by its type and number."""
+
+
+def allocate(request: Request, answer: Told) -> Figures:
+    """An allocation: the share of each job, and the accelerators that it has on average."""
+    assert isinstance(request, AllocateRequest)
+    numbers = facts(answer, {
+        f"objective of {answer['policy']}": "objective number",
+        f"bound, by {answer['proved_by']}": "bound number", "gap": "gap percent",
+    })  # fmt: skip
+    given = answer["allocation"] or ()
+    kinds = request.pool.names
+    scales = {job.name: job.scale for job in request.workload.jobs}
+    shares: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(kinds, 0.0))
+    runs: dict[str, list[Run]] = {kind: [] for kind in kinds}
+    for one in given:
+        jobs, kind = " + ".join(one["jobs"]), one["accelerator"]
+        shares[jobs][kind] += one["share"]
+        from_ = runs[kind][-1].end if runs[kind] else 0.0
+        runs[kind].append(Run(jobs, from_, from_ + one["share"] * scales[one["jobs"][0]]))
+    rows = [
+        (
+            jobs,
+            *(written(its[kind], "percent") for kind in kinds),
+            written(sum(its.values()), "percent"),
+        )
+        for jobs, its in shares.items()
+    ]
+    counts = {one.name: one.count for one in request.pool.accelerators}
+    lanes = [(f"{kind} · {counts[kind]}", its) for kind, its in runs.items()]
+    used = [(kind, written(it, "percent")) for kind, it in (answer["utilisation"] or {}).items()]
+    tables = (
+        FigureTable("Shares of the time of each job", ("<job", *kinds, "in all"), rows),
+        FigureTable("Utilisation", ("<accelerator", "utilisation"), used),
+    )
+    title = "Accelerators that each job has on average"
+    drawn = runs_drawing(lanes, scales, "accelerators")
+    return Figures(numbers, tables, [(title, drawn)] if given else ())
+
+
+def rounds(request: Request, answer: Told) -> Figures:
+    """Rounds that realise an allocation, by accelerator."""
+    assert isinstance(request, RoundsRequest)
+    numbers = [
+        (
+            written(len(answer["rounds"]), "number"),
+            f"rounds of {written(answer['round_seconds'], 'seconds')}",
+        ),
+        (written(answer["mean_deviation"], "number"), "mean deviation from the allocation"),
+        (written(answer["largest_shortfall"], "number"), "largest shortfall"),
+    ]
+    runs = _places(request.pool)
+    for r, assigned in enumerate(answer["rounds"]):
+        start, end = (t * answer["round_seconds"] for t in (r, r + 1))
+        for one in assigned:
+            for number in one["numbers"]:
+                _prolong(runs[one["accelerator"], number], " + ".join(one["jobs"]), start, end)
+    drawn = _by_accelerator(runs, request.workload)
+    return Figures(numbers, timelines=[("Rounds by accelerator", drawn)])
+
+
+def _places(pool: Pool) -> Runs:
+    """An empty list of runs for each accelerator of a pool."""
+    return {(one.name, n): [] for one in pool.accelerators for n in range(one.count)}
+
+
+def _prolong(runs: list[Run], jobs: str, start: float, end: float) -> None:
+    """Add a round to the runs of an accelerator, or to the last if it is of the same jobs."""
+    if runs and (runs[-1].of, runs[-1].end) == (jobs, start):
+        start = runs.pop().start
+    runs.append(Run(jobs, start, end))
+
+
+def _in_order(runs: Iterable[Run]) -> list[Run]:
+    return sorted(runs, key=lambda run: run.start)
+
+
+def _by_accelerator(runs: Runs, workload: Workload | None) -> Drawing:
+    rows = [(f"{kind} {number}", _in_order(its)) for (kind, number), its in runs.items()]
+    names = () if workload is None else [job.name for job in workload.jobs]
+    return runs_drawing(rows, names, "h", 1 / HOUR)
+
+
+def simulate_cluster(request: Request, answer: Told) -> Figures:
+    """A simulated cluster: completion times, and the jobs by accelerator."""
+    assert isinstance(request, SimulateClusterRequest)
+    numbers = [
+        (f"{answer['completed']} of {answer['jobs']}", "jobs completed"),
+        (written(answer["mean_jct_seconds"], "hours"), "mean completion time"),
+        (written(answer["makespan_seconds"], "hours"), "until the last is done"),
+        (written(answer["utilisation"], "percent"), "utilisation"),
+        (written(answer["worst_finish_time_fairness"], "number"), "worst finish-time fairness"),
+    ]
+    if answer["dollars"] is not None:
+        numbers.append((written(answer["dollars"], "dollars"), "in all"))
+    times = [
+        (f"{share} %", written(seconds, "hours"))
+        for share, seconds in answer["percentile_jct_seconds"].items()
+    ]
+    weights = [
+        (weight, written(seconds, "hours"))
+        for weight, seconds in answer["mean_jct_seconds_by_weight"].items()
+    ]
+    runs = _places(request.pool)
+    for one in answer.get("runs") or ():
+        jobs = " + ".join(one["jobs"])
+        run = Run(jobs, one["start_seconds"], one["end_seconds"])
+        runs[one["accelerator"], one["number"]].append(run)
+    tables = (
+        FigureTable("Completion times", ("<share of the jobs", "within"), times),
+        FigureTable("Mean completion times by weight", ("<weight", "mean"), weights),
+    )
+    drawn = _by_accelerator(runs, request.workload)
+    return Figures(numbers, tables, [("Jobs by accelerator", drawn)] if any(runs.values()) else ())
+
+
+def cloud(request: Request, answer: Told) -> Figures:
+    """Strategies of renting, and where the job runs by the last of them."""
+    costs = {name: one["dollars"] for name, one in answer["strategies"].items() if one}
+    least = min(costs, key=lambda name: costs[name], default=None)
+    numbers = [
+        ("", "") if least is None else (written(costs[least], "dollars"), f"the least, by {least}"),
+        (written(answer["bound_dollars"], "dollars"), f"bound, by {answer['proved_by']}"),
+        (written(answer["gap"], "percent"), "gap of the last strategy"),
+        (answer["deadline"].replace("T", " ").replace("Z", ""), "deadline, in UTC"),
+    ]
+    ways = [
+        (name, "late", "", "")
+        if one is None
+        else (
+            name,
+            written(one["dollars"], "dollars"),
+            written(one["seconds"], "hours"),
+            str(one["switches"]),
+        )
+        for name, one in answer["strategies"].items()
+    ]
+    stays = answer["plan"] or ()
+    rows = [(f"{one['count']} x {one['instance']}", one["begin"], one["end"],
+             written(one["dollars"], "dollars")) for one in stays]  # fmt: skip
+    tables = (
+        FigureTable("Strategies", ("<strategy", "cost", "duration", "switches"), ways),
+        FigureTable("Stays of the last strategy", ("<instances", "<from", "<until", "cost"), rows),
+    )
+    start = datetime.fromisoformat(answer["start"])
+    lanes: dict[str, list[Run]] = defaultdict(list)
+    for one in stays:
+        begin, end = ((datetime.fromisoformat(one[it]) - start).total_seconds()
+                      for it in ("begin", "end"))  # fmt: skip
+        lanes[one["instance"]].append(Run(f"{one['count']} instances", begin, end))
+    title = f"Where the job runs, from {answer['start'].replace('T', ' ').replace('Z', '')} on"
+    drawn = [(title, runs_drawing(lanes.items(), (), "h", 1 / HOUR))] if stays else []
+    return Figures(numbers, tables, drawn)

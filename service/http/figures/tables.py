@@ -1,0 +1,86 @@
+"""What the page shows of an answer, as data: numbers, tables, timelines and charts."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from stagewright.executor.drawing.lanes import Drawing, table
+from stagewright.executor.drawing.web.charts import Chart
+from stagewright.graphs.documents.units import format_bytes, format_seconds
+
+HOUR = 3600.0
+Told = dict[str, Any]
+"""A JSON object of an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class FigureTable:
+    """A titled table; names of columns of text begin with ``<``."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def filled(self) -> Told:
+        """What the script reads, without columns that are empty."""
+        kept = [i for i in range(len(self.head)) if any(row[i] for row in self.rows)]
+        return {
+            "title": self.title,
+            "head": [self.head[i] for i in kept],
+            "rows": [[row[i] for i in kept] for row in self.rows],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Main numbers with their labels, then tables, timelines and charts with their titles."""
+
+    facts: Sequence[tuple[str, str]]
+    tables: Sequence[FigureTable] = ()
+    timelines: Sequence[tuple[str, Drawing]] = ()
+    charts: Sequence[tuple[str, Chart]] = ()
+
+    def table(self) -> Told:
+        """What the script reads."""
+        return {
+            "facts": [(value, what) for value, what in self.facts if value],
+            "tables": [one.filled() for one in self.tables if one.rows],
+            "timelines": [{"title": title, "timeline": table(it)} for title, it in self.timelines],
+            "charts": [{"title": title, "chart": it.table()} for title, it in self.charts],
+        }
+
+
+FORMATS: dict[str, Callable[[Any], str]] = {
+    "": str,
+    "number": "{:.5g}".format,
+    "percent": "{:.2%}".format,
+    "seconds": format_seconds,
+    "hours": lambda value: f"{value / HOUR:.4g} h",
+    "bytes": format_bytes,
+    "dollars": "{:.2f} $".format,
+}
+Columns = Mapping[str, str | Callable[[Told], str]]
+"""By heading: the name of a field and its format, such as ``gap percent``, or a function."""
+
+
+def written(value: Any, form: str = "") -> str:
+    """A value in a format; empty where there is none."""
+    return "" if value is None else FORMATS[form](value)
+
+
+def _cell(told: Told, column: str | Callable[[Told], str]) -> str:
+    if not isinstance(column, str):
+        return column(told)
+    name, _, form = column.partition(" ")
+    return written(told[name], form)
+
+
+def facts(told: Told, columns: Columns) -> list[tuple[str, str]]:
+    """The main numbers of an answer, by what each is."""
+    return [(_cell(told, column), what) for what, column in columns.items()]
+
+
+def titled(title: str, rows: Sequence[Told], columns: Columns) -> FigureTable:
+    """A table with a row for each object."""
+    cells = [[_cell(one, column) for column in columns.values()] for one in rows]
+    return FigureTable(title, tuple(columns), cells)

@@ -1,0 +1,177 @@
+"""Problems of training by layer profiles, from what users name: profiles, machines, a batch."""
+
+from dataclasses import replace
+
+from stagewright.formulations.parallelism.profiles.cluster import Pool, ServerPools, server_pools
+from stagewright.formulations.parallelism.profiles.pipelines import MemoryRule, ProfiledProblem
+from stagewright.formulations.parallelism.training import TrainingProblem, precision_named
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import counted, require_count
+from stagewright.graphs.machines.cluster import Cluster
+from stagewright.graphs.machines.devices import reached_on, require_arithmetic
+from stagewright.graphs.machines.fabric import Fabric, fabric_of
+from stagewright.graphs.models.architecture import Architecture
+from stagewright.graphs.models.language import Attention
+from stagewright.graphs.models.layer_profiles import LayerProfiles
+
+
+def training_problem(
+    architecture: Architecture,
+    fabric: Fabric | Cluster,
+    *,
+    sequence: int,
+    batch: int,
+    precision: str = "bf16",
+    attention: Attention = "fused",
+    overlap: bool = True,
+    reserve_bytes: float = 2e9,
+) -> TrainingProblem:
+    """The training of a transformer on a fabric, whose kernels reach what is known of its devices.
+
+    Parameters
+    ----------
+    architecture, fabric
+        For example of ``importers.hf_config.read_hf_config`` and ``machines.networks``; or a
+        cluster of equal devices in equal servers.
+    sequence, batch
+        Tokens in a sample, samples between two updates.
+    precision
+        ``bf16``, ``fp16``, ``fp8`` (products in 8 bits) or ``fp32``.
+    attention
+        ``fused``, or ``materialized``: the matrix of scores is stored.
+    overlap
+        Whether exchanges of gradients and of ZeRO run beside computations.
+    reserve_bytes
+        Memory of a device that is not for the plan.
+
+    Raises
+    ------
+    InputError
+        If a value is out of range, the device has no such arithmetic, or the servers differ.
+    """
+    if isinstance(fabric, Cluster):
+        fabric = fabric_of(fabric)
+    require_arithmetic(fabric.card, precision)
+    return TrainingProblem(
+        architecture=architecture,
+        sequence=sequence,
+        batch=batch,
+        fabric=fabric,
+        reached=reached_on(fabric.card),
+        precision=precision_named(precision),
+        attention=attention,
+        overlap=overlap,
+        reserve_bytes=reserve_bytes,
+    )
+
+
+def profiled_problem(
+    profiles: LayerProfiles,
+    cluster: Cluster | ServerPools,
+    *,
+    batch: int,
+    reserve_bytes: float | None = None,
+) -> ProfiledProblem:
+    """The training of a profiled model on servers of one or several kinds of devices.
+
+    Parameters
+    ----------
+    profiles
+        With the sizes of the layers (``stagewright import --config``, or ``with_sizes``).
+    cluster
+        Servers of equal devices each. Its kinds are those of the profiles, in any case.
+    batch
+        Samples between two updates.
+    reserve_bytes
+        Memory of a device that is not for the plan; None for what was fitted to GH200.
+
+    Raises
+    ------
+    InputError
+        If sizes are missing, a kind was not measured, no microbatch that was measured divides the
+        batch, or no measured tensor degree fits in any server.
+    """
+    if not profiles.sizes:
+        raise InputError(
+            f"profiles of {profiles.name!r} do not say how large the layers are: import them with "
+            "--config and --sequence"
+        )
+    pools = cluster if isinstance(cluster, ServerPools) else server_pools(cluster)
+    of = precision_named(profiles.precision)
+    rule = MemoryRule(
+        parameter_bytes=float(of.weight_bytes + of.gradient_bytes + of.optimizer_bytes)
+    )
+    problem = ProfiledProblem(
+        profiles,
+        _with_measured_kinds(pools, profiles),
+        batch,
+        rule if reserve_bytes is None else replace(rule, reserve_bytes=reserve_bytes),
+        float(of.gradient_bytes),
+    )
+    _require_degrees(problem)
+    _require_microbatch(problem)
+    return problem
+
+
+def _with_measured_kinds(pools: ServerPools, profiles: LayerProfiles) -> ServerPools:
+    """The pools, with the profiles' spelling of their kinds."""
+    spelled = {kind.lower(): kind for kind in profiles.device_kinds}
+    return replace(
+        pools,
+        pools=tuple(
+            replace(pool, device_kind=spelled.get(pool.device_kind.lower(), pool.device_kind))
+            for pool in pools.pools
+        ),
+    )
+
+
+def usable_degrees(problem: ProfiledProblem, pool: Pool) -> tuple[int, ...]:
+    """The tensor degrees that were measured, whose sizes are known and that a server has room for.
+
+    Every one of them was measured at some microbatch size.
+    """
+    known = {one.tensor for one in problem.profiles.sizes}
+    return tuple(
+        one
+        for one in problem.profiles.degrees(pool.device_kind)
+        if one <= pool.devices and one in known
+    )
+
+
+def _require_degrees(problem: ProfiledProblem) -> None:
+    if any(usable_degrees(problem, pool) for pool in problem.cluster.pools):
+        return
+    raise InputError("; ".join(unusable(problem, pool) for pool in problem.cluster.pools))
+
+
+def unusable(problem: ProfiledProblem, pool: Pool) -> str:
+    """Why no tensor group can be in a pool."""
+    known = {one.tensor for one in problem.profiles.sizes}
+    measured = problem.profiles.degrees(pool.device_kind)
+    sized = [one for one in measured if one in known]
+    which = ", ".join(map(str, sized or measured))
+    servers = f"servers of {counted(pool.devices, 'device', 'devices')} of {pool.device_kind}"
+    if not sized:
+        return f"{servers}: measured are tensor degrees {which}, for which layers have no sizes"
+    return f"{servers} have no room for a measured tensor degree ({which})"
+
+
+def _require_microbatch(problem: ProfiledProblem) -> None:
+    """Refuse a batch that no measured microbatch size divides."""
+    sizes = sorted(
+        {
+            size
+            for pool in problem.cluster.pools
+            for tensor in usable_degrees(problem, pool)
+            for size in problem.profiles.microbatch_sizes(pool.device_kind, tensor)
+        }
+    )
+    require_count(problem.batch, "batch", 1 << 30)
+    if not any(problem.batch % size == 0 for size in sizes):
+        below = max(problem.batch // size * size for size in sizes)
+        above = min(-(-problem.batch // size) * size for size in sizes)
+        near = " and ".join(str(one) for one in (below, above) if one)
+        raise InputError(
+            f"batch {problem.batch} is no multiple of a measured microbatch size "
+            f"({', '.join(map(str, sizes))}); the nearest batches are {near}"
+        )

@@ -1,0 +1,249 @@
+"""Requests about layouts of a training run, and their answers."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Self
+
+from pydantic import Field, model_validator
+
+from stagewright.formulations.forms.answers import Status
+from stagewright.formulations.parallelism.document import LayoutPlan
+from stagewright.formulations.parallelism.layout import Layout, parse_layout
+from stagewright.formulations.parallelism.training import TrainingProblem
+from stagewright.graphs.documents.errors import InputError
+from stagewright.service.answers import CARRIED, Answer, Finite
+from stagewright.service.options import Option
+from stagewright.service.requests import Request
+from stagewright.solvers.parallelism.space import Space
+
+if TYPE_CHECKING:
+    from stagewright.executor.export.layouts.rules import Rule
+
+_WITHOUT_SEQUENCE = ("plan", "deepspeed", "accelerate")
+"""What cannot express sequence parallelism."""
+
+
+class LayoutRequest(Request):
+    """Find the fastest layouts of a problem that fit."""
+
+    problem: TrainingProblem
+    space: Space = Space()
+    top: int = Field(default=10, ge=1, le=1000)
+    """Layouts in the table."""
+    framework: Annotated[str | None, Option("--for", form="FRAMEWORK")] = None
+    """Only layouts that can be exported to it: megatron, megatron-bridge, nemo, torchtitan,
+    deepspeed, accelerate; plan: a plan of stages, for `stagewright run`, of which some may then not
+    fit in memory."""
+    by_stage: bool = True
+    """Whether to find blocks and recomputed blocks of every stage after the search."""
+    explain: Annotated[Layout | None, Option(of_text=lambda text, _: parse_layout(text))] = None
+    """Why not this layout, for example "p8 t8 d2 b1 v3 full sp zero1"."""
+    front: bool = False
+    """The fastest layouts with less and with more memory."""
+    what_if: bool = False
+    """What more memory and faster links would buy."""
+    unfolded: bool = False
+    """List layouts, too, that differ from a faster one only in placement, or in whether ranks
+    divide samples or their tokens."""
+    tokens: float | None = Field(default=None, ge=1, le=1e18, allow_inf_nan=False)
+    """Tokens of the whole training, such as 15e12: how many days it takes."""
+
+    @model_validator(mode="after")
+    def _require_framework(self) -> Self:
+        from stagewright.executor.export.layouts import EVERY_FORMAT
+
+        if self.framework is not None and self.framework not in EVERY_FORMAT:
+            raise InputError(
+                f"framework {self.framework!r} is not known; there are {', '.join(EVERY_FORMAT)}"
+            )
+        return self
+
+    @property
+    def searched(self) -> Space:
+        """The space, without what the default prefers and the framework cannot express."""
+        if self.framework not in _WITHOUT_SEQUENCE:
+            return self.space
+        partial = self.space.partial and self.framework != "plan"
+        return replace(self.space, sequence_parallel="never", partial=partial)
+
+    def require_problem(self) -> None:
+        """Refuse a model or a precision of which the framework can express no layout."""
+        from stagewright.executor.export.layouts import EVERY_FORMAT
+
+        if self.framework is None:
+            return
+        try:
+            EVERY_FORMAT[self.framework].require_problem(self.problem)
+        except InputError as error:
+            raise InputError(f"{self.framework} can express no layout of it: {error}") from None
+
+    def wrong(self, layout: Layout) -> "Iterator[tuple[Rule, str]]":
+        """The framework's rules that a possible layout breaks, with what is wrong."""
+        from stagewright.executor.export.layouts import EVERY_FORMAT
+
+        if self.framework is not None:
+            yield from EVERY_FORMAT[self.framework].broken(self.problem, layout)
+
+
+class RankMemoryAnswer(Answer):
+    """Peak bytes of the ranks at one position in the pipeline, by kind."""
+
+    rank: int
+    total_bytes: float
+    weights_bytes: float
+    gradients_bytes: float
+    optimizer_bytes: float
+    activations_bytes: float
+    buffers_bytes: float
+    reserve_bytes: float
+
+
+class LayoutRow(Answer):
+    """A layout: an iteration and its parts on the busiest rank (s), and the fullest rank's memory.
+
+    ``loses_by`` is the largest loss against the best, in words; ``alike`` are layouts that were
+    evaluated too and are folded into this one.
+    """
+
+    layout: str
+    microbatches: int
+    seconds: float
+    mfu: float
+    flops_per_device: float
+    compute_seconds: float
+    exchange_seconds: float
+    repeated_seconds: float
+    zero_seconds: float
+    bubble_seconds: float
+    gradient_seconds: float
+    update_seconds: float
+    memory: RankMemoryAnswer
+    loses_by: str
+    tokens_per_second: float
+    alike: tuple[str, ...] = ()
+
+
+class PartAnswer(Answer):
+    """A part of an iteration, in the explained layout and in the best."""
+
+    part: str
+    seconds: float
+    best_seconds: Finite
+
+
+class ExplainAnswer(Answer):
+    """Why a layout is not the best: the rule it breaks, what does not fit, or what takes longer."""
+
+    layout: str
+    refused: str | None = None
+    row: LayoutRow | None = None
+    shortages: tuple[str, ...] = ()
+    parts: tuple[PartAnswer, ...] = ()
+
+
+class FrontPoint(Answer):
+    """The fastest layout whose peak is at most ``limit_bytes``."""
+
+    limit_bytes: Finite
+    peak_bytes: float
+    seconds: float
+    layout: str
+
+
+class WhatIf(Answer):
+    """The fastest layout on changed machines; None if none fits."""
+
+    change: str
+    seconds: Finite
+    layout: str | None
+
+
+class RefinedRow(Answer):
+    """A layout with blocks and recomputed blocks of every stage.
+
+    ``before_seconds`` is its time with stages that are alike, None if that is not among the best.
+    No blocks by stage, with the fewest recomputed of each that fit, make it faster than
+    ``bound_seconds``.
+    """
+
+    layout: str
+    seconds: float
+    before_seconds: Finite
+    bound_seconds: float
+    mfu: float
+    peak_bytes: float
+
+
+class RefinedAnswer(Answer):
+    """The best refined layouts, if any is faster, and bounds on all pipelines of any division.
+
+    ``plain_bound_seconds`` is of pipelines with one stage on a rank and the fewest recomputed
+    blocks of each stage that fit; ``bound_seconds`` of interleaved ones too, with any
+    recomputation. ``examined`` layouts were divided.
+    """
+
+    rows: tuple[RefinedRow, ...]
+    plain_bound_seconds: float
+    bound_seconds: float
+    proved_by: str
+    plan_class: str
+    examined: int
+    wall_seconds: float
+
+
+class LayoutAnswer(Answer):
+    """The best layouts by time, with a bound on every layout of the space that fits.
+
+    ``plan_class`` is what the bound speaks of: stages that are alike. The first ``fastest_rows`` of
+    the rows are the fastest of that class; a layout that is not listed may be faster than a row
+    below them. ``refined`` are layouts whose stages differ, None if none were asked for; ``plan``
+    is the best of both. If no layout whose stages are alike fits, but a refined one does, there are
+    no rows, and bound and gap are the refined one's. With status ``infeasible`` no layout of the
+    space fits, for the ``reason``; if ``interrupted`` before it is proved the rows are the best so
+    far. ``training_days`` are those of the request's tokens with the best layout.
+    """
+
+    status: Status
+    bound_seconds: Finite
+    gap: Finite
+    proved_by: str
+    plan_class: str
+    rows: tuple[LayoutRow, ...]
+    fastest_rows: int = 0
+    refined: RefinedAnswer | None = None
+    explained: ExplainAnswer | None = None
+    front: tuple[FrontPoint, ...] = ()
+    what_if: tuple[WhatIf, ...] = ()
+    remarks: tuple[str, ...] = ()
+    reason: str | None = None
+    training_days: float | None = None
+    examined: int
+    wall_seconds: float
+    plan: Annotated[LayoutPlan | None, CARRIED] = None
+
+
+class CheckLayoutAnswer(Answer):
+    """What is wrong with a layout's document; nothing if it is valid.
+
+    Its bound is compared with the time, but the search is not run again.
+    """
+
+    status: str
+    is_bound_verified: bool = False
+    violations: tuple[str, ...]
+
+
+class MemoryRequest(Request):
+    """The memory of one layout of a problem."""
+
+    problem: TrainingProblem
+    layout: Layout
+
+
+class LayoutMemoryAnswer(Answer):
+    """Peak bytes at every position in the pipeline, and who has how much too little."""
+
+    layout: str
+    memory_bytes: float
+    ranks: tuple[RankMemoryAnswer, ...]
+    shortages: tuple[str, ...]

@@ -1,0 +1,1 @@
+"""Commands on jobs that share a cluster, and on rented accelerators."""

@@ -1,0 +1,1 @@
+"""Commands that write models and clusters."""

@@ -1,0 +1,1 @@
+"""Commands on layouts of the training of transformers."""

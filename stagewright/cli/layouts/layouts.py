@@ -1,0 +1,180 @@
+"""``train-plan`` and ``memory``: how to divide the training of a transformer among GPUs."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from stagewright.cli import interruptible
+from stagewright.cli.commands import Asked, CommandOptions, ask, command
+from stagewright.cli.console import kept, progress, tell
+from stagewright.cli.layouts.inputs import DegreeOptions, MachineOptions, Precision, TrainingOptions
+from stagewright.cli.layouts.printing import print_layouts, print_memory, print_shortages
+from stagewright.cli.layouts.profiled import is_layout, is_profiles, plan_profiles, require_options
+from stagewright.cli.options import Printed, Written
+from stagewright.cli.outputs import Writes, is_document
+from stagewright.formulations.parallelism.document import load_layout, save_layout
+from stagewright.formulations.parallelism.layout import parse_layout
+from stagewright.graphs.documents.documents import write_bytes
+from stagewright.graphs.documents.errors import InputError
+from stagewright.service.layouts.requests import LayoutAnswer, LayoutRequest
+from stagewright.service.options import Option
+
+
+class PictureOptions(CommandOptions):
+    """A picture of the answer."""
+
+    png: Annotated[Path | None, Option(form="FILE"), Writes(".png")] = None
+    """Where to draw: the front, the stages of layer profiles, or the ranks' memory."""
+
+
+class TrainPlanOptions(TrainingOptions, MachineOptions, DegreeOptions, PictureOptions, Written):
+    """What ``train-plan`` is asked beside its request."""
+
+    config: Annotated[Path, Option("CONFIG_OR_PROFILES")]
+    """A Hugging Face config.json, or its folder, or the name of its model (OWNER/NAME), or layer
+    profiles that import wrote."""
+    servers: Annotated[str | None, Option(form="KIND:NxM,...")] = None
+    """For layer profiles: servers x GPUs by kind, for example a100:2x4,v100:3x8; memory and
+    bandwidths may then be given by kind, for example a100=40GB,v100=16GB."""
+    time_limit: float = 60.0
+    """For layer profiles: time limit of the search in seconds."""
+
+
+@command(
+    without="by_stage",
+    headings={
+        "Machines": "per_server server_bandwidth network_bandwidth per_rack rack_bandwidth"
+        " host_bandwidth memory servers",
+        "Arithmetic and memory": "precision attention no_overlap reserve",
+        "Layouts to consider": "pipeline tensor context replicas expert microbatch_sizes chunks"
+        " schedule zero recompute offload_optimizer alike",
+        "More answers": "explain front what_if unfolded tokens",
+    },
+)
+def train_plan(
+    command_line: typer.Context, asked: Asked[LayoutRequest], given: TrainPlanOptions
+) -> int:
+    """Find how to divide a transformer's training among GPUs; exit code 1 if nothing fits.
+
+    Pipeline, tensor, context, expert and data degrees, microbatch, virtual stages, recomputation,
+    ZeRO and placement.
+
+    With measured layer profiles, on servers of several kinds: stages, replicas, tensor degrees and
+    kinds of GPU.
+    """
+    from stagewright.service.layouts.searching import find_layouts  # it imports scipy
+
+    config = given.config
+    are_profiles = is_profiles(config)
+    options = require_options(command_line, config, are_profiles)
+    if are_profiles:
+        return plan_profiles(given, given.reserve if "reserve" in options else None)
+    if given.sequence is None:
+        raise InputError(f"{config} needs --sequence, the tokens in a sample, for example 4096")
+    fabric = given.fabric()
+    problem = given.problem(config, fabric)
+    if given.offload_optimizer and fabric.host_bytes_per_second is None:
+        raise InputError("--offload-optimizer needs --host-bandwidth, for example 25GB/s")
+    drawn = given.png is not None
+    request = asked.request(
+        problem=problem,
+        space=given.space(),
+        by_stage=not given.alike,
+        front=asked.given["front"] or drawn,
+    )
+    with interruptible() as stop, progress(f"planning {config.name}", stop):
+        answer = find_layouts(request, stop)
+    if given.png is not None:
+        _draw(answer, request, config.name, given.png)
+    written = kept(answer.plan, given, save_layout)
+    tell(
+        answer,
+        given,
+        lambda answer: print_layouts(config.name, problem, answer, asked.given["front"]),
+        (given.png, *written) if answer.plan is not None else (),
+    )
+    return 1 if answer.plan is None else 0
+
+
+def _draw(answer: LayoutAnswer, request: LayoutRequest, name: str, png: Path) -> None:
+    from stagewright.executor.drawing.charts.memory_bars import front_png
+
+    fabric, batch = request.problem.fabric, request.problem.batch
+    title = f"{name} on {fabric.devices} {fabric.device}, batch {batch}"
+    write_bytes(png, front_png(answer.front, fabric.memory_bytes, title))
+
+
+class MemoryOptions(PictureOptions, Printed):
+    """What ``memory`` is asked."""
+
+    file: Annotated[Path, Option("CONFIG_OR_LAYOUT")]
+    """A Hugging Face config.json, or OWNER/NAME, with --layout; or what train-plan wrote."""
+    layout: str | None = None
+    """For example "p8 t8 d2 b1 v3 full sp zero1"."""
+    sequence: Annotated[int | None, Option(form="S")] = None
+    """Tokens in a sample."""
+    global_batch: Annotated[int | None, Option(form="N")] = None
+    """Samples between two updates; default: two microbatches for every pipeline rank."""
+    device: Annotated[str | None, Option(form="KIND")] = None
+    """Kind of GPU, or the JSON file of your own; default: h100."""
+    memory: Annotated[str | None, Option(form="SIZE")] = None
+    """Memory of a GPU; default: that of the kind."""
+    precision: Precision | None = None
+    """Type of weights and activations; default: bf16."""
+    attention: Literal["fused", "materialized"] | None = None
+    """Whether scores are stored; default: fused."""
+    reserve: Annotated[str | None, Option(form="SIZE")] = None
+    """Memory of a GPU that is not for the plan; default: 2GB."""
+
+
+def memory(given: MemoryOptions) -> int:
+    """Break down the peak memory of a layout by pipeline rank; exit code 1 if one is too full."""
+    from stagewright.graphs.importers.hf_hub import is_model
+    from stagewright.service.layouts.requests import LayoutMemoryAnswer, MemoryRequest
+    from stagewright.service.layouts.searching import layout_memory
+
+    file = given.file
+    if not is_model(file) and is_document(file, "profiled-plan"):
+        raise InputError(f"{file} is a plan by layer profiles: check computes its memory again")
+    if is_layout(file):
+        others = MemoryOptions.model_fields.keys() - {"file", "png", "as_json"}
+        if any(getattr(given, name) is not None for name in others):
+            raise InputError(
+                f"{file} has its layout, batch and machines: of the options only --png and --json "
+                "apply"
+            )
+        plan = load_layout(file)
+        request = ask(MemoryRequest, problem=plan.problem, layout=plan.layout)
+    else:
+        if given.layout is None or given.sequence is None:
+            raise InputError("a configuration needs --layout and --sequence")
+        layout = parse_layout(given.layout)
+        machines = MachineOptions(
+            device=given.device or "h100",
+            gpus=layout.ranks,
+            per_server=layout.ranks,
+            memory=given.memory,
+        )
+        training = TrainingOptions(
+            global_batch=given.global_batch
+            or layout.data * layout.microbatch * 2 * layout.pipeline,
+            sequence=given.sequence,
+            precision=given.precision or "bf16",
+            attention=given.attention or "fused",
+            reserve=given.reserve or "2GB",
+        )
+        problem = training.problem(file, machines.fabric())
+        request = ask(MemoryRequest, problem=problem, layout=layout)
+    answer = layout_memory(request)
+    if given.png is not None:
+        from stagewright.executor.drawing.charts.memory_bars import memory_png
+
+        write_bytes(given.png, memory_png(answer.ranks, answer.memory_bytes, answer.layout))
+
+    def show(answer: LayoutMemoryAnswer) -> None:
+        print_memory(answer.ranks, answer.memory_bytes)
+        print_shortages(answer.shortages)
+
+    tell(answer, given, show, [given.png])
+    return 1 if answer.shortages else 0

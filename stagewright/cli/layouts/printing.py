@@ -1,0 +1,245 @@
+"""Tables of layouts and of their memory."""
+
+from collections.abc import Iterator
+from math import isfinite
+from typing import TYPE_CHECKING
+
+from stagewright.cli.console import out, percent, print_table, say
+
+_ROUNDING_SECONDS = 1e-8
+WIDE = 110
+"""Characters from which a table has all its columns."""
+
+if TYPE_CHECKING:
+    from stagewright.formulations.parallelism.training import TrainingProblem
+    from stagewright.service.layouts.requests import (
+        ExplainAnswer,
+        LayoutAnswer,
+        LayoutRow,
+        RankMemoryAnswer,
+        RefinedAnswer,
+    )
+
+
+def print_layouts(
+    name: str, problem: "TrainingProblem", answer: "LayoutAnswer", front: bool
+) -> None:
+    """The best layouts, and what else was asked for."""
+    from stagewright.graphs.documents.units import format_bytes, format_seconds
+
+    if answer.rows:
+        _print_rows(answer.rows)
+        say(*_said(name, problem, answer))
+    else:
+        say(f"{name}: {answer.status}", *([answer.reason] if answer.reason else []))
+    if answer.refined is not None:
+        _print_refined(answer.refined)
+    if answer.explained is not None:
+        _print_explained(answer.explained)
+    if front and answer.front:
+        print_table(
+            ("peak memory", "time", "<layout"),
+            [
+                (format_bytes(one.peak_bytes), format_seconds(one.seconds), one.layout)
+                for one in answer.front
+            ],
+            "Fastest layouts by memory",
+        )
+    if answer.what_if:
+        print_table(
+            ("<change", "time", "gain", "<layout"),
+            [
+                (
+                    one.change,
+                    "-" if one.seconds is None else format_seconds(one.seconds),
+                    percent(_gain(one.seconds, answer.rows[0].seconds)),
+                    one.layout or "none fits",
+                )
+                for one in answer.what_if
+            ],
+            "What if",
+        )
+
+
+def _said(name: str, problem: "TrainingProblem", answer: "LayoutAnswer") -> Iterator[str]:
+    """The lines below the table of layouts."""
+    from stagewright.graphs.documents.units import format_seconds
+
+    best = answer.rows[0]
+    folded = sum(len(one.alike) for one in answer.rows)
+    if folded:
+        yield (
+            f"folded: {folded} evaluated layouts that differ from one of these only in placement, "
+            "or in whether ranks divide samples or their tokens (c and d), and are no faster; "
+            "--unfolded lists them"
+        )
+    interrupted = answer.status == "interrupted"
+    proof = "not proved: interrupted" if interrupted else f"{answer.status} by the model"
+    yield (
+        f"{name} on {problem.fabric.devices} {problem.fabric.device}: "
+        f"{format_seconds(best.seconds)} per iteration ({proof}), bound "
+        f"{format_seconds(answer.bound_seconds or 0.0)} by {answer.proved_by}, gap "
+        f"{percent(answer.gap)}, {answer.wall_seconds:.2f} s"
+    )
+    for one in answer.refined.rows[:1] if answer.refined is not None else ():
+        if one.seconds < best.seconds:
+            yield f"faster, with blocks by stage: {format_seconds(one.seconds)}, {one.layout}"
+    days = answer.training_days
+    yield f"{best.tokens_per_second:,.0f} tokens/s" + (
+        "" if days is None else f"; all tokens take {days:,.1f} days without interruptions"
+    )
+    if answer.fastest_rows < len(answer.rows) and not interrupted:
+        yield (
+            f"the first {answer.fastest_rows} of the table are proved to be the fastest; other "
+            "blocks of the stages may be faster than the rows below"
+        )
+    yield f"of all {answer.plan_class}"
+    yield f"rates: {problem.reached.source}"
+    yield from answer.remarks
+
+
+def _rounded(seconds: float) -> float:
+    """Seconds; 0 where only rounding errors of sums are left."""
+    return 0.0 if abs(seconds) < _ROUNDING_SECONDS else seconds
+
+
+def _gain(seconds: float | None, before: float) -> float | None:
+    return None if seconds is None else 1 - seconds / before
+
+
+def print_shortages(shortages: tuple[str, ...]) -> None:
+    """The first one, and how many more there are."""
+    if shortages:
+        more = len(shortages) - 1
+        others = f"; {more} other pipeline rank{'s do' if more > 1 else ' does'} not fit"
+        say(shortages[0] + (others if more else ""))
+
+
+def _is_narrow() -> bool:
+    """Whether the terminal is too narrow for tables with all their columns."""
+    return out().width < WIDE
+
+
+def _print_rows(rows: "tuple[LayoutRow, ...]") -> None:
+    """The best layouts: in one table, or on a narrow terminal in two by the same numbers."""
+    if not _is_narrow():
+        print_table(_HEAD, map(_cells, rows))
+        return
+    for columns in ((0, 1, 2, 4), (3, 5, 6, 7, 8)):
+        print_table(
+            ("#", *(_HEAD[one] for one in columns)),
+            [
+                (str(number), *(_cells(row)[one] for one in columns))
+                for number, row in enumerate(rows, 1)
+            ],
+            tight=True,
+        )
+
+
+_HEAD = (
+    "<layout", "time", "MFU", "TFLOP/s", "memory", "weights", "optimizer", "activations",
+    "<loses by",
+)  # fmt: skip
+
+
+def _cells(one: "LayoutRow") -> tuple[str, ...]:
+    from stagewright.graphs.documents.units import format_bytes, format_seconds
+
+    return (
+        one.layout,
+        format_seconds(one.seconds),
+        f"{one.mfu:.1%}",
+        f"{one.flops_per_device / 1e12:.0f}",
+        format_bytes(one.memory.total_bytes),
+        format_bytes(one.memory.weights_bytes + one.memory.gradients_bytes),
+        format_bytes(one.memory.optimizer_bytes),
+        format_bytes(one.memory.activations_bytes + one.memory.buffers_bytes),
+        one.loses_by,
+    )
+
+
+def _print_refined(answer: "RefinedAnswer") -> None:
+    """Layouts with blocks by stage, and what their bounds speak of."""
+    from stagewright.graphs.documents.units import format_bytes, format_seconds
+
+    if answer.rows:
+        print_table(
+            ("<layout", "time", "before", "MFU", "memory", "bound"),
+            [
+                (
+                    one.layout,
+                    format_seconds(one.seconds),
+                    "-" if one.before_seconds is None else format_seconds(one.before_seconds),
+                    f"{one.mfu:.1%}",
+                    format_bytes(one.peak_bytes),
+                    format_seconds(one.bound_seconds),
+                )
+                for one in answer.rows
+            ],
+            "Blocks and recomputed blocks by stage",
+        )
+    divided = f"blocks by stage: {answer.examined} layouts divided, {answer.wall_seconds:.2f} s"
+    if not isfinite(answer.plain_bound_seconds):
+        say(f"{divided}; no plain pipeline of any division is possible, by {answer.proved_by}")
+        return
+    faster = "" if answer.rows else "; none is faster than with stages that are alike"
+    say(
+        f"{divided}{faster}; no plain pipeline of any division takes less than "
+        f"{format_seconds(answer.plain_bound_seconds)}, no pipeline less than "
+        f"{format_seconds(answer.bound_seconds)}, by {answer.proved_by}"
+    )
+
+
+def _print_explained(one: "ExplainAnswer") -> None:
+    from stagewright.graphs.documents.units import format_seconds
+
+    if one.refused is not None:
+        say(f"{one.layout}: not possible: {one.refused}")
+        return
+    print_table(
+        ("<part", "this", "best", "more"),
+        [
+            (
+                part.part,
+                format_seconds(_rounded(part.seconds)),
+                *(
+                    ("-", "-")
+                    if part.best_seconds is None
+                    else (
+                        format_seconds(_rounded(part.best_seconds)),
+                        format_seconds(_rounded(part.seconds - part.best_seconds)),
+                    )
+                ),
+            )
+            for part in one.parts
+        ],
+        one.layout,
+    )
+    if one.row is not None:
+        rank = one.row.loses_by or ("" if one.shortages else "the best")
+        say(f"in all {format_seconds(one.row.seconds)}" + (f"; {rank}" if rank else ""))
+    print_shortages(one.shortages)
+
+
+def print_memory(ranks: "tuple[RankMemoryAnswer, ...]", limit: float) -> None:
+    """A row for every position in the pipeline."""
+    from stagewright.graphs.documents.units import format_bytes
+
+    kinds = ["weights", "gradients", "optimizer", "activations", "buffers", "reserve", "total"]
+    narrow = _is_narrow()
+    if narrow:
+        kinds.remove("reserve")  # all ranks have the same
+    print_table(
+        ("rank" if narrow else "pipeline rank", *kinds, "free"),
+        [
+            (
+                str(one.rank),
+                *(format_bytes(getattr(one, f"{kind}_bytes")) for kind in kinds),
+                format_bytes(limit - one.total_bytes),
+            )
+            for one in ranks
+        ],
+        tight=narrow,
+    )
+    if narrow:
+        say(f"of every total {format_bytes(ranks[0].reserve_bytes)} are the reserve")

@@ -1,0 +1,1 @@
+"""Commands on pipelines: their plans, sweeps and comparisons with runs."""

@@ -1,0 +1,375 @@
+"""``check``, ``simulate``, ``show`` and ``diff``: commands on plan files."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from stagewright.cli.commands import Asked, command
+from stagewright.cli.console import (
+    percent,
+    print_answer,
+    print_json,
+    print_table,
+    print_violations,
+    progress,
+    say,
+    size,
+    tell,
+    tell_drawn,
+    tell_invalid,
+)
+from stagewright.cli.layouts.profiled import check_layout, check_profiled, is_layout
+from stagewright.cli.options import Printed, Threaded, threads_of
+from stagewright.cli.outputs import Named, Writes, is_document, require_apart, require_folder
+from stagewright.cli.pipelines.planning import print_plan
+from stagewright.cli.placing import check_placement, show_placement
+from stagewright.formulations.plans.plan import PipelinePlan, load_plan
+from stagewright.graphs.documents.documents import write_text
+from stagewright.graphs.documents.errors import InputError, InvalidPlan
+from stagewright.graphs.documents.units import format_seconds
+from stagewright.graphs.machines.cluster import load_cluster
+from stagewright.graphs.models.chain import load_model
+from stagewright.service.answers import ExportAnswer
+from stagewright.service.options import Option
+from stagewright.service.pipelines.requests import CheckRequest, SimulateRequest
+
+if TYPE_CHECKING:
+    from stagewright.executor.simulation.difference import PlanDifference
+    from stagewright.executor.simulation.events import PeriodicRun
+    from stagewright.formulations.checking.proofs import Verdict
+    from stagewright.service.pipelines.answers import CheckAnswer, SimulateAnswer
+
+
+class ExportOptions(Printed):
+    """What ``export`` is asked."""
+
+    plan: Annotated[Path, Option("PLAN")]
+    """Plan file."""
+    to: Annotated[str, Option(form="FORMAT")]
+    """torch-csv, torchtitan, nemo, megatron, deepspeed, torchrun, slurm, kubernetes; of a layout:
+    megatron, megatron-bridge, nemo (2.x), torchtitan, deepspeed, accelerate, plan."""
+    output: Annotated[Path, Option("--output", "-o", form="FILE_OR_FOLDER"), Writes(several=True)]
+    """Output file, or a folder for several files."""
+    model: Annotated[Path | None, Option(form="FILE")] = None
+    """Model file: layers' names, samples in a microbatch; of a layout: names."""
+    partition_only: bool = False
+    """Export only the stages; leave the schedule to the framework."""
+    command: str | None = None
+    """Launch scripts: the command of every rank."""
+    cluster: Annotated[Path | None, Option(form="FILE")] = None
+    """Cluster file, with the servers of the devices."""
+    per_server: Annotated[int | None, Option(form="N")] = None
+    """Devices in a server, without a cluster file."""
+    image: str | None = None
+    """Container image of the Kubernetes Job."""
+    cpus: Annotated[int | None, Option(form="N")] = None
+    """Slurm: CPUs of every process of the job."""
+    time: Annotated[str | None, Option(form="TIME")] = None
+    """Slurm: the job's most time, for example 4:00:00."""
+
+
+@command(headings={"Launch scripts": "command cluster per_server image cpus time"})
+def export(given: ExportOptions) -> int:
+    """Write a plan, or a layout of train-plan, for another framework; or a script to launch it."""
+    from stagewright.executor.export import export as written
+    from stagewright.executor.export import remarks
+    from stagewright.executor.export.options import Options
+    from stagewright.formulations.parallelism.document import load_layout
+    from stagewright.formulations.plans.plan import load_plan
+    from stagewright.graphs.machines.cluster import load_cluster
+    from stagewright.graphs.models.chain import load_model
+
+    plan = given.plan
+    options = Options(
+        model=load_model(given.model) if given.model else None,
+        partition_only=given.partition_only,
+        command=given.command,
+        cluster=load_cluster(given.cluster) if given.cluster else None,
+        per_server=given.per_server,
+        image=given.image,
+        cpus=given.cpus,
+        time=given.time,
+    )
+    answer = load_layout(plan) if is_layout(plan) else load_plan(plan)
+    try:
+        files = written(answer, given.to, options)
+    except InvalidPlan as error:
+        if given.as_json:
+            print_answer(ExportAnswer(status="invalid", reason=str(error)))
+        else:
+            say(f"{plan} cannot run: {error}")
+        return 1
+    inputs = _named(("PLAN", plan), ("--model", given.model), ("--cluster", given.cluster))
+    return _write(files, given.output, inputs, remarks(answer, given.to), given.as_json)
+
+
+def _named(*given: tuple[str, Path | None]) -> list[Named]:
+    return [Named(name, path) for name, path in given if path is not None]
+
+
+def _write(
+    files: dict[str, str], output: Path, inputs: list[Named], told: tuple[str, ...], as_json: bool
+) -> int:
+    """Write exported files, and print their names and remarks."""
+    paths = _paths(output, list(files))
+    require_apart([Named("--output", path) for path in paths], inputs)
+    for path, text in zip(paths, files.values(), strict=True):
+        write_text(path, text)
+    if as_json:
+        names = tuple(map(str, paths))
+        print_answer(ExportAnswer(status="written", files=names, remarks=told))
+    else:
+        say(*(f"{path} is written" for path in paths), *told)
+    return 0
+
+
+def _paths(output: Path, names: list[str]) -> list[Path]:
+    """The paths to write: one file as or into ``output``, several into it as a new folder."""
+    if len(names) == 1 and not output.is_dir():
+        if output.suffix and output.suffix != Path(names[0]).suffix:
+            raise InputError(f"--output {output}: a name such as {names[0]} is needed")
+        return [output]
+    if not output.is_dir():
+        if output.exists():
+            raise InputError(f"--output {output} is a file; {len(names)} files need a folder")
+        try:
+            output.mkdir()
+        except OSError as error:
+            raise InputError(f"--output {output}: {error.strerror}") from None
+    paths = [output / name for name in names]
+    require_folder(*paths)
+    return paths
+
+
+class CheckOptions(Printed, Threaded):
+    """What ``check`` is asked beside its request."""
+
+    chain: Annotated[Path | None, Option("--model", form="FILE")] = None
+    """Model file."""
+    cluster: Annotated[Path | None, Option(form="FILE")] = None
+    """Cluster file."""
+
+
+@command(without="seed")
+def check(asked: Asked[CheckRequest], given: CheckOptions) -> int:
+    """Check a plan against all rules and verify its bounds; exit code 1 if one fails.
+
+    What train-plan wrote has its model and machines in it; all other plans need both files.
+    """
+    from stagewright.service.pipelines.plans import check as check_plan
+
+    plan, proofs = asked.given["plan"], asked.given["proofs"]
+    model, cluster = given.chain, given.cluster
+    if is_layout(plan) or is_document(plan, "profiled-plan"):
+        if model is not None or cluster is not None or proofs:
+            raise InputError(f"{plan} needs no --model, --cluster or --proofs: leave them out")
+        return (check_layout if is_layout(plan) else check_profiled)(plan, given.as_json)
+    if model is None or cluster is None:
+        raise InputError("--model and --cluster are needed: the files that were planned")
+    if is_document(plan, "operators"):
+        if proofs:
+            raise InputError("--proofs is for plans of pipelines: no search is behind these bounds")
+        return check_placement(plan, model, cluster, given)
+    request = asked.request(
+        plan=load_plan(plan),
+        chain=load_model(model),
+        cluster=load_cluster(cluster),
+        threads=threads_of(given.threads),
+    )
+    _require_problem(request, {"plan": plan, "chain": model, "cluster": cluster})
+    with progress("checking"):
+        answer = check_plan(request)
+    tell(answer, given, lambda answer: _print_check(plan, answer))
+    return 1 if answer.violations else 0
+
+
+def _print_check(plan: Path, answer: "CheckAnswer") -> None:
+    if answer.verdicts:
+        _print_verdicts(answer.verdicts)
+    if answer.cost_seconds is not None:
+        say(f"{plan}: valid, {format_seconds(answer.cost_seconds)} per iteration")
+        return
+    print_violations(plan, answer.violations)
+
+
+def _print_verdicts(verdicts: "Sequence[Verdict]") -> None:
+    rows = []
+    for one in verdicts:
+        said = ": ".join(filter(None, (one.verdict, one.reason)))
+        rows.append((one.place, format_seconds(one.seconds), one.name, said))
+    print_table(("<place", "seconds", "<by", "<verdict"), rows)
+
+
+class SimulateOptions(Printed):
+    """What ``simulate`` is asked beside its request."""
+
+    straggler: Annotated[list[str] | None, Option(form="DEVICE=F")] = None
+    """A slow device and its factor; may be repeated."""
+
+
+def simulate(asked: Asked[SimulateRequest], given: SimulateOptions) -> int:
+    """Simulate a plan in its order by discrete events, with optional jitter and stragglers."""
+    from stagewright.service.pipelines.plans import simulate as run
+
+    factors = dict(_read_straggler(text) for text in given.straggler or [])
+    request = asked.request(stragglers=factors)
+    _require_problem(request, asked.given)
+    try:
+        with progress("simulating"):
+            answer = run(request)
+    except InvalidPlan as error:
+        return tell_invalid(asked.given["plan"], error, given)
+    tell(answer, given, lambda answer: _print_simulation(request.plan, answer))
+    return 0
+
+
+class ShowOptions(Printed):
+    """What ``show`` is asked."""
+
+    plan: Annotated[Path, Option("PLAN")]
+    """Plan file."""
+    html: Annotated[Path | None, Option(form="FILE"), Writes(".html", ".htm")] = None
+    """Write a page with the timeline."""
+    png: Annotated[Path | None, Option(form="FILE"), Writes(".png")] = None
+    """Write a picture."""
+    trace: Annotated[Path | None, Option(form="FILE"), Writes(".json")] = None
+    """Write a trace for Perfetto or Chrome."""
+    cluster: Annotated[Path | None, Option(form="FILE")] = None
+    """Cluster file; the page draws its links."""
+
+
+def show(given: ShowOptions) -> int:
+    """Draw a plan, or print its summary if no file is given."""
+    if given.cluster is not None and (given.html is None or is_document(given.plan, "operators")):
+        raise InputError("--cluster: only the --html page of a pipeline plan draws links")
+    if is_document(given.plan, "operators"):
+        return show_placement(given)
+    from stagewright.executor.drawing.charts.chart import write_png
+    from stagewright.executor.drawing.chrome import write_trace
+    from stagewright.executor.drawing.page import write_html
+    from stagewright.service.pipelines.plans import summary
+
+    answer = load_plan(given.plan)
+    machines = None if given.cluster is None else load_cluster(given.cluster)
+    writers: tuple[tuple[Path | None, Callable[[PipelinePlan, Path], None]], ...] = (
+        (given.html, partial(write_html, cluster=machines)),
+        (given.png, write_png),
+        (given.trace, write_trace),
+    )
+    wanted = [(path, write) for path, write in writers if path is not None]
+    with progress("drawing"):
+        for path, write in wanted:
+            write(answer, path)
+    tell_drawn(summary(answer), given, [path for path, _ in wanted], lambda: _print_whole(answer))
+    return 0
+
+
+class DiffOptions(Printed):
+    """What ``diff`` is asked."""
+
+    plan: Annotated[Path, Option("PLAN")]
+    """Plan file."""
+    other: Annotated[Path, Option("OTHER")]
+    """The second plan, of the same model."""
+
+
+def diff(given: DiffOptions) -> int:
+    """Compare two plans of a model: what the second takes longer for, and what it does otherwise.
+
+    The causes of a finite plan are the actions and waits on its critical path, those of a periodic
+    one the load and the idle time of its busiest device; they add up to the iteration.
+    """  # fmt: skip
+    from stagewright.executor.simulation.difference import differ
+
+    first, second = load_plan(given.plan), load_plan(given.other)
+    found = differ(first, second)
+    if given.as_json:
+        print_json(asdict(found))
+    else:
+        _print_difference(found, first, second)
+    return 0
+
+
+def _print_difference(
+    found: "PlanDifference", first: "PipelinePlan", second: "PipelinePlan"
+) -> None:
+    def signed(seconds: float) -> str:
+        return f"{'-' if seconds < 0 else '+'}{format_seconds(abs(seconds))}" if seconds else "0 s"
+
+    whole = found.iteration.first_seconds
+    rows = [
+        (one.cause, format_seconds(one.first_seconds), format_seconds(one.second_seconds),
+         signed(one.difference), percent(one.difference / whole) if whole else "-")
+        for one in (found.iteration, *found.parts)
+    ]  # fmt: skip
+    print_table(("<cause", "first", "second", "difference", "of the first"), rows)
+    memory = [size(peak) for peak in found.peak_memory_bytes]
+    proofs = [one.certificate for one in (first, second)]
+    gaps = ["no bound" if one is None else f"gap {percent(one.gap)} in its class" for one in proofs]
+    say(
+        f"peak memory: {memory[0]} -> {memory[1]}",
+        f"proof: {gaps[0]} -> {gaps[1]}",
+        *(found.changes or ("nothing else is different",)),
+    )
+
+
+def _print_whole(plan: "PipelinePlan") -> None:
+    """Print a plan, and in sentences why its iteration takes so long."""
+    from stagewright.executor.simulation.explanation import explain_plan, explanation_sentences
+
+    print_plan(plan)
+    say(*explanation_sentences(plan, explain_plan(plan)))
+
+
+def _require_problem(request: CheckRequest | SimulateRequest, given: Mapping[str, Path]) -> None:
+    """Refuse a plan that was made for another problem."""
+    plan = request.plan
+    if not plan.answers(request.problem.digest):
+        raise InputError(
+            f"{given['plan']} is a plan for another problem: it was made for {plan.model} on "
+            f"{plan.cluster}, and its digest is not that of {given['chain']} and "
+            f"{given['cluster']} with {plan.microbatches} microbatches"
+        )
+
+
+def _read_straggler(text: str) -> tuple[str, float]:
+    name, _, factor = text.rpartition("=")
+    try:
+        return name, float(factor)
+    except ValueError:
+        raise InputError(f"--straggler {text!r}: write DEVICE=FACTOR, e.g. s0g0=1.5") from None
+
+
+def _print_simulation(plan: "PipelinePlan", answer: "SimulateAnswer") -> None:
+    from stagewright.executor.drawing.timeline import shorten_devices
+
+    found = answer.simulation
+
+    def of_stage(devices: Sequence[str]) -> tuple[str, str]:
+        idle = max(found.idle_seconds[device] for device in devices)
+        # Rounded to nanoseconds, to remove the rounding errors of sums.
+        slack = abs(round(min(found.slack_seconds[device] for device in devices), 9))
+        return percent(idle / (found.iteration_seconds or 1.0)), format_seconds(slack)
+
+    say(
+        f"{format_seconds(found.iteration_seconds)} per iteration, "
+        f"{answer.slowdown:.4f} x the plan's {format_seconds(answer.plan_seconds)}"
+    )
+    if found.periodic is not None:
+        say(*_run_lines(answer.plan_seconds / plan.microbatches, found.periodic))
+    rows = [
+        (str(s), shorten_devices(stage.devices), *of_stage(stage.devices))
+        for s, stage in enumerate(plan.stages)
+    ]
+    print_table(("stage", "<devices", "idle", "slack"), rows)
+
+
+def _run_lines(planned_seconds: float, run: "PeriodicRun") -> list[str]:
+    return [
+        f"period {format_seconds(run.period_seconds)} per microbatch once the pipeline is full, "
+        f"planned {format_seconds(planned_seconds)}",
+        f"run of {run.microbatches} microbatches: warm-up {format_seconds(run.warm_up_seconds)}, "
+        f"drain {format_seconds(run.drain_seconds)}",
+    ]

@@ -1,0 +1,1 @@
+"""Commands on schedules of stages and on published scheduling problems."""

@@ -1,0 +1,1 @@
+"""Commands that measure models and machines, and that train."""
