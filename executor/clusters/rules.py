@@ -66,9 +66,5 @@ def table_of(throughputs: Throughputs, pool: Pool, rules: Rules) -> RateTable:
             runs.add((rate.model, rate.scale))
     kinds = [kind for kind, names in known.items() if kind in runs and names >= set(pool.names)]
     return rate_table(
-        throughputs,
-        pool,
-        kinds,
-        space_sharing=rules.space_sharing,
-        placement=rules.placement,
+        throughputs, pool, kinds, space_sharing=rules.space_sharing, placement=rules.placement
     )

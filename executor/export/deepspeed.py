@@ -73,10 +73,7 @@ def module(plan: PipelinePlan, options: Options) -> dict[str, str]:
     }
     if ranks.shards == "optimizer":
         sizes["zero_optimization"] = {"stage": 1}
-    return {
-        "stagewright_pipeline.py": text,
-        "ds_config.json": json.dumps(sizes, indent=1) + "\n",
-    }
+    return {"stagewright_pipeline.py": text, "ds_config.json": json.dumps(sizes, indent=1) + "\n"}
 
 
 def _checkpoint_interval(plan: PipelinePlan) -> int:

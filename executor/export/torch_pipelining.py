@@ -116,10 +116,7 @@ def torchtitan(plan: PipelinePlan, options: Options) -> dict[str, str]:
 def _replication(ranks: Pipeline) -> dict[str, int | str]:
     """Whole replicas, or FSDP that keeps no weights from a forward to its backward."""
     if ranks.shards == "none":
-        return {
-            "data_parallel_replicate_degree": ranks.replicas,
-            "data_parallel_shard_degree": 1,
-        }
+        return {"data_parallel_replicate_degree": ranks.replicas, "data_parallel_shard_degree": 1}
     return {
         "data_parallel_replicate_degree": 1,
         "data_parallel_shard_degree": ranks.replicas,

@@ -141,8 +141,7 @@ class MeasuredRun:
         """Seconds that measured times of some entries add to an iteration, and those entries."""
         durations = np.where(chosen[:, None], self.measured, self.planned)
         work = Pair(
-            float(self.planned[chosen].sum()),
-            float(self.measured[chosen].mean(axis=1).sum()),
+            float(self.planned[chosen].sum()), float(self.measured[chosen].mean(axis=1).sum())
         )
         iterations = self.run.plan.microbatches // self.run.iteration_microbatches
         return self.seconds(durations) - base, work.part(iterations)

@@ -59,10 +59,7 @@ def measure_operators(
         for name in timing.seconds
     }
     nodes = tuple(
-        replace(
-            node,
-            seconds=node.seconds | {machine.device_kind: medians.get(node.name, 0.0)},
-        )
+        replace(node, seconds=node.seconds | {machine.device_kind: medians.get(node.name, 0.0)})
         for node in step.graph.nodes
     )
     return replace(

@@ -357,11 +357,7 @@ def _parameter_bytes(module: nn.Module) -> int:
 
 
 def _costs(
-    size: int,
-    kind: str,
-    times: Floats,
-    bytes_: Sequence[tuple[int, int]],
-    updates: Sequence[float],
+    size: int, kind: str, times: Floats, bytes_: Sequence[tuple[int, int]], updates: Sequence[float]
 ) -> list[LayerCost]:
     """The medians of ``times``, shape (rounds, layers, 3), as costs of the layers."""
     costs = []

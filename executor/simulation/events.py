@@ -302,9 +302,7 @@ def _warm_up_and_drain(run: Run, outcome: Outcome) -> tuple[float, float]:
 
 
 def _per_device(
-    run: Run,
-    outcome: Outcome,
-    inside: Iterable[int],
+    run: Run, outcome: Outcome, inside: Iterable[int]
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Per used device the total time and the slack of its computations among those ``inside``."""
     used = [name for stage in run.plan.stages for name in stage.devices]

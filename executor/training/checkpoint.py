@@ -99,10 +99,7 @@ def save(
 
 
 def _write(
-    partial: Path,
-    state: Mapping[str, Tensor],
-    header: Header,
-    group: dist.ProcessGroup | None,
+    partial: Path, state: Mapping[str, Tensor], header: Header, group: dist.ProcessGroup | None
 ) -> None:
     """Write all files of a checkpoint."""
     from torch.distributed.checkpoint import state_dict_saver

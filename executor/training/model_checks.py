@@ -194,11 +194,7 @@ def _other_size(i: int, name: str, planned_bytes: float, numbers: int) -> InputE
 
 
 def require_sharing(
-    plan: PipelinePlan,
-    tied: Sequence[str],
-    stages_of: Mapping[str, Sequence[int]],
-    *,
-    clips: bool,
+    plan: PipelinePlan, tied: Sequence[str], stages_of: Mapping[str, Sequence[int]], *, clips: bool
 ) -> None:
     """Refuse parameters that stages cannot share under ``plan``; ``clips``: by a common norm."""
     require_updated_together(plan, tied, stages_of)

@@ -66,13 +66,7 @@ class LayerWork:
 
 
 def dense(
-    rows: int,
-    inputs: int,
-    outputs: int,
-    *,
-    bias: bool = True,
-    tied: bool = False,
-    experts: int = 1,
+    rows: int, inputs: int, outputs: int, *, bias: bool = True, tied: bool = False, experts: int = 1
 ) -> Operation:
     """A linear layer on ``rows`` vectors; ``tied`` weights are those of an earlier layer.
 

@@ -186,10 +186,7 @@ class Shares:
 
 
 def shares_of(
-    architecture: Architecture,
-    sequence: int,
-    split: Split,
-    attention: Attention = "fused",
+    architecture: Architecture, sequence: int, split: Split, attention: Attention = "fused"
 ) -> Shares:
     """The shares of all layers for sequences of ``sequence`` tokens.
 

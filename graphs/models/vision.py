@@ -18,17 +18,10 @@ from stagewright.graphs.models.operations import (
     norm,
 )
 
-_VGG_STAGES = {
-    16: (2, 2, 3, 3, 3),
-    19: (2, 2, 4, 4, 4),
-}
+_VGG_STAGES = {16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
 """Convolutions of 64, 128, 256, 512 and 512 channels between the poolings."""
 
-RESNET_STAGES = {
-    50: (3, 4, 6, 3),
-    101: (3, 4, 23, 3),
-    152: (3, 8, 36, 3),
-}
+RESNET_STAGES = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 """Bottleneck blocks of 64, 128, 256 and 512 inner channels."""
 
 DENSENET_BLOCKS = {121: (6, 12, 24, 16)}
@@ -272,10 +265,7 @@ def _module_c(inner: int) -> tuple[tuple[_Branch, ...], int]:
 
 
 _MODULE_B: tuple[tuple[_Branch, ...], None] = (
-    (
-        (_Step(384, 3, 2),),
-        (_Step(64), _Step(96, 3), _Step(96, 3, 2)),
-    ),
+    ((_Step(384, 3, 2),), (_Step(64), _Step(96, 3), _Step(96, 3, 2))),
     None,
 )
 _MODULE_D: tuple[tuple[_Branch, ...], None] = (

@@ -72,11 +72,7 @@ def _adam_scalars(group: Group, step: Tensor) -> list[Tensor]:
 
 
 def _adam(
-    group: Group,
-    parameter: Tensor,
-    gradient: Tensor,
-    slots: list[Tensor],
-    scalars: list[Tensor],
+    group: Group, parameter: Tensor, gradient: Tensor, slots: list[Tensor], scalars: list[Tensor]
 ) -> None:
     (average, square), (negative_size, root) = slots, scalars
     first, second = group["betas"]

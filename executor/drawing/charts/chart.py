@@ -144,11 +144,7 @@ def _middles(rows: Sequence[Row]) -> list[float]:
 
 
 def _draw_rows(
-    axes: "Axes",
-    rows: Sequence[Row],
-    found: PlanExplanation | None,
-    scale: float,
-    finish: float,
+    axes: "Axes", rows: Sequence[Row], found: PlanExplanation | None, scale: float, finish: float
 ) -> None:
     """Blocks, idle intervals, and the critical path at the foot of its rows."""
     critical, idle = critical_actions(found), idle_of(rows, found)

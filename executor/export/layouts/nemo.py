@@ -58,11 +58,7 @@ def recipe(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
     degrees = {name: value for name, value in core.model.items() if name not in recomputed}
     kind = "unfused" if problem.attention == "materialized" else "auto"
     targets: dict[str, Fields] = {
-        "recipe.trainer": {
-            "num_nodes": servers,
-            "devices": each,
-            "plugins": _plugin(core),
-        },
+        "recipe.trainer": {"num_nodes": servers, "devices": each, "plugins": _plugin(core)},
         "recipe.trainer.strategy": degrees | _strategy(core),
         "recipe.trainer.strategy.ddp": core.ddp,
         "recipe.model.config": {

@@ -29,7 +29,5 @@ def _require(problem: TrainingProblem, layout: Layout, _: str) -> None:
 
 
 FRAMEWORK = Framework(
-    "a pipeline plan",
-    (Rule("docs/layouts.md, From a layout to a run", _require),),
-    documents,
+    "a pipeline plan", (Rule("docs/layouts.md, From a layout to a run", _require),), documents
 )

@@ -143,10 +143,7 @@ class Inputs:
             place.device,
             tuple((one.shape, one.dtype) for one in share),
             {
-                n: (
-                    replica_of(node.name),
-                    int(node.name.partition("@")[0].removeprefix("input_")),
-                )
+                n: (replica_of(node.name), int(node.name.partition("@")[0].removeprefix("input_")))
                 for n, node in enumerate(placed.nodes)
                 if node.role == "input" and placed.rank[n] == place.number
             },
@@ -219,11 +216,7 @@ class OperatorExecutor:
             )
         replicas = replicas_of(plan)
         step = capture_step(
-            module,
-            share_of(batch, replicas, 0),
-            loss=loss,
-            optimizer=optimizer,
-            name=plan.model,
+            module, share_of(batch, replicas, 0), loss=loss, optimizer=optimizer, name=plan.model
         )
         placed = planned_graph(plan, step)
         program = lower_operators(placed)

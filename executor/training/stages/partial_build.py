@@ -139,10 +139,7 @@ class _Building(TorchDispatchMode):
     """
 
     def __init__(
-        self,
-        is_absent: Callable[[int, int], bool],
-        draws: int = 0,
-        outline: Outline | None = None,
+        self, is_absent: Callable[[int, int], bool], draws: int = 0, outline: Outline | None = None
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.steps: list[Step] = []

@@ -151,12 +151,7 @@ class StagedModel:
         for s, group in groups.items():
             is_first = rank.number == rank.first(s)
             self.shardings[s] = shard_layers(
-                f"stage {s}",
-                self.modules[s],
-                self._model,
-                self.primary,
-                group,
-                quiet=not is_first,
+                f"stage {s}", self.modules[s], self._model, self.primary, group, quiet=not is_first
             )
         if groups:
             place(self._model, self._own_layers, rank.device, None)
