@@ -29,6 +29,7 @@ from stagewright.executor.programs.verification.progress import PipelineProgress
 from stagewright.executor.programs.verification.transfers import (
     require_same_sides,
     require_transfers,
+    wanted_transfers,
 )
 from stagewright.executor.programs.verification.updates import (
     require_computations,
@@ -150,7 +151,7 @@ def verify(
         require_same_reductions(plan, part)
         if isinstance(program, Program):
             require_updates_at_end(part, families)
-        require_transfers(work, part)
+        require_transfers(part, wanted_transfers(work, part))
         PipelineProgress(work, part).to_the_end()
         at_first_stage = versions_at_first_stage(part)
         for rank, row in enumerate(part.rows):
