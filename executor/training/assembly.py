@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from stagewright.executor.training.data.batches import (
     require_as_many,
     typed_inputs,
 )
+from stagewright.executor.training.interpreter.graph import Joint
 from stagewright.executor.training.interpreter.interpreter import Interpreter
 from stagewright.executor.training.model_checks import (
     require_joint_steps,
@@ -24,7 +26,7 @@ from stagewright.executor.training.model_checks import (
     require_whole_gradients,
 )
 from stagewright.executor.training.preparation import Preparation, needs_two_gradients
-from stagewright.executor.training.ranks.groups import Groups
+from stagewright.executor.training.ranks.groups import Groups, make_loss_group
 from stagewright.executor.training.ranks.rank import Rank, RankProgram
 from stagewright.executor.training.stages.initialise import Model, initialise
 from stagewright.executor.training.stages.learning_rates import MakeSchedule, ParameterGroups
@@ -34,6 +36,7 @@ from stagewright.executor.training.stages.sharded_weights import (
     WeightShards,
     move,
 )
+from stagewright.executor.training.stages.shared_gradients import SharedGradients
 from stagewright.executor.training.stages.staged_model import StagedModel
 from stagewright.executor.training.stages.stored_weights import StoredWeights
 from stagewright.executor.training.stages.weights import MakeOptimizer, Weights
@@ -95,17 +98,19 @@ _SHARDED: dict[str, type[DividedWeights]] = {"optimizer": OptimizerShards, "weig
 
 def example_of(
     rank: Rank,
-    inputs: Batch,
+    inputs: Batch | None,
     replicas: int,
     *,
     takes_loss: bool,
     dtype: torch.dtype,
     autocast: torch.dtype | None,
-) -> Example:
+) -> Example | None:
     """A microbatch to capture the model with, from ``inputs`` of one of ``replicas`` replicas.
 
-    The rest as in `Example`.
+    None without inputs. The rest as in `Example`.
     """
+    if inputs is None:
+        return None
     given, signature = typed_inputs(inputs, dtype)
     require_as_many(given, ())
     whole = Example(given, signature, takes_loss, rank.device, dtype, autocast)
@@ -206,6 +211,30 @@ def weights_of(
         )
     require_joint_steps(plan, (one.optimizer for one in made.values()))
     return made
+
+
+def joint_of(
+    rank: Rank,
+    model: StagedModel,
+    weights: dict[int, Weights],
+    families: Families,
+    groups: Groups,
+    timeout: timedelta,
+    *,
+    clip_norm: float,
+    accumulate: int,
+) -> Joint:
+    """The sums over ranks for updates; all ranks call it."""
+    shared = SharedGradients(rank, model, weights, groups.tied)
+    return Joint(
+        make_loss_group(rank, timeout),
+        frozenset[int]().union(*families),
+        shared.sum,
+        shared.squares,
+        clip_norm,
+        shared.overlapping() if rank.plan.is_periodic else None,
+        accumulate,
+    )
 
 
 def _is_divided(stage: Stage) -> bool:

@@ -32,8 +32,8 @@ from stagewright.executor.training.interpreter.graph import (
     held_by,
 )
 from stagewright.executor.training.interpreter.iterations import Iterations
-from stagewright.executor.training.interpreter.last_stage import LastStage, explain_memory
-from stagewright.executor.training.interpreter.recorder import Recorder
+from stagewright.executor.training.interpreter.last_stage import LastStage
+from stagewright.executor.training.interpreter.recorder import Call, PipelineRecorder, carry_out
 from stagewright.executor.training.interpreter.streams import Streams, in_streams
 from stagewright.executor.training.losses import Loss
 from stagewright.executor.training.ranks.rank import Rank, RankProgram
@@ -47,7 +47,6 @@ I = ActionKind.INPUT_GRADIENT
 REDUCE, UPDATE = ActionKind.REDUCE, ActionKind.UPDATE
 STASH, USE, DROP = ActionKind.STASH, ActionKind.USE, ActionKind.DROP
 
-Call = tuple[Instruction, Callable[[], None]]
 Known = tuple[dict[int, Tensor], dict[int, Tensor | None]]
 
 WARM_UP = 1
@@ -126,14 +125,14 @@ class Interpreter:
             if captured
             else Agreement(rank, program, self._iterations, self._last_stage, weights, joint)
         )
-        self._recorder = Recorder(
+        self._recorder = PipelineRecorder(
             rank,
             self._iterations,
             self._exchange,
             self._agreement,
             weights,
             groups,
-            messages=len(program.row) + 1,
+            most=len(program.row) + 1,
         )
         self._in_two = self._split_backwards()
         self._calls, self._drain_calls = self._make_calls()
@@ -243,18 +242,13 @@ class Interpreter:
 
     def _carry_out(self, calls: Sequence[Call], records: list[RankAction] | None) -> None:
         with self._streams.main():
-            for one, call in calls:
-                try:
-                    if records is None:
-                        call()
-                    else:
-                        self._recorder.record(one, call, records)
-                except (RuntimeError, MemoryError) as error:
-                    iterations = self._iterations
-                    step = iterations.step(iterations.begun - 1)
-                    now = replace(one, action=iterations.moved(one.action))
-                    explain_memory(error, now, step)
-                    raise
+            record = None if records is None else partial(self._recorder.record, records)
+            step = self._iterations.step(self._iterations.begun - 1)
+            carry_out(calls, record, self._named, step)
+
+    def _named(self, one: Instruction) -> str:
+        now = replace(one, action=self._iterations.moved(one.action))
+        return f"stage {one.action.stage} does not fit: {now}"
 
     def _pop_losses(self, iterations: Sequence[int]) -> list[tuple[float, float]]:
         """The losses of iterations; their mini-batches are forgotten."""

@@ -1,24 +1,21 @@
 """The interpreter of a rank's row of operators, made into calls once."""
 
-import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from stagewright.executor.programs.operators.placed import PlacedGraph, Value
 from stagewright.executor.programs.program import Instruction, Row
 from stagewright.executor.programs.trace import RankAction
 from stagewright.executor.programs.verification.transfers import by_peer
-from stagewright.executor.training.interpreter.exchange import Arrival, Watchers
-from stagewright.executor.training.interpreter.last_stage import OutOfMemory, is_lack_of_memory
+from stagewright.executor.training.interpreter.exchange import Messages
+from stagewright.executor.training.interpreter.recorder import Recorder, carry_out
 from stagewright.executor.training.operators.operations import END, Layout, Operations
 from stagewright.executor.training.ranks.rank import Place
 from stagewright.executor.training.stages.seeding import operator_seed
-from stagewright.formulations.plans.actions import ActionKind
+from stagewright.formulations.plans.actions import Action, ActionKind
 
 RUN, FREE = ActionKind.RUN, ActionKind.FREE
 SEND, RECEIVE = ActionKind.SEND_OUTPUT, ActionKind.RECEIVE_OUTPUT
@@ -51,12 +48,11 @@ class OperatorInterpreter:
         self._keepers = {n for n, _ in kept}
         self._layouts = self._sent_layouts(row)
         self._values: dict[Value, Tensor | None] = {}
-        self._arrivals: dict[Value, Arrival] = {}
-        self._sent: defaultdict[Value, list[tuple[dist.Work, Tensor]]] = defaultdict(list)
+        self._messages = Messages(place)
+        self._recorder = Recorder(place, self._messages, len(row) + 1, self._needed)
         self._inputs: Mapping[int, Tensor] = {}
         self._results: dict[Value, Tensor] = {}
         self._step = 0
-        self._watchers = Watchers(place, len(row) + 1)
         tags = {one: i for side in by_peer(row).values() for i, one in enumerate(side)}
         self._calls = [(one, self._call(one, tags.get(one, 0))) for one in row]
 
@@ -80,27 +76,19 @@ class OperatorInterpreter:
             Naming operator and device.
         """
         self._inputs, self._step, self._results = inputs, step, {}
+        record = None if records is None else partial(self._recorder.record, records)
         with torch.no_grad():
-            for one, call in self._calls:
-                try:
-                    if records is None:
-                        call()
-                    else:
-                        self._record(one, call, records)
-                except (RuntimeError, MemoryError) as error:
-                    self._explain(error, one)
-                    raise
+            carry_out(self._calls, record, self._named, step)
         self._values.clear()  # only states are left
         return [self._results[value].item() for value in self._kept]
 
-    def _explain(self, error: RuntimeError | MemoryError, one: Instruction) -> None:
-        if is_lack_of_memory(error):
-            name = self._placed.nodes[one.action.stage].name
-            reason = str(error).partition("\n")[0]
-            raise OutOfMemory(
-                f"{self._place.name}: operator {name!r} ran out of memory in step "
-                f"{self._step + 1}: {reason}"
-            ) from error
+    def _named(self, one: Instruction) -> str:
+        return f"{self._place.name}: operator {self._placed.nodes[one.action.stage].name!r}"
+
+    def _needed(self, action: Action) -> list[Action]:
+        """The receipts that an operator waits for."""
+        awaited = self._placed.awaited(action.stage) if action.kind is RUN else ()
+        return [Action(n, RECEIVE, output) for n, output in awaited]
 
     # Instructions as calls
 
@@ -147,69 +135,26 @@ class OperatorInterpreter:
             )
 
     def _send(self, value: Value, layout: Layout, peer: int, tag: int) -> None:
-        one, group = self._values[value], self._place.group
+        one = self._values[value]
         assert one is not None
-        assert group is not None
         packed = layout.packed(one).to(self._place.wire)
-        self._sent[value].append((group.send([packed], peer, tag), packed))
+        self._messages.post(Action(value[0], SEND, value[1]), packed, peer, tag)
 
     def _receive(self, value: Value, layout: Layout, peer: int, tag: int) -> None:
-        group, posted = self._place.group, time.perf_counter()
-        assert group is not None
-        room = layout.room(self._place.wire)
-        work = group.recv([room], peer, tag)
-        self._arrivals[value] = Arrival(0, [room], peer, (work,), posted)
+        action = Action(value[0], RECEIVE, value[1])
+        self._messages.expect(action, [layout.room(self._place.wire)], peer, tag)
 
-    def _arrive(self, value: Value) -> float | None:
-        """Wait for a value; the time of its arrival, None if it is here already."""
-        arrival = self._arrivals.pop(value, None)
-        if arrival is None:
-            return None
-        seconds, room = arrival.wait(), arrival.values[0]
-        assert room is not None
-        self._values[value] = self._layouts[value].unpacked(room.to(self._place.device))
-        return seconds
+    def _arrive(self, value: Value) -> None:
+        """Wait for a value, if it is not here already."""
+        for arrival in self._messages.taken(Action(value[0], RECEIVE, value[1])):
+            (room,) = arrival.values
+            assert room is not None
+            self._values[value] = self._layouts[value].unpacked(room.to(self._place.device))
 
     def _free(self, value: Value) -> None:
         """Forget a value; its memory is in use until its sends have ended."""
-        for work, _ in self._sent.pop(value, ()):
-            work.wait()
+        self._messages.release(Action(value[0], SEND, value[1]))
         del self._values[value]
-
-    # When they ran
-
-    def _record(
-        self, one: Instruction, call: Callable[[], None], records: list[RankAction]
-    ) -> None:
-        kind, number = one.action.kind, self._place.number
-        value = one.action.stage, one.action.microbatch or 0
-        if kind is RUN:
-            for each in self._placed.awaited(one.action.stage):
-                self._record_arrival(each, records)
-        start = time.perf_counter()
-        call()
-        if kind is RECEIVE:
-            arrival = self._arrivals[value]
-            arrival.arrived = self._watchers.watch(arrival.works)
-            return
-        if kind is FREE:
-            return
-        if self._place.device.type == "cuda":
-            torch.cuda.synchronize(self._place.device)
-        size = float(self._sent[value][-1][1].nbytes) if kind is SEND else None
-        times = start, time.perf_counter()
-        records.append(RankAction(number, str(one.action), *times, one.peer, size))
-
-    def _record_arrival(self, value: Value, records: list[RankAction]) -> None:
-        arrival = self._arrivals.get(value)
-        if arrival is None:
-            return
-        seconds = self._arrive(value)
-        assert seconds is not None
-        name = f"{value[0]}{RECEIVE}{value[1]}"
-        records.append(
-            RankAction(self._place.number, name, arrival.posted_seconds, seconds, arrival.peer)
-        )
 
 
 def _generator(device: torch.device) -> torch.Generator:
