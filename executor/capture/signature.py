@@ -96,12 +96,8 @@ def signed(inputs: Any) -> tuple[tuple[Tensor, ...], Signature]:
     """The tensors of a model's inputs, and the signature of the call.
 
     ``inputs`` are a tensor, a tuple of arguments, or a mapping of keywords; both may hold further
-    tuples, lists and mappings.
-
-    Raises
-    ------
-    InputError
-        If they hold something else than tensors and plain values, or no tensor.
+    tuples, lists and mappings. Raises InputError if they hold something else than tensors and plain
+    values, or no tensor.
     """
     arguments: tuple[Any, ...] = ()
     keywords: dict[str, Any] = {}

@@ -266,6 +266,9 @@ def split_layer(
     The pieces hold for the shapes and types of ``inputs``, the module's mode (training or not),
     and the caller's autocast, which are the key of a cache of them.
 
+    Raises CannotSplit if the layer has hooks, which tracing would call only once, or cannot be
+    traced, or its backward draws random numbers or reads tensors that a later forward changes.
+
     Parameters
     ----------
     module
@@ -279,12 +282,6 @@ def split_layer(
         that needs a gradient or on a parameter.
     name
         The layer's name in errors, where none of its parts can be named.
-
-    Raises
-    ------
-    CannotSplit
-        If the layer has hooks, which tracing would call only once, or cannot be traced, or its
-        backward draws random numbers or reads tensors that a later forward changes.
     """
     name = name or type(module).__name__
     for place, part in module.named_modules():

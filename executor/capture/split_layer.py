@@ -38,10 +38,7 @@ class Layout:
     def laid_out(self, tensor: Tensor) -> Tensor:
         """``tensor`` itself where its strides fit, else a copy.
 
-        Raises
-        ------
-        InputError
-            If shape or type differ.
+        Raises InputError if shape or type differ.
         """
         if tensor.shape != self.shape or tensor.dtype != self.dtype:
             raise InputError(

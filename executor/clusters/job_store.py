@@ -99,15 +99,12 @@ class JobRecord:
 class JobStore:
     """The jobs of a folder, seen by one scheduler.
 
+    Raises InputError if the folder cannot be created, or its database is not a job store.
+
     Parameters
     ----------
     url
         An SQLAlchemy URL of a database for these jobs only (default: a SQLite file in ``folder``).
-
-    Raises
-    ------
-    InputError
-        If the folder cannot be created, or its database is not a job store.
     """
 
     def __init__(self, folder: Path, url: str | None = None) -> None:
@@ -155,10 +152,7 @@ class JobStore:
     def add(self, name: str, steps: int) -> JobRecord:
         """The state of the job, which is added if it is new.
 
-        Raises
-        ------
-        InputError
-            If the store has the job with another number of steps.
+        Raises InputError if the store has the job with another number of steps.
         """
         with self._writing() as database:
             if database.execute(select(JOBS).where(JOBS.c.name == name)).one_or_none() is None:
@@ -184,10 +178,7 @@ class JobStore:
     def require_current(self, name: str, epoch: int) -> JobRecord:
         """The state of the job, if ``epoch`` is its newest.
 
-        Raises
-        ------
-        LeaseLostError
-            If it is not, the job has ended, or another scheduler has taken over.
+        Raises LeaseLostError if it is not, the job has ended, or another scheduler has taken over.
         """
         with self._writing() as database:
             return _current(database, name, epoch)
@@ -195,10 +186,7 @@ class JobStore:
     def commit(self, name: str, epoch: int, step: int, checkpoint: Path) -> JobRecord:
         """Commit ``checkpoint``, after ``step`` steps, as the job's state.
 
-        Raises
-        ------
-        LeaseLostError
-            If the epoch is not the newest, or has already committed.
+        Raises LeaseLostError if the epoch is not the newest, or has already committed.
         """
         with self._writing() as database:
             record = _current(database, name, epoch)

@@ -32,10 +32,7 @@ class ClusterJob:
 def require_runnable(jobs: Sequence[ClusterJob]) -> None:
     """Refuse jobs that cannot run.
 
-    Raises
-    ------
-    InputError
-        In one line that names the job.
+    Raises InputError in one line that names the job.
     """
     if not jobs:
         raise InputError("there are no jobs to run")
@@ -55,10 +52,7 @@ def require_settings(
 ) -> None:
     """Refuse settings under which nothing can run.
 
-    Raises
-    ------
-    InputError
-        In one line that begins with the setting.
+    Raises InputError in one line that begins with the setting.
     """
     require_amount(grace_seconds, "grace_seconds")
     require_amount(patience_seconds, "patience_seconds")

@@ -213,10 +213,8 @@ def _csv(plan: PipelinePlan, ranks: Pipeline) -> str:
 def order_csv(order: Order) -> str:
     """The schedule file of an order.
 
-    Raises
-    ------
-    InputError
-        If torch cannot run it: stages have several copies, or losses would be mixed up.
+    Raises InputError if torch cannot run it: stages have several copies, or losses would be mixed
+    up.
     """
     if len(order.paths) > 1:
         raise InputError(

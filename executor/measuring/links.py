@@ -132,10 +132,7 @@ class Links:
 def measure_links(device: torch.device, sizes: Sequence[int] = SIZES, *, rounds: int = 9) -> Links:
     """Measure every pair of ranks of the default process group; all ranks return the result.
 
-    Raises
-    ------
-    InputError
-        If there are fewer than two ranks or sizes.
+    Raises InputError if there are fewer than two ranks or sizes.
     """
     ranks = dist.get_world_size()
     if ranks < 2:

@@ -71,10 +71,7 @@ class OperatorComparison:
 def compare_operators(plan: OperatorPlan, trace: Trace) -> OperatorComparison:
     """Compare the predictions of ``plan`` with the measurements in ``trace``.
 
-    Raises
-    ------
-    InputError
-        If the trace is of another plan.
+    Raises InputError if the trace is of another plan.
     """
     if trace.digest != plan.digest:
         raise InputError("the trace is not of this plan: it is of another graph or cluster")
@@ -120,10 +117,7 @@ def _totals(entries: Iterable[tuple[str, OperatorTimes]]) -> dict[str, TotalTime
 def observe(plan: OperatorPlan, trace: Trace) -> Observation:
     """The observation from a run's counted steps: medians of operators and transfers.
 
-    Raises
-    ------
-    InputError
-        If the trace is of another plan.
+    Raises InputError if the trace is of another plan.
     """
     found = compare_operators(plan, trace)
     size = {

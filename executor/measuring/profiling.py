@@ -75,15 +75,11 @@ def measure_layers(
     """Measure ``model``, which is on the machine's device, with samples of ``batch``.
 
     ``model`` is the same layers for every size, or by size: captured for it, with the same
-    parameters. ``batch`` is (inputs, targets), as of `Executor.step`.
-    The loss is part of the last layer. ``autocast`` is the compute type of mixed precision, None
-    for the parameters' type. With ``clips``, an update includes the norm of the gradients.
-
-    Raises
-    ------
-    InputError
-        If the batch has too few samples, or a run would refuse the model or the loss, or the
-        optimizer does not accept its parameters.
+    parameters. ``batch`` is (inputs, targets), as of `Executor.step`. The loss is part of the last
+    layer. ``autocast`` is the compute type of mixed precision, None for the parameters' type. With
+    ``clips``, an update includes the norm of the gradients. Raises InputError if the batch has too
+    few samples, or a run would refuse the model or the loss, or the optimizer does not accept its
+    parameters.
     """
     models = model if isinstance(model, Mapping) else dict.fromkeys(microbatch_sizes, model)
     model = models[max(microbatch_sizes)]
@@ -130,10 +126,7 @@ def measure_layers(
 def first_batch(batches: Any, *, keywords: bool = False) -> Any:
     """The first mini-batch of an iterable: (inputs, targets), or a dict of ``keywords``.
 
-    Raises
-    ------
-    InputError
-        If it is not an iterable of them.
+    Raises InputError if it is not an iterable of them.
     """
     try:
         first = next(iter(batches), None)

@@ -61,10 +61,7 @@ class GroupMachine(Machine):
 def group_of(degree: int) -> TensorGroup:
     """The tensor group of this rank: of all ranks every ``degree`` consecutive ones are one.
 
-    Raises
-    ------
-    InputError
-        If the ranks are no whole number of groups.
+    Raises InputError if the ranks are no whole number of groups.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
     if world % degree:
@@ -169,12 +166,8 @@ def captured_by_size(
 ) -> dict[int, LayeredModel]:
     """The layers of a new model on ``device`` for microbatches of ``sizes`` of ``inputs``.
 
-    They share their parameters, of type ``dtype``. ``takes_loss`` as in `Example`.
-
-    Raises
-    ------
-    InputError
-        If the model cannot be captured, or ``inputs`` have fewer samples.
+    They share their parameters, of type ``dtype``. ``takes_loss`` as in `Example`. Raises
+    InputError if the model cannot be captured, or ``inputs`` have fewer samples.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
@@ -224,10 +217,8 @@ class Profiled:
     def measure_degree(self, degree: int) -> Chain:
         """Costs of whole layers and of layers divided among ``degree`` ranks; all ranks call this.
 
-        Raises
-        ------
-        InputError
-            If the model does not say how it is divided, or a run would refuse to divide it.
+        Raises InputError if the model does not say how it is divided, or a run would refuse to
+        divide it.
         """
         group, captured = group_of(degree), self._captured()
         whole = mean_of_ranks(self._measured(captured, self.machine))

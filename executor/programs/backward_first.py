@@ -38,16 +38,13 @@ AHEAD = (F, ActionKind.SEND_FORWARD, ActionKind.RECEIVE_FORWARD)
 def lower_backward_first(plan: PipelinePlan, families: Families = ()) -> PeriodicProgram:
     """The program that carries out a plan between two losses for any number of mini-batches.
 
+    Raises InvalidPlan if the order in the plan contradicts its dependencies, its weights are not
+    'flush', or an update needs the gradients of other stages.
+
     Parameters
     ----------
     families
         Stages whose updates depend on each other's gradients; there may be none.
-
-    Raises
-    ------
-    InvalidPlan
-        If the order in the plan contradicts its dependencies, its weights are not 'flush', or an
-        update needs the gradients of other stages.
     """
     _require_own_updates(plan, families)
     rows = computations(plan)

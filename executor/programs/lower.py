@@ -60,10 +60,7 @@ def forwards_of(plan: PipelinePlan, microbatches: int) -> PipelinePlan:
 def lower_forwards(plan: PipelinePlan) -> Program:
     """The program of a plan of forwards, in which no rank waits for itself.
 
-    Raises
-    ------
-    InvalidProgram
-        If one would, against what is said here.
+    Raises InvalidProgram if one would, against what is said here.
     """
     rows = with_transfers(plan, computations(plan))
     rows = with_early_receives(plan, with_early_sends(plan, rows))
@@ -80,12 +77,8 @@ def with_versions(plan: PipelinePlan, rows: Rows) -> Rows:
     """Add the instructions that use, keep and drop versions of the weights.
 
     Versions are numbered from the oldest that an iteration begins with: the only one, or for
-    ``double-buffer`` the one before the last update. An update leaves the newest in use.
-
-    Raises
-    ------
-    InvalidPlan
-        If a stage would need a version that it does not have.
+    ``double-buffer`` the one before the last update. An update leaves the newest in use. Raises
+    InvalidPlan if a stage would need a version that it does not have.
     """
     if not plan.weight_rule.keeps_versions:
         return rows
@@ -180,16 +173,13 @@ class _Versions:
 def lower(plan: PipelinePlan, families: Families = ()) -> Program:
     """The program that carries out one iteration of ``plan``.
 
+    Raises InvalidPlan if the order in the plan contradicts its dependencies, or its weights cannot
+    be kept as it asks. `verify` finds everything else.
+
     Parameters
     ----------
     families
         Stages whose updates depend on each other's gradients.
-
-    Raises
-    ------
-    InvalidPlan
-        If the order in the plan contradicts its dependencies, or its weights cannot be kept as it
-        asks. `verify` finds everything else.
     """
     rows = computations(plan)
     rows = with_transfers(plan, rows)

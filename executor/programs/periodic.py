@@ -49,16 +49,13 @@ def lower_periodic(plan: PipelinePlan, families: Families = ()) -> PeriodicProgr
     Iterations are lowered until one begins in the state of the one before, shifted by an iteration:
     from there on they repeat.
 
+    Raises InvalidPlan if the pattern contradicts its dependencies, or two versions of the weights
+    are too few. `verify` finds everything else.
+
     Parameters
     ----------
     families
         Stages that have a parameter in common: their gradients are summed up over all of them.
-
-    Raises
-    ------
-    InvalidPlan
-        If the pattern contradicts its dependencies, or two versions of the weights are too few.
-        `verify` finds everything else.
     """
     _require_weights(plan)
     order, m = pattern_order(plan), plan.microbatches
@@ -197,10 +194,7 @@ class _Walk:
     def through(self, rows: Rows, *, to_the_end: bool = False) -> ProgramRows:
         """``rows`` with all-reduces, updates and versions; all of them ``to_the_end``.
 
-        Raises
-        ------
-        InvalidPlan
-            If an iteration begins before the update that makes its weights.
+        Raises InvalidPlan if an iteration begins before the update that makes its weights.
         """
         return tuple(
             tuple(self._through(row, stages, to_the_end))

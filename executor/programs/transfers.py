@@ -37,12 +37,8 @@ def with_transfers(plan: PipelinePlan, rows: Rows) -> Rows:
     """Add sends and receives, in an order of all ranks' actions that obeys every dependency.
 
     Actions that may come next are ordered by the plan's times; at equal times transfers come first,
-    so that no computation delays a send.
-
-    Raises
-    ------
-    InvalidPlan
-        If there is no such order; with a cycle of actions that wait for each other.
+    so that no computation delays a send. Raises InvalidPlan if there is no such order; with a cycle
+    of actions that wait for each other.
     """
     start = starts(plan)
     nodes: list[Node] = []
@@ -141,10 +137,7 @@ def earliest_first(
 ) -> list[int]:
     """Nodes in an order that obeys ``edges``; among those that are free, by ``keys``.
 
-    Raises
-    ------
-    InvalidPlan
-        If there is none; with a cycle of nodes as ``named``.
+    Raises InvalidPlan if there is none; with a cycle of nodes as ``named``.
     """
     followers: list[list[int]] = [[] for _ in keys]
     awaited = [0] * len(keys)

@@ -49,12 +49,8 @@ Rows = tuple[int, ...]
 def rows(plan: PipelinePlan, samples: int) -> tuple[tuple[Rows, ...], ...]:
     """Per stage and group of ``stage.runners(m)``: the samples of a microbatch, in its order.
 
-    Groups are single devices at tensor degree 1.
-
-    Raises
-    ------
-    InputError
-        If a stage splits a microbatch among more groups than it has samples.
+    Groups are single devices at tensor degree 1. Raises InputError if a stage splits a microbatch
+    among more groups than it has samples.
     """
     found: list[tuple[Rows, ...]] = []
     for s, stage in enumerate(plan.stages):

@@ -67,10 +67,7 @@ def _line(part: Part) -> str:
 def differ(first: PipelinePlan, second: PipelinePlan) -> PlanDifference:
     """How ``second`` differs from ``first``.
 
-    Raises
-    ------
-    InputError
-        If the plans are of different models, or the schedule of a plan lacks actions.
+    Raises InputError if the plans are of different models, or the schedule of a plan lacks actions.
     """
     given, other = (len_of(first), first.model), (len_of(second), second.model)
     if given != other:

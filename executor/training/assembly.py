@@ -65,10 +65,7 @@ class Interpreters:
     def of(self, given: tuple[Tensor, ...]) -> Interpreter:
         """The interpreter for the shapes of ``given``.
 
-        Raises
-        ------
-        InputError
-            If mini-batches of other shapes are in flight.
+        Raises InputError if mini-batches of other shapes are in flight.
         """
         key = tuple((one.shape, one.dtype) for one in given)
         found = self._found.get(key)
@@ -130,10 +127,7 @@ def staged_model(
 ) -> StagedModel:
     """The captured model, with the rank's layers alone on its device.
 
-    Raises
-    ------
-    InputError
-        If it is not the model that was planned, or the plan cannot train it.
+    Raises InputError if it is not the model that was planned, or the plan cannot train it.
     """
     plan, stages = rank.plan, stages_on(rank.plan, rank.name)
     own = [plan.stages[s] for s in stages]

@@ -60,6 +60,9 @@ def save(
 ) -> Path:
     """Write a checkpoint to ``folder``; every rank of ``group`` calls it with its own share.
 
+    Raises InputError if it cannot be written, as on a full disk; the checkpoints that were there
+    stay.
+
     Parameters
     ----------
     folder
@@ -68,11 +71,6 @@ def save(
         Tensors by key; no two ranks have the same key.
     header
         The same on every rank.
-
-    Raises
-    ------
-    InputError
-        If it cannot be written, as on a full disk; the checkpoints that were there stay.
     """
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -138,10 +136,7 @@ def _publish(partial: Path, path: Path) -> None:
 def candidates(folder: Path | None, resume: bool) -> list[Path]:
     """The complete checkpoints in ``folder`` to resume, the newest first; none for a new run.
 
-    Raises
-    ------
-    InputError
-        If there is none to resume, or one that must not be overwritten.
+    Raises InputError if there is none to resume, or one that must not be overwritten.
     """
     if folder is None:
         return []
@@ -167,14 +162,9 @@ def find(
 ) -> Path | None:
     """The newest whole checkpoint in ``folder`` from which to reach ``goal``; None for a new run.
 
-    Every rank of ``group`` calls it. A damaged checkpoint is skipped, and ``tell`` called with
-    a line about it.
-
-    Raises
-    ------
-    InputError
-        As `candidates`; if all are damaged; if nothing is left to do; if the weights are updated in
-        another way.
+    Every rank of ``group`` calls it. A damaged checkpoint is skipped, and ``tell`` called with a
+    line about it. Raises InputError as `candidates`; if all are damaged; if nothing is left to do;
+    if the weights are updated in another way.
     """
     faults: list[str] = []
     for path in candidates(folder, resume):
@@ -264,10 +254,7 @@ def read(
 ) -> dict[str, Tensor]:
     """The tensors ``keys``, on the CPU; every rank of ``group`` calls it with its keys.
 
-    Raises
-    ------
-    InputError
-        On every rank, if one of them cannot read its tensors.
+    Raises InputError: on every rank, if one of them cannot read its tensors.
     """
     from torch.distributed.checkpoint import state_dict_loader
     from torch.distributed.checkpoint.api import CheckpointException

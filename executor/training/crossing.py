@@ -98,12 +98,8 @@ def crossing_of(
 ) -> Crossing:
     """How microbatches of ``samples`` of ``inputs`` pass through the stages of ``plan``.
 
-    ``sized`` gives the layers of ``model`` for inputs of some shapes.
-
-    Raises
-    ------
-    InputError
-        If the model does not take them, or the plan's devices cannot divide them.
+    ``sized`` gives the layers of ``model`` for inputs of some shapes. Raises InputError if the
+    model does not take them, or the plan's devices cannot divide them.
     """
     lanes = rows(plan, samples)
     counts = {samples, *(len(lane) for stage in lanes for lane in stage)}

@@ -56,12 +56,8 @@ class RankExecutor:
         ``optimizer.NAME.KEY`` is what the optimizer keeps for a parameter, ``previous.NAME`` the
         weights before the last update, where the plan computes on them, ``schedule.state`` that of
         the learning rates, ``extra.state`` the caller's. Of placed operators ``state.NAME`` is the
-        rest. The next step changes these tensors.
-
-        Raises
-        ------
-        InputError
-            If mini-batches are in flight: `finish` comes first.
+        rest. The next step changes these tensors. Raises InputError if mini-batches are in flight:
+        `finish` comes first.
         """
         self._require_finished()
         return self._own.state()
@@ -73,10 +69,7 @@ class RankExecutor:
     def load_state(self, tensors: Mapping[str, Tensor], steps_done: int) -> None:
         """Continue a run that wrote ``tensors`` (`wanted` says which) after its steps.
 
-        Raises
-        ------
-        InputError
-            If a tensor of this rank is missing, or mini-batches are in flight.
+        Raises InputError if a tensor of this rank is missing, or mini-batches are in flight.
         """
         self._require_finished()
         self._own.load(tensors)
@@ -100,11 +93,8 @@ class RankExecutor:
 
         All ranks call it. With a periodic plan, the steps between two drains are one step; with one
         that begins with the backwards, a step is from loss to loss, and the rest is left out.
-
-        Raises
-        ------
-        InputError
-            If mini-batches are in flight (`finish` comes first), or no step was recorded.
+        Raises InputError if mini-batches are in flight (`finish` comes first), or no step was
+        recorded.
         """
         self._require_finished()
         return self._recorder.trace_on_first_rank()

@@ -178,10 +178,7 @@ class TraceRecorder:
     def trace_on_first_rank(self) -> Trace | None:
         """The trace of all steps on rank 0; None on the others. All ranks call it.
 
-        Raises
-        ------
-        InputError
-            If no step was recorded.
+        Raises InputError if no step was recorded.
         """
         place, plan = self._place, self._plan
         between_losses = isinstance(plan, PipelinePlan) and plan.is_backward_first

@@ -106,6 +106,8 @@ def dnn_partitioning_graph(
     * The rest of the size is kept for the backward; inference workloads keep nothing.
     * The constraint that forward operators of one class are on one device is dropped.
 
+    Raises InputError in one line with the file and the field, node or edge.
+
     Parameters
     ----------
     path
@@ -116,11 +118,6 @@ def dnn_partitioning_graph(
         The kind of device that was measured; by default any, since the file does not say.
     name
         Name of the model; by default the file's name without its suffix.
-
-    Raises
-    ------
-    InputError
-        One line with the file and the field, node or edge.
     """
     workload = read_workload(path)
     readers = _weight_readers(workload)
@@ -144,10 +141,7 @@ def dnn_partitioning_graph(
 def read_workload(path: str | os.PathLike[str]) -> Workload:
     """The workload as it is written.
 
-    Raises
-    ------
-    InputError
-        One line with the file and the field, node or edge.
+    Raises InputError in one line with the file and the field, node or edge.
     """
     try:
         return Workload.model_validate_json(documents.read_text(path))

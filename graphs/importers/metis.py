@@ -59,12 +59,8 @@ def read_metis(
     """The profiles of a model.
 
     ``forward_share`` of a layer's time is taken as its forward, which the files do not tell; the
-    optimizer's step is divided among the layers by their parameters. The source states both.
-
-    Raises
-    ------
-    InputError
-        One line with the file and the field.
+    optimizer's step is divided among the layers by their parameters. The source states both. Raises
+    InputError in one line with the file and the field.
     """
     share = parse_share(forward_share, "forward_share")
     path = Path(documents.file_name(folder))

@@ -72,6 +72,8 @@ def pipedream_graph(
     Nodes of kind ``Input`` hold the time of loading data and are left out. Every other node keeps
     its output for the backward, except views. The optimizer is SGD with momentum, PipeDream's.
 
+    Raises InputError in one line with file and line number.
+
     Parameters
     ----------
     path
@@ -82,11 +84,6 @@ def pipedream_graph(
         The kind of device that was profiled; by default any, since the file does not say.
     name
         Name of the model; by default the file's name up to its first dot.
-
-    Raises
-    ------
-    InputError
-        One line with file and line number.
     """
     profile = _parse(path)
     _require_whole(path, profile)

@@ -34,6 +34,8 @@ def read_sailor(
 ) -> LayerProfiles:
     """The profiles of a model: one file, or a folder with a file for every kind of device.
 
+    Raises InputError in one line with the file and the place in it.
+
     Parameters
     ----------
     name
@@ -42,11 +44,6 @@ def read_sailor(
         The kind that a single file was measured on; by default what its name says.
     sizes
         Parameters and activations of the layers, which the files do not hold.
-
-    Raises
-    ------
-    InputError
-        One line with the file and the place in it.
     """
     files = _files(Path(documents.file_name(path)))
     if device_kind is not None and len(files) > 1:

@@ -126,17 +126,14 @@ def architecture_model(
     gradients and optimizer state count in full. Attention is fused. The other assumptions and
     parameters are those of :func:`analytic_model`.
 
+    Raises InputError if the device is unknown, or a size is out of range.
+
     Parameters
     ----------
     architecture
         For example of ``importers.hf_config.read_hf_config``.
     sequence
         Tokens in a sample.
-
-    Raises
-    ------
-    InputError
-        If the device is unknown, or a size is out of range.
     """
     rates = _rates(device, precision, efficiency, optimizer_state)
     assumed = ["roofline of every operator", "fused attention"]

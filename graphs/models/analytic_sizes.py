@@ -27,12 +27,8 @@ def with_sizes(
 ) -> LayerProfiles:
     """The profiles with the sizes of their layers at every measured tensor degree.
 
-    ``sequence`` are the tokens of a sample, ``precision`` is fp32, fp16 or bf16.
-
-    Raises
-    ------
-    InputError
-        If the architecture has another number of layers, or a degree does not divide it.
+    ``sequence`` are the tokens of a sample, ``precision`` is fp32, fp16 or bf16. Raises InputError
+    if the architecture has another number of layers, or a degree does not divide it.
     """
     element_bytes = 4 if precision == "fp32" else 2
     degrees = {one.tensor for one in profiles.measured}
@@ -54,12 +50,7 @@ def layer_sizes(
     """Parameters and activations of each of ``layers`` profiled layers on one of ``tensor`` ranks.
 
     Tensor parallelism without sequence parallelism; nothing is recomputed. A tied head counts the
-    copy of the table that its stage keeps.
-
-    Raises
-    ------
-    InputError
-        See :func:`with_sizes`.
+    copy of the table that its stage keeps. Raises InputError: see :func:`with_sizes`.
     """
     shares = shares_of(architecture, sequence, Split(tensor=tensor), attention).every
     if layers == len(shares) + 1:

@@ -192,10 +192,7 @@ class Architecture:
     def operators(self, samples: int, sequence: int) -> dict[str, Operators]:
         """The operators of a forward of ``samples`` sequences of ``sequence`` tokens, by layer.
 
-        Raises
-        ------
-        InputError
-            If there are fewer learned positions than tokens in a sequence.
+        Raises InputError if there are fewer learned positions than tokens in a sequence.
         """
         for value, name in ((samples, "samples"), (sequence, "sequence")):
             if value < 1:

@@ -90,11 +90,9 @@ class Share:
 def require_split(architecture: Architecture, sequence: int, split: Split) -> None:
     """Raise in one line, with the nearest values that work, where a size is not divisible.
 
-    Raises
-    ------
-    InputError
-        If ``tensor`` does not divide the heads or a width, if key-value heads and ``tensor`` do not
-        divide one another, if ``context`` does not divide the sequence, ``expert`` the experts.
+    Raises InputError if ``tensor`` does not divide the heads or a width, if key-value heads and
+    ``tensor`` do not divide one another, if ``context`` does not divide the sequence, ``expert``
+    the experts.
     """
     attention = architecture.attention
     for size, what in _tensor_sizes(architecture):
@@ -190,10 +188,8 @@ def shares_of(
 ) -> Shares:
     """The shares of all layers for sequences of ``sequence`` tokens.
 
-    Raises
-    ------
-    InputError
-        See :func:`require_split`; or if there are fewer learned positions than tokens.
+    Raises InputError: see :func:`require_split`; or if there are fewer learned positions than
+    tokens.
     """
     require_split(architecture, sequence, split)
     if architecture.positions is not None and sequence > architecture.positions:

@@ -92,10 +92,7 @@ class PriceSeries:
     def price(self, at_seconds: float) -> float:
         """Dollars per hour at a time.
 
-        Raises
-        ------
-        InputError
-            If no price is known then.
+        Raises InputError if no price is known then.
         """
         self.require_cover(at_seconds, at_seconds)
         return self.dollars_per_hour[bisect_right(self.seconds, at_seconds) - 1]
@@ -159,10 +156,7 @@ class Market:
     def of(self, wanted: Callable[[Instance], bool]) -> "Market":
         """The market of some instances only.
 
-        Raises
-        ------
-        InputError
-            If there are none.
+        Raises InputError if there are none.
         """
         return Market(tuple(series for series in self.series if wanted(series.instance)))
 

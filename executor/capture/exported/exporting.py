@@ -219,10 +219,7 @@ class _Outer(nn.Module):
 def loss_of(result: Any, name: str) -> Tensor:
     """The loss in the result of a model called ``name``: itself, or its entry ``loss``.
 
-    Raises
-    ------
-    InputError
-        If it has none.
+    Raises InputError if it has none.
     """
     found = result
     if isinstance(result, Mapping):
@@ -347,10 +344,7 @@ def _without_graphs() -> Iterator[None]:
 def _leaking(outer: nn.Module, program: ExportedProgram, calls: Sequence[WholeCall]) -> set[type]:
     """Classes of blocks that hand on tensors beside their results, to be looked into.
 
-    Raises
-    ------
-    InputError
-        If none of them has hooks, by which it could.
+    Raises InputError if none of them has hooks, by which it could.
     """
     registered = dict(outer.named_buffers(remove_duplicate=False))
     leaked = [

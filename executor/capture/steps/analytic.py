@@ -32,15 +32,10 @@ _CONVOLUTIONS = (aten.convolution, aten.convolution_backward)
 def with_analytic_seconds(step: CapturedStep, kinds: Sequence[str | Accelerator]) -> StepGraph:
     """The step's graph with times on devices, named or the user's own, in single precision.
 
-    As in ``graphs.models.analytic``, an operator takes the larger of FLOPs over achieved FLOP/s
-    and bytes over achieved memory bandwidth; launch times are not counted. FLOPs are torch's
+    As in ``graphs.models.analytic``, an operator takes the larger of FLOPs over achieved FLOP/s and
+    bytes over achieved memory bandwidth; launch times are not counted. FLOPs are torch's
     (``torch.utils.flop_counter``), a multiply-add is two. Bytes are those of all inputs and
-    outputs; views, states and inputs take no time.
-
-    Raises
-    ------
-    InputError
-        If a device is not known.
+    outputs; views, states and inputs take no time. Raises InputError if a device is not known.
     """
     rates = [Rates(accelerator(kind), "fp32", Efficiency(), 0) for kind in kinds]
     works = [operation(node, rates[0].element_bytes) for node in operators(step.module.graph)]

@@ -169,12 +169,7 @@ def trace_joint(model: nn.Module, loss: Loss, batch: tuple[Any, Any]) -> JointGr
     """Trace by AOTAutograd, which makes in-place operators functional.
 
     ``batch`` is (inputs, targets); no values are read, so that its tensors and the model's may be
-    fake.
-
-    Raises
-    ------
-    InputError
-        If the step depends on values, or changes Python state.
+    fake. Raises InputError if the step depends on values, or changes Python state.
     """
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise InputError("a mini-batch is a pair (inputs, targets)")

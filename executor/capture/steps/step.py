@@ -105,10 +105,7 @@ RULES = {torch.optim.SGD: SGD, torch.optim.Adam: ADAM, torch.optim.AdamW: ADAM}
 def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
     """The rule of an optimizer.
 
-    Raises
-    ------
-    InputError
-        If it is not one of ``RULES``, or has an option that changes the step.
+    Raises InputError if it is not one of ``RULES``, or has an option that changes the step.
     """
     kind = type(optimizer)
     if kind not in RULES:
@@ -176,13 +173,9 @@ def capture_step(
 
         optimizer.zero_grad(); loss(model(inputs), targets).backward(); optimizer.step()
 
-    No values are read: with fake tensors a model of any size is captured without its memory.
-
-    Raises
-    ------
-    InputError
-        If the step cannot be expressed as such a graph: it depends on values, changes Python state
-        or its inputs, or the optimizer is not known.
+    No values are read: with fake tensors a model of any size is captured without its memory. Raises
+    InputError if the step cannot be expressed as such a graph: it depends on values, changes Python
+    state or its inputs, or the optimizer is not known.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"the model is a {type(model).__name__}, not a torch module")

@@ -45,10 +45,7 @@ def require_suffix(path: str | os.PathLike[str]) -> None:
 def draw_rounds(timeline: ClusterTimeline, path: str | os.PathLike[str]) -> None:
     """Draw the assignments: a row per accelerator, a colour per job, pairs with both colours.
 
-    Raises
-    ------
-    InputError
-        If the timeline has no assignments, or the suffix is not one of ``SUFFIXES``.
+    Raises InputError if the timeline has no assignments, or the suffix is not one of ``SUFFIXES``.
     """
     first_row = _first_rows(timeline.pool)
     rows = sum(accelerator.count for accelerator in timeline.pool.accelerators)
@@ -197,10 +194,7 @@ def draw_jct_cdf(
 ) -> None:
     """Draw the cumulative distribution of job completion times, a line for each timeline.
 
-    Raises
-    ------
-    InputError
-        If no job completed, or the suffix is not one of ``SUFFIXES``.
+    Raises InputError if no job completed, or the suffix is not one of ``SUFFIXES``.
     """
     figure, axes = _figure(path, 5.0)
     for k, (name, timeline) in enumerate(timelines.items()):
@@ -224,10 +218,7 @@ def draw_jct_cdf(
 def draw_utilisation(timeline: ClusterTimeline, path: str | os.PathLike[str]) -> None:
     """Draw busy accelerators of each type and active jobs over time.
 
-    Raises
-    ------
-    InputError
-        If there was no round, or the suffix is not one of ``SUFFIXES``.
+    Raises InputError if there was no round, or the suffix is not one of ``SUFFIXES``.
     """
     if not timeline.rounds:
         raise InputError("the timeline has no rounds to draw")

@@ -14,10 +14,8 @@ def documents(
 ) -> dict[str, str]:
     """Model, cluster and plan; see :func:`lowered`.
 
-    Raises
-    ------
-    InputError
-        If a pipeline plan cannot express the layout, or the plan does not fit in memory.
+    Raises InputError if a pipeline plan cannot express the layout, or the plan does not fit in
+    memory.
     """
     asked, plan = lowered(problem, layout, names)
     parts = {"model": asked.chain, "cluster": asked.cluster, "plan": plan}

@@ -48,10 +48,7 @@ class Framework:
     def require_problem(self, problem: TrainingProblem) -> None:
         """Raise for the first rule that all layouts break.
 
-        Raises
-        ------
-        InputError
-            With the rule, what would do, and the rule's source.
+        Raises InputError with the rule, what would do, and the rule's source.
         """
         for rule, wrong in self.broken(problem, Layout()):
             if rule.of_problem:
@@ -60,10 +57,7 @@ class Framework:
     def require(self, problem: TrainingProblem, layout: Layout) -> None:
         """Raise for the first rule that a possible layout breaks.
 
-        Raises
-        ------
-        InputError
-            With the rule, what would do, and the rule's source.
+        Raises InputError with the rule, what would do, and the rule's source.
         """
         for _, wrong in self.broken(problem, layout):
             raise InputError(wrong)

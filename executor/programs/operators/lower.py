@@ -27,10 +27,7 @@ _Sending = tuple[Value, int]
 def lower_operators(placed: PlacedGraph) -> Program:
     """The program of one training step.
 
-    Raises
-    ------
-    InvalidPlan
-        If the plan lacks a transfer, or has one that nothing reads.
+    Raises InvalidPlan if the plan lacks a transfer, or has one that nothing reads.
     """
     sendings = _sendings(placed)
     rows: Rows = [[] for _ in placed.devices]

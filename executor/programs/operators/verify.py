@@ -23,10 +23,7 @@ SEND, RECEIVE = ActionKind.SEND_OUTPUT, ActionKind.RECEIVE_OUTPUT
 def verify_operators(placed: PlacedGraph, program: Program) -> None:
     """Prove that ``program`` carries out a step of ``placed``.
 
-    Raises
-    ------
-    InvalidProgram
-        With the first violation found.
+    Raises InvalidProgram with the first violation found.
     """
     if program.devices != placed.devices or len(program.rows) != len(placed.devices):
         raise InvalidProgram(f"the plan's devices are {', '.join(placed.devices)}")

@@ -125,6 +125,8 @@ def verify(
 ) -> None:
     """Prove that ``program`` carries out ``plan``.
 
+    Raises InvalidProgram with the first violation found.
+
     Parameters
     ----------
     program
@@ -136,11 +138,6 @@ def verify(
     families
         Stages whose updates depend on each other's gradients: they share a parameter, or the norm
         of all gradients is clipped.
-
-    Raises
-    ------
-    InvalidProgram
-        With the first violation found.
     """
     _require_ranks(plan, program)
     require_streams(plan, program)

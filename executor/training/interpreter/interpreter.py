@@ -177,14 +177,8 @@ class Interpreter:
 
         ``inputs`` and ``targets`` are whole mini-batches on the device, empty where this rank does
         not need them. The times of instructions are added to ``records``, in seconds of this
-        process's clock. Without ``updates`` gradients are left for the next mini-batch's.
-
-        Raises
-        ------
-        NonFiniteLoss
-            Naming stage and microbatch.
-        OutOfMemory
-            Naming stage and instruction.
+        process's clock. Without ``updates`` gradients are left for the next mini-batch's. Raises
+        NonFiniteLoss naming stage and microbatch. Raises OutOfMemory naming stage and instruction.
         """
         if self._window is not None and self._window.is_valid():
             return self._replayed(self._window, [*inputs, *tensors_of_batch("targets", targets)])

@@ -41,10 +41,7 @@ def carry_out(
 ) -> None:
     """Carry out the calls of a row in ``step``, by ``record`` where their times are wanted.
 
-    Raises
-    ------
-    OutOfMemory
-        With the instruction as ``named``, for any error that means a lack of memory.
+    Raises OutOfMemory with the instruction as ``named``, for any error that means a lack of memory.
     """
     for one, call in calls:
         try:

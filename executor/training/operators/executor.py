@@ -169,6 +169,9 @@ def _shown(kinds: tuple[tuple[torch.Size, torch.dtype], ...]) -> str:
 class OperatorExecutor(RankExecutor):
     """One rank of a plan, among the processes of torch's default group; alone if there is none.
 
+    Raises InputError if model and mini-batch are not what was planned, or the plan needs another
+    number of processes. Raises InvalidPlan if the plan cannot be carried out.
+
     Parameters
     ----------
     plan
@@ -183,14 +186,6 @@ class OperatorExecutor(RankExecutor):
     seed
         For the parameters, and for operators that draw: an operator draws the same numbers on
         every device.
-
-    Raises
-    ------
-    InputError
-        If model and mini-batch are not what was planned, or the plan needs another number of
-        processes.
-    InvalidPlan
-        If the plan cannot be carried out.
     """
 
     def __init__(
@@ -251,16 +246,12 @@ class OperatorExecutor(RankExecutor):
     def step(self, inputs: Any, targets: Any) -> float | None:
         """One step on a mini-batch, the same on every rank.
 
+        Raises InputError if the tensors are not as planned. Raises NonFiniteLoss, OutOfMemory.
+
         Returns
         -------
         float or None
             The mean loss, on ranks that make one of a replica.
-
-        Raises
-        ------
-        InputError
-            If the tensors are not as planned.
-        NonFiniteLoss, OutOfMemory
         """
         given = self._inputs.read((inputs, targets))
         self._recorder.begin(self.steps_done)

@@ -69,11 +69,7 @@ class OperatorInterpreter:
         """One step on the mini-batch's tensors by operator: the numbers that are kept.
 
         The times of instructions are added to ``records``, in seconds of this process's clock.
-
-        Raises
-        ------
-        OutOfMemory
-            Naming operator and device.
+        Raises OutOfMemory naming operator and device.
         """
         self._inputs, self._step, self._results = inputs, step, {}
         record = None if records is None else partial(self._recorder.record, records)

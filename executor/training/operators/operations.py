@@ -32,12 +32,8 @@ def replica_of(name: str) -> int:
 def planned_graph(plan: OperatorPlan, step: CapturedStep) -> PlacedGraph:
     """The captured step of one replica as the graph that was planned.
 
-    Raises
-    ------
-    InputError
-        If it is another graph; times and lines may differ.
-    InvalidPlan
-        If the plan does not place every operator once.
+    Raises InputError if it is another graph; times and lines may differ. Raises InvalidPlan if the
+    plan does not place every operator once.
     """
     graph = data_parallel(step.graph, replicas_of(plan), _weights_of(plan))
     if graph.structure() == plan.structure:

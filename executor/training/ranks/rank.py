@@ -83,10 +83,7 @@ class RankProgram:
 def this_rank(plan: PipelinePlan, given: torch.device | str | None) -> Rank:
     """Find this process among those of torch's default group; alone if there is none.
 
-    Raises
-    ------
-    InputError
-        If the plan needs another number of processes.
+    Raises InputError if the plan needs another number of processes.
     """
     one = this_place(plan_devices(plan), given)
     return Rank(one.devices, one.number, one.device, one.wire, one.group, plan)
@@ -112,10 +109,7 @@ def this_place(devices: tuple[str, ...], given: torch.device | str | None) -> Pl
 def rank_program(plan: PipelinePlan, rank: int, families: Families) -> RankProgram:
     """Lower and verify ``plan``; the program of ``rank``.
 
-    Raises
-    ------
-    InvalidPlan
-        If the plan cannot be carried out.
+    Raises InvalidPlan if the plan cannot be carried out.
     """
     program = lower_any(plan, families)
     verify(plan, program, families=families)

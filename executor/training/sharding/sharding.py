@@ -93,10 +93,7 @@ class Division:
     def apply(self, plan: TensorPlan) -> None:
         """Divide the modules that ``plan`` names.
 
-        Raises
-        ------
-        InputError
-            If it names what it cannot divide.
+        Raises InputError if it names what it cannot divide.
         """
         try:
             _require_rules(plan)
@@ -272,12 +269,8 @@ class Sharding:
         """Refuse parameters of stage ``s`` whose copies get different gradients.
 
         Every device must compute with a whole parameter what the others do. ``norms`` are those of
-        this device's gradients; all of the group call it.
-
-        Raises
-        ------
-        InputError
-            If those of the other devices differ: the copies would become different parameters.
+        this device's gradients; all of the group call it. Raises InputError if those of the other
+        devices differ: the copies would become different parameters.
         """
         if not norms:
             return
@@ -305,12 +298,8 @@ def shard_layers(
     """Divide some ``layers`` of ``model`` in place; this device keeps its own parts.
 
     Layers that stay whole are named in a warning, unless ``quiet``. ``where`` names them together,
-    such as "stage 0".
-
-    Raises
-    ------
-    InputError
-        If no layer has a plan of division, or a plan names unknown or indivisible tensors.
+    such as "stage 0". Raises InputError if no layer has a plan of division, or a plan names unknown
+    or indivisible tensors.
     """
 
     def warn(message: str) -> None:

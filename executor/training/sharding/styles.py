@@ -56,10 +56,7 @@ class Cut:
     def pieces(self, whole: Tensor, degree: int) -> list[Tensor]:
         """The piece of every device.
 
-        Raises
-        ------
-        InputError
-            If the parts do not divide.
+        Raises InputError if the parts do not divide.
         """
         size = whole.size(self.dim)
         if size % (self.parts * degree):
@@ -121,10 +118,7 @@ def ways_of(style: str) -> list[Way]:
 def require_style(pattern: str, style: str) -> None:
     """Refuse a style that is not run.
 
-    Raises
-    ------
-    InputError
-        Naming the pattern of modules that it is for.
+    Raises InputError naming the pattern of modules that it is for.
     """
     if style in (DIVIDE, WHOLE, SUMMED) or ways_of(style):
         return

@@ -86,10 +86,7 @@ class Outline:
 def outline_of(factory: Callable[[], Any], seed: int) -> Outline:
     """Call ``factory`` without random numbers and without memory for large tensors.
 
-    Raises
-    ------
-    CannotBuild
-        If it reads values of a large tensor.
+    Raises CannotBuild if it reads values of a large tensor.
     """
     building = _Building(lambda _, size: size > SMALL_BYTES)
     model = _called(factory, seed, building)
@@ -99,10 +96,7 @@ def outline_of(factory: Callable[[], Any], seed: int) -> Outline:
 def build(factory: Callable[[], T], seed: int, outline: Outline, dropped: Collection[int]) -> T:
     """Call ``factory``; memory ``dropped`` is left on meta, all else is as after a plain call.
 
-    Raises
-    ------
-    CannotBuild
-        If it does something else than in the ``outline``.
+    Raises CannotBuild if it does something else than in the ``outline``.
     """
     kept = outline.kept(dropped)
     building = _Building(lambda number, _: number not in kept, outline.draws(kept), outline)

@@ -95,10 +95,7 @@ class StagedModel:
     def in_evaluation(self, inputs: Sequence[tuple[int, ...]]) -> LayeredModel:
         """The model in evaluation for inputs of these shapes, with the tensors that it has now.
 
-        Raises
-        ------
-        InputError
-            If it was not captured for that, or cannot be for these shapes.
+        Raises InputError if it was not captured for that, or cannot be for these shapes.
         """
         found = self._model.evaluation
         if found is None:

@@ -174,12 +174,8 @@ class CostBook:
     def updated(self, seen: Observation, cluster: Cluster) -> tuple["CostBook", Drift]:
         """The book with one more observation, and how far that is from the book.
 
-        Replicas of an operator (``NAME@2``) are the same operator.
-
-        Raises
-        ------
-        InputError
-            If a device is not one of ``cluster``.
+        Replicas of an operator (``NAME@2``) are the same operator. Raises InputError if a device is
+        not one of ``cluster``.
         """
         operators = [
             ((known_as(name), cluster.devices[_position(device, cluster)].kind), seconds)
@@ -216,13 +212,9 @@ class CostBook:
     def priced(self, graph: StepGraph, cluster: Cluster) -> tuple[StepGraph, Cluster]:
         """``graph`` and ``cluster`` with the known costs; operators without costs have no time.
 
-        The graph's ``source`` says how many these are on every kind of device.
-        Pairs that were not measured keep the links of ``cluster``.
-
-        Raises
-        ------
-        InputError
-            If transfers were measured between devices that are not of ``cluster``.
+        The graph's ``source`` says how many these are on every kind of device. Pairs that were not
+        measured keep the links of ``cluster``. Raises InputError if transfers were measured between
+        devices that are not of ``cluster``.
         """
         known = {(one.operator, one.kind): one.seconds for one in self.computed}
         counts = _divisions(one.operator for one in self.computed)

@@ -24,6 +24,8 @@ def data_parallel(share: StepGraph, replicas: int, weights: Weights = "shared") 
     are called ``NAME@r``. Statistics of batch norm are those of each replica's samples, as in every
     framework.
 
+    Raises InputError if there is not at least one replica.
+
     Parameters
     ----------
     share
@@ -36,11 +38,6 @@ def data_parallel(share: StepGraph, replicas: int, weights: Weights = "shared") 
         operators ``accumulate``, and then scaled: replicas are microbatches, whose gradients do not
         wait for each other in memory. ``mirrored``: every replica has its states and its update,
         and an operator ``all_reduce`` returns the mean to each of them.
-
-    Raises
-    ------
-    InputError
-        If there is not at least one replica.
     """
     if replicas < 1:
         raise InputError(f"replicas must be at least 1, got {replicas}")
