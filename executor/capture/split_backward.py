@@ -23,8 +23,8 @@ from stagewright.executor.capture.joint_graph import JointModule, phase_of, trac
 from stagewright.executor.capture.python_state import attributes_kept
 from stagewright.executor.capture.split_layer import (
     CannotSplit,
-    Layout,
     SplitLayer,
+    TracedLayout,
     is_dense,
     layout_of,
     make_piece,
@@ -39,7 +39,7 @@ aten = torch.ops.aten
 
 
 def cut_joint(
-    traced: GraphModule, module: nn.Module, input_layouts: tuple[Layout, ...], name: str
+    traced: GraphModule, module: nn.Module, input_layouts: tuple[TracedLayout, ...], name: str
 ) -> SplitLayer:
     """The three pieces of a traced layer."""
     parameters = len(list(module.parameters()))

@@ -27,7 +27,7 @@ class CannotSplit(InputError):  # noqa: N818 - named as InvalidPlan is
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class TracedLayout:
     """The shape and strides that the pieces were traced for."""
 
     shape: torch.Size
@@ -88,8 +88,8 @@ class SplitLayer:
     f: GraphModule
     i: GraphModule
     w: GraphModule
-    input_layouts: tuple[Layout, ...]
-    output_layouts: tuple[Layout | None, ...]
+    input_layouts: tuple[TracedLayout, ...]
+    output_layouts: tuple[TracedLayout | None, ...]
     input_gradients: tuple[bool, ...]
     weight_gradients: tuple[bool, ...]
     kept_for_inputs: int
@@ -206,9 +206,9 @@ def _spread(values: Iterable[T], places: Sequence[bool]) -> tuple[T | None, ...]
     return tuple(next(left) if place else None for place in places)
 
 
-def layout_of(tensor: Tensor) -> Layout:
+def layout_of(tensor: Tensor) -> TracedLayout:
     """The layout of a tensor."""
-    return Layout(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+    return TracedLayout(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
 def is_dense(tensor: Tensor) -> bool:

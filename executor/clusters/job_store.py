@@ -31,7 +31,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
-from stagewright.executor.clusters.leases import LeaseLostError
+from stagewright.executor.clusters.leases import JobLeaseLostError
 from stagewright.graphs.documents.errors import InputError
 
 TABLES = MetaData()
@@ -73,7 +73,7 @@ LOCK_SECONDS = 30.0  # how long a transaction waits for another one
 State = Literal["active", "done", "failed"]
 
 
-class SupersededError(LeaseLostError):
+class SupersededError(JobLeaseLostError):
     """Another scheduler has taken over the folder: all leases of this scheduler have ended."""
 
 
@@ -192,7 +192,7 @@ class JobStore:
             record = _current(database, name, epoch)
             has_committed = _last_commit(database, name) == epoch
             if not record.committed < step <= record.steps or has_committed:
-                raise LeaseLostError(
+                raise JobLeaseLostError(
                     f"job {name!r}: epoch {epoch} cannot commit step {step} after "
                     f"{record.committed} of {record.steps}"
                 )
@@ -270,7 +270,7 @@ def _changed(database: Connection, name: str, **values: Any) -> JobRecord:
 def _current(database: Connection, name: str, epoch: int) -> JobRecord:
     record = _job(database, name)
     if record.epoch != epoch or record.state != "active":
-        raise LeaseLostError(
+        raise JobLeaseLostError(
             f"job {name!r}: epoch {epoch} has ended, the newest is {record.epoch} ({record.state})"
         )
     return record

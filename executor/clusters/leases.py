@@ -21,7 +21,7 @@ from typing import Generic, Protocol, TypeVar
 T = TypeVar("T")
 
 
-class LeaseLostError(RuntimeError):
+class JobLeaseLostError(RuntimeError):
     """The lease is no longer the job's newest: its uncommitted steps are discarded."""
 
 

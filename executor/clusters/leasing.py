@@ -10,7 +10,7 @@ from stagewright.executor.clusters.leases import Lease
 from stagewright.executor.clusters.rates import (
     CurrentRound,
     LeasedJob,
-    Measured,
+    MeasuredRate,
     measurements,
     place_of,
 )
@@ -168,7 +168,7 @@ class Leasing:
 
     def measured(
         self, progress: Mapping[str, tuple[int, float]], kinds: Sequence[int]
-    ) -> list[Measured]:
+    ) -> list[MeasuredRate]:
         """The rates of jobs with processes; ``kinds`` of all jobs."""
         rates = {
             job: progress[self.records[job].name][1]

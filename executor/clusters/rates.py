@@ -82,7 +82,7 @@ _NOTEWORTHY = 0.1  # relative change of a rate that triggers a new target
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredRate:
     """Steps per second of a kind on a worker type, alone or sharing with a job of another kind."""
 
     kind: int
@@ -121,7 +121,7 @@ def surviving(table: RateTable, left: Sequence[int]) -> RateTable:
     )
 
 
-def measured(table: RateTable, rates: Iterable[Measured], weight: float) -> RateTable:
+def measured(table: RateTable, rates: Iterable[MeasuredRate], weight: float) -> RateTable:
     """The table updated by ``rates``: an exponential average with ``weight`` for the newest."""
     alone, paired = table.alone.copy(), table.paired.copy()
     for rate in rates:
@@ -187,7 +187,7 @@ def place_of(assignment: Assignment) -> Place:
 
 def measurements(
     leased: Mapping[int, LeasedJob], rates: Mapping[int, float], kind_of: Callable[[int], int]
-) -> list[Measured]:
+) -> list[MeasuredRate]:
     """The measured ``rates`` of jobs with a lease, each with the kind of its partner.
 
     Without jobs whose partner has ended.
@@ -202,5 +202,5 @@ def measurements(
         ]
         if len(partners) == own.sharing - 1:
             partner = partners[0] if partners else None
-            found.append(Measured(kind_of(job), partner, own.worker, rate))
+            found.append(MeasuredRate(kind_of(job), partner, own.worker, rate))
     return found

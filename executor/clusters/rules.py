@@ -12,7 +12,7 @@ MOST_ROUNDS = 1_000_000  # eleven years of rounds of six minutes
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class ClusterRules:
     """Settings of a simulated cluster.
 
     Parameters
@@ -55,7 +55,7 @@ class Rules:
             )
 
 
-def table_of(throughputs: Throughputs, pool: Pool, rules: Rules) -> RateTable:
+def table_of(throughputs: Throughputs, pool: Pool, rules: ClusterRules) -> RateTable:
     """Rates of every kind that can run in the pool, since jobs are not known in advance."""
     known: dict[tuple[str, int], set[str]] = {}
     runs = set()

@@ -20,7 +20,7 @@ from stagewright.executor.drawing.colours import (
     KIND_COLOURS,
     label_colour,
 )
-from stagewright.executor.drawing.lanes import Bar, Drawing, Kind, Lane, Mark
+from stagewright.executor.drawing.lanes import Bar, BarKind, Drawing, Lane, Mark
 from stagewright.executor.drawing.timeline import time_unit
 from stagewright.executor.drawing.web.render import render
 from stagewright.formulations.operators.plan import OperatorPlan, loads_of
@@ -268,7 +268,7 @@ def drawing(plan: OperatorPlan) -> Drawing:
     """The timeline, with the critical path marked."""
     unit, scale = time_unit(end_of(plan))
     rows = lanes(plan, None)
-    kinds = {kind: Kind(kind, _COLOURS[kind], _DARK[kind]) for kind in _kinds(rows)}
+    kinds = {kind: BarKind(kind, _COLOURS[kind], _DARK[kind]) for kind in _kinds(rows)}
     marks: tuple[Mark, ...] = ()
     if plan.certificate is not None:
         marks = (Mark(plan.certificate.bound_seconds, "proved lower bound"),)

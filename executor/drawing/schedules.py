@@ -22,7 +22,7 @@ from stagewright.executor.drawing.colours import (
     KIND_NAMES,
     mixed,
 )
-from stagewright.executor.drawing.lanes import Bar, Drawing, Kind, Lane, Mark
+from stagewright.executor.drawing.lanes import Bar, BarKind, Drawing, Lane, Mark
 from stagewright.executor.drawing.plan_lanes import BOUND, block_bar
 from stagewright.executor.drawing.timeline import Block, Row
 from stagewright.executor.drawing.web.render import render
@@ -108,7 +108,7 @@ def schedules_page(
 
 def schedules_drawing(panels: Sequence[Panel]) -> Drawing:
     """A lane per device, below one with the schedule's name."""
-    lanes, kinds, marks = list[Lane](), dict[str, Kind](), list[Mark]()
+    lanes, kinds, marks = list[Lane](), dict[str, BarKind](), list[Mark]()
     for one in panels:
         lanes.append(Lane(one.title, "title", ()))
         if one.bound is not None:
@@ -133,9 +133,9 @@ def _bar(block: Block, shade: float) -> Bar:
     return replace(bar, kind=f"{bar.kind} {shade}")
 
 
-def _kind(kind: ActionKind, shade: float) -> Kind:
+def _kind(kind: ActionKind, shade: float) -> BarKind:
     dark = mixed(DARK_COLOURS[kind], "#ffffff", _LIGHTEST * shade)
-    return Kind(KIND_NAMES[kind], _colour(kind, shade), dark)
+    return BarKind(KIND_NAMES[kind], _colour(kind, shade), dark)
 
 
 def _dress(axes: "Axes", panels: Sequence[Panel]) -> None:

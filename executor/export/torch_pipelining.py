@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from stagewright.executor.export.decoder import modules
 from stagewright.executor.export.launchers import to_yaml
-from stagewright.executor.export.options import Options, samples_per_replica, stage_layers
+from stagewright.executor.export.options import FormatOptions, samples_per_replica, stage_layers
 from stagewright.executor.export.pipelines import Pipeline, orders, pipeline, require_plain
 from stagewright.formulations.plans.actions import Action, ActionKind, parse_action
 from stagewright.formulations.plans.plan import PipelinePlan
@@ -77,7 +77,7 @@ _ROTARY = "model.rotary_emb"  # every stage of a Hugging Face decoder needs it
 F = ActionKind.FORWARD
 
 
-def schedule(plan: PipelinePlan, options: Options) -> dict[str, str]:
+def schedule(plan: PipelinePlan, options: FormatOptions) -> dict[str, str]:
     """The schedule file; copies of the pipeline have equal shares of the samples, if known."""
     ranks = pipeline(plan, "torch")
     if plan.microbatch_size is not None or options.model is not None:
@@ -85,7 +85,7 @@ def schedule(plan: PipelinePlan, options: Options) -> dict[str, str]:
     return {SCHEDULE: _csv(plan, ranks)}
 
 
-def torchtitan(plan: PipelinePlan, options: Options) -> dict[str, str]:
+def torchtitan(plan: PipelinePlan, options: FormatOptions) -> dict[str, str]:
     """A module that sets the stages and their schedule in a configuration, with the schedule file.
 
     Names of torchtitan 0.3.0, for its decoders: Llama 3, Qwen 3, DeepSeek-V3, gpt-oss. Others have
@@ -124,7 +124,7 @@ def _replication(ranks: Pipeline) -> dict[str, int | str]:
     }
 
 
-def _torchtitan_batch(plan: PipelinePlan, options: Options, ranks: Pipeline) -> str:
+def _torchtitan_batch(plan: PipelinePlan, options: FormatOptions, ranks: Pipeline) -> str:
     """Lines that set the samples of a pipeline's iteration and of all, if the plan's are known."""
     if options.model is None:
         return ""
@@ -135,7 +135,7 @@ def _torchtitan_batch(plan: PipelinePlan, options: Options, ranks: Pipeline) -> 
     )
 
 
-def nemo(plan: PipelinePlan, options: Options) -> dict[str, str]:
+def nemo(plan: PipelinePlan, options: FormatOptions) -> dict[str, str]:
     """The ``distributed`` section of a NeMo AutoModel recipe (0.5 to 0.7), with the schedule file.
 
     Its modules are those of Hugging Face's decoders, such as Llama's: ``model.layers.0``.
@@ -244,7 +244,7 @@ def _require_losses_in_order(rows: tuple[Row, ...], last: int, microbatches: int
                     )
 
 
-def _schedule_name(ranks: Pipeline, options: Options, framework: str) -> str:
+def _schedule_name(ranks: Pipeline, options: FormatOptions, framework: str) -> str:
     """A schedule of the plan's placement; the file, where there is one, replaces its order."""
     count = len(ranks.devices)
     if count == 1:
@@ -261,7 +261,9 @@ def _schedule_name(ranks: Pipeline, options: Options, framework: str) -> str:
     )
 
 
-def _modules(plan: PipelinePlan, options: Options, names: Names, framework: str) -> list[list[str]]:
+def _modules(
+    plan: PipelinePlan, options: FormatOptions, names: Names, framework: str
+) -> list[list[str]]:
     """Per stage the framework's own modules; a head without a norm before it counts as both."""
     parts = modules(stage_layers(plan, options), names, framework)
     if not any(names["norm"] in part for part in parts):

@@ -167,7 +167,7 @@ def sum_by(pairs: Iterable[tuple[Hashable, Pair]]) -> dict[Hashable, Pair]:
     return sums
 
 
-class StageTimes:
+class MeasuredStageTimes:
     """Seconds that each stage spends on each kind of action, on the slowest devices."""
 
     def __init__(self, actions: dict[Action, Pair]) -> None:

@@ -14,7 +14,7 @@ from stagewright.executor.capture.exported.exporting import Example
 from stagewright.executor.capture.layers import LayeredModel
 from stagewright.executor.capture.shapes import Value, propagate, values_of
 from stagewright.executor.capture.tracing import capture
-from stagewright.executor.measuring.links import Machine, Seconds
+from stagewright.executor.measuring.links import MeasuringMachine, Seconds
 from stagewright.executor.measuring.profiling import measure_layers, rounded
 from stagewright.executor.training.data.batches import (
     require_as_many,
@@ -32,7 +32,7 @@ from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 
 
 @dataclass(frozen=True, slots=True)
-class GroupMachine(Machine):
+class GroupMachine(MeasuringMachine):
     """A machine measured by a tensor group, whose devices begin each layer together."""
 
     group: TensorGroup | None = None
@@ -205,7 +205,7 @@ class Profiled:
     optimizer: MakeOptimizer
     clips: bool
     rounds: int
-    machine: Machine
+    machine: MeasuringMachine
     dtype: torch.dtype
     autocast: torch.dtype | None
 
@@ -243,7 +243,7 @@ class Profiled:
     def _measured(
         self,
         captured: Mapping[int, LayeredModel],
-        machine: Machine,
+        machine: MeasuringMachine,
         on_progress: Callable[[str], None] = lambda _: None,
     ) -> Chain:
         return measure_layers(

@@ -24,7 +24,7 @@ from stagewright.executor.programs.transfers import (
 from stagewright.executor.programs.updates import require_equal_turns, with_reductions, with_updates
 from stagewright.executor.programs.verification.progress import PipelineProgress
 from stagewright.executor.programs.verification.transfers import require_same_sides
-from stagewright.executor.programs.work import Work
+from stagewright.executor.programs.work import ProgramWork
 from stagewright.formulations.plans.actions import (
     COMPUTE,
     Action,
@@ -66,7 +66,7 @@ def lower_forwards(plan: PipelinePlan) -> Program:
     rows = with_early_receives(plan, with_early_sends(plan, rows))
     program = Program(plan_devices(plan), tuple(map(tuple, rows)))
     require_same_sides(program)
-    PipelineProgress(Work(plan), program).to_the_end()
+    PipelineProgress(ProgramWork(plan), program).to_the_end()
     return program
 
 
@@ -90,7 +90,7 @@ def with_versions(plan: PipelinePlan, rows: Rows) -> Rows:
             for i, one in enumerate(row)
             if one.action.kind in COMPUTE
         }
-        walk = _Versions(row, uses, plan.weight_rule.staleness > 0)
+        walk = _RowVersions(row, uses, plan.weight_rule.staleness > 0)
         out.append([one for i in range(len(row)) for one in walk.around(i)])
     return out
 
@@ -123,7 +123,7 @@ def _newest_at_forwards(row: Iterable[Instruction]) -> dict[Action, int]:
 
 
 @dataclass
-class _Versions:
+class _RowVersions:
     """The versions of the weights of a rank's stages, instruction by instruction."""
 
     row: list[Instruction]

@@ -15,7 +15,7 @@ from stagewright.graphs.documents.units import format_bytes
 _AROUND = 3  # instructions shown on either side of the place where a rank hangs
 
 
-class Progress(ABC):
+class RowProgress(ABC):
     """The program run without data: a rank proceeds once the actions it waits for are done.
 
     Sends, receives and all-reduces are only posted. Those of a pair of ranks complete in order,

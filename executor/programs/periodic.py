@@ -7,8 +7,8 @@
    order, both ranks of a pair have a transfer in the same iteration, in the same order.
 3. `with_early_sends`, `with_early_receives`: within the iteration. Nothing is posted for a
    mini-batch that is not known yet.
-4. `_Walk`: all-reduces, updates, and versions of the weights. `StashedWalk` where they change after
-   every microbatch.
+4. `_WeightsWalk`: all-reduces, updates, and versions of the weights. `StashedWalk` where they
+   change after every microbatch.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -61,7 +61,7 @@ def lower_periodic(plan: PipelinePlan, families: Families = ()) -> PeriodicProgr
     order, m = pattern_order(plan), plan.microbatches
     last = max(one.shift for one in order)
     every_round = plan.weight_rule.updates_every_round
-    walk = StashedWalk(plan, order) if every_round else _Walk(plan, order, families)
+    walk = StashedWalk(plan, order) if every_round else _WeightsWalk(plan, order, families)
     segments: list[ProgramRows] = []
     drains: list[ProgramRows] = []
     while True:
@@ -146,7 +146,7 @@ class _Weights:
     used: int = 1
 
 
-class _Walk:
+class _WeightsWalk:
     """The weights of all ranks' stages, iteration by iteration.
 
     Iteration i computes on version i. Its update makes version i + 2 from i + 1, and drops version

@@ -108,7 +108,7 @@ class InvalidProgram(InvalidPlan):
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class ProgramWork:
     """``iterations`` of a plan in sequence.
 
     In a periodic plan the gradients of ``families`` of stages are summed up like those of a stage's

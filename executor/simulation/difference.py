@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from stagewright.executor.simulation.explanation import PlanExplanation, explain_plan
-from stagewright.executor.simulation.idle import Cause
+from stagewright.executor.simulation.idle import IdleCause
 from stagewright.formulations.plans.actions import COMPUTE, ActionKind, parse_operation
 from stagewright.formulations.plans.plan import PeriodicSchedule, PipelinePlan, Stage
 from stagewright.graphs.documents.errors import InputError
@@ -119,8 +119,8 @@ def _add_loads(
             rounds = sum(device in plan.runners(operation.stage, m) for m in every)
             sums[_PARTS[operation.kind]] += rounds * one.seconds
     idle = found.idle_seconds[device]
-    sums[PAUSES] += idle.get(Cause.PAUSE, 0.0)
-    sums[IDLE] += idle.get(Cause.PERIOD, 0.0)
+    sums[PAUSES] += idle.get(IdleCause.PAUSE, 0.0)
+    sums[IDLE] += idle.get(IdleCause.PERIOD, 0.0)
 
 
 def _peak(plan: PipelinePlan) -> float | None:

@@ -26,7 +26,7 @@ from stagewright.executor.training.model_checks import (
     require_whole_gradients,
 )
 from stagewright.executor.training.preparation import Preparation, needs_two_gradients
-from stagewright.executor.training.ranks.groups import Groups, make_loss_group
+from stagewright.executor.training.ranks.groups import RankGroups, make_loss_group
 from stagewright.executor.training.ranks.rank import Rank, RankProgram
 from stagewright.executor.training.stages.initialise import Model, initialise
 from stagewright.executor.training.stages.learning_rates import MakeSchedule, ParameterGroups
@@ -160,7 +160,7 @@ def weights_of(
     program: RankProgram,
     model: StagedModel,
     families: Families,
-    groups: Groups,
+    groups: RankGroups,
     *,
     optimizer: MakeOptimizer,
     parameter_groups: ParameterGroups,
@@ -212,7 +212,7 @@ def joint_of(
     model: StagedModel,
     weights: dict[int, Weights],
     families: Families,
-    groups: Groups,
+    groups: RankGroups,
     timeout: timedelta,
     *,
     clip_norm: float,

@@ -14,7 +14,7 @@ from stagewright.executor.training.interpreter.exchange import Boundary
 from stagewright.executor.training.ranks.rank import Rank
 from stagewright.executor.training.stages.sharded_stage import ShardedComputation
 from stagewright.executor.training.stages.sharded_weights import WeightShards
-from stagewright.executor.training.stages.stage import Share, StageComputation, StageLayer
+from stagewright.executor.training.stages.stage import SampleShare, StageComputation, StageLayer
 from stagewright.executor.training.stages.staged_model import StagedModel
 from stagewright.executor.training.stages.weights import Weights
 from stagewright.formulations.plans.plan import PipelinePlan
@@ -80,7 +80,7 @@ class Crossing:
             return ShardedComputation(*given, share=share, weights=weights)
         return StageComputation(*given, offload=offload, share=share, compiled=compiled)
 
-    def share(self, s: int, lane: int) -> Share | None:
+    def share(self, s: int, lane: int) -> SampleShare | None:
         """The samples of one of the lanes of stage ``s``; None if it is all of them in order."""
         start, stop = self.plan.stages[s].layers
         of_stage = {one: found[start:stop] for one, found in self.traces.items()}
@@ -143,7 +143,7 @@ def boundary_of(
 
 def share_of(
     rows: Rows, lane: int, samples: int, traces: Mapping[int, Sequence[LayerTrace]]
-) -> Share | None:
+) -> SampleShare | None:
     """The samples of a microbatch that a device works on, None if it is all of them in order.
 
     ``traces`` of the stage's layers, by the number of samples.
@@ -152,7 +152,7 @@ def share_of(
         return None
     fewer = min(traces)
     pairs = zip(traces[samples], traces[fewer], strict=True)
-    return Share(
+    return SampleShare(
         rows,
         samples,
         lane,

@@ -25,7 +25,7 @@ from stagewright.executor.training.data.batches import (
     typed_inputs,
 )
 from stagewright.executor.training.data.passes import pair
-from stagewright.executor.training.interpreter.exchange import RECV_F, SEND_F, Exchange
+from stagewright.executor.training.interpreter.exchange import RECV_F, SEND_F, StageExchange
 from stagewright.executor.training.interpreter.iterations import Iterations
 from stagewright.executor.training.losses import Loss, read_measure
 from stagewright.executor.training.preparation import Preparation
@@ -149,7 +149,7 @@ class Evaluation:
             lower_forwards(plan).rows[rank.number],
             computations,
             iterations,
-            Exchange(rank, iterations, crossing.boundaries(), computations),
+            StageExchange(rank, iterations, crossing.boundaries(), computations),
             found[whole].result,
             prepared.seed,
         )
@@ -190,7 +190,7 @@ class _Pass:
     row: Row
     computations: Mapping[int, StageComputation]
     iterations: Iterations
-    exchange: Exchange
+    exchange: StageExchange
     result: Callable[[Tensors], Any]
     seed: int
 

@@ -14,7 +14,7 @@ from stagewright.executor.training.data.batches import microbatch_samples
 from stagewright.executor.training.interpreter.graph import Joint
 from stagewright.executor.training.interpreter.interpreter import Interpreter
 from stagewright.executor.training.interpreter.last_stage import OutOfMemory
-from stagewright.executor.training.interpreter.streams import OneStream, Streams, make_streams
+from stagewright.executor.training.interpreter.streams import DeviceStreams, OneStream, make_streams
 from stagewright.executor.training.losses import Loss
 from stagewright.executor.training.model_checks import (
     require_capturable_steps,
@@ -89,7 +89,7 @@ class Preparation:
             is_own=self.replicas > 1,
         )
 
-    def _streams(self) -> Streams:
+    def _streams(self) -> DeviceStreams:
         """One stream, unless the plan has a second one or its windows are captured."""
         is_sub = any(one.stream is not None for one in self.program.row)
         return make_streams(self.rank.device) if is_sub or self.captured else OneStream()

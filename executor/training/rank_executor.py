@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stagewright.executor.programs.trace import Trace
 from stagewright.executor.training.ranks.groups import gathered
-from stagewright.executor.training.ranks.rank import Place
+from stagewright.executor.training.ranks.rank import RankPlace
 from stagewright.executor.training.trace_recorder import TraceRecorder
 
 MODEL = "model."  # what the keys of parameters and buffers in a checkpoint start with
@@ -35,7 +35,7 @@ class RankExecutor:
     """One rank of a plan: its place, its share of a checkpoint, its traces."""
 
     steps_done: int
-    _place: Place
+    _place: RankPlace
     _own: OwnTensors
     _recorder: TraceRecorder
 

@@ -21,7 +21,7 @@ from stagewright.executor.programs.trace import (
     TracedStep,
 )
 from stagewright.executor.training.ranks.groups import gathered
-from stagewright.executor.training.ranks.rank import Place
+from stagewright.executor.training.ranks.rank import RankPlace
 from stagewright.formulations.operators.plan import OperatorPlan
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError
@@ -123,7 +123,7 @@ class TraceRecorder:
 
     def __init__(
         self,
-        place: Place,
+        place: RankPlace,
         plan: PipelinePlan | OperatorPlan,
         dtype: torch.dtype,
         traced: Callable[[int, list[RankAction], float | None, int | None], TracedStep],

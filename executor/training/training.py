@@ -38,7 +38,7 @@ from stagewright.executor.training.runtime import Executor
 from stagewright.executor.training.stages.initialise import Model
 from stagewright.executor.training.stages.learning_rates import (
     ParameterGroups,
-    Schedule,
+    RateSchedule,
     require_not_captured,
 )
 from stagewright.formulations.operators.plan import OperatorPlan
@@ -82,7 +82,7 @@ class Task:
     loss: Loss | None
     optimizer: NamedOptimizer
     groups: ParameterGroups
-    schedule: Schedule | None
+    schedule: RateSchedule | None
     accumulate: int
     clip_norm: float | None
     steps: int

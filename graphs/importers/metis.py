@@ -35,7 +35,7 @@ class _Parameters(_Record):
     parameters_per_layer_bytes: Annotated[list[_Amount], Field(min_length=1)]
 
 
-class _Model(_Record):
+class _MetisModel(_Record):
     model_name: str
     parameters: _Parameters
 
@@ -46,7 +46,7 @@ class _Times(_Record):
 
 
 class _File(_Record):
-    model: _Model
+    model: _MetisModel
     execution_time: _Times
 
 

@@ -12,7 +12,7 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.architecture import Architecture
 from stagewright.graphs.models.language import Attention
 from stagewright.graphs.models.layer_profiles import LayerProfiles, LayerSizes
-from stagewright.graphs.models.shards import Share, Split, shares_of
+from stagewright.graphs.models.shards import LayerShare, LayerSplit, shares_of
 
 NORM = "norm"
 
@@ -52,7 +52,7 @@ def layer_sizes(
     Tensor parallelism without sequence parallelism; nothing is recomputed. A tied head counts the
     copy of the table that its stage keeps. Raises InputError: see :func:`with_sizes`.
     """
-    shares = shares_of(architecture, sequence, Split(tensor=tensor), attention).every
+    shares = shares_of(architecture, sequence, LayerSplit(tensor=tensor), attention).every
     if layers == len(shares) + 1:
         shares = (*shares[:-1], *_norm_apart(shares[-1]))
     if layers != len(shares):
@@ -71,11 +71,11 @@ def layer_sizes(
     )
 
 
-def _parameters(one: Share) -> float:
+def _parameters(one: LayerShare) -> float:
     return float(one.parameters + one.expert_parameters + one.tied_parameters)
 
 
-def _norm_apart(head: Share) -> Iterable[Share]:
+def _norm_apart(head: LayerShare) -> Iterable[LayerShare]:
     """Separate layers for the last norm and for the head without that norm."""
     norm = head.operators[NORM]
     rest = {name: one for name, one in head.operators.items() if name != NORM}

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.operations import (
+    LayerOperation,
     LayerWork,
-    Operation,
     dense,
     dropout,
     elementwise,
@@ -50,7 +50,7 @@ class Tape:
     """Records the operations on ``samples`` images while a network is built."""
 
     samples: int
-    operations: list[Operation] = field(default_factory=list)
+    operations: list[LayerOperation] = field(default_factory=list)
     layers: list[LayerWork] = field(default_factory=list)
 
     def end_layer(self, name: str, output: Shape) -> Shape:
@@ -94,7 +94,7 @@ class Tape:
         taps = shape.channels * high * wide
         inputs, outputs = self.samples * shape.elements, self.samples * result.elements
         self.operations.append(
-            Operation(
+            LayerOperation(
                 "convolution",
                 2.0 * taps * outputs,
                 inputs + taps * channels + outputs,
@@ -126,7 +126,7 @@ class Tape:
         )
         inputs, outputs = self.samples * shape.elements, self.samples * result.elements
         self.operations.append(
-            Operation("memory", 0.0, inputs + outputs, saved=inputs, saved_bytes=8 * outputs)
+            LayerOperation("memory", 0.0, inputs + outputs, saved=inputs, saved_bytes=8 * outputs)
         )
         return result
 
@@ -134,7 +134,7 @@ class Tape:
         """An average over the whole map."""
         result = Shape(shape.channels, 1, 1)
         moved = self.samples * (shape.elements + result.elements)
-        self.operations.append(Operation("memory", 0.0, moved))
+        self.operations.append(LayerOperation("memory", 0.0, moved))
         return result
 
     def linear(self, shape: Shape, outputs: int, *, activated: bool) -> Shape:
@@ -356,7 +356,7 @@ def _transition(tape: Tape, shape: Shape) -> Shape:
         _length(halved.width, 2, 2, padded=False),
     )
     moved = tape.samples * (halved.elements + result.elements)
-    tape.operations.append(Operation("memory", 0.0, moved))  # 2x2 average
+    tape.operations.append(LayerOperation("memory", 0.0, moved))  # 2x2 average
     return result
 
 

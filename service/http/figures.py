@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Any, TypeVar
 
 from stagewright.executor.drawing.charts.memory_curve import Curve, curve_chart
-from stagewright.executor.drawing.lanes import Drawing, Mark, Run, runs_drawing, table
+from stagewright.executor.drawing.lanes import BarRun, Drawing, Mark, runs_drawing, table
 from stagewright.executor.drawing.operators import drawing
 from stagewright.executor.drawing.plan_lanes import BOUND
 from stagewright.executor.drawing.schedules import Panel, schedules_drawing
@@ -29,7 +29,7 @@ from stagewright.service.whole_answers import placement
 
 HOUR = 3600.0
 Told = dict[str, Any]
-Runs = dict[tuple[str, int], list[Run]]
+Runs = dict[tuple[str, int], list[BarRun]]
 """What each accelerator runs, by its type and number."""
 
 
@@ -263,19 +263,19 @@ def _jobshop(request: Request, answer: Told) -> Figures:
     ]
     if answer["starts"] is None:
         return Figures(facts)
-    machines: dict[int, list[Run]] = defaultdict(list)
+    machines: dict[int, list[BarRun]] = defaultdict(list)
     rows_of = zip(request.problem.choices, answer["starts"], answer["chosen_machines"], strict=True)
     for j, rows in enumerate(rows_of):
         for i, (choice, start, machine) in enumerate(zip(*rows, strict=True)):
             end = start + dict(choice)[machine]
-            machines[machine].append(Run(f"job {j}", start, end, f"{j}.{i}"))
+            machines[machine].append(BarRun(f"job {j}", start, end, f"{j}.{i}"))
     lanes = [(f"machine {one}", _in_order(runs)) for one, runs in sorted(machines.items())]
     names = [f"job {j}" for j in range(len(request.jobs))]
     drawn = runs_drawing(lanes, names, marks=(Mark(answer["bound"], BOUND),))
     return Figures(facts, timelines=(("Machines, with job.step", drawn),))
 
 
-def _in_order(runs: Iterable[Run]) -> list[Run]:
+def _in_order(runs: Iterable[BarRun]) -> list[BarRun]:
     return sorted(runs, key=lambda run: run.start)
 
 
@@ -340,12 +340,12 @@ def _allocate(request: Request, answer: Told) -> Figures:
     kinds = request.pool.names
     scales = {job.name: job.scale for job in request.workload.jobs}
     shares: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(kinds, 0.0))
-    runs: dict[str, list[Run]] = {kind: [] for kind in kinds}
+    runs: dict[str, list[BarRun]] = {kind: [] for kind in kinds}
     for one in given:
         jobs, kind = " + ".join(one["jobs"]), one["accelerator"]
         shares[jobs][kind] += one["share"]
         from_ = runs[kind][-1].end if runs[kind] else 0.0
-        runs[kind].append(Run(jobs, from_, from_ + one["share"] * scales[one["jobs"][0]]))
+        runs[kind].append(BarRun(jobs, from_, from_ + one["share"] * scales[one["jobs"][0]]))
     rows = [
         (jobs, *(_percent(its[kind]) for kind in kinds), _percent(sum(its.values())))
         for jobs, its in shares.items()
@@ -384,11 +384,11 @@ def _places(pool: Pool) -> Runs:
     return {(one.name, n): [] for one in pool.accelerators for n in range(one.count)}
 
 
-def _prolong(runs: list[Run], jobs: str, start: float, end: float) -> None:
+def _prolong(runs: list[BarRun], jobs: str, start: float, end: float) -> None:
     """Add a round to the runs of an accelerator, or to the last if it is of the same jobs."""
     if runs and (runs[-1].of, runs[-1].end) == (jobs, start):
         start = runs.pop().start
-    runs.append(Run(jobs, start, end))
+    runs.append(BarRun(jobs, start, end))
 
 
 def _by_accelerator(runs: Runs, workload: Workload | None) -> Drawing:
@@ -419,7 +419,7 @@ def _simulate_cluster(request: Request, answer: Told) -> Figures:
     runs = _places(request.pool)
     for one in answer.get("runs") or ():
         jobs = " + ".join(one["jobs"])
-        run = Run(jobs, one["start_seconds"], one["end_seconds"])
+        run = BarRun(jobs, one["start_seconds"], one["end_seconds"])
         runs[one["accelerator"], one["number"]].append(run)
     tables = (
         Table("Completion times", ("<share of the jobs", "within"), times),
@@ -452,11 +452,11 @@ def _cloud(request: Request, answer: Told) -> Figures:
         Table("Stays of the last strategy", ("<instances", "<from", "<until", "cost"), rows),
     )
     start = datetime.fromisoformat(answer["start"])
-    lanes: dict[str, list[Run]] = defaultdict(list)
+    lanes: dict[str, list[BarRun]] = defaultdict(list)
     for one in stays:
         begin, end = ((datetime.fromisoformat(one[it]) - start).total_seconds()
                       for it in ("begin", "end"))  # fmt: skip
-        lanes[one["instance"]].append(Run(f"{one['count']} instances", begin, end))
+        lanes[one["instance"]].append(BarRun(f"{one['count']} instances", begin, end))
     title = f"Where the job runs, from {answer['start'].replace('T', ' ').replace('Z', '')} on"
     drawn = [(title, runs_drawing(lanes.items(), (), "h", 1 / HOUR))] if stays else []
     return Figures(facts, tables, drawn)

@@ -3,7 +3,7 @@
 import re
 from dataclasses import fields
 
-from stagewright.executor.export.options import Options
+from stagewright.executor.export.options import FormatOptions
 
 # Of requests; other options are of commands, which a message names too.
 _FIELDS = {
@@ -12,7 +12,7 @@ _FIELDS = {
     "--planner": "planner",
     "--share": "assumed_share",
 }
-_EXPORT = {f"--{one.name.replace('_', '-')}": one.name for one in fields(Options)}
+_EXPORT = {f"--{one.name.replace('_', '-')}": one.name for one in fields(FormatOptions)}
 _NAMES = _FIELDS | _EXPORT | {"--model": "chain", "--to": "to"}
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 

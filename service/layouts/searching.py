@@ -9,7 +9,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, model_validator
 
 from stagewright.executor.export.layouts import EVERY_FORMAT, PLAN
-from stagewright.executor.export.layouts.rules import Rule
+from stagewright.executor.export.layouts.rules import FrameworkRule
 from stagewright.formulations.forms.answers import Status, StopToken, is_stopped
 from stagewright.formulations.parallelism.document import (
     LayoutBound,
@@ -93,7 +93,7 @@ class LayoutRequest(Request):
         except InputError as error:
             raise InputError(f"{self.framework} can express no layout of it: {error}") from None
 
-    def wrong(self, layout: Layout) -> Iterator[tuple[Rule, str]]:
+    def wrong(self, layout: Layout) -> Iterator[tuple[FrameworkRule, str]]:
         """The framework's rules that a possible layout breaks, with what is wrong."""
         if self.framework is not None:
             yield from EVERY_FORMAT[self.framework].broken(self.problem, layout)
@@ -104,8 +104,8 @@ class Searches:
 
     def __init__(self, request: LayoutRequest) -> None:
         self.request = request
-        self.refused: Counter[Rule] = Counter()
-        self.examples: dict[Rule, str] = {}
+        self.refused: Counter[FrameworkRule] = Counter()
+        self.examples: dict[FrameworkRule, str] = {}
 
     def search(self, problem: TrainingProblem, keep: int, **options: Any) -> Found:
         """The best layouts of a problem in the request's space."""

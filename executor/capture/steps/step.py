@@ -37,7 +37,7 @@ Group = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class StepRule:
     """The step of one optimizer.
 
     ``slots`` are the names of the tensors that it keeps per parameter, zero at first. ``scalars``
@@ -87,13 +87,13 @@ def _adam(
     parameter.add_(average * negative_size / denominator)
 
 
-SGD = Rule(
+SGD = StepRule(
     lambda group: ("momentum_buffer",) if group["momentum"] else (),
     None,
     _sgd,
     ("dampening", "maximize", "differentiable", "fused"),
 )
-ADAM = Rule(
+ADAM = StepRule(
     lambda _: ("exp_avg", "exp_avg_sq"),
     _adam_scalars,
     _adam,
@@ -102,7 +102,7 @@ ADAM = Rule(
 RULES = {torch.optim.SGD: SGD, torch.optim.Adam: ADAM, torch.optim.AdamW: ADAM}
 
 
-def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
+def rule_of(optimizer: torch.optim.Optimizer) -> StepRule:
     """The rule of an optimizer.
 
     Raises InputError if it is not one of ``RULES``, or has an option that changes the step.
@@ -211,7 +211,7 @@ def capture_step(
 class _Updates:
     """Appends the updates of states to a joint graph."""
 
-    def __init__(self, joint: JointGraph, rule: Rule, states: dict[str, Tensor]) -> None:
+    def __init__(self, joint: JointGraph, rule: StepRule, states: dict[str, Tensor]) -> None:
         self.joint, self.rule, self.states = joint, rule, states
         self.traced: dict[Any, fx.Graph] = {}
         self.mode = fake_mode([node.meta["val"] for node in joint.states.values()])
@@ -279,7 +279,7 @@ class _Updates:
 
 
 def _update(
-    rule: Rule, group: Group, slots: int, parameter: Tensor, gradient: Tensor, *others: Tensor
+    rule: StepRule, group: Group, slots: int, parameter: Tensor, gradient: Tensor, *others: Tensor
 ) -> None:
     rule.update(group, parameter, gradient, list(others[:slots]), list(others[slots:]))
 

@@ -43,7 +43,7 @@ from stagewright.executor.simulation.explanation import (
     explain_plan,
     explanation_sentences,
 )
-from stagewright.executor.simulation.idle import Cause
+from stagewright.executor.simulation.idle import IdleCause
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.units import counted
@@ -172,7 +172,7 @@ def _draw_idle(axes: "Axes", y: float, gaps: Sequence[Gap], scale: float, finish
         zorder=0.9,
     )
     for start, end, cause in gaps:
-        name = CAUSES[Cause(cause)]
+        name = CAUSES[IdleCause(cause)]
         if end - start >= CHARACTER_SHARE * (len(name) + 2) * finish:
             axes.text((start + end) / 2 * scale, y, name, ha="center", va="center", fontsize=6,
                       color="#566271",

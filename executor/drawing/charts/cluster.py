@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from stagewright.executor.clusters.timeline import ClusterTimeline, Round
+from stagewright.executor.clusters.timeline import ClusterTimeline, TimelineRound
 from stagewright.executor.drawing.colours import CATEGORIES, label_colour
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.arrays import Floats
@@ -87,7 +87,7 @@ def _spans(timeline: ClusterTimeline, first_row: list[int]) -> Iterable[Span]:
 
 
 def _rows(
-    one: Round, accelerator: tuple[int, ...], first_row: list[int]
+    one: TimelineRound, accelerator: tuple[int, ...], first_row: list[int]
 ) -> Iterable[tuple[int, tuple[int, ...]]]:
     for assignment in one.assignments:
         for number in assignment.accelerators:

@@ -27,7 +27,7 @@ class Memory(Protocol):
         ...
 
 
-class Point(Protocol):
+class FrontierPoint(Protocol):
     """The fastest layout of a peak."""
 
     @property
@@ -79,7 +79,7 @@ def memory_png(ranks: Sequence[Memory], limit_bytes: float, title: str) -> bytes
     return save(figure)
 
 
-def front_png(points: Sequence[Point], limit_bytes: float, title: str) -> bytes:
+def front_png(points: Sequence[FrontierPoint], limit_bytes: float, title: str) -> bytes:
     """The time of the fastest layout for every amount of memory."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

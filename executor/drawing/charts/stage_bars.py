@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 WIDTH_INCHES, HEIGHT_INCHES = 10.0, 6.5
 
 
-class Stage(Protocol):
+class StageBar(Protocol):
     """Layers [first, stop) on replicas of ``tensor`` devices of a kind."""
 
     @property
@@ -61,7 +61,7 @@ class Stage(Protocol):
         ...
 
 
-def stages_png(stages: Sequence[Stage], title: str) -> bytes:
+def stages_png(stages: Sequence[StageBar], title: str) -> bytes:
     """Above a microbatch's forward and backward on each stage; below memory and its limit."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -80,7 +80,7 @@ def stages_png(stages: Sequence[Stage], title: str) -> bytes:
     return save(figure)
 
 
-def _draw_times(axes: "Axes", stages: Sequence[Stage], colour: dict[str, str]) -> None:
+def _draw_times(axes: "Axes", stages: Sequence[StageBar], colour: dict[str, str]) -> None:
     for kind, shade in colour.items():
         own = [(s, one) for s, one in enumerate(stages) if one.device_kind == kind]
         places = [s for s, _ in own]
@@ -92,7 +92,7 @@ def _draw_times(axes: "Axes", stages: Sequence[Stage], colour: dict[str, str]) -
     axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
-def _draw_memory(axes: "Axes", stages: Sequence[Stage], colour: dict[str, str]) -> None:
+def _draw_memory(axes: "Axes", stages: Sequence[StageBar], colour: dict[str, str]) -> None:
     places = list(range(len(stages)))
     shades = [colour[one.device_kind] for one in stages]
     axes.bar(places, [one.memory_bytes / 1e9 for one in stages], color=shades)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from stagewright.executor.export.layouts.rules import Framework, Rule
+from stagewright.executor.export.layouts.rules import Framework, FrameworkRule
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.lowering import lowered, require_expressible
 from stagewright.formulations.parallelism.training import TrainingProblem
@@ -27,5 +27,7 @@ def _require(problem: TrainingProblem, layout: Layout, _: str) -> None:
 
 
 FRAMEWORK = Framework(
-    "a pipeline plan", (Rule("docs/layouts.md, From a layout to a run", _require),), documents
+    "a pipeline plan",
+    (FrameworkRule("docs/layouts.md, From a layout to a run", _require),),
+    documents,
 )

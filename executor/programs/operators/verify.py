@@ -9,7 +9,7 @@ ranks end; and that everything but the states is freed.
 
 from collections.abc import Iterator
 
-from stagewright.executor.programs.memory import Progress
+from stagewright.executor.programs.memory import RowProgress
 from stagewright.executor.programs.operators.placed import PlacedGraph, Value
 from stagewright.executor.programs.program import Instruction, Program
 from stagewright.executor.programs.verification.transfers import require_transfers
@@ -127,7 +127,7 @@ class _Holding:
         return InvalidProgram(f"rank {self.rank}: {one}{name}: {fault}")
 
 
-class OperatorProgress(Progress):
+class OperatorProgress(RowProgress):
     """Progress of a program of operators: the conditions that instructions wait for."""
 
     def __init__(self, placed: PlacedGraph, program: Program) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations, product, zip_longest
 
 from stagewright.executor.programs.program import SENDS, Instruction, Program, received, transfers
-from stagewright.executor.programs.work import InvalidProgram, Work
+from stagewright.executor.programs.work import InvalidProgram, ProgramWork
 from stagewright.formulations.plans.actions import Action, ActionKind
 
 SEND_F, SEND_B = ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD
@@ -42,7 +42,7 @@ def require_same_sides(
     return pairs
 
 
-def wanted_transfers(work: Work, program: Program) -> Iterator[tuple[int, int, Action]]:
+def wanted_transfers(work: ProgramWork, program: Program) -> Iterator[tuple[int, int, Action]]:
     """Sender, receiver and SEND of every transfer of a pipeline."""
     plan, rank = work.plan, {name: r for r, name in enumerate(program.devices)}
     for s, m in product(range(len(plan.stages)), range(work.microbatches)):

@@ -41,7 +41,7 @@ from stagewright.executor.programs.verification.versions import (
     require_versions,
     versions_at_first_stage,
 )
-from stagewright.executor.programs.work import InvalidProgram, Work
+from stagewright.executor.programs.work import InvalidProgram, ProgramWork
 from stagewright.formulations.plans.actions import (
     REDUCE,
     UPDATE,
@@ -159,16 +159,16 @@ def verify(
 
 def _whole(
     plan: PipelinePlan, program: Program | PeriodicProgram, families: Families
-) -> Iterator[tuple[Program, Work]]:
+) -> Iterator[tuple[Program, ProgramWork]]:
     """Programs from an empty pipeline to an empty one, each with its work."""
     if isinstance(program, Program):
-        yield program, Work(plan)
+        yield program, ProgramWork(plan)
         return
     for iterations in range(1, len(program.segments) + 2):
         parts = [*map(program.segment, range(iterations)), program.drain(iterations)]
         for i, rows in enumerate(parts):
             _require_closed(Program(program.devices, rows), min(i + 1, iterations), plan)
-        yield program.unrolled(iterations), Work(plan, iterations, families)
+        yield program.unrolled(iterations), ProgramWork(plan, iterations, families)
 
 
 def _require_closed(part: Program, given: int, plan: PipelinePlan) -> None:

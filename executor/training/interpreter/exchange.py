@@ -18,7 +18,7 @@ from torch import Tensor
 from stagewright.executor.capture.shapes import Value
 from stagewright.executor.programs.program import SENDS, handed, received, transfers
 from stagewright.executor.training.interpreter.iterations import Iterations
-from stagewright.executor.training.ranks.rank import Place, Rank
+from stagewright.executor.training.ranks.rank import Rank, RankPlace
 from stagewright.executor.training.stages.stage import Gradients
 from stagewright.formulations.plans.actions import Action, ActionKind
 
@@ -26,7 +26,7 @@ from stagewright.formulations.plans.actions import Action, ActionKind
 class Watchers:
     """Threads for up to ``messages`` that are in flight at one time."""
 
-    def __init__(self, place: Place, messages: int) -> None:
+    def __init__(self, place: RankPlace, messages: int) -> None:
         self._place = place
         self._threads = ThreadPoolExecutor(messages)  # they start when they are needed
 
@@ -127,7 +127,7 @@ class Messages:
     They are asynchronous; what is sent is kept until it has been.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: RankPlace) -> None:
         self._place = place
         self._arrivals: defaultdict[Action, list[Arrival]] = defaultdict(list)
         self._sent: defaultdict[Action, list[tuple[dist.Work, Tensor]]] = defaultdict(list)
@@ -182,7 +182,7 @@ class _Outgoing:
     sends: int
 
 
-class Exchange(Messages):
+class StageExchange(Messages):
     """Values that leave and arrive on a rank.
 
     Parameters

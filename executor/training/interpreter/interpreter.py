@@ -23,7 +23,7 @@ from stagewright.executor.training.interpreter.exchange import (
     RECV_F,
     SEND_F,
     Boundary,
-    Exchange,
+    StageExchange,
 )
 from stagewright.executor.training.interpreter.graph import (
     CapturedWindow,
@@ -34,7 +34,7 @@ from stagewright.executor.training.interpreter.graph import (
 from stagewright.executor.training.interpreter.iterations import Iterations
 from stagewright.executor.training.interpreter.last_stage import LastStage
 from stagewright.executor.training.interpreter.recorder import Call, PipelineRecorder, carry_out
-from stagewright.executor.training.interpreter.streams import Streams, in_streams
+from stagewright.executor.training.interpreter.streams import DeviceStreams, in_streams
 from stagewright.executor.training.losses import Loss
 from stagewright.executor.training.ranks.rank import Rank, RankProgram
 from stagewright.executor.training.stages.seeding import layer_seed
@@ -98,7 +98,7 @@ class Interpreter:
         scale: float,
         seed: int,
         joint: Joint,
-        streams: Streams,
+        streams: DeviceStreams,
         captured: bool,
         is_own: bool,
     ) -> None:
@@ -109,7 +109,7 @@ class Interpreter:
         self._computations, self._weights, self._groups = computations, weights, groups
         self._last, self._count = len(rank.plan.stages) - 1, rank.plan.microbatches
         self._iterations = Iterations(rank, lanes, samples, computations, is_own=is_own)
-        self._exchange = Exchange(rank, self._iterations, boundaries, computations)
+        self._exchange = StageExchange(rank, self._iterations, boundaries, computations)
         self._last_stage = LastStage(
             rank,
             self._iterations,

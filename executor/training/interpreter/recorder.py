@@ -13,14 +13,14 @@ from stagewright.executor.training.interpreter.agreement import Agreement
 from stagewright.executor.training.interpreter.exchange import (
     RECV_B,
     RECV_F,
-    Exchange,
     Messages,
+    StageExchange,
     Watchers,
 )
 from stagewright.executor.training.interpreter.graph import DeviceFactor
 from stagewright.executor.training.interpreter.iterations import Iterations
 from stagewright.executor.training.interpreter.last_stage import OutOfMemory, is_lack_of_memory
-from stagewright.executor.training.ranks.rank import Place, Rank
+from stagewright.executor.training.ranks.rank import Rank, RankPlace
 from stagewright.executor.training.stages.weights import Weights
 from stagewright.executor.training.trace_recorder import waited_seconds
 from stagewright.formulations.plans.actions import ON_DEVICE, Action, ActionKind
@@ -71,7 +71,7 @@ class Recorder:
 
     def __init__(
         self,
-        place: Place,
+        place: RankPlace,
         messages: Messages,
         most: int,
         needed: Callable[[Action], Iterable[Action]],
@@ -129,7 +129,7 @@ class PipelineRecorder(Recorder):
         self,
         rank: Rank,
         iterations: Iterations,
-        exchange: Exchange,
+        exchange: StageExchange,
         agreement: Agreement | DeviceFactor,
         weights: Mapping[int, Weights],
         groups: Mapping[int, dist.ProcessGroup],

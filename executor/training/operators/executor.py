@@ -27,7 +27,7 @@ from stagewright.executor.training.operators.operations import (
 )
 from stagewright.executor.training.rank_executor import MODEL, RankExecutor
 from stagewright.executor.training.ranks.groups import summed
-from stagewright.executor.training.ranks.rank import Place, this_place
+from stagewright.executor.training.ranks.rank import RankPlace, this_place
 from stagewright.executor.training.stages.initialise import Model
 from stagewright.executor.training.stages.weights import MakeOptimizer
 from stagewright.executor.training.trace_recorder import TraceRecorder
@@ -38,7 +38,7 @@ OTHER = "state."  # what the keys of states start with that are neither
 
 
 @dataclass(frozen=True, eq=False)
-class States:
+class OwnStates:
     """A rank's states.
 
     Attributes
@@ -62,8 +62,8 @@ class States:
 
     @classmethod
     def of(
-        cls, place: Place, placed: PlacedGraph, model: nn.Module, step: CapturedStep
-    ) -> "States":
+        cls, place: RankPlace, placed: PlacedGraph, model: nn.Module, step: CapturedStep
+    ) -> "OwnStates":
         """Copies of the states of ``step`` that are placed on this rank."""
         paths = _paths(model, step)
         saved = set(paths.values())
@@ -133,7 +133,7 @@ class Inputs:
     leaves: Mapping[int, tuple[int, int]]
 
     @classmethod
-    def of(cls, place: Place, placed: PlacedGraph, batch: tuple[Any, Any]) -> "Inputs":
+    def of(cls, place: RankPlace, placed: PlacedGraph, batch: tuple[Any, Any]) -> "Inputs":
         """The share of this rank for mini-batches like ``batch``."""
         replicas = replicas_of(placed.plan)
         share = tree_leaves(share_of(batch, replicas, 0))
@@ -216,7 +216,7 @@ class OperatorExecutor(RankExecutor):
         program = lower_operators(placed)
         verify_operators(placed, program)
         self._replicas = replicas
-        self._own = States.of(self._place, placed, module, step)
+        self._own = OwnStates.of(self._place, placed, module, step)
         self._inputs = Inputs.of(self._place, placed, batch)
         values = losses(step, placed)
         self._losses = {placed.rank[n] for n, _ in values}

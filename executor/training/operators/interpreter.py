@@ -12,8 +12,8 @@ from stagewright.executor.programs.trace import RankAction
 from stagewright.executor.programs.verification.transfers import by_peer
 from stagewright.executor.training.interpreter.exchange import Messages
 from stagewright.executor.training.interpreter.recorder import Recorder, carry_out
-from stagewright.executor.training.operators.operations import END, Layout, Operations
-from stagewright.executor.training.ranks.rank import Place
+from stagewright.executor.training.operators.operations import END, Operations, TensorLayout
+from stagewright.executor.training.ranks.rank import RankPlace
 from stagewright.executor.training.stages.seeding import operator_seed
 from stagewright.formulations.plans.actions import Action, ActionKind
 
@@ -34,7 +34,7 @@ class OperatorInterpreter:
 
     def __init__(
         self,
-        place: Place,
+        place: RankPlace,
         placed: PlacedGraph,
         row: Row,
         operations: Operations,
@@ -56,7 +56,7 @@ class OperatorInterpreter:
         tags = {one: i for side in by_peer(row).values() for i, one in enumerate(side)}
         self._calls = [(one, self._call(one, tags.get(one, 0))) for one in row]
 
-    def _sent_layouts(self, row: Row) -> dict[Value, Layout]:
+    def _sent_layouts(self, row: Row) -> dict[Value, TensorLayout]:
         """The layouts of the values that this rank sends and receives."""
         values = {
             (one.action.stage, one.action.microbatch or 0) for one in row if one.peer is not None
@@ -130,13 +130,13 @@ class OperatorInterpreter:
                 ((n, output), one) for output, one in enumerate(values) if one is not None
             )
 
-    def _send(self, value: Value, layout: Layout, peer: int, tag: int) -> None:
+    def _send(self, value: Value, layout: TensorLayout, peer: int, tag: int) -> None:
         one = self._values[value]
         assert one is not None
         packed = layout.packed(one).to(self._place.wire)
         self._messages.post(Action(value[0], SEND, value[1]), packed, peer, tag)
 
-    def _receive(self, value: Value, layout: Layout, peer: int, tag: int) -> None:
+    def _receive(self, value: Value, layout: TensorLayout, peer: int, tag: int) -> None:
         action = Action(value[0], RECEIVE, value[1])
         self._messages.expect(action, [layout.room(self._place.wire)], peer, tag)
 

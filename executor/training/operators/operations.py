@@ -76,7 +76,7 @@ def _value(placed: PlacedGraph, name: str, number: int, replica: int) -> Value:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class TensorLayout:
     """Shape, strides and type of a tensor."""
 
     shape: tuple[int, ...]
@@ -84,7 +84,7 @@ class Layout:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, value: Tensor) -> "Layout":
+    def of(cls, value: Tensor) -> "TensorLayout":
         """The layout of ``value``."""
         return cls(tuple(value.shape), value.stride(), value.dtype)
 
@@ -122,7 +122,7 @@ class Layout:
         ).copy_(found)
 
 
-END = Layout((1,), (1,), torch.uint8)
+END = TensorLayout((1,), (1,), torch.uint8)
 """Of the value that says that an operator has ended."""
 
 
@@ -178,7 +178,7 @@ class Operations:
         target: Any = self.captured(node.name).target
         return torch.Tag.nondeterministic_seeded in target.tags
 
-    def layout(self, value: Value) -> Layout:
+    def layout(self, value: Value) -> TensorLayout:
         """The layout of a value that is sent."""
         n, output = value
         if value == self._placed.end(n):
@@ -186,7 +186,9 @@ class Operations:
         found = self._fake(n)[output]
         assert found is not None
         # A piece would have the strides of the whole: a copy needs no room for the other pieces.
-        return Layout.of(found.contiguous() if self._placed.nodes[n].operator == "cut" else found)
+        return TensorLayout.of(
+            found.contiguous() if self._placed.nodes[n].operator == "cut" else found
+        )
 
     def _fake(self, n: int) -> Values:
         """The outputs of an operator without values."""

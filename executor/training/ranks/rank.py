@@ -20,7 +20,7 @@ from stagewright.graphs.documents.errors import InputError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Place:
+class RankPlace:
     """A process as one of several devices; ``group`` is None for a process alone.
 
     ``wire`` is the device of the tensors that are sent: the CPU for gloo, else ``device``.
@@ -39,7 +39,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rank(Place):
+class Rank(RankPlace):
     """One of the devices of a pipeline."""
 
     plan: PipelinePlan
@@ -89,7 +89,7 @@ def this_rank(plan: PipelinePlan, given: torch.device | str | None) -> Rank:
     return Rank(one.devices, one.number, one.device, one.wire, one.group, plan)
 
 
-def this_place(devices: tuple[str, ...], given: torch.device | str | None) -> Place:
+def this_place(devices: tuple[str, ...], given: torch.device | str | None) -> RankPlace:
     """The same for the devices of any plan."""
     device = _device(given)
     group = dist.group.WORLD if dist.is_initialized() else None
@@ -103,7 +103,7 @@ def this_place(devices: tuple[str, ...], given: torch.device | str | None) -> Pl
     # Gloo sends from host memory.
     gloo = group is not None and dist.get_backend(group) == "gloo"
     wire = torch.device("cpu") if gloo else device
-    return Place(devices, number, device, wire, group)
+    return RankPlace(devices, number, device, wire, group)
 
 
 def rank_program(plan: PipelinePlan, rank: int, families: Families) -> RankProgram:

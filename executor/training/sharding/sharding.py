@@ -39,8 +39,8 @@ from stagewright.executor.training.sharding.styles import (
     DIVIDE,
     SUMMED,
     WHOLE,
-    Cut,
-    Way,
+    DivisionWay,
+    TensorCut,
     require_style,
     ways_of,
 )
@@ -52,11 +52,11 @@ class _Divided:
     """A parameter's own piece, and in how many modules it is so far."""
 
     own: nn.Parameter
-    cut: Cut
+    cut: TensorCut
     modules: int = 0
 
 
-class Division:
+class DividedLayers:
     """The layers of a stage that are divided by plans; ``cuts`` by the names of parameters.
 
     ``every`` are the names of the model's modules, ``primary`` the first name of each parameter.
@@ -88,7 +88,7 @@ class Division:
         self._group, self._warn = group, warn
         self._pieces: dict[int, _Divided] = {}
         self._numbers: set[tuple[int, str]] = set()  # of modules, by their ids
-        self.cuts: dict[str, Cut] = {}
+        self.cuts: dict[str, TensorCut] = {}
 
     def apply(self, plan: TensorPlan) -> None:
         """Divide the modules that ``plan`` names.
@@ -160,7 +160,7 @@ class Division:
         module.__class__ = way.divided
         vars(module)["tensor_group"] = self._group
 
-    def _require_whole_heads(self, name: str, module: nn.Module, way: Way) -> None:
+    def _require_whole_heads(self, name: str, module: nn.Module, way: DivisionWay) -> None:
         """Refuse to cut through a head of an attention that says how long its heads are."""
         parent = self._modules.get(name.rpartition(".")[0])
         length = vars(parent).get("head_dim") if parent is not None else None
@@ -173,7 +173,7 @@ class Division:
                 "devices"
             )
 
-    def _piece(self, one: nn.Parameter, cut: Cut) -> nn.Parameter:
+    def _piece(self, one: nn.Parameter, cut: TensorCut) -> nn.Parameter:
         """The own piece of a parameter, the same in all modules that use it."""
         found = self._pieces.get(id(one))
         if found is None:
@@ -251,7 +251,7 @@ class Sharding:
     """The shards of a stage on one device of a ``group``: ``cuts`` by names of parameters."""
 
     group: TensorGroup
-    cuts: Mapping[str, Cut]
+    cuts: Mapping[str, TensorCut]
 
     def whole(self, name: str, own: Tensor) -> Tensor:
         """The whole tensor of which every device has a piece; all of the group call it."""
@@ -306,7 +306,7 @@ def shard_layers(
         if not quiet:
             warnings.warn(message, Notice, stacklevel=2)
 
-    division = Division(layers, primary, _names(model), group, warn)
+    division = DividedLayers(layers, primary, _names(model), group, warn)
     for plan in model.plans:
         division.apply(plan)
     division.require_whole()

@@ -79,7 +79,7 @@ MakeSchedule = Callable[[Optimizer], LRScheduler]
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class RateSchedule:
     """Learning rates that rise in a warm-up and fall until the last step.
 
     In step k, counted from 0, each learning rate is the optimizer's own times a factor: (k + 1) /
