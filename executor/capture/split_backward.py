@@ -269,19 +269,12 @@ def split_layer(
     Raises CannotSplit if the layer has hooks, which tracing would call only once, or cannot be
     traced, or its backward draws random numbers or reads tensors that a later forward changes.
 
-    Parameters
-    ----------
-    module
-        Takes ``inputs`` by position and returns a tuple of tensors.
-    inputs
-        Examples; only their shapes, strides, types and devices are read.
-    input_needs_gradient
-        Whether I computes a gradient, for each input. With none, I is empty and W the backward.
-    output_has_gradient
-        Whether I is given a gradient, for each output; by default all that depend on an input
-        that needs a gradient or on a parameter.
-    name
-        The layer's name in errors, where none of its parts can be named.
+    ``module``: takes ``inputs`` by position and returns a tuple of tensors. ``inputs``: examples;
+    only their shapes, strides, types and devices are read. ``input_needs_gradient``: whether I
+    computes a gradient, for each input. With none, I is empty and W the backward.
+    ``output_has_gradient``: whether I is given a gradient, for each output; by default all that
+    depend on an input that needs a gradient or on a parameter. ``name``: the layer's name in
+    errors, where none of its parts can be named.
     """
     name = name or type(module).__name__
     for place, part in module.named_modules():

@@ -101,10 +101,8 @@ class JobStore:
 
     Raises InputError if the folder cannot be created, or its database is not a job store.
 
-    Parameters
-    ----------
-    url
-        An SQLAlchemy URL of a database for these jobs only (default: a SQLite file in ``folder``).
+    ``url``: an SQLAlchemy URL of a database for these jobs only (default: a SQLite file in
+    ``folder``).
     """
 
     def __init__(self, folder: Path, url: str | None = None) -> None:

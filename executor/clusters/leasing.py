@@ -23,16 +23,9 @@ from stagewright.formulations.forms.answers import StopToken, is_stopped
 class Leasing:
     """Processes of jobs on Ray.
 
-    Parameters
-    ----------
-    server
-        The actor that decides on leases and stores the jobs.
-    programs
-        Per job, the function that its ranks call, pickled.
-    records
-        Per job, its stored record; kept up to date here.
-    grace_seconds
-        How long a process may exceed its lease before it is killed.
+    ``server``: the actor that decides on leases and stores the jobs. ``programs``: per job, the
+    function that its ranks call, pickled. ``records``: per job, its stored record; kept up to date
+    here. ``grace_seconds``: how long a process may exceed its lease before it is killed.
     """
 
     def __init__(

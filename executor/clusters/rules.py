@@ -15,21 +15,12 @@ MOST_ROUNDS = 1_000_000  # eleven years of rounds of six minutes
 class ClusterRules:
     """Settings of a simulated cluster.
 
-    Parameters
-    ----------
-    round_seconds
-        Length of a round.
-    reset_seconds
-        Least time between two allocations.
-    fill
-        Give accelerators that no share claims to idle jobs; see ``Mechanism``.
-    shuffle_seed
-        Fill the types of accelerators in random order, for policies that do not distinguish
-        types; the public code draws it from its seed + 5.
-    space_sharing, placement
-        Whether jobs may share accelerators, and whether servers count.
-    ideal
-        No rounds: every job receives exactly its share at all times (figure 5.15b).
+    ``round_seconds``: length of a round. ``reset_seconds``: least time between two allocations.
+    ``fill``: give accelerators that no share claims to idle jobs; see ``Mechanism``.
+    ``shuffle_seed``: fill the types of accelerators in random order, for policies that do not
+    distinguish types; the public code draws it from its seed + 5. ``space_sharing``, ``placement``:
+    whether jobs may share accelerators, and whether servers count. ``ideal``: no rounds: every job
+    receives exactly its share at all times (figure 5.15b).
     """
 
     round_seconds: float = 360.0

@@ -46,17 +46,10 @@ class TotalTimes:
 class OperatorComparison:
     """Predicted and measured times of a plan of operators.
 
-    Attributes
-    ----------
-    iteration_seconds
-        Compares with the median of the ``steps`` counted steps, which took ``least_seconds`` to
-        ``most_seconds``.
-    kinds
-        By role in the step (forward, backward, update), and of the transfers.
-    devices
-        What each device computes.
-    entries
-        Every operator and transfer, in the order of the plan.
+    ``iteration_seconds``: compares with the median of the ``steps`` counted steps, which took
+    ``least_seconds`` to ``most_seconds``. ``kinds``: by role in the step (forward, backward,
+    update), and of the transfers. ``devices``: what each device computes. ``entries``: every
+    operator and transfer, in the order of the plan.
     """
 
     iteration_seconds: Pair

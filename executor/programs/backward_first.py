@@ -41,10 +41,7 @@ def lower_backward_first(plan: PipelinePlan, families: Families = ()) -> Periodi
     Raises InvalidPlan if the order in the plan contradicts its dependencies, its weights are not
     'flush', or an update needs the gradients of other stages.
 
-    Parameters
-    ----------
-    families
-        Stages whose updates depend on each other's gradients; there may be none.
+    ``families``: stages whose updates depend on each other's gradients; there may be none.
     """
     _require_own_updates(plan, families)
     rows = computations(plan)

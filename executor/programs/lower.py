@@ -176,10 +176,7 @@ def lower(plan: PipelinePlan, families: Families = ()) -> Program:
     Raises InvalidPlan if the order in the plan contradicts its dependencies, or its weights cannot
     be kept as it asks. `verify` finds everything else.
 
-    Parameters
-    ----------
-    families
-        Stages whose updates depend on each other's gradients.
+    ``families``: stages whose updates depend on each other's gradients.
     """
     rows = computations(plan)
     rows = with_transfers(plan, rows)

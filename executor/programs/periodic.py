@@ -52,10 +52,8 @@ def lower_periodic(plan: PipelinePlan, families: Families = ()) -> PeriodicProgr
     Raises InvalidPlan if the pattern contradicts its dependencies, or two versions of the weights
     are too few. `verify` finds everything else.
 
-    Parameters
-    ----------
-    families
-        Stages that have a parameter in common: their gradients are summed up over all of them.
+    ``families``: stages that have a parameter in common: their gradients are summed up over all of
+    them.
     """
     _require_weights(plan)
     order, m = pattern_order(plan), plan.microbatches

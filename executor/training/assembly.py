@@ -50,10 +50,7 @@ SHAPES = 16  # of mini-batches, whose preparation is kept
 class Interpreters:
     """One interpreter for each of the shapes that came last.
 
-    Attributes
-    ----------
-    running
-        The one that has mini-batches in flight, in a plan whose mini-batches span steps.
+    ``running``: the one that has mini-batches in flight, in a plan whose mini-batches span steps.
     """
 
     def __init__(self, preparation: Preparation) -> None:

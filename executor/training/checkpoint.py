@@ -63,14 +63,8 @@ def save(
     Raises InputError if it cannot be written, as on a full disk; the checkpoints that were there
     stay.
 
-    Parameters
-    ----------
-    folder
-        Made if it does not exist. The two newest checkpoints in it are kept.
-    state
-        Tensors by key; no two ranks have the same key.
-    header
-        The same on every rank.
+    ``folder``: made if it does not exist. The two newest checkpoints in it are kept. ``state``:
+    tensors by key; no two ranks have the same key. ``header``: the same on every rank.
     """
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -277,12 +271,7 @@ def require_same_model(
 ) -> None:
     """Refuse the checkpoint of another model, naming the first parameter that differs.
 
-    Parameters
-    ----------
-    path
-        The checkpoint.
-    state
-        This rank's share of a checkpoint of the run.
+    ``path``: the checkpoint. ``state``: this rank's share of a checkpoint of the run.
     """
     mine = {key: (tensor.shape, tensor.dtype) for key, tensor in state.items()}
     shares: list[dict[str, tuple[torch.Size, torch.dtype]]] = [{}] * dist.get_world_size(group)

@@ -108,16 +108,9 @@ def dnn_partitioning_graph(
 
     Raises InputError in one line with the file and the field, node or edge.
 
-    Parameters
-    ----------
-    path
-        The JSON file.
-    microbatch_size
-        The batch that was measured; the file does not say.
-    device_kind
-        The kind of device that was measured; by default any, since the file does not say.
-    name
-        Name of the model; by default the file's name without its suffix.
+    ``path``: the JSON file. ``microbatch_size``: the batch that was measured; the file does not
+    say. ``device_kind``: the kind of device that was measured; by default any, since the file does
+    not say. ``name``: name of the model; by default the file's name without its suffix.
     """
     workload = read_workload(path)
     readers = _weight_readers(workload)

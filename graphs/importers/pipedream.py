@@ -74,16 +74,9 @@ def pipedream_graph(
 
     Raises InputError in one line with file and line number.
 
-    Parameters
-    ----------
-    path
-        The ``graph.txt``.
-    microbatch_size
-        The batch that was profiled; the file does not say.
-    device_kind
-        The kind of device that was profiled; by default any, since the file does not say.
-    name
-        Name of the model; by default the file's name up to its first dot.
+    ``path``: the ``graph.txt``. ``microbatch_size``: the batch that was profiled; the file does not
+    say. ``device_kind``: the kind of device that was profiled; by default any, since the file does
+    not say. ``name``: name of the model; by default the file's name up to its first dot.
     """
     profile = _parse(path)
     _require_whole(path, profile)

@@ -111,16 +111,9 @@ def read_piper_chain(
     Raises InputError in one line with the file and the field, node or edge; a layer that is not
     given for one device with and without recomputation.
 
-    Parameters
-    ----------
-    path
-        The JSON file.
-    microbatch_size
-        What the file calls a sample.
-    device_kind
-        The kind of device that was measured; by default any, since the file does not say.
-    name
-        Name of the model; by default the file's name without its suffix.
+    ``path``: the JSON file. ``microbatch_size``: what the file calls a sample. ``device_kind``: the
+    kind of device that was measured; by default any, since the file does not say. ``name``: name of
+    the model; by default the file's name without its suffix.
     """
     workload = read_piper(path)
     labels = workload.labels()

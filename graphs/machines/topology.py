@@ -65,18 +65,10 @@ def dgx1(
 ) -> Cluster:
     """A DGX-1 with eight V100: the hybrid cube mesh of NVLinks, PCIe between the other pairs.
 
-    Parameters
-    ----------
-    brick
-        Bytes/s per direction that one NVLink reaches; pairs have one or two of them.
-    pcie
-        Bytes/s between GPUs without an NVLink, which are attached to different CPUs.
-    latency
-        Seconds per transfer.
-    kind, memory_bytes
-        The devices' kind, and their memory (default: from the table in ``devices``).
-    name
-        Name of the cluster.
+    ``brick``: Bytes/s per direction that one NVLink reaches; pairs have one or two of them.
+    ``pcie``: Bytes/s between GPUs without an NVLink, which are attached to different CPUs.
+    ``latency``: seconds per transfer. ``kind``, ``memory_bytes``: the devices' kind, and their
+    memory (default: from the table in ``devices``). ``name``: name of the cluster.
     """
     names = [f"g{i}" for i in range(8)]
     rows = [[links * brick if links else pcie for links in row] for row in _DGX1_NVLINKS]

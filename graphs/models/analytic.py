@@ -128,12 +128,8 @@ def architecture_model(
 
     Raises InputError if the device is unknown, or a size is out of range.
 
-    Parameters
-    ----------
-    architecture
-        For example of ``importers.hf_config.read_hf_config``.
-    sequence
-        Tokens in a sample.
+    ``architecture``: for example of ``importers.hf_config.read_hf_config``. ``sequence``: tokens in
+    a sample.
     """
     rates = _rates(device, precision, efficiency, optimizer_state)
     assumed = ["roofline of every operator", "fused attention"]

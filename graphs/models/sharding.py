@@ -17,11 +17,8 @@ def split_backwards(chain: Chain, share: float) -> tuple[Chain, int]:
 
     Raises InputError if ``share`` is not between 0 and 1.
 
-    Parameters
-    ----------
-    share
-        Of a whole backward's time that is taken for the input gradient, between 0 and 1. It is an
-        assumption, so that ``source`` names it; measured parts stay as they are.
+    ``share``: of a whole backward's time that is taken for the input gradient, between 0 and 1. It
+    is an assumption, so that ``source`` names it; measured parts stay as they are.
     """
     if not (math.isfinite(share) and 0 < share < 1):
         raise InputError(

@@ -127,21 +127,12 @@ def rule_of(optimizer: torch.optim.Optimizer) -> StepRule:
 class CapturedStep:
     """A training step as a graph to execute and as a document to plan for.
 
-    Attributes
-    ----------
-    module
-        Takes the states and the tensors of a mini-batch in the order of its placeholders, changes
-        the states in place, and returns the loss and the ``gradients``. Nodes have the names that
-        they have in ``graph``.
-    states
-        The values of the states before the first step, by name of their node; fake if the model is.
-    names
-        The names of the states' nodes by path: that of a parameter or buffer in the model, or of
-        the optimizer's state.
-    gradients
-        The parameters' names in the model, in the order in which their gradients are returned.
-    graph
-        The document.
+    ``module``: takes the states and the tensors of a mini-batch in the order of its placeholders,
+    changes the states in place, and returns the loss and the ``gradients``. Nodes have the names
+    that they have in ``graph``. ``states``: the values of the states before the first step, by name
+    of their node; fake if the model is. ``names``: the names of the states' nodes by path: that of
+    a parameter or buffer in the model, or of the optimizer's state. ``gradients``: the parameters'
+    names in the model, in the order in which their gradients are returned. ``graph``: the document.
     """
 
     module: fx.GraphModule

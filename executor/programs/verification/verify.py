@@ -127,17 +127,10 @@ def verify(
 
     Raises InvalidProgram with the first violation found.
 
-    Parameters
-    ----------
-    program
-        A periodic one for a plan that spans steps.
-    footprints
-        Per stage, if known.
-    memory_bytes
-        Per rank; only together with ``footprints``.
-    families
-        Stages whose updates depend on each other's gradients: they share a parameter, or the norm
-        of all gradients is clipped.
+    ``program``: a periodic one for a plan that spans steps. ``footprints``: per stage, if known.
+    ``memory_bytes``: per rank; only together with ``footprints``. ``families``: stages whose
+    updates depend on each other's gradients: they share a parameter, or the norm of all gradients
+    is clipped.
     """
     _require_ranks(plan, program)
     require_streams(plan, program)

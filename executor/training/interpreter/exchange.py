@@ -185,12 +185,7 @@ class _Outgoing:
 class StageExchange(Messages):
     """Values that leave and arrive on a rank.
 
-    Parameters
-    ----------
-    boundaries
-        Boundary s lies between stages s and s + 1.
-    stages
-        The stages of this rank.
+    ``boundaries``: Boundary s lies between stages s and s + 1. ``stages``: the stages of this rank.
     """
 
     def __init__(

@@ -76,19 +76,11 @@ def begin_total(
 class LastStage:
     """The losses that this rank computes; none of them without the last stage.
 
-    Parameters
-    ----------
-    computation
-        The last stage's, None on other ranks.
-    result
-        Makes the model's result, which the loss is given, of the last layer's tensors.
-    scale
-        Weight of the mean loss of a microbatch in an update.
-    group
-        The processes that sum up the counts of losses.
-    captured
-        Whether windows are captured: then nothing is read while losses are computed, and their
-        gradients are computed with them.
+    ``computation``: the last stage's, None on other ranks. ``result``: makes the model's result,
+    which the loss is given, of the last layer's tensors. ``scale``: weight of the mean loss of a
+    microbatch in an update. ``group``: the processes that sum up the counts of losses.
+    ``captured``: whether windows are captured: then nothing is read while losses are computed, and
+    their gradients are computed with them.
     """
 
     def __init__(

@@ -61,12 +61,8 @@ def carry_out(
 class Recorder:
     """Carries out instructions and notes their times; threads watch the messages in flight.
 
-    Parameters
-    ----------
-    most
-        The most messages that are in flight at one time.
-    needed
-        The receipts that a computation waits for.
+    ``most``: the most messages that are in flight at one time. ``needed``: the receipts that a
+    computation waits for.
     """
 
     def __init__(

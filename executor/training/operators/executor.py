@@ -41,18 +41,11 @@ OTHER = "state."  # what the keys of states start with that are neither
 class OwnStates:
     """A rank's states.
 
-    Attributes
-    ----------
-    values
-        By the number of their operator; steps change them.
-    first
-        The states of the first replica, where every replica has states of its own.
-    keys
-        The keys in a checkpoint by number: ``model.PATH`` of parameters and buffers, ``state.PATH``
-        of the rest. Replicas have the same keys.
-    paths
-        The first path of every parameter and buffer in the model's state dict, by each of its
-        paths.
+    ``values``: by the number of their operator; steps change them. ``first``: the states of the
+    first replica, where every replica has states of its own. ``keys``: the keys in a checkpoint by
+    number: ``model.PATH`` of parameters and buffers, ``state.PATH`` of the rest. Replicas have the
+    same keys. ``paths``: the first path of every parameter and buffer in the model's state dict, by
+    each of its paths.
     """
 
     values: Mapping[int, Tensor]
@@ -119,12 +112,8 @@ def _paths(model: nn.Module, step: CapturedStep) -> dict[str, str]:
 class Inputs:
     """The tensors of a mini-batch that a rank reads.
 
-    Attributes
-    ----------
-    kinds
-        Shape and type of every tensor of a replica's share.
-    leaves
-        Replica and number of the tensor by the number of the operator.
+    ``kinds``: shape and type of every tensor of a replica's share. ``leaves``: replica and number
+    of the tensor by the number of the operator.
     """
 
     replicas: int
@@ -172,20 +161,12 @@ class OperatorExecutor(RankExecutor):
     Raises InputError if model and mini-batch are not what was planned, or the plan needs another
     number of processes. Raises InvalidPlan if the plan cannot be carried out.
 
-    Parameters
-    ----------
-    plan
-        Rank r is the r-th device in the order in which the plan uses them.
-    model
-        A function without arguments that makes the module; every rank makes it, with the same
-        ``seed``, and keeps the states that are placed on its device.
-    batch
-        A mini-batch like those that `step` is given.
-    loss, optimizer
-        As for the capture of the graph that was planned.
-    seed
-        For the parameters, and for operators that draw: an operator draws the same numbers on
-        every device.
+    ``plan``: rank r is the r-th device in the order in which the plan uses them. ``model``: a
+    function without arguments that makes the module; every rank makes it, with the same ``seed``,
+    and keeps the states that are placed on its device. ``batch``: a mini-batch like those that
+    `step` is given. ``loss``, ``optimizer``: as for the capture of the graph that was planned.
+    ``seed``: for the parameters, and for operators that draw: an operator draws the same numbers on
+    every device.
     """
 
     def __init__(
@@ -248,10 +229,7 @@ class OperatorExecutor(RankExecutor):
 
         Raises InputError if the tensors are not as planned. Raises NonFiniteLoss, OutOfMemory.
 
-        Returns
-        -------
-        float or None
-            The mean loss, on ranks that make one of a replica.
+        Returns the mean loss, on ranks that make one of a replica.
         """
         given = self._inputs.read((inputs, targets))
         self._recorder.begin(self.steps_done)

@@ -24,12 +24,8 @@ SEND, RECEIVE = ActionKind.SEND_OUTPUT, ActionKind.RECEIVE_OUTPUT
 class OperatorInterpreter:
     """One rank's row.
 
-    Parameters
-    ----------
-    states
-        The values of this rank's states by the numbers of their operators; they are changed.
-    kept
-        Values of single numbers that this rank makes and a step returns.
+    ``states``: the values of this rank's states by the numbers of their operators; they are
+    changed. ``kept``: values of single numbers that this rank makes and a step returns.
     """
 
     def __init__(

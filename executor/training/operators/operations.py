@@ -133,10 +133,7 @@ Operation = Callable[[Sequence[Tensor]], Values]
 class Operations:
     """The computations of a placed graph's operators.
 
-    Parameters
-    ----------
-    step
-        The captured step whose nodes they are; copies of replicas are called ``NAME@r``.
+    ``step``: the captured step whose nodes they are; copies of replicas are called ``NAME@r``.
     """
 
     def __init__(self, placed: PlacedGraph, step: CapturedStep) -> None:

@@ -39,14 +39,9 @@ def summed(
 class RankGroups:
     """The groups that this rank belongs to, where there are several processes.
 
-    Parameters
-    ----------
-    stages
-        Per stage with several replicas, those with this rank's shard.
-    tied
-        Per tied parameter, the processes that hold it.
-    tensor
-        Per stage of a tensor degree above 1, those that compute its layers together.
+    ``stages``: per stage with several replicas, those with this rank's shard. ``tied``: per tied
+    parameter, the processes that hold it. ``tensor``: per stage of a tensor degree above 1, those
+    that compute its layers together.
     """
 
     stages: Mapping[int, dist.ProcessGroup]

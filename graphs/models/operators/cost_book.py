@@ -111,14 +111,8 @@ class Sent:
 class Observation:
     """Times of operators and transfers that were measured in a run of a plan.
 
-    Attributes
-    ----------
-    operators
-        Operator, device and seconds.
-    transfers
-        Source, target, bytes and seconds.
-    count
-        The number of steps in which each was measured.
+    ``operators``: operator, device and seconds. ``transfers``: source, target, bytes and seconds.
+    ``count``: the number of steps in which each was measured.
     """
 
     operators: tuple[tuple[str, str, float], ...]
@@ -138,13 +132,9 @@ class Observation:
 class Drift:
     """Distance of an observation from the costs that were known before.
 
-    Attributes
-    ----------
-    operators, links
-        The sum of the differences over the sum of what was known: of the operators, and of what
-        each pair's transfers took together. A difference from 0 is infinite.
-    learned
-        The operators on kinds of devices, and the pairs, that were not known before.
+    ``operators``, ``links``: the sum of the differences over the sum of what was known: of the
+    operators, and of what each pair's transfers took together. A difference from 0 is infinite.
+    ``learned``: the operators on kinds of devices, and the pairs, that were not known before.
     """
 
     operators: float
