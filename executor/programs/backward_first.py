@@ -8,7 +8,7 @@ in one part, so both ranks of a pair have them in the same order there.
 
 from collections.abc import Collection
 
-from stagewright.executor.programs.lower import computations
+from stagewright.executor.programs.lower import computations, position_of_update, with_reductions
 from stagewright.executor.programs.program import (
     Families,
     Instruction,
@@ -25,7 +25,6 @@ from stagewright.executor.programs.transfers import (
     with_early_sends,
     with_transfers,
 )
-from stagewright.executor.programs.updates import position_of_update, with_reductions
 from stagewright.formulations.plans.actions import FLUSH, Action, ActionKind
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InvalidPlan

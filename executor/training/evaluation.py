@@ -16,7 +16,6 @@ from stagewright.executor.capture.evaluation import evaluating
 from stagewright.executor.capture.layers import CapturedLayer, LayeredModel
 from stagewright.executor.programs.lower import forwards_of, lower_forwards
 from stagewright.executor.programs.program import Row
-from stagewright.executor.training.crossing import crossing_of
 from stagewright.executor.training.data.batches import (
     Batch,
     mapped_batch,
@@ -28,7 +27,7 @@ from stagewright.executor.training.data.passes import pair
 from stagewright.executor.training.interpreter.exchange import RECV_F, SEND_F, StageExchange
 from stagewright.executor.training.interpreter.iterations import Iterations
 from stagewright.executor.training.losses import Loss, read_measure
-from stagewright.executor.training.preparation import Preparation
+from stagewright.executor.training.preparation import Preparation, crossing_of
 from stagewright.executor.training.ranks.groups import summed
 from stagewright.executor.training.ranks.rank import Rank
 from stagewright.executor.training.stages.seeding import layer_seed

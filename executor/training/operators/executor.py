@@ -17,9 +17,9 @@ from stagewright.executor.programs.operators.trace import traced_operators
 from stagewright.executor.programs.operators.verify import verify_operators
 from stagewright.executor.training.interpreter.last_stage import NonFiniteLoss
 from stagewright.executor.training.losses import Loss
-from stagewright.executor.training.operators.interpreter import OperatorInterpreter
-from stagewright.executor.training.operators.operations import (
+from stagewright.executor.training.operators.interpreter import (
     Operations,
+    OperatorInterpreter,
     losses,
     planned_graph,
     replica_of,
