@@ -30,10 +30,7 @@ class ClusterJob:
 
 
 def require_runnable(jobs: Sequence[ClusterJob]) -> None:
-    """Refuse jobs that cannot run.
-
-    Raises InputError in one line that names the job.
-    """
+    """Refuse jobs that cannot run. Raises InputError in one line that names the job."""
     if not jobs:
         raise InputError("there are no jobs to run")
     for each in jobs:

@@ -10,7 +10,7 @@ from stagewright.executor.export.decoder import modules
 from stagewright.executor.export.launchers import to_yaml
 from stagewright.executor.export.options import FormatOptions, samples_per_replica, stage_layers
 from stagewright.executor.export.pipelines import Pipeline, orders, pipeline, require_plain
-from stagewright.formulations.plans.actions import Action, ActionKind, parse_action
+from stagewright.formulations.plans.actions import Action, ActionKind, F, parse_action
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.formulations.schedules.order import Order, Row
 from stagewright.graphs.documents.errors import InputError
@@ -73,8 +73,6 @@ def configure(config):
 _NO_RECOMPUTATION = "    config.activation_checkpoint = None  # the plan recomputes nothing\n"
 
 _ROTARY = "model.rotary_emb"  # every stage of a Hugging Face decoder needs it
-
-F = ActionKind.FORWARD
 
 
 def schedule(plan: PipelinePlan, options: FormatOptions) -> dict[str, str]:

@@ -25,11 +25,10 @@ from stagewright.executor.programs.transfers import (
     with_early_sends,
     with_transfers,
 )
-from stagewright.formulations.plans.actions import FLUSH, Action, ActionKind
+from stagewright.formulations.plans.actions import FLUSH, Action, ActionKind, F
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InvalidPlan
 
-F = ActionKind.FORWARD
 AHEAD = (F, ActionKind.SEND_FORWARD, ActionKind.RECEIVE_FORWARD)
 """The kinds of action that a window has for the mini-batch of its second loss."""
 

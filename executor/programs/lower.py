@@ -38,14 +38,14 @@ from stagewright.formulations.plans.actions import (
     COMPUTE,
     Action,
     ActionKind,
+    B,
+    F,
+    W,
     along_way,
     parse_action,
 )
 from stagewright.formulations.plans.plan import PipelinePlan, Schedule, ScheduledAction
 from stagewright.graphs.documents.errors import InvalidPlan
-
-B = ActionKind.BACKWARD
-W = ActionKind.WEIGHT_GRADIENT
 
 
 def with_reductions(plan: PipelinePlan, rows: Rows) -> Rows:
@@ -227,9 +227,6 @@ def lower_forwards(plan: PipelinePlan) -> Program:
     require_same_sides(program)
     PipelineProgress(ProgramWork(plan), program).to_the_end()
     return program
-
-
-F = ActionKind.FORWARD
 
 
 def with_versions(plan: PipelinePlan, rows: Rows) -> Rows:

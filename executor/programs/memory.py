@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from stagewright.executor.programs.program import Instruction, Program, Row
 from stagewright.executor.programs.verification.transfers import by_peer
 from stagewright.executor.programs.work import InvalidProgram
-from stagewright.formulations.plans.actions import Action, ActionKind
+from stagewright.formulations.plans.actions import Action, ActionKind, B, F, I, W
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.units import format_bytes
 
@@ -99,8 +99,6 @@ class RowProgress(ABC):
         return ",".join([*head, *shown, *tail])
 
 
-F, B = ActionKind.FORWARD, ActionKind.BACKWARD
-I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT
 STASH, DROP = ActionKind.STASH, ActionKind.DROP
 
 

@@ -103,10 +103,7 @@ def _number(text: str, what: str, *, whole: bool = False) -> float:
 
 
 def read_throughputs(path: str | os.PathLike[str]) -> Throughputs:
-    """A throughput table.
-
-    Raises InputError in one line, if the file is not such a table.
-    """
+    """A throughput table. Raises InputError in one line, if the file is not such a table."""
     text = documents.read_text(path)
     try:
         from_json(text)  # refuses deep nesting, into which the json module recurses

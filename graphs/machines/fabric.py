@@ -79,10 +79,7 @@ class Fabric:
 
     @property
     def card(self) -> Accelerator:
-        """The peaks of the devices.
-
-        Raises InputError if the kind is not known.
-        """
+        """The peaks of the devices. Raises InputError if the kind is not known."""
         return self.own_kind or accelerator(self.device)
 
     @property

@@ -202,10 +202,7 @@ class LayerProfiles:
         return f"{asked} of kind {device_kind!r} are not measured, only those of {_listed(sizes)}"
 
     def sizes_at(self, tensor: int) -> LayerSizes:
-        """The sizes of layers at a tensor degree.
-
-        Raises InputError if they are not known.
-        """
+        """The sizes of layers at a tensor degree. Raises InputError if they are not known."""
         for one in self.sizes:
             if one.tensor == tensor:
                 return one

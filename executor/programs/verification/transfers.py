@@ -6,9 +6,7 @@ from itertools import combinations, product, zip_longest
 
 from stagewright.executor.programs.program import SENDS, Instruction, Program, received, transfers
 from stagewright.executor.programs.work import InvalidProgram, ProgramWork
-from stagewright.formulations.plans.actions import Action, ActionKind
-
-SEND_F, SEND_B = ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD
+from stagewright.formulations.plans.actions import SEND_B, SEND_F, Action
 
 
 def require_transfers(program: Program, wanted: Iterable[tuple[int, int, Action]]) -> None:

@@ -5,10 +5,8 @@ from collections.abc import Mapping
 
 from stagewright.executor.programs.program import Program, Row
 from stagewright.executor.programs.work import InvalidProgram, ProgramWork
-from stagewright.formulations.plans.actions import COMPUTE, Action, ActionKind
+from stagewright.formulations.plans.actions import COMPUTE, UPDATE, Action, ActionKind, F
 
-F = ActionKind.FORWARD
-UPDATE = ActionKind.UPDATE
 STASH, USE, DROP = ActionKind.STASH, ActionKind.USE, ActionKind.DROP
 
 

@@ -20,7 +20,7 @@ from stagewright.executor.programs.program import SENDS, handed, received, trans
 from stagewright.executor.training.interpreter.iterations import Iterations
 from stagewright.executor.training.ranks.rank import Rank, RankPlace
 from stagewright.executor.training.stages.stage import Gradients
-from stagewright.formulations.plans.actions import Action, ActionKind
+from stagewright.formulations.plans.actions import SEND_B, SEND_F, Action, ActionKind
 
 
 class Watchers:
@@ -170,7 +170,6 @@ class Messages:
             work.wait()
 
 
-SEND_F, SEND_B = ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD
 RECV_F, RECV_B = ActionKind.RECEIVE_FORWARD, ActionKind.RECEIVE_BACKWARD
 
 

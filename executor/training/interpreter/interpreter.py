@@ -21,7 +21,6 @@ from stagewright.executor.training.interpreter.agreement import Agreement
 from stagewright.executor.training.interpreter.exchange import (
     RECV_B,
     RECV_F,
-    SEND_F,
     Boundary,
     StageExchange,
 )
@@ -40,7 +39,7 @@ from stagewright.executor.training.ranks.rank import Rank, RankProgram
 from stagewright.executor.training.stages.seeding import layer_seed
 from stagewright.executor.training.stages.stage import Gradients, StageComputation, Tensors
 from stagewright.executor.training.stages.weights import Weights
-from stagewright.formulations.plans.actions import COMPUTE, VERSIONED, Action, ActionKind
+from stagewright.formulations.plans.actions import COMPUTE, SEND_F, VERSIONED, Action, ActionKind
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 I = ActionKind.INPUT_GRADIENT

@@ -54,10 +54,7 @@ class TensorCut:
     parts: int = 1
 
     def pieces(self, whole: Tensor, degree: int) -> list[Tensor]:
-        """The piece of every device.
-
-        Raises InputError if the parts do not divide.
-        """
+        """The piece of every device. Raises InputError if the parts do not divide."""
         size = whole.size(self.dim)
         if size % (self.parts * degree):
             of = "" if self.parts == 1 else f" in {self.parts} parts"
