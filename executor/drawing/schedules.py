@@ -7,12 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from stagewright.executor.drawing.charts.chart import (
-    DOTS_PER_INCH,
+from stagewright.executor.drawing.charts.chart import WIDTH_INCHES, draw_legend, draw_row
+from stagewright.executor.drawing.charts.figures import (
     MAX_HEIGHT_INCHES,
-    WIDTH_INCHES,
-    draw_legend,
-    draw_row,
+    bare_rows,
+    new_figure,
     save,
 )
 from stagewright.executor.drawing.colours import (
@@ -65,12 +64,8 @@ def panel(title: str, timed: TimedOrder, bound: float | None = None) -> Panel:
 
 def schedules_png(panels: Sequence[Panel]) -> bytes:
     """A PNG of the schedules."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     height = min(MAX_HEIGHT_INCHES, 1.1 + ROW_INCHES * _lines(panels))
-    figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DOTS_PER_INCH, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(WIDTH_INCHES, height)
     axes = figure.add_subplot()
     for y, one in _placed(panels):
         axes.text(0, y, one.title, va="center", fontsize=9, fontweight="bold")
@@ -141,14 +136,9 @@ def _kind(kind: ActionKind, shade: float) -> BarKind:
 def _dress(axes: "Axes", panels: Sequence[Panel]) -> None:
     ticks = _ticks(panels)
     axes.set_yticks([*ticks], [*ticks.values()], fontsize=8)
-    axes.set_ylim(_lines(panels) - 0.4, -0.6)
     axes.set_xlim(0, _end(panels) * 1.005 or 1.0)
     axes.set_xlabel("time")
-    axes.tick_params(length=0)
-    axes.grid(axis="x", color="#dddddd", lw=0.6)
-    axes.set_axisbelow(True)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
+    bare_rows(axes, _lines(panels))
 
 
 def _placed(panels: Sequence[Panel]) -> Iterator[tuple[int, Panel]]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from stagewright.executor.clusters.timeline import ClusterTimeline, TimelineRound
+from stagewright.executor.drawing.charts.figures import MAX_HEIGHT_INCHES, new_figure
 from stagewright.executor.drawing.colours import CATEGORIES, label_colour
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.arrays import Floats
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".png", ".svg", ".pdf")
 WIDTH_INCHES = 12.0
-DOTS_PER_INCH = 150
-MAX_HEIGHT_INCHES = 30.0
 ROW_INCHES = 0.18
 HOUR = 3600.0
 CHARACTER_SHARE = 0.007  # of the width, for one character of a label
@@ -269,13 +268,8 @@ def _binned(timeline: ClusterTimeline) -> tuple[Floats, Floats, Floats]:
 
 
 def _figure(path: str | os.PathLike[str], height: float) -> "tuple[Figure, Axes]":
-    # Imported here: matplotlib takes a second to load.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     require_suffix(path)
-    figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DOTS_PER_INCH, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(WIDTH_INCHES, height)
     return figure, figure.add_subplot()
 
 
