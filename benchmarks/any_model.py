@@ -22,7 +22,7 @@ from benchmarks.ranks import CPU, on_ranks
 from benchmarks.report import Table
 from stagewright.executor.capture.layers import LayeredModel
 from stagewright.executor.measuring.compare import compare
-from stagewright.executor.measuring.links import Machine, describe, measure_links
+from stagewright.executor.measuring.links import MeasuringMachine, describe, measure_links
 from stagewright.executor.measuring.profiling import measure_layers
 from stagewright.executor.measuring.whole_models import captured_by_size
 from stagewright.executor.training.data.passes import pair
@@ -92,7 +92,7 @@ def profiled(one: AnyModel) -> Chain:
         {SAMPLES: layers_of(one)},
         pair(batch, has_loss=not takes_loss),
         (SAMPLES,),
-        machine=Machine(CPU),
+        machine=MeasuringMachine(CPU),
         loss=own_loss if takes_loss else cross_entropy,
         optimizer=_optimizer(one),
     )

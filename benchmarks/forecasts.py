@@ -20,7 +20,7 @@ from examples.models import ResNet50, Transformer
 from stagewright.executor.capture.tracing import capture
 from stagewright.executor.measuring.causes import ON_DEVICE, WAITING, MeasuredRun, measured_steps
 from stagewright.executor.measuring.compare import Comparison, compare
-from stagewright.executor.measuring.links import Machine, describe, measure_links
+from stagewright.executor.measuring.links import MeasuringMachine, describe, measure_links
 from stagewright.executor.measuring.profiling import measure_layers
 from stagewright.executor.measuring.whole_models import mean_of_ranks
 from stagewright.executor.training.runtime import Executor
@@ -193,7 +193,7 @@ def profiled(work: Workload) -> Chain:
         capture(work.layers()),
         work.batch(1),
         (1, SAMPLES),
-        machine=Machine(CPU),
+        machine=MeasuringMachine(CPU),
         loss=work.loss,
         optimizer=SGD,
     )

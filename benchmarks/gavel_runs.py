@@ -23,7 +23,7 @@ from typing import Literal, TypeVar
 
 from rich.progress import track
 
-from stagewright.executor.clusters.rules import Rules
+from stagewright.executor.clusters.rules import ClusterRules
 from stagewright.executor.clusters.simulation import simulate_cluster
 from stagewright.executor.clusters.timeline import ClusterTimeline
 from stagewright.formulations.clusters.allocation import Allocation, AllocationProblem
@@ -151,7 +151,7 @@ def jobs_of(case: Case) -> Iterable[Job]:
 def simulate(case: Case) -> Outcome:
     """Run a case as ``stagewright simulate-cluster`` does."""
     policy = policy_named(case.policy)
-    rules = Rules(
+    rules = ClusterRules(
         case.round_seconds,
         fill=policy.fills,
         shuffle_seed=None if policy.aware else SEED + 5,

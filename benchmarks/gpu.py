@@ -20,7 +20,7 @@ from benchmarks.backward_first import backward_first_plan
 from benchmarks.executor import plan_in_order
 from benchmarks.plain_loop import cut, loss_of
 from benchmarks.report import Table
-from stagewright.executor.measuring.links import Machine
+from stagewright.executor.measuring.links import MeasuringMachine
 from stagewright.executor.measuring.profiling import measure_layers
 from stagewright.executor.measuring.whole_models import captured_by_size
 from stagewright.executor.training.data.passes import pair
@@ -80,7 +80,7 @@ class Workload:
             layers,
             pair(batch, has_loss=not self.takes_loss),
             (self.samples,),
-            machine=Machine(device),
+            machine=MeasuringMachine(device),
             loss=own_loss if self.takes_loss else cross_entropy,
             optimizer=self.optimizer,
             autocast=self.autocast,

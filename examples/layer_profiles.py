@@ -21,7 +21,7 @@ from stagewright.graphs.models.layer_profiles import (
     Measured,
     save_layer_profiles,
 )
-from stagewright.graphs.models.shards import Split, shares_of
+from stagewright.graphs.models.shards import LayerSplit, shares_of
 from stagewright.service.layouts.problems import training_problem
 
 HERE = Path(__file__).parent
@@ -60,7 +60,7 @@ def layers(kind: str, samples: int, tensor: int) -> Measured:
     """The times of every layer on a group of ``tensor`` devices."""
     fabric = fabric_of_kind(kind, 4, per_server=4)
     problem = training_problem(GPT, fabric, sequence=SEQUENCE, batch=samples, precision="fp16")
-    split = Split(tensor=tensor)
+    split = LayerSplit(tensor=tensor)
     shares = shares_of(GPT, SEQUENCE, split).every
     times = [layer_time(problem, one, split, samples, "none", False) for one in shares]
     rate = problem.card.memory_bytes_per_second * problem.reached.memory

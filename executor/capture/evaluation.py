@@ -36,11 +36,8 @@ def with_evaluation(
 ) -> LayeredModel:
     """``layered``, captured of ``model`` with ``example``, and the same in evaluation.
 
-    Raises
-    ------
-    InputError
-        If the model cannot be captured in evaluation, has other layers there, or needs more for it
-        than modes.
+    Raises InputError if the model cannot be captured in evaluation, has other layers there, or
+    needs more for it than modes.
     """
     modules = [model] if isinstance(model, nn.Module) else model
     for module in modules:

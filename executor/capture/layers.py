@@ -81,10 +81,7 @@ class LayeredModel:
     def sized(self, inputs: Sequence[tuple[int, ...]]) -> "LayeredModel":
         """The layers for inputs of these shapes, with the same tensors and blocks.
 
-        Raises
-        ------
-        InputError
-            If they hold for other sizes only, and cannot be captured for these.
+        Raises InputError if they hold for other sizes only, and cannot be captured for these.
         """
         if self._unmet(inputs) is None:
             return self
@@ -96,10 +93,7 @@ class LayeredModel:
     def computing(self, other: "LayeredModel", when: str) -> "LayeredModel":
         """These blocks with the operators between blocks from another capture of the same model.
 
-        Raises
-        ------
-        InputError
-            If it has other layers; ``when`` says of what it is a capture.
+        Raises InputError if it has other layers; ``when`` says of what it is a capture.
         """
         self.require_same_layers(other, when)
         layers = tuple(

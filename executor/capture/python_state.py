@@ -83,12 +83,8 @@ def require_stateless(
 ) -> None:
     """Refuse a forward that does something else ``again``.
 
-    ``before`` is the snapshot before it ran; ``record`` has the storages of its tensors.
-
-    Raises
-    ------
-    InputError
-        Naming the attribute that it changes.
+    ``before`` is the snapshot before it ran; ``record`` has the storages of its tensors. Raises
+    InputError naming the attribute that it changes.
     """
     once = snapshot(module)
     stored = before.replaced(once)

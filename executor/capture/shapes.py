@@ -132,11 +132,9 @@ def propagate(
 ) -> tuple[LayerTrace, ...]:
     """Run every layer forward and backward on tensors without data.
 
-    Raises
-    ------
-    InputError
-        Naming the layer that does not accept the outputs of the one before it, or whose behaviour
-        would change in a pipeline: it keeps Python state, or changes buffers in its backward.
+    Raises InputError naming the layer that does not accept the outputs of the one before it, or
+    whose behaviour would change in a pipeline: it keeps Python state, or changes buffers in its
+    backward.
     """
     chain = nn.ModuleList(layer.module for layer in layers)
 

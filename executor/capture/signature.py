@@ -25,7 +25,7 @@ TENSOR = _Tensor()
 
 
 @dataclass(frozen=True, slots=True)
-class Structure:
+class ValueStructure:
     """A value without its tensors: its parts in order, ``TENSOR`` for each tensor; its tree."""
 
     leaves: tuple[Any, ...]
@@ -43,18 +43,18 @@ class Structure:
         return self.spec.is_leaf() and self.leaves == (TENSOR,)
 
 
-def taken_apart(value: Any) -> tuple[tuple[Tensor, ...], Structure]:
+def taken_apart(value: Any) -> tuple[tuple[Tensor, ...], ValueStructure]:
     """The tensors in a value, and the value's structure without them."""
     leaves, spec = pytree.tree_flatten(value)
     kept = tuple(TENSOR if isinstance(one, Tensor) else one for one in leaves)
-    return tuple(one for one in leaves if isinstance(one, Tensor)), Structure(kept, spec)
+    return tuple(one for one in leaves if isinstance(one, Tensor)), ValueStructure(kept, spec)
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
     """How a model is called: the structure of ``(arguments, keywords)``."""
 
-    structure: Structure
+    structure: ValueStructure
 
     def arguments(self, tensors: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments with ``tensors`` in their places."""
@@ -96,12 +96,8 @@ def signed(inputs: Any) -> tuple[tuple[Tensor, ...], Signature]:
     """The tensors of a model's inputs, and the signature of the call.
 
     ``inputs`` are a tensor, a tuple of arguments, or a mapping of keywords; both may hold further
-    tuples, lists and mappings.
-
-    Raises
-    ------
-    InputError
-        If they hold something else than tensors and plain values, or no tensor.
+    tuples, lists and mappings. Raises InputError if they hold something else than tensors and plain
+    values, or no tensor.
     """
     arguments: tuple[Any, ...] = ()
     keywords: dict[str, Any] = {}

@@ -23,8 +23,8 @@ from stagewright.executor.capture.joint_graph import JointModule, phase_of, trac
 from stagewright.executor.capture.python_state import attributes_kept
 from stagewright.executor.capture.split_layer import (
     CannotSplit,
-    Layout,
     SplitLayer,
+    TracedLayout,
     is_dense,
     layout_of,
     make_piece,
@@ -39,7 +39,7 @@ aten = torch.ops.aten
 
 
 def cut_joint(
-    traced: GraphModule, module: nn.Module, input_layouts: tuple[Layout, ...], name: str
+    traced: GraphModule, module: nn.Module, input_layouts: tuple[TracedLayout, ...], name: str
 ) -> SplitLayer:
     """The three pieces of a traced layer."""
     parameters = len(list(module.parameters()))
@@ -266,25 +266,15 @@ def split_layer(
     The pieces hold for the shapes and types of ``inputs``, the module's mode (training or not),
     and the caller's autocast, which are the key of a cache of them.
 
-    Parameters
-    ----------
-    module
-        Takes ``inputs`` by position and returns a tuple of tensors.
-    inputs
-        Examples; only their shapes, strides, types and devices are read.
-    input_needs_gradient
-        Whether I computes a gradient, for each input. With none, I is empty and W the backward.
-    output_has_gradient
-        Whether I is given a gradient, for each output; by default all that depend on an input
-        that needs a gradient or on a parameter.
-    name
-        The layer's name in errors, where none of its parts can be named.
+    Raises CannotSplit if the layer has hooks, which tracing would call only once, or cannot be
+    traced, or its backward draws random numbers or reads tensors that a later forward changes.
 
-    Raises
-    ------
-    CannotSplit
-        If the layer has hooks, which tracing would call only once, or cannot be traced, or its
-        backward draws random numbers or reads tensors that a later forward changes.
+    ``module``: takes ``inputs`` by position and returns a tuple of tensors. ``inputs``: examples;
+    only their shapes, strides, types and devices are read. ``input_needs_gradient``: whether I
+    computes a gradient, for each input. With none, I is empty and W the backward.
+    ``output_has_gradient``: whether I is given a gradient, for each output; by default all that
+    depend on an input that needs a gradient or on a parameter. ``name``: the layer's name in
+    errors, where none of its parts can be named.
     """
     name = name or type(module).__name__
     for place, part in module.named_modules():

@@ -27,7 +27,7 @@ class CannotSplit(InputError):  # noqa: N818 - named as InvalidPlan is
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class TracedLayout:
     """The shape and strides that the pieces were traced for."""
 
     shape: torch.Size
@@ -38,10 +38,7 @@ class Layout:
     def laid_out(self, tensor: Tensor) -> Tensor:
         """``tensor`` itself where its strides fit, else a copy.
 
-        Raises
-        ------
-        InputError
-            If shape or type differ.
+        Raises InputError if shape or type differ.
         """
         if tensor.shape != self.shape or tensor.dtype != self.dtype:
             raise InputError(
@@ -91,8 +88,8 @@ class SplitLayer:
     f: GraphModule
     i: GraphModule
     w: GraphModule
-    input_layouts: tuple[Layout, ...]
-    output_layouts: tuple[Layout | None, ...]
+    input_layouts: tuple[TracedLayout, ...]
+    output_layouts: tuple[TracedLayout | None, ...]
     input_gradients: tuple[bool, ...]
     weight_gradients: tuple[bool, ...]
     kept_for_inputs: int
@@ -209,9 +206,9 @@ def _spread(values: Iterable[T], places: Sequence[bool]) -> tuple[T | None, ...]
     return tuple(next(left) if place else None for place in places)
 
 
-def layout_of(tensor: Tensor) -> Layout:
+def layout_of(tensor: Tensor) -> TracedLayout:
     """The layout of a tensor."""
-    return Layout(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+    return TracedLayout(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -264,13 +264,9 @@ def capture(model: nn.Module | Sequence[nn.Module], example: Example | None = No
     The layers share the parameters and buffers of ``model``, which may live on any device, meta
     included. Without an ``example`` those of a module's arguments that have no default are its
     inputs. With one, a module that cannot be traced symbolically, or is called with other things
-    than tensors by position, is exported for it.
-
-    Raises
-    ------
-    InputError
-        If the module cannot be traced, because its path of execution depends on data, or if the
-        layers would differ from it: it keeps Python state, or has hooks that would not be called.
+    than tensors by position, is exported for it. Raises InputError if the module cannot be traced,
+    because its path of execution depends on data, or if the layers would differ from it: it keeps
+    Python state, or has hooks that would not be called.
     """
     if isinstance(model, list | tuple | nn.ModuleList):
         found = _capture_list(list(model))

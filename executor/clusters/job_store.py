@@ -31,7 +31,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
-from stagewright.executor.clusters.leases import LeaseLostError
+from stagewright.executor.clusters.leases import JobLeaseLostError
 from stagewright.graphs.documents.errors import InputError
 
 TABLES = MetaData()
@@ -73,7 +73,7 @@ LOCK_SECONDS = 30.0  # how long a transaction waits for another one
 State = Literal["active", "done", "failed"]
 
 
-class SupersededError(LeaseLostError):
+class SupersededError(JobLeaseLostError):
     """Another scheduler has taken over the folder: all leases of this scheduler have ended."""
 
 
@@ -99,15 +99,10 @@ class JobRecord:
 class JobStore:
     """The jobs of a folder, seen by one scheduler.
 
-    Parameters
-    ----------
-    url
-        An SQLAlchemy URL of a database for these jobs only (default: a SQLite file in ``folder``).
+    Raises InputError if the folder cannot be created, or its database is not a job store.
 
-    Raises
-    ------
-    InputError
-        If the folder cannot be created, or its database is not a job store.
+    ``url``: an SQLAlchemy URL of a database for these jobs only (default: a SQLite file in
+    ``folder``).
     """
 
     def __init__(self, folder: Path, url: str | None = None) -> None:
@@ -155,10 +150,7 @@ class JobStore:
     def add(self, name: str, steps: int) -> JobRecord:
         """The state of the job, which is added if it is new.
 
-        Raises
-        ------
-        InputError
-            If the store has the job with another number of steps.
+        Raises InputError if the store has the job with another number of steps.
         """
         with self._writing() as database:
             if database.execute(select(JOBS).where(JOBS.c.name == name)).one_or_none() is None:
@@ -184,10 +176,7 @@ class JobStore:
     def require_current(self, name: str, epoch: int) -> JobRecord:
         """The state of the job, if ``epoch`` is its newest.
 
-        Raises
-        ------
-        LeaseLostError
-            If it is not, the job has ended, or another scheduler has taken over.
+        Raises LeaseLostError if it is not, the job has ended, or another scheduler has taken over.
         """
         with self._writing() as database:
             return _current(database, name, epoch)
@@ -195,16 +184,13 @@ class JobStore:
     def commit(self, name: str, epoch: int, step: int, checkpoint: Path) -> JobRecord:
         """Commit ``checkpoint``, after ``step`` steps, as the job's state.
 
-        Raises
-        ------
-        LeaseLostError
-            If the epoch is not the newest, or has already committed.
+        Raises LeaseLostError if the epoch is not the newest, or has already committed.
         """
         with self._writing() as database:
             record = _current(database, name, epoch)
             has_committed = _last_commit(database, name) == epoch
             if not record.committed < step <= record.steps or has_committed:
-                raise LeaseLostError(
+                raise JobLeaseLostError(
                     f"job {name!r}: epoch {epoch} cannot commit step {step} after "
                     f"{record.committed} of {record.steps}"
                 )
@@ -282,7 +268,7 @@ def _changed(database: Connection, name: str, **values: Any) -> JobRecord:
 def _current(database: Connection, name: str, epoch: int) -> JobRecord:
     record = _job(database, name)
     if record.epoch != epoch or record.state != "active":
-        raise LeaseLostError(
+        raise JobLeaseLostError(
             f"job {name!r}: epoch {epoch} has ended, the newest is {record.epoch} ({record.state})"
         )
     return record

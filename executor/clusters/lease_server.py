@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from stagewright.executor.clusters.job_store import JobRecord, JobStore
-from stagewright.executor.clusters.leases import Grant, LeaseLostError, partial_checkpoint
+from stagewright.executor.clusters.leases import Grant, JobLeaseLostError, partial_checkpoint
 
 _CONTACT = 0.75  # of a round: from then on it must be known whether a lease is renewed
 AHEAD = (
@@ -175,7 +175,7 @@ class LeaseServer:
         """See :meth:`stagewright.executor.clusters.leases.Scheduler.saved`."""
         _, held = self._require(job, epoch)
         if not held.is_ending or step != held.grants[-1].step:
-            raise LeaseLostError(
+            raise JobLeaseLostError(
                 f"job {job!r}: rank {rank} saved step {step}, not the end of its lease"
             )
         held.saved[rank] = step
@@ -198,7 +198,7 @@ class LeaseServer:
         record = self.store.require_current(job, epoch)
         held = self._held.get(job)
         if held is None or held.epoch != epoch or len(held.saved) == held.ranks:
-            raise LeaseLostError(f"job {job!r}: there is no active lease of epoch {epoch}")
+            raise JobLeaseLostError(f"job {job!r}: there is no active lease of epoch {epoch}")
         return record, held
 
 

@@ -21,7 +21,7 @@ from typing import Generic, Protocol, TypeVar
 T = TypeVar("T")
 
 
-class LeaseLostError(RuntimeError):
+class JobLeaseLostError(RuntimeError):
     """The lease is no longer the job's newest: its uncommitted steps are discarded."""
 
 
@@ -83,21 +83,13 @@ def partial_checkpoint(folder: Path, epoch: int) -> Path:
 class LeaseIterator(Generic[T]):
     """The batches that a lease has steps for.
 
-    Parameters
-    ----------
-    loader
-        Batches; restarted whenever it ends. After a checkpoint, batches already used are skipped.
-        Or a function that takes the steps done and returns the batches from there on.
-    load_checkpoint, save_checkpoint
-        Take a folder. Every rank calls both; if all ranks hold the same state, rank 0 alone may
-        write.
+    ``loader``: batches; restarted whenever it ends. After a checkpoint, batches already used are
+    skipped. Or a function that takes the steps done and returns the batches from there on.
+    ``load_checkpoint``, ``save_checkpoint``: take a folder. Every rank calls both; if all ranks
+    hold the same state, rank 0 alone may write.
 
-    Attributes
-    ----------
-    step
-        Steps done since the job's first start.
-    done
-        Whether all the job's steps are done and saved.
+    ``step``: steps done since the job's first start. ``done``: whether all the job's steps are done
+    and saved.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ from stagewright.executor.clusters.leases import Lease
 from stagewright.executor.clusters.rates import (
     CurrentRound,
     LeasedJob,
-    Measured,
+    MeasuredRate,
     measurements,
     place_of,
 )
@@ -23,16 +23,9 @@ from stagewright.formulations.forms.answers import StopToken, is_stopped
 class Leasing:
     """Processes of jobs on Ray.
 
-    Parameters
-    ----------
-    server
-        The actor that decides on leases and stores the jobs.
-    programs
-        Per job, the function that its ranks call, pickled.
-    records
-        Per job, its stored record; kept up to date here.
-    grace_seconds
-        How long a process may exceed its lease before it is killed.
+    ``server``: the actor that decides on leases and stores the jobs. ``programs``: per job, the
+    function that its ranks call, pickled. ``records``: per job, its stored record; kept up to date
+    here. ``grace_seconds``: how long a process may exceed its lease before it is killed.
     """
 
     def __init__(
@@ -168,7 +161,7 @@ class Leasing:
 
     def measured(
         self, progress: Mapping[str, tuple[int, float]], kinds: Sequence[int]
-    ) -> list[Measured]:
+    ) -> list[MeasuredRate]:
         """The rates of jobs with processes; ``kinds`` of all jobs."""
         rates = {
             job: progress[self.records[job].name][1]

@@ -57,7 +57,7 @@ class Peekable(Generic[T]):
         return taken
 
 
-class OutOfOrder:
+class DownAccelerators:
     """The accelerators that are down now or will be down.
 
     Failures and repairs are reported to ``mechanism``.

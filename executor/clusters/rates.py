@@ -30,13 +30,7 @@ class ClusterJob:
 
 
 def require_runnable(jobs: Sequence[ClusterJob]) -> None:
-    """Refuse jobs that cannot run.
-
-    Raises
-    ------
-    InputError
-        In one line that names the job.
-    """
+    """Refuse jobs that cannot run. Raises InputError in one line that names the job."""
     if not jobs:
         raise InputError("there are no jobs to run")
     for each in jobs:
@@ -55,10 +49,7 @@ def require_settings(
 ) -> None:
     """Refuse settings under which nothing can run.
 
-    Raises
-    ------
-    InputError
-        In one line that begins with the setting.
+    Raises InputError in one line that begins with the setting.
     """
     require_amount(grace_seconds, "grace_seconds")
     require_amount(patience_seconds, "patience_seconds")
@@ -88,7 +79,7 @@ _NOTEWORTHY = 0.1  # relative change of a rate that triggers a new target
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredRate:
     """Steps per second of a kind on a worker type, alone or sharing with a job of another kind."""
 
     kind: int
@@ -127,7 +118,7 @@ def surviving(table: RateTable, left: Sequence[int]) -> RateTable:
     )
 
 
-def measured(table: RateTable, rates: Iterable[Measured], weight: float) -> RateTable:
+def measured(table: RateTable, rates: Iterable[MeasuredRate], weight: float) -> RateTable:
     """The table updated by ``rates``: an exponential average with ``weight`` for the newest."""
     alone, paired = table.alone.copy(), table.paired.copy()
     for rate in rates:
@@ -193,7 +184,7 @@ def place_of(assignment: Assignment) -> Place:
 
 def measurements(
     leased: Mapping[int, LeasedJob], rates: Mapping[int, float], kind_of: Callable[[int], int]
-) -> list[Measured]:
+) -> list[MeasuredRate]:
     """The measured ``rates`` of jobs with a lease, each with the kind of its partner.
 
     Without jobs whose partner has ended.
@@ -208,5 +199,5 @@ def measurements(
         ]
         if len(partners) == own.sharing - 1:
             partner = partners[0] if partners else None
-            found.append(Measured(kind_of(job), partner, own.worker, rate))
+            found.append(MeasuredRate(kind_of(job), partner, own.worker, rate))
     return found

@@ -75,17 +75,11 @@ class _Queue:
 class Mechanism:
     """Turns a target allocation into rounds.
 
-    Parameters
-    ----------
-    round_seconds
-        Length of a round; at a reset half of it counts as received by each job, to avoid a
-        division by zero in the first rounds.
-    fill
-        Give accelerators that no target claims to idle jobs, first to those that earlier targets
-        owe most. Not for policies with an order of jobs, such as FIFO.
-    shuffle
-        Draws the order in which the types of accelerators are filled, for policies that do not
-        distinguish types; without it they are filled in the pool's order.
+    ``round_seconds``: length of a round; at a reset half of it counts as received by each job, to
+    avoid a division by zero in the first rounds. ``fill``: give accelerators that no target claims
+    to idle jobs, first to those that earlier targets owe most. Not for policies with an order of
+    jobs, such as FIFO. ``shuffle``: draws the order in which the types of accelerators are filled,
+    for policies that do not distinguish types; without it they are filled in the pool's order.
     """
 
     def __init__(

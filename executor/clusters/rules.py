@@ -12,24 +12,15 @@ MOST_ROUNDS = 1_000_000  # eleven years of rounds of six minutes
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class ClusterRules:
     """Settings of a simulated cluster.
 
-    Parameters
-    ----------
-    round_seconds
-        Length of a round.
-    reset_seconds
-        Least time between two allocations.
-    fill
-        Give accelerators that no share claims to idle jobs; see ``Mechanism``.
-    shuffle_seed
-        Fill the types of accelerators in random order, for policies that do not distinguish
-        types; the public code draws it from its seed + 5.
-    space_sharing, placement
-        Whether jobs may share accelerators, and whether servers count.
-    ideal
-        No rounds: every job receives exactly its share at all times (figure 5.15b).
+    ``round_seconds``: length of a round. ``reset_seconds``: least time between two allocations.
+    ``fill``: give accelerators that no share claims to idle jobs; see ``Mechanism``.
+    ``shuffle_seed``: fill the types of accelerators in random order, for policies that do not
+    distinguish types; the public code draws it from its seed + 5. ``space_sharing``, ``placement``:
+    whether jobs may share accelerators, and whether servers count. ``ideal``: no rounds: every job
+    receives exactly its share at all times (figure 5.15b).
     """
 
     round_seconds: float = 360.0
@@ -55,7 +46,7 @@ class Rules:
             )
 
 
-def table_of(throughputs: Throughputs, pool: Pool, rules: Rules) -> RateTable:
+def table_of(throughputs: Throughputs, pool: Pool, rules: ClusterRules) -> RateTable:
     """Rates of every kind that can run in the pool, since jobs are not known in advance."""
     known: dict[tuple[str, int], set[str]] = {}
     runs = set()
@@ -66,9 +57,5 @@ def table_of(throughputs: Throughputs, pool: Pool, rules: Rules) -> RateTable:
             runs.add((rate.model, rate.scale))
     kinds = [kind for kind, names in known.items() if kind in runs and names >= set(pool.names)]
     return rate_table(
-        throughputs,
-        pool,
-        kinds,
-        space_sharing=rules.space_sharing,
-        placement=rules.placement,
+        throughputs, pool, kinds, space_sharing=rules.space_sharing, placement=rules.placement
     )

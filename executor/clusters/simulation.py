@@ -17,10 +17,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stagewright.executor.clusters.outages import Outage, OutOfOrder, Peekable
+from stagewright.executor.clusters.outages import DownAccelerators, Outage, Peekable
 from stagewright.executor.clusters.rounds import Assignment, Mechanism
-from stagewright.executor.clusters.rules import Rules, table_of
-from stagewright.executor.clusters.timeline import HOUR, ClusterTimeline, JobOutcome, Reset, Round
+from stagewright.executor.clusters.rules import ClusterRules, table_of
+from stagewright.executor.clusters.timeline import (
+    HOUR,
+    ClusterTimeline,
+    Reset,
+    SimulatedJob,
+    TimelineRound,
+)
 from stagewright.formulations.clusters.allocation import (
     Allocation,
     AllocationProblem,
@@ -40,7 +46,7 @@ DONE = 1e-12  # fraction of a job's steps that rounding may leave
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class ClusterState:
     """The state of a simulation at an allocation."""
 
     seconds: float
@@ -49,7 +55,7 @@ class Progress:
     active: int
 
 
-OnProgress = Callable[[Progress], None]
+OnProgress = Callable[[ClusterState], None]
 _Quota = tuple[float, float, float]  # steps per second; steps in a round and their seconds
 
 
@@ -70,7 +76,7 @@ def simulate_cluster(
     throughputs: Throughputs,
     pool: Pool,
     allocate: Allocate,
-    rules: Rules | None = None,
+    rules: ClusterRules | None = None,
     *,
     window: range | None = None,
     entities: tuple[Entity, ...] = (),
@@ -97,7 +103,7 @@ def simulate_cluster(
     InputError
         If jobs are not in order of arrival, one has no throughput, or no job can run any more.
     """
-    rules = rules or Rules()
+    rules = rules or ClusterRules()
     if window is None:
         jobs = tuple(jobs)
     table = table_of(throughputs, pool, rules)
@@ -111,7 +117,7 @@ class _ClusterRun:
         jobs: Iterable[Job],
         table: RateTable,
         allocate: Allocate,
-        rules: Rules,
+        rules: ClusterRules,
         entities: tuple[Entity, ...],
         failures: Iterable[Outage],
         window: range | None,
@@ -122,9 +128,9 @@ class _ClusterRun:
         self.coming = Peekable(enumerate(jobs))
         shuffle = None if rules.shuffle_seed is None else random.Random(rules.shuffle_seed)
         self.mechanism = Mechanism(table, rules.round_seconds, fill=rules.fill, shuffle=shuffle)
-        self.out_of_order = OutOfOrder(failures, self.mechanism)
+        self.out_of_order = DownAccelerators(failures, self.mechanism)
         self.active: dict[int, _Active] = {}
-        self.outcomes: list[JobOutcome | None] = []
+        self.outcomes: list[SimulatedJob | None] = []
         self.completed = 0
         self.now = 0.0
         self.measured = 0 if window is None else window.start
@@ -133,7 +139,7 @@ class _ClusterRun:
         self.isolated: dict[int, float] = {}
         self.speeds: dict[int, float] = {}
         self.usage: dict[int, Floats] = {}
-        self.rounds: list[Round] = []
+        self.rounds: list[TimelineRound] = []
         self.resets: list[Reset] = []
         self.busy = np.zeros(len(table.counts))
         self.renewals = self.renewable = self.leases = 0
@@ -164,8 +170,8 @@ class _ClusterRun:
                 self.round(keep_assignments)
         return self.timeline()
 
-    def progress(self) -> Progress:
-        return Progress(self.now, len(self.outcomes), self.completed, len(self.active))
+    def progress(self) -> ClusterState:
+        return ClusterState(self.now, len(self.outcomes), self.completed, len(self.active))
 
     def arrivals(self) -> None:
         """Add the jobs that have arrived; they enter between rounds."""
@@ -285,7 +291,7 @@ class _ClusterRun:
         self.rules.require_one_more(len(self.rounds))
         shares = tuple(seconds / length for seconds in busy)
         kept = assignments if keep_assignments else ()
-        self.rounds.append(Round(start, self.now, active, shares, kept))
+        self.rounds.append(TimelineRound(start, self.now, active, shares, kept))
 
     def quota(self, rate: float) -> _Quota:
         """Whole steps of a round; a step longer than a round continues in the next."""
@@ -317,7 +323,7 @@ class _ClusterRun:
 
     def complete(self, one: _Active, finish: float) -> None:
         self.settle_one(one)
-        self.outcomes[one.number] = JobOutcome(one.job, finish, one.isolated_seconds)
+        self.outcomes[one.number] = SimulatedJob(one.job, finish, one.isolated_seconds)
         del self.active[one.number]
         self.mechanism.remove(one.number)
         self.completed += 1
@@ -369,12 +375,12 @@ class _ClusterRun:
                 self.complete(one, end)
         busy = sum((self.usage[number] for number in ends), np.zeros(len(self.busy)))
         self.busy += busy * length
-        self.rounds.append(Round(start, self.now, len(ends), tuple(busy.tolist())))
+        self.rounds.append(TimelineRound(start, self.now, len(ends), tuple(busy.tolist())))
 
     def timeline(self) -> ClusterTimeline:
         self.settle()
         for one in self.active.values():
-            self.outcomes[one.number] = JobOutcome(one.job, None, one.isolated_seconds)
+            self.outcomes[one.number] = SimulatedJob(one.job, None, one.isolated_seconds)
         pool = self.table.pool
         prices = [accelerator.dollars_per_hour for accelerator in pool.accelerators]
         dollars = None

@@ -14,7 +14,7 @@ HOUR = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class JobOutcome:
+class SimulatedJob:
     """The result of a job; ``completion_seconds`` is None if the simulation ended before.
 
     ``isolated_seconds`` is the time that its steps take on 1/n of the cluster, where n is the
@@ -45,7 +45,7 @@ class JobOutcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class TimelineRound:
     """The assignments of a round, and the mean number of busy accelerators of each type.
 
     ``assignments`` is empty if the simulation did not keep them.
@@ -78,8 +78,8 @@ class ClusterTimeline:
 
     pool: Pool
     accelerator: tuple[int, ...]
-    jobs: tuple[JobOutcome, ...]
-    rounds: tuple[Round, ...]
+    jobs: tuple[SimulatedJob, ...]
+    rounds: tuple[TimelineRound, ...]
     resets: tuple[Reset, ...]
     seconds: float
     busy_seconds: tuple[float, ...]

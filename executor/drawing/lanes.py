@@ -56,7 +56,7 @@ class Lane:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class BarKind:
     """A kind of bars: its name, and its colours on light and dark pages."""
 
     name: str
@@ -74,7 +74,7 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class Band:
+class TimeBand:
     """A named interval of time."""
 
     name: str
@@ -88,12 +88,12 @@ class Drawing:
     """The contents of a page's timeline; ``scale`` is units of time per second."""
 
     lanes: tuple[Lane, ...]
-    kinds: Mapping[str, Kind]
+    kinds: Mapping[str, BarKind]
     end: float
     unit: str = ""
     scale: float = 1.0
     marks: tuple[Mark, ...] = ()
-    bands: tuple[Band, ...] = ()
+    bands: tuple[TimeBand, ...] = ()
     causes: Mapping[str, str] | None = None  # short names of causes
     stages: int = 0
 
@@ -198,7 +198,7 @@ _LIGHTER = 0.35  # share of white in colours of dark pages, on which some would 
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class BarRun:
     """A bar of category ``of`` from ``start`` to ``end``; ``name`` is its own text."""
 
     of: str
@@ -208,7 +208,7 @@ class Run:
 
 
 def runs_drawing(
-    rows: Iterable[tuple[str, Sequence[Run]]],
+    rows: Iterable[tuple[str, Sequence[BarRun]]],
     names: Iterable[str] = (),
     unit: str = "",
     scale: float = 1.0,
@@ -227,12 +227,12 @@ def runs_drawing(
     return Drawing(lanes, kinds, end, unit, scale, marks)
 
 
-def _kind(name: str, number: int) -> Kind:
+def _kind(name: str, number: int) -> BarKind:
     colour = CATEGORIES[number % len(CATEGORIES)]
     shown = name if number < MOST_NAMED else "and others"
-    return Kind(shown, colour, mixed(colour, "#ffffff", _LIGHTER))
+    return BarKind(shown, colour, mixed(colour, "#ffffff", _LIGHTER))
 
 
-def _bar(run: Run) -> Bar:
+def _bar(run: BarRun) -> Bar:
     name = run.name or run.of
     return Bar(name, run.of, run.start, run.end, label=name, detail=run.of if run.name else "")

@@ -7,20 +7,15 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from stagewright.executor.drawing.charts.chart import (
-    DOTS_PER_INCH,
-    MAX_HEIGHT_INCHES,
-    MAX_OUTLINED_BLOCKS,
-    WIDTH_INCHES,
-    save,
-)
+from stagewright.executor.drawing.charts.chart import MAX_OUTLINED_BLOCKS, WIDTH_INCHES
+from stagewright.executor.drawing.charts.figures import bare_rows, save, stacked_axes
 from stagewright.executor.drawing.colours import (
     CRITICAL_COLOUR,
     DARK_COLOURS,
     KIND_COLOURS,
     label_colour,
 )
-from stagewright.executor.drawing.lanes import Bar, Drawing, Kind, Lane, Mark
+from stagewright.executor.drawing.lanes import Bar, BarKind, Drawing, Lane, Mark
 from stagewright.executor.drawing.timeline import time_unit
 from stagewright.executor.drawing.web.render import render
 from stagewright.formulations.operators.plan import OperatorPlan, loads_of
@@ -123,15 +118,9 @@ def write_stacked_png(
 
 def stacked_png(plans: Sequence[OperatorPlan], titles: Sequence[str]) -> bytes:
     """A PNG of placements one above the other on one time axis: predicted over measured."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     drawn = [lanes(plan) for plan in plans]
     heights = [1.0 + 0.3 * len(rows) for rows in drawn]
-    height = min(MAX_HEIGHT_INCHES, 0.7 + sum(heights))
-    figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DOTS_PER_INCH, layout="constrained")
-    FigureCanvasAgg(figure)
-    column = figure.subplots(len(plans), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    column = stacked_axes(WIDTH_INCHES, heights)
     last = max(end_of(plan) for plan in plans)
     unit, scale = time_unit(last)
     for axes, plan, rows, title in zip(column, plans, drawn, titles, strict=True):
@@ -145,18 +134,13 @@ def stacked_png(plans: Sequence[OperatorPlan], titles: Sequence[str]) -> bytes:
         axes.set_title(title, fontsize=11, loc="left", wrap=True)
         _dress(axes, rows, unit)
     _draw_legend(column[-1], plans, [row for rows in drawn for row in rows])
-    return save(figure)
+    return save(column[-1].figure)
 
 
 def _dress(axes: "Axes", rows: Sequence[Lane], unit: str) -> None:
     axes.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=8)
-    axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlabel(f"time in {unit}")
-    axes.tick_params(length=0)
-    axes.grid(axis="x", color="#dddddd", lw=0.6)
-    axes.set_axisbelow(True)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
+    bare_rows(axes, len(rows))
     axes.label_outer()
 
 
@@ -268,7 +252,7 @@ def drawing(plan: OperatorPlan) -> Drawing:
     """The timeline, with the critical path marked."""
     unit, scale = time_unit(end_of(plan))
     rows = lanes(plan, None)
-    kinds = {kind: Kind(kind, _COLOURS[kind], _DARK[kind]) for kind in _kinds(rows)}
+    kinds = {kind: BarKind(kind, _COLOURS[kind], _DARK[kind]) for kind in _kinds(rows)}
     marks: tuple[Mark, ...] = ()
     if plan.certificate is not None:
         marks = (Mark(plan.certificate.bound_seconds, "proved lower bound"),)

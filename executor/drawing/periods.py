@@ -81,11 +81,8 @@ class Phases:
 def drawn(plan: PipelinePlan) -> PipelinePlan:
     """The finite plan that is drawn: ``plan``, or a run of a periodic plan.
 
-    Raises
-    ------
-    InputError
-        If the schedule's actions do not belong to the plan's stages and devices, or their index
-        shifts are so large that the run is too long to draw.
+    Raises InputError if the schedule's actions do not belong to the plan's stages and devices, or
+    their index shifts are so large that the run is too long to draw.
     """
     require_places(plan)
     if not isinstance(plan.schedule, PeriodicSchedule):

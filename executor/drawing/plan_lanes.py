@@ -5,25 +5,25 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from stagewright.executor.drawing.colours import DARK_COLOURS, KIND_COLOURS, KIND_NAMES
-from stagewright.executor.drawing.lanes import Band, Bar, Drawing, Gap, Kind, Lane, Mark
+from stagewright.executor.drawing.lanes import Bar, BarKind, Drawing, Gap, Lane, Mark, TimeBand
 from stagewright.executor.drawing.periods import finish_seconds, phases
 from stagewright.executor.drawing.timeline import Block, Row, fold, time_unit, timeline
 from stagewright.executor.simulation.explanation import PlanExplanation
-from stagewright.executor.simulation.idle import Cause
+from stagewright.executor.simulation.idle import IdleCause
 from stagewright.formulations.plans.actions import Action, ActionKind
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.units import counted
 
 BOUND = "proved lower bound"
 CAUSES = {  # what is written on an idle interval, if there is room
-    Cause.FILL: "fill",
-    Cause.DRAIN: "drain",
-    Cause.STAGES: "waits",
-    Cause.TRANSFERS: "transfer",
-    Cause.REDUCE: "all-reduce",
-    Cause.MEMORY: "memory",
-    Cause.PLAN: "late",
-    Cause.PERIOD: "idle",
+    IdleCause.FILL: "fill",
+    IdleCause.DRAIN: "drain",
+    IdleCause.STAGES: "waits",
+    IdleCause.TRANSFERS: "transfer",
+    IdleCause.REDUCE: "all-reduce",
+    IdleCause.MEMORY: "memory",
+    IdleCause.PLAN: "late",
+    IdleCause.PERIOD: "idle",
 }
 
 Timed = tuple[Action, float, float]
@@ -85,7 +85,7 @@ def plan_drawing(plan: PipelinePlan, found: PlanExplanation | None) -> Drawing:
 
 
 KINDS = {
-    str(kind): Kind(KIND_NAMES[kind], KIND_COLOURS[kind], DARK_COLOURS[kind])
+    str(kind): BarKind(KIND_NAMES[kind], KIND_COLOURS[kind], DARK_COLOURS[kind])
     for kind in KIND_COLOURS
 }
 
@@ -104,7 +104,7 @@ def idle_of(rows: Sequence[Row], found: PlanExplanation | None) -> list[tuple[Ga
 
 def _between(row: Row) -> tuple[Gap, ...]:
     return tuple(
-        (one.finish_seconds, other.start_seconds, str(Cause.PERIOD))
+        (one.finish_seconds, other.start_seconds, str(IdleCause.PERIOD))
         for one, other in pairwise(row.blocks)
         if one.finish_seconds < other.start_seconds
     )
@@ -147,7 +147,7 @@ def _marks(plan: PipelinePlan) -> Iterable[Mark]:
         yield Mark(plan.certificate.bound_seconds, BOUND)
 
 
-def _bands(plan: PipelinePlan) -> Iterable[Band]:
+def _bands(plan: PipelinePlan) -> Iterable[TimeBand]:
     shown = phases(plan)
     for i, (name, begin, end) in enumerate(() if shown is None else shown.headings):
-        yield Band(name, begin, end, shaded=i == 0)
+        yield TimeBand(name, begin, end, shaded=i == 0)

@@ -7,12 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from stagewright.executor.drawing.charts.chart import (
-    DOTS_PER_INCH,
+from stagewright.executor.drawing.charts.chart import WIDTH_INCHES, draw_legend, draw_row
+from stagewright.executor.drawing.charts.figures import (
     MAX_HEIGHT_INCHES,
-    WIDTH_INCHES,
-    draw_legend,
-    draw_row,
+    bare_rows,
+    new_figure,
     save,
 )
 from stagewright.executor.drawing.colours import (
@@ -22,7 +21,7 @@ from stagewright.executor.drawing.colours import (
     KIND_NAMES,
     mixed,
 )
-from stagewright.executor.drawing.lanes import Bar, Drawing, Kind, Lane, Mark
+from stagewright.executor.drawing.lanes import Bar, BarKind, Drawing, Lane, Mark
 from stagewright.executor.drawing.plan_lanes import BOUND, block_bar
 from stagewright.executor.drawing.timeline import Block, Row
 from stagewright.executor.drawing.web.render import render
@@ -65,12 +64,8 @@ def panel(title: str, timed: TimedOrder, bound: float | None = None) -> Panel:
 
 def schedules_png(panels: Sequence[Panel]) -> bytes:
     """A PNG of the schedules."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     height = min(MAX_HEIGHT_INCHES, 1.1 + ROW_INCHES * _lines(panels))
-    figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DOTS_PER_INCH, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(WIDTH_INCHES, height)
     axes = figure.add_subplot()
     for y, one in _placed(panels):
         axes.text(0, y, one.title, va="center", fontsize=9, fontweight="bold")
@@ -108,7 +103,7 @@ def schedules_page(
 
 def schedules_drawing(panels: Sequence[Panel]) -> Drawing:
     """A lane per device, below one with the schedule's name."""
-    lanes, kinds, marks = list[Lane](), dict[str, Kind](), list[Mark]()
+    lanes, kinds, marks = list[Lane](), dict[str, BarKind](), list[Mark]()
     for one in panels:
         lanes.append(Lane(one.title, "title", ()))
         if one.bound is not None:
@@ -133,22 +128,17 @@ def _bar(block: Block, shade: float) -> Bar:
     return replace(bar, kind=f"{bar.kind} {shade}")
 
 
-def _kind(kind: ActionKind, shade: float) -> Kind:
+def _kind(kind: ActionKind, shade: float) -> BarKind:
     dark = mixed(DARK_COLOURS[kind], "#ffffff", _LIGHTEST * shade)
-    return Kind(KIND_NAMES[kind], _colour(kind, shade), dark)
+    return BarKind(KIND_NAMES[kind], _colour(kind, shade), dark)
 
 
 def _dress(axes: "Axes", panels: Sequence[Panel]) -> None:
     ticks = _ticks(panels)
     axes.set_yticks([*ticks], [*ticks.values()], fontsize=8)
-    axes.set_ylim(_lines(panels) - 0.4, -0.6)
     axes.set_xlim(0, _end(panels) * 1.005 or 1.0)
     axes.set_xlabel("time")
-    axes.tick_params(length=0)
-    axes.grid(axis="x", color="#dddddd", lw=0.6)
-    axes.set_axisbelow(True)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
+    bare_rows(axes, _lines(panels))
 
 
 def _placed(panels: Sequence[Panel]) -> Iterator[tuple[int, Panel]]:

@@ -75,13 +75,9 @@ def timeline(plan: PipelinePlan, max_device_rows: int | None = MAX_DEVICE_ROWS) 
 
     A device that uses its sub-stream has a row for each stream. In a periodic plan all transfers
     between two groups of devices share a channel, in a finite one all-reduces of the same devices,
-    which follow each other, share a row. With more than
-    ``max_device_rows`` devices (None: never) a row is a stage, drawn from its first device.
-
-    Raises
-    ------
-    InputError
-        If the schedule's actions do not belong to the plan's stages and devices.
+    which follow each other, share a row. With more than ``max_device_rows`` devices (None: never) a
+    row is a stage, drawn from its first device. Raises InputError if the schedule's actions do not
+    belong to the plan's stages and devices.
     """
     names = _device_rows(plan, merges_stages(plan, max_device_rows))
     devices: dict[str, list[Block]] = {device: [] for device in names}

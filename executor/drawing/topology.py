@@ -19,12 +19,8 @@ HEAD = ("<server", "<device", "<kind", "<stage and replica", "memory", "sent and
 def topology(plan: PipelinePlan, cluster: Cluster) -> dict[str, Any]:
     """The data of the page's script: servers, levels of links, and devices with their stages.
 
-    Bandwidths are bytes per second of each direction.
-
-    Raises
-    ------
-    InputError
-        If a device of the plan is not in the cluster.
+    Bandwidths are bytes per second of each direction. Raises InputError if a device of the plan is
+    not in the cluster.
     """
     for name in (name for stage in plan.stages for name in stage.devices):
         if name not in cluster.index:

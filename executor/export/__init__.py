@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from stagewright.executor.export import deepspeed, launchers, megatron, torch_pipelining
-from stagewright.executor.export.options import Options
+from stagewright.executor.export.options import FormatOptions
 from stagewright.executor.programs.program import plan_devices
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError
@@ -26,7 +26,7 @@ LAUNCH = ("command", "cluster", "per_server")
 class Format:
     """One format: its writer, its options, and its remarks for the user."""
 
-    write: Callable[[PipelinePlan, Options], Files]
+    write: Callable[[PipelinePlan, FormatOptions], Files]
     options: tuple[str, ...]
     remarks: Callable[[PipelinePlan], tuple[str, ...]] = lambda plan: ()
 
@@ -43,7 +43,9 @@ FORMATS: dict[str, Format] = {
 }
 
 
-def export(plan: "PipelinePlan | LayoutPlan", to: str, options: Options | None = None) -> Files:
+def export(
+    plan: "PipelinePlan | LayoutPlan", to: str, options: FormatOptions | None = None
+) -> Files:
     """The texts of the files of ``plan`` in the format ``to``, by file name.
 
     Raises
@@ -54,7 +56,7 @@ def export(plan: "PipelinePlan | LayoutPlan", to: str, options: Options | None =
     InvalidPlan
         If the plan's order is a deadlock.
     """
-    options = options or Options()
+    options = options or FormatOptions()
     if isinstance(plan, PipelinePlan):
         format_ = _format(to)
         _require_options(options, format_.options, to)
@@ -66,7 +68,7 @@ def export(plan: "PipelinePlan | LayoutPlan", to: str, options: Options | None =
     return export_layout(plan.problem, plan.layout, to, names)
 
 
-def _require_options(options: Options, known: tuple[str, ...], to: str) -> None:
+def _require_options(options: FormatOptions, known: tuple[str, ...], to: str) -> None:
     for field in fields(options):
         if getattr(options, field.name) != field.default and field.name not in known:
             raise InputError(f"--{field.name.replace('_', '-')} does not apply to {to}")

@@ -30,12 +30,8 @@ def modules(stages: Stages, names: Mapping[str, str], framework: str) -> list[li
     """Per stage the framework's modules, of which ``names`` gives one by role.
 
     ``{}`` in a name is the block's number, from 0. Layers with one name are one module, which must
-    be on one stage; a role without a name is refused, an empty name is left out.
-
-    Raises
-    ------
-    InputError
-        With the layer that is not recognised, has no module, is out of order, or cuts a module.
+    be on one stage; a role without a name is refused, an empty name is left out. Raises InputError
+    with the layer that is not recognised, has no module, is out of order, or cuts a module.
     """
     roles = _roles([layer for layers in stages for layer in layers], names, framework)
     found: list[list[str]] = []

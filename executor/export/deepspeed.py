@@ -6,7 +6,7 @@ overrides ``_partition_layers``. The order is DeepSpeed's ``TrainSchedule``, 1F1
 
 import json
 
-from stagewright.executor.export.options import Options, layer_names, samples_per_replica
+from stagewright.executor.export.options import FormatOptions, layer_names, samples_per_replica
 from stagewright.executor.export.pipelines import orders, pipeline, require_order, require_plain
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.formulations.schedules.published.one_f_one_b import one_f_one_b
@@ -45,7 +45,7 @@ def build(layers, **options):
 '''
 
 
-def module(plan: PipelinePlan, options: Options) -> dict[str, str]:
+def module(plan: PipelinePlan, options: FormatOptions) -> dict[str, str]:
     """A module that builds the pipeline, and batch sizes and ZeRO 1 in ``ds_config.json``."""
     ranks = pipeline(plan, NAME, "optimizer")
     count = len(ranks.devices)
@@ -73,10 +73,7 @@ def module(plan: PipelinePlan, options: Options) -> dict[str, str]:
     }
     if ranks.shards == "optimizer":
         sizes["zero_optimization"] = {"stage": 1}
-    return {
-        "stagewright_pipeline.py": text,
-        "ds_config.json": json.dumps(sizes, indent=1) + "\n",
-    }
+    return {"stagewright_pipeline.py": text, "ds_config.json": json.dumps(sizes, indent=1) + "\n"}
 
 
 def _checkpoint_interval(plan: PipelinePlan) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from stagewright.executor.export.options import Options
+from stagewright.executor.export.options import FormatOptions
 from stagewright.executor.programs.program import plan_devices
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError
@@ -72,14 +72,14 @@ TIME = r"\d+(:\d\d){0,2}|\d+-\d\d?(:\d\d){0,2}"
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class LaunchNode:
     """A machine: its devices by rank, and their indices among the machine's GPUs."""
 
     devices: tuple[str, ...]
     gpus: tuple[int, ...]
 
 
-def torchrun(plan: PipelinePlan, options: Options) -> dict[str, str]:
+def torchrun(plan: PipelinePlan, options: FormatOptions) -> dict[str, str]:
     """A script to start on every node."""
     nodes, words = _nodes(plan, options), _command(options)
     lines = ["#!/usr/bin/env bash", *_told(nodes)]
@@ -100,7 +100,7 @@ def torchrun(plan: PipelinePlan, options: Options) -> dict[str, str]:
     return {"run.sh": "\n".join(lines) + "\n"}
 
 
-def slurm(plan: PipelinePlan, options: Options) -> dict[str, str]:
+def slurm(plan: PipelinePlan, options: FormatOptions) -> dict[str, str]:
     """A script for sbatch: one torchrun per node."""
     nodes, words = _nodes(plan, options), _command(options)
     cpus = _cpus(options, len(nodes[0].devices))
@@ -125,7 +125,7 @@ def slurm(plan: PipelinePlan, options: Options) -> dict[str, str]:
     return {"job.sbatch": "\n".join(lines) + "\n"}
 
 
-def _cpus(options: Options, processes: int) -> list[str]:
+def _cpus(options: FormatOptions, processes: int) -> list[str]:
     """The option for the CPUs of a task, which is a node's torchrun of so many ``processes``."""
     if options.cpus is None:
         return []
@@ -134,7 +134,7 @@ def _cpus(options: Options, processes: int) -> list[str]:
     return [f"--cpus-per-task={options.cpus * processes}"]
 
 
-def _limit(options: Options) -> list[str]:
+def _limit(options: FormatOptions) -> list[str]:
     """The option for the time of a job."""
     if options.time is None:
         return []
@@ -146,7 +146,7 @@ def _limit(options: Options) -> list[str]:
     return [f"--time={options.time}"]
 
 
-def kubernetes(plan: PipelinePlan, options: Options) -> dict[str, str]:
+def kubernetes(plan: PipelinePlan, options: FormatOptions) -> dict[str, str]:
     """An indexed Job of one pod per node, and the Service for their rendezvous.
 
     Every export has another name, so that two of them can be in one namespace.
@@ -216,7 +216,7 @@ def _job_name(model: str, nodes: int) -> str:
     return "-".join(filter(None, (NAME, words, tag)))
 
 
-def _command(options: Options) -> list[str]:
+def _command(options: FormatOptions) -> list[str]:
     try:
         words = shlex.split(options.command or "")
     except ValueError as error:
@@ -229,7 +229,7 @@ def _command(options: Options) -> list[str]:
     return words
 
 
-def _nodes(plan: PipelinePlan, options: Options) -> tuple[Node, ...]:
+def _nodes(plan: PipelinePlan, options: FormatOptions) -> tuple[LaunchNode, ...]:
     devices, each = plan_devices(plan), options.per_server
     if options.cluster is not None:
         if each is not None:
@@ -241,10 +241,10 @@ def _nodes(plan: PipelinePlan, options: Options) -> tuple[Node, ...]:
             f"--per-server {each}: the plan's {len(devices)} devices do not fill nodes of {each}"
         )
     starts = range(0, len(devices), each)
-    return tuple(Node(devices[i : i + each], tuple(range(each))) for i in starts)
+    return tuple(LaunchNode(devices[i : i + each], tuple(range(each))) for i in starts)
 
 
-def _servers(devices: tuple[str, ...], cluster: Cluster) -> tuple[Node, ...]:
+def _servers(devices: tuple[str, ...], cluster: Cluster) -> tuple[LaunchNode, ...]:
     """The servers of ``devices``, which must be consecutive and use equally many devices each."""
     if cluster.links.servers is None:
         raise InputError(f"cluster {cluster.name!r} names no servers: give --per-server")
@@ -256,7 +256,7 @@ def _servers(devices: tuple[str, ...], cluster: Cluster) -> tuple[Node, ...]:
     for name in devices:
         if name not in place:
             raise InputError(f"cluster {cluster.name!r} has no device {name!r} of the plan")
-    nodes: dict[int, Node] = {}
+    nodes: dict[int, LaunchNode] = {}
     for n, group in groupby(devices, lambda name: place[name][0]):
         names = tuple(group)
         if n in nodes:
@@ -265,7 +265,7 @@ def _servers(devices: tuple[str, ...], cluster: Cluster) -> tuple[Node, ...]:
                 f"{nodes[n].devices[0]!r} after another one: torchrun numbers the ranks server by "
                 "server; order the plan's devices by server"
             )
-        nodes[n] = Node(names, tuple(place[name][1] for name in names))
+        nodes[n] = LaunchNode(names, tuple(place[name][1] for name in names))
     first, *others = nodes.values()
     for node in others:
         if len(node.devices) != len(first.devices):
@@ -276,7 +276,7 @@ def _servers(devices: tuple[str, ...], cluster: Cluster) -> tuple[Node, ...]:
     return tuple(nodes.values())
 
 
-def _several(nodes: tuple[Node, ...], rank: str, port: str) -> str:
+def _several(nodes: tuple[LaunchNode, ...], rank: str, port: str) -> str:
     """The options of torchrun on one of several nodes, for a shell."""
     return (
         f"--nnodes={len(nodes)} --nproc-per-node={len(nodes[0].devices)} "
@@ -284,7 +284,7 @@ def _several(nodes: tuple[Node, ...], rank: str, port: str) -> str:
     )
 
 
-def _visible(nodes: tuple[Node, ...], rank: str) -> list[str]:
+def _visible(nodes: tuple[LaunchNode, ...], rank: str) -> list[str]:
     """Lines of bash that give local rank i its GPU, if that is not GPU i."""
     if all(node.gpus == tuple(range(len(node.gpus))) for node in nodes):
         return []
@@ -292,12 +292,12 @@ def _visible(nodes: tuple[Node, ...], rank: str) -> list[str]:
     return [f"gpus=({listed})", f'export CUDA_VISIBLE_DEVICES="${{gpus[{rank}]}}"']
 
 
-def _gpus(nodes: tuple[Node, ...]) -> int:
+def _gpus(nodes: tuple[LaunchNode, ...]) -> int:
     """The number of GPUs that each machine must have."""
     return 1 + max(gpu for node in nodes for gpu in node.gpus)
 
 
-def _told(nodes: tuple[Node, ...]) -> list[str]:
+def _told(nodes: tuple[LaunchNode, ...]) -> list[str]:
     """Comments that list the devices of every server."""
     return [
         f"# node {n}: {', '.join(map(json.dumps, node.devices))}" for n, node in enumerate(nodes)

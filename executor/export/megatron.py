@@ -9,7 +9,7 @@ import re
 import shlex
 
 from stagewright.executor.export.decoder import modules
-from stagewright.executor.export.options import Options, samples_per_replica, stage_layers
+from stagewright.executor.export.options import FormatOptions, samples_per_replica, stage_layers
 from stagewright.executor.export.pipelines import (
     Pipeline,
     orders,
@@ -27,7 +27,7 @@ _OUTPUT = ("norm", "pooler", "head", "loss")
 SYMBOLS = {"embedding": "E", "block": "t{}", **dict.fromkeys(_OUTPUT, "L")}
 
 
-def arguments(plan: PipelinePlan, options: Options) -> dict[str, str]:
+def arguments(plan: PipelinePlan, options: FormatOptions) -> dict[str, str]:
     """A file for bash that sets the array ``MEGATRON_ARGUMENTS``."""
     ranks = pipeline(plan, NAME, "optimizer")
     count, stages = len(ranks.devices), len(plan.stages)

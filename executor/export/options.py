@@ -9,7 +9,7 @@ from stagewright.graphs.models.chain import Chain
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class FormatOptions:
     """Options of the formats, each unset unless it is given.
 
     ``model`` has the layer names and the samples of a microbatch. ``partition_only`` exports only
@@ -29,7 +29,7 @@ class Options:
     time: str | None = None
 
 
-def layer_names(plan: PipelinePlan, options: Options) -> tuple[str, ...]:
+def layer_names(plan: PipelinePlan, options: FormatOptions) -> tuple[str, ...]:
     """The names of all layers: the plan's, else the model's."""
     chain = _model(plan, options)
     if plan.layers is not None:
@@ -39,13 +39,13 @@ def layer_names(plan: PipelinePlan, options: Options) -> tuple[str, ...]:
     return tuple(layer.name for layer in chain.layers)
 
 
-def stage_layers(plan: PipelinePlan, options: Options) -> tuple[tuple[str, ...], ...]:
+def stage_layers(plan: PipelinePlan, options: FormatOptions) -> tuple[tuple[str, ...], ...]:
     """The names of every stage's layers."""
     names = layer_names(plan, options)
     return tuple(names[stage.layers[0] : stage.layers[1]] for stage in plan.stages)
 
 
-def samples_per_replica(plan: PipelinePlan, options: Options, replicas: int) -> int:
+def samples_per_replica(plan: PipelinePlan, options: FormatOptions, replicas: int) -> int:
     """The samples of a microbatch on each of ``replicas`` copies."""
     chain, samples = _model(plan, options), plan.microbatch_size
     if samples is None and chain is not None:
@@ -62,7 +62,7 @@ def samples_per_replica(plan: PipelinePlan, options: Options, replicas: int) -> 
     return samples // replicas
 
 
-def _model(plan: PipelinePlan, options: Options) -> Chain | None:
+def _model(plan: PipelinePlan, options: FormatOptions) -> Chain | None:
     """The model, if it is given; it must be the plan's."""
     chain = options.model
     if chain is not None:

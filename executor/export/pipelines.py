@@ -40,11 +40,8 @@ class Pipeline:
 def pipeline(plan: PipelinePlan, framework: str, shards: Shards = "none") -> Pipeline:
     """The pipeline of a plan; ``shards`` is what a framework's replicas may divide, if anything.
 
-    Raises
-    ------
-    InputError
-        If the plan spans steps, its stages have different replication, a tensor degree or shards,
-        or stages share only some of their devices.
+    Raises InputError if the plan spans steps, its stages have different replication, a tensor
+    degree or shards, or stages share only some of their devices.
     """
     _require_whole_iterations(plan, framework)
     require_whole_stages(
@@ -129,10 +126,7 @@ def require_plain(plan: PipelinePlan, framework: str, *, recompute: bool = False
 def orders(plan: PipelinePlan, ranks: Pipeline) -> tuple[Row, ...]:
     """Each rank's computations in order, which must be the same on all its replicas.
 
-    Raises
-    ------
-    InvalidPlan
-        If computations are missing or the order is a deadlock.
+    Raises InvalidPlan if computations are missing or the order is a deadlock.
     """
     of_device = _verified(replace(plan, predicted=None, certificate=None))  # without dicts
     for group in ranks.devices:

@@ -21,10 +21,7 @@ RUNTIMES = ("torch-csv", *_NAMES, "deepspeed")
 def runtime_of(to: str, chain: Chain) -> Runtime:
     """The runtime behind the export ``to``, for the layers of ``chain``.
 
-    Raises
-    ------
-    InputError
-        If there is none, or the framework does not know the layers.
+    Raises InputError if there is none, or the framework does not know the layers.
     """
     if to not in RUNTIMES:
         known = ", ".join(RUNTIMES)

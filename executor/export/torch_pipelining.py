@@ -8,9 +8,9 @@ from collections.abc import Mapping
 
 from stagewright.executor.export.decoder import modules
 from stagewright.executor.export.launchers import to_yaml
-from stagewright.executor.export.options import Options, samples_per_replica, stage_layers
+from stagewright.executor.export.options import FormatOptions, samples_per_replica, stage_layers
 from stagewright.executor.export.pipelines import Pipeline, orders, pipeline, require_plain
-from stagewright.formulations.plans.actions import Action, ActionKind, parse_action
+from stagewright.formulations.plans.actions import Action, ActionKind, F, parse_action
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.formulations.schedules.order import Order, Row
 from stagewright.graphs.documents.errors import InputError
@@ -74,10 +74,8 @@ _NO_RECOMPUTATION = "    config.activation_checkpoint = None  # the plan recompu
 
 _ROTARY = "model.rotary_emb"  # every stage of a Hugging Face decoder needs it
 
-F = ActionKind.FORWARD
 
-
-def schedule(plan: PipelinePlan, options: Options) -> dict[str, str]:
+def schedule(plan: PipelinePlan, options: FormatOptions) -> dict[str, str]:
     """The schedule file; copies of the pipeline have equal shares of the samples, if known."""
     ranks = pipeline(plan, "torch")
     if plan.microbatch_size is not None or options.model is not None:
@@ -85,7 +83,7 @@ def schedule(plan: PipelinePlan, options: Options) -> dict[str, str]:
     return {SCHEDULE: _csv(plan, ranks)}
 
 
-def torchtitan(plan: PipelinePlan, options: Options) -> dict[str, str]:
+def torchtitan(plan: PipelinePlan, options: FormatOptions) -> dict[str, str]:
     """A module that sets the stages and their schedule in a configuration, with the schedule file.
 
     Names of torchtitan 0.3.0, for its decoders: Llama 3, Qwen 3, DeepSeek-V3, gpt-oss. Others have
@@ -116,10 +114,7 @@ def torchtitan(plan: PipelinePlan, options: Options) -> dict[str, str]:
 def _replication(ranks: Pipeline) -> dict[str, int | str]:
     """Whole replicas, or FSDP that keeps no weights from a forward to its backward."""
     if ranks.shards == "none":
-        return {
-            "data_parallel_replicate_degree": ranks.replicas,
-            "data_parallel_shard_degree": 1,
-        }
+        return {"data_parallel_replicate_degree": ranks.replicas, "data_parallel_shard_degree": 1}
     return {
         "data_parallel_replicate_degree": 1,
         "data_parallel_shard_degree": ranks.replicas,
@@ -127,7 +122,7 @@ def _replication(ranks: Pipeline) -> dict[str, int | str]:
     }
 
 
-def _torchtitan_batch(plan: PipelinePlan, options: Options, ranks: Pipeline) -> str:
+def _torchtitan_batch(plan: PipelinePlan, options: FormatOptions, ranks: Pipeline) -> str:
     """Lines that set the samples of a pipeline's iteration and of all, if the plan's are known."""
     if options.model is None:
         return ""
@@ -138,7 +133,7 @@ def _torchtitan_batch(plan: PipelinePlan, options: Options, ranks: Pipeline) -> 
     )
 
 
-def nemo(plan: PipelinePlan, options: Options) -> dict[str, str]:
+def nemo(plan: PipelinePlan, options: FormatOptions) -> dict[str, str]:
     """The ``distributed`` section of a NeMo AutoModel recipe (0.5 to 0.7), with the schedule file.
 
     Its modules are those of Hugging Face's decoders, such as Llama's: ``model.layers.0``.
@@ -216,10 +211,8 @@ def _csv(plan: PipelinePlan, ranks: Pipeline) -> str:
 def order_csv(order: Order) -> str:
     """The schedule file of an order.
 
-    Raises
-    ------
-    InputError
-        If torch cannot run it: stages have several copies, or losses would be mixed up.
+    Raises InputError if torch cannot run it: stages have several copies, or losses would be mixed
+    up.
     """
     if len(order.paths) > 1:
         raise InputError(
@@ -249,7 +242,7 @@ def _require_losses_in_order(rows: tuple[Row, ...], last: int, microbatches: int
                     )
 
 
-def _schedule_name(ranks: Pipeline, options: Options, framework: str) -> str:
+def _schedule_name(ranks: Pipeline, options: FormatOptions, framework: str) -> str:
     """A schedule of the plan's placement; the file, where there is one, replaces its order."""
     count = len(ranks.devices)
     if count == 1:
@@ -266,7 +259,9 @@ def _schedule_name(ranks: Pipeline, options: Options, framework: str) -> str:
     )
 
 
-def _modules(plan: PipelinePlan, options: Options, names: Names, framework: str) -> list[list[str]]:
+def _modules(
+    plan: PipelinePlan, options: FormatOptions, names: Names, framework: str
+) -> list[list[str]]:
     """Per stage the framework's own modules; a head without a norm before it counts as both."""
     parts = modules(stage_layers(plan, options), names, framework)
     if not any(names["norm"] in part for part in parts):

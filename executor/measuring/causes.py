@@ -61,7 +61,7 @@ LATE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Cause:
+class TimeCause:
     """The seconds of an iteration that a cause accounts for; negative if it is shorter by them.
 
     ``work`` are the seconds of its actions together, of an iteration on all devices; None of a
@@ -103,9 +103,9 @@ class Explanation:
     measured but the waits for a core; None where no wait was.
     """
 
-    causes: tuple[Cause, ...]
+    causes: tuple[TimeCause, ...]
     rest_seconds: float
-    largest: Cause | None
+    largest: TimeCause | None
     without_waits_seconds: float | None
 
 
@@ -141,8 +141,7 @@ class MeasuredRun:
         """Seconds that measured times of some entries add to an iteration, and those entries."""
         durations = np.where(chosen[:, None], self.measured, self.planned)
         work = Pair(
-            float(self.planned[chosen].sum()),
-            float(self.measured[chosen].mean(axis=1).sum()),
+            float(self.planned[chosen].sum()), float(self.measured[chosen].mean(axis=1).sum())
         )
         iterations = self.run.plan.microbatches // self.run.iteration_microbatches
         return self.seconds(durations) - base, work.part(iterations)
@@ -191,23 +190,23 @@ def _without_waits(case: MeasuredRun) -> float:
     return float(case.iteration.mean()) - waits
 
 
-def _causes(case: MeasuredRun, base: float, predicted: float) -> tuple[Cause, ...]:
+def _causes(case: MeasuredRun, base: float, predicted: float) -> tuple[TimeCause, ...]:
     every = case.measured + case.waited
     kinds = np.array([action.kind for action in case.run.actions])
     found = []
     for name, members in KINDS.items():
         chosen = np.isin(kinds, members)
         if chosen.any():
-            found.append(Cause(name, *case.account(chosen, base)))
+            found.append(TimeCause(name, *case.account(chosen, base)))
         elif name == "updates" and (case.pause.predicted or case.pause.measured):
-            found.append(Cause(name, case.pause.measured - case.pause.predicted, case.pause))
+            found.append(TimeCause(name, case.pause.measured - case.pause.predicted, case.pause))
     if case.waited.any():
-        found.append(Cause(WAITING, case.seconds(case.planned + case.waited) - base))
+        found.append(TimeCause(WAITING, case.seconds(case.planned + case.waited) - base))
     explained = case.seconds(every) + case.pause.measured
-    found.append(Cause(BETWEEN, float(case.iteration.mean()) - explained))
+    found.append(TimeCause(BETWEEN, float(case.iteration.mean()) - explained))
     waits = base + case.pause.predicted - predicted
     if abs(waits) > 1e-9 * predicted:
-        found.append(Cause(PLANNED_WAITS, waits))
+        found.append(TimeCause(PLANNED_WAITS, waits))
     return tuple(found)
 
 

@@ -17,8 +17,8 @@ from stagewright.executor.measuring.causes import Explanation, explain
 from stagewright.executor.measuring.pairs import (
     BACKWARD,
     Entry,
+    MeasuredStageTimes,
     Pair,
-    StageTimes,
     _end_of_run,
     _iterations,
     counted_steps,
@@ -57,7 +57,7 @@ def correct(chain: Chain, plan: PipelinePlan, trace: Trace) -> Chain:
     forward time, and likewise the backward times, by parts if the plan splits them, and the time
     of the optimizer step.
     """
-    times = StageTimes(pair_actions(pair_entries(plan, trace)))
+    times = MeasuredStageTimes(pair_actions(pair_entries(plan, trace)))
     _require_model(chain, plan)
     layers = []
     for s, stage in enumerate(plan.stages):
@@ -97,7 +97,7 @@ class _Factors:
     update: float
 
     @classmethod
-    def of(cls, s: int, times: StageTimes) -> "_Factors":
+    def of(cls, s: int, times: MeasuredStageTimes) -> "_Factors":
         def factor(*kinds: ActionKind, otherwise: float = 1.0) -> float:
             ratio = times.of(s, *kinds).ratio
             return otherwise if ratio is None else ratio
@@ -304,7 +304,7 @@ def _compare_kinds(actions: dict[Action, Pair]) -> tuple[KindComparison, ...]:
 def _compare_stages(
     plan: PipelinePlan, entries: dict[Entry, Pair], iteration: Pair
 ) -> tuple[StageComparison, ...]:
-    times = StageTimes(pair_actions(entries))
+    times = MeasuredStageTimes(pair_actions(entries))
     parsed = {text: parse_action(text) for _, text in entries}
     work = sum_by(
         (parsed[text].stage, pair)

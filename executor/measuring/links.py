@@ -36,7 +36,7 @@ Seconds = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class MeasuringMachine:
     """The measuring device: ``kind`` is the device kind that clusters use for it."""
 
     device: torch.device
@@ -118,7 +118,7 @@ _NUMBER_BYTES = 4  # of what an all-reduce adds
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Links:
+class MeasuredLinks:
     """Measured bytes/s and seconds from rank i (row) to rank j (column); 0 for i = j.
 
     ``all_reduce_share`` is the share of the least bandwidth that an all-reduce reaches, at most 1.
@@ -129,13 +129,12 @@ class Links:
     all_reduce_share: float
 
 
-def measure_links(device: torch.device, sizes: Sequence[int] = SIZES, *, rounds: int = 9) -> Links:
+def measure_links(
+    device: torch.device, sizes: Sequence[int] = SIZES, *, rounds: int = 9
+) -> MeasuredLinks:
     """Measure every pair of ranks of the default process group; all ranks return the result.
 
-    Raises
-    ------
-    InputError
-        If there are fewer than two ranks or sizes.
+    Raises InputError if there are fewer than two ranks or sizes.
     """
     ranks = dist.get_world_size()
     if ranks < 2:
@@ -152,7 +151,7 @@ def measure_links(device: torch.device, sizes: Sequence[int] = SIZES, *, rounds:
     numbers = -(-max(sizes) // _NUMBER_BYTES)
     together = _all_reduce(numbers, rounds, device)
     share = reduce_share(ranks, _NUMBER_BYTES * numbers, together, bandwidth, latency)
-    return Links(bandwidth, latency, share)
+    return MeasuredLinks(bandwidth, latency, share)
 
 
 def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
@@ -179,7 +178,7 @@ def reduce_share(
 
 
 def describe(
-    links: Links, device: torch.device, *, kind: str = "", memory_bytes: float | None = None
+    links: MeasuredLinks, device: torch.device, *, kind: str = "", memory_bytes: float | None = None
 ) -> Cluster:
     """The cluster of the measured links, from every rank's kind of device and host.
 
@@ -187,7 +186,7 @@ def describe(
     """
     mine = (
         socket.gethostname(),
-        Machine(device, kind=kind).device_kind,
+        MeasuringMachine(device, kind=kind).device_kind,
         _memory_bytes(device) if memory_bytes is None else memory_bytes,
     )
     told: list[tuple[str, str, float]] = [mine] * dist.get_world_size()

@@ -46,17 +46,10 @@ class TotalTimes:
 class OperatorComparison:
     """Predicted and measured times of a plan of operators.
 
-    Attributes
-    ----------
-    iteration_seconds
-        Compares with the median of the ``steps`` counted steps, which took ``least_seconds`` to
-        ``most_seconds``.
-    kinds
-        By role in the step (forward, backward, update), and of the transfers.
-    devices
-        What each device computes.
-    entries
-        Every operator and transfer, in the order of the plan.
+    ``iteration_seconds``: compares with the median of the ``steps`` counted steps, which took
+    ``least_seconds`` to ``most_seconds``. ``kinds``: by role in the step (forward, backward,
+    update), and of the transfers. ``devices``: what each device computes. ``entries``: every
+    operator and transfer, in the order of the plan.
     """
 
     iteration_seconds: Pair
@@ -71,10 +64,7 @@ class OperatorComparison:
 def compare_operators(plan: OperatorPlan, trace: Trace) -> OperatorComparison:
     """Compare the predictions of ``plan`` with the measurements in ``trace``.
 
-    Raises
-    ------
-    InputError
-        If the trace is of another plan.
+    Raises InputError if the trace is of another plan.
     """
     if trace.digest != plan.digest:
         raise InputError("the trace is not of this plan: it is of another graph or cluster")
@@ -120,10 +110,7 @@ def _totals(entries: Iterable[tuple[str, OperatorTimes]]) -> dict[str, TotalTime
 def observe(plan: OperatorPlan, trace: Trace) -> Observation:
     """The observation from a run's counted steps: medians of operators and transfers.
 
-    Raises
-    ------
-    InputError
-        If the trace is of another plan.
+    Raises InputError if the trace is of another plan.
     """
     found = compare_operators(plan, trace)
     size = {

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from stagewright.executor.capture.steps.step import CapturedStep
-from stagewright.executor.measuring.links import Machine, Seconds, threads
+from stagewright.executor.measuring.links import MeasuringMachine, Seconds, threads
 from stagewright.executor.measuring.profiling import DIGITS, WARM_UP
 from stagewright.graphs.models.operators.step_graph import StepGraph
 
@@ -18,7 +18,7 @@ from stagewright.graphs.models.operators.step_graph import StepGraph
 class _Timing(fx.Interpreter):
     """Times every operator once per run."""
 
-    def __init__(self, module: fx.GraphModule, machine: Machine) -> None:
+    def __init__(self, module: fx.GraphModule, machine: MeasuringMachine) -> None:
         super().__init__(module)
         self.machine = machine
         self.seconds: dict[str, Seconds] = {}
@@ -35,7 +35,7 @@ class _Timing(fx.Interpreter):
 def measure_operators(
     step: CapturedStep,
     batch: tuple[Any, Any],
-    machine: Machine,
+    machine: MeasuringMachine,
     *,
     rounds: int = 9,
     on_progress: Callable[[str], None] = lambda _: None,
@@ -59,10 +59,7 @@ def measure_operators(
         for name in timing.seconds
     }
     nodes = tuple(
-        replace(
-            node,
-            seconds=node.seconds | {machine.device_kind: medians.get(node.name, 0.0)},
-        )
+        replace(node, seconds=node.seconds | {machine.device_kind: medians.get(node.name, 0.0)})
         for node in step.graph.nodes
     )
     return replace(

@@ -142,11 +142,7 @@ def _end_of_run(plan: PipelinePlan, run: TracedStep) -> PipelinePlan:
     begin = min(timed.start_seconds for timed in last)
     actions = tuple(_earlier(timed, microbatches - count, begin) for timed in last)
     return replace(
-        plan,
-        microbatches=count,
-        schedule=Schedule(actions),
-        predicted=None,
-        certificate=None,
+        plan, microbatches=count, schedule=Schedule(actions), predicted=None, certificate=None
     )
 
 
@@ -171,7 +167,7 @@ def sum_by(pairs: Iterable[tuple[Hashable, Pair]]) -> dict[Hashable, Pair]:
     return sums
 
 
-class StageTimes:
+class MeasuredStageTimes:
     """Seconds that each stage spends on each kind of action, on the slowest devices."""
 
     def __init__(self, actions: dict[Action, Pair]) -> None:

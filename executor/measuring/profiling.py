@@ -39,7 +39,7 @@ from stagewright.executor.capture.loss_graph import (
 )
 from stagewright.executor.capture.shapes import SavedStorages, propagate, values_of
 from stagewright.executor.capture.twins import made_once
-from stagewright.executor.measuring.links import Machine, Seconds, threads
+from stagewright.executor.measuring.links import MeasuringMachine, Seconds, threads
 from stagewright.executor.training.data.batches import (
     mapped_batch,
     require_samples,
@@ -63,7 +63,7 @@ def measure_layers(
     batch: tuple[Any, Any],
     microbatch_sizes: Sequence[int],
     *,
-    machine: Machine,
+    machine: MeasuringMachine,
     loss: Loss = cross_entropy,
     optimizer: MakeOptimizer = torch.optim.AdamW,
     clips: bool = False,
@@ -75,15 +75,11 @@ def measure_layers(
     """Measure ``model``, which is on the machine's device, with samples of ``batch``.
 
     ``model`` is the same layers for every size, or by size: captured for it, with the same
-    parameters. ``batch`` is (inputs, targets), as of `Executor.step`.
-    The loss is part of the last layer. ``autocast`` is the compute type of mixed precision, None
-    for the parameters' type. With ``clips``, an update includes the norm of the gradients.
-
-    Raises
-    ------
-    InputError
-        If the batch has too few samples, or a run would refuse the model or the loss, or the
-        optimizer does not accept its parameters.
+    parameters. ``batch`` is (inputs, targets), as of `Executor.step`. The loss is part of the last
+    layer. ``autocast`` is the compute type of mixed precision, None for the parameters' type. With
+    ``clips``, an update includes the norm of the gradients. Raises InputError if the batch has too
+    few samples, or a run would refuse the model or the loss, or the optimizer does not accept its
+    parameters.
     """
     models = model if isinstance(model, Mapping) else dict.fromkeys(microbatch_sizes, model)
     model = models[max(microbatch_sizes)]
@@ -130,10 +126,7 @@ def measure_layers(
 def first_batch(batches: Any, *, keywords: bool = False) -> Any:
     """The first mini-batch of an iterable: (inputs, targets), or a dict of ``keywords``.
 
-    Raises
-    ------
-    InputError
-        If it is not an iterable of them.
+    Raises InputError if it is not an iterable of them.
     """
     try:
         first = next(iter(batches), None)
@@ -177,7 +170,7 @@ class _LayerInputs:
             leaves = tuple(one.detach().requires_grad_(one.requires_grad) for one in outputs)
             require_from_outputs(self.end(leaves)[0], leaves)
 
-    def times(self, machine: Machine) -> tuple[Seconds, Seconds, Seconds]:
+    def times(self, machine: MeasuringMachine) -> tuple[Seconds, Seconds, Seconds]:
         """Seconds of one forward, input gradient and whole backward."""
         inputs = [value for value in self.inputs if value.requires_grad]
         parameters = [one for one in self.module.parameters() if one.requires_grad]
@@ -190,7 +183,7 @@ class _LayerInputs:
         return forward, self._input_gradient(machine, self.forward(), inputs), whole
 
     def _input_gradient(
-        self, machine: Machine, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+        self, machine: MeasuringMachine, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> Seconds:
         roots, gradients = _seeds(outputs)
         if not inputs or not roots:
@@ -201,7 +194,7 @@ class _LayerInputs:
         return seconds
 
     def _whole_backward(
-        self, machine: Machine, outputs: Sequence[Tensor], parameters: Sequence[Tensor]
+        self, machine: MeasuringMachine, outputs: Sequence[Tensor], parameters: Sequence[Tensor]
     ) -> Seconds:
         """Time a backward that adds to the gradients of parameters, as every microbatch does."""
         roots, gradients = _seeds(outputs)
@@ -276,7 +269,11 @@ def _min_samples(run: _LayerInputs) -> int | None:
 
 
 def _measure_updates(
-    model: LayeredModel, optimizer: MakeOptimizer, clips: bool, machine: Machine, rounds: int
+    model: LayeredModel,
+    optimizer: MakeOptimizer,
+    clips: bool,
+    machine: MeasuringMachine,
+    rounds: int,
 ) -> tuple[list[float], float]:
     """Seconds of the update of each layer, and bytes of state per byte of parameters."""
 
@@ -357,11 +354,7 @@ def _parameter_bytes(module: nn.Module) -> int:
 
 
 def _costs(
-    size: int,
-    kind: str,
-    times: Floats,
-    bytes_: Sequence[tuple[int, int]],
-    updates: Sequence[float],
+    size: int, kind: str, times: Floats, bytes_: Sequence[tuple[int, int]], updates: Sequence[float]
 ) -> list[LayerCost]:
     """The medians of ``times``, shape (rounds, layers, 3), as costs of the layers."""
     costs = []
@@ -390,7 +383,7 @@ def rounded(seconds: float) -> float:
     return float(f"{seconds:.{DIGITS}g}")
 
 
-def _source(machine: Machine, dtype: torch.dtype, measured: Sequence[Floats]) -> str:
+def _source(machine: MeasuringMachine, dtype: torch.dtype, measured: Sequence[Floats]) -> str:
     spread = np.concatenate([_spread(times[:, :, [0, 2]]) for times in measured])
     return (
         f"measured: layer by layer with torch {torch.__version__}, "

@@ -14,7 +14,7 @@ from stagewright.executor.capture.exported.exporting import Example
 from stagewright.executor.capture.layers import LayeredModel
 from stagewright.executor.capture.shapes import Value, propagate, values_of
 from stagewright.executor.capture.tracing import capture
-from stagewright.executor.measuring.links import Machine, Seconds
+from stagewright.executor.measuring.links import MeasuringMachine, Seconds
 from stagewright.executor.measuring.profiling import measure_layers, rounded
 from stagewright.executor.training.data.batches import (
     require_as_many,
@@ -32,7 +32,7 @@ from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 
 
 @dataclass(frozen=True, slots=True)
-class GroupMachine(Machine):
+class GroupMachine(MeasuringMachine):
     """A machine measured by a tensor group, whose devices begin each layer together."""
 
     group: TensorGroup | None = None
@@ -61,10 +61,7 @@ class GroupMachine(Machine):
 def group_of(degree: int) -> TensorGroup:
     """The tensor group of this rank: of all ranks every ``degree`` consecutive ones are one.
 
-    Raises
-    ------
-    InputError
-        If the ranks are no whole number of groups.
+    Raises InputError if the ranks are no whole number of groups.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
     if world % degree:
@@ -169,12 +166,8 @@ def captured_by_size(
 ) -> dict[int, LayeredModel]:
     """The layers of a new model on ``device`` for microbatches of ``sizes`` of ``inputs``.
 
-    They share their parameters, of type ``dtype``. ``takes_loss`` as in `Example`.
-
-    Raises
-    ------
-    InputError
-        If the model cannot be captured, or ``inputs`` have fewer samples.
+    They share their parameters, of type ``dtype``. ``takes_loss`` as in `Example`. Raises
+    InputError if the model cannot be captured, or ``inputs`` have fewer samples.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
@@ -212,7 +205,7 @@ class Profiled:
     optimizer: MakeOptimizer
     clips: bool
     rounds: int
-    machine: Machine
+    machine: MeasuringMachine
     dtype: torch.dtype
     autocast: torch.dtype | None
 
@@ -224,10 +217,8 @@ class Profiled:
     def measure_degree(self, degree: int) -> Chain:
         """Costs of whole layers and of layers divided among ``degree`` ranks; all ranks call this.
 
-        Raises
-        ------
-        InputError
-            If the model does not say how it is divided, or a run would refuse to divide it.
+        Raises InputError if the model does not say how it is divided, or a run would refuse to
+        divide it.
         """
         group, captured = group_of(degree), self._captured()
         whole = mean_of_ranks(self._measured(captured, self.machine))
@@ -252,7 +243,7 @@ class Profiled:
     def _measured(
         self,
         captured: Mapping[int, LayeredModel],
-        machine: Machine,
+        machine: MeasuringMachine,
         on_progress: Callable[[str], None] = lambda _: None,
     ) -> Chain:
         return measure_layers(

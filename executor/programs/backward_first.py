@@ -8,7 +8,7 @@ in one part, so both ranks of a pair have them in the same order there.
 
 from collections.abc import Collection
 
-from stagewright.executor.programs.lower import computations
+from stagewright.executor.programs.lower import computations, position_of_update, with_reductions
 from stagewright.executor.programs.program import (
     Families,
     Instruction,
@@ -25,12 +25,10 @@ from stagewright.executor.programs.transfers import (
     with_early_sends,
     with_transfers,
 )
-from stagewright.executor.programs.updates import position_of_update, with_reductions
-from stagewright.formulations.plans.actions import FLUSH, Action, ActionKind
+from stagewright.formulations.plans.actions import FLUSH, Action, ActionKind, F
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InvalidPlan
 
-F = ActionKind.FORWARD
 AHEAD = (F, ActionKind.SEND_FORWARD, ActionKind.RECEIVE_FORWARD)
 """The kinds of action that a window has for the mini-batch of its second loss."""
 
@@ -38,16 +36,10 @@ AHEAD = (F, ActionKind.SEND_FORWARD, ActionKind.RECEIVE_FORWARD)
 def lower_backward_first(plan: PipelinePlan, families: Families = ()) -> PeriodicProgram:
     """The program that carries out a plan between two losses for any number of mini-batches.
 
-    Parameters
-    ----------
-    families
-        Stages whose updates depend on each other's gradients; there may be none.
+    Raises InvalidPlan if the order in the plan contradicts its dependencies, its weights are not
+    'flush', or an update needs the gradients of other stages.
 
-    Raises
-    ------
-    InvalidPlan
-        If the order in the plan contradicts its dependencies, its weights are not 'flush', or an
-        update needs the gradients of other stages.
+    ``families``: stages whose updates depend on each other's gradients; there may be none.
     """
     _require_own_updates(plan, families)
     rows = computations(plan)

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from stagewright.executor.programs.program import Instruction, Program, Row
 from stagewright.executor.programs.verification.transfers import by_peer
 from stagewright.executor.programs.work import InvalidProgram
-from stagewright.formulations.plans.actions import Action, ActionKind
+from stagewright.formulations.plans.actions import Action, ActionKind, B, F, I, W
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.units import format_bytes
 
 _AROUND = 3  # instructions shown on either side of the place where a rank hangs
 
 
-class Progress(ABC):
+class RowProgress(ABC):
     """The program run without data: a rank proceeds once the actions it waits for are done.
 
     Sends, receives and all-reduces are only posted. Those of a pair of ranks complete in order,
@@ -99,8 +99,6 @@ class Progress(ABC):
         return ",".join([*head, *shown, *tail])
 
 
-F, B = ActionKind.FORWARD, ActionKind.BACKWARD
-I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT
 STASH, DROP = ActionKind.STASH, ActionKind.DROP
 
 

@@ -47,13 +47,8 @@ def pattern_order(plan: PipelinePlan) -> tuple[ShiftedOperation, ...]:
     The order obeys every dependency within a period; the shifts obey those between periods. A
     transfer that is not in the plan follows its computation at once. Where all RECEIVE_BUFFERS + 1
     buffers are taken, a transfer waits for the computation that frees one and comes later than in
-    the plan.
-
-    Raises
-    ------
-    InvalidPlan
-        If an operation begins before one that it waits for, is missing, or is on a device that is
-        not in its stage.
+    the plan. Raises InvalidPlan if an operation begins before one that it waits for, is missing, or
+    is on a device that is not in its stage.
     """
     places = _places(plan)
     for operation in places:

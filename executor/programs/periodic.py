@@ -7,8 +7,8 @@
    order, both ranks of a pair have a transfer in the same iteration, in the same order.
 3. `with_early_sends`, `with_early_receives`: within the iteration. Nothing is posted for a
    mini-batch that is not known yet.
-4. `_Walk`: all-reduces, updates, and versions of the weights. `StashedWalk` where they change after
-   every microbatch.
+4. `_WeightsWalk`: all-reduces, updates, and versions of the weights. `StashedWalk` where they
+   change after every microbatch.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -49,22 +49,17 @@ def lower_periodic(plan: PipelinePlan, families: Families = ()) -> PeriodicProgr
     Iterations are lowered until one begins in the state of the one before, shifted by an iteration:
     from there on they repeat.
 
-    Parameters
-    ----------
-    families
-        Stages that have a parameter in common: their gradients are summed up over all of them.
+    Raises InvalidPlan if the pattern contradicts its dependencies, or two versions of the weights
+    are too few. `verify` finds everything else.
 
-    Raises
-    ------
-    InvalidPlan
-        If the pattern contradicts its dependencies, or two versions of the weights are too few.
-        `verify` finds everything else.
+    ``families``: stages that have a parameter in common: their gradients are summed up over all of
+    them.
     """
     _require_weights(plan)
     order, m = pattern_order(plan), plan.microbatches
     last = max(one.shift for one in order)
     every_round = plan.weight_rule.updates_every_round
-    walk = StashedWalk(plan, order) if every_round else _Walk(plan, order, families)
+    walk = StashedWalk(plan, order) if every_round else _WeightsWalk(plan, order, families)
     segments: list[ProgramRows] = []
     drains: list[ProgramRows] = []
     while True:
@@ -149,7 +144,7 @@ class _Weights:
     used: int = 1
 
 
-class _Walk:
+class _WeightsWalk:
     """The weights of all ranks' stages, iteration by iteration.
 
     Iteration i computes on version i. Its update makes version i + 2 from i + 1, and drops version
@@ -197,10 +192,7 @@ class _Walk:
     def through(self, rows: Rows, *, to_the_end: bool = False) -> ProgramRows:
         """``rows`` with all-reduces, updates and versions; all of them ``to_the_end``.
 
-        Raises
-        ------
-        InvalidPlan
-            If an iteration begins before the update that makes its weights.
+        Raises InvalidPlan if an iteration begins before the update that makes its weights.
         """
         return tuple(
             tuple(self._through(row, stages, to_the_end))

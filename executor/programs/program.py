@@ -14,11 +14,7 @@ from stagewright.formulations.plans.shards import pairs
 from stagewright.graphs.documents.errors import InputError
 
 SENDS = (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD, ActionKind.SEND_OUTPUT)
-RECEIVES = (
-    ActionKind.RECEIVE_FORWARD,
-    ActionKind.RECEIVE_BACKWARD,
-    ActionKind.RECEIVE_OUTPUT,
-)
+RECEIVES = (ActionKind.RECEIVE_FORWARD, ActionKind.RECEIVE_BACKWARD, ActionKind.RECEIVE_OUTPUT)
 
 
 @dataclass(frozen=True, slots=True)

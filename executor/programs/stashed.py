@@ -34,7 +34,7 @@ State = tuple[int, int, tuple[int, ...], tuple[tuple[int, int], ...]]
 
 
 @dataclass(slots=True)
-class _Versions:
+class _StageVersions:
     """A stage's versions on a rank, by their number of updates; ``held[-1]`` is the newest.
 
     ``of`` are the versions of the microbatches in flight, ``forwards`` is the number of forwards
@@ -61,7 +61,9 @@ class StashedWalk:
 
     def __init__(self, plan: PipelinePlan, order: Sequence[ShiftedOperation]) -> None:
         self.plan, self.iteration = plan, 0
-        self._stages = [{s: _Versions() for s in stages_on(plan, d)} for d in plan_devices(plan)]
+        self._stages = [
+            {s: _StageVersions() for s in stages_on(plan, d)} for d in plan_devices(plan)
+        ]
         at = {one.operation: (one.shift, i) for i, one in enumerate(order)}
         self._ends = {s: W if Operation(s, W) in at else B for s in range(len(plan.stages))}
         (ends, last), (begins, first) = at[Operation(0, self._ends[0])], at[Operation(0, F)]
@@ -83,7 +85,7 @@ class StashedWalk:
         )
 
     def _through(
-        self, row: Iterable[Instruction], stages: dict[int, _Versions], stop: int | None
+        self, row: Iterable[Instruction], stages: dict[int, _StageVersions], stop: int | None
     ) -> Iterator[Instruction]:
         for s, versions in stages.items():
             yield from self._dropped(s, versions, stop)  # what was kept for later iterations
@@ -104,7 +106,7 @@ class StashedWalk:
                 due.append(s)
         yield from self._updates(due, stages, stop)
 
-    def _used(self, s: int, versions: _Versions, m: int) -> Iterator[Instruction]:
+    def _used(self, s: int, versions: _StageVersions, m: int) -> Iterator[Instruction]:
         """A microbatch uses one version from its forward on."""
         if m not in versions.of:
             versions.of[m] = self._required(versions, m)
@@ -113,12 +115,12 @@ class StashedWalk:
             versions.used = versions.of[m]
             yield Instruction(Action(s, ActionKind.USE, versions.used))
 
-    def _required(self, versions: _Versions, m: int) -> int:
+    def _required(self, versions: _StageVersions, m: int) -> int:
         if self.plan.weight_rule.follows_first_stage:
             return max(0, m + 1 - self._in_flight)
         return versions.held[-1]
 
-    def _is_needed(self, versions: _Versions, version: int, stop: int | None) -> bool:
+    def _is_needed(self, versions: _StageVersions, version: int, stop: int | None) -> bool:
         if version in versions.of.values():
             return True
         following = versions.forwards
@@ -126,14 +128,14 @@ class StashedWalk:
             return False
         return version >= self._required(versions, following)
 
-    def _dropped(self, s: int, versions: _Versions, stop: int | None) -> Iterator[Instruction]:
+    def _dropped(self, s: int, versions: _StageVersions, stop: int | None) -> Iterator[Instruction]:
         for version in versions.held[:-1]:
             if not self._is_needed(versions, version, stop):
                 versions.held.remove(version)
                 yield Instruction(Action(s, ActionKind.DROP, version))
 
     def _updates(
-        self, due: Iterable[int], stages: dict[int, _Versions], stop: int | None
+        self, due: Iterable[int], stages: dict[int, _StageVersions], stop: int | None
     ) -> Iterator[Instruction]:
         for s in due:
             versions = stages[s]

@@ -242,12 +242,7 @@ def merge(plan: PipelinePlan, records: Iterable[RankAction]) -> tuple[ScheduledA
     when the first of its ranks enters it to when the last leaves it, so that waiting for the
     slowest rank counts. With weights that change in every round, an all-reduce and a step of the
     optimizer are parts of the backward before them, as in the cost model. Versions of weights are
-    left out.
-
-    Raises
-    ------
-    InputError
-        If only one side of a transfer was recorded.
+    left out. Raises InputError if only one side of a transfer was recorded.
     """
     devices = plan_devices(plan)
     actions: list[ScheduledAction] = []

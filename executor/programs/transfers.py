@@ -2,7 +2,8 @@
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 
 from stagewright.executor.programs.program import (
@@ -36,12 +37,8 @@ def with_transfers(plan: PipelinePlan, rows: Rows) -> Rows:
     """Add sends and receives, in an order of all ranks' actions that obeys every dependency.
 
     Actions that may come next are ordered by the plan's times; at equal times transfers come first,
-    so that no computation delays a send.
-
-    Raises
-    ------
-    InvalidPlan
-        If there is no such order; with a cycle of actions that wait for each other.
+    so that no computation delays a send. Raises InvalidPlan if there is no such order; with a cycle
+    of actions that wait for each other.
     """
     start = starts(plan)
     nodes: list[Node] = []
@@ -70,10 +67,15 @@ def with_transfers(plan: PipelinePlan, rows: Rows) -> Rows:
         nodes.append(((start[action], False), pair))
     edges += _buffer_edges(arriving.values())
     out: Rows = [[] for _ in rows]
-    for node in _sorted(nodes, edges):
+    for node in earliest_first([key for key, _ in nodes], edges, partial(_named, nodes)):
         for rank, instruction in nodes[node][1]:
             out[rank].append(instruction)
     return out
+
+
+def _named(nodes: list[Node], i: int) -> str:
+    rank, instruction = nodes[i][1][0]
+    return f"{instruction} on rank {rank}"
 
 
 def starts(plan: PipelinePlan) -> dict[Action, float]:
@@ -128,14 +130,21 @@ def _buffer_edges(arriving: Iterable[list[tuple[int, int]]]) -> Iterator[tuple[i
                 yield order[k - RECEIVE_BUFFERS - 1], node
 
 
-def _sorted(nodes: list[Node], edges: Iterable[tuple[int, int]]) -> list[int]:
-    """Nodes in an order that obeys ``edges``, earliest first among those that are free."""
-    followers: list[list[int]] = [[] for _ in nodes]
-    awaited = [0] * len(nodes)
+def earliest_first(
+    keys: Sequence[tuple[float, float]],
+    edges: Iterable[tuple[int, int]],
+    named: Callable[[int], str],
+) -> list[int]:
+    """Nodes in an order that obeys ``edges``; among those that are free, by ``keys``.
+
+    Raises InvalidPlan if there is none; with a cycle of nodes as ``named``.
+    """
+    followers: list[list[int]] = [[] for _ in keys]
+    awaited = [0] * len(keys)
     for before, after in edges:
         followers[before].append(after)
         awaited[after] += 1
-    free = [(nodes[i][0], i) for i, count in enumerate(awaited) if count == 0]
+    free = [(keys[i], i) for i, count in enumerate(awaited) if count == 0]
     heapq.heapify(free)
     order = []
     while free:
@@ -144,16 +153,11 @@ def _sorted(nodes: list[Node], edges: Iterable[tuple[int, int]]) -> list[int]:
         for j in followers[i]:
             awaited[j] -= 1
             if awaited[j] == 0:
-                heapq.heappush(free, (nodes[j][0], j))
-    if len(order) < len(nodes):
-        raise InvalidPlan(_cycle(nodes, waiting_cycle(followers, awaited)))
+                heapq.heappush(free, (keys[j], j))
+    if len(order) < len(keys):
+        cycle = " waits for ".join(map(named, waiting_cycle(followers, awaited)))
+        raise InvalidPlan(f"the plan's order is a deadlock: {cycle}")
     return order
-
-
-def _cycle(nodes: list[Node], cycle: list[int]) -> str:
-    firsts = (nodes[i][1][0] for i in cycle)
-    names = (f"{instruction} on rank {rank}" for rank, instruction in firsts)
-    return f"the plan's order is a deadlock: {' waits for '.join(names)}"
 
 
 def with_early_sends(plan: PipelinePlan, rows: Rows) -> Rows:

@@ -49,12 +49,8 @@ Rows = tuple[int, ...]
 def rows(plan: PipelinePlan, samples: int) -> tuple[tuple[Rows, ...], ...]:
     """Per stage and group of ``stage.runners(m)``: the samples of a microbatch, in its order.
 
-    Groups are single devices at tensor degree 1.
-
-    Raises
-    ------
-    InputError
-        If a stage splits a microbatch among more groups than it has samples.
+    Groups are single devices at tensor degree 1. Raises InputError if a stage splits a microbatch
+    among more groups than it has samples.
     """
     found: list[tuple[Rows, ...]] = []
     for s, stage in enumerate(plan.stages):
@@ -112,7 +108,7 @@ class InvalidProgram(InvalidPlan):
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class ProgramWork:
     """``iterations`` of a plan in sequence.
 
     In a periodic plan the gradients of ``families`` of stages are summed up like those of a stage's

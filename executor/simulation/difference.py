@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from stagewright.executor.simulation.explanation import PlanExplanation, explain_plan
-from stagewright.executor.simulation.idle import Cause
+from stagewright.executor.simulation.idle import IdleCause
 from stagewright.formulations.plans.actions import COMPUTE, ActionKind, parse_operation
 from stagewright.formulations.plans.plan import PeriodicSchedule, PipelinePlan, Stage
 from stagewright.graphs.documents.errors import InputError
@@ -67,10 +67,7 @@ def _line(part: Part) -> str:
 def differ(first: PipelinePlan, second: PipelinePlan) -> PlanDifference:
     """How ``second`` differs from ``first``.
 
-    Raises
-    ------
-    InputError
-        If the plans are of different models, or the schedule of a plan lacks actions.
+    Raises InputError if the plans are of different models, or the schedule of a plan lacks actions.
     """
     given, other = (len_of(first), first.model), (len_of(second), second.model)
     if given != other:
@@ -122,8 +119,8 @@ def _add_loads(
             rounds = sum(device in plan.runners(operation.stage, m) for m in every)
             sums[_PARTS[operation.kind]] += rounds * one.seconds
     idle = found.idle_seconds[device]
-    sums[PAUSES] += idle.get(Cause.PAUSE, 0.0)
-    sums[IDLE] += idle.get(Cause.PERIOD, 0.0)
+    sums[PAUSES] += idle.get(IdleCause.PAUSE, 0.0)
+    sums[IDLE] += idle.get(IdleCause.PERIOD, 0.0)
 
 
 def _peak(plan: PipelinePlan) -> float | None:

@@ -30,7 +30,7 @@ DONE = 1e-12  # of an entry's seconds: what rounding leaves of it
 
 
 @dataclass(slots=True)
-class _Device:
+class _RunningDevice:
     """The entries that run in the two streams; the work that is left of the sub-stream's one.
 
     ``event`` is the number of the event that ends it, unless its rate changes before.
@@ -52,7 +52,7 @@ class CoRun:
         self.order: list[int] = []  # by their ends
         self._run, self._followers, self._awaited = run, followers, awaited
         self._events: list[tuple[float, int, int]] = []  # when, number, entry
-        self._devices: defaultdict[str, _Device] = defaultdict(_Device)
+        self._devices: defaultdict[str, _RunningDevice] = defaultdict(_RunningDevice)
         self._number = 0
 
     def execute(self) -> None:
@@ -64,7 +64,7 @@ class CoRun:
             if i not in self._run.sub or self._device(i).event == number:
                 self._end(i, now)
 
-    def _device(self, i: int) -> _Device:
+    def _device(self, i: int) -> _RunningDevice:
         return self._devices[self._run.plan.actions[i].device]
 
     def _start(self, i: int, now: float) -> None:
@@ -94,7 +94,7 @@ class CoRun:
             if self._awaited[j] == 0:
                 self._start(j, now)
 
-    def _turn(self, device: _Device, now: float) -> None:
+    def _turn(self, device: _RunningDevice, now: float) -> None:
         """Update the sub-stream's done work, its rate from now on, and its resulting end."""
         if device.sub is None:
             return
@@ -122,7 +122,7 @@ class Deadlock(InvalidPlan):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RunTimes:
     """Start, end and slack of every entry of a run."""
 
     starts: list[float]
@@ -130,7 +130,7 @@ class Outcome:
     slacks: list[float]
 
 
-def execute(run: Run) -> Outcome:
+def execute(run: Run) -> RunTimes:
     """Start every entry as soon as possible."""
     followers: list[list[int]] = [[] for _ in run.actions]
     awaited = [0] * len(run.actions)
@@ -145,7 +145,7 @@ def execute(run: Run) -> Outcome:
         starts, ends, order = _in_sequence(run, followers, awaited)
     if len(order) < len(run.actions):
         raise Deadlock(_cycle(run.plan, waiting_cycle(followers, awaited)))
-    return Outcome(starts, ends, _slacks(run, followers, order, starts, ends))
+    return RunTimes(starts, ends, _slacks(run, followers, order, starts, ends))
 
 
 def _in_sequence(
@@ -233,7 +233,7 @@ class Simulation:
     periodic: PeriodicRun | None = None
 
 
-def summary(run: Run, outcome: Outcome) -> Simulation:
+def summary(run: Run, outcome: RunTimes) -> Simulation:
     """The results of a finite plan's run."""
     iteration = max(outcome.ends)
     busy, slack = _per_device(run, outcome, range(len(run.actions)))
@@ -247,7 +247,7 @@ def summary(run: Run, outcome: Outcome) -> Simulation:
     )
 
 
-def periodic_summary(run: Run, schedule: PeriodicSchedule, outcome: Outcome) -> Simulation:
+def periodic_summary(run: Run, schedule: PeriodicSchedule, outcome: RunTimes) -> Simulation:
     """Measurements in the middle of the run, and the times of warm-up and drain."""
     steady, m = steady_microbatches(schedule), run.iteration_microbatches
     middle = slice(2 * steady, run.plan.microbatches - steady)
@@ -291,7 +291,7 @@ def _repetition(ends: Floats) -> tuple[int, float]:
     return count, float(ends[-1] - ends[0]) / count
 
 
-def _warm_up_and_drain(run: Run, outcome: Outcome) -> tuple[float, float]:
+def _warm_up_and_drain(run: Run, outcome: RunTimes) -> tuple[float, float]:
     """Seconds until every operation has started once, and after one has ended for the last time."""
     rows = [row for kind in PLANNED if kind not in BARE for row in run.entries[kind] if row[0]]
     last_ends = [max(outcome.ends[i] for i in row[-1]) for row in rows]
@@ -302,9 +302,7 @@ def _warm_up_and_drain(run: Run, outcome: Outcome) -> tuple[float, float]:
 
 
 def _per_device(
-    run: Run,
-    outcome: Outcome,
-    inside: Iterable[int],
+    run: Run, outcome: RunTimes, inside: Iterable[int]
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Per used device the total time and the slack of its computations among those ``inside``."""
     used = [name for stage in run.plan.stages for name in stage.devices]
@@ -317,7 +315,7 @@ def _per_device(
     return busy, slack
 
 
-def _covered(run: Run, outcome: Outcome) -> dict[str, float]:
+def _covered(run: Run, outcome: RunTimes) -> dict[str, float]:
     """Per used device the time in which one of its streams computes, or both."""
     own: dict[str, list[int]] = {name: [] for stage in run.plan.stages for name in stage.devices}
     for i, action in enumerate(run.actions):
@@ -327,7 +325,7 @@ def _covered(run: Run, outcome: Outcome) -> dict[str, float]:
     return {name: covered_seconds(starts[entries], ends[entries]) for name, entries in own.items()}
 
 
-def _timed(run: Run, outcome: Outcome) -> tuple[ScheduledAction, ...]:
+def _timed(run: Run, outcome: RunTimes) -> tuple[ScheduledAction, ...]:
     return tuple(
         replace(entry, start_seconds=start, finish_seconds=end)
         for entry, start, end in zip(run.plan.actions, outcome.starts, outcome.ends, strict=True)

@@ -7,7 +7,7 @@ from graphlib import CycleError, TopologicalSorter
 
 import numpy as np
 
-from stagewright.executor.simulation.idle import Cause, Idle, idle_spans
+from stagewright.executor.simulation.idle import Idle, IdleCause, idle_spans
 from stagewright.executor.simulation.run import Run, is_complete, planned_run
 from stagewright.executor.simulation.waiting import edges
 from stagewright.formulations.checking.certificates import headlines
@@ -28,7 +28,7 @@ from stagewright.graphs.documents.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PathStep:
     """An action of the path; it starts ``wait_seconds`` after the end of the step before it.
 
     The wait is 0 unless the plan itself delays the action (or a measured action started late).
@@ -52,14 +52,14 @@ def predecessors(run: Run, pairs: list[tuple[int, int]]) -> list[list[int]]:
     return found
 
 
-def critical_path(run: Run, before: list[list[int]]) -> tuple[Step, ...]:
+def critical_path(run: Run, before: list[list[int]]) -> tuple[PathStep, ...]:
     """A chain from the start of the iteration to its end, each action after the one it waits for.
 
     From the action that ends last it goes back to the one that ended last of those that an action
     waits for; of equal ones to the one on the same device. Its seconds and waits add up to the
     iteration (Kelley, Critical-Path Planning and Scheduling: Mathematical Basis, 1961).
     """
-    entries, steps = run.plan.actions, list[Step]()
+    entries, steps = run.plan.actions, list[PathStep]()
     if not entries:
         return ()
     i: int | None = max(range(len(entries)), key=lambda k: entries[k].finish_seconds)
@@ -71,13 +71,13 @@ def critical_path(run: Run, before: list[list[int]]) -> tuple[Step, ...]:
             default=None,
         )
         ended = 0.0 if last is None else entries[last].finish_seconds
-        steps.append(Step(one, run.actions[i], one.start_seconds - ended))
+        steps.append(PathStep(one, run.actions[i], one.start_seconds - ended))
         i = last
     return tuple(reversed(steps))
 
 
 @dataclass(frozen=True, slots=True)
-class Resource:
+class BusyResource:
     """A device, channel or all-reduce that is busy for ``seconds`` of an iteration.
 
     ``stages`` are the device's, the two at the ends of a channel, or the one that all-reduces.
@@ -101,12 +101,12 @@ class PlanExplanation:
     """
 
     iteration_seconds: float
-    path: tuple[Step, ...]
+    path: tuple[PathStep, ...]
     idle: tuple[Idle, ...]
     busy_seconds: dict[str, float]
-    idle_seconds: dict[str, dict[Cause, float]]
-    device: Resource
-    bottleneck: Resource
+    idle_seconds: dict[str, dict[IdleCause, float]]
+    device: BusyResource
+    bottleneck: BusyResource
 
 
 def explain_plan(plan: PipelinePlan) -> PlanExplanation | None:
@@ -128,7 +128,7 @@ def explain_plan(plan: PipelinePlan) -> PlanExplanation | None:
     if not _is_acyclic(before):
         return None
     idle = tuple(idle_spans(run, before, end))
-    sums = defaultdict[str, dict[Cause, float]](dict)
+    sums = defaultdict[str, dict[IdleCause, float]](dict)
     for one in idle:
         sums[one.device][one.cause] = sums[one.device].get(one.cause, 0.0) + one.seconds
     busy, links = _busy(run)
@@ -186,7 +186,7 @@ def _link(action: Action | Operation) -> tuple[str, tuple[int, ...]]:
     return "channel", (first, first + 1)
 
 
-def _busiest(plan: PipelinePlan, busy: dict[str, float]) -> Resource:
+def _busiest(plan: PipelinePlan, busy: dict[str, float]) -> BusyResource:
     """The device that computes longest, with those that have its stages and load."""
     most = max(busy.values())
     first = next(name for name, seconds in busy.items() if seconds == most)
@@ -196,19 +196,19 @@ def _busiest(plan: PipelinePlan, busy: dict[str, float]) -> Resource:
         if most - seconds <= RELATIVE_TOLERANCE * most
         and _stages(plan, name) == _stages(plan, first)
     )
-    return Resource("device", _stages(plan, first), tuple(same), most)
+    return BusyResource("device", _stages(plan, first), tuple(same), most)
 
 
 def _stages(plan: PipelinePlan, device: str) -> tuple[int, ...]:
     return tuple(s for s, stage in enumerate(plan.stages) if device in stage.devices)
 
 
-def _bottleneck(device: Resource, links: _Links) -> Resource:
+def _bottleneck(device: BusyResource, links: _Links) -> BusyResource:
     """The busiest device, or a channel or all-reduce that is busier."""
     key = max(links, key=lambda one: links[one], default=None)
     if key is None or links[key] <= device.seconds * (1 + RELATIVE_TOLERANCE):
         return device
-    return Resource(*key, (), links[key])
+    return BusyResource(*key, (), links[key])
 
 
 def _of_periods(plan: PipelinePlan, schedule: PeriodicSchedule) -> PlanExplanation | None:
@@ -227,8 +227,8 @@ def _of_periods(plan: PipelinePlan, schedule: PeriodicSchedule) -> PlanExplanati
         name: {
             cause: seconds
             for cause, seconds in (
-                (Cause.PAUSE, schedule.pause_seconds),
-                (Cause.PERIOD, whole - schedule.pause_seconds - load),
+                (IdleCause.PAUSE, schedule.pause_seconds),
+                (IdleCause.PERIOD, whole - schedule.pause_seconds - load),
             )
             if seconds > RELATIVE_TOLERANCE * whole
         }
@@ -252,7 +252,7 @@ def explanation_sentences(plan: PipelinePlan, found: PlanExplanation | None) -> 
     return () if found is None else (*_binding(plan, found), *_path(found))
 
 
-def resource_name(one: Resource) -> str:
+def resource_name(one: BusyResource) -> str:
     """The resource in a sentence: ``stage 3 (s0g0 and 3 more)``."""
     numbers = ", ".join(map(str, one.stages))
     if one.kind == "channel":
@@ -280,7 +280,7 @@ def _binding(plan: PipelinePlan, found: PlanExplanation) -> Iterator[str]:
         if seconds >= 0.0005 * whole
     ]
     yield f"{first}, and is idle {_listed(parts)}." if parts else f"{first}."
-    if Cause.MEMORY in idle:
+    if IdleCause.MEMORY in idle:
         yield from _memory(plan, device.devices[0])
     yield from _balance(found)
 

@@ -11,7 +11,7 @@ from stagewright.formulations.plans.actions import ON_DEVICE, REDUCE, SEND_B, SE
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 
 
-class Cause(StrEnum):
+class IdleCause(StrEnum):
     """Why a device is idle; the values complete "the device is idle ..."."""
 
     FILL = "until its first computation (the pipeline fills)"
@@ -30,7 +30,7 @@ class Idle:
     """An interval in which a device computes nothing."""
 
     device: str
-    cause: Cause
+    cause: IdleCause
     start_seconds: float
     finish_seconds: float
 
@@ -62,7 +62,7 @@ def idle_spans(run: Run, before: list[list[int]], end: float) -> Iterator[Idle]:
                 yield Idle(device, cause, start, finish)
 
 
-_Part = tuple[Cause, float, float]
+_Part = tuple[IdleCause, float, float]
 
 
 def _of_device(
@@ -81,7 +81,7 @@ def _of_device(
         start = actions[i].start_seconds
         if start > until:
             if place == 0:
-                yield Cause.FILL, until, start
+                yield IdleCause.FILL, until, start
             else:
                 yield from _gap(run, before[i], until, start, forwards[place])
         until = max(until, actions[i].finish_seconds)
@@ -94,22 +94,26 @@ def _gap(run: Run, before: list[int], start: float, finish: float, ready: float)
     last = max(before, key=lambda i: actions[i].finish_seconds, default=None)
     held = min(finish, max(start, ready))
     if last is None:
-        yield Cause.PLAN, start, finish
+        yield IdleCause.PLAN, start, finish
         return
     ended = min(finish, max(start, actions[last].finish_seconds))
     began = min(ended, max(start, actions[last].start_seconds))
     kind = run.actions[last].kind
-    cause = {SEND_F: Cause.TRANSFERS, SEND_B: Cause.TRANSFERS, REDUCE: Cause.REDUCE}.get(kind)
+    cause = {
+        SEND_F: IdleCause.TRANSFERS,
+        SEND_B: IdleCause.TRANSFERS,
+        REDUCE: IdleCause.REDUCE,
+    }.get(kind)
     if cause is None:
         began = ended
     # What comes after ``held`` is kept back for memory, whatever the next action waits for.
     for what, a, b in (
-        (Cause.STAGES, start, began),
-        (cause or Cause.STAGES, began, ended),
-        (Cause.PLAN, ended, finish),
+        (IdleCause.STAGES, start, began),
+        (cause or IdleCause.STAGES, began, ended),
+        (IdleCause.PLAN, ended, finish),
     ):
         yield what, a, min(b, held)
-    yield Cause.MEMORY, held, finish
+    yield IdleCause.MEMORY, held, finish
 
 
 def _after_all(
@@ -119,10 +123,10 @@ def _after_all(
     at = start
     for begin, finish in reductions:
         if finish > at:
-            yield Cause.DRAIN, at, max(at, begin)
-            yield Cause.REDUCE, max(at, begin), finish
+            yield IdleCause.DRAIN, at, max(at, begin)
+            yield IdleCause.REDUCE, max(at, begin), finish
             at = finish
-    yield Cause.DRAIN, at, end
+    yield IdleCause.DRAIN, at, end
 
 
 def _reductions(run: Run) -> defaultdict[str, list[tuple[float, float]]]:

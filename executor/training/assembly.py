@@ -1,7 +1,8 @@
 """The parts of a rank that are made of a user's model: its stages and their weights."""
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from stagewright.executor.training.data.batches import (
     require_as_many,
     typed_inputs,
 )
+from stagewright.executor.training.interpreter.graph import Joint
 from stagewright.executor.training.interpreter.interpreter import Interpreter
 from stagewright.executor.training.model_checks import (
     require_joint_steps,
@@ -24,7 +26,7 @@ from stagewright.executor.training.model_checks import (
     require_whole_gradients,
 )
 from stagewright.executor.training.preparation import Preparation, needs_two_gradients
-from stagewright.executor.training.ranks.groups import Groups
+from stagewright.executor.training.ranks.groups import RankGroups, make_loss_group
 from stagewright.executor.training.ranks.rank import Rank, RankProgram
 from stagewright.executor.training.stages.initialise import Model, initialise
 from stagewright.executor.training.stages.learning_rates import MakeSchedule, ParameterGroups
@@ -36,10 +38,83 @@ from stagewright.executor.training.stages.sharded_weights import (
 )
 from stagewright.executor.training.stages.staged_model import StagedModel
 from stagewright.executor.training.stages.stored_weights import StoredWeights
-from stagewright.executor.training.stages.weights import MakeOptimizer, Weights
+from stagewright.executor.training.stages.weights import MakeOptimizer, TiedSums, Weights
 from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.plans.plan import PipelinePlan, Stage
 from stagewright.graphs.documents.errors import InputError
+
+
+class SharedGradients:
+    """The part of a rank in sums of gradients over the stages of a model.
+
+    ``weights`` are by stage of this rank, ``groups`` the processes that hold a tied parameter, by
+    its first name.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        model: StagedModel,
+        weights: dict[int, Weights],
+        groups: Mapping[str, dist.ProcessGroup],
+    ) -> None:
+        self._rank, self._model, self._weights, self._groups = rank, model, weights, groups
+
+    def sum(self) -> None:
+        """Sum up the gradients of shared parameters over the devices of all their stages."""
+        for name in self._model.tied:
+            own = [
+                self._weights[s].gradient(name)
+                for s in self._model.stages_of[name]
+                if s in self._weights
+            ]
+            found = [one for one in own if one is not None]
+            if not found:
+                continue
+            total = torch.stack(found).sum(0)
+            if name in self._groups:
+                dist.all_reduce(total, group=self._groups[name])
+            for one in found:
+                one.copy_(total)
+
+    def overlapping(self) -> TiedSums:
+        """The same sums, where they overlap with the next backwards."""
+        sharing = {
+            name: [s for s in self._model.stages_of[name] if s in self._weights]
+            for name in self._model.tied
+        }
+        own = {name: stages for name, stages in sharing.items() if stages}
+        return TiedSums(self._weights, own, self._groups)
+
+    def squares(self) -> float:
+        """The squared norm of gradients, each parameter on one rank: the first that has it.
+
+        Of the first tensor group of a stage, the first device brings what is whole on all. Replicas
+        that divide the gradients bring their parts.
+        """
+        divided = {s: one for s, one in self._weights.items() if isinstance(one, DividedWeights)}
+        first = {
+            s for s in self._weights.keys() - divided if self._rank.first(s) == self._rank.number
+        }
+        tied = [
+            torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+            for name in self._model.tied
+            if (s := self._model.stages_of[name][0]) in first
+            and (gradient := self._weights[s].gradient(name)) is not None
+        ]
+        shards = [
+            torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+            for s in self._model.shardings.keys() - first - divided.keys()
+            if self._rank.is_in_first_group(s)
+            for name in self._model.shardings[s].cuts
+            if (gradient := self._weights[s].gradient(name)) is not None
+        ]
+        whole = sum(self._weights[s].squares() for s in first)
+        for s, weights in divided.items():
+            own = weights.names if self._rank.position(s) == 0 else self._model.shardings[s].cuts
+            whole += float(weights.squares_by_name(own).sum())
+        return whole + float(sum(tied)) + float(sum(shards))
+
 
 SHAPES = 16  # of mini-batches, whose preparation is kept
 
@@ -47,10 +122,7 @@ SHAPES = 16  # of mini-batches, whose preparation is kept
 class Interpreters:
     """One interpreter for each of the shapes that came last.
 
-    Attributes
-    ----------
-    running
-        The one that has mini-batches in flight, in a plan whose mini-batches span steps.
+    ``running``: the one that has mini-batches in flight, in a plan whose mini-batches span steps.
     """
 
     def __init__(self, preparation: Preparation) -> None:
@@ -62,10 +134,7 @@ class Interpreters:
     def of(self, given: tuple[Tensor, ...]) -> Interpreter:
         """The interpreter for the shapes of ``given``.
 
-        Raises
-        ------
-        InputError
-            If mini-batches of other shapes are in flight.
+        Raises InputError if mini-batches of other shapes are in flight.
         """
         key = tuple((one.shape, one.dtype) for one in given)
         found = self._found.get(key)
@@ -95,17 +164,19 @@ _SHARDED: dict[str, type[DividedWeights]] = {"optimizer": OptimizerShards, "weig
 
 def example_of(
     rank: Rank,
-    inputs: Batch,
+    inputs: Batch | None,
     replicas: int,
     *,
     takes_loss: bool,
     dtype: torch.dtype,
     autocast: torch.dtype | None,
-) -> Example:
+) -> Example | None:
     """A microbatch to capture the model with, from ``inputs`` of one of ``replicas`` replicas.
 
-    The rest as in `Example`.
+    None without inputs. The rest as in `Example`.
     """
+    if inputs is None:
+        return None
     given, signature = typed_inputs(inputs, dtype)
     require_as_many(given, ())
     whole = Example(given, signature, takes_loss, rank.device, dtype, autocast)
@@ -125,10 +196,7 @@ def staged_model(
 ) -> StagedModel:
     """The captured model, with the rank's layers alone on its device.
 
-    Raises
-    ------
-    InputError
-        If it is not the model that was planned, or the plan cannot train it.
+    Raises InputError if it is not the model that was planned, or the plan cannot train it.
     """
     plan, stages = rank.plan, stages_on(rank.plan, rank.name)
     own = [plan.stages[s] for s in stages]
@@ -161,7 +229,7 @@ def weights_of(
     program: RankProgram,
     model: StagedModel,
     families: Families,
-    groups: Groups,
+    groups: RankGroups,
     *,
     optimizer: MakeOptimizer,
     parameter_groups: ParameterGroups,
@@ -206,6 +274,30 @@ def weights_of(
         )
     require_joint_steps(plan, (one.optimizer for one in made.values()))
     return made
+
+
+def joint_of(
+    rank: Rank,
+    model: StagedModel,
+    weights: dict[int, Weights],
+    families: Families,
+    groups: RankGroups,
+    timeout: timedelta,
+    *,
+    clip_norm: float,
+    accumulate: int,
+) -> Joint:
+    """The sums over ranks for updates; all ranks call it."""
+    shared = SharedGradients(rank, model, weights, groups.tied)
+    return Joint(
+        make_loss_group(rank, timeout),
+        frozenset[int]().union(*families),
+        shared.sum,
+        shared.squares,
+        clip_norm,
+        shared.overlapping() if rank.plan.is_periodic else None,
+        accumulate,
+    )
 
 
 def _is_divided(stage: Stage) -> bool:

@@ -60,19 +60,11 @@ def save(
 ) -> Path:
     """Write a checkpoint to ``folder``; every rank of ``group`` calls it with its own share.
 
-    Parameters
-    ----------
-    folder
-        Made if it does not exist. The two newest checkpoints in it are kept.
-    state
-        Tensors by key; no two ranks have the same key.
-    header
-        The same on every rank.
+    Raises InputError if it cannot be written, as on a full disk; the checkpoints that were there
+    stay.
 
-    Raises
-    ------
-    InputError
-        If it cannot be written, as on a full disk; the checkpoints that were there stay.
+    ``folder``: made if it does not exist. The two newest checkpoints in it are kept. ``state``:
+    tensors by key; no two ranks have the same key. ``header``: the same on every rank.
     """
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -99,10 +91,7 @@ def save(
 
 
 def _write(
-    partial: Path,
-    state: Mapping[str, Tensor],
-    header: Header,
-    group: dist.ProcessGroup | None,
+    partial: Path, state: Mapping[str, Tensor], header: Header, group: dist.ProcessGroup | None
 ) -> None:
     """Write all files of a checkpoint."""
     from torch.distributed.checkpoint import state_dict_saver
@@ -141,10 +130,7 @@ def _publish(partial: Path, path: Path) -> None:
 def candidates(folder: Path | None, resume: bool) -> list[Path]:
     """The complete checkpoints in ``folder`` to resume, the newest first; none for a new run.
 
-    Raises
-    ------
-    InputError
-        If there is none to resume, or one that must not be overwritten.
+    Raises InputError if there is none to resume, or one that must not be overwritten.
     """
     if folder is None:
         return []
@@ -170,14 +156,9 @@ def find(
 ) -> Path | None:
     """The newest whole checkpoint in ``folder`` from which to reach ``goal``; None for a new run.
 
-    Every rank of ``group`` calls it. A damaged checkpoint is skipped, and ``tell`` called with
-    a line about it.
-
-    Raises
-    ------
-    InputError
-        As `candidates`; if all are damaged; if nothing is left to do; if the weights are updated in
-        another way.
+    Every rank of ``group`` calls it. A damaged checkpoint is skipped, and ``tell`` called with a
+    line about it. Raises InputError as `candidates`; if all are damaged; if nothing is left to do;
+    if the weights are updated in another way.
     """
     faults: list[str] = []
     for path in candidates(folder, resume):
@@ -267,10 +248,7 @@ def read(
 ) -> dict[str, Tensor]:
     """The tensors ``keys``, on the CPU; every rank of ``group`` calls it with its keys.
 
-    Raises
-    ------
-    InputError
-        On every rank, if one of them cannot read its tensors.
+    Raises InputError: on every rank, if one of them cannot read its tensors.
     """
     from torch.distributed.checkpoint import state_dict_loader
     from torch.distributed.checkpoint.api import CheckpointException
@@ -293,12 +271,7 @@ def require_same_model(
 ) -> None:
     """Refuse the checkpoint of another model, naming the first parameter that differs.
 
-    Parameters
-    ----------
-    path
-        The checkpoint.
-    state
-        This rank's share of a checkpoint of the run.
+    ``path``: the checkpoint. ``state``: this rank's share of a checkpoint of the run.
     """
     mine = {key: (tensor.shape, tensor.dtype) for key, tensor in state.items()}
     shares: list[dict[str, tuple[torch.Size, torch.dtype]]] = [{}] * dist.get_world_size(group)

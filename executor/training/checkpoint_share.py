@@ -168,10 +168,7 @@ class CheckpointShare:
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy ``tensors`` into the model and the optimizers.
 
-        Raises
-        ------
-        InputError
-            If a tensor of this rank is missing.
+        Raises InputError if a tensor of this rank is missing.
         """
         for s, weights in self._weights.items():
             own = self._own(s, tensors)

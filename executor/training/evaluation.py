@@ -16,7 +16,6 @@ from stagewright.executor.capture.evaluation import evaluating
 from stagewright.executor.capture.layers import CapturedLayer, LayeredModel
 from stagewright.executor.programs.lower import forwards_of, lower_forwards
 from stagewright.executor.programs.program import Row
-from stagewright.executor.training.crossing import crossing_of
 from stagewright.executor.training.data.batches import (
     Batch,
     mapped_batch,
@@ -25,16 +24,15 @@ from stagewright.executor.training.data.batches import (
     typed_inputs,
 )
 from stagewright.executor.training.data.passes import pair
-from stagewright.executor.training.interpreter.exchange import RECV_F, SEND_F, Exchange
+from stagewright.executor.training.interpreter.exchange import RECV_F, StageExchange
 from stagewright.executor.training.interpreter.iterations import Iterations
 from stagewright.executor.training.losses import Loss, read_measure
+from stagewright.executor.training.preparation import Preparation, crossing_of
 from stagewright.executor.training.ranks.groups import summed
 from stagewright.executor.training.ranks.rank import Rank
 from stagewright.executor.training.stages.seeding import layer_seed
 from stagewright.executor.training.stages.stage import StageComputation, Tensors
-from stagewright.executor.training.stages.staged_model import StagedModel
-from stagewright.executor.training.stages.weights import Weights
-from stagewright.formulations.plans.actions import Action
+from stagewright.formulations.plans.actions import SEND_F, Action
 from stagewright.formulations.plans.shards import share_count
 from stagewright.graphs.documents.errors import InputError
 
@@ -47,20 +45,13 @@ KEPT = 16  # passes, for mini-batches of the shapes that came last
 class Evaluation:
     """Evaluation of held-out mini-batches by the stages of a rank.
 
-    ``weights`` are by stage; ``groups`` are, by stage with several replicas, the processes with
-    this rank's shard; ``loss`` is that of the training, or the model's own (``takes_loss``);
-    ``dtype`` is the type of the parameters.
+    The loss is that of the training, or the model's own (``takes_loss``); ``dtype`` is the type of
+    the parameters.
     """
 
-    rank: Rank
-    model: StagedModel
-    weights: Mapping[int, Weights]
-    groups: Mapping[int, dist.ProcessGroup]
-    loss: Loss
+    prepared: Preparation
     takes_loss: bool
-    seed: int
     dtype: torch.dtype
-    autocast: torch.dtype | None
     _passes: "OrderedDict[tuple[int, int, Shapes], _Pass]" = field(
         default_factory=OrderedDict, init=False
     )
@@ -71,17 +62,18 @@ class Evaluation:
         All ranks give the same mini-batches, of any number of samples. Where the measure is a sum
         and its count, the mean is that of all sums; else it is weighted by samples.
         """
-        last = len(self.rank.plan.stages) - 1
-        modules = [layer.module for layer in self.model.layers]  # shapes depend on all layers
+        rank, model = self.prepared.rank, self.prepared.model
+        last = len(rank.plan.stages) - 1
+        modules = [layer.module for layer in model.layers]  # shapes depend on all layers
         try:
             with evaluating(modules), self._same_buffers():
-                total, weight = self._sums(batches, measure or self.loss)
+                total, weight = self._sums(batches, measure or self.prepared.loss)
         except BaseException:
             self._passes.clear()  # a pass ended half-way
             raise
-        if last not in self.model.modules:
+        if last not in model.modules:
             return None
-        total, weight = summed(self.rank, (total, weight), self.groups.get(last))
+        total, weight = summed(rank, (total, weight), self.prepared.groups.get(last))
         if weight == 0:
             raise InputError("the evaluation counts nothing: there is no mini-batch, or no label")
         return total / weight
@@ -105,9 +97,9 @@ class Evaluation:
         sample more: they come first. A model's own loss is computed of the whole mini-batch.
         """
         given, signature = typed_inputs(inputs, self.dtype)
-        self.model.require_called(signature)
+        self.prepared.model.require_called(signature)
         require_as_many(given, tensors_of_batch("targets", targets))
-        plan, every = self.rank.plan, len(given[0])
+        plan, every = self.prepared.rank.plan, len(given[0])
         least = max(share_count(stage) for stage in plan.stages)
         if every < least:
             raise InputError(
@@ -135,19 +127,20 @@ class Evaluation:
         return self._passes[key]
 
     def _made(self, count: int, samples: int, inputs: tuple[Tensor, ...]) -> "_Pass":
-        plan = forwards_of(self.rank.plan, count)
-        rank = replace(self.rank, plan=plan)
+        prepared, autocast = self.prepared, self.prepared.autocast
+        plan = forwards_of(prepared.rank.plan, count)
+        rank = replace(prepared.rank, plan=plan)
         found: dict[tuple[tuple[int, ...], ...], LayeredModel] = {}
 
         def sized(shapes: Sequence[tuple[int, ...]]) -> Sequence[CapturedLayer]:
-            found[tuple(shapes)] = self.model.in_evaluation(shapes)
+            found[tuple(shapes)] = prepared.model.in_evaluation(shapes)
             return found[tuple(shapes)].layers
 
-        crossing = crossing_of(plan, samples, inputs, self.model, sized, rank.device, self.autocast)
+        crossing = crossing_of(plan, samples, inputs, prepared.model, sized, rank.device, autocast)
         whole = tuple(one.shape for one in crossing.entering[samples])
         computations = {
-            s: crossing.computation(rank, s, weights, self.autocast)
-            for s, weights in self.weights.items()
+            s: crossing.computation(rank, s, weights, autocast)
+            for s, weights in prepared.weights.items()
         }
         iterations = Iterations(rank, crossing.lanes, samples, computations)
         return _Pass(
@@ -155,9 +148,9 @@ class Evaluation:
             lower_forwards(plan).rows[rank.number],
             computations,
             iterations,
-            Exchange(rank, iterations, crossing.boundaries(), computations),
+            StageExchange(rank, iterations, crossing.boundaries(), computations),
             found[whole].result,
-            self.seed,
+            prepared.seed,
         )
 
     @contextmanager
@@ -166,7 +159,7 @@ class Evaluation:
 
         All buffers are afterwards what they were, also those that a forward changes.
         """
-        layers = chain.from_iterable(self.model.modules.values())
+        layers = chain.from_iterable(self.prepared.model.modules.values())
         parts = {part for layer in layers for part in layer.module.modules()}
         before = [
             (part._buffers, key, one, one.clone())
@@ -174,10 +167,10 @@ class Evaluation:
             for key, one in part._buffers.items()
             if one is not None
         ]
-        for s, group in self.groups.items():
+        for s, group in self.prepared.groups.items():
             source = dist.get_global_rank(group, 0)
-            for one in self.model.buffers(s).values():
-                shared = one.to(self.rank.wire)
+            for one in self.prepared.model.buffers(s).values():
+                shared = one.to(self.prepared.rank.wire)
                 dist.broadcast(shared, source, group=group)
                 one.copy_(shared)
         try:
@@ -196,7 +189,7 @@ class _Pass:
     row: Row
     computations: Mapping[int, StageComputation]
     iterations: Iterations
-    exchange: Exchange
+    exchange: StageExchange
     result: Callable[[Tensors], Any]
     seed: int
 

@@ -38,10 +38,7 @@ def own_loss(output: Tensor, targets: object) -> Tensor:
 def read_loss(found: object) -> tuple[Tensor, Tensor | None]:
     """The number to differentiate, and its count; None for a mean.
 
-    Raises
-    ------
-    InputError
-        If ``found`` is not a valid result of a loss.
+    Raises InputError if ``found`` is not a valid result of a loss.
     """
     total, count = found, None
     if isinstance(found, tuple | list) and len(found) == 2:
@@ -59,10 +56,7 @@ def read_loss(found: object) -> tuple[Tensor, Tensor | None]:
 def read_measure(found: object) -> tuple[float, float | None]:
     """The value of a measure, and its count; None for a mean.
 
-    Raises
-    ------
-    InputError
-        If ``found`` is neither a number nor a pair of a sum and its count.
+    Raises InputError if ``found`` is neither a number nor a pair of a sum and its count.
     """
     total, count = found, None
     if isinstance(found, tuple | list) and len(found) == 2:

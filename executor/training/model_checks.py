@@ -21,6 +21,16 @@ from stagewright.graphs.documents.errors import InputError, Notice
 _CLIPPING_ARGUMENT = re.compile(r"max_(grad_)?norm|.*(grad|norm).*clip.*|.*clip.*(grad|norm).*")
 
 
+def require_trainable(
+    plan: PipelinePlan, clip_norm: float | None, accumulate: int, *, compiled: bool, traced: bool
+) -> None:
+    """Refuse what the plan of a pipeline cannot be trained with, before a model is made."""
+    require_clip_norm(plan, clip_norm)
+    require_known_tensor_plan(plan)
+    require_known_shards(plan, compiled=compiled)
+    require_accumulated(plan, accumulate, traced=traced)
+
+
 def require_clip_norm(plan: PipelinePlan, clip_norm: float | None) -> None:
     """Refuse an invalid norm, and any for weights that are updated stage by stage."""
     if clip_norm is None:
@@ -194,11 +204,7 @@ def _other_size(i: int, name: str, planned_bytes: float, numbers: int) -> InputE
 
 
 def require_sharing(
-    plan: PipelinePlan,
-    tied: Sequence[str],
-    stages_of: Mapping[str, Sequence[int]],
-    *,
-    clips: bool,
+    plan: PipelinePlan, tied: Sequence[str], stages_of: Mapping[str, Sequence[int]], *, clips: bool
 ) -> None:
     """Refuse parameters that stages cannot share under ``plan``; ``clips``: by a common norm."""
     require_updated_together(plan, tied, stages_of)

@@ -1,6 +1,6 @@
 """The executor: one process per device carries out its row of a plan's program."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
 from math import inf
@@ -9,16 +9,15 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from stagewright.executor.capture.loss_graph import require_no_parameters
 from stagewright.executor.programs.program import stages_on
-from stagewright.executor.programs.trace import RankAction, Trace
+from stagewright.executor.programs.trace import RankAction, traced_step
 from stagewright.executor.training.assembly import (
     Interpreters,
     example_of,
     families_of,
+    joint_of,
     staged_model,
     weights_of,
 )
@@ -32,23 +31,15 @@ from stagewright.executor.training.data.batches import (
     typed_inputs,
 )
 from stagewright.executor.training.evaluation import Evaluation
-from stagewright.executor.training.interpreter.graph import Joint
 from stagewright.executor.training.losses import Loss, loss_of_run
 from stagewright.executor.training.model_checks import (
-    require_accumulated,
     require_capturable,
-    require_clip_norm,
-    require_known_shards,
-    require_known_tensor_plan,
+    require_trainable,
     warn_of_divided_loss,
 )
 from stagewright.executor.training.preparation import Preparation
-from stagewright.executor.training.ranks.groups import (
-    gathered,
-    make_groups,
-    make_loss_group,
-    summed,
-)
+from stagewright.executor.training.rank_executor import RankExecutor
+from stagewright.executor.training.ranks.groups import make_groups, summed
 from stagewright.executor.training.ranks.launch import require_torch
 from stagewright.executor.training.ranks.rank import rank_program, this_rank
 from stagewright.executor.training.stages.initialise import Model
@@ -58,7 +49,6 @@ from stagewright.executor.training.stages.learning_rates import (
     require_groups,
     require_not_captured,
 )
-from stagewright.executor.training.stages.shared_gradients import SharedGradients
 from stagewright.executor.training.stages.stored_weights import find_weights
 from stagewright.executor.training.stages.weights import MakeOptimizer
 from stagewright.executor.training.trace_recorder import MemoryMeter, TraceRecorder
@@ -68,7 +58,7 @@ from stagewright.graphs.documents.errors import InputError
 OPTIMIZER: MakeOptimizer = partial(torch.optim.SGD, lr=0.01)
 
 
-class Executor:
+class Executor(RankExecutor):
     """One rank of a plan, among the processes of torch's default group; alone if there is none.
 
     Parameters
@@ -182,51 +172,45 @@ class Executor:
         evaluates: bool = False,
     ) -> None:
         require_torch()
-        require_clip_norm(plan, clip_norm)
-        require_known_tensor_plan(plan)
-        require_known_shards(plan, compiled=compile)
-        require_accumulated(plan, accumulate, traced=trace)
+        require_trainable(plan, clip_norm, accumulate, compiled=compile, traced=trace)
         self._accumulate = accumulate
-        self._loss, takes_loss = loss_of_run(loss, example)
-        require_no_parameters(self._loss)
-        self._clip_norm = inf if clip_norm is None else clip_norm
+        loss, takes_loss = loss_of_run(loss, example)
+        require_no_parameters(loss)
+        most = inf if clip_norm is None else clip_norm
         self.plan, self.steps_done, self._failed = plan, 0, False
-        self._seed = seed
-        self._rank = this_rank(plan, device)
+        self._place = self._rank = this_rank(plan, device)
         meter = MemoryMeter(self._rank.device) if trace else None  # before the model is made
         if takes_loss and self.rank == 0:
             warn_of_divided_loss(plan)
-        self._replicas = plan.stages[0].replicas if own_samples else 1
+        replicas = plan.stages[0].replicas if own_samples else 1
         if own_samples:
             replica_of(plan, self._rank.name)
         if graph:
             require_capturable(plan, self._rank.device, traced=trace)
         self._stages = stages_on(plan, self._rank.name)
-        self._autocast = dtype if dtype == torch.bfloat16 else None
-        self._parameter_type = dtype if self._autocast is None else torch.float32
+        autocast = dtype if dtype == torch.bfloat16 else None
+        self._parameter_type = dtype if autocast is None else torch.float32
         stored = None if weights is None else find_weights(Path(weights))
         self._model = staged_model(
             self._rank,
             module,
-            None
-            if example is None
-            else example_of(
+            example_of(
                 self._rank,
                 example,
-                self._replicas,
+                replicas,
                 takes_loss=takes_loss,
                 dtype=self._parameter_type,
-                autocast=self._autocast,
+                autocast=autocast,
             ),
             stored,
             seed=seed,
             dtype=self._parameter_type,
-            clips=self._clip_norm < inf,
+            clips=most < inf,
             evaluates=evaluates,
         )
         # Known only from the captured model.
-        self._families = families_of(plan, self._model, clips=self._clip_norm < inf)
-        self._program = rank_program(plan, self.rank, self._families)
+        families = families_of(plan, self._model, clips=most < inf)
+        program = rank_program(plan, self.rank, families)
         timeout = timedelta(seconds=timeout_seconds)
         holders = {name: self._model.holders(name) for name in self._model.tied}
         self._groups = make_groups(self._rank, holders, timeout)
@@ -235,40 +219,46 @@ class Executor:
         require_not_captured(schedule, captured=graph)
         self._weights = weights_of(
             self._rank,
-            self._program,
+            program,
             self._model,
-            self._families,
+            families,
             self._groups,
             optimizer=optimizer,
             parameter_groups=groups,
             schedule=schedule,
             captured=graph,
         )
-        preparation = self._prepare(make_loss_group(self._rank, timeout), graph, compile)
-        self._interpreters = Interpreters(preparation)
-        self._checkpoint = CheckpointShare(self._rank, self._model, self._weights, extra)
-        self._evaluation = Evaluation(
-            self._rank,
-            self._model,
-            self._weights,
-            self._groups.stages,
-            self._loss,
-            takes_loss,
-            seed,
-            self._parameter_type,
-            self._autocast,
+        preparation = Preparation(
+            rank=self._rank,
+            program=program,
+            model=self._model,
+            weights=self._weights,
+            groups=self._groups.stages,
+            joint=joint_of(
+                self._rank,
+                self._model,
+                self._weights,
+                families,
+                self._groups,
+                timeout,
+                clip_norm=most,
+                accumulate=accumulate,
+            ),
+            families=families,
+            loss=loss,
+            seed=seed,
+            autocast=autocast,
+            captured=graph,
+            compiled=compile,
+            replicas=replicas,
         )
-        self._recorder = TraceRecorder(self._rank, dtype, meter)
-
-    @property
-    def rank(self) -> int:
-        """The number of this process."""
-        return self._rank.number
-
-    @property
-    def world_size(self) -> int:
-        """The number of processes."""
-        return len(self._rank.devices)
+        self._interpreters = Interpreters(preparation)
+        self._own = CheckpointShare(self._rank, self._model, self._weights, extra)
+        self._evaluation = Evaluation(preparation, takes_loss, self._parameter_type)
+        traced = partial(traced_step, plan)
+        self._recorder = TraceRecorder(
+            self._rank, plan, dtype, traced, self.reporter, on=trace, meter=meter
+        )
 
     @property
     def reporter(self) -> int:
@@ -370,8 +360,7 @@ class Executor:
         """
         self._require_sound()
         self._require_finished()
-        device = self._rank.device
-        with torch.random.fork_rng([] if device.type == "cpu" else [device]):
+        with self._own_draws():
             return self._evaluation.mean(batches, measure)
 
     def _require_sound(self) -> None:
@@ -397,106 +386,12 @@ class Executor:
 
         Losses are summed over the ranks of the last stage.
         """
-        device, last = self._rank.device, len(self.plan.stages) - 1
+        last = len(self.plan.stages) - 1
         self._failed = True
-        # Draws of layers differ from rank to rank; the caller's draws must not.
-        with torch.random.fork_rng([] if device.type == "cpu" else [device]):
+        with self._own_draws():
             found = run(self._recorder.records)
         self._failed = False
         parts = [summed(self._rank, part, self._groups.stages.get(last)) for part in found]
         losses = [value / count if count else value for value, count in parts]
         self._recorder.add_losses(losses)
         return losses
-
-    # State and traces
-
-    def state(self) -> dict[str, Tensor]:
-        """The share of a checkpoint that this rank writes, once each key; all ranks call it.
-
-        ``model.NAME`` are parameters and buffers under the model's own names,
-        ``optimizer.NAME.KEY`` what the optimizer keeps for a parameter, and ``previous.NAME`` the
-        weights before the last update, where the plan computes on them; ``schedule.state`` is that
-        of the learning rates, ``extra.state`` the caller's. The next step changes these tensors.
-
-        Raises
-        ------
-        InputError
-            If mini-batches are in flight: `finish` comes first.
-        """
-        self._require_finished()
-        return self._checkpoint.state()
-
-    def wanted(self, keys: Iterable[str]) -> list[str]:
-        """Which entries of a checkpoint belong to this rank's stages."""
-        return self._checkpoint.wanted(keys)
-
-    def load_state(self, tensors: Mapping[str, Tensor], steps_done: int) -> None:
-        """Continue a run that wrote ``tensors`` (`wanted` says which) after its steps.
-
-        Raises
-        ------
-        InputError
-            If a tensor of this rank is missing, or mini-batches are in flight.
-        """
-        self._require_finished()
-        self._checkpoint.load(tensors)
-        self.steps_done = steps_done
-
-    def parameters_on_first_rank(self) -> dict[str, Tensor] | None:
-        """The whole model's state dict under its own names on rank 0, None on the others.
-
-        All ranks call it.
-        """
-        own = {
-            key.removeprefix("model."): value.to("cpu", copy=True)
-            for key, value in self.state().items()
-            if key.startswith("model.")
-        }
-        shares = gathered(self._rank, own)
-        return None if shares is None else self._checkpoint.whole_model(shares)
-
-    def trace_on_first_rank(self) -> Trace | None:
-        """When everything ran in the steps so far, on rank 0; None on the others.
-
-        All ranks call it. With a periodic plan, the steps between two drains are one step; with one
-        that begins with the backwards, a step is from loss to loss, and the rest is left out.
-
-        Raises
-        ------
-        InputError
-            If mini-batches are in flight: `finish` comes first.
-        """
-        self._require_finished()
-        return self._recorder.trace_on_first_rank()
-
-    # The parts of this rank
-
-    def _prepare(
-        self, loss_group: dist.ProcessGroup | None, captured: bool, compiled: bool
-    ) -> Preparation:
-        tied = self._groups.tied
-        shared = SharedGradients(self._rank, self._model, self._weights, tied)
-        joint = Joint(
-            loss_group,
-            frozenset[int]().union(*self._families),
-            shared.sum,
-            shared.squares,
-            self._clip_norm,
-            shared.overlapping() if self.plan.is_periodic else None,
-            self._accumulate,
-        )
-        return Preparation(
-            rank=self._rank,
-            program=self._program,
-            model=self._model,
-            weights=self._weights,
-            groups=self._groups.stages,
-            joint=joint,
-            families=self._families,
-            loss=self._loss,
-            seed=self._seed,
-            autocast=self._autocast,
-            captured=captured,
-            compiled=compiled,
-            replicas=self._replicas,
-        )

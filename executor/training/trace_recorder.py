@@ -4,7 +4,7 @@ import os
 import platform
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,10 +19,11 @@ from stagewright.executor.programs.trace import (
     RankAction,
     Trace,
     TracedStep,
-    traced_step,
 )
 from stagewright.executor.training.ranks.groups import gathered
-from stagewright.executor.training.ranks.rank import Place, Rank
+from stagewright.executor.training.ranks.rank import RankPlace
+from stagewright.formulations.operators.plan import OperatorPlan
+from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError
 
 _SCHEDULING = Path("/proc/thread-self/schedstat")
@@ -100,13 +101,7 @@ class Recording:
         return first.met_seconds[-1] + median(own - its for own, its in pairs)
 
 
-def meet(group: dist.ProcessGroup | None) -> None:
-    """Wait for all ranks."""
-    if group is not None:
-        dist.barrier(group)
-
-
-def records_since(start: float, records: Sequence[RankAction]) -> list[RankAction]:
+def _records_since(start: float, records: Sequence[RankAction]) -> list[RankAction]:
     """The records with times that count from ``start``."""
     return [
         replace(
@@ -121,17 +116,31 @@ def records_since(start: float, records: Sequence[RankAction]) -> list[RankActio
 class TraceRecorder:
     """Recordings of this rank, one for each step; with a periodic plan, one for each drain.
 
-    Without a ``meter`` of this rank's memory nothing is recorded.
+    ``traced`` makes a step from its number, the records of all ranks, the mean loss that the rank
+    ``reporter`` knows, and the number of mini-batches, where these overlap. Without ``on`` nothing
+    is recorded; the peaks of memory are, where there is a ``meter``.
     """
 
-    def __init__(self, rank: Rank, dtype: torch.dtype, meter: MemoryMeter | None) -> None:
-        self._rank, self._dtype, self._meter = rank, dtype, meter
+    def __init__(
+        self,
+        place: RankPlace,
+        plan: PipelinePlan | OperatorPlan,
+        dtype: torch.dtype,
+        traced: Callable[[int, list[RankAction], float | None, int | None], TracedStep],
+        reporter: int,
+        *,
+        on: bool,
+        meter: MemoryMeter | None = None,
+    ) -> None:
+        self._place, self._plan, self._dtype = place, plan, dtype
+        self._traced, self._reporter, self._on, self._meter = traced, reporter, on, meter
+        self._overlaps = isinstance(plan, PipelinePlan) and plan.is_periodic
         self._current: Recording | None = None
         self._done: list[Recording] = []
 
     def begin(self, step: int) -> None:
         """Begin a recording at ``step``, unless one is open. All ranks call it."""
-        if self._meter is not None and self._current is None:
+        if self._on and self._current is None:
             self._current = Recording(step, self._meetings())
 
     def _meetings(self) -> list[float]:
@@ -141,8 +150,9 @@ class TraceRecorder:
         several barriers the median is exact enough for a long run.
         """
         found = []
-        for _ in range(MEETINGS if self._rank.plan.is_periodic else 1):
-            meet(self._rank.group)
+        for _ in range(MEETINGS if self._overlaps else 1):
+            if self._place.group is not None:
+                dist.barrier(self._place.group)
             found.append(time.perf_counter())
         return found
 
@@ -161,66 +171,55 @@ class TraceRecorder:
         recording, self._current = self._current, None
         if recording is None:
             return
-        if self._rank.plan.is_periodic:
+        if self._overlaps:
             recording.iterations = steps_done - recording.step
         self._done.append(recording)
 
     def trace_on_first_rank(self) -> Trace | None:
         """The trace of all steps on rank 0; None on the others. All ranks call it.
 
-        Raises
-        ------
-        InputError
-            If no step of a plan between two losses was recorded.
+        Raises InputError if no step was recorded.
         """
-        if self._rank.plan.is_backward_first and self._meter and not self._done:
+        place, plan = self._place, self._plan
+        between_losses = isinstance(plan, PipelinePlan) and plan.is_backward_first
+        if between_losses and self._on and not self._done:
             raise InputError(
                 "there is nothing to trace: a step of a plan that begins with the backwards is "
                 "recorded from the second one after a checkpoint on; train on more steps"
             )
-        shares = gathered(self._rank, self._done)
+        shares = gathered(place, self._done)
         memory = self._memory()
         if shares is None:
             return None
-        rank, plan = self._rank, self._rank.plan
-        reporter = rank.first(len(plan.stages) - 1)
         steps = tuple(
-            traced_step(
-                plan,
+            self._traced(
                 own.step,
                 [
                     record
                     for share in shares
-                    for record in records_since(share[i].begin(own), share[i].records)
+                    for record in _records_since(share[i].begin(own), share[i].records)
                 ],
-                shares[reporter][i].loss,
+                shares[self._reporter][i].loss,
                 own.iterations,
             )
             for i, own in enumerate(self._done)
         )
-        trace = trace_of(rank, plan.digest, plan.model, self._dtype, steps)
-        return replace(trace, memory=memory)
+        return Trace(
+            digest=plan.digest,
+            model=plan.model,
+            machine=f"{platform.node()}, {os.cpu_count()} CPUs, {place.device.type}",
+            backend="none" if place.group is None else dist.get_backend(place.group),
+            world_size=len(place.devices),
+            dtype=str(self._dtype).removeprefix("torch."),
+            steps=steps,
+            memory=memory,
+        )
 
     def _memory(self) -> MeasuredMemory | None:
         """The peak of every rank, on rank 0; None if one does not know it."""
-        meter, rank = self._meter, self._rank
-        peaks = gathered(rank, None if meter is None else meter.peak_bytes())
+        meter, place = self._meter, self._place
+        peaks = gathered(place, None if meter is None else meter.peak_bytes())
         known = [peak for peak in peaks or () if peak is not None]
-        if meter is None or len(known) < len(rank.devices):
+        if meter is None or len(known) < len(place.devices):
             return None
-        return MeasuredMemory(meter.kind, dict(zip(rank.devices, known, strict=True)))
-
-
-def trace_of(
-    place: Place, digest: str, model: str, dtype: torch.dtype, steps: tuple[TracedStep, ...]
-) -> Trace:
-    """The trace of a run on this machine."""
-    return Trace(
-        digest=digest,
-        model=model,
-        machine=f"{platform.node()}, {os.cpu_count()} CPUs, {place.device.type}",
-        backend="none" if place.group is None else dist.get_backend(place.group),
-        world_size=len(place.devices),
-        dtype=str(dtype).removeprefix("torch."),
-        steps=steps,
-    )
+        return MeasuredMemory(meter.kind, dict(zip(place.devices, known, strict=True)))

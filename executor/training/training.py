@@ -29,11 +29,8 @@ from stagewright.executor.training.data.passes import mini_batches, one_pass, pa
 from stagewright.executor.training.logs import OnStep, StepReport, peak_bytes
 from stagewright.executor.training.losses import Loss, cross_entropy
 from stagewright.executor.training.model_checks import (
-    require_accumulated,
     require_capturable,
-    require_clip_norm,
-    require_known_shards,
-    require_known_tensor_plan,
+    require_trainable,
 )
 from stagewright.executor.training.operators.executor import OperatorExecutor
 from stagewright.executor.training.ranks.endings import Member
@@ -41,7 +38,7 @@ from stagewright.executor.training.runtime import Executor
 from stagewright.executor.training.stages.initialise import Model
 from stagewright.executor.training.stages.learning_rates import (
     ParameterGroups,
-    Schedule,
+    RateSchedule,
     require_not_captured,
 )
 from stagewright.formulations.operators.plan import OperatorPlan
@@ -85,7 +82,7 @@ class Task:
     loss: Loss | None
     optimizer: NamedOptimizer
     groups: ParameterGroups
-    schedule: Schedule | None
+    schedule: RateSchedule | None
     accumulate: int
     clip_norm: float | None
     steps: int
@@ -110,14 +107,14 @@ class Task:
         if isinstance(self.plan, OperatorPlan):
             self._require_captured()
             return
-        require_clip_norm(self.plan, self.clip_norm)
-        require_known_tensor_plan(self.plan)
-        require_known_shards(self.plan, compiled=self.compile)
-        require_accumulated(self.plan, self.accumulate, traced=self.trace is not None)
+        traced, accumulate = self.trace is not None, self.accumulate
+        require_trainable(
+            self.plan, self.clip_norm, accumulate, compiled=self.compile, traced=traced
+        )
         require_not_captured(self.schedule, captured=self.graph)
         if self.graph:
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-            require_capturable(self.plan, device, traced=self.trace is not None)
+            require_capturable(self.plan, device, traced=traced)
 
     def _require_captured(self) -> None:
         """A plan of operators carries out the step that was captured, and nothing else."""

@@ -8,9 +8,9 @@ from functools import lru_cache
 import numpy as np
 
 from stagewright.graphs.documents.arrays import Ints
-from stagewright.graphs.models.shards import Share, Shares
+from stagewright.graphs.models.shards import LayerShare, Shares
 
-Layers = tuple[tuple[Share, bool, int], ...]
+Layers = tuple[tuple[LayerShare, bool, int], ...]
 """Layers of a stage or of a rank: of each kind, whether it is recomputed, how many there are."""
 
 
@@ -65,7 +65,7 @@ def _counted(of: Shares, blocks: tuple[int, ...], again: bool) -> Layers:
 
 def _together(stages: Iterable[Layers]) -> Layers:
     """The layers of several stages."""
-    counts: Counter[tuple[Share, bool]] = Counter()
+    counts: Counter[tuple[LayerShare, bool]] = Counter()
     for stage in stages:
         for one, again, n in stage:
             counts[one, again] += n
@@ -74,7 +74,7 @@ def _together(stages: Iterable[Layers]) -> Layers:
 
 def _kinds(every: list[Layers]) -> Kinds:
     """Equal layers are equal objects, whatever their order."""
-    keys: dict[frozenset[tuple[Share, bool, int]], int] = {}
+    keys: dict[frozenset[tuple[LayerShare, bool, int]], int] = {}
     index = [keys.setdefault(frozenset(one), len(keys)) for one in every]
     firsts = {kind: one for kind, one in zip(reversed(index), reversed(every), strict=True)}
     return Kinds(tuple(firsts[kind] for kind in range(len(keys))), np.array(index))

@@ -13,8 +13,8 @@ from stagewright.formulations.parallelism.states import (
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.machines.groups import links
-from stagewright.graphs.models.operations import Operation
-from stagewright.graphs.models.shards import Recompute, Share, Split
+from stagewright.graphs.models.operations import LayerOperation
+from stagewright.graphs.models.shards import LayerShare, LayerSplit, Recompute
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class LayerTime:
 
 def share_time(
     problem: TrainingProblem,
-    share: Share,
-    split: Split,
+    share: LayerShare,
+    split: LayerSplit,
     samples: int,
     recompute: Recompute,
     put_off: bool,
@@ -49,8 +49,8 @@ def share_time(
 
 def layer_time(
     problem: TrainingProblem,
-    share: Share,
-    split: Split,
+    share: LayerShare,
+    split: LayerSplit,
     samples: int,
     recompute: Recompute,
     put_off: bool,
@@ -110,7 +110,7 @@ class _Kernels:
 
 
 @lru_cache(maxsize=1 << 13)
-def _kernels(share: Share) -> _Kernels:
+def _kernels(share: LayerShare) -> _Kernels:
     operators = share.operators.values()
     fixed = np.array([_weights(one) for one in operators])
     input_part = np.array([one.input_gradients for one in operators])
@@ -147,7 +147,7 @@ class _Once:
 
 
 @lru_cache(maxsize=1 << 15)
-def _once(problem: TrainingProblem, share: Share, split: Split, samples: int) -> _Once:
+def _once(problem: TrainingProblem, share: LayerShare, split: LayerSplit, samples: int) -> _Once:
     kernels = _kernels(share)
     seconds = _seconds(problem, kernels, samples)
     inputs = seconds * kernels.input_part
@@ -181,7 +181,7 @@ def _seconds(problem: TrainingProblem, kernels: _Kernels, samples: int) -> Float
     return seconds
 
 
-def _weights(one: Operation) -> float:
+def _weights(one: LayerOperation) -> float:
     return one.parameters + one.tied_parameters if one.kind == "matmul" else 0.0
 
 
@@ -196,7 +196,7 @@ def _sums(problem: TrainingProblem, kernels: _Kernels) -> Floats:
     return seconds
 
 
-def _accumulation(problem: TrainingProblem, share: Share) -> float:
+def _accumulation(problem: TrainingProblem, share: LayerShare) -> float:
     """A kernel that adds the gradients of a microbatch to their sum: reads both, writes one."""
     if problem.fused_gradients:
         return 0.0
@@ -207,7 +207,7 @@ def _accumulation(problem: TrainingProblem, share: Share) -> float:
 
 
 def _exchanges(
-    problem: TrainingProblem, share: Share, split: Split, once: _Once, beside: float
+    problem: TrainingProblem, share: LayerShare, split: LayerSplit, once: _Once, beside: float
 ) -> tuple[float, float]:
     """Tensor reductions and the way to the experts and back, as far as the device waits for them.
 
@@ -222,13 +222,15 @@ def _exchanges(
     return ahead + once.routed, seen + waited + once.routed
 
 
-def _circulation(problem: TrainingProblem, share: Share, split: Split, samples: int) -> float:
+def _circulation(
+    problem: TrainingProblem, share: LayerShare, split: LayerSplit, samples: int
+) -> float:
     """Keys and values pass all context ranks in a ring, beside the attention (Liu et al. 2023)."""
     context = links(problem.fabric, ((split.tensor, split.context),))
     moved = samples * share.circulated * problem.precision.activation_bytes
     return (split.context - 1) * send_seconds(context, moved)
 
 
-def _attention_seconds(share: Share, seconds: Floats) -> float:
+def _attention_seconds(share: LayerShare, seconds: Floats) -> float:
     names = ("attention", "scores", "weighted values")
     return float(sum(t for t, name in zip(seconds, share.operators, strict=True) if name in names))

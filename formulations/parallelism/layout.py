@@ -13,7 +13,7 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MAX_MICROBATCHES, require_count
 from stagewright.graphs.machines.fabric import MAX_GPUS
 from stagewright.graphs.machines.groups import Group
-from stagewright.graphs.models.shards import Recompute, Split
+from stagewright.graphs.models.shards import LayerSplit, Recompute
 
 Schedule = Literal["1f1b", "zero-bubble"]
 """(Interleaved) 1F1B, or ZB-H1 and its interleaved form, whose backwards are split in two."""
@@ -155,9 +155,9 @@ class Layout:
         return self.pipeline * self.chunks
 
     @property
-    def split(self) -> Split:
+    def split(self) -> LayerSplit:
         """The degrees by which a layer is divided."""
-        return Split(self.tensor, self.context, self.expert, self.sequence_parallel)
+        return LayerSplit(self.tensor, self.context, self.expert, self.sequence_parallel)
 
     @property
     def data_stride(self) -> int:

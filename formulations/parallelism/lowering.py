@@ -29,7 +29,7 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Cluster
 from stagewright.graphs.machines.fabric import cluster_of
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
-from stagewright.graphs.models.shards import Share, Split
+from stagewright.graphs.models.shards import LayerShare, LayerSplit
 
 
 def lowered(
@@ -139,7 +139,7 @@ def chain_of(problem: TrainingProblem, layout: Layout, names: Sequence[str] | No
             f"the layout's model has {len(own)} layers (embedding, {count} blocks, head), the "
             f"names are {len(names)}"
         )
-    whole, divided = (shares(problem, split).every for split in (Split(), layout.split))
+    whole, divided = (shares(problem, split).every for split in (LayerSplit(), layout.split))
     layers = [
         Layer(name, _parameter_bytes(problem, one), tuple(_costs(problem, layout, one, shard)))
         for name, one, shard in zip(names or own, whole, divided, strict=True)
@@ -199,17 +199,17 @@ def _order(layout: Layout, microbatches: int) -> Order:
 
 
 def _costs(
-    problem: TrainingProblem, layout: Layout, whole: Share, shard: Share
+    problem: TrainingProblem, layout: Layout, whole: LayerShare, shard: LayerShare
 ) -> Iterator[LayerCost]:
     """Costs of a layer at degree 1 and the tensor degree, for one replica's samples and for all."""
     for samples in sorted({layout.microbatch, layout.data * layout.microbatch}):
-        yield _cost(problem, layout, whole, Split(), samples)
+        yield _cost(problem, layout, whole, LayerSplit(), samples)
         if layout.tensor > 1:
             yield _cost(problem, layout, shard, layout.split, samples)
 
 
 def _cost(
-    problem: TrainingProblem, layout: Layout, share: Share, split: Split, samples: int
+    problem: TrainingProblem, layout: Layout, share: LayerShare, split: LayerSplit, samples: int
 ) -> LayerCost:
     size, split_backward = problem.precision.activation_bytes, layout.schedule == "zero-bubble"
     time = share_time(problem, share, split, samples, "none", split_backward)
@@ -241,7 +241,7 @@ def _backward(time: LayerTime, in_parts: bool) -> dict[str, float]:
     }
 
 
-def _parameter_bytes(problem: TrainingProblem, share: Share) -> float:
+def _parameter_bytes(problem: TrainingProblem, share: LayerShare) -> float:
     return (share.parameters + share.tied_parameters) * problem.precision.weight_bytes
 
 

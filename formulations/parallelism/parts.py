@@ -18,12 +18,12 @@ from stagewright.formulations.parallelism.pipeline_time import (
 from stagewright.formulations.parallelism.states import occupied_seconds, send_seconds, tied_seconds
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.arrays import Floats
-from stagewright.graphs.machines.groups import Links, links
-from stagewright.graphs.models.shards import Shares, Split, shares_of
+from stagewright.graphs.machines.groups import GroupWays, links
+from stagewright.graphs.models.shards import LayerSplit, Shares, shares_of
 
 
 @lru_cache(maxsize=4096)
-def shares(problem: TrainingProblem, split: Split) -> Shares:
+def shares(problem: TrainingProblem, split: LayerSplit) -> Shares:
     """The shares of the problem's layers."""
     return shares_of(problem.architecture, problem.sequence, split, problem.attention)
 
@@ -94,7 +94,7 @@ class Parts:
         return send_seconds(self._pipeline_links, self._sent_bytes)
 
     @property
-    def _pipeline_links(self) -> Links:
+    def _pipeline_links(self) -> GroupWays:
         return links(self.problem.fabric, self.layout.pipeline_group)
 
     @property

@@ -24,7 +24,7 @@ from stagewright.formulations.parallelism.states import (
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.arrays import Floats, Ints
-from stagewright.graphs.models.shards import Share, Shares
+from stagewright.graphs.models.shards import LayerShare, Shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class StageCosts:
         """Whether backwards are split in two."""
         return self.layout.schedule == "zero-bubble"
 
-    def time(self, share: Share, again: bool) -> LayerTime:
+    def time(self, share: LayerShare, again: bool) -> LayerTime:
         """The layer's times; with ``again`` the backward includes a second forward."""
         recompute = self.layout.recompute if again else "none"
         layout = self.layout
@@ -124,7 +124,7 @@ class StageCosts:
         """Bytes that a forward keeps."""
         return sum(n * self._saved(one, again) for one, again, n in layers)
 
-    def _saved(self, share: Share, again: bool) -> float:
+    def _saved(self, share: LayerShare, again: bool) -> float:
         size = self.problem.precision.activation_bytes
         recompute = self.layout.recompute if again else "none"
         return self.layout.microbatch * share.saved_bytes(size, recompute)
@@ -145,7 +145,7 @@ class StageCosts:
     def _repeated_most(self, layers: Layers) -> float:
         return max(self._repeated_bytes(one, again) for one, again, _ in layers)
 
-    def _repeated_bytes(self, share: Share, again: bool) -> float:
+    def _repeated_bytes(self, share: LayerShare, again: bool) -> float:
         """Bytes that a layer's backward holds in addition to those kept from the forward.
 
         These are repeated activations, and the gradient of the logits.

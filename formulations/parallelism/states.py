@@ -9,16 +9,16 @@ from stagewright.formulations.parallelism.cut import Layers
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.machines.groups import Links, Way, ends, links
-from stagewright.graphs.models.shards import Share
+from stagewright.graphs.machines.groups import CrossedLevels, GroupWays, ends, links
+from stagewright.graphs.models.shards import LayerShare
 
 
-def all_reduce_seconds(of: Links, moved: float) -> float:
+def all_reduce_seconds(of: GroupWays, moved: float) -> float:
     """Time to sum ``moved`` bytes over a group."""
     return 2 * gather_seconds(of, moved)
 
 
-def gather_seconds(of: Links, moved: float) -> float:
+def gather_seconds(of: GroupWays, moved: float) -> float:
     """Time to all-gather, or to reduce-scatter, ``moved`` bytes (the whole) over a group."""
     others, steps = (of.size - 1) / of.size * moved, math.ceil(math.log2(of.size))
     return _slowest(
@@ -26,28 +26,28 @@ def gather_seconds(of: Links, moved: float) -> float:
     )
 
 
-def all_to_all_seconds(of: Links, moved: float) -> float:
+def all_to_all_seconds(of: GroupWays, moved: float) -> float:
     """Time in which every rank spreads ``moved`` bytes evenly over a group; the slowest level's."""
     others = (of.size - 1) / of.size * moved
 
-    def seconds(way: Way) -> float:
+    def seconds(way: CrossedLevels) -> float:
         levels = (one.share * others / one.level.bytes_per_second for one in way.crossed)
         return max(levels) + way.latency_seconds
 
     return _slowest(of, moved, seconds)
 
 
-def send_seconds(of: Links, moved: float) -> float:
+def send_seconds(of: GroupWays, moved: float) -> float:
     """Time to send ``moved`` bytes to the next of a group."""
     return _slowest(of, moved, lambda way: moved / way.pair_bytes_per_second + way.latency_seconds)
 
 
-def occupied_seconds(of: Links, moved: float) -> float:
+def occupied_seconds(of: GroupWays, moved: float) -> float:
     """Time in which a link to the next of a group is busy with ``moved`` bytes."""
     return _slowest(of, moved, lambda way: moved / way.pair_bytes_per_second)
 
 
-def _slowest(of: Links, moved: float, seconds: Callable[[Way], float]) -> float:
+def _slowest(of: GroupWays, moved: float, seconds: Callable[[CrossedLevels], float]) -> float:
     return max(map(seconds, of.ways), default=0.0) if moved else 0.0
 
 
@@ -157,7 +157,7 @@ def _gather(problem: TrainingProblem, layout: Layout, of: Held, bytes_each: int)
     return seconds
 
 
-def tied_seconds(problem: TrainingProblem, layout: Layout, head: Share) -> float:
+def tied_seconds(problem: TrainingProblem, layout: Layout, head: LayerShare) -> float:
     """The sum of a tied table's gradients, which first and last stage both have."""
     if layout.pipeline == 1:
         return 0.0

@@ -58,12 +58,8 @@ class _Unloaded(dict[str, Any]):
 def require_kind(value: object, annotation: Any, name: str) -> None:
     """Refuse a value of another type than an annotation says.
 
-    Of what is within it only the elements of sequences are looked at.
-
-    Raises
-    ------
-    InputError
-        One line with what would be right, and with the field of an answer that would be.
+    Of what is within it only the elements of sequences are looked at. Raises InputError in one line
+    with what would be right, and with the field of an answer that would be.
     """
     kinds = tuple(_kinds(annotation))
     if any(_is(value, kind) for kind in kinds):

@@ -108,11 +108,8 @@ def told_by(field: str, with_it: str, without: str) -> Discriminator:
 def parse(kind: type[T], text: str | bytes, place: str, format_name: str, version: int) -> T:
     """Read one document of type ``kind``; ``place`` (a file name) starts every message.
 
-    Raises
-    ------
-    InputError
-        One line: truncated or malformed JSON, another format or version, unknown fields,
-        wrong types, or a broken rule, with the path of the field.
+    Raises InputError in one line: truncated or malformed JSON, another format or version, unknown
+    fields, wrong types, or a broken rule, with the path of the field.
     """
     try:
         # pydantic refuses deep nesting, on which the json module recurses, and lone surrogates;
@@ -222,10 +219,7 @@ def _adapter(kind: type[T]) -> TypeAdapter[T]:
 def write(kind: type[T], document: T, path: str | os.PathLike[str], what: str = "the file") -> None:
     """Write a document of type ``kind`` to ``path`` atomically; ``what`` it is, for messages.
 
-    Raises
-    ------
-    InputError
-        If ``document`` has another type, or the file cannot be written.
+    Raises InputError if ``document`` has another type, or the file cannot be written.
     """
     require_type(document, kind, "the document")
     write_bytes(path, to_json(document).encode(), what)

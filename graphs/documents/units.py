@@ -44,10 +44,8 @@ _RATES |= {unit.lower(): rate for unit, rate in _RATES.items() if re.search("bps
 def parse_bytes(text: str, name: str) -> float:
     """Bytes in ``text``: ``16GB``, ``16GiB``; ``name`` is what it is of, for messages.
 
-    Raises
-    ------
-    InputError
-        If ``text`` is not a size with its unit, is in bits (``16Gb``), or is negative.
+    Raises InputError if ``text`` is not a size with its unit, is in bits (``16Gb``), or is
+    negative.
     """
     number, unit = _quantity(text, name, "size", _SIZES, "80GB or 80GiB")
     value = number * _SIZES.get(unit, 1.0)
@@ -58,10 +56,8 @@ def parse_bytes(text: str, name: str) -> float:
 def parse_bandwidth(text: str, name: str) -> float:
     """Bytes per second in ``text``: ``12.5GB/s``, or in bits ``100Gb/s``, ``100Gbps``.
 
-    Raises
-    ------
-    InputError
-        If ``text`` is not a bandwidth with its unit, or may be of bits or bytes (``100gb/s``).
+    Raises InputError if ``text`` is not a bandwidth with its unit, or may be of bits or bytes
+    (``100gb/s``).
     """
     example = "25GB/s (bytes) or 200Gb/s (bits)"
     number, unit = _quantity(text, name, "bandwidth", _RATES, example)
@@ -73,10 +69,7 @@ def parse_bandwidth(text: str, name: str) -> float:
 def parse_latency(text: str, name: str) -> float:
     """Seconds in ``text``: ``5us``, ``0.2 ms``.
 
-    Raises
-    ------
-    InputError
-        If ``text`` is not a time with its unit, is negative, or above a second.
+    Raises InputError if ``text`` is not a time with its unit, is negative, or above a second.
     """
     number, unit = _quantity(text, name, "latency", _PER_SECOND, "5us, 0.2ms or 500ns")
     seconds = number / _PER_SECOND.get(unit, 1.0)
@@ -109,10 +102,7 @@ def counted(number: int, one: str, several: str) -> str:
 def parse_share(value: str | float, name: str) -> float:
     """A share of a whole from ``1%``, ``0.01`` or a number.
 
-    Raises
-    ------
-    InputError
-        If it is not from 0 to 1 (100 %).
+    Raises InputError if it is not from 0 to 1 (100 %).
     """
     share = math.nan
     if isinstance(value, str):

@@ -58,11 +58,8 @@ _ON_DEMAND = {
 def read_cloud_logs(folder: str | os.PathLike[str]) -> Market:
     """All prices in a folder of logs.
 
-    Raises
-    ------
-    InputError
-        With file and place, if there are no logs, an instance type is unknown, a file is malformed
-        or a price is missing on a day between others.
+    Raises InputError with file and place, if there are no logs, an instance type is unknown, a file
+    is malformed or a price is missing on a day between others.
     """
     root = Path(folder)
     series: list[PriceSeries] = []

@@ -106,21 +106,11 @@ def dnn_partitioning_graph(
     * The rest of the size is kept for the backward; inference workloads keep nothing.
     * The constraint that forward operators of one class are on one device is dropped.
 
-    Parameters
-    ----------
-    path
-        The JSON file.
-    microbatch_size
-        The batch that was measured; the file does not say.
-    device_kind
-        The kind of device that was measured; by default any, since the file does not say.
-    name
-        Name of the model; by default the file's name without its suffix.
+    Raises InputError in one line with the file and the field, node or edge.
 
-    Raises
-    ------
-    InputError
-        One line with the file and the field, node or edge.
+    ``path``: the JSON file. ``microbatch_size``: the batch that was measured; the file does not
+    say. ``device_kind``: the kind of device that was measured; by default any, since the file does
+    not say. ``name``: name of the model; by default the file's name without its suffix.
     """
     workload = read_workload(path)
     readers = _weight_readers(workload)
@@ -144,10 +134,7 @@ def dnn_partitioning_graph(
 def read_workload(path: str | os.PathLike[str]) -> Workload:
     """The workload as it is written.
 
-    Raises
-    ------
-    InputError
-        One line with the file and the field, node or edge.
+    Raises InputError in one line with the file and the field, node or edge.
     """
     try:
         return Workload.model_validate_json(documents.read_text(path))

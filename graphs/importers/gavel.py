@@ -38,11 +38,8 @@ _KIND = re.compile(r"\((?P<quote>['\"])(?P<model>[^'\"]+)(?P=quote), (?P<scale>\
 def read_gavel(trace: str | os.PathLike[str], throughputs: str | os.PathLike[str]) -> Workload:
     """The jobs of a trace with their throughputs.
 
-    Raises
-    ------
-    InputError
-        With file and line, if a field is missing or not a number, arrivals are out of order, or a
-        job's type has no throughputs at its scale.
+    Raises InputError with file and line, if a field is missing or not a number, arrivals are out of
+    order, or a job's type has no throughputs at its scale.
     """
     jobs = read_trace(trace)
     table = read_throughputs(throughputs)
@@ -106,13 +103,7 @@ def _number(text: str, what: str, *, whole: bool = False) -> float:
 
 
 def read_throughputs(path: str | os.PathLike[str]) -> Throughputs:
-    """A throughput table.
-
-    Raises
-    ------
-    InputError
-        In one line, if the file is not such a table.
-    """
+    """A throughput table. Raises InputError in one line, if the file is not such a table."""
     text = documents.read_text(path)
     try:
         from_json(text)  # refuses deep nesting, into which the json module recurses

@@ -34,12 +34,8 @@ def read_hf_config(path: str | os.PathLike[str]) -> Architecture:
     """The architecture that a ``config.json``, or that of a folder or a model's name, describes.
 
     A name, ``OWNER/NAME``, is looked up by :func:`~stagewright.graphs.importers.hf_hub.hub_config`.
-
-    Raises
-    ------
-    InputError
-        In one line with the file and the field: no such name, no JSON object, a model type that is
-        not known, a field that is missing or has a wrong type or value.
+    Raises InputError in one line with the file and the field: no such name, no JSON object, a
+    model type that is not known, a field that is missing or has a wrong type or value.
     """
     return parse_hf_config(*_text(path))
 
@@ -47,10 +43,7 @@ def read_hf_config(path: str | os.PathLike[str]) -> Architecture:
 def parse_hf_config(text: str, place: str) -> Architecture:
     """The architecture in the text of a ``config.json``; ``place`` starts every message.
 
-    Raises
-    ------
-    InputError
-        As of :func:`read_hf_config`.
+    Raises InputError as of :func:`read_hf_config`.
     """
     values = _values(text, place)
     try:

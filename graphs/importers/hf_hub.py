@@ -33,11 +33,8 @@ def config_file(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
 def hub_config(name: str) -> Path:
     """The configuration of a model, from the local cache or downloaded by ``huggingface_hub``.
 
-    Raises
-    ------
-    InputError
-        If ``huggingface_hub`` is not installed, or has no such configuration: no such model or
-        file, no network, or no permission.
+    Raises InputError if ``huggingface_hub`` is not installed, or has no such configuration: no such
+    model or file, no network, or no permission.
     """
     try:
         hub, errors = map(importlib.import_module, ("huggingface_hub", "huggingface_hub.errors"))

@@ -35,7 +35,7 @@ class _Parameters(_Record):
     parameters_per_layer_bytes: Annotated[list[_Amount], Field(min_length=1)]
 
 
-class _Model(_Record):
+class _MetisModel(_Record):
     model_name: str
     parameters: _Parameters
 
@@ -46,7 +46,7 @@ class _Times(_Record):
 
 
 class _File(_Record):
-    model: _Model
+    model: _MetisModel
     execution_time: _Times
 
 
@@ -59,12 +59,8 @@ def read_metis(
     """The profiles of a model.
 
     ``forward_share`` of a layer's time is taken as its forward, which the files do not tell; the
-    optimizer's step is divided among the layers by their parameters. The source states both.
-
-    Raises
-    ------
-    InputError
-        One line with the file and the field.
+    optimizer's step is divided among the layers by their parameters. The source states both. Raises
+    InputError in one line with the file and the field.
     """
     share = parse_share(forward_share, "forward_share")
     path = Path(documents.file_name(folder))

@@ -108,22 +108,12 @@ def read_piper_chain(
     A file states the time of forward and backward together, and that with recomputation, which is a
     forward longer: forward and backward are told apart by it.
 
-    Parameters
-    ----------
-    path
-        The JSON file.
-    microbatch_size
-        What the file calls a sample.
-    device_kind
-        The kind of device that was measured; by default any, since the file does not say.
-    name
-        Name of the model; by default the file's name without its suffix.
+    Raises InputError in one line with the file and the field, node or edge; a layer that is not
+    given for one device with and without recomputation.
 
-    Raises
-    ------
-    InputError
-        One line with the file and the field, node or edge; a layer that is not given for one
-        device with and without recomputation.
+    ``path``: the JSON file. ``microbatch_size``: what the file calls a sample. ``device_kind``: the
+    kind of device that was measured; by default any, since the file does not say. ``name``: name of
+    the model; by default the file's name without its suffix.
     """
     workload = read_piper(path)
     labels = workload.labels()
@@ -173,10 +163,7 @@ def _operators(workload: PiperWorkload, labels: dict[int, str]) -> Iterator[Oper
 def read_piper(path: str | os.PathLike[str]) -> PiperWorkload:
     """The workload as it is written.
 
-    Raises
-    ------
-    InputError
-        One line with the file and the field, node or edge.
+    Raises InputError in one line with the file and the field, node or edge.
     """
     try:
         return PiperWorkload.model_validate_json(documents.read_text(path))

@@ -166,10 +166,7 @@ ACCELERATORS: dict[str, Accelerator] = {
 def accelerator(kind: str | Accelerator) -> Accelerator:
     """The accelerator called ``kind``, in upper or lower case; an accelerator is returned as it is.
 
-    Raises
-    ------
-    InputError
-        If the name is not in the table.
+    Raises InputError if the name is not in the table.
     """
     if isinstance(kind, Accelerator):
         return kind
@@ -197,10 +194,7 @@ def require_arithmetic(card: Accelerator, precision: str) -> None:
 def read_kind(kind: str) -> str | Accelerator:
     """The user's own kind, if ``kind`` is the path of its JSON file; else the name as it is.
 
-    Raises
-    ------
-    InputError
-        If the file is not valid, or gives its kind the name of one in the table.
+    Raises InputError if the file is not valid, or gives its kind the name of one in the table.
     """
     return read_accelerator(kind) if kind.lower().endswith(".json") else kind
 
@@ -221,10 +215,7 @@ def kind_of_device(
 ) -> tuple[str, float, float | None]:
     """Kind, memory and fp32 peak of a device; for kinds not in the table, memory is required.
 
-    Raises
-    ------
-    InputError
-        If the kind is unknown and no memory is given.
+    Raises InputError if the kind is unknown and no memory is given.
     """
     if memory_bytes is not None and isinstance(kind, str) and kind.lower() not in ACCELERATORS:
         return kind, memory_bytes, None
@@ -310,10 +301,7 @@ REACHED: dict[str, Reached] = {kind: _not_measured(kind) for kind in ACCELERATOR
 def reached_on(kind: str | Accelerator) -> Reached:
     """The rates that kernels reach on a kind of device, which is named or the user's own.
 
-    Raises
-    ------
-    InputError
-        If the name is not known.
+    Raises InputError if the name is not known.
     """
     card = accelerator(kind)
     return REACHED.get(card.name) or _not_measured(card.name)

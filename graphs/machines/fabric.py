@@ -79,13 +79,7 @@ class Fabric:
 
     @property
     def card(self) -> Accelerator:
-        """The peaks of the devices.
-
-        Raises
-        ------
-        InputError
-            If the kind is not known.
-        """
+        """The peaks of the devices. Raises InputError if the kind is not known."""
         return self.own_kind or accelerator(self.device)
 
     @property
@@ -102,10 +96,7 @@ class Fabric:
 def fabric_of(cluster: Cluster) -> Fabric:
     """The fabric of a cluster of equal devices in equal servers (and racks).
 
-    Raises
-    ------
-    InputError
-        If devices, servers or racks differ, or the links of the devices of a server.
+    Raises InputError if devices, servers or racks differ, or the links of the devices of a server.
     """
     first, links = cluster.devices[0], with_levels(cluster).links
     if not isinstance(links, ServerLinks):
@@ -135,10 +126,7 @@ def fabric_of(cluster: Cluster) -> Fabric:
 def cluster_of(fabric: Fabric) -> Cluster:
     """The cluster with a list of the fabric's devices, s0g0, s0g1, ...; inverse of `fabric_of`.
 
-    Raises
-    ------
-    InputError
-        If there are more devices than a cluster can have.
+    Raises InputError if there are more devices than a cluster can have.
     """
     require_count(fabric.devices, "the number of devices", MAX_DEVICES)
     size = fabric.per_server

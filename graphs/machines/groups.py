@@ -30,7 +30,7 @@ class Crossed:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class CrossedLevels:
     """The levels that a group crosses, the inner ones first; at least one."""
 
     crossed: tuple[Crossed, ...]
@@ -52,40 +52,40 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True)
-class Links:
+class GroupWays:
     """The different ways of the groups of ``size`` ranks; none if a group is one rank."""
 
     size: int
-    ways: tuple[Way, ...]
+    ways: tuple[CrossedLevels, ...]
 
 
 @lru_cache(maxsize=1 << 14)
-def links(fabric: Fabric, group: Group) -> Links:
+def links(fabric: Fabric, group: Group) -> GroupWays:
     """The links of a group's ranks."""
     size = prod(k for _, k in group)
     if size == 1:
-        return Links(1, ())
+        return GroupWays(1, ())
     inside = [_inside(group, level.devices) for level in fabric.levels]
     if None in inside:
-        return Links(size, _counted(fabric, _numbers(fabric.devices, group), size))
+        return GroupWays(size, _counted(fabric, _numbers(fabric.devices, group), size))
     found, lower = [], 1
     for level, here in zip(fabric.levels, inside, strict=True):
         assert here is not None
         if here > lower:
             found.append(Crossed(level, lower, (here - lower) / (size - 1)))
         lower = here
-    return Links(size, (Way(tuple(found)),))
+    return GroupWays(size, (CrossedLevels(tuple(found)),))
 
 
 @lru_cache(maxsize=1 << 12)
-def ends(fabric: Fabric, stride: int, size: int) -> Links:
+def ends(fabric: Fabric, stride: int, size: int) -> GroupWays:
     """The links between the first and the last rank of a group."""
     if size == 1:
-        return Links(1, ())
+        return GroupWays(1, ())
     numbers = _numbers(fabric.devices, ((stride, size),))
     place = np.arange(fabric.devices) // stride % size
     numbers[(place > 0) & (place < size - 1)] = -1
-    return Links(2, _counted(fabric, numbers, 2))
+    return GroupWays(2, _counted(fabric, numbers, 2))
 
 
 def _inside(group: Group, devices: int) -> int | None:
@@ -110,7 +110,7 @@ def _numbers(devices: int, group: Group) -> Ints:
     return first
 
 
-def _counted(fabric: Fabric, numbers: Ints, size: int) -> tuple[Way, ...]:
+def _counted(fabric: Fabric, numbers: Ints, size: int) -> tuple[CrossedLevels, ...]:
     """The same by counting all groups; ``numbers`` are negative for ranks in none."""
     ranks = np.flatnonzero(numbers >= 0)
     _, group = np.unique(numbers[ranks], return_inverse=True)
@@ -128,12 +128,12 @@ def _counted(fabric: Fabric, numbers: Ints, size: int) -> tuple[Way, ...]:
     return tuple(_way(fabric, row, size) for row in np.unique(np.stack(columns, axis=1), axis=0))
 
 
-def _way(fabric: Fabric, row: Ints, size: int) -> Way:
+def _way(fabric: Fabric, row: Ints, size: int) -> CrossedLevels:
     found = []
     for level, way_out, far in zip(fabric.levels, row[::2], row[1::2], strict=True):
         if far:
             found.append(Crossed(level, int(way_out), float(far) / (size - 1)))
-    return Way(tuple(found))
+    return CrossedLevels(tuple(found))
 
 
 def _sizes(keys: Ints) -> Ints:

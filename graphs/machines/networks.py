@@ -35,12 +35,8 @@ def fabric_of_kind(
 
     ``rack_bandwidth`` is that out of a rack (or pod) of ``per_rack`` devices. Default bandwidths
     are parts of the kind's links (:data:`SERVER_SHARE`, :data:`NETWORK_SHARE`), default memory is
-    the kind's. ``kind`` is a name or the user's own.
-
-    Raises
-    ------
-    InputError
-        If the kind is unknown, its links are not known and not given, or the sizes do not divide.
+    the kind's. ``kind`` is a name or the user's own. Raises InputError if the kind is unknown, its
+    links are not known and not given, or the sizes do not divide.
     """
     card = accelerator(kind)
     require_count(devices, "gpus", MAX_GPUS)

@@ -91,14 +91,10 @@ class DensePairs:
 class NestedPairs:
     """Links of nested groups of devices.
 
-    Attributes
-    ----------
-    groups
-        The number of every device's group, shape (K + 1, V) from the devices themselves to the
-        group of all; every grouping is a union of groups of the one before.
-    bandwidth, latency
-        Entry k is the link of devices in one group of ``groups[k + 1]``, but not of ``groups[k]``;
-        shape (K,).
+    ``groups``: the number of every device's group, shape (K + 1, V) from the devices themselves to
+    the group of all; every grouping is a union of groups of the one before. ``bandwidth``,
+    ``latency``: entry k is the link of devices in one group of ``groups[k + 1]``, but not of
+    ``groups[k]``; shape (K,).
     """
 
     groups: Ints

@@ -11,11 +11,7 @@ def first_devices(cluster: Cluster, count: int) -> Cluster:
     """The first ``count`` devices in the order of the document, with the links between them.
 
     Links of a matrix are those of the document: a path through a device that is left out is lost.
-
-    Raises
-    ------
-    InputError
-        If the cluster has fewer, or these are not connected without the others.
+    Raises InputError if the cluster has fewer, or these are not connected without the others.
     """
     if not 1 <= count <= len(cluster):
         raise InputError(
@@ -43,12 +39,7 @@ def with_faster_links(cluster: Cluster, times: float, within: bool = False) -> C
     """The cluster with ``times`` the bandwidth between its servers, or ``within`` them.
 
     Latencies stay. Links between racks are links between servers. With a matrix that names no
-    servers, all devices are one server.
-
-    Raises
-    ------
-    InputError
-        If there are no such links.
+    servers, all devices are one server. Raises InputError if there are no such links.
     """
     places = [cluster.servers[0]] if len(cluster.servers) == 1 else cluster.servers
     where = "within servers" if within else "between servers"
@@ -67,10 +58,7 @@ def with_faster_links(cluster: Cluster, times: float, within: bool = False) -> C
 def with_one_more(cluster: Cluster) -> tuple[Cluster, str]:
     """The cluster with a copy of its last server (of several) or last device; and what was copied.
 
-    Raises
-    ------
-    InputError
-        If its links are a matrix, which says nothing of the links of another device.
+    Raises InputError if its links are a matrix, which says nothing of the links of another device.
     """
     links, devices = cluster.links, cluster.devices
     if isinstance(links, MatrixLinks):

@@ -41,12 +41,7 @@ def mixed_servers(groups: Sequence[ServerGroup], name: str) -> Cluster:
 
     Servers of two groups communicate at the lower bandwidth and the higher latency of both. If the
     groups have the same links the cluster has levels, else a matrix of at most ``MAX_MATRIX``
-    devices.
-
-    Raises
-    ------
-    InputError
-        If there are too many devices, or a link is missing.
+    devices. Raises InputError if there are too many devices, or a link is missing.
     """
     for one in groups:
         require_count(one.servers, "the number of servers", MAX_DEVICES)
@@ -77,12 +72,8 @@ def repeated(one: Cluster, servers: int, inter: Link) -> Cluster:
     """``servers`` servers like ``one``, with ``inter`` between their devices: s0GPU0, s1GPU0, ...
 
     If all pairs of ``one`` have the same link the cluster has levels, else a matrix of at most
-    ``MAX_MATRIX`` devices.
-
-    Raises
-    ------
-    InputError
-        If there are too many devices, or ``one`` is no matrix of links.
+    ``MAX_MATRIX`` devices. Raises InputError if there are too many devices, or ``one`` is no matrix
+    of links.
     """
     require_count(servers, "the number of servers", MAX_DEVICES)
     require_count(servers * len(one), "the number of devices", MAX_DEVICES)

@@ -65,18 +65,10 @@ def dgx1(
 ) -> Cluster:
     """A DGX-1 with eight V100: the hybrid cube mesh of NVLinks, PCIe between the other pairs.
 
-    Parameters
-    ----------
-    brick
-        Bytes/s per direction that one NVLink reaches; pairs have one or two of them.
-    pcie
-        Bytes/s between GPUs without an NVLink, which are attached to different CPUs.
-    latency
-        Seconds per transfer.
-    kind, memory_bytes
-        The devices' kind, and their memory (default: from the table in ``devices``).
-    name
-        Name of the cluster.
+    ``brick``: Bytes/s per direction that one NVLink reaches; pairs have one or two of them.
+    ``pcie``: Bytes/s between GPUs without an NVLink, which are attached to different CPUs.
+    ``latency``: seconds per transfer. ``kind``, ``memory_bytes``: the devices' kind, and their
+    memory (default: from the table in ``devices``). ``name``: name of the cluster.
     """
     names = [f"g{i}" for i in range(8)]
     rows = [[links * brick if links else pcie for links in row] for row in _DGX1_NVLINKS]
@@ -125,15 +117,10 @@ def read_matrix(
 ) -> Cluster:
     """A cluster from a text file of bandwidths: entry j of row i is that from device i to j.
 
-    Entries have a unit (``12GB/s``, ``100Gb/s``) and are separated by commas or spaces;
-    ``-`` or ``x`` means no link. The diagonal is ignored. Lines that start with ``#`` are skipped.
-    A first line of names gives the device names (default: g0, g1, ...); the rows may then start
-    with names too.
-
-    Raises
-    ------
-    InputError
-        One line with file, line and column.
+    Entries have a unit (``12GB/s``, ``100Gb/s``) and are separated by commas or spaces; ``-`` or
+    ``x`` means no link. The diagonal is ignored. Lines that start with ``#`` are skipped. A first
+    line of names gives the device names (default: g0, g1, ...); the rows may then start with names
+    too. Raises InputError in one line with file, line and column.
     """
     lines = [
         (f"{path}:{number}", _split(line))
@@ -169,6 +156,9 @@ def parse_nvidia_smi(
     Network cards are columns like NIC0, which the legend names, or like mlx5_0; ``source`` lists
     them. CPU affinities are ignored.
 
+    Raises InputError in one line that names the row and column, or if there is no such generation
+    or path.
+
     Parameters
     ----------
     text
@@ -186,11 +176,6 @@ def parse_nvidia_smi(
         The devices' kind, and their memory (default: from the table in ``devices``).
     name
         Name of the cluster.
-
-    Raises
-    ------
-    InputError
-        One line that names the row and column, or if there is no such generation or path.
     """
     if pcie not in PCIE_PATHS:
         raise InputError(f"pcie must be one of {', '.join(map(str, PCIE_PATHS))}, got {pcie!r}")
@@ -214,10 +199,7 @@ def parse_nvidia_smi(
 def nvidia_smi_paths(text: str, place: str) -> tuple[str, ...]:
     """How GPUs are joined in the text of ``nvidia-smi topo -m``, such as ``NV18`` or ``SYS``.
 
-    Raises
-    ------
-    InputError
-        As of :func:`parse_nvidia_smi`.
+    Raises InputError as of :func:`parse_nvidia_smi`.
     """
     return _distinct(_smi_links(text, place)[1])
 

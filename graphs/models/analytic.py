@@ -10,7 +10,7 @@ from stagewright.graphs.models.architecture import Architecture
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.graphs.models.language import Attention
 from stagewright.graphs.models.named import named_model
-from stagewright.graphs.models.operations import LayerWork, Operation
+from stagewright.graphs.models.operations import LayerOperation, LayerWork
 
 Precision = Literal["fp32", "fp16", "bf16", "fp8"]
 
@@ -126,17 +126,10 @@ def architecture_model(
     gradients and optimizer state count in full. Attention is fused. The other assumptions and
     parameters are those of :func:`analytic_model`.
 
-    Parameters
-    ----------
-    architecture
-        For example of ``importers.hf_config.read_hf_config``.
-    sequence
-        Tokens in a sample.
+    Raises InputError if the device is unknown, or a size is out of range.
 
-    Raises
-    ------
-    InputError
-        If the device is unknown, or a size is out of range.
+    ``architecture``: for example of ``importers.hf_config.read_hf_config``. ``sequence``: tokens in
+    a sample.
     """
     rates = _rates(device, precision, efficiency, optimizer_state)
     assumed = ["roofline of every operator", "fused attention"]
@@ -212,7 +205,7 @@ class Rates:
         passes = once + 2 * self.state_bytes_per_parameter_byte
         return self.moving_seconds(passes * parameter_bytes)
 
-    def seconds(self, operation: Operation) -> float:
+    def seconds(self, operation: LayerOperation) -> float:
         """Forward time of one operation (a roofline)."""
         memory = self.moving_seconds(operation.moved * self.element_bytes)
         if operation.kind == "memory":

@@ -12,7 +12,7 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.architecture import Architecture
 from stagewright.graphs.models.language import Attention
 from stagewright.graphs.models.layer_profiles import LayerProfiles, LayerSizes
-from stagewright.graphs.models.shards import Share, Split, shares_of
+from stagewright.graphs.models.shards import LayerShare, LayerSplit, shares_of
 
 NORM = "norm"
 
@@ -27,12 +27,8 @@ def with_sizes(
 ) -> LayerProfiles:
     """The profiles with the sizes of their layers at every measured tensor degree.
 
-    ``sequence`` are the tokens of a sample, ``precision`` is fp32, fp16 or bf16.
-
-    Raises
-    ------
-    InputError
-        If the architecture has another number of layers, or a degree does not divide it.
+    ``sequence`` are the tokens of a sample, ``precision`` is fp32, fp16 or bf16. Raises InputError
+    if the architecture has another number of layers, or a degree does not divide it.
     """
     element_bytes = 4 if precision == "fp32" else 2
     degrees = {one.tensor for one in profiles.measured}
@@ -54,14 +50,9 @@ def layer_sizes(
     """Parameters and activations of each of ``layers`` profiled layers on one of ``tensor`` ranks.
 
     Tensor parallelism without sequence parallelism; nothing is recomputed. A tied head counts the
-    copy of the table that its stage keeps.
-
-    Raises
-    ------
-    InputError
-        See :func:`with_sizes`.
+    copy of the table that its stage keeps. Raises InputError: see :func:`with_sizes`.
     """
-    shares = shares_of(architecture, sequence, Split(tensor=tensor), attention).every
+    shares = shares_of(architecture, sequence, LayerSplit(tensor=tensor), attention).every
     if layers == len(shares) + 1:
         shares = (*shares[:-1], *_norm_apart(shares[-1]))
     if layers != len(shares):
@@ -80,11 +71,11 @@ def layer_sizes(
     )
 
 
-def _parameters(one: Share) -> float:
+def _parameters(one: LayerShare) -> float:
     return float(one.parameters + one.expert_parameters + one.tied_parameters)
 
 
-def _norm_apart(head: Share) -> Iterable[Share]:
+def _norm_apart(head: LayerShare) -> Iterable[LayerShare]:
     """Separate layers for the last norm and for the head without that norm."""
     norm = head.operators[NORM]
     rest = {name: one for name, one in head.operators.items() if name != NORM}

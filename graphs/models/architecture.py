@@ -15,8 +15,8 @@ from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MAX_LAYERS, require_count
 from stagewright.graphs.models.operations import (
+    LayerOperation,
     LayerWork,
-    Operation,
     dense,
     dropout,
     elementwise,
@@ -28,7 +28,7 @@ from stagewright.graphs.models.operations import (
 
 MAX_SIZE = 10**9  # of anything that is counted: far above any model, products fit in a float
 
-Operators = dict[str, Operation]
+Operators = dict[str, LayerOperation]
 
 
 def _require_sizes(record: object) -> None:
@@ -192,10 +192,7 @@ class Architecture:
     def operators(self, samples: int, sequence: int) -> dict[str, Operators]:
         """The operators of a forward of ``samples`` sequences of ``sequence`` tokens, by layer.
 
-        Raises
-        ------
-        InputError
-            If there are fewer learned positions than tokens in a sequence.
+        Raises InputError if there are fewer learned positions than tokens in a sequence.
         """
         for value, name in ((samples, "samples"), (sequence, "sequence")):
             if value < 1:
@@ -234,7 +231,7 @@ class Architecture:
         """Parameters by layer; a tied table counts in the embedding."""
         return {work.name: int(work.parameters) for work in self.works(1, 1)}
 
-    def _norm(self, elements: int, width: int) -> Operation:
+    def _norm(self, elements: int, width: int) -> LayerOperation:
         return norm(elements, width, bias=self.norm == "layer")
 
     def _dropped(self, name: str, elements: int) -> Operators:

@@ -275,11 +275,8 @@ class Profile:
 def profile_on(chain: Chain, device_kind: str) -> Profile:
     """The costs of every layer on ``device_kind``, or else the costs for any kind.
 
-    Raises
-    ------
-    InputError
-        If the chain has no costs for ``device_kind``, or its microbatch size is outside the sizes
-        for which a layer has costs.
+    Raises InputError if the chain has no costs for ``device_kind``, or its microbatch size is
+    outside the sizes for which a layer has costs.
     """
     per_layer = [_costs_for(chain, layer, device_kind) for layer in chain.layers]
     for layer, costs in zip(chain.layers, per_layer, strict=True):

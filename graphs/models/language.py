@@ -9,8 +9,8 @@ from typing import Literal
 
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.operations import (
+    LayerOperation,
     LayerWork,
-    Operation,
     dense,
     dropout,
     elementwise,
@@ -179,7 +179,7 @@ def transformer(
 
 def _self_attention(
     samples: int, sequence: int, hidden: int, heads: int, attention: Attention
-) -> list[Operation]:
+) -> list[LayerOperation]:
     rows = samples * sequence
     return [
         dense(rows, hidden, 3 * hidden),
@@ -190,7 +190,7 @@ def _self_attention(
 
 def _cross_attention(
     samples: int, sequence: int, hidden: int, heads: int, attention: Attention
-) -> list[Operation]:
+) -> list[LayerOperation]:
     rows = samples * sequence
     return [
         dense(rows, hidden, hidden),
@@ -202,7 +202,7 @@ def _cross_attention(
 
 def _relative_attention(
     samples: int, sequence: int, hidden: int, heads: int, attention: Attention
-) -> list[Operation]:
+) -> list[LayerOperation]:
     """Transformer-XL's attention: the scores have a term from 2s relative positions.
 
     Its three biases and two segment embeddings per head are 5h parameters. With fused attention
@@ -210,7 +210,7 @@ def _relative_attention(
     """
     rows, head = samples * sequence, _head_width(hidden, heads)
     scores = samples * heads * sequence * sequence
-    biases = Operation("memory", 0.0, 4 * rows * hidden, parameters=5 * hidden)
+    biases = LayerOperation("memory", 0.0, 4 * rows * hidden, parameters=5 * hidden)
     if attention == "fused":  # the shift of the relative term writes the bias
         kernel = fused_attention(samples, heads, sequence, head, bias=True)
         attended = [elementwise(scores), kernel]
@@ -231,7 +231,7 @@ def _relative_attention(
 
 def _attend(
     samples: int, sequence: int, hidden: int, heads: int, attention: Attention
-) -> list[Operation]:
+) -> list[LayerOperation]:
     """Scores, mask, softmax, dropout, and the weighted values."""
     head = _head_width(hidden, heads)
     if attention == "fused":
@@ -246,7 +246,7 @@ def _attend(
     ]
 
 
-def _projection(rows: int, inputs: int, outputs: int, *, bias: bool = True) -> list[Operation]:
+def _projection(rows: int, inputs: int, outputs: int, *, bias: bool = True) -> list[LayerOperation]:
     """Back to the residual stream: linear, dropout, addition."""
     elements = rows * outputs
     return [
@@ -256,7 +256,7 @@ def _projection(rows: int, inputs: int, outputs: int, *, bias: bool = True) -> l
     ]
 
 
-def _feed_forward(rows: int, hidden: int, inner: int) -> list[Operation]:
+def _feed_forward(rows: int, hidden: int, inner: int) -> list[LayerOperation]:
     return [
         dense(rows, hidden, inner),
         elementwise(rows * inner, saved=rows * inner),
@@ -264,7 +264,7 @@ def _feed_forward(rows: int, hidden: int, inner: int) -> list[Operation]:
     ]
 
 
-def _tied_logits(rows: int, hidden: int, vocabulary: int) -> list[Operation]:
+def _tied_logits(rows: int, hidden: int, vocabulary: int) -> list[LayerOperation]:
     """Logits by the embedding's table, and their softmax in the loss."""
     scores = rows * vocabulary
     return [dense(rows, hidden, vocabulary, tied=True), elementwise(scores, saved=scores)]

@@ -173,12 +173,8 @@ class LayerProfiles:
 
         A smaller microbatch takes no longer than a larger one, which could hold it. Where the
         profile says otherwise, the launch of kernels was measured, slower in one run than in
-        another.
-
-        Raises
-        ------
-        InputError
-            If that size was not measured on such a group: times are not extrapolated.
+        another. Raises InputError if that size was not measured on such a group: times are not
+        extrapolated.
         """
         found = [
             one
@@ -206,13 +202,7 @@ class LayerProfiles:
         return f"{asked} of kind {device_kind!r} are not measured, only those of {_listed(sizes)}"
 
     def sizes_at(self, tensor: int) -> LayerSizes:
-        """The sizes of layers at a tensor degree.
-
-        Raises
-        ------
-        InputError
-            If they are not known.
-        """
+        """The sizes of layers at a tensor degree. Raises InputError if they are not known."""
         for one in self.sizes:
             if one.tensor == tensor:
                 return one

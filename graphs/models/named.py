@@ -38,12 +38,8 @@ class NamedModel:
     ) -> tuple[LayerWork, ...]:
         """The layers for a microbatch of ``samples``.
 
-        ``attention`` does not apply to vision models.
-
-        Raises
-        ------
-        InputError
-            If the model has no such size, or a size is not a positive integer.
+        ``attention`` does not apply to vision models. Raises InputError if the model has no such
+        size, or a size is not a positive integer.
         """
         for name, value in sizes.items():
             if name not in self.sizes:
@@ -79,10 +75,7 @@ ResNet-101 and DenseNet-121: after MadPipe section 5.1.
 def named_model(name: str) -> NamedModel:
     """The model called ``name``; ``bert-72`` is BERT-large with 72 transformer layers.
 
-    Raises
-    ------
-    InputError
-        If the name is unknown.
+    Raises InputError if the name is unknown.
     """
     if name in MODELS:
         return MODELS[name]

@@ -17,7 +17,7 @@ Kind = Literal["matmul", "convolution", "memory"]
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
+class LayerOperation:
     """One operation on a microbatch; counts are elements unless the name says bytes.
 
     ``tied_parameters`` are shared with an earlier layer. ``saved_bytes`` are kept in addition to
@@ -45,7 +45,7 @@ class LayerWork:
     """
 
     name: str
-    operations: tuple[Operation, ...]
+    operations: tuple[LayerOperation, ...]
     output: float
     differentiable: bool = True
 
@@ -66,21 +66,15 @@ class LayerWork:
 
 
 def dense(
-    rows: int,
-    inputs: int,
-    outputs: int,
-    *,
-    bias: bool = True,
-    tied: bool = False,
-    experts: int = 1,
-) -> Operation:
+    rows: int, inputs: int, outputs: int, *, bias: bool = True, tied: bool = False, experts: int = 1
+) -> LayerOperation:
     """A linear layer on ``rows`` vectors; ``tied`` weights are those of an earlier layer.
 
     Of several ``experts`` each has its weights and an equal part of the vectors; with fewer vectors
     than experts, only as many experts are read.
     """
     weights = inputs * outputs
-    return Operation(
+    return LayerOperation(
         "matmul",
         2.0 * rows * weights,
         rows * inputs + min(experts, rows) * weights + rows * outputs,
@@ -91,10 +85,10 @@ def dense(
     )
 
 
-def product(batch: int, rows: int, inner: int, columns: int) -> Operation:
+def product(batch: int, rows: int, inner: int, columns: int) -> LayerOperation:
     """``batch`` products of two activations, (rows, inner) times (inner, columns)."""
     operands = batch * (rows * inner + inner * columns)
-    return Operation(
+    return LayerOperation(
         "matmul",
         2.0 * batch * rows * inner * columns,
         operands + batch * rows * columns,
@@ -113,7 +107,7 @@ def fused_attention(
     key_heads: int | None = None,
     value: int | None = None,
     window: int | None = None,
-) -> Operation:
+) -> LayerOperation:
     """Scores, softmax, dropout and weighted values in one kernel (FlashAttention, 2022).
 
     Queries, keys and values are kept, and a log-sum-exp per row in fp32, but no matrix of scores
@@ -129,7 +123,7 @@ def fused_attention(
     rows, key_rows = (batch * each * sequence for each in (heads, key_heads or heads))
     inputs = rows * head + key_rows * (head + value)
     added = rows * sequence if bias else 0
-    return Operation(
+    return LayerOperation(
         "matmul",
         2.0 * rows * min(sequence, window or sequence) * (head + value),
         inputs + rows * value + added,
@@ -139,12 +133,12 @@ def fused_attention(
     )
 
 
-def embedding(rows: int, entries: int, width: int, *, tied: bool = False) -> Operation:
+def embedding(rows: int, entries: int, width: int, *, tied: bool = False) -> LayerOperation:
     """A look-up of ``rows`` vectors in a table, ``tied`` if shared with an earlier layer.
 
     The ids have no gradient.
     """
-    return Operation(
+    return LayerOperation(
         "memory",
         0.0,
         2 * rows * width,
@@ -155,29 +149,31 @@ def embedding(rows: int, entries: int, width: int, *, tied: bool = False) -> Ope
     )
 
 
-def norm(elements: int, width: int, *, passes: int = 2, bias: bool = True) -> Operation:
+def norm(elements: int, width: int, *, passes: int = 2, bias: bool = True) -> LayerOperation:
     """Layer norm (read, write) or, with 3 passes, batch norm (read, read again, write).
 
     Without ``bias`` it is an RMS norm, of one parameter per element of a vector.
     """
     parameters = (2 if bias else 1) * width
-    return Operation("memory", 0.0, passes * elements, parameters=parameters, saved=elements)
+    return LayerOperation("memory", 0.0, passes * elements, parameters=parameters, saved=elements)
 
 
 def elementwise(
     elements: float, *, operands: int = 1, saved: float = 0.0, saved_bytes: float = 0.0
-) -> Operation:
+) -> LayerOperation:
     """Any operation that reads ``operands`` tensors and writes one."""
-    return Operation("memory", 0.0, (operands + 1) * elements, saved=saved, saved_bytes=saved_bytes)
+    return LayerOperation(
+        "memory", 0.0, (operands + 1) * elements, saved=saved, saved_bytes=saved_bytes
+    )
 
 
-def dropout(elements: float) -> Operation:
+def dropout(elements: float) -> LayerOperation:
     """Dropout, with its mask."""
     return elementwise(elements, saved_bytes=elements)
 
 
 def layer(
-    name: str, output: float, operations: Sequence[Operation], *, differentiable: bool = True
+    name: str, output: float, operations: Sequence[LayerOperation], *, differentiable: bool = True
 ) -> LayerWork:
     """A layer of ``operations``."""
     return LayerWork(name, tuple(operations), output, differentiable)

@@ -19,7 +19,7 @@ from stagewright.graphs.models.architecture import (
     Operators,
 )
 from stagewright.graphs.models.language import Attention
-from stagewright.graphs.models.operations import Operation, dropout, elementwise, product
+from stagewright.graphs.models.operations import LayerOperation, dropout, elementwise, product
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -33,7 +33,7 @@ parallelism each rank has its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class LayerSplit:
     """How the layers of a replica are divided; ``expert`` ranks share the experts of a layer."""
 
     tensor: int = 1
@@ -43,7 +43,7 @@ class Split:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Share:
+class LayerShare:
     """A layer's work on one rank for one sample; all but weights is proportional to samples.
 
     ``expert_parameters`` are those of the rank's experts, ``parameters`` all others, and
@@ -87,14 +87,12 @@ class Share:
         return tuple(name for name in self.operators if recompute == "full" or name in CORE)
 
 
-def require_split(architecture: Architecture, sequence: int, split: Split) -> None:
+def require_split(architecture: Architecture, sequence: int, split: LayerSplit) -> None:
     """Raise in one line, with the nearest values that work, where a size is not divisible.
 
-    Raises
-    ------
-    InputError
-        If ``tensor`` does not divide the heads or a width, if key-value heads and ``tensor`` do not
-        divide one another, if ``context`` does not divide the sequence, ``expert`` the experts.
+    Raises InputError if ``tensor`` does not divide the heads or a width, if key-value heads and
+    ``tensor`` do not divide one another, if ``context`` does not divide the sequence, ``expert``
+    the experts.
     """
     attention = architecture.attention
     for size, what in _tensor_sizes(architecture):
@@ -174,29 +172,24 @@ def narrow(architecture: Architecture, tensor: int) -> Architecture:
 class Shares:
     """The shares of a model's layers: ``blocks[i]`` is an index into ``kinds``."""
 
-    embedding: Share
-    kinds: tuple[Share, ...]
+    embedding: LayerShare
+    kinds: tuple[LayerShare, ...]
     blocks: tuple[int, ...]
-    head: Share
+    head: LayerShare
 
     @property
-    def every(self) -> tuple[Share, ...]:
+    def every(self) -> tuple[LayerShare, ...]:
         """The shares in the order of the layers."""
         return (self.embedding, *(self.kinds[kind] for kind in self.blocks), self.head)
 
 
 def shares_of(
-    architecture: Architecture,
-    sequence: int,
-    split: Split,
-    attention: Attention = "fused",
+    architecture: Architecture, sequence: int, split: LayerSplit, attention: Attention = "fused"
 ) -> Shares:
     """The shares of all layers for sequences of ``sequence`` tokens.
 
-    Raises
-    ------
-    InputError
-        See :func:`require_split`; or if there are fewer learned positions than tokens.
+    Raises InputError: see :func:`require_split`; or if there are fewer learned positions than
+    tokens.
     """
     require_split(architecture, sequence, split)
     if architecture.positions is not None and sequence > architecture.positions:
@@ -207,7 +200,7 @@ def shares_of(
     plain = replace(split, expert=1)  # of which all but blocks with experts are the same
     found: dict[tuple[bool, bool], int] = {}
     blocks: list[int] = []
-    kinds: list[Share] = []
+    kinds: list[LayerShare] = []
     for index in range(architecture.layers):
         kind = architecture.kind(index)
         if kind not in found:
@@ -225,8 +218,8 @@ def shares_of(
 
 @lru_cache(maxsize=1024)
 def _block(
-    architecture: Architecture, index: int, sequence: int, split: Split, attention: Attention
-) -> Share:
+    architecture: Architecture, index: int, sequence: int, split: LayerSplit, attention: Attention
+) -> LayerShare:
     tokens, narrowed = sequence // split.context, narrow(architecture, split.tensor)
     operators = narrowed.block(index, 1, tokens)
     # Every token attends to the whole sequence, of which the rank has its part of the queries.
@@ -240,7 +233,7 @@ def _block(
     operators = _sequence_split(operators, split)
     width = tokens * architecture.hidden
     reduced = 1 if routed and not _has_shared(architecture) else 2
-    return Share(
+    return LayerShare(
         operators=operators,
         parameters=_parameters(operators) - experts,
         width=float(width),
@@ -257,7 +250,7 @@ def _has_shared(architecture: Architecture) -> bool:
 
 
 def _place_experts(
-    architecture: Architecture, index: int, tokens: int, operators: Operators, split: Split
+    architecture: Architecture, index: int, tokens: int, operators: Operators, split: LayerSplit
 ) -> tuple[float, float]:
     """Put the rank's experts into ``operators``; the elements it routes, its experts' parameters.
 
@@ -321,7 +314,7 @@ def _materialized(
     )
 
 
-def _sequence_split(operators: Operators, split: Split) -> Operators:
+def _sequence_split(operators: Operators, split: LayerSplit) -> Operators:
     """With sequence parallelism, divide whole operators and the inputs that projections keep."""
     if not split.sequence_parallel or split.tensor == 1:
         return operators
@@ -336,7 +329,7 @@ def _sequence_split(operators: Operators, split: Split) -> Operators:
     return found
 
 
-def _scaled(one: Operation, by: float) -> Operation:
+def _scaled(one: LayerOperation, by: float) -> LayerOperation:
     """The operation on a part of its elements; its weights are read whole."""
     weights = one.parameters + one.tied_parameters if one.kind == "matmul" else 0.0
     return replace(
@@ -356,10 +349,10 @@ def _keys_and_values(narrowed: Architecture, tokens: int) -> float:
 
 
 @lru_cache(maxsize=1024)
-def _embedding(architecture: Architecture, sequence: int, split: Split) -> Share:
+def _embedding(architecture: Architecture, sequence: int, split: LayerSplit) -> LayerShare:
     tokens, narrowed = sequence // split.context, narrow(architecture, split.tensor)
     operators = _sequence_split(narrowed.embedding(tokens), split)
-    return Share(
+    return LayerShare(
         operators=operators,
         parameters=_parameters(operators),
         width=float(tokens * architecture.hidden),
@@ -371,14 +364,14 @@ def _embedding(architecture: Architecture, sequence: int, split: Split) -> Share
 
 
 @lru_cache(maxsize=1024)
-def _head(architecture: Architecture, sequence: int, split: Split) -> Share:
+def _head(architecture: Architecture, sequence: int, split: LayerSplit) -> LayerShare:
     tokens, narrowed = sequence // split.context, narrow(architecture, split.tensor)
     operators = _sequence_split(narrowed.head(tokens), split)
     # The loss is computed in fp32 (Korthikanti et al. 2022, section 4.3), and so is its gradient.
     scores = 4.0 * tokens * narrowed.vocabulary
     operators["loss"] = replace(operators["loss"], saved=0.0, saved_bytes=scores)
     width = tokens * architecture.hidden
-    return Share(
+    return LayerShare(
         operators=operators,
         parameters=_parameters(operators),
         tied_parameters=sum(one.tied_parameters for one in operators.values()),

@@ -10,25 +10,18 @@ from dataclasses import dataclass, field
 
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.operations import (
+    LayerOperation,
     LayerWork,
-    Operation,
     dense,
     dropout,
     elementwise,
     norm,
 )
 
-_VGG_STAGES = {
-    16: (2, 2, 3, 3, 3),
-    19: (2, 2, 4, 4, 4),
-}
+_VGG_STAGES = {16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
 """Convolutions of 64, 128, 256, 512 and 512 channels between the poolings."""
 
-RESNET_STAGES = {
-    50: (3, 4, 6, 3),
-    101: (3, 4, 23, 3),
-    152: (3, 8, 36, 3),
-}
+RESNET_STAGES = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 """Bottleneck blocks of 64, 128, 256 and 512 inner channels."""
 
 DENSENET_BLOCKS = {121: (6, 12, 24, 16)}
@@ -57,7 +50,7 @@ class Tape:
     """Records the operations on ``samples`` images while a network is built."""
 
     samples: int
-    operations: list[Operation] = field(default_factory=list)
+    operations: list[LayerOperation] = field(default_factory=list)
     layers: list[LayerWork] = field(default_factory=list)
 
     def end_layer(self, name: str, output: Shape) -> Shape:
@@ -101,7 +94,7 @@ class Tape:
         taps = shape.channels * high * wide
         inputs, outputs = self.samples * shape.elements, self.samples * result.elements
         self.operations.append(
-            Operation(
+            LayerOperation(
                 "convolution",
                 2.0 * taps * outputs,
                 inputs + taps * channels + outputs,
@@ -133,7 +126,7 @@ class Tape:
         )
         inputs, outputs = self.samples * shape.elements, self.samples * result.elements
         self.operations.append(
-            Operation("memory", 0.0, inputs + outputs, saved=inputs, saved_bytes=8 * outputs)
+            LayerOperation("memory", 0.0, inputs + outputs, saved=inputs, saved_bytes=8 * outputs)
         )
         return result
 
@@ -141,7 +134,7 @@ class Tape:
         """An average over the whole map."""
         result = Shape(shape.channels, 1, 1)
         moved = self.samples * (shape.elements + result.elements)
-        self.operations.append(Operation("memory", 0.0, moved))
+        self.operations.append(LayerOperation("memory", 0.0, moved))
         return result
 
     def linear(self, shape: Shape, outputs: int, *, activated: bool) -> Shape:
@@ -272,10 +265,7 @@ def _module_c(inner: int) -> tuple[tuple[_Branch, ...], int]:
 
 
 _MODULE_B: tuple[tuple[_Branch, ...], None] = (
-    (
-        (_Step(384, 3, 2),),
-        (_Step(64), _Step(96, 3), _Step(96, 3, 2)),
-    ),
+    ((_Step(384, 3, 2),), (_Step(64), _Step(96, 3), _Step(96, 3, 2))),
     None,
 )
 _MODULE_D: tuple[tuple[_Branch, ...], None] = (
@@ -366,7 +356,7 @@ def _transition(tape: Tape, shape: Shape) -> Shape:
         _length(halved.width, 2, 2, padded=False),
     )
     moved = tape.samples * (halved.elements + result.elements)
-    tape.operations.append(Operation("memory", 0.0, moved))  # 2x2 average
+    tape.operations.append(LayerOperation("memory", 0.0, moved))  # 2x2 average
     return result
 
 

@@ -139,10 +139,7 @@ def load_pool(path: str | os.PathLike[str]) -> Pool:
 def read_pool(text: str, name: str = "cluster") -> Pool:
     """The accelerators that a text spells, or those of the pool file or cluster file that it names.
 
-    Raises
-    ------
-    InputError
-        If ``text`` is neither; ``name`` is what it is of.
+    Raises InputError if ``text`` is neither; ``name`` is what it is of.
     """
     path = Path(text)
     if not text or ("=" in text and not path.exists()):

@@ -90,13 +90,7 @@ class PriceSeries:
         return self.seconds[0]
 
     def price(self, at_seconds: float) -> float:
-        """Dollars per hour at a time.
-
-        Raises
-        ------
-        InputError
-            If no price is known then.
-        """
+        """Dollars per hour at a time. Raises InputError if no price is known then."""
         self.require_cover(at_seconds, at_seconds)
         return self.dollars_per_hour[bisect_right(self.seconds, at_seconds) - 1]
 
@@ -157,13 +151,7 @@ class Market:
         return min(series.until_seconds for series in self.series)
 
     def of(self, wanted: Callable[[Instance], bool]) -> "Market":
-        """The market of some instances only.
-
-        Raises
-        ------
-        InputError
-            If there are none.
-        """
+        """The market of some instances only. Raises InputError if there are none."""
         return Market(tuple(series for series in self.series if wanted(series.instance)))
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from stagewright.executor.clusters.outages import outages
-from stagewright.executor.clusters.rules import MOST_ROUNDS, Rules
-from stagewright.executor.clusters.simulation import Progress
+from stagewright.executor.clusters.rules import MOST_ROUNDS, ClusterRules
+from stagewright.executor.clusters.simulation import ClusterState
 from stagewright.executor.clusters.simulation import simulate_cluster as simulate
 from stagewright.executor.clusters.timeline import ClusterTimeline
 from stagewright.formulations.clusters.allocation import problem_of
@@ -28,7 +28,7 @@ _SHUFFLE = 5  # the public code of Gavel shuffles by its seed + 5
 
 def simulate_cluster(
     request: SimulateClusterRequest,
-    on_progress: Callable[[Progress], None] | None = None,
+    on_progress: Callable[[ClusterState], None] | None = None,
     stop: StopToken | None = None,
 ) -> SimulateClusterAnswer:
     """Run the jobs under the policy, round by round; ``stop`` ends it after the current round.
@@ -84,9 +84,9 @@ def require_simulable(request: SimulateClusterRequest) -> None:
         _rules(request).require_one_more(int(min(rounds, MOST_ROUNDS)))
 
 
-def _rules(request: SimulateClusterRequest) -> Rules:
+def _rules(request: SimulateClusterRequest) -> ClusterRules:
     policy = policy_named(request.policy)
-    return Rules(
+    return ClusterRules(
         request.round_seconds,
         request.reset_seconds,
         fill=policy.fills,

@@ -30,7 +30,7 @@ from stagewright.service.pipelines.requests import CompareRequest, PlanRequest
 from stagewright.service.whole_answers import placement
 
 if TYPE_CHECKING:
-    from stagewright.executor.export.options import Options
+    from stagewright.executor.export.options import FormatOptions
     from stagewright.formulations.operators.plan import OperatorPlan
 
 PLACE = "place"  # the kind whose plans are of operators
@@ -123,10 +123,10 @@ def export_plan(job: Readable, to: str, options: Annotated[ExportParameters, Que
     return _file(Zip(packed.getvalue()), f"{to}.zip")
 
 
-def _options(job: ServiceJob, to: str, given: ExportParameters) -> "Options":
+def _options(job: ServiceJob, to: str, given: ExportParameters) -> "FormatOptions":
     """The options, with the model and the cluster that the plan was asked for."""
     from stagewright.executor.export import FORMATS
-    from stagewright.executor.export.options import Options
+    from stagewright.executor.export.options import FormatOptions
 
     request = _request(job)
     allowed = FORMATS[to].options if to in FORMATS else ()
@@ -134,7 +134,7 @@ def _options(job: ServiceJob, to: str, given: ExportParameters) -> "Options":
     if given.per_server is not None:
         del own["cluster"]  # one of both says where the servers are
     chosen = {name: value for name, value in own.items() if name in allowed}
-    return Options(**chosen, **given.model_dump())
+    return FormatOptions(**chosen, **given.model_dump())
 
 
 @router.get("/jobs/{job}/comparison")

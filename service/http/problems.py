@@ -14,7 +14,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from stagewright.executor.export.options import Options
+from stagewright.executor.export.options import FormatOptions
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.service.http.limits import (
     TooLargeError,
@@ -31,7 +31,7 @@ _FIELDS = {
     "--planner": "planner",
     "--share": "assumed_share",
 }
-_EXPORT = {f"--{one.name.replace('_', '-')}": one.name for one in fields(Options)}
+_EXPORT = {f"--{one.name.replace('_', '-')}": one.name for one in fields(FormatOptions)}
 _NAMES = _FIELDS | _EXPORT | {"--model": "chain", "--to": "to"}
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 

@@ -17,7 +17,7 @@ from stagewright.service.requests import Request
 from stagewright.solvers.parallelism.space import Space
 
 if TYPE_CHECKING:
-    from stagewright.executor.export.layouts.rules import Rule
+    from stagewright.executor.export.layouts.rules import FrameworkRule
 
 _WITHOUT_SEQUENCE = ("plan", "deepspeed", "accelerate")
 """What cannot express sequence parallelism."""
@@ -77,7 +77,7 @@ class LayoutRequest(Request):
         except InputError as error:
             raise InputError(f"{self.framework} can express no layout of it: {error}") from None
 
-    def wrong(self, layout: Layout) -> "Iterator[tuple[Rule, str]]":
+    def wrong(self, layout: Layout) -> "Iterator[tuple[FrameworkRule, str]]":
         """The framework's rules that a possible layout breaks, with what is wrong."""
         from stagewright.executor.export.layouts import EVERY_FORMAT
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import ceil, inf
 from typing import Any
 
-from stagewright.executor.export.layouts.rules import Rule
+from stagewright.executor.export.layouts.rules import FrameworkRule
 from stagewright.formulations.forms.answers import Status, StopToken, is_stopped
 from stagewright.formulations.parallelism.document import (
     LayoutBound,
@@ -49,8 +49,8 @@ class Searches:
 
     def __init__(self, request: LayoutRequest) -> None:
         self.request = request
-        self.refused: Counter[Rule] = Counter()
-        self.examples: dict[Rule, str] = {}
+        self.refused: Counter[FrameworkRule] = Counter()
+        self.examples: dict[FrameworkRule, str] = {}
 
     def search(self, problem: TrainingProblem, keep: int, **options: Any) -> Found:
         """The best layouts of a problem in the request's space."""

@@ -4,7 +4,7 @@ from dataclasses import replace
 from time import monotonic
 
 from stagewright.executor.export import export
-from stagewright.executor.export.options import Options
+from stagewright.executor.export.options import FormatOptions
 from stagewright.executor.export.runtimes import RUNTIMES, runtime_of
 from stagewright.formulations.checking.certificates import best_of, gap
 from stagewright.formulations.forms.answers import Limits, OnProgress, Status, settled, silent
@@ -132,7 +132,7 @@ def why_not(plan: PipelinePlan | None, to: str, chain: Chain) -> str | None:
     if plan is None:
         return "there is no plan"
     try:
-        export(plan, to, Options(model=chain))
+        export(plan, to, FormatOptions(model=chain))
     except (InputError, InvalidPlan) as error:
         return str(error)
     return None

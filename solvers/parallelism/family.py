@@ -12,8 +12,8 @@ from stagewright.formulations.parallelism.parts import shares
 from stagewright.formulations.parallelism.states import gather_seconds
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.arrays import Floats, Ints
-from stagewright.graphs.machines.groups import Group, Links, links
-from stagewright.graphs.models.shards import Recompute, Share, Split
+from stagewright.graphs.machines.groups import Group, GroupWays, links
+from stagewright.graphs.models.shards import LayerShare, LayerSplit, Recompute
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Work:
 class Family:
     """The layers for one split; arrays are by layer, (L + 2,) with the ends, or by pipeline."""
 
-    def __init__(self, problem: TrainingProblem, split: Split) -> None:
+    def __init__(self, problem: TrainingProblem, split: LayerSplit) -> None:
         self.problem, self.split = problem, split
         self.shares = shares(problem, split)
         self.replica = split.tensor * split.context
@@ -38,7 +38,7 @@ class Family:
         self._rates_of: dict[int, tuple[float, ...]] = {}
 
     @cached_property
-    def every(self) -> tuple[Share, ...]:
+    def every(self) -> tuple[LayerShare, ...]:
         """The different shares of layers: blocks by kind, embedding, head."""
         return (*self.shares.kinds, self.shares.embedding, self.shares.head)
 
@@ -48,7 +48,7 @@ class Family:
         kinds = len(self.shares.kinds)
         return np.array([kinds, *self.shares.blocks, kinds + 1])
 
-    def by_layer(self, quantity: Callable[[Share], float]) -> Floats:
+    def by_layer(self, quantity: Callable[[LayerShare], float]) -> Floats:
         """A quantity of every layer."""
         found: Floats = np.array([quantity(one) for one in self.every])[self._places]
         return found
@@ -135,8 +135,8 @@ class Family:
         """Latency and seconds per byte of an all-gather over the slowest way."""
         of, size = links(self.problem.fabric, group), 1e9
         if len(of.ways) > 1:
-            slowest = max(of.ways, key=lambda way: gather_seconds(Links(of.size, (way,)), size))
-            of = Links(of.size, (slowest,))
+            slowest = max(of.ways, key=lambda way: gather_seconds(GroupWays(of.size, (way,)), size))
+            of = GroupWays(of.size, (slowest,))
         one, two = gather_seconds(of, size), gather_seconds(of, 2 * size)
         return max(0.0, 2 * one - two), (two - one) / size
 

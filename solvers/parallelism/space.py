@@ -14,7 +14,7 @@ from stagewright.formulations.parallelism.pipeline_time import StageCosts, Walk
 from stagewright.formulations.parallelism.states import tied_seconds
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.models.shards import Recompute, Split, require_split
+from stagewright.graphs.models.shards import LayerSplit, Recompute, require_split
 
 Counts = Callable[[int], Sequence[int]]
 """Of so many blocks of a stage, how many may be recomputed, ascending."""
@@ -186,7 +186,7 @@ class Space:
                 limited.append(f"{one.name.replace('_', ' ')} of {', '.join(map(str, value))}")
         return "; ".join(limited)
 
-    def families(self, problem: TrainingProblem) -> Iterator[Split]:
+    def families(self, problem: TrainingProblem) -> Iterator[LayerSplit]:
         """How layers can be divided, by the rules of the model and the number of devices."""
         devices, architecture = problem.fabric.devices, problem.architecture
         experts = 1 if architecture.experts is None else architecture.experts.number
@@ -194,7 +194,7 @@ class Space:
             for context in chosen(self.context, devices // tensor):
                 for expert in chosen(self.expert, experts):
                     if devices % expert == 0:
-                        yield from self._splits(problem, Split(tensor, context, expert))
+                        yield from self._splits(problem, LayerSplit(tensor, context, expert))
 
     def why_none(self, problem: TrainingProblem) -> str:
         """Why there are no families: the first rule that the smallest degrees break."""
@@ -203,7 +203,7 @@ class Space:
         tensor, context, expert = (min(values) if values else 1 for values in every)
         if devices % (tensor * context):
             return f"{devices} devices are no multiple of t x c = {tensor} x {context}"
-        split = Split(tensor, context, expert)
+        split = LayerSplit(tensor, context, expert)
         if architecture.experts is not None and split.tensor > 1:
             split = replace(split, sequence_parallel=True)
         try:
@@ -212,7 +212,7 @@ class Space:
             return str(error)
         return f"{devices} devices, {architecture.layers} blocks: no pipeline of the space divides"
 
-    def _splits(self, problem: TrainingProblem, plain: Split) -> Iterator[Split]:
+    def _splits(self, problem: TrainingProblem, plain: LayerSplit) -> Iterator[LayerSplit]:
         """The splits without and with sequence parallelism."""
         divided = replace(plain, sequence_parallel=True)
         can = plain.tensor > 1 and _is_allowed(problem, divided)
@@ -233,7 +233,7 @@ class Space:
         return found
 
 
-def _is_allowed(problem: TrainingProblem, split: Split) -> bool:
+def _is_allowed(problem: TrainingProblem, split: LayerSplit) -> bool:
     try:
         require_split(problem.architecture, problem.sequence, split)
     except InputError:

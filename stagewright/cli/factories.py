@@ -13,7 +13,7 @@ from stagewright.graphs.documents.errors import InputError
 if TYPE_CHECKING:
     import torch
 
-    from stagewright.executor.training.stages.learning_rates import ParameterGroups, Schedule
+    from stagewright.executor.training.stages.learning_rates import ParameterGroups, RateSchedule
     from stagewright.executor.training.training import NamedOptimizer
 
 EXAMPLE = "examples.models:transformer"
@@ -143,7 +143,7 @@ def parse_groups(texts: Sequence[str] | None, optimizer: "NamedOptimizer") -> "P
     return groups
 
 
-def parse_schedule(text: str, steps: int) -> "Schedule":
+def parse_schedule(text: str, steps: int) -> "RateSchedule":
     """Read ``cosine:warmup=100,min=0.1``; the total is ``steps`` unless it is given.
 
     Raises
@@ -151,7 +151,7 @@ def parse_schedule(text: str, steps: int) -> "Schedule":
     InputError
         If it is not of this form.
     """
-    from stagewright.executor.training.stages.learning_rates import Schedule
+    from stagewright.executor.training.stages.learning_rates import RateSchedule
 
     kind, _, listed = text.partition(":")
     place = f"--lr-schedule {text}"
@@ -162,7 +162,7 @@ def parse_schedule(text: str, steps: int) -> "Schedule":
         if not isinstance(value, (int, float) if key == "min" else int):
             raise InputError(f"{place}: {key} must be a number{' of steps' * (key != 'min')}")
     try:
-        return Schedule(kind, **{"total": steps, **arguments})
+        return RateSchedule(kind, **{"total": steps, **arguments})
     except InputError as error:
         raise InputError(f"--lr-{error}") from None
 

@@ -187,10 +187,10 @@ def export(
         If the plan's order is a deadlock.
     """
     from stagewright.executor.export import export as written
-    from stagewright.executor.export.options import Options
+    from stagewright.executor.export.options import FormatOptions
     from stagewright.graphs.documents.documents import write_text
 
-    files = written(plan, to, Options(**options))
+    files = written(plan, to, FormatOptions(**options))
     place = Path(folder)
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         raise InputError(f"{folder} is there already: name a new folder")

@@ -12,9 +12,8 @@ from profiles import examples, slow_after
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from stagewright.executor.capture.steps.document import results_of, tensor_inputs
+from stagewright.executor.capture.steps.document import RULES, results_of, splits_of, tensor_inputs
 from stagewright.executor.capture.steps.parts import cut, joined, run_part
-from stagewright.executor.capture.steps.splits import RULES, splits_of
 from stagewright.executor.capture.steps.step import capture_step
 from stagewright.graphs.models.operators.step_graph import Split
 

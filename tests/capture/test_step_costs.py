@@ -15,7 +15,7 @@ from stagewright.executor.capture.steps.analytic import operation, with_analytic
 from stagewright.executor.capture.steps.document import operators
 from stagewright.executor.capture.steps.factories import resized, without_values
 from stagewright.executor.capture.steps.step import CapturedStep, capture_step
-from stagewright.executor.measuring.links import Machine
+from stagewright.executor.measuring.links import MeasuringMachine
 from stagewright.executor.measuring.operators import measure_operators
 from stagewright.graphs.documents.errors import InputError
 
@@ -66,7 +66,9 @@ def test_a_look_up_reads_rows_and_not_the_table() -> None:
 def test_measured_seconds_leave_the_states_as_they_are() -> None:
     step = capture_step(ResidualMLP(), vectors(8))
     before = {name: one.clone() for name, one in step.states.items()}
-    graph = measure_operators(step, vectors(8), Machine(torch.device("cpu"), 1, "cpu"), rounds=2)
+    graph = measure_operators(
+        step, vectors(8), MeasuringMachine(torch.device("cpu"), 1, "cpu"), rounds=2
+    )
     assert all(torch.equal(step.states[name], one) for name, one in before.items())
     assert graph.source.startswith("measured: ")
     for node in graph.nodes:

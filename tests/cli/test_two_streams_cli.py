@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 import stagewright
 from stagewright.cli import app
 from stagewright.executor.export import FORMATS, export
-from stagewright.executor.export.options import Options
+from stagewright.executor.export.options import FormatOptions
 from stagewright.formulations.backprop.orders import OutOfOrder
 from stagewright.formulations.plans.plan import load_plan
 from stagewright.graphs.documents.errors import InputError
@@ -80,4 +80,4 @@ def test_from_python() -> None:
     assert started.cost == 9  # its order is not that of a plan which begins with the forwards
     for name in FORMATS:
         with pytest.raises(InputError):
-            export(found.plan, name, Options())
+            export(found.plan, name, FormatOptions())

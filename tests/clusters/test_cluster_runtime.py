@@ -18,7 +18,13 @@ from cluster_runs import RATES, ROUND, SECONDS, job, max_min_fair, run
 from commands import answered_json
 
 from stagewright.executor.clusters.job_store import JobStore
-from stagewright.executor.clusters.rates import ClusterJob, Measured, has_moved, measured, surviving
+from stagewright.executor.clusters.rates import (
+    ClusterJob,
+    MeasuredRate,
+    has_moved,
+    measured,
+    surviving,
+)
 from stagewright.executor.clusters.ray_ranks import bind
 from stagewright.executor.clusters.report import ClusterReport, JobOutcome
 from stagewright.executor.clusters.runtime import run_cluster
@@ -435,11 +441,11 @@ def test_servers_that_are_no_longer_whole_are_not_counted_as_servers() -> None:
 
 
 def test_measured_rates_are_averaged_in() -> None:
-    half = measured(TABLE, [Measured(0, None, 0, 100.0)], 0.5)
+    half = measured(TABLE, [MeasuredRate(0, None, 0, 100.0)], 0.5)
     assert half.alone.tolist() == [[150.0, 100.0], [200.0, 100.0]]
     assert has_moved(half, TABLE)
-    assert not has_moved(measured(TABLE, [Measured(0, None, 0, 190.0)], 0.5), TABLE)
-    paired = measured(TABLE, [Measured(1, 1, 1, 40.0)], 1.0)
+    assert not has_moved(measured(TABLE, [MeasuredRate(0, None, 0, 190.0)], 0.5), TABLE)
+    paired = measured(TABLE, [MeasuredRate(1, 1, 1, 40.0)], 1.0)
     assert paired.paired.tolist() == [[150.0, 150.0], [40.0, 80.0]]
     assert has_moved(paired, TABLE)
     assert TABLE.paired.tolist() == [[150.0, 150.0], [80.0, 80.0]]

@@ -9,8 +9,8 @@ import pytest
 from tokens import After
 
 from stagewright.executor.clusters.outages import Outage, outages
-from stagewright.executor.clusters.rules import Rules
-from stagewright.executor.clusters.simulation import Allocate, Progress, simulate_cluster
+from stagewright.executor.clusters.rules import ClusterRules
+from stagewright.executor.clusters.simulation import Allocate, ClusterState, simulate_cluster
 from stagewright.executor.clusters.timeline import ClusterTimeline
 from stagewright.executor.drawing.charts.cluster import (
     MAX_NAMED_JOBS,
@@ -69,8 +69,8 @@ def test_one_job_by_hand() -> None:
     assert (timeline.renewals, timeline.renewable) == (2, 2)
 
 
-@pytest.mark.parametrize("rules", [Rules(), Rules(ideal=True)])
-def test_a_stopped_simulation_is_the_beginning_of_the_whole(rules: Rules) -> None:
+@pytest.mark.parametrize("rules", [ClusterRules(), ClusterRules(ideal=True)])
+def test_a_stopped_simulation_is_the_beginning_of_the_whole(rules: ClusterRules) -> None:
     jobs = [Job(name, "m", 500.0 * number) for number, name in enumerate("abc", 1)]
     whole = simulate_cluster(jobs, UNIT, ONE, equal, rules)
     for rounds in range(len(whole.rounds)):
@@ -100,10 +100,14 @@ def test_two_jobs_take_turns() -> None:
 def test_rounds_are_of_whole_steps() -> None:
     """0.75 steps a second: 7 in a round of 10 s, which ends after 9 1/3 s."""
     slow = Throughputs((Rate("m", 1, "v100", 0.75),))
-    timeline = simulate_cluster([Job("a", "m", 15.0)], slow, ONE, equal, Rules(round_seconds=10.0))
+    timeline = simulate_cluster(
+        [Job("a", "m", 15.0)], slow, ONE, equal, ClusterRules(round_seconds=10.0)
+    )
     assert [one.end_seconds for one in timeline.rounds] == pytest.approx([28 / 3, 56 / 3, 20.0])
     slower = Throughputs((Rate("m", 1, "v100", 0.01),))
-    timeline = simulate_cluster([Job("a", "m", 0.5)], slower, ONE, equal, Rules(round_seconds=10.0))
+    timeline = simulate_cluster(
+        [Job("a", "m", 0.5)], slower, ONE, equal, ClusterRules(round_seconds=10.0)
+    )
     assert timeline.makespan_seconds == pytest.approx(50.0)
 
 
@@ -151,7 +155,7 @@ def test_shared_accelerators() -> None:
         return Allocation(np.array([first]), np.array([1 - first]), np.zeros(1, int), np.ones(1))
 
     jobs = [Job("a", "n", 180.0), Job("b", "m", 400.0)]
-    timeline = simulate_cluster(jobs, pairs, ONE, together, Rules(space_sharing=True))
+    timeline = simulate_cluster(jobs, pairs, ONE, together, ClusterRules(space_sharing=True))
     assert completions(timeline) == [360.0, pytest.approx(472.0)]  # 400 - 288 steps alone
     assert timeline.busy_seconds == (pytest.approx(472.0),)
 
@@ -165,7 +169,7 @@ def test_placement() -> None:
         rates,
         parse_pool("v100=2x2"),
         by_policy("water-filling"),
-        Rules(placement=True),
+        ClusterRules(placement=True),
         keep_assignments=True,
     )
     assert completions(timeline) == [720.0, 720.0, 720.0]
@@ -214,7 +218,7 @@ def test_outages_are_seeded() -> None:
 
 
 def test_ideal_sharing() -> None:
-    rules = Rules(ideal=True, reset_seconds=1.0)
+    rules = ClusterRules(ideal=True, reset_seconds=1.0)
     jobs = [Job("a", "m", 100.0), Job("b", "m", 300.0), Job("c", "m", 50.0, arrival_seconds=500.0)]
     timeline = simulate_cluster(jobs, UNIT, ONE, equal, rules)
     assert completions(timeline) == pytest.approx([200.0, 400.0, 550.0])
@@ -230,13 +234,13 @@ def without_end() -> Iterator[Job]:
 
 
 def test_a_window_ends_the_simulation() -> None:
-    stands: list[Progress] = []
+    stands: list[ClusterState] = []
     timeline = simulate_cluster(
         without_end(),
         UNIT,
         parse_pool("v100=2"),
         equal,
-        Rules(shuffle_seed=5),
+        ClusterRules(shuffle_seed=5),
         window=range(3, 6),
         on_progress=stands.append,
     )
@@ -255,9 +259,9 @@ def test_what_cannot_run_is_refused() -> None:
         return allocation_of_shares(np.zeros_like(problem.rates))
 
     with pytest.raises(InputError, match=r"no job can run.* waiting: 'a'"):
-        simulate_cluster([Job("a", "m", 1.0)], UNIT, ONE, nothing, Rules(fill=False))
+        simulate_cluster([Job("a", "m", 1.0)], UNIT, ONE, nothing, ClusterRules(fill=False))
     with pytest.raises(InputError, match="round_seconds"):
-        Rules(round_seconds=0.0)
+        ClusterRules(round_seconds=0.0)
 
 
 def test_pictures(tmp_path: Path) -> None:
@@ -298,7 +302,7 @@ def test_published_completion_times(policy: str, shuffle_seed: int | None, hours
         table.of((job.model, job.scale) for job in jobs),
         parse_pool("v100=8,p100=16,k80=24"),
         by_policy(policy),
-        Rules(shuffle_seed=shuffle_seed),
+        ClusterRules(shuffle_seed=shuffle_seed),
     )
     assert timeline.mean_jct_seconds() / 3600 == pytest.approx(hours, rel=0.03)
 
@@ -306,6 +310,9 @@ def test_published_completion_times(policy: str, shuffle_seed: int | None, hours
 def test_rounds_without_an_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stagewright.executor.clusters.rules.MOST_ROUNDS", 3)
     jobs = [Job("a", "m", 100.0)]
-    assert simulate_cluster(jobs, UNIT, ONE, equal, Rules(round_seconds=50.0)).makespan_seconds > 0
+    assert (
+        simulate_cluster(jobs, UNIT, ONE, equal, ClusterRules(round_seconds=50.0)).makespan_seconds
+        > 0
+    )
     with pytest.raises(InputError, match=r"more than 3 rounds of 10 s: choose longer rounds"):
-        simulate_cluster(jobs, UNIT, ONE, equal, Rules(round_seconds=10.0))
+        simulate_cluster(jobs, UNIT, ONE, equal, ClusterRules(round_seconds=10.0))

@@ -18,7 +18,7 @@ from profiles import examples
 from stagewright.executor.clusters import lease_server, leases
 from stagewright.executor.clusters.job_store import JobStore
 from stagewright.executor.clusters.lease_server import KEPT, START_SECONDS, LeaseServer
-from stagewright.executor.clusters.leases import Lease, LeaseIterator, LeaseLostError
+from stagewright.executor.clusters.leases import JobLeaseLostError, Lease, LeaseIterator
 from stagewright.graphs.documents.errors import InputError
 
 ROUND = 10.0
@@ -142,7 +142,7 @@ def test_a_lease_that_is_not_renewed_ends_with_its_round(
     assert not rank.iterator.done
     assert 1000 + ROUND - 1.0 <= clock.now <= 1000 + ROUND
     assert server.store.job("a").committed == len(rank.seen)
-    with pytest.raises(LeaseLostError):
+    with pytest.raises(JobLeaseLostError):
         server.grant("a", rank.lease.epoch, 0, 99, 0.1)
 
 
@@ -236,11 +236,11 @@ def test_an_old_epoch_may_neither_run_on_nor_save(tmp_path: Path, clock: SimpleN
     old = Rank(started(server)[0])
     old.advance()
     new = Rank(started(server)[0])
-    with pytest.raises(LeaseLostError, match="epoch 1 has ended, the newest is 2"):
+    with pytest.raises(JobLeaseLostError, match="epoch 1 has ended, the newest is 2"):
         old.run(clock, 0.1)
     assert new.run(clock, 0.1) == 5
     last = Rank(new.lease)
-    with pytest.raises(LeaseLostError, match="done"):
+    with pytest.raises(JobLeaseLostError, match="done"):
         last.advance()
     assert len(server.store.commits("a")) == 1
 
@@ -257,7 +257,7 @@ def test_who_slept_through_the_next_lease_cannot_save_either(
     assert held.is_last  # it need not ask again before it saves
     new = Rank(started(server)[0])
     new.advance()
-    with pytest.raises(LeaseLostError):
+    with pytest.raises(JobLeaseLostError):
         old.run(clock, 0.1)
     assert server.store.job("a").committed == 0
     assert new.run(clock, 0.1) == 4
@@ -268,9 +268,9 @@ def test_a_new_scheduler_shuts_the_old_one_out(tmp_path: Path, clock: SimpleName
     rank = Rank(started(old)[0])
     rank.advance()
     new = opened(tmp_path, a=5)
-    with pytest.raises(LeaseLostError, match="another scheduler"):
+    with pytest.raises(JobLeaseLostError, match="another scheduler"):
         rank.run(clock, 0.1)
-    with pytest.raises(LeaseLostError, match="another scheduler"):
+    with pytest.raises(JobLeaseLostError, match="another scheduler"):
         old.start("a", 1)
     assert Rank(started(new)[0]).run(clock, 0.1) == 5
 
@@ -315,7 +315,7 @@ def test_a_checkpoint_counts_with_the_last_rank(tmp_path: Path, clock: SimpleNam
     first, second = (Rank(lease) for lease in started(server, ranks=2))
     first.run(clock, 0.1)
     assert server.store.job("a").committed == 0
-    with pytest.raises(LeaseLostError, match="saved step 2"):
+    with pytest.raises(JobLeaseLostError, match="saved step 2"):
         server.saved("a", second.lease.epoch, 1, 2)
     second.run(clock, 0.1)
     assert server.store.job("a").state == "done"

@@ -13,7 +13,7 @@ from stagewright.executor.drawing.page import page
 from stagewright.executor.drawing.summary import in_flight, summarise
 from stagewright.executor.drawing.timeline import headline
 from stagewright.executor.export import FORMATS, export
-from stagewright.executor.export.options import Options
+from stagewright.executor.export.options import FormatOptions
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.plans.actions import parse_action
 from stagewright.formulations.plans.pipeline import PipelineProblem
@@ -61,7 +61,7 @@ def test_drawings_say_that_they_lie_between_two_losses() -> None:
 def test_other_frameworks_are_refused_by_name_and_launchers_are_not(name: str) -> None:
     if name in ("torchrun", "slurm", "kubernetes"):
         image = "image" if name == "kubernetes" else None
-        assert export(plan(), name, Options(command="train", per_server=2, image=image))
+        assert export(plan(), name, FormatOptions(command="train", per_server=2, image=image))
         return
     with pytest.raises(InputError, match=r"the plan begins with the backwards: .* updates all"):
         export(plan(), name)

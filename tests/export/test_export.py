@@ -18,7 +18,7 @@ from stagewright.cli.pipelines import plans as exporting
 from stagewright.executor.export import FORMATS, export, pipelines, remarks
 from stagewright.executor.export.launchers import to_yaml
 from stagewright.executor.export.layouts import EVERY_FORMAT
-from stagewright.executor.export.options import Options
+from stagewright.executor.export.options import FormatOptions
 from stagewright.executor.programs.lower import lower
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.plans.actions import parse_action
@@ -39,7 +39,7 @@ from stagewright.solvers.planners.steps.proposal import Choices
 from stagewright.solvers.planning import plan
 
 NASTY = "g\"0\n- x: $(reboot)'; true"
-LAUNCH = Options(command="stagewright run plan.json --data 'my net:b'")
+LAUNCH = FormatOptions(command="stagewright run plan.json --data 'my net:b'")
 
 
 GPT_CUTS = [(0, 3), (3, 5), (5, 6), (6, 10)]  # E t t | t t | t | t t t L
@@ -185,7 +185,7 @@ def test_torch_refusals():
         "--partition-only does not apply to torch-csv",
         plan,
         "torch-csv",
-        Options(partition_only=True),
+        FormatOptions(partition_only=True),
     )
     refuses("--to 'tensorflow' is not known", plan, "tensorflow")
 
@@ -803,7 +803,9 @@ def test_names_of_devices_inject_nothing(to):
 def test_launch_refusals():
     plan = on_devices("s0g0", "s1g0", "s0g1")
     refuses("a launch script needs --command", plan, "torchrun")
-    refuses('--command "a \'b": No closing quotation', plan, "torchrun", Options(command="a 'b"))
+    refuses(
+        '--command "a \'b": No closing quotation', plan, "torchrun", FormatOptions(command="a 'b")
+    )
     refuses("3 devices do not fill nodes of 2", plan, "slurm", replace(LAUNCH, per_server=2))
     refuses("--per-server 0", plan, "slurm", replace(LAUNCH, per_server=0))
     refuses("--cpus must be at least 1, got 0", plan, "slurm", replace(LAUNCH, cpus=0))

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch", reason="measuring needs torch")
 from ranks import Ranks  # noqa: E402
 from tensor_runs import ENTROPY, batches, gpt, llama  # noqa: E402
 
-from stagewright.executor.measuring.links import Machine  # noqa: E402
+from stagewright.executor.measuring.links import MeasuringMachine  # noqa: E402
 from stagewright.executor.measuring.whole_models import Profiled  # noqa: E402
 from stagewright.graphs.documents.errors import InputError  # noqa: E402
 from stagewright.graphs.models.chain import Chain  # noqa: E402
@@ -29,7 +29,7 @@ def profiled(make: Any) -> Profiled:
         optimizer=partial(torch.optim.AdamW, lr=0.01),
         clips=True,
         rounds=1,
-        machine=Machine(torch.device("cpu"), kind="core"),
+        machine=MeasuringMachine(torch.device("cpu"), kind="core"),
         dtype=torch.float64,
         autocast=None,
     )

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from stagewright.cli import app
 from stagewright.executor.drawing.timeline import headline
-from stagewright.executor.measuring.causes import BETWEEN, WAITING, Cause
+from stagewright.executor.measuring.causes import BETWEEN, WAITING, TimeCause
 from stagewright.executor.measuring.compare import compare
 from stagewright.executor.programs.trace import Trace, TracedStep, save_trace
 from stagewright.executor.simulation.events import execute
@@ -75,7 +75,7 @@ def on(device: str, action: str, seconds: float = 1.0) -> Seconds:
     return lambda one: seconds if (one.device, one.action) == (device, action) else 0.0
 
 
-def largest(trace: Trace) -> Cause:
+def largest(trace: Trace) -> TimeCause:
     """The largest cause; no other one accounts for anything."""
     found = compare(PLAN, trace).explanation
     assert found is not None
@@ -85,7 +85,7 @@ def largest(trace: Trace) -> Cause:
     return found.largest
 
 
-def shares(cause: Cause) -> dict[str, float]:
+def shares(cause: TimeCause) -> dict[str, float]:
     """The devices that account for something."""
     every = {one.device: one.seconds for one in cause.devices}
     assert sorted(every) == ["a", "b", "c"]

@@ -23,8 +23,8 @@ from stagewright.cli.factories import load_factory
 from stagewright.cli.training.profiling import ProfileOptions, profile
 from stagewright.executor.capture.tracing import capture
 from stagewright.executor.measuring.links import (
-    Links,
-    Machine,
+    MeasuredLinks,
+    MeasuringMachine,
     describe,
     fit,
     measure_links,
@@ -37,7 +37,7 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Cluster, Link, uniform_servers
 from stagewright.graphs.models.chain import Chain, load_model
 
-CPU = Machine(torch.device("cpu"), kind="core")
+CPU = MeasuringMachine(torch.device("cpu"), kind="core")
 FLOAT = 4  # bytes
 
 
@@ -323,13 +323,13 @@ def test_the_share_of_an_all_reduce_is_what_the_cost_model_needs(share: float) -
     )
 
 
-def _measure(_: dist.ProcessGroup, rank: int) -> tuple[Links, Cluster]:
+def _measure(_: dist.ProcessGroup, rank: int) -> tuple[MeasuredLinks, Cluster]:
     links = measure_links(torch.device("cpu"), (1000, 1_000_000), rounds=2)
     return links, describe(links, torch.device("cpu"), kind=f"kind{rank}")
 
 
 def test_links_between_ranks(ranks: Ranks) -> None:
-    told: list[tuple[Links, Cluster]] = ranks.run(_measure, 3)
+    told: list[tuple[MeasuredLinks, Cluster]] = ranks.run(_measure, 3)
     links, cluster = told[0]
     for other, same in told:
         assert (other.bandwidth == links.bandwidth).all()

@@ -19,7 +19,7 @@ from stagewright.graphs.models.architecture import (
     FeedForward,
     GroupedAttention,
 )
-from stagewright.graphs.models.shards import Split, shares_of
+from stagewright.graphs.models.shards import LayerSplit, shares_of
 
 SEQUENCE, HIDDEN, HEADS = 64, 96, 12
 
@@ -142,7 +142,7 @@ def test_flops_of_all_ranks_are_those_of_the_model(architecture, tensor, context
     again = replicas * architecture.layers * 2 * 12 * architecture.hidden * 2 * groups * 16
     # The rest of the padded vocabulary.
     padding = 2 * 12 * architecture.hidden * (-architecture.vocabulary % tensor)
-    every = shares_of(architecture, 12, Split(tensor, context, 1, divided)).every
+    every = shares_of(architecture, 12, LayerSplit(tensor, context, 1, divided)).every
     found = sum(one.flops for share in every for one in share.operators.values())
     whole = sum(sum(layer.values()) for layer in architecture.flops(1, 12).values())
     assert tensor * context * found == pytest.approx(whole + again + padding)

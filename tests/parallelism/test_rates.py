@@ -16,9 +16,9 @@ from stagewright.formulations.parallelism.parts import shares
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.devices import A100, ACCELERATORS, H100, REACHED, reached_on
 from stagewright.graphs.models.architecture import Experts
-from stagewright.graphs.models.shards import Split
+from stagewright.graphs.models.shards import LayerSplit
 
-SPLIT = Split(tensor=8, sequence_parallel=True)
+SPLIT = LayerSplit(tensor=8, sequence_parallel=True)
 
 
 def test_every_kind_has_rates_with_a_source() -> None:
@@ -39,7 +39,7 @@ def test_exchange_beside_the_backward() -> None:
     """It hides behind the products; with sequence parallelism half of the backward's does not."""
     problem = gpt_problem(gpt(4, 6144, 48), 8, 8)
     alone = replace(problem, overlap_tensor=False)
-    for split, hidden in ((Split(tensor=8), 1.0), (SPLIT, 2 / 3)):
+    for split, hidden in ((LayerSplit(tensor=8), 1.0), (SPLIT, 2 / 3)):
         share = shares(problem, split).kinds[0]
         beside, after = (
             layer_time(one, share, split, 1, "none", False).exchange for one in (problem, alone)
@@ -65,20 +65,20 @@ def test_few_tokens_per_expert_leave_their_gradients_to_the_memory() -> None:
     experts = Experts(256, 4, 2048)
     of = replace(gpt(1, 4096, 32, sequence=4096), experts=experts)
     problem = gpt_problem(of, 8, 8)
-    share = shares(problem, Split(expert=8)).kinds[0]
+    share = shares(problem, LayerSplit(expert=8)).kinds[0]
     names = [name for name in share.operators if name.startswith("experts")]
     alone = replace(share, operators={name: share.operators[name] for name in names})
-    found = layer_time(problem, alone, Split(expert=8), 1, "none", True).weight
+    found = layer_time(problem, alone, LayerSplit(expert=8), 1, "none", True).weight
     seconds = share.expert_parameters * 8 / (2039e9 * A100.memory)
     assert found == pytest.approx(seconds + 2 * A100.launch_seconds)
     separate = replace(problem, fused_gradients=False)
-    assert layer_time(separate, alone, Split(expert=8), 1, "none", True).weight > found
+    assert layer_time(separate, alone, LayerSplit(expert=8), 1, "none", True).weight > found
 
 
 def test_a_layer_lasts_as_long_as_its_launches() -> None:
     problem = gpt_problem(gpt(4, 64, 4, sequence=128), 8, 8)
-    share = shares(problem, Split()).kinds[0]
-    found = layer_time(problem, share, Split(), 1, "full", False)
+    share = shares(problem, LayerSplit()).kinds[0]
+    found = layer_time(problem, share, LayerSplit(), 1, "full", False)
     kernels = len(share.operators)
     products = sum(one.weight_gradients > 0 for one in share.operators.values())
     assert found.forward == pytest.approx(kernels * A100.dispatch_seconds)

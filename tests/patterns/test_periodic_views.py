@@ -26,7 +26,7 @@ from stagewright.executor.drawing.periods import drawn, finish_seconds, iteratio
 from stagewright.executor.drawing.summary import in_flight, summarise
 from stagewright.executor.drawing.timeline import headline, timeline
 from stagewright.executor.export import FORMATS, export
-from stagewright.executor.export.options import Options
+from stagewright.executor.export.options import FormatOptions
 from stagewright.executor.measuring.compare import compare, correct, measured_plan
 from stagewright.executor.programs.trace import Trace, TracedStep, load_trace, save_trace
 from stagewright.executor.simulation.events import Deadlock
@@ -531,7 +531,7 @@ def test_the_command_refuses_a_trace_of_another_kind_in_one_line(
 @pytest.mark.parametrize("partition_only", [False, True])
 @pytest.mark.parametrize("to", sorted(set(FORMATS) - set(LAUNCHERS)))
 def test_frameworks_that_drain_refuse_it(to: str, partition_only: bool, shared: Case) -> None:
-    options = Options(partition_only=partition_only and to != "torch-csv")
+    options = FormatOptions(partition_only=partition_only and to != "torch-csv")
     with pytest.raises(InputError, match=r"the plan is periodic: .* finite schedule") as caught:
         export(shared[1], to, options)
     assert "\n" not in str(caught.value)
@@ -540,7 +540,7 @@ def test_frameworks_that_drain_refuse_it(to: str, partition_only: bool, shared: 
 @pytest.mark.parametrize("to", LAUNCHERS)
 def test_launch_scripts_start_it(to: str, shared: Case) -> None:
     image = "image" if to == "kubernetes" else None
-    files = export(shared[1], to, Options(command="stagewright run plan.json", image=image))
+    files = export(shared[1], to, FormatOptions(command="stagewright run plan.json", image=image))
     assert all("stagewright" in text for text in files.values())
 
 

@@ -11,7 +11,7 @@ from plans import small_problem
 from profiles import examples
 
 from stagewright.executor.export import export
-from stagewright.executor.export.options import Options
+from stagewright.executor.export.options import FormatOptions
 from stagewright.executor.export.runtimes import RUNTIMES, runtime_of
 from stagewright.formulations.checking.check import check
 from stagewright.formulations.forms.answers import Limits, silent
@@ -52,7 +52,7 @@ def test_the_framework_runs_the_plan_as_it_is(to: str) -> None:
     found = planned(problem, to)
     assert found.plan is not None
     assert check(problem, found.plan) == ()
-    assert export(found.plan, to, Options(model=None if to == "torch-csv" else problem.chain))
+    assert export(found.plan, to, FormatOptions(model=None if to == "torch-csv" else problem.chain))
     assert found.planner == "launchable"
     assert plans_of(problem, runtime_of(to, problem.chain)).contains(class_of(found.plan))
 

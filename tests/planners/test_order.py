@@ -17,7 +17,7 @@ from program_text import parse_program
 from strategies import hard_problem
 
 from stagewright.executor.drawing.timeline import timeline
-from stagewright.executor.export.options import Options
+from stagewright.executor.export.options import FormatOptions
 from stagewright.executor.export.torch_pipelining import schedule as torch_csv
 from stagewright.executor.programs.lower import lower
 from stagewright.executor.programs.memory import Footprint
@@ -167,9 +167,9 @@ def test_torch_gets_a_file_or_a_reason(kind, devices):
     }
     if kind in reasons:
         with pytest.raises(InputError, match=reasons[kind]):
-            torch_csv(found, Options())
+            torch_csv(found, FormatOptions())
         return
-    (text,) = torch_csv(found, Options()).values()
+    (text,) = torch_csv(found, FormatOptions()).values()
     words = text.replace("\n", ",").split(",")
     computed = {
         one.action for one in found.actions if parse_action(one.action).kind in tuple("FBIW")

@@ -26,7 +26,7 @@ from stagewright.executor.simulation.explanation import (
     explanation_sentences,
     proof_sentences,
 )
-from stagewright.executor.simulation.idle import Cause
+from stagewright.executor.simulation.idle import IdleCause
 from stagewright.formulations.checking.check import predict
 from stagewright.formulations.plans.actions import (
     ON_DEVICE,
@@ -148,7 +148,7 @@ def cause_at(
     before: dict[Action, list[Action]],
     device: str,
     at: float,
-) -> Cause:
+) -> IdleCause:
     """Why a device is idle at an instant."""
     own = [
         a for a in times
@@ -157,19 +157,19 @@ def cause_at(
     later = sorted((a for a in own if times[a][0] >= at), key=lambda a: times[a])
     if not later:
         sums = [a for a in times if a.kind is REDUCE and device in plan.stages[a.stage].devices]
-        return Cause.REDUCE if any(runs(times[a], at) for a in sums) else Cause.DRAIN
+        return IdleCause.REDUCE if any(runs(times[a], at) for a in sums) else IdleCause.DRAIN
     if len(later) == len(own):
-        return Cause.FILL
+        return IdleCause.FILL
     following = later[0]
     for a in later[1:]:
         arrived = all(times[need][1] <= at for need in needs_of(plan.stages, a, times))
         if a.kind is F and arrived and (following.kind, following.stage) != (F, a.stage):
-            return Cause.MEMORY
+            return IdleCause.MEMORY
     last = max(before[following], key=lambda a: times[a][1])
     if times[last][1] <= at:
-        return Cause.PLAN
-    waited = {SEND_F: Cause.TRANSFERS, SEND_B: Cause.TRANSFERS, REDUCE: Cause.REDUCE}
-    return waited.get(last.kind, Cause.STAGES) if runs(times[last], at) else Cause.STAGES
+        return IdleCause.PLAN
+    waited = {SEND_F: IdleCause.TRANSFERS, SEND_B: IdleCause.TRANSFERS, REDUCE: IdleCause.REDUCE}
+    return waited.get(last.kind, IdleCause.STAGES) if runs(times[last], at) else IdleCause.STAGES
 
 
 def runs(span: tuple[float, float], at: float) -> bool:
@@ -227,7 +227,7 @@ def test_a_period_is_explained_by_the_loads_of_an_iteration() -> None:
     used = len(found.busy_seconds)
     idle = sum(sum(each.values()) for each in found.idle_seconds.values())
     assert idle / used / found.iteration_seconds == pytest.approx(plan.predicted.bubble, abs=0.02)
-    assert {cause for each in found.idle_seconds.values() for cause in each} == {Cause.PERIOD}
+    assert {cause for each in found.idle_seconds.values() for cause in each} == {IdleCause.PERIOD}
     assert "it works for 100.0% of" in explanation_sentences(plan, found)[0]
 
 

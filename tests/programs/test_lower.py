@@ -24,7 +24,13 @@ from training_plans import (
     zero_bubble_h1,
 )
 
-from stagewright.executor.programs.lower import computations, lower, with_versions
+from stagewright.executor.programs.lower import (
+    computations,
+    lower,
+    with_reductions,
+    with_updates,
+    with_versions,
+)
 from stagewright.executor.programs.pattern_order import pattern_order
 from stagewright.executor.programs.periodic import in_periods, lower_periodic
 from stagewright.executor.programs.program import (
@@ -42,7 +48,6 @@ from stagewright.executor.programs.transfers import (
     with_early_sends,
     with_transfers,
 )
-from stagewright.executor.programs.updates import with_reductions, with_updates
 from stagewright.executor.programs.verification.verify import verify
 from stagewright.formulations.patterns.one_f_one_b import one_f_one_b_star, period_bound
 from stagewright.formulations.plans.actions import (

@@ -2,7 +2,7 @@
 
 import random
 
-from stagewright.executor.export.options import Options
+from stagewright.executor.export.options import FormatOptions
 from stagewright.formulations.plans.actions import Action, ActionKind, parse_action
 from stagewright.formulations.plans.plan import PipelinePlan, Schedule, ScheduledAction, Stage
 from stagewright.formulations.schedules.published.one_f_one_b import interleaved
@@ -82,7 +82,7 @@ def make_plan(placement, rows=None, microbatches=MICROBATCHES, replicas=1, cuts=
 def make_model(*names, microbatch_size=8):
     cost = LayerCost(microbatch_size, 1.0, 1.0, 1.0, backward_seconds=2.0)
     layers = tuple(Layer(name, 1.0, (cost,)) for name in names)
-    return Options(model=Chain("net", "test", microbatch_size, layers))
+    return FormatOptions(model=Chain("net", "test", microbatch_size, layers))
 
 
 def gpt(blocks, **options):

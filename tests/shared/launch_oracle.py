@@ -7,7 +7,7 @@ from itertools import combinations, pairwise, product
 from exported_plans import random_rows
 
 from stagewright.executor.export import export
-from stagewright.executor.export.options import Options
+from stagewright.executor.export.options import FormatOptions
 from stagewright.formulations.checking.check import check
 from stagewright.formulations.plans.assembly import assemble
 from stagewright.formulations.plans.pipeline import PipelineProblem
@@ -25,7 +25,7 @@ def launched(problem: PipelineProblem, to: str, draw) -> Iterator[PipelinePlan]:
             try:
                 starts = starts_to_the_end(problem, stages, order)
                 plan = assemble(problem, "oracle", stages, starts)
-                export(plan, to, Options(model=problem.chain))
+                export(plan, to, FormatOptions(model=problem.chain))
             except InputError:
                 continue
             if check(problem, plan) == ():

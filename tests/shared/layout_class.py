@@ -23,7 +23,7 @@ from stagewright.graphs.models.architecture import (
     FeedForward,
     GroupedAttention,
 )
-from stagewright.graphs.models.shards import Split, require_split
+from stagewright.graphs.models.shards import LayerSplit, require_split
 from stagewright.solvers.parallelism.space import Space
 
 
@@ -78,7 +78,7 @@ def undivided(problem: TrainingProblem, space: Space) -> Iterator[Layout]:
             for s, kind, sp, zero, offload, place in product(
                 space.schedules,
                 space.recompute,
-                sequence_parallel(problem, space, Split(t, c, e)),
+                sequence_parallel(problem, space, LayerSplit(t, c, e)),
                 space.zero if most_copies(problem, t, c, d, e) > 1 else (0,),
                 space.offload,
                 space.placements if p > 1 and d > 1 else ("data-inside",),
@@ -95,7 +95,9 @@ def has(space: Space, **degrees: int) -> bool:
     return all(limits[name] is None or value in limits[name] for name, value in degrees.items())
 
 
-def sequence_parallel(problem: TrainingProblem, space: Space, split: Split) -> tuple[bool, ...]:
+def sequence_parallel(
+    problem: TrainingProblem, space: Space, split: LayerSplit
+) -> tuple[bool, ...]:
     """With and without, or ``always`` with it wherever the tokens can be divided."""
     divided = replace(split, sequence_parallel=True)
     if split.tensor == 1 or space.sequence_parallel == "never" or not is_split(problem, divided):
@@ -103,7 +105,7 @@ def sequence_parallel(problem: TrainingProblem, space: Space, split: Split) -> t
     return (True,) if space.sequence_parallel == "always" else (False, True)
 
 
-def is_split(problem: TrainingProblem, split: Split) -> bool:
+def is_split(problem: TrainingProblem, split: LayerSplit) -> bool:
     try:
         require_split(problem.architecture, problem.sequence, split)
     except InputError:

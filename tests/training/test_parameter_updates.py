@@ -21,7 +21,7 @@ from stagewright.executor.capture.tracing import capture  # noqa: E402
 from stagewright.executor.training import checkpoint  # noqa: E402
 from stagewright.executor.training.checkpoint import Header  # noqa: E402
 from stagewright.executor.training.runtime import Executor  # noqa: E402
-from stagewright.executor.training.stages.learning_rates import Schedule  # noqa: E402
+from stagewright.executor.training.stages.learning_rates import RateSchedule  # noqa: E402
 from stagewright.formulations.plans.plan import PipelinePlan, Stage  # noqa: E402
 from stagewright.graphs.documents.errors import InputError  # noqa: E402
 
@@ -180,7 +180,7 @@ def by_torch(optimizer: Any) -> Any:
 
 
 SCHEDULES = {
-    "cosine": Schedule("cosine", STEPS, warmup=1, min=0.1),
+    "cosine": RateSchedule("cosine", STEPS, warmup=1, min=0.1),
     "torch": by_torch,
     "steps": partial(torch.optim.lr_scheduler.StepLR, step_size=2),
 }
@@ -206,14 +206,14 @@ def test_a_schedule_has_the_learning_rates_of_torch() -> None:
 @pytest.mark.parametrize(
     ("schedule", "factors"),
     [
-        (Schedule("constant", 4, warmup=1), [0.5, 1, 1, 1, 1]),
-        (Schedule("linear", 4), [1, 0.75, 0.5, 0.25, 0]),
-        (Schedule("linear", 4, warmup=2, min=0.5), [1 / 3, 2 / 3, 1, 0.75, 0.5]),
-        (Schedule("cosine", 2, min=0.2), [1, 0.6, 0.2, 0.2, 0.2]),
-        (Schedule("linear", 2, warmup=2), [1 / 3, 2 / 3, 1, 0, 0]),
+        (RateSchedule("constant", 4, warmup=1), [0.5, 1, 1, 1, 1]),
+        (RateSchedule("linear", 4), [1, 0.75, 0.5, 0.25, 0]),
+        (RateSchedule("linear", 4, warmup=2, min=0.5), [1 / 3, 2 / 3, 1, 0.75, 0.5]),
+        (RateSchedule("cosine", 2, min=0.2), [1, 0.6, 0.2, 0.2, 0.2]),
+        (RateSchedule("linear", 2, warmup=2), [1 / 3, 2 / 3, 1, 0, 0]),
     ],
 )
-def test_factors_of_schedules(schedule: Schedule, factors: list[float]) -> None:
+def test_factors_of_schedules(schedule: RateSchedule, factors: list[float]) -> None:
     assert [schedule.factor(step) for step in range(5)] == pytest.approx(factors)
 
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F  # noqa: E402, N812
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from stagewright.executor.capture.tracing import capture  # noqa: E402
-from stagewright.executor.measuring.links import Machine  # noqa: E402
+from stagewright.executor.measuring.links import MeasuringMachine  # noqa: E402
 from stagewright.executor.measuring.profiling import measure_layers  # noqa: E402
 from stagewright.executor.training.runtime import Executor  # noqa: E402
 from stagewright.executor.training.stages.seeding import layer_seed  # noqa: E402
@@ -120,7 +120,7 @@ def _run_alone(model: Any, loss: Any) -> None:
 
 
 def _profile(model: Any, loss: Any) -> None:
-    machine = Machine(torch.device("cpu"), kind="core")
+    machine = MeasuringMachine(torch.device("cpu"), kind="core")
     sizes = [SAMPLES // MICROBATCHES]
     measure_layers(capture(model), batches()[0], sizes, machine=machine, loss=loss, rounds=1)
 

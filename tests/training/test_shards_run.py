@@ -19,7 +19,7 @@ from shard_runs import ADAMW, Clipping, Scale, held_bytes, refused, traced  # no
 from tensor_runs import ENTROPY, SGD, batches, gpt, interrupted, llama, refusal, run, summed  # noqa: E402
 from training_plans import fill_and_drain  # noqa: E402
 
-from stagewright.executor.training.stages.learning_rates import Schedule  # noqa: E402
+from stagewright.executor.training.stages.learning_rates import RateSchedule  # noqa: E402
 from stagewright.formulations.plans.plan import PipelinePlan, Stage  # noqa: E402
 from stagewright.formulations.plans.shards import part_bytes  # noqa: E402
 
@@ -110,7 +110,7 @@ def test_groups_schedules_and_accumulation(ranks: Ranks) -> None:
     options = {
         "optimizer": ADAMW,
         "groups": {"norm|bias": {"weight_decay": 0.0}, "head": {"lr": 0.05}},
-        "schedule": Schedule("cosine", total=4, warmup=1),
+        "schedule": RateSchedule("cosine", total=4, warmup=1),
         "accumulate": 2,
         "clip_norm": 0.2,
     }

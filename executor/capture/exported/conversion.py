@@ -132,8 +132,7 @@ class _Conversion:
         number, tensors, sizes = cast(tuple[int, list[fx.Node], list[Any]], node.args)
         call = self._calls[number]
         arguments, keywords = call.arguments(
-            [self._made[one] for one in tensors],
-            [self._made.get(one, one) for one in sizes],
+            [self._made[one] for one in tensors], [self._made.get(one, one) for one in sizes]
         )
         made = self._graph.call_module(call.name, arguments, keywords)
         metas = node.meta["val"]

@@ -28,7 +28,7 @@ from stagewright.executor.capture.exported.conversion import CURE, Exported, con
 from stagewright.executor.capture.exported.whole_calls import WholeCall, called_whole
 from stagewright.executor.capture.places import place_of
 from stagewright.executor.capture.python_state import attributes_kept, described, snapshot
-from stagewright.executor.capture.signature import Signature, Structure, taken_apart
+from stagewright.executor.capture.signature import Signature, ValueStructure, taken_apart
 from stagewright.graphs.documents.errors import InputError
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -42,11 +42,11 @@ def leaves_of(
     The model itself, lists and modules that hold a list of like blocks are opened, and those of a
     class in ``opened``. With ``outermost`` no block of a list is opened for the blocks in it.
     """
-    return dict(_Walk(opened, outermost, set()).leaves("", model))
+    return dict(_NestedWalk(opened, outermost, set()).leaves("", model))
 
 
 @dataclass(frozen=True, slots=True)
-class _Walk:
+class _NestedWalk:
     opened: Collection[type]
     outermost: bool
     seen: set[int]
@@ -107,7 +107,7 @@ def _is_block(module: nn.Module) -> bool:
 _OPERATOR_RULE = FakeTensorMode.dispatch.__code__
 
 
-class Sizes(ShapeEnv):
+class OperatorSizes(ShapeEnv):
     """Conditions of operators' own rules for shapes are not kept: the operators run again.
 
     A rule asks whether a size is 1 to know the strides of an expanded tensor, say. What the model
@@ -193,7 +193,7 @@ class _Outer(nn.Module):
         self.model, self._signature = model, example.signature
         self._takes_loss = example.takes_loss
         # In a list, as torch.export undoes what a forward sets on its module.
-        self._returned: list[Structure] = []
+        self._returned: list[ValueStructure] = []
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         """The tensors of the model's result."""
@@ -219,10 +219,7 @@ class _Outer(nn.Module):
 def loss_of(result: Any, name: str) -> Tensor:
     """The loss in the result of a model called ``name``: itself, or its entry ``loss``.
 
-    Raises
-    ------
-    InputError
-        If it has none.
+    Raises InputError if it has none.
     """
     found = result
     if isinstance(result, Mapping):
@@ -260,7 +257,7 @@ def _exported(
             stack.enter_context(torch.autocast(example.device.type, example.autocast))
         # A size of 1 is like others, unless the model asks: a share may have one sample.
         stack.enter_context(_config.patch(backed_size_oblivious=True))  # type: ignore[attr-defined]
-        stack.enter_context(patch.object(non_strict_utils, "ShapeEnv", Sizes))
+        stack.enter_context(patch.object(non_strict_utils, "ShapeEnv", OperatorSizes))
         stack.enter_context(_without_graphs())
         program = torch.export.export(outer, inputs, strict=False, dynamic_shapes=shapes)
         made = list(calls)
@@ -347,10 +344,7 @@ def _without_graphs() -> Iterator[None]:
 def _leaking(outer: nn.Module, program: ExportedProgram, calls: Sequence[WholeCall]) -> set[type]:
     """Classes of blocks that hand on tensors beside their results, to be looked into.
 
-    Raises
-    ------
-    InputError
-        If none of them has hooks, by which it could.
+    Raises InputError if none of them has hooks, by which it could.
     """
     registered = dict(outer.named_buffers(remove_duplicate=False))
     leaked = [

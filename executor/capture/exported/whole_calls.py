@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from stagewright.executor.capture.shapes import Sizes, elsewhere, in_example, valued, valued_all
-from stagewright.executor.capture.signature import PLAIN, TENSOR, Structure, taken_apart
+from stagewright.executor.capture.signature import PLAIN, TENSOR, ValueStructure, taken_apart
 from stagewright.graphs.documents.errors import InputError
 
 _RUNNING: dict[int, "WholeCall"] = {}  # the calls of exports that are under way
@@ -46,7 +46,7 @@ class WholeCall:
     spec: pytree.TreeSpec
     forward: Callable[[Mapping[str, Tensor], tuple[Any, ...], dict[str, Any]], Any]
     fakes: Mapping[str, Tensor]
-    returned: Structure | None = None
+    returned: ValueStructure | None = None
     has_hooks_within: bool = False
 
     def arguments(self, tensors: Any, sizes: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

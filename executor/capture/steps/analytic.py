@@ -13,7 +13,7 @@ from stagewright.executor.capture.steps.document import bytes_of, is_view, opera
 from stagewright.executor.capture.steps.step import CapturedStep
 from stagewright.graphs.machines.devices import Accelerator, accelerator
 from stagewright.graphs.models.analytic import Efficiency, Rates
-from stagewright.graphs.models.operations import Kind, Operation
+from stagewright.graphs.models.operations import Kind, LayerOperation
 from stagewright.graphs.models.operators.step_graph import StepGraph
 
 aten = torch.ops.aten
@@ -32,15 +32,10 @@ _CONVOLUTIONS = (aten.convolution, aten.convolution_backward)
 def with_analytic_seconds(step: CapturedStep, kinds: Sequence[str | Accelerator]) -> StepGraph:
     """The step's graph with times on devices, named or the user's own, in single precision.
 
-    As in ``graphs.models.analytic``, an operator takes the larger of FLOPs over achieved FLOP/s
-    and bytes over achieved memory bandwidth; launch times are not counted. FLOPs are torch's
+    As in ``graphs.models.analytic``, an operator takes the larger of FLOPs over achieved FLOP/s and
+    bytes over achieved memory bandwidth; launch times are not counted. FLOPs are torch's
     (``torch.utils.flop_counter``), a multiply-add is two. Bytes are those of all inputs and
-    outputs; views, states and inputs take no time.
-
-    Raises
-    ------
-    InputError
-        If a device is not known.
+    outputs; views, states and inputs take no time. Raises InputError if a device is not known.
     """
     rates = [Rates(accelerator(kind), "fp32", Efficiency(), 0) for kind in kinds]
     works = [operation(node, rates[0].element_bytes) for node in operators(step.module.graph)]
@@ -52,16 +47,16 @@ def with_analytic_seconds(step: CapturedStep, kinds: Sequence[str | Accelerator]
     return replace(step.graph, nodes=nodes, source=f"analytic: {assumed}")
 
 
-def operation(node: fx.Node, element_bytes: int) -> Operation:
+def operation(node: fx.Node, element_bytes: int) -> LayerOperation:
     """FLOPs and moved elements of an operator."""
     packet: Any = getattr(node.target, "overloadpacket", None)
     moved = moved_bytes(node) / element_bytes
     if packet not in _FLOPS:
-        return Operation("memory", 0.0, moved)
+        return LayerOperation("memory", 0.0, moved)
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
     flops = float(_FLOPS[packet](*args, **kwargs, out_val=node.meta["val"]))
     kind: Kind = "convolution" if packet in _CONVOLUTIONS else "matmul"
-    return Operation(kind, flops, moved)
+    return LayerOperation(kind, flops, moved)
 
 
 def moved_bytes(node: fx.Node) -> float:

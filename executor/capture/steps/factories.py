@@ -30,10 +30,7 @@ def without_values(
 def resized(batch: tuple[Any, Any], samples: int) -> tuple[Any, Any]:
     """A mini-batch of ``samples`` samples: the given samples, repeated.
 
-    Raises
-    ------
-    InputError
-        If the tensors of the batch have no samples, or different numbers of them.
+    Raises InputError if the tensors of the batch have no samples, or different numbers of them.
     """
     tensors = tree_leaves(batch)
     if not all(isinstance(one, Tensor) and one.dim() for one in tensors):
@@ -49,10 +46,7 @@ def resized(batch: tuple[Any, Any], samples: int) -> tuple[Any, Any]:
 def share_of(batch: tuple[Any, Any], replicas: int, number: int) -> tuple[Any, Any]:
     """The samples of replica ``number`` in a mini-batch.
 
-    Raises
-    ------
-    InputError
-        If a tensor's samples cannot be divided among the replicas.
+    Raises InputError if a tensor's samples cannot be divided among the replicas.
     """
     if replicas == 1:
         return batch

@@ -1,9 +1,10 @@
 """Forward, loss and backward of a module as one functional graph of aten operators."""
 
 import re
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -25,11 +26,12 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.func import functional_call
 from torch.fx import traceback as fx_traceback
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from stagewright.executor.capture.places import line_of_call
 from stagewright.executor.capture.python_state import Snapshot, attributes_kept, described, snapshot
-from stagewright.executor.capture.steps.lines import lines_marked
 from stagewright.executor.capture.steps.refusals import (
     refusing,
     require_dense,
@@ -37,6 +39,44 @@ from stagewright.executor.capture.steps.refusals import (
 )
 from stagewright.executor.training.losses import Loss, read_loss
 from stagewright.graphs.documents.errors import InputError
+
+
+class _Marking(TorchFunctionMode):
+    """Gives every call of torch the line that it is made on; autograd's nodes keep it."""
+
+    def __init__(self, modules: list[str]) -> None:
+        super().__init__()
+        self.modules = modules
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        line = line_of_call(sys._getframe(1))
+        module = f" ({self.modules[-1]})" if self.modules and self.modules[-1] else ""
+        fx_traceback.set_stack_trace([line + module] if line else [])
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def lines_marked(model: nn.Module) -> Iterator[None]:
+    """Mark traced calls with FILE:LINE of the user's code and the path of the module."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    modules: list[str] = []
+
+    def enter(module: nn.Module, _: Any) -> None:
+        modules.append(paths.get(id(module), ""))
+
+    def leave(module: nn.Module, _: Any, __: Any) -> None:
+        modules.pop()
+
+    handles = register_module_forward_pre_hook(enter), register_module_forward_hook(leave)
+    try:
+        with _Marking(modules):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
 
 KINDS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
@@ -169,12 +209,7 @@ def trace_joint(model: nn.Module, loss: Loss, batch: tuple[Any, Any]) -> JointGr
     """Trace by AOTAutograd, which makes in-place operators functional.
 
     ``batch`` is (inputs, targets); no values are read, so that its tensors and the model's may be
-    fake.
-
-    Raises
-    ------
-    InputError
-        If the step depends on values, or changes Python state.
+    fake. Raises InputError if the step depends on values, or changes Python state.
     """
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise InputError("a mini-batch is a pair (inputs, targets)")

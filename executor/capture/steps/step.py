@@ -37,7 +37,7 @@ Group = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class StepRule:
     """The step of one optimizer.
 
     ``slots`` are the names of the tensors that it keeps per parameter, zero at first. ``scalars``
@@ -72,11 +72,7 @@ def _adam_scalars(group: Group, step: Tensor) -> list[Tensor]:
 
 
 def _adam(
-    group: Group,
-    parameter: Tensor,
-    gradient: Tensor,
-    slots: list[Tensor],
-    scalars: list[Tensor],
+    group: Group, parameter: Tensor, gradient: Tensor, slots: list[Tensor], scalars: list[Tensor]
 ) -> None:
     (average, square), (negative_size, root) = slots, scalars
     first, second = group["betas"]
@@ -91,13 +87,13 @@ def _adam(
     parameter.add_(average * negative_size / denominator)
 
 
-SGD = Rule(
+SGD = StepRule(
     lambda group: ("momentum_buffer",) if group["momentum"] else (),
     None,
     _sgd,
     ("dampening", "maximize", "differentiable", "fused"),
 )
-ADAM = Rule(
+ADAM = StepRule(
     lambda _: ("exp_avg", "exp_avg_sq"),
     _adam_scalars,
     _adam,
@@ -106,13 +102,10 @@ ADAM = Rule(
 RULES = {torch.optim.SGD: SGD, torch.optim.Adam: ADAM, torch.optim.AdamW: ADAM}
 
 
-def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
+def rule_of(optimizer: torch.optim.Optimizer) -> StepRule:
     """The rule of an optimizer.
 
-    Raises
-    ------
-    InputError
-        If it is not one of ``RULES``, or has an option that changes the step.
+    Raises InputError if it is not one of ``RULES``, or has an option that changes the step.
     """
     kind = type(optimizer)
     if kind not in RULES:
@@ -134,21 +127,12 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
 class CapturedStep:
     """A training step as a graph to execute and as a document to plan for.
 
-    Attributes
-    ----------
-    module
-        Takes the states and the tensors of a mini-batch in the order of its placeholders, changes
-        the states in place, and returns the loss and the ``gradients``. Nodes have the names that
-        they have in ``graph``.
-    states
-        The values of the states before the first step, by name of their node; fake if the model is.
-    names
-        The names of the states' nodes by path: that of a parameter or buffer in the model, or of
-        the optimizer's state.
-    gradients
-        The parameters' names in the model, in the order in which their gradients are returned.
-    graph
-        The document.
+    ``module``: takes the states and the tensors of a mini-batch in the order of its placeholders,
+    changes the states in place, and returns the loss and the ``gradients``. Nodes have the names
+    that they have in ``graph``. ``states``: the values of the states before the first step, by name
+    of their node; fake if the model is. ``names``: the names of the states' nodes by path: that of
+    a parameter or buffer in the model, or of the optimizer's state. ``gradients``: the parameters'
+    names in the model, in the order in which their gradients are returned. ``graph``: the document.
     """
 
     module: fx.GraphModule
@@ -180,13 +164,9 @@ def capture_step(
 
         optimizer.zero_grad(); loss(model(inputs), targets).backward(); optimizer.step()
 
-    No values are read: with fake tensors a model of any size is captured without its memory.
-
-    Raises
-    ------
-    InputError
-        If the step cannot be expressed as such a graph: it depends on values, changes Python state
-        or its inputs, or the optimizer is not known.
+    No values are read: with fake tensors a model of any size is captured without its memory. Raises
+    InputError if the step cannot be expressed as such a graph: it depends on values, changes Python
+    state or its inputs, or the optimizer is not known.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"the model is a {type(model).__name__}, not a torch module")
@@ -222,7 +202,7 @@ def capture_step(
 class _Updates:
     """Appends the updates of states to a joint graph."""
 
-    def __init__(self, joint: JointGraph, rule: Rule, states: dict[str, Tensor]) -> None:
+    def __init__(self, joint: JointGraph, rule: StepRule, states: dict[str, Tensor]) -> None:
         self.joint, self.rule, self.states = joint, rule, states
         self.traced: dict[Any, fx.Graph] = {}
         self.mode = fake_mode([node.meta["val"] for node in joint.states.values()])
@@ -290,7 +270,7 @@ class _Updates:
 
 
 def _update(
-    rule: Rule, group: Group, slots: int, parameter: Tensor, gradient: Tensor, *others: Tensor
+    rule: StepRule, group: Group, slots: int, parameter: Tensor, gradient: Tensor, *others: Tensor
 ) -> None:
     rule.update(group, parameter, gradient, list(others[:slots]), list(others[slots:]))
 

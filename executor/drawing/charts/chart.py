@@ -1,14 +1,19 @@
 """A plan's timeline as a PNG picture."""
 
-import io
 import os
-import warnings
 from collections import defaultdict
 from collections.abc import Sequence
 from heapq import nlargest
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING
 
+from stagewright.executor.drawing.charts.figures import (
+    MAX_HEIGHT_INCHES,
+    bare_rows,
+    new_figure,
+    save,
+    stacked_axes,
+)
 from stagewright.executor.drawing.colours import (
     BAND_COLOUR,
     CRITICAL_COLOUR,
@@ -43,17 +48,15 @@ from stagewright.executor.simulation.explanation import (
     explain_plan,
     explanation_sentences,
 )
-from stagewright.executor.simulation.idle import Cause
+from stagewright.executor.simulation.idle import IdleCause
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.units import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 WIDTH_INCHES = 14.0
-DOTS_PER_INCH = 150
 MARGIN = 0.003  # left of the headline, of the width
 CHARACTER_SHARE = 0.0055  # fraction of the axis' width that one character of a block's label needs
 ROW_INCHES = 0.26
@@ -61,7 +64,6 @@ _ROW_SPACE = {"device": 1.0, "channel": 0.5, "reduce": 0.5}  # of a row, in ROW_
 _ROW_HEIGHT = {"device": 0.86, "channel": 0.4, "reduce": 0.4}  # of its blocks
 _LABEL_POINTS = {"device": 7, "channel": 5.5, "reduce": 5.5}
 _MIN_LINK_ROWS = 8  # that are always drawn; of more, the busiest up to half the rows of devices
-MAX_HEIGHT_INCHES = 30.0
 _HEADING_ROWS = 1.0  # height of the period names above the rows, in row heights
 STRIP = 0.12  # height of the mark of the critical path
 MAX_OUTLINED_BLOCKS = 120  # per row; white outlines around more would hide the thin ones
@@ -74,15 +76,10 @@ def write_png(plan: PipelinePlan, path: str | os.PathLike[str]) -> None:
 
 def png(plan: PipelinePlan) -> bytes:
     """The schedule as a PNG: a row per device (or stage), channel and all-reduce."""
-    # Imported here: matplotlib takes a second to load, and only this function needs it.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     ((rows, note),) = _rows([plan])
     found = explain_plan(plan)
     height = min(MAX_HEIGHT_INCHES, 2.1 + ROW_INCHES * _space(rows))
-    figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DOTS_PER_INCH, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(WIDTH_INCHES, height)
     axes = figure.add_subplot()
     unit, scale = time_unit(finish_seconds(plan))
     _draw_rows(axes, rows, found, scale, finish_seconds(plan))
@@ -144,11 +141,7 @@ def _middles(rows: Sequence[Row]) -> list[float]:
 
 
 def _draw_rows(
-    axes: "Axes",
-    rows: Sequence[Row],
-    found: PlanExplanation | None,
-    scale: float,
-    finish: float,
+    axes: "Axes", rows: Sequence[Row], found: PlanExplanation | None, scale: float, finish: float
 ) -> None:
     """Blocks, idle intervals, and the critical path at the foot of its rows."""
     critical, idle = critical_actions(found), idle_of(rows, found)
@@ -176,7 +169,7 @@ def _draw_idle(axes: "Axes", y: float, gaps: Sequence[Gap], scale: float, finish
         zorder=0.9,
     )
     for start, end, cause in gaps:
-        name = CAUSES[Cause(cause)]
+        name = CAUSES[IdleCause(cause)]
         if end - start >= CHARACTER_SHARE * (len(name) + 2) * finish:
             axes.text((start + end) / 2 * scale, y, name, ha="center", va="center", fontsize=6,
                       color="#566271",
@@ -265,15 +258,10 @@ def _dress(
     axes.set_yticks(_middles(rows), [_row_name(row) for row in rows], fontsize=8)
     for label, row in zip(axes.get_yticklabels(), rows, strict=True):
         label.set_fontsize(8 if row.group == "device" else 6.5)
-    axes.set_ylim(_space(rows) - 0.4, -0.6)
     axes.set_xlim(0, finish_seconds(plan) * scale * 1.005 or 1.0)
     said = [f"time in {unit}", *filter(None, [note]), numbers_note(plan)]
     axes.set_xlabel(" · ".join(said))
-    axes.tick_params(length=0)
-    axes.grid(axis="x", color="#dddddd", lw=0.6)
-    axes.set_axisbelow(True)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
+    bare_rows(axes, _space(rows))
 
 
 def _row_name(row: Row) -> str:
@@ -306,16 +294,6 @@ def draw_legend(
     )
 
 
-def save(figure: "Figure") -> bytes:
-    """The figure as a PNG."""
-    buffer = io.BytesIO()
-    with warnings.catch_warnings():
-        # Characters that the font lacks are drawn as boxes; the warning is not useful here.
-        warnings.filterwarnings("ignore", message="Glyph", category=UserWarning)
-        figure.savefig(buffer, format="png", metadata={"Software": None})
-    return buffer.getvalue()
-
-
 def write_stacked_png(
     plans: Sequence[PipelinePlan], titles: Sequence[str], path: str | os.PathLike[str]
 ) -> None:
@@ -325,16 +303,10 @@ def write_stacked_png(
 
 def stacked_png(plans: Sequence[PipelinePlan], titles: Sequence[str]) -> bytes:
     """A PNG of the schedules one above the other on one time axis: predicted over measured."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     drawn, note = zip(*_rows(plans), strict=True)
     found = [explain_plan(plan) for plan in plans]
     heights = [1.0 + ROW_INCHES * _space(rows) for rows in drawn]
-    height = min(MAX_HEIGHT_INCHES, 0.7 + sum(heights))
-    figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DOTS_PER_INCH, layout="constrained")
-    FigureCanvasAgg(figure)
-    column = figure.subplots(len(plans), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    column = stacked_axes(WIDTH_INCHES, heights)
     last = max(finish_seconds(plan) for plan in plans)
     unit, scale = time_unit(last)
     is_bounded = False
@@ -347,4 +319,4 @@ def stacked_png(plans: Sequence[PipelinePlan], titles: Sequence[str]) -> bytes:
         axes.set_xlim(0, last * scale * 1.005 or 1.0)
         axes.label_outer()
     draw_legend(column[-1], [row for rows in drawn for row in rows], is_bounded, found[0])
-    return save(figure)
+    return save(column[-1].figure)

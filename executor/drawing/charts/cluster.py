@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from stagewright.executor.clusters.timeline import ClusterTimeline, Round
+from stagewright.executor.clusters.timeline import ClusterTimeline, TimelineRound
+from stagewright.executor.drawing.charts.figures import MAX_HEIGHT_INCHES, new_figure
 from stagewright.executor.drawing.colours import CATEGORIES, label_colour
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.arrays import Floats
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".png", ".svg", ".pdf")
 WIDTH_INCHES = 12.0
-DOTS_PER_INCH = 150
-MAX_HEIGHT_INCHES = 30.0
 ROW_INCHES = 0.18
 HOUR = 3600.0
 CHARACTER_SHARE = 0.007  # of the width, for one character of a label
@@ -45,10 +44,7 @@ def require_suffix(path: str | os.PathLike[str]) -> None:
 def draw_rounds(timeline: ClusterTimeline, path: str | os.PathLike[str]) -> None:
     """Draw the assignments: a row per accelerator, a colour per job, pairs with both colours.
 
-    Raises
-    ------
-    InputError
-        If the timeline has no assignments, or the suffix is not one of ``SUFFIXES``.
+    Raises InputError if the timeline has no assignments, or the suffix is not one of ``SUFFIXES``.
     """
     first_row = _first_rows(timeline.pool)
     rows = sum(accelerator.count for accelerator in timeline.pool.accelerators)
@@ -90,7 +86,7 @@ def _spans(timeline: ClusterTimeline, first_row: list[int]) -> Iterable[Span]:
 
 
 def _rows(
-    one: Round, accelerator: tuple[int, ...], first_row: list[int]
+    one: TimelineRound, accelerator: tuple[int, ...], first_row: list[int]
 ) -> Iterable[tuple[int, tuple[int, ...]]]:
     for assignment in one.assignments:
         for number in assignment.accelerators:
@@ -197,10 +193,7 @@ def draw_jct_cdf(
 ) -> None:
     """Draw the cumulative distribution of job completion times, a line for each timeline.
 
-    Raises
-    ------
-    InputError
-        If no job completed, or the suffix is not one of ``SUFFIXES``.
+    Raises InputError if no job completed, or the suffix is not one of ``SUFFIXES``.
     """
     figure, axes = _figure(path, 5.0)
     for k, (name, timeline) in enumerate(timelines.items()):
@@ -224,10 +217,7 @@ def draw_jct_cdf(
 def draw_utilisation(timeline: ClusterTimeline, path: str | os.PathLike[str]) -> None:
     """Draw busy accelerators of each type and active jobs over time.
 
-    Raises
-    ------
-    InputError
-        If there was no round, or the suffix is not one of ``SUFFIXES``.
+    Raises InputError if there was no round, or the suffix is not one of ``SUFFIXES``.
     """
     if not timeline.rounds:
         raise InputError("the timeline has no rounds to draw")
@@ -278,13 +268,8 @@ def _binned(timeline: ClusterTimeline) -> tuple[Floats, Floats, Floats]:
 
 
 def _figure(path: str | os.PathLike[str], height: float) -> "tuple[Figure, Axes]":
-    # Imported here: matplotlib takes a second to load.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     require_suffix(path)
-    figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DOTS_PER_INCH, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(WIDTH_INCHES, height)
     return figure, figure.add_subplot()
 
 

@@ -1,9 +1,9 @@
 """Memory by rank as stacked bars, and the fastest layouts by memory, as PNG."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
-from stagewright.executor.drawing.charts.chart import DOTS_PER_INCH, save
+from stagewright.executor.drawing.charts.figures import bare, new_figure, save
 from stagewright.executor.drawing.colours import CATEGORIES, CRITICAL_COLOUR
 
 WIDTH_INCHES, HEIGHT_INCHES = 10.0, 5.5
@@ -24,36 +24,35 @@ class Memory(Protocol):
     @property
     def rank(self) -> int:
         """The rank's position in the pipeline."""
-        ...
 
 
-class Point(Protocol):
+class FrontierPoint(Protocol):
     """The fastest layout of a peak."""
 
     @property
     def peak_bytes(self) -> float:
         """The rank's peak memory in bytes."""
-        ...
 
     @property
     def seconds(self) -> float:
         """Seconds of an iteration."""
-        ...
 
     @property
     def layout(self) -> str:
         """The layout's text."""
-        ...
+
+
+def _limit(limit_bytes: float) -> dict[str, Any]:
+    """The style and the label of the line at a device's memory."""
+    label = f"a device has {limit_bytes / 1e9:g} GB"
+    return {"color": CRITICAL_COLOUR, "lw": 1.5, "ls": "--", "label": label}
 
 
 def memory_png(ranks: Sequence[Memory], limit_bytes: float, title: str) -> bytes:
     """Bars of every rank's memory by kind (GB), and a line at the memory of a device."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure((WIDTH_INCHES, HEIGHT_INCHES), dpi=DOTS_PER_INCH, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(WIDTH_INCHES, HEIGHT_INCHES)
     axes = figure.add_subplot()
     places = [one.rank for one in ranks]
     below = [0.0] * len(ranks)
@@ -61,32 +60,22 @@ def memory_png(ranks: Sequence[Memory], limit_bytes: float, title: str) -> bytes
         sizes = [getattr(one, f"{kind}_bytes") / 1e9 for one in ranks]
         axes.bar(places, sizes, bottom=below, color=colour, label=kind, width=0.8)
         below = [low + size for low, size in zip(below, sizes, strict=True)]
-    axes.axhline(
-        limit_bytes / 1e9,
-        color=CRITICAL_COLOUR,
-        lw=1.5,
-        ls="--",
-        label=f"a device has {limit_bytes / 1e9:g} GB",
-    )
+    axes.axhline(limit_bytes / 1e9, **_limit(limit_bytes))
     axes.set_xlabel("position in the pipeline")
     axes.set_ylabel("peak memory of a GPU (GB)")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.set_xlim(min(places) - _WIDEST, max(places) + _WIDEST)
     axes.set_title(title, fontsize=10, wrap=True)
     axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    bare(axes)
     return save(figure)
 
 
-def front_png(points: Sequence[Point], limit_bytes: float, title: str) -> bytes:
+def front_png(points: Sequence[FrontierPoint], limit_bytes: float, title: str) -> bytes:
     """The time of the fastest layout for every amount of memory."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    figure = Figure((WIDTH_INCHES, HEIGHT_INCHES), dpi=DOTS_PER_INCH, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(WIDTH_INCHES, HEIGHT_INCHES)
     axes = figure.add_subplot()
     ascending = sorted(points, key=lambda one: one.peak_bytes)
     memory = [one.peak_bytes / 1e9 for one in ascending]
@@ -104,13 +93,7 @@ def front_png(points: Sequence[Point], limit_bytes: float, title: str) -> bytes:
             fontsize=6,
             rotation=35,
         )
-    axes.axvline(
-        limit_bytes / 1e9,
-        color=CRITICAL_COLOUR,
-        lw=1.5,
-        ls="--",
-        label=f"a device has {limit_bytes / 1e9:g} GB",
-    )
+    axes.axvline(limit_bytes / 1e9, **_limit(limit_bytes))
     axes.set_title(title, fontsize=10, wrap=True)
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
@@ -120,6 +103,5 @@ def front_png(points: Sequence[Point], limit_bytes: float, title: str) -> bytes:
     axes.set_xlabel("peak memory of a GPU (GB)")
     axes.set_ylabel("seconds per iteration")
     axes.legend(frameon=False, fontsize=8)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    bare(axes)
     return save(figure)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stagewright.executor.drawing.charts.chart import DOTS_PER_INCH, save
+from stagewright.executor.drawing.charts.figures import bare, new_figure, save
 from stagewright.executor.drawing.colours import CATEGORIES, CRITICAL_COLOUR
 from stagewright.executor.drawing.web.charts import Chart, Series
 from stagewright.executor.drawing.web.render import render
@@ -37,11 +37,7 @@ class Curve:
 
 def curve_png(curve: Curve) -> bytes:
     """A PNG of the curve, its bound and the others."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure((WIDTH_INCHES, HEIGHT_INCHES), dpi=DOTS_PER_INCH, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(WIDTH_INCHES, HEIGHT_INCHES)
     axes = figure.add_subplot()
     for costs, colour, label, style in (
         (curve.cost, CATEGORIES[0], "best schedule", "o-"),
@@ -54,10 +50,7 @@ def curve_png(curve: Curve) -> bytes:
     axes.set_xlabel("limit of memory on every device")
     axes.set_ylabel(curve.cost_name)
     axes.legend(frameon=False)
-    axes.grid(color="#dddddd", lw=0.6)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    bare(axes, "both")
     return save(figure)
 
 

@@ -1,13 +1,12 @@
 """Prices over time and the stays of a plan as a PNG."""
 
 import datetime
-import io
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from stagewright.executor.drawing.charts.chart import DOTS_PER_INCH, save
+from stagewright.executor.drawing.charts.figures import bare, new_figure, save
 from stagewright.executor.drawing.colours import CATEGORIES
 from stagewright.formulations.cloud.switching import Offer, Stay, SwitchingProblem
 from stagewright.graphs.documents import documents
@@ -30,11 +29,7 @@ class SweepLine:
 
 def sweep_png(axis: str, places: Sequence[str], lines: Sequence[SweepLine]) -> bytes:
     """A PNG; ``axis`` names the size whose values are ``places``."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure((WIDTH_INCHES, HEIGHT_INCHES), dpi=DOTS_PER_INCH, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(WIDTH_INCHES, HEIGHT_INCHES)
     axes = figure.add_subplot()
     for number, line in enumerate(lines):
         rates = [float("nan") if rate is None else rate for rate in line.rates]
@@ -47,10 +42,7 @@ def sweep_png(axis: str, places: Sequence[str], lines: Sequence[SweepLine]) -> b
     axes.set_ylabel("samples per second")
     if len(lines) > 1 or lines[0].name:
         axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    axes.grid(color="#dddddd", lw=0.6)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    bare(axes, "both")
     return save(figure)
 
 
@@ -70,12 +62,7 @@ def write_price_png(
 
 def price_png(problem: SwitchingProblem, plan: Sequence[Stay], title: str) -> bytes:
     """Dollars per hour of work on the plan's offers and a few others, stays in thick lines."""
-    # Imported here: matplotlib takes a second to load, and only this function needs it.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11.0, 5.0), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(11.0, 5.0, 120)
     axes = figure.add_subplot()
     for place, number in enumerate(drawn_offers(problem, plan)):
         stays = [stay for stay in plan if stay.offer == number]
@@ -86,12 +73,9 @@ def price_png(problem: SwitchingProblem, plan: Sequence[Stay], title: str) -> by
     axes.set_ylim(0, _HEADROOM * max(paid, default=0.0) or None)
     began = datetime.datetime.fromtimestamp(problem.start_seconds, datetime.UTC)
     axes.set_xlabel(f"days after {began:%Y-%m-%d %H:%M} UTC")
-    axes.grid(color="#dddddd", lw=0.6)
-    axes.set_axisbelow(True)
+    bare(axes, "both", ())
     figure.legend(loc="outside right upper", fontsize=8, frameon=False)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", metadata={"Software": None})
-    return buffer.getvalue()
+    return save(figure)
 
 
 def drawn_offers(problem: SwitchingProblem, plan: Sequence[Stay]) -> list[int]:

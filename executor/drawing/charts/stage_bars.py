@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from stagewright.executor.drawing.charts.chart import DOTS_PER_INCH, save
+from stagewright.executor.drawing.charts.figures import bare, new_figure, save
 from stagewright.executor.drawing.colours import CATEGORIES, CRITICAL_COLOUR
 
 if TYPE_CHECKING:
@@ -12,75 +12,61 @@ if TYPE_CHECKING:
 WIDTH_INCHES, HEIGHT_INCHES = 10.0, 6.5
 
 
-class Stage(Protocol):
+class StageBar(Protocol):
     """Layers [first, stop) on replicas of ``tensor`` devices of a kind."""
 
     @property
     def first(self) -> int:
         """The first layer."""
-        ...
 
     @property
     def stop(self) -> int:
         """The layer after the last."""
-        ...
 
     @property
     def device_kind(self) -> str:
         """The kind of its devices."""
-        ...
 
     @property
     def replicas(self) -> int:
         """The number of tensor groups."""
-        ...
 
     @property
     def tensor(self) -> int:
         """Number of devices in a tensor group."""
-        ...
 
     @property
     def forward_seconds(self) -> float:
         """Seconds of a microbatch."""
-        ...
 
     @property
     def backward_seconds(self) -> float:
         """Seconds of a microbatch."""
-        ...
 
     @property
     def memory_bytes(self) -> float:
         """The peak of a device."""
-        ...
 
     @property
     def capacity_bytes(self) -> float:
         """Memory of a device in bytes."""
-        ...
 
 
-def stages_png(stages: Sequence[Stage], title: str) -> bytes:
+def stages_png(stages: Sequence[StageBar], title: str) -> bytes:
     """Above a microbatch's forward and backward on each stage; below memory and its limit."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure((WIDTH_INCHES, HEIGHT_INCHES), dpi=DOTS_PER_INCH, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(WIDTH_INCHES, HEIGHT_INCHES)
     above, below = figure.subplots(2, 1, sharex=True)
     kinds = list(dict.fromkeys(one.device_kind for one in stages))
     colour = {kind: CATEGORIES[i % len(CATEGORIES)] for i, kind in enumerate(kinds)}
     _draw_times(above, stages, colour)
     _draw_memory(below, stages, colour)
     above.set_title(title, fontsize=10, wrap=True)
-    for axes in (above, below):
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
+    bare(above)
+    bare(below)
     return save(figure)
 
 
-def _draw_times(axes: "Axes", stages: Sequence[Stage], colour: dict[str, str]) -> None:
+def _draw_times(axes: "Axes", stages: Sequence[StageBar], colour: dict[str, str]) -> None:
     for kind, shade in colour.items():
         own = [(s, one) for s, one in enumerate(stages) if one.device_kind == kind]
         places = [s for s, _ in own]
@@ -92,7 +78,7 @@ def _draw_times(axes: "Axes", stages: Sequence[Stage], colour: dict[str, str]) -
     axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
-def _draw_memory(axes: "Axes", stages: Sequence[Stage], colour: dict[str, str]) -> None:
+def _draw_memory(axes: "Axes", stages: Sequence[StageBar], colour: dict[str, str]) -> None:
     places = list(range(len(stages)))
     shades = [colour[one.device_kind] for one in stages]
     axes.bar(places, [one.memory_bytes / 1e9 for one in stages], color=shades)

@@ -39,10 +39,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         loader=FunctionLoader(_read),
     )
-    environment.filters |= {
-        "packed": packed,
-        "chart": _chart,
-    }
+    environment.filters |= {"packed": packed, "chart": _chart}
     return environment
 
 

@@ -37,13 +37,9 @@ def export_layout(
 ) -> dict[str, str]:
     """The texts of the files of ``layout`` in the format ``to``, by file name.
 
-    ``names`` are those of the layers in the module that is run, only for a plan.
-
-    Raises
-    ------
-    InputError
-        If the format is unknown or takes no names, the layout breaks a rule of the problem, or
-        the format cannot express one of its features.
+    ``names`` are those of the layers in the module that is run, only for a plan. Raises InputError
+    if the format is unknown or takes no names, the layout breaks a rule of the problem, or the
+    format cannot express one of its features.
     """
     if to not in EVERY_FORMAT:
         raise InputError(f"--to {to!r} is not known; there are {', '.join(EVERY_FORMAT)}")

@@ -16,7 +16,7 @@ from stagewright.executor.export.layouts.common import (
     rotary_and_norms,
 )
 from stagewright.executor.export.layouts.rules import (
-    Rule,
+    FrameworkRule,
     refuse_encoder,
     refuse_one_byte,
     refuse_recomputed_by_stage,
@@ -232,20 +232,22 @@ def _require_precision(problem: TrainingProblem, layout: Layout, framework: str)
 MEGATRON = "NVIDIA/Megatron-LM core 0.20 (d98e8a6), megatron"
 
 RULES = (
-    Rule(f"{MEGATRON}/core/models/gpt", refuse_encoder, of_problem=True),
-    Rule(
+    FrameworkRule(f"{MEGATRON}/core/models/gpt", refuse_encoder, of_problem=True),
+    FrameworkRule(
         f"{MEGATRON}/core/transformer/transformer_layer.py", _refuse_side_by_side, of_problem=True
     ),
-    Rule(f"{MEGATRON}/core/transformer/transformer_config.py", refuse_one_byte, of_problem=True),
-    Rule(f"{MEGATRON}/core/optimizer/optimizer_config.py", _require_precision),
-    Rule(f"{MEGATRON}/core/transformer/transformer_config.py", refuse_recomputed_by_stage),
-    Rule(f"{MEGATRON}/core/pipeline_parallel/schedules.py", _refuse_zero_bubble),
-    Rule(f"{MEGATRON}/training/arguments.py", require_context),
-    Rule(f"{MEGATRON}/core/extensions/transformer_engine.py", _refuse_context_of_windows),
-    Rule(f"{MEGATRON}/core/parallel_state.py", _require_pipeline_inside),
-    Rule(f"{MEGATRON}/core/optimizer/optimizer_config.py", _require_offload),
-    Rule(f"{MEGATRON}/core/distributed/fsdp", _require_fsdp_placement),
-    Rule(f"{MEGATRON}/core/distributed/fsdp", _refuse_fsdp_chunks),
+    FrameworkRule(
+        f"{MEGATRON}/core/transformer/transformer_config.py", refuse_one_byte, of_problem=True
+    ),
+    FrameworkRule(f"{MEGATRON}/core/optimizer/optimizer_config.py", _require_precision),
+    FrameworkRule(f"{MEGATRON}/core/transformer/transformer_config.py", refuse_recomputed_by_stage),
+    FrameworkRule(f"{MEGATRON}/core/pipeline_parallel/schedules.py", _refuse_zero_bubble),
+    FrameworkRule(f"{MEGATRON}/training/arguments.py", require_context),
+    FrameworkRule(f"{MEGATRON}/core/extensions/transformer_engine.py", _refuse_context_of_windows),
+    FrameworkRule(f"{MEGATRON}/core/parallel_state.py", _require_pipeline_inside),
+    FrameworkRule(f"{MEGATRON}/core/optimizer/optimizer_config.py", _require_offload),
+    FrameworkRule(f"{MEGATRON}/core/distributed/fsdp", _require_fsdp_placement),
+    FrameworkRule(f"{MEGATRON}/core/distributed/fsdp", _refuse_fsdp_chunks),
 )
 """What all that is built on Megatron Core asks."""
 

@@ -9,7 +9,7 @@ from itertools import groupby
 
 from stagewright.executor.export.layouts.common import Fields, comment, launch, left_out
 from stagewright.executor.export.layouts.core import FSDP_FORMAT, MEGATRON, RULES, Core, core_of
-from stagewright.executor.export.layouts.rules import Framework, Rule
+from stagewright.executor.export.layouts.rules import Framework, FrameworkRule
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
@@ -180,7 +180,7 @@ def _require_whole_base(problem: TrainingProblem, _: Layout, framework: str) -> 
 
 
 MODEL_RULES = tuple(
-    Rule(f"{MEGATRON}/training/arguments.py", require, of_problem=True)
+    FrameworkRule(f"{MEGATRON}/training/arguments.py", require, of_problem=True)
     for require in (
         _require_norms,
         _refuse_gelu_gates,

@@ -66,10 +66,7 @@ def recipe(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
             "use_tp_pp_dp_mapping": core.pipeline_inside,
             "use_megatron_fsdp": core.fsdp,
         },
-        "config.train": {
-            "micro_batch_size": layout.microbatch,
-            "global_batch_size": problem.batch,
-        },
+        "config.train": {"micro_batch_size": layout.microbatch, "global_batch_size": problem.batch},
         "config.dataset": {"seq_length": problem.sequence},
         # Its other overlaps would set those of ``config.ddp`` anew.
         "config": {"mixed_precision": _mixed_precision(core), "comm_overlap": None},

@@ -15,7 +15,7 @@ from stagewright.executor.export.layouts.core import (
     recipe_text,
 )
 from stagewright.executor.export.layouts.megatron_bridge import DTYPES, optimizer_fields
-from stagewright.executor.export.layouts.rules import Framework, Rule, require_whole_heads
+from stagewright.executor.export.layouts.rules import Framework, FrameworkRule, require_whole_heads
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 
@@ -58,11 +58,7 @@ def recipe(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
     degrees = {name: value for name, value in core.model.items() if name not in recomputed}
     kind = "unfused" if problem.attention == "materialized" else "auto"
     targets: dict[str, Fields] = {
-        "recipe.trainer": {
-            "num_nodes": servers,
-            "devices": each,
-            "plugins": _plugin(core),
-        },
+        "recipe.trainer": {"num_nodes": servers, "devices": each, "plugins": _plugin(core)},
         "recipe.trainer.strategy": degrees | _strategy(core),
         "recipe.trainer.strategy.ddp": core.ddp,
         "recipe.model.config": {
@@ -114,6 +110,6 @@ CORE = MEGATRON.replace("0.20 (d98e8a6)", "0.15.3")
 
 FRAMEWORK = Framework(
     "NeMo",
-    (*RULES, Rule(f"{CORE}/core/transformer/transformer_config.py", require_whole_heads)),
+    (*RULES, FrameworkRule(f"{CORE}/core/transformer/transformer_config.py", require_whole_heads)),
     recipe,
 )

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from stagewright.executor.export.layouts.rules import Framework, Rule
+from stagewright.executor.export.layouts.rules import Framework, FrameworkRule
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.lowering import lowered, require_expressible
 from stagewright.formulations.parallelism.training import TrainingProblem
@@ -14,10 +14,8 @@ def documents(
 ) -> dict[str, str]:
     """Model, cluster and plan; see :func:`lowered`.
 
-    Raises
-    ------
-    InputError
-        If a pipeline plan cannot express the layout, or the plan does not fit in memory.
+    Raises InputError if a pipeline plan cannot express the layout, or the plan does not fit in
+    memory.
     """
     asked, plan = lowered(problem, layout, names)
     parts = {"model": asked.chain, "cluster": asked.cluster, "plan": plan}
@@ -30,6 +28,6 @@ def _require(problem: TrainingProblem, layout: Layout, _: str) -> None:
 
 FRAMEWORK = Framework(
     "a pipeline plan",
-    (Rule("docs/layouts.md, From a layout to a run", _require),),
+    (FrameworkRule("docs/layouts.md, From a layout to a run", _require),),
     documents,
 )

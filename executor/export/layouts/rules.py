@@ -18,7 +18,7 @@ Require: TypeAlias = Callable[[TrainingProblem, Layout, str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class FrameworkRule:
     """A rule of a framework on layouts; ``source``: release and file of the framework's code.
 
     ``of_problem``: the model or the precision alone is asked, whatever the layout.
@@ -34,10 +34,12 @@ class Framework:
     """A framework that trains by layouts: its rules, and the files of a layout that keeps them."""
 
     name: str
-    rules: tuple[Rule, ...]
+    rules: tuple[FrameworkRule, ...]
     files: Callable[[TrainingProblem, Layout], dict[str, str]]
 
-    def broken(self, problem: TrainingProblem, layout: Layout) -> Iterator[tuple[Rule, str]]:
+    def broken(
+        self, problem: TrainingProblem, layout: Layout
+    ) -> Iterator[tuple[FrameworkRule, str]]:
         """The rules that a layout breaks, each with the fault and the rule's source."""
         for rule in self.rules:
             try:
@@ -48,10 +50,7 @@ class Framework:
     def require_problem(self, problem: TrainingProblem) -> None:
         """Raise for the first rule that all layouts break.
 
-        Raises
-        ------
-        InputError
-            With the rule, what would do, and the rule's source.
+        Raises InputError with the rule, what would do, and the rule's source.
         """
         for rule, wrong in self.broken(problem, Layout()):
             if rule.of_problem:
@@ -60,10 +59,7 @@ class Framework:
     def require(self, problem: TrainingProblem, layout: Layout) -> None:
         """Raise for the first rule that a possible layout breaks.
 
-        Raises
-        ------
-        InputError
-            With the rule, what would do, and the rule's source.
+        Raises InputError with the rule, what would do, and the rule's source.
         """
         for _, wrong in self.broken(problem, layout):
             raise InputError(wrong)

@@ -9,10 +9,10 @@
 """
 
 from collections.abc import Iterator
-from heapq import heapify, heappop, heappush
 
 from stagewright.executor.programs.operators.placed import PlacedGraph, Value
 from stagewright.executor.programs.program import Instruction, Program, Rows
+from stagewright.executor.programs.transfers import earliest_first
 from stagewright.formulations.operators.plan import PlacedOperator, Transfer
 from stagewright.formulations.plans.actions import Action, ActionKind
 from stagewright.graphs.documents.errors import InvalidPlan
@@ -27,10 +27,7 @@ _Sending = tuple[Value, int]
 def lower_operators(placed: PlacedGraph) -> Program:
     """The program of one training step.
 
-    Raises
-    ------
-    InvalidPlan
-        If the plan lacks a transfer, or has one that nothing reads.
+    Raises InvalidPlan if the plan lacks a transfer, or has one that nothing reads.
     """
     sendings = _sendings(placed)
     rows: Rows = [[] for _ in placed.devices]
@@ -69,27 +66,14 @@ def _sendings(placed: PlacedGraph) -> dict[_Sending, Transfer]:
     return found
 
 
-def _ordered(placed: PlacedGraph, sendings: dict[_Sending, Transfer]) -> Iterator[int | _Sending]:
+def _ordered(placed: PlacedGraph, sendings: dict[_Sending, Transfer]) -> list[int | _Sending]:
     """Operators and transfers by start, each after the operators and transfers it needs."""
     items: list[int | _Sending] = [*range(len(placed.nodes)), *sendings]
     number = {item: i for i, item in enumerate(items)}
     timed: list[PlacedOperator | Transfer] = [*placed.plan.operators, *sendings.values()]
-    keys = [(one.start_seconds, one.finish_seconds, i) for i, one in enumerate(timed)]
-    needed = [{number[one] for one in _needs(placed, item)} for item in items]
-    followers: list[list[int]] = [[] for _ in items]
-    for i, others in enumerate(needed):
-        for j in others:
-            followers[j].append(i)
-    left = [len(others) for others in needed]
-    ready = [key for key, count in zip(keys, left, strict=True) if not count]
-    heapify(ready)
-    while ready:
-        *_, i = heappop(ready)
-        yield items[i]
-        for j in followers[i]:
-            left[j] -= 1
-            if not left[j]:
-                heappush(ready, keys[j])
+    keys = [(one.start_seconds, one.finish_seconds) for one in timed]
+    edges = [(number[one], i) for i, item in enumerate(items) for one in _needs(placed, item)]
+    return [items[i] for i in earliest_first(keys, edges, lambda i: str(items[i]))]
 
 
 def _needs(placed: PlacedGraph, item: int | _Sending) -> Iterator[int | _Sending]:

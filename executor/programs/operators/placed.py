@@ -87,10 +87,8 @@ def devices_of(plan: OperatorPlan) -> tuple[str, ...]:
 def place_graph(plan: OperatorPlan, graph: StepGraph) -> PlacedGraph:
     """The operators of ``graph``, divided and placed by ``plan``.
 
-    Raises
-    ------
-    InvalidPlan
-        If the plan does not place every operator of the graph after its splits exactly once.
+    Raises InvalidPlan if the plan does not place every operator of the graph after its splits
+    exactly once.
     """
     try:
         split = split_graph(graph, plan.splits)

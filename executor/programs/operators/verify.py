@@ -7,13 +7,12 @@ every value is sent once to every rank that needs it, in the same order on both 
 ranks end; and that everything but the states is freed.
 """
 
-from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from stagewright.executor.programs.memory import Progress
+from stagewright.executor.programs.memory import RowProgress
 from stagewright.executor.programs.operators.placed import PlacedGraph, Value
 from stagewright.executor.programs.program import Instruction, Program
-from stagewright.executor.programs.verification.transfers import require_once, require_same_sides
+from stagewright.executor.programs.verification.transfers import require_transfers
 from stagewright.executor.programs.work import InvalidProgram
 from stagewright.formulations.plans.actions import OF_OPERATORS, Action, ActionKind
 
@@ -24,10 +23,7 @@ SEND, RECEIVE = ActionKind.SEND_OUTPUT, ActionKind.RECEIVE_OUTPUT
 def verify_operators(placed: PlacedGraph, program: Program) -> None:
     """Prove that ``program`` carries out a step of ``placed``.
 
-    Raises
-    ------
-    InvalidProgram
-        With the first violation found.
+    Raises InvalidProgram with the first violation found.
     """
     if program.devices != placed.devices or len(program.rows) != len(placed.devices):
         raise InvalidProgram(f"the plan's devices are {', '.join(placed.devices)}")
@@ -37,13 +33,12 @@ def verify_operators(placed: PlacedGraph, program: Program) -> None:
         for one in row:
             holding.follow(one)
         holding.require_end()
-    wanted: defaultdict[tuple[int, int], Counter[Action]] = defaultdict(Counter)
-    for (n, output), targets in placed.targets.items():
-        for target in targets:
-            wanted[placed.rank[n], target][Action(n, SEND, output)] += 1
-    for a, b, here, there in require_same_sides(program):
-        require_once(a, b, here, wanted[a, b])
-        require_once(b, a, there, wanted[b, a])
+    wanted = (
+        (placed.rank[n], target, Action(n, SEND, output))
+        for (n, output), targets in placed.targets.items()
+        for target in targets
+    )
+    require_transfers(program, wanted)
     OperatorProgress(placed, program).to_the_end()
 
 
@@ -132,7 +127,7 @@ class _Holding:
         return InvalidProgram(f"rank {self.rank}: {one}{name}: {fault}")
 
 
-class OperatorProgress(Progress):
+class OperatorProgress(RowProgress):
     """Progress of a program of operators: the conditions that instructions wait for."""
 
     def __init__(self, placed: PlacedGraph, program: Program) -> None:

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from stagewright.executor.programs.memory import Progress
+from stagewright.executor.programs.memory import RowProgress
 from stagewright.executor.programs.program import Instruction, Program, handed, received, stages_on
-from stagewright.executor.programs.work import Work
+from stagewright.executor.programs.work import ProgramWork
 from stagewright.formulations.plans.actions import COMPUTE, Action, ActionKind
 from stagewright.formulations.plans.shards import mates
 
@@ -14,10 +14,10 @@ SEND_F, SEND_B = ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD
 REDUCE, UPDATE = ActionKind.REDUCE, ActionKind.UPDATE
 
 
-class PipelineProgress(Progress):
+class PipelineProgress(RowProgress):
     """Progress of a pipeline's program: the conditions that instructions wait for."""
 
-    def __init__(self, work: Work, program: Program) -> None:
+    def __init__(self, work: ProgramWork, program: Program) -> None:
         super().__init__(program)
         self.work, self.plan = work, work.plan
         self.rank = {name: r for r, name in enumerate(program.devices)}

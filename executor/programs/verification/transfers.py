@@ -1,22 +1,25 @@
 """Proof that both ranks of a pair see the same transfers in the same order."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations, product, zip_longest
 
 from stagewright.executor.programs.program import SENDS, Instruction, Program, received, transfers
-from stagewright.executor.programs.work import InvalidProgram, Work
-from stagewright.formulations.plans.actions import Action, ActionKind
-
-SEND_F, SEND_B = ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD
+from stagewright.executor.programs.work import InvalidProgram, ProgramWork
+from stagewright.formulations.plans.actions import SEND_B, SEND_F, Action
 
 
-def require_transfers(work: Work, program: Program) -> None:
-    """Every pair of ranks does all its transfers, once each, in the same order on both sides."""
-    wanted = _wanted_transfers(work, program)
+def require_transfers(program: Program, wanted: Iterable[tuple[int, int, Action]]) -> None:
+    """Every pair of ranks has the ``wanted`` transfers, once each, in the same order on both sides.
+
+    Each is a sender, a receiver and a SEND.
+    """
+    missing: defaultdict[tuple[int, int], Counter[Action]] = defaultdict(Counter)
+    for sender, receiver, action in wanted:
+        missing[sender, receiver][action] += 1
     for a, b, here, there in require_same_sides(program):
-        require_once(a, b, here, wanted[a, b])
-        require_once(b, a, there, wanted[b, a])
+        _require_once(a, b, here, missing[a, b])
+        _require_once(b, a, there, missing[b, a])
 
 
 def require_same_sides(
@@ -37,17 +40,14 @@ def require_same_sides(
     return pairs
 
 
-def _wanted_transfers(
-    work: Work, program: Program
-) -> defaultdict[tuple[int, int], Counter[Action]]:
+def wanted_transfers(work: ProgramWork, program: Program) -> Iterator[tuple[int, int, Action]]:
+    """Sender, receiver and SEND of every transfer of a pipeline."""
     plan, rank = work.plan, {name: r for r, name in enumerate(program.devices)}
-    wanted: defaultdict[tuple[int, int], Counter[Action]] = defaultdict(Counter)
     for s, m in product(range(len(plan.stages)), range(work.microbatches)):
         for kind, there in ((SEND_F, s + 1), (SEND_B, s - 1)):
             if 0 <= there < len(plan.stages):
                 for sender, receiver in transfers(plan, Action(s, kind, m)):
-                    wanted[rank[sender], rank[receiver]][Action(s, kind, m)] += 1
-    return wanted
+                    yield rank[sender], rank[receiver], Action(s, kind, m)
 
 
 def by_peer(row: Iterable[Instruction]) -> dict[int, list[Instruction]]:
@@ -59,7 +59,7 @@ def by_peer(row: Iterable[Instruction]) -> dict[int, list[Instruction]]:
     return found
 
 
-def require_once(a: int, b: int, side: Sequence[Instruction], wanted: Counter[Action]) -> None:
+def _require_once(a: int, b: int, side: Sequence[Instruction], wanted: Counter[Action]) -> None:
     """Rank a, whose transfers with rank b are ``side``, sends every wanted value once."""
     found = Counter(one.action for one in side if one.action.kind in SENDS)
     for action in sorted(found | wanted):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import combinations, product, zip_longest
 
 from stagewright.executor.programs.program import Families, Instruction, Program, Row, stages_on
-from stagewright.executor.programs.work import InvalidProgram, Work
+from stagewright.executor.programs.work import InvalidProgram, ProgramWork
 from stagewright.formulations.plans.actions import (
     COMPUTE,
     OF_OPERATORS,
@@ -20,7 +20,7 @@ I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT
 REDUCE, UPDATE = ActionKind.REDUCE, ActionKind.UPDATE
 
 
-def require_computations(work: Work, program: Program, rank: int, row: Row) -> None:
+def require_computations(work: ProgramWork, program: Program, rank: int, row: Row) -> None:
     """Each of the rank's microbatches has one F, and one B or one I and one W; nothing else."""
     plan, counts = work.plan, Counter(one.action for one in row)
     for action, count in counts.items():
@@ -38,7 +38,7 @@ def require_computations(work: Work, program: Program, rank: int, row: Row) -> N
                 )
 
 
-def _require_belongs(work: Work, device: str, rank: int, action: Action) -> None:
+def _require_belongs(work: ProgramWork, device: str, rank: int, action: Action) -> None:
     """The stage of ``action``, and its microbatch, are the rank's."""
     plan, s, m = work.plan, action.stage, action.microbatch
     if action.kind in OF_OPERATORS:
@@ -56,7 +56,7 @@ def _require_belongs(work: Work, device: str, rank: int, action: Action) -> None
         raise InvalidProgram(f"rank {rank}: {action} does not run on {device}")
 
 
-def require_updates(work: Work, device: str, rank: int, row: Row) -> None:
+def require_updates(work: ProgramWork, device: str, rank: int, row: Row) -> None:
     """Every gradient reaches the weights: once an iteration, or once a round of backwards."""
     plan, every_round = work.plan, work.plan.weight_rule.updates_every_round
     backwards = Counter(one.action.stage for one in row if one.action.kind in (B, W))
@@ -99,7 +99,7 @@ def require_updates_at_end(program: Program, families: Families) -> None:
 class _Gradients:
     """A stage's gradients on one rank: how many were summed up, reduced and used by an update."""
 
-    work: Work
+    work: ProgramWork
     backwards: int
     is_shared: bool
     ready: int = 0

@@ -29,6 +29,7 @@ from stagewright.executor.programs.verification.progress import PipelineProgress
 from stagewright.executor.programs.verification.transfers import (
     require_same_sides,
     require_transfers,
+    wanted_transfers,
 )
 from stagewright.executor.programs.verification.updates import (
     require_computations,
@@ -40,7 +41,7 @@ from stagewright.executor.programs.verification.versions import (
     require_versions,
     versions_at_first_stage,
 )
-from stagewright.executor.programs.work import InvalidProgram, Work
+from stagewright.executor.programs.work import InvalidProgram, ProgramWork
 from stagewright.formulations.plans.actions import (
     REDUCE,
     UPDATE,
@@ -124,22 +125,12 @@ def verify(
 ) -> None:
     """Prove that ``program`` carries out ``plan``.
 
-    Parameters
-    ----------
-    program
-        A periodic one for a plan that spans steps.
-    footprints
-        Per stage, if known.
-    memory_bytes
-        Per rank; only together with ``footprints``.
-    families
-        Stages whose updates depend on each other's gradients: they share a parameter, or the norm
-        of all gradients is clipped.
+    Raises InvalidProgram with the first violation found.
 
-    Raises
-    ------
-    InvalidProgram
-        With the first violation found.
+    ``program``: a periodic one for a plan that spans steps. ``footprints``: per stage, if known.
+    ``memory_bytes``: per rank; only together with ``footprints``. ``families``: stages whose
+    updates depend on each other's gradients: they share a parameter, or the norm of all gradients
+    is clipped.
     """
     _require_ranks(plan, program)
     require_streams(plan, program)
@@ -150,7 +141,7 @@ def verify(
         require_same_reductions(plan, part)
         if isinstance(program, Program):
             require_updates_at_end(part, families)
-        require_transfers(work, part)
+        require_transfers(part, wanted_transfers(work, part))
         PipelineProgress(work, part).to_the_end()
         at_first_stage = versions_at_first_stage(part)
         for rank, row in enumerate(part.rows):
@@ -161,16 +152,16 @@ def verify(
 
 def _whole(
     plan: PipelinePlan, program: Program | PeriodicProgram, families: Families
-) -> Iterator[tuple[Program, Work]]:
+) -> Iterator[tuple[Program, ProgramWork]]:
     """Programs from an empty pipeline to an empty one, each with its work."""
     if isinstance(program, Program):
-        yield program, Work(plan)
+        yield program, ProgramWork(plan)
         return
     for iterations in range(1, len(program.segments) + 2):
         parts = [*map(program.segment, range(iterations)), program.drain(iterations)]
         for i, rows in enumerate(parts):
             _require_closed(Program(program.devices, rows), min(i + 1, iterations), plan)
-        yield program.unrolled(iterations), Work(plan, iterations, families)
+        yield program.unrolled(iterations), ProgramWork(plan, iterations, families)
 
 
 def _require_closed(part: Program, given: int, plan: PipelinePlan) -> None:

@@ -4,16 +4,14 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from stagewright.executor.programs.program import Program, Row
-from stagewright.executor.programs.work import InvalidProgram, Work
-from stagewright.formulations.plans.actions import COMPUTE, Action, ActionKind
+from stagewright.executor.programs.work import InvalidProgram, ProgramWork
+from stagewright.formulations.plans.actions import COMPUTE, UPDATE, Action, ActionKind, F
 
-F = ActionKind.FORWARD
-UPDATE = ActionKind.UPDATE
 STASH, USE, DROP = ActionKind.STASH, ActionKind.USE, ActionKind.DROP
 
 
 def require_versions(
-    work: Work, rank: int, row: Row, at_first_stage: Mapping[int | None, int]
+    work: ProgramWork, rank: int, row: Row, at_first_stage: Mapping[int | None, int]
 ) -> None:
     """Every version that is used is held and is the right one; none is left at the end."""
     plan, buffered = work.plan, work.plan.weight_rule.staleness > 0

@@ -22,10 +22,8 @@ OWN = "data of each replica's own"
 def replica_of(plan: PipelinePlan, device: str) -> int:
     """The replica of which ``device`` reads the samples; 0 for one that reads none.
 
-    Raises
-    ------
-    InputError
-        If the first and the last stage do not have the same replicas, or these other samples there.
+    Raises InputError if the first and the last stage do not have the same replicas, or these other
+    samples there.
     """
     first, last = plan.stages[0], plan.stages[-1]
     if (first.replication, first.replicas) != (last.replication, last.replicas):

@@ -101,12 +101,7 @@ def mini_batches(data: Callable[[], Iterable[Any]], seed: int, skipped: int = 0)
     """The mini-batches of ``data`` after the first ``skipped``, pass after pass, without end.
 
     They have a separate random state: draws of the executor differ from rank to rank, and all ranks
-    must see the same mini-batches.
-
-    Raises
-    ------
-    InputError
-        If a pass is empty.
+    must see the same mini-batches. Raises InputError if a pass is empty.
     """
     draws = torch.Generator().manual_seed(seed)
     while True:
@@ -153,12 +148,8 @@ def _drawing_from(draws: torch.Generator) -> Iterator[None]:
 def pair(batch: Any, *, has_loss: bool = True) -> tuple[Any, Any]:
     """A mini-batch as (inputs, targets).
 
-    Keywords alone are the model's inputs; a loss, if there is one, is given them as targets.
-
-    Raises
-    ------
-    InputError
-        If it is neither a pair nor a mapping.
+    Keywords alone are the model's inputs; a loss, if there is one, is given them as targets. Raises
+    InputError if it is neither a pair nor a mapping.
     """
     if isinstance(batch, Mapping):
         return dict(batch), dict(batch) if has_loss else ()

@@ -24,12 +24,7 @@ from stagewright.graphs.documents.errors import InputError
 class Agreement:
     """The factors of this rank's updates.
 
-    Parameters
-    ----------
-    weights
-        Per stage of this rank.
-    joint
-        Sums over ranks for an update.
+    ``weights``: per stage of this rank. ``joint``: sums over ranks for an update.
     """
 
     def __init__(

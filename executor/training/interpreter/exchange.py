@@ -18,15 +18,15 @@ from torch import Tensor
 from stagewright.executor.capture.shapes import Value
 from stagewright.executor.programs.program import SENDS, handed, received, transfers
 from stagewright.executor.training.interpreter.iterations import Iterations
-from stagewright.executor.training.ranks.rank import Place, Rank
+from stagewright.executor.training.ranks.rank import Rank, RankPlace
 from stagewright.executor.training.stages.stage import Gradients
-from stagewright.formulations.plans.actions import Action, ActionKind
+from stagewright.formulations.plans.actions import SEND_B, SEND_F, Action, ActionKind
 
 
 class Watchers:
     """Threads for up to ``messages`` that are in flight at one time."""
 
-    def __init__(self, place: Place, messages: int) -> None:
+    def __init__(self, place: RankPlace, messages: int) -> None:
         self._place = place
         self._threads = ThreadPoolExecutor(messages)  # they start when they are needed
 
@@ -121,7 +121,55 @@ class Boundary:
         ]
 
 
-SEND_F, SEND_B = ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD
+class Messages:
+    """The messages of a rank in flight: received under the receiver's action, sent under the SEND.
+
+    They are asynchronous; what is sent is kept until it has been.
+    """
+
+    def __init__(self, place: RankPlace) -> None:
+        self._place = place
+        self._arrivals: defaultdict[Action, list[Arrival]] = defaultdict(list)
+        self._sent: defaultdict[Action, list[tuple[dist.Work, Tensor]]] = defaultdict(list)
+
+    def post(self, action: Action, value: Tensor, peer: int, tag: int) -> None:
+        """Send a tensor on the device of messages to ``peer``."""
+        group = self._place.group
+        assert group is not None
+        self._sent[action].append((group.send([value], peer, tag), value))
+
+    def expect(
+        self, action: Action, rooms: list[Tensor | None], peer: int, tag: int, lane: int = 0
+    ) -> None:
+        """Receive tensors from ``peer`` into ``rooms``, number i under ``tag + i``."""
+        group, posted = self._place.group, time.perf_counter()
+        assert group is not None
+        works = tuple(
+            group.recv([room], peer, tag + i) for i, room in enumerate(rooms) if room is not None
+        )
+        self._arrivals[action].append(Arrival(lane, rooms, peer, works, posted))
+
+    def arrivals(self, action: Action) -> Sequence[Arrival]:
+        """Values that ``action`` has received and that have not been taken yet."""
+        return self._arrivals.get(action, ())
+
+    def taken(self, action: Action) -> list[Arrival]:
+        """Wait for what ``action`` receives and take it, by lanes."""
+        found = sorted(self._arrivals.pop(action, ()), key=lambda one: one.lane)
+        for arrival in found:
+            arrival.wait()
+        return found
+
+    def sent_bytes(self, action: Action) -> list[int]:
+        """The sizes of the messages of a send that have not been released yet."""
+        return [value.nbytes for _, value in self._sent.get(action, ())]
+
+    def release(self, action: Action) -> None:
+        """Wait for a send and release the sent tensors."""
+        for work, _ in self._sent.pop(action, ()):
+            work.wait()
+
+
 RECV_F, RECV_B = ActionKind.RECEIVE_FORWARD, ActionKind.RECEIVE_BACKWARD
 
 
@@ -133,15 +181,10 @@ class _Outgoing:
     sends: int
 
 
-class Exchange:
+class StageExchange(Messages):
     """Values that leave and arrive on a rank.
 
-    Parameters
-    ----------
-    boundaries
-        Boundary s lies between stages s and s + 1.
-    stages
-        The stages of this rank.
+    ``boundaries``: Boundary s lies between stages s and s + 1. ``stages``: the stages of this rank.
     """
 
     def __init__(
@@ -151,13 +194,12 @@ class Exchange:
         boundaries: Sequence[Boundary],
         stages: Collection[int],
     ) -> None:
+        super().__init__(rank)
         self._rank, self._iterations, self._boundaries = rank, iterations, boundaries
         self._count = iterations.count
         self._tags = max((len(one.values) for one in boundaries), default=0)  # of a transfer
         self._sends = self._count_sends(stages)
-        self._arrivals: defaultdict[Action, list[Arrival]] = defaultdict(list)
         self._outgoing: dict[Action, _Outgoing] = {}
-        self._sent: defaultdict[Action, list[tuple[dist.Work, Tensor]]] = defaultdict(list)
         self._older_sends: list[Action] = []
 
     def _count_sends(self, stages: Collection[int]) -> Counter[tuple[int, ActionKind, int]]:
@@ -192,12 +234,12 @@ class Exchange:
         chosen = [i for i, value in enumerate(boundary.values) if forth or value.gradient]
         tag = (2 * (lower * self._count + m % self._count) + forth) * self._tags
         if action.kind in SENDS:
-            return partial(self._send, action, peer, boundary, span, [(i, tag + i) for i in chosen])
+            return partial(self._send, action, peer, boundary, span, chosen, tag)
         shapes = [
-            (i, tag + i, boundary.shape(i, span[1] - span[0]), boundary.values[i].dtype)
-            for i in chosen
+            (boundary.shape(i, span[1] - span[0]), value.dtype) if i in chosen else None
+            for i, value in enumerate(boundary.values)
         ]
-        return partial(self._receive, action, peer, theirs, len(boundary.values), shapes)
+        return partial(self._receive, action, peer, theirs, shapes, tag)
 
     def _send(
         self,
@@ -205,38 +247,33 @@ class Exchange:
         peer: int,
         boundary: Boundary,
         span: tuple[int, int],
-        chosen: Sequence[tuple[int, int]],
+        chosen: Sequence[int],
+        tag: int,
     ) -> None:
-        action, group = self._iterations.moved(action), self._rank.group
+        action = self._iterations.moved(action)
         outgoing = self._outgoing[action]
-        assert group is not None
         outgoing.sends -= 1
         if outgoing.sends == 0:
             del self._outgoing[action]
         values = boundary.part(outgoing.values, *span)
-        for i, tag in chosen:
+        for i in chosen:
             one = values[i]
             assert one is not None
-            one = one.detach().to(self._rank.wire).contiguous()
-            self._sent[action].append((group.send([one], peer, tag), one))
+            self.post(action, one.detach().to(self._rank.wire).contiguous(), peer, tag + i)
 
     def _receive(
         self,
         action: Action,
         peer: int,
         lane: int,
-        count: int,
-        shapes: Sequence[tuple[int, int, tuple[int, ...], torch.dtype]],
+        shapes: Sequence[tuple[tuple[int, ...], torch.dtype] | None],
+        tag: int,
     ) -> None:
-        action, group = self._iterations.moved(action), self._rank.group
-        posted = time.perf_counter()
-        assert group is not None
-        values: list[Tensor | None] = [None] * count
-        works = []
-        for i, tag, shape, dtype in shapes:
-            values[i] = buffer = torch.empty(shape, dtype=dtype, device=self._rank.wire)
-            works.append(group.recv([buffer], peer, tag))
-        self._arrivals[action].append(Arrival(lane, values, peer, tuple(works), posted))
+        rooms = [
+            None if one is None else torch.empty(one[0], dtype=one[1], device=self._rank.wire)
+            for one in shapes
+        ]
+        self.expect(self._iterations.moved(action), rooms, peer, tag, lane)
 
     # Values of computations
 
@@ -278,29 +315,12 @@ class Exchange:
 
         A forward's values are all there; of gradients some may be None.
         """
-        arrivals = sorted(self._arrivals.pop(action), key=lambda one: one.lane)
-        for arrival in arrivals:
-            arrival.wait()
+        arrivals = self.taken(action)
         lower = action.stage if action.kind is RECV_B else action.stage - 1
         values = self._boundaries[lower].joined([one.values for one in arrivals])
         if self._rank.wire != self._rank.device:
             values = [one if one is None else one.to(self._rank.device) for one in values]
         return tuple(values)
-
-    # Messages in flight
-
-    def arrivals(self, action: Action) -> Sequence[Arrival]:
-        """Values that ``action`` has received and that have not been taken yet."""
-        return self._arrivals.get(action, ())
-
-    def sent_bytes(self, action: Action) -> list[int]:
-        """The sizes of the messages of a send that have not been released yet."""
-        return [value.nbytes for _, value in self._sent.get(action, ())]
-
-    def release(self, action: Action) -> None:
-        """Wait for a send and release the sent tensors."""
-        for work, _ in self._sent.pop(action, ()):
-            work.wait()
 
     def release_older(self) -> None:
         """Release the sends of the iteration before."""

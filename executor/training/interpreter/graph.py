@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stagewright.executor.training.interpreter.iterations import Iterations
 from stagewright.executor.training.interpreter.last_stage import LastStage
-from stagewright.executor.training.interpreter.streams import Streams
+from stagewright.executor.training.interpreter.streams import DeviceStreams
 from stagewright.executor.training.stages.stage import StageComputation
 from stagewright.executor.training.stages.weights import TiedSums, Weights
 
@@ -89,7 +89,7 @@ class CapturedWindow:
 
     def __init__(
         self,
-        streams: Streams,
+        streams: DeviceStreams,
         work: Callable[[], None],
         held: Callable[[], list[Tensor]],
         given: Sequence[Tensor],

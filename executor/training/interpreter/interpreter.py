@@ -21,9 +21,8 @@ from stagewright.executor.training.interpreter.agreement import Agreement
 from stagewright.executor.training.interpreter.exchange import (
     RECV_B,
     RECV_F,
-    SEND_F,
     Boundary,
-    Exchange,
+    StageExchange,
 )
 from stagewright.executor.training.interpreter.graph import (
     CapturedWindow,
@@ -32,22 +31,21 @@ from stagewright.executor.training.interpreter.graph import (
     held_by,
 )
 from stagewright.executor.training.interpreter.iterations import Iterations
-from stagewright.executor.training.interpreter.last_stage import LastStage, explain_memory
-from stagewright.executor.training.interpreter.recorder import Recorder
-from stagewright.executor.training.interpreter.streams import Streams, in_streams
+from stagewright.executor.training.interpreter.last_stage import LastStage
+from stagewright.executor.training.interpreter.recorder import Call, PipelineRecorder, carry_out
+from stagewright.executor.training.interpreter.streams import DeviceStreams, in_streams
 from stagewright.executor.training.losses import Loss
 from stagewright.executor.training.ranks.rank import Rank, RankProgram
 from stagewright.executor.training.stages.seeding import layer_seed
 from stagewright.executor.training.stages.stage import Gradients, StageComputation, Tensors
 from stagewright.executor.training.stages.weights import Weights
-from stagewright.formulations.plans.actions import COMPUTE, VERSIONED, Action, ActionKind
+from stagewright.formulations.plans.actions import COMPUTE, SEND_F, VERSIONED, Action, ActionKind
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 I = ActionKind.INPUT_GRADIENT
 REDUCE, UPDATE = ActionKind.REDUCE, ActionKind.UPDATE
 STASH, USE, DROP = ActionKind.STASH, ActionKind.USE, ActionKind.DROP
 
-Call = tuple[Instruction, Callable[[], None]]
 Known = tuple[dict[int, Tensor], dict[int, Tensor | None]]
 
 WARM_UP = 1
@@ -99,7 +97,7 @@ class Interpreter:
         scale: float,
         seed: int,
         joint: Joint,
-        streams: Streams,
+        streams: DeviceStreams,
         captured: bool,
         is_own: bool,
     ) -> None:
@@ -110,7 +108,7 @@ class Interpreter:
         self._computations, self._weights, self._groups = computations, weights, groups
         self._last, self._count = len(rank.plan.stages) - 1, rank.plan.microbatches
         self._iterations = Iterations(rank, lanes, samples, computations, is_own=is_own)
-        self._exchange = Exchange(rank, self._iterations, boundaries, computations)
+        self._exchange = StageExchange(rank, self._iterations, boundaries, computations)
         self._last_stage = LastStage(
             rank,
             self._iterations,
@@ -126,14 +124,14 @@ class Interpreter:
             if captured
             else Agreement(rank, program, self._iterations, self._last_stage, weights, joint)
         )
-        self._recorder = Recorder(
+        self._recorder = PipelineRecorder(
             rank,
             self._iterations,
             self._exchange,
             self._agreement,
             weights,
             groups,
-            messages=len(program.row) + 1,
+            most=len(program.row) + 1,
         )
         self._in_two = self._split_backwards()
         self._calls, self._drain_calls = self._make_calls()
@@ -178,14 +176,8 @@ class Interpreter:
 
         ``inputs`` and ``targets`` are whole mini-batches on the device, empty where this rank does
         not need them. The times of instructions are added to ``records``, in seconds of this
-        process's clock. Without ``updates`` gradients are left for the next mini-batch's.
-
-        Raises
-        ------
-        NonFiniteLoss
-            Naming stage and microbatch.
-        OutOfMemory
-            Naming stage and instruction.
+        process's clock. Without ``updates`` gradients are left for the next mini-batch's. Raises
+        NonFiniteLoss naming stage and microbatch. Raises OutOfMemory naming stage and instruction.
         """
         if self._window is not None and self._window.is_valid():
             return self._replayed(self._window, [*inputs, *tensors_of_batch("targets", targets)])
@@ -243,18 +235,13 @@ class Interpreter:
 
     def _carry_out(self, calls: Sequence[Call], records: list[RankAction] | None) -> None:
         with self._streams.main():
-            for one, call in calls:
-                try:
-                    if records is None:
-                        call()
-                    else:
-                        self._recorder.record(one, call, records)
-                except (RuntimeError, MemoryError) as error:
-                    iterations = self._iterations
-                    step = iterations.step(iterations.begun - 1)
-                    now = replace(one, action=iterations.moved(one.action))
-                    explain_memory(error, now, step)
-                    raise
+            record = None if records is None else partial(self._recorder.record, records)
+            step = self._iterations.step(self._iterations.begun - 1)
+            carry_out(calls, record, self._named, step)
+
+    def _named(self, one: Instruction) -> str:
+        now = replace(one, action=self._iterations.moved(one.action))
+        return f"stage {one.action.stage} does not fit: {now}"
 
     def _pop_losses(self, iterations: Sequence[int]) -> list[tuple[float, float]]:
         """The losses of iterations; their mini-batches are forgotten."""

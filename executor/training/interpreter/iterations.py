@@ -15,29 +15,13 @@ from stagewright.formulations.plans.actions import Action
 class Iterations:
     """Iterations are numbered from 0 since the last drain, microbatches across iterations.
 
-    Parameters
-    ----------
-    lanes
-        Per stage and device that works on a microbatch, its samples.
-    samples
-        Samples of a microbatch.
-    stages
-        The stages of this rank.
-    is_own
-        Whether mini-batches are given without the samples of other replicas.
+    ``lanes``: per stage and device that works on a microbatch, its samples. ``samples``: samples of
+    a microbatch. ``stages``: the stages of this rank. ``is_own``: whether mini-batches are given
+    without the samples of other replicas.
 
-    Attributes
-    ----------
-    count
-        Microbatches of an iteration.
-    updates
-        Of the weights, in an iteration of a periodic plan.
-    begun
-        Iterations begun since the last drain.
-    first_step
-        The training step of iteration 0.
-    later
-        How many iterations after its own the row is carried out now.
+    ``count``: microbatches of an iteration. ``updates``: of the weights, in an iteration of a
+    periodic plan. ``begun``: iterations begun since the last drain. ``first_step``: the training
+    step of iteration 0. ``later``: how many iterations after its own the row is carried out now.
     """
 
     def __init__(

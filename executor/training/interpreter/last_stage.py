@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stagewright.executor.capture.loss_graph import require_from_outputs
-from stagewright.executor.programs.program import Instruction
 from stagewright.executor.training.interpreter.iterations import Iterations
 from stagewright.executor.training.losses import Loss, read_loss
 from stagewright.executor.training.ranks.rank import Rank
@@ -24,16 +23,6 @@ class NonFiniteLoss(ArithmeticError):  # noqa: N818 - named as InvalidPlan is
 
 class OutOfMemory(RuntimeError):  # noqa: N818 - named as InvalidPlan is
     """A stage does not fit into its device's memory."""
-
-
-def explain_memory(error: RuntimeError | MemoryError, one: Instruction, step: int) -> None:
-    """Raise OutOfMemory for an error that means a lack of memory."""
-    if is_lack_of_memory(error):
-        reason = str(error).partition("\n")[0]
-        raise OutOfMemory(
-            f"stage {one.action.stage} does not fit: {one} ran out of memory in step {step + 1}: "
-            f"{reason}"
-        ) from error
 
 
 def is_lack_of_memory(error: RuntimeError | MemoryError) -> bool:
@@ -87,19 +76,11 @@ def begin_total(
 class LastStage:
     """The losses that this rank computes; none of them without the last stage.
 
-    Parameters
-    ----------
-    computation
-        The last stage's, None on other ranks.
-    result
-        Makes the model's result, which the loss is given, of the last layer's tensors.
-    scale
-        Weight of the mean loss of a microbatch in an update.
-    group
-        The processes that sum up the counts of losses.
-    captured
-        Whether windows are captured: then nothing is read while losses are computed, and their
-        gradients are computed with them.
+    ``computation``: the last stage's, None on other ranks. ``result``: makes the model's result,
+    which the loss is given, of the last layer's tensors. ``scale``: weight of the mean loss of a
+    microbatch in an update. ``group``: the processes that sum up the counts of losses.
+    ``captured``: whether windows are captured: then nothing is read while losses are computed, and
+    their gradients are computed with them.
     """
 
     def __init__(

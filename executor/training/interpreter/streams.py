@@ -16,7 +16,7 @@ from stagewright.executor.programs.work import waits
 from stagewright.graphs.documents.errors import InputError
 
 
-class Streams(Protocol):
+class DeviceStreams(Protocol):
     """Two streams; an event is the position of an instruction in its row."""
 
     def main(self) -> AbstractContextManager[None]:
@@ -113,13 +113,13 @@ class CudaStreams:
         return replay
 
 
-def make_streams(device: torch.device) -> Streams:
+def make_streams(device: torch.device) -> DeviceStreams:
     """The streams of a device."""
     return CudaStreams(device) if device.type == "cuda" else OneStream()
 
 
 def in_streams(
-    row: Row, calls: Iterable[Callable[[], None]], streams: Streams
+    row: Row, calls: Iterable[Callable[[], None]], streams: DeviceStreams
 ) -> Iterator[Callable[[], None]]:
     """The ``calls`` of a row, each in its stream and after the instruction that it waits for."""
     events = waits(row)
@@ -134,7 +134,7 @@ def in_streams(
 
 def _in_stream(
     call: Callable[[], None],
-    streams: Streams,
+    streams: DeviceStreams,
     awaited: int | None,
     event: int | None,
     *,

@@ -8,14 +8,14 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from stagewright.executor.training.ranks.rank import Place, Rank
+from stagewright.executor.training.ranks.rank import Rank, RankPlace
 from stagewright.executor.training.sharding.parallel_layers import TensorGroup
 from stagewright.formulations.plans.shards import groups_of
 
 T = TypeVar("T")
 
 
-def gathered(place: Place, own: T) -> list[T] | None:
+def gathered(place: RankPlace, own: T) -> list[T] | None:
     """Every rank's value, on rank 0; None on the other ranks. All ranks call this function."""
     if place.group is None:
         return [own]
@@ -25,7 +25,7 @@ def gathered(place: Place, own: T) -> list[T] | None:
 
 
 def summed(
-    place: Place, values: tuple[float, ...], group: dist.ProcessGroup | None
+    place: RankPlace, values: tuple[float, ...], group: dist.ProcessGroup | None
 ) -> tuple[float, ...]:
     """The sums of ``values`` over the processes of ``group``; None is this process alone."""
     if group is None:
@@ -36,17 +36,12 @@ def summed(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Groups:
+class RankGroups:
     """The groups that this rank belongs to, where there are several processes.
 
-    Parameters
-    ----------
-    stages
-        Per stage with several replicas, those with this rank's shard.
-    tied
-        Per tied parameter, the processes that hold it.
-    tensor
-        Per stage of a tensor degree above 1, those that compute its layers together.
+    ``stages``: per stage with several replicas, those with this rank's shard. ``tied``: per tied
+    parameter, the processes that hold it. ``tensor``: per stage of a tensor degree above 1, those
+    that compute its layers together.
     """
 
     stages: Mapping[int, dist.ProcessGroup]
@@ -54,7 +49,7 @@ class Groups:
     tensor: Mapping[int, TensorGroup]
 
 
-def make_groups(rank: Rank, holders: Mapping[str, set[str]], timeout: timedelta) -> Groups:
+def make_groups(rank: Rank, holders: Mapping[str, set[str]], timeout: timedelta) -> RankGroups:
     """Make the groups of all stages and tied parameters; ``holders`` are the devices of these.
 
     All ranks make all groups, in the same order: torch's way to make one among its members alone
@@ -70,7 +65,7 @@ def make_groups(rank: Rank, holders: Mapping[str, set[str]], timeout: timedelta)
     made = _mine(rank, [*shared, *tied.values()], timeout)
     # Not the groups of all-reduces: collectives of computations and of gradients overlap.
     tensor = _mine(rank, [devices for one in together for devices in one], timeout)
-    return Groups(
+    return RankGroups(
         _by_stage(reducing, made),
         {name: made[key] for name, devices in tied.items() if (key := frozenset(devices)) in made},
         {s: _in_order(rank, s, group) for s, group in _by_stage(together, tensor).items()},

@@ -42,14 +42,8 @@ def address() -> str:
 class RollCall:
     """The roll call of a job, as one of its ranks sees it.
 
-    Parameters
-    ----------
-    store
-        A connection to the job's store that the main thread does not use.
-    prefix
-        The beginning of the keys.
-    rank
-        This one.
+    ``store``: a connection to the job's store that the main thread does not use. ``prefix``: the
+    beginning of the keys. ``rank``: this one.
     """
 
     store: "Store"

@@ -130,11 +130,8 @@ class LocalRanks:
     def run(self) -> int:
         """Let the ranks begin, and wait for all of them.
 
-        Returns
-        -------
-        int
-            0 if all ended well, 2 if one refused its input, 128 + n if signal n ended this process,
-            else 1. All ranks have ended by then.
+        Returns 0 if all ended well, 2 if one refused its input, 128 + n if signal n ended this
+        process, else 1. All ranks have ended by then.
         """
         with caught_signals() as caught:
             store = self._serve()

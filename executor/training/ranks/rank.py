@@ -20,7 +20,7 @@ from stagewright.graphs.documents.errors import InputError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Place:
+class RankPlace:
     """A process as one of several devices; ``group`` is None for a process alone.
 
     ``wire`` is the device of the tensors that are sent: the CPU for gloo, else ``device``.
@@ -39,7 +39,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rank(Place):
+class Rank(RankPlace):
     """One of the devices of a pipeline."""
 
     plan: PipelinePlan
@@ -83,16 +83,13 @@ class RankProgram:
 def this_rank(plan: PipelinePlan, given: torch.device | str | None) -> Rank:
     """Find this process among those of torch's default group; alone if there is none.
 
-    Raises
-    ------
-    InputError
-        If the plan needs another number of processes.
+    Raises InputError if the plan needs another number of processes.
     """
     one = this_place(plan_devices(plan), given)
     return Rank(one.devices, one.number, one.device, one.wire, one.group, plan)
 
 
-def this_place(devices: tuple[str, ...], given: torch.device | str | None) -> Place:
+def this_place(devices: tuple[str, ...], given: torch.device | str | None) -> RankPlace:
     """The same for the devices of any plan."""
     device = _device(given)
     group = dist.group.WORLD if dist.is_initialized() else None
@@ -106,16 +103,13 @@ def this_place(devices: tuple[str, ...], given: torch.device | str | None) -> Pl
     # Gloo sends from host memory.
     gloo = group is not None and dist.get_backend(group) == "gloo"
     wire = torch.device("cpu") if gloo else device
-    return Place(devices, number, device, wire, group)
+    return RankPlace(devices, number, device, wire, group)
 
 
 def rank_program(plan: PipelinePlan, rank: int, families: Families) -> RankProgram:
     """Lower and verify ``plan``; the program of ``rank``.
 
-    Raises
-    ------
-    InvalidPlan
-        If the plan cannot be carried out.
+    Raises InvalidPlan if the plan cannot be carried out.
     """
     program = lower_any(plan, families)
     verify(plan, program, families=families)

@@ -112,10 +112,8 @@ class SummedGradient:
     def __call__(self, gradient: Tensor) -> Tensor:
         """The sum of a gradient over the devices of the group.
 
-        Raises
-        ------
-        InputError
-            If every device has the whole gradient already, which would count several times.
+        Raises InputError if every device has the whole gradient already, which would count several
+        times.
         """
         total = self.group.total(gradient)
         if not self.is_compared and not isinstance(gradient, FakeTensor):

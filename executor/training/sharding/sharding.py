@@ -39,8 +39,8 @@ from stagewright.executor.training.sharding.styles import (
     DIVIDE,
     SUMMED,
     WHOLE,
-    Cut,
-    Way,
+    DivisionWay,
+    TensorCut,
     require_style,
     ways_of,
 )
@@ -52,11 +52,11 @@ class _Divided:
     """A parameter's own piece, and in how many modules it is so far."""
 
     own: nn.Parameter
-    cut: Cut
+    cut: TensorCut
     modules: int = 0
 
 
-class Division:
+class DividedLayers:
     """The layers of a stage that are divided by plans; ``cuts`` by the names of parameters.
 
     ``every`` are the names of the model's modules, ``primary`` the first name of each parameter.
@@ -88,15 +88,12 @@ class Division:
         self._group, self._warn = group, warn
         self._pieces: dict[int, _Divided] = {}
         self._numbers: set[tuple[int, str]] = set()  # of modules, by their ids
-        self.cuts: dict[str, Cut] = {}
+        self.cuts: dict[str, TensorCut] = {}
 
     def apply(self, plan: TensorPlan) -> None:
         """Divide the modules that ``plan`` names.
 
-        Raises
-        ------
-        InputError
-            If it names what it cannot divide.
+        Raises InputError if it names what it cannot divide.
         """
         try:
             _require_rules(plan)
@@ -163,7 +160,7 @@ class Division:
         module.__class__ = way.divided
         vars(module)["tensor_group"] = self._group
 
-    def _require_whole_heads(self, name: str, module: nn.Module, way: Way) -> None:
+    def _require_whole_heads(self, name: str, module: nn.Module, way: DivisionWay) -> None:
         """Refuse to cut through a head of an attention that says how long its heads are."""
         parent = self._modules.get(name.rpartition(".")[0])
         length = vars(parent).get("head_dim") if parent is not None else None
@@ -176,7 +173,7 @@ class Division:
                 "devices"
             )
 
-    def _piece(self, one: nn.Parameter, cut: Cut) -> nn.Parameter:
+    def _piece(self, one: nn.Parameter, cut: TensorCut) -> nn.Parameter:
         """The own piece of a parameter, the same in all modules that use it."""
         found = self._pieces.get(id(one))
         if found is None:
@@ -254,7 +251,7 @@ class Sharding:
     """The shards of a stage on one device of a ``group``: ``cuts`` by names of parameters."""
 
     group: TensorGroup
-    cuts: Mapping[str, Cut]
+    cuts: Mapping[str, TensorCut]
 
     def whole(self, name: str, own: Tensor) -> Tensor:
         """The whole tensor of which every device has a piece; all of the group call it."""
@@ -272,12 +269,8 @@ class Sharding:
         """Refuse parameters of stage ``s`` whose copies get different gradients.
 
         Every device must compute with a whole parameter what the others do. ``norms`` are those of
-        this device's gradients; all of the group call it.
-
-        Raises
-        ------
-        InputError
-            If those of the other devices differ: the copies would become different parameters.
+        this device's gradients; all of the group call it. Raises InputError if those of the other
+        devices differ: the copies would become different parameters.
         """
         if not norms:
             return
@@ -305,19 +298,15 @@ def shard_layers(
     """Divide some ``layers`` of ``model`` in place; this device keeps its own parts.
 
     Layers that stay whole are named in a warning, unless ``quiet``. ``where`` names them together,
-    such as "stage 0".
-
-    Raises
-    ------
-    InputError
-        If no layer has a plan of division, or a plan names unknown or indivisible tensors.
+    such as "stage 0". Raises InputError if no layer has a plan of division, or a plan names unknown
+    or indivisible tensors.
     """
 
     def warn(message: str) -> None:
         if not quiet:
             warnings.warn(message, Notice, stacklevel=2)
 
-    division = Division(layers, primary, _names(model), group, warn)
+    division = DividedLayers(layers, primary, _names(model), group, warn)
     for plan in model.plans:
         division.apply(plan)
     division.require_whole()

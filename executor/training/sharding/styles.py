@@ -47,20 +47,14 @@ _CONV1D = "transformers.pytorch_utils.Conv1D"
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class TensorCut:
     """How a tensor is divided: each of ``parts`` in dimension ``dim``, into equal pieces."""
 
     dim: int
     parts: int = 1
 
     def pieces(self, whole: Tensor, degree: int) -> list[Tensor]:
-        """The piece of every device.
-
-        Raises
-        ------
-        InputError
-            If the parts do not divide.
-        """
+        """The piece of every device. Raises InputError if the parts do not divide."""
         size = whole.size(self.dim)
         if size % (self.parts * degree):
             of = "" if self.parts == 1 else f" in {self.parts} parts"
@@ -75,7 +69,7 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class DivisionWay:
     """How modules of a ``kind`` are divided: the class of their parts, the cuts of parameters.
 
     ``size`` is the attribute that says how long the divided dimension is.
@@ -83,7 +77,7 @@ class Way:
 
     kind: str
     divided: type[nn.Module]
-    cuts: Mapping[str, Cut]
+    cuts: Mapping[str, TensorCut]
     size: str
 
     @property
@@ -92,27 +86,37 @@ class Way:
         return self.cuts["weight"].parts
 
 
-def ways_of(style: str) -> list[Way]:
+def ways_of(style: str) -> list[DivisionWay]:
     """The ways that a style names; none if it is not a style that divides modules."""
     style = _ALIASES.get(style, style)
     if columns := COLUMNS.fullmatch(style):
         parts = int(columns[1] or 1)
-        rows, last = Cut(0, parts), Cut(1, parts)  # a Conv1D's weight is a Linear's transposed
+        rows, last = (
+            TensorCut(0, parts),
+            TensorCut(1, parts),
+        )  # a Conv1D's weight is a Linear's transposed
         return [
-            Way(LINEAR, ColumnLinear, {"weight": rows, "bias": rows}, "out_features"),
-            Way(_CONV1D, ColumnConv1D, {"weight": last, "bias": rows}, "nf"),
+            DivisionWay(LINEAR, ColumnLinear, {"weight": rows, "bias": rows}, "out_features"),
+            DivisionWay(_CONV1D, ColumnConv1D, {"weight": last, "bias": rows}, "nf"),
         ]
-    table = Way(EMBEDDING, RowEmbedding, {"weight": Cut(0)}, "num_embeddings")
+    table = DivisionWay(EMBEDDING, RowEmbedding, {"weight": TensorCut(0)}, "num_embeddings")
     every = {
         "colwise_rep": [
-            Way(LINEAR, JoinedColumnLinear, {"weight": Cut(0), "bias": Cut(0)}, "out_features")
+            DivisionWay(
+                LINEAR,
+                JoinedColumnLinear,
+                {"weight": TensorCut(0), "bias": TensorCut(0)},
+                "out_features",
+            )
         ],
         "rowwise": [
-            Way(LINEAR, RowLinear, {"weight": Cut(1)}, "in_features"),
-            Way(_CONV1D, RowConv1D, {"weight": Cut(0)}, "nx"),
+            DivisionWay(LINEAR, RowLinear, {"weight": TensorCut(1)}, "in_features"),
+            DivisionWay(_CONV1D, RowConv1D, {"weight": TensorCut(0)}, "nx"),
             table,
         ],
-        "rowwise_rep": [Way(LINEAR, SplitRowLinear, {"weight": Cut(1)}, "in_features")],
+        "rowwise_rep": [
+            DivisionWay(LINEAR, SplitRowLinear, {"weight": TensorCut(1)}, "in_features")
+        ],
         "embedding_rowwise": [table],
     }
     return every.get(style, [])
@@ -121,10 +125,7 @@ def ways_of(style: str) -> list[Way]:
 def require_style(pattern: str, style: str) -> None:
     """Refuse a style that is not run.
 
-    Raises
-    ------
-    InputError
-        Naming the pattern of modules that it is for.
+    Raises InputError naming the pattern of modules that it is for.
     """
     if style in (DIVIDE, WHOLE, SUMMED) or ways_of(style):
         return

@@ -82,10 +82,7 @@ class Flat:
 
 
 def divided(
-    parameters: Sequence[nn.Parameter],
-    units: Sequence[Collection[int]],
-    replicas: int,
-    place: int,
+    parameters: Sequence[nn.Parameter], units: Sequence[Collection[int]], replicas: int, place: int
 ) -> list[Flat]:
     """The parameters of every unit, by their positions, and of every type in it."""
     found = []

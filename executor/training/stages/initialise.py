@@ -39,12 +39,8 @@ def initialise(
     ``torch.manual_seed(seed)``, with memory for the wanted layers alone, but their tensors are as
     those of a plain call; if it reads values of other layers, it is called plainly, and the rest is
     dropped. ``weights`` take the place of parameters and persistent buffers. ``example`` as in
-    `capture`. If it ``evaluates``, the model is captured as it is in evaluation, too.
-
-    Raises
-    ------
-    InputError
-        If the model cannot be captured, or ``weights`` are another model's.
+    `capture`. If it ``evaluates``, the model is captured as it is in evaluation, too. Raises
+    InputError if the model cannot be captured, or ``weights`` are another model's.
     """
     if isinstance(model, nn.Module | list | tuple):
         found, is_given = _with_same_tensors(model), True

@@ -79,17 +79,13 @@ MakeSchedule = Callable[[Optimizer], LRScheduler]
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class RateSchedule:
     """Learning rates that rise in a warm-up and fall until the last step.
 
     In step k, counted from 0, each learning rate is the optimizer's own times a factor: (k + 1) /
     (warmup + 1) while k < ``warmup``. Then the factor falls from 1 to ``min`` at step ``total``: on
-    a line, on half a cosine (Loshchilov and Hutter, ICLR 2017, equation 5), or not at all.
-
-    Raises
-    ------
-    InputError
-        If ``warmup`` is not from 0 to ``total`` or ``min`` not from 0 to 1.
+    a line, on half a cosine (Loshchilov and Hutter, ICLR 2017, equation 5), or not at all. Raises
+    InputError if ``warmup`` is not from 0 to ``total`` or ``min`` not from 0 to 1.
     """
 
     kind: str
@@ -132,11 +128,7 @@ class LearningRates:
     """An optimizer's scheduler, which goes on with the last of each step's ``updates``.
 
     A step is a mini-batch under every plan, also where each of its microbatches is an update.
-
-    Raises
-    ------
-    InputError
-        If ``schedule`` makes something that needs more than the number of steps.
+    Raises InputError if ``schedule`` makes something that needs more than the number of steps.
     """
 
     def __init__(self, optimizer: Optimizer, schedule: MakeSchedule, updates: int) -> None:
@@ -169,10 +161,7 @@ class LearningRates:
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue with ``state``.
 
-        Raises
-        ------
-        InputError
-            If it is of another number of groups of parameters.
+        Raises InputError if it is of another number of groups of parameters.
         """
         groups, options = self._optimizer.param_groups, state["options"]
         if len(groups) != len(options):

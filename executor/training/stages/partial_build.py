@@ -38,7 +38,7 @@ class CannotBuild(Exception):  # noqa: N818 - named as InvalidPlan is
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class BuildStep:
     """An operation: the memory that it reads and sets, by number, and whether it draws."""
 
     operation: object
@@ -56,7 +56,7 @@ class Outline:
     """
 
     model: Any
-    steps: Sequence[Step]
+    steps: Sequence[BuildStep]
     made: Sequence[tuple[Any, ...]]
     alive: Mapping[int, int]
     present: Collection[int]
@@ -86,10 +86,7 @@ class Outline:
 def outline_of(factory: Callable[[], Any], seed: int) -> Outline:
     """Call ``factory`` without random numbers and without memory for large tensors.
 
-    Raises
-    ------
-    CannotBuild
-        If it reads values of a large tensor.
+    Raises CannotBuild if it reads values of a large tensor.
     """
     building = _Building(lambda _, size: size > SMALL_BYTES)
     model = _called(factory, seed, building)
@@ -99,10 +96,7 @@ def outline_of(factory: Callable[[], Any], seed: int) -> Outline:
 def build(factory: Callable[[], T], seed: int, outline: Outline, dropped: Collection[int]) -> T:
     """Call ``factory``; memory ``dropped`` is left on meta, all else is as after a plain call.
 
-    Raises
-    ------
-    CannotBuild
-        If it does something else than in the ``outline``.
+    Raises CannotBuild if it does something else than in the ``outline``.
     """
     kept = outline.kept(dropped)
     building = _Building(lambda number, _: number not in kept, outline.draws(kept), outline)
@@ -139,13 +133,10 @@ class _Building(TorchDispatchMode):
     """
 
     def __init__(
-        self,
-        is_absent: Callable[[int, int], bool],
-        draws: int = 0,
-        outline: Outline | None = None,
+        self, is_absent: Callable[[int, int], bool], draws: int = 0, outline: Outline | None = None
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.steps: list[Step] = []
+        self.steps: list[BuildStep] = []
         self.made: list[tuple[Any, ...]] = []
         self.present: set[int] = set()
         self._is_absent, self._draws, self._outline = is_absent, draws, outline
@@ -262,7 +253,9 @@ class _Building(TorchDispatchMode):
     def _note(
         self, operation: object, given: Sequence[Tensor], sets: Sequence[Tensor], *, draws: bool
     ) -> None:
-        self.steps.append(Step(operation, self._numbers_of(given), self._numbers_of(sets), draws))
+        self.steps.append(
+            BuildStep(operation, self._numbers_of(given), self._numbers_of(sets), draws)
+        )
         expected, last = self._outline, len(self.steps)
         if expected is not None and (
             last > len(expected.steps)

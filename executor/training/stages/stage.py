@@ -42,7 +42,7 @@ class StageLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class SampleShare:
     """The samples ``rows`` of a microbatch of ``samples`` that one of the stage's devices has.
 
     ``draws`` are those of each layer for all samples, None where a share cannot take its rows of
@@ -96,7 +96,7 @@ class StageComputation:
         autocast: torch.dtype | None,
         *,
         offload: bool = False,
-        share: Share | None = None,
+        share: SampleShare | None = None,
         compiled: bool = False,
     ) -> None:
         self.layers = tuple(layers)

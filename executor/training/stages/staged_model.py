@@ -25,20 +25,11 @@ from stagewright.graphs.documents.errors import InputError
 class StagedModel:
     """The layers of ``own`` stages, and the names of all layers.
 
-    Attributes
-    ----------
-    names
-        All names of each parameter and buffer; ``primary`` maps each name to the first.
-    stages_of
-        By first name, the stages that have it.
-    trained
-        First names of parameters that are trained, of all stages.
-    tied, shared_buffers
-        First names of parameters, and of buffers, that several stages have.
-    modules
-        Per stage its layers. Each has its own copy of shared tensors, also on one rank.
-    shardings
-        Per stage that `shard` has divided.
+    ``names``: all names of each parameter and buffer; ``primary`` maps each name to the first.
+    ``stages_of``: by first name, the stages that have it. ``trained``: first names of parameters
+    that are trained, of all stages. ``tied``, ``shared_buffers``: first names of parameters, and of
+    buffers, that several stages have. ``modules``: per stage its layers. Each has its own copy of
+    shared tensors, also on one rank. ``shardings``: per stage that `shard` has divided.
     """
 
     def __init__(self, plan: PipelinePlan, model: LayeredModel, own: Sequence[int]) -> None:
@@ -95,10 +86,7 @@ class StagedModel:
     def in_evaluation(self, inputs: Sequence[tuple[int, ...]]) -> LayeredModel:
         """The model in evaluation for inputs of these shapes, with the tensors that it has now.
 
-        Raises
-        ------
-        InputError
-            If it was not captured for that, or cannot be for these shapes.
+        Raises InputError if it was not captured for that, or cannot be for these shapes.
         """
         found = self._model.evaluation
         if found is None:
@@ -151,12 +139,7 @@ class StagedModel:
         for s, group in groups.items():
             is_first = rank.number == rank.first(s)
             self.shardings[s] = shard_layers(
-                f"stage {s}",
-                self.modules[s],
-                self._model,
-                self.primary,
-                group,
-                quiet=not is_first,
+                f"stage {s}", self.modules[s], self._model, self.primary, group, quiet=not is_first
             )
         if groups:
             place(self._model, self._own_layers, rank.device, None)

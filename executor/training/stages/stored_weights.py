@@ -111,12 +111,8 @@ class StoredWeights:
 def find_weights(path: Path) -> StoredWeights:
     """The tensors of a file, of all files of an index, or of a folder.
 
-    Only headers are read.
-
-    Raises
-    ------
-    InputError
-        If there is none, a file is not of the format, or a name is there twice.
+    Only headers are read. Raises InputError if there is none, a file is not of the format, or a
+    name is there twice.
     """
     found: dict[str, Entry] = {}
     for file in _files(path):

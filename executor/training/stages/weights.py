@@ -278,14 +278,8 @@ class TiedSums:
     They are made while the next gradients are summed up, for one update at a time: a rank gives a
     stage's gradient of an update after the stage's update before it.
 
-    Parameters
-    ----------
-    weights
-        Of this rank's stages.
-    sharing
-        Per parameter, this rank's stages that have it.
-    groups
-        Per parameter, the processes that have it, where there are several.
+    ``weights``: of this rank's stages. ``sharing``: per parameter, this rank's stages that have it.
+    ``groups``: per parameter, the processes that have it, where there are several.
     """
 
     def __init__(

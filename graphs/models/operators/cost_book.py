@@ -111,14 +111,8 @@ class Sent:
 class Observation:
     """Times of operators and transfers that were measured in a run of a plan.
 
-    Attributes
-    ----------
-    operators
-        Operator, device and seconds.
-    transfers
-        Source, target, bytes and seconds.
-    count
-        The number of steps in which each was measured.
+    ``operators``: operator, device and seconds. ``transfers``: source, target, bytes and seconds.
+    ``count``: the number of steps in which each was measured.
     """
 
     operators: tuple[tuple[str, str, float], ...]
@@ -138,13 +132,9 @@ class Observation:
 class Drift:
     """Distance of an observation from the costs that were known before.
 
-    Attributes
-    ----------
-    operators, links
-        The sum of the differences over the sum of what was known: of the operators, and of what
-        each pair's transfers took together. A difference from 0 is infinite.
-    learned
-        The operators on kinds of devices, and the pairs, that were not known before.
+    ``operators``, ``links``: the sum of the differences over the sum of what was known: of the
+    operators, and of what each pair's transfers took together. A difference from 0 is infinite.
+    ``learned``: the operators on kinds of devices, and the pairs, that were not known before.
     """
 
     operators: float
@@ -174,12 +164,8 @@ class CostBook:
     def updated(self, seen: Observation, cluster: Cluster) -> tuple["CostBook", Drift]:
         """The book with one more observation, and how far that is from the book.
 
-        Replicas of an operator (``NAME@2``) are the same operator.
-
-        Raises
-        ------
-        InputError
-            If a device is not one of ``cluster``.
+        Replicas of an operator (``NAME@2``) are the same operator. Raises InputError if a device is
+        not one of ``cluster``.
         """
         operators = [
             ((known_as(name), cluster.devices[_position(device, cluster)].kind), seconds)
@@ -216,13 +202,9 @@ class CostBook:
     def priced(self, graph: StepGraph, cluster: Cluster) -> tuple[StepGraph, Cluster]:
         """``graph`` and ``cluster`` with the known costs; operators without costs have no time.
 
-        The graph's ``source`` says how many these are on every kind of device.
-        Pairs that were not measured keep the links of ``cluster``.
-
-        Raises
-        ------
-        InputError
-            If transfers were measured between devices that are not of ``cluster``.
+        The graph's ``source`` says how many these are on every kind of device. Pairs that were not
+        measured keep the links of ``cluster``. Raises InputError if transfers were measured between
+        devices that are not of ``cluster``.
         """
         known = {(one.operator, one.kind): one.seconds for one in self.computed}
         counts = _divisions(one.operator for one in self.computed)

@@ -24,23 +24,15 @@ def data_parallel(share: StepGraph, replicas: int, weights: Weights = "shared") 
     are called ``NAME@r``. Statistics of batch norm are those of each replica's samples, as in every
     framework.
 
-    Parameters
-    ----------
-    share
-        The step of one replica, captured or measured with its part of the mini-batch: times do not
-        scale with the samples.
-    weights
-        ``shared``: one copy of the states, which all replicas read and one update changes (in-graph
-        replication, as FastT's); buffers take the values of replica 0. An operator ``mean`` reads
-        all gradients. ``accumulated``: the same, but gradients are added up one after the other, by
-        operators ``accumulate``, and then scaled: replicas are microbatches, whose gradients do not
-        wait for each other in memory. ``mirrored``: every replica has its states and its update,
-        and an operator ``all_reduce`` returns the mean to each of them.
+    Raises InputError if there is not at least one replica.
 
-    Raises
-    ------
-    InputError
-        If there is not at least one replica.
+    ``share``: the step of one replica, captured or measured with its part of the mini-batch: times
+    do not scale with the samples. ``weights``: ``shared``: one copy of the states, which all
+    replicas read and one update changes (in-graph replication, as FastT's); buffers take the values
+    of replica 0. An operator ``mean`` reads all gradients. ``accumulated``: the same, but gradients
+    are added up one after the other, by operators ``accumulate``, and then scaled: replicas are
+    microbatches, whose gradients do not wait for each other in memory. ``mirrored``: every replica
+    has its states and its update, and an operator ``all_reduce`` returns the mean to each of them.
     """
     if replicas < 1:
         raise InputError(f"replicas must be at least 1, got {replicas}")

@@ -17,12 +17,8 @@ from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 def waiting_cycle(followers: Sequence[Sequence[int]], awaited: Sequence[int]) -> list[int]:
     """Nodes that wait for each other in a circle, each for the next; the first is repeated last.
 
-    Parameters
-    ----------
-    followers
-        The nodes that wait for each node.
-    awaited
-        How many nodes each node still waits for once no node is ready; at least one is positive.
+    ``followers``: the nodes that wait for each node. ``awaited``: how many nodes each node still
+    waits for once no node is ready; at least one is positive.
 
     Examples
     --------
@@ -155,19 +151,13 @@ def linearise(graph: OpGraph, *, contract: bool = False) -> Chain:
     ``output_bytes`` of a layer are all outputs that cross the cut after it: those of every operator
     up to it that some later operator reads, each once. The last layer's are those of its operator.
 
-    Parameters
-    ----------
-    graph
-        The operators.
-    contract
-        Merge into one layer the operators between two consecutive cuts that at most one operator's
-        output crosses: parallel branches with one start and one end (SPP section V-A). Outputs of
-        zero bytes, such as an absent initial state, do not count.
+    ``graph``: the operators. ``contract``: merge into one layer the operators between two
+    consecutive cuts that at most one operator's output crosses: parallel branches with one start
+    and one end (SPP section V-A). Outputs of zero bytes, such as an absent initial state, do not
+    count.
 
-    Returns
-    -------
-    Chain
-        Names of merged layers are ``first..last``. Backward times are sums, not split into parts.
+    Returns names of merged layers are ``first..last``. Backward times are sums, not split into
+    parts.
     """
     order = topological_order(graph)
     producers, crossing_bytes = _cuts(graph, order)

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from datetime import datetime
 
-from stagewright.executor.drawing.lanes import Drawing, Run, runs_drawing
+from stagewright.executor.drawing.lanes import BarRun, Drawing, runs_drawing
 from stagewright.graphs.workloads.jobs import Workload
 from stagewright.graphs.workloads.pool import Pool
 from stagewright.service.clusters.requests import (
@@ -15,7 +15,7 @@ from stagewright.service.clusters.requests import (
 from stagewright.service.http.figures.tables import HOUR, Figures, FigureTable, Told, facts, written
 from stagewright.service.requests import Request
 
-Runs = dict[tuple[str, int], list[Run]]
+Runs = dict[tuple[str, int], list[BarRun]]
 """What each accelerator runs, by its type and number."""
 
 
@@ -30,12 +30,12 @@ def allocate(request: Request, answer: Told) -> Figures:
     kinds = request.pool.names
     scales = {job.name: job.scale for job in request.workload.jobs}
     shares: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(kinds, 0.0))
-    runs: dict[str, list[Run]] = {kind: [] for kind in kinds}
+    runs: dict[str, list[BarRun]] = {kind: [] for kind in kinds}
     for one in given:
         jobs, kind = " + ".join(one["jobs"]), one["accelerator"]
         shares[jobs][kind] += one["share"]
         from_ = runs[kind][-1].end if runs[kind] else 0.0
-        runs[kind].append(Run(jobs, from_, from_ + one["share"] * scales[one["jobs"][0]]))
+        runs[kind].append(BarRun(jobs, from_, from_ + one["share"] * scales[one["jobs"][0]]))
     rows = [
         (
             jobs,
@@ -82,14 +82,14 @@ def _places(pool: Pool) -> Runs:
     return {(one.name, n): [] for one in pool.accelerators for n in range(one.count)}
 
 
-def _prolong(runs: list[Run], jobs: str, start: float, end: float) -> None:
+def _prolong(runs: list[BarRun], jobs: str, start: float, end: float) -> None:
     """Add a round to the runs of an accelerator, or to the last if it is of the same jobs."""
     if runs and (runs[-1].of, runs[-1].end) == (jobs, start):
         start = runs.pop().start
-    runs.append(Run(jobs, start, end))
+    runs.append(BarRun(jobs, start, end))
 
 
-def _in_order(runs: Iterable[Run]) -> list[Run]:
+def _in_order(runs: Iterable[BarRun]) -> list[BarRun]:
     return sorted(runs, key=lambda run: run.start)
 
 
@@ -122,7 +122,7 @@ def simulate_cluster(request: Request, answer: Told) -> Figures:
     runs = _places(request.pool)
     for one in answer.get("runs") or ():
         jobs = " + ".join(one["jobs"])
-        run = Run(jobs, one["start_seconds"], one["end_seconds"])
+        run = BarRun(jobs, one["start_seconds"], one["end_seconds"])
         runs[one["accelerator"], one["number"]].append(run)
     tables = (
         FigureTable("Completion times", ("<share of the jobs", "within"), times),
@@ -161,11 +161,11 @@ def cloud(request: Request, answer: Told) -> Figures:
         FigureTable("Stays of the last strategy", ("<instances", "<from", "<until", "cost"), rows),
     )
     start = datetime.fromisoformat(answer["start"])
-    lanes: dict[str, list[Run]] = defaultdict(list)
+    lanes: dict[str, list[BarRun]] = defaultdict(list)
     for one in stays:
         begin, end = ((datetime.fromisoformat(one[it]) - start).total_seconds()
                       for it in ("begin", "end"))  # fmt: skip
-        lanes[one["instance"]].append(Run(f"{one['count']} instances", begin, end))
+        lanes[one["instance"]].append(BarRun(f"{one['count']} instances", begin, end))
     title = f"Where the job runs, from {answer['start'].replace('T', ' ').replace('Z', '')} on"
     drawn = [(title, runs_drawing(lanes.items(), (), "h", 1 / HOUR))] if stays else []
     return Figures(numbers, tables, drawn)

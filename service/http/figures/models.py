@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from stagewright.executor.drawing.charts.memory_curve import Curve, curve_chart
-from stagewright.executor.drawing.lanes import Mark, Run, runs_drawing
+from stagewright.executor.drawing.lanes import BarRun, Mark, runs_drawing
 from stagewright.executor.drawing.operators import drawing
 from stagewright.executor.drawing.plan_lanes import BOUND
 from stagewright.executor.drawing.schedules import Panel, schedules_drawing
@@ -181,12 +181,12 @@ def jobshop(request: Request, answer: Told) -> Figures:
     })  # fmt: skip
     if answer["starts"] is None:
         return Figures(numbers)
-    machines: dict[int, list[Run]] = defaultdict(list)
+    machines: dict[int, list[BarRun]] = defaultdict(list)
     rows_of = zip(request.problem.choices, answer["starts"], answer["chosen_machines"], strict=True)
     for j, rows in enumerate(rows_of):
         for i, (choice, start, machine) in enumerate(zip(*rows, strict=True)):
             end = start + dict(choice)[machine]
-            machines[machine].append(Run(f"job {j}", start, end, f"{j}.{i}"))
+            machines[machine].append(BarRun(f"job {j}", start, end, f"{j}.{i}"))
     lanes = [
         (f"machine {one}", sorted(runs, key=lambda run: run.start))
         for one, runs in sorted(machines.items())

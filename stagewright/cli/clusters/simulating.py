@@ -18,7 +18,7 @@ from stagewright.service.clusters.requests import ArrivalsRequest, SimulateClust
 from stagewright.service.options import Option
 
 if TYPE_CHECKING:
-    from stagewright.executor.clusters.simulation import Progress
+    from stagewright.executor.clusters.simulation import ClusterState
     from stagewright.executor.clusters.timeline import ClusterTimeline
     from stagewright.service.clusters.answers import SimulateClusterAnswer
 
@@ -124,7 +124,7 @@ def _read_jobs(arrivals: Asked[ArrivalsRequest], given: SimulateClusterOptions) 
 
 
 @contextmanager
-def _progress(window: tuple[int, int] | None) -> "Iterator[Callable[[Progress], None] | None]":
+def _progress(window: tuple[int, int] | None) -> "Iterator[Callable[[ClusterState], None] | None]":
     """A progress bar on stderr, if that is a terminal."""
     from rich.progress import Progress as Bar
 
@@ -135,7 +135,7 @@ def _progress(window: tuple[int, int] | None) -> "Iterator[Callable[[Progress], 
     with Bar(console=console) as bar:
         task = bar.add_task("simulating", total=None if window is None else window[1])
 
-        def report(news: "Progress") -> None:
+        def report(news: "ClusterState") -> None:
             bar.update(
                 task,
                 completed=news.completed,

@@ -16,7 +16,7 @@ from stagewright.service.options import Option
 from stagewright.service.pipelines.requests import CompareRequest
 
 if TYPE_CHECKING:
-    from stagewright.executor.measuring.causes import Cause, Explanation
+    from stagewright.executor.measuring.causes import Explanation, TimeCause
     from stagewright.executor.measuring.compare import Comparison, MemoryComparison
     from stagewright.executor.measuring.pairs import Pair
 
@@ -180,7 +180,7 @@ def _largest_cause(found: "Explanation", comparison: "Comparison") -> str:
     return line
 
 
-def _device_of_most(cause: "Cause", sign: int) -> str:
+def _device_of_most(cause: "TimeCause", sign: int) -> str:
     """The device that accounts for most, where every other one accounts for less than half."""
     shares = sorted(((sign * one.seconds, one.device) for one in cause.devices), reverse=True)
     if len(shares) < 2 or shares[0][0] <= 2 * max(0.0, shares[1][0]):

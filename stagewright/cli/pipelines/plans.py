@@ -75,14 +75,14 @@ def export(given: ExportOptions) -> int:
     """Write a plan, or a layout of train-plan, for another framework; or a script to launch it."""
     from stagewright.executor.export import export as written
     from stagewright.executor.export import remarks
-    from stagewright.executor.export.options import Options
+    from stagewright.executor.export.options import FormatOptions
     from stagewright.formulations.parallelism.document import load_layout
     from stagewright.formulations.plans.plan import load_plan
     from stagewright.graphs.machines.cluster import load_cluster
     from stagewright.graphs.models.chain import load_model
 
     plan = given.plan
-    options = Options(
+    options = FormatOptions(
         model=load_model(given.model) if given.model else None,
         partition_only=given.partition_only,
         command=given.command,

@@ -62,7 +62,7 @@ def profile(given: ProfileOptions) -> int:
     import torch
 
     from stagewright.cli.factories import load_factory, parse_optimizer
-    from stagewright.executor.measuring.links import Machine
+    from stagewright.executor.measuring.links import MeasuringMachine
     from stagewright.executor.measuring.profiling import first_batch
     from stagewright.executor.measuring.whole_models import Profiled, mean_of_ranks
     from stagewright.executor.training.data.passes import pair
@@ -96,7 +96,7 @@ def profile(given: ProfileOptions) -> int:
         optimizer=parse_optimizer(given.optimizer),
         clips=given.clip_norm is not None,
         rounds=given.repetitions,
-        machine=Machine(torch.device(given.on), given.threads, _kind(given.device)),
+        machine=MeasuringMachine(torch.device(given.on), given.threads, _kind(given.device)),
         dtype=own,
         autocast=None if computed == own else computed,
     )
@@ -221,7 +221,7 @@ def capture(given: CaptureOptions) -> int:
     from stagewright.executor.capture.steps.analytic import with_analytic_seconds
     from stagewright.executor.capture.steps.factories import resized, share_of, without_values
     from stagewright.executor.capture.steps.step import capture_step
-    from stagewright.executor.measuring.links import Machine
+    from stagewright.executor.measuring.links import MeasuringMachine
     from stagewright.executor.measuring.operators import measure_operators
     from stagewright.executor.measuring.profiling import first_batch
     from stagewright.executor.training.losses import cross_entropy
@@ -243,7 +243,7 @@ def capture(given: CaptureOptions) -> int:
         name = given.module.rpartition(":")[2]
         step = capture_step(made, tensors, loss=of_outputs, optimizer=stepping, name=name)
         if given.measure:
-            machine = Machine(torch.device("cpu"), given.threads, "cpu")
+            machine = MeasuringMachine(torch.device("cpu"), given.threads, "cpu")
             graph = measure_operators(
                 step, batch, machine, rounds=given.repetitions, on_progress=report
             )
