@@ -3,14 +3,17 @@
 import gc
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings  # noqa: TID251
-from profiles import QUICK, REAL_FOLDERS, leave_a_cover, mark_real
+from kernels import compile_together
+from profiles import QUICK, REAL_FOLDERS, by_profile, leave_a_cover, mark_real
 from ranks import Ranks
+from searches import short_searches
 
 # Before torch is imported. Threads of several workers would wait for each other by spinning, and
 # would make sums in another order than ranks do, which have one.
@@ -46,10 +49,28 @@ def pytest_collection() -> Iterator[None]:
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a worker whether the run is one of all tests."""
+    node.workerinput["whole"] = node.config.args_source is pytest.Config.ArgsSource.TESTPATHS
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    worker = getattr(session.config, "workerinput", {})
+    if worker.get("whole"):
+        compile_together(int(worker["workerid"].removeprefix("gw")))
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from distribution import SharedFixtures
 
     return SharedFixtures(config, log)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _searches() -> Iterator[None]:
+    with by_profile(short_searches, nullcontext)():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -31,6 +31,8 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Cluster, Link, uniform_servers
 from stagewright.graphs.models.chain import Chain, load_model
 
+pytestmark = pytest.mark.real
+
 CPU = Machine(torch.device("cpu"), kind="core")
 FLOAT = 4  # bytes
 
