@@ -3,7 +3,6 @@
 import gc
 import os
 from collections.abc import Iterator
-from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from hypothesis import settings  # noqa: TID251
 from kernels import compile_together
 from profiles import QUICK, REAL_FOLDERS, by_profile, leave_a_cover, mark_real
 from ranks import Ranks
-from searches import short_searches
+from searches import SHORT, searches, usual
 
 # Before torch is imported. Threads of several workers would wait for each other by spinning, and
 # would make sums in another order than ranks do, which have one.
@@ -57,7 +56,8 @@ def pytest_configure_node(node: Any) -> None:
 def pytest_sessionstart(session: pytest.Session) -> None:
     worker = getattr(session.config, "workerinput", {})
     if worker.get("whole"):
-        compile_together(int(worker["workerid"].removeprefix("gw")))
+        locks = session.config.rootpath / "build" / "kernels"
+        compile_together(int(worker["workerid"].removeprefix("gw")), locks)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -69,7 +69,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(scope="session", autouse=True)
 def _searches() -> Iterator[None]:
-    with by_profile(short_searches, nullcontext)():
+    with searches(by_profile(SHORT, {})):
+        yield
+
+
+@pytest.fixture
+def usual_searches() -> Iterator[None]:
+    """Local searches go on for as long as they do for users."""
+    with searches(usual()):
         yield
 
 

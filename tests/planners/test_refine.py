@@ -78,10 +78,9 @@ def tiny(seed: int) -> PipelineProblem:
     return PipelineProblem(Chain("tiny", "drawn", 4, layers, 2.0), from_matrix(devices, links), 3)
 
 
-def test_often_reaches_the_optimum_of_tiny_problems(monkeypatch):
+@pytest.mark.usefixtures("usual_searches")
+def test_often_reaches_the_optimum_of_tiny_problems():
     """From the plan of a dynamic program; list schedules of the best stages may be longer."""
-    monkeypatch.setattr(search, "CYCLE", 60)
-    monkeypatch.setattr(search, "_CYCLES", 6)
     count, reached, before = by_profile(6, 12), 0, 0
     for seed in range(count):
         problem = tiny(seed)

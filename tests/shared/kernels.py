@@ -5,19 +5,17 @@ workers compile most kernels together, half of them from the last one on; the sc
 all workers have collected. A worker waits for a kernel that another one compiles.
 """
 
-import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from tempfile import gettempdir
 from typing import Any
 
 from filelock import FileLock
 
 
-def compile_together(worker: int) -> None:
-    """Compile the kernels, an odd ``worker`` from the last one on."""
-    _lock_kernels(Path(gettempdir()) / f"kernels-{os.getuid()}")
+def compile_together(worker: int, locks: Path) -> None:
+    """Compile the kernels, an odd ``worker`` from the last one on; ``locks`` is a folder."""
+    _lock_kernels(locks)
     for step in _steps()[:: -1 if worker % 2 else 1]:
         step()
 
@@ -38,11 +36,12 @@ def _steps() -> list[Callable[[], object]]:
 
 
 def _lock_kernels(folder: Path) -> None:
-    """Let no two processes compile a kernel of the same name at the same time."""
+    """Let no two processes compile a kernel at the same time that numba keeps on disk."""
+    from numba.core.caching import NullCache
     from numba.core.compiler_lock import global_compiler_lock
     from numba.core.dispatcher import Dispatcher
 
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     compile_alone = Dispatcher.compile
 
     @cache
@@ -50,6 +49,8 @@ def _lock_kernels(folder: Path) -> None:
         return FileLock(folder / kernel, thread_local=False)
 
     def compile_once(dispatcher: Any, signature: Any) -> Any:
+        if isinstance(dispatcher._cache, NullCache):
+            return compile_alone(dispatcher, signature)
         kernel = f"{dispatcher.py_func.__module__}.{dispatcher.py_func.__qualname__}"
         # Numba's own lock first, as a thread that has it may ask for the lock of another kernel.
         with global_compiler_lock, lock(kernel):
