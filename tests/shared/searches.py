@@ -17,6 +17,7 @@ SHORT = {
     ("backprop.exact", "_SEARCHED"): 40_000,
     ("planners.structures.refine", "CYCLE"): 15,
     ("planners.structures.refine", "_CYCLES"): 2,
+    ("planners.periodic.madpipe", "SEARCHES"): 3,
     ("pipelines.rows.search", "PATIENCE"): 150,
     ("pipelines.rows.search", "SHIFTS"): 40,
 }
