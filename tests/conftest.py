@@ -67,10 +67,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return SharedFixtures(config, log)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _searches() -> Iterator[None]:
-    with searches(by_profile(SHORT, {})):
-        yield
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[bool]:
+    """Short searches, but for tests of real processes, whose searches are those of users."""
+    is_short = by_profile(True, False) and item.get_closest_marker("real") is None
+    with searches(SHORT if is_short else {}):
+        return (yield)
 
 
 @pytest.fixture
