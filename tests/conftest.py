@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 from hypothesis import settings  # noqa: TID251
-from profiles import QUICK, REAL_FOLDERS, leave_a_cover, mark_real
+from kernels import compile_together
+from profiles import QUICK, REAL_FOLDERS, by_profile, leave_a_cover, mark_real
 from ranks import Ranks
+from searches import SHORT, searches, usual
 
 # Before torch is imported. Threads of several workers would wait for each other by spinning, and
 # would make sums in another order than ranks do, which have one.
@@ -46,10 +48,39 @@ def pytest_collection() -> Iterator[None]:
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a worker whether the run is one of all quick tests, which call most kernels."""
+    whole = node.config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    node.workerinput["whole"] = whole and "not real" in node.config.option.markexpr
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    worker = getattr(session.config, "workerinput", {})
+    if worker.get("whole"):
+        locks = session.config.rootpath / "build" / "kernels"
+        compile_together(int(worker["workerid"].removeprefix("gw")), locks)
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from distribution import SharedFixtures
 
     return SharedFixtures(config, log)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[bool]:
+    """Short searches, but for tests of real processes, whose searches are those of users."""
+    is_short = by_profile(True, False) and item.get_closest_marker("real") is None
+    with searches(SHORT if is_short else {}):
+        return (yield)
+
+
+@pytest.fixture
+def usual_searches() -> Iterator[None]:
+    """Local searches go on for as long as they do for users."""
+    with searches(usual()):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -75,6 +75,7 @@ def test_search_of_orders(seed):
     assert (found.starts == again.starts).all()
 
 
+@pytest.mark.usefixtures("usual_searches")
 def test_list_schedules_of_a_hard_pipeline():
     """Two percent of the optimum, 7.3 without the search of orders."""
     rng = np.random.default_rng(21)

@@ -176,7 +176,7 @@ def planners_for(case):
     return asked + [(planner, True) for planner in OFFLOADING if case.knows_hosts()]
 
 
-@pytest.mark.parametrize(("turn", "seed"), slow_after(26, list(enumerate(seeds()))[:100]))
+@pytest.mark.parametrize(("turn", "seed"), slow_after(13, list(enumerate(seeds()))[:100]))
 def test_bounds_hold_for_planners_in_rotation(turn, seed, tmp_path):
     case = Case(seed, tmp_path)
     asked = planners_for(case)

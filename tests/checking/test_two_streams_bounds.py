@@ -3,11 +3,12 @@
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 from zlib import crc32
 
 import numpy as np
 import pytest
-from profiles import slow_after
+from profiles import by_profile, slow_after
 from streams import (
     Shares,
     device_problem,
@@ -51,7 +52,12 @@ def random_problem(seed: int, count: int = 3, microbatches: int = 1) -> Pipeline
     return device_problem(times, shares, updates, microbatches)
 
 
-def require_bounds(problem: PipelineProblem, main: Sequence[Action], sub: Sequence[Action]) -> bool:
+def require_bounds(
+    problem: PipelineProblem,
+    bounds: Sequence[Bound],
+    main: Sequence[Action],
+    sub: Sequence[Action],
+) -> bool:
     """No bound on a class of these orders' plan is above it; whether they make a plan."""
     try:
         plan = plan_of_orders(problem, main, sub)
@@ -59,7 +65,7 @@ def require_bounds(problem: PipelineProblem, main: Sequence[Action], sub: Sequen
         return False
     cost, plans = plan.predicted.iteration_seconds * ROUNDING, class_of(plan)
     assert plans.streams == (2 if sub else 1)
-    for bound in every_plan_bounds(problem):
+    for bound in bounds:
         assert bound.seconds <= cost or not bound.plans.contains(plans), (bound, main, sub)
     if crc32(repr(main).encode()) % 50 == 0:  # the same ones in every process
         assert check(problem, plan) == ()
@@ -69,15 +75,20 @@ def require_bounds(problem: PipelineProblem, main: Sequence[Action], sub: Sequen
 @pytest.mark.parametrize("seed", slow_after(5, range(60)))
 def test_no_order_of_both_streams_is_below_its_bounds(seed: int) -> None:
     problem = random_problem(seed, 1 + seed % 3)
-    names = {bound.proved_by for bound in every_plan_bounds(problem)}
-    assert (TWO_STREAMS in names) == problem.knows_shares
-    assert sum(require_bounds(problem, *order) for order in every_order(problem)) > 1
+    bounds = every_plan_bounds(problem)
+    assert (TWO_STREAMS in {bound.proved_by for bound in bounds}) == problem.knows_shares
+    orders = every_order(problem)
+    if seed % 3 == 2:  # of three layers, in `make test` one order in four
+        orders = islice(orders, 0, None, by_profile(4, 1))
+    assert sum(require_bounds(problem, bounds, *order) for order in orders) > 1
 
 
 @pytest.mark.parametrize("seed", slow_after(5, range(60)))
 def test_random_orders_of_several_microbatches_are_not_below_them(seed: int) -> None:
     problem, chance = random_problem(seed, 2 + seed % 3, 2 + seed % 2), random.Random(seed)
-    assert any([require_bounds(problem, *random_order(problem, chance)) for _ in range(60)])
+    bounds = every_plan_bounds(problem)
+    orders = (random_order(problem, chance) for _ in range(60))
+    assert any([require_bounds(problem, bounds, *order) for order in orders])
 
 
 def test_a_bound_on_one_stream_is_not_one_on_two() -> None:

@@ -8,6 +8,7 @@ from math import exp, log
 import matplotlib.image
 import numpy as np
 import pytest
+from profiles import slow_after
 
 from benchmarks import auto, madpipe, partition, periodic, pipedream, report, spp
 from stagewright.formulations.forms.answers import Limits
@@ -178,7 +179,7 @@ def test_memory_keeps_pipedream_from_its_prediction():
     assert madpipe.pipedream(small_network(1e8, 1e9)) == madpipe.Periods(None, None)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", slow_after(1, range(3)))
 def test_madpipes_gap_is_that_of_its_certificate(seed):
     asked = small_network(5e8, 1e9, seed)
     planned = madpipe.madpipe(asked)

@@ -8,6 +8,8 @@ from commands import answered, answered_json, refused
 from stagewright.graphs.models.operators.data_parallel import data_parallel
 from stagewright.graphs.models.operators.step_graph import load_graph
 
+pytestmark = pytest.mark.real
+
 LENET = (
     "capture",
     "--module",

@@ -41,6 +41,7 @@ def python_m(*arguments: object, **environment: str) -> subprocess.CompletedProc
     )
 
 
+@pytest.mark.real
 def test_python_m_stagewright_answers_and_refuses(tmp_path: Path) -> None:
     good = python_m("cluster", "2x2", "--intra", "100GB/s", "--inter", "10GB/s")
     assert (good.returncode, good.stderr) == (0, "")
@@ -50,12 +51,14 @@ def test_python_m_stagewright_answers_and_refuses(tmp_path: Path) -> None:
     assert bad.stderr == f"stagewright: {tmp_path}/none.json: No such file or directory\n"
 
 
+@pytest.mark.real
 def test_a_closed_pipe_ends_it_quietly() -> None:
     pipe = f"{sys.executable} -m stagewright cluster 40x8 --intra 9GB/s --inter 1GB/s | head -c 1"
     run = subprocess.run(["bash", "-c", pipe], capture_output=True, text=True, check=False)
     assert (run.stdout, run.stderr) == ("{", "")
 
 
+@pytest.mark.real
 def test_help_names_every_command_and_loads_nothing_heavy() -> None:
     code = (
         "import sys; from typer.testing import CliRunner; from stagewright.cli import app; "
@@ -73,6 +76,7 @@ def test_help_names_every_command_and_loads_nothing_heavy() -> None:
     assert text.rstrip().endswith("[]")
 
 
+@pytest.mark.real
 def test_a_command_that_solves_nothing_does_not_load_scipy() -> None:
     code = (
         "import sys; from typer.testing import CliRunner; from stagewright.cli import app; "

@@ -47,6 +47,7 @@ def plan_arguments(files: Path, *more: object) -> list[str]:
     return ["plan", *map(str, (*given, *options))]
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("number", slow_after(1, [signal.SIGINT, signal.SIGTERM]))
 def test_a_signal_keeps_the_best_plan(files: Path, number: signal.Signals) -> None:
     process, shown = in_a_terminal(plan_arguments(files, "-o", files / "plan.json", "--json"))

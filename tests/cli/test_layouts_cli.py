@@ -38,6 +38,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 MACHINES = ("--device", "h100", "--gpus", 16)
 RUN = ("--global-batch", 32, "--sequence", 2048)
 PLAN = ("train-plan", "config.json", *MACHINES, *RUN, "--top", 1)
+FOUR = ("--pipeline", 4, "--replicas", 4)
 
 
 def test_table_document_and_check() -> None:
@@ -61,7 +62,7 @@ def test_a_changed_document_is_invalid() -> None:
 
 
 def test_rows_are_ordered_and_their_parts_are_the_whole() -> None:
-    found = answered_json(*PLAN, "--pipeline", "1,2", "--top", 20, "--no-overlap")
+    found = answered_json(*PLAN, "--pipeline", "1,2", "--replicas", 8, "--top", 20, "--no-overlap")
     assert found["status"] == "optimal"
     times = [row["seconds"] for row in found["rows"]]
     assert times == sorted(times)
@@ -154,7 +155,9 @@ def test_a_rule_of_the_framework_is_named(
 
 
 def test_front_and_what_if() -> None:
-    found = answered_json(*PLAN, "--pipeline", 1, "--front", "--what-if", "--png", "front.png")
+    found = answered_json(
+        *PLAN, "--pipeline", 1, "--tensor", "1,2", "--front", "--what-if", "--png", "front.png"
+    )
     peaks = [point["peak_bytes"] for point in found["front"]]
     times = [point["seconds"] for point in found["front"]]
     assert peaks == sorted(peaks, reverse=True)
@@ -168,6 +171,8 @@ def test_no_layout_fits() -> None:
     asked = (
         "--pipeline",
         "1,2",
+        "--replicas",
+        "8,16",
         "--memory",
         "3GB",
         "-o",
@@ -185,7 +190,7 @@ def test_no_layout_fits() -> None:
 
 
 def test_memory_by_rank() -> None:
-    answered(*PLAN, "-o", "layout.json", "--pipeline", "4")
+    answered(*PLAN, "-o", "layout.json", *FOUR)
     found = answered_json("memory", "layout.json", "--png", "bars.png")
     assert [one["rank"] for one in found["ranks"]] == [0, 1, 2, 3]
     assert found["shortages"] == []
@@ -276,7 +281,7 @@ def test_layouts_are_read_as_they_are_written(text: str) -> None:
 
 @pytest.mark.parametrize("to", ["megatron", "megatron-bridge", "nemo"])
 def test_export_of_a_layout(to: str) -> None:
-    shown = answered(*PLAN, "-o", "layout.json", "--pipeline", "2", "--for", to)
+    shown = answered(*PLAN, "-o", "layout.json", "--pipeline", 2, "--replicas", 8, "--for", to)
     assert f"of all layouts of 16 devices that {to} can express with" in shown
     found = answered_json("export", "layout.json", "--to", to, "-o", ".")
     assert found["status"] == "written"
@@ -345,18 +350,19 @@ def test_a_layout_file_has_its_own_machines() -> None:
 
 
 def test_layouts_that_do_the_same_work_are_folded() -> None:
-    folded = answered_json(*PLAN, "--top", 10)["rows"]
+    asked = (*PLAN, "--pipeline", 1)
+    folded = answered_json(*asked, "--top", 10)["rows"]
     kinds = [work_alike(parse_layout(row["layout"])) for row in folded]
     assert len(set(kinds)) == len(kinds) == 10
     for row, kind in zip(folded, kinds, strict=True):
         assert all(work_alike(parse_layout(one)) == kind for one in row["alike"])
     number = sum(len(row["alike"]) for row in folded)
-    assert f"folded: {number} evaluated layouts that differ from" in answered(*PLAN, "--top", 10)
-    every = answered_json(*PLAN, "--unfolded", "--top", 10 + number)["rows"]
+    assert f"folded: {number} evaluated layouts that differ from" in answered(*asked, "--top", 10)
+    every = answered_json(*asked, "--unfolded", "--top", 10 + number)["rows"]
     assert len({work_alike(parse_layout(row["layout"])) for row in every}) < len(every)
     assert not any(row["alike"] for row in every)
     assert every[0]["seconds"] == pytest.approx(folded[0]["seconds"])
-    assert "folded" not in answered(*PLAN, "--unfolded")
+    assert "folded" not in answered(*asked, "--unfolded")
 
 
 TABLE = re.compile("^ .*\\S", re.MULTILINE)
@@ -364,7 +370,7 @@ TABLE = re.compile("^ .*\\S", re.MULTILINE)
 
 def test_tables_fit_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """No line is longer, and no word, heading or figure is broken or lost."""
-    asked = (*PLAN, "-o", "layout.json", "--pipeline", "4", "--top", 12)
+    asked = (*PLAN, "-o", "layout.json", *FOUR, "--top", 12)
     found = answered_json(*asked)
     ranks = answered_json("memory", "layout.json")["ranks"]
     for width in ("80", "200"):
@@ -384,7 +390,7 @@ def test_tables_fit_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tokens_per_second_and_days() -> None:
-    asked = (*PLAN, "--pipeline", 4)
+    asked = (*PLAN, *FOUR)
     found = answered_json(*asked, "--tokens", "15e12")
     for row in found["rows"]:
         assert row["tokens_per_second"] == pytest.approx(32 * 2048 / row["seconds"])

@@ -177,6 +177,7 @@ def test_nothing_goes_to_standard_output_without_a_plan(
     assert result.exit_code in (1, 2)
 
 
+@pytest.mark.real
 def test_standard_output_that_is_a_file_is_added_to(tmp_path: Path) -> None:
     """A shell's >> must not be cut off, nor the file be replaced under its feet."""
     file = tmp_path / "all.json"
@@ -199,6 +200,7 @@ def test_a_named_pipe_is_written(files: Path) -> None:
     assert json.loads(read[0])["traceEvents"]
 
 
+@pytest.mark.real
 def test_output_that_nobody_can_take_is_one_line(files: Path) -> None:
     for arguments in (["show", files / "plan.json"], ["cluster", "1x2", "--intra", "1GB/s"]):
         with open("/dev/full", "w") as full:
@@ -213,6 +215,7 @@ def test_output_that_nobody_can_take_is_one_line(files: Path) -> None:
     assert "No space left" in refused("show", files / "plan.json", "--trace", "/dev/full")
 
 
+@pytest.mark.real
 def test_names_that_the_terminal_cannot_show(files: Path) -> None:
     document = json.loads((files / "plan.json").read_text())
     (files / "plan.json").write_text(json.dumps(document | {"model": "réseau"}))

@@ -37,6 +37,8 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Cluster, Link, uniform_servers
 from stagewright.graphs.models.chain import Chain, load_model
 
+pytestmark = pytest.mark.real
+
 CPU = MeasuringMachine(torch.device("cpu"), kind="core")
 FLOAT = 4  # bytes
 

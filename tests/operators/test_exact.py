@@ -19,7 +19,7 @@ from stagewright.solvers.operators.peers import dpos
 from stagewright.solvers.operators.search import METHODS, best_list_schedule, search
 
 LIMITS = Limits(seconds=60)
-MOVES = 20_000
+MOVES = 4_000
 
 
 def solved(problem, monkeypatch=None):
@@ -113,19 +113,19 @@ def test_the_search_is_deterministic_and_never_worse_than_dpos(shape, contention
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("ratio", [0.1, 1, 10])
 def test_the_search_is_near_the_optimum(shape, ratio):
-    problem = random_problem(20, 3, 1, ratio, shape)
+    problem = random_problem(14, 3, 1, ratio, shape)
     found = solve_exactly(problem, LIMITS)
     assert search(problem, 200_000, LIMITS).end <= 1.02 * found.bound
 
 
 def test_twice_the_times_cost_twice_and_one_more_device_never_hurts():
-    problem = random_problem(12, 2, 4, 1.0, "layered")
+    problem = random_problem(8, 2, 4, 1.0, "layered")
     cost = solved(problem).cost
     twice = replace(
         problem, seconds=2 * problem.seconds, seconds_per_byte=2 * problem.seconds_per_byte
     )
     assert solved(twice).cost == pytest.approx(2 * cost, rel=1e-6)
-    assert solved(random_problem(12, 3, 4, 1.0, "layered")).cost <= cost * (1 + 1e-6)
+    assert solved(random_problem(8, 3, 4, 1.0, "layered")).cost <= cost * (1 + 1e-6)
 
 
 def test_hundreds_of_times_without_a_common_unit():

@@ -34,6 +34,7 @@ def microbatches_of(name: str) -> StepGraph:
     return data_parallel(replace(graph, nodes=tuple(nodes)), MICROBATCHES, "accumulated")
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("devices", slow_after(1, [3, 2]))
 @pytest.mark.parametrize("name", slow_after(2, ["lenet", "bert", "resnet", "rnnlm"]))
 def test_stages_of_models(name: str, devices: int) -> None:

@@ -210,7 +210,7 @@ def read(seed):
     return documents, PipelineProblem(chain, machines, microbatches)
 
 
-@pytest.mark.parametrize("seed", slow_after(12, range(120)))
+@pytest.mark.parametrize("seed", slow_after(8, range(120)))
 def test_no_schedule_of_the_language_undercuts_a_bound(seed):
     """Unlike devices, offloading and uneven shares, against the oracle of the language."""
     documents, problem = read(seed)

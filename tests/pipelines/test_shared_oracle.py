@@ -84,7 +84,7 @@ def test_no_plan_of_a_special_case_is_faster(name, split):
 
 
 @pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize(("name", "seed"), slow_after(15, SEEDS))
+@pytest.mark.parametrize(("name", "seed"), slow_after(12, SEEDS))
 def test_no_plan_is_faster_than_the_bound(name, seed, split):
     attack(random_problem(name, seed), split)
 

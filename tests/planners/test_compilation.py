@@ -27,6 +27,7 @@ print(*sorted(one.py_func.__name__ for one in entries if one.overloads))
 BOUNDS = ["_place_all", "fill_before", "fill_rest", "fill_shared_rest", "find"]
 
 
+@pytest.mark.real
 @pytest.mark.parametrize(("planner", "kernels"), [("2bw", []), ("gpipe", BOUNDS)])
 def test_a_planner_compiles_only_what_it_runs(planner: str, kernels: list[str]) -> None:
     command = [sys.executable, "-c", LOADED, planner]

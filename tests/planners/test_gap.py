@@ -38,7 +38,7 @@ def test_a_search_ends_at_the_gap(planner, gap):
 
 
 def test_the_gap_ends_the_portfolio_after_the_step_that_reaches_it():
-    few, more = (plan(long_problem(), limits=Limits(LONG, gap=gap)) for gap in (0.9, 0.01))
+    few, more = (plan(long_problem(), limits=Limits(LONG, gap=gap)) for gap in (0.9, 0.08))
     assert len(few.attempts) < len(more.attempts)
     assert few.cost >= more.cost
 
@@ -59,7 +59,7 @@ def test_a_bound_that_the_search_proves_reaches_the_gap():
 
 
 def test_without_a_gap_nothing_changes():
-    problem = small_problem()
+    problem = small_problem(layers=4, devices=2, microbatches=2)
     result = plan(problem, "spp", Limits(LONG))
     again = plan(problem, "spp", Limits(LONG, gap=0.0), [].append)
     assert (again.cost, again.ended) == (result.cost, "")

@@ -49,7 +49,7 @@ def slowest(chain, cuts, one):
 
 @pytest.mark.parametrize("planner", ["2bw", "2bw-flush"])
 @given(st.data())
-@examples(60, quick=15)
+@examples(60)
 def test_the_plan_is_the_best_of_every_configuration(planner, data):
     chain = data.draw(random_chain(4, sizes=SIZES))
     servers, size = data.draw(st.sampled_from([(1, 2), (1, 3), (2, 2)]))

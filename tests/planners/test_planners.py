@@ -127,7 +127,7 @@ class TestEveryPlanner:
 
     @pytest.mark.parametrize("planner", HEURISTICS)
     def test_the_same_plan_every_time(self, planner):
-        problem = small_problem(microbatches=3)
+        problem = small_problem(layers=4, devices=3, microbatches=3)
         assert plan(problem, planner, LIMITS).plan == plan(problem, planner, LIMITS).plan
 
     def test_an_unknown_planner_is_refused(self):
@@ -351,7 +351,7 @@ class TestSpp:
         scheduling = scheduling_of(problem, lemma.stages)
         assert lemma.seconds == pytest.approx(lemma1_seconds(scheduling))
 
-    @examples(60, parent=slow)
+    @examples(60, quick=3, parent=slow)
     @given(hard_problem(4, 8, 4), st.integers(1, 3))
     def test_many_devices_are_taken_in_units(self, problem, most):
         """With more devices than MOST_UNITS, in units of 2 or 4: a valid plan, nothing promised."""

@@ -140,6 +140,7 @@ def test_what_is_no_batch_is_refused(changes, message) -> None:
         plan(request(**changes))
 
 
+@pytest.mark.real
 @pytest.mark.parametrize(
     "engine",
     [
@@ -163,6 +164,7 @@ def test_sizes_at_the_same_time_give_what_they_give_one_by_one(engine: Engine) -
     assert min(told) == there.cost_seconds
 
 
+@pytest.mark.real
 def test_a_stop_leaves_the_sizes_that_are_not_begun() -> None:
     stop = threading.Event()
     stop.set()

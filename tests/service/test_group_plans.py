@@ -41,7 +41,7 @@ def request(problem: PipelineProblem, tensor: int, **fields: object) -> PlanRequ
     )
 
 
-@examples(30, quick=6)
+@examples(30)
 @given(
     servers=st.integers(1, 3),
     tensor=st.sampled_from([2, 4]),

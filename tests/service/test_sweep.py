@@ -114,6 +114,7 @@ def test_a_stopped_sweep_keeps_its_rows():
     assert answer.best == 0
 
 
+@pytest.mark.real
 def test_a_stop_reaches_the_processes():
     stop = threading.Event()
     stop.set()
