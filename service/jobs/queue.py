@@ -137,7 +137,7 @@ class Queue:
 
         Raises
         ------
-        LeaseLostError
+        JobLeaseLostError
             If this worker does not have it any more.
         """
         with self.store.writing() as database:
@@ -155,7 +155,7 @@ class Queue:
         plans: dict[str, Any] | None = None,
         doing: str = "",
     ) -> None:
-        """Store a better answer so far, or bound; raises LeaseLostError as `renew`.
+        """Store a better answer so far, or bound; raises JobLeaseLostError as `renew`.
 
         ``doing`` is told only: what is done before the search.
 
@@ -177,7 +177,7 @@ class Queue:
             self._tell(database, job, "progress", news | ({"doing": doing} if doing else {}))
 
     def finish(self, job: str, worker: str, outcome: JobEnd) -> None:
-        """Store how a job ended; raises LeaseLostError as `renew`.
+        """Store how a job ended; raises JobLeaseLostError as `renew`.
 
         A cost, bound or document that the outcome lacks, or that is worse, stays that of the best
         answer so far.

@@ -96,8 +96,8 @@ def test_servers_that_start_at_once_make_the_tables_once(
     if before:
         make_before(engine)
     code = (
-        "import sys; from stagewright.service.jobs.store import Store; sys.stdin.readline(); "
-        "print(len(ServiceStore(sys.argv[1]).page(None)))"
+        "import sys; from stagewright.service.jobs.store import ServiceStore; "
+        "sys.stdin.readline(); print(len(ServiceStore(sys.argv[1]).page(None)))"
     )
     started = [
         subprocess.Popen(

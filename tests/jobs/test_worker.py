@@ -161,9 +161,9 @@ def test_a_killed_worker_leaves_no_process_and_another_takes_its_job(
 ) -> None:
     job, _ = store.submit("ann", "plan", long_request())
     program = (
-        "import sys; from stagewright.service.jobs.store import Store; "
+        "import sys; from stagewright.service.jobs.store import ServiceStore; "
         "from stagewright.service.workers.worker import Worker; "
-        "Worker(Store(sys.argv[1]), lease_seconds=2.0).run()"
+        "Worker(ServiceStore(sys.argv[1]), lease_seconds=2.0).run()"
     )
     url = f"sqlite:///{tmp_path / 'jobs.sqlite'}"
     other = subprocess.Popen([sys.executable, "-c", program, url])

@@ -4,9 +4,16 @@ from stagewright.service.http.figures import clusters, models
 from stagewright.service.http.figures.tables import Figures, Told
 from stagewright.service.requests import Request
 
+_FIGURES = {
+    one.__name__.replace("_", "-"): one
+    for one in (
+        models.place, models.partition, models.schedule, models.compare_schedules,
+        models.schedule_curve, models.jobshop, models.divide, models.what_if, models.sweep,
+        clusters.allocate, clusters.rounds, clusters.simulate_cluster, clusters.cloud,
+    )
+}  # fmt: skip
+
 
 def figures(kind: str, request: Request, answer: Told) -> Figures:
     """The figures of an answer, which is the whole one's JSON object."""
-    name = kind.replace("-", "_")
-    shown: Figures = getattr(clusters if hasattr(clusters, name) else models, name)(request, answer)
-    return shown
+    return _FIGURES[kind](request, answer)
