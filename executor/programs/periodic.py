@@ -47,13 +47,9 @@ def lower_periodic(plan: PipelinePlan, families: Families = ()) -> PeriodicProgr
     """The program that carries out a periodic ``plan`` for any number of iterations.
 
     Iterations are lowered until one begins in the state of the one before, shifted by an iteration:
-    from there on they repeat.
-
-    Raises InvalidPlan if the pattern contradicts its dependencies, or two versions of the weights
-    are too few. `verify` finds everything else.
-
-    ``families``: stages that have a parameter in common: their gradients are summed up over all of
-    them.
+    from there on they repeat. Raises InvalidPlan if the pattern contradicts its dependencies, or
+    two versions of the weights are too few. `verify` finds everything else. ``families``: stages
+    that have a parameter in common: their gradients are summed up over all of them.
     """
     _require_weights(plan)
     order, m = pattern_order(plan), plan.microbatches

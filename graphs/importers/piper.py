@@ -106,14 +106,11 @@ def read_piper_chain(
     """The chain of a workload, every layer on one device; see ``linearise``.
 
     A file states the time of forward and backward together, and that with recomputation, which is a
-    forward longer: forward and backward are told apart by it.
-
-    Raises InputError in one line with the file and the field, node or edge; a layer that is not
-    given for one device with and without recomputation.
-
-    ``path``: the JSON file. ``microbatch_size``: what the file calls a sample. ``device_kind``: the
-    kind of device that was measured; by default any, since the file does not say. ``name``: name of
-    the model; by default the file's name without its suffix.
+    forward longer: forward and backward are told apart by it. Raises InputError in one line with
+    the file and the field, node or edge; a layer that is not given for one device with and without
+    recomputation. ``path``: the JSON file. ``microbatch_size``: what the file calls a sample.
+    ``device_kind``: the kind of device that was measured; by default any, since the file does not
+    say. ``name``: name of the model; by default the file's name without its suffix.
     """
     workload = read_piper(path)
     labels = workload.labels()

@@ -34,11 +34,10 @@ def read_sailor(
 ) -> LayerProfiles:
     """The profiles of a model: one file, or a folder with a file for every kind of device.
 
-    Raises InputError in one line with the file and the place in it.
-
-    ``name``: name of the model; by default that of the folder. ``device_kind``: the kind that a
-    single file was measured on; by default what its name says. ``sizes``: parameters and
-    activations of the layers, which the files do not hold.
+    Raises InputError in one line with the file and the place in it. ``name``: name of the model; by
+    default that of the folder. ``device_kind``: the kind that a single file was measured on; by
+    default what its name says. ``sizes``: parameters and activations of the layers, which the files
+    do not hold.
     """
     files = _files(Path(documents.file_name(path)))
     if device_kind is not None and len(files) > 1:

@@ -125,12 +125,10 @@ def verify(
 ) -> None:
     """Prove that ``program`` carries out ``plan``.
 
-    Raises InvalidProgram with the first violation found.
-
-    ``program``: a periodic one for a plan that spans steps. ``footprints``: per stage, if known.
-    ``memory_bytes``: per rank; only together with ``footprints``. ``families``: stages whose
-    updates depend on each other's gradients: they share a parameter, or the norm of all gradients
-    is clipped.
+    Raises InvalidProgram with the first violation found. ``program``: a periodic one for a plan
+    that spans steps. ``footprints``: per stage, if known. ``memory_bytes``: per rank; only together
+    with ``footprints``. ``families``: stages whose updates depend on each other's gradients: they
+    share a parameter, or the norm of all gradients is clipped.
     """
     _require_ranks(plan, program)
     require_streams(plan, program)
