@@ -13,9 +13,10 @@ later makes them again, which no layer's time includes.
 ``saved_bytes`` counts every storage that autograd keeps once, without parameters and buffers. A
 tensor that two neighbouring layers keep is counted in both, because a cut between them makes two
 copies of it. ``output_bytes`` counts all values that pass from a layer to the next. Shared
-parameters are counted in each layer that uses them. ``update_seconds`` is the update of a layer's parameters by a separate optimizer, as in the
-executor. The constant overhead of an optimizer (measured on one number) is counted once for all
-layers, since a stage has one optimizer for its layers.
+parameters are counted in each layer that uses them. ``update_seconds`` is the update of a layer's
+parameters by a separate optimizer, as in the executor. The constant overhead of an optimizer
+(measured on one number) is counted once for all layers, since a stage has one optimizer for its
+layers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
