@@ -69,10 +69,16 @@ class DividedTimes:
 class Split:
     """A dimension along which an operator can be divided into up to ``size`` equal parts.
 
-    ``dimension``: ``batch`` or ``channel``: what is divided, as the paper names it. ``inputs``: per
-    input the axis along which it is cut; None if every part reads all of it. ``outputs``: per
-    output the axis along which the parts are concatenated; None if they are added. ``measured``:
-    times of numbers of parts that have been carried out.
+    Attributes
+    ----------
+    dimension
+        ``batch`` or ``channel``: what is divided, as the paper names it.
+    inputs
+        Per input the axis along which it is cut; None if every part reads all of it.
+    outputs
+        Per output the axis along which the parts are concatenated; None if they are added.
+    measured
+        Times of numbers of parts that have been carried out.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
