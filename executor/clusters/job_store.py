@@ -176,7 +176,8 @@ class JobStore:
     def require_current(self, name: str, epoch: int) -> JobRecord:
         """The state of the job, if ``epoch`` is its newest.
 
-        Raises JobLeaseLostError if it is not, the job has ended, or another scheduler has taken over.
+        Raises JobLeaseLostError if it is not, the job has ended, or another scheduler has taken
+        over.
         """
         with self._writing() as database:
             return _current(database, name, epoch)
