@@ -263,18 +263,15 @@ def split_layer(
 ) -> SplitLayer:
     """Trace a layer and cut it into F, I and W.
 
-    The pieces hold for the shapes and types of ``inputs``, the module's mode (training or not),
-    and the caller's autocast, which are the key of a cache of them.
-
-    Raises CannotSplit if the layer has hooks, which tracing would call only once, or cannot be
-    traced, or its backward draws random numbers or reads tensors that a later forward changes.
-
-    ``module``: takes ``inputs`` by position and returns a tuple of tensors. ``inputs``: examples;
-    only their shapes, strides, types and devices are read. ``input_needs_gradient``: whether I
-    computes a gradient, for each input. With none, I is empty and W the backward.
-    ``output_has_gradient``: whether I is given a gradient, for each output; by default all that
-    depend on an input that needs a gradient or on a parameter. ``name``: the layer's name in
-    errors, where none of its parts can be named.
+    The pieces hold for the shapes and types of ``inputs``, the module's mode (training or not), and
+    the caller's autocast, which are the key of a cache of them. Raises CannotSplit if the layer has
+    hooks, which tracing would call only once, or cannot be traced, or its backward draws random
+    numbers or reads tensors that a later forward changes. ``module``: takes ``inputs`` by position
+    and returns a tuple of tensors. ``inputs``: examples; only their shapes, strides, types and
+    devices are read. ``input_needs_gradient``: whether I computes a gradient, for each input. With
+    none, I is empty and W the backward. ``output_has_gradient``: whether I is given a gradient, for
+    each output; by default all that depend on an input that needs a gradient or on a parameter.
+    ``name``: the layer's name in errors, where none of its parts can be named.
     """
     name = name or type(module).__name__
     for place, part in module.named_modules():

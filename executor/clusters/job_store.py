@@ -176,7 +176,8 @@ class JobStore:
     def require_current(self, name: str, epoch: int) -> JobRecord:
         """The state of the job, if ``epoch`` is its newest.
 
-        Raises LeaseLostError if it is not, the job has ended, or another scheduler has taken over.
+        Raises JobLeaseLostError if it is not, the job has ended, or another scheduler has taken
+        over.
         """
         with self._writing() as database:
             return _current(database, name, epoch)
@@ -184,7 +185,7 @@ class JobStore:
     def commit(self, name: str, epoch: int, step: int, checkpoint: Path) -> JobRecord:
         """Commit ``checkpoint``, after ``step`` steps, as the job's state.
 
-        Raises LeaseLostError if the epoch is not the newest, or has already committed.
+        Raises JobLeaseLostError if the epoch is not the newest, or has already committed.
         """
         with self._writing() as database:
             record = _current(database, name, epoch)

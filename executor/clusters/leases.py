@@ -34,7 +34,7 @@ class Grant:
 
 
 class Scheduler(Protocol):
-    """The scheduler as a lease's holder calls it; both methods raise LeaseLostError."""
+    """The scheduler as a lease's holder calls it; both methods raise JobLeaseLostError."""
 
     def grant(self, job: str, epoch: int, rank: int, number: int, seconds_per_step: float) -> Grant:
         """The lease's grant ``number``, from 0; ``seconds_per_step`` is as last measured."""

@@ -62,6 +62,10 @@ def run_cluster(
 ) -> ClusterReport:
     """Train all jobs in rounds until each is done, has failed, or cannot get accelerators.
 
+    Raises InputError if Ray is missing or lacks accelerators, a job's steps are not a whole number,
+    throughputs are missing, or the folder belongs to another workload. Raises SupersededError if
+    another scheduler has taken over the folder.
+
     Parameters
     ----------
     allocate
@@ -86,14 +90,6 @@ def run_cluster(
     stop
         Once it is set, no lease is renewed: processes save checkpoints and end, and the jobs that
         are not done are ``waiting``. The same folder continues them.
-
-    Raises
-    ------
-    InputError
-        If Ray is missing or lacks accelerators, a job's steps are not a whole number, throughputs
-        are missing, or the folder belongs to another workload.
-    SupersededError
-        If another scheduler has taken over the folder.
     """
     require_runnable(jobs)
     require_settings(round_seconds, grace_seconds, patience_seconds, feedback)

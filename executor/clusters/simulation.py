@@ -87,21 +87,11 @@ def simulate_cluster(
 ) -> ClusterTimeline:
     """Run ``jobs``, which may be endless, under the policy ``allocate``.
 
-    Parameters
-    ----------
-    window
-        Numbers of the jobs, by arrival, whose completion ends the simulation (default: all).
-    failures
-        In order of their start. A job whose accelerator fails loses the round's steps.
-    keep_assignments
-        Keep the assignments of every round.
-    stop
-        Ends the simulation after the current round once it is set.
-
-    Raises
-    ------
-    InputError
-        If jobs are not in order of arrival, one has no throughput, or no job can run any more.
+    Raises InputError if jobs are not in order of arrival, one has no throughput, or no job can run
+    any more. ``window``: numbers of the jobs, by arrival, whose completion ends the simulation
+    (default: all). ``failures``: in order of their start. A job whose accelerator fails loses the
+    round's steps. ``keep_assignments``: keep the assignments of every round. ``stop``: ends the
+    simulation after the current round once it is set.
     """
     rules = rules or ClusterRules()
     if window is None:

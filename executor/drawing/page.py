@@ -24,8 +24,7 @@ from stagewright.executor.drawing.timeline import (
 )
 from stagewright.executor.drawing.topology import HEAD as TOPOLOGY_HEAD
 from stagewright.executor.drawing.topology import topology, topology_rows
-from stagewright.executor.drawing.web.charts import Chart, Series
-from stagewright.executor.drawing.web.render import render
+from stagewright.executor.drawing.web.render import Chart, Series, render
 from stagewright.executor.simulation.explanation import (
     PlanExplanation,
     explain_plan,

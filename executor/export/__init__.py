@@ -48,13 +48,8 @@ def export(
 ) -> Files:
     """The texts of the files of ``plan`` in the format ``to``, by file name.
 
-    Raises
-    ------
-    InputError
-        If the format is unknown, if it cannot express a feature of the plan, or if an option is
-        missing or does not apply to it.
-    InvalidPlan
-        If the plan's order is a deadlock.
+    Raises InputError if the format is unknown, if it cannot express a feature of the plan, or if an
+    option is missing or does not apply to it. Raises InvalidPlan if the plan's order is a deadlock.
     """
     options = options or FormatOptions()
     if isinstance(plan, PipelinePlan):

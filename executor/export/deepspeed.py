@@ -6,43 +6,18 @@ overrides ``_partition_layers``. The order is DeepSpeed's ``TrainSchedule``, 1F1
 
 import json
 
-from stagewright.executor.export.options import FormatOptions, layer_names, samples_per_replica
+from stagewright.executor.export.options import (
+    FormatOptions,
+    filled,
+    layer_names,
+    samples_per_replica,
+)
 from stagewright.executor.export.pipelines import orders, pipeline, require_order, require_plain
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.formulations.schedules.published.one_f_one_b import one_f_one_b
 from stagewright.graphs.documents.errors import InputError
 
 NAME = "DeepSpeed"
-
-_MODULE = '''\
-"""The pipeline that Stagewright planned, for DeepSpeed: build(layers, loss_fn=...)."""
-
-from deepspeed.pipe import PipelineModule
-
-LAYERS = [
-{layers}]
-CUTS = {cuts}
-
-
-class PlannedPipelineModule(PipelineModule):
-    """Stage s has the layers CUTS[s] to CUTS[s + 1] - 1, whatever partition_method says."""
-
-    def _partition_layers(self, method="uniform"):
-        if len(self._layer_specs) != len(LAYERS):
-            raise ValueError(
-                f"the plan is for {{len(LAYERS)}} layers, got {{len(self._layer_specs)}}"
-            )
-        stage = self._topo.get_coord(self.global_rank).pipe
-        self.parts = list(CUTS)
-        self._set_bounds(start=CUTS[stage], stop=CUTS[stage + 1])
-
-
-def build(layers, **options):
-    """The pipeline of ``layers``, which are modules or LayerSpecs in the order of LAYERS."""
-    return PlannedPipelineModule(
-        layers, num_stages={stages}, activation_checkpoint_interval={interval}, **options
-    )
-'''
 
 
 def module(plan: PipelinePlan, options: FormatOptions) -> dict[str, str]:
@@ -60,7 +35,8 @@ def module(plan: PipelinePlan, options: FormatOptions) -> dict[str, str]:
         known = one_f_one_b(count, plan.microbatches).rows
         require_order(orders(plan, ranks), known, f"{NAME}'s schedule")
     samples = samples_per_replica(plan, options, ranks.replicas)
-    text = _MODULE.format(
+    text = filled(
+        "deepspeed_pipeline",
         layers="".join(f"    {name!r},\n" for name in layer_names(plan, options)),
         cuts=[0, *(stage.layers[1] for stage in plan.stages)],
         stages=count,

@@ -1,6 +1,7 @@
 """Options of an export."""
 
 from dataclasses import dataclass
+from importlib.resources import files
 
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError
@@ -73,3 +74,9 @@ def _model(plan: PipelinePlan, options: FormatOptions) -> Chain | None:
                 f"with {wanted[1]}; give the model that was planned"
             )
     return chain
+
+
+def filled(template: str, /, **values: object) -> str:
+    """The text of a Python file for a framework: a template with ``values`` in its places."""
+    folder = files("stagewright.executor.export") / "templates"
+    return (folder / f"{template}.py.txt").read_text(encoding="utf-8").format(**values)

@@ -8,7 +8,12 @@ from collections.abc import Mapping
 
 from stagewright.executor.export.decoder import modules
 from stagewright.executor.export.launchers import to_yaml
-from stagewright.executor.export.options import FormatOptions, samples_per_replica, stage_layers
+from stagewright.executor.export.options import (
+    FormatOptions,
+    filled,
+    samples_per_replica,
+    stage_layers,
+)
 from stagewright.executor.export.pipelines import Pipeline, orders, pipeline, require_plain
 from stagewright.formulations.plans.actions import Action, ActionKind, F, parse_action
 from stagewright.formulations.plans.plan import PipelinePlan
@@ -34,40 +39,6 @@ NEMO: Names = {
     "head": "lm_head",
     "loss": "",
 }
-_TORCHTITAN = '''\
-"""The pipeline that Stagewright planned, for torchtitan (0.3.0).
-
-    from stagewright_parallelism import configure
-
-    def my_config():  # in a config registry
-        return configure(...)  # the configuration of the model that the plan is for
-
-Start it with torchrun on {ranks} ranks. Not in the plan, and so the configuration's: the tokens in
-a sample (training.seq_len) and the precision.
-"""
-
-
-def configure(config):
-    """Set the stages and their schedule; its path is relative to where the job starts."""
-    parallelism = config.parallelism
-    known = ("pipeline_parallel_microbatch_size", "pipeline_parallel_schedule_csv")
-    if not hasattr(config, "model_spec") or not all(hasattr(parallelism, one) for one in known):
-        raise ValueError("this is no configuration of torchtitan 0.3.0, which the plan is for")
-    layers = len(config.model_spec.model.layers)
-    if layers != {blocks}:
-        raise ValueError(f"the plan is for {blocks} layers, the model has {{layers}}")
-{batch}    size, rest = divmod(config.training.local_batch_size, {microbatches})
-    if rest or not size:
-        raise ValueError(
-            "the plan has {microbatches} microbatches: training.local_batch_size must be a "
-            f"multiple, not {{config.training.local_batch_size}}"
-        )
-    config.training.disable_cuda_graphs = True  # it has none of a pipeline
-    parallelism.pipeline_parallel_microbatch_size = size
-{fields}{recompute}    parallelism.module_fqns_per_model_part = [
-{parts}    ]
-    return config
-'''
 
 # The recipes of torchtitan recompute: their selective mode is not what the plan's times are of.
 _NO_RECOMPUTATION = "    config.activation_checkpoint = None  # the plan recomputes nothing\n"
@@ -99,7 +70,8 @@ def torchtitan(plan: PipelinePlan, options: FormatOptions) -> dict[str, str]:
     files = {} if options.partition_only else {SCHEDULE: _csv(plan, ranks)}
     fields["pipeline_parallel_schedule_csv"] = SCHEDULE if files else ""
     stages = _modules(plan, options, TORCHTITAN, "torchtitan")
-    text = _TORCHTITAN.format(
+    text = filled(
+        "torchtitan_pipeline",
         blocks=sum(name.startswith("layers.") for part in stages for name in part),
         batch=_torchtitan_batch(plan, options, ranks),
         microbatches=plan.microbatches,

@@ -195,10 +195,8 @@ class Comparison:
 def compare(plan: PipelinePlan, trace: Trace) -> Comparison:
     """Compare the predictions of ``plan`` with the measurements in ``trace``.
 
-    Raises
-    ------
-    InputError
-        If the trace is of another plan, or its runs are too short to measure the period.
+    Raises InputError if the trace is of another plan, or its runs are too short to measure the
+    period.
     """
     entries = pair_entries(plan, trace)
     steps, period = counted_steps(trace.steps), None

@@ -6,19 +6,17 @@ B adds to gradients that are there, as the backward of every microbatch does.
 Rounds over all layers are repeated and medians taken, so that a disturbance of the machine affects
 all layers equally. With one thread of a CPU processor time is measured, which other processes do
 not affect; otherwise elapsed time. On a GPU it is that between events in its stream: nothing waits
-for a layer, as in a run (`Machine.timed`).
-
-Masks and positions that several layers make of the same inputs are made in the first of them, as in
-a stage (`made_once`). A stage that begins later makes them again, which no layer's time includes.
+for a layer, as in a run (`MeasuringMachine.timed`). Masks and positions that several layers make of
+the same inputs are made in the first of them, as in a stage (`made_once`); a stage that begins
+later makes them again, which no layer's time includes.
 
 ``saved_bytes`` counts every storage that autograd keeps once, without parameters and buffers. A
 tensor that two neighbouring layers keep is counted in both, because a cut between them makes two
 copies of it. ``output_bytes`` counts all values that pass from a layer to the next. Shared
-parameters are counted in each layer that uses them.
-
-``update_seconds`` is the update of a layer's parameters by a separate optimizer, as in the
-executor. The constant overhead of an optimizer (measured on one number) is counted once for all
-layers, since a stage has one optimizer for its layers.
+parameters are counted in each layer that uses them. ``update_seconds`` is the update of a layer's
+parameters by a separate optimizer, as in the executor. The constant overhead of an optimizer
+(measured on one number) is counted once for all layers, since a stage has one optimizer for its
+layers.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -76,12 +76,7 @@ def divide(
     """Divide the layers of a model among the group, in place.
 
     ``models`` are those captured for each number of samples, of the same modules, ``inputs`` what
-    they take.
-
-    Raises
-    ------
-    InputError
-        If a run would refuse to divide them.
+    they take. Raises InputError if a run would refuse to divide them.
     """
     assert machine.group is not None
     model = models[max(models)]

@@ -37,9 +37,8 @@ def lower_backward_first(plan: PipelinePlan, families: Families = ()) -> Periodi
     """The program that carries out a plan between two losses for any number of mini-batches.
 
     Raises InvalidPlan if the order in the plan contradicts its dependencies, its weights are not
-    'flush', or an update needs the gradients of other stages.
-
-    ``families``: stages whose updates depend on each other's gradients; there may be none.
+    'flush', or an update needs the gradients of other stages. ``families``: stages whose updates
+    depend on each other's gradients; there may be none.
     """
     _require_own_updates(plan, families)
     rows = computations(plan)

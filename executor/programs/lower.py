@@ -330,9 +330,8 @@ def lower(plan: PipelinePlan, families: Families = ()) -> Program:
     """The program that carries out one iteration of ``plan``.
 
     Raises InvalidPlan if the order in the plan contradicts its dependencies, or its weights cannot
-    be kept as it asks. `verify` finds everything else.
-
-    ``families``: stages whose updates depend on each other's gradients.
+    be kept as it asks. `verify` finds everything else. ``families``: stages whose updates depend on
+    each other's gradients.
     """
     rows = computations(plan)
     rows = with_transfers(plan, rows)

@@ -18,7 +18,6 @@ from itertools import permutations
 
 from stagewright.executor.programs.backward_first import lower_backward_first
 from stagewright.executor.programs.lower import lower
-from stagewright.executor.programs.pattern_order import ShiftedOperation, pattern_order
 from stagewright.executor.programs.program import (
     SENDS,
     Families,
@@ -32,7 +31,7 @@ from stagewright.executor.programs.program import (
     transfers,
     updates_of_iteration,
 )
-from stagewright.executor.programs.stashed import StashedWalk
+from stagewright.executor.programs.stashed import ShiftedOperation, StashedWalk, pattern_order
 from stagewright.executor.programs.transfers import with_early_receives, with_early_sends
 from stagewright.formulations.plans.actions import COMPUTE, Action, ActionKind, Operation
 from stagewright.formulations.plans.plan import PipelinePlan
@@ -47,13 +46,9 @@ def lower_periodic(plan: PipelinePlan, families: Families = ()) -> PeriodicProgr
     """The program that carries out a periodic ``plan`` for any number of iterations.
 
     Iterations are lowered until one begins in the state of the one before, shifted by an iteration:
-    from there on they repeat.
-
-    Raises InvalidPlan if the pattern contradicts its dependencies, or two versions of the weights
-    are too few. `verify` finds everything else.
-
-    ``families``: stages that have a parameter in common: their gradients are summed up over all of
-    them.
+    from there on they repeat. Raises InvalidPlan if the pattern contradicts its dependencies, or
+    two versions of the weights are too few. `verify` finds everything else. ``families``: stages
+    that have a parameter in common: their gradients are summed up over all of them.
     """
     _require_weights(plan)
     order, m = pattern_order(plan), plan.microbatches

@@ -37,26 +37,13 @@ def simulate(
     Devices that exchange values within an action start and end it together, with the slowest.
     Without jitter and stragglers no action of a valid plan ends later than in the plan, and all
     times are the plan's if no action in it waits unnecessarily. Only of a plan with two streams an
-    action may end later, if another one waits in the plan and leaves the device to it.
-
-    Parameters
-    ----------
-    jitter
-        Every duration is multiplied by a log-normal variable of mean 1 whose logarithm has this
-        standard deviation.
-    stragglers
-        Factors on the computations of some devices, by name; 2 is twice as slow.
-    seed
-        Seed of the jitter.
-
-    Raises
-    ------
-    InvalidPlan
-        If actions are missing or misplaced, or the plan answers another problem.
-    Deadlock
-        If the order contradicts the dependencies.
-    InputError
-        If a straggler is not a device of the cluster, or a factor or the jitter is out of range.
+    action may end later, if another one waits in the plan and leaves the device to it. Raises
+    InvalidPlan if actions are missing or misplaced, or the plan answers another problem. Raises
+    Deadlock if the order contradicts the dependencies. Raises InputError if a straggler is not a
+    device of the cluster, or a factor or the jitter is out of range. ``jitter``: every duration is
+    multiplied by a log-normal variable of mean 1 whose logarithm has this standard deviation.
+    ``stragglers``: factors on the computations of some devices, by name; 2 is twice as slow.
+    ``seed``: seed of the jitter.
     """
     factors = dict(stragglers or {})
     _require_options(problem, jitter, factors)

@@ -61,10 +61,8 @@ def save(
     """Write a checkpoint to ``folder``; every rank of ``group`` calls it with its own share.
 
     Raises InputError if it cannot be written, as on a full disk; the checkpoints that were there
-    stay.
-
-    ``folder``: made if it does not exist. The two newest checkpoints in it are kept. ``state``:
-    tensors by key; no two ranks have the same key. ``header``: the same on every rank.
+    stay. ``folder``: made if it does not exist. The two newest checkpoints in it are kept.
+    ``state``: tensors by key; no two ranks have the same key. ``header``: the same on every rank.
     """
     from torch.distributed.checkpoint.api import CheckpointException
 

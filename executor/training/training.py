@@ -28,10 +28,7 @@ from stagewright.executor.training.data.batches import (
 from stagewright.executor.training.data.passes import mini_batches, one_pass, pair
 from stagewright.executor.training.logs import OnStep, StepReport, peak_bytes
 from stagewright.executor.training.losses import Loss, cross_entropy
-from stagewright.executor.training.model_checks import (
-    require_capturable,
-    require_trainable,
-)
+from stagewright.executor.training.model_checks import require_capturable, require_trainable
 from stagewright.executor.training.operators.executor import OperatorExecutor
 from stagewright.executor.training.ranks.endings import Member
 from stagewright.executor.training.runtime import Executor

@@ -13,32 +13,24 @@ from pathlib import Path
 from typing import Annotated, Protocol, Self
 
 import networkx as nx
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic.alias_generators import to_camel
+from pydantic import Field, model_validator
 
-from stagewright.graphs.documents import documents
-from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.errors import InputError, naming
 from stagewright.graphs.documents.units import MAX_DEVICES, format_bytes
+from stagewright.graphs.importers.records import Amount, CamelRecord, read_record
 from stagewright.graphs.models.chain import Chain
 from stagewright.graphs.models.operators.opgraph import Operator, OpGraph, linearise
 
-_Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Count = Annotated[int, Field(ge=0, le=MAX_DEVICES)]
 
 
-class _Record(BaseModel):
-    """Base of all records of the files; their further fields, for debugging, are ignored."""
-
-    model_config = ConfigDict(alias_generator=to_camel, extra="ignore", frozen=True)
-
-
-class WorkloadNode(_Record):
+class WorkloadNode(CamelRecord):
     """An operator: milliseconds on an accelerator and on a processor, and bytes."""
 
     id: int
-    fpga_latency: _Amount
-    cpu_latency: _Amount = 0.0
-    size: _Amount = 0.0
+    fpga_latency: Amount
+    cpu_latency: Amount = 0.0
+    size: Amount = 0.0
     is_backward_node: bool = False
     supported_on_fpga: bool = True
     color_class: int | None = None
@@ -50,22 +42,22 @@ class WorkloadNode(_Record):
         return self.name or f"node{self.id}"
 
 
-class WorkloadEdge(_Record):
+class WorkloadEdge(CamelRecord):
     """The bytes that flow between two operators; ``cost`` in milliseconds to send them."""
 
     source_id: int
     dest_id: int
-    size: _Amount = 0.0
-    cost: _Amount = 0.0
+    size: Amount = 0.0
+    cost: Amount = 0.0
 
 
-class Workload(_Record):
+class Workload(CamelRecord):
     """Operators, the edges between them, and the devices that they are divided among."""
 
     nodes: list[WorkloadNode]
     edges: list[WorkloadEdge]
     max_devices: _Count = Field(alias="maxFPGAs")
-    max_bytes: _Amount = Field(alias="maxSizePerFPGA")
+    max_bytes: Amount = Field(alias="maxSizePerFPGA")
     max_hosts: _Count = Field(alias="maxCPUs", default=0)
 
     @model_validator(mode="after")
@@ -115,7 +107,7 @@ def dnn_partitioning_graph(
     workload = read_workload(path)
     readers = _weight_readers(workload)
     title = name or Path(path).name.removesuffix(".json")
-    try:
+    with naming(path):
         require_accelerators(workload)
         return OpGraph(
             title,
@@ -127,8 +119,6 @@ def dnn_partitioning_graph(
             microbatch_size,
             device_kind,
         )
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
 
 
 def read_workload(path: str | os.PathLike[str]) -> Workload:
@@ -136,10 +126,7 @@ def read_workload(path: str | os.PathLike[str]) -> Workload:
 
     Raises InputError in one line with the file and the field, node or edge.
     """
-    try:
-        return Workload.model_validate_json(documents.read_text(path))
-    except ValidationError as error:
-        raise InputError(f"{path}: {documents.first_problem(error)}") from None
+    return read_record(Workload, path)
 
 
 class _Edge(Protocol):

@@ -19,7 +19,7 @@ from pydantic_core import from_json
 
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.documents import not_json
-from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.errors import InputError, naming
 from stagewright.graphs.workloads.jobs import (
     FORMAT,
     Job,
@@ -112,10 +112,8 @@ def read_throughputs(path: str | os.PathLike[str]) -> Throughputs:
         raise InputError(f"{path}: {not_json(text, error)}") from None
     if not isinstance(table, dict):
         raise InputError(f"{path}: a throughput table is an object of worker types")
-    try:
+    with naming(path):
         return _throughputs(table)
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
 
 
 def read_reference(path: str | os.PathLike[str]) -> Throughputs:

@@ -16,7 +16,7 @@ from pydantic_core import from_json
 
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.documents import not_json
-from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.errors import InputError, naming
 from stagewright.graphs.importers.config_fields import Fields
 from stagewright.graphs.importers.hf_hub import config_file, is_hub_name
 from stagewright.graphs.models.architecture import (
@@ -46,10 +46,8 @@ def parse_hf_config(text: str, place: str) -> Architecture:
     Raises InputError as of :func:`read_hf_config`.
     """
     values = _values(text, place)
-    try:
+    with naming(place):
         return architecture_of(values)
-    except InputError as error:
-        raise InputError(f"{place}: {error}") from None
 
 
 def read_most_positions(path: str | os.PathLike[str]) -> int | None:

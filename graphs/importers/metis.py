@@ -10,42 +10,36 @@ import re
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
 from stagewright.graphs.documents import documents
-from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.errors import InputError, naming
 from stagewright.graphs.documents.units import parse_share
+from stagewright.graphs.importers.records import Amount, PlainRecord, read_record
 from stagewright.graphs.models.layer_profiles import LayerProfiles, Measured
 
 _FORWARD_SHARE = 1 / 3
 """A backward of matrix products takes twice the forward's time."""
 
 _NAME = re.compile(r"DeviceType\.(?P<kind>.+)_tp(?P<tensor>[1-9]\d{0,5})_bs(?P<size>[1-9]\d{0,5})")
-_Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _MILLISECOND = 1e-3
 
 
-class _Record(BaseModel):
-    """Other fields are for Metis' own cost model and ignored."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
+class _Parameters(PlainRecord):
+    parameters_per_layer_bytes: Annotated[list[Amount], Field(min_length=1)]
 
 
-class _Parameters(_Record):
-    parameters_per_layer_bytes: Annotated[list[_Amount], Field(min_length=1)]
-
-
-class _MetisModel(_Record):
+class _MetisModel(PlainRecord):
     model_name: str
     parameters: _Parameters
 
 
-class _Times(_Record):
-    optimizer_time_ms: _Amount
-    layer_compute_total_ms: Annotated[list[_Amount], Field(min_length=1)]
+class _Times(PlainRecord):
+    optimizer_time_ms: Amount
+    layer_compute_total_ms: Annotated[list[Amount], Field(min_length=1)]
 
 
-class _File(_Record):
+class _File(PlainRecord):
     model: _MetisModel
     execution_time: _Times
 
@@ -74,17 +68,12 @@ def read_metis(
         f"measured: Metis profiles of {model}; the forward is taken as {share:.3g} of a layer's "
         "time, the optimizer's step divided by parameters"
     )
-    try:
+    with naming(folder):
         return LayerProfiles(model, source, tuple(measured))
-    except InputError as error:
-        raise InputError(f"{folder}: {error}") from None
 
 
 def _read(file: Path) -> _File:
-    try:
-        found = _File.model_validate_json(documents.read_text(file))
-    except ValidationError as error:
-        raise InputError(f"{file}: {documents.first_problem(error)}") from None
+    found = read_record(_File, file)
     layers = len(found.execution_time.layer_compute_total_ms)
     given = len(found.model.parameters.parameters_per_layer_bytes)
     if given != layers:
@@ -102,7 +91,7 @@ def _measured(file: Path, found: _File, share: float) -> Measured:
     times = [each * _MILLISECOND for each in found.execution_time.layer_compute_total_ms]
     parameters = found.model.parameters.parameters_per_layer_bytes
     step = found.execution_time.optimizer_time_ms * _MILLISECOND / (sum(parameters) or 1.0)
-    try:
+    with naming(file):
         return Measured(
             match["kind"],
             int(match["size"]),
@@ -111,5 +100,3 @@ def _measured(file: Path, found: _File, share: float) -> Measured:
             tuple((1 - share) * each for each in times),
             tuple(step * each for each in parameters),
         )
-    except InputError as error:
-        raise InputError(f"{file}: {error}") from None

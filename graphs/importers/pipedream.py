@@ -71,12 +71,10 @@ def pipedream_graph(
 
     Nodes of kind ``Input`` hold the time of loading data and are left out. Every other node keeps
     its output for the backward, except views. The optimizer is SGD with momentum, PipeDream's.
-
-    Raises InputError in one line with file and line number.
-
-    ``path``: the ``graph.txt``. ``microbatch_size``: the batch that was profiled; the file does not
-    say. ``device_kind``: the kind of device that was profiled; by default any, since the file does
-    not say. ``name``: name of the model; by default the file's name up to its first dot.
+    Raises InputError in one line with file and line number. ``path``: the ``graph.txt``.
+    ``microbatch_size``: the batch that was profiled; the file does not say. ``device_kind``: the
+    kind of device that was profiled; by default any, since the file does not say. ``name``: name of
+    the model; by default the file's name up to its first dot.
     """
     profile = _parse(path)
     _require_whole(path, profile)

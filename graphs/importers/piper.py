@@ -10,28 +10,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic.alias_generators import to_camel
+from pydantic import Field, model_validator
 
-from stagewright.graphs.documents import documents
-from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.errors import InputError, naming
 from stagewright.graphs.importers.dnn_partitioning import require_nodes
+from stagewright.graphs.importers.records import Amount, CamelRecord, read_record
 from stagewright.graphs.models.chain import Chain
 from stagewright.graphs.models.operators.opgraph import Operator, OpGraph, linearise
 
 PLAIN, RECOMPUTED = "vanilla", "activation recomp"
 
-_Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-class _Record(BaseModel):
-    """Other fields are for debugging and ignored."""
-
-    model_config = ConfigDict(alias_generator=to_camel, extra="ignore", frozen=True)
-
-
-class PiperConfiguration(_Record):
+class PiperConfiguration(CamelRecord):
     """A way to run a layer on t devices; seconds per sample, bytes on each device.
 
     ``sync_time_fw`` and ``sync_time_bw``: bytes, despite the name, by the id of the layer that the
@@ -39,15 +31,15 @@ class PiperConfiguration(_Record):
     """
 
     id: str
-    time_per_sample: _Amount
-    parameter_size: _Amount
-    memory_usage_a: _Amount = Field(alias="memoryUsageA")
-    memory_usage_b: _Amount = Field(alias="memoryUsageB")
-    sync_time_fw: dict[int, _Amount]
-    sync_time_bw: dict[int, _Amount]
+    time_per_sample: Amount
+    parameter_size: Amount
+    memory_usage_a: Amount = Field(alias="memoryUsageA")
+    memory_usage_b: Amount = Field(alias="memoryUsageB")
+    sync_time_fw: dict[int, Amount]
+    sync_time_bw: dict[int, Amount]
 
 
-class PiperNode(_Record):
+class PiperNode(CamelRecord):
     """A layer with its configurations by degree of tensor parallelism."""
 
     id: int
@@ -57,15 +49,15 @@ class PiperNode(_Record):
     )
 
 
-class PiperEdge(_Record):
+class PiperEdge(CamelRecord):
     """The bytes of a sample that go from one layer to another."""
 
     source_id: int
     dest_id: int
-    communication_cost: _Amount
+    communication_cost: Amount
 
 
-class PiperWorkload(_Record):
+class PiperWorkload(CamelRecord):
     """Layers and edges, and the devices and the batch they were published with."""
 
     nodes: list[PiperNode]
@@ -106,18 +98,15 @@ def read_piper_chain(
     """The chain of a workload, every layer on one device; see ``linearise``.
 
     A file states the time of forward and backward together, and that with recomputation, which is a
-    forward longer: forward and backward are told apart by it.
-
-    Raises InputError in one line with the file and the field, node or edge; a layer that is not
-    given for one device with and without recomputation.
-
-    ``path``: the JSON file. ``microbatch_size``: what the file calls a sample. ``device_kind``: the
-    kind of device that was measured; by default any, since the file does not say. ``name``: name of
-    the model; by default the file's name without its suffix.
+    forward longer: forward and backward are told apart by it. Raises InputError in one line with
+    the file and the field, node or edge; a layer that is not given for one device with and without
+    recomputation. ``path``: the JSON file. ``microbatch_size``: what the file calls a sample.
+    ``device_kind``: the kind of device that was measured; by default any, since the file does not
+    say. ``name``: name of the model; by default the file's name without its suffix.
     """
     workload = read_piper(path)
     labels = workload.labels()
-    try:
+    with naming(path):
         graph = OpGraph(
             name or Path(path).name.removesuffix(".json"),
             f"measured: Piper workload {Path(path).name}; one sample of it is taken as one "
@@ -127,8 +116,6 @@ def read_piper_chain(
             microbatch_size,
             device_kind,
         )
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
     return linearise(graph, contract=contract)
 
 
@@ -165,10 +152,7 @@ def read_piper(path: str | os.PathLike[str]) -> PiperWorkload:
 
     Raises InputError in one line with the file and the field, node or edge.
     """
-    try:
-        return PiperWorkload.model_validate_json(documents.read_text(path))
-    except ValidationError as error:
-        raise InputError(f"{path}: {documents.first_problem(error)}") from None
+    return read_record(PiperWorkload, path)
 
 
 def _require_sync(node: PiperNode, pairs: set[tuple[int, int]]) -> None:

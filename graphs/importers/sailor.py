@@ -12,7 +12,7 @@ from typing import Annotated
 from pydantic import Field, TypeAdapter, ValidationError
 
 from stagewright.graphs.documents import documents
-from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.errors import InputError, naming
 from stagewright.graphs.models.layer_profiles import LayerProfiles, LayerSizes, Measured
 
 _Count = Annotated[int, Field(ge=1)]
@@ -34,11 +34,10 @@ def read_sailor(
 ) -> LayerProfiles:
     """The profiles of a model: one file, or a folder with a file for every kind of device.
 
-    Raises InputError in one line with the file and the place in it.
-
-    ``name``: name of the model; by default that of the folder. ``device_kind``: the kind that a
-    single file was measured on; by default what its name says. ``sizes``: parameters and
-    activations of the layers, which the files do not hold.
+    Raises InputError in one line with the file and the place in it. ``name``: name of the model; by
+    default that of the folder. ``device_kind``: the kind that a single file was measured on; by
+    default what its name says. ``sizes``: parameters and activations of the layers, which the files
+    do not hold.
     """
     files = _files(Path(documents.file_name(path)))
     if device_kind is not None and len(files) > 1:
@@ -46,10 +45,8 @@ def read_sailor(
     measured = [one for file in files for one in _read(file, device_kind or _kind_of(file))]
     model = name or _model_of(files[0])
     source = f"measured: Sailor profiles of {model}"
-    try:
+    with naming(path):
         return LayerProfiles(model, source, tuple(measured), tuple(sizes))
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
 
 
 def _files(path: Path) -> list[Path]:
@@ -90,7 +87,5 @@ def _measured(place: str, kind: str, size: int, tensor: int, layers: dict[int, _
         raise InputError(f"{place}: layer {missing or 0} is missing; layers are counted from 0")
     rows = [layers[i] for i in range(len(layers))]
     forward, backward, update = zip(*rows, strict=True)
-    try:
+    with naming(place):
         return Measured(kind, size, tensor, forward, backward, update)
-    except InputError as error:
-        raise InputError(f"{place}: {error}") from None

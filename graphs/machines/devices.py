@@ -14,12 +14,6 @@ from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MIN_MEMORY, require_amount, require_bandwidth
 
-"""``python -m benchmarks.layout_fit`` gives the first four; docs/layouts.md has the errors."""
-"""``benchmarks/layout_h100.py`` has the table; Llama 3 405B, which is not in it, is 8 % slower."""
-"""``benchmarks/layout_simumax.py`` has 43 iterations that are not fitted."""
-"""What kernels reach, by the kind of device."""
-
-
 FORMAT: Literal["stagewright-device"] = "stagewright-device"
 VERSION: Literal[1] = 1
 

@@ -25,11 +25,9 @@ def recursive_device_order(cluster: Cluster) -> tuple[int, ...]:
     The graph of direct links (both directions added) is recursively divided by minimum cuts. The
     paper does not say which part goes first; here it is the part with the larger mean bandwidth to
     the parts already on the left (and likewise on the right), and among equals the part with the
-    first device. The order is a pure function of the cluster.
-
-    More than MOST_CUT devices of nested groups are ordered group by group, each by its first
-    device, which takes V log V instead of V^3 steps. For servers of one size with faster links
-    inside, cuts give the same order.
+    first device. The order is a pure function of the cluster. More than MOST_CUT devices of nested
+    groups are ordered group by group, each by its first device, which takes V log V instead of V^3
+    steps. For servers of one size with faster links inside, cuts give the same order.
     """
     if len(cluster) > MOST_CUT and isinstance(cluster.pairs, NestedPairs):
         return tuple(group_order(cluster.pairs).tolist())
@@ -64,16 +62,14 @@ def group_order(pairs: NestedPairs) -> Ints:
 def minimum_cut(weights: Floats) -> tuple[float, NDArray[np.bool_]]:
     """A global minimum cut of an undirected graph by Stoer and Wagner's algorithm.
 
-    Ties go to the cut that is found first, single vertices in their order before all others.
-    Two exact shortcuts speed up dense graphs: if even with the lightest links every cut of two or
-    more vertices weighs more than the best single vertex, that vertex is the answer; and vertices
-    that no cheaper cut can separate are merged early (Padberg and Rinaldi's triangle test,
-    Nagamochi and Ibaraki's scan). One cut of 256 devices in a ring of servers takes
-    0.015 s on two cores; networkx takes 0.40 s, scipy's flows 0.30 s, igraph 0.99 s.
-
-    ``weights``: symmetric, non-negative, zero diagonal, shape (n, n) with n >= 2.
-
-    Returns the weight of the cut, and one side of it as a mask of shape (n,).
+    Ties go to the cut that is found first, single vertices in their order before all others. Two
+    exact shortcuts speed up dense graphs: if even with the lightest links every cut of two or more
+    vertices weighs more than the best single vertex, that vertex is the answer; and vertices that
+    no cheaper cut can separate are merged early (Padberg and Rinaldi's triangle test, Nagamochi and
+    Ibaraki's scan). One cut of 256 devices in a ring of servers takes 0.015 s on two cores;
+    networkx takes 0.40 s, scipy's flows 0.30 s, igraph 0.99 s. ``weights``: symmetric,
+    non-negative, zero diagonal, shape (n, n) with n >= 2. Returns the weight of the cut, and one
+    side of it as a mask of shape (n,).
     """
     size = len(weights)
     degrees = weights.sum(axis=1)

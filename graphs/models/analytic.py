@@ -124,12 +124,9 @@ def architecture_model(
 
     Tokens are spread evenly over a layer's experts, all of which are on the device: their weights,
     gradients and optimizer state count in full. Attention is fused. The other assumptions and
-    parameters are those of :func:`analytic_model`.
-
-    Raises InputError if the device is unknown, or a size is out of range.
-
-    ``architecture``: for example of ``importers.hf_config.read_hf_config``. ``sequence``: tokens in
-    a sample.
+    parameters are those of :func:`analytic_model`. Raises InputError if the device is unknown, or a
+    size is out of range. ``architecture``: for example of ``importers.hf_config.read_hf_config``.
+    ``sequence``: tokens in a sample.
     """
     rates = _rates(device, precision, efficiency, optimizer_state)
     assumed = ["roofline of every operator", "fused attention"]

@@ -113,11 +113,9 @@ def fused_attention(
     Queries, keys and values are kept, and a log-sum-exp per row in fp32, but no matrix of scores
     (the output counts where the projection reads it). The backward recomputes the scores: five
     products, where the forward has two. A ``bias`` is a matrix of the scores' size, which is read
-    and kept.
-
-    Keys and values have ``key_heads`` heads (None: as many as queries), values the size ``value``
-    (None: that of the keys). Every token attends to all, or to ``window``; as in the thesis's
-    section 4.5, a causal mask saves nothing.
+    and kept. Keys and values have ``key_heads`` heads (None: as many as queries), values the size
+    ``value`` (None: that of the keys). Every token attends to all, or to ``window``; as in the
+    thesis's section 4.5, a causal mask saves nothing.
     """
     value = head if value is None else value
     rows, key_rows = (batch * each * sequence for each in (heads, key_heads or heads))

@@ -15,10 +15,9 @@ from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 def split_backwards(chain: Chain, share: float) -> tuple[Chain, int]:
     """The chain with two times for every backward, and the number of layers that had only one.
 
-    Raises InputError if ``share`` is not between 0 and 1.
-
-    ``share``: of a whole backward's time that is taken for the input gradient, between 0 and 1. It
-    is an assumption, so that ``source`` names it; measured parts stay as they are.
+    Raises InputError if ``share`` is not between 0 and 1. ``share``: of a whole backward's time
+    that is taken for the input gradient, between 0 and 1. It is an assumption, so that ``source``
+    names it; measured parts stay as they are.
     """
     if not (math.isfinite(share) and 0 < share < 1):
         raise InputError(

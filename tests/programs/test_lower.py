@@ -31,7 +31,6 @@ from stagewright.executor.programs.lower import (
     with_updates,
     with_versions,
 )
-from stagewright.executor.programs.pattern_order import pattern_order
 from stagewright.executor.programs.periodic import in_periods, lower_periodic
 from stagewright.executor.programs.program import (
     RECEIVES,
@@ -42,6 +41,7 @@ from stagewright.executor.programs.program import (
     plan_devices,
     received,
 )
+from stagewright.executor.programs.stashed import pattern_order
 from stagewright.executor.programs.transfers import (
     RECEIVE_BUFFERS,
     with_early_receives,

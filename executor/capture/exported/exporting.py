@@ -155,10 +155,7 @@ class Example:
 def export(model: nn.Module, example: Example) -> Exported:
     """The graph of ``model`` between its blocks.
 
-    Raises
-    ------
-    InputError
-        Naming the model's own line that cannot be captured, and why.
+    Raises InputError naming the model's own line that cannot be captured, and why.
     """
     with _as_in_training(model):
         try:

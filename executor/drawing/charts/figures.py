@@ -32,9 +32,7 @@ def stacked_axes(width: float, heights: Sequence[float]) -> "Sequence[Axes]":
 
 
 def bare(
-    axes: "Axes",
-    grid: Literal["x", "both"] | None = None,
-    sides: Iterable[str] = ("top", "right"),
+    axes: "Axes", grid: Literal["x", "both"] | None = None, sides: Iterable[str] = ("top", "right")
 ) -> None:
     """Hide lines around the axes, and draw a grid below what they show."""
     if grid is not None:

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 from stagewright.executor.drawing.charts.figures import bare, new_figure, save
 from stagewright.executor.drawing.colours import CATEGORIES, CRITICAL_COLOUR
-from stagewright.executor.drawing.web.charts import Chart, Series
-from stagewright.executor.drawing.web.render import render
+from stagewright.executor.drawing.web.render import Chart, Series, render
 
 TEMPLATE = "schedules.html.jinja"
 WIDTH_INCHES, HEIGHT_INCHES, HEIGHT_PIXELS = 10.0, 5.5, 460

@@ -21,6 +21,7 @@ from stagewright.executor.export.layouts.rules import (
     require_context,
     require_whole_heads,
 )
+from stagewright.executor.export.options import filled
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
@@ -31,55 +32,6 @@ _WITHOUT_TENSOR_PLAN = ("gpt2", "bert")  # models of transformers
 _MIXED = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 _DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
 
-_TEXT = '''\
-"""The layout {words} that Stagewright chose, for Accelerate (1.15).
-
-    accelerator = build()
-    model = configure(AutoModelForCausalLM.from_pretrained(...{tensor}))
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-
-on {ranks} ranks: {launch} ...
-Batches of a loader have BATCH sequences of {sequence} tokens; train in accelerator.accumulate.
-The model is one of transformers.{remarks}
-"""
-
-import torch
-from accelerate import Accelerator
-from accelerate.parallelism_config import ParallelismConfig
-from accelerate.utils import FullyShardedDataParallelPlugin, GradientAccumulationPlugin
-from torch.distributed.fsdp import MixedPrecisionPolicy
-
-RANKS = {ranks}
-BATCH = {batch}
-ACCUMULATION = {accumulation}
-
-
-def build(**options):
-    """Make the Accelerator of the layout."""
-    return Accelerator(
-        mixed_precision={mixed!r},
-        gradient_accumulation_plugin=GradientAccumulationPlugin(
-            num_steps=ACCUMULATION, sync_each_batch={sharded}
-        ),
-        parallelism_config=ParallelismConfig(
-            dp_replicate_size={replicate},
-            dp_shard_size={shard},
-            cp_size={context},
-            tp_size={degree},
-        ),
-        fsdp_plugin={plugin},
-        **options,
-    )
-
-
-def configure(model):
-    """Refuse another model than the planned one, and set what it recomputes."""
-    if model.config.num_hidden_layers != {layers}:
-        raise ValueError(
-            f"the plan is for {layers} layers, the model has {{model.config.num_hidden_layers}}"
-        )
-{checkpointing}    return model
-'''
 
 _PLUGIN = """FullyShardedDataParallelPlugin(
             fsdp_version=2,
@@ -93,7 +45,8 @@ def configuration(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
     """A module with the functions ``build`` and ``configure``."""
     numbers = number_type(problem)
     sharded = _is_sharded(layout)
-    text = _TEXT.format(
+    text = filled(
+        "accelerate",
         words=layout,
         tensor=_loading(layout),
         ranks=layout.ranks,

@@ -23,6 +23,7 @@ from stagewright.executor.export.layouts.rules import (
     require_bytes,
     require_context,
 )
+from stagewright.executor.export.options import filled
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
@@ -256,7 +257,8 @@ def recipe_text(
     template: str, problem: TrainingProblem, layout: Layout, targets: dict[str, Fields]
 ) -> str:
     """A recipe in Python: a template with the layout in words, the launch and the assignments."""
-    return template.format(
+    return filled(
+        template,
         words=layout,
         ranks=layout.ranks,
         launch=launch(problem),

@@ -19,6 +19,7 @@ from stagewright.executor.export.layouts.rules import (
     require_bytes,
     require_whole_heads,
 )
+from stagewright.executor.export.options import filled
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
@@ -27,36 +28,11 @@ CONFIG, FILE = "ds_config.json", "stagewright_deepspeed.py"
 
 _AUTO_EXPERTS = ("mixtral", "deepseek_v2", "deepseek_v3")  # presets of AutoEP, by model_type
 
-_TEXT = '''\
-"""The layout {words} that Stagewright chose, for DeepSpeed (0.19).
-
-    engine, optimizer, _, _ = initialize(model, optimizer=torch.optim.AdamW(model.parameters()))
-
-with ds_config.json beside this file, on {ranks} ranks: {launch} ...
-The model is one of transformers.{remarks}
-"""
-
-from pathlib import Path
-
-import deepspeed
-
-RANKS = {ranks}
-
-
-def initialize(model, **options):
-    """Call deepspeed.initialize with the layout; sequences have {sequence} tokens."""
-    if model.config.num_hidden_layers != {layers}:
-        raise ValueError(
-            f"the plan is for {layers} layers, the model has {{model.config.num_hidden_layers}}"
-        )
-{checkpointing}    config = str(Path(__file__).with_name("ds_config.json"))
-    return deepspeed.initialize(model=model, config=config, **options)
-'''
-
 
 def configuration(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
     """``ds_config.json``, and a module with the function ``initialize``."""
-    text = _TEXT.format(
+    text = filled(
+        "deepspeed",
         words=layout,
         ranks=layout.ranks,
         launch=launch(problem),

@@ -24,31 +24,6 @@ DTYPES = {
     "fp16": Code("torch.float16"),
 }
 
-_TEXT = '''\
-"""The layout {words} that Stagewright chose, for Megatron-Bridge (0.3.1, 0.7).
-
-    config = llama3_70b_pretrain_config()  # or any other recipe
-    pretrain(configure(config), forward_step)
-
-on {ranks} ranks: {launch} ...{left_out}
-"""
-
-import torch
-from megatron.bridge.training.mixed_precision import MixedPrecisionConfig
-from megatron.core.transformer.enums import AttnBackend
-
-RANKS = {ranks}
-
-
-def configure(config):
-    """Set the layout in a recipe's ConfigContainer."""
-    if config.model.num_layers != {layers}:
-        raise ValueError(
-            f"the plan is for {layers} layers, the model has {{config.model.num_layers}}"
-        )
-{lines}    return config
-'''
-
 
 def recipe(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
     """A module with the function ``configure``."""
@@ -73,7 +48,7 @@ def recipe(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
     }
     if core.fsdp:
         targets["config.checkpoint"] = {"ckpt_format": FSDP_FORMAT}
-    return {FILE: recipe_text(_TEXT, problem, layout, targets)}
+    return {FILE: recipe_text("megatron_bridge", problem, layout, targets)}
 
 
 def optimizer_fields(core: Core) -> Fields:

@@ -23,32 +23,6 @@ FILE = "stagewright_nemo.py"
 
 _PLUGIN = {"fp32": "32", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
-_TEXT = '''\
-"""The layout {words} that Stagewright chose, for NeMo (2.6, 2.7).
-
-    recipe = llm.llama3_70b.pretrain_recipe(name="run")  # or any other pre-training recipe
-    run.run(configure(recipe), executor=...)
-
-on {ranks} ranks: {launch} ...{left_out}
-"""
-
-import nemo_run as run
-import torch
-from megatron.core.transformer.enums import AttnBackend
-from nemo.lightning.pytorch.plugins import MegatronMixedPrecision
-
-RANKS = {ranks}
-
-
-def configure(recipe):
-    """Set the layout in a pre-training recipe."""
-    if recipe.model.config.num_layers != {layers}:
-        raise ValueError(
-            f"the plan is for {layers} layers, the model has {{recipe.model.config.num_layers}}"
-        )
-{lines}    return recipe
-'''
-
 
 def recipe(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
     """A module with the function ``configure``."""
@@ -74,7 +48,7 @@ def recipe(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
             "global_batch_size": problem.batch,
         },
     }
-    return {FILE: recipe_text(_TEXT, problem, layout, targets)}
+    return {FILE: recipe_text("nemo", problem, layout, targets)}
 
 
 def _is_model(name: str) -> bool:

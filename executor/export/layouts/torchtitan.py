@@ -27,6 +27,7 @@ from stagewright.executor.export.layouts.rules import (
     require_bytes,
     require_whole_heads,
 )
+from stagewright.executor.export.options import filled
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
@@ -37,36 +38,12 @@ FILE = "stagewright_torchtitan.py"
 ACTIVE_STAGES = 3  # of a rank with gathered weights; torch/distributed/pipelining/schedules.py
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
-_TEXT = '''\
-"""The layout {words} that Stagewright chose, for TorchTitan (0.3.0).
-
-    from stagewright_torchtitan import configure
-
-    def my_config():  # in a config registry
-        return configure(...)  # the configuration of the model that the layout is for
-
-on {ranks} ranks: {launch} ...{remarks}
-"""
-
-from torchtitan.distributed.activation_checkpoint import FullAC
-
-RANKS = {ranks}
-
-
-def configure(config):
-    """Set the layout in a Trainer.Config."""
-    model = config.model_spec.model
-    if len(model.layers) != {layers}:
-        raise ValueError(f"the plan is for {layers} layers, the model has {{len(model.layers)}}")
-{model}{lines}    config.activation_checkpoint = {checkpoint}
-    return config
-'''
-
 
 def configuration(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
     """A module with the function ``configure``."""
     fields = {**_degrees(layout), **_pipeline(problem, layout)}
-    text = _TEXT.format(
+    text = filled(
+        "torchtitan",
         words=layout,
         ranks=layout.ranks,
         launch=launch(problem),

@@ -173,7 +173,6 @@ class Interpreter:
 
         A loss is a sum and its count, or a mean and 0. Without a periodic program it is the one of
         this mini-batch; with one, the list may be empty. Ranks without the last stage have none.
-
         ``inputs`` and ``targets`` are whole mini-batches on the device, empty where this rank does
         not need them. The times of instructions are added to ``records``, in seconds of this
         process's clock. Without ``updates`` gradients are left for the next mini-batch's. Raises

@@ -48,9 +48,8 @@ class Total:
     def factor(self, clip_norm: float = inf, share: float = 1.0) -> float:
         """The factor of summed gradients, for a norm of at most ``clip_norm``.
 
-        ``share`` is the weight of a loss that is a mean.
-
-        The small number in the denominator is that of ``torch.nn.utils.clip_grad_norm_``.
+        ``share`` is the weight of a loss that is a mean. The small number in the denominator is
+        that of ``torch.nn.utils.clip_grad_norm_``.
         """
         count = self.counted()
         scale = share if count is None else 1 / count

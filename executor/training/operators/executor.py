@@ -228,7 +228,6 @@ class OperatorExecutor(RankExecutor):
         """One step on a mini-batch, the same on every rank.
 
         Raises InputError if the tensors are not as planned. Raises NonFiniteLoss, OutOfMemory.
-
         Returns the mean loss, on ranks that make one of a replica.
         """
         given = self._inputs.read((inputs, targets))

@@ -44,7 +44,7 @@ from stagewright.executor.training.sharding.styles import (
     require_style,
     ways_of,
 )
-from stagewright.graphs.documents.errors import InputError, Notice
+from stagewright.graphs.documents.errors import InputError, Notice, naming
 
 
 @dataclass(slots=True)
@@ -95,15 +95,13 @@ class DividedLayers:
 
         Raises InputError if it names what it cannot divide.
         """
-        try:
+        with naming(plan):
             _require_rules(plan)
             for pattern, style in plan.rules.items():
                 if style == DIVIDE:
                     self._divide_numbers(plan, pattern)
                 else:
                     self._apply_style(plan, pattern, style)
-        except InputError as error:
-            raise InputError(f"{plan}: {error}") from None
 
     def require_whole(self) -> None:
         """Refuse parameters that are divided in some of their modules only."""

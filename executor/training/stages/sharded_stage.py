@@ -3,14 +3,9 @@
 from typing import Any
 
 from stagewright.executor.capture.twins import made_once
+from stagewright.executor.training.stages.flights import backward_of
 from stagewright.executor.training.stages.sharded_weights import WeightShards
-from stagewright.executor.training.stages.stage import (
-    Gradients,
-    Seed,
-    StageComputation,
-    Tensors,
-    backward_of,
-)
+from stagewright.executor.training.stages.stage import Gradients, Seed, StageComputation, Tensors
 
 
 class ShardedComputation(StageComputation):

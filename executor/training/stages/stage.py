@@ -5,31 +5,38 @@ recomputed forward draws the same, and so that no cut changes the draws. A repli
 that has some of the samples draws for all of them and takes its own.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from stagewright.executor.capture.draws import DrawsOfShare, WholeDraw
 from stagewright.executor.capture.layers import CapturedLayer
 from stagewright.executor.capture.shapes import LayerTrace, Value
 from stagewright.executor.capture.split_backward import split_layer
-from stagewright.executor.capture.split_layer import CannotSplit, Saved, SavedForWeights, SplitLayer
+from stagewright.executor.capture.split_layer import CannotSplit, Saved, SplitLayer
 from stagewright.executor.capture.twins import made_once
 from stagewright.executor.programs.memory import Footprint
 from stagewright.executor.programs.work import Rows
 from stagewright.executor.training.stages.division import compiled_layer
+from stagewright.executor.training.stages.flights import (
+    Held,
+    InFlight,
+    LayersGraph,
+    add_gradient,
+    backward_of,
+    held_places,
+    tensors_at,
+)
 
 Tensors = tuple[Tensor, ...]
 Gradients = Sequence[Tensor | None]
 Seed = Callable[[int], int]  # of the stage's i-th layer
-Place = tuple[dict[str, Tensor | None], str]  # where a tensor is held, and its name
-Buffer = tuple[dict[str, Tensor | None], str, Tensor | None]  # its place, and itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,30 +60,6 @@ class SampleShare:
     samples: int
     lane: int
     draws: tuple[tuple[WholeDraw, ...] | None, ...]
-
-
-@dataclass(slots=True)
-class _Graph:
-    """Autograd's record of some layers: where gradients go in and where they come out."""
-
-    leaves: Tensors
-    outputs: list[GradientEdge | None]
-
-
-@dataclass(slots=True)
-class _InFlight:
-    """Tensors that a microbatch keeps between its computations; some of the fields are unset.
-
-    ``inputs`` per layer (of the first alone under full recomputation) with copies of the
-    ``buffers`` that it found, ``graphs`` of autograd, or what each layer's pieces saved.
-    """
-
-    seed: Seed
-    inputs: list[Tensors] = field(default_factory=list)
-    buffers: list[list[Buffer]] = field(default_factory=list)
-    graphs: list[_Graph] = field(default_factory=list)
-    saved: list[Saved | _Graph] = field(default_factory=list)
-    for_weights: list[SavedForWeights | None] = field(default_factory=list)
 
 
 class StageComputation:
@@ -112,13 +95,13 @@ class StageComputation:
         self.autocast = autocast
         self._pieces: dict[int, SplitLayer | None] = {}
         # Of the layers in pieces; versions of the weights change what is held there.
-        self._parameters: dict[int, list[Place]] = {}
-        self._own_buffers: dict[int, list[Place]] = {}
-        self._flights: dict[int, _InFlight] = {}
+        self._parameters: dict[int, list[Held]] = {}
+        self._own_buffers: dict[int, list[Held]] = {}
+        self._flights: dict[int, InFlight] = {}
         self._share = share
         self._buffers = self._find_buffers()
 
-    def _find_buffers(self) -> list[list[Place]]:
+    def _find_buffers(self) -> list[list[Held]]:
         """Per layer, where it holds a buffer that some layer of the stage changes."""
         every = [
             [
@@ -172,8 +155,8 @@ class StageComputation:
             if i in self._pieces:
                 continue
             modules = [*layer.captured.module.modules()]
-            self._parameters[i] = _places([one._parameters for one in modules])
-            self._own_buffers[i] = _places([one._buffers for one in modules])
+            self._parameters[i] = held_places([one._parameters for one in modules])
+            self._own_buffers[i] = held_places([one._buffers for one in modules])
             examples = [
                 torch.empty(value.shape, dtype=value.dtype, device=self.device)
                 for value in layer.inputs
@@ -203,7 +186,7 @@ class StageComputation:
         ``attached`` ones have the graph of autograd, for `backward_of`. Only a whole backward
         without recomputation has it.
         """
-        flight = self._flights[microbatch] = _InFlight(seed)
+        flight = self._flights[microbatch] = InFlight(seed)
         if self.recompute == "none":
             return self._run(flight, inputs, in_two, attached)
         if self.recompute == "full":
@@ -254,7 +237,7 @@ class StageComputation:
                 with self._again(flight):
                     self._run_layer(flight, i, flight.inputs.pop())
             saved = flight.saved.pop()
-            if isinstance(saved, _Graph):
+            if isinstance(saved, LayersGraph):
                 output_gradients = backward_of(saved, output_gradients)
                 flight.for_weights.append(None)
             else:
@@ -287,14 +270,14 @@ class StageComputation:
             if saved is None or pieces is None:
                 continue
             for parameter, gradient in zip(
-                _held(self._parameters[i]), pieces.weight_gradient(saved), strict=True
+                tensors_at(self._parameters[i]), pieces.weight_gradient(saved), strict=True
             ):
                 if gradient is not None:
-                    _add_gradient(parameter, gradient)
+                    add_gradient(parameter, gradient)
 
     @made_once()
     def _run(
-        self, flight: _InFlight, inputs: Tensors, in_two: bool, attached: bool = False
+        self, flight: InFlight, inputs: Tensors, in_two: bool, attached: bool = False
     ) -> Tensors:
         if not in_two:
             graph, outputs = self._record(range(len(self.layers)), inputs, flight.seed)
@@ -304,20 +287,20 @@ class StageComputation:
             inputs = self._run_layer(flight, i, inputs)
         return inputs
 
-    def _run_layer(self, flight: _InFlight, i: int, inputs: Tensors) -> Tensors:
+    def _run_layer(self, flight: InFlight, i: int, inputs: Tensors) -> Tensors:
         """One layer by its pieces, or by autograd where it has none."""
         pieces = self._pieces[i]
         if pieces is None:
             graph, outputs = self._record(range(i, i + 1), inputs, flight.seed)
             flight.saved.append(graph)
             return tuple(one.detach() for one in outputs)
-        weights, buffers = _held(self._parameters[i]), _held(self._own_buffers[i])
+        weights, buffers = tensors_at(self._parameters[i]), tensors_at(self._own_buffers[i])
         with self._drawing(i, flight.seed):
             outputs, saved = pieces.forward(weights, buffers, inputs)
         flight.saved.append(saved)
         return outputs
 
-    def _record(self, layers: range, inputs: Tensors, seed: Seed) -> tuple[_Graph, Tensors]:
+    def _record(self, layers: range, inputs: Tensors, seed: Seed) -> tuple[LayersGraph, Tensors]:
         """Run ``layers`` under autograd; the outputs have its graph."""
         leaves = tuple(
             one.detach().requires_grad_(value.gradient)
@@ -328,7 +311,7 @@ class StageComputation:
             for i in layers:
                 values = self._layer(i, values, seed)
         edges = [get_gradient_edge(one) if one.requires_grad else None for one in values]
-        return _Graph(leaves, edges), values
+        return LayersGraph(leaves, edges), values
 
     @contextmanager
     def _offloading(self) -> Iterator[None]:
@@ -381,7 +364,7 @@ class StageComputation:
             self.device.type, self.autocast, enabled=self.autocast is not None, cache_enabled=False
         )
 
-    def _keep(self, flight: _InFlight, layers: range, inputs: Tensors) -> None:
+    def _keep(self, flight: InFlight, layers: range, inputs: Tensors) -> None:
         """Keep the inputs of ``layers``, and the buffers that change, to recompute them."""
         flight.inputs.append(inputs)
         now = [(held, name, held[name]) for i in layers for held, name in self._buffers[i]]
@@ -389,7 +372,7 @@ class StageComputation:
         flight.buffers.append([(held, name, copies.get(id(one))) for held, name, one in now])
 
     @contextmanager
-    def _again(self, flight: _InFlight) -> Iterator[None]:
+    def _again(self, flight: InFlight) -> Iterator[None]:
         """Let a recomputed forward begin with the buffers of the first one.
 
         It gets copies, so that no buffer changes twice. To restore the values afterwards would not
@@ -404,37 +387,3 @@ class StageComputation:
         finally:
             for held, name, buffer in before:
                 held[name] = buffer
-
-
-def _places(registries: Iterable[dict[str, Any]]) -> list[Place]:
-    """The places of a module's tensors, each once, in the order of ``named_parameters()``."""
-    found: dict[int, Place] = {}
-    for registry in registries:
-        for name, one in registry.items():
-            if one is not None:
-                found.setdefault(id(one), (registry, name))
-    return list(found.values())
-
-
-def _held(places: Iterable[Place]) -> list[Tensor]:
-    """The tensors that are held at ``places`` now."""
-    return [one for registry, name in places if (one := registry[name]) is not None]
-
-
-def _add_gradient(parameter: Tensor, gradient: Tensor) -> None:
-    """Add a gradient as autograd does: the first is kept, copied if it may be shared."""
-    if parameter.grad is not None:
-        parameter.grad.add_(gradient)
-    else:
-        parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(gradient)
-
-
-def backward_of(graph: _Graph, output_gradients: Gradients) -> Gradients:
-    """Gradients of a record's inputs; those of parameters are added up."""
-    pairs = [
-        (edge, gradient)
-        for edge, gradient in zip(graph.outputs, output_gradients, strict=True)
-        if edge is not None and gradient is not None
-    ]
-    torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
-    return [leaf.grad for leaf in graph.leaves]

@@ -22,17 +22,14 @@ def data_parallel(share: StepGraph, replicas: int, weights: Weights = "shared") 
     The loss of the mini-batch is the mean of the replicas' losses, so the gradients are averaged,
     by one operator per gradient or, accumulated, one per gradient and replica. Nodes of replica r
     are called ``NAME@r``. Statistics of batch norm are those of each replica's samples, as in every
-    framework.
-
-    Raises InputError if there is not at least one replica.
-
-    ``share``: the step of one replica, captured or measured with its part of the mini-batch: times
-    do not scale with the samples. ``weights``: ``shared``: one copy of the states, which all
-    replicas read and one update changes (in-graph replication, as FastT's); buffers take the values
-    of replica 0. An operator ``mean`` reads all gradients. ``accumulated``: the same, but gradients
-    are added up one after the other, by operators ``accumulate``, and then scaled: replicas are
-    microbatches, whose gradients do not wait for each other in memory. ``mirrored``: every replica
-    has its states and its update, and an operator ``all_reduce`` returns the mean to each of them.
+    framework. Raises InputError if there is not at least one replica. ``share``: the step of one
+    replica, captured or measured with its part of the mini-batch: times do not scale with the
+    samples. ``weights``: ``shared``: one copy of the states, which all replicas read and one update
+    changes (in-graph replication, as FastT's); buffers take the values of replica 0. An operator
+    ``mean`` reads all gradients. ``accumulated``: the same, but gradients are added up one after
+    the other, by operators ``accumulate``, and then scaled: replicas are microbatches, whose
+    gradients do not wait for each other in memory. ``mirrored``: every replica has its states and
+    its update, and an operator ``all_reduce`` returns the mean to each of them.
     """
     if replicas < 1:
         raise InputError(f"replicas must be at least 1, got {replicas}")

@@ -150,14 +150,11 @@ def linearise(graph: OpGraph, *, contract: bool = False) -> Chain:
 
     ``output_bytes`` of a layer are all outputs that cross the cut after it: those of every operator
     up to it that some later operator reads, each once. The last layer's are those of its operator.
-
     ``graph``: the operators. ``contract``: merge into one layer the operators between two
     consecutive cuts that at most one operator's output crosses: parallel branches with one start
     and one end (SPP section V-A). Outputs of zero bytes, such as an absent initial state, do not
-    count.
-
-    Returns names of merged layers are ``first..last``. Backward times are sums, not split into
-    parts.
+    count. Returns names of merged layers are ``first..last``. Backward times are sums, not split
+    into parts.
     """
     order = topological_order(graph)
     producers, crossing_bytes = _cuts(graph, order)

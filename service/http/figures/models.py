@@ -9,7 +9,7 @@ from stagewright.executor.drawing.operators import drawing
 from stagewright.executor.drawing.plan_lanes import BOUND
 from stagewright.executor.drawing.schedules import Panel, schedules_drawing
 from stagewright.executor.drawing.timeline import Block, Row
-from stagewright.executor.drawing.web.charts import Chart, Series
+from stagewright.executor.drawing.web.render import Chart, Series
 from stagewright.formulations.pipelines.windows import stage_times
 from stagewright.formulations.plans.actions import parse_action
 from stagewright.service.http.figures.tables import (

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stagewright.executor.drawing.lanes import Drawing, table
-from stagewright.executor.drawing.web.charts import Chart
+from stagewright.executor.drawing.web.render import Chart
 from stagewright.graphs.documents.units import format_bytes, format_seconds
 
 HOUR = 3600.0
