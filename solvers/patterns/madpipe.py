@@ -25,7 +25,7 @@ from stagewright.formulations.patterns.joint_patterns import (
     Placed,
     all_periods,
     contiguous,
-    longest_delays,
+    latest_ends,
 )
 from stagewright.formulations.patterns.madpipe import StageAllocationProblem
 from stagewright.formulations.plans.plan import Stage
@@ -85,7 +85,7 @@ class AllocationProgram:
         """
         # Without a special group the tables only determine which layers can be placed.
         rows = min(self.form.versions, _MOST_GROUPS) * PARTS if self.form.special >= 0 else 1
-        need = needs_of(self.form, period, rows)._replace(delay=longest_delays(self.form))
+        need = needs_of(self.form, period, rows)._replace(delay=latest_ends(self.form))
         most = int(min(steps, float(FAR)))
         label = self._reach(Pass(self.form, need, period, self.labels, self.merging, most), limits)
         if label >= 0 and not self.merging:

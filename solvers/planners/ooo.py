@@ -7,7 +7,7 @@ plan that follows it, so that optimizer steps count as well.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from time import monotonic
@@ -67,7 +67,7 @@ def plan_ooo(
     asked, began = choices.out_of_order or OutOfOrder(), monotonic()
     best: Proposal | None = None
     cost, short = math.inf, _Shortage(math.inf, "the time limit came before any plan was found")
-    for found in _proposals(problem, asked):
+    for found in _proposals(problem, asked, lambda: limits.left(monotonic() - began) <= 0):
         if isinstance(found, _Shortage):
             short = min(short, found)
             continue
@@ -88,10 +88,12 @@ class _Shortage(NamedTuple):
     reason: str
 
 
-def _proposals(problem: PipelineProblem, asked: OutOfOrder) -> Iterator[Proposal | _Shortage]:
+def _proposals(
+    problem: PipelineProblem, asked: OutOfOrder, ended: Callable[[], bool]
+) -> Iterator[Proposal | _Shortage]:
     """Proposals that fit in memory, and the shortage of every proposal that does not."""
     if asked.training == "single":
-        for found in one_device_proposals(problem):
+        for found in one_device_proposals(problem, ended):
             yield _shortage(problem, found) or found
         return
     for setting in _settings(problem, asked):

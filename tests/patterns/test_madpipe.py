@@ -253,10 +253,22 @@ def test_groups_of_devices_leave_time_for_their_all_reduce(problem):
     assert answer.period == pytest.approx(expected, rel=ROUNDING)
 
 
+def test_a_delay_leaves_time_for_the_all_reduce_of_an_earlier_stage():
+    """It counts although no later transfer or stage starts another group."""
+    model = chain(((2, 4), (2, 2), (1, 4), (1, 2)), (0, 0, 0, 1), (2, 2, 1, 1), (6, 6, 6, 6))
+    cluster = uniform_servers(1, 4, Link(SPEED), memory_bytes=100 * MIB)
+    equals_enumeration(
+        StageAllocationProblem(PipelineProblem(model, cluster, 1), ((0, 1), (2,), (3,)), 0)
+    )
+
+
 @quick
 @given(equal_devices(4, 4).filter(lambda problem: len(problem.cluster) == 4))
 def test_a_special_group_of_devices_equals_enumeration(problem):
-    question = StageAllocationProblem(problem, ((0, 1), (2,), (3,)), 0, ("none", "full"))
+    equals_enumeration(StageAllocationProblem(problem, ((0, 1), (2,), (3,)), 0, ("none", "full")))
+
+
+def equals_enumeration(question):
     periods = []
     for placed in allocations(question):
         with suppress(InvalidPlan):  # fits at no period
