@@ -396,10 +396,7 @@ def _refused(
 
 
 def _certified_plan(
-    problem: PipelineProblem,
-    planner: str,
-    known: ClassBounds,
-    answer: Proposal | PeriodicProposal,
+    problem: PipelineProblem, planner: str, known: ClassBounds, answer: Proposal | PeriodicProposal
 ) -> PipelinePlan:
     """The certified plan of a proposal."""
     if isinstance(answer, PeriodicProposal):
@@ -428,13 +425,7 @@ def _certified(
 ) -> PipelinePlan:
     rule = WEIGHT_RULES[proposal.weights]
     assembled = assemble(
-        problem,
-        planner,
-        proposal.stages,
-        proposal.starts,
-        rule,
-        proposal.begins,
-        proposal.sub_ends,
+        problem, planner, proposal.stages, proposal.starts, rule, proposal.begins, proposal.sub_ends
     )
     assert assembled.predicted is not None
     cost, plans = assembled.predicted.iteration_seconds, class_of(assembled)

@@ -71,13 +71,7 @@ class ByIntervals:
 
     @cached_property
     def pieces(self) -> tuple[tuple[int, ...], ...]:
-        """Ticks of each operation's pieces.
-
-        Raises
-        ------
-        InputError
-            If there are more than ``MAX_PIECES``: durations have no coarse common unit.
-        """
+        """Ticks of each operation's pieces; more than ``MAX_PIECES`` are refused."""
         ticks = in_ticks(self.problem.seconds, self.unit).astype(np.int64).tolist()
         found = [self._pieces(i, length) for i, length in enumerate(ticks)]
         if sum(len(one) for one in found if len(one) > 1) > MAX_PIECES:

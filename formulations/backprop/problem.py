@@ -159,13 +159,7 @@ class BackpropProblem:
         return {(one.kind, one.layer, one.microbatch): i for i, one in rows}
 
     def evaluate(self, timetable: "Timetable") -> float:
-        """Check every constraint and return the end of the window, T(F_L) + F_L.
-
-        Raises
-        ------
-        InvalidPlan
-            If a constraint is broken; the message names the first one.
-        """
+        """Check every constraint and return the end of the window, T(F_L) + F_L."""
         slack = RELATIVE_TOLERANCE * float(self.seconds.sum())
         _require_work(self, timetable, slack)
         _require_order(self, timetable, slack)

@@ -176,13 +176,7 @@ def refutations(found: Sequence[Verdict]) -> tuple[Violation, ...]:
 
 
 def require_valid(problem: PipelineProblem, plan: PipelinePlan) -> float:
-    """The iteration time in seconds, recomputed from the starts and the cost model.
-
-    Raises
-    ------
-    InvalidPlan
-        With the first broken rule.
-    """
+    """The iteration time in seconds, recomputed from the starts and the cost model."""
     require_structure(problem, plan)
     times = read_times(problem, plan)
     for violation in _broken_times(times, plan):

@@ -193,13 +193,7 @@ class PiperProblem:
         ]
 
     def evaluate(self, stages: Sequence[PiperStage]) -> float:
-        """Check every rule; the largest time per sample of a stage, in seconds.
-
-        Raises
-        ------
-        InvalidPlan
-            If a rule is broken; the message names the first one.
-        """
+        """Check every rule; the largest time per sample of a stage, in seconds."""
         self._require_layers(stages)
         self._require_degrees(stages)
         self._require_memory(stages)

@@ -154,23 +154,11 @@ class DagProblem:
         )
 
     def evaluate_phases(self, sets: "Sequence[PlacedSet]") -> float:
-        """Check every rule; the largest forward load plus the largest backward load, in seconds.
-
-        Raises
-        ------
-        InvalidPlan
-            As `evaluate`.
-        """
+        """Check every rule; the largest forward load plus the largest backward load, in seconds."""
         return self.of_forward.evaluate(sets) + self.of_backward.evaluate(sets)
 
     def evaluate(self, sets: "Sequence[PlacedSet]", contiguous: bool = True) -> float:
-        """The largest load, in seconds, after checking every rule (contiguity only if asked for).
-
-        Raises
-        ------
-        InvalidPlan
-            If a rule is broken; the message names the first one.
-        """
+        """Check every rule, contiguity only if asked for; the largest load, in seconds."""
         home: dict[int, int] = {}
         for number, one in enumerate(sets):
             for part in one.parts:

@@ -115,13 +115,7 @@ class OperatorProblem:
                 raise InputError(f"the diagonal of {name} must be 0")
 
     def evaluate(self, timetable: "Timetable") -> float:
-        """Check every rule and return the end of the last operator, in seconds.
-
-        Raises
-        ------
-        InvalidPlan
-            If a rule is broken; the message names the first one.
-        """
+        """Check every rule and return the end of the last operator, in seconds."""
         return rules.evaluate(self, timetable)
 
     def transfer_seconds(self, tensor: Ints, source: Ints, target: Ints) -> Floats:

@@ -188,13 +188,7 @@ class PatternProblem:
         return tuple(starts)
 
     def evaluate(self, pattern: "Pattern") -> float:
-        """Check every rule and return the period of ``pattern``.
-
-        Raises
-        ------
-        InvalidPlan
-            If a rule is broken; the message names the first one.
-        """
+        """Check every rule and return the period of ``pattern``."""
         for problem in self._broken(pattern):
             raise InvalidPlan(problem)
         return pattern.period

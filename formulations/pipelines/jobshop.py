@@ -89,11 +89,6 @@ class JobShop:
         """The makespan of ``starts``, after every constraint was checked.
 
         ``machines`` may be left out where no step has a choice.
-
-        Raises
-        ------
-        InvalidPlan
-            Naming the first constraint that is broken.
         """
         choices = self.choices
         if machines is None:

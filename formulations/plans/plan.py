@@ -384,13 +384,7 @@ class PipelinePlan(Envelope):
 
     @property
     def actions(self) -> tuple[ScheduledAction, ...]:
-        """The actions of a finite schedule.
-
-        Raises
-        ------
-        InvalidPlan
-            If the schedule is periodic.
-        """
+        """The actions of a finite schedule."""
         if isinstance(self.schedule, PeriodicSchedule):
             raise InvalidPlan("the plan is periodic: unroll it to get the actions of an iteration")
         return self.schedule.actions

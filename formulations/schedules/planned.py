@@ -191,13 +191,7 @@ def stages_of(order: Order, cuts: Sequence[int], names: Sequence[str]) -> tuple[
 def starts_in_order(
     problem: PipelineProblem, stages: Sequence[Stage], order: Order, rule: WeightRule = FLUSH
 ) -> Blocks:
-    """The earliest starts of computations and transfers, without all-reduces and updates.
-
-    Raises
-    ------
-    InputError
-        If the devices deadlock.
-    """
+    """The earliest starts of computations and transfers, without all-reduces and updates."""
     split = np.zeros((len(stages), order.microbatches), dtype=bool)
     for row in order.rows:
         for action in row:
@@ -218,13 +212,7 @@ def starts_in_order(
 def starts_to_the_end(
     problem: PipelineProblem, stages: Sequence[Stage], order: Order, rule: WeightRule = FLUSH
 ) -> Blocks:
-    """The starts of `starts_in_order` with those of all-reduces and updates after the backwards.
-
-    Raises
-    ------
-    InputError
-        If the devices deadlock.
-    """
+    """The starts of `starts_in_order` with those of all-reduces and updates after the backwards."""
     starts = starts_in_order(problem, stages, order, rule)
     if not rule.updates_every_round:
         starts |= _endings(problem, stages, starts)

@@ -98,11 +98,6 @@ def status_of(solver: highspy.Highs) -> Status:
     """How the run of ``solver`` ended, after the solution was read.
 
     If presolve could not tell infeasible from unbounded, the model is run again without costs.
-
-    Raises
-    ------
-    UnknownStatusError
-        If HiGHS ends in a way that the table does not list.
     """
     code = solver.getModelStatus()
     if code == _CODE.kUnboundedOrInfeasible:

@@ -196,13 +196,7 @@ def insert(problem: BackpropProblem, ranks: Ints) -> Timetable:
 
 @entry
 def insert_all(  # noqa: C901 - one pass over operations
-    seconds: Floats,
-    resource: Ints,
-    ranks: Ints,
-    first: Ints,
-    after: Ints,
-    waits: Ints,
-    places: int,
+    seconds: Floats, resource: Ints, ranks: Ints, first: Ints, after: Ints, waits: Ints, places: int
 ) -> Floats:
     """Starts in the order of ranks, each in the earliest gap."""
     count = len(seconds)

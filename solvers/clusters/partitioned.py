@@ -85,13 +85,7 @@ def in_process(
 def on_ray(
     run: Callable[[JobPart, Limits], Solved], parts: Sequence[JobPart], limits: Limits
 ) -> list[Solved]:
-    """All parts at once, on the Ray cluster that this process is part of, else on this machine.
-
-    Raises
-    ------
-    InputError
-        If Ray is not installed.
-    """
+    """All parts at once, on the Ray cluster that this process is part of, else on this machine."""
     if find_spec("ray") is None:
         raise InputError("solving parts at once needs Ray; pip install 'stagewright[cluster]'")
     import ray

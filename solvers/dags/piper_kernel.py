@@ -186,13 +186,7 @@ def _choices(
 
 @njit(cache=True, error_model="numpy")
 def price(  # noqa: C901 - one walk over the lattice
-    c: Costs,
-    m: Machine,
-    work: Work,
-    lattice: Downsets,
-    begin: int,
-    end: int,
-    cutoff: float,
+    c: Costs, m: Machine, work: Work, lattice: Downsets, begin: int, end: int, cutoff: float
 ) -> Stages:
     """The stages from the upsets ``begin`` to ``end`` that may take at most ``cutoff`` seconds.
 

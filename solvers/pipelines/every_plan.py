@@ -47,11 +47,7 @@ PRECISION = 1e-3  # relative
 
 
 def device_bounds(
-    problem: PipelineProblem,
-    stages: Sequence[Stage],
-    plans: PlanClass,
-    cost: float,
-    seconds: float,
+    problem: PipelineProblem, stages: Sequence[Stage], plans: PlanClass, cost: float, seconds: float
 ) -> tuple[Bound, ...]:
     """Bounds on all schedules of ``stages``, and on the schedules with whole backwards.
 

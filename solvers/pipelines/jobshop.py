@@ -45,15 +45,7 @@ class JobShopResult:
 def solve_jobshop(
     problem: JobShop, limits: Limits, on_progress: OnProgress = silent
 ) -> JobShopResult:
-    """The best schedule found within ``limits``, with a proved bound.
-
-    Raises
-    ------
-    InputError
-        If there is no such backend.
-    InvalidPlan
-        If a schedule breaks a rule of the problem.
-    """
+    """The best schedule found within ``limits``, with a proved bound."""
     began = perf_counter()
     scheduler(limits, problem.is_flexible)  # refuses an unknown backend before any work
     static, argument = static_bound(problem)

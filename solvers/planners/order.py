@@ -112,13 +112,7 @@ def _largest_layout(problem: PipelineProblem, asked: ScheduleChoice) -> Layout:
 
 
 def require_order(problem: PipelineProblem, choices: Choices) -> None:
-    """Refuse a published schedule that does not exist for these devices, layers, microbatches.
-
-    Raises
-    ------
-    InputError
-        As :func:`plan_order`.
-    """
+    """Refuse a published schedule that does not exist for these devices, layers, microbatches."""
     asked = choices.order or ScheduleChoice()
     if asked.kind == OPTIMAL:
         return
@@ -184,13 +178,7 @@ def _published(problem: PipelineProblem, name: str, layout: Layout) -> Found:
 
 
 def timed(problem: PipelineProblem, name: str, layout: Layout) -> Found:
-    """The plan of a published schedule on given stages; memory is not checked at every instant.
-
-    Raises
-    ------
-    InputError
-        If the schedule needs the times of both parts of a backward, and there are none.
-    """
+    """The plan of a published schedule on given stages; memory is not checked at every instant."""
     kind, order, stages = KINDS[name], layout.order, layout.stages
     if kind.is_split:
         _require_parts(problem, name)
@@ -214,11 +202,6 @@ def in_order(
     """The proposal that follows an order as early as possible; memory is not checked.
 
     All-reduces and optimizer steps follow the backwards.
-
-    Raises
-    ------
-    InputError
-        If the devices deadlock.
     """
     starts = starts_to_the_end(problem, stages, order, WEIGHT_RULES[weights])
     return Proposal(stages, starts, weights=weights)

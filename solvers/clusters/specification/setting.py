@@ -214,17 +214,9 @@ def require_small(problem: AllocationProblem) -> None:
 
 
 def setting(
-    problem: AllocationProblem,
-    limits: Limits = UNLIMITED,
-    budget_dollars: float | None = None,
+    problem: AllocationProblem, limits: Limits = UNLIMITED, budget_dollars: float | None = None
 ) -> Setting:
-    """T of all jobs, and of all pairs of distinct jobs whose kinds the problem pairs.
-
-    Raises
-    ------
-    InputError
-        If that is too many variables.
-    """
+    """T of all jobs, and of all pairs of distinct jobs whose kinds the problem pairs."""
     require_small(problem)
     together, members = _together(problem.table), _members(problem)
     pairs = [

@@ -131,16 +131,11 @@ class Labels:
         self._heads: dict[tuple[int, int, int], list[Stage]] = {}
 
     def run(self) -> list[tuple[float, Label]]:
-        """Bounds and labels of all layers, by ascending bound; all below the cutoff.
+        """Labels of all layers below the cutoff, by bound; ``Overflow`` if too many, or late.
 
         Without ``prune`` they are all pipelines whose bound is below it; with it, no pipeline that
         is left out has a smaller bound than the first; but with a ``width`` only so many labels are
         kept for each first layer, and nothing is proved.
-
-        Raises
-        ------
-        Overflow
-            If there are more than ``most`` labels, or it is late.
         """
         layers = self.tables.layers
         at: list[list[Label]] = [[] for _ in range(layers + 1)]

@@ -252,13 +252,7 @@ def _remember(search: Search, source: int, start: int, stop: int, c: int, place:
 
 @lean
 def _try(
-    search: Search,
-    known: Floats,
-    l: int,
-    m: int,
-    c: int,
-    finish: float,
-    used: int,
+    search: Search, known: Floats, l: int, m: int, c: int, finish: float, used: int
 ) -> tuple[bool, bool]:
     """Whether layers [l, m) may be a stage; whether none from l to m or further can be.
 

@@ -155,10 +155,7 @@ OnRelaxed = Callable[[Levels, tuple[RelaxedStage, ...]], None]
 
 
 def server_bound(
-    problem: PipelineProblem,
-    incumbent: float,
-    seconds: float,
-    plans: PlanClass = DISJOINT_SPLIT,
+    problem: PipelineProblem, incumbent: float, seconds: float, plans: PlanClass = DISJOINT_SPLIT
 ) -> float:
     """A lower bound on all ``plans``, at most ``incumbent`` (any known time).
 
@@ -174,9 +171,7 @@ def is_server_bound(
     return ServerBounds(problem, plans).proves(seconds)
 
 
-def _finer(
-    searches: Sequence[tuple[Levels, ServerSearch]],
-) -> list[tuple[Levels, ServerSearch]]:
+def _finer(searches: Sequence[tuple[Levels, ServerSearch]]) -> list[tuple[Levels, ServerSearch]]:
     every = ((level, one.finer()) for level, one in searches)
     return [(level, one) for level, one in every if one is not None]
 
@@ -204,10 +199,7 @@ class ServerBounds:
         return tuple((level, one) for level, one in every if one.is_small)
 
     def bound(
-        self,
-        incumbent: float,
-        seconds: float = math.inf,
-        on_relaxed: OnRelaxed = lambda *_: None,
+        self, incumbent: float, seconds: float = math.inf, on_relaxed: OnRelaxed = lambda *_: None
     ) -> float:
         """As :func:`server_bound`; ``on_relaxed`` receives the relaxed plans that are found."""
         until = monotonic() + seconds

@@ -64,13 +64,7 @@ def advance(
 
 @inner
 def expand(
-    window: Window,
-    target: float,
-    width: int,
-    done: int,
-    where: Places,
-    clock: Floats,
-    ends: Floats,
+    window: Window, target: float, width: int, done: int, where: Places, clock: Floats, ends: Floats
 ) -> tuple[Places, Floats, Parents, Places]:
     """Schedule one more block in every state, in all ways that active schedules have.
 
@@ -288,13 +282,7 @@ def _in_turn(window: Window, i: int, j: int, item: Ints, ready: Floats) -> float
 
 @lean
 def _is_new(
-    new: int,
-    where: Places,
-    clock: Floats,
-    table: Ints,
-    following: Ints,
-    beaten: Bools,
-    width: int,
+    new: int, where: Places, clock: Floats, table: Ints, following: Ints, beaten: Bools, width: int
 ) -> bool:
     """Whether state ``new`` is one more state: no other dominates it, and there is room for it.
 

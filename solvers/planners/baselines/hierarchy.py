@@ -171,11 +171,7 @@ def _slowest(cluster: Cluster, labels: Ints) -> float:
 
 
 def optimize(
-    costs: Costs | States,
-    hierarchy: Hierarchy,
-    *,
-    overlapped: bool = True,
-    shape: Shape = "any",
+    costs: Costs | States, hierarchy: Hierarchy, *, overlapped: bool = True, shape: Shape = "any"
 ) -> tuple[LevelTables, ...]:
     """The tables A^k, from the lowest level.
 

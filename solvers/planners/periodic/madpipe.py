@@ -54,10 +54,7 @@ _SCHEDULED = 4  # last allocations of each local search that are scheduled
 
 
 def plan_madpipe(
-    problem: PipelineProblem,
-    limits: Limits,
-    on_progress: OnProgress,
-    choices: Choices,
+    problem: PipelineProblem, limits: Limits, on_progress: OnProgress, choices: Choices
 ) -> PeriodicProposal | NoPlan:
     """MadPipe's allocation and pattern, or a better one found during the search."""
     search = PeriodicSearch(problem, limits, on_progress, choices)

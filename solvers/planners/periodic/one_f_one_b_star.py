@@ -29,10 +29,7 @@ from stagewright.solvers.planners.steps.proposal import Choices, NoPlan, Periodi
 
 
 def plan_one_f_one_b_star(
-    problem: PipelineProblem,
-    limits: Limits,
-    on_progress: OnProgress,
-    choices: Choices,
+    problem: PipelineProblem, limits: Limits, on_progress: OnProgress, choices: Choices
 ) -> PeriodicProposal | NoPlan:
     """The shortest iteration over all contiguous partitions, with one stage per group."""
     search = PeriodicSearch(problem, limits, on_progress, choices)

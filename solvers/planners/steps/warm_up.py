@@ -167,8 +167,7 @@ BOUNDS = _once(
     lambda: is_server_bound(_tiny(), 10.0, SHARED_SPLIT),
 )
 STAGES = _once(
-    lambda: plan_spp(_tiny(), Limits(), silent),
-    lambda: exact(_tiny(), Limits(seconds=1.0)),
+    lambda: plan_spp(_tiny(), Limits(), silent), lambda: exact(_tiny(), Limits(seconds=1.0))
 )
 ORDERS = _once(compile_row_kernels, compile_window_kernels)
 HIERARCHY = _once(lambda: partition(_tiny()))
