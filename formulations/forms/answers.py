@@ -130,6 +130,21 @@ def require_limits(limits: Limits, spelled: Callable[[str], str] = str) -> Limit
     return limits
 
 
+class Bounded:
+    """A result with the cost of the best answer found, None without one, and a bound on all."""
+
+    __slots__ = ()
+    cost: float | None
+    bound: float
+
+    @property
+    def gap(self) -> float | None:
+        """(cost - bound) / cost."""
+        if self.cost is None:
+            return None
+        return (self.cost - self.bound) / self.cost if self.cost > self.bound else 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Progress:
     """An improvement while a backend works: the incumbent and the bound, after ``seconds``.

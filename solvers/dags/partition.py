@@ -10,6 +10,7 @@ import numpy as np
 
 from stagewright.formulations.dags.problem import DagProblem, PlacedSet, heaviest_part, priced_load
 from stagewright.formulations.forms.answers import (
+    Bounded,
     Limits,
     OnProgress,
     Progress,
@@ -156,7 +157,7 @@ DOWNSETS, LOAD, PART = "dynamic program over downsets", "load priced by device",
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DagResult:
+class DagResult(Bounded):
     """The best partition found and a bound on the largest load of every contiguous one (seconds).
 
     An optimal one is so up to ``LEAST``. ``sets`` are in the order of the pipeline; None if nothing
@@ -172,13 +173,6 @@ class DagResult:
     downsets: int | None
     pairs: int
     seconds: float
-
-    @property
-    def gap(self) -> float | None:
-        """(cost - bound) / cost."""
-        if self.cost is None:
-            return None
-        return (self.cost - self.bound) / self.cost if self.cost > self.bound else 0.0
 
 
 def partition(

@@ -21,7 +21,7 @@ from stagewright.formulations.dags.piper import (
     least_seconds,
     shared_work,
 )
-from stagewright.formulations.forms.answers import Limits, Status, settled
+from stagewright.formulations.forms.answers import Bounded, Limits, Status, settled
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.errors import InvalidPlan
 from stagewright.solvers.dags.knapsack import choose
@@ -36,7 +36,7 @@ UPSETS, DEVICES = "dynamic program over upsets", "device-seconds"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PiperResult:
+class PiperResult(Bounded):
     """The best pipeline found and a bound on the time per sample of every pipeline (seconds).
 
     An optimal one is so up to ``LEAST``. ``stages`` are in the order of the pipeline; None if none
@@ -52,13 +52,6 @@ class PiperResult:
     upsets: int | None
     priced: int
     seconds: float
-
-    @property
-    def gap(self) -> float | None:
-        """(cost - bound) / cost."""
-        if self.cost is None:
-            return None
-        return (self.cost - self.bound) / self.cost if self.cost > self.bound else 0.0
 
 
 def piper_pipeline(problem: PiperProblem, limits: Limits | None = None) -> PiperResult:

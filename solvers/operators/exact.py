@@ -13,7 +13,7 @@ from time import perf_counter
 import numpy as np
 from ortools.sat.python import cp_model
 
-from stagewright.formulations.forms.answers import Answer, Limits, Status, settled, silent
+from stagewright.formulations.forms.answers import Answer, Bounded, Limits, Status, settled, silent
 from stagewright.formulations.forms.disjunctive import exact_unit, in_ticks, tick
 from stagewright.formulations.operators.bounds import CP_SAT, shortage, windows
 from stagewright.formulations.operators.check import BOUND_ROUNDING
@@ -323,7 +323,7 @@ EVALUATIONS = 800_000  # of the search before
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OperatorResult:
+class OperatorResult(Bounded):
     """A checked timetable and all bounds; ``bound`` is the best of them, in seconds.
 
     ``timetable`` and ``cost`` are None if nothing within the memory was found; then ``reason`` says
@@ -338,13 +338,6 @@ class OperatorResult:
     source: str
     reason: str
     seconds: float
-
-    @property
-    def gap(self) -> float | None:
-        """(cost - bound) / cost."""
-        if self.cost is None:
-            return None
-        return (self.cost - self.bound) / self.cost if self.cost > self.bound else 0.0
 
 
 def solve_exactly(

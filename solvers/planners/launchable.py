@@ -9,14 +9,13 @@ of the best plans are then moved layer by layer.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import pairwise
 from time import monotonic
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
+from stagewright.formulations.forms.answers import Limits, OnProgress
 from stagewright.formulations.pipelines.bounds.relaxation import FILL_AND_DRAIN, WIDE_FILL_AND_DRAIN
 from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.plans.memory import kept_bytes, stage_static_bytes
@@ -32,7 +31,7 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import counted
 from stagewright.solvers.pipelines.relaxation import FillAndDrain
 from stagewright.solvers.planners.order import Layout, fitting, timed
-from stagewright.solvers.planners.steps.planner import Options, SearchPlanner
+from stagewright.solvers.planners.steps.planner import Options, PlanSearch, SearchPlanner
 from stagewright.solvers.planners.steps.proposal import (
     Choices,
     MemoryMode,
@@ -68,13 +67,13 @@ def plan_launchable(
     """The best plan found for the runtime of ``choices``, with a bound on all of its plans."""
     runtime = choices.runtime or torch_runtime(len(problem.chain))
     runtime.require(choices.recompute, "none")
-    search = _Search(problem, runtime, limits, on_progress)
+    search = _LaunchableSearch(problem, limits, on_progress, runtime=runtime)
     search.run(choices)
     if search.best is None:
         return NoPlan(f"{runtime.name}: {search.refusal}", proved=not search.shapes)
     pipelines = counted(search.candidates, "pipeline", "pipelines")
     notes = (f"{pipelines}, {search.timed} of their cuts timed", *search.best.notes)
-    bounds = _bounds(problem, runtime, search.cost, search.seconds_left() / 2)
+    bounds = _bounds(problem, runtime, search.cost, search.left() / 2)
     return replace(search.best, bounds=bounds, notes=notes)
 
 
@@ -125,15 +124,9 @@ class _Pipeline:
     cuts: tuple[int, ...]
 
 
-@dataclass
-class _Search:
-    problem: PipelineProblem
+@dataclass(kw_only=True)
+class _LaunchableSearch(PlanSearch):
     runtime: Runtime
-    limits: Limits
-    on_progress: OnProgress
-    began: float = field(default_factory=monotonic)
-    best: Proposal | None = None
-    cost: float = math.inf
     timed: int = 0
     candidates: int = 0
     shapes: int = 0  # numbers and sizes of groups
@@ -166,13 +159,9 @@ class _Search:
             f"{counted(cuts, 'place', 'places')} to cut the model"
         )
 
-    def seconds_left(self) -> float:
-        """Seconds to the limit."""
-        return self.limits.left(monotonic() - self.began)
-
     def _left(self) -> float:
         """Seconds left to search."""
-        return self.seconds_left() - (1 - SEARCHING) * self.limits.seconds
+        return self.left() - (1 - SEARCHING) * self.limits.seconds
 
     # --- Candidates ---------------------------------------------------------------------------
 
@@ -327,9 +316,7 @@ class _Search:
         if cost >= ceiling:
             return math.inf
         if cost < self.cost:
-            self.best, self.cost = replace(found, notes=(kind, *found.notes)), cost
-            made = partial(replace, self.best)
-            self.on_progress(Progress(monotonic() - self.began, cost, 0.0, made))
+            self.keep(replace(found, notes=(kind, *found.notes)), cost)
         return cost
 
     def _climb(self, one: _Pipeline, cost: float) -> None:

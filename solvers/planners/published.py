@@ -5,16 +5,14 @@ V or a wave. The schedules of a placement are bounded first, and those that may 
 are timed, least bound first.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import pairwise
 from time import monotonic
 
 import numpy as np
 
-from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
+from stagewright.formulations.forms.answers import Limits, OnProgress
 from stagewright.formulations.pipelines.bounds.stages import quick_bound
 from stagewright.formulations.pipelines.grouped_stages import GroupedStages, splits
 from stagewright.formulations.plans.pipeline import PipelineProblem
@@ -24,6 +22,7 @@ from stagewright.formulations.schedules.placements import placed
 from stagewright.graphs.machines.ordering import recursive_device_order
 from stagewright.solvers.pipelines.generated import generated
 from stagewright.solvers.pipelines.rows.search import RowSearch, compile_row_kernels
+from stagewright.solvers.planners.steps.planner import PlanSearch
 from stagewright.solvers.planners.steps.proposal import (
     MemoryMode,
     NoPlan,
@@ -89,24 +88,18 @@ class _Candidate:
 
 
 @dataclass
-class _PublishedSearch:
+class _PublishedSearch(PlanSearch):
     """The best schedule so far, and the cost of each placement tried."""
 
-    problem: PipelineProblem
-    limits: Limits
-    on_progress: OnProgress
-    began: float = field(default_factory=monotonic)
-    best: Proposal | None = None
-    cost: float = math.inf
     tried: list[tuple[float, int, _Candidate]] = field(default_factory=list)
 
     def run(self, ceiling: float, modes: Sequence[MemoryMode]) -> None:
         """Try all placements that promise to be better, then improve the best one."""
         for one in sorted(self._promising(ceiling, modes), key=lambda one: one.bound):
-            if one.bound < self.cost and self._left() > 0:
-                rows = one.begin(self.limits.seed, self._left)
+            if one.bound < self.cost and self.left() > 0:
+                rows = one.begin(self.limits.seed, self.left)
                 self.tried.append((self._consider(one, rows), len(self.tried), one))
-        if self.tried and self._left() > 0:
+        if self.tried and self.left() > 0:
             cost, _, one = min(self.tried, key=lambda entry: entry[:2])
             if cost > one.bound * (1 + TIGHT):
                 self._improve(one)
@@ -115,7 +108,7 @@ class _PublishedSearch:
         """Search further for rows where memory is short, so that few rules find good ones."""
         rows = one.rows
         if rows is not None and rows.problem.memory:
-            seconds = min(self._left(), LONGER * (monotonic() - self.began))
+            seconds = min(self.left(), LONGER * (monotonic() - self.began))
             rows.run(one.bound, replace(self.limits, seconds=seconds))
             one.source = "search for rows"
             self._consider(one, rows)
@@ -124,7 +117,7 @@ class _PublishedSearch:
         """The stages whose schedules may be below the ceiling, found in half of the time."""
         for structure in _structures(self.problem, modes):
             seconds = len(structure.stages) * self.problem.microbatches * ACTION_SECONDS
-            if self._left() - seconds > self.limits.seconds / 2:
+            if self.left() - seconds > self.limits.seconds / 2:
                 found = _candidate(self.problem, structure)
                 if found is not None and found.bound < ceiling:
                     yield found
@@ -135,13 +128,8 @@ class _PublishedSearch:
         found = Proposal(one.structure.stages, starts, notes=(one.source,))
         cost = cost_of(self.problem, found)
         if cost < self.cost:
-            self.best, self.cost = found, cost
-            made = partial(Proposal, found.stages, found.starts)
-            self.on_progress(Progress(monotonic() - self.began, cost, 0.0, made))
+            self.keep(found, cost)
         return cost
-
-    def _left(self) -> float:
-        return self.limits.left(monotonic() - self.began)
 
 
 def _structures(problem: PipelineProblem, modes: Sequence[MemoryMode]) -> Iterator[Structure]:

@@ -31,10 +31,11 @@ class Band(NamedTuple):
 
 
 @lean_entry
-def stage_time(form: Recurrence, before: int, l: int, used: int, r: int) -> float:
-    """Time of layers (before, l] on the r units after the first ``used``."""
-    time: float = _stage_time(refer(form), before, l, used, r)
-    return time
+def step_time(form: Recurrence, before: int, l: int, used: int, later: int, r: int) -> float:
+    """Time of stage (before, l] on r units, or of the channel from the ``later`` before it."""
+    form = refer(form)
+    time: float = _stage_time(form, before, l, used, r)
+    return max(time, _channel_time(form, before, used, later, r)) if used > 0 else time
 
 
 @lean
@@ -96,13 +97,6 @@ def _window_starts(
             while start < l and _stage_time(form, start, l, used, r) > limit:
                 start += 1
         starts[l] = start
-
-
-@lean_entry
-def channel_time(form: Recurrence, l: int, used: int, later: int, r: int) -> float:
-    """Time of all transfers between the ``later`` units before ``used`` and the next r."""
-    time: float = _channel_time(refer(form), l, used, later, r)
-    return time
 
 
 @lean

@@ -25,9 +25,8 @@ from stagewright.solvers.pipelines.partition.kernels import (
     ONE,
     Band,
     Words,
-    channel_time,
     predecessor,
-    stage_time,
+    step_time,
     sweep,
 )
 
@@ -92,9 +91,7 @@ def bottleneck(form: Recurrence, cuts: Cuts) -> float:
     """The largest stage or channel time of a placement, with the kernel's arithmetic."""
     worst, taken, used, replicas = 0.0, 0, 0, 0
     for l, i in cuts:
-        worst = max(worst, stage_time(form, taken, l, used, i - used))
-        if used:
-            worst = max(worst, channel_time(form, taken, used, replicas, i - used))
+        worst = max(worst, step_time(form, taken, l, used, replicas, i - used))
         taken, used, replicas = l, i, i - used
     return worst
 

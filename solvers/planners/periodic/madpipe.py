@@ -29,8 +29,8 @@ from stagewright.solvers.patterns.joint_patterns import joint_optimum
 from stagewright.solvers.planners.periodic.one_f_one_b_star import contiguous
 from stagewright.solvers.planners.periodic.search import (
     OPTIMAL_GAP,
+    PERIODIC_OPTIONS,
     FoundPattern,
-    PeriodicPlanner,
     PeriodicSearch,
     distinct,
     interchangeable,
@@ -38,6 +38,7 @@ from stagewright.solvers.planners.periodic.search import (
     named_group,
     orders,
 )
+from stagewright.solvers.planners.steps.planner import SearchPlanner
 from stagewright.solvers.planners.steps.proposal import Choices, NoPlan, PeriodicProposal
 
 Stages = tuple[Stage, ...]
@@ -164,10 +165,11 @@ def jointly(search: PeriodicSearch, size: int) -> None:
         search.bounds[size].append(Bound(answer.bound, ALLOCATIONS, "problem", plans))
 
 
-PLANNER = PeriodicPlanner(
+PLANNER = SearchPlanner(
     "madpipe",
     "periodic plans for little memory: some devices have several stages; asynchronous, two "
     "versions of the weights",
     "Beaumont et al., ScaDL 2022",
     plan_madpipe,
+    PERIODIC_OPTIONS,
 )

@@ -148,7 +148,7 @@ def named_group(problem: PipelineProblem, group: Sequence[int]) -> tuple[str, ..
     return tuple(problem.cluster.devices[v].name for v in group)
 
 
-_PERIODIC_OPTIONS = Options(
+PERIODIC_OPTIONS = Options(
     ("none", "full", "auto"), offload=True, group_size=True, period_seconds=True, backend=True
 )
 """The choices that periodic planners support."""
@@ -156,23 +156,6 @@ OPTIMAL_GAP = 1e-6  # relative
 _MOST_BYTES = 1e17
 _LONGEST_WAIT = 1e4  # times the sequential period; above it short operations lose precision
 _PATTERN_SECONDS = 5.0  # time limit of one pattern
-
-
-@dataclass(frozen=True, slots=True)
-class PeriodicPlanner:
-    """A planner of periodic plans."""
-
-    name: str
-    summary: str
-    source: str
-    plan: Callable[[PipelineProblem, Limits, OnProgress, Choices], PeriodicProposal | NoPlan]
-    options: Options = _PERIODIC_OPTIONS
-
-    def propose(
-        self, problem: PipelineProblem, choices: Choices, limits: Limits, on_progress: OnProgress
-    ) -> PeriodicProposal | NoPlan:
-        """The plan of the shortest iteration found."""
-        return self.plan(problem, limits, on_progress, choices)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

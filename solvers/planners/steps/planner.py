@@ -1,10 +1,13 @@
 """The planner protocol: a name, the supported choices, and one method."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
+from time import monotonic
 from typing import Protocol, get_args
 
-from stagewright.formulations.forms.answers import Limits, OnProgress
+from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.documents.errors import InputError
 from stagewright.solvers.planners.steps.proposal import (
@@ -34,6 +37,27 @@ class Options:
     batch: bool = False
     vertical_sync: bool = False
     runtime: bool = False
+
+
+@dataclass
+class PlanSearch:
+    """A search within ``limits``, its clock, and the best plan so far with its seconds."""
+
+    problem: PipelineProblem
+    limits: Limits
+    on_progress: OnProgress
+    began: float = field(default_factory=monotonic)
+    best: Proposal | None = None
+    cost: float = math.inf
+
+    def left(self) -> float:
+        """The seconds to the limit; 0 after a stop."""
+        return self.limits.left(monotonic() - self.began)
+
+    def keep(self, found: Proposal, cost: float) -> None:
+        """Make ``found`` the best plan and report it."""
+        self.best, self.cost = found, cost
+        self.on_progress(Progress(monotonic() - self.began, cost, 0.0, partial(replace, found)))
 
 
 class Planner(Protocol):
