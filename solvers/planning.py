@@ -18,10 +18,7 @@ from stagewright.formulations.forms.answers import (
 from stagewright.formulations.pipelines.bounds.every_plan import why_nothing_fits
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan
-from stagewright.formulations.plans.plan_class import (
-    EVERY_PLAN,
-    PlanClass,
-)
+from stagewright.formulations.plans.plan_class import EVERY_PLAN, PlanClass
 from stagewright.graphs.documents.errors import InputError
 from stagewright.solvers.pipelines.every_plan import every_plan_bounds
 from stagewright.solvers.planners import (

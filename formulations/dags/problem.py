@@ -34,7 +34,7 @@ from stagewright.graphs.documents.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class DevicePool:
     """Equal devices: their number, the bytes of each, and whether transfers take their time."""
 
     name: str
@@ -82,7 +82,7 @@ class DagProblem:
     seconds: Floats
     bytes: Floats
     tensors: tuple[Tensor, ...]
-    pools: tuple[Pool, ...]
+    pools: tuple[DevicePool, ...]
     backward: Floats | None = None
     exchange: Floats | None = None
     most_replicas: int = 1

@@ -19,7 +19,7 @@ from stagewright.formulations.forms.disjunctive import (
     in_ticks,
     tick,
 )
-from stagewright.formulations.forms.models import Intervals, Store
+from stagewright.formulations.forms.models import HeldAmounts, Intervals
 from stagewright.formulations.pipelines.blocks import (
     NONE,
     BlockGraph,
@@ -177,7 +177,7 @@ def _spans(problem: MakespanProblem, number: Ints) -> Ints:
     return np.column_stack([number[forward[first], 0], number[last, -1]])
 
 
-def _stores(problem: MakespanProblem, number: Ints) -> tuple[Store, ...]:
+def _stores(problem: MakespanProblem, number: Ints) -> tuple[HeldAmounts, ...]:
     """The memory of each device, in units that are exact or rounded down, which only relaxes."""
     if not problem.memory:
         return ()
@@ -193,7 +193,7 @@ def _stores(problem: MakespanProblem, number: Ints) -> tuple[Store, ...]:
         if rows:
             amounts = [math.floor(amount / unit * (1 + EXACT)) for *_, amount in rows]
             found.append(
-                Store(
+                HeldAmounts(
                     first=np.concatenate([number[forward[s]] for s, *_ in rows]),
                     last=np.concatenate([number[last] for _, last, _ in rows]),
                     amounts=np.repeat(amounts, problem.microbatches),

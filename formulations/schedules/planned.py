@@ -57,10 +57,10 @@ def channel_starts(
     order: Order, times: ActionTimes, full_duplex: bool = False
 ) -> tuple[Starts, dict[Need, float]]:
     """The starts of `with_channels`, in the layout of the rows, for any times of the actions."""
-    return _Run(order, times, full_duplex).finish()
+    return _OrderRun(order, times, full_duplex).finish()
 
 
-class _Run:
+class _OrderRun:
     """Events are ends of computations, by device, and of transfers, by channel."""
 
     def __init__(self, order: Order, times: ActionTimes, full_duplex: bool) -> None:

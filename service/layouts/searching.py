@@ -28,7 +28,7 @@ from stagewright.service.answers import CARRIED, Answer, Finite
 from stagewright.service.layouts.refined import RefinedAnswer, refined_layouts
 from stagewright.service.options import Option
 from stagewright.service.requests import Request
-from stagewright.solvers.parallelism.refining import Found, search, work_alike
+from stagewright.solvers.parallelism.refining import FoundLayouts, search, work_alike
 from stagewright.solvers.parallelism.space import Space
 from stagewright.solvers.parallelism.tree import compiled_walk
 
@@ -107,7 +107,7 @@ class Searches:
         self.refused: Counter[Rule] = Counter()
         self.examples: dict[Rule, str] = {}
 
-    def search(self, problem: TrainingProblem, keep: int, **options: Any) -> Found:
+    def search(self, problem: TrainingProblem, keep: int, **options: Any) -> FoundLayouts:
         """The best layouts of a problem in the request's space."""
         return search(problem, self.request.searched, keep=keep, accept=self.accepts, **options)
 
@@ -303,7 +303,7 @@ def find_layouts(request: LayoutRequest, stop: StopToken | None = None) -> Layou
     )
 
 
-def _rows(request: LayoutRequest, found: Found) -> Iterator[LayoutRow]:
+def _rows(request: LayoutRequest, found: FoundLayouts) -> Iterator[LayoutRow]:
     """The best layouts, with those that are folded into them."""
     for one in found.best:
         key = work_alike(one.layout)
@@ -338,7 +338,7 @@ def _impossible(request: LayoutRequest, reason: str) -> LayoutAnswer:
 
 def _reason(
     searches: Searches,
-    found: Found,
+    found: FoundLayouts,
     best: Estimate | None,
     front: tuple[FrontPoint, ...],
     stop: StopToken | None,
@@ -353,7 +353,7 @@ def _reason(
     return _too_large(searches.request.problem, front[-1]) if front else searches.nothing()
 
 
-def _status(found: Found, stop: StopToken | None) -> Status:
+def _status(found: FoundLayouts, stop: StopToken | None) -> Status:
     if is_stopped(stop) and not (found.best and found.proved):
         return Status.INTERRUPTED
     if found.best:

@@ -11,7 +11,7 @@ import numpy as np
 from ortools.sat.python import cp_model
 
 from stagewright.formulations.forms.answers import Answer, Limits, OnProgress, Progress, Status
-from stagewright.formulations.forms.models import ABSENT, Intervals, LinearProgram, Store
+from stagewright.formulations.forms.models import ABSENT, HeldAmounts, Intervals, LinearProgram
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.documents.errors import InputError
 from stagewright.solvers.backends.backend import UnknownStatusError
@@ -229,7 +229,7 @@ def _objective(form: Intervals, starts: Ints) -> int:
 
 
 def _add_store(
-    model: cp_model.CpModel, starts: list[cp_model.IntVar], form: Intervals, store: Store
+    model: cp_model.CpModel, starts: list[cp_model.IntVar], form: Intervals, store: HeldAmounts
 ) -> None:
     held = []
     for i, j in zip(store.first.tolist(), store.last.tolist(), strict=True):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from stagewright.formulations.backprop.orders import reverse_first_k
-from stagewright.formulations.backprop.problem import BackpropProblem, Timetable, peaks
+from stagewright.formulations.backprop.problem import BackpropProblem, WindowTimes, peaks
 from stagewright.formulations.backprop.regions import Regions, Streams, regions_of
 from stagewright.formulations.backprop.training import single_device
 from stagewright.graphs.documents.arrays import Bools, Ints
@@ -21,7 +21,7 @@ class ReversedLayers:
     """The best ``k`` that was tried, its timetable, and how many values were tried."""
 
     k: int
-    timetable: Timetable
+    timetable: WindowTimes
     tried: int
 
 
@@ -37,7 +37,7 @@ def reverse_search(
     ``fast_forward`` it finds k of section 6, which the paper leaves open: of data and pipeline
     parallelism together, the first k layers are reversed and the others fast-forwarded.
     """
-    found: dict[int, Timetable] = {}
+    found: dict[int, WindowTimes] = {}
 
     def time(k: int) -> float:
         if k not in found:
@@ -62,7 +62,7 @@ class StreamResult:
     """
 
     order: tuple[int, ...]
-    timetable: Timetable
+    timetable: WindowTimes
     cost: float
     bound: float
     peak: float
@@ -104,7 +104,7 @@ def joint_schedule(regions: Regions, prescheduled: int = 0) -> list[list[int]]:
     return plan
 
 
-class _Choice(NamedTuple):
+class _RegionChoice(NamedTuple):
     """The weight gradient that a region runs next, and how long the region waits for it."""
 
     wait: float
@@ -112,18 +112,18 @@ class _Choice(NamedTuple):
     kernel: int
 
 
-def _best(regions: Regions, by_ready: Ints, is_left: Bools, i: int, now: float) -> _Choice:
+def _best(regions: Regions, by_ready: Ints, is_left: Bools, i: int, now: float) -> _RegionChoice:
     """The weight gradient that region i runs next: the first ready, then the best speed-up."""
     offset = np.where(regions.ready == i, regions.offset, 0.0)
     may = is_left & (regions.ready <= i) & (regions.last >= i) & (offset < regions.main[i])
     own = by_ready[may[by_ready]]
     if len(own) == 0:
-        return _Choice(math.inf, 0.0, -1)
+        return _RegionChoice(math.inf, 0.0, -1)
     waits = np.maximum(0.0, offset[own] - now)
     wait = waits.min()
     soon = own[waits == wait]
     k = int(soon[np.argmax(regions.speedup[soon, i])])
-    return _Choice(float(wait), float(regions.speedup[k, i]), k)
+    return _RegionChoice(float(wait), float(regions.speedup[k, i]), k)
 
 
 def schedule_streams(

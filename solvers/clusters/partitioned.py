@@ -62,15 +62,15 @@ _Spread = Callable[[Callable[[JobPart, Limits], Solved], Sequence[JobPart], Limi
 
 
 @dataclass(frozen=True, slots=True)
-class _Policy:
+class _PartsPolicy:
     need: Callable[[AllocationProblem], Floats]
     objective: Callable[[AllocationProblem, Allocation], float]
     maximises: bool
 
 
 POLICIES = {
-    "max-min": _Policy(max_min.needs, max_min.objective, True),
-    "makespan": _Policy(lambda problem: problem.steps, makespan.objective, False),
+    "max-min": _PartsPolicy(max_min.needs, max_min.objective, True),
+    "makespan": _PartsPolicy(lambda problem: problem.steps, makespan.objective, False),
 }
 """The policies that maximise the least throughput / need."""
 
@@ -155,7 +155,7 @@ def allocate_partitioned(
     )
 
 
-def require_parts(problem: AllocationProblem, policy: str, parts: int) -> _Policy:
+def require_parts(problem: AllocationProblem, policy: str, parts: int) -> _PartsPolicy:
     """The way to solve a policy in parts; raises InputError if the problem cannot be divided."""
     if policy not in POLICIES:
         raise InputError(f"policy {policy!r} is not solved in parts; {', '.join(POLICIES)} are")

@@ -29,7 +29,7 @@ from stagewright.solvers.dags.merging import (
     merged,
     prefixes,
 )
-from stagewright.solvers.dags.program import LEAST, Program
+from stagewright.solvers.dags.program import LEAST, DownsetProgram
 from stagewright.solvers.operators.bounds import best_prices
 
 SIZES = (1_000, 4_000, 16_000)  # the most downsets of a round, as rounds find nothing
@@ -80,7 +80,7 @@ class Neighbourhoods:
         in_order = random.random() < 1 / 2
         free = range(first, first + count)
         blocks, coarse, lattice = self._blocks(orders, free, most, in_order=in_order)
-        program = Program(coarse, self.prices)
+        program = DownsetProgram(coarse, self.prices)
 
         def keep(sets: tuple[PlacedSet, ...], cost: float) -> None:
             self.sets, self.cost = expand(sets, tuple(map(tuple, blocks))), cost
@@ -187,7 +187,7 @@ def partition(
     limits is a bound, and the answer if it fits; the best of merged parts is a first partition.
     """
     search = partial(
-        _Search, limits=limits or Limits(), on_progress=on_progress, began=perf_counter()
+        _PartitionSearch, limits=limits or Limits(), on_progress=on_progress, began=perf_counter()
     )
     if fits_together(problem):
         return search(problem).run()
@@ -212,7 +212,7 @@ def _fits(problem: DagProblem, sets: tuple[PlacedSet, ...] | None) -> bool:
     return True
 
 
-class _Search:
+class _PartitionSearch:
     """The parts after merging, the best partition so far, and the clock."""
 
     def __init__(
@@ -241,7 +241,7 @@ class _Search:
         self.sets: tuple[PlacedSet, ...] | None = None
         if first is not None and first.sets is not None and first.cost is not None:
             self.sets, self.cost = first.sets, first.cost
-        self.program = Program(self.problem, self.prices)
+        self.program = DownsetProgram(self.problem, self.prices)
 
     def run(self, share: float = 1.0) -> DagResult:
         """Search; neighbourhoods, if needed, get a ``share`` of the remaining time."""

@@ -18,7 +18,7 @@ from stagewright.formulations.forms.disjunctive import exact_unit, in_ticks, tic
 from stagewright.formulations.operators.bounds import CP_SAT, shortage, windows
 from stagewright.formulations.operators.check import BOUND_ROUNDING
 from stagewright.formulations.operators.plan import OperatorBound
-from stagewright.formulations.operators.problem import OperatorProblem, Timetable
+from stagewright.formulations.operators.problem import GraphTimes, OperatorProblem
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.arrays import Ints
 from stagewright.graphs.documents.errors import InvalidPlan
@@ -44,7 +44,7 @@ class Model:
     """The model of ``problem``; ``best`` is a known timetable, ``lower`` a proved bound."""
 
     problem: OperatorProblem
-    best: Timetable | None
+    best: GraphTimes | None
     lower: float
 
     def __post_init__(self) -> None:
@@ -86,7 +86,7 @@ class Model:
         columns = [*self.start, *places, *transfers]
         return run_model(self.model, columns, cp_model.CpSolver(), limits, silent, perf_counter())
 
-    def timetable(self, values: Ints) -> Timetable:
+    def timetable(self, values: Ints) -> GraphTimes:
         """The timetable of an answer; by its order alone if ticks are not exact."""
         n, m = self.work.shape
         groups = len(self.place)
@@ -303,7 +303,7 @@ class Model:
             self.model.add(self.makespan >= load)
         self.model.minimize(self.makespan)
 
-    def _hint(self, best: Timetable) -> None:
+    def _hint(self, best: GraphTimes) -> None:
         device = best.device.copy()
         if self._is_symmetric:  # exchange two devices, so that the anchor is on the first
             there = device[np.flatnonzero(self.problem.group == self._anchor)[0]]
@@ -330,7 +330,7 @@ class OperatorResult(Bounded):
     why if that is proved. ``source`` names the method that found the timetable.
     """
 
-    timetable: Timetable | None
+    timetable: GraphTimes | None
     cost: float | None
     bound: float
     bounds: tuple[OperatorBound, ...]
@@ -377,7 +377,7 @@ def solve_exactly(
 
 
 def _result(
-    timetable: Timetable | None,
+    timetable: GraphTimes | None,
     bounds: tuple[OperatorBound, ...],
     status: Status,
     source: str,

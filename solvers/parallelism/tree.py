@@ -16,9 +16,15 @@ from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.models.shards import Recompute
-from stagewright.solvers.parallelism.choices import Bounds, Choice, Divided, Keeping, divided
-from stagewright.solvers.parallelism.divisions import Groups, Sized, Table, groups, sized
-from stagewright.solvers.parallelism.family import Family, Work
+from stagewright.solvers.parallelism.choices import Bounds, Choice, DividedChoice, Keeping, divided
+from stagewright.solvers.parallelism.divisions import (
+    DivisionGroups,
+    DivisionTable,
+    Sized,
+    groups,
+    sized,
+)
+from stagewright.solvers.parallelism.family import LayerFamily, SplitLayerWork
 from stagewright.solvers.parallelism.space import Space, chosen
 from stagewright.solvers.parallelism.uneven import least_of_ends, least_seconds
 
@@ -61,7 +67,7 @@ class Tree:
         self.folded: list[Estimate] = []
         self.examined = 0
         self.postponed: list[Child] = []
-        self._tables: dict[int, tuple[Table, Groups]] = {}
+        self._tables: dict[int, tuple[DivisionTable, DivisionGroups]] = {}
         self._sizes: dict[tuple[int, int, Schedule], Sized | None] = {}
 
     @property
@@ -77,13 +83,13 @@ class Tree:
     def families(self) -> Iterator[Child]:
         """Step 1: parts by the division of layers among ranks."""
         for split in self.space.families(self.problem):
-            family = Family(self.problem, split)
+            family = LayerFamily(self.problem, split)
             if not len(self._divisions(family.left)[0]):
                 continue
             work = family.work(self.problem.batch, "none")
             yield self._spread(family, self.problem.batch, work), self._of_split(family)
 
-    def _divisions(self, left: int) -> tuple[Table, Groups]:
+    def _divisions(self, left: int) -> tuple[DivisionTable, DivisionGroups]:
         """The nearly even divisions for the devices that are left beside t and c; all others."""
         if left not in self._tables:
             layers = self.problem.architecture.layers
@@ -104,12 +110,12 @@ class Tree:
             self._sizes[key] = sized(table, left, self.problem.batch, samples, schedule)
         return self._sizes[key]
 
-    def _spread(self, family: Family, samples: int, work: Work) -> float:
+    def _spread(self, family: LayerFamily, samples: int, work: SplitLayerWork) -> float:
         """All work spread evenly over the ranks: each replica has B / d samples and p ranks."""
         replicas = self.problem.fabric.devices / family.replica
         return float(work.total.sum()) * self.problem.batch / samples / replicas
 
-    def _of_split(self, family: Family) -> Part:
+    def _of_split(self, family: LayerFamily) -> Part:
         """Step 2: parts by microbatch size and kind of recomputation."""
 
         def parts() -> Iterator[Child]:
@@ -157,12 +163,12 @@ class Tree:
         order = np.argsort(bound, kind="stable")
         self.postponed += self._groups(choice, others.only(order), bound[order])
 
-    def _groups(self, choice: Choice, of: Groups, bound: Floats) -> Iterator[Child]:
+    def _groups(self, choice: Choice, of: DivisionGroups, bound: Floats) -> Iterator[Child]:
         """Groups in the order of their bounds, as many at once as is well for the arrays."""
         if len(bound) and bound[0] < self.worst:
             yield float(bound[0]), partial(self._of_groups, choice, of, bound)
 
-    def _of_groups(self, choice: Choice, of: Groups, bound: Floats) -> Iterator[Child]:
+    def _of_groups(self, choice: Choice, of: DivisionGroups, bound: Floats) -> Iterator[Child]:
         """Step 3, the schedule: groups of divisions that are not nearly even."""
         is_open = bound < self.worst
         entries = np.cumsum(of.divisions * of.stages)
@@ -173,7 +179,7 @@ class Tree:
             yield float(inner.seconds.min()), self._of_choice(inner)
         yield from self._groups(choice, of.only(np.arange(many, len(bound))), bound[many:])
 
-    def _better(self, choice: Choice, table: Table) -> Choice | None:
+    def _better(self, choice: Choice, table: DivisionTable) -> Choice | None:
         """The choice with the divisions of a table that have a bound below the worst time."""
         family, batch = choice.bounds.family, self.problem.batch
         for bound in (least_of_ends, _seconds):
@@ -221,7 +227,7 @@ class Tree:
 
         return parts
 
-    def _of_division(self, of: Divided, division: int) -> Part:
+    def _of_division(self, of: DividedChoice, division: int) -> Part:
         """Step 4: parts by placement of a division's fitting layout."""
 
         def parts() -> Iterator[Child]:
@@ -311,7 +317,7 @@ class Tree:
         self.best = sorted(several, key=lambda one: one.seconds)[: self.keep]
 
 
-def _seconds(choice: Choice, _: Table) -> Floats:
+def _seconds(choice: Choice, _: DivisionTable) -> Floats:
     return choice.seconds
 
 

@@ -41,7 +41,7 @@ from stagewright.solvers.patterns.madpipe_kernels import (
     needs_of,
     pass_layer,
 )
-from stagewright.solvers.patterns.madpipe_labels import Labels, Pass
+from stagewright.solvers.patterns.madpipe_labels import MadPipeLabels, Pass
 
 _MOST_GROUPS = 16  # for which Need has rows; the last row is for all larger ones
 FIRST_LABELS = 32  # per state
@@ -51,7 +51,7 @@ STEPS_PER_SECOND = 3e7
 UNLIMITED = Limits(math.inf)
 
 
-class Outcome(Enum):
+class PassOutcome(Enum):
     """Outcome of a pass: an allocation, a proof that none exists, or neither."""
 
     FOUND = 0
@@ -66,11 +66,11 @@ class AllocationProgram:
     form: AllocationTables
     room: int
     merging: bool = False
-    labels: Labels = field(init=False)
+    labels: MadPipeLabels = field(init=False)
 
     def __post_init__(self) -> None:
         states = self.form.seconds.shape[-1] * (len(self.form.normal) + 1) * OWNERS
-        self.labels = Labels(
+        self.labels = MadPipeLabels(
             np.empty((states, self.room, FIELDS), dtype=np.int64),
             np.zeros(states, dtype=np.int64),
             np.zeros(2, dtype=np.int64),
@@ -78,7 +78,7 @@ class AllocationProgram:
 
     def test(
         self, period: int, steps: float = math.inf, limits: Limits = UNLIMITED
-    ) -> tuple[Outcome, list[Placed]]:
+    ) -> tuple[PassOutcome, list[Placed]]:
         """Search for an allocation with ``period``; stops after a number of comparisons.
 
         Of ``limits``, only the stop token is checked, after each layer.
@@ -89,10 +89,10 @@ class AllocationProgram:
         most = int(min(steps, float(FAR)))
         label = self._reach(Pass(self.form, need, period, self.labels, self.merging, most), limits)
         if label >= 0 and not self.merging:
-            return Outcome.FOUND, self._placed(label)
+            return PassOutcome.FOUND, self._placed(label)
         open_ended = label >= 0 or self.labels.work[0] > most or limits.stopped()
         dropped = not self.merging and self.labels.work[1] > 0
-        return (Outcome.OPEN if open_ended or dropped else Outcome.NONE), []
+        return (PassOutcome.OPEN if open_ended or dropped else PassOutcome.NONE), []
 
     def _reach(self, this: Pass, limits: Limits) -> int:
         """A label of 0 layers left with all loads at most the period; -1 if none is reached."""
@@ -171,9 +171,9 @@ def allocate(
         left = limits.left(time.perf_counter() - began)
         program = AllocationProgram(question.tables, room)
         outcome, placed = program.test(ticks, left * STEPS_PER_SECOND, limits)
-        if outcome is Outcome.FOUND:
+        if outcome is PassOutcome.FOUND:
             return question.stages(placed)
-        if outcome is Outcome.NONE or left <= 0:
+        if outcome is PassOutcome.NONE or left <= 0:
             return None
     return None
 
@@ -255,13 +255,13 @@ class PeriodBracket:
 
     def _test(self, program: AllocationProgram, period: int) -> bool:
         outcome, placed = program.test(period, self._left() * STEPS_PER_SECOND, self.limits)
-        if outcome is Outcome.FOUND:
+        if outcome is PassOutcome.FOUND:
             self.high, self.best = self.question.evaluate(placed), placed
             assert self.high <= period
-        elif outcome is Outcome.NONE:
+        elif outcome is PassOutcome.NONE:
             self.low = max(self.low, period)
             self.infeasible = period == all_periods(self.question.tables)
-        return outcome is Outcome.FOUND
+        return outcome is PassOutcome.FOUND
 
     def _raise_bound(self) -> None:
         """Raise the lower bound with merged labels, where dropped labels decide nothing."""
@@ -270,7 +270,7 @@ class PeriodBracket:
         while high - self.low > NEAR * high and self._left() > 0:
             middle = (self.low + high) // 2
             outcome, _ = program.test(middle, self._left() * STEPS_PER_SECOND, self.limits)
-            if outcome is Outcome.NONE:
+            if outcome is PassOutcome.NONE:
                 self.low = middle
             else:
                 high = middle
@@ -296,11 +296,11 @@ def _shortage(question: StageAllocationProblem) -> str:
     """The message that names the additional bytes per group that are needed at any period."""
     form = question.tables
     most, (low, high) = all_periods(form), (0, int(form.memory.max()) // 8 + 1)
-    while _fits_with(form, low + high, most) is Outcome.NONE and low + high < FAR // 64:
+    while _fits_with(form, low + high, most) is PassOutcome.NONE and low + high < FAR // 64:
         low, high = low + high, 2 * high
     while high > low / 64 and high > 1:
         high //= 2
-        if _fits_with(form, low + high, most) is Outcome.NONE:
+        if _fits_with(form, low + high, most) is PassOutcome.NONE:
             low += high
     return (
         "not even one microbatch at a time fits in memory: "
@@ -308,7 +308,7 @@ def _shortage(question: StageAllocationProblem) -> str:
     )
 
 
-def _fits_with(form: AllocationTables, more: int, period: int) -> Outcome:
+def _fits_with(form: AllocationTables, more: int, period: int) -> PassOutcome:
     wider = form._replace(memory=form.memory + more)
     return AllocationProgram(wider, FIRST_LABELS * MORE_LABELS, merging=form.special >= 0).test(
         period

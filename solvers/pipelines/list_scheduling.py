@@ -17,7 +17,7 @@ from stagewright.formulations.schedules.published.one_f_one_b import (
     pe,
 )
 from stagewright.graphs.documents.errors import InputError
-from stagewright.solvers.pipelines.forward_backward import Rules, dispatch, rules_of
+from stagewright.solvers.pipelines.forward_backward import BlockRules, dispatch, rules_of
 
 RuleKind = Literal["pe", "gpipe", "1f1b"]
 ListKind = Literal[RuleKind, "eager"]
@@ -117,7 +117,7 @@ def _eager(problem: MakespanProblem, depth: float) -> Timetable:
 
 
 @lru_cache(maxsize=64)
-def _rules(device: tuple[int, ...], is_split: bool) -> Rules:
+def _rules(device: tuple[int, ...], is_split: bool) -> BlockRules:
     """The dispatcher's rules for stages on ``device``, with any durations and limits."""
     ones = (1.0,) * len(device)
     none = (0.0,) * (len(device) - 1)

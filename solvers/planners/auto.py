@@ -32,7 +32,7 @@ from stagewright.solvers.planners.servers import plan_servers
 from stagewright.solvers.planners.spp import plan_spp
 from stagewright.solvers.planners.steps.planner import (
     ANY_RECOMPUTATION,
-    Options,
+    PlannerOptions,
     PlanSearch,
     SearchPlanner,
     checking_seconds,
@@ -163,14 +163,15 @@ class _Portfolio(PlanSearch):
         worse = answer
         fullest = fullest_share(self.problem, predicted)
         self.proposals.append(answer)
-        if self.best is None or self._wins(answer, cost, fullest):
-            worse, self.fullest = self.best or answer, fullest
+        best = self.best
+        if best is None or self._wins(answer, cost, fullest):
+            worse, best, self.fullest = best or answer, answer, fullest
             self.keep(answer, cost)
         if cost < self.plain_cost and self._is_plain(answer):
             self.plain, self.plain_cost = answer, cost
-        same = worse.stages == self.best.stages
+        same = worse.stages == best.stages
         shared = [bound for bound in worse.bounds if same or bound.scope == "problem"]
-        self.best = replace(self.best, bounds=tuple(dict.fromkeys([*self.best.bounds, *shared])))
+        self.best = replace(best, bounds=tuple(dict.fromkeys([*best.bounds, *shared])))
 
     def _checked(self, name: str, answer: Proposal) -> Predicted:
         """The predictions of a valid plan; a slower check than predicted is noted."""
@@ -329,5 +330,5 @@ PLANNER = SearchPlanner(
     "the best of several searches within the time limit, then its schedule improved by CP-SAT",
     "portfolio",
     plan_auto,
-    Options(ANY_RECOMPUTATION, offload=True, start=True),
+    PlannerOptions(ANY_RECOMPUTATION, offload=True, start=True),
 )

@@ -30,8 +30,8 @@ from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import counted
 from stagewright.solvers.pipelines.relaxation import FillAndDrain
-from stagewright.solvers.planners.order import Layout, fitting, timed
-from stagewright.solvers.planners.steps.planner import Options, PlanSearch, SearchPlanner
+from stagewright.solvers.planners.order import StagedOrder, fitting, timed
+from stagewright.solvers.planners.steps.planner import PlannerOptions, PlanSearch, SearchPlanner
 from stagewright.solvers.planners.steps.proposal import (
     Choices,
     MemoryMode,
@@ -96,7 +96,7 @@ def _bounds(
 
 
 @dataclass(frozen=True, slots=True)
-class _Candidate:
+class _GroupCandidate:
     """A schedule on groups of devices, whose stages are not cut yet.
 
     Attributes
@@ -119,7 +119,7 @@ class _Candidate:
 class _Pipeline:
     """A candidate with its order and its cuts."""
 
-    candidate: _Candidate
+    candidate: _GroupCandidate
     order: Order
     cuts: tuple[int, ...]
 
@@ -165,7 +165,7 @@ class _LaunchableSearch(PlanSearch):
 
     # --- Candidates ---------------------------------------------------------------------------
 
-    def _candidates(self, modes: Sequence[MemoryMode]) -> Iterator[_Candidate]:
+    def _candidates(self, modes: Sequence[MemoryMode]) -> Iterator[_GroupCandidate]:
         """The candidates on the first arrangement of devices, then as long as there is time."""
         others = []
         for r, ranks in self._sizes():
@@ -189,7 +189,7 @@ class _LaunchableSearch(PlanSearch):
 
     def _on(
         self, groups: tuple[tuple[int, ...], ...], modes: Sequence[MemoryMode]
-    ) -> Iterator[_Candidate]:
+    ) -> Iterator[_GroupCandidate]:
         whole = self.problem.layer_with_whole_backward(0, len(self.problem.chain)) is not None
         for kind, chunks in self.runtime.shapes(len(groups)):
             for mode in modes if not (whole and KINDS[kind].is_split) else ():
@@ -197,7 +197,7 @@ class _LaunchableSearch(PlanSearch):
 
     def _candidate(
         self, kind: str, chunks: int, groups: tuple[tuple[int, ...], ...], mode: MemoryMode
-    ) -> Iterator[_Candidate]:
+    ) -> Iterator[_GroupCandidate]:
         """The candidate; none if nothing fits, be there only one microbatch in each stage."""
         way = KINDS[kind].placement
         device = placed("loop" if way == "line" else way, len(groups), chunks)
@@ -212,9 +212,9 @@ class _LaunchableSearch(PlanSearch):
         load = float(np.bincount(device, seconds).max())
         fill = load * (len(groups) - 1) / chunks * (_SPLIT_FILL if KINDS[kind].is_split else 1)
         least = self.problem.microbatches * load
-        yield _Candidate(kind, chunks, groups, mode, least, least + fill)
+        yield _GroupCandidate(kind, chunks, groups, mode, least, least + fill)
 
-    def _pipeline(self, one: _Candidate) -> _Pipeline | None:
+    def _pipeline(self, one: _GroupCandidate) -> _Pipeline | None:
         """The candidate with its order, and cuts that leave room for the microbatches in flight."""
         try:
             sizes = Sizes(len(one.groups), self.problem.microbatches, one.chunks)
@@ -306,7 +306,7 @@ class _LaunchableSearch(PlanSearch):
             with_memory_mode(Stage(layers, tuple(names[v] for v in groups[d])), mode)
             for d, layers in zip(one.order.device, pairwise(one.cuts), strict=True)
         )
-        found = timed(self.problem, kind, Layout(one.order, stages))
+        found = timed(self.problem, kind, StagedOrder(one.order, stages))
         cost = cost_of(self.problem, found) if isinstance(found, Proposal) else math.inf
         if isinstance(found, Proposal) and cost < ceiling:
             found = fitting(self.problem, kind, found)
@@ -363,5 +363,5 @@ PLANNER = SearchPlanner(
     "plans that a framework runs as they are (--for): equal groups of devices, its own orders",
     "the frameworks' runtimes; published schedules",
     plan_launchable,
-    Options(("none", "full", "layer", "auto"), runtime=True),
+    PlannerOptions(("none", "full", "layer", "auto"), runtime=True),
 )

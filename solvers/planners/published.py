@@ -61,7 +61,7 @@ def plan_published(
 
 
 @dataclass(eq=False)
-class _Candidate:
+class _PlacementCandidate:
     """Stages with a bound on their schedules; the best rows found so far, and where from."""
 
     structure: Structure
@@ -91,7 +91,7 @@ class _Candidate:
 class _PublishedSearch(PlanSearch):
     """The best schedule so far, and the cost of each placement tried."""
 
-    tried: list[tuple[float, int, _Candidate]] = field(default_factory=list)
+    tried: list[tuple[float, int, _PlacementCandidate]] = field(default_factory=list)
 
     def run(self, ceiling: float, modes: Sequence[MemoryMode]) -> None:
         """Try all placements that promise to be better, then improve the best one."""
@@ -104,7 +104,7 @@ class _PublishedSearch(PlanSearch):
             if cost > one.bound * (1 + TIGHT):
                 self._improve(one)
 
-    def _improve(self, one: _Candidate) -> None:
+    def _improve(self, one: _PlacementCandidate) -> None:
         """Search further for rows where memory is short, so that few rules find good ones."""
         rows = one.rows
         if rows is not None and rows.problem.memory:
@@ -113,7 +113,9 @@ class _PublishedSearch(PlanSearch):
             one.source = "search for rows"
             self._consider(one, rows)
 
-    def _promising(self, ceiling: float, modes: Sequence[MemoryMode]) -> Iterator[_Candidate]:
+    def _promising(
+        self, ceiling: float, modes: Sequence[MemoryMode]
+    ) -> Iterator[_PlacementCandidate]:
         """The stages whose schedules may be below the ceiling, found in half of the time."""
         for structure in _structures(self.problem, modes):
             seconds = len(structure.stages) * self.problem.microbatches * ACTION_SECONDS
@@ -122,7 +124,7 @@ class _PublishedSearch(PlanSearch):
                 if found is not None and found.bound < ceiling:
                     yield found
 
-    def _consider(self, one: _Candidate, rows: RowSearch) -> float:
+    def _consider(self, one: _PlacementCandidate, rows: RowSearch) -> float:
         """The cost of the best rows of a candidate."""
         starts = grouped_starts(one.grouped, rows.timetable())
         found = Proposal(one.structure.stages, starts, notes=(one.source,))
@@ -158,10 +160,12 @@ def _structures(problem: PipelineProblem, modes: Sequence[MemoryMode]) -> Iterat
                     yield Structure.whole(stages)
 
 
-def _candidate(problem: PipelineProblem, structure: Structure) -> _Candidate | None:
+def _candidate(problem: PipelineProblem, structure: Structure) -> _PlacementCandidate | None:
     """The structure with its bound; None if it does not fit in memory."""
     grouped = GroupedStages.of(problem, structure)
     if misfit(problem, structure, grouped.work) is not None:
         return None
     parallel = next(grouped.problems(), None)
-    return None if parallel is None else _Candidate(structure, grouped, quick_bound(parallel))
+    return (
+        None if parallel is None else _PlacementCandidate(structure, grouped, quick_bound(parallel))
+    )

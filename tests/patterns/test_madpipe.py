@@ -28,7 +28,12 @@ from stagewright.formulations.plans.plan import Stage
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.machines.cluster import Device, Link, from_matrix, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
-from stagewright.solvers.patterns.madpipe import AllocationProgram, Outcome, allocate, least_period
+from stagewright.solvers.patterns.madpipe import (
+    AllocationProgram,
+    PassOutcome,
+    allocate,
+    least_period,
+)
 from stagewright.solvers.planners.steps.warm_up import compile_kernels
 
 UNIT = 1 / 1024  # seconds
@@ -287,10 +292,10 @@ def test_little_room_for_labels_overlooks_or_invents_but_does_not_lie(data, prob
     period = data.draw(st.sampled_from((least - 1, least, least + round(UNIT / tick))))
     keeps = best < math.inf and period >= least
     found, placed = AllocationProgram(question.tables, room).test(period)
-    assert found is not (Outcome.NONE if keeps else Outcome.FOUND)
+    assert found is not (PassOutcome.NONE if keeps else PassOutcome.FOUND)
     assert not placed or question.evaluate(placed) <= period
     merged, _ = AllocationProgram(question.tables, room, merging=True).test(period)
-    assert merged is Outcome.OPEN or (merged is Outcome.NONE and not keeps)
+    assert merged is PassOutcome.OPEN or (merged is PassOutcome.NONE and not keeps)
 
 
 def test_one_label_per_state_is_not_enough():
@@ -298,10 +303,10 @@ def test_one_label_per_state_is_not_enough():
     problem = long_chain(30, memory=60)
     question = StageAllocationProblem(problem, singles(problem), 0)
     below = round(least_period(question).period / question.tick) - 1
-    assert AllocationProgram(question.tables, 1).test(below)[0] is Outcome.OPEN
-    assert AllocationProgram(question.tables, 1, merging=True).test(below)[0] is Outcome.OPEN
-    assert AllocationProgram(question.tables, 2).test(below)[0] is Outcome.OPEN
-    assert AllocationProgram(question.tables, 2, merging=True).test(below)[0] is Outcome.NONE
+    assert AllocationProgram(question.tables, 1).test(below)[0] is PassOutcome.OPEN
+    assert AllocationProgram(question.tables, 1, merging=True).test(below)[0] is PassOutcome.OPEN
+    assert AllocationProgram(question.tables, 2).test(below)[0] is PassOutcome.OPEN
+    assert AllocationProgram(question.tables, 2, merging=True).test(below)[0] is PassOutcome.NONE
 
 
 def long_chain(layers, memory=60):

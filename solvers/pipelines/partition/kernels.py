@@ -19,7 +19,7 @@ ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
 MARGIN = 1e-9  # rounding may not cut a state that just fits
 
 
-class Band(NamedTuple):
+class LayerBand(NamedTuple):
     """The range of l that is examined with i devices: ``low[i] <= l <= high[i]``.
 
     State (i, r, l) is in row ``base[i] + (r - 1) * (high[i] - low[i] + 1) + l - low[i]``.
@@ -136,7 +136,7 @@ def _most_in_flight(form: Recurrence, before: int, l: int, r: int, memory: float
 
 
 @lean
-def _row(band: Band, i: int, r: int, l: int) -> int:
+def _row(band: LayerBand, i: int, r: int, l: int) -> int:
     row: int = band.base[i] + (r - 1) * (band.high[i] - band.low[i] + 1) + l - band.low[i]
     return row
 
@@ -153,7 +153,7 @@ def _least_memory(form: Recurrence, used: int, i: int) -> float:
 @entry
 def sweep(  # noqa: C901 - one flat pass, its steps are the functions below
     form: Recurrence,
-    band: Band,
+    band: LayerBand,
     limit: float,
     most: int,
     largest_boundary: float,
@@ -206,7 +206,7 @@ def sweep(  # noqa: C901 - one flat pass, its steps are the functions below
 
 
 @lean
-def _join(band: Band, used: int, reach: Words, joined: Words) -> tuple[int, int]:
+def _join(band: LayerBand, used: int, reach: Words, joined: Words) -> tuple[int, int]:
     """joined[r', l]: union of states with at least r' replicas; returns least and largest l."""
     low, high = band.low[used], band.high[used]
     joined[used + 1, low : high + 1] = 0
@@ -273,7 +273,7 @@ def _collect_links(form: Recurrence, used: int, r: int, free: int, worst: Floats
 @lean
 def _through_narrow(
     form: Recurrence,
-    band: Band,
+    band: LayerBand,
     limit: float,
     reach: Words,
     low: int,
@@ -378,7 +378,14 @@ def _place_first(
 
 @lean_entry
 def predecessor(
-    form: Recurrence, band: Band, reach: Words, limit: float, stages: int, l: int, i: int, r: int
+    form: Recurrence,
+    band: LayerBand,
+    reach: Words,
+    limit: float,
+    stages: int,
+    l: int,
+    i: int,
+    r: int,
 ) -> tuple[float, int, int]:
     """(time, l', r') of the fastest stage (l', l] on r devices that ends ``stages`` stages."""
     form, band = refer(form), refer(band)

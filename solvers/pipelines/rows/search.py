@@ -25,8 +25,8 @@ from stagewright.solvers.pipelines.list_scheduling import schedule_order
 from stagewright.solvers.pipelines.rows.annealing import anneal_rows
 from stagewright.solvers.pipelines.rows.kernels import (
     NONE,
+    RowRule,
     RowTimes,
-    Rule,
     dispatch_rows,
     keeps_limits,
     time_rows,
@@ -247,7 +247,7 @@ class RowSearch:
         while goes_on() and tried - last < SHIFTS:
             tried += 1
             urgency = shifted(base, device, self.unit, self.random)
-            form = Rule(urgency, *unlimited, float(self.random.choice(EAGER)), clears=False)
+            form = RowRule(urgency, *unlimited, float(self.random.choice(EAGER)), clears=False)
             found = float(dispatch_rows(self.times, form, self.rows, self.bounds, self.starts))
             last = tried if found < self.best_cost * (1 - IMPROVEMENT) else last
             worse = found - cost

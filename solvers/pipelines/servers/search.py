@@ -17,12 +17,12 @@ from stagewright.formulations.pipelines.bounds.server_relaxation import (
 )
 from stagewright.formulations.pipelines.bppm import prefix_sums
 from stagewright.graphs.documents.arrays import Floats, Ints
-from stagewright.solvers.pipelines.servers.conditions import Loads, Search
+from stagewright.solvers.pipelines.servers.conditions import Loads, Scratch
 from stagewright.solvers.pipelines.servers.kernels import GAVE_UP, NONE, find
 from stagewright.solvers.pipelines.servers.labels import LOADS, SHARED_VALUES, VALUES, Labels
 from stagewright.solvers.pipelines.servers.tables import (
     Before,
-    Rest,
+    ServerRest,
     fill_before,
     fill_rest,
     fill_shared_rest,
@@ -45,7 +45,7 @@ TABLE_STEPS = 5e9  # of the tables for one bound; above, only the load bound is 
 OnPlan = Callable[[tuple[RelaxedStage, ...]], None]
 
 
-class Answer(NamedTuple):
+class RelaxedAnswer(NamedTuple):
     """The answer of a search: a relaxed plan, a proof that none exists, or neither in time."""
 
     plan: tuple[RelaxedStage, ...]
@@ -129,7 +129,7 @@ class ServerSearch:
 
     def answer(
         self, seconds: float, steps: float, restricted: ServerRelaxation | None = None
-    ) -> Answer:
+    ) -> RelaxedAnswer:
         """A relaxed plan of less than ``seconds``, or the proof that there is none.
 
         Labels that were merged may give a relaxed plan that takes longer. The search ends after
@@ -139,7 +139,7 @@ class ServerSearch:
         work = self._work._replace(form=form, until=seconds * (1 - MARGIN))
         fill_before(form, work.until, self._before)
         if not form.shared:
-            turned = Rest(
+            turned = ServerRest(
                 *(np.empty_like(table.transpose(0, 2, 1), order="C") for table in work.rest)
             )
             fill_rest(form, work.until, self._before, turned)
@@ -149,11 +149,11 @@ class ServerSearch:
             fill_shared_rest(form, work.until, self._before, work.rest)
             work = work._replace(loads=_loads(form, work.until))
         if not np.isfinite(work.rest.path[-1, self.form.size, 0]):
-            return Answer((), True)
+            return RelaxedAnswer((), True)
         found = find(work, steps)
         if found in (NONE, GAVE_UP):
-            return Answer((), found == NONE)
-        return Answer(tuple(self._stages(found))[::-1], False)
+            return RelaxedAnswer((), found == NONE)
+        return RelaxedAnswer(tuple(self._stages(found))[::-1], False)
 
     def _stages(self, found: int) -> Iterator[RelaxedStage]:
         """The stages from the last one on; some are missing if there were too many to remember."""
@@ -201,13 +201,13 @@ class ServerSearch:
         return float(np.prod(self._states) * 8 * (values + 1))
 
     @cached_property
-    def _work(self) -> Search:
+    def _work(self) -> Scratch:
         values = SHARED_VALUES if self.form.shared else VALUES
         most = int(np.clip(LABEL_BYTES / self._label_bytes, 4, self.most_labels))
-        return Search(
+        return Scratch(
             form=self.form,
             until=0.0,
-            rest=Rest(*(np.zeros((self._counted + 1, *self._entries)) for _ in range(3))),
+            rest=ServerRest(*(np.zeros((self._counted + 1, *self._entries)) for _ in range(3))),
             loads=_loads(self.form, 1.0),
             labels=_empty(self._states, most, values),
             arrivals=_empty((1, 1, 1), ARRIVALS * self.most_labels, values),

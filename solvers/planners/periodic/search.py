@@ -31,7 +31,7 @@ from stagewright.graphs.documents.units import format_bytes, format_seconds
 from stagewright.graphs.machines.cluster import Cluster
 from stagewright.graphs.machines.ordering import recursive_device_order
 from stagewright.solvers.patterns.pattern import best_pattern, require_pattern_backend
-from stagewright.solvers.planners.steps.planner import Options, require_host_links
+from stagewright.solvers.planners.steps.planner import PlannerOptions, require_host_links
 from stagewright.solvers.planners.steps.proposal import Choices, NoPlan, PeriodicProposal
 
 Stages = tuple[Stage, ...]
@@ -148,7 +148,7 @@ def named_group(problem: PipelineProblem, group: Sequence[int]) -> tuple[str, ..
     return tuple(problem.cluster.devices[v].name for v in group)
 
 
-PERIODIC_OPTIONS = Options(
+PERIODIC_OPTIONS = PlannerOptions(
     ("none", "full", "auto"), offload=True, group_size=True, period_seconds=True, backend=True
 )
 """The choices that periodic planners support."""

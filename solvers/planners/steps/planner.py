@@ -23,7 +23,7 @@ ANY_RECOMPUTATION: tuple[Recomputation, ...] = get_args(Recomputation)
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class PlannerOptions:
     """The :class:`Choices` that a planner supports, under the same names."""
 
     recompute: tuple[Recomputation, ...] = ("none",)
@@ -76,7 +76,7 @@ class Planner(Protocol):
         """The paper or the method."""
 
     @property
-    def options(self) -> Options:
+    def options(self) -> PlannerOptions:
         """The supported choices; all others are refused before the planner is called."""
 
     def propose(
@@ -98,7 +98,7 @@ class SearchPlanner:
     summary: str
     source: str
     search: _SearchFunction
-    options: Options = Options(ANY_RECOMPUTATION, offload=True)
+    options: PlannerOptions = PlannerOptions(ANY_RECOMPUTATION, offload=True)
 
     def propose(
         self, problem: PipelineProblem, choices: Choices, limits: Limits, on_progress: OnProgress
@@ -135,7 +135,7 @@ def require_host_links(problem: PipelineProblem) -> None:
 
 def _asked(  # noqa: C901 - one case per choice
     choices: Choices,
-) -> Iterator[tuple[str, Callable[[Options], bool]]]:
+) -> Iterator[tuple[str, Callable[[PlannerOptions], bool]]]:
     """The requested choices by name, each with a test whether options support it."""
     if choices.recompute is not None:
         yield f"recompute {choices.recompute!r}", lambda one: choices.recompute in one.recompute

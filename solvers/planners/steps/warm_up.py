@@ -33,16 +33,13 @@ from stagewright.solvers.pipelines.relaxation import fill_and_drain_bound
 from stagewright.solvers.pipelines.rows.search import compile_row_kernels
 from stagewright.solvers.pipelines.servers.relaxation import is_server_bound
 from stagewright.solvers.pipelines.windows.search import compile_window_kernels
-from stagewright.solvers.planners.baselines.dp import plan_dp
-from stagewright.solvers.planners.baselines.gpipe import plan_gpipe
-from stagewright.solvers.planners.baselines.hetpipe import plan_hetpipe
+from stagewright.solvers.planners.balanced import plan_balanced
 from stagewright.solvers.planners.baselines.pipedream import partition
 from stagewright.solvers.planners.exact import exact
 from stagewright.solvers.planners.spp import plan_spp
-from stagewright.solvers.planners.steps.proposal import Proposal
+from stagewright.solvers.planners.steps.proposal import NoPlan, Proposal
 
-WITHOUT_KERNELS = (plan_gpipe, plan_hetpipe, plan_dp)
-SECONDS = 1.0  # for each of them
+SECONDS = 1.0  # for the first plan, of balanced pipelines, which need no kernel
 
 
 @dataclass
@@ -72,12 +69,10 @@ class FirstPlan:
         self.on_progress(Progress(seconds, None, -math.inf, doing=f"compiling {kernel}"))
 
     def _plan(self, certified: Callable[[Proposal], PipelinePlan]) -> None:
-        limits = Limits(seconds=SECONDS)
-        made = (run(self.problem, limits, silent) for run in WITHOUT_KERNELS)
-        self.proposal = next((one for one in made if isinstance(one, Proposal)), None)
-        if self.proposal is None:
+        made = plan_balanced(self.problem, Limits(seconds=SECONDS), silent)
+        if isinstance(made, NoPlan):
             return
-        plan = certified(self.proposal)
+        self.proposal, plan = made, certified(made)
         assert plan.certificate is not None
         proof, seconds = plan.certificate, monotonic() - self.began
         self.on_progress(

@@ -9,8 +9,8 @@ from stagewright.formulations.forms.answers import Limits, OnProgress, Progress,
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.structure import Structure, misfit, work_of
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
-from stagewright.solvers.pipelines.structures.scheduling import Rule, best_schedule
-from stagewright.solvers.planners.steps.planner import ANY_RECOMPUTATION, Options
+from stagewright.solvers.pipelines.structures.scheduling import Priority, best_schedule
+from stagewright.solvers.planners.steps.planner import ANY_RECOMPUTATION, PlannerOptions
 from stagewright.solvers.planners.steps.proposal import (
     Choices,
     MemoryMode,
@@ -22,8 +22,8 @@ from stagewright.solvers.planners.steps.proposal import (
 
 PlanFunction = Callable[[PipelineProblem, Limits, OnProgress], Proposal | NoPlan]
 
-UNIFORM_OPTIONS = Options(ANY_RECOMPUTATION, offload=True)
-RULES = (Rule(1.0), Rule(1.5), Rule(2.0), Rule())
+UNIFORM_OPTIONS = PlannerOptions(ANY_RECOMPUTATION, offload=True)
+RULES = (Priority(1.0), Priority(1.5), Priority(2.0), Priority())
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class UniformPlanner:
     summary: str
     source: str
     search: PlanFunction
-    options: Options = UNIFORM_OPTIONS
+    options: PlannerOptions = UNIFORM_OPTIONS
 
     def propose(
         self, problem: PipelineProblem, choices: Choices, limits: Limits, on_progress: OnProgress
