@@ -219,10 +219,10 @@ def place_for_latency(
     problem: LatencyProblem, limits: Limits | None = None, on_progress: OnProgress = silent
 ) -> LatencyResult:
     """The best placement found within ``limits``; optimal if it is proved to be."""
-    return _LatencySearch(problem, limits or Limits(), on_progress).run()
+    return _BestPlacement(problem, limits or Limits(), on_progress).run()
 
 
-class _LatencySearch:
+class _BestPlacement:
     """The best placement, the best bound, and the clock."""
 
     def __init__(self, problem: LatencyProblem, limits: Limits, on_progress: OnProgress) -> None:

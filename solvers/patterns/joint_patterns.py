@@ -10,12 +10,11 @@ are enumerated in windows of their bounds, and patterns are solved in order of t
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
 
-from stagewright.formulations.forms.answers import Limits, OnProgress, Progress, Status, silent
+from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.formulations.patterns.joint_patterns import JointForm, JointPatterns
 from stagewright.formulations.patterns.least_pattern import least_pattern
 from stagewright.formulations.patterns.one_f_one_b import pattern_load_bound, period_bound
@@ -69,7 +68,6 @@ class JointAnswer:
 def joint_optimum(
     question: JointPatterns,
     limits: Limits,
-    on_progress: OnProgress = silent,
     incumbent: tuple[tuple[Stage, ...], Pattern] | None = None,
 ) -> JointAnswer:
     """The shortest iteration over all allocations and patterns.
@@ -78,7 +76,7 @@ def joint_optimum(
     one backward (MadPipe's stages); nothing is offloaded. For short chains: 10 layers on 4 groups
     take seconds, 18 layers half a minute. ``incumbent`` is a known plan.
     """
-    search = JointSearch(question, limits, on_progress, incumbent)
+    search = JointSearch(question, limits, incumbent)
     complete = search.run()
     stages, pattern = search.best or (None, None)
     cost = search.cost if search.best else None
@@ -118,11 +116,10 @@ class JointSearch(BestFirst[BoundWindow | AllocationCandidate]):
         self,
         question: JointPatterns,
         limits: Limits,
-        on_progress: OnProgress,
         incumbent: tuple[tuple[Stage, ...], Pattern] | None,
     ) -> None:
         super().__init__(limits)
-        self.question, self.on_progress = question, on_progress
+        self.question = question
         self.best: tuple[tuple[Stage, ...], Pattern] | None = None
         self.allocations = self.solves = 0
         self._proved: dict[bytes, float] = {}  # bounds of allocations that were tried
@@ -211,7 +208,7 @@ class JointSearch(BestFirst[BoundWindow | AllocationCandidate]):
         limits = replace(self.limits, seconds=min(self._left(), _TRYING * self.limits.seconds))
         found = _below(problem, low, high, limits)
         if found is not None and found.pattern is not None and found.pattern.period < high:
-            self._offer(stages, found.pattern, least)
+            self._offer(stages, found.pattern)
         if found is not None and found.done:
             self._proved[rows.tobytes()] = problem.iteration_seconds(found.bound)
 
@@ -263,19 +260,17 @@ class JointSearch(BestFirst[BoundWindow | AllocationCandidate]):
             found = PatternFound(answer.pattern, answer.bound, answer.status in DONE)
         bound = max(bound, problem.iteration_seconds(found.bound))
         if found.pattern is not None and found.pattern.period < high:
-            self._offer(stages, found.pattern, bound)
+            self._offer(stages, found.pattern)
         if found.done:
             self._close(bound)
         else:
             self._push(bound, candidate, attempt + 1)
 
-    def _offer(self, stages: tuple[Stage, ...], pattern: Pattern, bound: float = 0.0) -> None:
-        """Keep a plan if it is the best; ``bound`` is its allocation's bound."""
+    def _offer(self, stages: tuple[Stage, ...], pattern: Pattern) -> None:
+        """Check a plan, which is the best so far, and keep it."""
         problem = self._problems.of(stages)
         self.cost = problem.iteration_seconds(problem.evaluate(pattern))
         self.best = stages, pattern
-        elapsed = perf_counter() - self.began
-        self.on_progress(Progress(elapsed, self.cost, min(bound, self.bound())))
 
 
 def _below(problem: PatternProblem, low: float, high: float, limits: Limits) -> PatternFound | None:
