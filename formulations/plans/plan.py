@@ -357,9 +357,8 @@ class PipelinePlan(Envelope):
     @property
     def uses_two_streams(self) -> bool:
         """Whether some device computes in a sub-stream beside its main stream."""
-        return isinstance(self.schedule, Schedule) and any(
-            entry.stream == "sub" for entry in self.schedule.actions
-        )
+        finite = isinstance(self.schedule, Schedule)
+        return finite and any(one.stream == "sub" for one in self.actions)
 
     @property
     def spans_steps(self) -> bool:

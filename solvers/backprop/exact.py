@@ -177,13 +177,5 @@ def _result(
         bound = min(bound, cost)
         status = settled(status, cost, bound)
     gap = None if cost is None else (cost - bound) / cost if cost > 0 else 0.0
-    return BackpropResult(
-        timetable=timetable,
-        cost=cost,
-        bound=bound,
-        proved_by=proved_by,
-        gap=gap,
-        status=status,
-        source=source,
-        seconds=perf_counter() - began,
-    )
+    seconds = perf_counter() - began
+    return BackpropResult(timetable, cost, bound, proved_by, gap, status, source, seconds)

@@ -1,7 +1,5 @@
 """Optimal placement and order by constraint programming, from the best that is known.
 
-CP-SAT's model of placement and order.
-
 Times are ticks, rounded down, and so are bytes. The starts of a plan, rounded down, keep all rules
 of the model, so that its bound holds for the problem itself.
 """
@@ -392,13 +390,5 @@ def _result(
             raise InvalidPlan(f"the timetable takes {cost} s, below the bound of {bound} s")
         bound = min(bound, cost)
         status = settled(status, cost, bound)
-    return OperatorResult(
-        timetable=timetable,
-        cost=cost,
-        bound=bound,
-        bounds=bounds,
-        status=status,
-        source=source,
-        reason=reason,
-        seconds=perf_counter() - began,
-    )
+    seconds = perf_counter() - began
+    return OperatorResult(timetable, cost, bound, bounds, status, source, reason, seconds)

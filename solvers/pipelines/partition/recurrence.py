@@ -23,7 +23,7 @@ from stagewright.graphs.documents.arrays import Floats
 from stagewright.solvers.pipelines.partition.kernels import (
     MARGIN,
     ONE,
-    LayerBand,
+    Ranges,
     Words,
     predecessor,
     step_time,
@@ -37,7 +37,7 @@ class ReachTable(NamedTuple):
     """The result of a pass: ``reach`` has a row per state (see Band), bit xi - 1 per count."""
 
     limit: float
-    band: LayerBand
+    band: Ranges
     reach: Words
 
 
@@ -107,7 +107,7 @@ def least_work(form: Recurrence) -> Floats:
     return form.microbatches * np.concatenate([[0.0], np.cumsum(cheapest)])
 
 
-def _band(form: Recurrence, limit: float) -> LayerBand:
+def _band(form: Recurrence, limit: float) -> Ranges:
     work, size = least_work(form), len(form.memory)
     layers = len(work) - 1
     devices = np.arange(size + 1)
@@ -119,7 +119,7 @@ def _band(form: Recurrence, limit: float) -> LayerBand:
     low[0] = high[0] = 0
     low = np.minimum(np.maximum(low, devices > 0), high + 1)
     base = np.concatenate([[0], np.cumsum(devices * (high - low + 1))])
-    return LayerBand(low.astype(np.int64), high.astype(np.int64), base.astype(np.int64))
+    return Ranges(low.astype(np.int64), high.astype(np.int64), base.astype(np.int64))
 
 
 def _final(form: Recurrence, table: ReachTable) -> Words:
