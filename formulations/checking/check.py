@@ -33,18 +33,12 @@ from stagewright.formulations.checking.times import (
     read_times,
     unrolled_steady,
 )
+from stagewright.formulations.plans import timing
 from stagewright.formulations.plans.actions import COMPUTE, UPDATE, WeightRule
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PeriodicSchedule, PipelinePlan, Predicted, Stage
 from stagewright.formulations.plans.plan_class import class_of
 from stagewright.formulations.plans.shards import exchanged_rounds
-from stagewright.formulations.plans.timing import (
-    are_sent,
-    covered_seconds,
-    reduce_bytes,
-    transfer_bytes,
-    updated_stages,
-)
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InvalidPlan
@@ -71,7 +65,7 @@ def _busy(times: PlanTimes) -> float:
     """Seconds in which devices compute, of all devices; two streams at once count once."""
     if times.in_sub.any():
         return sum(
-            len(names) * covered_seconds(*_computed(times, lanes))
+            len(names) * timing.covered_seconds(*_computed(times, lanes))
             for lanes, names in devices_by_lanes(times.stages).items()
         )
     shares = np.array([len(stage.runners(0)) for stage in times.stages])
@@ -99,7 +93,7 @@ def _link_bytes(
     A reduce-scatter or an all-gather of a stage counts as half of an all-reduce.
     """
     # A microbatch crosses a boundary twice: its activations, and their gradient.
-    sent = [sum(are_sent(stages, s, problem.microbatches)) for s in range(len(stages) - 1)]
+    sent = [sum(timing.are_sent(stages, s, problem.microbatches)) for s in range(len(stages) - 1)]
     crossing = {
         f"{s}-{s + 1}": count * _both_ways(problem, stages[s], stages[s + 1])
         for s, count in enumerate(sent)
@@ -110,7 +104,7 @@ def _link_bytes(
         str(s): sums
         * exchanged_rounds(stage, problem.microbatches)
         / 2
-        * reduce_bytes(problem, stage)
+        * timing.reduce_bytes(problem, stage)
         for s, stage in enumerate(stages)
         if stage.replicas > 1
     }
@@ -118,7 +112,7 @@ def _link_bytes(
 
 
 def _both_ways(problem: PipelineProblem, one: Stage, other: Stage) -> float:
-    return transfer_bytes(problem, one, other) + transfer_bytes(problem, other, one)
+    return timing.transfer_bytes(problem, one, other) + timing.transfer_bytes(problem, other, one)
 
 
 def broken_prediction(computed: Predicted, stated: Predicted) -> Iterator[Violation]:
@@ -204,7 +198,9 @@ def structure(problem: PipelineProblem, plan: PipelinePlan) -> tuple[Violation, 
             broken_actions(*unrolled_steady(problem, plan, plan.schedule), frozenset())
         )
     broken = tuple(broken_frame(problem, plan))
-    updated = updated_stages(problem, plan.stages, plan.weight_rule) if not broken else frozenset()
+    updated = (
+        timing.updated_stages(problem, plan.stages, plan.weight_rule) if not broken else frozenset()
+    )
     return broken or tuple(broken_actions(problem, plan, updated))
 
 

@@ -30,13 +30,7 @@ from stagewright.solvers.planners.grouped import plan_grouped
 from stagewright.solvers.planners.published import plan_published
 from stagewright.solvers.planners.servers import plan_servers
 from stagewright.solvers.planners.spp import plan_spp
-from stagewright.solvers.planners.steps.planner import (
-    ANY_RECOMPUTATION,
-    PlannerOptions,
-    PlanSearch,
-    SearchPlanner,
-    checking_seconds,
-)
+from stagewright.solvers.planners.steps import planner
 from stagewright.solvers.planners.steps.proposal import (
     Attempt,
     Choices,
@@ -111,7 +105,7 @@ def plan_auto(
 
 
 @dataclass
-class _Portfolio(PlanSearch):
+class _Portfolio(planner.PlanSearch):
     """The best plan so far, and the attempts of all planners."""
 
     choices: Choices = field(kw_only=True)
@@ -125,7 +119,7 @@ class _Portfolio(PlanSearch):
 
     def __post_init__(self) -> None:
         self.relaxation = FillAndDrain(self.problem)
-        self.predicted = self.checking = checking_seconds(self.problem)
+        self.predicted = self.checking = planner.checking_seconds(self.problem)
 
     def left(self) -> float:
         """The seconds left for a search whose plan is then checked."""
@@ -325,10 +319,10 @@ def fullest_share(problem: PipelineProblem, predicted: Predicted) -> float:
     )
 
 
-PLANNER = SearchPlanner(
+PLANNER = planner.SearchPlanner(
     "auto",
     "the best of several searches within the time limit, then its schedule improved by CP-SAT",
     "portfolio",
     plan_auto,
-    PlannerOptions(ANY_RECOMPUTATION, offload=True, start=True),
+    planner.PlannerOptions(planner.ANY_RECOMPUTATION, offload=True, start=True),
 )
