@@ -41,7 +41,7 @@ def two_streams_bound(problem: PipelineProblem) -> float | None:
     return float(max(main, area + room) + steps)
 
 
-MAX_PIECES = 2000  # of all operations that may be suspended
+_MAX_PIECES = 2000  # of all operations that may be suspended
 MEMORY_UNITS = 2**20  # of the largest limit, for amounts without a common unit
 
 
@@ -71,11 +71,11 @@ class BackpropByIntervals:
 
     @cached_property
     def pieces(self) -> tuple[tuple[int, ...], ...]:
-        """Ticks of each operation's pieces; more than ``MAX_PIECES`` are refused."""
+        """Ticks of each operation's pieces; more than ``_MAX_PIECES`` are refused."""
         ticks = in_ticks(self.problem.seconds, self.unit).astype(np.int64).tolist()
         found = [self._pieces(i, length) for i, length in enumerate(ticks)]
-        if sum(len(one) for one in found if len(one) > 1) > MAX_PIECES:
-            raise InputError(f"more than {MAX_PIECES} pieces of transfers: use coarser chunks")
+        if sum(len(one) for one in found if len(one) > 1) > _MAX_PIECES:
+            raise InputError(f"more than {_MAX_PIECES} pieces of transfers: use coarser chunks")
         return tuple(found)
 
     def _pieces(self, i: int, length: int) -> tuple[int, ...]:
@@ -84,8 +84,8 @@ class BackpropByIntervals:
         if math.isinf(chunk) or length == 0:
             return (length,)
         size = max(1, round(chunk / self.unit))
-        if length > MAX_PIECES * size:
-            raise InputError(f"more than {MAX_PIECES} pieces of transfers: use coarser chunks")
+        if length > _MAX_PIECES * size:
+            raise InputError(f"more than {_MAX_PIECES} pieces of transfers: use coarser chunks")
         whole, rest = divmod(length, size)
         return (size,) * whole + ((rest,) if rest else ())
 

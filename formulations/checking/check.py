@@ -115,7 +115,7 @@ def _both_ways(problem: PipelineProblem, one: Stage, other: Stage) -> float:
     return timing.transfer_bytes(problem, one, other) + timing.transfer_bytes(problem, other, one)
 
 
-def broken_prediction(computed: Predicted, stated: Predicted) -> Iterator[Violation]:
+def _broken_prediction(computed: Predicted, stated: Predicted) -> Iterator[Violation]:
     """The predictions in the plan follow from its actions."""
     if not math.isclose(
         stated.iteration_seconds, computed.iteration_seconds, rel_tol=RELATIVE_TOLERANCE
@@ -219,7 +219,7 @@ def _broken_times(times: PlanTimes, plan: PipelinePlan) -> Iterator[Violation]:
     if times.schedule is not None:
         yield from broken_iterations(times.problem, plan, times.schedule, times.tolerance)
     if plan.predicted is not None:
-        yield from broken_prediction(predicted(times), plan.predicted)
+        yield from _broken_prediction(predicted(times), plan.predicted)
     yield from _broken_certificate(times, plan)
 
 

@@ -49,11 +49,11 @@ def with_channels(
     InputError
         If the devices deadlock; the message names a computation that waits.
     """
-    starts, sent = channel_starts(order, times, full_duplex)
+    starts, sent = _channel_starts(order, times, full_duplex)
     return TimedOrder(order, times, starts), sent
 
 
-def channel_starts(
+def _channel_starts(
     order: Order, times: ActionTimes, full_duplex: bool = False
 ) -> tuple[Starts, dict[Need, float]]:
     """The starts of `with_channels`, in the layout of the rows, for any times of the actions."""
@@ -197,7 +197,7 @@ def starts_in_order(
         for action in row:
             split[action.stage, action.microbatch] |= action.kind is I
     times = _Lasting(durations(problem, stages, split, rule))
-    begun, sent = channel_starts(order, times)
+    begun, sent = _channel_starts(order, times)
     starts = empty_blocks(len(stages), order.microbatches)
     for row, seconds in zip(order.rows, begun, strict=True):
         for action, start in zip(row, seconds, strict=True):

@@ -127,7 +127,7 @@ def allocate_partitioned(
     limits = limits or Limits(seconds=math.inf)
     need = chosen.need(problem)
     split = _split(problem, need, parts, limits)
-    solved = spread(solve_part, split, limits)
+    solved = spread(_solve_part, split, limits)
     failed = [part.status for part in solved if part.allocation is None]
     if failed:
         return AllocationResult(failed[0], None, None, None, None, chosen.maximises, policy=policy)
@@ -191,7 +191,7 @@ def _split(problem: AllocationProblem, need: Floats, parts: int, limits: Limits)
     ]
     if parts == 1:
         return split
-    spent = _spending(problem, need, solve_part(split[0], limits).prices)
+    spent = _spending(problem, need, _solve_part(split[0], limits).prices)
     if spent is None:
         return split
     portions = np.array([spent[part.jobs].sum() for part in split])
@@ -236,7 +236,7 @@ def _part_of(problem: AllocationProblem, jobs: Ints) -> AllocationProblem:
     )
 
 
-def solve_part(part: JobPart, limits: Limits) -> Solved:
+def _solve_part(part: JobPart, limits: Limits) -> Solved:
     """The linear program of one part; jobs of one kind and need are one group."""
     problem = part.problem
     groups = group_by(problem, part.need)

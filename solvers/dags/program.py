@@ -153,7 +153,7 @@ def extend(  # noqa: C901 - one walk over the lattice
 
 
 LEAST = 1e-9  # relative improvement; less is rounding
-RANGE = 1e3  # of the costs that are looked for at once: rounding is relative to the largest time
+_RANGE = 1e3  # of the costs that are looked for at once: rounding is relative to the largest time
 CHUNK = 256  # downsets that are extended between two looks at the clock
 
 Found = Callable[[tuple[PlacedSet, ...], float], None]
@@ -200,17 +200,17 @@ class DownsetProgram:
         return True
 
     def _limits(self, cost: float) -> Iterator[float]:
-        """Ascending limits on the cost, up to ``cost`` itself, each ``RANGE`` times the one before.
+        """Ascending limits on the cost, up to ``cost`` itself, each ``_RANGE`` times the last.
 
-        No cost but zero is below the first one divided by ``RANGE``.
+        No cost but zero is below the first one divided by ``_RANGE``.
         """
         replicas, times = self._machines.larger.shape[2], _times(self.problem)
         least = max(heaviest_part(self.problem), priced_load(self.problem, self.prices))
         least = least or _least(times) / replicas
-        limit, most = least * RANGE, replicas * float(times.sum())
+        limit, most = least * _RANGE, replicas * float(times.sum())
         while 0 < limit < min(cost, most):
             yield limit
-            limit *= RANGE
+            limit *= _RANGE
         yield cost
 
     def _search(

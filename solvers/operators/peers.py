@@ -119,7 +119,7 @@ def cpop(problem: OperatorProblem, held: float = 1.0) -> GraphTimes | None:
     path = _critical(problem, priority)
     devices = np.full(len(seconds), ANY)
     devices[path] = int(np.argmin(problem.seconds[path].sum(axis=0)))
-    return insert(problem, ready_order(problem, priority), devices, held=held)
+    return insert(problem, _ready_order(problem, priority), devices, held=held)
 
 
 def _critical(problem: OperatorProblem, priority: Floats) -> list[int]:
@@ -140,7 +140,7 @@ def peft(problem: OperatorProblem, held: float = 1.0) -> GraphTimes | None:
     """Predict earliest finish time: devices by a table of optimistic costs to the end."""
     arrays = arrays_of(problem)
     table = optimistic_costs(arrays, transfers(arrays, np.mean))
-    order = ready_order(problem, table.mean(axis=1))
+    order = _ready_order(problem, table.mean(axis=1))
     return insert(problem, order, np.full(len(order), ANY), lookahead=table, held=held)
 
 
@@ -160,7 +160,7 @@ def optimistic_costs(arrays: Arrays, transfer: Floats) -> Floats:
     return table
 
 
-def ready_order(problem: OperatorProblem, priority: Floats) -> Ints:
+def _ready_order(problem: OperatorProblem, priority: Floats) -> Ints:
     """The list in which the ready operator of the largest priority always comes next."""
     maker, reader, _ = problem.edges
     waits = np.bincount(reader, minlength=len(priority)).tolist()

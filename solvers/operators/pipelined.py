@@ -26,7 +26,7 @@ from stagewright.solvers.operators.search import shortest
 
 _PARTITION_SECONDS = 10.0
 FORWARD, BACKWARD, UPDATE = 1, 2, 3
-PHASES = {"input": 0, "state": 0, "forward": FORWARD, "backward": BACKWARD, "update": UPDATE}
+_PHASES = {"input": 0, "state": 0, "forward": FORWARD, "backward": BACKWARD, "update": UPDATE}
 AHEAD = ("state", "input", "forward")
 
 
@@ -81,7 +81,7 @@ class _Parts:
     microbatch
         Of every operator; 0 if it belongs to none.
     phase
-        Of every operator, one of ``PHASES``; views of weights are before the forward.
+        Of every operator, one of ``_PHASES``; views of weights are before the forward.
     edges
         (a, b): part a is not in a later stage than b.
     """
@@ -115,7 +115,7 @@ class _Parts:
             _microbatches(graph),
             np.array(
                 [
-                    PHASES[node.role] if node.role == "update" or j not in weights else 0
+                    _PHASES[node.role] if node.role == "update" or j not in weights else 0
                     for j, node in enumerate(graph.nodes)
                 ],
                 dtype=np.int64,

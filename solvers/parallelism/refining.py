@@ -300,7 +300,7 @@ class _Refining:
         found = StageSearch(options, walk, below).run()
         if found.best is None:
             return None, found.bound
-        layout = refined_layout(base, found.best)
+        layout = _refined_layout(base, found.best)
         if not self.accept(layout):
             return None, found.bound
         one = evaluate(self.problem, layout, walk)
@@ -340,7 +340,7 @@ def _base(layout: Layout) -> Layout:
     return replace(layout, **plain)  # type: ignore[arg-type]
 
 
-def refined_layout(base: Layout, found: BlockDivision) -> Layout:
+def _refined_layout(base: Layout, found: BlockDivision) -> Layout:
     """The layout with a division, and recomputation in the simplest field that expresses it."""
     blocks, again = found.blocks, found.recomputed
     layout = replace(base, blocks_by_stage=blocks)

@@ -119,11 +119,11 @@ def divided_evenly(layout: Layout, blocks: int) -> Layout:
         recomputed_by_stage=None,
         first_blocks=None,
         last_blocks=None,
-        blocks_by_stage=even_division(layout.pipeline, blocks),
+        blocks_by_stage=_even_division(layout.pipeline, blocks),
     )
 
 
-def even_division(stages: int, blocks: int) -> tuple[int, ...]:
+def _even_division(stages: int, blocks: int) -> tuple[int, ...]:
     """About equally many blocks in every stage; with fewer blocks than stages none in the ends."""
     if blocks < stages:
         inner = (1,) * (stages - 2)

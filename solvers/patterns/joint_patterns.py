@@ -150,7 +150,7 @@ class JointSearch(BestFirst[BoundWindow | AllocationCandidate]):
         If a trial takes too long, shorter lengths are tried, each for a share of the time limit: a
         refuted length is still a lower bound.
         """
-        low, high = shortest_iteration(self.question.form), min(self._longest, self._ceiling())
+        low, high = _shortest_iteration(self.question.form), min(self._longest, self._ceiling())
         in_time, known = self._first(high, _TRIAL)
         if in_time and known is None:
             self._close(high if high < self._longest else math.inf)
@@ -309,7 +309,7 @@ def stages_of(question: JointPatterns, rows: Ints) -> tuple[Stage, ...]:
     return tuple(found[::-1])
 
 
-def shortest_iteration(form: JointForm) -> float:
+def _shortest_iteration(form: JointForm) -> float:
     """A lower bound: the average work per group of an iteration, including updates."""
     whole = form.ahead[-1]
     return float(form.microbatches * whole["work"] + whole["update"]) / len(form.groups)

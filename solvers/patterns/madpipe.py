@@ -44,8 +44,8 @@ from stagewright.solvers.patterns.madpipe_kernels import (
 from stagewright.solvers.patterns.madpipe_labels import MadPipeLabels, Pass
 
 _MOST_GROUPS = 16  # for which Need has rows; the last row is for all larger ones
-FIRST_LABELS = 32  # per state
-MORE_LABELS = 8
+_FIRST_LABELS = 32  # per state
+_MORE_LABELS = 8
 LABEL_BYTES = 1e9
 STEPS_PER_SECOND = 3e7
 UNLIMITED = Limits(math.inf)
@@ -117,15 +117,15 @@ class AllocationProgram:
         return found
 
 
-def label_rooms(form: AllocationTables) -> list[int]:
+def _label_rooms(form: AllocationTables) -> list[int]:
     """Labels per state for successive tries; a single one suffices without a special group."""
     if form.special < 0:
         return [1]
     states = form.seconds.shape[-1] * (len(form.normal) + 1) * OWNERS
-    most = max(FIRST_LABELS, int(LABEL_BYTES / (FIELDS * 8 * states)))
-    rooms = [FIRST_LABELS]
+    most = max(_FIRST_LABELS, int(LABEL_BYTES / (FIELDS * 8 * states)))
+    rooms = [_FIRST_LABELS]
     while rooms[-1] < most:
-        rooms.append(min(most, rooms[-1] * MORE_LABELS))
+        rooms.append(min(most, rooms[-1] * _MORE_LABELS))
     return rooms
 
 
@@ -167,7 +167,7 @@ def allocate(
     """Stages with a period of ``period`` seconds; None if none exist or none were found in time."""
     began, limits = time.perf_counter(), limits or Limits()
     ticks = min(round(period / question.tick), all_periods(question.tables))
-    for room in label_rooms(question.tables):
+    for room in _label_rooms(question.tables):
         left = limits.left(time.perf_counter() - began)
         program = AllocationProgram(question.tables, room)
         outcome, placed = program.test(ticks, left * STEPS_PER_SECOND, limits)
@@ -205,7 +205,7 @@ class PeriodBracket:
     def solve(self) -> None:
         """Run passes with more and more labels per state, until the bracket is closed."""
         self.end = self.begun + (1 - _PROVING) * self.limits.seconds
-        for room in label_rooms(self.question.tables):
+        for room in _label_rooms(self.question.tables):
             self._narrow(AllocationProgram(self.question.tables, room))
             if self._done() or self._left() <= 0:
                 break
@@ -265,7 +265,9 @@ class PeriodBracket:
 
     def _raise_bound(self) -> None:
         """Raise the lower bound with merged labels, where dropped labels decide nothing."""
-        program = AllocationProgram(self.question.tables, FIRST_LABELS * MORE_LABELS, merging=True)
+        program = AllocationProgram(
+            self.question.tables, _FIRST_LABELS * _MORE_LABELS, merging=True
+        )
         high = self.high or all_periods(self.question.tables)
         while high - self.low > NEAR * high and self._left() > 0:
             middle = (self.low + high) // 2
@@ -310,6 +312,6 @@ def _shortage(question: StageAllocationProblem) -> str:
 
 def _fits_with(form: AllocationTables, more: int, period: int) -> PassOutcome:
     wider = form._replace(memory=form.memory + more)
-    return AllocationProgram(wider, FIRST_LABELS * MORE_LABELS, merging=form.special >= 0).test(
+    return AllocationProgram(wider, _FIRST_LABELS * _MORE_LABELS, merging=form.special >= 0).test(
         period
     )[0]

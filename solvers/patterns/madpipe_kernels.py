@@ -19,7 +19,7 @@ REST = (1 << SHIFT) - 1
 FAR = np.int64(1) << 60
 PARTS = 4  # rows per period
 MARGIN = 1e-9  # rounding must not refuse a label that just fits
-EFFORT = 4  # comparisons that take as long as examining one stage
+_EFFORT = 4  # comparisons that take as long as examining one stage
 
 
 @njit(cache=True)
@@ -98,7 +98,7 @@ def _place_normal(at: Pass, parent: int, l: int, j: int, owner: int) -> int:
     delay = _add(before.delay, crossing, period)
     for c in range(form.seconds.shape[1]):
         for k in range(l - 1, -1, -1):
-            labels.work[0] += EFFORT
+            labels.work[0] += _EFFORT
             if form.seconds[sort, c, l, k] > period:
                 break
             through = _add(delay, form.seconds[sort, c, l, k], period)
@@ -132,7 +132,7 @@ def _place_special(at: Pass, parent: int, l: int, p: int, owner: int) -> int:
     delay = _add(before.delay, crossing, period)
     for c in range(form.seconds.shape[1]):
         for k in range(l - 1, -1, -1):
-            labels.work[0] += EFFORT
+            labels.work[0] += _EFFORT
             load = before.load + form.seconds[sort, c, l, k]
             if load > period:
                 break

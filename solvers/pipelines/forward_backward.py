@@ -23,10 +23,10 @@ from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetab
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.solvers.pipelines.compiled import entry, lean, least_index, refer
 
-EAGERNESS = (0.0, 0.25, 0.5, 1.0)
+_EAGERNESS = (0.0, 0.25, 0.5, 1.0)
 NOISE = (0.0, 0.2, 1.0, 3.0)  # in units of the longest block
 PATIENCE = 3000  # passes without improvement after which the search ends
-RESTART = 40  # passes after which the search starts again from a random rule
+_RESTART = 40  # passes after which the search starts again from a random rule
 
 
 def improve(
@@ -44,7 +44,7 @@ def improve(
     best = current = block_starts(problem, incumbent)
     cost, passes, last, began = search.makespan(best), 0, 0, perf_counter()
     while cost > target and passes - last < patience and limits.left(perf_counter() - began) > 0:
-        if passes % RESTART == RESTART - 1:
+        if passes % _RESTART == _RESTART - 1:
             current = search.as_early(search.random_rule())
         elif search.random.integers(2):
             current = best
@@ -73,13 +73,13 @@ class _ScheduleSearch:
 
     def as_early(self, priority: Floats) -> Floats:
         """Start times, the smaller ``priority`` first; both of shape (blocks, M)."""
-        return dispatch(self.early, priority, self.random.choice(EAGERNESS))
+        return dispatch(self.early, priority, self.random.choice(_EAGERNESS))
 
     def as_late(self, starts: Floats) -> Floats:
         """Latest start times, the (disturbed) latest finish of ``starts`` first."""
         finish = starts + self.durations[:, None] + self._noise(starts.shape)
         priority = np.ascontiguousarray(-finish[::-1, ::-1])
-        mirrored = dispatch(self.late, priority, self.random.choice(EAGERNESS))
+        mirrored = dispatch(self.late, priority, self.random.choice(_EAGERNESS))
         return np.ascontiguousarray(-(mirrored + self.late.durations[:, None])[::-1, ::-1])
 
     def random_rule(self) -> Floats:

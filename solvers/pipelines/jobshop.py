@@ -49,7 +49,7 @@ def solve_jobshop(
     began = perf_counter()
     scheduler(limits, problem.is_flexible)  # refuses an unknown backend before any work
     static, argument = static_bound(problem)
-    incumbent = dispatch_best(problem, limits)
+    incumbent = _dispatch_best(problem, limits)
     form = JobShopByIntervals(problem, incumbent).apply()
     left = replace(limits, seconds=limits.left(perf_counter() - began))
     answer = solve_intervals(form, left, on_progress)
@@ -73,7 +73,7 @@ def solve_jobshop(
     )
 
 
-def dispatch_best(problem: JobShop, limits: Limits) -> JobShopSchedule | None:
+def _dispatch_best(problem: JobShop, limits: Limits) -> JobShopSchedule | None:
     """The best schedule of the rules that end within ``limits``."""
     best: JobShopSchedule | None = None
     began = perf_counter()

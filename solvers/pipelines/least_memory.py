@@ -108,7 +108,7 @@ def _hand_on(points: list[CurvePoint]) -> None:
 
 SEARCH = 0.5  # share of the time for schedules; the rest is for proofs that less is too slow
 STEPS = 256  # limits that are told apart where amounts have no common unit
-MOST_LEVELS = 100_000
+_MOST_LEVELS = 100_000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -242,7 +242,7 @@ def memory_levels(problem: MakespanProblem) -> MemoryLevels:
     least = float(ones.max())
     most = float(np.minimum(problem.memory, problem.microbatches * ones).max())
     unit = _common_unit([amount for amounts in problem.saved for amount in amounts])
-    if unit > 0 and (most - least) / unit < MOST_LEVELS:
+    if unit > 0 and (most - least) / unit < _MOST_LEVELS:
         count = math.floor((most - least) / unit + RELATIVE_TOLERANCE)
         return MemoryLevels(_equally_spaced(least, unit, count + 1), exact=True)
     if most <= least:

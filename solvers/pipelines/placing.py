@@ -14,9 +14,9 @@ from stagewright.formulations.schedules.placements import Device
 from stagewright.graphs.documents.errors import InputError
 from stagewright.solvers.pipelines.rows.search import RowSearch, compile_row_kernels
 
-BALANCING = 0.2  # share of the time for the bound by balance
-TRIALS = 100  # placements that are tried if each takes its share of the time
-DRAWS = 100  # random neighbours, then random placements, among which one must be new
+_BALANCING = 0.2  # share of the time for the bound by balance
+_TRIALS = 100  # placements that are tried if each takes its share of the time
+_DRAWS = 100  # random neighbours, then random placements, among which one must be new
 
 
 def search_placement(
@@ -34,7 +34,7 @@ def search_placement(
     began = perf_counter()
     compile_row_kernels()
     random = np.random.default_rng(limits.seed)
-    trial = replace(limits, seconds=limits.seconds / TRIALS)
+    trial = replace(limits, seconds=limits.seconds / _TRIALS)
 
     def cost(device: Device, most: float) -> float:
         """The cost of the placement; infinite if its bound is no better than ``most``."""
@@ -53,8 +53,8 @@ def search_placement(
     costs = {device: cost(device, np.inf) for device in first}
     best = min(costs, key=costs.__getitem__)
     while costs[best] > target and limits.left(perf_counter() - began) > 0:
-        drawn = [_neighbour(best, random) for _ in range(DRAWS)]
-        drawn += [_numbered(random.integers(1 + max(best), size=len(best))) for _ in range(DRAWS)]
+        drawn = [_neighbour(best, random) for _ in range(_DRAWS)]
+        drawn += [_numbered(random.integers(1 + max(best), size=len(best))) for _ in range(_DRAWS)]
         new = (one for one in drawn if max(one) == max(best) and one not in costs)
         device = next(new, None)
         if device is None:
@@ -71,7 +71,7 @@ def placement_bound(problem: MakespanProblem, devices: int, limits: Limits) -> B
     plans = stages.plans_of(problem)
     found = stages.placement_bounds(problem, devices, plans)
     balance = stages.Balance.of(problem, devices)
-    share = replace(limits, seconds=BALANCING * limits.seconds, backend=None)
+    share = replace(limits, seconds=_BALANCING * limits.seconds, backend=None)
     answer = run_integers(balance.form, share, silent)
     balanced = Bound(answer.bound * balance.unit, stages.BALANCE, "schedule", plans)
     return max((*found, balanced), key=lambda bound: bound.seconds)

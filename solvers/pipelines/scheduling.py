@@ -31,7 +31,7 @@ ScheduleKind = Literal["gpipe", "1f1b", "pe", "optimal"]
 IMPROVEMENT = 0.05
 SEARCH = 0.9
 ROWS = 0.5
-ROW_SECONDS = 0.02  # at most, per computation, of the search for rows before CP-SAT
+_ROW_SECONDS = 0.02  # at most, per computation, of the search for rows before CP-SAT
 
 SMALL = 1000  # computations up to which CP-SAT helps where memory counts
 
@@ -146,7 +146,7 @@ def _row_seconds(problem: MakespanProblem, left: float) -> float:
     """The time for rows; CP-SAT needs the rest if it helps."""
     if not is_small(problem):
         return left
-    return min(ROWS * left, ROW_SECONDS * computations(problem))
+    return min(ROWS * left, _ROW_SECONDS * computations(problem))
 
 
 def _begin(search: RowSearch, incumbent: Timetable | None) -> None:

@@ -155,7 +155,7 @@ class _Portfolio(planner.PlanSearch):
         self.attempts.append(Attempt(name, Status.FEASIBLE, cost, spent, notes))
         # A bound on a class of plans is valid for any plan; one on schedules only for its stages.
         worse = answer
-        fullest = fullest_share(self.problem, predicted)
+        fullest = _fullest_share(self.problem, predicted)
         self.proposals.append(answer)
         best = self.best
         if best is None or self._wins(answer, cost, fullest):
@@ -310,7 +310,7 @@ class _Portfolio(planner.PlanSearch):
         return NoPlan(f"{self.limits.end} came before any plan was found", False, bounds, attempts)
 
 
-def fullest_share(problem: PipelineProblem, predicted: Predicted) -> float:
+def _fullest_share(problem: PipelineProblem, predicted: Predicted) -> float:
     """The largest share of its memory that a device needs at its peak."""
     index = problem.cluster.index
     return max(

@@ -262,7 +262,7 @@ def plan_two_buffered(
     search = PeriodicSearch(problem, limits, on_progress, choices)
     found = _of_problem(problem, DOUBLE_BUFFER, choices, limits)
     if found.choice.best is None:
-        return nothing_fits(found)
+        return _nothing_fits(found)
     stages = found.costs.stages(found.choice.best)
     asked = search.figures.of(stages)
     period = least_period(asked)
@@ -280,7 +280,7 @@ def plan_flushed(
     """PipeDream-Flush: 1F1B and a flush on the best configuration."""
     found = _of_problem(problem, FLUSH, choices, limits)
     if found.choice.best is None:
-        return nothing_fits(found)
+        return _nothing_fits(found)
     stages = found.costs.stages(found.choice.best)
     return replace(drained(problem, stages), notes=(claim(found.choice),))
 
@@ -319,7 +319,7 @@ def of_batch(
         )
     best = found.choice.best
     if best is None:
-        return nothing_fits(found)
+        return _nothing_fits(found)
     return problems[
         best.samples
     ], f"batch {batch}, every size of microbatches: {claim(found.choice)}"
@@ -333,7 +333,7 @@ def claim(found: BestConfiguration) -> str:
     return f"{text}the best"
 
 
-def nothing_fits(found: Chosen) -> NoPlan:
+def _nothing_fits(found: Chosen) -> NoPlan:
     """Why there is no plan, with the least memory of a configuration."""
     if found.choice.bound_seconds < math.inf:
         tried = f"{found.choice.priced} of {found.choice.configurations} configurations"

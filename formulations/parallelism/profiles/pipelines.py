@@ -184,7 +184,7 @@ def evaluate(problem: ProfiledProblem, plan: ProfiledPlan) -> ProfiledEstimate:
     InputError
         If it uses a microbatch size or tensor degree that was not measured.
     """
-    require_plan(problem, plan)
+    _require_plan(problem, plan)
     finish = np.max([_finish(problem, plan, j) for j in _unequal(problem, plan)], axis=0)
     spans = _spans(plan)
     stages = list(zip(plan.stages, spans, strict=True))
@@ -201,7 +201,7 @@ def evaluate(problem: ProfiledProblem, plan: ProfiledPlan) -> ProfiledEstimate:
     )
 
 
-def require_plan(problem: ProfiledProblem, plan: ProfiledPlan) -> None:
+def _require_plan(problem: ProfiledProblem, plan: ProfiledPlan) -> None:
     """Raise InvalidPlan if a rule of the problem is broken."""
     layers = [stage.layers for stage in plan.stages]
     if not layers or min(layers) < 1 or sum(layers) != problem.profiles.layers:

@@ -14,7 +14,7 @@ from stagewright.solvers.pipelines.servers.labels import BACK, BEHIND, CLOSED, F
 from stagewright.solvers.pipelines.servers.tables import send_seconds
 
 MARGIN = 1e-9
-COUNT_SLACK = 1e-5  # of the layers that a group can have
+_COUNT_SLACK = 1e-5  # of the layers that a group can have
 
 
 @lean
@@ -39,7 +39,7 @@ def _count(seconds: float, size: float) -> float:
     """How many times ``size`` fits in ``seconds``."""
     if size <= 0:
         return np.inf
-    count: float = np.floor(max(0.0, seconds) / size + COUNT_SLACK)
+    count: float = np.floor(max(0.0, seconds) / size + _COUNT_SLACK)
     return count
 
 
@@ -101,7 +101,7 @@ def _transfers(search: Scratch, behind: float, l: int, free: float) -> float:
     # Through larger groups in between, in more pieces, it is sent at least twice.
     once = size * form.share[min(form.samples, pieces * pieces)] * pace + latency
     twice = 2 * (size * form.share[form.samples] * pace + latency)
-    sent: float = (np.ceil(behind / most - COUNT_SLACK) - 1) * min(once, twice)
+    sent: float = (np.ceil(behind / most - _COUNT_SLACK) - 1) * min(once, twice)
     return sent
 
 

@@ -27,9 +27,9 @@ from stagewright.solvers.pipelines.structures.run import (
     WorkLists,
 )
 
-ForwardOrder = Literal["oldest", "deepest", "broad", "chunks"]
-BackwardOrder = Literal["oldest", "broad", "chunks", "newest"]
-Urgency = Literal["BFW", "BWF", "WBF", "FBW"]
+_ForwardOrder = Literal["oldest", "deepest", "broad", "chunks"]
+_BackwardOrder = Literal["oldest", "broad", "chunks", "newest"]
+_Urgency = Literal["BFW", "BWF", "WBF", "FBW"]
 ROUNDING = 1e-9
 FIRST_RULES = 6
 
@@ -45,12 +45,12 @@ class Priority:
     """
 
     depth: float = math.inf
-    urgency: Urgency = "BFW"
-    forward: ForwardOrder = "oldest"
-    backward: BackwardOrder = "oldest"
+    urgency: _Urgency = "BFW"
+    forward: _ForwardOrder = "oldest"
+    backward: _BackwardOrder = "oldest"
 
 
-DEPTHS = (1.0, 1.5, 2.0, 3.0, math.inf)
+_DEPTHS = (1.0, 1.5, 2.0, 3.0, math.inf)
 
 
 def rules_for(work: Work) -> list[Priority]:
@@ -60,8 +60,8 @@ def rules_for(work: Work) -> list[Priority]:
     the others.
     """
     shared = max(map(len, work.places)) > 1
-    urgencies: list[Urgency] = ["BFW", "BWF", "WBF"] if work.split.any() else ["BFW"]
-    orders: list[tuple[ForwardOrder, BackwardOrder]] = [("oldest", "oldest")]
+    urgencies: list[_Urgency] = ["BFW", "BWF", "WBF"] if work.split.any() else ["BFW"]
+    orders: list[tuple[_ForwardOrder, _BackwardOrder]] = [("oldest", "oldest")]
     if shared:
         orders = [("chunks", "chunks"), ("oldest", "oldest"), ("deepest", "broad"),
                   ("broad", "chunks"), ("broad", "newest")]  # fmt: skip
@@ -71,7 +71,7 @@ def rules_for(work: Work) -> list[Priority]:
         Priority(depth, kinds, *order)
         for order in orders
         for kinds in urgencies
-        for depth in DEPTHS
+        for depth in _DEPTHS
     ]
     rules += [Priority(math.inf, "FBW", *order) for order in orders]
     rules.append(Priority(math.inf, "FBW", backward="newest"))

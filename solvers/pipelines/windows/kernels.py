@@ -18,7 +18,7 @@ from stagewright.solvers.pipelines.compiled import copy, entry, inner, lean, ref
 
 Places = NDArray[np.int16]
 Parents = NDArray[np.int32]
-MIX = np.uint64(0x9E3779B97F4A7C15)
+_MIX = np.uint64(0x9E3779B97F4A7C15)
 SHIFT = np.uint64(29)
 
 
@@ -364,11 +364,11 @@ def _compare(one: Floats, other: Floats) -> tuple[bool, bool]:
 @lean
 def _slot(where: Places, size: int) -> np.int64:
     """The first place of a state in a table of ``size``, a power of two."""
-    value = MIX
+    value = _MIX
     for k in range(len(where)):
         if where[k] == 0:
             break
-        value = (value ^ np.uint64(where[k])) * MIX
+        value = (value ^ np.uint64(where[k])) * _MIX
         value ^= value >> SHIFT
     return np.int64(value & np.uint64(size - 1))
 

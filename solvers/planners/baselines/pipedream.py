@@ -75,7 +75,7 @@ def explain_pattern(
     return f"{_predicted(predicted)}{format_seconds(period)}{because}"
 
 
-def explain_iteration(
+def _explain_iteration(
     predicted: float, problem: PipelineProblem, stages: Sequence[Stage], iteration: float
 ) -> str:
     """One line on a finite plan, in which an iteration has one all-reduce and one update.
@@ -209,7 +209,7 @@ class ExplainedPlanner(UniformPlanner):
         if isinstance(found, NoPlan):
             return found
         predicted, cost = optimum(problem).seconds, cost_of(problem, found)
-        note = explain_iteration(predicted, problem, found.stages, cost)
+        note = _explain_iteration(predicted, problem, found.stages, cost)
         return replace(found, notes=(*found.notes, note))
 
 

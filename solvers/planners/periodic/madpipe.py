@@ -59,12 +59,12 @@ def plan_madpipe(
 ) -> PeriodicProposal | NoPlan:
     """MadPipe's allocation and pattern, or a better one found during the search."""
     search = PeriodicSearch(problem, limits, on_progress, choices)
-    for step in (contiguous, with_special, rearranged, jointly):
+    for step in (contiguous, _with_special, _rearranged, jointly):
         search.each_size(partial(step, search))
     return search.answer("with several stages on one device")
 
 
-def with_special(search: PeriodicSearch, size: int) -> None:
+def _with_special(search: PeriodicSearch, size: int) -> None:
     """MadPipe with each distinct group as the special one.
 
     First with any pause, then with pauses no longer than that of the best plan.
@@ -104,7 +104,7 @@ def _by_madpipe(search: PeriodicSearch, question: StageAllocationProblem) -> Non
                 search.schedule(stages)
 
 
-def rearranged(search: PeriodicSearch, size: int) -> None:
+def _rearranged(search: PeriodicSearch, size: int) -> None:
     """Local searches in which any group may have several stages."""
     names = tuple(named_group(search.problem, group) for group in orders(search.problem, size)[0])
     moves, end = (

@@ -38,7 +38,7 @@ Stages = tuple[Stage, ...]
 Groups = tuple[tuple[int, ...], ...]
 
 
-def contiguous_shortage(
+def _contiguous_shortage(
     problem: PipelineProblem, groups: Groups, modes: Sequence[Literal["none", "full"]]
 ) -> tuple[float, Stages, int]:
     """The contiguous partition with the least missing memory: bytes, stages, index of the stage.
@@ -342,7 +342,7 @@ class PeriodicSearch:
     def no_plan(self, kind: str) -> NoPlan:
         """The refusal, which names the stage with most missing memory in the best partition."""
         shortages = [
-            contiguous_shortage(self.problem, groups, self.choices.periodic_recomputations)
+            _contiguous_shortage(self.problem, groups, self.choices.periodic_recomputations)
             for size in self.bounds
             for groups in orders(self.problem, size)
         ]

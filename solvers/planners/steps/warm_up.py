@@ -82,11 +82,11 @@ class FirstPlan:
 
 
 Step = Callable[[], object]
-OnKernel = Callable[[str], None]
+_OnKernel = Callable[[str], None]
 
 
 def compile_kernels(
-    planner: str, on_kernel: OnKernel = lambda _: None, stop: StopToken | None = None
+    planner: str, on_kernel: _OnKernel = lambda _: None, stop: StopToken | None = None
 ) -> bool:
     """Run the kernels of ``planner`` on a tiny problem, at most once per process.
 
@@ -121,7 +121,7 @@ class _Stopped(BaseException):
 class _Listener(event.Listener):
     """Hears of every function that is compiled, in a kernel or alone."""
 
-    def __init__(self, on_kernel: OnKernel, stop: StopToken | None) -> None:
+    def __init__(self, on_kernel: _OnKernel, stop: StopToken | None) -> None:
         self.on_kernel, self.stop, self.depth = on_kernel, stop, 0
         self.thread = threading.get_ident()
 
@@ -164,18 +164,18 @@ BOUNDS = _once(
 STAGES = _once(
     lambda: plan_spp(_tiny(), Limits(), silent), lambda: exact(_tiny(), Limits(seconds=1.0))
 )
-ORDERS = _once(compile_row_kernels, compile_window_kernels)
-HIERARCHY = _once(lambda: partition(_tiny()))
+_ORDERS = _once(compile_row_kernels, compile_window_kernels)
+_HIERARCHY = _once(lambda: partition(_tiny()))
 PATTERNS = _once(
     lambda: least_period(_allocation(), Limits(seconds=1.0)),
     lambda: joint_optimum(JointPatterns(_tiny(), ((0,), (1,))), Limits(seconds=1.0)),
 )
-FINITE = (*BOUNDS, *STAGES, *ORDERS)
+FINITE = (*BOUNDS, *STAGES, *_ORDERS)
 KERNELS: dict[str, tuple[Step, ...]] = {
     **dict.fromkeys(("dp", "gpipe", "hetpipe", "2bw-flush"), BOUNDS),
     **dict.fromkeys(("spp", "exact", "servers"), (*BOUNDS, *STAGES)),
-    "pipedream": (*HIERARCHY, *BOUNDS),
-    "pipedream-async": HIERARCHY,
+    "pipedream": (*_HIERARCHY, *BOUNDS),
+    "pipedream-async": _HIERARCHY,
     "2bw": (),
     **dict.fromkeys(("1f1b-star", "madpipe"), PATTERNS),
 }
