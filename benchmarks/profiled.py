@@ -11,7 +11,7 @@ from rich.progress import track
 from benchmarks.decoder import OPT_350M
 from benchmarks.report import Table, percent
 from benchmarks.sailor_plans import SailorPlan, read_sailor_plan
-from stagewright.formulations.parallelism.profiles.cluster import Route, ServerPool, ServerPools
+from stagewright.formulations.parallelism.profiles.cluster import Pool, Route, ServerPools
 from stagewright.formulations.parallelism.profiles.pipelines import (
     MemoryRule,
     ProfiledEstimate,
@@ -93,7 +93,7 @@ def _stated(
 ) -> tuple[ProfiledProblem, ProfiledPlan]:
     """Every group has a server of its own, as its plan says."""
     groups = sum(map(len, plan.groups))
-    pool = ServerPool("GH-96", plan.groups[0][0].zone, groups, PER_SERVER, 96 * GIB, route)
+    pool = Pool("GH-96", plan.groups[0][0].zone, groups, PER_SERVER, 96 * GIB, route)
     problem = ProfiledProblem(known, ServerPools((pool,)), plan.batch, rule)
     servers = iter(range(groups))
     stages = tuple(

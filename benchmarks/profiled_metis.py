@@ -33,7 +33,7 @@ from benchmarks.metis import (
 from benchmarks.report import Table, percent
 from benchmarks.spec import BenchSpec
 from stagewright.formulations.forms.answers import Limits
-from stagewright.formulations.parallelism.profiles.cluster import Route, ServerPool, ServerPools
+from stagewright.formulations.parallelism.profiles.cluster import Pool, Route, ServerPools
 from stagewright.formulations.parallelism.profiles.pipelines import MemoryRule, ProfiledProblem
 from stagewright.graphs.importers.metis import read_metis
 from stagewright.graphs.models.layer_profiles import LayerProfiles, LayerSizes
@@ -144,7 +144,7 @@ def our_problem(case: Case) -> ProfiledProblem:
         for tensor in DEGREES
     )
     rate = BANDWIDTH * MEBIBYTE * 1e3
-    pool = ServerPool("A100", "whole", case.servers, PER_SERVER, 1e15, Route(rate, rate))
+    pool = Pool("A100", "whole", case.servers, PER_SERVER, 1e15, Route(rate, rate))
     whole = LayerProfiles(profiles.name, profiles.source, profiles.measured, sizes)
     rule = MemoryRule(0.0, 0.0, 0.0)
     return ProfiledProblem(whole, ServerPools((pool,)), case.batch, rule, gradient_bytes=1.0)

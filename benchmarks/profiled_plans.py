@@ -10,7 +10,7 @@ from benchmarks.profiled import GIB, INPUTS, PER_SERVER, profiles
 from benchmarks.report import Table, percent
 from benchmarks.spec import BenchSpec
 from stagewright.formulations.forms.answers import Limits
-from stagewright.formulations.parallelism.profiles.cluster import Route, ServerPool, ServerPools
+from stagewright.formulations.parallelism.profiles.cluster import Pool, Route, ServerPools
 from stagewright.formulations.parallelism.profiles.pipelines import ProfiledProblem, evaluate
 from stagewright.formulations.parallelism.profiles.plan import (
     ProfiledPlan,
@@ -30,10 +30,10 @@ V100 = Route(1.72e9, 5.79e9)
 
 def cluster(a100: int, v100: int) -> ServerPools:
     """Servers of four devices in one zone."""
-    pools = [ServerPool("A100-40", "us-central1-a", a100 // PER_SERVER, PER_SERVER, 40 * GIB, A100)]
+    pools = [Pool("A100-40", "us-central1-a", a100 // PER_SERVER, PER_SERVER, 40 * GIB, A100)]
     if v100:
         servers = v100 // PER_SERVER
-        pools.append(ServerPool("V100-16", "us-central1-a", servers, PER_SERVER, 16 * GIB, V100))
+        pools.append(Pool("V100-16", "us-central1-a", servers, PER_SERVER, 16 * GIB, V100))
     return ServerPools(tuple(pools))
 
 

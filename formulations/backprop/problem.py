@@ -71,12 +71,8 @@ class BackpropTensor:
 class BackpropProblem:
     """Order operations on their resources; minimise the end of the window.
 
-    Attributes
-    ----------
-    before
-        Pairs of operations (i, j): j starts after the end of i.
-    tensors, memory
-        What takes memory, and the limit per device in bytes; no limits if ``memory`` is empty.
+    ``before``: pairs of operations (i, j): j starts after the end of i. ``tensors`` and ``memory``:
+    what takes memory, and the limit per device in bytes; no limits if ``memory`` is empty.
     """
 
     operations: tuple[BackpropOperation, ...]

@@ -198,13 +198,9 @@ class JointForm(NamedTuple):
 class JointPatterns:
     """Find the stages, their groups and the pattern of the least iteration time.
 
-    Attributes
-    ----------
-    groups
-        Indices of devices in the cluster; the devices of a group split every microbatch. Groups may
-        stay idle.
-    recompute
-        Allowed recomputation of a stage: ``none``, ``full`` or both (see `Stage`).
+    ``groups``: indices of devices in the cluster; the devices of a group split every microbatch.
+    Groups may stay idle. ``recompute``: allowed recomputation of a stage: ``none``, ``full`` or
+    both (see `Stage`).
     """
 
     problem: PipelineProblem

@@ -24,12 +24,9 @@ def state_factor(
 ) -> float:
     """Bytes of weights, gradients and optimizer state per parameter byte.
 
-    Parameters
-    ----------
-    devices
-        Number of replicas of the stage, with either replication. Each holds the full state.
-    overlapping
-        Whether the next iteration begins before this one's gradients are used (periodic plans).
+    ``devices``: number of replicas of the stage, with either replication. Each holds the full
+    state. ``overlapping``: whether the next iteration begins before this one's gradients are used
+    (periodic plans).
     """
     gradients = 1 + (overlapping and _gradients_wait(problem, devices))
     return rule.versions + gradients + problem.chain.optimizer_bytes_per_parameter_byte
@@ -77,12 +74,8 @@ def static_bytes(
 ) -> float:
     """Bytes that a device of the stage always holds: states, and buffers on each side.
 
-    Parameters
-    ----------
-    devices, rule, overlapping
-        As in :func:`state_factor`.
-    shares
-        Number of devices that split a microbatch (default: all).
+    ``devices``, ``rule``, ``overlapping``: as in :func:`state_factor`. ``shares``: number of
+    devices that split a microbatch (default: all).
     """
     factor = state_factor(problem, devices, rule, overlapping)
     buffers = sum(_buffer_bytes(problem, side, shares or devices) for side in (start, stop))

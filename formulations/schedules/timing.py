@@ -103,13 +103,9 @@ class ActionTimes(Protocol):
 class StageTimes:
     """The times of S stages, in any unit of time.
 
-    Attributes
-    ----------
-    forward, input_gradient, weight_gradient
-        One time per stage; a whole backward takes the sum of the latter two.
-    send_forward, send_backward
-        Transfer times from stage s to s + 1 and back, S - 1 values. Between two stages on one
-        device a transfer takes no time.
+    ``forward``, ``input_gradient``, ``weight_gradient``: one time per stage; a whole backward takes
+    the sum of the latter two. ``send_forward`` and ``send_backward``: transfer times from stage s
+    to s + 1 and back, S - 1 values. Between two stages on one device a transfer takes no time.
     """
 
     forward: Times

@@ -2,11 +2,7 @@
 
 from dataclasses import replace
 
-from stagewright.formulations.parallelism.profiles.cluster import (
-    ServerPool,
-    ServerPools,
-    server_pools,
-)
+from stagewright.formulations.parallelism.profiles.cluster import Pool, ServerPools, server_pools
 from stagewright.formulations.parallelism.profiles.pipelines import MemoryRule, ProfiledProblem
 from stagewright.formulations.parallelism.training import precision_named
 from stagewright.graphs.documents.errors import InputError
@@ -75,7 +71,7 @@ def _with_measured_kinds(pools: ServerPools, profiles: LayerProfiles) -> ServerP
     )
 
 
-def usable_degrees(problem: ProfiledProblem, pool: ServerPool) -> tuple[int, ...]:
+def usable_degrees(problem: ProfiledProblem, pool: Pool) -> tuple[int, ...]:
     """The tensor degrees that were measured, whose sizes are known and that a server has room for.
 
     Every one of them was measured at some microbatch size.
@@ -94,7 +90,7 @@ def _require_degrees(problem: ProfiledProblem) -> None:
     raise InputError("; ".join(unusable(problem, pool) for pool in problem.cluster.pools))
 
 
-def unusable(problem: ProfiledProblem, pool: ServerPool) -> str:
+def unusable(problem: ProfiledProblem, pool: Pool) -> str:
     """Why no tensor group can be in a pool."""
     known = {one.tensor for one in problem.profiles.sizes}
     measured = problem.profiles.degrees(pool.device_kind)

@@ -66,10 +66,7 @@ class Estimator:
         A job is new if it is not among the reference jobs. As more of its pairs are measured, call
         again: measurements replace estimates.
 
-        Parameters
-        ----------
-        measured
-            Rates of new jobs: alone on every type of accelerator, and in some pairs.
+        ``measured``: rates of new jobs: alone on every type of accelerator, and in some pairs.
 
         Raises
         ------

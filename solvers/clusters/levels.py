@@ -119,12 +119,8 @@ def max_level(
 ) -> MaxLevel:
     """Maximise theta such that throughput(m, X) >= theta * need_m for every job.
 
-    Parameters
-    ----------
-    need
-        Steps per second, positive, by job.
-    tolerance
-        Relative gap at which the answer is good enough.
+    ``need``: steps per second, positive, by job. ``tolerance``: relative gap at which the answer is
+    good enough.
     """
     limits = limits or Limits(seconds=math.inf)
     began = perf_counter()

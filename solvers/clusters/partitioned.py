@@ -111,10 +111,7 @@ def allocate_partitioned(
 ) -> AllocationResult:
     """Allocate by ``policy`` in ``parts`` parts, and check the whole; the gap bounds the loss.
 
-    Parameters
-    ----------
-    limits
-        The seconds are for each part; the seed decides how the jobs are split.
+    ``limits``: the seconds are for each part; the seed decides how the jobs are split.
 
     Raises
     ------
@@ -287,10 +284,8 @@ def price_bound(problem: AllocationProblem, need: Floats, prices: Floats) -> flo
     cost is convex and piecewise linear in theta. All jobs together can spend no more than the worth
     of the cluster, whatever the prices are: the Lagrangian dual of equation 5.3.
 
-    Parameters
-    ----------
-    prices
-        Not negative: of an accelerator of each type, then of a server of each of ``server_rows``.
+    ``prices``: not negative: of an accelerator of each type, then of a server of each of
+    ``server_rows``.
     """
     return _level_at(_job_costs(problem, need, prices))
 

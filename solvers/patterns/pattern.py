@@ -53,14 +53,9 @@ def best_pattern(
 ) -> PatternAnswer:
     """The pattern of least period, or the best within ``limits``.
 
-    Parameters
-    ----------
-    backend
-        ``highs``, ``pulp-cbc`` or ``cvxpy`` for the mixed-integer program,
-        ``cp-sat`` for a search over periods. None: the backend of ``limits``, or else ``auto``,
-        which is the fastest, HiGHS.
-    lower_seconds
-        A period that is known to be a lower bound.
+    ``backend``: ``highs``, ``pulp-cbc`` or ``cvxpy`` for the mixed-integer program, ``cp-sat`` for
+    a search over periods. None: the backend of ``limits``, or else ``auto``, which is the fastest,
+    HiGHS. ``lower_seconds``: A period that is known to be a lower bound.
 
     Raises
     ------

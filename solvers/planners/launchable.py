@@ -99,12 +99,8 @@ def _bounds(
 class _GroupCandidate:
     """A schedule on groups of devices, whose stages are not cut yet.
 
-    Attributes
-    ----------
-    least
-        Seconds that the slowest group computes at least, in an iteration.
-    estimate
-        The same, with the time in which the pipeline fills and drains.
+    ``least``: seconds that the slowest group computes at least, in an iteration. ``estimate``: the
+    same, with the time in which the pipeline fills and drains.
     """
 
     kind: str

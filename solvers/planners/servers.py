@@ -42,11 +42,8 @@ Free = dict[int, list[int]]  # devices of each server
 def packed(level: Levels, ranks: Ints, stages: Sequence[RelaxedStage]) -> tuple[StageChoice, ...]:
     """Stages on devices: first-fit decreasing of the runs, then the stages that span servers.
 
-    Parameters
-    ----------
-    ranks
-        The rank of every device, shape (V,). A run takes devices as slow as its slowest stage may
-        have; if they are too few, any others.
+    ``ranks``: the rank of every device, shape (V,). A run takes devices as slow as its slowest
+    stage may have; if they are too few, any others.
     """
     free: Free = {}
     for device in sorted(range(len(level.home)), key=lambda v: (-ranks[v], v)):

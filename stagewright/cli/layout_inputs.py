@@ -15,7 +15,7 @@ from stagewright.graphs.documents.units import parse_bandwidth, parse_bytes
 from stagewright.service.options import Option
 
 if TYPE_CHECKING:
-    from stagewright.formulations.parallelism.profiles.cluster import ServerPool, ServerPools
+    from stagewright.formulations.parallelism.profiles.cluster import Pool, ServerPools
     from stagewright.formulations.parallelism.training import TrainingProblem
     from stagewright.graphs.machines.fabric import Fabric
     from stagewright.solvers.parallelism.space import Space
@@ -328,7 +328,7 @@ def _pool(
     devices: int,
     by_kind: dict[str, dict[str, float]],
     is_alone: bool,
-) -> "ServerPool":
+) -> "Pool":
     from stagewright.formulations.parallelism.profiles.cluster import pool_of_kind
 
     inside = by_kind["server_bandwidth"].get(kind)

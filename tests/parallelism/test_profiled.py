@@ -12,7 +12,7 @@ from profiles import examples
 
 from benchmarks.profiled import RATES, predictions
 from stagewright.formulations.forms.answers import Limits, Status
-from stagewright.formulations.parallelism.profiles.cluster import Route, ServerPool, ServerPools
+from stagewright.formulations.parallelism.profiles.cluster import Pool, Route, ServerPools
 from stagewright.formulations.parallelism.profiles.pipelines import (
     MemoryRule,
     ProfiledProblem,
@@ -109,8 +109,8 @@ def problem(memory=1e9):
         LayerSizes(2, (1e6, 2e6), (50.0, 100.0), (6e6, 1.0)),
     )
     pools = (
-        ServerPool("a", "z", 2, 2, memory, NET),
-        ServerPool("b", "z", 1, 2, memory, NET, inside=Route(4e6, 4e6)),
+        Pool("a", "z", 2, 2, memory, NET),
+        Pool("b", "z", 1, 2, memory, NET, inside=Route(4e6, 4e6)),
     )
     profiles = LayerProfiles("two", "measured: here", measured, sizes)
     return ProfiledProblem(profiles, ServerPools(pools), batch=4)
@@ -183,16 +183,16 @@ def test_what_is_not_measured_or_known_is_refused():
     with pytest.raises(InputError, match="microbatches of 2"):
         evaluate(problem(), ProfiledPlan(2, (stage(2, (0, 0, 1)),), (2,)))
     with pytest.raises(InputError, match="no device kind 'c'"):
-        replace(problem(), cluster=ServerPools((ServerPool("c", "z", 1, 1, 1e9, NET),)))
+        replace(problem(), cluster=ServerPools((Pool("c", "z", 1, 1, 1e9, NET),)))
     with pytest.raises(InputError, match="between_zones"):
-        ServerPools((ServerPool("a", "y", 1, 1, 1e9, NET), ServerPool("a", "z", 1, 1, 1e9, NET)))
+        ServerPools((Pool("a", "y", 1, 1, 1e9, NET), Pool("a", "z", 1, 1, 1e9, NET)))
     with pytest.raises(InputError, match="less than 1 MB/s"):
         Route(10.0, 1e9)
 
 
 def test_a_route_through_zones_is_as_slow_as_its_slowest_part():
     far = Route(1e6, 8e6, 3.0)
-    pools = (ServerPool("a", "y", 1, 1, 1e9, Route(2e6, 4e6)), ServerPool("a", "z", 1, 1, 1e9, NET))
+    pools = (Pool("a", "y", 1, 1, 1e9, Route(2e6, 4e6)), Pool("a", "z", 1, 1, 1e9, NET))
     cluster = ServerPools(pools, between_zones=far)
     assert cluster.route(0, 1, same_server=False) == Route(1e6, 1.5e6, 3.0)
     assert cluster.route(0, 0, same_server=True) == Route(2e6, 4e6)
@@ -218,7 +218,7 @@ def problems(draw):
     ]
     inside = draw(st.sampled_from([None, Route(1e7, 1e7)]))
     pools = [
-        ServerPool(
+        Pool(
             kind,
             draw(st.sampled_from("yz")),
             draw(st.integers(1, 2)),
@@ -301,7 +301,7 @@ def test_replicas_of_a_stage_share_a_server_where_their_sum_decides():
     inside, network = Route(1e12, 1e12), Route(1e6, 1e6)
     measured = Measured("a", 1, 1, (1.0, 1.0), (1.0, 1.0), (0.0, 0.0))
     sizes = LayerSizes(1, (1e6, 1e6), (1.0, 1.0), (1.0, 1.0))
-    pool = ServerPool("a", "z", 2, 2, 40e6, network, inside)
+    pool = Pool("a", "z", 2, 2, 40e6, network, inside)
     found = profiled_plan(
         ProfiledProblem(
             LayerProfiles("m", "s", (measured,), (sizes,)),

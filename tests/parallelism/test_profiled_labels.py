@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples
 
-from stagewright.formulations.parallelism.profiles.cluster import Route, ServerPool, ServerPools
+from stagewright.formulations.parallelism.profiles.cluster import Pool, Route, ServerPools
 from stagewright.formulations.parallelism.profiles.pipelines import (
     MemoryRule,
     ProfiledProblem,
@@ -37,8 +37,8 @@ def tables(draw, *, most=5, memory=1e12):
     sizes = tuple(LayerSizes(t, *(draw(amounts) for _ in range(3))) for t in (1, 2))
     slow, quick = Route(1e6, 1.5e6, 0.1), Route(2e6, 4e6)
     pools = (
-        ServerPool("a", "y", 4, 2, memory, slow, quick),
-        ServerPool("b", "z", 3, 1, memory, quick),
+        Pool("a", "y", 4, 2, memory, slow, quick),
+        Pool("b", "z", 3, 1, memory, quick),
     )
     batch, data = draw(st.integers(1, 12)), draw(st.integers(1, 3))
     problem = ProfiledProblem(
@@ -129,7 +129,7 @@ def test_too_many_labels_and_no_time_are_said():
     route = Route(1e6, 1e6)
     problem = ProfiledProblem(
         LayerProfiles("six", "measured: no", (measured,), (sizes,)),
-        ServerPools((ServerPool("a", "z", 6, 1, 1e12, route),)),
+        ServerPools((Pool("a", "z", 6, 1, 1e12, route),)),
         4,
     )
     made = Tables(problem, 1, 1)
@@ -147,7 +147,7 @@ def test_equal_stages_have_the_time_of_the_formula():
     sizes = LayerSizes(1, (0.0,) * 6, (0.0,) * 6, (0.0,) * 6)
     problem = ProfiledProblem(
         LayerProfiles("six", "measured: no", (measured,), (sizes,)),
-        ServerPools((ServerPool("a", "z", 6, 1, 1e12, Route(1e6, 1e6)),)),
+        ServerPools((Pool("a", "z", 6, 1, 1e12, Route(1e6, 1e6)),)),
         batch=12,
     )
     bound, label = ProfileLabels(Tables(problem, 1, 1), inf, MOST, prune=True).run()[0]
@@ -168,7 +168,7 @@ def test_a_tail_that_ends_sooner_may_be_worse_behind_a_slow_stage():
         for kind, of in seconds.items()
     )
     sizes = LayerSizes(1, (0.0,) * 3, (0.0,) * 3, (0.0,) * 3)
-    pools = tuple(ServerPool(kind, "z", 1, 1, 1e12, Route(1e6, 1e6)) for kind in seconds)
+    pools = tuple(Pool(kind, "z", 1, 1, 1e12, Route(1e6, 1e6)) for kind in seconds)
     problem = ProfiledProblem(
         LayerProfiles("three", "measured: no", measured, (sizes,)), ServerPools(pools), batch=12
     )

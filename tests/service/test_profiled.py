@@ -11,8 +11,8 @@ import stagewright
 from benchmarks.decoder import Decoder
 from stagewright.formulations.forms.answers import Status
 from stagewright.formulations.parallelism.profiles.cluster import (
+    Pool,
     Route,
-    ServerPool,
     ServerPools,
     pool_of_kind,
     server_pools,
@@ -59,9 +59,7 @@ def profiles(layers: int = 3, precision: str = "fp32") -> LayerProfiles:
 
 def pools(memory: float = 1e9) -> ServerPools:
     route = Route(1e6, 1e6)
-    return ServerPools(
-        (ServerPool("A", "z", 1, 2, memory, route), ServerPool("b", "z", 1, 1, memory, route))
-    )
+    return ServerPools((Pool("A", "z", 1, 2, memory, route), Pool("b", "z", 1, 1, memory, route)))
 
 
 # The answer.
@@ -224,7 +222,7 @@ def test_degrees_that_do_not_divide_are_refused() -> None:
 def test_a_gap_that_time_does_not_close_is_told() -> None:
     """Four groups of a stage on two servers: the sum inside a server is out of reach."""
     inside, network = Route(1e9, 1e9), Route(1e6, 1e6)
-    pool = ServerPool("a", "z", 2, 2, 1e9, network, inside)
+    pool = Pool("a", "z", 2, 2, 1e9, network, inside)
     problem = profiled_problem(profiles(), ServerPools((pool,)), batch=2, reserve_bytes=0.0)
     found = stagewright.profiled_train_plan(problem, time_limit=30)
     told = [one for one in found.remarks if "more time would not close the gap" in one]

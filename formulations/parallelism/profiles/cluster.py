@@ -67,7 +67,7 @@ class Route:
 
 
 @dataclass(frozen=True, slots=True)
-class ServerPool:
+class Pool:
     """Equal servers in one zone. ``inside`` is between devices of a server (None: as outside)."""
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -93,7 +93,7 @@ class ServerPools:
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
-    pools: tuple[ServerPool, ...]
+    pools: tuple[Pool, ...]
     between_zones: Route | None = None
 
     def __post_init__(self) -> None:
@@ -138,7 +138,7 @@ def server_pools(cluster: Cluster) -> ServerPools:
     )
     between = links.inter or links.inter_rack or links.intra
     pools = tuple(
-        ServerPool(kind, zone, servers, devices, memory, _route(between, devices),
+        Pool(kind, zone, servers, devices, memory, _route(between, devices),
              _route(links.intra, devices) if devices > 1 else None)
         for (kind, memory, devices, zone), servers in found.items()
     )  # fmt: skip
@@ -172,7 +172,7 @@ def pool_of_kind(
     memory_bytes: float | None = None,
     server_bandwidth: float | None = None,
     network_bandwidth: float | None = None,
-) -> ServerPool:
+) -> Pool:
     """``servers`` x ``devices`` of a kind; bandwidths are bytes/s per device, while all send.
 
     What is not given is that of the kind (:mod:`stagewright.graphs.machines.networks`).
@@ -199,7 +199,7 @@ def pool_of_kind(
     else:
         inside = _required(server_bandwidth, "server_bandwidth", kind)
         between = _required(network_bandwidth, "network_bandwidth", kind)
-    return ServerPool(
+    return Pool(
         kind,
         WHOLE,
         servers,

@@ -181,11 +181,8 @@ def allocate(
 ) -> AllocationResult:
     """Allocate by ``policy``, and check the allocation.
 
-    Parameters
-    ----------
-    backend
-        One that accepts linear programs; ``cvxpy`` solves the policy's program as the thesis
-        states it, for small clusters. None is the quickest.
+    ``backend``: one that accepts linear programs; ``cvxpy`` solves the policy's program as the
+    thesis states it, for small clusters. None is the quickest.
     """
     began = perf_counter()
     chosen = require_policy(problem, policy, budget_dollars, backend)
