@@ -12,14 +12,14 @@ from math import fsum
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.formulations.dags.problem import DagProblem, Pool, Tensor
+from stagewright.formulations.dags.problem import DagProblem, DevicePool, Tensor
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.operators.opgraph import OpGraph
 from stagewright.solvers.dags.merging import Contents, downsets, merge
 from stagewright.solvers.planners.baselines.hierarchy import (
+    CutStates,
     Hierarchy,
     Shape,
-    States,
     optimize,
     placed,
 )
@@ -100,12 +100,12 @@ def _problem(graph: OpGraph) -> DagProblem:
         tensors=tuple(
             Tensor((a, *its), graph.operators[a].output_bytes) for a, its in readers.items()
         ),
-        pools=(Pool("any", 1, np.inf),),
+        pools=(DevicePool("any", 1, np.inf),),
         exchange=np.array([one.parameter_bytes for one in graph.operators]),
     )
 
 
-def _states(problem: DagProblem, inside: NDArray[np.bool_]) -> tuple[States, NDArray[np.bool_]]:
+def _states(problem: DagProblem, inside: NDArray[np.bool_]) -> tuple[CutStates, NDArray[np.bool_]]:
     """The states in ascending order, and the parts of each.
 
     Correctly rounded sums, so that a state has at least the work of those in it.
@@ -119,7 +119,7 @@ def _states(problem: DagProblem, inside: NDArray[np.bool_]) -> tuple[States, NDA
         crossing += tensor.seconds * (has.any(axis=1) & ~has.all(axis=1))
     assert problem.exchange is not None
     missing = inside.astype(np.float32) @ (~inside).T.astype(np.float32)
-    states = States(
+    states = CutStates(
         work=work[order],
         parameter_bytes=inside @ problem.exchange,
         crossing_bytes=crossing,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from stagewright.formulations.backprop.orders import conventional
-from stagewright.formulations.backprop.problem import BackpropProblem, Timetable
+from stagewright.formulations.backprop.problem import BackpropProblem, WindowTimes
 from stagewright.formulations.backprop.training import Layers, data_parallel
 from stagewright.graphs.documents.units import require_amount, require_bandwidth
 from stagewright.solvers.backprop.list_scheduling import list_schedule
@@ -117,7 +117,7 @@ BASELINES: dict[str, tuple[Baseline, bool]] = {
 
 def baseline(
     name: str, layers: Layers, amounts: Sequence[float], link: SyncLink
-) -> tuple[BackpropProblem, Timetable]:
+) -> tuple[BackpropProblem, WindowTimes]:
     """A system's problem and schedule: layer by layer, ``amounts`` bytes of gradients per layer.
 
     Horovod's fusion is by bytes alone, as if its cycle time never ended a buffer early.

@@ -21,7 +21,7 @@ from stagewright.executor.capture.steps.factories import resized, without_values
 from stagewright.executor.capture.steps.step import capture_step
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.operators.plan import operator_problem
-from stagewright.formulations.operators.problem import OperatorProblem, Timetable
+from stagewright.formulations.operators.problem import GraphTimes, OperatorProblem
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Cluster, Link, uniform_servers
 from stagewright.graphs.models.operators.data_parallel import data_parallel
@@ -111,7 +111,7 @@ def split(model: str, size: str) -> tuple[SplitResult, int, float]:
     return found, len(graph), process_time() - began
 
 
-def checked(problem: OperatorProblem, found: Timetable | None) -> float:
+def checked(problem: OperatorProblem, found: GraphTimes | None) -> float:
     """Milliseconds by the rules; raises InvalidPlan if one is broken."""
     assert found is not None
     return 1e3 * problem.evaluate(found)
@@ -126,7 +126,7 @@ def ours(model: str, size: str) -> tuple[float, float]:
     """
     found, _, _ = split(model, size)
     starts = [(found.problem, found.timetable)]
-    best: list[tuple[OperatorProblem, Timetable]] = []
+    best: list[tuple[OperatorProblem, GraphTimes]] = []
     for replicas in [2**k for k in range(SERVERS[size][1].bit_length())][::-1]:
         problem = operator_problem(started(model, replicas), cluster(size))
         queued = from_queues(problem, replica_numbers(problem), fifo)
@@ -139,13 +139,13 @@ def ours(model: str, size: str) -> tuple[float, float]:
 
 
 def _shortest(
-    starts: list[tuple[OperatorProblem, Timetable | None]],
-) -> tuple[OperatorProblem, Timetable]:
+    starts: list[tuple[OperatorProblem, GraphTimes | None]],
+) -> tuple[OperatorProblem, GraphTimes]:
     fitting = [(one, found) for one, found in starts if found is not None]
     return min(fitting, key=lambda one: one[1].end)
 
 
-def _searched(problem: OperatorProblem, start: Timetable) -> tuple[float, float]:
+def _searched(problem: OperatorProblem, start: GraphTimes) -> tuple[float, float]:
     """Milliseconds and gap."""
     bound = max(one.seconds for one in bounds_of(problem))
     cost = checked(problem, search(problem, MOVES, LIMITS, start, bound))

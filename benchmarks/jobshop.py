@@ -17,7 +17,7 @@ from rich.progress import track
 from benchmarks.report import Table
 from benchmarks.spec import BenchSpec
 from stagewright.formulations.forms.answers import Limits, Status
-from stagewright.formulations.pipelines.jobshop import ByIntervals, JobShop
+from stagewright.formulations.pipelines.jobshop import JobShop, JobShopByIntervals
 from stagewright.formulations.pipelines.jobshop_text import parse_jobshop
 from stagewright.solvers.backends.backend import solve
 from stagewright.solvers.backends.cpsat import SEARCHES
@@ -151,13 +151,13 @@ def layer_cost(shop: JobShop) -> tuple[float, float]:
     ours, theirs = [], []
     for _ in range(REPEATS):
         began = process_time()
-        model = ByIntervals(shop)
+        model = JobShopByIntervals(shop)
         answer = solve(model.apply(), "cp-sat", limits)
         assert answer.status is Status.OPTIMAL
         assert answer.values is not None
         makespan = shop.evaluate(*model.invert(answer.values))
         ours.append(process_time() - began)
-        least = ByIntervals(shop).apply().lower_bound
+        least = JobShopByIntervals(shop).apply().lower_bound
         began = process_time()
         solver, _ = _solve_directly(shop, limits, SEARCHES, shop.total, least)
         assert makespan == round(solver.objective_value)

@@ -38,7 +38,7 @@ from stagewright.formulations.parallelism.training import Precision, TrainingPro
 from stagewright.graphs.machines.devices import Reached
 from stagewright.graphs.machines.fabric import Fabric, Level
 from stagewright.graphs.models.architecture import Architecture, FeedForward, GroupedAttention
-from stagewright.solvers.parallelism.refining import Found, search
+from stagewright.solvers.parallelism.refining import FoundLayouts, search
 from stagewright.solvers.parallelism.space import Space
 from stagewright.solvers.parallelism.tree import compiled_walk
 
@@ -119,12 +119,12 @@ def space(of: Peer) -> Space:
     )
 
 
-def ranked(of: Peer, keep: int) -> Found:
+def ranked(of: Peer, keep: int) -> FoundLayouts:
     """Our best layouts of the space, by our rules of memory."""
     return search(problem(of), space(of), keep=keep, accept=_has_equal_stages)
 
 
-def ranked_as_fits(of: Peer, keep: int) -> Found:
+def ranked_as_fits(of: Peer, keep: int) -> FoundLayouts:
     """Our best layouts of the space, of those that fit by Calculon's rules of memory."""
 
     @cache
@@ -141,7 +141,7 @@ def _has_equal_stages(layout: Layout) -> bool:
     return layout.first_blocks is None and layout.last_blocks is None
 
 
-def distinct(found: Found) -> list[Layout]:
+def distinct(found: FoundLayouts) -> list[Layout]:
     """The layouts without their placements, which Calculon chooses as networks."""
     return [*dict.fromkeys(replace(one.layout, placement="data-inside") for one in found.best)]
 
@@ -173,7 +173,7 @@ class Compared:
     of: Peer
     theirs: Searched
     optimum: Optimum
-    ours: Found
+    ours: FoundLayouts
     kept: Scored
     kept_as_fits: Scored
     rank: int | None

@@ -12,7 +12,7 @@ from stagewright.graphs.importers.hf_config import architecture_of
 from stagewright.graphs.machines.groups import ends, links
 from stagewright.graphs.machines.networks import fabric_of_kind
 from stagewright.service.layouts.problems import training_problem
-from stagewright.solvers.parallelism.refining import Found, search, work_alike
+from stagewright.solvers.parallelism.refining import FoundLayouts, search, work_alike
 from stagewright.solvers.parallelism.tree import compiled_walk
 
 RUNS = 5
@@ -82,7 +82,7 @@ STUDY = BenchSpec(
 )
 
 
-def timed(case: Case, run: int, folded: bool) -> tuple[float, Found]:
+def timed(case: Case, run: int, folded: bool) -> tuple[float, FoundLayouts]:
     """CPU seconds of a search, and what it finds; nothing is remembered from the one before."""
     asked = STUDY.build(case)
     asked = replace(asked, architecture=replace(asked.architecture, name=f"{run} {folded}"))

@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.layout_simumax import CHECKOUT, Case, configured, folder, predicted, silent
 from benchmarks.report import Table
 from stagewright.formulations.parallelism.layout import Layout
-from stagewright.solvers.parallelism.refining import Found, search
+from stagewright.solvers.parallelism.refining import FoundLayouts, search
 from stagewright.solvers.parallelism.space import Space
 
 DEGREES = (1, 2, 4, 8)  # of tensors or experts: its search tries no others
@@ -142,7 +142,7 @@ def with_short_end(layout: Layout, blocks: int) -> Layout:
     return replace(layout, last_blocks=blocks - each * (layout.pipeline - 1))
 
 
-def ours_best(task: Task) -> Found:
+def ours_best(task: Task) -> FoundLayouts:
     """Our best layout of the space that both search."""
     problem = task.plain.problem()
     dense = problem.architecture.experts is None

@@ -17,7 +17,11 @@ from benchmarks.operator_graphs import SHAPES, random_problem
 from benchmarks.report import Table, percent
 from benchmarks.spec import BenchSpec
 from stagewright.formulations.forms.answers import Limits
-from stagewright.formulations.operators.problem import Contention, OperatorProblem, Timetable
+from stagewright.formulations.operators.problem import (
+    Contention,
+    GraphTimes,
+    OperatorProblem,
+)
 from stagewright.graphs.documents.arrays import Ints
 from stagewright.solvers.operators.bounds import bounds_of
 from stagewright.solvers.operators.exact import EVALUATIONS, solve_exactly
@@ -86,7 +90,7 @@ def time_table(quick: bool) -> Table:
     rows = []
     problems = [random_problem(size, 8, 0, 1.0, "random", kind, 2) for kind in CONTENTION]
     small = random_problem(50, 8, 0, 1.0, "random")
-    methods: dict[str, Callable[[OperatorProblem], Timetable | None]] = {
+    methods: dict[str, Callable[[OperatorProblem], GraphTimes | None]] = {
         "dpos, once": dpos,
         **{name: method for name, method in METHODS.items() if name not in SLOW},
         "m-etf": METHODS["m-etf"],
@@ -166,7 +170,7 @@ def tables(quick: bool) -> list[Table]:
     return [study_table(quick), time_table(quick), peer_table(quick)]
 
 
-def min_cut(problem: OperatorProblem) -> Timetable:
+def min_cut(problem: OperatorProblem) -> GraphTimes:
     """Halve the graph again and again where the least is sent (Kernighan and Lin), by groups."""
     groups, readers = len(problem.group_bytes), problem.edges
     graph = nx.Graph()

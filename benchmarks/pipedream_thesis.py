@@ -28,9 +28,9 @@ from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.importers import pipedream_graph
 from stagewright.graphs.machines.cluster import Cluster, Link, uniform_servers
 from stagewright.solvers.planners.baselines.hierarchy import (
-    Costs,
     Hierarchy,
-    Level,
+    LayerCosts,
+    WorkerLevel,
     hierarchy_of,
     optimize,
     placed,
@@ -68,7 +68,7 @@ class Choice:
         """All devices at the bandwidth of the slowest link."""
         count = self.servers * self.devices
         bandwidth = BANDWIDTHS[self.cluster][min(self.servers, 2) - 1]
-        return Hierarchy((Level(count, bandwidth),), tuple(range(count)))
+        return Hierarchy((WorkerLevel(count, bandwidth),), tuple(range(count)))
 
 
 CHOICES = (
@@ -98,7 +98,7 @@ class Priced:
 
 
 def price(
-    costs: Costs, replicas: Sequence[int], hierarchy: Hierarchy, *, overlapped: bool
+    costs: LayerCosts, replicas: Sequence[int], hierarchy: Hierarchy, *, overlapped: bool
 ) -> Priced:
     """The cuts with the least slowest stage or channel, with stage s on ``replicas[s]`` devices."""
     (level,) = hierarchy.levels
@@ -122,7 +122,7 @@ def price(
     return Priced(cuts, *max(candidates))
 
 
-def _parts(costs: Costs, m: int, bandwidth: float, overlapped: bool) -> tuple[Floats, Floats]:
+def _parts(costs: LayerCosts, m: int, bandwidth: float, overlapped: bool) -> tuple[Floats, Floats]:
     """Computation and all-reduce of the layers [i, j) on m devices, infinite unless i < j."""
     spans = range_sums(prefix_sums(costs.work)) / m
     share = 2 * (m - 1) / m if overlapped else 4 * (m - 1) / m**2
@@ -139,13 +139,13 @@ def shown(replicas: Sequence[int]) -> str:
     return "-".join(f"{r}x{n}" if n > 2 else "-".join([str(r)] * n) for r, n in runs)
 
 
-def chosen(costs: Costs, hierarchy: Hierarchy, *, overlapped: bool) -> tuple[int, ...]:
+def chosen(costs: LayerCosts, hierarchy: Hierarchy, *, overlapped: bool) -> tuple[int, ...]:
     """The replicas of the stages of the recurrence's optimum."""
     tables = optimize(costs, hierarchy, overlapped=overlapped)
     return tuple(len(one.devices) for one in placed(tables, hierarchy))
 
 
-def costs_on(choice: Choice) -> Costs:
+def costs_on(choice: Choice) -> LayerCosts:
     """The layers of the profile; memory is not looked at, as in PipeDream's runs."""
     return costs_of(PipelineProblem(read_profile(choice.profile), choice.machines, 1), memory=False)
 
@@ -285,7 +285,7 @@ def points(choice: Choice) -> Iterator[Point]:
 
 
 def _between(
-    problem: PipelineProblem, stages: Sequence[Stage], costs: Costs, bandwidth: float
+    problem: PipelineProblem, stages: Sequence[Stage], costs: LayerCosts, bandwidth: float
 ) -> Iterator[float]:
     """The steps of a point between the formula and the simulation."""
     index = problem.cluster.index

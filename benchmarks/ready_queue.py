@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from stagewright.formulations.operators.problem import OperatorProblem, Timetable
+from stagewright.formulations.operators.problem import GraphTimes, OperatorProblem
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.solvers.operators.insertion import timetable
 from stagewright.solvers.operators.ranks import arrays_of
@@ -26,7 +26,7 @@ def by_place(order: Ints) -> Key:
     return lambda operator, _ready: float(place[operator])
 
 
-def from_queues(problem: OperatorProblem, device: Ints, key: Key) -> Timetable:
+def from_queues(problem: OperatorProblem, device: Ints, key: Key) -> GraphTimes:
     """Each device runs the ready operator of the least key, and never waits for a better one.
 
     Transfers start when their tensors are made (no contention).

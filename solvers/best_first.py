@@ -18,10 +18,7 @@ Item = TypeVar("Item")
 class BestFirst(Generic[Item]):
     """A heap of open items, ordered by the number of attempts, then bound, then depth.
 
-    Attributes
-    ----------
-    cost
-        The cost of the best plan so far; items without a lower bound below it are pruned.
+    ``cost``: the cost of the best plan so far; items without a lower bound below it are pruned.
     """
 
     def __init__(self, limits: Limits, cost: float = math.inf) -> None:

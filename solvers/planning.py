@@ -15,26 +15,10 @@ from stagewright.formulations.forms.answers import (
     settled,
     silent,
 )
-from stagewright.formulations.patterns.one_f_one_b import (
-    PATTERN_LOAD,
-    PATTERN_MEMORY,
-    iteration_bound,
-    pattern_load_bound,
-)
-from stagewright.formulations.patterns.pattern_problems import pattern_problem
 from stagewright.formulations.pipelines.bounds.every_plan import why_nothing_fits
-from stagewright.formulations.pipelines.bounds.stages import schedule_bounds
-from stagewright.formulations.pipelines.grouped_stages import scheduling_of
-from stagewright.formulations.plans.actions import WEIGHT_RULES
-from stagewright.formulations.plans.assembly import assemble, assemble_pattern, certify
 from stagewright.formulations.plans.pipeline import PipelineProblem
-from stagewright.formulations.plans.plan import Bound, PipelinePlan
-from stagewright.formulations.plans.plan_class import (
-    EVERY_PLAN,
-    PlanClass,
-    class_of,
-    patterns_under,
-)
+from stagewright.formulations.plans.plan import PipelinePlan
+from stagewright.formulations.plans.plan_class import EVERY_PLAN, PlanClass
 from stagewright.graphs.documents.errors import InputError
 from stagewright.solvers.pipelines.every_plan import every_plan_bounds
 from stagewright.solvers.planners import (
@@ -64,7 +48,12 @@ from stagewright.solvers.planners.steps.proposal import (
     PeriodicProposal,
     Proposal,
 )
-from stagewright.solvers.planners.steps.reporting import ClassBounds, reporting
+from stagewright.solvers.planners.steps.reporting import (
+    ClassBounds,
+    certified_plan,
+    certified_schedule,
+    reporting,
+)
 from stagewright.solvers.planners.steps.sharded import note_on_shards, sharded, smaller_states
 from stagewright.solvers.planners.steps.warm_start import require_same_layers
 from stagewright.solvers.planners.steps.warm_up import FirstPlan, compile_kernels
@@ -225,7 +214,7 @@ def plan(
         nothing = NoPlan(reason, plans=EVERY_PLAN)
         return _refused(problem, planner, nothing, limits, monotonic() - began)
     known = ClassBounds(problem, limits.seconds)
-    make_plan = partial(_certified_plan, problem, planner, known)
+    make_plan = partial(certified_plan, problem, planner, known)
     report = reporting(known, on_progress, proposer.options.period_seconds, make_plan, target)
     searched = _search_limits(problem, limits, target, began)
     answer = proposer.propose(problem, asked, searched, report)
@@ -278,7 +267,7 @@ def _first_plan(
         problem,
         on_progress,
         target,
-        lambda made: _certified(problem, planner, ClassBounds(problem, seconds=0.0), made),
+        lambda made: certified_schedule(problem, planner, ClassBounds(problem, seconds=0.0), made),
     )
 
 
@@ -393,58 +382,3 @@ def _refused(
         limits.status(found=False), planner, None, None, best.seconds, None, best.proved_by,
         seconds, answer.reason, answer.attempts, best.plans,
     )  # fmt: skip
-
-
-def _certified_plan(
-    problem: PipelineProblem,
-    planner: str,
-    known: ClassBounds,
-    answer: Proposal | PeriodicProposal,
-) -> PipelinePlan:
-    """The certified plan of a proposal."""
-    if isinstance(answer, PeriodicProposal):
-        return _certified_pattern(problem, planner, known, answer)
-    return _certified(problem, planner, known, answer)
-
-
-def _certified_pattern(
-    problem: PipelineProblem, planner: str, known: ClassBounds, proposal: PeriodicProposal
-) -> PipelinePlan:
-    rule = WEIGHT_RULES[proposal.weights]
-    assembled = assemble_pattern(problem, planner, proposal.stages, proposal.pattern, rule)
-    asked, plans = pattern_problem(problem, proposal.stages, rule), patterns_under(rule)
-    load = asked.iteration_seconds(pattern_load_bound(asked))
-    bounds = [
-        *known.every,
-        *proposal.bounds,
-        Bound(load, PATTERN_LOAD, "schedule", plans),
-        Bound(iteration_bound(asked), PATTERN_MEMORY, "schedule", plans),
-    ]
-    return certify(problem, assembled, bounds, ())
-
-
-def _certified(
-    problem: PipelineProblem, planner: str, known: ClassBounds, proposal: Proposal
-) -> PipelinePlan:
-    rule = WEIGHT_RULES[proposal.weights]
-    assembled = assemble(
-        problem,
-        planner,
-        proposal.stages,
-        proposal.starts,
-        rule,
-        proposal.begins,
-        proposal.sub_ends,
-    )
-    assert assembled.predicted is not None
-    cost, plans = assembled.predicted.iteration_seconds, class_of(assembled)
-    bounds = [
-        *known.every,
-        *known.relaxed(plans, cost),
-        *proposal.bounds,
-        *known.of_schedules(proposal.stages, plans, cost),
-    ]
-    scheduling = scheduling_of(problem, proposal.stages)
-    if scheduling is not None:
-        bounds += schedule_bounds(scheduling)
-    return certify(problem, assembled, bounds, proposal.guarantees)

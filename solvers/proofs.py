@@ -17,14 +17,8 @@ from stagewright.formulations.patterns.joint_patterns import ALLOCATIONS, JointP
 from stagewright.formulations.patterns.pattern_models import PATTERN
 from stagewright.formulations.patterns.pattern_problems import pattern_problem
 from stagewright.formulations.patterns.periodic_bounds import iteration_bounds
+from stagewright.formulations.pipelines.bounds import server_relaxation
 from stagewright.formulations.pipelines.bounds.relaxation import FILL_AND_DRAIN, WIDE_FILL_AND_DRAIN
-from stagewright.formulations.pipelines.bounds.server_relaxation import (
-    RELAXED_TREE,
-    SERVERS,
-    SERVERS_AND_TURNS,
-    SHARED_SERVERS,
-    SPLIT_SERVERS,
-)
 from stagewright.formulations.pipelines.bppm import LEMMA_1
 from stagewright.formulations.pipelines.grouped_stages import relaxed_schedule, scheduling_of
 from stagewright.formulations.pipelines.joint import JOINT_SEARCH
@@ -228,11 +222,11 @@ def _groups(problem: PipelineProblem, size: int) -> tuple[tuple[int, ...], ...] 
 _RERUNS: dict[str, _Rerun] = {
     FILL_AND_DRAIN: _fill_and_drain,
     WIDE_FILL_AND_DRAIN: _fill_and_drain,
-    SERVERS: _servers,
-    SERVERS_AND_TURNS: _servers,
-    SHARED_SERVERS: _servers,
-    SPLIT_SERVERS: _servers,
-    RELAXED_TREE: _relaxed_tree,
+    server_relaxation.SERVERS: _servers,
+    server_relaxation.SERVERS_AND_TURNS: _servers,
+    server_relaxation.SHARED_SERVERS: _servers,
+    server_relaxation.SPLIT_SERVERS: _servers,
+    server_relaxation.RELAXED_TREE: _relaxed_tree,
     JOINT_SEARCH: _joint,
     CP_SAT: _schedule,
     WINDOWS: _schedule,

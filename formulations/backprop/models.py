@@ -8,9 +8,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from stagewright.formulations.backprop.problem import BackpropProblem, Timetable
+from stagewright.formulations.backprop.problem import BackpropProblem, WindowTimes
 from stagewright.formulations.forms.disjunctive import are_multiples, exact_unit, in_ticks, tick
-from stagewright.formulations.forms.models import Intervals, Store
+from stagewright.formulations.forms.models import HeldAmounts, Intervals
 from stagewright.formulations.pipelines.bounds.every_plan import LeastTimes
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.documents.arrays import Ints
@@ -41,12 +41,12 @@ def two_streams_bound(problem: PipelineProblem) -> float | None:
     return float(max(main, area + room) + steps)
 
 
-MAX_PIECES = 2000  # of all operations that may be suspended
+_MAX_PIECES = 2000  # of all operations that may be suspended
 MEMORY_UNITS = 2**20  # of the largest limit, for amounts without a common unit
 
 
 @dataclass(frozen=True)
-class ByIntervals:
+class BackpropByIntervals:
     """One interval per piece of an operation, then one per tensor with several last uses.
 
     Chunks become pieces in sequence. On preemptible links the pieces are single ticks, which loses
@@ -71,17 +71,11 @@ class ByIntervals:
 
     @cached_property
     def pieces(self) -> tuple[tuple[int, ...], ...]:
-        """Ticks of each operation's pieces.
-
-        Raises
-        ------
-        InputError
-            If there are more than ``MAX_PIECES``: durations have no coarse common unit.
-        """
+        """Ticks of each operation's pieces; more than ``_MAX_PIECES`` are refused."""
         ticks = in_ticks(self.problem.seconds, self.unit).astype(np.int64).tolist()
         found = [self._pieces(i, length) for i, length in enumerate(ticks)]
-        if sum(len(one) for one in found if len(one) > 1) > MAX_PIECES:
-            raise InputError(f"more than {MAX_PIECES} pieces of transfers: use coarser chunks")
+        if sum(len(one) for one in found if len(one) > 1) > _MAX_PIECES:
+            raise InputError(f"more than {_MAX_PIECES} pieces of transfers: use coarser chunks")
         return tuple(found)
 
     def _pieces(self, i: int, length: int) -> tuple[int, ...]:
@@ -90,8 +84,8 @@ class ByIntervals:
         if math.isinf(chunk) or length == 0:
             return (length,)
         size = max(1, round(chunk / self.unit))
-        if length > MAX_PIECES * size:
-            raise InputError(f"more than {MAX_PIECES} pieces of transfers: use coarser chunks")
+        if length > _MAX_PIECES * size:
+            raise InputError(f"more than {_MAX_PIECES} pieces of transfers: use coarser chunks")
         whole, rest = divmod(length, size)
         return (size,) * whole + ((rest,) if rest else ())
 
@@ -100,7 +94,7 @@ class ByIntervals:
         """The first interval of each operation; one more than the last interval at the end."""
         return np.concatenate(([0], np.cumsum([len(one) for one in self.pieces])))
 
-    def apply(self, lower_bound: float, hint: Timetable | None = None) -> Intervals:
+    def apply(self, lower_bound: float, hint: WindowTimes | None = None) -> Intervals:
         """The model; ``hint`` is a feasible answer."""
         problem, first = self.problem, self._first
         last = first[1:] - 1
@@ -125,7 +119,9 @@ class ByIntervals:
         """A bound in ticks; rounded times shorten the model by less than a tick each."""
         return math.ceil(seconds / self.unit * (1 - 1e-9)) if self.is_exact else 0
 
-    def _stores(self, durations: list[int], before: list[tuple[int, int]]) -> tuple[Store, ...]:
+    def _stores(
+        self, durations: list[int], before: list[tuple[int, int]]
+    ) -> tuple[HeldAmounts, ...]:
         """Tensors per device; an interval of no length joins several last uses."""
         problem, first, found = self.problem, self._first, []
         held = [[t for t in problem.tensors if t.device == d] for d in range(len(problem.memory))]
@@ -143,7 +139,7 @@ class ByIntervals:
                 sizes = in_ticks(np.array([tensor.amount for tensor in tensors]), unit)
                 starts, ends = np.array(rows, dtype=np.int64).T
                 capacity = math.floor(limit / unit * (1 + 1e-12))
-                found.append(Store(starts, ends, sizes.astype(np.int64), capacity))
+                found.append(HeldAmounts(starts, ends, sizes.astype(np.int64), capacity))
         return tuple(found)
 
     def _join(
@@ -158,7 +154,7 @@ class ByIntervals:
         before += [(i, len(durations) - 1) for i in ends]
         return len(durations) - 1
 
-    def _hint(self, hint: Timetable, count: int) -> Ints:
+    def _hint(self, hint: WindowTimes, count: int) -> Ints:
         """Ticks of the pieces of ``hint``; approximate where times are rounded."""
         starts = np.full(count, round(hint.end / self.unit), dtype=np.int64)
         order = np.lexsort((hint.start, hint.operation))
@@ -180,7 +176,7 @@ class ByIntervals:
         """Whether all times are multiples of the tick."""
         return are_multiples(self.problem.seconds, self.unit)
 
-    def invert(self, values: Ints) -> Timetable:
+    def invert(self, values: Ints) -> WindowTimes:
         """The timetable of exact ticks."""
         lengths = np.array([length for one in self.pieces for length in one])
         owner = np.repeat(np.arange(len(self.pieces)), np.diff(self._first))
@@ -192,7 +188,7 @@ class ByIntervals:
             else:
                 rows.append([i, start, start + length])
         operation, start, finish = np.array(rows, dtype=np.int64).T
-        return Timetable(operation, start * self.unit, finish * self.unit)
+        return WindowTimes(operation, start * self.unit, finish * self.unit)
 
     def ordered(self, values: Ints) -> BackpropProblem:
         """The problem with the order of ``values`` on every resource as precedences."""

@@ -16,7 +16,7 @@ from stagewright.formulations.plans.timing import durations
 from stagewright.graphs.documents.arrays import Floats
 
 CRITICAL_PATH = "critical path"
-ONE_RESOURCE = "one-resource relaxation"
+_ONE_RESOURCE = "one-resource relaxation"
 
 
 def window_bounds(problem: BackpropProblem) -> tuple[tuple[str, float], ...]:
@@ -33,10 +33,10 @@ def window_bounds(problem: BackpropProblem) -> tuple[tuple[str, float], ...]:
     for r in range(len(problem.resources)):
         own = np.flatnonzero(problem.resource == r)
         relaxed = max(relaxed, one_machine_bound(heads[own], seconds[own], tails[own]))
-    return (CRITICAL_PATH, path), (ONE_RESOURCE, relaxed)
+    return (CRITICAL_PATH, path), (_ONE_RESOURCE, relaxed)
 
 
-BETWEEN_LOSSES = {name: f"{name} between losses" for name in (CRITICAL_PATH, ONE_RESOURCE)}
+BETWEEN_LOSSES = {name: f"{name} between losses" for name in (CRITICAL_PATH, _ONE_RESOURCE)}
 """The arguments of :func:`window_bounds` for schedules of given stages."""
 
 ORDERS_BETWEEN_LOSSES = replace(EVERY_BACKWARD_FIRST, streams=1)

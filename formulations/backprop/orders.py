@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, get_args
 import numpy as np
 from pydantic import ConfigDict
 
-from stagewright.formulations.backprop.problem import BackpropProblem, Operation
+from stagewright.formulations.backprop.problem import BackpropOperation, BackpropProblem
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.arrays import Ints
 from stagewright.graphs.documents.errors import InputError
@@ -58,7 +58,7 @@ class OutOfOrder:
 # Of keys: what runs first. Forwards wait for all gradients on their device, unless these are late.
 GRADIENTS, DELAYED, FORWARDS = range(3)
 
-Key = Callable[[Operation], tuple[float, ...]]
+Key = Callable[[BackpropOperation], tuple[float, ...]]
 
 
 def conventional(problem: BackpropProblem) -> Ints:
@@ -69,7 +69,7 @@ def conventional(problem: BackpropProblem) -> Ints:
 def reverse_first_k(problem: BackpropProblem, k: int) -> Ints:
     """Algorithm 2: weight gradients of layers 1 to ``k`` come last, in the order of layers."""
 
-    def key(one: Operation) -> tuple[float, ...]:
+    def key(one: BackpropOperation) -> tuple[float, ...]:
         if one.kind == "dW" and one.layer <= k:
             return (DELAYED, one.layer, one.microbatch)
         return (GRADIENTS, one.microbatch, -_level(one), _turn(one))
@@ -83,7 +83,7 @@ def fast_forward(problem: BackpropProblem, k: int = 0) -> Ints:
     Weight gradients of layers 1 to ``k`` come last, in the order of layers (section 6).
     """
 
-    def key(one: Operation) -> tuple[float, ...]:
+    def key(one: BackpropOperation) -> tuple[float, ...]:
         if one.kind == "dW":
             reversed_ = one.layer <= k
             layer = one.layer if reversed_ else -one.layer
@@ -99,19 +99,19 @@ def critical_path(problem: BackpropProblem) -> Ints:
     return _inverse(order)
 
 
-def _level(one: Operation) -> float:
+def _level(one: BackpropOperation) -> float:
     """The layer whose gradients the operation serves: a second run serves the next layer's."""
     return one.layer + 0.5 if one.kind == "R" else one.layer
 
 
-def _turn(one: Operation) -> int:
+def _turn(one: BackpropOperation) -> int:
     return {"dW": 0, "dO": 1}.get(one.kind, 0)
 
 
 def _ranks(problem: BackpropProblem, gradients: Key) -> Ints:
     """Ranks by key; synchronisations in the order of layers, forwards after all gradients."""
 
-    def key(one: Operation) -> tuple[float, ...]:
+    def key(one: BackpropOperation) -> tuple[float, ...]:
         if one.kind in ("F", "S[F]"):
             return (FORWARDS, one.microbatch, one.layer)
         if one.kind == "S[dW]":

@@ -39,7 +39,7 @@ class Resource:
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
+class BackpropOperation:
     """One operation; ``R`` is the second run of a forward whose output was dropped."""
 
     kind: Kind
@@ -55,7 +55,7 @@ class Operation:
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class BackpropTensor:
     """``amount`` bytes on ``device``, from the start of ``first`` to the end of all of ``last``.
 
     Without ``last`` it is held to the end of the window.
@@ -71,18 +71,14 @@ class Tensor:
 class BackpropProblem:
     """Order operations on their resources; minimise the end of the window.
 
-    Attributes
-    ----------
-    before
-        Pairs of operations (i, j): j starts after the end of i.
-    tensors, memory
-        What takes memory, and the limit per device in bytes; no limits if ``memory`` is empty.
+    ``before``: pairs of operations (i, j): j starts after the end of i. ``tensors`` and ``memory``:
+    what takes memory, and the limit per device in bytes; no limits if ``memory`` is empty.
     """
 
-    operations: tuple[Operation, ...]
+    operations: tuple[BackpropOperation, ...]
     resources: tuple[Resource, ...]
     before: tuple[tuple[int, int], ...]
-    tensors: tuple[Tensor, ...] = ()
+    tensors: tuple[BackpropTensor, ...] = ()
     memory: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
@@ -158,14 +154,8 @@ class BackpropProblem:
         rows = enumerate(self.operations)
         return {(one.kind, one.layer, one.microbatch): i for i, one in rows}
 
-    def evaluate(self, timetable: "Timetable") -> float:
-        """Check every constraint and return the end of the window, T(F_L) + F_L.
-
-        Raises
-        ------
-        InvalidPlan
-            If a constraint is broken; the message names the first one.
-        """
+    def evaluate(self, timetable: "WindowTimes") -> float:
+        """Check every constraint and return the end of the window, T(F_L) + F_L."""
         slack = RELATIVE_TOLERANCE * float(self.seconds.sum())
         _require_work(self, timetable, slack)
         _require_order(self, timetable, slack)
@@ -181,7 +171,7 @@ class BackpropProblem:
 
 
 @dataclass(frozen=True, eq=False)
-class Timetable:
+class WindowTimes:
     """Pieces: ``operation[p]`` runs from ``start[p]`` to ``finish[p]`` (seconds)."""
 
     operation: Ints
@@ -189,7 +179,7 @@ class Timetable:
     finish: Floats
 
     @classmethod
-    def of_starts(cls, problem: BackpropProblem, starts: Floats) -> "Timetable":
+    def of_starts(cls, problem: BackpropProblem, starts: Floats) -> "WindowTimes":
         """Every operation in one piece from ``starts``, shape (n,)."""
         starts = np.asarray(starts, dtype=float)
         if starts.shape != problem.seconds.shape:
@@ -216,7 +206,7 @@ class Timetable:
         return found
 
 
-def peaks(problem: BackpropProblem, timetable: Timetable) -> tuple[float, ...]:
+def peaks(problem: BackpropProblem, timetable: WindowTimes) -> tuple[float, ...]:
     """The most bytes on each device at any time; what ends frees its memory before others start."""
     starts, ends = timetable.starts, timetable.ends
     devices = 1 + max((tensor.device for tensor in problem.tensors), default=-1)
@@ -280,7 +270,7 @@ def _require_acyclic(problem: BackpropProblem) -> None:
         raise InputError(f"before has a cycle through {problem.operations[min(left)].name}")
 
 
-def _require_work(problem: BackpropProblem, timetable: Timetable, slack: float) -> None:
+def _require_work(problem: BackpropProblem, timetable: WindowTimes, slack: float) -> None:
     """Every operation runs for its seconds, from time 0 on."""
     operation, start, finish = timetable.operation, timetable.start, timetable.finish
     if not (np.isfinite(start).all() and np.isfinite(finish).all() and (start >= -slack).all()):
@@ -297,7 +287,7 @@ def _require_work(problem: BackpropProblem, timetable: Timetable, slack: float) 
         raise InvalidPlan(f"{one.name} runs for {work[i]:g} s of {one.seconds:g} s")
 
 
-def _require_order(problem: BackpropProblem, timetable: Timetable, slack: float) -> None:
+def _require_order(problem: BackpropProblem, timetable: WindowTimes, slack: float) -> None:
     first, second = problem.edges.T
     early = np.flatnonzero(timetable.starts[second] < timetable.ends[first] - slack)
     if len(early):
@@ -307,7 +297,7 @@ def _require_order(problem: BackpropProblem, timetable: Timetable, slack: float)
 
 
 def _require_one_at_a_time(
-    problem: BackpropProblem, timetable: Timetable, r: int, slack: float
+    problem: BackpropProblem, timetable: WindowTimes, r: int, slack: float
 ) -> None:
     """Pieces on a resource do not overlap, and operations are suspended where they may be."""
     on = (problem.resource[timetable.operation] == r) & (timetable.finish > timetable.start)

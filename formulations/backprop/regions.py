@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stagewright.formulations.backprop.problem import Kind, Timetable
+from stagewright.formulations.backprop.problem import Kind, WindowTimes
 from stagewright.formulations.backprop.training import Layers, single_device
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
@@ -39,13 +39,13 @@ def co_run(
     InvalidPlan
         If the streams wait for each other.
     """
-    run = _Run(main, sub, seconds, share, before, gap)
+    run = _CoRun(main, sub, seconds, share, before, gap)
     while run.is_left():
         run.advance()
     return run.times()
 
 
-class _Run:
+class _CoRun:
     def __init__(
         self,
         main: Sequence[int],
@@ -181,7 +181,7 @@ class Streams:
         """
         return self.timetable(order).end
 
-    def timetable(self, order: Sequence[int]) -> Timetable:
+    def timetable(self, order: Sequence[int]) -> WindowTimes:
         """Starts and ends of the operations of :func:`single_device`, as the streams run."""
         if sorted(order) != list(range(1, self.layers.count + 1)):
             raise InvalidPlan(f"{list(order)} is no order of layers 1 to {self.layers.count}")
@@ -198,7 +198,7 @@ class Streams:
         for i, j in problem.before:
             before[j].append(i)
         starts, ends = co_run(main, sub, seconds, share, before, self.gap)
-        return Timetable(np.arange(len(seconds)), starts, ends)
+        return WindowTimes(np.arange(len(seconds)), starts, ends)
 
     def bound(self) -> float:
         """No order takes less: the main stream alone, and the work in shares of the device."""

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from stagewright.formulations.backprop.problem import BackpropProblem, Timetable
+from stagewright.formulations.backprop.problem import BackpropProblem, WindowTimes
 from stagewright.graphs.documents.arrays import Ints
 
 
@@ -31,13 +31,13 @@ def in_turns(problem: BackpropProblem) -> BackpropProblem:
     return replace(problem, before=problem.before + tuple(timed))
 
 
-def renumbered(problem: BackpropProblem, timetable: Timetable) -> Timetable:
+def renumbered(problem: BackpropProblem, timetable: WindowTimes) -> WindowTimes:
     """The same times, with the numbers that keep the turns of :func:`in_turns`."""
     name = np.arange(len(problem.operations))
     for family in _families(problem):
         by_start = np.argsort(timetable.starts[family], kind="stable")
         name[np.array(family)[by_start]] = family
-    return Timetable(name[timetable.operation], timetable.start, timetable.finish)
+    return WindowTimes(name[timetable.operation], timetable.start, timetable.finish)
 
 
 def _families(problem: BackpropProblem) -> list[list[int]]:

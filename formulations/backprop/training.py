@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 from stagewright.formulations.backprop.problem import (
     NO_RESOURCE,
+    BackpropOperation,
     BackpropProblem,
+    BackpropTensor,
     Kind,
-    Operation,
     Resource,
-    Tensor,
 )
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MAX_LAYERS, MAX_MICROBATCHES, require_count
@@ -167,10 +167,10 @@ class _Draft:
     sync: tuple[float, ...]
     streams: int
     chunk_seconds: float
-    operations: list[Operation] = field(default_factory=list)
+    operations: list[BackpropOperation] = field(default_factory=list)
     resources: list[Resource] = field(default_factory=list)
     before: list[tuple[int, int]] = field(default_factory=list)
-    tensors: list[Tensor] = field(default_factory=list)
+    tensors: list[BackpropTensor] = field(default_factory=list)
     index: dict[tuple[str, int, int], int] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
 
@@ -183,7 +183,7 @@ class _Draft:
             self.numbers[place] = len(self.resources)
             self.resources.append(Resource(place, chunk))
         resource = self.numbers[place] if seconds > 0 else NO_RESOURCE
-        self.operations.append(Operation(kind, layer, m, resource, float(seconds)))
+        self.operations.append(BackpropOperation(kind, layer, m, resource, float(seconds)))
         self.index[kind, layer, m] = i
         self.before += [(j, i) for j in after]
         return i
@@ -258,7 +258,10 @@ class _Draft:
         first = index["loss", self.layers.count + 1, m] if is_kept else index["R", i - 1, m]
         made = index.get(("S[F]", i - 1, m), index["F", max(1, i - 1), m])
         until = () if is_kept else (index["F", i, m],)
-        self.tensors += [Tensor(home, amount, first, used), Tensor(home, amount, made, until)]
+        self.tensors += [
+            BackpropTensor(home, amount, first, used),
+            BackpropTensor(home, amount, made, until),
+        ]
 
     def _hold_gradient(self, i: int, m: int) -> None:
         """Keep the gradient of a layer's output on its device and, while sent, on the next."""
@@ -267,10 +270,10 @@ class _Draft:
         made = index["dO", i + 1, m] if i < self.layers.count else index["loss", i + 1, m]
         sent = index.get(("S[dO]", i + 1, m))
         if sent is None:
-            self.tensors.append(Tensor(home, amount, made, used))
+            self.tensors.append(BackpropTensor(home, amount, made, used))
         else:
-            self.tensors.append(Tensor(self.device[i], amount, made, (sent,)))
-            self.tensors.append(Tensor(home, amount, sent, used))
+            self.tensors.append(BackpropTensor(self.device[i], amount, made, (sent,)))
+            self.tensors.append(BackpropTensor(home, amount, sent, used))
 
 
 def _alone(memory: float | None) -> tuple[float, ...]:

@@ -33,18 +33,12 @@ from stagewright.formulations.checking.times import (
     read_times,
     unrolled_steady,
 )
+from stagewright.formulations.plans import timing
 from stagewright.formulations.plans.actions import COMPUTE, UPDATE, WeightRule
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PeriodicSchedule, PipelinePlan, Predicted, Stage
 from stagewright.formulations.plans.plan_class import class_of
 from stagewright.formulations.plans.shards import exchanged_rounds
-from stagewright.formulations.plans.timing import (
-    are_sent,
-    covered_seconds,
-    reduce_bytes,
-    transfer_bytes,
-    updated_stages,
-)
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InvalidPlan
@@ -71,7 +65,7 @@ def _busy(times: PlanTimes) -> float:
     """Seconds in which devices compute, of all devices; two streams at once count once."""
     if times.in_sub.any():
         return sum(
-            len(names) * covered_seconds(*_computed(times, lanes))
+            len(names) * timing.covered_seconds(*_computed(times, lanes))
             for lanes, names in devices_by_lanes(times.stages).items()
         )
     shares = np.array([len(stage.runners(0)) for stage in times.stages])
@@ -99,7 +93,7 @@ def _link_bytes(
     A reduce-scatter or an all-gather of a stage counts as half of an all-reduce.
     """
     # A microbatch crosses a boundary twice: its activations, and their gradient.
-    sent = [sum(are_sent(stages, s, problem.microbatches)) for s in range(len(stages) - 1)]
+    sent = [sum(timing.are_sent(stages, s, problem.microbatches)) for s in range(len(stages) - 1)]
     crossing = {
         f"{s}-{s + 1}": count * _both_ways(problem, stages[s], stages[s + 1])
         for s, count in enumerate(sent)
@@ -110,7 +104,7 @@ def _link_bytes(
         str(s): sums
         * exchanged_rounds(stage, problem.microbatches)
         / 2
-        * reduce_bytes(problem, stage)
+        * timing.reduce_bytes(problem, stage)
         for s, stage in enumerate(stages)
         if stage.replicas > 1
     }
@@ -118,10 +112,10 @@ def _link_bytes(
 
 
 def _both_ways(problem: PipelineProblem, one: Stage, other: Stage) -> float:
-    return transfer_bytes(problem, one, other) + transfer_bytes(problem, other, one)
+    return timing.transfer_bytes(problem, one, other) + timing.transfer_bytes(problem, other, one)
 
 
-def broken_prediction(computed: Predicted, stated: Predicted) -> Iterator[Violation]:
+def _broken_prediction(computed: Predicted, stated: Predicted) -> Iterator[Violation]:
     """The predictions in the plan follow from its actions."""
     if not math.isclose(
         stated.iteration_seconds, computed.iteration_seconds, rel_tol=RELATIVE_TOLERANCE
@@ -176,13 +170,7 @@ def refutations(found: Sequence[Verdict]) -> tuple[Violation, ...]:
 
 
 def require_valid(problem: PipelineProblem, plan: PipelinePlan) -> float:
-    """The iteration time in seconds, recomputed from the starts and the cost model.
-
-    Raises
-    ------
-    InvalidPlan
-        With the first broken rule.
-    """
+    """The iteration time in seconds, recomputed from the starts and the cost model."""
     require_structure(problem, plan)
     times = read_times(problem, plan)
     for violation in _broken_times(times, plan):
@@ -210,7 +198,9 @@ def structure(problem: PipelineProblem, plan: PipelinePlan) -> tuple[Violation, 
             broken_actions(*unrolled_steady(problem, plan, plan.schedule), frozenset())
         )
     broken = tuple(broken_frame(problem, plan))
-    updated = updated_stages(problem, plan.stages, plan.weight_rule) if not broken else frozenset()
+    updated = (
+        timing.updated_stages(problem, plan.stages, plan.weight_rule) if not broken else frozenset()
+    )
     return broken or tuple(broken_actions(problem, plan, updated))
 
 
@@ -229,7 +219,7 @@ def _broken_times(times: PlanTimes, plan: PipelinePlan) -> Iterator[Violation]:
     if times.schedule is not None:
         yield from broken_iterations(times.problem, plan, times.schedule, times.tolerance)
     if plan.predicted is not None:
-        yield from broken_prediction(predicted(times), plan.predicted)
+        yield from _broken_prediction(predicted(times), plan.predicted)
     yield from _broken_certificate(times, plan)
 
 

@@ -15,6 +15,7 @@ from stagewright.formulations.checking.times import (
     devices_by_lanes,
     host_times,
 )
+from stagewright.formulations.plans import timing
 from stagewright.formulations.plans.actions import (
     BARE,
     COMPUTE,
@@ -33,14 +34,6 @@ from stagewright.formulations.plans.actions import (
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan, ScheduledAction, Stage
 from stagewright.formulations.plans.shards import of_shard, stays
-from stagewright.formulations.plans.timing import (
-    Split,
-    channels,
-    expected_actions,
-    reduce_bytes,
-    split_backwards,
-    transfer_bytes,
-)
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.errors import InputError
 
@@ -62,7 +55,7 @@ def overlaps(times: PlanTimes) -> Iterator[Violation]:
         return
     yield from _reduction_overlaps(times)
     for s in range(len(times.stages) - 1):
-        for first, cycle in channels(times.stages, s, times.problem.microbatches):
+        for first, cycle in timing.channels(times.stages, s, times.problem.microbatches):
             ends = (times.stages[s + side].runners(first)[0] for side in (0, 1))
             name = f"channel {s}-{s + 1} of {' and '.join(ends)}"
             rows = [(SEND_F, (s, first, cycle)), (SEND_B, (s + 1, first, cycle))]
@@ -164,9 +157,9 @@ def broken_actions(
         if entry.device in present[entry.action]:
             yield Violation("twice", place, f"{entry.action} on {entry.device} appears twice")
         present[entry.action][entry.device] = entry
-    split = split_backwards(plan)
+    split = timing.split_backwards(plan)
     yield from _unknown_parts(problem, plan.stages, split)
-    for action in expected_actions(
+    for action in timing.expected_actions(
         plan.stages, plan.microbatches, split, updated, plan.weight_rule
     ):
         yield from _broken_entries(problem, plan.stages, action, present.pop(str(action), {}))
@@ -176,7 +169,7 @@ def broken_actions(
 
 
 def _unknown_parts(
-    problem: PipelineProblem, stages: Sequence[Stage], split: Split
+    problem: PipelineProblem, stages: Sequence[Stage], split: timing.Split
 ) -> Iterator[Violation]:
     """Where a backward is split into I and W, the profile has the time of each."""
     for s in np.flatnonzero(split.any(axis=1)).tolist():
@@ -278,9 +271,9 @@ def _bytes(problem: PipelineProblem, stages: Sequence[Stage], action: Action) ->
     """Bytes that a transfer or an all-reduce carries."""
     stage = stages[action.stage]
     if action.kind is REDUCE:
-        return reduce_bytes(problem, stage)
+        return timing.reduce_bytes(problem, stage)
     way = 1 if action.kind is SEND_F else -1
-    return transfer_bytes(problem, stage, stages[action.stage + way])
+    return timing.transfer_bytes(problem, stage, stages[action.stage + way])
 
 
 def _names(devices: Sequence[str] | None) -> str:

@@ -218,7 +218,5 @@ def _broken_offload(problem: PipelineProblem, s: int, stage: Stage) -> Iterator[
         v = problem.cluster.index.get(name)
         if v is not None and problem.cluster.devices[v].host_bytes_per_second is None:
             yield Violation(
-                "offload",
-                f"stage {s}",
-                f"device {name!r} has no host_bytes_per_second",
+                "offload", f"stage {s}", f"device {name!r} has no host_bytes_per_second"
             )

@@ -29,27 +29,13 @@ from stagewright.formulations.patterns.pattern_models import PATTERN
 from stagewright.formulations.patterns.pattern_problems import pattern_problem
 from stagewright.formulations.patterns.periodic_bounds import NAMES as OF_PERIODS
 from stagewright.formulations.patterns.periodic_bounds import iteration_bounds
-from stagewright.formulations.pipelines.bounds import every_plan
+from stagewright.formulations.pipelines import bppm
+from stagewright.formulations.pipelines.bounds import every_plan, server_relaxation
 from stagewright.formulations.pipelines.bounds.devices import EDGE_FINDING, verified_bound
 from stagewright.formulations.pipelines.bounds.memory import MEMORY_NAMES
 from stagewright.formulations.pipelines.bounds.relaxation import FILL_AND_DRAIN, WIDE_FILL_AND_DRAIN
-from stagewright.formulations.pipelines.bounds.server_relaxation import (
-    RELAXED_TREE,
-    SERVERS,
-    SERVERS_AND_TURNS,
-    SHARED_SERVERS,
-    SPLIT_SERVERS,
-)
 from stagewright.formulations.pipelines.bounds.stages import NAMES as OF_SCHEDULES
 from stagewright.formulations.pipelines.bounds.stages import schedule_bounds
-from stagewright.formulations.pipelines.bppm import (
-    LEMMA_1,
-    LEMMA_1_PREMISE,
-    THEOREM_1,
-    lemma1_seconds,
-    theorem1_premise,
-    theorem1_seconds,
-)
 from stagewright.formulations.pipelines.grouped_stages import relaxed_schedule, scheduling_of
 from stagewright.formulations.pipelines.joint import JOINT_SEARCH
 from stagewright.formulations.pipelines.makespan_models import CP_SAT
@@ -158,13 +144,13 @@ def _of_guarantee(problem: PipelineProblem, plan: PipelinePlan, i: int, one: Gua
         return Verdict(f"guarantees[{i}]", one.theorem, one.seconds, found, reason)
 
     scheduling = scheduling_of(problem, one.stages) if one.stages else None
-    if one.theorem not in (LEMMA_1, THEOREM_1):
+    if one.theorem not in (bppm.LEMMA_1, bppm.THEOREM_1):
         return verdict("refuted", "the theorem is not known")
     if scheduling is None:
         return verdict("refuted", "the theorem does not apply to its stages")
-    lemma = one.theorem == LEMMA_1
-    premise = LEMMA_1_PREMISE if lemma else theorem1_premise(problem)
-    right = lemma1_seconds(scheduling) if lemma else theorem1_seconds(problem, scheduling)
+    lemma = one.theorem == bppm.LEMMA_1
+    premise = bppm.LEMMA_1_PREMISE if lemma else bppm.theorem1_premise(problem)
+    right = bppm.lemma1_seconds(scheduling) if lemma else bppm.theorem1_seconds(problem, scheduling)
     if one.premise != premise:
         return verdict("refuted", f"its premise is: {premise}")
     if not math.isclose(one.seconds, right, rel_tol=ROUNDING):
@@ -243,11 +229,11 @@ ARGUMENTS: dict[str, Argument] = {
     ),
     FILL_AND_DRAIN: Argument("problem", DISJOINT_SPLIT),
     WIDE_FILL_AND_DRAIN: Argument("problem", DISJOINT_WHOLE),
-    SERVERS: Argument("problem", DISJOINT_SPLIT),
-    SERVERS_AND_TURNS: Argument("problem", DISJOINT_WHOLE),
-    SHARED_SERVERS: Argument("problem", SHARED_WHOLE),
-    SPLIT_SERVERS: Argument("problem", SHARED_SPLIT),
-    RELAXED_TREE: Argument("problem", DISJOINT_SPLIT),
+    server_relaxation.SERVERS: Argument("problem", DISJOINT_SPLIT),
+    server_relaxation.SERVERS_AND_TURNS: Argument("problem", DISJOINT_WHOLE),
+    server_relaxation.SHARED_SERVERS: Argument("problem", SHARED_WHOLE),
+    server_relaxation.SPLIT_SERVERS: Argument("problem", SHARED_SPLIT),
+    server_relaxation.RELAXED_TREE: Argument("problem", DISJOINT_SPLIT),
     JOINT_SEARCH: Argument("problem", DISJOINT_SPLIT),
     CP_SAT: Argument("schedule", SHARED_SPLIT),
     WINDOWS: Argument("schedule", SHARED_WHOLE),

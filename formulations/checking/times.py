@@ -132,11 +132,7 @@ def read_times(problem: PipelineProblem, plan: PipelinePlan) -> PlanTimes:
     """The times of a plan; for a periodic plan, the times of its first microbatches."""
     if isinstance(plan.schedule, PeriodicSchedule):
         times = _read_finite(*unrolled_steady(problem, plan, plan.schedule), frozenset())
-        return replace(
-            times,
-            iteration_microbatches=plan.microbatches,
-            schedule=plan.schedule,
-        )
+        return replace(times, iteration_microbatches=plan.microbatches, schedule=plan.schedule)
     return _read_finite(problem, plan, updated_stages(problem, plan.stages, plan.weight_rule))
 
 

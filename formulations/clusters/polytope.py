@@ -15,7 +15,7 @@ from stagewright.formulations.clusters.allocation import Allocation, AllocationP
 from stagewright.formulations.clusters.rates import server_rows
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 
-NEGLIGIBLE = 1e-9  # of time: a solver's zero
+_NEGLIGIBLE = 1e-9  # of time: a solver's zero
 HALF = 0.5 + 1e-12  # of a group: equal needs of two jobs may differ by rounding
 
 
@@ -109,14 +109,14 @@ class Polytope:
     def invert(self, y: Floats, *, all_served: bool = False) -> Allocation:
         """The allocation to jobs that has these totals.
 
-        Less than ``NEGLIGIBLE`` of the time is left out: rounding. ``all_served`` says that every
+        Less than ``_NEGLIGIBLE`` of the time is left out: rounding. ``all_served`` says that every
         job has time, however little; then what is left out is little beside a job's own time.
         """
         groups = self.groups
         order = np.argsort(groups.of_job, kind="stable")
         start = np.searchsorted(groups.of_job[order], np.arange(len(groups) + 1))
         entries: list[tuple[Ints, Ints, Ints, Floats]] = []
-        least = np.full(len(groups), NEGLIGIBLE)
+        least = np.full(len(groups), _NEGLIGIBLE)
         if all_served:
             least *= np.minimum(1.0, self.matrix[: len(groups)] @ y)
         alone = np.flatnonzero(y[: len(self.alone_group)] > least[self.alone_group])
@@ -125,7 +125,7 @@ class Polytope:
         share = y[column] * groups.share[job]
         entries.append(_entries(job, np.full(len(job), -1), self.alone_worker[column], share))
         time = self._pair_time(y)
-        least_of_pair = np.full(len(self.pair), NEGLIGIBLE)
+        least_of_pair = np.full(len(self.pair), _NEGLIGIBLE)
         np.minimum.at(least_of_pair, self.side_pair, least[self.side_group])
         least_of_job = least[groups.of_job] * groups.share
         paired = y[len(self.alone_group) :][: len(self.pair)]

@@ -97,11 +97,6 @@ class LatencyProblem:
         """Check every rule; the seconds until the last node is done.
 
         ``home`` has the accelerator of each node, or ``HOST``.
-
-        Raises
-        ------
-        InvalidPlan
-            If a rule is broken; the message names the first one.
         """
         return max(self.done(home))
 

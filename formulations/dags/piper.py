@@ -62,7 +62,7 @@ class LayerOption:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class PiperLayer:
     """A layer and its options by the number of shards."""
 
     name: str
@@ -96,7 +96,7 @@ class PiperProblem:
     outside, ``samples`` in a batch.
     """
 
-    layers: tuple[Layer, ...]
+    layers: tuple[PiperLayer, ...]
     edges: tuple[Edge, ...]
     devices: int
     memory: float
@@ -193,13 +193,7 @@ class PiperProblem:
         ]
 
     def evaluate(self, stages: Sequence[PiperStage]) -> float:
-        """Check every rule; the largest time per sample of a stage, in seconds.
-
-        Raises
-        ------
-        InvalidPlan
-            If a rule is broken; the message names the first one.
-        """
+        """Check every rule; the largest time per sample of a stage, in seconds."""
         self._require_layers(stages)
         self._require_degrees(stages)
         self._require_memory(stages)
@@ -261,12 +255,12 @@ def in_flight(stages: Sequence[PiperStage]) -> list[int]:
     return [-(-rest // stage.replicas) for rest, stage in zip(later, stages, strict=True)]
 
 
-def device_seconds(layer: Layer) -> float:
+def device_seconds(layer: PiperLayer) -> float:
     """The least shards times seconds of a sample of a layer."""
     return min(t * one.seconds for t, its in layer.options.items() for one in its)
 
 
-def least_seconds(layer: Layer) -> float:
+def least_seconds(layer: PiperLayer) -> float:
     """The least seconds of a sample of a layer."""
     return min(one.seconds for its in layer.options.values() for one in its)
 
@@ -307,7 +301,7 @@ def piper_problem(
 
     return PiperProblem(
         layers=tuple(
-            Layer(
+            PiperLayer(
                 labels[node.id],
                 {
                     shards: tuple(option(node.id, one) for one in its)

@@ -34,7 +34,7 @@ from stagewright.graphs.documents.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class DevicePool:
     """Equal devices: their number, the bytes of each, and whether transfers take their time."""
 
     name: str
@@ -82,7 +82,7 @@ class DagProblem:
     seconds: Floats
     bytes: Floats
     tensors: tuple[Tensor, ...]
-    pools: tuple[Pool, ...]
+    pools: tuple[DevicePool, ...]
     backward: Floats | None = None
     exchange: Floats | None = None
     most_replicas: int = 1
@@ -154,23 +154,11 @@ class DagProblem:
         )
 
     def evaluate_phases(self, sets: "Sequence[PlacedSet]") -> float:
-        """Check every rule; the largest forward load plus the largest backward load, in seconds.
-
-        Raises
-        ------
-        InvalidPlan
-            As `evaluate`.
-        """
+        """Check every rule; the largest forward load plus the largest backward load, in seconds."""
         return self.of_forward.evaluate(sets) + self.of_backward.evaluate(sets)
 
     def evaluate(self, sets: "Sequence[PlacedSet]", contiguous: bool = True) -> float:
-        """The largest load, in seconds, after checking every rule (contiguity only if asked for).
-
-        Raises
-        ------
-        InvalidPlan
-            If a rule is broken; the message names the first one.
-        """
+        """Check every rule, contiguity only if asked for; the largest load, in seconds."""
         home: dict[int, int] = {}
         for number, one in enumerate(sets):
             for part in one.parts:

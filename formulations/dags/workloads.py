@@ -7,7 +7,7 @@ from dataclasses import replace
 import networkx as nx
 import numpy as np
 
-from stagewright.formulations.dags.problem import DagProblem, PlacedSet, Pool, Tensor
+from stagewright.formulations.dags.problem import DagProblem, DevicePool, PlacedSet, Tensor
 from stagewright.graphs.importers.dnn_partitioning import Workload, require_accelerators
 
 
@@ -34,11 +34,6 @@ def dag_problem(
 
     ``most_replicas`` of a set exchange the bytes of its nodes, as if all were weights, at the
     ``bandwidth`` of a device in bytes per second (None: at once).
-
-    Raises
-    ------
-    InputError
-        If a node does not run on an accelerator.
     """
     require_accelerators(workload)
     nodes = {node.id: node for node in workload.nodes}
@@ -64,8 +59,10 @@ def dag_problem(
         if len(members) > 1 and cost[source] > 0:
             back = bool(nodes[source].is_backward_node)
             tensors.append(Tensor(members, cost[source] / 1e3, back))
-    pools = [Pool("accelerator", workload.max_devices, workload.max_bytes)]
-    pools.append(Pool("host", workload.max_hosts if hosts else 0, np.inf, pays_transfers=False))
+    pools = [DevicePool("accelerator", workload.max_devices, workload.max_bytes)]
+    pools.append(
+        DevicePool("host", workload.max_hosts if hosts else 0, np.inf, pays_transfers=False)
+    )
     return DagProblem(
         names=tuple(parts),
         edges=tuple(sorted(edges)),

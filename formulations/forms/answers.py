@@ -6,15 +6,9 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
+from stagewright.graphs.documents import units
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.documents.units import (
-    is_finite,
-    parse_share,
-    require_count,
-    require_number,
-    require_seed,
-)
 
 if TYPE_CHECKING:
     from stagewright.formulations.plans.plan_class import PlanClass
@@ -121,13 +115,28 @@ def require_limits(limits: Limits, spelled: Callable[[str], str] = str) -> Limit
         seed is none that all solvers take.
     """
     time_limit = spelled("time_limit")
-    require_number(limits.seconds, time_limit)
-    if not is_finite(limits.seconds) or limits.seconds <= 0:
+    units.require_number(limits.seconds, time_limit)
+    if not units.is_finite(limits.seconds) or limits.seconds <= 0:
         raise InputError(f"{time_limit} must be a positive number of seconds, got {limits.seconds}")
-    require_count(limits.threads, spelled("threads"), _MAX_THREADS)
-    require_seed(limits.seed, spelled("seed"))
-    parse_share(limits.gap, spelled("gap"))
+    units.require_count(limits.threads, spelled("threads"), _MAX_THREADS)
+    units.require_seed(limits.seed, spelled("seed"))
+    units.parse_share(limits.gap, spelled("gap"))
     return limits
+
+
+class Bounded:
+    """A result with the cost of the best answer found, None without one, and a bound on all."""
+
+    __slots__ = ()
+    cost: float | None
+    bound: float
+
+    @property
+    def gap(self) -> float | None:
+        """(cost - bound) / cost."""
+        if self.cost is None:
+            return None
+        return (self.cost - self.bound) / self.cost if self.cost > self.bound else 0.0
 
 
 @dataclass(frozen=True, slots=True)

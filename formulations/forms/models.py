@@ -32,7 +32,7 @@ class LinearProgram:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Store:
+class HeldAmounts:
     """``amounts[k]`` is held from the start of interval ``first[k]`` to the end of ``last[k]``.
 
     Never more than ``capacity`` is held at a time.
@@ -65,7 +65,7 @@ class Intervals:
     horizon: int
     lower_bound: int = 0
     hint: Ints | None = None
-    stores: tuple[Store, ...] = ()
+    stores: tuple[HeldAmounts, ...] = ()
     spans: Ints | None = None
     choices: tuple[Ints, ...] = ()
 

@@ -36,7 +36,9 @@ def static_bounds(problem: OperatorProblem, prices: Floats) -> tuple[OperatorBou
         OperatorBound(
             priced_load(problem, prices), LOAD, "any splits", tuple(np.asarray(prices).tolist())
         ),
-        OperatorBound(interval_load(problem, heads, tails, unavoidable), INTERVALS, "these splits"),
+        OperatorBound(
+            _interval_load(problem, heads, tails, unavoidable), INTERVALS, "these splits"
+        ),
     )
 
 
@@ -132,7 +134,7 @@ def _one_machine(rows: list[tuple[float, float, float]]) -> float:
     return end
 
 
-def interval_load(problem: OperatorProblem, heads: Floats, tails: Floats, lower: float) -> float:
+def _interval_load(problem: OperatorProblem, heads: Floats, tails: Floats, lower: float) -> float:
     """The work that must be done in some interval, on all devices (Fernandez and Bussell 1973).
 
     Let all plans take T >= ``lower``. In [h, T - q], of length L, operator i with head r, tail s

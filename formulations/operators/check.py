@@ -14,7 +14,7 @@ from stagewright.formulations.operators.plan import (
     digest_of,
     operator_problem,
 )
-from stagewright.formulations.operators.problem import OperatorProblem, Timetable
+from stagewright.formulations.operators.problem import GraphTimes, OperatorProblem
 from stagewright.formulations.operators.splitting import split_graph
 from stagewright.formulations.plans.envelope import relative_gap
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
@@ -23,7 +23,7 @@ from stagewright.graphs.machines.cluster import Cluster
 from stagewright.graphs.models.operators.step_graph import StepGraph
 
 
-def critical_chain(problem: OperatorProblem, timetable: Timetable) -> tuple[int, ...]:
+def critical_chain(problem: OperatorProblem, timetable: GraphTimes) -> tuple[int, ...]:
     """Operators up to the last one to end, each of which waited for the one before it.
 
     It waited for a tensor of that operator, or for its device. If it waited for none, the chain
@@ -35,7 +35,7 @@ def critical_chain(problem: OperatorProblem, timetable: Timetable) -> tuple[int,
 class _Chain:
     """The action whose end let an operator or a transfer begin."""
 
-    def __init__(self, problem: OperatorProblem, timetable: Timetable) -> None:
+    def __init__(self, problem: OperatorProblem, timetable: GraphTimes) -> None:
         self.problem, self.timetable = problem, timetable
         self.slack = RELATIVE_TOLERANCE * timetable.end
         self.place = np.empty(len(problem.names), dtype=np.int64)
@@ -124,7 +124,7 @@ def check(graph: StepGraph, cluster: Cluster, plan: OperatorPlan) -> tuple[Viola
 
 
 def expected(
-    problem: OperatorProblem, timetable: Timetable
+    problem: OperatorProblem, timetable: GraphTimes
 ) -> tuple[tuple[str, ...], dict[str, float]]:
     """The critical operators of a valid timetable, and the peak memory of each device."""
     critical = tuple(problem.names[i] for i in critical_chain(problem, timetable))
@@ -173,7 +173,7 @@ def problem_of(graph: StepGraph, cluster: Cluster, plan: OperatorPlan) -> Operat
     return operator_problem(split, cluster, plan.contention)
 
 
-def timetable_of(problem: OperatorProblem, plan: OperatorPlan) -> Timetable:
+def timetable_of(problem: OperatorProblem, plan: OperatorPlan) -> GraphTimes:
     """The times in a plan; raises InvalidPlan if it does not list every operator once."""
     index = {name: i for i, name in enumerate(problem.names)}
     device = {name: d for d, name in enumerate(problem.devices)}
@@ -190,7 +190,7 @@ def timetable_of(problem: OperatorProblem, plan: OperatorPlan) -> Timetable:
         if pair not in tensors:
             raise InvalidPlan(f"operator {one.operator!r} has no output {one.output}")
         sent.append(tensors[pair])
-    return Timetable(
+    return GraphTimes(
         device=np.array([_find(device, one.device, "device") for _, one in rows], dtype=np.int64),
         start=np.array([one.start_seconds for _, one in rows], dtype=float),
         finish=np.array([one.finish_seconds for _, one in rows], dtype=float),

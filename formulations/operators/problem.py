@@ -114,14 +114,8 @@ class OperatorProblem:
             if getattr(self, name).diagonal().any():
                 raise InputError(f"the diagonal of {name} must be 0")
 
-    def evaluate(self, timetable: "Timetable") -> float:
-        """Check every rule and return the end of the last operator, in seconds.
-
-        Raises
-        ------
-        InvalidPlan
-            If a rule is broken; the message names the first one.
-        """
+    def evaluate(self, timetable: "GraphTimes") -> float:
+        """Check every rule and return the end of the last operator, in seconds."""
         return rules.evaluate(self, timetable)
 
     def transfer_seconds(self, tensor: Ints, source: Ints, target: Ints) -> Floats:
@@ -169,7 +163,7 @@ class OperatorProblem:
 
 
 @dataclass(frozen=True, eq=False)
-class Timetable:
+class GraphTimes:
     """Device, start and finish of every operator, and of every transfer.
 
     ``sent[k]`` is a tensor that goes to device ``target[k]`` from ``sent_start[k]`` to

@@ -9,10 +9,10 @@ from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.documents.errors import InvalidPlan
 
 if TYPE_CHECKING:
-    from stagewright.formulations.operators.problem import OperatorProblem, Timetable
+    from stagewright.formulations.operators.problem import GraphTimes, OperatorProblem
 
 
-def evaluate(problem: "OperatorProblem", timetable: "Timetable") -> float:
+def evaluate(problem: "OperatorProblem", timetable: "GraphTimes") -> float:
     """The end of the last operator; raises InvalidPlan with the first broken rule."""
     _require_values(problem, timetable)
     slack = RELATIVE_TOLERANCE * timetable.end
@@ -36,7 +36,7 @@ def evaluate(problem: "OperatorProblem", timetable: "Timetable") -> float:
     return timetable.end
 
 
-def peaks(problem: "OperatorProblem", timetable: "Timetable") -> tuple[float, ...]:
+def peaks(problem: "OperatorProblem", timetable: "GraphTimes") -> tuple[float, ...]:
     """The most bytes on each device at any time.
 
     What ends frees its memory before others start.
@@ -52,7 +52,7 @@ def peaks(problem: "OperatorProblem", timetable: "Timetable") -> tuple[float, ..
 
 
 def _held(
-    problem: "OperatorProblem", timetable: "Timetable"
+    problem: "OperatorProblem", timetable: "GraphTimes"
 ) -> list[tuple[int, float, float, float]]:
     """(device, bytes, from, to) of every tensor and every copy."""
     home = timetable.device[problem.maker]
@@ -87,7 +87,7 @@ def _peak(changes: list[tuple[float, float]], slack: float) -> float:
     return most
 
 
-def _require_values(problem: "OperatorProblem", timetable: "Timetable") -> None:
+def _require_values(problem: "OperatorProblem", timetable: "GraphTimes") -> None:
     n, m, k = len(problem.names), len(problem.devices), len(timetable.sent)
     rows = (timetable.device, timetable.start, timetable.finish)
     if any(row.shape != (n,) for row in rows):
@@ -108,7 +108,7 @@ def _require_values(problem: "OperatorProblem", timetable: "Timetable") -> None:
             raise InvalidPlan(f"there is no {what} {wrong[0]}")
 
 
-def _require_groups(problem: "OperatorProblem", timetable: "Timetable") -> None:
+def _require_groups(problem: "OperatorProblem", timetable: "GraphTimes") -> None:
     first: dict[int, int] = {}
     for i, group in enumerate(problem.group.tolist()):
         j = first.setdefault(group, i)
@@ -116,7 +116,7 @@ def _require_groups(problem: "OperatorProblem", timetable: "Timetable") -> None:
             raise InvalidPlan(f"{problem.names[i]} is not on the device of {problem.names[j]}")
 
 
-def _require_work(problem: "OperatorProblem", timetable: "Timetable", slack: float) -> None:
+def _require_work(problem: "OperatorProblem", timetable: "GraphTimes", slack: float) -> None:
     right = problem.seconds[np.arange(len(problem.names)), timetable.device]
     runs = timetable.finish - timetable.start
     wrong = np.flatnonzero(np.abs(runs - right) > slack)
@@ -125,7 +125,7 @@ def _require_work(problem: "OperatorProblem", timetable: "Timetable", slack: flo
         raise InvalidPlan(f"{problem.names[i]} runs for {runs[i]:g} s of {right[i]:g} s")
 
 
-def _require_transfers(problem: "OperatorProblem", timetable: "Timetable", slack: float) -> None:
+def _require_transfers(problem: "OperatorProblem", timetable: "GraphTimes", slack: float) -> None:
     """Each tensor goes once to every other device that reads it, after its maker."""
     maker, reader, tensor = problem.edges
     home, there = timetable.device[maker], timetable.device[reader]
@@ -153,7 +153,7 @@ def _transfer(problem: "OperatorProblem", tensor: int, target: int) -> str:
     return f"the transfer of output {output} of {maker} to {problem.devices[target]}"
 
 
-def _require_inputs(problem: "OperatorProblem", timetable: "Timetable", slack: float) -> None:
+def _require_inputs(problem: "OperatorProblem", timetable: "GraphTimes", slack: float) -> None:
     maker, reader, tensor = problem.edges
     arrival = {
         (t, device): finish
@@ -174,7 +174,7 @@ def _require_inputs(problem: "OperatorProblem", timetable: "Timetable", slack: f
 
 
 def _require_one_transfer_at_a_time(
-    problem: "OperatorProblem", timetable: "Timetable", slack: float
+    problem: "OperatorProblem", timetable: "GraphTimes", slack: float
 ) -> None:
     source = timetable.device[problem.maker[timetable.sent]]
     channel = source * len(problem.devices) + timetable.target

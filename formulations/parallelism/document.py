@@ -129,25 +129,27 @@ def violations(plan: LayoutPlan) -> tuple[str, ...]:
         found = evaluate(plan.problem, plan.layout)
     except InputError as error:
         return (str(error),)
-    return tuple([*_time(plan, found), *_memory(plan, found)])
+    time = faults_of_time(plan.iteration_seconds, found.seconds, plan.bound)
+    return tuple([*time, *_memory(plan, found)])
 
 
-def _time(plan: LayoutPlan, found: Estimate) -> Iterator[str]:
-    said = plan.iteration_seconds
-    if _differ(found.seconds, said):
-        yield f"iteration_seconds is {said:.6g}, computed {found.seconds:.6g}"
-    if plan.bound is not None and plan.bound.seconds > found.seconds * (1 + RELATIVE_TOLERANCE):
-        yield f"bound is {plan.bound.seconds:.6g} s, above the time {found.seconds:.6g} s"
+def faults_of_time(said: float, computed: float, bound: LayoutBound | None) -> Iterator[str]:
+    """What is wrong with the said seconds of an iteration, and with a bound on them."""
+    if differ(said, computed):
+        yield f"iteration_seconds is {said:.6g}, computed {computed:.6g}"
+    if bound is not None and bound.seconds > computed * (1 + RELATIVE_TOLERANCE):
+        yield f"bound is {bound.seconds:.6g} s, above the time {computed:.6g} s"
 
 
 def _memory(plan: LayoutPlan, found: Estimate) -> Iterator[str]:
     if len(plan.memory) != len(found.memory):
         yield f"memory has {len(plan.memory)} entries for {len(found.memory)} pipeline ranks"
     for rank, (said, computed) in enumerate(zip(plan.memory, found.memory, strict=False)):
-        if _differ(said.total, computed.total):
+        if differ(said.total, computed.total):
             yield f"memory[{rank}] is {said.total:.6g} bytes, computed {computed.total:.6g}"
     yield from shortages(found)
 
 
-def _differ(one: float, other: float) -> bool:
+def differ(one: float, other: float) -> bool:
+    """Whether two numbers differ by more than rounding."""
     return abs(one - other) > RELATIVE_TOLERANCE * max(abs(one), abs(other))

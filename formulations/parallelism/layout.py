@@ -237,13 +237,7 @@ class Layout:
         return (first, *middle, last)
 
     def recomputed_of_stages(self, blocks: int) -> tuple[int, ...]:
-        """How many blocks of every stage, the first ones, are recomputed.
-
-        Raises
-        ------
-        InputError
-            See :meth:`blocks_of_stages`; or if more are recomputed than a stage has.
-        """
+        """How many blocks of every stage, the first ones, are recomputed."""
         has = self.blocks_of_stages(blocks)
         if self.recompute == "none":
             return (0,) * len(has)

@@ -67,13 +67,7 @@ def lowered(
 
 
 def require_expressible(problem: TrainingProblem, layout: Layout) -> None:
-    """Refuse, with a remedy, the first feature of a layout that a plan or its run does not have.
-
-    Raises
-    ------
-    InputError
-        If there is one, or the blocks cannot be divided over the stages.
-    """
+    """Refuse, with a remedy, the first feature of a layout that a plan or its run does not have."""
     blocks = layout.blocks_of_stages(problem.architecture.layers)
     again = layout.recomputed_of_stages(problem.architecture.layers)
     some = next((pair for pair in zip(again, blocks, strict=True) if 0 < pair[0] < pair[1]), None)
@@ -126,11 +120,6 @@ def chain_of(problem: TrainingProblem, layout: Layout, names: Sequence[str] | No
     A layer that uses the embedding's table has a copy of it, as in other models' chains. The
     bytes of a parameter are those of the weight; what gradients and optimizer take in addition is
     the optimizer's state.
-
-    Raises
-    ------
-    InputError
-        If ``names`` are not as many as there are layers.
     """
     count = problem.architecture.layers
     own = ["embedding", *(f"blocks.{i}" for i in range(count)), "head"]

@@ -233,12 +233,8 @@ def walk(  # noqa: C901 - one flat pass, which is compiled
     and its input has arrived, ``hop`` seconds after it was made. A forward's activations are freed
     when the last of its gradients is done.
 
-    Parameters
-    ----------
-    forward, backward, weight
-        (P * v,) seconds of every stage; ``weight`` is the weight gradients' part of the backward.
-    saved
-        (P * v,) bytes that a forward keeps.
+    ``forward``, ``backward``, ``weight``: (P * v,) seconds of every stage; ``weight`` is the weight
+    gradients' part of the backward. ``saved``: (P * v,) bytes that a forward keeps.
     """
     stages, passes = ranks * chunks, microbatches * chunks
     forward_end = np.full((stages, microbatches), -1.0)

@@ -41,13 +41,7 @@ class Precision:
 
 
 def precision_named(name: str) -> Precision:
-    """Mixed precision by its name: fp16, bf16, fp8 (products in 8 bits, weights in bf16); fp32.
-
-    Raises
-    ------
-    InputError
-        If the name is another.
-    """
+    """Mixed precision by its name: fp16, bf16, fp8 (products in 8 bits, weights in bf16); fp32."""
     if name in ("fp16", "bf16"):
         return Precision()
     if name == "fp8":
@@ -112,13 +106,7 @@ class TrainingProblem:
 
 
 def require_layout(problem: TrainingProblem, layout: Layout) -> None:
-    """Raise in one line if a rule does not hold.
-
-    Raises
-    ------
-    InputError
-        With the rule and, where there are some, the nearest values that work.
-    """
+    """Raise in one line if a rule does not hold."""
     if layout.ranks != problem.fabric.devices:
         raise InputError(
             f"p x t x c x d = {layout.pipeline} x {layout.tensor} x {layout.context} x "

@@ -94,16 +94,22 @@ def contiguous(tables: AllocationTables) -> AllocationTables:
 
 def all_periods(tables: AllocationTables) -> int:
     """A period above which feasibility is constant: all operations in sequence, an all-reduce."""
-    return int(longest_delays(tables)[-1] + tables.reduce.max())
+    return int(latest_ends(tables)[-1])
 
 
-def longest_delays(tables: AllocationTables) -> Ints:
+def _longest_delays(tables: AllocationTables) -> Ints:
     """Upper bounds on the delay of layers [0, l), shape (L + 1,): each a stage of slowest type."""
     layers = np.arange(tables.seconds.shape[-1] - 1)
     single = tables.seconds[:, :, layers + 1, layers]
     slowest = np.where(single < FORBIDDEN, single, 0).max(axis=(0, 1))
     crossing = tables.transfer.max(axis=(0, 1))
     return np.asarray(np.cumsum(np.append(0, slowest)) + np.cumsum(crossing))
+
+
+def latest_ends(tables: AllocationTables) -> Ints:
+    """Upper bounds on the delay of layers [0, l) and an all-reduce after it, shape (L + 1,)."""
+    reduces = np.maximum.accumulate(tables.reduce.max(axis=(0, 2)))
+    return np.asarray(_longest_delays(tables) + reduces)
 
 
 def worth_skipping(tables: AllocationTables) -> NDArray[np.bool_]:
@@ -192,13 +198,9 @@ class JointForm(NamedTuple):
 class JointPatterns:
     """Find the stages, their groups and the pattern of the least iteration time.
 
-    Attributes
-    ----------
-    groups
-        Indices of devices in the cluster; the devices of a group split every microbatch. Groups may
-        stay idle.
-    recompute
-        Allowed recomputation of a stage: ``none``, ``full`` or both (see `Stage`).
+    ``groups``: indices of devices in the cluster; the devices of a group split every microbatch.
+    Groups may stay idle. ``recompute``: allowed recomputation of a stage: ``none``, ``full`` or
+    both (see `Stage`).
     """
 
     problem: PipelineProblem

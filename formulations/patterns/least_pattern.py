@@ -14,11 +14,11 @@ def sequential(problem: PatternProblem) -> Pattern:
     no other.
     """
     starts = np.concatenate([[0.0], np.cumsum([job.seconds for job in problem.jobs])])
-    period = max(float(starts[-1]), period_floor(problem))
+    period = max(float(starts[-1]), _period_floor(problem))
     return Pattern(period, tuple(starts[:-1].tolist()))
 
 
-def period_floor(problem: PatternProblem) -> float:
+def _period_floor(problem: PatternProblem) -> float:
     """A lower bound on the period from all-reduces and offloading, for any orders."""
     reduced = (sum(problem.reduce[s] for s in stages) for stages in problem.reducing)
     return max(problem.least_seconds, max(reduced) / problem.microbatches)
@@ -30,18 +30,18 @@ def least_pattern(model: OrderModel, orders: Ints, least: float = 0.0) -> Patter
     None if the orders are infeasible at every period.
     """
     differences = model.differences
-    found = least_period_of(
+    found = _least_period_of(
         before=np.array([one.before for one in differences]),
         after=np.array([one.after for one in differences]),
         seconds=np.array([one.seconds for one in differences]),
         periods=-np.array([one.periods.at(orders) for one in differences], dtype=float),
-        least=max(least, period_floor(model.problem)),
+        least=max(least, _period_floor(model.problem)),
         slack=MARGIN * sum(job.seconds for job in model.problem.jobs),
     )
     return None if found is None else model.pattern(found[0], found[1].tolist())
 
 
-def least_period_of(
+def _least_period_of(
     before: Ints, after: Ints, seconds: Floats, periods: Floats, least: float, slack: float
 ) -> tuple[float, Floats] | None:
     """The least T of at least ``least`` with start[after] >= start[before] + seconds - periods T.

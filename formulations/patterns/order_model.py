@@ -28,7 +28,7 @@ class Affine(NamedTuple):
         return self.constant + sum(factor * int(orders[pair]) for pair, factor in self.terms)
 
 
-class Difference(NamedTuple):
+class StartDifference(NamedTuple):
     """tau_after >= tau_before + seconds + periods * T."""
 
     before: int
@@ -87,15 +87,17 @@ class OrderModel:
         return {pair: p for p, pair in enumerate(self.pairs)}
 
     @cached_property
-    def differences(self) -> tuple[Difference, ...]:
+    def differences(self) -> tuple[StartDifference, ...]:
         """Dependencies, exclusions, and two versions of the weights."""
         problem, jobs = self.problem, self.problem.jobs
-        found = [Difference(i, i + 1, jobs[i].seconds, Affine(0)) for i in range(len(jobs) - 1)]
+        found = [
+            StartDifference(i, i + 1, jobs[i].seconds, Affine(0)) for i in range(len(jobs) - 1)
+        ]
         for p, (i, j) in enumerate(self.pairs):
             # All-reduces repeat once per iteration.
             every = 1 if i < len(jobs) else problem.microbatches
-            found.append(Difference(i, j, self._seconds(i), Affine(0, ((p, every),))))
-            found.append(Difference(j, i, self._seconds(j), Affine(-every, ((p, -every),))))
+            found.append(StartDifference(i, j, self._seconds(i), Affine(0, ((p, every),))))
+            found.append(StartDifference(j, i, self._seconds(j), Affine(-every, ((p, -every),))))
         limit = Affine(-problem.microbatches - 1)
         for s, reduce in enumerate(problem.reduce):
             forward, backward = self._ends_of(s)
@@ -103,11 +105,11 @@ class OrderModel:
                 forward = 0
             if s in self.summed:
                 column = len(jobs) + self.summed.index(s)
-                found.append(Difference(backward, column, jobs[backward].seconds, Affine(0)))
-                found.append(Difference(column, forward, self._seconds(column), limit))
+                found.append(StartDifference(backward, column, jobs[backward].seconds, Affine(0)))
+                found.append(StartDifference(column, forward, self._seconds(column), limit))
             else:
                 took = jobs[backward].seconds + self._left(reduce)
-                found.append(Difference(backward, forward, took, limit))
+                found.append(StartDifference(backward, forward, took, limit))
         return tuple(found)
 
     def _seconds(self, column: int) -> float:

@@ -22,7 +22,7 @@ from stagewright.graphs.documents.errors import InputError, InvalidPlan
 TOLERANCE = 1e-10  # of the latency: rounding of sums of float times
 
 
-class Job(NamedTuple):
+class PatternJob(NamedTuple):
     """An operation, its duration, and the device (from 0) or link (after the devices) it uses."""
 
     operation: Operation
@@ -96,7 +96,7 @@ class PatternProblem:
             )
 
     @cached_property
-    def jobs(self) -> tuple[Job, ...]:
+    def jobs(self) -> tuple[PatternJob, ...]:
         """All operations of a period, in the order in which a microbatch passes them.
 
         Links are numbered after the devices, one for each pair of devices that exchange data.
@@ -109,12 +109,12 @@ class PatternProblem:
         ]
         forth, backwards = [], []
         for s in range(n):
-            forth.append(Job(Operation(s, F), self.forward[s], self.devices[s]))
-            backwards.append(Job(Operation(s, B), self.backward[s], self.devices[s]))
+            forth.append(PatternJob(Operation(s, F), self.forward[s], self.devices[s]))
+            backwards.append(PatternJob(Operation(s, B), self.backward[s], self.devices[s]))
             link = crossed[s] if s < n - 1 else None
             if link is not None:
-                forth.append(Job(Operation(s, SEND_F), self.there[s], link))
-                backwards.append(Job(Operation(s + 1, SEND_B), self.back[s], link))
+                forth.append(PatternJob(Operation(s, SEND_F), self.there[s], link))
+                backwards.append(PatternJob(Operation(s + 1, SEND_B), self.back[s], link))
         return (*forth, *backwards[::-1])
 
     @property
@@ -188,13 +188,7 @@ class PatternProblem:
         return tuple(starts)
 
     def evaluate(self, pattern: "Pattern") -> float:
-        """Check every rule and return the period of ``pattern``.
-
-        Raises
-        ------
-        InvalidPlan
-            If a rule is broken; the message names the first one.
-        """
+        """Check every rule and return the period of ``pattern``."""
         for problem in self._broken(pattern):
             raise InvalidPlan(problem)
         return pattern.period

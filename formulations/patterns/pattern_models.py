@@ -34,7 +34,7 @@ from stagewright.formulations.patterns.order_model import MARGIN, OrderModel
 from stagewright.formulations.patterns.pattern import Pattern, PatternProblem
 from stagewright.graphs.documents.arrays import Floats, Ints
 
-BYTE_UNITS = 2**36  # units per available bytes of a device, for integer rows
+_BYTE_UNITS = 2**36  # units per available bytes of a device, for integer rows
 SCALE = 2.0**10  # factor of rows and costs: MILP solvers allow absolute errors of 1e-6 in them
 PATTERN = "integer program of the pattern"
 
@@ -63,7 +63,7 @@ class AtPeriod:
         _add_memory(rows, model, self.rooms)
         _add_triples(rows, model)
         _add_nested(rows, model, period)
-        least, most = order_bounds(model, period, period)
+        least, most = _order_bounds(model, period, period)
         return rows.form(
             cost=np.zeros(jobs + len(least)),
             lower=np.r_[np.zeros(jobs), least],
@@ -123,10 +123,10 @@ class ByRate:
             terms = [(one.after, 1.0), (one.before, -1.0), (rate, -one.seconds / self.shortest)]
             terms += [(jobs + pair, -float(sign)) for pair, sign in one.periods.terms]
             rows.add(terms, one.periods.constant, math.inf)
-        _add_memory(rows, model, self.rooms, BYTE_UNITS)
+        _add_memory(rows, model, self.rooms, _BYTE_UNITS)
         _add_triples(rows, model)
         _add_nested(rows, model, self.longest)
-        least, most = order_bounds(model, self.shortest, self.longest)
+        least, most = _order_bounds(model, self.shortest, self.longest)
         latest = np.array(latest_starts(model, self.shortest)) / self.shortest
         return rows.form(
             cost=np.r_[np.zeros(rate), -SCALE],
@@ -166,7 +166,7 @@ def latest_starts(model: OrderModel, period: float) -> list[float]:
     return [float(seconds + i * period) for i, seconds in enumerate(passed)]
 
 
-def order_bounds(model: OrderModel, shortest: float, longest: float) -> tuple[Ints, Ints]:
+def _order_bounds(model: OrderModel, shortest: float, longest: float) -> tuple[Ints, Ints]:
     """Bounds on the orders for periods from ``shortest`` to ``longest``; see `latest_starts`."""
     if model.summed:
         return model.least_at(longest), model.most
@@ -213,7 +213,7 @@ def _add_memory(
 ) -> None:
     """The activations of a device fit in its memory at every instant.
 
-    Bytes are whole multiples of 1 / ``BYTE_UNITS`` of the available ones, rounded down; rows are
+    Bytes are whole multiples of 1 / ``_BYTE_UNITS`` of the available ones, rounded down; rows are
     divided by ``units``.
     """
     jobs = model.columns
@@ -226,11 +226,11 @@ def _add_memory(
             total += saved * count.constant
             total += (s == instant.at_work) * _share(kept.working_bytes, room)
             terms += [(jobs + pair, sign * saved / units) for pair, sign in count.terms]
-        rows.add(terms, -math.inf, (BYTE_UNITS - total) / units)
+        rows.add(terms, -math.inf, (_BYTE_UNITS - total) / units)
 
 
 def _share(size: float, room: float) -> int:
-    return math.floor(size / room * BYTE_UNITS) if size > 0 else 0
+    return math.floor(size / room * _BYTE_UNITS) if size > 0 else 0
 
 
 def _add_triples(rows: _ScaledRows, model: OrderModel) -> None:

@@ -248,8 +248,7 @@ THEOREM_1 = "SPP Theorem 1, (2 + (4V-4)/M) W"
 
 
 def makespan_problem(
-    problem: PipelineProblem,
-    stages: Sequence[StageChoice],
+    problem: PipelineProblem, stages: Sequence[StageChoice]
 ) -> MakespanProblem | None:
     """The scheduling problem (section III-B2) of given stages; None if one cannot be scheduled.
 

@@ -27,7 +27,7 @@ Machines = tuple[tuple[int, ...], ...]
 """The machine of every step of every job."""
 
 
-class Schedule(NamedTuple):
+class JobShopSchedule(NamedTuple):
     """When and where the steps of every job are."""
 
     starts: Starts
@@ -89,11 +89,6 @@ class JobShop:
         """The makespan of ``starts``, after every constraint was checked.
 
         ``machines`` may be left out where no step has a choice.
-
-        Raises
-        ------
-        InvalidPlan
-            Naming the first constraint that is broken.
         """
         choices = self.choices
         if machines is None:
@@ -173,14 +168,14 @@ def static_bound(problem: JobShop) -> tuple[int, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class ByIntervals:
+class JobShopByIntervals:
     """The job shop as ``Intervals``: one for each machine of each step, in the order of steps.
 
     ``incumbent``, a feasible answer, becomes the hint and the horizon.
     """
 
     problem: JobShop
-    incumbent: Schedule | None = None
+    incumbent: JobShopSchedule | None = None
 
     def apply(self) -> Intervals:
         """The model; its lower bound is the best static one."""
@@ -202,14 +197,14 @@ class ByIntervals:
             choices=tuple(choices) if problem.is_flexible else (),
         )
 
-    def invert(self, values: Ints) -> Schedule:
+    def invert(self, values: Ints) -> JobShopSchedule:
         """The start times and machines per job."""
         pairs = [pair for steps in self.problem.choices for choice in steps for pair in choice]
         found = iter(
             (start, pairs[i][0]) for i, start in enumerate(values.tolist()) if start != ABSENT
         )
         rows = [tuple(next(found) for _ in job) for job in self.problem.jobs]
-        return Schedule(
+        return JobShopSchedule(
             tuple(tuple(start for start, _ in row) for row in rows),
             tuple(tuple(machine for _, machine in row) for row in rows),
         )
@@ -231,12 +226,12 @@ class ByDisjunctions:
 
     def apply(self) -> LinearProgram:
         """The program; its horizon is the sum of all durations."""
-        return by_disjunctions(ByIntervals(self.problem).apply())
+        return by_disjunctions(JobShopByIntervals(self.problem).apply())
 
-    def invert(self, values: Floats) -> Schedule:
+    def invert(self, values: Floats) -> JobShopSchedule:
         """The start times and machines per job."""
         steps = sum(len(job) for job in self.problem.jobs)
-        return ByIntervals(self.problem).invert(starts_of(values, steps))
+        return JobShopByIntervals(self.problem).invert(starts_of(values, steps))
 
 
 def _choices(problem: JobShop) -> list[Ints]:

@@ -25,7 +25,7 @@ JOINT_SEARCH = "joint branch and bound with CP-SAT"
 MARGIN = 1e-9  # relative; differences of prefix sums are rounded
 
 
-class Placed(NamedTuple):
+class PrefixStage(NamedTuple):
     """The times of a stage in a prefix.
 
     ``sends`` is the time of a microbatch on the previous channel, in both directions; ``head``,
@@ -49,7 +49,7 @@ class Prefix:
     """
 
     stages: tuple[StageChoice, ...]
-    placed: tuple[Placed, ...]
+    placed: tuple[PrefixStage, ...]
     taken: tuple[tuple[int, ...], ...]
     bound: float
 
@@ -197,7 +197,7 @@ class JointPlanning:
             there, back = self._transfer(stage.start, prefix.stages[-1].devices, stage.devices)
             head = last.head + last.forward + there
             tail = max(finish, back + last.backward + last.tail)
-        one = Placed(forward, backward, there + back, limit, head, tail)
+        one = PrefixStage(forward, backward, there + back, limit, head, tail)
         placed = (*prefix.placed, one)
         unused = len(self.problem.cluster) - sum(map(sum, taken))
         bound = max(prefix.bound, self._bound(placed, stage.stop, len(stage.devices), unused))
@@ -217,7 +217,7 @@ class JointPlanning:
     def _transfers(self) -> dict[tuple[int, Devices, Devices], tuple[float, float]]:
         return {}
 
-    def _bound(self, placed: Sequence[Placed], stop: int, senders: int, unused: int) -> float:
+    def _bound(self, placed: Sequence[PrefixStage], stop: int, senders: int, unused: int) -> float:
         """The largest bound from placed stages, channels, and the remaining layers."""
         last, total = placed[-1], self.problem.microbatches
         path = bound = 0.0
@@ -247,7 +247,7 @@ class JointPlanning:
         return bound
 
 
-def _stage_bound(stage: Placed, trip: float, total: int) -> float:
+def _stage_bound(stage: PrefixStage, trip: float, total: int) -> float:
     """The bounds by warm-up and drain and by in-flight slots, as in :mod:`bounds`."""
     limit = min(stage.limit, total)
     warm_up = max(0.0, trip - limit * stage.forward)

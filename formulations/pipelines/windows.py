@@ -37,7 +37,7 @@ from stagewright.formulations.schedules.timing import StageTimes, TimedOrder
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 
 
-def timed_rows(
+def _timed_rows(
     problem: MakespanProblem, times: Timetable
 ) -> tuple[tuple[tuple[float, Action], ...], ...]:
     """Per device the (start, computation) pairs in their order.
@@ -64,7 +64,7 @@ def timed_rows(
 
 def order_of_times(problem: MakespanProblem, times: Timetable) -> Order:
     """The order of the computations, without their times."""
-    return Order(tuple(tuple(one for _, one in row) for row in timed_rows(problem, times)))
+    return Order(tuple(tuple(one for _, one in row) for row in _timed_rows(problem, times)))
 
 
 def stage_times(problem: MakespanProblem) -> StageTimes:
@@ -80,7 +80,7 @@ def stage_times(problem: MakespanProblem) -> StageTimes:
 
 def timed_order(problem: MakespanProblem, times: Timetable) -> TimedOrder:
     """The order of a timetable with its start times."""
-    starts = tuple(tuple(start for start, _ in row) for row in timed_rows(problem, times))
+    starts = tuple(tuple(start for start, _ in row) for row in _timed_rows(problem, times))
     return TimedOrder(order_of_times(problem, times), stage_times(problem), starts)
 
 
@@ -89,11 +89,6 @@ def timetable_of_order(problem: MakespanProblem, order: Order) -> tuple[TimedOrd
 
     If the problem's backwards are split, a whole one in the order is an input gradient and a weight
     gradient in sequence whose gradient is sent only after both.
-
-    Raises
-    ------
-    InputError
-        If the devices deadlock.
     """
     timed, sent = with_channels(order, stage_times(problem), problem.duplex == "full")
     shape = (problem.stages, problem.microbatches)

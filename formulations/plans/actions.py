@@ -121,12 +121,7 @@ PLANNED = (*COMPUTE, ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD, REDUCE, 
 VERSIONED = (ActionKind.STASH, ActionKind.USE, ActionKind.DROP)
 """Actions with a version of the weights in place of a microbatch."""
 
-OF_OPERATORS = (
-    ActionKind.RUN,
-    ActionKind.SEND_OUTPUT,
-    ActionKind.RECEIVE_OUTPUT,
-    ActionKind.FREE,
-)
+OF_OPERATORS = (ActionKind.RUN, ActionKind.SEND_OUTPUT, ActionKind.RECEIVE_OUTPUT, ActionKind.FREE)
 """Actions of programs of placed operators."""
 
 # One spelling per action: no leading zeros, ASCII digits only, numbers of bounded length.
@@ -191,11 +186,6 @@ def along_way(action: Action, *, backward_first: bool = False) -> tuple[int, int
 def parse_action(text: str) -> Action:
     """Read one action.
 
-    Raises
-    ------
-    InputError
-        If ``text`` is not an action.
-
     Examples
     --------
     >>> str(parse_action("2SEND_F0"))
@@ -210,11 +200,6 @@ def parse_action(text: str) -> Action:
 
 def parse_operation(text: str) -> Operation:
     """Read one operation.
-
-    Raises
-    ------
-    InputError
-        If ``text`` is not an operation.
 
     Examples
     --------

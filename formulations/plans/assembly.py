@@ -11,6 +11,7 @@ from stagewright.formulations.checking.check import predicted, require_valid
 from stagewright.formulations.checking.times import read_times
 from stagewright.formulations.patterns.pattern import Pattern
 from stagewright.formulations.patterns.pattern_problems import pattern_problem
+from stagewright.formulations.plans import timing
 from stagewright.formulations.plans.actions import (
     COMPUTE,
     DOUBLE_BUFFER,
@@ -34,14 +35,6 @@ from stagewright.formulations.plans.plan import (
     Stage,
 )
 from stagewright.formulations.plans.plan_class import class_of
-from stagewright.formulations.plans.timing import (
-    Blocks,
-    durations,
-    expected_actions,
-    reduce_bytes,
-    transfer_bytes,
-    updated_stages,
-)
 from stagewright.graphs.documents.arrays import Floats
 
 
@@ -49,7 +42,7 @@ def assemble(
     problem: PipelineProblem,
     planner: str,
     stages: Sequence[Stage],
-    starts: Blocks,
+    starts: timing.Blocks,
     rule: WeightRule = FLUSH,
     begins: Begins = "forward",
     sub_ends: Floats | None = None,
@@ -156,9 +149,9 @@ def _carried(
     """Sources, targets and bytes of a transfer or an all-reduce."""
     s = operation.stage
     if operation.kind is ActionKind.REDUCE:
-        return stages[s].devices, stages[s].devices, reduce_bytes(problem, stages[s])
+        return stages[s].devices, stages[s].devices, timing.reduce_bytes(problem, stages[s])
     towards = s + 1 if operation.kind is ActionKind.SEND_FORWARD else s - 1
-    volume = transfer_bytes(problem, stages[s], stages[towards])
+    volume = timing.transfer_bytes(problem, stages[s], stages[towards])
     return stages[s].devices, stages[towards].devices, volume
 
 
@@ -172,12 +165,6 @@ def certify(
 
     ``bounds`` must contain one of scope ``problem`` on every plan. Bounds on classes that do not
     contain this plan are only listed.
-
-    Raises
-    ------
-    InvalidPlan
-        If the plan breaks a rule of the problem, or costs less than a bound on its class. Both
-        are bugs of Stagewright.
     """
     assert plan.predicted is not None
     cost = plan.predicted.iteration_seconds
@@ -189,23 +176,23 @@ def certify(
 def _scheduled(
     problem: PipelineProblem,
     stages: Sequence[Stage],
-    starts: Blocks,
+    starts: timing.Blocks,
     rule: WeightRule,
     sub_ends: Floats | None,
 ) -> Iterator[ScheduledAction]:
     split = ~np.isnan(starts[ActionKind.INPUT_GRADIENT])
-    seconds = durations(problem, stages, split, rule)
+    seconds = timing.durations(problem, stages, split, rule)
     ends = {kind: starts[kind] + seconds[kind] for kind in seconds}
     beside = np.full(split.shape, np.nan) if sub_ends is None else sub_ends
     weights = ActionKind.WEIGHT_GRADIENT
     ends[weights] = np.where(np.isnan(beside), ends[weights], beside)
-    updated = updated_stages(problem, stages, rule)
-    for action in expected_actions(stages, problem.microbatches, split, updated, rule):
+    updated = timing.updated_stages(problem, stages, rule)
+    for action in timing.expected_actions(stages, problem.microbatches, split, updated, rule):
         s, m = action.stage, action.microbatch
         start = float(starts[action.kind][s, m or 0])  # an all-reduce has one column
         finish = float(ends[action.kind][s, m or 0])
         if action.kind is ActionKind.REDUCE:
-            group, volume = stages[s].devices, reduce_bytes(problem, stages[s])
+            group, volume = stages[s].devices, timing.reduce_bytes(problem, stages[s])
             yield ScheduledAction(group[0], str(action), start, finish, group, group, volume)
         elif m is None or action.kind in ON_DEVICE:
             in_sub = action.kind is weights and not np.isnan(beside[s, m])
@@ -217,5 +204,5 @@ def _scheduled(
             assert m is not None  # a transfer is of a microbatch
             towards = s + 1 if action.kind is ActionKind.SEND_FORWARD else s - 1
             sources, targets = stages[s].runners(m), stages[towards].runners(m)
-            volume = transfer_bytes(problem, stages[s], stages[towards])
+            volume = timing.transfer_bytes(problem, stages[s], stages[towards])
             yield ScheduledAction(sources[0], str(action), start, finish, sources, targets, volume)

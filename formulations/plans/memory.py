@@ -24,12 +24,9 @@ def state_factor(
 ) -> float:
     """Bytes of weights, gradients and optimizer state per parameter byte.
 
-    Parameters
-    ----------
-    devices
-        Number of replicas of the stage, with either replication. Each holds the full state.
-    overlapping
-        Whether the next iteration begins before this one's gradients are used (periodic plans).
+    ``devices``: number of replicas of the stage, with either replication. Each holds the full
+    state. ``overlapping``: whether the next iteration begins before this one's gradients are used
+    (periodic plans).
     """
     gradients = 1 + (overlapping and _gradients_wait(problem, devices))
     return rule.versions + gradients + problem.chain.optimizer_bytes_per_parameter_byte
@@ -50,7 +47,7 @@ def version_bytes(problem: PipelineProblem, start: int, stop: int) -> float:
     return problem.gradient_bytes(start, stop)
 
 
-def buffer_bytes(problem: PipelineProblem, boundary: int, shares: int) -> float:
+def _buffer_bytes(problem: PipelineProblem, boundary: int, shares: int) -> float:
     """Bytes of the buffers between layers ``boundary`` - 1 and ``boundary``.
 
     One activation and one gradient, for the largest of ``shares`` shares of a microbatch; 0 at
@@ -63,7 +60,7 @@ def buffer_bytes(problem: PipelineProblem, boundary: int, shares: int) -> float:
 
 def buffers_per_boundary(problem: PipelineProblem, shares: int) -> Floats:
     """Buffer bytes of every boundary, shape (L + 1,)."""
-    return np.array([buffer_bytes(problem, l, shares) for l in range(len(problem.chain) + 1)])
+    return np.array([_buffer_bytes(problem, l, shares) for l in range(len(problem.chain) + 1)])
 
 
 def static_bytes(
@@ -77,15 +74,11 @@ def static_bytes(
 ) -> float:
     """Bytes that a device of the stage always holds: states, and buffers on each side.
 
-    Parameters
-    ----------
-    devices, rule, overlapping
-        As in :func:`state_factor`.
-    shares
-        Number of devices that split a microbatch (default: all).
+    ``devices``, ``rule``, ``overlapping``: as in :func:`state_factor`. ``shares``: number of
+    devices that split a microbatch (default: all).
     """
     factor = state_factor(problem, devices, rule, overlapping)
-    buffers = sum(buffer_bytes(problem, side, shares or devices) for side in (start, stop))
+    buffers = sum(_buffer_bytes(problem, side, shares or devices) for side in (start, stop))
     return factor * problem.gradient_bytes(start, stop) + buffers
 
 
@@ -96,7 +89,7 @@ def stage_static_bytes(
     shard, shares = of_shard(problem, stage), share_count(stage)
     if stage.shards != "none":
         return state_bytes(problem, stage) + sum(
-            buffer_bytes(shard, side, shares) for side in stage.layers
+            _buffer_bytes(shard, side, shares) for side in stage.layers
         )
     return static_bytes(shard, *stage.layers, stage.replicas, shares, rule, overlapping)
 

@@ -86,7 +86,7 @@ def _without_rounding(times: Floats, tolerance: float) -> Floats:
     return earliest[place].reshape(times.shape)
 
 
-def first_start(one: PeriodicAction, period: float) -> float:
+def _first_start(one: PeriodicAction, period: float) -> float:
     """Start of the operation for microbatch 0, in seconds from the start of the first period."""
     return one.shift * period + one.start_seconds
 
@@ -125,7 +125,7 @@ def without_pause(schedule: PeriodicSchedule) -> PeriodicSchedule:
 def latency(schedule: PeriodicSchedule) -> float:
     """Seconds until the last action of microbatch 0 has ended, without pauses."""
     period = schedule.period_seconds
-    return max((first_start(one, period) + one.seconds for one in schedule.actions), default=0.0)
+    return max((_first_start(one, period) + one.seconds for one in schedule.actions), default=0.0)
 
 
 def steady_microbatches(schedule: PeriodicSchedule) -> int:

@@ -7,15 +7,9 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
+from stagewright.formulations.plans import plan_class
 from stagewright.formulations.plans.actions import WEIGHT_RULES, WeightRule, Weights
 from stagewright.formulations.plans.envelope import Envelope
-from stagewright.formulations.plans.plan_class import (
-    PlanClass,
-    Recompute,
-    Replication,
-    Shards,
-    require_replicas,
-)
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.documents.units import MAX_MICROBATCHES, require_amount, require_count
@@ -51,11 +45,11 @@ class Stage:
 
     layers: tuple[int, int]
     devices: tuple[str, ...]
-    replication: Replication = "split"
-    recompute: Recompute = "none"
+    replication: plan_class.Replication = "split"
+    recompute: plan_class.Recompute = "none"
     offload: bool = False
     tensor: int = 1
-    shards: Shards = "none"
+    shards: plan_class.Shards = "none"
 
     def __post_init__(self) -> None:
         if not 0 <= self.layers[0] < self.layers[1]:
@@ -71,7 +65,7 @@ class Stage:
                 f"a stage either offloads or recomputes its activations, not both; got recompute "
                 f"{self.recompute!r} with offload"
             )
-        require_replicas(self.shards, self.replication, self.replicas)
+        plan_class.require_replicas(self.shards, self.replication, self.replicas)
 
     def runners(self, microbatch: int) -> tuple[str, ...]:
         """The devices that process ``microbatch``."""
@@ -248,7 +242,7 @@ class Bound:
     seconds: float
     proved_by: str
     scope: Literal["problem", "schedule"]
-    plans: PlanClass
+    plans: plan_class.PlanClass
     witness: tuple[float, ...] = ()
 
 
@@ -288,14 +282,14 @@ class Certificate:
     bound_seconds: float
     gap: float
     proved_by: str
-    plans: PlanClass
+    plans: plan_class.PlanClass
     every_bound_seconds: float
     every_gap: float
     every_proved_by: str
     schedule_bound_seconds: float
     schedule_gap: float
     schedule_proved_by: str
-    schedule_plans: PlanClass
+    schedule_plans: plan_class.PlanClass
     bounds: tuple[Bound, ...]
     guarantees: tuple[Guarantee, ...] = ()
 
@@ -357,9 +351,8 @@ class PipelinePlan(Envelope):
     @property
     def uses_two_streams(self) -> bool:
         """Whether some device computes in a sub-stream beside its main stream."""
-        return isinstance(self.schedule, Schedule) and any(
-            entry.stream == "sub" for entry in self.schedule.actions
-        )
+        finite = isinstance(self.schedule, Schedule)
+        return finite and any(one.stream == "sub" for one in self.actions)
 
     @property
     def spans_steps(self) -> bool:
@@ -384,13 +377,7 @@ class PipelinePlan(Envelope):
 
     @property
     def actions(self) -> tuple[ScheduledAction, ...]:
-        """The actions of a finite schedule.
-
-        Raises
-        ------
-        InvalidPlan
-            If the schedule is periodic.
-        """
+        """The actions of a finite schedule."""
         if isinstance(self.schedule, PeriodicSchedule):
             raise InvalidPlan("the plan is periodic: unroll it to get the actions of an iteration")
         return self.schedule.actions

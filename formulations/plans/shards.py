@@ -100,7 +100,7 @@ def part_bytes(whole_bytes: float, replicas: int) -> float:
     return ALIGNMENT * math.ceil(whole_bytes / (ALIGNMENT * replicas))
 
 
-def divided_bytes(problem: PipelineProblem, stage: Stage) -> list[float]:
+def _divided_bytes(problem: PipelineProblem, stage: Stage) -> list[float]:
     """Parameter bytes of each unit that replicas divide, on a device: the stage, or its layers."""
     shard, layers = of_shard(problem, stage), slice(*stage.layers)
     if stage.shards == "optimizer":
@@ -110,10 +110,10 @@ def divided_bytes(problem: PipelineProblem, stage: Stage) -> list[float]:
 
 def _parts(problem: PipelineProblem, stage: Stage) -> list[float]:
     """The bytes of a replica's part of each unit that the stage's replicas divide."""
-    return [part_bytes(one, stage.replicas) for one in divided_bytes(problem, stage)]
+    return [part_bytes(one, stage.replicas) for one in _divided_bytes(problem, stage)]
 
 
-def own_bytes(problem: PipelineProblem, stage: Stage) -> float:
+def _own_bytes(problem: PipelineProblem, stage: Stage) -> float:
     """Parameter bytes of a replica's part."""
     return sum(_parts(problem, stage))
 
@@ -124,7 +124,7 @@ def state_bytes(problem: PipelineProblem, stage: Stage) -> float:
     One version of the weights, as ``flush`` has it.
     """
     of_optimizer = problem.chain.optimizer_bytes_per_parameter_byte
-    own = own_bytes(problem, stage)
+    own = _own_bytes(problem, stage)
     if stage.shards == "weights":
         return (2 + of_optimizer) * own
     return 2 * of_shard(problem, stage).gradient_bytes(*stage.layers) + of_optimizer * own
@@ -166,7 +166,7 @@ def update_share(problem: PipelineProblem, stage: Stage) -> float:
     whole = of_shard(problem, stage).gradient_bytes(*stage.layers)
     if stage.shards == "none" or not whole:
         return 1.0
-    return min(1.0, own_bytes(problem, stage) / whole)
+    return min(1.0, _own_bytes(problem, stage) / whole)
 
 
 def exchanged_rounds(stage: Stage, microbatches: int) -> int:

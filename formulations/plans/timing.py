@@ -106,7 +106,7 @@ def durations(
     parts = whole_backwards(stages, problem.microbatches) if split is None else split
     seconds = empty_blocks(len(stages), problem.microbatches)
     for s, stage in enumerate(stages):
-        step = ending_seconds(problem, stage) if rule.updates_every_round else 0.0
+        step = _ending_seconds(problem, stage) if rule.updates_every_round else 0.0
         _add_computations(problem, stages, s, step, bool(parts[s].any()), seconds)
         if stage.reduces and not rule.updates_every_round:
             seconds[REDUCE][s] = reduce_seconds(problem, stage)
@@ -211,7 +211,7 @@ def split_backwards(plan: PipelinePlan) -> Split:
     return split
 
 
-def ending_seconds(problem: PipelineProblem, stage: Stage) -> float:
+def _ending_seconds(problem: PipelineProblem, stage: Stage) -> float:
     """Seconds of the all-reduce and the optimizer step of a stage, one after the other."""
     return reduce_seconds(problem, stage) + update_seconds(problem, stage)
 

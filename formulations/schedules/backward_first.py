@@ -79,10 +79,7 @@ def earliest_starts(
 
 
 def two_stream_starts(
-    problem: PipelineProblem,
-    stages: Sequence[Stage],
-    main: Sequence[Action],
-    sub: Sequence[Action],
+    problem: PipelineProblem, stages: Sequence[Stage], main: Sequence[Action], sub: Sequence[Action]
 ) -> tuple[Blocks, Floats]:
     """As `earliest_starts`, for stages that are all on one device with two streams.
 

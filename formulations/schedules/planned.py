@@ -49,18 +49,18 @@ def with_channels(
     InputError
         If the devices deadlock; the message names a computation that waits.
     """
-    starts, sent = channel_starts(order, times, full_duplex)
+    starts, sent = _channel_starts(order, times, full_duplex)
     return TimedOrder(order, times, starts), sent
 
 
-def channel_starts(
+def _channel_starts(
     order: Order, times: ActionTimes, full_duplex: bool = False
 ) -> tuple[Starts, dict[Need, float]]:
     """The starts of `with_channels`, in the layout of the rows, for any times of the actions."""
-    return _Run(order, times, full_duplex).finish()
+    return _OrderRun(order, times, full_duplex).finish()
 
 
-class _Run:
+class _OrderRun:
     """Events are ends of computations, by device, and of transfers, by channel."""
 
     def __init__(self, order: Order, times: ActionTimes, full_duplex: bool) -> None:
@@ -191,19 +191,13 @@ def stages_of(order: Order, cuts: Sequence[int], names: Sequence[str]) -> tuple[
 def starts_in_order(
     problem: PipelineProblem, stages: Sequence[Stage], order: Order, rule: WeightRule = FLUSH
 ) -> Blocks:
-    """The earliest starts of computations and transfers, without all-reduces and updates.
-
-    Raises
-    ------
-    InputError
-        If the devices deadlock.
-    """
+    """The earliest starts of computations and transfers, without all-reduces and updates."""
     split = np.zeros((len(stages), order.microbatches), dtype=bool)
     for row in order.rows:
         for action in row:
             split[action.stage, action.microbatch] |= action.kind is I
     times = _Lasting(durations(problem, stages, split, rule))
-    begun, sent = channel_starts(order, times)
+    begun, sent = _channel_starts(order, times)
     starts = empty_blocks(len(stages), order.microbatches)
     for row, seconds in zip(order.rows, begun, strict=True):
         for action, start in zip(row, seconds, strict=True):
@@ -218,13 +212,7 @@ def starts_in_order(
 def starts_to_the_end(
     problem: PipelineProblem, stages: Sequence[Stage], order: Order, rule: WeightRule = FLUSH
 ) -> Blocks:
-    """The starts of `starts_in_order` with those of all-reduces and updates after the backwards.
-
-    Raises
-    ------
-    InputError
-        If the devices deadlock.
-    """
+    """The starts of `starts_in_order` with those of all-reduces and updates after the backwards."""
     starts = starts_in_order(problem, stages, order, rule)
     if not rule.updates_every_round:
         starts |= _endings(problem, stages, starts)

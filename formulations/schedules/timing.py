@@ -47,13 +47,7 @@ class ActivationMemory:
                 raise InputError(f"kept[{s}] must be 0 to {saved} (saved[{s}]), got {kept}")
 
     def require_room(self, device: Device) -> None:
-        """Refuse a limit below one microbatch of every stage on a device.
-
-        Raises
-        ------
-        InputError
-            With the least limit that works.
-        """
+        """Refuse a limit below one microbatch of every stage on a device."""
         for d, (least, limit) in enumerate(zip(self.least(device), self.limit, strict=True)):
             if limit < least:
                 raise InputError(
@@ -109,18 +103,9 @@ class ActionTimes(Protocol):
 class StageTimes:
     """The times of S stages, in any unit of time.
 
-    Attributes
-    ----------
-    forward, input_gradient, weight_gradient
-        One time per stage; a whole backward takes the sum of the latter two.
-    send_forward, send_backward
-        Transfer times from stage s to s + 1 and back, S - 1 values. Between two stages on one
-        device a transfer takes no time.
-
-    Raises
-    ------
-    InputError
-        If the numbers of values do not agree.
+    ``forward``, ``input_gradient``, ``weight_gradient``: one time per stage; a whole backward takes
+    the sum of the latter two. ``send_forward`` and ``send_backward``: transfer times from stage s
+    to s + 1 and back, S - 1 values. Between two stages on one device a transfer takes no time.
     """
 
     forward: Times

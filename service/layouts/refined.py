@@ -11,7 +11,7 @@ from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.service.layouts.requests import RefinedAnswer, RefinedRow
 from stagewright.solvers.parallelism.refining import (
-    Found,
+    FoundLayouts,
     Recomputation,
     Refined,
     Refinement,
@@ -34,7 +34,7 @@ class RefinedLayouts:
 def refined_layouts(
     problem: TrainingProblem,
     space: Space,
-    found: Found,
+    found: FoundLayouts,
     framework: str | None,
     accept: Callable[[Layout], bool],
     alike_class: str,
@@ -67,7 +67,7 @@ def _recomputation(framework: str | None) -> Recomputation:
 
 
 def _best(
-    done: Refinement, found: Found, answer: RefinedAnswer
+    done: Refinement, found: FoundLayouts, answer: RefinedAnswer
 ) -> tuple[Estimate | None, LayoutBound | None]:
     """The best layout of all, and its bound if it is a refined one."""
     alike = found.best[0] if found.best else None

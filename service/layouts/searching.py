@@ -33,7 +33,7 @@ from stagewright.service.layouts.requests import (
     RankMemoryAnswer,
     WhatIf,
 )
-from stagewright.solvers.parallelism.refining import Found, search, work_alike
+from stagewright.solvers.parallelism.refining import FoundLayouts, search, work_alike
 from stagewright.solvers.parallelism.tree import compiled_walk
 
 PROVED_BY = "branch and bound over all layouts of the space"
@@ -52,7 +52,7 @@ class Searches:
         self.refused: Counter[FrameworkRule] = Counter()
         self.examples: dict[FrameworkRule, str] = {}
 
-    def search(self, problem: TrainingProblem, keep: int, **options: Any) -> Found:
+    def search(self, problem: TrainingProblem, keep: int, **options: Any) -> FoundLayouts:
         """The best layouts of a problem in the request's space."""
         return search(problem, self.request.searched, keep=keep, accept=self.accepts, **options)
 
@@ -133,7 +133,7 @@ def find_layouts(request: LayoutRequest, stop: StopToken | None = None) -> Layou
     )
 
 
-def _rows(request: LayoutRequest, found: Found) -> Iterator[LayoutRow]:
+def _rows(request: LayoutRequest, found: FoundLayouts) -> Iterator[LayoutRow]:
     """A row for each of the best layouts, with the layouts that are folded into it."""
     for one in found.best:
         key = work_alike(one.layout)
@@ -168,7 +168,7 @@ def _impossible(request: LayoutRequest, reason: str) -> LayoutAnswer:
 
 def _reason(
     searches: Searches,
-    found: Found,
+    found: FoundLayouts,
     best: Estimate | None,
     front: tuple[FrontPoint, ...],
     stop: StopToken | None,
@@ -183,7 +183,7 @@ def _reason(
     return _too_large(searches.request.problem, front[-1]) if front else searches.nothing()
 
 
-def _status(found: Found, stop: StopToken | None) -> Status:
+def _status(found: FoundLayouts, stop: StopToken | None) -> Status:
     if is_stopped(stop) and not (found.best and found.proved):
         return Status.INTERRUPTED
     if found.best:

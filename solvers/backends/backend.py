@@ -78,10 +78,8 @@ def solve(
 ) -> Answer[Any]:
     """Hand ``form`` to a backend and return its answer.
 
-    Parameters
-    ----------
-    backend
-        Its name; without one that of ``limits``, and without that the first that accepts the form.
+    ``backend``: its name; without one that of ``limits``, and without that the first that accepts
+    the form.
 
     Raises
     ------

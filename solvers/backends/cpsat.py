@@ -11,7 +11,7 @@ import numpy as np
 from ortools.sat.python import cp_model
 
 from stagewright.formulations.forms.answers import Answer, Limits, OnProgress, Progress, Status
-from stagewright.formulations.forms.models import ABSENT, Intervals, LinearProgram, Store
+from stagewright.formulations.forms.models import ABSENT, HeldAmounts, Intervals, LinearProgram
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.documents.errors import InputError
 from stagewright.solvers.backends.backend import UnknownStatusError
@@ -83,7 +83,7 @@ def run_integers(form: LinearProgram, limits: Limits, on_progress: OnProgress) -
     if (form.lower > form.upper).any():  # which CP-SAT calls an invalid model
         seconds = perf_counter() - began
         return Answer(Status.INFEASIBLE, None, None, math.inf, seconds, "cp-sat")
-    model, columns = build_integers(form)
+    model, columns = _build_integers(form)
     answer = run_model(model, columns, cp_model.CpSolver(), limits, on_progress, began)
     values = None if answer.values is None else answer.values.astype(float)
     return replace(answer, values=values)
@@ -229,7 +229,7 @@ def _objective(form: Intervals, starts: Ints) -> int:
 
 
 def _add_store(
-    model: cp_model.CpModel, starts: list[cp_model.IntVar], form: Intervals, store: Store
+    model: cp_model.CpModel, starts: list[cp_model.IntVar], form: Intervals, store: HeldAmounts
 ) -> None:
     held = []
     for i, j in zip(store.first.tolist(), store.last.tolist(), strict=True):
@@ -239,7 +239,7 @@ def _add_store(
     model.add_cumulative(held, store.amounts.tolist(), store.capacity)
 
 
-def build_integers(form: LinearProgram) -> tuple[cp_model.CpModel, list[cp_model.IntVar]]:
+def _build_integers(form: LinearProgram) -> tuple[cp_model.CpModel, list[cp_model.IntVar]]:
     """The CP-SAT model of an integer program, and its variables in the order of the columns."""
     limits = (form.row_lower, form.row_upper, form.lower, form.upper)
     figures = np.concatenate([form.cost, form.matrix.data, *limits])

@@ -76,7 +76,7 @@ def run(
     objective, dual_bound = information.objective_function_value, information.mip_dual_bound
     solution = solver.getSolution()
     found = np.array(solution.col_value)
-    status = status_of(solver)
+    status = _status_of(solver)
     solved = status in (Status.OPTIMAL, Status.FEASIBLE)
     bound = dual_bound if form.integral.any() else -math.inf
     if status is Status.OPTIMAL and not form.integral.any():
@@ -94,31 +94,26 @@ def run(
     )
 
 
-def status_of(solver: highspy.Highs) -> Status:
+def _status_of(solver: highspy.Highs) -> Status:
     """How the run of ``solver`` ended, after the solution was read.
 
     If presolve could not tell infeasible from unbounded, the model is run again without costs.
-
-    Raises
-    ------
-    UnknownStatusError
-        If HiGHS ends in a way that the table does not list.
     """
     code = solver.getModelStatus()
     if code == _CODE.kUnboundedOrInfeasible:
         columns = solver.getNumCol()
         solver.changeColsCost(columns, np.arange(columns, dtype=np.int32), np.zeros(columns))
         solver.run()
-        feasible = status_of(solver)
+        feasible = _status_of(solver)
         return Status.UNBOUNDED if feasible is Status.OPTIMAL else feasible
     if code not in STATUS:
         raise UnknownStatusError(f"HiGHS ended with {solver.modelStatusToString(code)}")
-    if STATUS[code] is Status.NO_ANSWER and has_solution(solver):
+    if STATUS[code] is Status.NO_ANSWER and _has_solution(solver):
         return Status.FEASIBLE
     return STATUS[code]
 
 
-def has_solution(solver: highspy.Highs) -> bool:
+def _has_solution(solver: highspy.Highs) -> bool:
     """Whether ``solver`` holds a point that satisfies every constraint."""
     feasible = highspy.SolutionStatus.kSolutionStatusFeasible
     return bool(solver.getInfo().primal_solution_status == feasible)

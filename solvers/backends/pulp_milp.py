@@ -110,11 +110,7 @@ def _finite(value: float) -> float | None:
 
 
 def _answer(
-    form: LinearProgram,
-    columns: list[pulp.LpVariable],
-    status: Status,
-    seconds: float,
-    log: str,
+    form: LinearProgram, columns: list[pulp.LpVariable], status: Status, seconds: float, log: str
 ) -> Answer[Floats]:
     """The answer, with the objective recomputed from the values."""
     values = np.array([column.varValue or 0.0 for column in columns])

@@ -6,7 +6,7 @@ from time import perf_counter
 
 import numpy as np
 
-from stagewright.formulations.backprop.models import ByIntervals
+from stagewright.formulations.backprop.models import BackpropByIntervals
 from stagewright.formulations.backprop.of_stages import window_bounds
 from stagewright.formulations.backprop.orders import (
     conventional,
@@ -14,7 +14,7 @@ from stagewright.formulations.backprop.orders import (
     fast_forward,
     reverse_first_k,
 )
-from stagewright.formulations.backprop.problem import BackpropProblem, Timetable
+from stagewright.formulations.backprop.problem import BackpropProblem, WindowTimes
 from stagewright.formulations.backprop.symmetry import in_turns, renumbered
 from stagewright.formulations.forms.answers import Limits, Status, settled
 from stagewright.formulations.pipelines.makespan_models import CP_SAT
@@ -41,7 +41,7 @@ class BackpropResult:
     nothing within the memory was found. ``source`` names the method that found the timetable.
     """
 
-    timetable: Timetable | None
+    timetable: WindowTimes | None
     cost: float | None
     bound: float
     proved_by: str
@@ -51,7 +51,7 @@ class BackpropResult:
     seconds: float
 
 
-def best_list_schedule(problem: BackpropProblem) -> tuple[str, Timetable | None]:
+def best_list_schedule(problem: BackpropProblem) -> tuple[str, WindowTimes | None]:
     """The shortest list schedule that fits in memory, and its rule; None if none fits."""
     by_rule = {}
     for name, ranks in _rules(problem):
@@ -68,7 +68,7 @@ def best_list_schedule(problem: BackpropProblem) -> tuple[str, Timetable | None]
     return "none", None
 
 
-def _searched(problem: BackpropProblem, name: str, best: Timetable) -> tuple[str, Timetable]:
+def _searched(problem: BackpropProblem, name: str, best: WindowTimes) -> tuple[str, WindowTimes]:
     """Search the orders from the best timetable, which is kept if no better timetable fits."""
     turns = in_turns(problem)
     start = best if turns is problem else renumbered(problem, best)
@@ -79,7 +79,7 @@ def _searched(problem: BackpropProblem, name: str, best: Timetable) -> tuple[str
     return name, best
 
 
-def _perturbed(problem: BackpropProblem, best: Timetable) -> Timetable:
+def _perturbed(problem: BackpropProblem, best: WindowTimes) -> WindowTimes:
     """Schedule by perturbed starts of the best timetable and improve; keep the best timetable."""
     rng = np.random.default_rng(0)
     least = max(bound for _, bound in window_bounds(problem)) * (1 + RELATIVE_TOLERANCE)
@@ -117,7 +117,7 @@ def solve(problem: BackpropProblem, limits: Limits) -> BackpropResult:
     if found.status is Status.OPTIMAL:
         return found
     horizon = float(problem.seconds.sum()) if timetable is None else timetable.end
-    model = ByIntervals(turns, horizon)
+    model = BackpropByIntervals(turns, horizon)
     hint = renumbered(problem, timetable) if timetable is not None and model.is_exact else None
     form = model.apply(bound, hint)
     answer = solve_intervals(form, limits)
@@ -143,14 +143,14 @@ def _rules(problem: BackpropProblem) -> Iterator[tuple[str, Ints]]:
     yield "fast-forward, reversed", fast_forward(problem, layers)
 
 
-def _read(model: ByIntervals, values: Ints) -> Timetable:
+def _read(model: BackpropByIntervals, values: Ints) -> WindowTimes:
     if model.is_exact:
         return model.invert(values)
     problem = model.ordered(values)
     return list_schedule(problem, np.arange(len(problem.operations)))
 
 
-def _is_valid(problem: BackpropProblem, timetable: Timetable) -> bool:
+def _is_valid(problem: BackpropProblem, timetable: WindowTimes) -> bool:
     """Whether a timetable fits in memory; raises if any other rule is broken."""
     try:
         problem.evaluate(timetable)
@@ -162,7 +162,7 @@ def _is_valid(problem: BackpropProblem, timetable: Timetable) -> bool:
 
 
 def _result(
-    timetable: Timetable | None,
+    timetable: WindowTimes | None,
     bound: float,
     proved_by: str,
     source: str,
@@ -177,13 +177,5 @@ def _result(
         bound = min(bound, cost)
         status = settled(status, cost, bound)
     gap = None if cost is None else (cost - bound) / cost if cost > 0 else 0.0
-    return BackpropResult(
-        timetable=timetable,
-        cost=cost,
-        bound=bound,
-        proved_by=proved_by,
-        gap=gap,
-        status=status,
-        source=source,
-        seconds=perf_counter() - began,
-    )
+    seconds = perf_counter() - began
+    return BackpropResult(timetable, cost, bound, proved_by, gap, status, source, seconds)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from stagewright.formulations.backprop.problem import BackpropProblem, Timetable
+from stagewright.formulations.backprop.problem import BackpropProblem, WindowTimes
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 from stagewright.graphs.documents.errors import InputError
 from stagewright.solvers.pipelines.compiled import entry, inner
@@ -13,7 +13,7 @@ from stagewright.solvers.pipelines.compiled import entry, inner
 ROUNDING = 1e-12  # relative: chunks of work whose end is now
 
 
-def list_schedule(problem: BackpropProblem, ranks: Ints, queues: Sequence[str] = ()) -> Timetable:
+def list_schedule(problem: BackpropProblem, ranks: Ints, queues: Sequence[str] = ()) -> WindowTimes:
     """The schedule in which each resource runs the ready operation of the least rank.
 
     A resource whose name starts with one of ``queues`` serves first come, first served. Preemptible
@@ -25,7 +25,7 @@ def list_schedule(problem: BackpropProblem, ranks: Ints, queues: Sequence[str] =
     return _dispatch(problem, ranks, queues)
 
 
-def improve(problem: BackpropProblem, timetable: Timetable, rounds: int = 5) -> Timetable:
+def improve(problem: BackpropProblem, timetable: WindowTimes, rounds: int = 5) -> WindowTimes:
     """Schedule backward by the ends, then forward by the starts, until it gets no shorter.
 
     Forward-backward improvement (Tormos and Lova 2001). Limits of memory are not looked at.
@@ -48,7 +48,7 @@ def _positions(values: Floats) -> Ints:
 
 def _dispatch(
     problem: BackpropProblem, ranks: Ints, queues: Sequence[str] = (), is_reversed: bool = False
-) -> Timetable:
+) -> WindowTimes:
     is_queue = np.array(
         [any(one.name.startswith(name) for name in queues) for one in problem.resources], bool
     )
@@ -58,7 +58,7 @@ def _dispatch(
         (first, after), (other, _) = problem.preceding, problem.followers
     ranks = np.asarray(ranks, dtype=np.int64)
     waits = np.diff(other)
-    return Timetable(
+    return WindowTimes(
         *run_all(problem.seconds, problem.resource, ranks, first, after, waits, chunks, is_queue)
     )
 
@@ -177,7 +177,7 @@ def _suspension(now: float, begun: float, done: float, chunk: float) -> float:
     return begun + chunk * math.ceil(work / chunk * (1 - ROUNDING)) - done
 
 
-def insert(problem: BackpropProblem, ranks: Ints) -> Timetable:
+def insert(problem: BackpropProblem, ranks: Ints) -> WindowTimes:
     """The schedule in which operations, in the order of ranks, take the earliest gap that fits.
 
     An operation waits in this order for those it follows. Never suspends; O(n^2) at worst. Unlike
@@ -191,18 +191,12 @@ def insert(problem: BackpropProblem, ranks: Ints) -> Timetable:
         np.diff(problem.preceding[0]),
         len(problem.resources),
     )
-    return Timetable.of_starts(problem, starts)
+    return WindowTimes.of_starts(problem, starts)
 
 
 @entry
 def insert_all(  # noqa: C901 - one pass over operations
-    seconds: Floats,
-    resource: Ints,
-    ranks: Ints,
-    first: Ints,
-    after: Ints,
-    waits: Ints,
-    places: int,
+    seconds: Floats, resource: Ints, ranks: Ints, first: Ints, after: Ints, waits: Ints, places: int
 ) -> Floats:
     """Starts in the order of ranks, each in the earliest gap."""
     count = len(seconds)

@@ -115,12 +115,7 @@ def _time_tails(graph: Graph, orders: Orders) -> None:
 
 @inner
 def longest_path(  # noqa: C901 - one walk
-    graph: Graph,
-    orders: Orders,
-    end: float,
-    path: Ints,
-    begins: Ints,
-    random: np.random.Generator,
+    graph: Graph, orders: Orders, end: float, path: Ints, begins: Ints, random: np.random.Generator
 ) -> int:
     """Write a longest path, chosen at random, and return its length.
 

@@ -1,4 +1,4 @@
-"""Multi-region joint scheduling (Algorithm 1) with the loop for memory (section 4.1)."""
+"""Multi-region joint scheduling (Algorithm 1) (section 4.1)."""
 
 import math
 from collections.abc import Callable
@@ -8,11 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from stagewright.formulations.backprop.orders import reverse_first_k
-from stagewright.formulations.backprop.problem import BackpropProblem, Timetable, peaks
+from stagewright.formulations.backprop.problem import BackpropProblem, WindowTimes
 from stagewright.formulations.backprop.regions import Regions, Streams, regions_of
-from stagewright.formulations.backprop.training import single_device
 from stagewright.graphs.documents.arrays import Bools, Ints
-from stagewright.graphs.documents.errors import InputError
 from stagewright.solvers.backprop.list_scheduling import list_schedule
 
 
@@ -21,7 +19,7 @@ class ReversedLayers:
     """The best ``k`` that was tried, its timetable, and how many values were tried."""
 
     k: int
-    timetable: Timetable
+    timetable: WindowTimes
     tried: int
 
 
@@ -37,7 +35,7 @@ def reverse_search(
     ``fast_forward`` it finds k of section 6, which the paper leaves open: of data and pipeline
     parallelism together, the first k layers are reversed and the others fast-forwarded.
     """
-    found: dict[int, Timetable] = {}
+    found: dict[int, WindowTimes] = {}
 
     def time(k: int) -> float:
         if k not in found:
@@ -57,16 +55,13 @@ def reverse_search(
 class StreamResult:
     """An order of the weight gradients with its timetable by the model of overlap.
 
-    ``bound`` holds for every order of the sub-stream; ``prescheduled`` regions ran their weight
-    gradients at once, to save memory.
+    ``bound`` holds for every order of the sub-stream.
     """
 
     order: tuple[int, ...]
-    timetable: Timetable
+    timetable: WindowTimes
     cost: float
     bound: float
-    peak: float
-    prescheduled: int
 
 
 def joint_schedule(regions: Regions, prescheduled: int = 0) -> list[list[int]]:
@@ -104,7 +99,7 @@ def joint_schedule(regions: Regions, prescheduled: int = 0) -> list[list[int]]:
     return plan
 
 
-class _Choice(NamedTuple):
+class _RegionChoice(NamedTuple):
     """The weight gradient that a region runs next, and how long the region waits for it."""
 
     wait: float
@@ -112,47 +107,30 @@ class _Choice(NamedTuple):
     kernel: int
 
 
-def _best(regions: Regions, by_ready: Ints, is_left: Bools, i: int, now: float) -> _Choice:
+def _best(regions: Regions, by_ready: Ints, is_left: Bools, i: int, now: float) -> _RegionChoice:
     """The weight gradient that region i runs next: the first ready, then the best speed-up."""
     offset = np.where(regions.ready == i, regions.offset, 0.0)
     may = is_left & (regions.ready <= i) & (regions.last >= i) & (offset < regions.main[i])
     own = by_ready[may[by_ready]]
     if len(own) == 0:
-        return _Choice(math.inf, 0.0, -1)
+        return _RegionChoice(math.inf, 0.0, -1)
     waits = np.maximum(0.0, offset[own] - now)
     wait = waits.min()
     soon = own[waits == wait]
     k = int(soon[np.argmax(regions.speedup[soon, i])])
-    return _Choice(float(wait), float(regions.speedup[k, i]), k)
+    return _RegionChoice(float(wait), float(regions.speedup[k, i]), k)
 
 
-def schedule_streams(
-    streams: Streams, ends: tuple[int, ...], memory: float | None = None
-) -> StreamResult:
+def schedule_streams(streams: Streams, ends: tuple[int, ...]) -> StreamResult:
     """Algorithm 1 on regions that stop before main kernels ``ends``.
 
-    The paper preschedules as few regions as fit in memory; here the fastest number that fits, by
-    the model of overlap.
-
-    Raises
-    ------
-    InputError
-        If it does not fit in ``memory`` bytes for any number of prescheduled regions.
+    The paper preschedules as few regions as fit in memory; here the fastest number, by the model of
+    overlap, for a plan whose memory is checked.
     """
-    regions = regions_of(streams, ends)
-    problem = single_device(streams.layers)
-    best: StreamResult | None = None
-    least = math.inf
+    regions, found = regions_of(streams, ends), list[StreamResult]()
     for prescheduled in range(len(ends) + 1):
         order = tuple(k for one in joint_schedule(regions, prescheduled) for k in one)
         timetable = streams.timetable(order)
-        peak = max(peaks(problem, timetable), default=0.0)
-        least = min(least, peak)
-        if memory is not None and peak > memory:
-            continue
-        cost, bound = timetable.end, streams.bound()
-        if best is None or cost < best.cost:
-            best = StreamResult(order, timetable, cost, min(bound, cost), peak, prescheduled)
-    if best is None:
-        raise InputError(f"memory must be at least {least:g} bytes, got {memory:g}")
-    return best
+        bound = min(streams.bound(), timetable.end)
+        found.append(StreamResult(order, timetable, timetable.end, bound))
+    return min(found, key=lambda one: one.cost)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stagewright.formulations.backprop.problem import BackpropProblem, Timetable
+from stagewright.formulations.backprop.problem import BackpropProblem, WindowTimes
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.solvers.backprop.list_scheduling import insert_all, run_all
 from stagewright.solvers.backprop.orders_kernels import (
@@ -65,8 +65,8 @@ class _Move(NamedTuple):
 
 
 def tabu_search(
-    problem: BackpropProblem, timetable: Timetable, least: float, work: int
-) -> Timetable:
+    problem: BackpropProblem, timetable: WindowTimes, least: float, work: int
+) -> WindowTimes:
     """A timetable that ends no later than the given one; a new timetable suspends nothing.
 
     Stops at ``least`` seconds, or after ``work`` times of operations. Limits of memory are not
@@ -77,7 +77,7 @@ def tabu_search(
     order = np.lexsort((rank, timetable.ends, timetable.starts))
     graph = Graph(problem.seconds, problem.resource, *problem.preceding, *problem.followers)
     iterations = work // max(1, len(rank))
-    found = Timetable.of_starts(
+    found = WindowTimes.of_starts(
         problem,
         _search(graph, order, len(problem.resources), least, iterations, np.random.default_rng(0)),
     )

@@ -92,8 +92,7 @@ def _forecast(problem: SwitchingProblem) -> SwitchingProblem:
     begin, end = problem.start_seconds, problem.deadline_seconds
     offers = tuple(
         replace(
-            offer,
-            series=PriceSeries(offer.instance, (begin,), (offer.series.price(begin),), end),
+            offer, series=PriceSeries(offer.instance, (begin,), (offer.series.price(begin),), end)
         )
         for offer in problem.offers
     )

@@ -276,13 +276,7 @@ def _targets(
 
 @njit(cache=True)
 def _leave(
-    on: Floats,
-    choice: Ints,
-    save: Floats,
-    place: Ints,
-    egress: float,
-    value: Floats,
-    target: Ints,
+    on: Floats, choice: Ints, save: Floats, place: Ints, egress: float, value: Floats, target: Ints
 ) -> None:
     """Write the checkpoint and move, to the same place or another, if that is better."""
     last = len(value) - 1

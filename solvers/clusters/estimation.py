@@ -66,10 +66,7 @@ class Estimator:
         A job is new if it is not among the reference jobs. As more of its pairs are measured, call
         again: measurements replace estimates.
 
-        Parameters
-        ----------
-        measured
-            Rates of new jobs: alone on every type of accelerator, and in some pairs.
+        ``measured``: rates of new jobs: alone on every type of accelerator, and in some pairs.
 
         Raises
         ------
@@ -171,9 +168,7 @@ def _by_place(rates: tuple[Rate, ...]) -> dict[tuple[int, str, str], float]:
     return {(rate.scale, rate.accelerator, rate.model): rate.steps_per_second for rate in rates}
 
 
-def _colocations(
-    alone: dict[tuple[int, str, str], float],
-) -> Iterator[tuple[int, str, list[str]]]:
+def _colocations(alone: dict[tuple[int, str, str], float]) -> Iterator[tuple[int, str, list[str]]]:
     """Scale, accelerator, and the models that run there, sorted."""
     together: dict[tuple[int, str], list[str]] = {}
     for scale, accelerator, model in sorted(alone):

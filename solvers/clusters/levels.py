@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Attempt(Generic[T]):
+class LevelAttempt(Generic[T]):
     """An answer over groups, its relative ``gap`` to the bound, and groups whose time is scarce.
 
     ``failed`` says that there is none, for want of time.
@@ -40,7 +40,7 @@ class Attempt(Generic[T]):
 def split_until_proved(
     problem: AllocationProblem,
     need: Floats,
-    attempt: Callable[[Groups], Attempt[T]],
+    attempt: Callable[[Groups], LevelAttempt[T]],
     tolerance: float = TOLERANCE,
 ) -> T:
     """``attempt``'s answer over groups as coarse as its bound allows; ``need`` is by job.
@@ -48,7 +48,7 @@ def split_until_proved(
     If a finer attempt fails, the answer of the one before stands.
     """
     ratio = np.full(len(problem), FIRST_RATIO)
-    before: Attempt[T] | None = None
+    before: LevelAttempt[T] | None = None
     while True:
         groups = groups_by_need(problem, need, ratio)
         found = attempt(groups)
@@ -119,17 +119,13 @@ def max_level(
 ) -> MaxLevel:
     """Maximise theta such that throughput(m, X) >= theta * need_m for every job.
 
-    Parameters
-    ----------
-    need
-        Steps per second, positive, by job.
-    tolerance
-        Relative gap at which the answer is good enough.
+    ``need``: steps per second, positive, by job. ``tolerance``: relative gap at which the answer is
+    good enough.
     """
     limits = limits or Limits(seconds=math.inf)
     began = perf_counter()
 
-    def attempt(groups: Groups) -> Attempt[MaxLevel]:
+    def attempt(groups: Groups) -> LevelAttempt[MaxLevel]:
         left = limits.left(perf_counter() - began)
         within = replace(limits, seconds=left)
         return _solve(problem, groups, need, within, backend, tolerance)
@@ -163,7 +159,7 @@ def _solve(
     limits: Limits,
     backend: str | None,
     tolerance: float,
-) -> Attempt[MaxLevel]:
+) -> LevelAttempt[MaxLevel]:
     """Solve one linear program; also return the groups whose time is scarce."""
     valid = polytope(problem, groups)
     # No job can have more than its best rate all of the time.
@@ -172,7 +168,7 @@ def _solve(
     answer = solve(program.form, backend, limits)
     if answer.values is None or answer.duals is None:
         level = MaxLevel(answer.status, math.nan, math.nan, None, 0.0, answer.backend)
-        return Attempt(level, math.inf, all_scarce(groups), failed=True)
+        return LevelAttempt(level, math.inf, all_scarce(groups), failed=True)
     allocation = valid.invert(np.clip(answer.values[:-1], 0.0, valid.most), all_served=True)
     theta = float((throughput(problem, allocation) / need).min())
     bound = -weak_duality_bound(program.relaxed, answer.duals) * program.unit
@@ -180,4 +176,4 @@ def _solve(
     # The optimum is of the program by groups; the bound says how good it is for the jobs.
     status = Status.OPTIMAL if gap <= max(tolerance, ROUNDING) else Status.FEASIBLE
     level = MaxLevel(status, theta, bound, allocation, 0.0, answer.backend)
-    return Attempt(level, gap, scarce_time(groups, answer.duals))
+    return LevelAttempt(level, gap, scarce_time(groups, answer.duals))

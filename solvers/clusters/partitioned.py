@@ -62,15 +62,15 @@ _Spread = Callable[[Callable[[JobPart, Limits], Solved], Sequence[JobPart], Limi
 
 
 @dataclass(frozen=True, slots=True)
-class _Policy:
+class _PartsPolicy:
     need: Callable[[AllocationProblem], Floats]
     objective: Callable[[AllocationProblem, Allocation], float]
     maximises: bool
 
 
 POLICIES = {
-    "max-min": _Policy(max_min.needs, max_min.objective, True),
-    "makespan": _Policy(lambda problem: problem.steps, makespan.objective, False),
+    "max-min": _PartsPolicy(max_min.needs, max_min.objective, True),
+    "makespan": _PartsPolicy(lambda problem: problem.steps, makespan.objective, False),
 }
 """The policies that maximise the least throughput / need."""
 
@@ -85,13 +85,7 @@ def in_process(
 def on_ray(
     run: Callable[[JobPart, Limits], Solved], parts: Sequence[JobPart], limits: Limits
 ) -> list[Solved]:
-    """All parts at once, on the Ray cluster that this process is part of, else on this machine.
-
-    Raises
-    ------
-    InputError
-        If Ray is not installed.
-    """
+    """All parts at once, on the Ray cluster that this process is part of, else on this machine."""
     if find_spec("ray") is None:
         raise InputError("solving parts at once needs Ray; pip install 'stagewright[cluster]'")
     import ray
@@ -117,10 +111,7 @@ def allocate_partitioned(
 ) -> AllocationResult:
     """Allocate by ``policy`` in ``parts`` parts, and check the whole; the gap bounds the loss.
 
-    Parameters
-    ----------
-    limits
-        The seconds are for each part; the seed decides how the jobs are split.
+    ``limits``: the seconds are for each part; the seed decides how the jobs are split.
 
     Raises
     ------
@@ -133,7 +124,7 @@ def allocate_partitioned(
     limits = limits or Limits(seconds=math.inf)
     need = chosen.need(problem)
     split = _split(problem, need, parts, limits)
-    solved = spread(solve_part, split, limits)
+    solved = spread(_solve_part, split, limits)
     failed = [part.status for part in solved if part.allocation is None]
     if failed:
         return AllocationResult(failed[0], None, None, None, None, chosen.maximises, policy=policy)
@@ -161,7 +152,7 @@ def allocate_partitioned(
     )
 
 
-def require_parts(problem: AllocationProblem, policy: str, parts: int) -> _Policy:
+def require_parts(problem: AllocationProblem, policy: str, parts: int) -> _PartsPolicy:
     """The way to solve a policy in parts; raises InputError if the problem cannot be divided."""
     if policy not in POLICIES:
         raise InputError(f"policy {policy!r} is not solved in parts; {', '.join(POLICIES)} are")
@@ -197,7 +188,7 @@ def _split(problem: AllocationProblem, need: Floats, parts: int, limits: Limits)
     ]
     if parts == 1:
         return split
-    spent = _spending(problem, need, solve_part(split[0], limits).prices)
+    spent = _spending(problem, need, _solve_part(split[0], limits).prices)
     if spent is None:
         return split
     portions = np.array([spent[part.jobs].sum() for part in split])
@@ -242,7 +233,7 @@ def _part_of(problem: AllocationProblem, jobs: Ints) -> AllocationProblem:
     )
 
 
-def solve_part(part: JobPart, limits: Limits) -> Solved:
+def _solve_part(part: JobPart, limits: Limits) -> Solved:
     """The linear program of one part; jobs of one kind and need are one group."""
     problem = part.problem
     groups = group_by(problem, part.need)
@@ -293,10 +284,8 @@ def price_bound(problem: AllocationProblem, need: Floats, prices: Floats) -> flo
     cost is convex and piecewise linear in theta. All jobs together can spend no more than the worth
     of the cluster, whatever the prices are: the Lagrangian dual of equation 5.3.
 
-    Parameters
-    ----------
-    prices
-        Not negative: of an accelerator of each type, then of a server of each of ``server_rows``.
+    ``prices``: not negative: of an accelerator of each type, then of a server of each of
+    ``server_rows``.
     """
     return _level_at(_job_costs(problem, need, prices))
 

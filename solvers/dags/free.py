@@ -33,7 +33,7 @@ def free_partition(
     The bound holds for every partition.
     """
     began, limits = perf_counter(), limits or Limits()
-    model = _Model(problem, start)
+    model = _FreeModel(problem, start)
     answer = run_model(
         model.model, model.columns, cp_model.CpSolver(), limits, on_progress, perf_counter()
     )
@@ -62,7 +62,7 @@ def free_partition(
     )
 
 
-class _Model:
+class _FreeModel:
     """A device for every part, and for every tensor whether a set has some or all of its parts."""
 
     def __init__(self, problem: DagProblem, start: DagResult) -> None:

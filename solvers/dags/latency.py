@@ -16,6 +16,7 @@ from ortools.sat.python import cp_model
 from stagewright.formulations.dags.latency import HOST, Home, LatencyProblem
 from stagewright.formulations.dags.latency_bounds import PathBound
 from stagewright.formulations.forms.answers import (
+    Bounded,
     Limits,
     OnProgress,
     Progress,
@@ -200,7 +201,7 @@ SHARE = 0.5  # of the time for annealing
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LatencyResult:
+class LatencyResult(Bounded):
     """The best placement found, and a bound on the latency of every one (seconds).
 
     ``home`` is that of `LatencyProblem.evaluate`; None if nothing was found.
@@ -213,22 +214,15 @@ class LatencyResult:
     status: Status
     seconds: float
 
-    @property
-    def gap(self) -> float | None:
-        """(cost - bound) / cost."""
-        if self.cost is None:
-            return None
-        return (self.cost - self.bound) / self.cost if self.cost > self.bound else 0.0
-
 
 def place_for_latency(
     problem: LatencyProblem, limits: Limits | None = None, on_progress: OnProgress = silent
 ) -> LatencyResult:
     """The best placement found within ``limits``; optimal if it is proved to be."""
-    return _Best(problem, limits or Limits(), on_progress).run()
+    return _BestPlacement(problem, limits or Limits(), on_progress).run()
 
 
-class _Best:
+class _BestPlacement:
     """The best placement, the best bound, and the clock."""
 
     def __init__(self, problem: LatencyProblem, limits: Limits, on_progress: OnProgress) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from stagewright.formulations.dags.problem import DagProblem, PlacedSet, heaviest_part, priced_load
 from stagewright.formulations.forms.answers import (
+    Bounded,
     Limits,
     OnProgress,
     Progress,
@@ -28,7 +29,7 @@ from stagewright.solvers.dags.merging import (
     merged,
     prefixes,
 )
-from stagewright.solvers.dags.program import LEAST, Program
+from stagewright.solvers.dags.program import LEAST, DownsetProgram
 from stagewright.solvers.operators.bounds import best_prices
 
 SIZES = (1_000, 4_000, 16_000)  # the most downsets of a round, as rounds find nothing
@@ -79,7 +80,7 @@ class Neighbourhoods:
         in_order = random.random() < 1 / 2
         free = range(first, first + count)
         blocks, coarse, lattice = self._blocks(orders, free, most, in_order=in_order)
-        program = Program(coarse, self.prices)
+        program = DownsetProgram(coarse, self.prices)
 
         def keep(sets: tuple[PlacedSet, ...], cost: float) -> None:
             self.sets, self.cost = expand(sets, tuple(map(tuple, blocks))), cost
@@ -156,7 +157,7 @@ DOWNSETS, LOAD, PART = "dynamic program over downsets", "load priced by device",
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DagResult:
+class DagResult(Bounded):
     """The best partition found and a bound on the largest load of every contiguous one (seconds).
 
     An optimal one is so up to ``LEAST``. ``sets`` are in the order of the pipeline; None if nothing
@@ -173,13 +174,6 @@ class DagResult:
     pairs: int
     seconds: float
 
-    @property
-    def gap(self) -> float | None:
-        """(cost - bound) / cost."""
-        if self.cost is None:
-            return None
-        return (self.cost - self.bound) / self.cost if self.cost > self.bound else 0.0
-
 
 def partition(
     problem: DagProblem, limits: Limits | None = None, on_progress: OnProgress = silent
@@ -193,7 +187,7 @@ def partition(
     limits is a bound, and the answer if it fits; the best of merged parts is a first partition.
     """
     search = partial(
-        _Search, limits=limits or Limits(), on_progress=on_progress, began=perf_counter()
+        _PartitionSearch, limits=limits or Limits(), on_progress=on_progress, began=perf_counter()
     )
     if fits_together(problem):
         return search(problem).run()
@@ -218,7 +212,7 @@ def _fits(problem: DagProblem, sets: tuple[PlacedSet, ...] | None) -> bool:
     return True
 
 
-class _Search:
+class _PartitionSearch:
     """The parts after merging, the best partition so far, and the clock."""
 
     def __init__(
@@ -247,7 +241,7 @@ class _Search:
         self.sets: tuple[PlacedSet, ...] | None = None
         if first is not None and first.sets is not None and first.cost is not None:
             self.sets, self.cost = first.sets, first.cost
-        self.program = Program(self.problem, self.prices)
+        self.program = DownsetProgram(self.problem, self.prices)
 
     def run(self, share: float = 1.0) -> DagResult:
         """Search; neighbourhoods, if needed, get a ``share`` of the remaining time."""

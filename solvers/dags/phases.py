@@ -27,7 +27,7 @@ from stagewright.solvers.dags.partition import (
     partition,
     topological_orders,
 )
-from stagewright.solvers.dags.program import LEAST, Program
+from stagewright.solvers.dags.program import LEAST, DownsetProgram
 from stagewright.solvers.operators.bounds import best_prices
 
 LOADS = "loads of both passes"
@@ -45,7 +45,7 @@ def partition_phases(
     """
     if not _has_backward(problem):
         return partition(problem, limits, on_progress)
-    return _Search(problem, limits or Limits(), on_progress).run()
+    return _PhaseSearch(problem, limits or Limits(), on_progress).run()
 
 
 def _has_backward(problem: DagProblem) -> bool:
@@ -54,7 +54,7 @@ def _has_backward(problem: DagProblem) -> bool:
     return bool(back.seconds.any() or back.tensors or exchanges)
 
 
-class _Search:
+class _PhaseSearch:
     """The two passes after merging, the best partition so far, and the clock."""
 
     def __init__(self, problem: DagProblem, limits: Limits, on_progress: OnProgress) -> None:
@@ -82,7 +82,7 @@ class _Search:
         most_forth = (self.cost - self.least_back) * (1 - LEAST)
         while most_forth >= self.least_forth * (1 - LEAST):
             found: _Found = []
-            program = Program(self.back, self.prices, self.forth, most_forth)
+            program = DownsetProgram(self.back, self.prices, self.forth, most_forth)
             most_back = self.cost - self.least_forth
 
             def keep(sets: tuple[PlacedSet, ...], cost: float, to: _Found = found) -> None:

@@ -21,12 +21,20 @@ from stagewright.formulations.dags.piper import (
     least_seconds,
     shared_work,
 )
-from stagewright.formulations.forms.answers import Limits, Status, settled
+from stagewright.formulations.forms.answers import Bounded, Limits, Status, settled
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.errors import InvalidPlan
 from stagewright.solvers.dags.knapsack import choose
 from stagewright.solvers.dags.merging import Contents, downsets, prefixes
-from stagewright.solvers.dags.piper_kernel import Costs, Found, Machine, Stages, Work, price, within
+from stagewright.solvers.dags.piper_kernel import (
+    LeastDevices,
+    OptionCosts,
+    PiperMachine,
+    StageRows,
+    UpsetWork,
+    price,
+    within,
+)
 
 MOST_UPSETS = 40_000
 LEAST = 1e-9  # relative improvement; less is rounding
@@ -36,7 +44,7 @@ UPSETS, DEVICES = "dynamic program over upsets", "device-seconds"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PiperResult:
+class PiperResult(Bounded):
     """The best pipeline found and a bound on the time per sample of every pipeline (seconds).
 
     An optimal one is so up to ``LEAST``. ``stages`` are in the order of the pipeline; None if none
@@ -53,23 +61,16 @@ class PiperResult:
     priced: int
     seconds: float
 
-    @property
-    def gap(self) -> float | None:
-        """(cost - bound) / cost."""
-        if self.cost is None:
-            return None
-        return (self.cost - self.bound) / self.cost if self.cost > self.bound else 0.0
-
 
 def piper_pipeline(problem: PiperProblem, limits: Limits | None = None) -> PiperResult:
     """The optimum by bisection; else the best found within ``limits``.
 
     If the upsets are too many to be listed, the best that divides one topological order.
     """
-    return _Search(problem, limits or Limits()).run()
+    return _PiperSearch(problem, limits or Limits()).run()
 
 
-class _Search:
+class _PiperSearch:
     """The layers in the order in which upsets grow, the best pipeline so far, and the clock."""
 
     def __init__(self, problem: PiperProblem, limits: Limits) -> None:
@@ -103,7 +104,7 @@ class _Search:
         status = Status.INFEASIBLE if self.complete else self.limits.status(found=False)
         return self._result(status, self.least)
 
-    def _bisect(self, stages: Stages, low: float) -> PiperResult:
+    def _bisect(self, stages: StageRows, low: float) -> PiperResult:
         while self.cost - low > LEAST * self.cost:
             if self._is_late():
                 return self._result(self.limits.status(found=True), low)
@@ -131,7 +132,7 @@ class _Search:
             seconds=perf_counter() - self.began,
         )
 
-    def _price(self, cutoff: float) -> Stages | None:
+    def _price(self, cutoff: float) -> StageRows | None:
         """All stages that may take at most ``cutoff`` seconds; None if stopped early."""
         parts = []
         for begin in range(0, len(self.lattice), CHUNK):
@@ -145,7 +146,7 @@ class _Search:
         self.priced = len(stages.source)
         return stages
 
-    def _find(self, stages: Stages, limit: float) -> bool:
+    def _find(self, stages: StageRows, limit: float) -> bool:
         """Look for a pipeline whose stages take at most ``limit`` seconds."""
         found = within(self.costs, self.machine, self.work, stages, limit)
         replicas = int(np.argmin(found.least[-1]))
@@ -159,7 +160,9 @@ class _Search:
             self.cost, self.stages = cost, pipeline
         return True
 
-    def _pipeline(self, stages: Stages, found: Found, replicas: int) -> Iterator[PiperStage]:
+    def _pipeline(
+        self, stages: StageRows, found: LeastDevices, replicas: int
+    ) -> Iterator[PiperStage]:
         """The stages of all layers with that many replicas in all."""
         upset = len(self.lattice) - 1
         while upset:
@@ -188,25 +191,25 @@ class _Search:
         chosen = choose(first, np.array(time), np.array(size), self.machine.memory, np.inf)
         return PiperStage(layers, replicas, shards, tuple((chosen - first[:-1]).tolist()))
 
-    def _work(self) -> Work:
+    def _work(self) -> UpsetWork:
         layers = [self.problem.layers[v] for v in self.order]
         least = np.array([(device_seconds(layer), least_seconds(layer)) for layer in layers])
         done = np.zeros((len(self.lattice), 2))
         for i in range(1, len(done)):  # by size, so that what i grows from is known
             done[i] = done[self.contents.before[i]] + least[self.contents.part[i]]
-        return Work(device_seconds=done[-1, 0] - done[:, 0], seconds=done[:, 1].copy())
+        return UpsetWork(device_seconds=done[-1, 0] - done[:, 0], seconds=done[:, 1].copy())
 
 
-def _joined(parts: list[Stages]) -> Stages:
+def _joined(parts: list[StageRows]) -> StageRows:
     """The stages of consecutive upsets as one table."""
     columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
     shifts = np.cumsum([0, *(len(part.flight) for part in parts)])
     step = [part.step[:-1] + shift for part, shift in zip(parts, shifts, strict=False)]
-    joined = Stages(*columns)
+    joined = StageRows(*columns)
     return joined._replace(step=np.concatenate([*step, shifts[-1:]]))
 
 
-def _machine(problem: PiperProblem) -> Machine:
+def _machine(problem: PiperProblem) -> PiperMachine:
     """Stages may have as many replicas as divide the samples and as there are devices.
 
     Memory has half the checker's tolerance: a sum in another order must not break the limit.
@@ -214,7 +217,7 @@ def _machine(problem: PiperProblem) -> Machine:
     most = min(problem.devices, problem.samples)
     replicas = np.arange(1, most + 1)
     degrees = _degrees(problem)
-    return Machine(
+    return PiperMachine(
         devices=problem.devices,
         memory=problem.memory * (1 + RELATIVE_TOLERANCE / 2),
         most=most,
@@ -237,7 +240,7 @@ def _is_equal(problem: PiperProblem, shards: int) -> bool:
     )
 
 
-def _costs(problem: PiperProblem, order: list[int]) -> Costs:
+def _costs(problem: PiperProblem, order: list[int]) -> OptionCosts:
     degrees = _degrees(problem)
     option = np.zeros((len(order), len(degrees) + 1), dtype=np.int64)
     options: list[LayerOption] = []
@@ -258,7 +261,7 @@ def _costs(problem: PiperProblem, order: list[int]) -> Costs:
                 ]
         option[x, -1] = len(options)
     exchanged = np.array([one.parameter_bytes for one in options])
-    return Costs(
+    return OptionCosts(
         shards=np.array(degrees, dtype=np.int64),
         option=option,
         seconds=np.array([one.seconds for one in options]),

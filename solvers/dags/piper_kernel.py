@@ -15,7 +15,7 @@ Steps = list[tuple[int, float, float]]  # flight, seconds, exchange of a choice
 ROUNDING = 1e-9  # of the devices that a lower bound needs
 
 
-class Costs(NamedTuple):
+class OptionCosts(NamedTuple):
     """Costs of the options of layers, which are in the order in which upsets grow.
 
     The options of layer v on ``shards[t]`` shards are ``option[v, t]`` to ``option[v, t + 1] - 1``.
@@ -37,7 +37,7 @@ class Costs(NamedTuple):
     crossing: Floats
 
 
-class Machine(NamedTuple):
+class PiperMachine(NamedTuple):
     """Devices and their bytes, the most replicas in all, and the replicas that a stage may have.
 
     ``equal[t]``: whether all options of a layer on ``shards[t]`` shards have the same ``exchange``.
@@ -51,7 +51,7 @@ class Machine(NamedTuple):
     equal: Bools
 
 
-class Work(NamedTuple):
+class UpsetWork(NamedTuple):
     """For every upset, least ``device_seconds`` of layers outside, least ``seconds`` of its layers.
 
     Within a limit on the time per sample, layers take at least that many device-seconds, divided by
@@ -62,7 +62,7 @@ class Work(NamedTuple):
     seconds: Floats
 
 
-class Stages(NamedTuple):
+class StageRows(NamedTuple):
     """Stages from an upset to a larger one: row r is for ``shards[degree[r]]`` shards.
 
     ``step[r]`` to ``step[r + 1] - 1`` are its best choices in ascending order of time: with up to
@@ -82,7 +82,7 @@ class Stages(NamedTuple):
 
 
 @njit(cache=True, error_model="numpy")
-def _dead(c: Costs, m: Machine, v: int, t: int, sums: Floats, cutoff: float) -> bool:
+def _dead(c: OptionCosts, m: PiperMachine, v: int, t: int, sums: Floats, cutoff: float) -> bool:
     """Add layer ``v`` to the least sums; return whether no stage can have all these layers."""
     begin, end = c.option[v, t], c.option[v, t + 1]
     if begin == end:
@@ -104,7 +104,7 @@ class Items(NamedTuple):
 
 
 @njit(cache=True, error_model="numpy")
-def _items(c: Costs, layers: Ints, inside: Bools, t: int) -> Items:
+def _items(c: OptionCosts, layers: Ints, inside: Bools, t: int) -> Items:
     first = np.zeros(len(layers) + 1, dtype=np.int64)
     for x, v in enumerate(layers):
         first[x + 1] = first[x] + c.option[v, t + 1] - c.option[v, t]
@@ -120,7 +120,7 @@ def _items(c: Costs, layers: Ints, inside: Bools, t: int) -> Items:
     return Items(first, seconds, c.exchange[number], c.flight[number], c.fixed[number])
 
 
-class Window(NamedTuple):
+class StageRoom(NamedTuple):
     """Devices and replicas left to a stage by the other stages, within a time per sample.
 
     ``own``: devices that it may have; ``later``: those that it and later stages may have;
@@ -133,18 +133,18 @@ class Window(NamedTuple):
 
 
 @njit(cache=True, error_model="numpy")
-def _window(m: Machine, work: Work, i: int, j: int, limit: float) -> Window:
+def _window(m: PiperMachine, work: UpsetWork, i: int, j: int, limit: float) -> StageRoom:
     """The window of a stage from upset i to upset j."""
     each = (1 - ROUNDING) / limit
     before, total = work.device_seconds[j], work.device_seconds[0]
     after = total - work.device_seconds[i]
-    return Window(
+    return StageRoom(
         m.devices - (before + after) * each, m.devices - before * each, work.seconds[i] * each
     )
 
 
 @njit(cache=True, error_model="numpy")
-def _flights(m: Machine, window: Window, shards: int) -> tuple[Ints, Ints]:
+def _flights(m: PiperMachine, window: StageRoom, shards: int) -> tuple[Ints, Ints]:
     """For each number of replicas, least and most samples in flight; 1 and 0 if too many."""
     low, high = np.ones(len(m.replicas), dtype=np.int64), np.zeros(len(m.replicas), dtype=np.int64)
     for x, d in enumerate(m.replicas):
@@ -157,7 +157,7 @@ def _flights(m: Machine, window: Window, shards: int) -> tuple[Ints, Ints]:
 
 @njit(cache=True, error_model="numpy")
 def _choices(
-    m: Machine, low: Ints, high: Ints, only: int, cutoff: float, items: Items, steps: Steps
+    m: PiperMachine, low: Ints, high: Ints, only: int, cutoff: float, items: Items, steps: Steps
 ) -> None:
     """Append the best choice for every number of samples in flight, as far as there is one.
 
@@ -186,14 +186,14 @@ def _choices(
 
 @njit(cache=True, error_model="numpy")
 def price(  # noqa: C901 - one walk over the lattice
-    c: Costs,
-    m: Machine,
-    work: Work,
+    c: OptionCosts,
+    m: PiperMachine,
+    work: UpsetWork,
     lattice: Downsets,
     begin: int,
     end: int,
     cutoff: float,
-) -> Stages:
+) -> StageRows:
     """The stages from the upsets ``begin`` to ``end`` that may take at most ``cutoff`` seconds.
 
     A stage is walked by adding layers in ascending order, so that every larger upset is met once.
@@ -239,7 +239,7 @@ def price(  # noqa: C901 - one walk over the lattice
 
 
 @njit(cache=True, error_model="numpy")
-def _stages(rows: Rows, steps: Steps) -> Stages:
+def _stages(rows: Rows, steps: Steps) -> StageRows:
     """The found stages as arrays, without the first (empty) entry of each list."""
     r, s = len(rows) - 1, len(steps) - 1
     ends = np.empty((4, r), dtype=np.int64)
@@ -249,10 +249,10 @@ def _stages(rows: Rows, steps: Steps) -> Stages:
         ends[0, x], ends[1, x], ends[2, x], ends[3, x], step[x] = rows[x + 1]
     for x in range(s):
         flight[x], seconds[x], exchange[x] = steps[x + 1]
-    return Stages(ends[0], ends[1], ends[2], ends[3], step, flight, seconds, exchange)
+    return StageRows(ends[0], ends[1], ends[2], ends[3], step, flight, seconds, exchange)
 
 
-class Found(NamedTuple):
+class LeastDevices(NamedTuple):
     """The least devices of an upset with s replicas in all, ``least[upset, s]``.
 
     ``row`` and ``replicas`` are those of the first stage of such a pipeline.
@@ -264,7 +264,9 @@ class Found(NamedTuple):
 
 
 @njit(cache=True, error_model="numpy")
-def within(c: Costs, m: Machine, work: Work, stages: Stages, limit: float) -> Found:  # noqa: C901 - one pass over the stages
+def within(  # noqa: C901 - one pass over the stages
+    c: OptionCosts, m: PiperMachine, work: UpsetWork, stages: StageRows, limit: float
+) -> LeastDevices:
     """Pipelines whose stages take at most ``limit`` seconds, from the last stage to the first.
 
     Of two pipelines of an upset one is left out that has neither fewer devices nor fewer replicas.
@@ -309,4 +311,4 @@ def within(c: Costs, m: Machine, work: Work, stages: Stages, limit: float) -> Fo
                     if devices <= left and devices < least[j, s + d]:
                         least[j, s + d], row[j, s + d], replicas[j, s + d] = devices, r, d
             r += 1
-    return Found(least, row, replicas)
+    return LeastDevices(least, row, replicas)

@@ -42,7 +42,7 @@ class Lattice(NamedTuple):
     other_cost: Floats
 
 
-class Machines(NamedTuple):
+class PoolStates(NamedTuple):
     """Pools k, and states s: how many devices of each pool have a set.
 
     ``larger[s, k, r]`` is the state with r + 1 more devices of pool k, -1 if there is none, for as
@@ -59,7 +59,7 @@ class Machines(NamedTuple):
 @njit(cache=True, error_model="numpy")
 def extend(  # noqa: C901 - one walk over the lattice
     a: Lattice,
-    m: Machines,
+    m: PoolStates,
     begin: int,
     end: int,
     most: float,
@@ -153,13 +153,13 @@ def extend(  # noqa: C901 - one walk over the lattice
 
 
 LEAST = 1e-9  # relative improvement; less is rounding
-RANGE = 1e3  # of the costs that are looked for at once: rounding is relative to the largest time
+_RANGE = 1e3  # of the costs that are looked for at once: rounding is relative to the largest time
 CHUNK = 256  # downsets that are extended between two looks at the clock
 
 Found = Callable[[tuple[PlacedSet, ...], float], None]
 
 
-class Program:
+class DownsetProgram:
     """Partitions of a problem's parts into differences of downsets.
 
     ``other``: the same parts with other times, whose loads are limited to ``most_other``.
@@ -200,17 +200,17 @@ class Program:
         return True
 
     def _limits(self, cost: float) -> Iterator[float]:
-        """Ascending limits on the cost, up to ``cost`` itself, each ``RANGE`` times the one before.
+        """Ascending limits on the cost, up to ``cost`` itself, each ``_RANGE`` times the last.
 
-        No cost but zero is below the first one divided by ``RANGE``.
+        No cost but zero is below the first one divided by ``_RANGE``.
         """
         replicas, times = self._machines.larger.shape[2], _times(self.problem)
         least = max(heaviest_part(self.problem), priced_load(self.problem, self.prices))
         least = least or _least(times) / replicas
-        limit, most = least * RANGE, replicas * float(times.sum())
+        limit, most = least * _RANGE, replicas * float(times.sum())
         while 0 < limit < min(cost, most):
             yield limit
-            limit *= RANGE
+            limit *= _RANGE
         yield cost
 
     def _search(
@@ -305,7 +305,7 @@ def _least(values: Floats) -> float:
     return float(min(values[values > 0], default=0.0))
 
 
-def _machines(problem: DagProblem, prices: Floats) -> Machines:
+def _machines(problem: DagProblem, prices: Floats) -> PoolStates:
     counts = [pool.count for pool in problem.pools]
     states = list(product(*(range(count + 1) for count in counts)))
     number = {state: s for s, state in enumerate(states)}
@@ -315,7 +315,7 @@ def _machines(problem: DagProblem, prices: Floats) -> Machines:
         more = (*state[:k], state[k] + r + 1, *state[k + 1 :])
         larger[s, k, r] = number.get(more, -1)
     left = (np.array(counts) - np.array(states)) @ prices
-    return Machines(
+    return PoolStates(
         memory=np.array([pool.memory * (1 + RELATIVE_TOLERANCE) for pool in problem.pools]),
         pays=np.array([pool.pays_transfers for pool in problem.pools], dtype=np.int64),
         larger=larger,

@@ -5,8 +5,8 @@ from functools import cache, partial
 import numpy as np
 
 from stagewright.formulations.dags.latency import LatencyProblem
-from stagewright.formulations.dags.piper import Edge, Layer, LayerOption, PiperProblem
-from stagewright.formulations.dags.problem import DagProblem, Pool, Tensor
+from stagewright.formulations.dags.piper import Edge, LayerOption, PiperLayer, PiperProblem
+from stagewright.formulations.dags.problem import DagProblem, DevicePool, Tensor
 from stagewright.solvers.dags.latency_search import LatencySearch
 from stagewright.solvers.dags.partition import partition
 from stagewright.solvers.dags.phases import partition_phases
@@ -24,7 +24,7 @@ def compile_partition() -> None:
         seconds=seconds,
         bytes=np.ones(2),
         tensors=tensors,
-        pools=(Pool("device", 2, 2.0),),
+        pools=(DevicePool("device", 2, 2.0),),
         backward=seconds / 2,
     )
     partition(problem)
@@ -57,5 +57,5 @@ def compile_piper() -> None:
     """The program over upsets and its knapsacks, once per process."""
     keep, less = (LayerOption(str(x), x, 1.0, 3.0 - x, 1.0, {}) for x in (1.0, 2.0))
     options = {1: (keep, less)}
-    layers = (Layer("a", options), Layer("b", options))
+    layers = (PiperLayer("a", options), PiperLayer("b", options))
     piper_pipeline(PiperProblem(layers, (Edge(0, 1, 1.0),), 2, 9.0, 1.0, 4))

@@ -17,7 +17,7 @@ from stagewright.solvers.operators.ranks import Arrays
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
+class OperatorDivision:
     """One operator to divide, as numbers of operators and tensors.
 
     Attributes
@@ -57,9 +57,9 @@ class Places:
         self.graph = graph
         self.kinds = [device.kind for device in cluster.devices]
         self.place = np.arange(len(graph))
-        self.done: dict[int, Division] = {}
+        self.done: dict[int, OperatorDivision] = {}
 
-    def division(self, arrays: Arrays, choice: SplitChoice) -> Division:
+    def division(self, arrays: Arrays, choice: SplitChoice) -> OperatorDivision:
         """``choice``, of an operator of the graph that is whole, in numbers."""
         node = self.graph.nodes[self.graph.index[choice.operator]]
         at = int(self.place[self.graph.index[choice.operator]])
@@ -76,7 +76,7 @@ class Places:
             *(times.part,) * choice.parts,
             *(times.joins[k] for k in joins),
         ]
-        return Division(
+        return OperatorDivision(
             at,
             choice.parts,
             _picked(tensors, split, is_cut=True),
@@ -87,7 +87,7 @@ class Places:
             np.array([[one.get(kind, 0.0) for kind in self.kinds] for one in rows]),
         )
 
-    def divide(self, operator: str, division: Division) -> None:
+    def divide(self, operator: str, division: OperatorDivision) -> None:
         """Divide ``operator`` in all later steps."""
         self.done[self.graph.index[operator]] = division
         self.place[self.place > division.at] += division.more
@@ -117,7 +117,7 @@ def _picked(tensors: list[int], split: Split, *, is_cut: bool) -> Ints:
     return np.array([t for t, axis in pairs if (axis is not None) == is_cut], dtype=np.int64)
 
 
-def divided(arrays: Arrays, division: Division) -> Arrays:
+def divided(arrays: Arrays, division: OperatorDivision) -> Arrays:
     """The arrays after a division."""
     return _divided(
         arrays,

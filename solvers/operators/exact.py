@@ -1,7 +1,5 @@
 """Optimal placement and order by constraint programming, from the best that is known.
 
-CP-SAT's model of placement and order.
-
 Times are ticks, rounded down, and so are bytes. The starts of a plan, rounded down, keep all rules
 of the model, so that its bound holds for the problem itself.
 """
@@ -13,12 +11,12 @@ from time import perf_counter
 import numpy as np
 from ortools.sat.python import cp_model
 
-from stagewright.formulations.forms.answers import Answer, Limits, Status, settled, silent
+from stagewright.formulations.forms.answers import Answer, Bounded, Limits, Status, settled, silent
 from stagewright.formulations.forms.disjunctive import exact_unit, in_ticks, tick
 from stagewright.formulations.operators.bounds import CP_SAT, shortage, windows
 from stagewright.formulations.operators.check import BOUND_ROUNDING
 from stagewright.formulations.operators.plan import OperatorBound
-from stagewright.formulations.operators.problem import OperatorProblem, Timetable
+from stagewright.formulations.operators.problem import GraphTimes, OperatorProblem
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.arrays import Ints
 from stagewright.graphs.documents.errors import InvalidPlan
@@ -44,7 +42,7 @@ class Model:
     """The model of ``problem``; ``best`` is a known timetable, ``lower`` a proved bound."""
 
     problem: OperatorProblem
-    best: Timetable | None
+    best: GraphTimes | None
     lower: float
 
     def __post_init__(self) -> None:
@@ -86,7 +84,7 @@ class Model:
         columns = [*self.start, *places, *transfers]
         return run_model(self.model, columns, cp_model.CpSolver(), limits, silent, perf_counter())
 
-    def timetable(self, values: Ints) -> Timetable:
+    def timetable(self, values: Ints) -> GraphTimes:
         """The timetable of an answer; by its order alone if ticks are not exact."""
         n, m = self.work.shape
         groups = len(self.place)
@@ -303,7 +301,7 @@ class Model:
             self.model.add(self.makespan >= load)
         self.model.minimize(self.makespan)
 
-    def _hint(self, best: Timetable) -> None:
+    def _hint(self, best: GraphTimes) -> None:
         device = best.device.copy()
         if self._is_symmetric:  # exchange two devices, so that the anchor is on the first
             there = device[np.flatnonzero(self.problem.group == self._anchor)[0]]
@@ -323,14 +321,14 @@ EVALUATIONS = 800_000  # of the search before
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OperatorResult:
+class OperatorResult(Bounded):
     """A checked timetable and all bounds; ``bound`` is the best of them, in seconds.
 
     ``timetable`` and ``cost`` are None if nothing within the memory was found; then ``reason`` says
     why if that is proved. ``source`` names the method that found the timetable.
     """
 
-    timetable: Timetable | None
+    timetable: GraphTimes | None
     cost: float | None
     bound: float
     bounds: tuple[OperatorBound, ...]
@@ -338,13 +336,6 @@ class OperatorResult:
     source: str
     reason: str
     seconds: float
-
-    @property
-    def gap(self) -> float | None:
-        """(cost - bound) / cost."""
-        if self.cost is None:
-            return None
-        return (self.cost - self.bound) / self.cost if self.cost > self.bound else 0.0
 
 
 def solve_exactly(
@@ -384,7 +375,7 @@ def solve_exactly(
 
 
 def _result(
-    timetable: Timetable | None,
+    timetable: GraphTimes | None,
     bounds: tuple[OperatorBound, ...],
     status: Status,
     source: str,
@@ -399,13 +390,5 @@ def _result(
             raise InvalidPlan(f"the timetable takes {cost} s, below the bound of {bound} s")
         bound = min(bound, cost)
         status = settled(status, cost, bound)
-    return OperatorResult(
-        timetable=timetable,
-        cost=cost,
-        bound=bound,
-        bounds=bounds,
-        status=status,
-        source=source,
-        reason=reason,
-        seconds=perf_counter() - began,
-    )
+    seconds = perf_counter() - began
+    return OperatorResult(timetable, cost, bound, bounds, status, source, reason, seconds)

@@ -15,7 +15,7 @@ from scipy import sparse
 
 from stagewright.formulations.forms.answers import Status
 from stagewright.formulations.forms.models import LinearProgram
-from stagewright.formulations.operators.problem import OperatorProblem, Timetable
+from stagewright.formulations.operators.problem import GraphTimes, OperatorProblem
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 from stagewright.solvers.backends.backend import solve
 from stagewright.solvers.operators.insertion import by_devices, sources
@@ -25,13 +25,13 @@ from stagewright.solvers.operators.ranks import Arrays, arrays_of, transfers
 from stagewright.solvers.pipelines.compiled import entry, inner
 
 
-def single(problem: OperatorProblem) -> Timetable:
+def single(problem: OperatorProblem) -> GraphTimes:
     """All operators on the one device that runs them all in the least time."""
     device = int(np.argmin(problem.seconds.sum(axis=0)))
     return _listed(problem, np.full(len(problem.names), device))
 
 
-def data_parallel(problem: OperatorProblem) -> Timetable:
+def data_parallel(problem: OperatorProblem) -> GraphTimes:
     """Every replica on its device, the next one after the last on the first again."""
     return _listed(problem, replica_numbers(problem) % len(problem.devices))
 
@@ -44,7 +44,7 @@ def replica_numbers(problem: OperatorProblem) -> Ints:
     return own[first][problem.group]
 
 
-def m_topo(problem: OperatorProblem) -> Timetable:
+def m_topo(problem: OperatorProblem) -> GraphTimes:
     """Fill one device after the other in topological order (Baechi, section 3.1).
 
     Each takes an equal part of all bytes and the largest group, or what its memory holds.
@@ -61,7 +61,7 @@ def m_topo(problem: OperatorProblem) -> Timetable:
     return _listed(problem, home[problem.group])
 
 
-def _listed(problem: OperatorProblem, devices: Ints) -> Timetable:
+def _listed(problem: OperatorProblem, devices: Ints) -> GraphTimes:
     return by_devices(problem, by_rank(mean_ranks(problem)), devices)
 
 
@@ -74,17 +74,17 @@ def _group_amounts(problem: OperatorProblem) -> Floats:
 NONE = -1  # favourite child of an operator without one
 
 
-def m_etf(problem: OperatorProblem, held: float = 1.0) -> Timetable | None:
+def m_etf(problem: OperatorProblem, held: float = 1.0) -> GraphTimes | None:
     """Earliest task first; None if an operator fits in no device's memory."""
     return _greedy(problem, np.full(len(problem.names), NONE), held)
 
 
-def m_sct(problem: OperatorProblem, held: float = 1.0) -> Timetable | None:
+def m_sct(problem: OperatorProblem, held: float = 1.0) -> GraphTimes | None:
     """Small communication times; None if an operator fits in no device's memory."""
     return _greedy(problem, favourite_children(problem), held)
 
 
-def _greedy(problem: OperatorProblem, favourite: Ints, held: float) -> Timetable | None:
+def _greedy(problem: OperatorProblem, favourite: Ints, held: float) -> GraphTimes | None:
     """Devices and order by the kernel; its times without insertion only improve by it."""
     arrays = arrays_of(problem)
     is_done, device, order = _earliest_first(

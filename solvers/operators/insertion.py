@@ -8,20 +8,20 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from stagewright.formulations.operators.problem import OperatorProblem, Timetable
+from stagewright.formulations.operators.problem import GraphTimes, OperatorProblem
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 from stagewright.solvers.operators.insertion_kernel import ANY, Cutoff, Known, place
 from stagewright.solvers.operators.ranks import Arrays, arrays_of
 
 
-def keeps_memory(arrays: Arrays, found: Timetable) -> bool:
+def keeps_memory(arrays: Arrays, found: GraphTimes) -> bool:
     """Whether no device holds more than its memory at any time."""
     most = peaks(arrays, found)
     return bool((most <= arrays.memory * (1 + RELATIVE_TOLERANCE)).all())
 
 
-def peaks(arrays: Arrays, found: Timetable) -> Floats:
+def peaks(arrays: Arrays, found: GraphTimes) -> Floats:
     """The most bytes on each device, shape (m,)."""
     slack = RELATIVE_TOLERANCE * found.end
     most: Floats = _peaks(
@@ -96,7 +96,7 @@ def insert(
     *,
     lookahead: Floats | None = None,
     held: float | None = 1.0,
-) -> Timetable | None:
+) -> GraphTimes | None:
     """The timetable of a list, or None if an operator fits in no device's memory.
 
     Parameters
@@ -164,7 +164,7 @@ def listed(
     return Listing(*place(arrays, order, devices, is_source, lookahead, held, known, cutoff))
 
 
-def by_devices(problem: OperatorProblem, order: Ints, devices: Ints) -> Timetable:
+def by_devices(problem: OperatorProblem, order: Ints, devices: Ints) -> GraphTimes:
     """The timetable of a list whose devices are all given; memory is not looked at."""
     found = insert(problem, order, devices, held=None)
     if found is None or (found.device != devices).any():
@@ -172,14 +172,14 @@ def by_devices(problem: OperatorProblem, order: Ints, devices: Ints) -> Timetabl
     return found
 
 
-def timetable(arrays: Arrays, device: Ints, start: Floats, sent_start: Floats) -> Timetable:
+def timetable(arrays: Arrays, device: Ints, start: Floats, sent_start: Floats) -> GraphTimes:
     """The timetable of starts; ``sent_start`` has shape (T, m), NaN where nothing is sent."""
     sent, target = np.nonzero(~np.isnan(sent_start))
     begin = sent_start[sent, target]
     source = device[arrays.maker[sent]]
     rate = arrays.seconds_per_byte[source, target]
     runs = arrays.latency[source, target] + arrays.sent_bytes[sent] * rate
-    return Timetable(
+    return GraphTimes(
         device=device,
         start=start,
         finish=start + arrays.seconds[np.arange(len(device)), device],

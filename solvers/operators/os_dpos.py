@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from stagewright.formulations.operators.plan import SplitChoice, operator_problem
-from stagewright.formulations.operators.problem import Contention, OperatorProblem, Timetable
+from stagewright.formulations.operators.problem import Contention, GraphTimes, OperatorProblem
 from stagewright.formulations.operators.splitting import choices_of, split_graph
 from stagewright.graphs.documents.arrays import Ints
 from stagewright.graphs.machines.cluster import Cluster
 from stagewright.graphs.models.operators.step_graph import StepGraph
-from stagewright.solvers.operators.dividing import Division, Places, divided
+from stagewright.solvers.operators.dividing import OperatorDivision, Places, divided
 from stagewright.solvers.operators.insertion import (
     NEVER,
     NOTHING,
@@ -39,28 +39,28 @@ class SplitResult:
 
     splits: tuple[SplitChoice, ...]
     problem: OperatorProblem
-    timetable: Timetable | None
+    timetable: GraphTimes | None
     tried: int
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _DposRun:
     """Algorithm 1 on ``arrays``, with each of ``ways`` to count memory as far as necessary."""
 
     arrays: Arrays
     order: Ints
     devices: tuple[Ints, ...] = ()
     listings: tuple[Listing, ...] = ()
-    timetable: Timetable | None = None
+    timetable: GraphTimes | None = None
 
 
 @dataclass(slots=True)
-class _Search:
+class _SplitSearch:
     """The state of OS-DPOS: the best run so far, and its splits."""
 
     places: Places
     ways: tuple[float, ...]
-    best: _Run
+    best: _DposRun
     splits: list[SplitChoice] = field(default_factory=list)
     tried: int = 1
 
@@ -80,7 +80,7 @@ def os_dpos(graph: StepGraph, cluster: Cluster, contention: Contention = "none")
         return SplitResult((), problem, None, 1)
     path = placed_critical_path(problem, first.timetable)  # line 4
     work = problem.seconds[path, first.timetable.device[path]]
-    state = _Search(Places(graph, cluster), ways, first)
+    state = _SplitSearch(Places(graph, cluster), ways, first)
     for i in path[np.argsort(-work, kind="stable")].tolist():  # lines 5 and 7
         choices = choices_of(graph, graph.nodes[i], len(cluster))
         if choices and not _improve(state, choices):
@@ -90,7 +90,7 @@ def os_dpos(graph: StepGraph, cluster: Cluster, contention: Contention = "none")
     return SplitResult(tuple(state.splits), problem, state.best.timetable, state.tried)
 
 
-def _improve(state: _Search, choices: list[SplitChoice]) -> bool:
+def _improve(state: _SplitSearch, choices: list[SplitChoice]) -> bool:
     """Divide an operator along its best dimension, if that is faster (lines 8 to 10)."""
     least, chosen = state.best, None
     for choice in choices:
@@ -111,10 +111,10 @@ def _improve(state: _Search, choices: list[SplitChoice]) -> bool:
 def _run(
     arrays: Arrays,
     ways: tuple[float, ...],
-    least: _Run | None = None,
-    before: _Run | None = None,
-    division: Division | None = None,
-) -> _Run:
+    least: _DposRun | None = None,
+    before: _DposRun | None = None,
+    division: OperatorDivision | None = None,
+) -> _DposRun:
     """Algorithm 1 on ``arrays``; without a timetable if not shorter than that of run ``least``.
 
     ``before`` is the run on the arrays before the ``division``.
@@ -126,9 +126,9 @@ def _run(
         fastest = arrays.seconds.min(axis=1)
         lengths = upward(arrays, fastest, np.zeros(len(arrays.maker)))
         if lengths.max() > most * (1 + ROUNDING):
-            return _Run(arrays, order)
+            return _DposRun(arrays, order)
         cutoff = Cutoff(most * (1 + ROUNDING), lengths - fastest)
-    best: Timetable | None = None
+    best: GraphTimes | None = None
     devices: list[Ints] = []
     listings: list[Listing] = []
     for number, held in enumerate(ways):
@@ -147,10 +147,12 @@ def _run(
             if one.end < most and keeps_memory(arrays, one):
                 best, most = one, one.end
                 cutoff = Cutoff(most * (1 + ROUNDING), cutoff.tails)
-    return _Run(arrays, order, tuple(devices), tuple(listings), best)
+    return _DposRun(arrays, order, tuple(devices), tuple(listings), best)
 
 
-def _known(before: _Run, number: int, division: Division, order: Ints, devices: Ints) -> Known:
+def _known(
+    before: _DposRun, number: int, division: OperatorDivision, order: Ints, devices: Ints
+) -> Known:
     """The beginning of the list after a division, as far as it equals the list before."""
     old, at = before.listings[number], division.at
     place = np.arange(len(before.order))
@@ -170,7 +172,7 @@ def _known(before: _Run, number: int, division: Division, order: Ints, devices: 
     )
 
 
-def placed_critical_path(problem: OperatorProblem, timetable: Timetable) -> Ints:
+def placed_critical_path(problem: OperatorProblem, timetable: GraphTimes) -> Ints:
     """The longest chain of operators and the transfers between them, as they are placed."""
     n = len(problem.names)
     maker, reader, tensor = problem.edges

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from stagewright.formulations.operators.problem import OperatorProblem, Timetable
+from stagewright.formulations.operators.problem import GraphTimes, OperatorProblem
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.solvers.operators.insertion import insert
 from stagewright.solvers.operators.insertion_kernel import ANY
@@ -32,7 +32,7 @@ class Priorities(NamedTuple):
     path: Ints
 
 
-def dpos(problem: OperatorProblem, held: float = 1.0) -> Timetable | None:
+def dpos(problem: OperatorProblem, held: float = 1.0) -> GraphTimes | None:
     """The timetable of algorithm 1; None if it finds no device with enough memory.
 
     ``held`` is the share of tensors that count as in memory for the whole step, as in
@@ -98,7 +98,7 @@ def _path_bytes(arrays: Arrays, path: Ints, held: float) -> Floats:
 EQUAL = 1e-9  # relative: priorities of the operators on a critical path of CPOP
 
 
-def heft(problem: OperatorProblem, held: float = 1.0) -> Timetable | None:
+def heft(problem: OperatorProblem, held: float = 1.0) -> GraphTimes | None:
     """Heterogeneous earliest finish time: by mean upward ranks, where each ends first."""
     order = by_rank(mean_ranks(problem))
     return insert(problem, order, np.full(len(order), ANY), held=held)
@@ -111,7 +111,7 @@ def mean_ranks(problem: OperatorProblem) -> Floats:
     return found
 
 
-def cpop(problem: OperatorProblem, held: float = 1.0) -> Timetable | None:
+def cpop(problem: OperatorProblem, held: float = 1.0) -> GraphTimes | None:
     """Critical path on a processor: the path on the device that is fastest for all of it."""
     arrays = arrays_of(problem)
     seconds, mean = problem.seconds.mean(axis=1), transfers(arrays, np.mean)
@@ -119,7 +119,7 @@ def cpop(problem: OperatorProblem, held: float = 1.0) -> Timetable | None:
     path = _critical(problem, priority)
     devices = np.full(len(seconds), ANY)
     devices[path] = int(np.argmin(problem.seconds[path].sum(axis=0)))
-    return insert(problem, ready_order(problem, priority), devices, held=held)
+    return insert(problem, _ready_order(problem, priority), devices, held=held)
 
 
 def _critical(problem: OperatorProblem, priority: Floats) -> list[int]:
@@ -136,11 +136,11 @@ def _critical(problem: OperatorProblem, priority: Floats) -> list[int]:
     return path
 
 
-def peft(problem: OperatorProblem, held: float = 1.0) -> Timetable | None:
+def peft(problem: OperatorProblem, held: float = 1.0) -> GraphTimes | None:
     """Predict earliest finish time: devices by a table of optimistic costs to the end."""
     arrays = arrays_of(problem)
     table = optimistic_costs(arrays, transfers(arrays, np.mean))
-    order = ready_order(problem, table.mean(axis=1))
+    order = _ready_order(problem, table.mean(axis=1))
     return insert(problem, order, np.full(len(order), ANY), lookahead=table, held=held)
 
 
@@ -160,7 +160,7 @@ def optimistic_costs(arrays: Arrays, transfer: Floats) -> Floats:
     return table
 
 
-def ready_order(problem: OperatorProblem, priority: Floats) -> Ints:
+def _ready_order(problem: OperatorProblem, priority: Floats) -> Ints:
     """The list in which the ready operator of the largest priority always comes next."""
     maker, reader, _ = problem.edges
     waits = np.bincount(reader, minlength=len(priority)).tolist()

@@ -13,9 +13,9 @@ from time import perf_counter
 import networkx as nx
 import numpy as np
 
-from stagewright.formulations.dags.problem import DagProblem, PlacedSet, Pool, Tensor
+from stagewright.formulations.dags.problem import DagProblem, DevicePool, PlacedSet, Tensor
 from stagewright.formulations.forms.answers import Limits
-from stagewright.formulations.operators.problem import OperatorProblem, Timetable
+from stagewright.formulations.operators.problem import GraphTimes, OperatorProblem
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.models.operators.step_graph import StepGraph
 from stagewright.solvers.dags.partition import partition
@@ -26,11 +26,11 @@ from stagewright.solvers.operators.search import shortest
 
 _PARTITION_SECONDS = 10.0
 FORWARD, BACKWARD, UPDATE = 1, 2, 3
-PHASES = {"input": 0, "state": 0, "forward": FORWARD, "backward": BACKWARD, "update": UPDATE}
+_PHASES = {"input": 0, "state": 0, "forward": FORWARD, "backward": BACKWARD, "update": UPDATE}
 AHEAD = ("state", "input", "forward")
 
 
-def pipelined(graph: StepGraph, problem: OperatorProblem, limits: Limits) -> Timetable | None:
+def pipelined(graph: StepGraph, problem: OperatorProblem, limits: Limits) -> GraphTimes | None:
     """The shortest pipeline found that keeps the memory; None if there is none.
 
     Stages are cut for all devices and for half as many, down to one: more stages are slower where
@@ -38,7 +38,7 @@ def pipelined(graph: StepGraph, problem: OperatorProblem, limits: Limits) -> Tim
     """
     compile_partition()
     began, parts = perf_counter(), _Parts.of(graph, problem)
-    best: Timetable | None = None
+    best: GraphTimes | None = None
     few = len(problem.devices)
     while few:
         left = replace(limits, seconds=limits.left(perf_counter() - began))
@@ -50,14 +50,14 @@ def pipelined(graph: StepGraph, problem: OperatorProblem, limits: Limits) -> Tim
 
 def _on_few(
     parts: "_Parts", problem: OperatorProblem, few: int, limits: Limits
-) -> Timetable | None:
+) -> GraphTimes | None:
     """The shortest pipeline on at most that many devices of each kind.
 
     Stages are cut with and without the time of transfers in the load, for as many microbatches in
     memory as there are devices, and for fewer if that does not fit.
     """
     began = perf_counter()
-    best: Timetable | None = None
+    best: GraphTimes | None = None
     for held in range(min(parts.microbatches, few), 0, -1):
         for pays in (True, False):
             left = min(_PARTITION_SECONDS, limits.left(perf_counter() - began))
@@ -81,7 +81,7 @@ class _Parts:
     microbatch
         Of every operator; 0 if it belongs to none.
     phase
-        Of every operator, one of ``PHASES``; views of weights are before the forward.
+        Of every operator, one of ``_PHASES``; views of weights are before the forward.
     edges
         (a, b): part a is not in a later stage than b.
     """
@@ -115,7 +115,7 @@ class _Parts:
             _microbatches(graph),
             np.array(
                 [
-                    PHASES[node.role] if node.role == "update" or j not in weights else 0
+                    _PHASES[node.role] if node.role == "update" or j not in weights else 0
                     for j, node in enumerate(graph.nodes)
                 ],
                 dtype=np.int64,
@@ -143,7 +143,7 @@ class _Parts:
             bytes=held_bytes,
             tensors=tuple(self._tensors(problem)),
             pools=tuple(
-                Pool(problem.devices[d], min(few, len(its)), float(problem.memory[d]), pays)
+                DevicePool(problem.devices[d], min(few, len(its)), float(problem.memory[d]), pays)
                 for d, its in zip(first, pools, strict=True)
             ),
         )
@@ -283,7 +283,7 @@ def _order(
 
 def _timetables(
     parts: _Parts, problem: OperatorProblem, sets: Sequence[PlacedSet]
-) -> Iterator[Timetable]:
+) -> Iterator[GraphTimes]:
     """The stages on devices, in the order of 1F1B as it is, and with gaps filled."""
     free = [list(its) for its in _pools(problem)]
     home = np.array([free[one.pool].pop(0) for one in sets])
@@ -348,7 +348,7 @@ def _row(ahead: int, microbatches: int) -> list[tuple[int, int]]:
     return row
 
 
-def _in_turn(problem: OperatorProblem, order: Ints, devices: Ints) -> Timetable:
+def _in_turn(problem: OperatorProblem, order: Ints, devices: Ints) -> GraphTimes:
     """The timetable of operators that start in the order of the list on each device."""
     a = arrays_of(problem)
     seconds = problem.seconds[np.arange(len(order)), devices].tolist()

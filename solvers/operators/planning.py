@@ -23,7 +23,7 @@ from stagewright.formulations.operators.plan import (
     digest_of,
     operator_problem,
 )
-from stagewright.formulations.operators.problem import Contention, OperatorProblem, Timetable
+from stagewright.formulations.operators.problem import Contention, GraphTimes, OperatorProblem
 from stagewright.formulations.operators.splitting import split_graph
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Cluster
@@ -48,11 +48,11 @@ class PlannedOperators:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Found:
+class _FoundTimetable:
     """The timetable of a planner, for the graph after ``splits``."""
 
     problem: OperatorProblem
-    timetable: Timetable | None
+    timetable: GraphTimes | None
     bounds: tuple[OperatorBound, ...]
     status: Status
     splits: tuple[SplitChoice, ...] = ()
@@ -78,11 +78,6 @@ def plan_operators(
     A plan is optimal if no plan with the same splits is shorter, whatever others promise: see
     ``any_splits_gap`` of its certificate. ``on_progress`` receives the seconds of the best
     placement so far, and the bound on plans with any splits.
-
-    Raises
-    ------
-    InputError
-        If there is no such planner.
     """
     require_planner(planner)
     limits = limits or Limits()
@@ -120,14 +115,14 @@ def _find(
     contention: Contention,
     limits: Limits,
     on_progress: OnProgress,
-) -> _Found:
+) -> _FoundTimetable:
     began = perf_counter()
     problem = operator_problem(graph, cluster, contention)
     short = shortage(problem)
     if short is not None:
         line = graph.nodes[graph.index[short.operator]].line if short.operator else None
         reason = ": ".join(filter(None, (line, short.reason)))
-        return _Found(problem, None, (), Status.INFEASIBLE, reason=reason)
+        return _FoundTimetable(problem, None, (), Status.INFEASIBLE, reason=reason)
     if planner == FASTT:
         divided = _find(graph, cluster, SPLITTING, contention, limits, on_progress)
         left = replace(limits, seconds=limits.left(perf_counter() - began))
@@ -140,7 +135,9 @@ def _find(
 
     if planner == SEARCHING:
         result = solve_exactly(problem, limits, tell)
-        return _Found(problem, result.timetable, result.bounds, result.status, reason=result.reason)
+        return _FoundTimetable(
+            problem, result.timetable, result.bounds, result.status, reason=result.reason
+        )
     splits: tuple[SplitChoice, ...] = ()
     if planner == SPLITTING:
         split = os_dpos(graph, cluster, contention)
@@ -153,10 +150,10 @@ def _find(
         tell(timetable.end)
     status = limits.status(found=timetable is not None)
     reason = "" if timetable is not None else f"{planner} finds nothing that fits in memory"
-    return _Found(problem, timetable, bounds_of(problem), status, splits, reason)
+    return _FoundTimetable(problem, timetable, bounds_of(problem), status, splits, reason)
 
 
-def _better(split: _Found, whole: _Found) -> _Found:
+def _better(split: _FoundTimetable, whole: _FoundTimetable) -> _FoundTimetable:
     """The shorter one; ``whole`` if they are equally long."""
     if split.timetable is None:
         return whole
@@ -165,7 +162,7 @@ def _better(split: _Found, whole: _Found) -> _Found:
 
 
 def _placed(
-    graph: StepGraph, problem: OperatorProblem, timetable: Timetable
+    graph: StepGraph, problem: OperatorProblem, timetable: GraphTimes
 ) -> tuple[PlacedOperator, ...]:
     return tuple(
         PlacedOperator(
@@ -179,7 +176,7 @@ def _placed(
     )
 
 
-def _transfers(problem: OperatorProblem, timetable: Timetable) -> tuple[Transfer, ...]:
+def _transfers(problem: OperatorProblem, timetable: GraphTimes) -> tuple[Transfer, ...]:
     return tuple(
         Transfer(
             problem.names[problem.maker[t]],

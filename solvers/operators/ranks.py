@@ -38,10 +38,7 @@ def arrays_of(problem: OperatorProblem) -> Arrays:
     }
     first, tensors = problem.inputs
     return Arrays(
-        first_input=first,
-        input=tensors,
-        exclusive=problem.contention == "exclusive",
-        **contiguous,
+        first_input=first, input=tensors, exclusive=problem.contention == "exclusive", **contiguous
     )
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.operators.bounds import windows
-from stagewright.formulations.operators.problem import OperatorProblem, Timetable
+from stagewright.formulations.operators.problem import GraphTimes, OperatorProblem
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.arrays import Ints
 from stagewright.solvers.operators.greedy import data_parallel, m_etf, m_sct, m_topo, single
@@ -16,7 +16,7 @@ from stagewright.solvers.operators.peers import cpop, dpos, heft, peft
 from stagewright.solvers.operators.ranks import arrays_of
 from stagewright.solvers.operators.search_kernels import anneal
 
-Method = Callable[[OperatorProblem], Timetable | None]
+Method = Callable[[OperatorProblem], GraphTimes | None]
 
 SHARES = (1.0, 0.5, 0.0)  # of tensors that count as in memory all the time
 FREED = (-1.0, -0.8, -0.6)  # where that finds nothing: shares of the memory, see ``insert``
@@ -37,14 +37,14 @@ def to_nobody(_: float) -> None:
 
 
 def first_of(
-    method: Callable[[OperatorProblem, float], Timetable | None], *ways: tuple[float, ...]
+    method: Callable[[OperatorProblem, float], GraphTimes | None], *ways: tuple[float, ...]
 ) -> Method:
     """``method`` with each of the first ``ways`` to count memory, else each of the next.
 
     The shortest timetable that keeps the memory.
     """
 
-    def run(problem: OperatorProblem) -> Timetable | None:
+    def run(problem: OperatorProblem) -> GraphTimes | None:
         for some in ways:
             held = some[: 1 if is_roomy(problem) else None]
             found = shortest(problem, [method(problem, one) for one in held])
@@ -55,7 +55,7 @@ def first_of(
     return run
 
 
-def _in_memory(method: Callable[[OperatorProblem], Timetable]) -> Method:
+def _in_memory(method: Callable[[OperatorProblem], GraphTimes]) -> Method:
     """``method`` if its timetable keeps the memory."""
     return lambda problem: shortest(problem, [method(problem)])
 
@@ -75,8 +75,8 @@ SLOW = ("m-etf", "m-sct")
 
 
 def shortest(
-    problem: OperatorProblem, found: list[Timetable | None] | tuple[Timetable | None, ...]
-) -> Timetable | None:
+    problem: OperatorProblem, found: list[GraphTimes | None] | tuple[GraphTimes | None, ...]
+) -> GraphTimes | None:
     """The shortest timetable that keeps the memory; None without one."""
     arrays = arrays_of(problem)
     for one in sorted((one for one in found if one is not None), key=lambda one: one.end):
@@ -85,7 +85,7 @@ def shortest(
     return None
 
 
-def best_list_schedule(problem: OperatorProblem) -> tuple[str, Timetable | None]:
+def best_list_schedule(problem: OperatorProblem) -> tuple[str, GraphTimes | None]:
     """The shortest timetable of all methods, and the name of its method."""
     named = {
         name: method(problem)
@@ -100,10 +100,10 @@ def search(
     problem: OperatorProblem,
     evaluations: int,
     limits: Limits,
-    start: Timetable | None = None,
+    start: GraphTimes | None = None,
     lower: float = 0.0,
     tell: Tell = to_nobody,
-) -> Timetable | None:
+) -> GraphTimes | None:
     """The best timetable of ``evaluations`` moves; None if nothing fits in memory.
 
     Never longer than ``start``, which without memory limits is the best list schedule by default.

@@ -12,9 +12,9 @@ from stagewright.solvers.operators.insertion_kernel import earliest, members_of,
 from stagewright.solvers.operators.ranks import Arrays
 from stagewright.solvers.pipelines.compiled import entry, inner
 
-PENALTY = 2.0  # of a plan's time, for memory exceeded by the whole of a device's memory
-COOLING = 400.0  # the temperature at the start over that at the end
-WALK = 0.6  # chance that a walk of moved operators goes on
+_PENALTY = 2.0  # of a plan's time, for memory exceeded by the whole of a device's memory
+_COOLING = 400.0  # the temperature at the start over that at the end
+_WALK = 0.6  # chance that a walk of moved operators goes on
 CRITICAL = 0.7  # share of moves of operators on the critical chain
 
 
@@ -44,13 +44,13 @@ def anneal(  # noqa: C901 - one loop over moves
     members, first_member = members_of(a.group, len(home))
     end = _times(a, order, home, tails, 0, np.inf, free, finish, cause)
     excess = _excess(a, home, finish) if limited else 0.0
-    now = end * (1 + PENALTY * excess)
+    now = end * (1 + _PENALTY * excess)
     best, best_order, best_home, best_fits = now, order.copy(), home.copy(), excess == 0
     chain, length = np.empty(n, np.int64), 0
     other_order, other_home, other_place = order.copy(), home.copy(), place.copy()
     scale = max(end, 1e-300)
     for turn in range(budget):
-        heat = scale * first * COOLING ** (-turn / budget)
+        heat = scale * first * _COOLING ** (-turn / budget)
         most = now - heat * np.log(1.0 - random.random())
         if length == 0:
             length = _critical(finish, cause, chain)
@@ -85,7 +85,7 @@ def anneal(  # noqa: C901 - one loop over moves
         cost = end
         if end <= most and limited:
             excess = _excess(a, other_home, other_finish)
-            cost = end * (1 + PENALTY * excess)
+            cost = end * (1 + _PENALTY * excess)
         if cost <= most:
             now, length = cost, 0
             order[:], home[:], place[:] = other_order, other_home, other_place
@@ -145,7 +145,7 @@ def _rehome(
         d = (old + 1 + int(random.integers(0, m - 1))) % m
     home[a.group[i]] = d
     least = _least_place(a, i, members, first_member, place)
-    while random.random() < WALK:
+    while random.random() < _WALK:
         i = _neighbour(a, i, random)
         if i < 0:
             break

@@ -31,7 +31,7 @@ from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 from stagewright.graphs.documents.units import MAX_MICROBATCHES
 from stagewright.graphs.models.shards import Recompute
-from stagewright.solvers.parallelism.family import Family
+from stagewright.solvers.parallelism.family import LayerFamily
 from stagewright.solvers.parallelism.space import Space, chosen
 
 
@@ -50,7 +50,7 @@ class Plain:
 class _Pipelines:
     """Plain pipelines of layers that are divided in one way; arrays are by number of ``ranks``."""
 
-    family: Family
+    family: LayerFamily
     ranks: Ints
 
     @cached_property
@@ -101,7 +101,7 @@ class AnyDivision:
         """For every way to divide layers, the numbers of stages that are possible."""
         blocks = self.problem.architecture.layers
         for split in self.space.families(self.problem):
-            family = Family(self.problem, split)
+            family = LayerFamily(self.problem, split)
             data = chosen(self.space.data, family.left)
             ranks = [
                 p

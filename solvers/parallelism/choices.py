@@ -9,7 +9,7 @@ from stagewright.formulations.parallelism.layout import Layout, Schedule
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 from stagewright.graphs.models.shards import Recompute
 from stagewright.solvers.parallelism.divisions import Sized
-from stagewright.solvers.parallelism.family import Family, Work
+from stagewright.solvers.parallelism.family import LayerFamily, SplitLayerWork
 
 ROUNDING = 1e-9
 
@@ -25,7 +25,7 @@ class Keeping:
 class Bounds:
     """Bounds for the layers of a family and the divisions of a microbatch."""
 
-    def __init__(self, family: Family, sized: Sized) -> None:
+    def __init__(self, family: LayerFamily, sized: Sized) -> None:
         self.family, self.sized, self.table = family, sized, sized.table
         self.problem = family.problem
         self.of = self.table.division_of_rank
@@ -89,8 +89,8 @@ class Bounds:
     def fewest(self, short: Floats, least: int) -> Ints:
         """A lower bound on the blocks of every stage that are recomputed, ``least`` or more.
 
-        A block frees at most ``Family.freed`` of every sample of its stage. Where even all blocks
-        are too few the number is larger than that of any stage.
+        A block frees at most ``LayerFamily.freed`` of every sample of its stage. Where even all
+        blocks are too few the number is larger than that of any stage.
         """
         table, each = self.table, self.family.freed
         needed = short * (1 - ROUNDING) / (each * np.maximum(self.sized.flying_with_blocks, 1))
@@ -149,12 +149,12 @@ class Choice:
         return self.bounds.sized.samples
 
     @cached_property
-    def work(self) -> Work:
+    def work(self) -> SplitLayerWork:
         """The shortest times of the layers."""
         return self.bounds.family.work(self.samples, self.least, self.schedule)
 
     @cached_property
-    def longest(self) -> Work:
+    def longest(self) -> SplitLayerWork:
         """The longest times of the layers."""
         return self.bounds.family.work(self.samples, self.recompute, self.schedule)
 
@@ -257,7 +257,7 @@ class Choice:
     def _layers(self) -> Floats:
         return self.bounds.table.by_rank(np.ones(len(self.work.total)))
 
-    def _forward_and_backward(self, work: Work) -> tuple[Floats, Floats]:
+    def _forward_and_backward(self, work: SplitLayerWork) -> tuple[Floats, Floats]:
         forward = self.bounds.table.by_rank(work.forward)
         return forward, self.bounds.table.by_rank(work.total) - forward
 
@@ -297,7 +297,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Divided:
+class DividedChoice:
     """The divisions of a choice that may fit, in the ``order`` of their bounds."""
 
     choice: Choice
@@ -316,7 +316,7 @@ class Divided:
 
 def divided(
     choice: Choice, keeping: Keeping, room: Floats, least: int | None, worst: float, differs: Bools
-) -> Divided | None:
+) -> DividedChoice | None:
     """The divisions with ``room`` for activations and a bound below ``worst``; None if none is.
 
     At least ``least`` blocks of a stage are recomputed; with None all are as the choice says. Only
@@ -336,4 +336,6 @@ def divided(
     found = np.flatnonzero(fits & (bound < worst))
     if not len(found):
         return None
-    return Divided(choice, keeping, bound, fewest, found[np.argsort(bound[found], kind="stable")])
+    return DividedChoice(
+        choice, keeping, bound, fewest, found[np.argsort(bound[found], kind="stable")]
+    )

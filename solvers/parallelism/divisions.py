@@ -20,7 +20,7 @@ from stagewright.graphs.documents.units import MAX_MICROBATCHES
 
 
 @dataclass(frozen=True, eq=False)
-class Groups:
+class DivisionGroups:
     """Arrays by group: its ranks, chunks, and the blocks of every stage but the first and last."""
 
     layers: int
@@ -28,9 +28,11 @@ class Groups:
     chunks: Ints
     middle: Ints
 
-    def only(self, kept: Bools | Ints) -> "Groups":
+    def only(self, kept: Bools | Ints) -> "DivisionGroups":
         """The groups that are ``kept``."""
-        return Groups(self.layers, self.pipeline[kept], self.chunks[kept], self.middle[kept])
+        return DivisionGroups(
+            self.layers, self.pipeline[kept], self.chunks[kept], self.middle[kept]
+        )
 
     @cached_property
     def stages(self) -> Ints:
@@ -49,12 +51,12 @@ class Groups:
         """The number of divisions in every group: one for every number of first-stage blocks."""
         return np.where(self.stages == 1, 1, self.ends + 1)
 
-    def table(self) -> "Table":
+    def table(self) -> "DivisionTable":
         """The divisions of all groups."""
         of = np.repeat(np.arange(len(self.middle)), self.divisions)
         first = np.arange(len(of)) - _offsets(self.divisions)[of]
         first = np.where(self.stages[of] == 1, self.layers, first)
-        return Table(
+        return DivisionTable(
             layers=self.layers,
             pipeline=self.pipeline[of],
             chunks=self.chunks[of],
@@ -64,7 +66,7 @@ class Groups:
         )
 
 
-def groups(layers: int, pipelines: list[int], most_chunks: int) -> Groups:
+def groups(layers: int, pipelines: list[int], most_chunks: int) -> DivisionGroups:
     """All pipelines with one of the numbers of ranks and at most ``most_chunks`` chunks."""
     found = [
         (pipeline, chunks, middle)
@@ -73,7 +75,7 @@ def groups(layers: int, pipelines: list[int], most_chunks: int) -> Groups:
         for middle in _middles(layers, pipeline * chunks)
     ]
     pipeline, chunks, middle = np.array(found, dtype=np.int64).reshape(-1, 3).T
-    return Groups(layers, pipeline, chunks, middle)
+    return DivisionGroups(layers, pipeline, chunks, middle)
 
 
 def _middles(layers: int, stages: int) -> range:
@@ -82,7 +84,7 @@ def _middles(layers: int, stages: int) -> range:
 
 
 @dataclass(frozen=True, eq=False)
-class Table:
+class DivisionTable:
     """Divisions of ``layers`` blocks in flat arrays.
 
     Fields have the blocks of the first stage, of every one between the ends, and of the last; a
@@ -101,9 +103,9 @@ class Table:
     def __len__(self) -> int:
         return len(self.pipeline)
 
-    def only(self, kept: Bools) -> "Table":
+    def only(self, kept: Bools) -> "DivisionTable":
         """The divisions that are ``kept``."""
-        return Table(
+        return DivisionTable(
             layers=self.layers,
             pipeline=self.pipeline[kept],
             chunks=self.chunks[kept],
@@ -265,7 +267,7 @@ class Sized:
     with ``split`` weight gradients are put off.
     """
 
-    table: Table
+    table: DivisionTable
     samples: int
     data: Ints
     microbatches: Ints
@@ -305,7 +307,9 @@ class Sized:
         return p, v, m, self.split, table.rank_of, table.chunk_of
 
 
-def sized(table: Table, left: int, batch: int, samples: int, schedule: Schedule) -> Sized | None:
+def sized(
+    table: DivisionTable, left: int, batch: int, samples: int, schedule: Schedule
+) -> Sized | None:
     """The divisions of ``left`` ranks that the rules on microbatches allow; None if there are none.
 
     A replica has a whole number of microbatches, with chunks a multiple of its pipeline's ranks.
@@ -317,7 +321,7 @@ def sized(table: Table, left: int, batch: int, samples: int, schedule: Schedule)
 
 
 def replicas(
-    of: Table | Groups, left: int, batch: int, samples: int, schedule: Schedule
+    of: DivisionTable | DivisionGroups, left: int, batch: int, samples: int, schedule: Schedule
 ) -> tuple[Ints, Ints, Bools]:
     """Replicas, microbatches of each, and whether the rules on microbatches allow them."""
     data = left // of.pipeline

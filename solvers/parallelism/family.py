@@ -17,7 +17,7 @@ from stagewright.graphs.models.shards import LayerShare, LayerSplit, Recompute
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class SplitLayerWork:
     """(L + 2,) seconds of every layer on a microbatch; of ``total``, ``weight`` is put off."""
 
     total: Floats
@@ -25,7 +25,7 @@ class Work:
     weight: Floats
 
 
-class Family:
+class LayerFamily:
     """The layers for one split; arrays are by layer, (L + 2,) with the ends, or by pipeline."""
 
     def __init__(self, problem: TrainingProblem, split: LayerSplit) -> None:
@@ -33,7 +33,7 @@ class Family:
         self.shares = shares(problem, split)
         self.replica = split.tensor * split.context
         self.left = problem.fabric.devices // self.replica
-        self._works: dict[tuple[int, Recompute, Schedule], Work] = {}
+        self._works: dict[tuple[int, Recompute, Schedule], SplitLayerWork] = {}
         self._saved: dict[Recompute, Floats] = {}
         self._rates_of: dict[int, tuple[float, ...]] = {}
 
@@ -53,7 +53,9 @@ class Family:
         found: Floats = np.array([quantity(one) for one in self.every])[self._places]
         return found
 
-    def work(self, samples: int, recompute: Recompute, schedule: Schedule = "1f1b") -> Work:
+    def work(
+        self, samples: int, recompute: Recompute, schedule: Schedule = "1f1b"
+    ) -> SplitLayerWork:
         """The times of all layers; with 1F1B they are shortest."""
         key = samples, recompute, schedule
         if key not in self._works:
@@ -63,7 +65,7 @@ class Family:
                 for one in self.every
             ]
             rows = [(one.forward + one.backward, one.forward, one.weight) for one in times]
-            self._works[key] = Work(*np.array(rows).T[:, self._places])
+            self._works[key] = SplitLayerWork(*np.array(rows).T[:, self._places])
         return self._works[key]
 
     def repeated_seconds(self, samples: int, schedule: Schedule) -> float:

@@ -23,7 +23,7 @@ from stagewright.graphs.documents.units import require_count
 from stagewright.graphs.models.shards import Recompute
 from stagewright.solvers.parallelism.any_division import AnyDivision, Plain
 from stagewright.solvers.parallelism.space import Counts, Space, StageOptions, divided_evenly
-from stagewright.solvers.parallelism.stage_search import Division, StageSearch
+from stagewright.solvers.parallelism.stage_search import BlockDivision, StageSearch
 from stagewright.solvers.parallelism.tree import Part, Tree, compiled_walk, simple_first
 
 Heap = list[tuple[float, int, Part]]
@@ -36,7 +36,7 @@ MOST_STEPS = 1000
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundLayouts:
     """The best layouts, by time.
 
     No layout of the space that fits is faster than ``bound``; if ``proved``, the first of the
@@ -63,8 +63,8 @@ def search(
     accept: Callable[[Layout], bool] = lambda _: True,
     alike: Callable[[Layout], Hashable] = lambda layout: layout,
     stop: StopToken | None = None,
-) -> Found:
-    """The ``keep`` fastest layouts that fit, of which ``Found.fastest`` are proved to be so.
+) -> FoundLayouts:
+    """The ``keep`` fastest layouts that fit, of which ``FoundLayouts.fastest`` are proved to be so.
 
     The first is proved unless ``stop`` is set. ``memory_bytes`` takes the place of the devices'
     memory. What ``accept`` refuses is not in the space. Of layouts for which ``alike`` is equal
@@ -93,7 +93,7 @@ def search(
         _dive(heap, tree)
     best = tuple(sorted(tree.best, key=simple_first))
     kept = {alike(one.layout) for one in best}
-    return Found(
+    return FoundLayouts(
         best=best,
         folded=tuple(one for one in tree.folded if alike(one.layout) in kept),
         bound=min([open_bound, *(one.seconds for one in (*best, *tree.folded))]),
@@ -185,7 +185,7 @@ class Refinement:
 def refine(
     problem: TrainingProblem,
     space: Space,
-    found: Found,
+    found: FoundLayouts,
     *,
     recomputation: Recomputation = "any",
     accept: Callable[[Layout], bool] = lambda _: True,
@@ -218,7 +218,7 @@ class _Refining:
         self,
         problem: TrainingProblem,
         space: Space,
-        found: Found,
+        found: FoundLayouts,
         recomputation: Recomputation,
         accept: Callable[[Layout], bool],
     ) -> None:
@@ -300,7 +300,7 @@ class _Refining:
         found = StageSearch(options, walk, below).run()
         if found.best is None:
             return None, found.bound
-        layout = refined_layout(base, found.best)
+        layout = _refined_layout(base, found.best)
         if not self.accept(layout):
             return None, found.bound
         one = evaluate(self.problem, layout, walk)
@@ -340,7 +340,7 @@ def _base(layout: Layout) -> Layout:
     return replace(layout, **plain)  # type: ignore[arg-type]
 
 
-def refined_layout(base: Layout, found: Division) -> Layout:
+def _refined_layout(base: Layout, found: BlockDivision) -> Layout:
     """The layout with a division, and recomputation in the simplest field that expresses it."""
     blocks, again = found.blocks, found.recomputed
     layout = replace(base, blocks_by_stage=blocks)

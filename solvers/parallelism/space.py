@@ -21,7 +21,7 @@ Counts = Callable[[int], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class StageOption:
     """A stage with some blocks: seconds of a microbatch, of its exchange and of its update.
 
     ``returned`` is the backward without ``weight``, the part that is put off.
@@ -58,18 +58,18 @@ class StageOptions:
         self.kept = walk(
             self.stages, 1, self.microbatches, self.is_split, ones, ones, ones, 0.0, ones
         )[1]
-        self._options: dict[tuple[int, int, int], Option | None] = {}
+        self._options: dict[tuple[int, int, int], StageOption | None] = {}
         self._bytes: dict[_Key, tuple[float, float]] = {}
         self._seconds: dict[_Key, tuple[float, float, float, float, float]] = {}
 
-    def option(self, stage: int, start: int, count: int) -> Option | None:
+    def option(self, stage: int, start: int, count: int) -> StageOption | None:
         """The stage with the blocks from ``start`` on; None if they do not fit."""
         key = stage, 0 if self.is_uniform else start, count
         if key not in self._options:
             self._options[key] = self._option(*key)
         return self._options[key]
 
-    def _option(self, stage: int, start: int, count: int) -> Option | None:
+    def _option(self, stage: int, start: int, count: int) -> StageOption | None:
         counts = self.counts(count)
         ends = stage == 0, stage == self.stages - 1
         kept = float(self.kept[stage])
@@ -85,7 +85,7 @@ class StageOptions:
             self._seconds[key] = self._times(self._layers(key))
         forward, returned, weight, reduction, update = self._seconds[key]
         tied = self.tied if any(ends) and self.stages > 1 else 0.0
-        return Option(counts[place], forward, returned, weight, reduction + tied, update)
+        return StageOption(counts[place], forward, returned, weight, reduction + tied, update)
 
     def _layers(self, key: "_Key") -> Layers:
         first, last, start, count, again = key
@@ -119,11 +119,11 @@ def divided_evenly(layout: Layout, blocks: int) -> Layout:
         recomputed_by_stage=None,
         first_blocks=None,
         last_blocks=None,
-        blocks_by_stage=even_division(layout.pipeline, blocks),
+        blocks_by_stage=_even_division(layout.pipeline, blocks),
     )
 
 
-def even_division(stages: int, blocks: int) -> tuple[int, ...]:
+def _even_division(stages: int, blocks: int) -> tuple[int, ...]:
     """About equally many blocks in every stage; with fewer blocks than stages none in the ends."""
     if blocks < stages:
         inner = (1,) * (stages - 2)

@@ -27,7 +27,7 @@ import numpy as np
 from stagewright.formulations.parallelism.pipeline_time import Walk
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.arrays import Floats, Ints
-from stagewright.solvers.parallelism.space import Option, StageOptions
+from stagewright.solvers.parallelism.space import StageOption, StageOptions
 
 Ends = tuple[float, float]
 """Until the first stage's last backward, and until the last computation of any stage (s)."""
@@ -88,7 +88,7 @@ def _best(
     return (back, here), blocks
 
 
-def _ends(options: StageOptions, stage: int, one: Option, then: Ends) -> Ends:
+def _ends(options: StageOptions, stage: int, one: StageOption, then: Ends) -> Ends:
     """Both ends of the pipeline from this stage on, from the later stages' ends ``then``."""
     m, hop = options.microbatches, options.hop
     each = one.forward + one.returned
@@ -105,7 +105,7 @@ MOST_STEPS = 5_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
+class BlockDivision:
     """Blocks of every stage, how many of each are recomputed, and the iteration in seconds."""
 
     blocks: tuple[int, ...]
@@ -120,7 +120,7 @@ class Divided:
     None is faster than ``bound``; if it is not below the best time, the best is proved so.
     """
 
-    best: Division | None
+    best: BlockDivision | None
     bound: float
 
 
@@ -140,7 +140,7 @@ class StageSearch:
         self.stages, self.blocks = options.stages, options.blocks
         self.below, self.steps = below, 0
 
-    best: Division | None = None
+    best: BlockDivision | None = None
 
     def run(self, nodes: int = _MOST_NODES) -> Divided:
         """Search until it is proved, or through so many nodes."""
@@ -214,7 +214,7 @@ class StageSearch:
 
     # Times.
 
-    def _least(self, stage: int, low: int, high: int, starts: range) -> Option | None:
+    def _least(self, stage: int, low: int, high: int, starts: range) -> StageOption | None:
         """The least of each cost of a stage, over its possible starts and block counts."""
         if self.options.is_uniform:
             starts = range(1)
@@ -229,7 +229,7 @@ class StageSearch:
             for count in range(low + 1, high + 1)
         ]
         reductions = [one.reduction for one in (*every, *more) if one is not None]
-        return Option(
+        return StageOption(
             recomputed=min(one.recomputed for one in fitting),
             forward=min(one.forward for one in fitting),
             returned=min(one.returned for one in fitting),
@@ -245,7 +245,7 @@ class StageSearch:
         first = max(before[0], self.blocks - after[1])
         return range(first, max(first, min(before[1], self.blocks - after[0])) + 1)
 
-    def _all(self, box: _Box) -> list[Option] | None:
+    def _all(self, box: _Box) -> list[StageOption] | None:
         """The least costs of every stage; None if a stage does not fit."""
         found = []
         for stage in range(self.stages):
@@ -273,7 +273,7 @@ class StageSearch:
         low, high = box.low.tolist(), box.high.tolist()
         return least_division(self.options, low, high, starts)
 
-    def seconds(self, every: list[Option]) -> float:
+    def seconds(self, every: list[StageOption]) -> float:
         """An iteration, as ``estimate.evaluate`` has it."""
         forward, returned, weight, reduction, update = _columns(every)
         of = self.options
@@ -300,7 +300,7 @@ class StageSearch:
                 return found
             box = found
 
-    def _highest(self, box: _Box, every: list[Option], stage: int) -> int:
+    def _highest(self, box: _Box, every: list[StageOption], stage: int) -> int:
         """The most blocks of a stage with which the bound is still below the best time."""
         least, most = int(box.low[stage]), int(box.high[stage])
         starts = self._starts(box, stage)
@@ -337,7 +337,7 @@ class StageSearch:
         if seconds < self._worth:
             self.below = seconds
             recomputed = tuple(one.recomputed for one in fitting)
-            self.best = Division(tuple(map(int, blocks)), recomputed, seconds)
+            self.best = BlockDivision(tuple(map(int, blocks)), recomputed, seconds)
         return seconds
 
     def _descend(self, box: _Box) -> None:
@@ -378,7 +378,7 @@ MOVED, TAKING = 3, 8
 """From how many stages, and to how many, a block is moved."""
 
 
-def _columns(every: list[Option]) -> tuple[Floats, ...]:
+def _columns(every: list[StageOption]) -> tuple[Floats, ...]:
     names = ("forward", "returned", "weight", "reduction", "update")
     return tuple(np.array([getattr(one, name) for one in every]) for name in names)
 

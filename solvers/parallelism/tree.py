@@ -16,9 +16,15 @@ from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.models.shards import Recompute
-from stagewright.solvers.parallelism.choices import Bounds, Choice, Divided, Keeping, divided
-from stagewright.solvers.parallelism.divisions import Groups, Sized, Table, groups, sized
-from stagewright.solvers.parallelism.family import Family, Work
+from stagewright.solvers.parallelism.choices import Bounds, Choice, DividedChoice, Keeping, divided
+from stagewright.solvers.parallelism.divisions import (
+    DivisionGroups,
+    DivisionTable,
+    Sized,
+    groups,
+    sized,
+)
+from stagewright.solvers.parallelism.family import LayerFamily, SplitLayerWork
 from stagewright.solvers.parallelism.space import Space, chosen
 from stagewright.solvers.parallelism.uneven import least_of_ends, least_seconds
 
@@ -35,8 +41,8 @@ def compiled_walk() -> Walk:
     return made
 
 
-Part = Callable[[], "Iterator[Child]"]
-Child = tuple[float, Part]
+Part = Callable[[], "Iterator[_Child]"]
+_Child = tuple[float, Part]
 """A part of the space: the bound on its layouts' time, and what divides it further."""
 
 
@@ -60,8 +66,8 @@ class Tree:
         self.best: list[Estimate] = []
         self.folded: list[Estimate] = []
         self.examined = 0
-        self.postponed: list[Child] = []
-        self._tables: dict[int, tuple[Table, Groups]] = {}
+        self.postponed: list[_Child] = []
+        self._tables: dict[int, tuple[DivisionTable, DivisionGroups]] = {}
         self._sizes: dict[tuple[int, int, Schedule], Sized | None] = {}
 
     @property
@@ -74,16 +80,16 @@ class Tree:
         """The best layout's seconds, infinite without any."""
         return self.best[0].seconds if self.best else math.inf
 
-    def families(self) -> Iterator[Child]:
+    def families(self) -> Iterator[_Child]:
         """Step 1: parts by the division of layers among ranks."""
         for split in self.space.families(self.problem):
-            family = Family(self.problem, split)
+            family = LayerFamily(self.problem, split)
             if not len(self._divisions(family.left)[0]):
                 continue
             work = family.work(self.problem.batch, "none")
             yield self._spread(family, self.problem.batch, work), self._of_split(family)
 
-    def _divisions(self, left: int) -> tuple[Table, Groups]:
+    def _divisions(self, left: int) -> tuple[DivisionTable, DivisionGroups]:
         """The nearly even divisions for the devices that are left beside t and c; all others."""
         if left not in self._tables:
             layers = self.problem.architecture.layers
@@ -104,15 +110,15 @@ class Tree:
             self._sizes[key] = sized(table, left, self.problem.batch, samples, schedule)
         return self._sizes[key]
 
-    def _spread(self, family: Family, samples: int, work: Work) -> float:
+    def _spread(self, family: LayerFamily, samples: int, work: SplitLayerWork) -> float:
         """All work spread evenly over the ranks: each replica has B / d samples and p ranks."""
         replicas = self.problem.fabric.devices / family.replica
         return float(work.total.sum()) * self.problem.batch / samples / replicas
 
-    def _of_split(self, family: Family) -> Part:
+    def _of_split(self, family: LayerFamily) -> Part:
         """Step 2: parts by microbatch size and kind of recomputation."""
 
-        def parts() -> Iterator[Child]:
+        def parts() -> Iterator[_Child]:
             for samples in chosen(self.space.microbatch, self.problem.batch):
                 bounds = {}
                 for schedule in self.space.schedules:
@@ -143,7 +149,7 @@ class Tree:
     def _of_work(self, choices: list[Choice]) -> Part:
         """Step 3: parts by schedule."""
 
-        def parts() -> Iterator[Child]:
+        def parts() -> Iterator[_Child]:
             for choice in choices:
                 yield float(choice.seconds.min()), self._of_choice(choice)
                 self._postpone(choice)
@@ -157,12 +163,12 @@ class Tree:
         order = np.argsort(bound, kind="stable")
         self.postponed += self._groups(choice, others.only(order), bound[order])
 
-    def _groups(self, choice: Choice, of: Groups, bound: Floats) -> Iterator[Child]:
+    def _groups(self, choice: Choice, of: DivisionGroups, bound: Floats) -> Iterator[_Child]:
         """Groups in the order of their bounds, as many at once as is well for the arrays."""
         if len(bound) and bound[0] < self.worst:
             yield float(bound[0]), partial(self._of_groups, choice, of, bound)
 
-    def _of_groups(self, choice: Choice, of: Groups, bound: Floats) -> Iterator[Child]:
+    def _of_groups(self, choice: Choice, of: DivisionGroups, bound: Floats) -> Iterator[_Child]:
         """Step 3, the schedule: groups of divisions that are not nearly even."""
         is_open = bound < self.worst
         entries = np.cumsum(of.divisions * of.stages)
@@ -173,7 +179,7 @@ class Tree:
             yield float(inner.seconds.min()), self._of_choice(inner)
         yield from self._groups(choice, of.only(np.arange(many, len(bound))), bound[many:])
 
-    def _better(self, choice: Choice, table: Table) -> Choice | None:
+    def _better(self, choice: Choice, table: DivisionTable) -> Choice | None:
         """The choice with the divisions of a table that have a bound below the worst time."""
         family, batch = choice.bounds.family, self.problem.batch
         for bound in (least_of_ends, _seconds):
@@ -187,13 +193,13 @@ class Tree:
 
     def _chained(
         self, bound: Floats, order: Ints, part: Callable[[int], Part], at: int = 0
-    ) -> Iterator[Child]:
+    ) -> Iterator[_Child]:
         """Parts in order of their bounds; each part is made only after the previous part."""
         if at == len(order) or bound[order[at]] >= self.worst:
             return
         place = int(order[at])
 
-        def parts() -> Iterator[Child]:
+        def parts() -> Iterator[_Child]:
             yield float(bound[place]), part(place)
             yield from self._chained(bound, order, part, at + 1)
 
@@ -202,7 +208,7 @@ class Tree:
     def _of_choice(self, choice: Choice) -> Part:
         """Step 3: parts by ZeRO stage, offloading and pipeline."""
 
-        def parts() -> Iterator[Child]:
+        def parts() -> Iterator[_Child]:
             least = None
             if self._is_some(choice.recompute):
                 least = 0 if "none" in self.space.recompute else 1
@@ -221,10 +227,10 @@ class Tree:
 
         return parts
 
-    def _of_division(self, of: Divided, division: int) -> Part:
+    def _of_division(self, of: DividedChoice, division: int) -> Part:
         """Step 4: parts by placement of a division's fitting layout."""
 
-        def parts() -> Iterator[Child]:
+        def parts() -> Iterator[_Child]:
             some = of.some(division)
             fitting = self._fitting(of.choice.layout(division, of.keeping), some)
             if fitting is None:
@@ -286,7 +292,7 @@ class Tree:
     def _of_layout(self, layout: Layout, some: tuple[int, int] | None) -> Part:
         """Step 5: evaluate a layout; more recomputed blocks if it does not fit."""
 
-        def parts() -> Iterator[Child]:
+        def parts() -> Iterator[_Child]:
             found = evaluate(self.problem, layout, compiled_walk())
             self.examined += 1
             if found.peak_bytes <= self.memory:
@@ -311,7 +317,7 @@ class Tree:
         self.best = sorted(several, key=lambda one: one.seconds)[: self.keep]
 
 
-def _seconds(choice: Choice, _: Table) -> Floats:
+def _seconds(choice: Choice, _: DivisionTable) -> Floats:
     return choice.seconds
 
 

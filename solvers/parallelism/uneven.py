@@ -16,12 +16,12 @@ import numpy as np
 
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 from stagewright.solvers.parallelism.choices import Choice
-from stagewright.solvers.parallelism.divisions import Groups, Table, replicas
+from stagewright.solvers.parallelism.divisions import DivisionGroups, DivisionTable, replicas
 
 ROUNDING = 1e-12  # the sums of the layouts are in another order
 
 
-class _Rows:
+class _BlockSums:
     """Sums of a quantity of the layers over blocks in a row."""
 
     def __init__(self, of_layers: Floats) -> None:
@@ -58,7 +58,7 @@ class _Rows:
         return found
 
 
-def least_seconds(choice: Choice, groups: Groups) -> Floats:
+def least_seconds(choice: Choice, groups: DivisionGroups) -> Floats:
     """A bound on all divisions of every group; infinite where none is allowed."""
     m, allowed = _allowed(choice, groups)
     found = np.full(len(m), np.inf)
@@ -68,10 +68,13 @@ def least_seconds(choice: Choice, groups: Groups) -> Floats:
     return found
 
 
-def least_of_ends(choice: Choice, table: Table) -> Floats:
+def least_of_ends(choice: Choice, table: DivisionTable) -> Floats:
     """A bound on every division by its first and last rank; infinite where it is not allowed."""
     m, allowed = _allowed(choice, table)
-    total, returned = _Rows(choice.work.total), _Rows(choice.work.total - choice.work.weight)
+    total, returned = (
+        _BlockSums(choice.work.total),
+        _BlockSums(choice.work.total - choice.work.weight),
+    )
     p, w, first, inner = table.pipeline, table.middle, table.first, table.chunks - 1
     before_last = first + (p - 2) * w
     blocks = total.ends[0] + total.before[first] + inner * total.least(w, first * (inner > 0))
@@ -82,7 +85,7 @@ def least_of_ends(choice: Choice, table: Table) -> Floats:
     return np.where(allowed, found, np.inf)
 
 
-def _allowed(choice: Choice, of: Groups | Table) -> tuple[Ints, Bools]:
+def _allowed(choice: Choice, of: DivisionGroups | DivisionTable) -> tuple[Ints, Bools]:
     """Microbatches of every replica, and whether there can be so many, and the experts divided."""
     family = choice.bounds.family
     batch, samples = family.problem.batch, choice.samples
@@ -93,14 +96,14 @@ def _allowed(choice: Choice, of: Groups | Table) -> tuple[Ints, Bools]:
 class _Bound:
     """Arrays by group; ``m`` microbatches of each replica."""
 
-    def __init__(self, choice: Choice, groups: Groups, m: Ints) -> None:
+    def __init__(self, choice: Choice, groups: DivisionGroups, m: Ints) -> None:
         work = choice.work
         self.p, self.v, self.w, self.m = groups.pipeline, groups.chunks, groups.middle, m
-        self.forward = _Rows(work.forward)
-        self.returned = _Rows(work.total - work.weight)
-        self.backward = _Rows(work.total - work.weight - work.forward)
-        self.weight = _Rows(work.weight)
-        self.total = _Rows(work.total)
+        self.forward = _BlockSums(work.forward)
+        self.returned = _BlockSums(work.total - work.weight)
+        self.backward = _BlockSums(work.total - work.weight - work.forward)
+        self.weight = _BlockSums(work.weight)
+        self.total = _BlockSums(work.total)
         self.hop = choice.bounds.hop_seconds(groups.pipeline)
 
     @property

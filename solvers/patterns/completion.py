@@ -17,8 +17,8 @@ from stagewright.graphs.documents.arrays import Floats, Ints
 
 MARGIN = 1e-9  # relative; rounding must not refute a period that is just feasible
 STEPS = 32  # delays per period
-FLIGHTS = 18
-ROWS = STEPS * FLIGHTS
+_FLIGHTS = 18
+ROWS = STEPS * _FLIGHTS
 UNITS = 64  # of the largest memory
 _SHUFFLED = 4.0  # layers by which the order of starts may change
 

@@ -10,12 +10,11 @@ are enumerated in windows of their bounds, and patterns are solved in order of t
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
 
-from stagewright.formulations.forms.answers import Limits, OnProgress, Progress, Status, silent
+from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.formulations.patterns.joint_patterns import JointForm, JointPatterns
 from stagewright.formulations.patterns.least_pattern import least_pattern
 from stagewright.formulations.patterns.one_f_one_b import pattern_load_bound, period_bound
@@ -69,7 +68,6 @@ class JointAnswer:
 def joint_optimum(
     question: JointPatterns,
     limits: Limits,
-    on_progress: OnProgress = silent,
     incumbent: tuple[tuple[Stage, ...], Pattern] | None = None,
 ) -> JointAnswer:
     """The shortest iteration over all allocations and patterns.
@@ -77,13 +75,8 @@ def joint_optimum(
     Every layer has one group; consecutive layers of one group form one stage, with one forward and
     one backward (MadPipe's stages); nothing is offloaded. For short chains: 10 layers on 4 groups
     take seconds, 18 layers half a minute. ``incumbent`` is a known plan.
-
-    Raises
-    ------
-    InvalidPlan
-        If the incumbent breaks a rule.
     """
-    search = JointSearch(question, limits, on_progress, incumbent)
+    search = JointSearch(question, limits, incumbent)
     complete = search.run()
     stages, pattern = search.best or (None, None)
     cost = search.cost if search.best else None
@@ -123,11 +116,10 @@ class JointSearch(BestFirst[BoundWindow | AllocationCandidate]):
         self,
         question: JointPatterns,
         limits: Limits,
-        on_progress: OnProgress,
         incumbent: tuple[tuple[Stage, ...], Pattern] | None,
     ) -> None:
         super().__init__(limits)
-        self.question, self.on_progress = question, on_progress
+        self.question = question
         self.best: tuple[tuple[Stage, ...], Pattern] | None = None
         self.allocations = self.solves = 0
         self._proved: dict[bytes, float] = {}  # bounds of allocations that were tried
@@ -158,7 +150,7 @@ class JointSearch(BestFirst[BoundWindow | AllocationCandidate]):
         If a trial takes too long, shorter lengths are tried, each for a share of the time limit: a
         refuted length is still a lower bound.
         """
-        low, high = shortest_iteration(self.question.form), min(self._longest, self._ceiling())
+        low, high = _shortest_iteration(self.question.form), min(self._longest, self._ceiling())
         in_time, known = self._first(high, _TRIAL)
         if in_time and known is None:
             self._close(high if high < self._longest else math.inf)
@@ -216,7 +208,7 @@ class JointSearch(BestFirst[BoundWindow | AllocationCandidate]):
         limits = replace(self.limits, seconds=min(self._left(), _TRYING * self.limits.seconds))
         found = _below(problem, low, high, limits)
         if found is not None and found.pattern is not None and found.pattern.period < high:
-            self._offer(stages, found.pattern, least)
+            self._offer(stages, found.pattern)
         if found is not None and found.done:
             self._proved[rows.tobytes()] = problem.iteration_seconds(found.bound)
 
@@ -268,19 +260,17 @@ class JointSearch(BestFirst[BoundWindow | AllocationCandidate]):
             found = PatternFound(answer.pattern, answer.bound, answer.status in DONE)
         bound = max(bound, problem.iteration_seconds(found.bound))
         if found.pattern is not None and found.pattern.period < high:
-            self._offer(stages, found.pattern, bound)
+            self._offer(stages, found.pattern)
         if found.done:
             self._close(bound)
         else:
             self._push(bound, candidate, attempt + 1)
 
-    def _offer(self, stages: tuple[Stage, ...], pattern: Pattern, bound: float = 0.0) -> None:
-        """Keep a plan if it is the best; ``bound`` is its allocation's bound."""
+    def _offer(self, stages: tuple[Stage, ...], pattern: Pattern) -> None:
+        """Check a plan, which is the best so far, and keep it."""
         problem = self._problems.of(stages)
         self.cost = problem.iteration_seconds(problem.evaluate(pattern))
         self.best = stages, pattern
-        elapsed = perf_counter() - self.began
-        self.on_progress(Progress(elapsed, self.cost, min(bound, self.bound())))
 
 
 def _below(problem: PatternProblem, low: float, high: float, limits: Limits) -> PatternFound | None:
@@ -319,7 +309,7 @@ def stages_of(question: JointPatterns, rows: Ints) -> tuple[Stage, ...]:
     return tuple(found[::-1])
 
 
-def shortest_iteration(form: JointForm) -> float:
+def _shortest_iteration(form: JointForm) -> float:
     """A lower bound: the average work per group of an iteration, including updates."""
     whole = form.ahead[-1]
     return float(form.microbatches * whole["work"] + whole["update"]) / len(form.groups)

@@ -25,7 +25,7 @@ from stagewright.formulations.patterns.joint_patterns import (
     Placed,
     all_periods,
     contiguous,
-    longest_delays,
+    latest_ends,
 )
 from stagewright.formulations.patterns.madpipe import StageAllocationProblem
 from stagewright.formulations.plans.plan import Stage
@@ -41,17 +41,17 @@ from stagewright.solvers.patterns.madpipe_kernels import (
     needs_of,
     pass_layer,
 )
-from stagewright.solvers.patterns.madpipe_labels import Labels, Pass
+from stagewright.solvers.patterns.madpipe_labels import MadPipeLabels, Pass
 
 _MOST_GROUPS = 16  # for which Need has rows; the last row is for all larger ones
-FIRST_LABELS = 32  # per state
-MORE_LABELS = 8
+_FIRST_LABELS = 32  # per state
+_MORE_LABELS = 8
 LABEL_BYTES = 1e9
 STEPS_PER_SECOND = 3e7
 UNLIMITED = Limits(math.inf)
 
 
-class Outcome(Enum):
+class PassOutcome(Enum):
     """Outcome of a pass: an allocation, a proof that none exists, or neither."""
 
     FOUND = 0
@@ -66,11 +66,11 @@ class AllocationProgram:
     form: AllocationTables
     room: int
     merging: bool = False
-    labels: Labels = field(init=False)
+    labels: MadPipeLabels = field(init=False)
 
     def __post_init__(self) -> None:
         states = self.form.seconds.shape[-1] * (len(self.form.normal) + 1) * OWNERS
-        self.labels = Labels(
+        self.labels = MadPipeLabels(
             np.empty((states, self.room, FIELDS), dtype=np.int64),
             np.zeros(states, dtype=np.int64),
             np.zeros(2, dtype=np.int64),
@@ -78,21 +78,21 @@ class AllocationProgram:
 
     def test(
         self, period: int, steps: float = math.inf, limits: Limits = UNLIMITED
-    ) -> tuple[Outcome, list[Placed]]:
+    ) -> tuple[PassOutcome, list[Placed]]:
         """Search for an allocation with ``period``; stops after a number of comparisons.
 
         Of ``limits``, only the stop token is checked, after each layer.
         """
         # Without a special group the tables only determine which layers can be placed.
         rows = min(self.form.versions, _MOST_GROUPS) * PARTS if self.form.special >= 0 else 1
-        need = needs_of(self.form, period, rows)._replace(delay=longest_delays(self.form))
+        need = needs_of(self.form, period, rows)._replace(delay=latest_ends(self.form))
         most = int(min(steps, float(FAR)))
         label = self._reach(Pass(self.form, need, period, self.labels, self.merging, most), limits)
         if label >= 0 and not self.merging:
-            return Outcome.FOUND, self._placed(label)
+            return PassOutcome.FOUND, self._placed(label)
         open_ended = label >= 0 or self.labels.work[0] > most or limits.stopped()
         dropped = not self.merging and self.labels.work[1] > 0
-        return (Outcome.OPEN if open_ended or dropped else Outcome.NONE), []
+        return (PassOutcome.OPEN if open_ended or dropped else PassOutcome.NONE), []
 
     def _reach(self, this: Pass, limits: Limits) -> int:
         """A label of 0 layers left with all loads at most the period; -1 if none is reached."""
@@ -117,15 +117,15 @@ class AllocationProgram:
         return found
 
 
-def label_rooms(form: AllocationTables) -> list[int]:
+def _label_rooms(form: AllocationTables) -> list[int]:
     """Labels per state for successive tries; a single one suffices without a special group."""
     if form.special < 0:
         return [1]
     states = form.seconds.shape[-1] * (len(form.normal) + 1) * OWNERS
-    most = max(FIRST_LABELS, int(LABEL_BYTES / (FIELDS * 8 * states)))
-    rooms = [FIRST_LABELS]
+    most = max(_FIRST_LABELS, int(LABEL_BYTES / (FIELDS * 8 * states)))
+    rooms = [_FIRST_LABELS]
     while rooms[-1] < most:
-        rooms.append(min(most, rooms[-1] * MORE_LABELS))
+        rooms.append(min(most, rooms[-1] * _MORE_LABELS))
     return rooms
 
 
@@ -167,13 +167,13 @@ def allocate(
     """Stages with a period of ``period`` seconds; None if none exist or none were found in time."""
     began, limits = time.perf_counter(), limits or Limits()
     ticks = min(round(period / question.tick), all_periods(question.tables))
-    for room in label_rooms(question.tables):
+    for room in _label_rooms(question.tables):
         left = limits.left(time.perf_counter() - began)
         program = AllocationProgram(question.tables, room)
         outcome, placed = program.test(ticks, left * STEPS_PER_SECOND, limits)
-        if outcome is Outcome.FOUND:
+        if outcome is PassOutcome.FOUND:
             return question.stages(placed)
-        if outcome is Outcome.NONE or left <= 0:
+        if outcome is PassOutcome.NONE or left <= 0:
             return None
     return None
 
@@ -205,7 +205,7 @@ class PeriodBracket:
     def solve(self) -> None:
         """Run passes with more and more labels per state, until the bracket is closed."""
         self.end = self.begun + (1 - _PROVING) * self.limits.seconds
-        for room in label_rooms(self.question.tables):
+        for room in _label_rooms(self.question.tables):
             self._narrow(AllocationProgram(self.question.tables, room))
             if self._done() or self._left() <= 0:
                 break
@@ -255,22 +255,24 @@ class PeriodBracket:
 
     def _test(self, program: AllocationProgram, period: int) -> bool:
         outcome, placed = program.test(period, self._left() * STEPS_PER_SECOND, self.limits)
-        if outcome is Outcome.FOUND:
+        if outcome is PassOutcome.FOUND:
             self.high, self.best = self.question.evaluate(placed), placed
             assert self.high <= period
-        elif outcome is Outcome.NONE:
+        elif outcome is PassOutcome.NONE:
             self.low = max(self.low, period)
             self.infeasible = period == all_periods(self.question.tables)
-        return outcome is Outcome.FOUND
+        return outcome is PassOutcome.FOUND
 
     def _raise_bound(self) -> None:
         """Raise the lower bound with merged labels, where dropped labels decide nothing."""
-        program = AllocationProgram(self.question.tables, FIRST_LABELS * MORE_LABELS, merging=True)
+        program = AllocationProgram(
+            self.question.tables, _FIRST_LABELS * _MORE_LABELS, merging=True
+        )
         high = self.high or all_periods(self.question.tables)
         while high - self.low > NEAR * high and self._left() > 0:
             middle = (self.low + high) // 2
             outcome, _ = program.test(middle, self._left() * STEPS_PER_SECOND, self.limits)
-            if outcome is Outcome.NONE:
+            if outcome is PassOutcome.NONE:
                 self.low = middle
             else:
                 high = middle
@@ -296,11 +298,11 @@ def _shortage(question: StageAllocationProblem) -> str:
     """The message that names the additional bytes per group that are needed at any period."""
     form = question.tables
     most, (low, high) = all_periods(form), (0, int(form.memory.max()) // 8 + 1)
-    while _fits_with(form, low + high, most) is Outcome.NONE and low + high < FAR // 64:
+    while _fits_with(form, low + high, most) is PassOutcome.NONE and low + high < FAR // 64:
         low, high = low + high, 2 * high
     while high > low / 64 and high > 1:
         high //= 2
-        if _fits_with(form, low + high, most) is Outcome.NONE:
+        if _fits_with(form, low + high, most) is PassOutcome.NONE:
             low += high
     return (
         "not even one microbatch at a time fits in memory: "
@@ -308,8 +310,8 @@ def _shortage(question: StageAllocationProblem) -> str:
     )
 
 
-def _fits_with(form: AllocationTables, more: int, period: int) -> Outcome:
+def _fits_with(form: AllocationTables, more: int, period: int) -> PassOutcome:
     wider = form._replace(memory=form.memory + more)
-    return AllocationProgram(wider, FIRST_LABELS * MORE_LABELS, merging=form.special >= 0).test(
+    return AllocationProgram(wider, _FIRST_LABELS * _MORE_LABELS, merging=form.special >= 0).test(
         period
     )[0]

@@ -8,7 +8,7 @@ from numba import njit
 
 from stagewright.formulations.patterns.joint_patterns import AllocationTables
 from stagewright.graphs.documents.arrays import Ints
-from stagewright.solvers.patterns.madpipe_labels import Label, Labels, Need, Pass
+from stagewright.solvers.patterns.madpipe_labels import MadPipeLabel, MadPipeLabels, Need, Pass
 
 SPECIAL, OPEN, CLOSED = 0, 1, 2  # owner of the stage placed last; see pass_layer
 OWNERS = 3
@@ -19,11 +19,11 @@ REST = (1 << SHIFT) - 1
 FAR = np.int64(1) << 60
 PARTS = 4  # rows per period
 MARGIN = 1e-9  # rounding must not refuse a label that just fits
-EFFORT = 4  # comparisons that take as long as examining one stage
+_EFFORT = 4  # comparisons that take as long as examining one stage
 
 
 @njit(cache=True)
-def begin(form: AllocationTables, labels: Labels) -> None:
+def begin(form: AllocationTables, labels: MadPipeLabels) -> None:
     """Initialise the single label of the state with all layers left."""
     labels.filled[:] = 0
     labels.work[:] = 0
@@ -98,7 +98,7 @@ def _place_normal(at: Pass, parent: int, l: int, j: int, owner: int) -> int:
     delay = _add(before.delay, crossing, period)
     for c in range(form.seconds.shape[1]):
         for k in range(l - 1, -1, -1):
-            labels.work[0] += EFFORT
+            labels.work[0] += _EFFORT
             if form.seconds[sort, c, l, k] > period:
                 break
             through = _add(delay, form.seconds[sort, c, l, k], period)
@@ -107,7 +107,7 @@ def _place_normal(at: Pass, parent: int, l: int, j: int, owner: int) -> int:
             if not (allowed and _fits(form, group, c, k, l, flight)):
                 continue
             at_peak = before.group if flight == before.delay >> SHIFT else before.resident
-            label = Label(through, before.load, before.resident, at_peak, before.peak)
+            label = MadPipeLabel(through, before.load, before.resident, at_peak, before.peak)
             if _hopeless(at, k, j, at.need.crossing[k], label):
                 continue
             o = CLOSED if _link_full(at, shared, group, k) else OPEN
@@ -132,7 +132,7 @@ def _place_special(at: Pass, parent: int, l: int, p: int, owner: int) -> int:
     delay = _add(before.delay, crossing, period)
     for c in range(form.seconds.shape[1]):
         for k in range(l - 1, -1, -1):
-            labels.work[0] += EFFORT
+            labels.work[0] += _EFFORT
             load = before.load + form.seconds[sort, c, l, k]
             if load > period:
                 break
@@ -145,7 +145,7 @@ def _place_special(at: Pass, parent: int, l: int, p: int, owner: int) -> int:
             later = before.group - before.resident if flight == before.delay >> SHIFT else 0
             resident = before.resident + more
             at_peak = resident + saved + max(later, form.working[sort, c, l, k])
-            label = Label(through, load, resident, at_peak, max(before.peak + more, at_peak))
+            label = MadPipeLabel(through, load, resident, at_peak, max(before.peak + more, at_peak))
             if _hopeless(at, k, p, 0, label):
                 continue
             target = _state(form, k, p, SPECIAL)
@@ -157,10 +157,10 @@ def _place_special(at: Pass, parent: int, l: int, p: int, owner: int) -> int:
 
 
 @njit(cache=True)
-def _label(labels: Labels, number: int) -> Label:
+def _label(labels: MadPipeLabels, number: int) -> MadPipeLabel:
     state, column = divmod(number, labels.rows.shape[1])
     row = labels.rows[state, column]
-    return Label(row[DELAY], row[LOAD], row[RESIDENT], row[GROUP], row[PEAK])
+    return MadPipeLabel(row[DELAY], row[LOAD], row[RESIDENT], row[GROUP], row[PEAK])
 
 
 @njit(cache=True)
@@ -197,7 +197,7 @@ def _link_full(at: Pass, shared: int, group: int, k: int) -> bool:
 
 
 @njit(cache=True)
-def _hopeless(at: Pass, k: int, p: int, crossing: int, label: Label) -> bool:
+def _hopeless(at: Pass, k: int, p: int, crossing: int, label: MadPipeLabel) -> bool:
     """Whether layers [0, k) require more of the special group than the label leaves.
 
     ``crossing`` is a lower bound on the transfer after them.
@@ -216,14 +216,14 @@ def _hopeless(at: Pass, k: int, p: int, crossing: int, label: Label) -> bool:
 
 
 @njit(cache=True)
-def _keep(at: Pass, state: int, k: int, label: Label, parent: int, choice: int) -> None:
+def _keep(at: Pass, state: int, k: int, label: MadPipeLabel, parent: int, choice: int) -> None:
     """Add a label to a state of k layers left unless it is dominated; remove dominated labels."""
     need, period, labels = at.need, at.period, at.labels
     load = 0 if label.load + need.most[k] <= period else label.load
     delay = label.delay
     if (delay & REST) + need.delay[k] <= period:
         delay = (delay >> SHIFT) << SHIFT
-    label = Label(delay, load, label.resident, label.group, label.peak)
+    label = MadPipeLabel(delay, load, label.resident, label.group, label.peak)
     if _covered(labels, state, label):
         return
     _remove_worse(labels, state, label)
@@ -241,7 +241,7 @@ def _keep(at: Pass, state: int, k: int, label: Label, parent: int, choice: int) 
 
 
 @njit(cache=True)
-def _covered(labels: Labels, state: int, label: Label) -> bool:
+def _covered(labels: MadPipeLabels, state: int, label: MadPipeLabel) -> bool:
     """Whether some label of the state dominates ``label``; the newest labels are compared first.
 
     A peak of an earlier group is not compared: a further stage keeps one microbatch less there than
@@ -260,7 +260,7 @@ def _covered(labels: Labels, state: int, label: Label) -> bool:
 
 
 @njit(cache=True)
-def _remove_worse(labels: Labels, state: int, label: Label) -> None:
+def _remove_worse(labels: MadPipeLabels, state: int, label: MadPipeLabel) -> None:
     """Remove the state's labels that ``label`` dominates, see ``_covered``."""
     rows, count = labels.rows, labels.filled[state]
     i = 0
@@ -284,7 +284,7 @@ def _remove_worse(labels: Labels, state: int, label: Label) -> None:
 
 
 @njit(cache=True)
-def _merge(at: Pass, state: int, label: Label) -> None:
+def _merge(at: Pass, state: int, label: MadPipeLabel) -> None:
     """Merge ``label`` into the closest one, in periods and memories, with the smaller values."""
     labels, period = at.labels, at.period
     rows, memory = labels.rows, at.form.memory[at.form.special]

@@ -6,13 +6,13 @@ from stagewright.formulations.patterns.joint_patterns import AllocationTables
 from stagewright.graphs.documents.arrays import Floats, Ints
 
 
-class Labels(NamedTuple):
+class MadPipeLabels(NamedTuple):
     """The labels of every state, shape (states, room, 7), and their number, shape (states,).
 
     State (l, p, o) has l layers and p normal groups left; o describes the stage placed last, see
-    ``pass_layer``. The fields of a label are those of ``Label``, its parent (state times the room
-    plus column), and the recomputation of the stage between them. ``work`` counts comparisons and
-    labels for which there was no room.
+    ``pass_layer``. The fields of a label are those of ``MadPipeLabel``, its parent (state times the
+    room plus column), and the recomputation of the stage between them. ``work`` counts comparisons
+    and labels for which there was no room.
     """
 
     rows: Ints
@@ -20,7 +20,7 @@ class Labels(NamedTuple):
     work: Ints
 
 
-class Label(NamedTuple):
+class MadPipeLabel(NamedTuple):
     """One label: the delay, and the load and memory of the special group so far.
 
     ``load`` is in ticks. In bytes, ``resident`` is kept by its stages at all times, ``group`` while
@@ -61,6 +61,6 @@ class Pass(NamedTuple):
     form: AllocationTables
     need: Need
     period: int
-    labels: Labels
+    labels: MadPipeLabels
     merging: bool
     steps: int

@@ -16,7 +16,7 @@ from stagewright.formulations.patterns.parallel_pipelines import Configuration, 
 from stagewright.graphs.documents.arrays import Floats
 
 
-class Costs(Protocol):
+class IterationCosts(Protocol):
     """The seconds of an iteration."""
 
     def floors(self, line: Line) -> Floats:
@@ -27,7 +27,7 @@ class Costs(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class BestConfiguration:
     """The best configuration and its seconds, None and inf if none fits.
 
     No configuration takes less than ``bound_seconds``, which is less than ``seconds`` only if the
@@ -42,7 +42,7 @@ class Choice:
     priced: int
 
 
-def best_configuration(family: Family, costs: Costs, limits: Limits) -> Choice:
+def best_configuration(family: Family, costs: IterationCosts, limits: Limits) -> BestConfiguration:
     """The configuration of ``family`` with the least seconds per iteration, thus the most samples.
 
     Of equal ones the first in the order of floors, widths and depths.
@@ -64,4 +64,4 @@ def best_configuration(family: Family, costs: Costs, limits: Limits) -> Choice:
             best, least = one, seconds
     else:
         bound = least
-    return Choice(best, least, min(bound, least), len(every), priced)
+    return BestConfiguration(best, least, min(bound, least), len(every), priced)

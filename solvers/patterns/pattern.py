@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 
-from stagewright.formulations.forms.answers import Limits, OnProgress, Progress, Status, silent
+from stagewright.formulations.forms.answers import Limits, Status, silent
 from stagewright.formulations.patterns.least_pattern import least_pattern, sequential
 from stagewright.formulations.patterns.one_f_one_b import pattern_load_bound, period_bound
 from stagewright.formulations.patterns.order_model import OrderModel
@@ -50,33 +50,22 @@ def best_pattern(
     *,
     backend: str | None = None,
     lower_seconds: float = 0.0,
-    upper: Pattern | None = None,
-    on_progress: OnProgress = silent,
 ) -> PatternAnswer:
     """The pattern of least period, or the best within ``limits``.
 
-    Parameters
-    ----------
-    backend
-        ``highs``, ``pulp-cbc`` or ``cvxpy`` for the mixed-integer program,
-        ``cp-sat`` for a search over periods. None: the backend of ``limits``, or else ``auto``,
-        which is the fastest, HiGHS.
-    lower_seconds
-        A period that is known to be a lower bound.
-    upper
-        A known pattern; the search ends as soon as it is proved optimal.
+    ``backend``: ``highs``, ``pulp-cbc`` or ``cvxpy`` for the mixed-integer program, ``cp-sat`` for
+    a search over periods. None: the backend of ``limits``, or else ``auto``, which is the fastest,
+    HiGHS. ``lower_seconds``: A period that is known to be a lower bound.
 
     Raises
     ------
     InputError
         If there is no such backend, or no operation takes time.
-    InvalidPlan
-        If ``upper`` breaks a rule.
     """
     backend = backend or limits.backend or "auto"
     require_pattern_backend(backend)
     began = perf_counter()
-    search = _PatternSearch(problem, limits, on_progress, began)
+    search = _PatternSearch(problem, limits, began)
     first = sequential(problem)
     if first.period <= 0:
         raise InputError("a pattern needs an operation of positive duration")
@@ -87,8 +76,6 @@ def best_pattern(
     search.prove(period_bound(problem), "memory of 1F1B*")
     search.prove(lower_seconds, "given bound")
     search.offer(first)
-    if upper is not None:
-        search.offer(upper)
     _list_schedules(search)
     if not search.closed:
         BACKENDS[backend](search)
@@ -101,7 +88,6 @@ class _PatternSearch:
 
     problem: PatternProblem
     limits: Limits
-    on_progress: OnProgress
     began: float
     bound: float = 0.0
     proved_by: str = ""
@@ -135,14 +121,11 @@ class _PatternSearch:
         """Check a pattern and keep it if it is the best."""
         if self.problem.evaluate(pattern) < self.period:
             self.best = pattern
-            self._report()
 
     def prove(self, bound: float, proved_by: str) -> None:
         """Keep a lower bound if it is the best."""
         if bound > self.bound:
             self.bound, self.proved_by = bound, proved_by
-            if self.best is not None:
-                self._report()
 
     def admit(self, orders: Ints) -> bool:
         """Offer the exact pattern of a solver's orders; if none fits, reduce room, return False.
@@ -171,10 +154,6 @@ class _PatternSearch:
         status = Status.OPTIMAL if self.closed else Status.FEASIBLE
         bound, seconds = min(self.bound, self.period), perf_counter() - self.began
         return PatternAnswer(self.best, self.period, bound, status, self.proved_by, seconds)
-
-    def _report(self) -> None:
-        seconds = perf_counter() - self.began
-        self.on_progress(Progress(seconds, self.period, min(self.bound, self.period)))
 
 
 def _by_rate(backend: str, name: str) -> Callable[[_PatternSearch], None]:

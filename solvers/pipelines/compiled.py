@@ -24,7 +24,7 @@ Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 T = TypeVar("T")
 
 # Numba's own types know no options of compilation targets.
-WITHOUT_COUNTS: dict[str, Any] = {"_nrt": False}
+_WITHOUT_COUNTS: dict[str, Any] = {"_nrt": False}
 
 
 class _Reference(types.Type):
@@ -151,7 +151,7 @@ def entry(kernel: Kernel) -> Kernel:
 
 def lean_entry(kernel: Kernel) -> Kernel:
     """Compile as :func:`entry` does, without counts of references: see :func:`lean`."""
-    made: Kernel = njit(**_ENTRY, **WITHOUT_COUNTS)(kernel)
+    made: Kernel = njit(**_ENTRY, **_WITHOUT_COUNTS)(kernel)
     return made
 
 
@@ -167,7 +167,7 @@ def lean(kernel: Kernel) -> Kernel:
     of that of short kernels. Such a kernel must not allocate, so neither copy nor combine arrays as
     a whole, nor return one: the caller would release it.
     """
-    return _part(kernel, WITHOUT_COUNTS)
+    return _part(kernel, _WITHOUT_COUNTS)
 
 
 def _part(kernel: Kernel, options: dict[str, Any]) -> Kernel:

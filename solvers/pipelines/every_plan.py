@@ -8,16 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.formulations.backprop.models import TWO_STREAMS, two_streams_bound
-from stagewright.formulations.pipelines.bounds.devices import (
-    EDGE_FINDING,
-    SLACK,
-    Tasks,
-    can_split,
-    is_refuted,
-    machine_bound,
-    tasks_of_stages,
-    window_of,
-)
+from stagewright.formulations.pipelines.bounds import devices
 from stagewright.formulations.pipelines.bounds.every_plan import (
     COPIES,
     LAYER,
@@ -47,11 +38,7 @@ PRECISION = 1e-3  # relative
 
 
 def device_bounds(
-    problem: PipelineProblem,
-    stages: Sequence[Stage],
-    plans: PlanClass,
-    cost: float,
-    seconds: float,
+    problem: PipelineProblem, stages: Sequence[Stage], plans: PlanClass, cost: float, seconds: float
 ) -> tuple[Bound, ...]:
     """Bounds on all schedules of ``stages``, and on the schedules with whole backwards.
 
@@ -59,22 +46,24 @@ def device_bounds(
     ``seconds``.
     """
     ends = monotonic() + seconds
-    classes = [EVERY_FINITE, WHOLE_FINITE] if any(can_split(problem, stages)) else [EVERY_FINITE]
+    classes = (
+        [EVERY_FINITE, WHOLE_FINITE] if any(devices.can_split(problem, stages)) else [EVERY_FINITE]
+    )
     found = []
     for one in classes:
-        tasks = tasks_of_stages(problem, stages, one.split_backward)
+        tasks = devices.tasks_of_stages(problem, stages, one.split_backward)
         known = _largest_bound(tasks, cost if one.contains(plans) else 0.0, ends)
-        found.append(Bound(known, EDGE_FINDING, "schedule", one))
+        found.append(Bound(known, devices.EDGE_FINDING, "schedule", one))
     return tuple(found)
 
 
-def _largest_bound(tasks: Tasks, cost: float, ends: float) -> float:
+def _largest_bound(tasks: devices.Tasks, cost: float, ends: float) -> float:
     """The largest target found that no schedule attains; ``cost`` is the time of a schedule."""
-    window = window_of(tasks)
-    low = machine_bound(tasks, window)
-    high, target = cost, cost * (1 - SLACK)
+    window = devices.window_of(tasks)
+    low = devices.machine_bound(tasks, window)
+    high, target = cost, cost * (1 - devices.SLACK)
     while high - low > PRECISION * cost and monotonic() < ends:
-        if is_refuted(tasks, target, window):
+        if devices.is_refuted(tasks, target, window):
             low = target
         else:
             high = target

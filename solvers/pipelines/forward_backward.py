@@ -23,10 +23,10 @@ from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetab
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.solvers.pipelines.compiled import entry, lean, least_index, refer
 
-EAGERNESS = (0.0, 0.25, 0.5, 1.0)
+_EAGERNESS = (0.0, 0.25, 0.5, 1.0)
 NOISE = (0.0, 0.2, 1.0, 3.0)  # in units of the longest block
 PATIENCE = 3000  # passes without improvement after which the search ends
-RESTART = 40  # passes after which the search starts again from a random rule
+_RESTART = 40  # passes after which the search starts again from a random rule
 
 
 def improve(
@@ -44,7 +44,7 @@ def improve(
     best = current = block_starts(problem, incumbent)
     cost, passes, last, began = search.makespan(best), 0, 0, perf_counter()
     while cost > target and passes - last < patience and limits.left(perf_counter() - began) > 0:
-        if passes % RESTART == RESTART - 1:
+        if passes % _RESTART == _RESTART - 1:
             current = search.as_early(search.random_rule())
         elif search.random.integers(2):
             current = best
@@ -73,13 +73,13 @@ class _ScheduleSearch:
 
     def as_early(self, priority: Floats) -> Floats:
         """Start times, the smaller ``priority`` first; both of shape (blocks, M)."""
-        return dispatch(self.early, priority, self.random.choice(EAGERNESS))
+        return dispatch(self.early, priority, self.random.choice(_EAGERNESS))
 
     def as_late(self, starts: Floats) -> Floats:
         """Latest start times, the (disturbed) latest finish of ``starts`` first."""
         finish = starts + self.durations[:, None] + self._noise(starts.shape)
         priority = np.ascontiguousarray(-finish[::-1, ::-1])
-        mirrored = dispatch(self.late, priority, self.random.choice(EAGERNESS))
+        mirrored = dispatch(self.late, priority, self.random.choice(_EAGERNESS))
         return np.ascontiguousarray(-(mirrored + self.late.durations[:, None])[::-1, ::-1])
 
     def random_rule(self) -> Floats:
@@ -99,7 +99,7 @@ class _ScheduleSearch:
         return np.asarray(unit * (by_block + by_entry), dtype=np.float64)
 
 
-class Rules(NamedTuple):
+class BlockRules(NamedTuple):
     """:class:`BlockGraph` as arrays for :func:`dispatch`; rows are filled up with ``NONE``.
 
     ``members`` are the blocks of each device and channel; ``wakes`` are the blocks whose next start
@@ -116,7 +116,7 @@ class Rules(NamedTuple):
     wakes: Ints
 
 
-def rules_of(blocks: BlockGraph) -> Rules:
+def rules_of(blocks: BlockGraph) -> BlockRules:
     """The arrays of ``blocks`` for the dispatcher."""
     n, own = len(blocks.durations), blocks.members()
     members = np.full((len(own), max(map(len, own))), NONE)
@@ -124,7 +124,7 @@ def rules_of(blocks: BlockGraph) -> Rules:
         members[machine, : len(row)] = row
     freed, limited = np.full(n, NONE), np.flatnonzero(blocks.freeing != NONE)
     freed[blocks.freeing[limited]] = limited
-    return Rules(
+    return BlockRules(
         durations=blocks.durations,
         releases=blocks.releases,
         machines=blocks.machines,
@@ -137,7 +137,7 @@ def rules_of(blocks: BlockGraph) -> Rules:
 
 
 @entry
-def dispatch(rules: Rules, priority: Floats, eagerness: float) -> Floats:
+def dispatch(rules: BlockRules, priority: Floats, eagerness: float) -> Floats:
     """Schedule generation after Giffler and Thompson (1960), with bounded waiting.
 
     The device or channel with the earliest possible completion of a block is scheduled next. Its
@@ -173,7 +173,7 @@ def dispatch(rules: Rules, priority: Floats, eagerness: float) -> Floats:
 
 
 @lean
-def _first_end(rules: Rules, machine: int, ready: Floats, free: Floats) -> float:
+def _first_end(rules: BlockRules, machine: int, ready: Floats, free: Floats) -> float:
     """The earliest completion of the next block of a device or channel."""
     end = np.inf
     for k in range(rules.members.shape[1]):
@@ -215,7 +215,7 @@ def _choice(
 
 
 @lean
-def _earliest(rules: Rules, block: int, starts: Floats, done: Ints) -> float:
+def _earliest(rules: BlockRules, block: int, starts: Floats, done: Ints) -> float:
     """Earliest start of ``block``'s next microbatch by its predecessors; inf if one is open."""
     m = done[block]
     if m == starts.shape[1]:

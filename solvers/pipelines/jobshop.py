@@ -6,10 +6,10 @@ from time import perf_counter
 
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress, Status, silent
 from stagewright.formulations.pipelines.jobshop import (
-    ByIntervals,
     JobShop,
+    JobShopByIntervals,
+    JobShopSchedule,
     Pair,
-    Schedule,
     static_bound,
 )
 from stagewright.solvers.backends.schedulers import scheduler, solve_intervals
@@ -31,7 +31,7 @@ class JobShopResult:
     ``gap`` is (cost - bound) / cost.
     """
 
-    schedule: Schedule | None
+    schedule: JobShopSchedule | None
     cost: int | None
     bound: int
     gap: float | None
@@ -45,25 +45,17 @@ class JobShopResult:
 def solve_jobshop(
     problem: JobShop, limits: Limits, on_progress: OnProgress = silent
 ) -> JobShopResult:
-    """The best schedule found within ``limits``, with a proved bound.
-
-    Raises
-    ------
-    InputError
-        If there is no such backend.
-    InvalidPlan
-        If a schedule breaks a rule of the problem.
-    """
+    """The best schedule found within ``limits``, with a proved bound."""
     began = perf_counter()
     scheduler(limits, problem.is_flexible)  # refuses an unknown backend before any work
     static, argument = static_bound(problem)
-    incumbent = dispatch_best(problem, limits)
-    form = ByIntervals(problem, incumbent).apply()
+    incumbent = _dispatch_best(problem, limits)
+    form = JobShopByIntervals(problem, incumbent).apply()
     left = replace(limits, seconds=limits.left(perf_counter() - began))
     answer = solve_intervals(form, left, on_progress)
     schedule = incumbent
     if answer.values is not None:
-        schedule = ByIntervals(problem).invert(answer.values)
+        schedule = JobShopByIntervals(problem).invert(answer.values)
     bound = static if answer.bound < static else round(answer.bound)
     proved_by = argument if bound == static else scheduler(limits).solver
     cost = None if schedule is None else problem.evaluate(*schedule)
@@ -81,9 +73,9 @@ def solve_jobshop(
     )
 
 
-def dispatch_best(problem: JobShop, limits: Limits) -> Schedule | None:
+def _dispatch_best(problem: JobShop, limits: Limits) -> JobShopSchedule | None:
     """The best schedule of the rules that end within ``limits``."""
-    best: Schedule | None = None
+    best: JobShopSchedule | None = None
     began = perf_counter()
     for rule in RULES:
         if limits.left(perf_counter() - began) <= 0:
@@ -95,7 +87,7 @@ def dispatch_best(problem: JobShop, limits: Limits) -> Schedule | None:
     return best
 
 
-def dispatch(problem: JobShop, rule: Rule) -> Schedule:
+def dispatch(problem: JobShop, rule: Rule) -> JobShopSchedule:
     """The active schedule that ``rule`` makes, smallest first (Giffler and Thompson 1960).
 
     A step with a choice of machines is on the one where it ends first.
@@ -129,7 +121,7 @@ def dispatch(problem: JobShop, rule: Rule) -> Schedule:
         ready[j] = free[machine] = start + duration
         if len(rows[j]) == len(choices[j]):
             open_jobs.remove(j)
-    return Schedule(
+    return JobShopSchedule(
         tuple(tuple(start for start, _ in row) for row in rows),
         tuple(tuple(machine for _, machine in row) for row in rows),
     )

@@ -108,7 +108,7 @@ def _hand_on(points: list[CurvePoint]) -> None:
 
 SEARCH = 0.5  # share of the time for schedules; the rest is for proofs that less is too slow
 STEPS = 256  # limits that are told apart where amounts have no common unit
-MOST_LEVELS = 100_000
+_MOST_LEVELS = 100_000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,7 +125,7 @@ class LeastMemory:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Levels:
+class MemoryLevels:
     """Limits of memory in rising order.
 
     ``exact``: memory in use is always one of them, else it can be between two.
@@ -224,13 +224,13 @@ class _LeastMemorySearch:
         return True
 
 
-def within(problem: MakespanProblem, levels: Levels, level: int) -> MakespanProblem:
+def within(problem: MakespanProblem, levels: MemoryLevels, level: int) -> MakespanProblem:
     """The problem with the given limit on every device whose own limit is not smaller."""
     limit = float(levels.limits[level])
     return replace(problem, memory=tuple(min(limit, own) for own in problem.memory))
 
 
-def memory_levels(problem: MakespanProblem) -> Levels:
+def memory_levels(problem: MakespanProblem) -> MemoryLevels:
     """The limits that differ, from one microbatch of all stages of a device to the problem's.
 
     Memory in use is a multiple of the greatest common divisor of all amounts. Where they have none,
@@ -242,12 +242,12 @@ def memory_levels(problem: MakespanProblem) -> Levels:
     least = float(ones.max())
     most = float(np.minimum(problem.memory, problem.microbatches * ones).max())
     unit = _common_unit([amount for amounts in problem.saved for amount in amounts])
-    if unit > 0 and (most - least) / unit < MOST_LEVELS:
+    if unit > 0 and (most - least) / unit < _MOST_LEVELS:
         count = math.floor((most - least) / unit + RELATIVE_TOLERANCE)
-        return Levels(_equally_spaced(least, unit, count + 1), exact=True)
+        return MemoryLevels(_equally_spaced(least, unit, count + 1), exact=True)
     if most <= least:
-        return Levels(np.array([least]), exact=True)
-    return Levels(_equally_spaced(least, (most - least) / (STEPS - 1), STEPS), exact=False)
+        return MemoryLevels(np.array([least]), exact=True)
+    return MemoryLevels(_equally_spaced(least, (most - least) / (STEPS - 1), STEPS), exact=False)
 
 
 def _equally_spaced(first: float, step: float, count: int) -> Floats:
@@ -268,7 +268,7 @@ def _common_unit(amounts: Sequence[float]) -> float:
     return largest * math.gcd(*(int(part * common) for part in parts)) / common
 
 
-def _excluded(problem: MakespanProblem, levels: Levels, target: float) -> tuple[int, str]:
+def _excluded(problem: MakespanProblem, levels: MemoryLevels, target: float) -> tuple[int, str]:
     """How many limits the bounds of the makespan exclude, and the name of the best bound."""
     low, high, proof = 0, len(levels.limits), ONE_MICROBATCH
     while low < high:

@@ -17,29 +17,29 @@ from stagewright.formulations.schedules.published.one_f_one_b import (
     pe,
 )
 from stagewright.graphs.documents.errors import InputError
-from stagewright.solvers.pipelines.forward_backward import Rules, dispatch, rules_of
+from stagewright.solvers.pipelines.forward_backward import BlockRules, dispatch, rules_of
 
-RuleKind = Literal["pe", "gpipe", "1f1b"]
-ListKind = Literal[RuleKind, "eager"]
-LIST_KINDS: tuple[ListKind, ...] = ("pe", "1f1b", "gpipe", "eager")
+_RuleKind = Literal["pe", "gpipe", "1f1b"]
+_ListKind = Literal[_RuleKind, "eager"]
+LIST_KINDS: tuple[_ListKind, ...] = ("pe", "1f1b", "gpipe", "eager")
 
 # Warm-up depths of the greedy rule, as multiples of 1F1B's: a deeper one hides slower transfers, a
 # shallower one starts backwards earlier.
-EAGER_DEPTHS = (1.0, 1.5, 2.0, 3.0, np.inf)
+_EAGER_DEPTHS = (1.0, 1.5, 2.0, 3.0, np.inf)
 
 
-def list_schedule(problem: MakespanProblem, kind: ListKind) -> Timetable | None:
+def list_schedule(problem: MakespanProblem, kind: _ListKind) -> Timetable | None:
     """The schedule of one rule; None if the rule violates the mapping or in-flight limits."""
     if kind == "eager":
-        schedules = [_eager(problem, depth) for depth in EAGER_DEPTHS]
+        schedules = [_eager(problem, depth) for depth in _EAGER_DEPTHS]
         return min(schedules, key=lambda times: times.makespan(problem))
     order = rule_order(problem, kind)
     return None if order is None else schedule_order(problem, order)
 
 
-def rule_order(problem: MakespanProblem, kind: RuleKind) -> Order | None:
+def rule_order(problem: MakespanProblem, kind: _RuleKind) -> Order | None:
     """The order of one rule; None if the rule violates the mapping or in-flight limits."""
-    rules: dict[RuleKind, Callable[[MakespanProblem], Order | None]] = {
+    rules: dict[_RuleKind, Callable[[MakespanProblem], Order | None]] = {
         "pe": lambda problem: pe(problem.device, problem.microbatches, problem.in_flight),
         "gpipe": _gpipe,
         "1f1b": _one_f_one_b,
@@ -47,7 +47,7 @@ def rule_order(problem: MakespanProblem, kind: RuleKind) -> Order | None:
     return rules[kind](problem)
 
 
-def best_list_schedule(problem: MakespanProblem) -> tuple[ListKind, Timetable]:
+def best_list_schedule(problem: MakespanProblem) -> tuple[_ListKind, Timetable]:
     """The shortest of all list schedules, and its rule."""
     found = [(kind, list_schedule(problem, kind)) for kind in LIST_KINDS]
     kept = [(kind, times) for kind, times in found if times is not None]
@@ -117,7 +117,7 @@ def _eager(problem: MakespanProblem, depth: float) -> Timetable:
 
 
 @lru_cache(maxsize=64)
-def _rules(device: tuple[int, ...], is_split: bool) -> Rules:
+def _rules(device: tuple[int, ...], is_split: bool) -> BlockRules:
     """The dispatcher's rules for stages on ``device``, with any durations and limits."""
     ones = (1.0,) * len(device)
     none = (0.0,) * (len(device) - 1)

@@ -7,22 +7,16 @@ from time import perf_counter
 import numpy as np
 
 from stagewright.formulations.forms.answers import Limits, silent
-from stagewright.formulations.pipelines.bounds.stages import (
-    BALANCE,
-    Balance,
-    placement_bounds,
-    plans_of,
-    quick_bound,
-)
+from stagewright.formulations.pipelines.bounds import stages
 from stagewright.formulations.pipelines.makespan import MakespanProblem
 from stagewright.formulations.plans.plan import Bound
 from stagewright.formulations.schedules.placements import Device
 from stagewright.graphs.documents.errors import InputError
 from stagewright.solvers.pipelines.rows.search import RowSearch, compile_row_kernels
 
-BALANCING = 0.2  # share of the time for the bound by balance
-TRIALS = 100  # placements that are tried if each takes its share of the time
-DRAWS = 100  # random neighbours, then random placements, among which one must be new
+_BALANCING = 0.2  # share of the time for the bound by balance
+_TRIALS = 100  # placements that are tried if each takes its share of the time
+_DRAWS = 100  # random neighbours, then random placements, among which one must be new
 
 
 def search_placement(
@@ -40,7 +34,7 @@ def search_placement(
     began = perf_counter()
     compile_row_kernels()
     random = np.random.default_rng(limits.seed)
-    trial = replace(limits, seconds=limits.seconds / TRIALS)
+    trial = replace(limits, seconds=limits.seconds / _TRIALS)
 
     def cost(device: Device, most: float) -> float:
         """The cost of the placement; infinite if its bound is no better than ``most``."""
@@ -48,7 +42,7 @@ def search_placement(
             problem = problem_on(device)
         except InputError:  # no room in memory
             return np.inf
-        bound = quick_bound(problem)
+        bound = stages.quick_bound(problem)
         if bound >= most:
             return np.inf
         search = RowSearch(problem, limits.seed)
@@ -59,8 +53,8 @@ def search_placement(
     costs = {device: cost(device, np.inf) for device in first}
     best = min(costs, key=costs.__getitem__)
     while costs[best] > target and limits.left(perf_counter() - began) > 0:
-        drawn = [_neighbour(best, random) for _ in range(DRAWS)]
-        drawn += [_numbered(random.integers(1 + max(best), size=len(best))) for _ in range(DRAWS)]
+        drawn = [_neighbour(best, random) for _ in range(_DRAWS)]
+        drawn += [_numbered(random.integers(1 + max(best), size=len(best))) for _ in range(_DRAWS)]
         new = (one for one in drawn if max(one) == max(best) and one not in costs)
         device = next(new, None)
         if device is None:
@@ -74,12 +68,12 @@ def placement_bound(problem: MakespanProblem, devices: int, limits: Limits) -> B
     """The best bound for every placement of the stages on that many devices."""
     from stagewright.solvers.backends.cpsat import run_integers  # CP-SAT is slow to import
 
-    plans = plans_of(problem)
-    found = placement_bounds(problem, devices, plans)
-    balance = Balance.of(problem, devices)
-    share = replace(limits, seconds=BALANCING * limits.seconds, backend=None)
+    plans = stages.plans_of(problem)
+    found = stages.placement_bounds(problem, devices, plans)
+    balance = stages.Balance.of(problem, devices)
+    share = replace(limits, seconds=_BALANCING * limits.seconds, backend=None)
     answer = run_integers(balance.form, share, silent)
-    balanced = Bound(answer.bound * balance.unit, BALANCE, "schedule", plans)
+    balanced = Bound(answer.bound * balance.unit, stages.BALANCE, "schedule", plans)
     return max((*found, balanced), key=lambda bound: bound.seconds)
 
 

@@ -31,7 +31,7 @@ ScheduleKind = Literal["gpipe", "1f1b", "pe", "optimal"]
 IMPROVEMENT = 0.05
 SEARCH = 0.9
 ROWS = 0.5
-ROW_SECONDS = 0.02  # at most, per computation, of the search for rows before CP-SAT
+_ROW_SECONDS = 0.02  # at most, per computation, of the search for rows before CP-SAT
 
 SMALL = 1000  # computations up to which CP-SAT helps where memory counts
 
@@ -72,13 +72,6 @@ def solve_schedule(
     An ``"optimal"`` schedule is never worse than any list schedule or ``incumbent``, which are
     checked first. The search ends when its cost equals a bound. It uses CP-SAT unless ``limits``
     names another backend; the others are for small cases.
-
-    Raises
-    ------
-    InputError
-        If there is no such backend.
-    InvalidPlan
-        If a schedule breaks a rule of the problem.
     """
     began = perf_counter()
     scheduler(limits)  # refuses an unknown backend before any work
@@ -153,7 +146,7 @@ def _row_seconds(problem: MakespanProblem, left: float) -> float:
     """The time for rows; CP-SAT needs the rest if it helps."""
     if not is_small(problem):
         return left
-    return min(ROWS * left, ROW_SECONDS * computations(problem))
+    return min(ROWS * left, _ROW_SECONDS * computations(problem))
 
 
 def _begin(search: RowSearch, incumbent: Timetable | None) -> None:
@@ -196,13 +189,7 @@ def _by_blocks(
 def given_schedule(
     problem: MakespanProblem, timetable: Timetable | None, source: str
 ) -> ScheduleResult:
-    """The result of a timetable of any ``source``, checked, with the bounds of the problem.
-
-    Raises
-    ------
-    InvalidPlan
-        If the timetable breaks a rule of the problem.
-    """
+    """The result of a timetable of any ``source``, checked, with the bounds of the problem."""
     began = perf_counter()
     bounds = schedule_bounds(problem)
     return _result(problem, timetable, source, bounds, perf_counter() - began)
@@ -253,11 +240,7 @@ def _searched(
 
 
 def _proved(
-    problem: MakespanProblem,
-    found: ScheduleResult,
-    limits: Limits,
-    began: float,
-    note: OnProgress,
+    problem: MakespanProblem, found: ScheduleResult, limits: Limits, began: float, note: OnProgress
 ) -> ScheduleResult:
     """Run a solver for the remaining time, for a better schedule, a better bound, or both."""
     assert found.timetable is not None

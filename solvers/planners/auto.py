@@ -3,13 +3,12 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from time import monotonic
 
 import numpy as np
 
 from stagewright.formulations.checking.check import require_valid
-from stagewright.formulations.forms.answers import Limits, OnProgress, Progress, Status
+from stagewright.formulations.forms.answers import Limits, OnProgress, Status
 from stagewright.formulations.pipelines.bounds.server_relaxation import (
     SHARED_SERVERS,
     SPLIT_SERVERS,
@@ -31,12 +30,7 @@ from stagewright.solvers.planners.grouped import plan_grouped
 from stagewright.solvers.planners.published import plan_published
 from stagewright.solvers.planners.servers import plan_servers
 from stagewright.solvers.planners.spp import plan_spp
-from stagewright.solvers.planners.steps.planner import (
-    ANY_RECOMPUTATION,
-    Options,
-    SearchPlanner,
-    checking_seconds,
-)
+from stagewright.solvers.planners.steps import planner
 from stagewright.solvers.planners.steps.proposal import (
     Attempt,
     Choices,
@@ -48,9 +42,10 @@ from stagewright.solvers.planners.steps.proposal import (
 from stagewright.solvers.planners.steps.warm_start import warm_start
 from stagewright.solvers.planners.structures.refine import refine
 from stagewright.solvers.planners.structures.reordering import reorder
-from stagewright.solvers.planners.structures.uniform import PlanFunction, plan_uniformly
+from stagewright.solvers.planners.structures.uniform import plan_uniformly
 
-_Step = tuple[str, PlanFunction, Callable[[], bool], float]
+_PlanWithin = Callable[[Limits], Proposal | NoPlan]
+_Step = tuple[str, _PlanWithin, Callable[[], bool], float]
 """A name, what plans, whether it is wanted, and its share of the time that is left."""
 
 _MANY_DEVICES = 64  # with more, to check a plan may take longer than SPP
@@ -76,22 +71,22 @@ def plan_auto(
     that share devices if that is best, and the exact joint planner. The order of the best plan is
     solved whenever it has new stages.
     """
-    portfolio = _Portfolio(problem, limits, on_progress, choices or Choices())
+    portfolio = _Portfolio(problem, limits, on_progress, choices=choices or Choices())
     if portfolio.choices.start is not None:
         portfolio.consider("given", portfolio.begin, limits.seconds / 10)
         if portfolio.has_time():
             portfolio.consider("given, improved", portfolio.climb, portfolio.left() / 8)
     if portfolio.has_time():
-        portfolio.consider("balanced", plan_balanced, limits.seconds / 3)
+        portfolio.consider("balanced", portfolio.balance, limits.seconds / 3)
     shared: tuple[_Step, ...] = (
         ("published", portfolio.publish, portfolio.has_time, 1 / 4),
         ("grouped", portfolio.group, portfolio.has_time, 1 / 4),
     )
-    spp: _Step = ("spp", plan_spp, portfolio.is_unsettled, 1 / 3)
+    spp: _Step = ("spp", portfolio.split, portfolio.is_unsettled, 1 / 3)
     for name, step, is_wanted, share in (
         *((spp, *shared) if len(problem.cluster) > _MANY_DEVICES else (*shared, spp)),
         ("spp, recomputing", portfolio.recompute, portfolio.is_short_of_memory, 1 / 4),
-        ("servers", plan_servers, portfolio.is_open, 1 / 4),
+        ("servers", portfolio.pack, portfolio.is_open, 1 / 4),
         ("refined", portfolio.refine, portfolio.is_open, 1 / 8),
         ("cp-sat schedule", portfolio.reschedule, portfolio.is_open, 1 / 3),
         ("grouped, ordered", portfolio.order, portfolio.is_unordered, 1 / 3),
@@ -110,16 +105,10 @@ def plan_auto(
 
 
 @dataclass
-class _Portfolio:
+class _Portfolio(planner.PlanSearch):
     """The best plan so far, and the attempts of all planners."""
 
-    problem: PipelineProblem
-    limits: Limits
-    on_progress: OnProgress
-    choices: Choices
-    began: float = field(default_factory=monotonic)
-    best: Proposal | None = None
-    cost: float = float("inf")
+    choices: Choices = field(kw_only=True)
     proposals: list[Proposal] = field(default_factory=list)
     fullest: float = 1.0
     plain: Proposal | None = None  # the best of disjoint split stages
@@ -130,7 +119,7 @@ class _Portfolio:
 
     def __post_init__(self) -> None:
         self.relaxation = FillAndDrain(self.problem)
-        self.predicted = self.checking = checking_seconds(self.problem)
+        self.predicted = self.checking = planner.checking_seconds(self.problem)
 
     def left(self) -> float:
         """The seconds left for a search whose plan is then checked."""
@@ -146,10 +135,10 @@ class _Portfolio:
             and not self.relaxation.proves(self.cost * (1 - _GOOD_ENOUGH))
         )
 
-    def consider(self, name: str, run: PlanFunction, seconds: float) -> None:
+    def consider(self, name: str, run: _PlanWithin, seconds: float) -> None:
         since = monotonic()
         limits = replace(self.limits, seconds=min(seconds, self.left()))
-        answer = run(self.problem, limits, self.on_progress)
+        answer = run(limits)
         spent = monotonic() - since
         for bound in answer.bounds:
             if bound.scope == "problem" and bound.plans.contains(DISJOINT_SPLIT):
@@ -166,18 +155,17 @@ class _Portfolio:
         self.attempts.append(Attempt(name, Status.FEASIBLE, cost, spent, notes))
         # A bound on a class of plans is valid for any plan; one on schedules only for its stages.
         worse = answer
-        fullest = fullest_share(self.problem, predicted)
+        fullest = _fullest_share(self.problem, predicted)
         self.proposals.append(answer)
-        if self.best is None or self._wins(answer, cost, fullest):
-            worse, self.best, self.cost = self.best or answer, answer, cost
-            self.fullest = fullest
-            made = partial(replace, answer)
-            self.on_progress(Progress(monotonic() - self.began, cost, 0.0, made))
+        best = self.best
+        if best is None or self._wins(answer, cost, fullest):
+            worse, best, self.fullest = best or answer, answer, fullest
+            self.keep(answer, cost)
         if cost < self.plain_cost and self._is_plain(answer):
             self.plain, self.plain_cost = answer, cost
-        same = worse.stages == self.best.stages
+        same = worse.stages == best.stages
         shared = [bound for bound in worse.bounds if same or bound.scope == "problem"]
-        self.best = replace(self.best, bounds=tuple(dict.fromkeys([*self.best.bounds, *shared])))
+        self.best = replace(best, bounds=tuple(dict.fromkeys([*best.bounds, *shared])))
 
     def _checked(self, name: str, answer: Proposal) -> Predicted:
         """The predictions of a valid plan; a slower check than predicted is noted."""
@@ -200,51 +188,48 @@ class _Portfolio:
             return fullest < self.fullest
         return len(answer.stages) <= len(self.best.stages)
 
-    def begin(
-        self, problem: PipelineProblem, limits: Limits, on_progress: OnProgress
-    ) -> Proposal | NoPlan:
+    def begin(self, limits: Limits) -> Proposal | NoPlan:
         """The given plan on the present devices."""
         assert self.choices.start is not None
-        return warm_start(problem, self.choices.start, self.choices, limits)
+        return warm_start(self.problem, self.choices.start, self.choices, limits)
 
-    def climb(
-        self, problem: PipelineProblem, limits: Limits, on_progress: OnProgress
-    ) -> Proposal | NoPlan:
+    def balance(self, limits: Limits) -> Proposal | NoPlan:
+        return plan_balanced(self.problem, limits, self.on_progress)
+
+    def split(self, limits: Limits) -> Proposal | NoPlan:
+        return plan_spp(self.problem, limits, self.on_progress)
+
+    def pack(self, limits: Limits) -> Proposal | NoPlan:
+        return plan_servers(self.problem, limits, self.on_progress)
+
+    def climb(self, limits: Limits) -> Proposal | NoPlan:
         """A search on the stages of the best plan."""
         if self.best is None:
             return NoPlan("no plan to refine", proved=False)
-        return refine(problem, self.best, limits, on_progress)
+        return refine(self.problem, self.best, limits, self.on_progress)
 
-    def group(
-        self, problem: PipelineProblem, limits: Limits, on_progress: OnProgress
-    ) -> Proposal | NoPlan:
+    def group(self, limits: Limits) -> Proposal | NoPlan:
         """A search over stages that share groups of devices."""
-        return plan_grouped(problem, self.proposals, limits, on_progress)
+        return plan_grouped(self.problem, self.proposals, limits, self.on_progress)
 
-    def reorder(
-        self, problem: PipelineProblem, limits: Limits, on_progress: OnProgress
-    ) -> Proposal | NoPlan:
+    def reorder(self, limits: Limits) -> Proposal | NoPlan:
         """A better order of the computations of the best plan."""
         assert self.best is not None
         self.ordered.add(self.best.stages)
-        return reorder(problem, self.best, limits, on_progress)
+        return reorder(self.problem, self.best, limits, self.on_progress)
 
-    def order(
-        self, problem: PipelineProblem, limits: Limits, on_progress: OnProgress
-    ) -> Proposal | NoPlan:
+    def order(self, limits: Limits) -> Proposal | NoPlan:
         """A better order of the best plan, whose stages no other step has ordered."""
         run = self.reorder if self.cost < self.plain_cost else self.reschedule
-        return run(problem, limits, on_progress)
+        return run(limits)
 
-    def bound(
-        self, problem: PipelineProblem, limits: Limits, on_progress: OnProgress
-    ) -> Proposal | NoPlan:
+    def bound(self, limits: Limits) -> Proposal | NoPlan:
         """The best plan, with a bound on plans that share devices if the plan shares devices."""
         assert self.best is not None
         plans = class_of_proposal(self.best)
         for known, name in ((SHARED_WHOLE, SHARED_SERVERS), (SHARED_SPLIT, SPLIT_SERVERS)):
             if known.contains(plans):
-                seconds = server_bound(problem, self.cost, limits.seconds, known)
+                seconds = server_bound(self.problem, self.cost, limits.seconds, known)
                 found = Bound(seconds, name, "problem", known)
                 return replace(self.best, bounds=(*self.best.bounds, found))
         return NoPlan("no relaxation of the class of this plan", proved=False)
@@ -273,51 +258,39 @@ class _Portfolio:
         allowed = self.choices.recompute != "none" and self.has_time()
         return allowed and (self.best is None or self.fullest > FULL)
 
-    def recompute(
-        self, problem: PipelineProblem, limits: Limits, on_progress: OnProgress
-    ) -> Proposal | NoPlan:
+    def recompute(self, limits: Limits) -> Proposal | NoPlan:
         """SPP's plan with recomputation in every stage, as a start for the general search."""
         mode: MemoryMode = "layer" if self.choices.recompute == "layer" else "full"
-        return plan_uniformly(plan_spp, problem, limits, on_progress, (mode,))
+        return plan_uniformly(plan_spp, self.problem, limits, self.on_progress, (mode,))
 
-    def publish(
-        self, problem: PipelineProblem, limits: Limits, on_progress: OnProgress
-    ) -> Proposal | NoPlan:
+    def publish(self, limits: Limits) -> Proposal | NoPlan:
         """The best published schedule; with recomputation where memory is short."""
         modes = self.choices.any_mode.recomputations if self.is_short_of_memory() else ("none",)
-        return plan_published(problem, self.cost, modes, limits, on_progress)
+        return plan_published(self.problem, self.cost, modes, limits, self.on_progress)
 
-    def search(
-        self, problem: PipelineProblem, limits: Limits, on_progress: OnProgress
-    ) -> Proposal | NoPlan:
-        return plan_general(problem, limits, on_progress, self.choices, self.proposals)
+    def search(self, limits: Limits) -> Proposal | NoPlan:
+        return plan_general(self.problem, limits, self.on_progress, self.choices, self.proposals)
 
-    def refine(
-        self, problem: PipelineProblem, limits: Limits, on_progress: OnProgress
-    ) -> Proposal | NoPlan:
+    def refine(self, limits: Limits) -> Proposal | NoPlan:
         if self.plain is None:
             return NoPlan("only split stages on disjoint devices are refined", proved=False)
-        return refine(problem, self.plain, limits, on_progress)
+        return refine(self.problem, self.plain, limits, self.on_progress)
 
-    def reschedule(
-        self, problem: PipelineProblem, limits: Limits, on_progress: OnProgress
-    ) -> Proposal | NoPlan:
+    def reschedule(self, limits: Limits) -> Proposal | NoPlan:
         if self.plain is None:
             return NoPlan("only split stages on disjoint devices are rescheduled", proved=False)
-        scheduling = scheduling_of(problem, self.plain.stages)
+        scheduling = scheduling_of(self.problem, self.plain.stages)
         assert scheduling is not None
         self.ordered.add(self.plain.stages)
         known = timetable_of(self.plain.starts)
-        solved = solve_schedule(scheduling, "optimal", limits, on_progress, known)
+        solved = solve_schedule(scheduling, "optimal", limits, self.on_progress, known)
         assert solved.timetable is not None
         bound = Bound(solved.bound, solved.proved_by, "schedule", DISJOINT_SPLIT)
-        starts = starts_of(problem, self.plain.stages, solved.timetable)
+        starts = starts_of(self.problem, self.plain.stages, solved.timetable)
         return replace(self.plain, starts=starts, bounds=(*self.plain.bounds, bound))
 
-    def prove(
-        self, problem: PipelineProblem, limits: Limits, on_progress: OnProgress
-    ) -> Proposal | NoPlan:
-        return improve_exactly(problem, self.plain, limits, on_progress)
+    def prove(self, limits: Limits) -> Proposal | NoPlan:
+        return improve_exactly(self.problem, self.plain, limits, self.on_progress)
 
     def _is_plain(self, answer: Proposal) -> bool:
         """Whether the plan has disjoint split stages and whole backwards."""
@@ -337,7 +310,7 @@ class _Portfolio:
         return NoPlan(f"{self.limits.end} came before any plan was found", False, bounds, attempts)
 
 
-def fullest_share(problem: PipelineProblem, predicted: Predicted) -> float:
+def _fullest_share(problem: PipelineProblem, predicted: Predicted) -> float:
     """The largest share of its memory that a device needs at its peak."""
     index = problem.cluster.index
     return max(
@@ -346,10 +319,10 @@ def fullest_share(problem: PipelineProblem, predicted: Predicted) -> float:
     )
 
 
-PLANNER = SearchPlanner(
+PLANNER = planner.SearchPlanner(
     "auto",
     "the best of several searches within the time limit, then its schedule improved by CP-SAT",
     "portfolio",
     plan_auto,
-    Options(ANY_RECOMPUTATION, offload=True, start=True),
+    planner.PlannerOptions(planner.ANY_RECOMPUTATION, offload=True, start=True),
 )

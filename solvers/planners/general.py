@@ -26,11 +26,15 @@ from stagewright.graphs.machines.ordering import recursive_device_order
 from stagewright.solvers.pipelines.every_plan import every_plan_bounds
 from stagewright.solvers.pipelines.structures.scheduling import (
     EQUAL,
-    Rule,
+    Priority,
     best_schedule,
     rules_for,
 )
-from stagewright.solvers.planners.steps.planner import ANY_RECOMPUTATION, Options, SearchPlanner
+from stagewright.solvers.planners.steps.planner import (
+    ANY_RECOMPUTATION,
+    PlannerOptions,
+    SearchPlanner,
+)
 from stagewright.solvers.planners.steps.proposal import (
     Choices,
     NoPlan,
@@ -100,7 +104,7 @@ class _StructureSearch:
     starts: Blocks | None = None
     reason: str = "no structure was tried"
     scores: dict[Structure, Score] = field(default_factory=dict)
-    wins: Counter[Rule] = field(default_factory=Counter)  # rules with more wins are tried first
+    wins: Counter[Priority] = field(default_factory=Counter)  # rules with more wins are tried first
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.limits.seed)
@@ -249,5 +253,5 @@ PLANNER = SearchPlanner(
     "recomputation, offloading",
     "list schedules within memory",
     plan_from_start,
-    Options(ANY_RECOMPUTATION, offload=True, start=True),
+    PlannerOptions(ANY_RECOMPUTATION, offload=True, start=True),
 )

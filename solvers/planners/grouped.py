@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from time import monotonic
 
 import numpy as np
 
-from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
+from stagewright.formulations.forms.answers import Limits, OnProgress
 from stagewright.formulations.pipelines.bounds.stages import quick_bound
 from stagewright.formulations.pipelines.grouped_stages import GroupedStages, is_grouped, splits
 from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
@@ -28,6 +27,7 @@ from stagewright.graphs.machines.ordering import recursive_device_order
 from stagewright.solvers.pipelines.forward_backward import improve
 from stagewright.solvers.pipelines.list_scheduling import best_list_schedule
 from stagewright.solvers.pipelines.rows.search import RowSearch, compile_row_kernels
+from stagewright.solvers.planners.steps.planner import PlanSearch
 from stagewright.solvers.planners.steps.proposal import NoPlan, Proposal, cost_of, structure_of
 from stagewright.solvers.planners.structures.arrangements import pipelines
 from stagewright.solvers.planners.structures.reordering import grouped_starts
@@ -58,13 +58,7 @@ def _is_grouped(structure: Structure) -> bool:
 
 
 @dataclass
-class _GroupedSearch:
-    problem: PipelineProblem
-    limits: Limits
-    on_progress: OnProgress
-    began: float = field(default_factory=monotonic)
-    best: Proposal | None = None
-    cost: float = float("inf")
+class _GroupedSearch(PlanSearch):
     scores: dict[Structure, float] = field(default_factory=dict)
 
     def run(self, known: Sequence[Proposal]) -> None:
@@ -88,7 +82,7 @@ class _GroupedSearch:
             if not self._over():
                 bounds[seed] = self._bound(seed)
         for seed in sorted(bounds, key=bounds.__getitem__):
-            if self._left() >= self.limits.seconds / 2:
+            if self.left() >= self.limits.seconds / 2:
                 self._score(seed, self.cost)
 
     def _vary(
@@ -102,11 +96,8 @@ class _GroupedSearch:
             del moves[start]
             moves[found] = self._neighbours(found, rng)
 
-    def _left(self) -> float:
-        return self.limits.left(monotonic() - self.began)
-
     def _over(self) -> bool:
-        return self._left() <= 0
+        return self.left() <= 0
 
     def _seeds(self) -> Iterator[Structure]:
         """Balanced pipelines on groups of devices, with split backwards where layers allow."""
@@ -141,9 +132,7 @@ class _GroupedSearch:
             found = Proposal(structure.stages, grouped_starts(grouped, times))
             score = cost_of(self.problem, found)
             if score < self.cost:
-                self.best, self.cost = found, score
-                made = partial(Proposal, found.stages, found.starts)
-                self.on_progress(Progress(monotonic() - self.began, score, 0.0, made))
+                self.keep(found, score)
         self.scores[structure] = score
         return score
 
@@ -159,7 +148,7 @@ class _GroupedSearch:
             return rows.timetable()
         times, target = best_list_schedule(scheduling)[1], quick_bound(scheduling)
         for passes in PASSES:
-            left = replace(self.limits, seconds=self._left())
+            left = replace(self.limits, seconds=self.left())
             times = improve(scheduling, times, target, left, passes)
             if times.makespan(scheduling) > NEAR * ceiling:
                 break

@@ -9,14 +9,13 @@ of the best plans are then moved layer by layer.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import pairwise
 from time import monotonic
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
+from stagewright.formulations.forms.answers import Limits, OnProgress
 from stagewright.formulations.pipelines.bounds.relaxation import FILL_AND_DRAIN, WIDE_FILL_AND_DRAIN
 from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.plans.memory import kept_bytes, stage_static_bytes
@@ -31,8 +30,8 @@ from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import counted
 from stagewright.solvers.pipelines.relaxation import FillAndDrain
-from stagewright.solvers.planners.order import Layout, fitting, timed
-from stagewright.solvers.planners.steps.planner import Options, SearchPlanner
+from stagewright.solvers.planners.order import StagedOrder, fitting, timed
+from stagewright.solvers.planners.steps.planner import PlannerOptions, PlanSearch, SearchPlanner
 from stagewright.solvers.planners.steps.proposal import (
     Choices,
     MemoryMode,
@@ -65,22 +64,16 @@ SEARCHING = 0.8  # of the time limit; the rest is for the bound
 def plan_launchable(
     problem: PipelineProblem, limits: Limits, on_progress: OnProgress, choices: Choices
 ) -> Proposal | NoPlan:
-    """The best plan found for the runtime of ``choices``, with a bound on all of its plans.
-
-    Raises
-    ------
-    InputError
-        If no plan for the runtime has the recomputation that is asked for.
-    """
+    """The best plan found for the runtime of ``choices``, with a bound on all of its plans."""
     runtime = choices.runtime or torch_runtime(len(problem.chain))
     runtime.require(choices.recompute, "none")
-    search = _Search(problem, runtime, limits, on_progress)
+    search = _LaunchableSearch(problem, limits, on_progress, runtime=runtime)
     search.run(choices)
     if search.best is None:
         return NoPlan(f"{runtime.name}: {search.refusal}", proved=not search.shapes)
     pipelines = counted(search.candidates, "pipeline", "pipelines")
     notes = (f"{pipelines}, {search.timed} of their cuts timed", *search.best.notes)
-    bounds = _bounds(problem, runtime, search.cost, search.seconds_left() / 2)
+    bounds = _bounds(problem, runtime, search.cost, search.left() / 2)
     return replace(search.best, bounds=bounds, notes=notes)
 
 
@@ -103,15 +96,11 @@ def _bounds(
 
 
 @dataclass(frozen=True, slots=True)
-class _Candidate:
+class _GroupCandidate:
     """A schedule on groups of devices, whose stages are not cut yet.
 
-    Attributes
-    ----------
-    least
-        Seconds that the slowest group computes at least, in an iteration.
-    estimate
-        The same, with the time in which the pipeline fills and drains.
+    ``least``: seconds that the slowest group computes at least, in an iteration. ``estimate``: the
+    same, with the time in which the pipeline fills and drains.
     """
 
     kind: str
@@ -126,20 +115,14 @@ class _Candidate:
 class _Pipeline:
     """A candidate with its order and its cuts."""
 
-    candidate: _Candidate
+    candidate: _GroupCandidate
     order: Order
     cuts: tuple[int, ...]
 
 
-@dataclass
-class _Search:
-    problem: PipelineProblem
+@dataclass(kw_only=True)
+class _LaunchableSearch(PlanSearch):
     runtime: Runtime
-    limits: Limits
-    on_progress: OnProgress
-    began: float = field(default_factory=monotonic)
-    best: Proposal | None = None
-    cost: float = math.inf
     timed: int = 0
     candidates: int = 0
     shapes: int = 0  # numbers and sizes of groups
@@ -172,17 +155,13 @@ class _Search:
             f"{counted(cuts, 'place', 'places')} to cut the model"
         )
 
-    def seconds_left(self) -> float:
-        """Seconds to the limit."""
-        return self.limits.left(monotonic() - self.began)
-
     def _left(self) -> float:
         """Seconds left to search."""
-        return self.seconds_left() - (1 - SEARCHING) * self.limits.seconds
+        return self.left() - (1 - SEARCHING) * self.limits.seconds
 
     # --- Candidates ---------------------------------------------------------------------------
 
-    def _candidates(self, modes: Sequence[MemoryMode]) -> Iterator[_Candidate]:
+    def _candidates(self, modes: Sequence[MemoryMode]) -> Iterator[_GroupCandidate]:
         """The candidates on the first arrangement of devices, then as long as there is time."""
         others = []
         for r, ranks in self._sizes():
@@ -206,7 +185,7 @@ class _Search:
 
     def _on(
         self, groups: tuple[tuple[int, ...], ...], modes: Sequence[MemoryMode]
-    ) -> Iterator[_Candidate]:
+    ) -> Iterator[_GroupCandidate]:
         whole = self.problem.layer_with_whole_backward(0, len(self.problem.chain)) is not None
         for kind, chunks in self.runtime.shapes(len(groups)):
             for mode in modes if not (whole and KINDS[kind].is_split) else ():
@@ -214,7 +193,7 @@ class _Search:
 
     def _candidate(
         self, kind: str, chunks: int, groups: tuple[tuple[int, ...], ...], mode: MemoryMode
-    ) -> Iterator[_Candidate]:
+    ) -> Iterator[_GroupCandidate]:
         """The candidate; none if nothing fits, be there only one microbatch in each stage."""
         way = KINDS[kind].placement
         device = placed("loop" if way == "line" else way, len(groups), chunks)
@@ -229,9 +208,9 @@ class _Search:
         load = float(np.bincount(device, seconds).max())
         fill = load * (len(groups) - 1) / chunks * (_SPLIT_FILL if KINDS[kind].is_split else 1)
         least = self.problem.microbatches * load
-        yield _Candidate(kind, chunks, groups, mode, least, least + fill)
+        yield _GroupCandidate(kind, chunks, groups, mode, least, least + fill)
 
-    def _pipeline(self, one: _Candidate) -> _Pipeline | None:
+    def _pipeline(self, one: _GroupCandidate) -> _Pipeline | None:
         """The candidate with its order, and cuts that leave room for the microbatches in flight."""
         try:
             sizes = Sizes(len(one.groups), self.problem.microbatches, one.chunks)
@@ -323,7 +302,7 @@ class _Search:
             with_memory_mode(Stage(layers, tuple(names[v] for v in groups[d])), mode)
             for d, layers in zip(one.order.device, pairwise(one.cuts), strict=True)
         )
-        found = timed(self.problem, kind, Layout(one.order, stages))
+        found = timed(self.problem, kind, StagedOrder(one.order, stages))
         cost = cost_of(self.problem, found) if isinstance(found, Proposal) else math.inf
         if isinstance(found, Proposal) and cost < ceiling:
             found = fitting(self.problem, kind, found)
@@ -333,9 +312,7 @@ class _Search:
         if cost >= ceiling:
             return math.inf
         if cost < self.cost:
-            self.best, self.cost = replace(found, notes=(kind, *found.notes)), cost
-            made = partial(replace, self.best)
-            self.on_progress(Progress(monotonic() - self.began, cost, 0.0, made))
+            self.keep(replace(found, notes=(kind, *found.notes)), cost)
         return cost
 
     def _climb(self, one: _Pipeline, cost: float) -> None:
@@ -382,5 +359,5 @@ PLANNER = SearchPlanner(
     "plans that a framework runs as they are (--for): equal groups of devices, its own orders",
     "the frameworks' runtimes; published schedules",
     plan_launchable,
-    Options(("none", "full", "layer", "auto"), runtime=True),
+    PlannerOptions(("none", "full", "layer", "auto"), runtime=True),
 )

@@ -5,10 +5,11 @@ gradients, then the optimizer steps and forwards; microbatches follow each other
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import cycle, product
+from operator import itemgetter
 
 import numpy as np
 
@@ -26,7 +27,6 @@ from stagewright.graphs.documents.units import format_seconds
 from stagewright.solvers.backprop.regions import schedule_streams
 from stagewright.solvers.planners.steps.proposal import Proposal, cost_of
 
-ROUNDING = 1e-12  # relative; a proposal that is better by less is not
 _Sub = tuple[Action, ...]
 """Weight gradients in the order of the sub-stream."""
 
@@ -46,15 +46,19 @@ def require_one_device(problem: PipelineProblem) -> None:
         )
 
 
-def one_device_proposals(problem: PipelineProblem) -> Iterator[Proposal]:
-    """One stream, two in the usual order, Algorithm 1 on several regionings, and a local search."""
+def one_device_proposals(problem: PipelineProblem, ended: Callable[[], bool]) -> Iterator[Proposal]:
+    """One stream, two in the usual order, Algorithm 1 on several regionings, and a local search.
+
+    The local search asks ``ended`` before every step whether its time is over.
+    """
     require_one_device(problem)
-    yield from _OneDevice(problem).proposals()
+    yield from _OneDevice(problem, ended).proposals()
 
 
 @dataclass(frozen=True)
 class _OneDevice:
     problem: PipelineProblem
+    ended: Callable[[], bool]
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
@@ -136,20 +140,23 @@ class _OneDevice:
                 return
             if least <= floor * (1 + ROUNDING):
                 return
-            places = [*self._with(tuple(one for one in sub if one != moved), moved)]
-            found = min(places, key=self._end)
-            end = self._end(found)
+            others = tuple(one for one in sub if one != moved)
+            places = [(self._end(one), one) for one in self._with(others, moved)]
+            if not places:  # the time is over
+                return
+            end, found = min(places, key=itemgetter(0))
             tried, unchanged = tried + len(places), unchanged + 1
             if end < least * (1 - ROUNDING):
                 sub, least, unchanged = found, end, 0
                 yield sub
 
     def _with(self, others: _Sub, moved: Action) -> Iterator[_Sub]:
-        """Sub-streams without ``moved``, and with ``moved`` in every place (or some of many)."""
-        yield others
+        """Sub-streams without ``moved``, and with it in every place (or some of many), in time."""
         step = max(1, len(others) // _MOST_PLACES)
-        for place in range(0, len(others) + 1, step):
-            yield (*others[:place], moved, *others[place:])
+        for place in (None, *range(0, len(others) + 1, step)):
+            if self.ended():
+                return
+            yield others if place is None else (*others[:place], moved, *others[place:])
 
     def _end(self, sub: _Sub) -> float:
         """Seconds of the window; inf if the streams wait for each other."""

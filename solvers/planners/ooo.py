@@ -7,7 +7,7 @@ plan that follows it, so that optimizer steps count as well.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from time import monotonic
@@ -17,7 +17,7 @@ import numpy as np
 
 from stagewright.formulations.backprop.of_stages import common_problem, splits, stage_bounds
 from stagewright.formulations.backprop.orders import OutOfOrder, fast_forward, reverse_first_k
-from stagewright.formulations.backprop.problem import BackpropProblem, Timetable
+from stagewright.formulations.backprop.problem import BackpropProblem, WindowTimes
 from stagewright.formulations.checking.peaks import memory_exceeded, peaks
 from stagewright.formulations.checking.times import read_times
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
@@ -36,7 +36,7 @@ from stagewright.solvers.planners.one_device import (
     one_device_proposals,
     require_one_device,
 )
-from stagewright.solvers.planners.steps.planner import Options, SearchPlanner
+from stagewright.solvers.planners.steps.planner import PlannerOptions, SearchPlanner
 from stagewright.solvers.planners.steps.proposal import Choices, NoPlan, Proposal, cost_of
 
 
@@ -67,7 +67,7 @@ def plan_ooo(
     asked, began = choices.out_of_order or OutOfOrder(), monotonic()
     best: Proposal | None = None
     cost, short = math.inf, _Shortage(math.inf, "the time limit came before any plan was found")
-    for found in _proposals(problem, asked):
+    for found in _proposals(problem, asked, lambda: limits.left(monotonic() - began) <= 0):
         if isinstance(found, _Shortage):
             short = min(short, found)
             continue
@@ -88,10 +88,12 @@ class _Shortage(NamedTuple):
     reason: str
 
 
-def _proposals(problem: PipelineProblem, asked: OutOfOrder) -> Iterator[Proposal | _Shortage]:
+def _proposals(
+    problem: PipelineProblem, asked: OutOfOrder, ended: Callable[[], bool]
+) -> Iterator[Proposal | _Shortage]:
     """Proposals that fit in memory, and the shortage of every proposal that does not."""
     if asked.training == "single":
-        for found in one_device_proposals(problem):
+        for found in one_device_proposals(problem, ended):
             yield _shortage(problem, found) or found
         return
     for setting in _settings(problem, asked):
@@ -201,7 +203,7 @@ class _Setting:
         order = list_schedule(self.common, reverse_first_k(self.common, k))
         return self.proposal(f"reverse first {k}", order)
 
-    def timetables(self, asked: OutOfOrder) -> Iterator[tuple[str, Timetable]]:
+    def timetables(self, asked: OutOfOrder) -> Iterator[tuple[str, WindowTimes]]:
         """Named timetables of the common problem; a given k is the only one."""
         common, count = self.common, len(self.stages)
         if asked.reversed_layers is not None:
@@ -217,7 +219,7 @@ class _Setting:
         assert timetable is not None  # the common problem has no limit of memory here
         yield source, timetable
 
-    def proposal(self, name: str, timetable: Timetable) -> Proposal:
+    def proposal(self, name: str, timetable: WindowTimes) -> Proposal:
         """The plan that follows a timetable, everything as early as possible."""
         orders, reductions = self._orders(timetable)
         starts = earliest_starts(self.problem, self.stages, orders, reductions)
@@ -234,7 +236,7 @@ class _Setting:
         bounds = stage_bounds(self.problem, self.stages)
         return Proposal(self.stages, starts, bounds, notes=tuple(notes), begins="backward")
 
-    def _orders(self, timetable: Timetable) -> tuple[Orders, tuple[int, ...] | None]:
+    def _orders(self, timetable: WindowTimes) -> tuple[Orders, tuple[int, ...] | None]:
         """Computations of every device and all-reduces by their start."""
         common, place = self.common, np.empty(len(self.common.operations))
         place[list(common.topological)] = np.arange(len(place))
@@ -269,5 +271,5 @@ PLANNER = SearchPlanner(
     "fast-forwarding and modulo allocation for pipelines, two streams on a single device",
     "Oh et al., EuroSys 2022, 4.1, 5.1 and 5.2",
     plan_ooo,
-    Options(out_of_order=True),
+    PlannerOptions(out_of_order=True),
 )

@@ -38,7 +38,11 @@ from stagewright.formulations.schedules.timing import ActivationMemory
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.ordering import recursive_device_order
 from stagewright.solvers.pipelines.structures.scheduling import best_schedule
-from stagewright.solvers.planners.steps.planner import ANY_RECOMPUTATION, Options, SearchPlanner
+from stagewright.solvers.planners.steps.planner import (
+    ANY_RECOMPUTATION,
+    PlannerOptions,
+    SearchPlanner,
+)
 from stagewright.solvers.planners.steps.proposal import (
     Choices,
     MemoryMode,
@@ -56,7 +60,7 @@ Found = Proposal | PeriodicProposal | NoPlan
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class StagedOrder:
     """An order on the stages of a model; ``note`` says why devices are left over."""
 
     order: Order
@@ -105,20 +109,14 @@ def _seconds(problem: PipelineProblem, found: Proposal | PeriodicProposal) -> fl
 # --- Published schedules ----------------------------------------------------------------------
 
 
-def _largest_layout(problem: PipelineProblem, asked: ScheduleChoice) -> Layout:
+def _largest_layout(problem: PipelineProblem, asked: ScheduleChoice) -> StagedOrder:
     """The layout on as many devices as the schedule and the layers allow."""
     order, note = _largest_order(problem, asked)
-    return Layout(order, stages_of(order, *_cuts(problem, asked.kind, copies_of(order))), note)
+    return StagedOrder(order, stages_of(order, *_cuts(problem, asked.kind, copies_of(order))), note)
 
 
 def require_order(problem: PipelineProblem, choices: Choices) -> None:
-    """Refuse a published schedule that does not exist for these devices, layers, microbatches.
-
-    Raises
-    ------
-    InputError
-        As :func:`plan_order`.
-    """
+    """Refuse a published schedule that does not exist for these devices, layers, microbatches."""
     asked = choices.order or ScheduleChoice()
     if asked.kind == OPTIMAL:
         return
@@ -177,20 +175,14 @@ def _cuts(
     return cuts, [problem.cluster.devices[v].name for v in devices]
 
 
-def _published(problem: PipelineProblem, name: str, layout: Layout) -> Found:
+def _published(problem: PipelineProblem, name: str, layout: StagedOrder) -> Found:
     """The plan of a published schedule on given stages."""
     found = timed(problem, name, layout)
     return fitting(problem, name, found) if isinstance(found, Proposal) else found
 
 
-def timed(problem: PipelineProblem, name: str, layout: Layout) -> Found:
-    """The plan of a published schedule on given stages; memory is not checked at every instant.
-
-    Raises
-    ------
-    InputError
-        If the schedule needs the times of both parts of a backward, and there are none.
-    """
+def timed(problem: PipelineProblem, name: str, layout: StagedOrder) -> Found:
+    """The plan of a published schedule on given stages; memory is not checked at every instant."""
     kind, order, stages = KINDS[name], layout.order, layout.stages
     if kind.is_split:
         _require_parts(problem, name)
@@ -214,11 +206,6 @@ def in_order(
     """The proposal that follows an order as early as possible; memory is not checked.
 
     All-reduces and optimizer steps follow the backwards.
-
-    Raises
-    ------
-    InputError
-        If the devices deadlock.
     """
     starts = starts_to_the_end(problem, stages, order, WEIGHT_RULES[weights])
     return Proposal(stages, starts, weights=weights)
@@ -243,7 +230,7 @@ def _weights(rule: Weights, name: str, stages: Sequence[Stage]) -> tuple[Weights
     return rule, ""
 
 
-def _priced(problem: PipelineProblem, layout: Layout) -> Sizes:
+def _priced(problem: PipelineProblem, layout: StagedOrder) -> Sizes:
     """The sizes with the times of the stages, and with the memory that their devices have left.
 
     What a stage saves is kept until its weight gradient; one recomputation at a time has room.
@@ -265,7 +252,7 @@ def _priced(problem: PipelineProblem, layout: Layout) -> Sizes:
 
 
 def _without_flush(
-    problem: PipelineProblem, name: str, layout: Layout
+    problem: PipelineProblem, name: str, layout: StagedOrder
 ) -> PeriodicProposal | NoPlan:
     """1F1B's pattern at its least period: iterations overlap, with two versions of the weights."""
     asked = pattern_problem(problem, layout.stages)
@@ -318,5 +305,5 @@ PLANNER = SearchPlanner(
     "balanced stages, one on every device or several, in a published or the optimal schedule",
     "`stagewright schedule`, sources of its kinds",
     plan_order,
-    Options(ANY_RECOMPUTATION, order=True),
+    PlannerOptions(ANY_RECOMPUTATION, order=True),
 )

@@ -43,7 +43,7 @@ from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MAX_MICROBATCHES, format_bytes, format_seconds
 from stagewright.graphs.machines.ordering import recursive_device_order
-from stagewright.solvers.patterns.parallel_pipelines import Choice, best_configuration
+from stagewright.solvers.patterns.parallel_pipelines import BestConfiguration, best_configuration
 from stagewright.solvers.planners.order import in_order
 from stagewright.solvers.planners.periodic.search import (
     FoundPattern,
@@ -52,7 +52,7 @@ from stagewright.solvers.planners.periodic.search import (
     group_sizes,
     named_group,
 )
-from stagewright.solvers.planners.steps.planner import Options, SearchPlanner
+from stagewright.solvers.planners.steps.planner import PlannerOptions, SearchPlanner
 from stagewright.solvers.planners.steps.proposal import (
     Choices,
     NoPlan,
@@ -232,7 +232,7 @@ def _parameters(problem: PipelineProblem) -> Floats:
 class Chosen:
     """The best configuration, of which family, by which costs."""
 
-    choice: Choice
+    choice: BestConfiguration
     family: Family
     costs: PlannedPipelines
 
@@ -262,7 +262,7 @@ def plan_two_buffered(
     search = PeriodicSearch(problem, limits, on_progress, choices)
     found = _of_problem(problem, DOUBLE_BUFFER, choices, limits)
     if found.choice.best is None:
-        return nothing_fits(found)
+        return _nothing_fits(found)
     stages = found.costs.stages(found.choice.best)
     asked = search.figures.of(stages)
     period = least_period(asked)
@@ -280,7 +280,7 @@ def plan_flushed(
     """PipeDream-Flush: 1F1B and a flush on the best configuration."""
     found = _of_problem(problem, FLUSH, choices, limits)
     if found.choice.best is None:
-        return nothing_fits(found)
+        return _nothing_fits(found)
     stages = found.costs.stages(found.choice.best)
     return replace(drained(problem, stages), notes=(claim(found.choice),))
 
@@ -319,13 +319,13 @@ def of_batch(
         )
     best = found.choice.best
     if best is None:
-        return nothing_fits(found)
+        return _nothing_fits(found)
     return problems[
         best.samples
     ], f"batch {batch}, every size of microbatches: {claim(found.choice)}"
 
 
-def claim(found: Choice) -> str:
+def claim(found: BestConfiguration) -> str:
     """A sentence that says among which configurations the choice is the best."""
     text = f"{found.best}: of {found.configurations} configurations of equally replicated stages "
     if found.bound_seconds < found.seconds:
@@ -333,7 +333,7 @@ def claim(found: Choice) -> str:
     return f"{text}the best"
 
 
-def nothing_fits(found: Chosen) -> NoPlan:
+def _nothing_fits(found: Chosen) -> NoPlan:
     """Why there is no plan, with the least memory of a configuration."""
     if found.choice.bound_seconds < math.inf:
         tried = f"{found.choice.priced} of {found.choice.configurations} configurations"
@@ -384,13 +384,13 @@ TWO_BUFFERED = SearchPlanner(
     "recomputations, with --global-batch all microbatch sizes",
     "PipeDream-2BW: Narayanan's thesis, 3.3",
     plan_two_buffered,
-    Options(("none", "full", "auto"), group_size=True, period_seconds=True, batch=True),
+    PlannerOptions(("none", "full", "auto"), group_size=True, period_seconds=True, batch=True),
 )
 FLUSHED = SearchPlanner(
     "2bw-flush",
     "the same with a flush and one version of the weights; 1F1B",
     "PipeDream-Flush: Narayanan's thesis, 3.3",
     plan_flushed,
-    Options(("none", "full", "auto"), group_size=True, batch=True),
+    PlannerOptions(("none", "full", "auto"), group_size=True, batch=True),
 )
 RULES = {TWO_BUFFERED.name: DOUBLE_BUFFER, FLUSHED.name: FLUSH}

@@ -5,16 +5,14 @@ V or a wave. The schedules of a placement are bounded first, and those that may 
 are timed, least bound first.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import pairwise
 from time import monotonic
 
 import numpy as np
 
-from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
+from stagewright.formulations.forms.answers import Limits, OnProgress
 from stagewright.formulations.pipelines.bounds.stages import quick_bound
 from stagewright.formulations.pipelines.grouped_stages import GroupedStages, splits
 from stagewright.formulations.plans.pipeline import PipelineProblem
@@ -24,6 +22,7 @@ from stagewright.formulations.schedules.placements import placed
 from stagewright.graphs.machines.ordering import recursive_device_order
 from stagewright.solvers.pipelines.generated import generated
 from stagewright.solvers.pipelines.rows.search import RowSearch, compile_row_kernels
+from stagewright.solvers.planners.steps.planner import PlanSearch
 from stagewright.solvers.planners.steps.proposal import (
     MemoryMode,
     NoPlan,
@@ -62,7 +61,7 @@ def plan_published(
 
 
 @dataclass(eq=False)
-class _Candidate:
+class _PlacementCandidate:
     """Stages with a bound on their schedules; the best rows found so far, and where from."""
 
     structure: Structure
@@ -89,59 +88,50 @@ class _Candidate:
 
 
 @dataclass
-class _PublishedSearch:
+class _PublishedSearch(PlanSearch):
     """The best schedule so far, and the cost of each placement tried."""
 
-    problem: PipelineProblem
-    limits: Limits
-    on_progress: OnProgress
-    began: float = field(default_factory=monotonic)
-    best: Proposal | None = None
-    cost: float = math.inf
-    tried: list[tuple[float, int, _Candidate]] = field(default_factory=list)
+    tried: list[tuple[float, int, _PlacementCandidate]] = field(default_factory=list)
 
     def run(self, ceiling: float, modes: Sequence[MemoryMode]) -> None:
         """Try all placements that promise to be better, then improve the best one."""
         for one in sorted(self._promising(ceiling, modes), key=lambda one: one.bound):
-            if one.bound < self.cost and self._left() > 0:
-                rows = one.begin(self.limits.seed, self._left)
+            if one.bound < self.cost and self.left() > 0:
+                rows = one.begin(self.limits.seed, self.left)
                 self.tried.append((self._consider(one, rows), len(self.tried), one))
-        if self.tried and self._left() > 0:
+        if self.tried and self.left() > 0:
             cost, _, one = min(self.tried, key=lambda entry: entry[:2])
             if cost > one.bound * (1 + TIGHT):
                 self._improve(one)
 
-    def _improve(self, one: _Candidate) -> None:
+    def _improve(self, one: _PlacementCandidate) -> None:
         """Search further for rows where memory is short, so that few rules find good ones."""
         rows = one.rows
         if rows is not None and rows.problem.memory:
-            seconds = min(self._left(), LONGER * (monotonic() - self.began))
+            seconds = min(self.left(), LONGER * (monotonic() - self.began))
             rows.run(one.bound, replace(self.limits, seconds=seconds))
             one.source = "search for rows"
             self._consider(one, rows)
 
-    def _promising(self, ceiling: float, modes: Sequence[MemoryMode]) -> Iterator[_Candidate]:
+    def _promising(
+        self, ceiling: float, modes: Sequence[MemoryMode]
+    ) -> Iterator[_PlacementCandidate]:
         """The stages whose schedules may be below the ceiling, found in half of the time."""
         for structure in _structures(self.problem, modes):
             seconds = len(structure.stages) * self.problem.microbatches * ACTION_SECONDS
-            if self._left() - seconds > self.limits.seconds / 2:
+            if self.left() - seconds > self.limits.seconds / 2:
                 found = _candidate(self.problem, structure)
                 if found is not None and found.bound < ceiling:
                     yield found
 
-    def _consider(self, one: _Candidate, rows: RowSearch) -> float:
+    def _consider(self, one: _PlacementCandidate, rows: RowSearch) -> float:
         """The cost of the best rows of a candidate."""
         starts = grouped_starts(one.grouped, rows.timetable())
         found = Proposal(one.structure.stages, starts, notes=(one.source,))
         cost = cost_of(self.problem, found)
         if cost < self.cost:
-            self.best, self.cost = found, cost
-            made = partial(Proposal, found.stages, found.starts)
-            self.on_progress(Progress(monotonic() - self.began, cost, 0.0, made))
+            self.keep(found, cost)
         return cost
-
-    def _left(self) -> float:
-        return self.limits.left(monotonic() - self.began)
 
 
 def _structures(problem: PipelineProblem, modes: Sequence[MemoryMode]) -> Iterator[Structure]:
@@ -170,10 +160,12 @@ def _structures(problem: PipelineProblem, modes: Sequence[MemoryMode]) -> Iterat
                     yield Structure.whole(stages)
 
 
-def _candidate(problem: PipelineProblem, structure: Structure) -> _Candidate | None:
+def _candidate(problem: PipelineProblem, structure: Structure) -> _PlacementCandidate | None:
     """The structure with its bound; None if it does not fit in memory."""
     grouped = GroupedStages.of(problem, structure)
     if misfit(problem, structure, grouped.work) is not None:
         return None
     parallel = next(grouped.problems(), None)
-    return None if parallel is None else _Candidate(structure, grouped, quick_bound(parallel))
+    return (
+        None if parallel is None else _PlacementCandidate(structure, grouped, quick_bound(parallel))
+    )

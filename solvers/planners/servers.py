@@ -42,11 +42,8 @@ Free = dict[int, list[int]]  # devices of each server
 def packed(level: Levels, ranks: Ints, stages: Sequence[RelaxedStage]) -> tuple[StageChoice, ...]:
     """Stages on devices: first-fit decreasing of the runs, then the stages that span servers.
 
-    Parameters
-    ----------
-    ranks
-        The rank of every device, shape (V,). A run takes devices as slow as its slowest stage may
-        have; if they are too few, any others.
+    ``ranks``: the rank of every device, shape (V,). A run takes devices as slow as its slowest
+    stage may have; if they are too few, any others.
     """
     free: Free = {}
     for device in sorted(range(len(level.home)), key=lambda v: (-ranks[v], v)):
@@ -149,7 +146,7 @@ def plan_servers(
 
 
 @dataclass
-class _Candidate:
+class _PackedCandidate:
     """Stages and their best schedule so far; ``bound`` holds for every schedule of them."""
 
     stages: tuple[StageChoice, ...]
@@ -168,8 +165,8 @@ class _Packing:
     on_progress: OnProgress
     began: float = field(default_factory=monotonic)
     bound: float = 0.0
-    best: _Candidate | None = None
-    found: dict[tuple[StageChoice, ...], _Candidate | None] = field(default_factory=dict)
+    best: _PackedCandidate | None = None
+    found: dict[tuple[StageChoice, ...], _PackedCandidate | None] = field(default_factory=dict)
 
     def run(self) -> Proposal | NoPlan:
         relaxed = ServerBounds(self.problem)
@@ -206,7 +203,7 @@ class _Packing:
             return
         times = best_list_schedule(scheduling)[1]
         bound = max(one.seconds for one in schedule_bounds(scheduling))
-        candidate = _Candidate(stages, scheduling, times, times.makespan(scheduling), bound)
+        candidate = _PackedCandidate(stages, scheduling, times, times.makespan(scheduling), bound)
         self.found[stages] = candidate
         self._offer(candidate)
 
@@ -225,7 +222,7 @@ class _Packing:
             one.times, one.seconds, one.bound = solved.timetable, solved.cost, solved.bound
             self._offer(one)
 
-    def _offer(self, one: _Candidate) -> None:
+    def _offer(self, one: _PackedCandidate) -> None:
         if self.best is not None and one.seconds >= self.best.seconds and one is not self.best:
             return
         self.best = one
@@ -233,7 +230,7 @@ class _Packing:
         elapsed = monotonic() - self.began
         self.on_progress(Progress(elapsed, one.seconds, self.bound, made, DISJOINT_SPLIT))
 
-    def _proposal(self, one: _Candidate, bounds: tuple[Bound, ...]) -> Proposal:
+    def _proposal(self, one: _PackedCandidate, bounds: tuple[Bound, ...]) -> Proposal:
         return proposal_of(self.problem, named_stages(self.problem, one.stages), one.times, bounds)
 
     def _is_settled(self) -> bool:

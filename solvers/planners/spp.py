@@ -9,21 +9,8 @@ from time import monotonic
 import numpy as np
 
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
+from stagewright.formulations.pipelines import bppm
 from stagewright.formulations.pipelines.bounds.stages import quick_bound
-from stagewright.formulations.pipelines.bppm import (
-    LEMMA_1,
-    LEMMA_1_PREMISE,
-    THEOREM_1,
-    BalancedPartition,
-    ByRecurrence,
-    StageChoice,
-    cheapest_work,
-    lemma1_seconds,
-    makespan_problem,
-    shortest_path_seconds,
-    theorem1_premise,
-    theorem1_seconds,
-)
 from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Guarantee
@@ -59,7 +46,7 @@ _MEMORY_PRECISION = 1e-3  # relative; of the missing memory in the message
 class _ScheduledPartition:
     """A partition with its schedule; ``pe_seconds`` is the makespan of PE alone."""
 
-    stages: tuple[StageChoice, ...]
+    stages: tuple[bppm.StageChoice, ...]
     scheduling: MakespanProblem
     times: Timetable
     seconds: float
@@ -105,7 +92,7 @@ def _on_fewer_devices(
 ) -> list[_ScheduledPartition]:
     """Candidates on the first half of the order, the first quarter, ..., while one may win."""
     began, best = monotonic(), found.best
-    work = problem.microbatches * float(cheapest_work(problem).sum())
+    work = problem.microbatches * float(bppm.cheapest_work(problem).sum())
     candidates: list[_ScheduledPartition] = []
     size = len(found.search.question.order) // 2
     while size >= 1 and work / size < best.seconds and limits.left(monotonic() - began) > 0:
@@ -139,17 +126,17 @@ def search_stage_counts(
     if limits.left(monotonic() - began) <= 0:
         return NoPlan(f"{limits.end} came before any partition was found", proved=False)
     left = replace(limits, seconds=limits.left(monotonic() - began))
-    search = PartitionSearch(BalancedPartition(problem, order, unit=unit), limits=left)
+    search = PartitionSearch(bppm.BalancedPartition(problem, order, unit=unit), limits=left)
     exact = unit == 1 and len(order) * len(problem.chain) <= _EXACT_UP_TO
     ratio = 0.0 if exact else _COARSE_RATIO
     candidates = _first_candidates(problem, search)
     if not search.found:
         # 1F1B's warm-up does not fit in memory; a single microbatch in flight may, but is slower.
         left = replace(limits, seconds=limits.left(monotonic() - began))
-        search = PartitionSearch(BalancedPartition(problem, order, 1, unit), limits=left)
+        search = PartitionSearch(bppm.BalancedPartition(problem, order, 1, unit), limits=left)
         candidates = _first_candidates(problem, search)
     best = min([*candidates, *([known] if known else [])], key=_seconds, default=None)
-    paths = {count: shortest_path_seconds(problem, count) for count in search.bound}
+    paths = {count: bppm.shortest_path_seconds(problem, count) for count in search.bound}
     solved: list[int] = []
     late = False
     for count in sorted(search.bound, reverse=True):
@@ -265,7 +252,7 @@ def _first_candidates(
         search.test(limit)
     candidates: list[_ScheduledPartition] = []
     for count in sorted(search.found, key=lambda n: _promise(problem, search, n))[:3]:
-        stages = ByRecurrence().invert(search.question, search.found[count][1])
+        stages = bppm.ByRecurrence().invert(search.question, search.found[count][1])
         candidate = _schedule(problem, stages)
         candidates += [candidate] if candidate else []
         if candidates and search.is_over:
@@ -281,10 +268,10 @@ def _promise(problem: PipelineProblem, search: PartitionSearch, count: int) -> f
 
 
 def _schedule(
-    problem: PipelineProblem, stages: tuple[StageChoice, ...], ceiling: float = math.inf
+    problem: PipelineProblem, stages: tuple[bppm.StageChoice, ...], ceiling: float = math.inf
 ) -> _ScheduledPartition | None:
     """Schedule the stages by list rules; None if no schedule can end before ``ceiling``."""
-    scheduling = makespan_problem(problem, stages)
+    scheduling = bppm.makespan_problem(problem, stages)
     if scheduling is None:
         return None
     bound = quick_bound(scheduling)
@@ -306,27 +293,27 @@ def _guarantees(
     if len(question.order) < len(problem.cluster) or question.unit > 1:
         return ()  # not every partition on all devices is searched
     _, cuts = min(found.search.found.values())
-    balanced_stages = ByRecurrence().invert(question, cuts)
-    balanced = makespan_problem(problem, balanced_stages)
+    balanced_stages = bppm.ByRecurrence().invert(question, cuts)
+    balanced = bppm.makespan_problem(problem, balanced_stages)
     assert balanced is not None  # in the recurrence every stage can hold a microbatch
     if min(*best.scheduling.in_flight, *balanced.in_flight) < problem.microbatches:
         return ()
-    lemma, theorem = lemma1_seconds(best.scheduling), theorem1_seconds(problem, balanced)
+    lemma, theorem = bppm.lemma1_seconds(best.scheduling), bppm.theorem1_seconds(problem, balanced)
     return (
         Guarantee(
-            LEMMA_1,
+            bppm.LEMMA_1,
             lemma,
             best.pe_seconds,
             best.pe_seconds <= lemma * (1 + 1e-9),
-            LEMMA_1_PREMISE,
+            bppm.LEMMA_1_PREMISE,
             named_stages(problem, best.stages),
         ),
         Guarantee(
-            THEOREM_1,
+            bppm.THEOREM_1,
             theorem,
             cost,
             cost <= theorem * (1 + 1e-9),
-            theorem1_premise(problem),
+            bppm.theorem1_premise(problem),
             named_stages(problem, balanced_stages),
         ),
     )

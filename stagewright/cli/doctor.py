@@ -99,12 +99,16 @@ def _backends() -> list[Finding]:
 
 def _ask_backend(name: str) -> float | None:
     from stagewright.formulations.forms.models import Intervals
-    from stagewright.formulations.pipelines.jobshop import ByDisjunctions, ByIntervals, JobShop
+    from stagewright.formulations.pipelines.jobshop import (
+        ByDisjunctions,
+        JobShop,
+        JobShopByIntervals,
+    )
     from stagewright.solvers.backends.backend import BACKENDS, solve
 
     shop = JobShop((((0, 3), (1, 2)), ((1, 2), (0, 4))))
     if BACKENDS[name].accepts is Intervals:
-        return solve(ByIntervals(shop).apply(), name).objective
+        return solve(JobShopByIntervals(shop).apply(), name).objective
     return solve(ByDisjunctions(shop).apply(), name).objective
 
 

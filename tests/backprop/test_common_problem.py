@@ -11,7 +11,7 @@ from profiles import examples
 
 from stagewright.formulations.backprop.of_stages import window_bounds
 from stagewright.formulations.backprop.orders import conventional, fast_forward, reverse_first_k
-from stagewright.formulations.backprop.problem import Timetable
+from stagewright.formulations.backprop.problem import WindowTimes
 from stagewright.formulations.backprop.training import Layers, data_parallel, training
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
@@ -150,12 +150,15 @@ def broken(problem, timetable):
     half = timetable.finish.copy()
     half[timetable.operation == first] -= 0.5
     end = ends[first]
-    yield Timetable.of_starts(problem, late), "starts"
-    yield Timetable.of_starts(problem, early), "starts before"
-    yield Timetable.of_starts(problem, starts - 1), "negative"
-    yield Timetable(timetable.operation[1:], timetable.start[1:], timetable.finish[1:]), "runs for"
+    yield WindowTimes.of_starts(problem, late), "starts"
+    yield WindowTimes.of_starts(problem, early), "starts before"
+    yield WindowTimes.of_starts(problem, starts - 1), "negative"
     yield (
-        Timetable(parts, np.r_[timetable.start, end + 50.5], np.r_[half, end + 51]),
+        WindowTimes(timetable.operation[1:], timetable.start[1:], timetable.finish[1:]),
+        "runs for",
+    )
+    yield (
+        WindowTimes(parts, np.r_[timetable.start, end + 50.5], np.r_[half, end + 51]),
         "starts before",
     )
 
@@ -179,7 +182,7 @@ def test_transfers_are_suspended_only_at_chunks():
     pieces = [starts.operation[keep], starts.start[keep], starts.finish[keep]]
     for cut, is_valid in ((2.0, True), (1.5, False)):
         rows = [(one, 1.0, cut), (one, 4.0, 6.0 - (cut - 1.0) + 0.0)]
-        shifted = Timetable(
+        shifted = WindowTimes(
             np.r_[pieces[0], [one, one]],
             np.r_[pieces[1] + 10 * np.isin(pieces[0], [problem.find("F", 2)]), [1.0, 4.0]],
             np.r_[pieces[2] + 10 * np.isin(pieces[0], [problem.find("F", 2)]), [cut, rows[1][2]]],

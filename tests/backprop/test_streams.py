@@ -97,7 +97,7 @@ def test_regions_of_a_device():
         regions_of(streams(2), (2, 2, 3))
 
 
-def test_memory_prescheduled_regions():
+def test_prescheduled_regions_take_less_memory():
     """The late layers' gradients suit the forwards best, but their inputs take memory till then."""
     count, late = 6, (1.0, 1.0, 1.0, 1.0, 8.0, 8.0)
     one = streams(count, saved=late, gradient=late)
@@ -109,11 +109,8 @@ def test_memory_prescheduled_regions():
     assert joint_schedule(regions, 1) == [[6, 5], [3, 2], [4, 1], []]
     problem = single_device(one.layers)
     assert max(peaks(problem, one.timetable((3, 2, 6, 5, 4, 1)))) == 40
-    tight = schedule_streams(one, ends, 39.5)
-    assert (tight.prescheduled, tight.peak) == (1, 37)
-    assert tight.peak == max(peaks(problem, tight.timetable))
-    with pytest.raises(InputError, match="memory must be at least"):
-        schedule_streams(one, ends, 1.0)
+    assert max(peaks(problem, one.timetable((6, 5, 3, 2, 4, 1)))) == 37
+    assert schedule_streams(one, ends).cost <= one.timetable((6, 5, 3, 2, 4, 1)).end
 
 
 def test_wrong_orders_are_refused():

@@ -26,9 +26,9 @@ from stagewright.graphs.workloads.pool import parse_pool
 from stagewright.solvers.backends.backend import BACKENDS, Run
 from stagewright.solvers.clusters.policies import POLICIES, allocate
 from stagewright.solvers.clusters.specification import statements
-from stagewright.solvers.clusters.specification.setting import Setting, Specified
+from stagewright.solvers.clusters.specification.setting import RateSetting, Specified
 
-Statement = Callable[[Setting], Specified | Status]
+Statement = Callable[[RateSetting], Specified | Status]
 
 AWARE: dict[str, Statement] = {
     "max-min": statements.max_min,
@@ -59,7 +59,7 @@ RULES_OF_THUMB = ("isolated", "static-partition", "allox", "gandiva")
 small = examples(6, derandomize=True)
 
 
-def specified(case: Case) -> Setting:
+def specified(case: Case) -> RateSetting:
     return specify(case.problem, case.workload.throughputs, space_sharing=case.space_sharing)
 
 

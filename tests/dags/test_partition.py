@@ -15,8 +15,8 @@ from profiles import examples
 
 from stagewright.formulations.dags.problem import (
     DagProblem,
+    DevicePool,
     PlacedSet,
-    Pool,
     Tensor,
     heaviest_part,
     priced_load,
@@ -86,7 +86,7 @@ def test_merging_keeps_the_optimum(problem):
 
 
 def test_a_sink_without_time_moves_to_what_it_reads():
-    pools = (Pool("gpu", 2, 10.0),)
+    pools = (DevicePool("gpu", 2, 10.0),)
     problem = DagProblem(
         ("a", "b", "out"), ((0, 1), (0, 2)), np.array([[1.0], [2.0], [0.0]]), np.ones(3),
         (Tensor((0, 1, 2), 1.0),), pools,
@@ -94,7 +94,7 @@ def test_a_sink_without_time_moves_to_what_it_reads():
     smaller, members = merge(problem)
     assert members == ((0, 2), (1,))
     assert smaller.tensors == (Tensor((0, 1), 1.0),)
-    tight = replace(problem, pools=(Pool("gpu", 2, 2.0),))
+    tight = replace(problem, pools=(DevicePool("gpu", 2, 2.0),))
     assert merge(tight)[1] == ((0,), (1,), (2,))
 
 
@@ -174,7 +174,8 @@ def test_phases_equal_every_division(problem):
 def test_phases_by_hand():
     """Forwards 3, 1 and backwards 1, 3: apart the largest are 3 + 3, together 4 + 4."""
     problem = DagProblem(
-        ("a", "b"), ((0, 1),), np.array([[4.0], [4.0]]), np.zeros(2), (), (Pool("gpu", 2, inf),),
+        ("a", "b"), ((0, 1),), np.array([[4.0], [4.0]]), np.zeros(2), (),
+        (DevicePool("gpu", 2, inf),),
         backward=np.array([[1.0], [3.0]]),
     )  # fmt: skip
     assert partition(problem, LIMITS).cost == 4.0
@@ -187,7 +188,8 @@ def test_a_sum_of_loads_that_is_met_needs_no_downsets(monkeypatch):
     """Forwards 1, 1 and backwards 1, 1 on two devices: 1 + 1, and no sum is less."""
     monkeypatch.setattr("stagewright.solvers.dags.phases.MOST_DOWNSETS", 1)
     problem = DagProblem(
-        ("a", "b"), ((0, 1),), np.array([[2.0], [2.0]]), np.zeros(2), (), (Pool("gpu", 2, inf),),
+        ("a", "b"), ((0, 1),), np.array([[2.0], [2.0]]), np.zeros(2), (),
+        (DevicePool("gpu", 2, inf),),
         backward=np.array([[1.0], [1.0]]),
     )  # fmt: skip
     found = partition_phases(problem, LIMITS)
@@ -198,7 +200,8 @@ def test_a_sum_of_loads_that_is_met_needs_no_downsets(monkeypatch):
 def test_replicas_by_hand():
     """Of 6 s and 2 s on four devices: 6 on three replicas, or with dear gradients on one."""
     problem = DagProblem(
-        ("a", "b"), ((0, 1),), np.array([[6.0], [2.0]]), np.ones(2), (), (Pool("gpu", 4, inf),),
+        ("a", "b"), ((0, 1),), np.array([[6.0], [2.0]]), np.ones(2), (),
+        (DevicePool("gpu", 4, inf),),
         exchange=np.array([0.0, 0.0]), most_replicas=4,
     )  # fmt: skip
     assert partition(problem, LIMITS).cost == 2.0
@@ -224,7 +227,7 @@ def test_too_many_downsets_leave_a_gap(monkeypatch, seconds, status):
         np.array([seconds]).T,
         np.zeros(3),
         (),
-        (Pool("gpu", 2, inf),),
+        (DevicePool("gpu", 2, inf),),
     )
     found = partition(problem, LIMITS)
     assert (found.status, found.downsets) == (status, None)
@@ -247,7 +250,7 @@ def branches(seed, count, length, devices):
         random.lognormal(0, 1, (n, 1)),
         np.ones(n),
         tuple(Tensor((a, *its), float(random.exponential(0.5))) for a, its in readers.items()),
-        (Pool("gpu", devices, inf),),
+        (DevicePool("gpu", devices, inf),),
     )
 
 
@@ -287,7 +290,7 @@ def test_neighbourhoods_claim_no_more_than_there_is(problem, seed):
 
 
 BROKEN = DagProblem(
-    ("a", "b", "c"), ((0, 1), (1, 2)), np.ones((3, 1)), np.ones(3), (), (Pool("gpu", 2, 2.0),)
+    ("a", "b", "c"), ((0, 1), (1, 2)), np.ones((3, 1)), np.ones(3), (), (DevicePool("gpu", 2, 2.0),)
 )
 
 
@@ -317,7 +320,7 @@ def test_broken_partitions_are_refused(sets, message):
         ({"bytes": np.array([1.0, -1.0, 1.0])}, "bytes must be finite and not negative"),
         ({"tensors": (Tensor((0, 0), 1.0),)}, "different parts"),
         ({"tensors": (Tensor((0, 1), inf),)}, "a tensor's seconds"),
-        ({"pools": (Pool("gpu", 0, 1.0),)}, "there must be a part and a device"),
+        ({"pools": (DevicePool("gpu", 0, 1.0),)}, "there must be a part and a device"),
     ],
 )
 def test_what_makes_no_problem_is_refused(change, message):

@@ -13,8 +13,8 @@ from profiles import examples
 
 from stagewright.formulations.dags.piper import (
     Edge,
-    Layer,
     LayerOption,
+    PiperLayer,
     PiperProblem,
     PiperStage,
     piper_problem,
@@ -36,15 +36,15 @@ def option(seconds, flight=0.0, fixed=0.0, parameters=0.0, edges=None):
 # Layers a -> b -> c: b in two ways on one device, in one way on two.
 PROBLEM = PiperProblem(
     layers=(
-        Layer("a", {1: (option(1.0, 1.0, edges={0: 1.0}),)}),
-        Layer(
+        PiperLayer("a", {1: (option(1.0, 1.0, edges={0: 1.0}),)}),
+        PiperLayer(
             "b",
             {
                 1: (option(4.0, 3.0, 1.0, 6.0), option(6.0, 1.0, 2.0, 6.0)),
                 2: (option(3.0, 2.0, 1.0, 3.0, {0: 2.0, 1: 3.0}),),
             },
         ),
-        Layer("c", {1: (option(1.0, 1.0),)}),
+        PiperLayer("c", {1: (option(1.0, 1.0),)}),
     ),
     edges=(Edge(0, 1, 2.0), Edge(1, 2, 4.0)),
     devices=4,
@@ -111,9 +111,15 @@ def test_broken_pipelines_are_refused(stages, message):
         ({"edges": (Edge(0, 1, inf), Edge(1, 2, 1.0))}, "edge 0: bytes must be finite"),
         ({"edges": (*PROBLEM.edges, Edge(2, 0, 1.0))}, "the layers form a cycle: a -> b -> c"),
         ({"edges": PROBLEM.edges[:1]}, r"edge_bytes must be of the edges \[0\], got \[0, 1\]"),
-        ({"layers": (Layer("a", {1: ()}), *PROBLEM.layers[1:])}, "layer a has no option"),
-        ({"layers": (Layer("a", {0: (option(1.0),)}), *PROBLEM.layers[1:])}, "number of shards"),
-        ({"layers": (Layer("a", {1: (option(-1.0),)}), *PROBLEM.layers[1:])}, "layer a, option"),
+        ({"layers": (PiperLayer("a", {1: ()}), *PROBLEM.layers[1:])}, "layer a has no option"),
+        (
+            {"layers": (PiperLayer("a", {0: (option(1.0),)}), *PROBLEM.layers[1:])},
+            "number of shards",
+        ),
+        (
+            {"layers": (PiperLayer("a", {1: (option(-1.0),)}), *PROBLEM.layers[1:])},
+            "layer a, option",
+        ),
     ],
 )
 def test_what_makes_no_problem_is_refused(change, message):
@@ -147,7 +153,7 @@ def problems(draw, most=4):
                 )
                 for _ in range(draw(st.integers(1, 3)))
             )
-        layers.append(Layer(f"l{v}", options))
+        layers.append(PiperLayer(f"l{v}", options))
     return PiperProblem(
         layers=tuple(layers),
         edges=edges,
@@ -241,7 +247,7 @@ def chain_of(seed):
             )
             for shards in (1, 2, 4)
         }
-        layers.append(Layer(f"l{v}", options))
+        layers.append(PiperLayer(f"l{v}", options))
     return PiperProblem(
         layers=tuple(layers),
         edges=tuple(Edge(v, v + 1, 3 * random.random()) for v in range(n - 1)),
@@ -317,7 +323,7 @@ def test_the_time_limit_keeps_the_bound():
 
 
 def test_options_on_more_devices_than_there_are_are_no_use():
-    layers = (Layer("a", {2: (option(1.0),)}), Layer("b", {4: (option(1.0),)}))
+    layers = (PiperLayer("a", {2: (option(1.0),)}), PiperLayer("b", {4: (option(1.0),)}))
     problem = PiperProblem(layers, (), 4, 0.0, 1.0, 2)
     for devices in (1, 3, 5):
         found = piper_pipeline(replace(problem, devices=devices), LIMITS)
@@ -327,13 +333,13 @@ def test_options_on_more_devices_than_there_are_are_no_use():
 
 def test_which_option_is_best_depends_on_the_replicas():
     """On 1, 2 replicas the second option: 2, 1 + 1 s; on 4 the first one: 1 s, not 1/2 + 3/2."""
-    layers = (Layer("a", {1: (option(4.0), option(2.0, parameters=2.0))}),)
+    layers = (PiperLayer("a", {1: (option(4.0), option(2.0, parameters=2.0))}),)
     problem = PiperProblem(layers, (), 1, 0.0, 1.0, 4)
     for devices, cost, choice in ((1, 2.0, 1), (3, 2.0, None), (4, 1.0, 0)):
         found = piper_pipeline(replace(problem, devices=devices), LIMITS)
         assert found.cost == pytest.approx(cost)
         assert choice is None or found.stages[0].options == (choice,)
-    held = (Layer("a", {1: (option(4.0, 1.0), option(2.0, parameters=2.0))}),)
+    held = (PiperLayer("a", {1: (option(4.0, 1.0), option(2.0, parameters=2.0))}),)
     found = piper_pipeline(replace(problem, layers=held, devices=4), LIMITS)
     assert (found.cost, found.stages[0].replicas) == (pytest.approx(2.0), 1)
 

@@ -11,7 +11,7 @@ from profiles import examples
 
 from benchmarks.operator_graphs import SHAPES, random_problem
 from stagewright.formulations.operators.plan import SplitChoice, operator_problem
-from stagewright.formulations.operators.problem import Timetable
+from stagewright.formulations.operators.problem import GraphTimes
 from stagewright.formulations.operators.rules import peaks
 from stagewright.formulations.operators.splitting import split_graph
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
@@ -38,7 +38,7 @@ def diamond():
     """a and b on device 0, c and d on device 1."""
     times = [np.array(row, dtype=float) for row in ([0, 2, 5, 9], [2, 3, 9, 10])]
     sent = np.array([0, 1]), np.array([1, 1]), np.array([2.0, 3.0]), np.array([5.0, 4.0])
-    return Timetable(np.array([0, 0, 1, 1]), *times, *sent)
+    return GraphTimes(np.array([0, 0, 1, 1]), *times, *sent)
 
 
 def moved(**changes):
@@ -107,7 +107,7 @@ def test_a_device_runs_one_operator_at_a_time():
 
     def table(starts):
         starts = np.array(starts, dtype=float)
-        return Timetable(np.zeros(3, dtype=np.int64), starts, starts + np.array([2, 3, 0]), *empty)
+        return GraphTimes(np.zeros(3, dtype=np.int64), starts, starts + np.array([2, 3, 0]), *empty)
 
     assert built(case).evaluate(table([0, 2, 1])) == 5  # what takes no time occupies nothing
     with pytest.raises(InvalidPlan, match="o1 starts while o0 runs"):

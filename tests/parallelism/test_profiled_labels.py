@@ -17,7 +17,7 @@ from stagewright.formulations.parallelism.profiles.pipelines import (
     evaluate,
 )
 from stagewright.graphs.models.layer_profiles import LayerProfiles, LayerSizes, Measured
-from stagewright.solvers.parallelism.profiles.labels import Labels, Overflow
+from stagewright.solvers.parallelism.profiles.labels import Overflow, ProfileLabels
 from stagewright.solvers.parallelism.profiles.pipelines import placements
 from stagewright.solvers.parallelism.profiles.tables import Tables
 
@@ -36,7 +36,10 @@ def tables(draw, *, most=5, memory=1e12):
     )
     sizes = tuple(LayerSizes(t, *(draw(amounts) for _ in range(3))) for t in (1, 2))
     slow, quick = Route(1e6, 1.5e6, 0.1), Route(2e6, 4e6)
-    pools = (Pool("a", "y", 4, 2, memory, slow, quick), Pool("b", "z", 3, 1, memory, quick))
+    pools = (
+        Pool("a", "y", 4, 2, memory, slow, quick),
+        Pool("b", "z", 3, 1, memory, quick),
+    )
     batch, data = draw(st.integers(1, 12)), draw(st.integers(1, 3))
     problem = ProfiledProblem(
         LayerProfiles("random", "measured: no", measured, sizes),
@@ -62,7 +65,7 @@ def pipelines(made: Tables):
 @examples(100, quick=30)
 @given(tables(most=4))
 def test_without_a_cutoff_all_pipelines_are_listed(made):
-    found = Labels(made, inf, MOST, prune=False).run()
+    found = ProfileLabels(made, inf, MOST, prune=False).run()
     listed = [
         (tuple(one.stop for one in label.stages()), tuple(one.choice for one in label.stages()))
         for _, label in found
@@ -73,12 +76,12 @@ def test_without_a_cutoff_all_pipelines_are_listed(made):
 @examples(300, quick=60)
 @given(tables())
 def test_bounds_are_below_the_times_and_pruning_keeps_the_least(made):
-    every = Labels(made, inf, MOST, prune=False).run()
+    every = ProfileLabels(made, inf, MOST, prune=False).run()
     for bound, label in every:
         ideal = made.ideal_seconds(list(label.stages()))
         assert made.bound() <= bound * (1 + 1e-9)
         assert bound <= ideal * (1 + 1e-9)
-    kept = Labels(made, inf, MOST, prune=True).run()
+    kept = ProfileLabels(made, inf, MOST, prune=True).run()
     assert len(kept) <= len(every)
     assert kept[0][0] == pytest.approx(every[0][0])
 
@@ -86,9 +89,9 @@ def test_bounds_are_below_the_times_and_pruning_keeps_the_least(made):
 @examples(100, quick=30)
 @given(tables(), st.floats(1.0, 1.5))
 def test_a_cutoff_leaves_out_only_what_is_not_below_it(made, factor):
-    every = Labels(made, inf, MOST, prune=False).run()
+    every = ProfileLabels(made, inf, MOST, prune=False).run()
     cutoff = every[0][0] * factor
-    below = Labels(made, cutoff, MOST, prune=False).run()
+    below = ProfileLabels(made, cutoff, MOST, prune=False).run()
     expected = [bound for bound, _ in every if bound < cutoff * (1 - 1e-9)]
     np.testing.assert_allclose([bound for bound, _ in below[: len(expected)]], expected)
     assert all(bound < cutoff for bound, _ in below)
@@ -97,7 +100,7 @@ def test_a_cutoff_leaves_out_only_what_is_not_below_it(made, factor):
 @examples(100, quick=30)
 @given(tables())
 def test_no_placement_is_faster_than_the_ideal(made):
-    for _, label in Labels(made, inf, MOST, prune=True).run():
+    for _, label in ProfileLabels(made, inf, MOST, prune=True).run():
         stages = list(label.stages())
         for plan in placements(made, stages):
             seconds = evaluate(made.problem, plan).seconds
@@ -130,11 +133,11 @@ def test_too_many_labels_and_no_time_are_said():
         4,
     )
     made = Tables(problem, 1, 1)
-    labels = Labels(made, inf, MOST, prune=False)
+    labels = ProfileLabels(made, inf, MOST, prune=False)
     assert len(labels.run()) == sum(comb(5, k) for k in range(6))
     with pytest.raises(Overflow):
-        Labels(made, inf, labels.made - 1, prune=False).run()
-    few = Labels(made, inf, MOST, prune=True, width=1).run()
+        ProfileLabels(made, inf, labels.made - 1, prune=False).run()
+    few = ProfileLabels(made, inf, MOST, prune=True, width=1).run()
     assert few[0][0] >= labels.run()[0][0]
 
 
@@ -147,7 +150,7 @@ def test_equal_stages_have_the_time_of_the_formula():
         ServerPools((Pool("a", "z", 6, 1, 1e12, Route(1e6, 1e6)),)),
         batch=12,
     )
-    bound, label = Labels(Tables(problem, 1, 1), inf, MOST, prune=True).run()[0]
+    bound, label = ProfileLabels(Tables(problem, 1, 1), inf, MOST, prune=True).run()[0]
     assert len(list(label.stages())) == 6
     assert bound == pytest.approx((12 + 6 - 1) * 3)
 
@@ -169,6 +172,6 @@ def test_a_tail_that_ends_sooner_may_be_worse_behind_a_slow_stage():
     problem = ProfiledProblem(
         LayerProfiles("three", "measured: no", measured, (sizes,)), ServerPools(pools), batch=12
     )
-    bound, label = Labels(Tables(problem, 1, 1), inf, MOST, prune=True).run()[0]
+    bound, label = ProfileLabels(Tables(problem, 1, 1), inf, MOST, prune=True).run()[0]
     assert bound == pytest.approx(12 * 4 + 4.4 - 2)
     assert [stage.choice for stage in label.stages()] == [2, 1, 0]

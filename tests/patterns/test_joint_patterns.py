@@ -12,7 +12,7 @@ from periodic_oracles import brute_force_contiguous, brute_force_period
 from profiles import examples, slow_after
 from strategies import random_problem
 
-from stagewright.formulations.forms.answers import Limits, Progress
+from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.patterns.joint_patterns import JointPatterns
 from stagewright.formulations.patterns.least_pattern import sequential
 from stagewright.formulations.patterns.one_f_one_b import pattern_load_bound
@@ -260,12 +260,8 @@ def test_twice_the_times_is_twice_the_period() -> None:
 @pytest.mark.parametrize("memory", slow_after(1, [4e9, 6e9]))
 def test_ten_layers_on_four_devices(memory: float) -> None:
     question = question_of(10, 4, memory)
-    steps: list[Progress] = []
-    answer = solved(question, on_progress=steps.append)
-    objectives = [step.objective for step in steps]
-    assert objectives == sorted(objectives, reverse=True)
-    assert objectives[-1] == answer.cost
-    assert all(step.bound <= answer.cost for step in steps)
+    answer = solved(question)
+    assert answer.bound <= answer.cost
     assert answer.solves <= 60
 
 

@@ -28,7 +28,12 @@ from stagewright.formulations.plans.plan import Stage
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.machines.cluster import Device, Link, from_matrix, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
-from stagewright.solvers.patterns.madpipe import AllocationProgram, Outcome, allocate, least_period
+from stagewright.solvers.patterns.madpipe import (
+    AllocationProgram,
+    PassOutcome,
+    allocate,
+    least_period,
+)
 from stagewright.solvers.planners.steps.warm_up import compile_kernels
 
 UNIT = 1 / 1024  # seconds
@@ -253,10 +258,22 @@ def test_groups_of_devices_leave_time_for_their_all_reduce(problem):
     assert answer.period == pytest.approx(expected, rel=ROUNDING)
 
 
+def test_a_delay_leaves_time_for_the_all_reduce_of_an_earlier_stage():
+    """It counts although no later transfer or stage starts another group."""
+    model = chain(((2, 4), (2, 2), (1, 4), (1, 2)), (0, 0, 0, 1), (2, 2, 1, 1), (6, 6, 6, 6))
+    cluster = uniform_servers(1, 4, Link(SPEED), memory_bytes=100 * MIB)
+    equals_enumeration(
+        StageAllocationProblem(PipelineProblem(model, cluster, 1), ((0, 1), (2,), (3,)), 0)
+    )
+
+
 @quick
 @given(equal_devices(4, 4).filter(lambda problem: len(problem.cluster) == 4))
 def test_a_special_group_of_devices_equals_enumeration(problem):
-    question = StageAllocationProblem(problem, ((0, 1), (2,), (3,)), 0, ("none", "full"))
+    equals_enumeration(StageAllocationProblem(problem, ((0, 1), (2,), (3,)), 0, ("none", "full")))
+
+
+def equals_enumeration(question):
     periods = []
     for placed in allocations(question):
         with suppress(InvalidPlan):  # fits at no period
@@ -275,10 +292,10 @@ def test_little_room_for_labels_overlooks_or_invents_but_does_not_lie(data, prob
     period = data.draw(st.sampled_from((least - 1, least, least + round(UNIT / tick))))
     keeps = best < math.inf and period >= least
     found, placed = AllocationProgram(question.tables, room).test(period)
-    assert found is not (Outcome.NONE if keeps else Outcome.FOUND)
+    assert found is not (PassOutcome.NONE if keeps else PassOutcome.FOUND)
     assert not placed or question.evaluate(placed) <= period
     merged, _ = AllocationProgram(question.tables, room, merging=True).test(period)
-    assert merged is Outcome.OPEN or (merged is Outcome.NONE and not keeps)
+    assert merged is PassOutcome.OPEN or (merged is PassOutcome.NONE and not keeps)
 
 
 def test_one_label_per_state_is_not_enough():
@@ -286,10 +303,10 @@ def test_one_label_per_state_is_not_enough():
     problem = long_chain(30, memory=60)
     question = StageAllocationProblem(problem, singles(problem), 0)
     below = round(least_period(question).period / question.tick) - 1
-    assert AllocationProgram(question.tables, 1).test(below)[0] is Outcome.OPEN
-    assert AllocationProgram(question.tables, 1, merging=True).test(below)[0] is Outcome.OPEN
-    assert AllocationProgram(question.tables, 2).test(below)[0] is Outcome.OPEN
-    assert AllocationProgram(question.tables, 2, merging=True).test(below)[0] is Outcome.NONE
+    assert AllocationProgram(question.tables, 1).test(below)[0] is PassOutcome.OPEN
+    assert AllocationProgram(question.tables, 1, merging=True).test(below)[0] is PassOutcome.OPEN
+    assert AllocationProgram(question.tables, 2).test(below)[0] is PassOutcome.OPEN
+    assert AllocationProgram(question.tables, 2, merging=True).test(below)[0] is PassOutcome.NONE
 
 
 def long_chain(layers, memory=60):

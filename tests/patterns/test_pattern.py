@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from profiles import examples
 from scipy.optimize import linprog
 
-from stagewright.formulations.forms.answers import Limits, Progress, Status
+from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.formulations.forms.models import LinearProgram
 from stagewright.formulations.patterns.least_pattern import least_pattern, sequential
 from stagewright.formulations.patterns.one_f_one_b import (
@@ -318,16 +318,12 @@ def test_a_byte_too_few_is_too_few(backend):
     assert answer.bound <= answer.period
 
 
-def test_a_known_pattern_and_a_given_bound_end_the_search():
+def test_a_given_bound_proves_a_pattern_optimal():
     problem = SMALL["three devices"]
-    steps: list[Progress] = []
-    best = best_pattern(problem, LIMITS, on_progress=steps.append)
-    assert steps[-1].objective == best.period
-    assert all(step.bound <= step.objective for step in steps)
-    again = best_pattern(problem, Limits(seconds=0.0), lower_seconds=best.bound, upper=best.pattern)
-    assert (again.status, again.period) == (Status.OPTIMAL, best.period)
-    with pytest.raises(InvalidPlan):
-        best_pattern(problem, LIMITS, upper=Pattern(1.0, best.pattern.starts))
+    best = best_pattern(problem, LIMITS)
+    given = best_pattern(problem, LIMITS, lower_seconds=best.period)
+    assert (given.status, given.period, given.bound) == (Status.OPTIMAL, best.period, best.period)
+    assert given.proved_by == "given bound"
 
 
 def test_without_time_there_is_still_a_pattern_and_an_honest_bound(monkeypatch):

@@ -13,9 +13,9 @@ from stagewright.formulations.pipelines.jobshop import (
     LOAD,
     LONGEST_JOB,
     ByDisjunctions,
-    ByIntervals,
     JobShop,
-    Schedule,
+    JobShopByIntervals,
+    JobShopSchedule,
     static_bound,
 )
 from stagewright.formulations.pipelines.jobshop_text import parse_jobshop
@@ -277,7 +277,7 @@ def answers(problem):
     for name, backend in BACKENDS.items():
         if backend.accepts is Convex:
             continue
-        intervals = ByIntervals(problem)
+        intervals = JobShopByIntervals(problem)
         model = intervals if name == "cp-sat" else ByDisjunctions(problem)
         assert isinstance(model.apply(), backend.accepts)
         answer = solve(model.apply(), name, LIMITS)
@@ -310,8 +310,8 @@ def test_ft06_by_disjunctions():
 
 
 def test_an_incumbent_is_hint_and_horizon():
-    known = Schedule(((4, 7), (0, 7 + 2)), ((0, 1), (1, 0)))
-    form = ByIntervals(CROSSING, known).apply()
+    known = JobShopSchedule(((4, 7), (0, 7 + 2)), ((0, 1), (1, 0)))
+    form = JobShopByIntervals(CROSSING, known).apply()
     assert form.hint is not None
     assert form.hint.tolist() == [4, 7, 0, 9]
     assert form.horizon == 13
@@ -320,7 +320,7 @@ def test_an_incumbent_is_hint_and_horizon():
 
 def test_an_incumbent_that_breaks_a_rule_is_refused():
     with pytest.raises(InvalidPlan):
-        ByIntervals(CROSSING, Schedule(((0, 0), (0, 0)), ((0, 1), (1, 0)))).apply()
+        JobShopByIntervals(CROSSING, JobShopSchedule(((0, 0), (0, 0)), ((0, 1), (1, 0)))).apply()
 
 
 # The assembly
@@ -331,7 +331,7 @@ def test_an_incumbent_that_breaks_a_rule_is_refused():
 def test_rules_make_schedules_no_better_than_the_optimum(problem, rule):
     makespan = problem.evaluate(*dispatch(problem, rule))
     assert brute_force(problem) <= makespan <= problem.total
-    assert ByIntervals(problem).apply().lower_bound <= brute_force(problem)
+    assert JobShopByIntervals(problem).apply().lower_bound <= brute_force(problem)
 
 
 @examples(40, derandomize=True)

@@ -12,7 +12,7 @@ from stagewright.formulations.plans.plan import Stage
 from stagewright.formulations.plans.structure import Structure, misfit, work_of
 from stagewright.solvers.pipelines.structures.run import ListRun, WorkLists
 from stagewright.solvers.pipelines.structures.scheduling import (
-    Rule,
+    Priority,
     flight_limits,
     latencies,
     urgency_keys,
@@ -40,7 +40,7 @@ def structures(draw):
 
 
 @examples(200)
-@given(structures(), st.sampled_from((Rule(1.0), Rule(2.0), Rule())))
+@given(structures(), st.sampled_from((Priority(1.0), Priority(2.0), Priority())))
 def test_one_device_stands_for_those_in_the_same_state(work, rule):
     merged = WorkLists.of(work)
     every = replace(

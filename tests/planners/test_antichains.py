@@ -16,14 +16,14 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.importers import pipedream_graph
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.models.operators.opgraph import Operator, OpGraph, linearise
-from stagewright.solvers.planners.baselines.hierarchy import Hierarchy, Level, optimize
+from stagewright.solvers.planners.baselines.hierarchy import Hierarchy, WorkerLevel, optimize
 from stagewright.solvers.planners.baselines.pipedream import costs_of
 
 NUMBERS = st.integers(0, 5).map(float)
 
 
 def one_level(workers: int, bandwidth: float) -> Hierarchy:
-    return Hierarchy((Level(workers, bandwidth),), tuple(range(workers)))
+    return Hierarchy((WorkerLevel(workers, bandwidth),), tuple(range(workers)))
 
 
 def graph_of(operators, edges) -> OpGraph:
@@ -42,7 +42,9 @@ def cases(draw):
     pairs = [(a, b) for a in range(n) for b in range(a + 1, n)]
     edges = draw(st.lists(st.sampled_from(pairs), unique=True)) if pairs else []
     shape = draw(st.lists(st.integers(1, 3), min_size=1, max_size=2))
-    levels = tuple(Level(workers, draw(st.sampled_from([1.0, 2.0, 8.0]))) for workers in shape)
+    levels = tuple(
+        WorkerLevel(workers, draw(st.sampled_from([1.0, 2.0, 8.0]))) for workers in shape
+    )
     return operators, edges, Hierarchy(levels, tuple(range(prod(shape))))
 
 

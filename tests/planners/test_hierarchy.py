@@ -14,9 +14,9 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from stagewright.graphs.machines.cluster import Link, from_matrix, uniform_servers
 from stagewright.graphs.machines.topology import uniform_racks
 from stagewright.solvers.planners.baselines.hierarchy import (
-    Costs,
     Hierarchy,
-    Level,
+    LayerCosts,
+    WorkerLevel,
     hierarchy_of,
     optimize,
     placed,
@@ -31,11 +31,11 @@ def cases(draw, most_layers=6, levels=(1, 2, 3)):
     shape = [draw(st.integers(1, 3)) for _ in range(draw(st.sampled_from(levels)))]
     numbers = st.lists(NUMBERS, min_size=layers, max_size=layers).map(np.array)
     room = draw(st.integers(1, layers))
-    costs = Costs(
+    costs = LayerCosts(
         draw(numbers), draw(numbers), draw(numbers),
         np.minimum(np.arange(layers) + room, layers),
     )  # fmt: skip
-    made = tuple(Level(workers, draw(st.sampled_from([1.0, 2.0, 8.0]))) for workers in shape)
+    made = tuple(WorkerLevel(workers, draw(st.sampled_from([1.0, 2.0, 8.0]))) for workers in shape)
     return costs, Hierarchy(made, tuple(range(prod(shape))))
 
 
@@ -163,21 +163,24 @@ def test_the_optimum_is_that_of_integer_programs(case):
 def test_levels_of_clusters():
     links = Link(8e9), Link(4e9), Link(1e9)
     racks = hierarchy_of(uniform_racks(2, 3, 4, links))
-    assert racks.levels == (Level(4, 8e9), Level(3, 4e9), Level(2, 1e9))
+    assert racks.levels == (WorkerLevel(4, 8e9), WorkerLevel(3, 4e9), WorkerLevel(2, 1e9))
     assert racks.order == tuple(range(24))
-    assert hierarchy_of(uniform_servers(2, 4, *links[:2])).levels == (Level(4, 8e9), Level(2, 4e9))
-    assert hierarchy_of(uniform_servers(1, 4, links[0])).levels == (Level(4, 8e9),)
-    assert hierarchy_of(uniform_servers(4, 1, *links[:2])).levels == (Level(4, 4e9),)
+    assert hierarchy_of(uniform_servers(2, 4, *links[:2])).levels == (
+        WorkerLevel(4, 8e9),
+        WorkerLevel(2, 4e9),
+    )
+    assert hierarchy_of(uniform_servers(1, 4, links[0])).levels == (WorkerLevel(4, 8e9),)
+    assert hierarchy_of(uniform_servers(4, 1, *links[:2])).levels == (WorkerLevel(4, 4e9),)
     names = uniform_servers(1, 3, links[0]).devices
     apart = [[None, 4e9, 1e9], [4e9, None, 1e9], [1e9, 1e9, None]]
     uneven = from_matrix(names, apart, servers=[[names[0].name, names[1].name], [names[2].name]])
-    assert hierarchy_of(uneven).levels == (Level(3, 1e9),)
+    assert hierarchy_of(uneven).levels == (WorkerLevel(3, 1e9),)
 
 
 def test_stages_inside_a_component_fit_where_their_sum_does_not():
     """Each of four layers fills a device; two servers of two devices have a stage per device."""
-    costs = Costs(np.ones(4), np.ones(4), np.zeros(4), np.arange(1, 5))
-    servers = Hierarchy((Level(2, 8.0), Level(2, 1.0)), (0, 1, 2, 3))
+    costs = LayerCosts(np.ones(4), np.ones(4), np.zeros(4), np.arange(1, 5))
+    servers = Hierarchy((WorkerLevel(2, 8.0), WorkerLevel(2, 1.0)), (0, 1, 2, 3))
     tables = optimize(costs, servers)
     assert tables[-1].slowest[0, -1, -1] == 1
     assert [one.devices for one in placed(tables, servers)] == [(0,), (1,), (2,), (3,)]

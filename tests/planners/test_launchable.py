@@ -25,7 +25,7 @@ from stagewright.graphs.models.chain import Chain, Layer
 from stagewright.service.pipelines.launching import plan_for
 from stagewright.solvers.pipelines.relaxation import fill_and_drain_bound
 from stagewright.solvers.planners.launchable import plans_of
-from stagewright.solvers.planners.order import Layout, fitting, timed
+from stagewright.solvers.planners.order import StagedOrder, fitting, timed
 from stagewright.solvers.planners.steps.proposal import Choices, Proposal, cost_of
 from stagewright.solvers.planning import plan
 from stagewright.solvers.proofs import prove
@@ -78,7 +78,7 @@ def straight_plans(problem: PipelineProblem) -> Iterator[tuple[int, float]]:
     for (r, plain), mode in product(pipelines(problem), modes):
         stages = tuple(replace(one, recompute=mode) for one in plain)
         order = one_f_one_b(len(stages), problem.microbatches)
-        made = timed(problem, "1f1b", Layout(order, stages))
+        made = timed(problem, "1f1b", StagedOrder(order, stages))
         if isinstance(made, Proposal):
             made = fitting(problem, "1f1b", made)
         if isinstance(made, Proposal):

@@ -22,6 +22,7 @@ from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.plans.plan_class import EVERY_PLAN
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.pipelines.requests import PlanRequest
+from stagewright.solvers.planners.one_device import one_device_proposals
 from stagewright.solvers.planners.steps.proposal import Choices
 from stagewright.solvers.planning import plan
 
@@ -97,6 +98,18 @@ def test_algorithm_1_is_better_than_the_usual_order():
     assert found.reason.startswith("two streams, ")
     assert "in the usual order" in found.reason.split("(")[1]
     assert found.cost < 24
+
+
+def test_the_local_search_asks_before_every_step_whether_its_time_is_over():
+    asked = []
+
+    def ended():
+        asked.append(1)
+        return len(asked) > 3
+
+    problem = device_problem([(2.0, 1.0, 2.0)] * 6, [(0.1, 0.9, 0.9)] * 6)
+    assert [one for one in one_device_proposals(problem, ended) if one.sub_ends is not None]
+    assert 4 <= len(asked) <= 5
 
 
 def test_without_shares_there_is_one_stream_and_a_note():

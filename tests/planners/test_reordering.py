@@ -19,7 +19,7 @@ from stagewright.formulations.plans.structure import Structure, work_of
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.solvers.pipelines.every_plan import every_plan_bounds
-from stagewright.solvers.pipelines.structures.scheduling import Rule, best_schedule
+from stagewright.solvers.pipelines.structures.scheduling import Priority, best_schedule
 from stagewright.solvers.planners.general import plan_general
 from stagewright.solvers.planners.steps.proposal import Choices, NoPlan, Proposal, cost_of
 from stagewright.solvers.planners.structures.reordering import reorder
@@ -54,7 +54,7 @@ def looped(memory: float, parameters: float = 0.0) -> tuple[PipelineProblem, Str
     return PipelineProblem(chain, cluster, 4), Structure(stages, (True,) * 6)
 
 
-def scheduled(problem: PipelineProblem, structure: Structure, rule: Rule) -> Proposal:
+def scheduled(problem: PipelineProblem, structure: Structure, rule: Priority) -> Proposal:
     """The list schedule of one rule."""
     work, endings, _ = work_of(problem, structure)
     found = best_schedule(work, endings, [rule])
@@ -65,7 +65,7 @@ def scheduled(problem: PipelineProblem, structure: Structure, rule: Rule) -> Pro
 @pytest.mark.parametrize("memory", [1000 * MB, 70 * MB])
 def test_a_loop_gets_shorter(memory):
     problem, structure = looped(memory)
-    known = scheduled(problem, structure, Rule(math.inf, "WBF", "broad", "newest"))
+    known = scheduled(problem, structure, Priority(math.inf, "WBF", "broad", "newest"))
     found = reorder(problem, known, Limits(10.0), silent)
     assert isinstance(found, Proposal)
     assert cost_of(problem, found) < cost_of(problem, known)
@@ -75,7 +75,7 @@ def test_a_loop_gets_shorter(memory):
 @pytest.mark.parametrize(("factor", "verdict"), [(1.0, "verified"), (1.01, "refuted")])
 def test_the_bound_on_all_orders_is_proved_again(factor, verdict):
     problem, structure = looped(1000 * MB)
-    known = scheduled(problem, structure, Rule(math.inf, "WBF", "broad", "newest"))
+    known = scheduled(problem, structure, Priority(math.inf, "WBF", "broad", "newest"))
     found = reorder(problem, known, Limits(10.0), silent)
     assert isinstance(found, Proposal)
     (bound,) = found.bounds
@@ -91,7 +91,7 @@ def test_the_bound_on_all_orders_is_proved_again(factor, verdict):
 
 def test_one_microbatch_at_a_time_stays_in_order():
     problem, structure = looped(40 * MB)
-    known = scheduled(problem, structure, Rule())
+    known = scheduled(problem, structure, Priority())
     found = reorder(problem, known, Limits(0.5), silent)
     assert isinstance(found, Proposal)
     assert cost_of(problem, found) <= cost_of(problem, known)
@@ -103,6 +103,6 @@ def test_stages_that_overlap_in_part_are_not_reordered():
     problem = PipelineProblem(chain, uniform_servers(1, 2, Link(MB), Link(MB)), 2)
     one, two = (device.name for device in problem.cluster.devices)
     structure = Structure((Stage((0, 1), (one, two)), Stage((1, 2), (one,))), (False, False))
-    found = reorder(problem, scheduled(problem, structure, Rule()), Limits(1.0), silent)
+    found = reorder(problem, scheduled(problem, structure, Priority()), Limits(1.0), silent)
     assert isinstance(found, NoPlan)
     assert not found.proved

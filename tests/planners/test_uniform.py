@@ -15,7 +15,7 @@ from stagewright.formulations.plans.plan_class import DISJOINT_SPLIT, class_of
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
-from stagewright.solvers.planners.steps.planner import Options, require_honoured
+from stagewright.solvers.planners.steps.planner import PlannerOptions, require_honoured
 from stagewright.solvers.planners.steps.proposal import Choices
 from stagewright.solvers.planners.structures.uniform import UNIFORM_OPTIONS
 from stagewright.solvers.planning import PLANNERS, plan
@@ -120,7 +120,7 @@ def test_only_costs_of_plans_are_reported() -> None:
 
 def test_what_is_not_honoured_is_refused_with_who_does() -> None:
     """A planner honours nothing unless its options say so."""
-    plain = replace(PLANNERS["spp"], options=Options())
+    plain = replace(PLANNERS["spp"], options=PlannerOptions())
     for choices, what in (
         (OFFLOAD, "offloading"),
         (Choices("full"), "recompute 'full'"),

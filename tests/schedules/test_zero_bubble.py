@@ -15,7 +15,7 @@ from stagewright.formulations.schedules.placements import line, v_shape
 from stagewright.formulations.schedules.published.automatic import automatic, zb1p, zb2p
 from stagewright.formulations.schedules.published.automatic_v import (
     _extra_forwards,
-    _Rounds,
+    _VRounds,
     automatic_v,
 )
 from stagewright.formulations.schedules.published.chimera import dualpipe_v
@@ -197,9 +197,9 @@ def test_transfers_leave_time_for_more_forwards_if_memory_does(limit, most):
 def test_a_longer_warm_up_helps_where_transfers_are_long():
     times = equal_times(8, forward=2.0, transfer=2.0)
     memory, device = activations(v_shape(4), 16), v_shape(4)
-    plain = _Rounds(device, times, 12, memory, ()).built()
+    plain = _VRounds(device, times, 12, memory, ()).built()
     longer = [
-        _Rounds(device, times, 12, memory, (), extra=extra).built()
+        _VRounds(device, times, 12, memory, (), extra=extra).built()
         for extra in _extra_forwards(times, memory)
     ]
     assert min(one.span() for one in longer) < plain.span()

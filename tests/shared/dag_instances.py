@@ -6,7 +6,7 @@ from math import inf
 import numpy as np
 from hypothesis import strategies as st
 
-from stagewright.formulations.dags.problem import DagProblem, Pool, Tensor
+from stagewright.formulations.dags.problem import DagProblem, DevicePool, Tensor
 
 
 @st.composite
@@ -30,7 +30,10 @@ def problems(draw, most=6):
         row[1] = row[0] * draw(st.integers(1, 3))
     held = [draw(few) for _ in range(n)]
     memory = draw(st.sampled_from([inf, 3.0, 5.0]))
-    pools = (Pool("gpu", draw(st.integers(1, 3)), memory), Pool("host", hosts, inf, False))
+    pools = (
+        DevicePool("gpu", draw(st.integers(1, 3)), memory),
+        DevicePool("host", hosts, inf, False),
+    )
     place = draw(st.permutations(range(n)))  # parts need not be numbered in a topological order
     return DagProblem(
         tuple(f"p{i}" for i in range(n)),

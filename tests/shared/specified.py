@@ -10,12 +10,12 @@ from scipy import sparse
 from stagewright.formulations.clusters.allocation import AllocationProblem
 from stagewright.graphs.documents.arrays import Bools, Floats
 from stagewright.graphs.workloads.jobs import PairRate, Throughputs
-from stagewright.solvers.clusters.specification.setting import UNLIMITED, Setting
+from stagewright.solvers.clusters.specification.setting import UNLIMITED, RateSetting
 
 
 def specify(
     problem: AllocationProblem, throughputs: Throughputs, *, space_sharing: bool = False
-) -> Setting:
+) -> RateSetting:
     """T of all jobs and, with space sharing, of all pairs of distinct jobs of equal scale."""
     alone = _alone(problem, throughputs)
     combinations: list[tuple[int, ...]] = [(job,) for job in range(len(problem))]
@@ -33,7 +33,7 @@ def specify(
 
 def specify_agnostic(
     problem: AllocationProblem, throughputs: Throughputs, *, alike: bool
-) -> Setting:
+) -> RateSetting:
     """T of a policy that takes all accelerators for alike.
 
     A job runs at 1 wherever it runs or, where jobs are not ``alike``, at its best rate.
@@ -49,9 +49,9 @@ def _setting(
     combinations: Sequence[tuple[int, ...]],
     rates: Floats,
     runs: Bools,
-) -> Setting:
+) -> RateSetting:
     matrix = sparse.csr_array(rates.reshape(len(problem), -1))
-    return Setting(problem, tuple(combinations), matrix, runs, UNLIMITED, perf_counter())
+    return RateSetting(problem, tuple(combinations), matrix, runs, UNLIMITED, perf_counter())
 
 
 def _alone(problem: AllocationProblem, throughputs: Throughputs) -> Floats:

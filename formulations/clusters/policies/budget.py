@@ -26,13 +26,7 @@ SECONDS_PER_HOUR = 3600.0
 
 
 def require_budget(budget_dollars: float | None) -> float:
-    """The budget, if there is one.
-
-    Raises
-    ------
-    InputError
-        If there is none, or it is not positive.
-    """
+    """The budget; none, or one that is not positive, is refused."""
     if budget_dollars is None:
         raise InputError("makespan-budget needs a budget: give the dollars that all jobs may cost")
     require_amount(budget_dollars, "budget")

@@ -29,13 +29,7 @@ _TIGHT = 100.0  # scales the row of the ratio: a solver's 1e-7 is then 1e-9 of t
 
 
 def prices(problem: AllocationProblem) -> Floats:
-    """Dollars per hour of one accelerator, by worker type, shape (workers,).
-
-    Raises
-    ------
-    InputError
-        If an accelerator has no price.
-    """
+    """Dollars per hour of one accelerator, by worker type, shape (workers,)."""
     accelerators = problem.table.pool.accelerators
     for one in accelerators:
         if one.dollars_per_hour is None:
@@ -48,13 +42,7 @@ def prices(problem: AllocationProblem) -> Floats:
 
 
 def positive_prices(problem: AllocationProblem) -> Floats:
-    """``prices``, where a ratio to cost is asked for.
-
-    Raises
-    ------
-    InputError
-        If an accelerator has no price, or costs nothing.
-    """
+    """``prices``, none of them 0, where a ratio to cost is asked for."""
     found = prices(problem)
     if (found == 0).any():
         name = problem.table.workers[int(found.argmin())].name

@@ -40,10 +40,7 @@ def value_program(valid: Polytope, value: Floats, floor: Floats) -> LinearProgra
     The last rows hold the jobs with a positive ``floor``, each a group of its own, to at least
     that many steps per second.
 
-    Parameters
-    ----------
-    value, floor
-        By job.
+    ``value`` and ``floor``: by job.
     """
     groups = valid.groups
     held = groups.of_job[floor > 0]

@@ -13,7 +13,7 @@ from stagewright.formulations.clusters.allocation import Allocation, AllocationP
 from stagewright.graphs.documents.arrays import Floats
 
 
-def shortest_seconds(problem: AllocationProblem) -> Floats:
+def _shortest_seconds(problem: AllocationProblem) -> Floats:
     """Seconds of each job alone on its fastest type all of the time, shape (jobs,)."""
     return np.asarray(problem.steps / problem.rates.max(axis=1))
 
@@ -31,7 +31,7 @@ def objective(problem: AllocationProblem, allocation: Allocation) -> float:
 
 def values(problem: AllocationProblem) -> Floats:
     """Value in the second objective of a step per second of each job: M for the shortest."""
-    order = np.argsort(shortest_seconds(problem), kind="stable")
+    order = np.argsort(_shortest_seconds(problem), kind="stable")
     rank = np.empty(len(problem))
     rank[order] = np.arange(len(problem), 0, -1)
     return np.asarray(rank / problem.rates.max(axis=1))
@@ -39,7 +39,7 @@ def values(problem: AllocationProblem) -> Floats:
 
 def floor(problem: AllocationProblem) -> Floats:
     """Steps per second that the shortest job must have; 0 for the others."""
-    shortest = int(shortest_seconds(problem).argmin())
+    shortest = int(_shortest_seconds(problem).argmin())
     least = np.zeros(len(problem))
     least[shortest] = problem.rates[shortest].max()
     return least

@@ -34,10 +34,7 @@ def shortfall_program(valid: Polytope, floor: Floats) -> tuple[LinearProgram, In
     count = len(groups)
     scale = sparse.diags_array(1 / floor[groups])
     rows = sparse.block_array(
-        [
-            [valid.matrix, None],
-            [scale @ valid.rate[groups], sparse.eye_array(count, format="csr")],
-        ],
+        [[valid.matrix, None], [scale @ valid.rate[groups], sparse.eye_array(count, format="csr")]],
         format="csr",
     )
     columns = valid.columns + count

@@ -32,13 +32,8 @@ class LevelProgram:
 def level_program(valid: Polytope, need: Floats, most: float) -> LevelProgram:
     """State the program for the polytope's groups.
 
-    Parameters
-    ----------
-    need
-        Of a group: the sum over its jobs, steps per second, positive, shape (groups,). The jobs
-        divide it in proportion to their shares.
-    most
-        A level that no allocation exceeds.
+    ``need``: of a group: the sum over its jobs, steps per second, positive, shape (groups,). The
+    jobs divide it in proportion to their shares. ``most``: A level that no allocation exceeds.
     """
     columns, groups = valid.columns, len(need)
     matrix = _with_levels(valid, 1.0 / (need * most))

@@ -160,7 +160,7 @@ def replay(problem: AllocationProblem, reached: Floats, levels: Ints, needs: Nee
     return None
 
 
-def gain_programs(
+def _gain_programs(
     problem: AllocationProblem, reached: Floats, levels: Ints
 ) -> Iterator[tuple[int, LinearProgram, float]]:
     """For each level, the program of its jobs' largest total if no lower job loses; and the total.
@@ -204,7 +204,7 @@ def verify(
     wrong = replay(problem, reached, levels, needs)
     if wrong is not None:
         return wrong
-    for level, form, have in gain_programs(problem, reached, levels):
+    for level, form, have in _gain_programs(problem, reached, levels):
         found = duals(form)
         if found is None:
             return f"no proof that the jobs of level {level} are stuck"

@@ -7,14 +7,13 @@ from typing import ClassVar, Literal
 
 from pydantic import ConfigDict
 
-from stagewright.formulations.parallelism.document import LayoutBound
+from stagewright.formulations.parallelism.document import LayoutBound, differ, faults_of_time
 from stagewright.formulations.parallelism.profiles.pipelines import (
     ProfiledEstimate,
     ProfiledProblem,
     evaluate,
 )
 from stagewright.formulations.parallelism.profiles.plan import ProfiledPlan
-from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.documents.units import format_bytes
@@ -67,15 +66,8 @@ def violations(document: ProfiledDocument) -> tuple[str, ...]:
         found = evaluate(document.problem, document.plan)
     except (InputError, InvalidPlan) as error:
         return (str(error),)
-    return tuple([*_time(document, found), *_memory(document, found)])
-
-
-def _time(document: ProfiledDocument, found: ProfiledEstimate) -> Iterator[str]:
-    said, bound = document.iteration_seconds, document.bound
-    if _differ(said, found.seconds):
-        yield f"iteration_seconds is {said:.6g}, computed {found.seconds:.6g}"
-    if bound is not None and bound.seconds > found.seconds * (1 + RELATIVE_TOLERANCE):
-        yield f"bound is {bound.seconds:.6g} s, above the time {found.seconds:.6g} s"
+    time = faults_of_time(document.iteration_seconds, found.seconds, document.bound)
+    return tuple([*time, *_memory(document, found)])
 
 
 def _memory(document: ProfiledDocument, found: ProfiledEstimate) -> Iterator[str]:
@@ -86,7 +78,7 @@ def _memory(document: ProfiledDocument, found: ProfiledEstimate) -> Iterator[str
         )
     both = zip(document.memory_bytes, found.memory_bytes, strict=False)
     for s, (said, computed) in enumerate(both):
-        if _differ(said, computed):
+        if differ(said, computed):
             yield f"memory_bytes[{s}] is {said:.6g}, computed {computed:.6g}"
     yield from memory_shortages(document.problem, document.plan, found)
 
@@ -104,7 +96,3 @@ def memory_shortages(
                 f"device of {' or '.join(sorted(kinds))}, which has {format_bytes(used + free)}: "
                 f"{format_bytes(-free)} too little"
             )
-
-
-def _differ(one: float, other: float) -> bool:
-    return abs(one - other) > RELATIVE_TOLERANCE * max(abs(one), abs(other))

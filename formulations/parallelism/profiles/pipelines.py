@@ -29,12 +29,8 @@ def pipeline_seconds(
 ) -> Floats:
     """When every stage has done and sent its last backward, shape (p,).
 
-    Parameters
-    ----------
-    forward, backward
-        Seconds of a microbatch on each stage, shape (p,).
-    transfer
-        Seconds to send it from a stage to the next, and its gradient back, shape (p - 1,).
+    ``forward`` and ``backward``: seconds of a microbatch on each stage, shape (p,). ``transfer``:
+    seconds to send it from a stage to the next, and its gradient back, shape (p - 1,).
     """
     p, m = len(forward), microbatches
     clock = [0.0] * p
@@ -69,13 +65,9 @@ def least_finish(
     between the last forward and its backward again, with w backwards. With no more than w + 1
     microbatches both are the same time, and only one of them counts.
 
-    Parameters
-    ----------
-    sends
-        Seconds of a transfer from the stage before, and to the stage after.
-    later
-        Seconds from the end of a forward to the start of its backward if nothing else is to do:
-        both transfers, and forward and backward of all later stages.
+    ``sends``: seconds of a transfer from the stage before, and to the stage after. ``later``:
+    seconds from the end of a forward to the start of its backward if nothing else is to do: both
+    transfers, and forward and backward of all later stages.
     """
     before, after = sends
     m, w = microbatches, min(stages_later, microbatches - 1)
@@ -184,7 +176,7 @@ def evaluate(problem: ProfiledProblem, plan: ProfiledPlan) -> ProfiledEstimate:
     InputError
         If it uses a microbatch size or tensor degree that was not measured.
     """
-    require_plan(problem, plan)
+    _require_plan(problem, plan)
     finish = np.max([_finish(problem, plan, j) for j in _unequal(problem, plan)], axis=0)
     spans = _spans(plan)
     stages = list(zip(plan.stages, spans, strict=True))
@@ -201,7 +193,7 @@ def evaluate(problem: ProfiledProblem, plan: ProfiledPlan) -> ProfiledEstimate:
     )
 
 
-def require_plan(problem: ProfiledProblem, plan: ProfiledPlan) -> None:
+def _require_plan(problem: ProfiledProblem, plan: ProfiledPlan) -> None:
     """Raise InvalidPlan if a rule of the problem is broken."""
     layers = [stage.layers for stage in plan.stages]
     if not layers or min(layers) < 1 or sum(layers) != problem.profiles.layers:

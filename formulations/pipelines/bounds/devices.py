@@ -182,7 +182,7 @@ ROUNDS = 50
 SLACK = 1e-9  # relative; more than the rounding of the sums
 
 
-class Window(NamedTuple):
+class TaskWindow(NamedTuple):
     """The heads and tails of all tasks, in seconds."""
 
     heads: Floats
@@ -209,7 +209,7 @@ def quick_device_bound(work: Work, endings: Endings) -> float:
     return machine_bound(tasks, window)
 
 
-def machine_bound(tasks: Tasks, window: Window) -> float:
+def machine_bound(tasks: Tasks, window: TaskWindow) -> float:
     """The longest path and the longest of Jackson's preemptive schedules of all machines."""
     heads, tails = window
     jackson = [
@@ -218,20 +218,20 @@ def machine_bound(tasks: Tasks, window: Window) -> float:
     return max([float((heads + tasks.seconds + tails).max()), *jackson])
 
 
-def window_of(tasks: Tasks) -> Window:
+def window_of(tasks: Tasks) -> TaskWindow:
     """Heads and tails in every schedule."""
     found = _narrowed(
-        tasks, inf, Window(np.zeros(len(tasks.seconds)), np.zeros(len(tasks.seconds)))
+        tasks, inf, TaskWindow(np.zeros(len(tasks.seconds)), np.zeros(len(tasks.seconds)))
     )
     assert found is not None  # there is a schedule of some length
     return found
 
 
-def _nothing(tasks: Tasks) -> Window:
-    return Window(np.zeros(len(tasks.seconds)), np.zeros(len(tasks.seconds)))
+def _nothing(tasks: Tasks) -> TaskWindow:
+    return TaskWindow(np.zeros(len(tasks.seconds)), np.zeros(len(tasks.seconds)))
 
 
-def is_refuted(tasks: Tasks, target: float, window: Window) -> bool:
+def is_refuted(tasks: Tasks, target: float, window: TaskWindow) -> bool:
     """Whether edge finding shows that no schedule takes ``target`` seconds or less.
 
     ``window`` holds for every schedule.
@@ -239,9 +239,9 @@ def is_refuted(tasks: Tasks, target: float, window: Window) -> bool:
     return _narrowed(tasks, target, window) is None
 
 
-def _narrowed(tasks: Tasks, target: float, known: Window) -> Window | None:
+def _narrowed(tasks: Tasks, target: float, known: TaskWindow) -> TaskWindow | None:
     """Heads and tails in every schedule of at most ``target`` seconds; None if there is none."""
-    found = Window(known.heads.copy(), known.tails.copy())
+    found = TaskWindow(known.heads.copy(), known.tails.copy())
     slack = SLACK * (target if target < inf else float(tasks.seconds.sum()))
     for _ in range(ROUNDS):
         _follow_paths(tasks, found)
@@ -259,7 +259,7 @@ def _narrowed(tasks: Tasks, target: float, known: Window) -> Window | None:
 
 
 def _look_at_pairs(
-    tasks: Tasks, window: Window, own: Ints, follows: Bools, target: float, slack: float
+    tasks: Tasks, window: TaskWindow, own: Ints, follows: Bools, target: float, slack: float
 ) -> bool | None:
     """Raise the heads and tails of a machine's tasks; None if they do not fit in the target."""
     changed, seconds = False, tasks.seconds[own]
@@ -306,7 +306,7 @@ def _largest_so_far(values: Floats) -> Floats:
     return np.asarray(np.maximum.accumulate(values, axis=1))
 
 
-def _follow_paths(tasks: Tasks, window: Window) -> None:
+def _follow_paths(tasks: Tasks, window: TaskWindow) -> None:
     """Raise heads and tails to the longest paths."""
     _raise_heads(tasks, window.heads)
     _raise_tails(tasks, window.tails)

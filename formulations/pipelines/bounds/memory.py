@@ -100,7 +100,7 @@ class DeviceView:
         return float(self.round_trip[0] - self.reach[-1])
 
 
-def device_view(problem: MakespanProblem, d: int, paths: StagePaths) -> DeviceView:
+def _device_view(problem: MakespanProblem, d: int, paths: StagePaths) -> DeviceView:
     """The view of device d."""
     on = problem.stages_on(d)
     none = np.zeros(problem.stages)
@@ -120,7 +120,7 @@ def device_view(problem: MakespanProblem, d: int, paths: StagePaths) -> DeviceVi
     )
 
 
-def one_microbatch(view: DeviceView) -> tuple[float, float]:
+def _one_microbatch(view: DeviceView) -> tuple[float, float]:
     """The way of a microbatch from F(s1) to the end of B(s1), and of W(s1)."""
     backward = float(view.round_trip[0] + view.backward[0])
     return backward, backward + float(view.weight[0])
@@ -152,7 +152,7 @@ def warm_up_and_drain(view: DeviceView) -> tuple[float, float]:
     return view.load + idle_to_backward, view.load + idle
 
 
-def memory_over_time(view: DeviceView) -> float:
+def _memory_over_time(view: DeviceView) -> float:
     """The shortest window in which the microbatches' memory, integrated over time, fits.
 
     Microbatch m holds ``taken`` on stage s for its round trip and B at least, then ``late`` for W.
@@ -250,14 +250,14 @@ def window_bounds(problem: MakespanProblem, paths: StagePaths) -> list[tuple[str
     best = dict.fromkeys(_WINDOW_NAMES if spans else MEMORY_NAMES, 0.0)
     for d in range(1 + max(problem.device)):
         on = problem.stages_on(d)
-        first, view = on[0], device_view(problem, d, paths)
+        first, view = on[0], _device_view(problem, d, paths)
         around = paths.around(problem, first) if spans else paths.head[first] + paths.tail[first]
         head, least = 0.0 if spans else paths.head[first], reduce[on].min()
         windows = {
             SPAN_LOAD: (0.0, view.load),
-            SPAN_PATH: one_microbatch(view),
+            SPAN_PATH: _one_microbatch(view),
             WARM_UP: warm_up_and_drain(view),
-            OVER_TIME: (0.0, memory_over_time(view)),
+            OVER_TIME: (0.0, _memory_over_time(view)),
         }
         for name in best:
             to_backward, whole = windows[name]

@@ -130,7 +130,7 @@ def schedule_bounds(problem: MakespanProblem) -> tuple[Bound, ...]:
     paths = StagePaths.of(problem)
     named = _quick(problem, paths)
     if problem.objective == "makespan":
-        named.append((ONE_MACHINE, one_machine_relaxation(problem, paths)))
+        named.append((ONE_MACHINE, _one_machine_relaxation(problem, paths)))
     plans = plans_of(problem)
     return tuple(Bound(seconds, name, "schedule", plans) for name, seconds in named)
 
@@ -169,7 +169,7 @@ def critical_path(problem: MakespanProblem, paths: StagePaths) -> float:
     return float((paths.head + paths.round_trip + np.array(problem.backward) + paths.tail).max())
 
 
-def busiest_device(problem: MakespanProblem, paths: StagePaths) -> float:
+def _busiest_device(problem: MakespanProblem, paths: StagePaths) -> float:
     """The least head of a device's stages, plus all their work, plus the least tail.
 
     The device runs one block at a time and starts no earlier than the least head. Of its forwards
@@ -191,7 +191,7 @@ def _least(problem: MakespanProblem, values: ArrayLike) -> Floats:
     return least
 
 
-def busiest_channel(problem: MakespanProblem, paths: StagePaths) -> float:
+def _busiest_channel(problem: MakespanProblem, paths: StagePaths) -> float:
     """The same bound for the channel after a stage, which both directions may share.
 
     A forward of the stage precedes its first transfer; the backward of the stage and its tail
@@ -230,7 +230,7 @@ def warm_up_and_drain(problem: MakespanProblem, paths: StagePaths) -> float:
     return max(found)
 
 
-def in_flight_slots(problem: MakespanProblem, paths: StagePaths) -> float:
+def _in_flight_slots(problem: MakespanProblem, paths: StagePaths) -> float:
     """With k slots, ceil(M / k) microbatches use the same slot in sequence.
 
     F(s, m + k) waits for the end of W(s, m), so F(s, 0), B(s, 0), W(s, 0), F(s, k), ... form a
@@ -242,7 +242,7 @@ def in_flight_slots(problem: MakespanProblem, paths: StagePaths) -> float:
     return float((paths.head + rounds * slot + waits + paths.tail).max())
 
 
-def one_machine_relaxation(problem: MakespanProblem, paths: StagePaths) -> float:
+def _one_machine_relaxation(problem: MakespanProblem, paths: StagePaths) -> float:
     """Jackson's preemptive schedule on each device and each channel separately.
 
     After Carlier and Pinson (1989). The heads and tails of the blocks are longest paths over the
@@ -319,10 +319,10 @@ def longest_paths(blocks: BlockGraph, microbatches: int) -> Floats:
 
 QUICK: tuple[tuple[str, Callable[[MakespanProblem, StagePaths], float]], ...] = (
     ("critical path", critical_path),
-    ("busiest device", busiest_device),
-    ("busiest channel", busiest_channel),
+    ("busiest device", _busiest_device),
+    ("busiest channel", _busiest_channel),
     ("warm-up and drain", warm_up_and_drain),
-    ("in-flight slots", in_flight_slots),
+    ("in-flight slots", _in_flight_slots),
 )
 
 NAMES = (*(name for name, _ in QUICK), ONE_MACHINE)

@@ -82,7 +82,7 @@ def automatic(
     """
     memory.require_room(line(len(times.forward)))
     tried = (
-        _Rounds(times, microbatches, memory, *choices).built()
+        _LineRounds(times, microbatches, memory, *choices).built()
         for choices in product((True, False), repeat=3)
     )
     span_first = goal == "span"
@@ -90,7 +90,7 @@ def automatic(
     return best.order()
 
 
-class _Rounds(Construction):
+class _LineRounds(Construction):
     """The rounds of a line of stages.
 
     ``late`` admits a forward that delays the first backward. ``skips`` leaves a forward for a later
@@ -110,7 +110,7 @@ class _Rounds(Construction):
         super().__init__(line(len(times.forward)), times, microbatches, memory, kinds)
         self.late, self.skips = late, skips
 
-    def built(self) -> "_Rounds":
+    def built(self) -> "_LineRounds":
         """Schedule everything."""
         self._warm_up()
         for _ in range(1, self.count):

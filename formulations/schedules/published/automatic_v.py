@@ -24,26 +24,21 @@ def automatic_v(
     Each rule is tried again with the idle time that a device had less than the one with the most,
     as long as this helps. The goal ``span`` is the longest time from a device's first start to its
     last end.
-
-    Raises
-    ------
-    InputError
-        If a device has no room for one microbatch of both its stages.
     """
     device = v_shape(len(times.forward) // 2)
     memory.require_room(device)
     span_first = goal == "span"
 
-    def cost(one: _Rounds) -> tuple[float, float]:
+    def cost(one: _VRounds) -> tuple[float, float]:
         return span_first and one.span(), one.makespan()
 
-    tried: list[_Rounds] = []
+    tried: list[_VRounds] = []
     for extra, fills in product(_extra_forwards(times, memory), ((), (F,), (I,), (F, I))):
-        better = _Rounds(device, times, microbatches, memory, fills, extra=extra).built()
+        better = _VRounds(device, times, microbatches, memory, fills, extra=extra).built()
         while not tried or better is not tried[-1]:
             tried.append(better)
             slack = [max(better.idle) - idle for idle in better.idle]
-            again = _Rounds(device, times, microbatches, memory, fills, slack, extra).built()
+            again = _VRounds(device, times, microbatches, memory, fills, slack, extra).built()
             better = min(better, again, key=cost)
     return min(tried, key=cost).order()
 
@@ -70,7 +65,7 @@ def _extra_forwards(times: StageTimes, memory: ActivationMemory) -> list[tuple[i
     return [tuple(min(one, k) for one in extra) for k in tried]
 
 
-class _Rounds(Construction):
+class _VRounds(Construction):
     """The rounds of a V. Device d has the stages d ("down") and ``last`` - d ("up").
 
     ``extra`` are forwards per device before its first microbatch returns, beside those of ZBV.
@@ -89,7 +84,7 @@ class _Rounds(Construction):
         super().__init__(device, times, microbatches, memory, fills, slack)
         self.extra = extra or [0] * len(self.rows)
 
-    def built(self) -> "_Rounds":
+    def built(self) -> "_VRounds":
         """Schedule everything."""
         self._warm_up()
         devices = range(len(self.rows))

@@ -128,11 +128,6 @@ class Sizes:
         For schedules that depend on times; by default all are equal.
     memory, goal
         For the same schedules, if ``times`` are given: limits of the devices, and what is shortest.
-
-    Raises
-    ------
-    InputError
-        If a number is below 1.
     """
 
     devices: int
@@ -302,13 +297,7 @@ KINDS: dict[str, ScheduleKind] = {
 
 
 def require_chunks(name: str, chunks: int) -> None:
-    """Refuse a number of stages per device that a schedule does not have.
-
-    Raises
-    ------
-    InputError
-        If the schedule has no such number of chunks; names its numbers and other schedules.
-    """
+    """Refuse a number of stages per device that a schedule does not have."""
     if not KINDS[name].chunks.allows(chunks):
         others = [other for other, kind in KINDS.items() if kind.chunks.allows(chunks)]
         raise InputError(

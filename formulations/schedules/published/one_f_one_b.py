@@ -16,11 +16,6 @@ def round_robin(replicas: tuple[int, ...], microbatches: int) -> Order:
 
     The devices are numbered stage after stage. Every copy admits as many microbatches as its stage
     and all later ones have devices per copy, rounded up: the thesis's NOAM, for every stage.
-
-    Raises
-    ------
-    InputError
-        If a copy would have no microbatch.
     """
     if microbatches < max(replicas):
         raise InputError(

@@ -181,17 +181,8 @@ def allocate(
 ) -> AllocationResult:
     """Allocate by ``policy``, and check the allocation.
 
-    Parameters
-    ----------
-    backend
-        One that accepts linear programs; ``cvxpy`` solves the policy's program as the thesis
-        states it, for small clusters. None is the quickest.
-
-    Raises
-    ------
-    InputError
-        If there is no such policy or backend, it spends no budget, the jobs lack what it needs, or
-        their numbers are too far apart for the solver.
+    ``backend``: one that accepts linear programs; ``cvxpy`` solves the policy's program as the
+    thesis states it, for small clusters. None is the quickest.
     """
     began = perf_counter()
     chosen = require_policy(problem, policy, budget_dollars, backend)

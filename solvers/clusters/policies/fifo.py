@@ -49,10 +49,7 @@ def solve(problem: AllocationProblem, limits: Limits) -> AllocationResult:
 def most_value(problem: AllocationProblem, value: Floats, floor: Floats, limits: Limits) -> Worth:
     """Maximise the sum of ``value`` times throughput, both by job.
 
-    Parameters
-    ----------
-    floor
-        Steps per second that a job must have; 0 for none. Shape (jobs,).
+    ``floor``: steps per second that a job must have; 0 for none. Shape (jobs,).
     """
     if len(problem.table.first):
         return _in_runs(problem, value, floor, limits)

@@ -18,7 +18,7 @@ from stagewright.solvers.backends import backend
 from stagewright.solvers.clusters.levels import (
     FIRST_RATIO,
     TOLERANCE,
-    Attempt,
+    LevelAttempt,
     all_scarce,
     groups_by_need,
     scarce_time,
@@ -49,13 +49,7 @@ class _Fastest:
 def solve(
     problem: AllocationProblem, limits: Limits, budget_dollars: float | None = None
 ) -> AllocationResult:
-    """A linear program for the makespan, then one for the dollars at that makespan.
-
-    Raises
-    ------
-    InputError
-        If there is no budget, it is not positive, or an accelerator has no price.
-    """
+    """A linear program for the makespan, then one for the dollars at that makespan."""
     budget_dollars = budget.require_budget(budget_dollars)
     prices(problem)
     began = perf_counter()
@@ -88,7 +82,7 @@ def _best(
 ) -> _Fastest:
     """The least makespan, and then the least dollars, over groups that lose neither."""
 
-    def attempt(groups: Groups) -> Attempt[_Fastest]:
+    def attempt(groups: Groups) -> LevelAttempt[_Fastest]:
         valid = polytope(problem, groups)
         program = budget.budget_program(valid, budget_dollars)
         answer = backend.solve(program.form, limits=left())
@@ -96,14 +90,14 @@ def _best(
             # Finer groups cost no less: with time enough no group's is scarce.
             nothing = _Fastest(valid, answer, math.nan, math.nan, None)
             late = answer.status is Status.NO_ANSWER
-            return Attempt(nothing, 0.0, all_scarce(groups), failed=late)
+            return LevelAttempt(nothing, 0.0, all_scarce(groups), failed=late)
         found = float(answer.values[-1])
         bound = min(weak_duality_bound(program.bounding(found), answer.duals), found)
         best = _Fastest(valid, answer, found, bound, answer.values)
         # Out of time, finer groups would come too late.
         gap = (found - bound) / found if answer.status is Status.OPTIMAL else 0.0
         if gap > TOLERANCE:
-            return Attempt(best, gap, scarce_time(groups, answer.duals))
+            return LevelAttempt(best, gap, scarce_time(groups, answer.duals))
         return _cheapest(best, program, groups, left())
 
     return split_until_proved(problem, problem.steps, attempt)
@@ -111,16 +105,16 @@ def _best(
 
 def _cheapest(
     best: _Fastest, program: budget.BudgetProgram, groups: Groups, limits: Limits
-) -> Attempt[_Fastest]:
+) -> LevelAttempt[_Fastest]:
     """The cheapest of the fastest allocations."""
     makespan = best.makespan * (1 + _ROOM)
     answer = backend.solve(program.cheapest(makespan), limits=limits)
     if answer.values is None or answer.duals is None or answer.objective is None:
-        return Attempt(best, 0.0, all_scarce(groups))
+        return LevelAttempt(best, 0.0, all_scarce(groups))
     bound = weak_duality_bound(program.cheapest(makespan, relaxed=True), answer.duals)
     gap = (answer.objective - bound) / max(answer.objective, _CENT)
     cheapest = replace(best, values=answer.values)
-    return Attempt(cheapest, gap if gap > _CLOSE else 0.0, scarce_time(groups, answer.duals))
+    return LevelAttempt(cheapest, gap if gap > _CLOSE else 0.0, scarce_time(groups, answer.duals))
 
 
 def _too_little(

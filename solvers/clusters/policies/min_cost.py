@@ -16,7 +16,7 @@ from stagewright.graphs.documents.arrays import Floats
 from stagewright.solvers.backends import backend
 from stagewright.solvers.clusters.levels import (
     TOLERANCE,
-    Attempt,
+    LevelAttempt,
     all_scarce,
     scarce_time,
     split_until_proved,
@@ -28,7 +28,7 @@ _CLOSE = 1e-6  # of the work: as near as it is brought to its most
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Best:
+class _BestRatio:
     """The best ratio over groups, and totals ``y`` with most work at it, None without an answer."""
 
     asked: Costed
@@ -51,7 +51,7 @@ def solve_above(problem: AllocationProblem, floor: Floats, limits: Limits) -> Al
     def left() -> Limits:
         return replace(limits, seconds=limits.left(perf_counter() - began))
 
-    def attempt(groups: Groups) -> Attempt[_Best]:
+    def attempt(groups: Groups) -> LevelAttempt[_BestRatio]:
         found = _ratio(problem, groups, floor, left())
         if found.gap > TOLERANCE or found.answer.y is None:
             return found
@@ -73,26 +73,28 @@ def solve_above(problem: AllocationProblem, floor: Floats, limits: Limits) -> Al
 
 def _ratio(
     problem: AllocationProblem, groups: Groups, floor: Floats, limits: Limits
-) -> Attempt[_Best]:
+) -> LevelAttempt[_BestRatio]:
     valid = polytope(problem, groups)
     asked = cost.costed(valid, floor)
     program = cost.ratio_program(asked)
     answer = backend.solve(program.form, limits=limits)
     if answer.values is None or answer.duals is None:
-        nothing = _Best(asked, answer, None, math.nan, math.nan)
+        nothing = _BestRatio(asked, answer, None, math.nan, math.nan)
         # Out of time, finer groups would not help; infeasible, they may.
         stuck = answer.status is not Status.INFEASIBLE
         gap = 0.0 if stuck else math.inf
-        return Attempt(nothing, gap, all_scarce(groups), failed=stuck)
+        return LevelAttempt(nothing, gap, all_scarce(groups), failed=stuck)
     y = np.clip(answer.values[:-1] / answer.values[-1], 0.0, valid.most)
     ratio = float(asked.work @ y / (asked.cost @ y))
     bound = -weak_duality_bound(program.relaxed, answer.duals)
     # Out of time, finer groups would come too late.
     gap = (bound - ratio) / bound if answer.status is Status.OPTIMAL else 0.0
-    return Attempt(_Best(asked, answer, y, ratio, bound), gap, scarce_time(groups, answer.duals))
+    return LevelAttempt(
+        _BestRatio(asked, answer, y, ratio, bound), gap, scarce_time(groups, answer.duals)
+    )
 
 
-def _most_work(best: _Best, groups: Groups, limits: Limits) -> Attempt[_Best]:
+def _most_work(best: _BestRatio, groups: Groups, limits: Limits) -> LevelAttempt[_BestRatio]:
     """The allocation with most work among those with the best ratio of work to cost."""
     assert best.y is not None
     asked, valid = best.asked, best.asked.valid
@@ -108,8 +110,8 @@ def _most_work(best: _Best, groups: Groups, limits: Limits) -> Attempt[_Best]:
         bound = -weak_duality_bound(relaxed, answer.duals)
         gap = (bound - float(asked.work @ y)) / bound
         finer = scarce_time(groups, answer.duals)
-        return Attempt(replace(best, y=y), gap if gap > _CLOSE else 0.0, finer)
-    return Attempt(best, 0.0, all_scarce(groups))
+        return LevelAttempt(replace(best, y=y), gap if gap > _CLOSE else 0.0, finer)
+    return LevelAttempt(best, 0.0, all_scarce(groups))
 
 
 def _waiting(problem: AllocationProblem, allocation: Allocation) -> tuple[str, ...]:

@@ -21,14 +21,14 @@ from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.graphs.documents.errors import InputError
 from stagewright.solvers.clusters.policies.answer import AllocationResult
 from stagewright.solvers.clusters.specification import statements
-from stagewright.solvers.clusters.specification.setting import Setting, Specified, setting
+from stagewright.solvers.clusters.specification.setting import RateSetting, Specified, setting
 
 
 @dataclass(frozen=True, slots=True)
 class Statement:
     """The thesis's program of a policy, and the policy's objective of an allocation."""
 
-    program: Callable[[Setting], Specified | Status]
+    program: Callable[[RateSetting], Specified | Status]
     objective: Callable[[AllocationProblem, Allocation], float]
     maximises: bool = True
 

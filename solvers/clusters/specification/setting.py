@@ -67,7 +67,7 @@ class Valid:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Setting:
+class RateSetting:
     """``rates[m, k * workers + j]`` is T_kjm: of job m in combination k on worker type j.
 
     ``runs[k, j]`` says whether combination k may run on worker type j. The first combinations are
@@ -214,17 +214,9 @@ def require_small(problem: AllocationProblem) -> None:
 
 
 def setting(
-    problem: AllocationProblem,
-    limits: Limits = UNLIMITED,
-    budget_dollars: float | None = None,
-) -> Setting:
-    """T of all jobs, and of all pairs of distinct jobs whose kinds the problem pairs.
-
-    Raises
-    ------
-    InputError
-        If that is too many variables.
-    """
+    problem: AllocationProblem, limits: Limits = UNLIMITED, budget_dollars: float | None = None
+) -> RateSetting:
+    """T of all jobs, and of all pairs of distinct jobs whose kinds the problem pairs."""
     require_small(problem)
     together, members = _together(problem.table), _members(problem)
     pairs = [
@@ -237,7 +229,7 @@ def setting(
     both = np.array([rates for _, rates in pairs]).reshape(-1, 2, len(problem.table.workers))
     runs = np.concatenate([problem.rates > 0, ~np.isnan(both[:, 0])])
     rates = _rates(problem.rates, [pair for pair, _ in pairs], np.nan_to_num(both))
-    return Setting(
+    return RateSetting(
         problem, tuple(combinations), rates, runs, limits, perf_counter(), budget_dollars
     )
 

@@ -17,13 +17,13 @@ from stagewright.formulations.clusters.policies.cost import positive_prices
 from stagewright.formulations.forms.answers import Status
 from stagewright.graphs.documents.arrays import Bools, Floats
 from stagewright.solvers.backends.backend import UnknownStatusError
-from stagewright.solvers.clusters.specification.setting import Setting, Specified
+from stagewright.solvers.clusters.specification.setting import RateSetting, Specified
 
 STUCK = 1e-6
 """A job that cannot gain more than this, relatively, without another's loss is a bottleneck."""
 
 
-def max_min(given: Setting) -> Specified | Status:
+def max_min(given: RateSetting) -> Specified | Status:
     """5.4.1: maximise the least 1/w_m throughput(m, X) / throughput(m, X^equal) scale_m."""
     X, problem = given.variable(), given.problem
     factor = problem.scale / (problem.weight * given.equal)
@@ -31,14 +31,14 @@ def max_min(given: Setting) -> Specified | Status:
     return given.solved(X, objective, given.valid(X))
 
 
-def makespan(given: Setting) -> Specified | Status:
+def makespan(given: RateSetting) -> Specified | Status:
     """5.4.2: minimise the largest num_steps_m / throughput(m, X); its inverse is concave."""
     X = given.variable()
     inverse = cp.min(cp.multiply(1 / given.problem.steps, given.throughput(X)))
     return given.solved(X, cp.Maximize(inverse), given.valid(X), convert=lambda value: 1 / value)
 
 
-def finish_time_fairness(given: Setting) -> Specified | Status:
+def finish_time_fairness(given: RateSetting) -> Specified | Status:
     """5.4.2 (Themis): minimise the largest of the time until a job is done / that on 1/n."""
     X, problem = given.variable(), given.problem
     on_its_own = problem.isolated_seconds + problem.steps / given.isolated
@@ -51,14 +51,14 @@ def finish_time_fairness(given: Setting) -> Specified | Status:
     return given.solved(X, cp.Minimize(rho), given.valid(X))
 
 
-def fifo(given: Setting) -> Specified | Status:
+def fifo(given: RateSetting) -> Specified | Status:
     """5.4.2: maximise the sum of throughput(m, X) / throughput(m, X^fastest) (M - m), m from 0."""
     X, jobs = given.variable(), len(given.problem)
     factor = (jobs - np.arange(jobs)) / given.fastest
     return given.solved(X, cp.Maximize(factor @ given.throughput(X)), given.valid(X))
 
 
-def shortest_job_first(given: Setting) -> Specified | Status:
+def shortest_job_first(given: RateSetting) -> Specified | Status:
     """5.4.2: minimise the duration of the shortest job, num_steps_m / throughput(m, X)."""
     answers = []
     for job, steps in enumerate(given.problem.steps):
@@ -71,14 +71,14 @@ def shortest_job_first(given: Setting) -> Specified | Status:
     return min(answers, key=lambda answer: answer.objective)
 
 
-def max_throughput(given: Setting) -> Specified | Status:
+def max_throughput(given: RateSetting) -> Specified | Status:
     """6.4.1, with jobs made comparable: maximise the sum of throughput / fastest throughput."""
     X = given.variable()
     objective = cp.Maximize(cp.sum(cp.multiply(1 / given.fastest, given.throughput(X))))
     return given.solved(X, objective, given.valid(X))
 
 
-def min_cost(given: Setting, *, deadlines: bool = False) -> Specified | Status:
+def min_cost(given: RateSetting, *, deadlines: bool = False) -> Specified | Status:
     """6.4.2 as the ratio of sums: maximise steps' least dollars per dollar that is spent.
 
     The steps of different models are added at what they cost where they cost least. With
@@ -95,12 +95,12 @@ def min_cost(given: Setting, *, deadlines: bool = False) -> Specified | Status:
     return given.solved(Y, objective, given.valid(Y, whole), others, whole=whole)
 
 
-def min_cost_slo(given: Setting) -> Specified | Status:
+def min_cost_slo(given: RateSetting) -> Specified | Status:
     """6.4.3: :func:`min_cost` such that every job meets its SLO; infeasible where they cannot."""
     return min_cost(given, deadlines=True)
 
 
-def makespan_budget(given: Setting) -> Specified | Status:
+def makespan_budget(given: RateSetting) -> Specified | Status:
     """6.4.3: the least M such that every job is done by M and M sum_m cost(m, X) <= B.
 
     Linear in Y = M X, the seconds of each combination on each worker type.
@@ -113,12 +113,12 @@ def makespan_budget(given: Setting) -> Specified | Status:
     return given.solved(Y, cp.Minimize(M), given.valid(Y, M), others, whole=M)
 
 
-def water_filling(given: Setting) -> Specified | Status:
+def water_filling(given: RateSetting) -> Specified | Status:
     """5.4.3 at one level: raise all jobs alike; one that is stuck stays; go on with the rest."""
     return _filled(given, lambda stuck: given.problem.weight * ~stuck)
 
 
-def hierarchical(given: Setting) -> Specified | Status:
+def hierarchical(given: RateSetting) -> Specified | Status:
     """5.4.3: water-filling by entities' weights; stuck entities leave their part to siblings."""
     entities = given.problem.entities
     if not entities:
@@ -127,7 +127,7 @@ def hierarchical(given: Setting) -> Specified | Status:
     return _filled(given, lambda stuck: total * _parts(given.problem, None, ~stuck))
 
 
-def _filled(given: Setting, weights: Callable[[Bools], Floats]) -> Specified | Status:
+def _filled(given: RateSetting, weights: Callable[[Bools], Floats]) -> Specified | Status:
     """Maximise the least 1/w_m (throughput / equal - t_m) scale_m over w_m > 0, again and again.
 
     t_m is what job m was sure of before. A job is stuck that can gain nothing while every other
@@ -151,14 +151,14 @@ def _filled(given: Setting, weights: Callable[[Bools], Floats]) -> Specified | S
             return replace(answer, objective=levels[0])
 
 
-def _raised(given: Setting, sure: Floats, unit: Floats) -> Specified | Status:
+def _raised(given: RateSetting, sure: Floats, unit: Floats) -> Specified | Status:
     """A round: every job gets its guaranteed throughput, and theta units more."""
     X, theta = given.variable(), cp.Variable()
     rising = given.throughput(X) >= sure + cp.multiply(theta, unit)
     return given.solved(X, cp.Maximize(theta), given.valid(X), [rising])
 
 
-def _newly_stuck(given: Setting, sure: Floats, weight: Floats) -> Bools | Status:
+def _newly_stuck(given: RateSetting, sure: Floats, weight: Floats) -> Bools | Status:
     """The rising jobs that can gain nothing while every other job keeps its part."""
     found = np.zeros(len(sure), dtype=bool)
     for job in np.flatnonzero(weight).tolist():

@@ -16,7 +16,7 @@ from heapq import nsmallest
 from numba import njit
 
 from stagewright.formulations.parallelism.profiles.pipelines import least_finish
-from stagewright.solvers.parallelism.profiles.tables import Stage, Tables
+from stagewright.solvers.parallelism.profiles.tables import Tables, TimedStage
 
 finish = njit(cache=True)(least_finish)
 
@@ -66,7 +66,7 @@ class Tail:
         it; until a stage of the label has updated.
     """
 
-    label: "Label | None"
+    label: "ProfileLabel | None"
     used: tuple[int, ...]
     stages_later: int
     send: float
@@ -84,10 +84,10 @@ class Tail:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Label:
+class ProfileLabel:
     """Stages from ``head`` to the end."""
 
-    head: Stage
+    head: TimedStage
     tail: Tail
 
     @property
@@ -100,9 +100,9 @@ class Label:
         """Since the head's first forward begins, until a later stage has updated."""
         return self.head.forward + self.tail.updated
 
-    def stages(self) -> Iterator[Stage]:
+    def stages(self) -> Iterator[TimedStage]:
         """The stages of the label, from the first to the last."""
-        one: Label | None = self
+        one: ProfileLabel | None = self
         while one is not None:
             yield one.head
             one = one.tail.label
@@ -112,7 +112,7 @@ class Overflow(Exception):  # noqa: N818 - no error: the search ends without a p
     """More labels than are allowed, or no time is left."""
 
 
-class Labels:
+class ProfileLabels:
     """The search at one microbatch size and number of pipelines, below ``cutoff`` seconds."""
 
     def __init__(
@@ -128,22 +128,17 @@ class Labels:
         self.tables, self.cutoff, self.most, self.prune = tables, cutoff, most, prune
         self.width, self.is_late = width, is_late
         self.made = 0
-        self._heads: dict[tuple[int, int, int], list[Stage]] = {}
+        self._heads: dict[tuple[int, int, int], list[TimedStage]] = {}
 
-    def run(self) -> list[tuple[float, Label]]:
-        """Bounds and labels of all layers, by ascending bound; all below the cutoff.
+    def run(self) -> list[tuple[float, ProfileLabel]]:
+        """Labels of all layers below the cutoff, by bound; ``Overflow`` if too many, or late.
 
         Without ``prune`` they are all pipelines whose bound is below it; with it, no pipeline that
         is left out has a smaller bound than the first; but with a ``width`` only so many labels are
         kept for each first layer, and nothing is proved.
-
-        Raises
-        ------
-        Overflow
-            If there are more than ``most`` labels, or it is late.
         """
         layers = self.tables.layers
-        at: list[list[Label]] = [[] for _ in range(layers + 1)]
+        at: list[list[ProfileLabel]] = [[] for _ in range(layers + 1)]
         for start in range(layers, 0, -1):
             at[start] = self._best(at[start])
             for choice in range(len(self.tables.choices)):
@@ -154,7 +149,7 @@ class Labels:
         found = ((self._least(one.head, one.tail), one) for one in at[0])
         return sorted(found, key=lambda one: one[0])
 
-    def _best(self, labels: list[Label]) -> list[Label]:
+    def _best(self, labels: list[ProfileLabel]) -> list[ProfileLabel]:
         """The labels with the least bounds, as many as the width."""
         if self.width is None or len(labels) <= self.width:
             return labels
@@ -169,7 +164,7 @@ class Labels:
         if used is not None:
             yield Tail(None, used, 0, 0.0, 0.0, 0.0, 0.0)
 
-    def _tails(self, labels: Iterable[Label], choice: int) -> Iterator[Tail]:
+    def _tails(self, labels: Iterable[ProfileLabel], choice: int) -> Iterator[Tail]:
         """The labels behind a stage of ``choice``."""
         tables = self.tables
         for label in labels:
@@ -214,7 +209,7 @@ class Labels:
                 group.append(tail)
         return [tail for group in groups.values() for tail in group]
 
-    def _labels(self, tail: Tail, stop: int, choice: int) -> Iterator[Label]:
+    def _labels(self, tail: Tail, stop: int, choice: int) -> Iterator[ProfileLabel]:
         """Stages that end before ``stop`` in front of ``tail``, where some completion may win."""
         worth = self.tables.worth(tail.used)
         for head in self._stages(stop, choice, tail.stages_later):
@@ -222,9 +217,9 @@ class Labels:
             if self.made > self.most or (self.made % CHUNK == 0 and self.is_late()):
                 raise Overflow
             if self._least(head, tail, worth) < self.cutoff:
-                yield Label(head, tail)
+                yield ProfileLabel(head, tail)
 
-    def _stages(self, stop: int, choice: int, later: int) -> list[Stage]:
+    def _stages(self, stop: int, choice: int, later: int) -> list[TimedStage]:
         """Stages that fit and are quick enough; listed once."""
         key = (stop, choice, later)
         if key not in self._heads:
@@ -232,7 +227,7 @@ class Labels:
             self._heads[key] = list(self.tables.stages(stop, choice, later, most))
         return self._heads[key]
 
-    def _least(self, head: Stage, tail: Tail, worth: float = 0.0) -> float:
+    def _least(self, head: TimedStage, tail: Tail, worth: float = 0.0) -> float:
         """A lower bound on the seconds of all completions; ``worth`` is of devices not in use."""
         tables = self.tables
         least: float = least_total(

@@ -20,11 +20,16 @@ from stagewright.formulations.parallelism.profiles.pipelines import (
 )
 from stagewright.formulations.parallelism.profiles.plan import ProfiledPlan, ProfiledStage, Replica
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
-from stagewright.solvers.parallelism.profiles.labels import Label, Labels, Overflow
-from stagewright.solvers.parallelism.profiles.tables import Choice, Stage, Tables, choices
+from stagewright.solvers.parallelism.profiles.labels import Overflow, ProfileLabel, ProfileLabels
+from stagewright.solvers.parallelism.profiles.tables import (
+    ReplicaPlace,
+    Tables,
+    TimedStage,
+    choices,
+)
 
 
-def placements(tables: Tables, stages: Sequence[Stage]) -> Iterator[ProfiledPlan]:
+def placements(tables: Tables, stages: Sequence[TimedStage]) -> Iterator[ProfiledPlan]:
     """Plans with every replica in the first server that has room; none if one has no server.
 
     Larger groups go first; of equal ones those of a pipeline are next to each other, for the
@@ -41,7 +46,7 @@ def placements(tables: Tables, stages: Sequence[Stage]) -> Iterator[ProfiledPlan
 
 
 def _place(
-    tables: Tables, stages: Sequence[Stage], groups: Sequence[tuple[int, int]]
+    tables: Tables, stages: Sequence[TimedStage], groups: Sequence[tuple[int, int]]
 ) -> ProfiledPlan | None:
     """The plan with the groups (pipeline, stage) in this order, the larger ones first."""
     chosen = [tables.choices[stage.choice] for stage in stages]
@@ -67,9 +72,9 @@ class _Room:
 
     def __init__(self, cluster: ServerPools) -> None:
         self.free = [[pool.devices] * pool.servers for pool in cluster.pools]
-        self.first: dict[Choice, int] = {}
+        self.first: dict[ReplicaPlace, int] = {}
 
-    def take(self, one: Choice) -> int | None:
+    def take(self, one: ReplicaPlace) -> int | None:
         """The first server with room for the group."""
         free = self.free[one.pool]
         for server in range(self.first.get(one, 0), len(free)):
@@ -119,10 +124,10 @@ class ProfiledResult:
 
 def profiled_plan(problem: ProfiledProblem, limits: Limits | None = None) -> ProfiledResult:
     """The plan with the least iteration time of its class, within ``limits``."""
-    return _Search(problem, limits or Limits()).run()
+    return _ProfileSearch(problem, limits or Limits()).run()
 
 
-class _Search:
+class _ProfileSearch:
     """The best plan so far, and a bound for every microbatch size and number of pipelines."""
 
     def __init__(self, problem: ProfiledProblem, limits: Limits) -> None:
@@ -204,7 +209,7 @@ class _Search:
                 open_ = min(open_, ideal)
         return min(open_, self.cost)
 
-    def _reaches(self, tables: Tables, label: Label, ideal: float) -> bool:
+    def _reaches(self, tables: Tables, label: ProfileLabel, ideal: float) -> bool:
         """Whether the placement found for a label is as fast as the ideal ``ideal`` seconds."""
         seconds = self._try(tables, label)
         return seconds is not None and seconds <= ideal * (1 + RELATIVE_TOLERANCE)
@@ -217,8 +222,10 @@ class _Search:
         *,
         prune: bool = True,
         width: int | None = None,
-    ) -> list[tuple[float, Label]] | None:
-        labels = Labels(tables, cutoff, most, prune=prune, width=width, is_late=self._is_late)
+    ) -> list[tuple[float, ProfileLabel]] | None:
+        labels = ProfileLabels(
+            tables, cutoff, most, prune=prune, width=width, is_late=self._is_late
+        )
         try:
             return labels.run()
         except Overflow:
@@ -226,7 +233,7 @@ class _Search:
         finally:
             self.labels += labels.made
 
-    def _try(self, tables: Tables, label: Label) -> float | None:
+    def _try(self, tables: Tables, label: ProfileLabel) -> float | None:
         """Least seconds of a label's placed plans; the best plan is kept. None without a plan."""
         least = None
         for plan in placements(tables, list(label.stages())):

@@ -18,7 +18,7 @@ from stagewright.graphs.documents.arrays import Floats
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ReplicaPlace:
     """The place of a stage's replicas: groups of ``tensor`` devices of ``pool``."""
 
     pool: int
@@ -26,7 +26,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class TimedStage:
     """Layers [start, stop) on ``choice`` (an index), with their times."""
 
     start: int
@@ -60,7 +60,7 @@ class Tables:
         self.kept = [_running(each) for each in self.saved]
         self._sends: dict[tuple[int, int, int], float] = {}
 
-    def _has_room(self, one: Choice) -> bool:
+    def _has_room(self, one: ReplicaPlace) -> bool:
         pool = self.problem.cluster.pools[one.pool]
         return pool.servers * (pool.devices // one.tensor) >= self.data
 
@@ -69,7 +69,7 @@ class Tables:
         """Devices of each pool."""
         return tuple(pool.servers * pool.devices for pool in self.problem.cluster.pools)
 
-    def stages(self, stop: int, choice: int, later: int, most: float) -> Iterator[Stage]:
+    def stages(self, stop: int, choice: int, later: int, most: float) -> Iterator[TimedStage]:
         """Stages that end before ``stop`` and fit in memory, from the shortest on.
 
         ``later`` stages follow; a microbatch takes at most ``most`` seconds.
@@ -86,7 +86,7 @@ class Tables:
             ) > self.memory(choice):
                 return
             after = self.reduction(choice, start, stop) + float(update[stop] - update[start])
-            yield Stage(start, stop, choice, forward, backward, after)
+            yield TimedStage(start, stop, choice, forward, backward, after)
 
     def memory(self, choice: int) -> float:
         """Bytes of memory of a device."""
@@ -122,7 +122,7 @@ class Tables:
             self._sends[key] = self._send(self.choices[one], self.choices[other], cut)
         return self._sends[key]
 
-    def _send(self, one: Choice, other: Choice, cut: int) -> float:
+    def _send(self, one: ReplicaPlace, other: ReplicaPlace, cut: int) -> float:
         pool = self.problem.cluster.pools[one.pool]
         together = one.pool == other.pool and one.tensor + other.tensor <= pool.devices
         tensor = min(one.tensor, other.tensor)
@@ -137,7 +137,7 @@ class Tables:
             for same in ((False, True) if together else (False,))
         )
 
-    def ideal_seconds(self, stages: Sequence[Stage]) -> float:
+    def ideal_seconds(self, stages: Sequence[TimedStage]) -> float:
         """Seconds of an iteration in which every transfer and reduction has its fastest link."""
         sends = [self.send(one.choice, other.choice, one.stop) for one, other in pairwise(stages)]
         finish = pipeline_seconds(
@@ -232,11 +232,11 @@ class Tables:
         return max(self.microbatches * even, ahead + back) + self.least_after
 
 
-def choices(problem: ProfiledProblem, samples: int) -> list[Choice]:
+def choices(problem: ProfiledProblem, samples: int) -> list[ReplicaPlace]:
     """The tensor groups that were measured at a microbatch size and have known layer sizes."""
     known = {one.tensor for one in problem.profiles.sizes}
     return [
-        Choice(number, tensor)
+        ReplicaPlace(number, tensor)
         for number, pool in enumerate(problem.cluster.pools)
         for tensor in problem.profiles.degrees(pool.device_kind)
         if tensor in known

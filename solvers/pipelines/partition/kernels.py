@@ -1,7 +1,4 @@
-"""Compiled kernels of the recurrence: reachable states of devices and layers.
-
-They are in one file because numba recompiles a cached kernel only if the kernel's own file changes.
-"""
+"""Compiled kernels of the recurrence: reachable states of devices and layers."""
 
 from typing import NamedTuple
 
@@ -19,7 +16,7 @@ ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
 MARGIN = 1e-9  # rounding may not cut a state that just fits
 
 
-class Band(NamedTuple):
+class Ranges(NamedTuple):
     """The range of l that is examined with i devices: ``low[i] <= l <= high[i]``.
 
     State (i, r, l) is in row ``base[i] + (r - 1) * (high[i] - low[i] + 1) + l - low[i]``.
@@ -31,10 +28,11 @@ class Band(NamedTuple):
 
 
 @lean_entry
-def stage_time(form: Recurrence, before: int, l: int, used: int, r: int) -> float:
-    """Time of layers (before, l] on the r units after the first ``used``."""
-    time: float = _stage_time(refer(form), before, l, used, r)
-    return time
+def step_time(form: Recurrence, before: int, l: int, used: int, later: int, r: int) -> float:
+    """Time of stage (before, l] on r units, or of the channel from the ``later`` before it."""
+    form = refer(form)
+    time: float = _stage_time(form, before, l, used, r)
+    return max(time, _channel_time(form, before, used, later, r)) if used > 0 else time
 
 
 @lean
@@ -98,13 +96,6 @@ def _window_starts(
         starts[l] = start
 
 
-@lean_entry
-def channel_time(form: Recurrence, l: int, used: int, later: int, r: int) -> float:
-    """Time of all transfers between the ``later`` units before ``used`` and the next r."""
-    time: float = _channel_time(refer(form), l, used, later, r)
-    return time
-
-
 @lean
 def _channel_time(form: Recurrence, l: int, used: int, later: int, r: int) -> float:
     """Time of all transfers between the ``later`` units before ``used`` and the next r."""
@@ -142,7 +133,7 @@ def _most_in_flight(form: Recurrence, before: int, l: int, r: int, memory: float
 
 
 @lean
-def _row(band: Band, i: int, r: int, l: int) -> int:
+def _row(band: Ranges, i: int, r: int, l: int) -> int:
     row: int = band.base[i] + (r - 1) * (band.high[i] - band.low[i] + 1) + l - band.low[i]
     return row
 
@@ -159,10 +150,10 @@ def _least_memory(form: Recurrence, used: int, i: int) -> float:
 @entry
 def sweep(  # noqa: C901 - one flat pass, its steps are the functions below
     form: Recurrence,
-    band: Band,
+    band: Ranges,
     limit: float,
     most: int,
-    largest_boundary: float,
+    largest: float,
     slowest: tuple[float, float],
     needed: Floats,
     reach: Words,
@@ -189,7 +180,7 @@ def sweep(  # noqa: C901 - one flat pass, its steps are the functions below
         memory = np.inf
         for r in range(1, min(size - used, replicas) + 1):
             memory = min(memory, form.memory[used + r - 1])
-            free = _unconstrained(form, limit, largest_boundary, slowest, used, r)
+            free = _unconstrained(form, limit, largest, slowest, used, r)
             _collect_links(form, used, r, free, worst)
             first, last = max(band.low[used + r], low + 1), band.high[used + r]
             if first > last:
@@ -212,7 +203,7 @@ def sweep(  # noqa: C901 - one flat pass, its steps are the functions below
 
 
 @lean
-def _join(band: Band, used: int, reach: Words, joined: Words) -> tuple[int, int]:
+def _join(band: Ranges, used: int, reach: Words, joined: Words) -> tuple[int, int]:
     """joined[r', l]: union of states with at least r' replicas; returns least and largest l."""
     low, high = band.low[used], band.high[used]
     joined[used + 1, low : high + 1] = 0
@@ -239,16 +230,11 @@ def _is_any(words: Words) -> bool:
 
 @lean
 def _unconstrained(
-    form: Recurrence,
-    limit: float,
-    largest_boundary: float,
-    slowest: tuple[float, float],
-    used: int,
-    r: int,
+    form: Recurrence, limit: float, largest: float, slowest: tuple[float, float], used: int, r: int
 ) -> int:
     """The least number of replicas of the later stage such that no channel exceeds the limit."""
     slack = limit / form.microbatches - 2.0 * slowest[1]
-    whole = largest_boundary * 2.0 * slowest[0]  # seconds of a microbatch in one share
+    whole = largest * 2.0 * slowest[0]  # seconds of a microbatch in one share
     if slack <= 0.0:
         return used + 1
     # The largest number of samples in a share.
@@ -279,7 +265,7 @@ def _collect_links(form: Recurrence, used: int, r: int, free: int, worst: Floats
 @lean
 def _through_narrow(
     form: Recurrence,
-    band: Band,
+    band: Ranges,
     limit: float,
     reach: Words,
     low: int,
@@ -384,7 +370,7 @@ def _place_first(
 
 @lean_entry
 def predecessor(
-    form: Recurrence, band: Band, reach: Words, limit: float, stages: int, l: int, i: int, r: int
+    form: Recurrence, band: Ranges, reach: Words, limit: float, stages: int, l: int, i: int, r: int
 ) -> tuple[float, int, int]:
     """(time, l', r') of the fastest stage (l', l] on r devices that ends ``stages`` stages."""
     form, band = refer(form), refer(band)

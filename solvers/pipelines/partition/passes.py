@@ -18,8 +18,8 @@ from stagewright.solvers.pipelines.partition.recurrence import Cuts
 # A bracket is narrowed to this ratio before its upper end is tested for optimality; each failed
 # test narrows it further.
 FIRST_RATIO = 1e-2
-NARROWING = 1 / 32
-WIDENING = 1.25
+_NARROWING = 1 / 32
+_WIDENING = 1.25
 UNLIMITED = Limits(math.inf)
 
 
@@ -96,7 +96,7 @@ class PartitionSearch:
             elif high <= low * (1 + max(narrow, ratio)) or (ratio > 0 and narrow == FIRST_RATIO):
                 # The placement found may already be optimal: test just below it.
                 self.test(min(math.nextafter(high, 0.0), high / (1 + ratio)))
-                narrow *= NARROWING
+                narrow *= _NARROWING
             else:
                 self.test(math.sqrt(low) * math.sqrt(high) if low else high / 2)
         return None
@@ -114,7 +114,7 @@ class PartitionSearch:
 
     def next_limit(self, limit: float) -> float:
         """The next larger limit if ``limit`` found nothing; inf tests memory only."""
-        wider = limit * WIDENING
+        wider = limit * _WIDENING
         return wider if wider < 4 * float(recurrence.least_work(self.form)[-1]) else math.inf
 
     def _find_one(self, stages: int, ceiling: float) -> None:

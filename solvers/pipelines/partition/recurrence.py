@@ -23,26 +23,25 @@ from stagewright.graphs.documents.arrays import Floats
 from stagewright.solvers.pipelines.partition.kernels import (
     MARGIN,
     ONE,
-    Band,
+    Ranges,
     Words,
-    channel_time,
     predecessor,
-    stage_time,
+    step_time,
     sweep,
 )
 
 Cuts = list[tuple[int, int]]
 
 
-class Table(NamedTuple):
+class ReachTable(NamedTuple):
     """The result of a pass: ``reach`` has a row per state (see Band), bit xi - 1 per count."""
 
     limit: float
-    band: Band
+    band: Ranges
     reach: Words
 
 
-def reach_under(form: Recurrence, limit: float, most: int) -> Table:
+def reach_under(form: Recurrence, limit: float, most: int) -> ReachTable:
     """All states with no stage or channel above ``limit`` in at most ``most`` stages."""
     band = _band(form, limit)
     reach = np.zeros((int(band.base[-1]), (most + 63) // 64), dtype=np.uint64)
@@ -51,10 +50,10 @@ def reach_under(form: Recurrence, limit: float, most: int) -> Table:
     needed = form.state_factor * form.parameters[-1] + 2.0 * form.buffers.max(axis=1)
     needed += min(form.warm_up, most) * form.saved[:, -1]
     sweep(form, band, limit, most, largest_boundary, slowest, needed, reach)
-    return Table(limit, band, reach)
+    return ReachTable(limit, band, reach)
 
 
-def complete_counts(form: Recurrence, table: Table) -> list[int]:
+def complete_counts(form: Recurrence, table: ReachTable) -> list[int]:
     """The numbers of stages in which all layers can be placed on all devices, ascending."""
     return [
         word * 64 + bit + 1
@@ -64,7 +63,7 @@ def complete_counts(form: Recurrence, table: Table) -> list[int]:
     ]
 
 
-def trace_back(form: Recurrence, table: Table, stages: int) -> Cuts:
+def trace_back(form: Recurrence, table: ReachTable, stages: int) -> Cuts:
     """Read a placement in ``stages`` stages from the table.
 
     Per stage from the last: (layers placed, devices used) so far. Among all placements under the
@@ -92,9 +91,7 @@ def bottleneck(form: Recurrence, cuts: Cuts) -> float:
     """The largest stage or channel time of a placement, with the kernel's arithmetic."""
     worst, taken, used, replicas = 0.0, 0, 0, 0
     for l, i in cuts:
-        worst = max(worst, stage_time(form, taken, l, used, i - used))
-        if used:
-            worst = max(worst, channel_time(form, taken, used, replicas, i - used))
+        worst = max(worst, step_time(form, taken, l, used, replicas, i - used))
         taken, used, replicas = l, i, i - used
     return worst
 
@@ -110,7 +107,7 @@ def least_work(form: Recurrence) -> Floats:
     return form.microbatches * np.concatenate([[0.0], np.cumsum(cheapest)])
 
 
-def _band(form: Recurrence, limit: float) -> Band:
+def _band(form: Recurrence, limit: float) -> Ranges:
     work, size = least_work(form), len(form.memory)
     layers = len(work) - 1
     devices = np.arange(size + 1)
@@ -122,10 +119,10 @@ def _band(form: Recurrence, limit: float) -> Band:
     low[0] = high[0] = 0
     low = np.minimum(np.maximum(low, devices > 0), high + 1)
     base = np.concatenate([[0], np.cumsum(devices * (high - low + 1))])
-    return Band(low.astype(np.int64), high.astype(np.int64), base.astype(np.int64))
+    return Ranges(low.astype(np.int64), high.astype(np.int64), base.astype(np.int64))
 
 
-def _final(form: Recurrence, table: Table) -> Words:
+def _final(form: Recurrence, table: ReachTable) -> Words:
     """Bitsets of the complete states, a row per r = 1 ... V."""
     size = len(form.memory)
     if table.band.high[size] < table.band.low[size]:

@@ -19,7 +19,7 @@ from stagewright.solvers.pipelines.rows.kernels import (
     time_rows,
 )
 
-REACH = 4.0  # mean distance of a move
+_REACH = 4.0  # mean distance of a move
 MEAN = 0.1  # weight of the mean of all devices beside the objective
 VISITS = 3  # of each computation on average, after which a move is given up
 
@@ -100,7 +100,7 @@ def _anneal(
         heat *= fall
         i = int(random.integers(0, size))
         d = sequence.device[sequence.at[i] // count]
-        away = 1 + int(random.exponential(REACH))
+        away = 1 + int(random.exponential(_REACH))
         j = i + away if random.random() < 0.5 else i - away
         j = _allowed(sequence, i, min(max(bounds[d], j), bounds[d + 1] - 1), count)
         if i == j or not _fits(sequence, i, j, times.memory[d] * (1 + SLACK), count):

@@ -42,7 +42,7 @@ class RowTimes(NamedTuple):
     span: bool
 
 
-class Rule(NamedTuple):
+class RowRule(NamedTuple):
     """How ``dispatch_rows`` chooses: ``urgency`` (K x S, M), the least first.
 
     ``eagerness`` 0 takes only what can start first, 1 waits up to the shortest end. Stage s has at
@@ -103,7 +103,9 @@ def time_rows(times: RowTimes, rows: Ints, bounds: Ints, starts: Floats) -> floa
 
 
 @entry
-def dispatch_rows(times: RowTimes, rule: Rule, rows: Ints, bounds: Ints, starts: Floats) -> float:
+def dispatch_rows(
+    times: RowTimes, rule: RowRule, rows: Ints, bounds: Ints, starts: Floats
+) -> float:
     """Fill ``rows`` and ``starts`` by a rule, and return the cost as ``time_rows`` does.
 
     Of all devices the one with the earliest possible end of a computation is next (Giffler and

@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from stagewright.graphs.documents.arrays import Floats
-from stagewright.solvers.pipelines.rows.kernels import Rule
+from stagewright.solvers.pipelines.rows.kernels import RowRule
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RandomRule:
-    """Parameters of a ``Rule``; its urgency is ``base`` (K, S) plus ``slope`` per microbatch."""
+    """Parameters of a ``RowRule``; its urgency is ``base`` (K, S) plus ``slope`` per microbatch."""
 
     base: Floats
     slope: float
@@ -18,10 +18,10 @@ class RandomRule:
     pending: Floats
     eagerness: float
 
-    def form(self, microbatches: int) -> Rule:
+    def form(self, microbatches: int) -> RowRule:
         """The rule for the kernel."""
         most = float(microbatches * self.base.shape[1])
-        return Rule(
+        return RowRule(
             urgency=self.base.reshape(-1, 1) + self.slope * np.arange(microbatches),
             depth=np.clip(np.round(self.depth), 1, most).astype(np.int64),
             pending=np.clip(self.pending, 0, most).astype(np.int64),

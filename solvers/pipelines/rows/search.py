@@ -25,8 +25,8 @@ from stagewright.solvers.pipelines.list_scheduling import schedule_order
 from stagewright.solvers.pipelines.rows.annealing import anneal_rows
 from stagewright.solvers.pipelines.rows.kernels import (
     NONE,
+    RowRule,
     RowTimes,
-    Rule,
     dispatch_rows,
     keeps_limits,
     time_rows,
@@ -35,7 +35,7 @@ from stagewright.solvers.pipelines.rows.rules import RandomRule, drawn_rule, pla
 
 SIZES = (0.1, 0.3, 1.0, 3.0, 10.0)  # of a shift, in units of the longest computation
 SHARES = (0.01, 0.1, 0.5)  # of the computations that noise changes
-WIDTHS = (3.0, 10.0, 30.0)  # of a window of time, in the same units
+_WIDTHS = (3.0, 10.0, 30.0)  # of a window of time, in the same units
 
 
 def shifted(starts: Floats, device: Ints, unit: float, random: np.random.Generator) -> Floats:
@@ -46,7 +46,9 @@ def shifted(starts: Floats, device: Ints, unit: float, random: np.random.Generat
         if draw < 0.4:
             _shift_kind(changed, device, kinds, size, random)
         elif draw < 0.8:
-            near = np.abs(starts - random.uniform(0.0, starts.max())) < unit * random.choice(WIDTHS)
+            near = np.abs(starts - random.uniform(0.0, starts.max())) < unit * random.choice(
+                _WIDTHS
+            )
             near &= (np.tile(device, kinds) == random.choice(device))[:, None]
             changed[near] += size * random.normal(size=int(near.sum()))
         else:
@@ -78,12 +80,12 @@ NEW_RULES, NEW_SHARE = 200, 0.05  # rules drawn at the start of a round, and the
 POOL = 20  # of the best rules, which the next ones are made from
 PATIENCE = 1500  # rules without improvement after which a round ends
 IMPROVEMENT = 1e-6  # relative; what is less does not count
-HEATS = (3e-2, 3e-4)  # of annealing, first and last, in units of the longest computation
+_HEATS = (3e-2, 3e-4)  # of annealing, first and last, in units of the longest computation
 STEP_SECONDS = 1e-6  # of annealing, per computation, before it is measured
 CHUNK = 5_000_000  # moves of annealing times computations, between looks at the clock
 SHIFTS = 200  # shifted schedules without improvement after which annealing has its turn
-HEAT = 3e-3  # of the search by shifts, in the same units
-EAGER = (0.0, 0.25, 0.5, 1.0)
+_HEAT = 3e-3  # of the search by shifts, in the same units
+_EAGER = (0.0, 0.25, 0.5, 1.0)
 
 
 class RowSearch:
@@ -96,7 +98,7 @@ class RowSearch:
         on_better: Callable[[float], None] = lambda cost: None,
     ) -> None:
         """``on_better`` is told every lower cost, unless transfers may still change it."""
-        self.problem, self.times, self.on_better = problem, row_times(problem), on_better
+        self.problem, self.times, self.on_better = problem, _row_times(problem), on_better
         self.is_exact = _sends_never_wait(problem)
         self.random = np.random.default_rng(seed)
         kinds, self.count = len(self.times.seconds), problem.microbatches
@@ -223,7 +225,7 @@ class RowSearch:
 
     def _annealed(self, rows: Ints, seconds: float) -> None:
         """Anneal ``rows`` for at most about that many seconds."""
-        heats = HEATS[0] * self.unit, HEATS[1] * self.unit
+        heats = _HEATS[0] * self.unit, _HEATS[1] * self.unit
         steps = int(min(CHUNK / len(rows), seconds / self.step_seconds))
         if steps <= 0:
             return
@@ -247,11 +249,11 @@ class RowSearch:
         while goes_on() and tried - last < SHIFTS:
             tried += 1
             urgency = shifted(base, device, self.unit, self.random)
-            form = Rule(urgency, *unlimited, float(self.random.choice(EAGER)), clears=False)
+            form = RowRule(urgency, *unlimited, float(self.random.choice(_EAGER)), clears=False)
             found = float(dispatch_rows(self.times, form, self.rows, self.bounds, self.starts))
             last = tried if found < self.best_cost * (1 - IMPROVEMENT) else last
             worse = found - cost
-            if worse <= 0 or self.random.random() < np.exp(-worse / (HEAT * self.unit)):
+            if worse <= 0 or self.random.random() < np.exp(-worse / (_HEAT * self.unit)):
                 base[:], cost = self.starts, found
             self._keep(found)
 
@@ -276,7 +278,7 @@ def run_together(search: RowSearch, target: float, limits: Limits) -> None:
             search.take(one)
 
 
-def row_times(problem: MakespanProblem) -> RowTimes:
+def _row_times(problem: MakespanProblem) -> RowTimes:
     """The problem for the kernels; without limits memory is infinite and nothing is taken."""
     stages, devices = problem.stages, 1 + max(problem.device)
     seconds = [problem.forward, problem.backward]
@@ -318,7 +320,7 @@ def compile_row_kernels() -> None:
     tiny = MakespanProblem(1, ones, ones, (), (), (0.0,), (1,), weight_gradient=ones)
     search = RowSearch(tiny, seed=0)
     search.first()
-    anneal_rows(search.times, search.rows, search.bounds, HEATS, 1, search.random)
+    anneal_rows(search.times, search.rows, search.bounds, _HEATS, 1, search.random)
     keeps_limits(search.times, search.rows, 0, 3, 0)
 
 

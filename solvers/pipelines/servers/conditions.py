@@ -22,7 +22,7 @@ from stagewright.solvers.pipelines.servers.labels import (
     UP_TO,
     Labels,
 )
-from stagewright.solvers.pipelines.servers.tables import FAST, Rest
+from stagewright.solvers.pipelines.servers.tables import FAST, ServerRest
 
 WINDOWS = 8  # releases and tails that are tried
 MARGIN = 1e-9
@@ -128,7 +128,7 @@ class Loads(NamedTuple):
     spare: Floats
 
 
-class Search(NamedTuple):
+class Scratch(NamedTuple):
     """The relaxed problem, tables of the remaining layers' needs, and working arrays.
 
     ``arrivals`` are labels after a channel, for one state. ``placed[i]`` is (index of the previous
@@ -138,7 +138,7 @@ class Search(NamedTuple):
 
     form: ServerRelaxation
     until: float
-    rest: Rest
+    rest: ServerRest
     loads: Loads
     labels: Labels
     arrivals: Labels
@@ -167,7 +167,7 @@ def _fill_tails(microbatches: int, known: Floats, tails: Floats) -> None:
 
 
 @lean
-def is_late(search: Search, known: Floats, f: float, b: float, around: float) -> bool:
+def is_late(search: Scratch, known: Floats, f: float, b: float, around: float) -> bool:
     """Whether the schedule of a device or channel after ``known`` cannot end in time."""
     M, pace, back = search.form.microbatches, max(known[FORWARDS], f), max(known[BACKWARDS], b)
     # A cheap estimate of what the windows may add; if it is too low, the bound is only weaker.
@@ -186,7 +186,7 @@ def is_late(search: Search, known: Floats, f: float, b: float, around: float) ->
 
 
 @lean
-def waits(search: Search, k: int, f: float, b: float, around: float, head_and_tail: float) -> bool:
+def waits(search: Scratch, k: int, f: float, b: float, around: float, head_and_tail: float) -> bool:
     """Whether a split stage with at most k microbatches in flight cannot end in time.
 
     ``around`` is the time from a forward's start to its backward's. Warm-up and drain, and slots of
@@ -201,14 +201,14 @@ def waits(search: Search, k: int, f: float, b: float, around: float, head_and_ta
 
 
 @lean
-def fast_left(search: Search, values: Floats) -> int:
+def fast_left(search: Scratch, values: Floats) -> int:
     """The first index of ``rest`` for a label: how many devices of rank 0 are left."""
     most = len(search.rest.path) - 1
     return max(0, most - int(values[UP_TO]))
 
 
 @lean
-def exceeds(search: Search, values: Floats, send: float, left: int, l: int) -> bool:
+def exceeds(search: Scratch, values: Floats, send: float, left: int, l: int) -> bool:
     """Whether the layers from l on, after a channel of ``send``, make any plan too slow."""
     rest, last = search.rest, (search.form.microbatches - 1) * values[FORWARDS]
     q = fast_left(search, values)
@@ -223,7 +223,7 @@ def exceeds(search: Search, values: Floats, send: float, left: int, l: int) -> b
 
 
 @lean
-def is_crowded(search: Search, known: Floats, send: float, left: int, l: int) -> bool:
+def is_crowded(search: Scratch, known: Floats, send: float, left: int, l: int) -> bool:
     """Whether the channel after ``known`` cannot carry all microbatches in time."""
     if known[TRIP] + 2 * search.form.microbatches * send > search.until:
         return True

@@ -17,7 +17,7 @@ from stagewright.graphs.documents.arrays import Floats
 from stagewright.solvers.pipelines.compiled import copy, lean, lean_entry, refer
 from stagewright.solvers.pipelines.servers.conditions import (
     ALONE,
-    Search,
+    Scratch,
     before_last,
     devices_left,
     exceeds,
@@ -51,7 +51,7 @@ MARGIN = 1e-9
 
 
 @lean
-def _arrive(search: Search, state: tuple[int, int, int], apart: int, c: int, again: bool) -> None:
+def _arrive(search: Scratch, state: tuple[int, int, int], apart: int, c: int, again: bool) -> None:
     """Collect the labels after the channel from ``state`` to a stage of choice c.
 
     ``apart`` is 0 if the stage is in the same server, 1 if in the same rack, otherwise ALONE;
@@ -101,7 +101,7 @@ def _close(form: ServerRelaxation, known: Floats, level: int, values: Floats) ->
 
 
 @lean
-def _cross(search: Search, known: Floats, send: float, several: bool) -> None:
+def _cross(search: Scratch, known: Floats, send: float, several: bool) -> None:
     """Add a channel to ``search.values``.
 
     Devices that take turns have ``several``, one each; how many microbatches pass it is not known.
@@ -127,7 +127,7 @@ def _most_in_turns(microbatches: int, rounds: int) -> int:
 
 @lean
 def _extend(
-    search: Search, known: Floats, f: float, b: float, i: float, finish: float, most: int
+    search: Scratch, known: Floats, f: float, b: float, i: float, finish: float, most: int
 ) -> None:
     """Set ``search.values`` after one more stage, in which at most ``most`` devices take turns.
 
@@ -184,7 +184,7 @@ def _settle(
 
 @lean
 def _place(
-    search: Search, state: tuple[int, int, int], place: int, c: int, arrival: int, again: bool
+    search: Scratch, state: tuple[int, int, int], place: int, c: int, arrival: int, again: bool
 ) -> bool:
     """Place every stage of choice c after an arrival; whether one ends with the last layer."""
     form, steps, layers = search.form, search.steps, search.form.forward.shape[1] - 1
@@ -214,7 +214,7 @@ def _place(
 
 
 @lean
-def _keep(search: Search, known: Floats, l: int, at: tuple[int, int, int], c: int) -> bool:
+def _keep(search: Scratch, known: Floats, l: int, at: tuple[int, int, int], c: int) -> bool:
     """Insert the label of the stage from layer l to ``at``; whether there is one.
 
     If devices are shared, one for devices that have no more long layers, and one for others.
@@ -241,7 +241,7 @@ def _finish(form: ServerRelaxation, link: int, c: int, l: int, m: int, before: f
 
 
 @lean
-def _remember(search: Search, source: int, start: int, stop: int, c: int, place: int) -> None:
+def _remember(search: Scratch, source: int, start: int, stop: int, c: int, place: int) -> None:
     """Note a placed stage, if there is room for it."""
     index = search.steps[0]
     if index < len(search.placed):
@@ -252,13 +252,7 @@ def _remember(search: Search, source: int, start: int, stop: int, c: int, place:
 
 @lean
 def _try(
-    search: Search,
-    known: Floats,
-    l: int,
-    m: int,
-    c: int,
-    finish: float,
-    used: int,
+    search: Scratch, known: Floats, l: int, m: int, c: int, finish: float, used: int
 ) -> tuple[bool, bool]:
     """Whether layers [l, m) may be a stage; whether none from l to m or further can be.
 
@@ -295,7 +289,7 @@ def _try(
 
 
 @lean
-def _expand(search: Search, state: tuple[int, int, int]) -> bool:
+def _expand(search: Scratch, state: tuple[int, int, int]) -> bool:
     """Place every next stage after the labels of ``state``; whether a plan is complete."""
     form, used = search.form, state[2]
     for c in range(len(form.devices)):
@@ -327,7 +321,7 @@ def _may_follow(form: ServerRelaxation, state: tuple[int, int, int], apart: int,
 
 @lean
 def _place_after(
-    search: Search, state: tuple[int, int, int], apart: int, c: int, again: bool
+    search: Scratch, state: tuple[int, int, int], apart: int, c: int, again: bool
 ) -> bool:
     """Place the stages of choice c at all places as far ``apart``: their channel is the same."""
     form = search.form
@@ -357,7 +351,7 @@ def _may_be(form: ServerRelaxation, within: int, c: int) -> bool:
 
 
 @lean_entry
-def find(search: Search, most: float) -> int:
+def find(search: Scratch, most: float) -> int:
     """The index of the last stage of a relaxed plan in time.
 
     NONE if there is none, GAVE_UP after ``most`` steps without an answer.

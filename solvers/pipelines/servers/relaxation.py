@@ -41,7 +41,7 @@ from stagewright.solvers.pipelines.servers.search import (
 )
 
 FIRST_STEP = 1e-3  # relative; doubled with every proof
-SCHEDULE_SECONDS = 2.0  # for the schedule of one relaxed plan
+_SCHEDULE_SECONDS = 2.0  # for the schedule of one relaxed plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class ServerTree:
         """A bound on the schedules of a relaxed plan, by CP-SAT if the others are too low."""
         if self._bound(plan) < seconds and plan not in self.solved:
             self.solved.add(plan)
-            left = max(0.0, min(SCHEDULE_SECONDS, until - monotonic()))
+            left = max(0.0, min(_SCHEDULE_SECONDS, until - monotonic()))
             problem = relaxed_schedule(self.search.form, plan)
             solved = solve_schedule(problem, "optimal", Limits(seconds=left, stop=self.stop))
             self.scheduled[plan] = max(self.scheduled[plan], solved.bound)
@@ -151,14 +151,11 @@ def _by_place(node: _Node, stage: RelaxedStage) -> Iterator[_Node]:
     yield replace(node, form=form._replace(places=here), placed=stage.start)
 
 
-OnRelaxed = Callable[[Levels, tuple[RelaxedStage, ...]], None]
+_OnRelaxed = Callable[[Levels, tuple[RelaxedStage, ...]], None]
 
 
 def server_bound(
-    problem: PipelineProblem,
-    incumbent: float,
-    seconds: float,
-    plans: PlanClass = DISJOINT_SPLIT,
+    problem: PipelineProblem, incumbent: float, seconds: float, plans: PlanClass = DISJOINT_SPLIT
 ) -> float:
     """A lower bound on all ``plans``, at most ``incumbent`` (any known time).
 
@@ -174,9 +171,7 @@ def is_server_bound(
     return ServerBounds(problem, plans).proves(seconds)
 
 
-def _finer(
-    searches: Sequence[tuple[Levels, ServerSearch]],
-) -> list[tuple[Levels, ServerSearch]]:
+def _finer(searches: Sequence[tuple[Levels, ServerSearch]]) -> list[tuple[Levels, ServerSearch]]:
     every = ((level, one.finer()) for level, one in searches)
     return [(level, one) for level, one in every if one is not None]
 
@@ -204,10 +199,7 @@ class ServerBounds:
         return tuple((level, one) for level, one in every if one.is_small)
 
     def bound(
-        self,
-        incumbent: float,
-        seconds: float = math.inf,
-        on_relaxed: OnRelaxed = lambda *_: None,
+        self, incumbent: float, seconds: float = math.inf, on_relaxed: _OnRelaxed = lambda *_: None
     ) -> float:
         """As :func:`server_bound`; ``on_relaxed`` receives the relaxed plans that are found."""
         until = monotonic() + seconds
@@ -231,7 +223,7 @@ class ServerBounds:
         self,
         incumbent: float,
         seconds: float,
-        on_relaxed: OnRelaxed = lambda *_: None,
+        on_relaxed: _OnRelaxed = lambda *_: None,
         stop: StopToken | None = None,
     ) -> float:
         """As :meth:`bound`, and then by branch and bound on the plans of split stages."""

@@ -17,12 +17,12 @@ from stagewright.formulations.pipelines.bounds.server_relaxation import (
 )
 from stagewright.formulations.pipelines.bppm import prefix_sums
 from stagewright.graphs.documents.arrays import Floats, Ints
-from stagewright.solvers.pipelines.servers.conditions import Loads, Search
+from stagewright.solvers.pipelines.servers.conditions import Loads, Scratch
 from stagewright.solvers.pipelines.servers.kernels import GAVE_UP, NONE, find
 from stagewright.solvers.pipelines.servers.labels import LOADS, SHARED_VALUES, VALUES, Labels
 from stagewright.solvers.pipelines.servers.tables import (
     Before,
-    Rest,
+    ServerRest,
     fill_before,
     fill_rest,
     fill_shared_rest,
@@ -30,22 +30,22 @@ from stagewright.solvers.pipelines.servers.tables import (
 
 MARGIN = 1e-9
 FIRST_STEP = 0.005  # relative, above the bound of the tables; doubled until a plan is found
-SHARED_STEP = 0.02  # the largest, for shared devices: a plan is found slowly far above the bound
+_SHARED_STEP = 0.02  # the largest, for shared devices: a plan is found slowly far above the bound
 PRECISION = 5e-4  # relative width at which the bisection stops
 MOST_LABELS = 48  # of a state; more are merged
 FEW_LABELS = 6  # if devices are shared: a first bound comes early
-FINER = 8  # times as many in the next search
-ARRIVALS = 5  # times as many labels after a channel
+_FINER = 8  # times as many in the next search
+_ARRIVALS = 5  # times as many labels after a channel
 LABEL_BYTES = 4e8  # of all states
 MOST_STAGES = 1_000_000  # placed stages that are remembered, for the relaxed plans
 STEPS_PER_SECOND = 3e5  # a low estimate
-COUNTED_STEPS = 1e8  # of the tables that count the devices of rank 0
-TABLE_STEPS = 5e9  # of the tables for one bound; above, only the load bound is used
+_COUNTED_STEPS = 1e8  # of the tables that count the devices of rank 0
+_TABLE_STEPS = 5e9  # of the tables for one bound; above, only the load bound is used
 
 OnPlan = Callable[[tuple[RelaxedStage, ...]], None]
 
 
-class Answer(NamedTuple):
+class RelaxedAnswer(NamedTuple):
     """The answer of a search: a relaxed plan, a proof that none exists, or neither in time."""
 
     plan: tuple[RelaxedStage, ...]
@@ -66,7 +66,7 @@ class ServerSearch:
 
     def finer(self) -> "ServerSearch | None":
         """A slower search that merges fewer labels; None without memory, or for few labels."""
-        most = FINER * self.most_labels
+        most = _FINER * self.most_labels
         if not self.form.shared or most * self._label_bytes > LABEL_BYTES:
             return None
         return ServerSearch(self.form, most_labels=most)
@@ -74,7 +74,7 @@ class ServerSearch:
     @property
     def is_small(self) -> bool:
         """Whether the tables are small enough."""
-        return self._table_steps <= TABLE_STEPS
+        return self._table_steps <= _TABLE_STEPS
 
     @property
     def _table_steps(self) -> float:
@@ -96,7 +96,7 @@ class ServerSearch:
         growth = FIRST_STEP
         while low < most and self.high == math.inf and monotonic() < until:
             low = self._ask(low, min(most, low * (1 + growth)), self._steps(until), on_plan)
-            growth = min(2 * growth, SHARED_STEP if self.form.shared else math.inf)
+            growth = min(2 * growth, _SHARED_STEP if self.form.shared else math.inf)
         while min(most, self.high) > low * (1 + PRECISION) and monotonic() < until:
             low = self._ask(low, (low + min(most, self.high)) / 2, self._steps(until), on_plan)
         return low
@@ -129,7 +129,7 @@ class ServerSearch:
 
     def answer(
         self, seconds: float, steps: float, restricted: ServerRelaxation | None = None
-    ) -> Answer:
+    ) -> RelaxedAnswer:
         """A relaxed plan of less than ``seconds``, or the proof that there is none.
 
         Labels that were merged may give a relaxed plan that takes longer. The search ends after
@@ -139,7 +139,7 @@ class ServerSearch:
         work = self._work._replace(form=form, until=seconds * (1 - MARGIN))
         fill_before(form, work.until, self._before)
         if not form.shared:
-            turned = Rest(
+            turned = ServerRest(
                 *(np.empty_like(table.transpose(0, 2, 1), order="C") for table in work.rest)
             )
             fill_rest(form, work.until, self._before, turned)
@@ -149,11 +149,11 @@ class ServerSearch:
             fill_shared_rest(form, work.until, self._before, work.rest)
             work = work._replace(loads=_loads(form, work.until))
         if not np.isfinite(work.rest.path[-1, self.form.size, 0]):
-            return Answer((), True)
+            return RelaxedAnswer((), True)
         found = find(work, steps)
         if found in (NONE, GAVE_UP):
-            return Answer((), found == NONE)
-        return Answer(tuple(self._stages(found))[::-1], False)
+            return RelaxedAnswer((), found == NONE)
+        return RelaxedAnswer(tuple(self._stages(found))[::-1], False)
 
     def _stages(self, found: int) -> Iterator[RelaxedStage]:
         """The stages from the last one on; some are missing if there were too many to remember."""
@@ -184,7 +184,7 @@ class ServerSearch:
         counts = (
             not self.form.shared
             and fast < self.form.size
-            and self._table_steps * fast <= COUNTED_STEPS
+            and self._table_steps * fast <= _COUNTED_STEPS
         )
         return fast if counts else 0
 
@@ -201,16 +201,16 @@ class ServerSearch:
         return float(np.prod(self._states) * 8 * (values + 1))
 
     @cached_property
-    def _work(self) -> Search:
+    def _work(self) -> Scratch:
         values = SHARED_VALUES if self.form.shared else VALUES
         most = int(np.clip(LABEL_BYTES / self._label_bytes, 4, self.most_labels))
-        return Search(
+        return Scratch(
             form=self.form,
             until=0.0,
-            rest=Rest(*(np.zeros((self._counted + 1, *self._entries)) for _ in range(3))),
+            rest=ServerRest(*(np.zeros((self._counted + 1, *self._entries)) for _ in range(3))),
             loads=_loads(self.form, 1.0),
             labels=_empty(self._states, most, values),
-            arrivals=_empty((1, 1, 1), ARRIVALS * self.most_labels, values),
+            arrivals=_empty((1, 1, 1), _ARRIVALS * self.most_labels, values),
             placed=np.zeros((MOST_STAGES, 5), np.int64),
             steps=np.zeros(2, np.int64),
             values=np.zeros(values),

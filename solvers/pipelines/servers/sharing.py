@@ -9,16 +9,16 @@ import numpy as np
 
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.solvers.pipelines.compiled import lean
-from stagewright.solvers.pipelines.servers.conditions import Search, next_link
+from stagewright.solvers.pipelines.servers.conditions import Scratch, next_link
 from stagewright.solvers.pipelines.servers.labels import BACK, BEHIND, CLOSED, FORTH, LOAD, LOADS
 from stagewright.solvers.pipelines.servers.tables import send_seconds
 
 MARGIN = 1e-9
-COUNT_SLACK = 1e-5  # of the layers that a group can have
+_COUNT_SLACK = 1e-5  # of the layers that a group can have
 
 
 @lean
-def _capacity(search: Search, known: Floats, i: int, c: int) -> float:
+def _capacity(search: Scratch, known: Floats, i: int, c: int) -> float:
     """Work that devices of choice c, reached after ``known``, can do by the i-th measure.
 
     After the last computation, there is the way back, and the all-reduce and step of the layers
@@ -39,12 +39,12 @@ def _count(seconds: float, size: float) -> float:
     """How many times ``size`` fits in ``seconds``."""
     if size <= 0:
         return np.inf
-    count: float = np.floor(max(0.0, seconds) / size + COUNT_SLACK)
+    count: float = np.floor(max(0.0, seconds) / size + _COUNT_SLACK)
     return count
 
 
 @lean
-def look_ahead(search: Search, known: Floats, free: int) -> None:
+def look_ahead(search: Scratch, known: Floats, free: int) -> None:
     """Set ``spare`` to the work that ``free`` devices reached after ``known`` can do."""
     for i in range(LOADS):
         most = 0.0
@@ -54,7 +54,7 @@ def look_ahead(search: Search, known: Floats, free: int) -> None:
 
 
 @lean
-def is_overloaded(search: Search, known: Floats, l: int, m: int, c: int, again: bool) -> bool:
+def is_overloaded(search: Scratch, known: Floats, l: int, m: int, c: int, again: bool) -> bool:
     """Whether shared devices cannot take layers [l, m), and the rest, in time; sets the loads."""
     loads, values = search.loads, search.values
     over, last = False, m == search.form.forward.shape[1] - 1
@@ -68,14 +68,14 @@ def is_overloaded(search: Search, known: Floats, l: int, m: int, c: int, again: 
 
 
 @lean
-def _backwards(search: Search, around: float, c: int) -> float:
+def _backwards(search: Scratch, around: float, c: int) -> float:
     """How many long layers' backwards devices of choice c can do ``around`` after the start."""
     loads = search.loads
     return _count(search.until - around - loads.finish[c], loads.back[c])
 
 
 @lean
-def _transfers(search: Search, behind: float, l: int, free: float) -> float:
+def _transfers(search: Scratch, behind: float, l: int, free: float) -> float:
     """The least transfers of a microbatch between groups that do ``behind`` long layers.
 
     Their last stages come after layer l, and they have ``free`` devices together. Between two of
@@ -101,12 +101,12 @@ def _transfers(search: Search, behind: float, l: int, free: float) -> float:
     # Through larger groups in between, in more pieces, it is sent at least twice.
     once = size * form.share[min(form.samples, pieces * pieces)] * pace + latency
     twice = 2 * (size * form.share[form.samples] * pace + latency)
-    sent: float = (np.ceil(behind / most - COUNT_SLACK) - 1) * min(once, twice)
+    sent: float = (np.ceil(behind / most - _COUNT_SLACK) - 1) * min(once, twice)
     return sent
 
 
 @lean
-def may_close(search: Search, known: Floats, l: int, m: int, c: int, last: bool) -> bool:
+def may_close(search: Scratch, known: Floats, l: int, m: int, c: int, last: bool) -> bool:
     """Whether the backwards of all long layers can be done in time; sets the values for it.
 
     ``last``: layers [l, m) are the last long ones of their devices, so that the first of these

@@ -25,7 +25,7 @@ class Before(NamedTuple):
     forth: Floats
 
 
-class Rest(NamedTuple):
+class ServerRest(NamedTuple):
     """Least needs of the layers from l on, on at most d devices, of which q have rank 0.
 
     The shape is (q + 1, V + 1, L + 1) by [q, d, l], for all q or for q = 0, which then stands for
@@ -142,7 +142,7 @@ def _add_stages(
 
 
 @lean_entry
-def fill_rest(form: ServerRelaxation, until: float, before: Before, rest: Rest) -> None:
+def fill_rest(form: ServerRelaxation, until: float, before: Before, rest: ServerRest) -> None:
     """Fill ``rest``, with stages that stay within ``until`` after the least way ``before``.
 
     Its entries are [q, l, d] here, so that the loop over d, which is the longest, is over
@@ -163,7 +163,9 @@ def fill_rest(form: ServerRelaxation, until: float, before: Before, rest: Rest) 
 
 
 @lean_entry
-def fill_shared_rest(form: ServerRelaxation, until: float, before: Before, rest: Rest) -> None:
+def fill_shared_rest(
+    form: ServerRelaxation, until: float, before: Before, rest: ServerRest
+) -> None:
     """Fill ``rest`` where every stage may use all devices.
 
     All-reduces are left out: neighbouring stages on the same devices are one here.
@@ -205,7 +207,7 @@ def _rest_after(form: ServerRelaxation, c: int, q: int, most: int) -> int:
 
 @lean
 def _put_first(
-    form: ServerRelaxation, until: float, before: Before, q: int, l: int, c: int, rest: Rest
+    form: ServerRelaxation, until: float, before: Before, q: int, l: int, c: int, rest: ServerRest
 ) -> None:
     """Improve the entries [q, l, d] by every first stage of choice c; ``rest`` is by [q, l, d]."""
     layers, r = form.forward.shape[1] - 1, form.devices[c]
@@ -236,7 +238,7 @@ def _put_all(
     most: int,
     after: tuple[int, int],
     at: tuple[int, int],
-    rest: Rest,
+    rest: ServerRest,
 ) -> None:
     """Improve the entries ``at`` by a stage of choice c, with up to ``most`` devices after it."""
     r, m = form.devices[c], after[1]
@@ -266,7 +268,7 @@ def _put(
     r: int,
     after: tuple[int, int],
     at: tuple[int, int],
-    rest: Rest,
+    rest: ServerRest,
 ) -> None:
     """Improve the entries ``at`` by the stage on r devices, with low ... high - 1 devices after it.
 

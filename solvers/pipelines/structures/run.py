@@ -9,7 +9,7 @@ from stagewright.formulations.plans.structure import Work
 
 # Kinds of events; the first five index rows of `Work.seconds`, the first three rows of queues.
 FORWARD, BACKWARD, WEIGHTS, SEND_F, SEND_B, WRITTEN, READ, WAKE = range(8)
-READ_ROW = 3  # a lane's queue of reads from the host
+_READ_ROW = 3  # a lane's queue of reads from the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class ListRun:
         if self.work.offload[self.work.lane[s][m]] < 0:
             self._offer(BACKWARD, s, m)
         elif (s, m) in self.written:
-            self._offer(READ_ROW, s, m)
+            self._offer(_READ_ROW, s, m)
         else:
             self.waiting.add((s, m))
 
@@ -179,7 +179,7 @@ class ListRun:
         self._hold(s, m, -self.work.offloaded[n])
         self.written.add((s, m))
         if (s, m) in self.waiting:
-            self._offer(READ_ROW, s, m)
+            self._offer(_READ_ROW, s, m)
 
     def _is_read(self, now: float, s: int, m: int) -> None:
         self._offer(BACKWARD, s, m)
@@ -334,9 +334,10 @@ class ListRun:
         """Read activations from the host for the next backwards while memory allows."""
         work = self.work
         while (
-            self.queues[n][READ_ROW] and (m := self._first_fit(n, READ_ROW, work.offloaded[n])) >= 0
+            self.queues[n][_READ_ROW]
+            and (m := self._first_fit(n, _READ_ROW, work.offloaded[n])) >= 0
         ):
-            self._take(n, READ_ROW, m)
+            self._take(n, _READ_ROW, m)
             self._hold(work.stage[n], m, work.offloaded[n])
             self._push(now + work.offload[n], READ, work.stage[n], m)
 

@@ -27,15 +27,15 @@ from stagewright.solvers.pipelines.structures.run import (
     WorkLists,
 )
 
-ForwardOrder = Literal["oldest", "deepest", "broad", "chunks"]
-BackwardOrder = Literal["oldest", "broad", "chunks", "newest"]
-Urgency = Literal["BFW", "BWF", "WBF", "FBW"]
+_ForwardOrder = Literal["oldest", "deepest", "broad", "chunks"]
+_BackwardOrder = Literal["oldest", "broad", "chunks", "newest"]
+_Urgency = Literal["BFW", "BWF", "WBF", "FBW"]
 ROUNDING = 1e-9
 FIRST_RULES = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class Priority:
     """Priorities of computations, and the limit on microbatches in flight.
 
     ``depth`` is a multiple of the microbatches that keep the busiest device busy; 1 is 1F1B's
@@ -45,37 +45,40 @@ class Rule:
     """
 
     depth: float = math.inf
-    urgency: Urgency = "BFW"
-    forward: ForwardOrder = "oldest"
-    backward: BackwardOrder = "oldest"
+    urgency: _Urgency = "BFW"
+    forward: _ForwardOrder = "oldest"
+    backward: _BackwardOrder = "oldest"
 
 
-DEPTHS = (1.0, 1.5, 2.0, 3.0, math.inf)
+_DEPTHS = (1.0, 1.5, 2.0, 3.0, math.inf)
 
 
-def rules_for(work: Work) -> list[Rule]:
+def rules_for(work: Work) -> list[Priority]:
     """The rules to try for a structure.
 
     The first ``FIRST_RULES`` cover all types of rules: if they are far from a good schedule, so are
     the others.
     """
     shared = max(map(len, work.places)) > 1
-    urgencies: list[Urgency] = ["BFW", "BWF", "WBF"] if work.split.any() else ["BFW"]
-    orders: list[tuple[ForwardOrder, BackwardOrder]] = [("oldest", "oldest")]
+    urgencies: list[_Urgency] = ["BFW", "BWF", "WBF"] if work.split.any() else ["BFW"]
+    orders: list[tuple[_ForwardOrder, _BackwardOrder]] = [("oldest", "oldest")]
     if shared:
         orders = [("chunks", "chunks"), ("oldest", "oldest"), ("deepest", "broad"),
                   ("broad", "chunks"), ("broad", "newest")]  # fmt: skip
-    first = [Rule(depth, kinds, *orders[0]) for kinds in urgencies[:2] for depth in (1.0, 1.5)]
-    first += [Rule(2.0, urgencies[0], *orders[-1]), Rule(math.inf, "FBW", *orders[0])]
+    first = [Priority(depth, kinds, *orders[0]) for kinds in urgencies[:2] for depth in (1.0, 1.5)]
+    first += [Priority(2.0, urgencies[0], *orders[-1]), Priority(math.inf, "FBW", *orders[0])]
     rules = [
-        Rule(depth, kinds, *order) for order in orders for kinds in urgencies for depth in DEPTHS
+        Priority(depth, kinds, *order)
+        for order in orders
+        for kinds in urgencies
+        for depth in _DEPTHS
     ]
-    rules += [Rule(math.inf, "FBW", *order) for order in orders]
-    rules.append(Rule(math.inf, "FBW", backward="newest"))
+    rules += [Priority(math.inf, "FBW", *order) for order in orders]
+    rules.append(Priority(math.inf, "FBW", backward="newest"))
     return list(dict.fromkeys([*first, *rules]))
 
 
-def flight_limits(work: Work, rule: Rule, scale: Floats) -> list[int]:
+def flight_limits(work: Work, rule: Priority, scale: Floats) -> list[int]:
     """The in-flight limit of every lane."""
     count = work.lane.shape[1]
     if rule.depth == math.inf:
@@ -94,7 +97,7 @@ def latencies(work: Work) -> Floats:
     return latency / busiest if busiest > 0 else np.full(stages, float(stages))
 
 
-def urgency_keys(work: Work, rule: Rule) -> Floats:
+def urgency_keys(work: Work, rule: Priority) -> Floats:
     """Priorities of F, B or I, and W, shape (3, S, M); the least value comes first."""
     stages, count = work.lane.shape
     s, m = np.arange(stages)[:, None], np.arange(count)[None, :]
@@ -131,13 +134,13 @@ class StructureSchedule:
     starts: Blocks
     seconds: float
     fullest: float  # the largest share of its memory that a device needs
-    rule: Rule
+    rule: Priority
 
 
 def best_schedule(
     work: Work,
     endings: Endings,
-    rules: Sequence[Rule],
+    rules: Sequence[Priority],
     ceiling: float = math.inf,
     bound: float = 0.0,
     near: float = math.inf,

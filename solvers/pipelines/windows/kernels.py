@@ -18,7 +18,7 @@ from stagewright.solvers.pipelines.compiled import copy, entry, inner, lean, ref
 
 Places = NDArray[np.int16]
 Parents = NDArray[np.int32]
-MIX = np.uint64(0x9E3779B97F4A7C15)
+_MIX = np.uint64(0x9E3779B97F4A7C15)
 SHIFT = np.uint64(29)
 
 
@@ -64,13 +64,7 @@ def advance(
 
 @inner
 def expand(
-    window: Window,
-    target: float,
-    width: int,
-    done: int,
-    where: Places,
-    clock: Floats,
-    ends: Floats,
+    window: Window, target: float, width: int, done: int, where: Places, clock: Floats, ends: Floats
 ) -> tuple[Places, Floats, Parents, Places]:
     """Schedule one more block in every state, in all ways that active schedules have.
 
@@ -288,13 +282,7 @@ def _in_turn(window: Window, i: int, j: int, item: Ints, ready: Floats) -> float
 
 @lean
 def _is_new(
-    new: int,
-    where: Places,
-    clock: Floats,
-    table: Ints,
-    following: Ints,
-    beaten: Bools,
-    width: int,
+    new: int, where: Places, clock: Floats, table: Ints, following: Ints, beaten: Bools, width: int
 ) -> bool:
     """Whether state ``new`` is one more state: no other dominates it, and there is room for it.
 
@@ -376,11 +364,11 @@ def _compare(one: Floats, other: Floats) -> tuple[bool, bool]:
 @lean
 def _slot(where: Places, size: int) -> np.int64:
     """The first place of a state in a table of ``size``, a power of two."""
-    value = MIX
+    value = _MIX
     for k in range(len(where)):
         if where[k] == 0:
             break
-        value = (value ^ np.uint64(where[k])) * MIX
+        value = (value ^ np.uint64(where[k])) * _MIX
         value ^= value >> SHIFT
     return np.int64(value & np.uint64(size - 1))
 

@@ -29,7 +29,7 @@ from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.solvers.pipelines.windows.kernels import Parents, Places, advance
 
-UNMERGED = 2**62  # a width that no search reaches
+_UNMERGED = 2**62  # a width that no search reaches
 ROUNDING = 1e-12  # relative; sums of the same numbers in another order may exceed the target
 
 
@@ -48,7 +48,7 @@ class WindowRun:
         Whether no state was left out.
     """
 
-    def __init__(self, form: Window, target: float, width: int = UNMERGED) -> None:
+    def __init__(self, form: Window, target: float, width: int = _UNMERGED) -> None:
         self.form, self.target, self.width, self.done = form, target, width, 0
         most = 1 + min(form.heads.shape[1], int(form.limits.max()))  # microbatches, and a 0
         self.where = np.zeros((1, most), np.int16)
@@ -119,7 +119,7 @@ class WindowRun:
 
 CHUNK = 20_000  # states between two looks at the time
 SMALLEST = 1e-3  # gap at which a round ends, relative
-BELOW = 0.5 * RELATIVE_TOLERANCE  # by which a target is below a known cost, relative
+_BELOW = 0.5 * RELATIVE_TOLERANCE  # by which a target is below a known cost, relative
 
 
 class Effort(NamedTuple):
@@ -159,8 +159,8 @@ def search_windows(
         return limits.left(perf_counter() - began) <= 0
 
     effort, best = Effort(), None
-    while bound < incumbent * (1 - BELOW) and not is_over():
-        search = WindowSearch(problem, incumbent * (1 - BELOW), effort, is_over)
+    while bound < incumbent * (1 - _BELOW) and not is_over():
+        search = WindowSearch(problem, incumbent * (1 - _BELOW), effort, is_over)
         bound = max(bound, search.bound())
         for _ in range(2):  # below the incumbent, and near the bound
             found = search.schedule() if bound < search.target else Searched(bound)
@@ -172,7 +172,7 @@ def search_windows(
                 break
             search = nearer
         effort = effort.more()
-    return Searched(incumbent if bound >= incumbent * (1 - BELOW) else bound, best)
+    return Searched(incumbent if bound >= incumbent * (1 - _BELOW) else bound, best)
 
 
 @cache

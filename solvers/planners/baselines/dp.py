@@ -31,8 +31,5 @@ def plan_dp(problem: PipelineProblem, limits: Limits, on_progress: OnProgress) -
 
 
 PLANNER = UniformPlanner(
-    "dp",
-    "data parallelism: the whole model on every device",
-    "SPP section V-A, baseline",
-    plan_dp,
+    "dp", "data parallelism: the whole model on every device", "SPP section V-A, baseline", plan_dp
 )

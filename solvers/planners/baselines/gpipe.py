@@ -33,8 +33,5 @@ def plan_gpipe(
 
 
 PLANNER = UniformPlanner(
-    "gpipe",
-    "equal numbers of layers, all forwards first",
-    "Huang et al., NeurIPS 2019",
-    plan_gpipe,
+    "gpipe", "equal numbers of layers, all forwards first", "Huang et al., NeurIPS 2019", plan_gpipe
 )

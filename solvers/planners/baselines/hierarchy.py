@@ -25,7 +25,7 @@ Shape = Literal["any", "straight", "data"]  # data: one stage on all devices
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class WorkerLevel:
     """The components in each of the next level, and the slowest link between them in bytes/s."""
 
     workers: int
@@ -36,7 +36,7 @@ class Level:
 class Hierarchy:
     """Levels from the lowest; ``order`` has the devices of every component next to each other."""
 
-    levels: tuple[Level, ...]
+    levels: tuple[WorkerLevel, ...]
     order: tuple[int, ...]
 
     def size(self, k: int) -> int:
@@ -45,7 +45,7 @@ class Hierarchy:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Costs:
+class LayerCosts:
     """The recurrence's input: times and bytes of L layers.
 
     Attributes
@@ -64,11 +64,11 @@ class Costs:
     output_bytes: Floats
     most_stop: Ints
 
-    def states(self) -> "States":
+    def states(self) -> "CutStates":
         """The prefixes of the layers."""
         stops = np.arange(len(self.work) + 1)
         most = np.append(self.most_stop, len(self.work))
-        return States(
+        return CutStates(
             work=prefix_sums(self.work),
             parameter_bytes=prefix_sums(self.parameter_bytes),
             crossing_bytes=np.append(0.0, self.output_bytes),
@@ -77,7 +77,7 @@ class Costs:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class States:
+class CutStates:
     """Where a pipeline may be cut: S sets of operators, from none to all.
 
     In ascending order of their work, a set before those that contain it.
@@ -133,7 +133,7 @@ def hierarchy_of(cluster: Cluster) -> Hierarchy:
     counts = [len(cluster), *(len(np.unique(one)) for one in groupings), 1]
     everything = np.zeros(len(cluster), dtype=np.int64)
     levels = [
-        Level(many // few, _slowest(cluster, labels))
+        WorkerLevel(many // few, _slowest(cluster, labels))
         for many, few, labels in zip(counts, counts[1:], [*groupings, everything], strict=False)
     ]
     return Hierarchy(tuple(levels), order)
@@ -171,7 +171,7 @@ def _slowest(cluster: Cluster, labels: Ints) -> float:
 
 
 def optimize(
-    costs: Costs | States,
+    costs: LayerCosts | CutStates,
     hierarchy: Hierarchy,
     *,
     overlapped: bool = True,
@@ -191,7 +191,7 @@ def optimize(
     shape
         ``straight``: every stage on one device; ``data``: one stage on all devices.
     """
-    states = costs.states() if isinstance(costs, Costs) else costs
+    states = costs.states() if isinstance(costs, LayerCosts) else costs
     compute = np.where(states.stages, range_sums(states.work), np.inf)
     weights = range_sums(states.parameter_bytes)
     found: list[LevelTables] = []

@@ -25,7 +25,7 @@ from stagewright.graphs.documents.units import format_seconds
 from stagewright.solvers.pipelines.list_scheduling import list_schedule
 from stagewright.solvers.planners.baselines.hierarchy import (
     ROUNDING,
-    Costs,
+    LayerCosts,
     Shape,
     hierarchy_of,
     optimize,
@@ -75,7 +75,7 @@ def explain_pattern(
     return f"{_predicted(predicted)}{format_seconds(period)}{because}"
 
 
-def explain_iteration(
+def _explain_iteration(
     predicted: float, problem: PipelineProblem, stages: Sequence[Stage], iteration: float
 ) -> str:
     """One line on a finite plan, in which an iteration has one all-reduce and one update.
@@ -141,14 +141,14 @@ def plan_pipedream(
     return proposal_of(problem, named_stages(problem, stages), times)
 
 
-class Optimum(NamedTuple):
+class RecurrenceOptimum(NamedTuple):
     """The stages of the recurrence, and seconds of its slowest stage or channel per microbatch."""
 
     stages: tuple[StageChoice, ...]
     seconds: float
 
 
-def optimum(problem: PipelineProblem, shape: Shape = "any") -> Optimum:
+def optimum(problem: PipelineProblem, shape: Shape = "any") -> RecurrenceOptimum:
     """The answer of PipeDream's optimizer on the levels of the cluster.
 
     With stages that a device has memory for, if there are such; else memory is not looked at.
@@ -160,8 +160,8 @@ def optimum(problem: PipelineProblem, shape: Shape = "any") -> Optimum:
         tables = optimize(costs_of(problem, memory=memory), hierarchy, shape=shape)
         slowest = float(tables[-1].slowest[0, -1, -1])
         if np.isfinite(slowest):
-            return Optimum(placed(tables, hierarchy), slowest)
-    return Optimum((), np.inf)
+            return RecurrenceOptimum(placed(tables, hierarchy), slowest)
+    return RecurrenceOptimum((), np.inf)
 
 
 def partition(problem: PipelineProblem, shape: Shape = "any") -> tuple[StageChoice, ...]:
@@ -169,12 +169,12 @@ def partition(problem: PipelineProblem, shape: Shape = "any") -> tuple[StageChoi
     return optimum(problem, shape).stages
 
 
-def costs_of(problem: PipelineProblem, *, memory: bool = True) -> Costs:
+def costs_of(problem: PipelineProblem, *, memory: bool = True) -> LayerCosts:
     """The costs of the slowest kind of device, and the layers that fit in the largest memory."""
     costs = [problem.costs(kind, 1) for kind in problem.kinds]
     work = np.max([c.forward_seconds + c.backward_seconds for c in costs], axis=0)
     layers = len(work)
-    return Costs(
+    return LayerCosts(
         work=work,
         parameter_bytes=problem.chain.parameter_bytes,
         output_bytes=np.array([problem.boundary_bytes(s + 1) for s in range(layers)]),
@@ -209,7 +209,7 @@ class ExplainedPlanner(UniformPlanner):
         if isinstance(found, NoPlan):
             return found
         predicted, cost = optimum(problem).seconds, cost_of(problem, found)
-        note = explain_iteration(predicted, problem, found.stages, cost)
+        note = _explain_iteration(predicted, problem, found.stages, cost)
         return replace(found, notes=(*found.notes, note))
 
 

@@ -45,7 +45,7 @@ from stagewright.graphs.documents.units import format_bytes, format_seconds
 from stagewright.solvers.planners.baselines import pipedream
 from stagewright.solvers.planners.baselines.pipedream import explain_pattern
 from stagewright.solvers.planners.periodic.search import Groups, group_sizes, named_group, orders
-from stagewright.solvers.planners.steps.planner import Options, SearchPlanner
+from stagewright.solvers.planners.steps.planner import PlannerOptions, SearchPlanner
 from stagewright.solvers.planners.steps.proposal import (
     Choices,
     NoPlan,
@@ -150,7 +150,7 @@ SHOWN = 3  # kinds of partition
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Found:
+class _FoundPartition:
     """Stages with their pattern problem and the least period of 1F1B*; ``kind`` says whose."""
 
     kind: str
@@ -174,16 +174,10 @@ def require_work(problem: PipelineProblem, choices: Choices) -> None:
 def plan_asynchronous(
     problem: PipelineProblem, limits: Limits, on_progress: OnProgress, choices: Choices
 ) -> PeriodicProposal | NoPlan:
-    """The partition with the shortest period, of PipeDream's and of equally replicated ones.
-
-    Raises
-    ------
-    InputError
-        If the layers take no time, or the group size is out of range.
-    """
+    """The partition with the shortest period, of PipeDream's and of equally replicated ones."""
     require_work(problem, choices)
     began, rule = perf_counter(), STASH_VERTICAL_SYNC if choices.vertical_sync else STASH
-    best: dict[str, _Found] = {}
+    best: dict[str, _FoundPartition] = {}
     tried = 0
     for one in _candidates(problem, rule, choices):
         tried += 1
@@ -205,7 +199,7 @@ def plan_asynchronous(
 
 
 def _notes(
-    problem: PipelineProblem, choices: Choices, fastest: Sequence[_Found], tried: int
+    problem: PipelineProblem, choices: Choices, fastest: Sequence[_FoundPartition], tried: int
 ) -> Iterator[str]:
     """The shortest periods by kind of partition, and the recurrence's against its prediction."""
     shown = [one for one in fastest if one.kind == RECURRENCE or one in fastest[:SHOWN]]
@@ -215,7 +209,7 @@ def _notes(
         yield _explained(problem, next((one for one in fastest if one.kind == RECURRENCE), None))
 
 
-def _explained(problem: PipelineProblem, found: _Found | None) -> str:
+def _explained(problem: PipelineProblem, found: _FoundPartition | None) -> str:
     """A note with the recurrence's predicted time for its partition, and the plan's time."""
     predicted = pipedream.optimum(problem).seconds
     if found is None:
@@ -225,7 +219,9 @@ def _explained(problem: PipelineProblem, found: _Found | None) -> str:
     return explain_pattern(predicted, problem, found.stages, found.asked, found.period)
 
 
-def _candidates(problem: PipelineProblem, rule: WeightRule, choices: Choices) -> Iterator[_Found]:
+def _candidates(
+    problem: PipelineProblem, rule: WeightRule, choices: Choices
+) -> Iterator[_FoundPartition]:
     """The partitions to try, each with every allowed recomputation."""
     figures = PatternProblems(problem, rule)
     seen: set[tuple[Stage, ...]] = set()
@@ -236,7 +232,7 @@ def _candidates(problem: PipelineProblem, rule: WeightRule, choices: Choices) ->
         for mode in choices.periodic_recomputations:
             again = tuple(with_memory_mode(stage, mode) for stage in stages)
             asked = figures.of(again)
-            yield _Found(kind, again, asked, least_period(asked))
+            yield _FoundPartition(kind, again, asked, least_period(asked))
 
 
 def _partitions(
@@ -298,5 +294,5 @@ PLANNER = SearchPlanner(
     "vertically); no flush; the best of PipeDream's recurrence and equal replicas at every depth",
     "PipeDream: Narayanan's thesis, 2.4",
     plan_asynchronous,
-    Options(("none", "full", "auto"), group_size=True, vertical_sync=True),
+    PlannerOptions(("none", "full", "auto"), group_size=True, vertical_sync=True),
 )

@@ -29,8 +29,8 @@ from stagewright.solvers.patterns.joint_patterns import joint_optimum
 from stagewright.solvers.planners.periodic.one_f_one_b_star import contiguous
 from stagewright.solvers.planners.periodic.search import (
     OPTIMAL_GAP,
+    PERIODIC_OPTIONS,
     FoundPattern,
-    PeriodicPlanner,
     PeriodicSearch,
     distinct,
     interchangeable,
@@ -38,6 +38,7 @@ from stagewright.solvers.planners.periodic.search import (
     named_group,
     orders,
 )
+from stagewright.solvers.planners.steps.planner import SearchPlanner
 from stagewright.solvers.planners.steps.proposal import Choices, NoPlan, PeriodicProposal
 
 Stages = tuple[Stage, ...]
@@ -54,19 +55,16 @@ _SCHEDULED = 4  # last allocations of each local search that are scheduled
 
 
 def plan_madpipe(
-    problem: PipelineProblem,
-    limits: Limits,
-    on_progress: OnProgress,
-    choices: Choices,
+    problem: PipelineProblem, limits: Limits, on_progress: OnProgress, choices: Choices
 ) -> PeriodicProposal | NoPlan:
     """MadPipe's allocation and pattern, or a better one found during the search."""
     search = PeriodicSearch(problem, limits, on_progress, choices)
-    for step in (contiguous, with_special, rearranged, jointly):
+    for step in (contiguous, _with_special, _rearranged, jointly):
         search.each_size(partial(step, search))
     return search.answer("with several stages on one device")
 
 
-def with_special(search: PeriodicSearch, size: int) -> None:
+def _with_special(search: PeriodicSearch, size: int) -> None:
     """MadPipe with each distinct group as the special one.
 
     First with any pause, then with pauses no longer than that of the best plan.
@@ -106,7 +104,7 @@ def _by_madpipe(search: PeriodicSearch, question: StageAllocationProblem) -> Non
                 search.schedule(stages)
 
 
-def rearranged(search: PeriodicSearch, size: int) -> None:
+def _rearranged(search: PeriodicSearch, size: int) -> None:
     """Local searches in which any group may have several stages."""
     names = tuple(named_group(search.problem, group) for group in orders(search.problem, size)[0])
     moves, end = (
@@ -167,10 +165,11 @@ def jointly(search: PeriodicSearch, size: int) -> None:
         search.bounds[size].append(Bound(answer.bound, ALLOCATIONS, "problem", plans))
 
 
-PLANNER = PeriodicPlanner(
+PLANNER = SearchPlanner(
     "madpipe",
     "periodic plans for little memory: some devices have several stages; asynchronous, two "
     "versions of the weights",
     "Beaumont et al., ScaDL 2022",
     plan_madpipe,
+    PERIODIC_OPTIONS,
 )

@@ -17,22 +17,20 @@ from stagewright.formulations.plans.plan import Stage
 from stagewright.solvers.patterns.madpipe import least_period as least_allocation_period
 from stagewright.solvers.planners.periodic.search import (
     OPTIMAL_GAP,
+    PERIODIC_OPTIONS,
     FoundPattern,
     Groups,
-    PeriodicPlanner,
     PeriodicSearch,
     interchangeable,
     longest_update,
     orders,
 )
+from stagewright.solvers.planners.steps.planner import SearchPlanner
 from stagewright.solvers.planners.steps.proposal import Choices, NoPlan, PeriodicProposal
 
 
 def plan_one_f_one_b_star(
-    problem: PipelineProblem,
-    limits: Limits,
-    on_progress: OnProgress,
-    choices: Choices,
+    problem: PipelineProblem, limits: Limits, on_progress: OnProgress, choices: Choices
 ) -> PeriodicProposal | NoPlan:
     """The shortest iteration over all contiguous partitions, with one stage per group."""
     search = PeriodicSearch(problem, limits, on_progress, choices)
@@ -81,10 +79,11 @@ def is_plain(search: PeriodicSearch, groups: Groups) -> bool:
     return not search.choices.offload and interchangeable(search.problem, len(groups[0]))
 
 
-PLANNER = PeriodicPlanner(
+PLANNER = SearchPlanner(
     "1f1b-star",
     "the best periodic plan with a stage on every device; asynchronous, two versions of the "
     "weights",
     "MadPipe 4.1",
     plan_one_f_one_b_star,
+    PERIODIC_OPTIONS,
 )

@@ -31,14 +31,14 @@ from stagewright.graphs.documents.units import format_bytes, format_seconds
 from stagewright.graphs.machines.cluster import Cluster
 from stagewright.graphs.machines.ordering import recursive_device_order
 from stagewright.solvers.patterns.pattern import best_pattern, require_pattern_backend
-from stagewright.solvers.planners.steps.planner import Options, require_host_links
+from stagewright.solvers.planners.steps.planner import PlannerOptions, require_host_links
 from stagewright.solvers.planners.steps.proposal import Choices, NoPlan, PeriodicProposal
 
 Stages = tuple[Stage, ...]
 Groups = tuple[tuple[int, ...], ...]
 
 
-def contiguous_shortage(
+def _contiguous_shortage(
     problem: PipelineProblem, groups: Groups, modes: Sequence[Literal["none", "full"]]
 ) -> tuple[float, Stages, int]:
     """The contiguous partition with the least missing memory: bytes, stages, index of the stage.
@@ -148,7 +148,7 @@ def named_group(problem: PipelineProblem, group: Sequence[int]) -> tuple[str, ..
     return tuple(problem.cluster.devices[v].name for v in group)
 
 
-_PERIODIC_OPTIONS = Options(
+PERIODIC_OPTIONS = PlannerOptions(
     ("none", "full", "auto"), offload=True, group_size=True, period_seconds=True, backend=True
 )
 """The choices that periodic planners support."""
@@ -156,23 +156,6 @@ OPTIMAL_GAP = 1e-6  # relative
 _MOST_BYTES = 1e17
 _LONGEST_WAIT = 1e4  # times the sequential period; above it short operations lose precision
 _PATTERN_SECONDS = 5.0  # time limit of one pattern
-
-
-@dataclass(frozen=True, slots=True)
-class PeriodicPlanner:
-    """A planner of periodic plans."""
-
-    name: str
-    summary: str
-    source: str
-    plan: Callable[[PipelineProblem, Limits, OnProgress, Choices], PeriodicProposal | NoPlan]
-    options: Options = _PERIODIC_OPTIONS
-
-    def propose(
-        self, problem: PipelineProblem, choices: Choices, limits: Limits, on_progress: OnProgress
-    ) -> PeriodicProposal | NoPlan:
-        """The plan of the shortest iteration found."""
-        return self.plan(problem, limits, on_progress, choices)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -359,7 +342,7 @@ class PeriodicSearch:
     def no_plan(self, kind: str) -> NoPlan:
         """The refusal, which names the stage with most missing memory in the best partition."""
         shortages = [
-            contiguous_shortage(self.problem, groups, self.choices.periodic_recomputations)
+            _contiguous_shortage(self.problem, groups, self.choices.periodic_recomputations)
             for size in self.bounds
             for groups in orders(self.problem, size)
         ]

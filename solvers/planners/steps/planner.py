@@ -1,10 +1,13 @@
 """The planner protocol: a name, the supported choices, and one method."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
+from time import monotonic
 from typing import Protocol, get_args
 
-from stagewright.formulations.forms.answers import Limits, OnProgress
+from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.documents.errors import InputError
 from stagewright.solvers.planners.steps.proposal import (
@@ -20,7 +23,7 @@ ANY_RECOMPUTATION: tuple[Recomputation, ...] = get_args(Recomputation)
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class PlannerOptions:
     """The :class:`Choices` that a planner supports, under the same names."""
 
     recompute: tuple[Recomputation, ...] = ("none",)
@@ -34,6 +37,27 @@ class Options:
     batch: bool = False
     vertical_sync: bool = False
     runtime: bool = False
+
+
+@dataclass
+class PlanSearch:
+    """A search within ``limits``, its clock, and the best plan so far with its seconds."""
+
+    problem: PipelineProblem
+    limits: Limits
+    on_progress: OnProgress
+    began: float = field(default_factory=monotonic)
+    best: Proposal | None = None
+    cost: float = math.inf
+
+    def left(self) -> float:
+        """The seconds to the limit; 0 after a stop."""
+        return self.limits.left(monotonic() - self.began)
+
+    def keep(self, found: Proposal, cost: float) -> None:
+        """Make ``found`` the best plan and report it."""
+        self.best, self.cost = found, cost
+        self.on_progress(Progress(monotonic() - self.began, cost, 0.0, partial(replace, found)))
 
 
 class Planner(Protocol):
@@ -52,7 +76,7 @@ class Planner(Protocol):
         """The paper or the method."""
 
     @property
-    def options(self) -> Options:
+    def options(self) -> PlannerOptions:
         """The supported choices; all others are refused before the planner is called."""
 
     def propose(
@@ -74,7 +98,7 @@ class SearchPlanner:
     summary: str
     source: str
     search: _SearchFunction
-    options: Options = Options(ANY_RECOMPUTATION, offload=True)
+    options: PlannerOptions = PlannerOptions(ANY_RECOMPUTATION, offload=True)
 
     def propose(
         self, problem: PipelineProblem, choices: Choices, limits: Limits, on_progress: OnProgress
@@ -111,7 +135,7 @@ def require_host_links(problem: PipelineProblem) -> None:
 
 def _asked(  # noqa: C901 - one case per choice
     choices: Choices,
-) -> Iterator[tuple[str, Callable[[Options], bool]]]:
+) -> Iterator[tuple[str, Callable[[PlannerOptions], bool]]]:
     """The requested choices by name, each with a test whether options support it."""
     if choices.recompute is not None:
         yield f"recompute {choices.recompute!r}", lambda one: choices.recompute in one.recompute

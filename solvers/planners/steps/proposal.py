@@ -12,19 +12,11 @@ from stagewright.formulations.forms.answers import Status
 from stagewright.formulations.patterns.pattern import Pattern
 from stagewright.formulations.pipelines.bppm import StageChoice
 from stagewright.formulations.pipelines.makespan import Timetable
+from stagewright.formulations.plans import plan_class
 from stagewright.formulations.plans.actions import DOUBLE_BUFFER, WEIGHT_RULES, ActionKind, Weights
 from stagewright.formulations.plans.memory import in_flight_limit, static_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Begins, Bound, Guarantee, PipelinePlan, Stage
-from stagewright.formulations.plans.plan_class import (
-    RECOMPUTE,
-    SHARDS,
-    PlanClass,
-    Recompute,
-    ScheduleKind,
-    Shards,
-    class_of_stages,
-)
 from stagewright.formulations.plans.starts import starts_of
 from stagewright.formulations.plans.structure import Structure
 from stagewright.formulations.plans.timing import Blocks, durations
@@ -125,7 +117,7 @@ class Choices:
     out_of_order: OutOfOrder | None = None
     batch: int | None = None
     vertical_sync: bool = False
-    shards: Shards = "none"
+    shards: plan_class.Shards = "none"
     runtime: Runtime | None = None
 
     def __post_init__(self) -> None:
@@ -134,8 +126,10 @@ class Choices:
         if self.recompute not in (None, *get_args(Recomputation)):
             known = ", ".join(get_args(Recomputation))
             raise InputError(f"recompute must be one of {known}, got {self.recompute!r}")
-        if self.shards not in SHARDS:
-            raise InputError(f"shards must be one of {', '.join(SHARDS)}, got {self.shards!r}")
+        if self.shards not in plan_class.SHARDS:
+            raise InputError(
+                f"shards must be one of {', '.join(plan_class.SHARDS)}, got {self.shards!r}"
+            )
         if not isinstance(self.offload, bool | None):
             raise InputError(f"offload must be True or False, got {self.offload!r}")
         period = self.period_seconds
@@ -150,10 +144,12 @@ class Choices:
         return replace(self, recompute=recompute, offload=offload)
 
     @property
-    def recomputations(self) -> tuple[Recompute, ...]:
+    def recomputations(self) -> tuple[plan_class.Recompute, ...]:
         """The allowed values of ``Stage.recompute``."""
         return tuple(
-            mode for mode in RECOMPUTE if mode == "none" or self.recompute in (mode, "auto")
+            mode
+            for mode in plan_class.RECOMPUTE
+            if mode == "none" or self.recompute in (mode, "auto")
         )
 
     @property
@@ -161,7 +157,7 @@ class Choices:
         """The memory modes for plans whose stages all have the same one."""
         known: tuple[MemoryMode, ...] = () if self.offload else ("none",)
         if self.recompute == "auto":
-            known = RECOMPUTE
+            known = plan_class.RECOMPUTE
         elif self.recompute in ("full", "layer"):
             known = (self.recompute,)
         return (*known, "offload") if self.offload else known
@@ -206,7 +202,7 @@ class NoPlan:
     proved: bool = True
     bounds: tuple[Bound, ...] = ()
     attempts: tuple[Attempt, ...] = ()
-    plans: PlanClass | None = None
+    plans: plan_class.PlanClass | None = None
 
 
 def proposal_of(
@@ -221,14 +217,14 @@ def proposal_of(
     return Proposal(tuple(stages), starts, bounds, notes=notes)
 
 
-def class_of_proposal(proposal: Proposal | PeriodicProposal) -> PlanClass:
+def class_of_proposal(proposal: Proposal | PeriodicProposal) -> plan_class.PlanClass:
     """The smallest class of the proposed plan."""
     if isinstance(proposal, PeriodicProposal):
-        return class_of_stages(proposal.stages, False, "periodic", proposal.weights)
+        return plan_class.class_of_stages(proposal.stages, False, "periodic", proposal.weights)
     parts = not np.isnan(proposal.starts[ActionKind.INPUT_GRADIENT]).all()
-    kind: ScheduleKind = "finite" if proposal.begins == "forward" else "backward-first"
+    kind: plan_class.ScheduleKind = "finite" if proposal.begins == "forward" else "backward-first"
     streams: Literal[1, 2] = 1 if proposal.sub_ends is None else 2
-    return class_of_stages(proposal.stages, bool(parts), kind, proposal.weights, streams)
+    return plan_class.class_of_stages(proposal.stages, bool(parts), kind, proposal.weights, streams)
 
 
 def structure_of(proposal: Proposal) -> Structure:

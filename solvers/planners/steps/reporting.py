@@ -10,6 +10,13 @@ from typing import Any
 
 from stagewright.formulations.checking.certificates import gap
 from stagewright.formulations.forms.answers import GapStop, OnProgress, Progress, silent
+from stagewright.formulations.patterns.one_f_one_b import (
+    PATTERN_LOAD,
+    PATTERN_MEMORY,
+    iteration_bound,
+    pattern_load_bound,
+)
+from stagewright.formulations.patterns.pattern_problems import pattern_problem
 from stagewright.formulations.pipelines.bounds.relaxation import FILL_AND_DRAIN, WIDE_FILL_AND_DRAIN
 from stagewright.formulations.pipelines.bounds.server_relaxation import (
     SERVERS,
@@ -17,6 +24,10 @@ from stagewright.formulations.pipelines.bounds.server_relaxation import (
     SHARED_SERVERS,
     SPLIT_SERVERS,
 )
+from stagewright.formulations.pipelines.bounds.stages import schedule_bounds
+from stagewright.formulations.pipelines.grouped_stages import scheduling_of
+from stagewright.formulations.plans.actions import WEIGHT_RULES
+from stagewright.formulations.plans.assembly import assemble, assemble_pattern, certify
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Bound, PipelinePlan, Stage
 from stagewright.formulations.plans.plan_class import (
@@ -27,11 +38,17 @@ from stagewright.formulations.plans.plan_class import (
     SHARED_SPLIT,
     SHARED_WHOLE,
     PlanClass,
+    class_of,
+    patterns_under,
 )
 from stagewright.solvers.pipelines.every_plan import device_bounds, every_plan_bounds
 from stagewright.solvers.pipelines.relaxation import FillAndDrain
 from stagewright.solvers.pipelines.servers.relaxation import ServerBounds
-from stagewright.solvers.planners.steps.proposal import class_of_proposal
+from stagewright.solvers.planners.steps.proposal import (
+    PeriodicProposal,
+    Proposal,
+    class_of_proposal,
+)
 
 SHARE = 0.1  # of the time limit, for the passes of the relaxation
 
@@ -183,3 +200,50 @@ class Reporter:
 
     def _plan(self, made: Callable[[], Any]) -> PipelinePlan:
         return self.make_plan(made())
+
+
+def certified_plan(
+    problem: PipelineProblem, planner: str, known: ClassBounds, answer: Proposal | PeriodicProposal
+) -> PipelinePlan:
+    """The certified plan of a proposal."""
+    if isinstance(answer, PeriodicProposal):
+        return _certified_pattern(problem, planner, known, answer)
+    return certified_schedule(problem, planner, known, answer)
+
+
+def _certified_pattern(
+    problem: PipelineProblem, planner: str, known: ClassBounds, proposal: PeriodicProposal
+) -> PipelinePlan:
+    rule = WEIGHT_RULES[proposal.weights]
+    assembled = assemble_pattern(problem, planner, proposal.stages, proposal.pattern, rule)
+    asked, plans = pattern_problem(problem, proposal.stages, rule), patterns_under(rule)
+    load = asked.iteration_seconds(pattern_load_bound(asked))
+    bounds = [
+        *known.every,
+        *proposal.bounds,
+        Bound(load, PATTERN_LOAD, "schedule", plans),
+        Bound(iteration_bound(asked), PATTERN_MEMORY, "schedule", plans),
+    ]
+    return certify(problem, assembled, bounds, ())
+
+
+def certified_schedule(
+    problem: PipelineProblem, planner: str, known: ClassBounds, proposal: Proposal
+) -> PipelinePlan:
+    """The certified plan of a finite schedule."""
+    rule = WEIGHT_RULES[proposal.weights]
+    assembled = assemble(
+        problem, planner, proposal.stages, proposal.starts, rule, proposal.begins, proposal.sub_ends
+    )
+    assert assembled.predicted is not None
+    cost, plans = assembled.predicted.iteration_seconds, class_of(assembled)
+    bounds = [
+        *known.every,
+        *known.relaxed(plans, cost),
+        *proposal.bounds,
+        *known.of_schedules(proposal.stages, plans, cost),
+    ]
+    scheduling = scheduling_of(problem, proposal.stages)
+    if scheduling is not None:
+        bounds += schedule_bounds(scheduling)
+    return certify(problem, assembled, bounds, proposal.guarantees)

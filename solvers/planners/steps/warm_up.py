@@ -33,16 +33,13 @@ from stagewright.solvers.pipelines.relaxation import fill_and_drain_bound
 from stagewright.solvers.pipelines.rows.search import compile_row_kernels
 from stagewright.solvers.pipelines.servers.relaxation import is_server_bound
 from stagewright.solvers.pipelines.windows.search import compile_window_kernels
-from stagewright.solvers.planners.baselines.dp import plan_dp
-from stagewright.solvers.planners.baselines.gpipe import plan_gpipe
-from stagewright.solvers.planners.baselines.hetpipe import plan_hetpipe
+from stagewright.solvers.planners.balanced import plan_balanced
 from stagewright.solvers.planners.baselines.pipedream import partition
 from stagewright.solvers.planners.exact import exact
 from stagewright.solvers.planners.spp import plan_spp
-from stagewright.solvers.planners.steps.proposal import Proposal
+from stagewright.solvers.planners.steps.proposal import NoPlan, Proposal
 
-WITHOUT_KERNELS = (plan_gpipe, plan_hetpipe, plan_dp)
-SECONDS = 1.0  # for each of them
+SECONDS = 1.0  # for the first plan, of balanced pipelines, which need no kernel
 
 
 @dataclass
@@ -72,12 +69,10 @@ class FirstPlan:
         self.on_progress(Progress(seconds, None, -math.inf, doing=f"compiling {kernel}"))
 
     def _plan(self, certified: Callable[[Proposal], PipelinePlan]) -> None:
-        limits = Limits(seconds=SECONDS)
-        made = (run(self.problem, limits, silent) for run in WITHOUT_KERNELS)
-        self.proposal = next((one for one in made if isinstance(one, Proposal)), None)
-        if self.proposal is None:
+        made = plan_balanced(self.problem, Limits(seconds=SECONDS), silent)
+        if isinstance(made, NoPlan):
             return
-        plan = certified(self.proposal)
+        self.proposal, plan = made, certified(made)
         assert plan.certificate is not None
         proof, seconds = plan.certificate, monotonic() - self.began
         self.on_progress(
@@ -87,11 +82,11 @@ class FirstPlan:
 
 
 Step = Callable[[], object]
-OnKernel = Callable[[str], None]
+_OnKernel = Callable[[str], None]
 
 
 def compile_kernels(
-    planner: str, on_kernel: OnKernel = lambda _: None, stop: StopToken | None = None
+    planner: str, on_kernel: _OnKernel = lambda _: None, stop: StopToken | None = None
 ) -> bool:
     """Run the kernels of ``planner`` on a tiny problem, at most once per process.
 
@@ -126,7 +121,7 @@ class _Stopped(BaseException):
 class _Listener(event.Listener):
     """Hears of every function that is compiled, in a kernel or alone."""
 
-    def __init__(self, on_kernel: OnKernel, stop: StopToken | None) -> None:
+    def __init__(self, on_kernel: _OnKernel, stop: StopToken | None) -> None:
         self.on_kernel, self.stop, self.depth = on_kernel, stop, 0
         self.thread = threading.get_ident()
 
@@ -167,21 +162,20 @@ BOUNDS = _once(
     lambda: is_server_bound(_tiny(), 10.0, SHARED_SPLIT),
 )
 STAGES = _once(
-    lambda: plan_spp(_tiny(), Limits(), silent),
-    lambda: exact(_tiny(), Limits(seconds=1.0)),
+    lambda: plan_spp(_tiny(), Limits(), silent), lambda: exact(_tiny(), Limits(seconds=1.0))
 )
-ORDERS = _once(compile_row_kernels, compile_window_kernels)
-HIERARCHY = _once(lambda: partition(_tiny()))
+_ORDERS = _once(compile_row_kernels, compile_window_kernels)
+_HIERARCHY = _once(lambda: partition(_tiny()))
 PATTERNS = _once(
     lambda: least_period(_allocation(), Limits(seconds=1.0)),
     lambda: joint_optimum(JointPatterns(_tiny(), ((0,), (1,))), Limits(seconds=1.0)),
 )
-FINITE = (*BOUNDS, *STAGES, *ORDERS)
+FINITE = (*BOUNDS, *STAGES, *_ORDERS)
 KERNELS: dict[str, tuple[Step, ...]] = {
     **dict.fromkeys(("dp", "gpipe", "hetpipe", "2bw-flush"), BOUNDS),
     **dict.fromkeys(("spp", "exact", "servers"), (*BOUNDS, *STAGES)),
-    "pipedream": (*HIERARCHY, *BOUNDS),
-    "pipedream-async": HIERARCHY,
+    "pipedream": (*_HIERARCHY, *BOUNDS),
+    "pipedream-async": _HIERARCHY,
     "2bw": (),
     **dict.fromkeys(("1f1b-star", "madpipe"), PATTERNS),
 }

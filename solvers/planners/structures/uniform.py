@@ -9,8 +9,8 @@ from stagewright.formulations.forms.answers import Limits, OnProgress, Progress,
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.structure import Structure, misfit, work_of
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
-from stagewright.solvers.pipelines.structures.scheduling import Rule, best_schedule
-from stagewright.solvers.planners.steps.planner import ANY_RECOMPUTATION, Options
+from stagewright.solvers.pipelines.structures.scheduling import Priority, best_schedule
+from stagewright.solvers.planners.steps.planner import ANY_RECOMPUTATION, PlannerOptions
 from stagewright.solvers.planners.steps.proposal import (
     Choices,
     MemoryMode,
@@ -20,10 +20,10 @@ from stagewright.solvers.planners.steps.proposal import (
     with_memory_mode,
 )
 
-PlanFunction = Callable[[PipelineProblem, Limits, OnProgress], Proposal | NoPlan]
+_PlanFunction = Callable[[PipelineProblem, Limits, OnProgress], Proposal | NoPlan]
 
-UNIFORM_OPTIONS = Options(ANY_RECOMPUTATION, offload=True)
-RULES = (Rule(1.0), Rule(1.5), Rule(2.0), Rule())
+UNIFORM_OPTIONS = PlannerOptions(ANY_RECOMPUTATION, offload=True)
+RULES = (Priority(1.0), Priority(1.5), Priority(2.0), Priority())
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class UniformPlanner:
     name: str
     summary: str
     source: str
-    search: PlanFunction
-    options: Options = UNIFORM_OPTIONS
+    search: _PlanFunction
+    options: PlannerOptions = UNIFORM_OPTIONS
 
     def propose(
         self, problem: PipelineProblem, choices: Choices, limits: Limits, on_progress: OnProgress
@@ -44,7 +44,7 @@ class UniformPlanner:
 
 
 def plan_uniformly(
-    search: PlanFunction,
+    search: _PlanFunction,
     problem: PipelineProblem,
     limits: Limits,
     on_progress: OnProgress,
@@ -79,8 +79,8 @@ def _priced(problem: PipelineProblem, mode: MemoryMode) -> tuple[PipelineProblem
     if mode == "none":
         return (problem,)
     if mode == "offload":
-        return (unsaved_layers(problem), problem)
-    return (recomputed_layers(problem),)
+        return (_unsaved_layers(problem), problem)
+    return (_recomputed_layers(problem),)
 
 
 def _with_less(
@@ -102,13 +102,13 @@ def _with_less(
     return Proposal(stages, found.starts, notes=answer.notes)
 
 
-def recomputed_layers(problem: PipelineProblem) -> PipelineProblem:
+def _recomputed_layers(problem: PipelineProblem) -> PipelineProblem:
     """The problem whose layers keep only their input and recompute the rest in B or I."""
     chain = problem.chain
     return _with_costs(problem, lambda i, cost: _recomputed(chain, i, cost))
 
 
-def unsaved_layers(problem: PipelineProblem) -> PipelineProblem:
+def _unsaved_layers(problem: PipelineProblem) -> PipelineProblem:
     """The problem whose layers keep nothing for their backward."""
     return _with_costs(problem, lambda _, cost: replace(cost, saved_bytes=0.0))
 
