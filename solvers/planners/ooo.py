@@ -67,18 +67,20 @@ def plan_ooo(
     asked, began = choices.out_of_order or OutOfOrder(), monotonic()
     best: Proposal | None = None
     cost, short = math.inf, _Shortage(math.inf, "the time limit came before any plan was found")
-    for found in _proposals(problem, asked, lambda: limits.left(monotonic() - began) <= 0):
+
+    def ended() -> bool:
+        return limits.left(monotonic() - began) <= 0
+
+    for found in _proposals(problem, asked, ended):
         if isinstance(found, _Shortage):
             short = min(short, found)
-            continue
-        seconds = cost_of(problem, found)
-        if seconds < cost * (1 - ROUNDING):
+        elif (seconds := cost_of(problem, found)) < cost * (1 - ROUNDING):
             best, cost = found, seconds
             made = partial(replace, found, notes=())
             on_progress(Progress(monotonic() - began, cost, 0.0, made))
-        if limits.left(monotonic() - began) <= 0:
+        if ended():
             break
-    return best or NoPlan(short.reason)
+    return best or NoPlan(short.reason, proved=not ended())
 
 
 class _Shortage(NamedTuple):
