@@ -165,7 +165,7 @@ STAGES = _once(
     lambda: plan_spp(_tiny(), Limits(), silent), lambda: exact(_tiny(), Limits(seconds=1.0))
 )
 _ORDERS = _once(compile_row_kernels, compile_window_kernels)
-_HIERARCHY = _once(lambda: partition(_tiny()))
+HIERARCHY = _once(lambda: partition(_tiny()))
 PATTERNS = _once(
     lambda: least_period(_allocation(), Limits(seconds=1.0)),
     lambda: joint_optimum(JointPatterns(_tiny(), ((0,), (1,))), Limits(seconds=1.0)),
@@ -174,8 +174,8 @@ FINITE = (*BOUNDS, *STAGES, *_ORDERS)
 KERNELS: dict[str, tuple[Step, ...]] = {
     **dict.fromkeys(("dp", "gpipe", "hetpipe", "2bw-flush"), BOUNDS),
     **dict.fromkeys(("spp", "exact", "servers"), (*BOUNDS, *STAGES)),
-    "pipedream": (*_HIERARCHY, *BOUNDS),
-    "pipedream-async": _HIERARCHY,
+    "pipedream": (*HIERARCHY, *BOUNDS),
+    "pipedream-async": HIERARCHY,
     "2bw": (),
     **dict.fromkeys(("1f1b-star", "madpipe"), PATTERNS),
 }
