@@ -126,13 +126,7 @@ def _by(rank: int, one: AnyModel, layout: Layout, chain: Chain, cluster: Cluster
     pairs = [pair(batch, has_loss=not isinstance(batch, dict)) for batch in batches]
     is_timed = layout == PIPELINE
     executor = Executor(
-        plan,
-        one.make(),
-        None,
-        _optimizer(one),
-        example=pairs[0][0],
-        dtype=DTYPE,
-        trace=is_timed,
+        plan, one.make(), None, _optimizer(one), example=pairs[0][0], dtype=DTYPE, trace=is_timed
     )
     for inputs, targets in pairs:
         executor.step(inputs, targets)

@@ -52,9 +52,7 @@ MODELS = {
 }
 SERVERS = {"2": (1, 2), "4": (1, 4), "8": (1, 8), "8 on 2 servers": (2, 8), "16 on 2": (2, 16)}
 STRONG_CASES = BenchSpec(
-    "strong",
-    lambda case: case,
-    tuple((model, size) for model in MODELS for size in [*SERVERS][:4]),
+    "strong", lambda case: case, tuple((model, size) for model in MODELS for size in [*SERVERS][:4])
 )
 WEAK_CASES = BenchSpec(
     "weak",

@@ -94,11 +94,7 @@ def _regression(policy: str, seconds: float, space_sharing: bool = False) -> Ref
 
 
 def _steady(
-    policy: str,
-    jobs_per_hour: float,
-    seconds: float | None,
-    printed: float,
-    kind: Kind = "single",
+    policy: str, jobs_per_hour: float, seconds: float | None, printed: float, kind: Kind = "single"
 ) -> Reference:
     case = Case(policy, jobs_per_hour=jobs_per_hour, jobs=PUBLIC_JOBS, kind=kind)
     return Reference(case, None if seconds is None else seconds / HOUR, printed)
@@ -341,11 +337,7 @@ def priority_cases(scope: Scope) -> dict[str, Case]:
 def priorities_table(scope: Scope, outcomes: Outcomes) -> Table:
     """Average completion times by priority."""
     rows = tuple(
-        (
-            label,
-            outcomes[case].mean_hours_of(HIGH_PRIORITY),
-            outcomes[case].mean_hours_of(1.0),
-        )
+        (label, outcomes[case].mean_hours_of(HIGH_PRIORITY), outcomes[case].mean_hours_of(1.0))
         for label, case in priority_cases(scope).items()
     )
     return Table(
@@ -821,10 +813,7 @@ def tables(quick: bool) -> list[Table]:
         return []
     scope = QUICK if quick else FULL
     outcomes = study(cases(scope))
-    found: dict[Discipline, Growth] = {
-        "fairness": growth("fairness"),
-        "fifo": growth("fifo"),
-    }
+    found: dict[Discipline, Growth] = {"fairness": growth("fairness"), "fifo": growth("fifo")}
     if not quick:
         draw(scope, outcomes, found)
     return [

@@ -228,11 +228,7 @@ def executions(layout: Layout, batch: int) -> Iterator[Execution]:
     }
     nets = [range(2 if degree > 1 else 1) for degree in (t, p, d)]
     for tensor, pipeline, data in itertools.product(*nets):
-        yield fixed | {
-            "tensor_par_net": tensor,
-            "pipeline_par_net": pipeline,
-            "data_par_net": data,
-        }
+        yield fixed | {"tensor_par_net": tensor, "pipeline_par_net": pipeline, "data_par_net": data}
 
 
 def words(of: Execution) -> str:

@@ -95,9 +95,7 @@ def megatron() -> Iterator[Published]:
     """Megatron-LM's table."""
     for heads, hidden, layers, t, p, batch, rate in _MEGATRON:
         of = replace(
-            gpt(layers, hidden, heads, sequence=4096, vocabulary=131072),
-            dropout=False,
-            tied=False,
+            gpt(layers, hidden, heads, sequence=4096, vocabulary=131072), dropout=False, tied=False
         )
         printed = Layout(pipeline=p, tensor=t, data=DATA, zero=1, sequence_parallel=t > 1)
         chunks = [

@@ -240,9 +240,7 @@ def with_rates(problem: TrainingProblem, reached: Reached, fabric: Fabric) -> Tr
     """The problem with other rates, and the links of ``fabric``'s levels."""
     levels = tuple(
         replace(
-            mine,
-            bytes_per_second=other.bytes_per_second,
-            latency_seconds=other.latency_seconds,
+            mine, bytes_per_second=other.bytes_per_second, latency_seconds=other.latency_seconds
         )
         for mine, other in zip(problem.fabric.levels, fabric.levels, strict=False)
     )

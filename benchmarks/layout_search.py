@@ -59,10 +59,7 @@ def problem(case: Case) -> TrainingProblem:
     """A training on H100s in servers of eight."""
     model, gpus, batch, sequence = case
     return training_problem(
-        architecture_of(MODELS[model]),
-        fabric_of_kind("h100", gpus),
-        sequence=sequence,
-        batch=batch,
+        architecture_of(MODELS[model]), fabric_of_kind("h100", gpus), sequence=sequence, batch=batch
     )
 
 

@@ -74,11 +74,7 @@ class Iteration:
     def problem(self) -> TrainingProblem:
         """In fp16, on a server of the number of GPUs."""
         model = gpt(
-            self.layers,
-            self.hidden,
-            self.heads,
-            sequence=self.sequence,
-            vocabulary=VOCABULARY,
+            self.layers, self.hidden, self.heads, sequence=self.sequence, vocabulary=VOCABULARY
         )
         return gpt_problem(model, self.batch, self.gpus)
 

@@ -17,11 +17,7 @@ from benchmarks.operator_graphs import SHAPES, random_problem
 from benchmarks.report import Table, percent
 from benchmarks.spec import BenchSpec
 from stagewright.formulations.forms.answers import Limits
-from stagewright.formulations.operators.problem import (
-    Contention,
-    GraphTimes,
-    OperatorProblem,
-)
+from stagewright.formulations.operators.problem import Contention, GraphTimes, OperatorProblem
 from stagewright.graphs.documents.arrays import Ints
 from stagewright.solvers.operators.bounds import bounds_of
 from stagewright.solvers.operators.exact import EVALUATIONS, solve_exactly
@@ -148,8 +144,7 @@ def _peer(problem: OperatorProblem, speeds: list[float], name: str) -> tuple[flo
     saga, schedulers = import_module("saga"), import_module("saga.schedulers")
     names = problem.devices
     network = saga.Network.create(
-        [*zip(names, speeds, strict=True)],
-        [(a, b, 1.0) for a in names for b in names if a < b],
+        [*zip(names, speeds, strict=True)], [(a, b, 1.0) for a in names for b in names if a < b]
     )
     cost = problem.seconds[:, 0] * speeds[0]
     maker, reader, tensor = problem.edges

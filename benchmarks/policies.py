@@ -314,9 +314,7 @@ def mixed_cluster(count: int, *, own_rates: bool, pairs: bool = False) -> tuple[
 
 
 def _mixed_pairs(
-    known: dict[tuple[str, int, str], float],
-    rates: dict[tuple[str, int], Floats],
-    mixes: Floats,
+    known: dict[tuple[str, int, str], float], rates: dict[tuple[str, int], Floats], mixes: Floats
 ) -> tuple[PairRate, ...]:
     found = []
     for number, mix in enumerate(mixes):

@@ -20,10 +20,7 @@ TIMEOUT_SECONDS = 600.0
 def on_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """``function(rank, *args)`` of every rank of a gloo group."""
     spawn = multiprocessing.get_context("spawn")
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        ProcessPoolExecutor(world, spawn) as pool,
-    ):
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(world, spawn) as pool:
         # No task ends before all have begun, so that each has a process of its own.
         tasks = [
             pool.submit(_join, f"file://{folder}/ranks", rank, world, function, args)

@@ -395,9 +395,7 @@ def _spread(outcomes: Mapping[str, Results], name: str) -> float:
     return float(max(seconds) / min(seconds))
 
 
-def _bandwidth_trends(
-    spread: Mapping[tuple[int, str], float],
-) -> tuple[tuple[object, ...], ...]:
+def _bandwidth_trends(spread: Mapping[tuple[int, str], float]) -> tuple[tuple[object, ...], ...]:
     steady = [(7, name, True) for name in ("spp", "gpipe", "pipedream")]
     falling = [(7, name, False) for name in ("dp", "hetpipe")]
     return tuple(

@@ -6,11 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from stagewright.formulations.forms.answers import OnProgress, Status, StopToken, silent
 from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
-from stagewright.formulations.pipelines.windows import (
-    stage_times,
-    timed_order,
-    timetable_of_order,
-)
+from stagewright.formulations.pipelines.windows import stage_times, timed_order, timetable_of_order
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.formulations.schedules.order import Order
 from stagewright.formulations.schedules.planned import with_channels

@@ -34,12 +34,7 @@ def linear(cost, rows, row_lower, row_upper, upper, integral=True, lower=None):
 def knapsack(integral=True):
     """max 5x + 4y + 3z, 2x + 3y + z <= 5, 4x + y + 2z <= 11, 3x + 4y + 2z <= 8: 13 at (2, 0, 1)."""
     return linear(
-        [-5, -4, -3],
-        [[2, 3, 1], [4, 1, 2], [3, 4, 2]],
-        [-INF] * 3,
-        [5, 11, 8],
-        [INF] * 3,
-        integral,
+        [-5, -4, -3], [[2, 3, 1], [4, 1, 2], [3, 4, 2]], [-INF] * 3, [5, 11, 8], [INF] * 3, integral
     )
 
 
@@ -123,15 +118,7 @@ def test_integrality_matters(backend):
 @pytest.mark.parametrize("backend", LINEAR)
 @pytest.mark.parametrize("integral", [True, False])
 def test_rows_with_two_limits_equations_and_negative_bounds(backend, integral):
-    form = linear(
-        [1, 1],
-        [[1, 1], [1, -1]],
-        [-5, 3],
-        [5, 3],
-        [INF, INF],
-        integral,
-        [-10.0, -10.0],
-    )
+    form = linear([1, 1], [[1, 1], [1, -1]], [-5, 3], [5, 3], [INF, INF], integral, [-10.0, -10.0])
     answer = solve(form, backend)
     assert answer.objective == pytest.approx(-5)
     assert answer.values == pytest.approx([-1, -4])

@@ -61,13 +61,7 @@ def captured(model: nn.Module, batch: Any, samples: int = SAMPLES) -> LayeredMod
     takes_loss = isinstance(batch, dict)
     inputs = batch if takes_loss else batch[0]
     every = captured_by_size(
-        lambda: model,
-        inputs,
-        [samples],
-        takes_loss,
-        device=CPU,
-        dtype=torch.float64,
-        autocast=None,
+        lambda: model, inputs, [samples], takes_loss, device=CPU, dtype=torch.float64, autocast=None
     )
     return every[samples]
 

@@ -120,10 +120,7 @@ def cases() -> dict[str, tuple[Layer | Block, list[Tensor]]]:
     w = nn.Parameter(torch.rand(6))
     found = {
         "linear": (Layer(lambda m, x: m.a(x), a=linear), [draw(3, 6)]),
-        "twice": (
-            Layer(lambda m, x: m.a(m.n(m.a(m.n(x)).relu())), a=linear, n=norm),
-            [draw(3, 6)],
-        ),
+        "twice": (Layer(lambda m, x: m.a(m.n(m.a(m.n(x)).relu())), a=linear, n=norm), [draw(3, 6)]),
         "tied": (Layer(lambda m, i: functional.relu(m.a(i)) @ m.a.weight.T, a=embedding), [ids]),
         "frozen": (Layer(lambda m, x: m.a(x), a=frozen), [draw(3, 6)]),
         "unused": (Layer(lambda m, x: m.a(x), a=linear, b=nn.Linear(2, 2)), [draw(3, 6)]),
@@ -219,10 +216,7 @@ def by_autograd(
 
 
 def by_pieces(
-    split: SplitLayer,
-    layer: nn.Module,
-    inputs: Sequence[Tensor],
-    upstream: Sequence[Tensor | None],
+    split: SplitLayer, layer: nn.Module, inputs: Sequence[Tensor], upstream: Sequence[Tensor | None]
 ) -> tuple[list[Tensor], list[Tensor | None], list[Tensor | None]]:
     torch.manual_seed(SEED)
     outputs, saved = split.forward(list(layer.parameters()), list(layer.buffers()), inputs)

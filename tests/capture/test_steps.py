@@ -177,23 +177,14 @@ def test_what_changes_a_state_is_beside_it_and_after_its_readers() -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (
-            unusual.Branching,
-            r"unusual.py:LINE: reads a value of a tensor \(aten._local",
-        ),
+        (unusual.Branching, r"unusual.py:LINE: reads a value of a tensor \(aten._local"),
         (unusual.Selecting, r"unusual.py:LINE: makes a tensor whose shape depends on values"),
         (unusual.Counting, r"the forward changes 'calls' of Counting \(keep it in a buffer\)"),
-        (
-            unusual.ChangingInput,
-            r"the forward changes tensor 0 of the mini-batch in place",
-        ),
+        (unusual.ChangingInput, r"the forward changes tensor 0 of the mini-batch in place"),
         (unusual.ChangingParameter, r"the forward changes the parameter 'layer.weight' in place"),
         (unusual.ChangingConstant, r"neither a parameter nor a buffer; register it as a buffer"),
         (unusual.Replacing, r"neither a parameter nor a buffer; register it as a buffer"),
-        (
-            unusual.LeavingTorch,
-            r"unusual.py:LINE: the step cannot be traced: RuntimeError",
-        ),
+        (unusual.LeavingTorch, r"unusual.py:LINE: the step cannot be traced: RuntimeError"),
         (unusual.Printing, r"unusual.py:LINE: reads a value of a tensor"),
         (unusual.Hooked, "parameter 'layer.weight' has a hook on its gradient; remove the hook"),
         (unusual.Overlapping, "'layer.weight' and 'part' share memory but are different tensors"),

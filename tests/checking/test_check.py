@@ -87,8 +87,7 @@ def edited(plan: PipelinePlan, text: str, **changes: Any) -> PipelinePlan:
     """Every entry of action ``text`` with ``changes``."""
     assert entries(plan, text)
     return with_entries(
-        plan,
-        [replace(e, **changes) if e.action == text else e for e in plan.actions],
+        plan, [replace(e, **changes) if e.action == text else e for e in plan.actions]
     )
 
 
@@ -580,10 +579,7 @@ def test_figures_by_hand() -> None:
     assert found.iteration_seconds == 17
     assert found.bubble == pytest.approx(1 - (2 * 3 + 2 * 6) / (2 * 17))
     # Weights, gradients and two optimizer states, 2 GB of buffers, then 3 MB per microbatch.
-    assert found.peak_memory_bytes == {
-        "s0g0": 4e6 + 2e9 + 2 * 3e6,
-        "s0g1": 4e6 + 2e9 + 1 * 3e6,
-    }
+    assert found.peak_memory_bytes == {"s0g0": 4e6 + 2e9 + 2 * 3e6, "s0g1": 4e6 + 2e9 + 1 * 3e6}
     assert found.link_bytes == {"0-1": 4e9}
 
 
@@ -1143,10 +1139,7 @@ def test_the_parts_of_a_backward_add_up(devices: list[str]) -> None:
 
 def test_only_the_turns_of_other_devices_pass_a_boundary() -> None:
     """Even microbatches stay on g0, odd ones come from g1."""
-    stages = [
-        rich_stage(0, 3, "g0 g1", replication="round-robin"),
-        rich_stage(3, 7, "g0"),
-    ]
+    stages = [rich_stage(0, 3, "g0 g1", replication="round-robin"), rich_stage(3, 7, "g0")]
     plan = valid_plan(rich_problem(), stages, in_flight=(2, 2))
     assert check(rich_problem(), plan) == ()
     assert texts_of(plan, "SEND_F") == ["0SEND_F1", "0SEND_F3"]

@@ -326,8 +326,7 @@ def doubled(text: str) -> Damage:
 def added(text: str, **changes: Any) -> Damage:
     """One more action, made from 1F."""
     return lambda plan: with_actions(
-        plan,
-        [*schedule_of(plan).actions, replace(entries(plan, "1F")[0], action=text, **changes)],
+        plan, [*schedule_of(plan).actions, replace(entries(plan, "1F")[0], action=text, **changes)]
     )
 
 

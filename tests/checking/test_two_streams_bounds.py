@@ -53,10 +53,7 @@ def random_problem(seed: int, count: int = 3, microbatches: int = 1) -> Pipeline
 
 
 def require_bounds(
-    problem: PipelineProblem,
-    bounds: Sequence[Bound],
-    main: Sequence[Action],
-    sub: Sequence[Action],
+    problem: PipelineProblem, bounds: Sequence[Bound], main: Sequence[Action], sub: Sequence[Action]
 ) -> bool:
     """No bound on a class of these orders' plan is above it; whether they make a plan."""
     try:

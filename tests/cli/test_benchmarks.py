@@ -95,10 +95,7 @@ def test_partition_is_measured_in_its_own_process():
 def test_every_large_case_has_the_layers_and_devices_it_says():
     for case in partition.CASES:
         problem = partition.problem(case)
-        assert (len(problem.chain), len(problem.cluster)) == (
-            case.layers,
-            case.servers * case.gpus,
-        )
+        assert (len(problem.chain), len(problem.cluster)) == (case.layers, case.servers * case.gpus)
 
 
 @pytest.mark.slow

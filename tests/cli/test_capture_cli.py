@@ -22,11 +22,7 @@ LENET = (
 def test_capture_computes_times_for_devices(tmp_path: Path) -> None:
     file = tmp_path / "graph.json"
     options = ("--mini-batch", 6, "--device", "v100,P100", "-o", file)
-    assert answered_json(*LENET, *options) == {
-        "name": "lenet",
-        "operators": 162,
-        "file": str(file),
-    }
+    assert answered_json(*LENET, *options) == {"name": "lenet", "operators": 162, "file": str(file)}
     graph = load_graph(file)
     assert graph.samples == 6
     assert graph.source.startswith("analytic: v100")

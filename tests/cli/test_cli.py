@@ -19,16 +19,7 @@ from stagewright.graphs.models.chain import Chain, Layer, LayerCost, load_model,
 from stagewright.solvers.planners.steps import warm_up
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
-HEAVY = (
-    "ortools",
-    "cvxpy",
-    "highspy",
-    "pulp",
-    "numba",
-    "matplotlib",
-    "scipy",
-    "pydantic",
-)
+HEAVY = ("ortools", "cvxpy", "highspy", "pulp", "numba", "matplotlib", "scipy", "pydantic")
 
 
 # The program itself
@@ -402,10 +393,7 @@ def test_plan_says_no_when_the_time_is_too_short(files: Path, planner: str) -> N
             ["--microbatches", 4, "--order", "zbw"],
             "unknown schedule 'zbw'; known are optimal, gpipe",
         ),
-        (
-            ["--microbatches", 4, "--order", "pe"],
-            "chimera; pe is the order of planner spp",
-        ),
+        (["--microbatches", 4, "--order", "pe"], "chimera; pe is the order of planner spp"),
         (["--microbatches", 4, "--order", "zbv"], "zbv splits backwards, but layer 'layer0' has"),
         (["--microbatches", 4, "--order", "zbv", "--chunks", 3], "zbv has 2 stages per device"),
         (["--microbatches", 4, "--order", "1f1b-rr", "--replicas", "2;1"], "whole numbers such as"),
@@ -438,11 +426,7 @@ def test_plan_refuses_options(options: list[object], message: str, files: Path) 
     ],
 )
 def test_what_no_planner_supports_is_refused_before_kernels_are_compiled(
-    command: str,
-    options: list[object],
-    message: str,
-    files: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    command: str, options: list[object], message: str, files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def compile_kernels(*_: object) -> None:
         raise AssertionError("minutes are spent before a refusal")

@@ -108,10 +108,7 @@ def started(code: str) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize(
     ("code", "told"),
-    [
-        (SEARCH, "stagewright: stopping; a second signal ends it immediately\n"),
-        (COMMAND, ""),
-    ],
+    [(SEARCH, "stagewright: stopping; a second signal ends it immediately\n"), (COMMAND, "")],
     ids=["search", "command"],
 )
 def test_the_second_signal_ends_at_once(code: str, told: str) -> None:

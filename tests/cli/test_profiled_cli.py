@@ -18,11 +18,7 @@ from stagewright.graphs.models.layer_profiles import (
 
 PNG = b"\x89PNG\r\n\x1a\n"
 LAYERS = 4
-MACHINES = {
-    "--servers": "a100:1x2,v100:1x2",
-    "--memory": "8GB",
-    "--network-bandwidth": "10GB/s",
-}
+MACHINES = {"--servers": "a100:1x2,v100:1x2", "--memory": "8GB", "--network-bandwidth": "10GB/s"}
 GPT2 = {
     "model_type": "gpt2",
     "n_layer": 2,

@@ -346,10 +346,7 @@ def of_one_accelerator(jobs: tuple[Job, ...], count: int = 1) -> AllocationProbl
     """Two of "a" together run at 3 each, of 4 alone; "a" with "b" at 4 and 1, of 4 and 2."""
     throughputs = Throughputs(
         (Rate("a", 1, "v100", 4.0), Rate("b", 1, "v100", 2.0)),
-        (
-            PairRate(("a", "a"), 1, "v100", (3.0, 3.0)),
-            PairRate(("b", "a"), 1, "v100", (1.0, 4.0)),
-        ),
+        (PairRate(("a", "a"), 1, "v100", (3.0, 3.0)), PairRate(("b", "a"), 1, "v100", (1.0, 4.0))),
     )
     return problem_of(
         Workload(jobs, throughputs), Pool((Accelerator("v100", count),)), space_sharing=True
@@ -535,8 +532,7 @@ def test_equal_needs_that_rounding_tells_apart_still_pair():
 
 def test_little_beside_much_is_served_too():
     workload = Workload(
-        (Job("little", "a", 1e-3), Job("much", "a", 1e8)),
-        Throughputs((Rate("a", 1, "v100", 1.0),)),
+        (Job("little", "a", 1e-3), Job("much", "a", 1e8)), Throughputs((Rate("a", 1, "v100", 1.0),))
     )
     result = allocate(problem_of(workload, parse_pool("v100=1")), "makespan")
     assert result.objective == pytest.approx(1e8 + 1e-3)

@@ -312,8 +312,7 @@ def _raylet(node: Any) -> int:
 @pytest.mark.slow
 def test_pairs_share_an_accelerator_and_rates_are_learnt(cluster: Any, tmp_path: Path) -> None:
     rates = Throughputs(
-        (Rate("walk", 1, "v100", 20.0),),
-        (PairRate(("walk", "walk"), 1, "v100", (19.0, 19.0)),),
+        (Rate("walk", 1, "v100", 20.0),), (PairRate(("walk", "walk"), 1, "v100", (19.0, 19.0)),)
     )
     jobs = [job(name, 120, Walk(SECONDS)) for name in "abc"]
     problems: list[AllocationProblem] = []

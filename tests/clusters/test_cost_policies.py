@@ -387,12 +387,7 @@ def test_what_is_missing_is_named(policy, pool, message):
 
 
 @pytest.mark.parametrize(
-    ("policy", "dollars"),
-    [
-        ("min-cost", None),
-        ("min-cost-slo", None),
-        ("makespan-budget", 9.0),
-    ],
+    ("policy", "dollars"), [("min-cost", None), ("min-cost-slo", None), ("makespan-budget", 9.0)]
 )
 def test_without_time_there_is_no_answer(policy, dollars):
     asked = drawn(4, slos=1.0)

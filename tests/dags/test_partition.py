@@ -222,12 +222,7 @@ def test_too_many_downsets_leave_a_gap(monkeypatch, seconds, status):
     """Unless a bound proves what is found."""
     monkeypatch.setattr(solver, "MOST_DOWNSETS", 4)
     problem = DagProblem(
-        ("a", "b", "c"),
-        (),
-        np.array([seconds]).T,
-        np.zeros(3),
-        (),
-        (DevicePool("gpu", 2, inf),),
+        ("a", "b", "c"), (), np.array([seconds]).T, np.zeros(3), (), (DevicePool("gpu", 2, inf),)
     )
     found = partition(problem, LIMITS)
     assert (found.status, found.downsets) == (status, None)

@@ -52,11 +52,7 @@ PROBLEM = PiperProblem(
     bandwidth=8.0,
     samples=6,
 )
-GOOD = (
-    PiperStage((0,), 1, 1, (0,)),
-    PiperStage((1,), 1, 2, (0,)),
-    PiperStage((2,), 1, 1, (0,)),
-)
+GOOD = (PiperStage((0,), 1, 1, (0,)), PiperStage((1,), 1, 2, (0,)), PiperStage((2,), 1, 1, (0,)))
 
 
 def test_the_time_and_the_bytes_of_a_stage_by_hand():

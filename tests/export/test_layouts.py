@@ -250,11 +250,7 @@ REFUSED = [
         "recomputed blocks by stage: .* has one recomputation|a pipeline of 2",
     ),
     *refused(
-        (*CORE, *SHARDING),
-        LLAMA,
-        "c2 d4 zero3",
-        "1022 tokens: .* needs a multiple",
-        sequence=1022,
+        (*CORE, *SHARDING), LLAMA, "c2 d4 zero3", "1022 tokens: .* needs a multiple", sequence=1022
     ),
     *refused(PIPED, BERT, "t1 d8", "an encoder .bert.: .* decoders"),
     *refused(LAYOUT_FORMATS, LLAMA, "t1 d8 zero3", "activations of 1 byte", precision=ONE_BYTE),

@@ -69,12 +69,7 @@ def test_an_output_that_nobody_reads_crosses_no_cut():
 
 def test_layers_carry_the_operators_costs():
     chain = linearise(
-        graph(
-            "ab",
-            microbatch_size=8,
-            device_kind="v100",
-            optimizer_bytes_per_parameter_byte=1.0,
-        )
+        graph("ab", microbatch_size=8, device_kind="v100", optimizer_bytes_per_parameter_byte=1.0)
     )
     cost = chain.layers[1].costs[0]
     assert (cost.forward_seconds, cost.backward_seconds, cost.saved_bytes) == (2, 4, 2)

@@ -229,10 +229,7 @@ def test_a_problem_is_said_at_its_place(site: Site, tmp_path: Path) -> None:
     for document, told in (
         ('{"architectures": ["Llama"], "model_type": "llama"}', "is a Hugging Face configuration"),
         ('{"format": "stagewright-cluster"}', "stagewright-cluster document; it belongs under Cl"),
-        (
-            '{"format": "stagewright-trace"}',
-            "no field of this job takes it, here a stagewri",
-        ),
+        ('{"format": "stagewright-trace"}', "no field of this job takes it, here a stagewri"),
     ):
         browser.run(drop.replace("TEXT", document))
         browser.await_that(f"{said}.startsWith('chain model.json') && {said}.includes('{told}')")

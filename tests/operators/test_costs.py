@@ -353,8 +353,7 @@ def test_rounds_learn_the_machine_and_keep_the_best_plan(graph, devices, replica
     kinds = data.draw(st.sampled_from([("a", "a", "a"), ("a", "b", "a")]))
     slow = uniform_servers(1, devices, Link(1e9, 1e-5), memory_bytes=MEMORY, kind="a")
     cluster = replace(
-        slow,
-        devices=tuple(replace(one, kind=kinds[i]) for i, one in enumerate(slow.devices)),
+        slow, devices=tuple(replace(one, kind=kinds[i]) for i, one in enumerate(slow.devices))
     )
     true = replace(
         graph,

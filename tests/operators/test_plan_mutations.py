@@ -341,8 +341,7 @@ def test_the_memory_that_a_plan_needs_is_that_of_its_tensors(case, more):
     limit = max(peaks.values()) + more * 1e4
     assume(limit >= MIN_MEMORY)
     tight = replace(
-        cluster,
-        devices=tuple(replace(device, memory_bytes=limit) for device in cluster.devices),
+        cluster, devices=tuple(replace(device, memory_bytes=limit) for device in cluster.devices)
     )
     plan = replace(plan, digest=digest_of(graph, tight, plan.contention))
     assert accepted(graph, tight, plan) == (more >= 0)

@@ -5,11 +5,7 @@ import pytest
 from benchmarks.layout_calculon import executions, words
 from stagewright.formulations.parallelism.layout import parse_layout
 
-LAYOUTS = (
-    "p8 t4 d2 b1 v3 zero1 selective sp",
-    "p2 t8 d4 b2 v1 full",
-    "p1 t2 d1 b4 v1",
-)
+LAYOUTS = ("p8 t4 d2 b1 v3 zero1 selective sp", "p2 t8 d4 b2 v1 full", "p1 t2 d1 b4 v1")
 
 
 @pytest.mark.parametrize("text", LAYOUTS)

@@ -36,10 +36,7 @@ def tables(draw, *, most=5, memory=1e12):
     )
     sizes = tuple(LayerSizes(t, *(draw(amounts) for _ in range(3))) for t in (1, 2))
     slow, quick = Route(1e6, 1.5e6, 0.1), Route(2e6, 4e6)
-    pools = (
-        Pool("a", "y", 4, 2, memory, slow, quick),
-        Pool("b", "z", 3, 1, memory, quick),
-    )
+    pools = (Pool("a", "y", 4, 2, memory, slow, quick), Pool("b", "z", 3, 1, memory, quick))
     batch, data = draw(st.integers(1, 12)), draw(st.integers(1, 3))
     problem = ProfiledProblem(
         LayerProfiles("random", "measured: no", measured, sizes),

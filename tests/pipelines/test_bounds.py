@@ -129,9 +129,7 @@ def preemptive_optimum(heads, durations, tails):
 @examples(100, derandomize=True)
 @given(
     st.lists(
-        st.tuples(st.integers(0, 20), st.integers(1, 9), st.integers(0, 20)),
-        min_size=1,
-        max_size=7,
+        st.tuples(st.integers(0, 20), st.integers(1, 9), st.integers(0, 20)), min_size=1, max_size=7
     )
 )
 def test_the_one_machine_bound_is_the_largest_of_all_sets(tasks):

@@ -64,9 +64,7 @@ def test_a_checked_plan_comes_before_the_first_kernel() -> None:
     assert first.bound <= (found.bound or 0.0)
 
 
-def test_a_stop_ends_compilation_and_keeps_the_first_plan(
-    kernel: Callable[[float], float],
-) -> None:
+def test_a_stop_ends_compilation_and_keeps_the_first_plan(kernel: Callable[[float], float]) -> None:
     problem, stop, told = warm_up._tiny(), threading.Event(), list[str]()
 
     def stop_while_compiling(news: Progress) -> None:

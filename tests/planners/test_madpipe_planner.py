@@ -329,10 +329,7 @@ def test_the_command_solves_patterns_by_any_backend(files: list[str]):
     costs = [one["cost_seconds"] for one in told]
     assert costs == pytest.approx([costs[0]] * len(BACKENDS))
     code, _, error = run(*asked, "--backend", "highs-ipm")
-    assert (code, "'highs-ipm' solves no patterns; use auto or highs or" in error) == (
-        2,
-        True,
-    )
+    assert (code, "'highs-ipm' solves no patterns; use auto or highs or" in error) == (2, True)
     code, _, error = run(*asked[:-2], "--planner", "spp", "--backend", "highs")
     assert (code, "'spp' does not support a backend: use" in error) == (2, True)
 

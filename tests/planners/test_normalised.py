@@ -20,10 +20,7 @@ from torch import Tensor, nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402, N812
 
 from stagewright.executor.capture.tracing import capture  # noqa: E402
-from stagewright.executor.measuring.compare import (  # noqa: E402
-    compare,
-    correct,
-)
+from stagewright.executor.measuring.compare import compare, correct  # noqa: E402
 from stagewright.executor.training.losses import IGNORED, cross_entropy  # noqa: E402
 from stagewright.executor.training.runtime import Executor  # noqa: E402
 from stagewright.formulations.plans.actions import ActionKind, parse_action  # noqa: E402
@@ -249,10 +246,7 @@ def test_the_default_loss_is_torchs() -> None:
         (lambda output, _: output.mean(0), "a tensor of shape (4,)"),
         (lambda output, _: output.detach().mean(), "a tensor of shape () without a gradient"),
         (lambda *_: 1.0, "float"),
-        (
-            lambda output, _: (output.sum(), output),
-            "(a tensor of shape (), a tensor of shape (4",
-        ),
+        (lambda output, _: (output.sum(), output), "(a tensor of shape (), a tensor of shape (4"),
         (lambda output, _: (output.sum(), None), "(a tensor of shape (), NoneType)"),
         (lambda output, _: (output.sum(),) * 3, "(a tensor of shape (), a tensor of shape (), a t"),
         (lambda output, _: {"loss": output.sum()}, "dict"),

@@ -251,9 +251,7 @@ def with_stage(s: int, **changes):
 
 def later(one: ScheduledAction, seconds: float) -> ScheduledAction:
     return replace(
-        one,
-        start_seconds=one.start_seconds + seconds,
-        finish_seconds=one.finish_seconds + seconds,
+        one, start_seconds=one.start_seconds + seconds, finish_seconds=one.finish_seconds + seconds
     )
 
 
@@ -274,8 +272,7 @@ def both_at_once(found: PipelinePlan) -> PipelinePlan:
     starts = {one.action: one.start_seconds for one in found.actions}
     latest = max(starts["0REDUCE_GRAD"], starts["3REDUCE_GRAD"])
     moved = edited(
-        found,
-        lambda one: later(one, latest - one.start_seconds) if "REDUCE" in one.action else one,
+        found, lambda one: later(one, latest - one.start_seconds) if "REDUCE" in one.action else one
     )
     return edited(moved, lambda one: later(one, 1.0) if "UPDATE" in one.action else one)
 

@@ -88,9 +88,7 @@ def test_the_plan_is_the_best_of_every_configuration(planner, data):
     assert found.cost == pytest.approx(best)
     assert found.plan.microbatches * found.plan.microbatch_size == batch
     asked = replace(
-        problem,
-        microbatches=found.plan.microbatches,
-        microbatch_size=found.plan.microbatch_size,
+        problem, microbatches=found.plan.microbatches, microbatch_size=found.plan.microbatch_size
     )
     assert not check(asked, found.plan)
     assert f"of {count} configurations" in found.reason

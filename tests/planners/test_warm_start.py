@@ -100,10 +100,7 @@ def test_without_free_devices_stages_shrink_and_join():
         Stage((2, 4), ("c", "d")),
         Stage((4, 6), ("s0g1",)),
     )
-    assert mapped_stages(problem, stages) == (
-        Stage((0, 4), ("s0g0",)),
-        Stage((4, 6), ("s0g1",)),
-    )
+    assert mapped_stages(problem, stages) == (Stage((0, 4), ("s0g0",)), Stage((4, 6), ("s0g1",)))
     gone = tuple(replace(stage, devices=(f"x{s}",)) for s, stage in enumerate(stages))
     mapped = mapped_stages(problem, gone)
     assert [stage.layers for stage in mapped] == [(0, 1), (1, 6)]

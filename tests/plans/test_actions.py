@@ -11,10 +11,7 @@ BARE = (ActionKind.REDUCE, ActionKind.UPDATE, ActionKind.RUN)
 NUMBERS = st.integers(0, 999_999_999)
 ACTIONS = st.one_of(
     st.builds(
-        Action,
-        NUMBERS,
-        st.sampled_from([kind for kind in ActionKind if kind not in BARE]),
-        NUMBERS,
+        Action, NUMBERS, st.sampled_from([kind for kind in ActionKind if kind not in BARE]), NUMBERS
     ),
     st.builds(Action, NUMBERS, st.sampled_from(BARE)),
 )

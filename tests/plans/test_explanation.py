@@ -143,11 +143,7 @@ def test_idle_instants_have_the_cause_of_their_definition(
 
 
 def cause_at(
-    plan: PipelinePlan,
-    times: Times,
-    before: dict[Action, list[Action]],
-    device: str,
-    at: float,
+    plan: PipelinePlan, times: Times, before: dict[Action, list[Action]], device: str, at: float
 ) -> IdleCause:
     """Why a device is idle at an instant."""
     own = [

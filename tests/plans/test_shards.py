@@ -139,11 +139,7 @@ def test_lowered_plans_are_right(case: tuple[PipelineProblem, PipelinePlan]) -> 
 
 
 @examples(60)
-@given(
-    st.lists(st.floats(1, 1e9), min_size=1, max_size=5),
-    st.integers(2, 4),
-    st.floats(2, 6),
-)
+@given(st.lists(st.floats(1, 1e9), min_size=1, max_size=5), st.integers(2, 4), st.floats(2, 6))
 def test_shards_never_need_more_memory(sizes: list[float], count: int, of_optimizer: float) -> None:
     """But for the padding; of sharded weights where an optimizer keeps as much as Adam does."""
     cost = LayerCost(4, 1.0, 1.0, 1.0, 1.0)

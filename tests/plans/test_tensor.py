@@ -102,11 +102,7 @@ class TestByHand:
         # Both devices of a group get and send all that it needs; two shards of 11 MB are reduced.
         assert plan.predicted.link_bytes == {"0-1": 2 * 2 * 40 * MB, "0": 22 * MB}
         carried = {one.action: one.bytes for one in plan.actions if one.bytes is not None}
-        assert carried == {
-            "0SEND_F0": 80 * MB,
-            "1SEND_B0": 80 * MB,
-            "0REDUCE_GRAD": 22 * MB,
-        }
+        assert carried == {"0SEND_F0": 80 * MB, "1SEND_B0": 80 * MB, "0REDUCE_GRAD": 22 * MB}
 
 
 @pytest.mark.parametrize(

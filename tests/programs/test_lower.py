@@ -145,11 +145,7 @@ CASES: dict[str, tuple[PipelinePlan, list[Step]]] = {
         [
             (
                 start,
-                [
-                    "0F0 0F1 0F2 0B0 0B1 0B2",
-                    "1F0 1F1 1B0 1F2 1B1 1B2",
-                    "2F0 2B0 2F1 2B1 2F2 2B2",
-                ],
+                ["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1B0 1F2 1B1 1B2", "2F0 2B0 2F1 2B1 2F2 2B2"],
             ),
             (
                 with_transfers,
@@ -196,13 +192,7 @@ CASES: dict[str, tuple[PipelinePlan, list[Step]]] = {
             {"a": actions("0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1"), "b": actions("2F0 2B0 2F1 2B1")},
         ),
         [
-            (
-                start,
-                [
-                    "0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1",
-                    "2F0 2B0 2F1 2B1",
-                ],
-            ),
+            (start, ["0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1", "2F0 2B0 2F1 2B1"]),
             (
                 with_transfers,
                 [
@@ -237,13 +227,7 @@ CASES: dict[str, tuple[PipelinePlan, list[Step]]] = {
             },
         ),
         [
-            (
-                start,
-                [
-                    "0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1",
-                    "1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1",
-                ],
-            ),
+            (start, ["0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1", "1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1"]),
             (
                 with_transfers,
                 [
@@ -267,14 +251,7 @@ CASES: dict[str, tuple[PipelinePlan, list[Step]]] = {
     "1F1B-RR from two devices to one": (
         one_f_one_b([stage(0, "ab", "round-robin"), stage(1, "c")], 4),
         [
-            (
-                start,
-                [
-                    "0F0 0B0 0F2 0B2",
-                    "0F1 0B1 0F3 0B3",
-                    "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3",
-                ],
-            ),
+            (start, ["0F0 0B0 0F2 0B2", "0F1 0B1 0F3 0B3", "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3"]),
             (
                 with_transfers,
                 [
@@ -318,16 +295,7 @@ CASES: dict[str, tuple[PipelinePlan, list[Step]]] = {
     "split from two devices to three": (
         one_f_one_b([stage(0, "ab"), stage(1, "cde")], 1),
         [
-            (
-                start,
-                [
-                    "0F0 0B0",
-                    "0F0 0B0",
-                    "1F0 1B0",
-                    "1F0 1B0",
-                    "1F0 1B0",
-                ],
-            ),
+            (start, ["0F0 0B0", "0F0 0B0", "1F0 1B0", "1F0 1B0", "1F0 1B0"]),
             (
                 with_transfers,
                 [
@@ -377,13 +345,7 @@ CASES: dict[str, tuple[PipelinePlan, list[Step]]] = {
     "ZB-H1": (
         zero_bubble_h1(straight([1, 1]), 3),
         [
-            (
-                start,
-                [
-                    "0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2",
-                    "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2",
-                ],
-            ),
+            (start, ["0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2", "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2"]),
             (
                 with_transfers,
                 [
@@ -411,19 +373,10 @@ CASES: dict[str, tuple[PipelinePlan, list[Step]]] = {
             {device: actions("0F0 1F0 0F1 1F1 1B0 1B1 0B0 0B1") for device in "ab"},
         ),
         [
-            (
-                start,
-                [
-                    "0F0 1F0 0F1 1F1 1B0 1B1 0B0 0B1",
-                    "0F0 1F0 0F1 1F1 1B0 1B1 0B0 0B1",
-                ],
-            ),
+            (start, ["0F0 1F0 0F1 1F1 1B0 1B1 0B0 0B1", "0F0 1F0 0F1 1F1 1B0 1B1 0B0 0B1"]),
             (
                 with_transfers,
-                [
-                    "0F0 1F0 0F1 1F1 1B0 1B1 0B0 0B1",
-                    "0F0 1F0 0F1 1F1 1B0 1B1 0B0 0B1",
-                ],
+                ["0F0 1F0 0F1 1F1 1B0 1B1 0B0 0B1", "0F0 1F0 0F1 1F1 1B0 1B1 0B0 0B1"],
             ),
             (
                 with_reductions,
@@ -460,13 +413,7 @@ CASES: dict[str, tuple[PipelinePlan, list[Step]]] = {
     "stash, backwards in halves": (
         zero_bubble_h1(straight([1, 1]), 3, "stash"),
         [
-            (
-                start,
-                [
-                    "0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2",
-                    "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2",
-                ],
-            ),
+            (start, ["0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2", "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2"]),
             (
                 with_updates,
                 [
@@ -488,14 +435,7 @@ CASES: dict[str, tuple[PipelinePlan, list[Step]]] = {
     "stash, two devices in turn": (
         one_f_one_b([stage(0, "ab", "round-robin"), stage(1, "c")], 4, "stash"),
         [
-            (
-                start,
-                [
-                    "0F0 0B0 0F2 0B2",
-                    "0F1 0B1 0F3 0B3",
-                    "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3",
-                ],
-            ),
+            (start, ["0F0 0B0 0F2 0B2", "0F1 0B1 0F3 0B3", "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3"]),
             (
                 with_reductions,
                 [
@@ -542,20 +482,8 @@ CASES: dict[str, tuple[PipelinePlan, list[Step]]] = {
     "double-buffer": (
         one_f_one_b(straight([1, 1]), 2, "double-buffer"),
         [
-            (
-                start,
-                [
-                    "0F0 0F1 0B0 0B1",
-                    "1F0 1B0 1F1 1B1",
-                ],
-            ),
-            (
-                with_updates,
-                [
-                    "0F0 0F1 0B0 0B1 0UPDATE",
-                    "1F0 1B0 1F1 1B1 1UPDATE",
-                ],
-            ),
+            (start, ["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]),
+            (with_updates, ["0F0 0F1 0B0 0B1 0UPDATE", "1F0 1B0 1F1 1B1 1UPDATE"]),
             (
                 with_versions,
                 [

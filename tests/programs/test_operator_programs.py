@@ -137,10 +137,7 @@ def test_no_instruction_can_be_left_out_doubled_or_moved_to_another_rank(
     at = data.draw(st.integers(0, len(row) - 1))
     other = data.draw(st.integers(0, len(program.rows) - 1))
     one = row[at]
-    broken = [
-        {rank: (*row[:at], *row[at + 1 :])},
-        {rank: (*row[: at + 1], one, *row[at + 1 :])},
-    ]
+    broken = [{rank: (*row[:at], *row[at + 1 :])}, {rank: (*row[: at + 1], one, *row[at + 1 :])}]
     if other != rank:
         there = program.rows[other]
         broken.append({rank: (*row[:at], *row[at + 1 :]), other: (*there, one)})

@@ -55,10 +55,7 @@ def test_every_stage_works_on_every_sample_once(stages: list[Stage], more: int) 
 
 def test_figure_3_of_spp() -> None:
     plan = widths(2, 3)
-    assert rows(plan, 6) == (
-        ((0, 1, 2), (3, 4, 5)),
-        ((0, 3), (1, 4), (2, 5)),
-    )
+    assert rows(plan, 6) == (((0, 1, 2), (3, 4, 5)), ((0, 3), (1, 4), (2, 5)))
     assert links(plan, 6) == [Counter({(a, b): 1 for a in range(2) for b in range(3)})]
 
 

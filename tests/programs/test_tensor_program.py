@@ -145,11 +145,7 @@ def test_damage_is_refused(
 
 def test_members_that_wait_for_each_other_are_a_deadlock() -> None:
     """Rank 0 needs what rank 1 makes after the computation in which it waits for rank 0."""
-    stages = [
-        Stage((0, 1), ("a", "b"), tensor=2),
-        Stage((1, 2), ("b",)),
-        Stage((2, 3), ("a",)),
-    ]
+    stages = [Stage((0, 1), ("a", "b"), tensor=2), Stage((1, 2), ("b",)), Stage((2, 3), ("a",))]
     ways = (range(3), F), (range(2, -1, -1), B)
     order = [Action(s, kind, m) for every, kind in ways for s in every for m in range(2)]
     orders = {

@@ -829,9 +829,7 @@ TWO = [Stage((0, 1), ("a",)), Stage((1, 2), ("b",))]
 def test_a_rank_that_waits_for_itself() -> None:
     plan = one_f_one_b(TWO, 1)
     program = written(
-        plan,
-        "0F0 0SEND_F0>1 0RECV_B0<1 0B0 0UPDATE",
-        "1F0 1RECV_F0<0 1B0 1SEND_B0>0 1UPDATE",
+        plan, "0F0 0SEND_F0>1 0RECV_B0<1 0B0 0UPDATE", "1F0 1RECV_F0<0 1B0 1SEND_B0>0 1UPDATE"
     )
     message = refusal(plan, program)
     assert message.startswith("deadlock: rank 1 at 1F0 waits for 1RECV_F0<0 of rank 1; rows: ")

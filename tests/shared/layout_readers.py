@@ -129,11 +129,7 @@ def read_bridge(files, layers):
     assert config.dist.use_megatron_fsdp == config.ddp.use_megatron_fsdp
     assert config.mixed_precision.grad_reduce_in_fp32 == config.ddp.grad_reduce_in_fp32
     found = _core(module["RANKS"], layers, config.model, config.ddp, config.optimizer, config.train)
-    return {
-        **found,
-        **_recompute(config.model),
-        "inside": config.dist.use_tp_pp_dp_mapping,
-    }
+    return {**found, **_recompute(config.model), "inside": config.dist.use_tp_pp_dp_mapping}
 
 
 def read_nemo(files, layers):
@@ -144,11 +140,7 @@ def read_nemo(files, layers):
     assert ranks == module["RANKS"]
     assert (strategy.fsdp == "megatron") == strategy.ddp.use_megatron_fsdp
     found = _core(ranks, layers, strategy, strategy.ddp, recipe.optim.config, recipe.data)
-    return {
-        **found,
-        **_recompute(recipe.model.config),
-        "inside": strategy.use_tp_pp_dp_mapping,
-    }
+    return {**found, **_recompute(recipe.model.config), "inside": strategy.use_tp_pp_dp_mapping}
 
 
 def _core(ranks, layers, model, ddp, optimizer, train):

@@ -18,10 +18,7 @@ UNSHRUNK = (Phase.explicit, Phase.reuse, Phase.generate)  # where shrinking take
 # A busy machine is no error, and no test writes to what its fixtures share.
 tolerated = (HealthCheck.too_slow, HealthCheck.function_scoped_fixture)
 same = {"derandomize": True, "database": None}  # examples at every run
-for name, options in {
-    QUICK: same,
-    NIGHTLY: same if os.environ.get("CI") else {},
-}.items():
+for name, options in {QUICK: same, NIGHTLY: same if os.environ.get("CI") else {}}.items():
     settings.register_profile(name, deadline=None, suppress_health_check=tolerated, **options)
 
 

@@ -45,10 +45,7 @@ def specify_agnostic(
 
 
 def _setting(
-    problem: AllocationProblem,
-    combinations: Sequence[tuple[int, ...]],
-    rates: Floats,
-    runs: Bools,
+    problem: AllocationProblem, combinations: Sequence[tuple[int, ...]], rates: Floats, runs: Bools
 ) -> RateSetting:
     matrix = sparse.csr_array(rates.reshape(len(problem), -1))
     return RateSetting(problem, tuple(combinations), matrix, runs, UNLIMITED, perf_counter())

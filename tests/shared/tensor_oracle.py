@@ -25,11 +25,7 @@ class TensorOracle:
     """What a plan of ``stages`` costs; whole weights' updates at the end (``flush``)."""
 
     def __init__(
-        self,
-        problem: PipelineProblem,
-        stages: Sequence[Stage],
-        links: Links,
-        split: Sequence[bool],
+        self, problem: PipelineProblem, stages: Sequence[Stage], links: Links, split: Sequence[bool]
     ) -> None:
         self.chain, self.stages, self.links = problem.chain, stages, links
         self.microbatches = range(problem.microbatches)

@@ -91,13 +91,7 @@ def trained(
 
 
 def interrupted(
-    _: Any,
-    rank: int,
-    plan: PipelinePlan,
-    model: Any,
-    data: Any,
-    state: Any,
-    optimizer: Any = ADAM,
+    _: Any, rank: int, plan: PipelinePlan, model: Any, data: Any, state: Any, optimizer: Any = ADAM
 ) -> dict[str, Any]:
     """Load ``state``, if there is one, do the steps, and return this rank's share."""
     executor = Executor(plan, model, ENTROPY, optimizer, dtype=torch.float64)

@@ -299,10 +299,7 @@ def interleaved(stages: Sequence[Stage], microbatches: int) -> PipelinePlan:
 
 
 def _per_stage(
-    stages: Sequence[Stage],
-    microbatches: int,
-    orders: Sequence[Sequence[Action]],
-    weights: Weights,
+    stages: Sequence[Stage], microbatches: int, orders: Sequence[Sequence[Action]], weights: Weights
 ) -> PipelinePlan:
     """Every stage on devices of its own; those that take turns leave out the others' actions."""
     by_device = {

@@ -93,11 +93,7 @@ REFUSED = {
     ("mixtral", "divided"): NO_SAMPLES,
 }
 PIPELINES = ("two_stages", "four_stages", "zero_bubble")
-QUICK = {
-    ("gpt2", "zero_bubble"),
-    ("llama", "gathered"),
-    ("resnet18", "divided"),
-}
+QUICK = {("gpt2", "zero_bubble"), ("llama", "gathered"), ("resnet18", "divided")}
 FURTHER = {("llama", "divided"), ("llama", "optimizer_parts"), ("resnet18", "two_by_two")}
 
 
@@ -128,12 +124,7 @@ def trained(_: Any, rank: int, name: str, plan: PipelinePlan) -> Any:
         for batch in one.batches(SAMPLES * MICROBATCHES, STEPS)
     ]
     executor = Executor(
-        plan,
-        one.make(),
-        None,
-        optimizer(one),
-        example=batches[0][0],
-        dtype=torch.float64,
+        plan, one.make(), None, optimizer(one), example=batches[0][0], dtype=torch.float64
     )
     losses = [executor.step(*batch) for batch in batches]
     return executor.parameters_on_first_rank(), losses

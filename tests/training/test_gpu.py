@@ -93,14 +93,10 @@ def on_cpu(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 BY_LAYER = [Stage((i, i + 1), ("a",)) for i in range(LAYERS)]
 DELAYED = in_order(
-    BY_LAYER,
-    "5I0 4I0 5W0 3I0 4W0 2I0 3W0 1I0 2W0 0I0 1W0 0W0 0F0 1F0 2F0 3F0 4F0 5F0",
-    "backward",
+    BY_LAYER, "5I0 4I0 5W0 3I0 4W0 2I0 3W0 1I0 2W0 0I0 1W0 0W0 0F0 1F0 2F0 3F0 4F0 5F0", "backward"
 )
 LATE = in_order(
-    BY_LAYER,
-    "5I0 4I0 3I0 2I0 1I0 0I0 0W0 0F0 1W0 1F0 2W0 2F0 3W0 3F0 4W0 4F0 5W0 5F0",
-    "backward",
+    BY_LAYER, "5I0 4I0 3I0 2I0 1I0 0I0 0W0 0F0 1W0 1F0 2W0 2F0 3W0 3F0 4W0 4F0 5W0 5F0", "backward"
 )
 MIXED = in_order(
     BY_LAYER,

@@ -128,8 +128,7 @@ def parameters_of(results: list[Result]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("name", "world"),
-    slow_after(2, [("lenet", 2), ("transformer", 2), ("lenet", 3), ("rnnlm", 2)]),
+    ("name", "world"), slow_after(2, [("lenet", 2), ("transformer", 2), ("lenet", 3), ("rnnlm", 2)])
 )
 def test_ranks_compute_the_plain_loop_to_the_bit(name: str, world: int, ranks: Ranks) -> None:
     plan = plan_operators(graph_of(name), cluster(world), "dpos").plan
@@ -162,8 +161,7 @@ def test_divided_operators_compute_the_same(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "dimension"),
-    slow_after(1, [(name, at) for at in (0, -1) for name in MODELS]),
+    ("name", "dimension"), slow_after(1, [(name, at) for at in (0, -1) for name in MODELS])
 )
 def test_every_operator_divided(name: str, dimension: int, ranks: Ranks) -> None:
     """By SGD: AdamW makes steps of rounding, where a gradient is zero but for that.

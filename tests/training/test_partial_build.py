@@ -89,9 +89,7 @@ FACTORIES: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("factory", FACTORIES.values(), ids=FACTORIES)
-def test_factories_in_their_own_ways_equal_a_plain_call(
-    factory: Callable[[], nn.Module],
-) -> None:
+def test_factories_in_their_own_ways_equal_a_plain_call(factory: Callable[[], nn.Module]) -> None:
     assert_equal_in_parts(factory)
 
 

@@ -17,11 +17,7 @@ from ranks import Ranks  # noqa: E402
 from stagewright.executor.capture.tracing import capture  # noqa: E402
 from stagewright.executor.training.runtime import Executor  # noqa: E402
 from stagewright.formulations.forms.answers import Limits  # noqa: E402
-from stagewright.formulations.schedules.published.kinds import (  # noqa: E402
-    KINDS,
-    OPTIMAL,
-    ScheduleChoice,
-)
+from stagewright.formulations.schedules.published.kinds import KINDS, OPTIMAL, ScheduleChoice  # noqa: E402
 from stagewright.solvers.planners.steps.proposal import Choices  # noqa: E402
 from stagewright.solvers.planning import plan  # noqa: E402
 

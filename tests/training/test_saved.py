@@ -58,10 +58,7 @@ def test_safetensors_are_read_by_their_own_library(ranks: Ranks, tmp_path: Path)
     assert (
         found
         == expected
-        == (
-            {"format": "pt", "token.weight": "head.weight"},
-            set(trained) - {"token.weight"},
-        )
+        == ({"format": "pt", "token.weight": "head.weight"}, set(trained) - {"token.weight"})
     )
 
 

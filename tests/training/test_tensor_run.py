@@ -83,9 +83,7 @@ def test_any_mixture_of_groups(ranks: Ranks, stages: list[Stage], clips: bool) -
 
 
 def test_groups_in_turn_recompute(ranks: Ranks) -> None:
-    stages = [
-        Stage((0, 4), ("a", "b", "c", "d"), "round-robin", "layer", tensor=2),
-    ]
+    stages = [Stage((0, 4), ("a", "b", "c", "d"), "round-robin", "layer", tensor=2)]
     trained(ranks, llama, stages, microbatches=3)
     trained(ranks, gpt, [Stage((0, 4), ("a", "b"), recompute="full", tensor=2)])
 
