@@ -22,11 +22,10 @@ from stagewright.formulations.patterns.joint_patterns import ALLOCATIONS
 from stagewright.formulations.patterns.one_f_one_b import (
     PATTERN_LOAD,
     PATTERN_MEMORY,
-    pattern_load_bound,
-    period_bound,
+    iteration_bound,
 )
 from stagewright.formulations.patterns.pattern_models import PATTERN
-from stagewright.formulations.patterns.pattern_problems import pattern_problem
+from stagewright.formulations.patterns.pattern_problems import load_seconds, pattern_problem
 from stagewright.formulations.patterns.periodic_bounds import NAMES as OF_PERIODS
 from stagewright.formulations.patterns.periodic_bounds import iteration_bounds
 from stagewright.formulations.pipelines import bppm
@@ -51,6 +50,7 @@ from stagewright.formulations.plans.plan_class import (
     EVERY_PATTERN,
     EVERY_PERIODIC,
     EVERY_PLAN,
+    OFFLOADING_PATTERNS,
     PATTERNS,
     SEARCHED_ALLOCATIONS,
     SHARED_SPLIT,
@@ -194,12 +194,18 @@ def _of_devices(problem: PipelineProblem, plan: PipelinePlan, bound: Bound) -> f
     return verified_bound(problem, plan.stages, bound.plans.split_backward, bound.seconds)
 
 
-def _of_pattern(problem: PipelineProblem, plan: PipelinePlan, bound: Bound) -> float | None:
+def _of_pattern_load(problem: PipelineProblem, plan: PipelinePlan, bound: Bound) -> float | None:
+    if not OFFLOADING_PATTERNS.contains(class_of(plan)) or len(bound.plans.weights) > 1:
+        return None
+    return load_seconds(problem, plan.stages, WEIGHT_RULES[bound.plans.weights[0]])
+
+
+def _of_pattern_memory(problem: PipelineProblem, plan: PipelinePlan, bound: Bound) -> float | None:
     if not EVERY_PATTERN.contains(class_of(plan)) or len(bound.plans.weights) > 1:
         return None
-    asked = pattern_problem(problem, plan.stages, WEIGHT_RULES[bound.plans.weights[0]])
-    period = (pattern_load_bound if bound.proved_by == PATTERN_LOAD else period_bound)(asked)
-    return asked.iteration_seconds(period)
+    return iteration_bound(
+        pattern_problem(problem, plan.stages, WEIGHT_RULES[bound.plans.weights[0]])
+    )
 
 
 def _of_periods(problem: PipelineProblem, plan: PipelinePlan, bound: Bound) -> float | None:
@@ -249,6 +255,6 @@ ARGUMENTS: dict[str, Argument] = {
     },
     ALLOCATIONS: Argument("problem", SEARCHED_ALLOCATIONS),
     PATTERN: Argument("schedule", PATTERNS),
-    PATTERN_LOAD: Argument("schedule", EVERY_PATTERN, _of_pattern),
-    PATTERN_MEMORY: Argument("schedule", EVERY_PATTERN, _of_pattern),
+    PATTERN_LOAD: Argument("schedule", OFFLOADING_PATTERNS, _of_pattern_load),
+    PATTERN_MEMORY: Argument("schedule", EVERY_PATTERN, _of_pattern_memory),
 }

@@ -1,11 +1,12 @@
 """Pattern problems of given stages; times and bytes are computed once per stage."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
+from stagewright.formulations.patterns.one_f_one_b import pattern_load_bound
 from stagewright.formulations.patterns.pattern import PatternProblem
 from stagewright.formulations.plans.actions import DOUBLE_BUFFER, WeightRule
 from stagewright.formulations.plans.memory import (
@@ -35,6 +36,15 @@ def pattern_problem(
     Two stages have either the same devices, in the same order, or disjoint ones.
     """
     return PatternProblems(problem, rule).of(stages)
+
+
+def load_seconds(problem: PipelineProblem, stages: Sequence[Stage], rule: WeightRule) -> float:
+    """A lower bound on the iteration of patterns of ``stages``: the load of a device or a link.
+
+    The period that leaves time for offloading does not count: other patterns may need less.
+    """
+    asked = pattern_problem(problem, [replace(one, offload=False) for one in stages], rule)
+    return asked.iteration_seconds(pattern_load_bound(asked))
 
 
 class _Figures(NamedTuple):

@@ -316,3 +316,5 @@ PATTERNS = replace(EVERY_PERIODIC, sharing="groups", split_backward=False, offlo
 """The plans that the patterns of given stages are compared with."""
 EVERY_PATTERN = replace(PATTERNS, weights=WEIGHTS[1:])
 """The same with any weights that allow iterations to overlap."""
+OFFLOADING_PATTERNS = replace(EVERY_PATTERN, offload=True)
+"""The same, also with stages that offload: loads bound these too, needs of memory do not."""

@@ -18,7 +18,7 @@ from stagewright.cli import app
 from stagewright.formulations.checking.check import check
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.formulations.patterns.joint_patterns import ALLOCATIONS
-from stagewright.formulations.patterns.one_f_one_b import least_period
+from stagewright.formulations.patterns.one_f_one_b import PATTERN_LOAD, least_period
 from stagewright.formulations.patterns.pattern_problems import pattern_problem
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PeriodicSchedule, Stage
@@ -161,6 +161,21 @@ def test_recomputation_and_offloading_make_room():
     assert away.cost <= plain.cost
     assert again.plan is not None
     assert any(stage.recompute == "full" for stage in again.plan.stages)
+
+
+def test_stages_that_offload_are_bounded_by_their_loads(usual_searches):
+    """Of four equal stages on two devices, one must offload; each device computes for 60 ms."""
+    devices = problem_of(chain_of([0.03] * 4, [6e8] * 4), 2, 2.0e9)
+    hosted = tuple(replace(one, host_bytes_per_second=100e9) for one in devices.cluster.devices)
+    problem = replace(devices, cluster=replace(devices.cluster, devices=hosted))
+    result = plan(problem, "madpipe", Limits(30), choices=replace(ALONE, offload=True))
+    assert result.plan is not None
+    assert any(stage.offload for stage in result.plan.stages)
+    assert check(problem, result.plan) == ()
+    assert result.plan.certificate is not None
+    bounds = [one for one in result.plan.certificate.bounds if one.scope == "schedule"]
+    assert [(one.proved_by, one.plans.offload) for one in bounds] == [(PATTERN_LOAD, True)]
+    assert result.plan.certificate.schedule_bound_seconds == pytest.approx(0.48)
 
 
 def test_a_given_period_is_kept():

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -14,9 +14,8 @@ from stagewright.formulations.patterns.one_f_one_b import (
     PATTERN_LOAD,
     PATTERN_MEMORY,
     iteration_bound,
-    pattern_load_bound,
 )
-from stagewright.formulations.patterns.pattern_problems import pattern_problem
+from stagewright.formulations.patterns.pattern_problems import load_seconds, pattern_problem
 from stagewright.formulations.pipelines.bounds.relaxation import FILL_AND_DRAIN, WIDE_FILL_AND_DRAIN
 from stagewright.formulations.pipelines.bounds.server_relaxation import (
     SERVERS,
@@ -216,14 +215,17 @@ def _certified_pattern(
 ) -> PipelinePlan:
     rule = WEIGHT_RULES[proposal.weights]
     assembled = assemble_pattern(problem, planner, proposal.stages, proposal.pattern, rule)
-    asked, plans = pattern_problem(problem, proposal.stages, rule), patterns_under(rule)
-    load = asked.iteration_seconds(pattern_load_bound(asked))
-    bounds = [
-        *known.every,
-        *proposal.bounds,
-        Bound(load, PATTERN_LOAD, "schedule", plans),
-        Bound(iteration_bound(asked), PATTERN_MEMORY, "schedule", plans),
-    ]
+    plans = patterns_under(rule)
+    bounds = [*known.every, *proposal.bounds]
+    if any(stage.offload for stage in proposal.stages):
+        # The solver's patterns leave more time for offloading than the checker asks for.
+        plans = replace(plans, offload=True)
+        bounds = [bound for bound in bounds if bound.scope == "problem"]
+    else:
+        least = iteration_bound(pattern_problem(problem, proposal.stages, rule))
+        bounds.append(Bound(least, PATTERN_MEMORY, "schedule", plans))
+    load = load_seconds(problem, proposal.stages, rule)
+    bounds.append(Bound(load, PATTERN_LOAD, "schedule", plans))
     return certify(problem, assembled, bounds, ())
 
 
