@@ -319,7 +319,7 @@ def test_a_byte_too_few_is_too_few(backend):
 
 
 def test_a_given_bound_proves_a_pattern_optimal():
-    problem = SMALL["three devices"]
+    problem = SMALL["uneven bytes"]
     best = best_pattern(problem, LIMITS)
     given = best_pattern(problem, LIMITS, lower_seconds=best.period)
     assert (given.status, given.period, given.bound) == (Status.OPTIMAL, best.period, best.period)
