@@ -215,17 +215,15 @@ def _certified_pattern(
 ) -> PipelinePlan:
     rule = WEIGHT_RULES[proposal.weights]
     assembled = assemble_pattern(problem, planner, proposal.stages, proposal.pattern, rule)
-    plans = patterns_under(rule)
-    bounds = [*known.every, *proposal.bounds]
-    if any(stage.offload for stage in proposal.stages):
-        # The solver's patterns leave more time for offloading than the checker asks for.
-        plans = replace(plans, offload=True)
-        bounds = [bound for bound in bounds if bound.scope == "problem"]
-    else:
+    offload = any(stage.offload for stage in proposal.stages)
+    plans = replace(patterns_under(rule), offload=offload)
+    load = load_seconds(problem, proposal.stages, rule)
+    # The solver's patterns leave more time for offloading than the checker asks for.
+    proved = [one for one in proposal.bounds if not offload or one.scope == "problem"]
+    bounds = [*known.every, *proved, Bound(load, PATTERN_LOAD, "schedule", plans)]
+    if not offload:
         least = iteration_bound(pattern_problem(problem, proposal.stages, rule))
         bounds.append(Bound(least, PATTERN_MEMORY, "schedule", plans))
-    load = load_seconds(problem, proposal.stages, rule)
-    bounds.append(Bound(load, PATTERN_LOAD, "schedule", plans))
     return certify(problem, assembled, bounds, ())
 
 
