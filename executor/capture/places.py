@@ -9,7 +9,9 @@ import torch
 _CAPTURE = os.path.dirname(__file__)
 FOREIGN = (os.path.dirname(torch.__file__), _CAPTURE, "<")
 _OURS = os.path.dirname(_CAPTURE)  # whose losses are nodes of a graph like a user's, but no errors
-_CALLER = os.path.join(_CAPTURE, "steps", "joint.py")  # of the user's model and loss
+# Calls the user's model and loss. What runs within their calls is in other files, lines.py and
+# recurrent.py: a frame of this file is where a user's frames end.
+_CALLER = os.path.join(_CAPTURE, "steps", "joint.py")
 
 
 def place_of(error: BaseException) -> str:

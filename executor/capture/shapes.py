@@ -1,4 +1,9 @@
-"""The values between layers: shapes, types, and which get a gradient; on fake tensors."""
+"""The values between layers: shapes, types, and which get a gradient; on fake tensors.
+
+Modules that cannot run on tensors without data: they are run on tensors with values.
+
+Their path depends on values, or a kernel has no rule for shapes alone, or another than it obeys.
+"""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

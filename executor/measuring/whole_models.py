@@ -1,4 +1,12 @@
-"""A user's model, with all that its measurement depends on."""
+"""A user's model, with all that its measurement depends on.
+
+Measuring by several ranks at once: each the same layers, or a shard of each layer.
+
+The layers of a tensor degree are divided as in a run, by the model's own ``tp_plan``, and are
+measured one by one as whole ones are, collectives included. All devices of a group begin together,
+and the slowest counts. A rank that waits for another uses no processor time, so that elapsed time
+is measured: other work of the machine is in it.
+"""
 
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,12 @@
-"""The work of a program, from the plan alone."""
+"""The work of a program, from the plan alone.
+
+Which samples of a microbatch each device of a stage works on.
+
+A replicated stage (split) passes values on as in SPP, figure 3: each of k senders cuts its samples
+into as many pieces as there are receivers, and every receiver takes a piece from each sender. So
+every link carries the same share, as in the cost model, and the order of the samples changes from
+stage to stage.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,12 @@
-"""Regions of the main stream and the co-run of weight gradients in them (Algorithm 1)."""
+"""Regions of the main stream and the co-run of weight gradients in them (Algorithm 1).
+
+Two streams of one device while they run, each kernel as early as possible (section 4.1).
+
+A kernel occupies a share of the device's multiprocessors. The main stream has priority: its
+kernels run at full speed. A kernel of the sub-stream gets what is left: with share b next to a
+main kernel of share a it runs at min(1, (1 - a) / b) of its speed. Before each kernel its stream
+has a launch gap in which it occupies nothing.
+"""
 
 import math
 from collections.abc import Sequence

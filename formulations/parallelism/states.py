@@ -1,4 +1,11 @@
-"""Weights, gradients and optimizer state of one rank; the time of their exchange and update."""
+"""Weights, gradients and optimizer state of one rank; the time of their exchange and update.
+
+Times of collectives among the ranks of a group; of several groups at once, the slowest's.
+
+With k ranks: an all-reduce of n bytes takes 2 (k - 1) / k * n / B, a reduce-scatter or an
+all-gather half of it, where B is the bandwidth of a ring; each step of a tree costs a latency. An
+all-to-all takes what the level takes over which most is sent. Nothing is sent for no bytes.
+"""
 
 import math
 from collections.abc import Callable

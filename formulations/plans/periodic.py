@@ -2,6 +2,12 @@
 
 MadPipe section 3: an operation with start t and shift h runs for microbatch k at (k + h) T + t.
 With pauses, period n starts later by one pause for every m periods before it.
+
+Unroll a periodic plan: its pattern for many microbatches, with warm-up and drain.
+
+With H the largest index shift, the periods 0 to H - 1 of a run of N microbatches are its warm-up,
+in which the pipeline fills; in the periods H to N - 1 every operation runs; the rest drains.
+Pauses separate the periods of one iteration from those of the next.
 """
 
 import math

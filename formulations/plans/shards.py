@@ -8,6 +8,13 @@ the backward. Computations wait for these exchanges, which are a part of them.
 
 Numbers are divided as they lie in memory, whatever tensor they belong to: the whole stage with
 ``optimizer``, layer by layer with ``weights``. All parts are equal, with padding at the end.
+
+Stages whose layers groups of devices compute together, and transfers between the groups.
+
+The devices of a stage are groups of ``stage.tensor`` consecutive ones. A group computes a
+microbatch, or its share of one, together. Each device has one shard of the weights, and all have
+the group's whole outputs and whole gradients of its inputs. The devices of one position in their
+groups have the same shard, so that they sum up its gradients.
 """
 
 import math

@@ -3,6 +3,12 @@
 The copies of a stage, one per path, become the devices of a round-robin stage: copy m mod r takes
 microbatch m. So a schedule in both directions is a plan whose stages are on two devices each, and
 devices on two stages: the plan's all-reduces add up the gradients of the copies.
+
+Start times of an order whose transfers share channels.
+
+Every pair of neighbouring stages on two devices has a channel, half or full duplex, and so has each
+pair of copies of them in an order with several paths. A channel serves transfers first come, first
+served (SPP Algorithm 1, lines 9-25). A whole backward sends its gradient when it ends.
 """
 
 import heapq

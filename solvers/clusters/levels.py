@@ -1,4 +1,11 @@
-"""Solves ``max theta`` over all jobs exactly, with few groups of them (see ``polytope``)."""
+"""Solves ``max theta`` over all jobs exactly, with few groups of them (see ``polytope``).
+
+Groups of jobs with different needs, split until grouping no longer costs anything.
+
+Jobs of a group divide what it gets in proportion to their needs. That restricts the allocations
+only where a group's time is scarce; the bound of an answer holds for every allocation, and the
+groups whose time is scarce are split until the two meet.
+"""
 
 import math
 from collections.abc import Callable

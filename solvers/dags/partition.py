@@ -1,4 +1,13 @@
-"""The partition of an operator graph with the least largest load, and a bound on it."""
+"""The partition of an operator graph with the least largest load, and a bound on it.
+
+Large-neighbourhood search: a partition solved again on fewer parts, some free, others in blocks.
+
+Cut a topological order that runs through the sets one after the other into blocks, nowhere across a
+set. Blocks in place of parts make a graph that is acyclic too, each of its contiguous partitions is
+one of the parts with the same loads, and the present one is among them. Blocks of one part are the
+neighbourhood: some sets next to each other; the rest is coarse, and often keeps its order. The
+dynamic program over all downsets of the blocks finds the best.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,10 @@
-"""A microbatch, its recomputation and schedule: bounds on the time of all their pipelines."""
+"""A microbatch, its recomputation and schedule: bounds on the time of all their pipelines.
+
+Lower bounds of all divisions of a pipeline at once, for layers that are divided in one way.
+
+The arguments are those of ``Parts.least_seconds`` and ``Parts.least_bytes``. Arrays are by
+division, by (division, rank), or by entry.
+"""
 
 from dataclasses import dataclass
 from functools import cached_property

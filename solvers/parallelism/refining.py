@@ -3,6 +3,27 @@
 Refined are the plain pipelines (one stage on a rank) among the best layouts of a search, and then
 all others whose closed bound (``any_division``) is below the best time, by that bound, until there
 is none or so many have been looked at.
+
+The best layouts of a training problem, by branch and bound over all of a space.
+
+A layout is chosen in five steps, each with a lower bound on the time of all layouts below it:
+
+1. how layers are divided (t, c, e, sequence parallelism): the work of a sample in the largest
+   microbatch, without recomputation, spread evenly over all ranks;
+2. microbatch and recomputation: the same with their times, since p d = N / (t c) whatever p is;
+3. schedule: for every pipeline (with chunks and ends) and every rank r the time to reach it and to
+   return from it, and all its work: fill_r + m w_r (no rank computes before its first input, and
+   after its last backward those of the stages before it follow); the least of all pipelines.
+   Then ZeRO, offload and pipeline: the same with the fewest recomputed blocks, ZeRO's exchanges,
+   the sum of gradients of the first rank and the update;
+4. placement: the same bound of one layout, not of its layers at the least
+   (``Parts.least_seconds``);
+5. the time of the layout itself (``estimate.evaluate``).
+
+Nodes are taken by their bound. When the least bound is not below the k-th best time, the best k are
+those of the whole space. Memory prunes at steps 3 and 5. Pipelines whose stages are not nearly even
+(``divisions``) are many, alike in time, and seldom the best: step 3 takes them last, with groups of
+them as nodes (``uneven``), and looks at so many only for what comes after the best.
 """
 
 import heapq

@@ -1,4 +1,10 @@
-"""The least memory of all schedules that take at most a given makespan, and its bound."""
+"""The least memory of all schedules that take at most a given makespan, and its bound.
+
+The best cost for every limit of memory, and a bound for each.
+
+A schedule within some memory keeps every larger limit, and a bound on the schedules within some
+memory holds for every smaller limit: both are handed on.
+"""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,4 +1,12 @@
-"""The document of a captured graph, which planners of operators read."""
+"""The document of a captured graph, which planners of operators read.
+
+The dimensions along which aten operators can be divided without changing their results.
+
+A rule says which axis of each tensor argument is cut, and along which axis the parts' outputs are
+concatenated; None among the arguments means that every part reads all of it, None among the outputs
+that the parts are added. What has no rule here cannot be divided: views, which cost nothing;
+operators that draw, as parts would draw other numbers; batch norm over the batch; means of losses.
+"""
 
 import operator
 from collections import defaultdict

@@ -1,4 +1,9 @@
-"""The end of the pipeline: the losses of microbatches and the gradients that begin a backward."""
+"""The end of the pipeline: the losses of microbatches and the gradients that begin a backward.
+
+Sums over ranks for an update: the counts of losses, and the squared norm of gradients.
+
+They are made on the host, by gloo, and overlap with computations.
+"""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

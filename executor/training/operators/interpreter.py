@@ -1,4 +1,10 @@
-"""The interpreter of a rank's row of operators, made into calls once."""
+"""The interpreter of a rank's row of operators, made into calls once.
+
+How a tensor is sent, so that its copy has the same strides.
+
+Kernels add up in another order if strides differ: with them, a copy gives the same results to the
+bit. An expanded dimension is sent once, and elements that a view leaves out are not sent.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

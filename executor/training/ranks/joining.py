@@ -2,6 +2,11 @@
 
 Every cause that a user can act on ends each rank with one line on stderr: bad input with exit
 code 2 (one line for the whole job), a failure with exit code 1.
+
+A roll call through the job's store: which ranks still answer, after a rank lost another.
+
+A thread of every rank looks for the question. It answers even while the main thread computes or
+waits; only a process that is stopped, killed, unreachable or stuck outside Python does not.
 """
 
 import contextlib

@@ -4,6 +4,12 @@ maximise_X  sum_m  throughput(m, X) / throughput(m, X_m^fastest)
 
 The thesis sums raw steps per second, which weighs a step of one model against a step of another;
 here a job counts by the part of its best rate that it gets.
+
+The linear program behind the policies that raise the worst-off job: max theta.
+
+    maximise theta  such that  throughput(m, X) >= theta * need_m  for every job m
+
+Max-min fairness needs a job's fair throughput, makespan its steps (theta = 1 / T, thesis 5.4.2).
 """
 
 from dataclasses import dataclass

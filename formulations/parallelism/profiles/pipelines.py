@@ -4,6 +4,13 @@ The model is divided into stages of consecutive layers. Every stage has as many 
 are pipelines; a replica is a tensor group, devices of one server. Pipeline j goes through the j-th
 replica of every stage. After the last backward the replicas of a stage sum their gradients and
 update (Sailor: Strati et al., SOSP 2025; Metis: Um et al., USENIX ATC 2024).
+
+Time of one-forward-one-backward pipelines whose transfers keep both sides busy.
+
+The order is that of DeepSpeed's ``TrainSchedule``: in turn t, a stage whose number has the parity
+of t is in a forward turn, the others are in a backward turn. A turn begins with the exchange
+between a stage in a backward turn and the next stage, which is in a forward turn: a gradient back,
+an activation ahead, each if there is one. Then both compute.
 """
 
 from collections import Counter

@@ -2,6 +2,12 @@
 
 The *head* of a task is the least time before it, its *tail* the least time after it. Longest paths
 give both; then every device and channel is one machine. docs/certificates.md has the proofs.
+
+The tasks of given stages and the machines that run them, for bounds on their schedules.
+
+Stages may share devices, take turns, recompute or offload, and split their backwards. A task is one
+computation or transfer of a microbatch, an all-reduce or an optimizer step. A machine is a device,
+a channel, or the all-reduces of a device: it runs one task at a time.
 """
 
 from collections.abc import Iterator, Sequence

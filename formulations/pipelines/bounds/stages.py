@@ -7,6 +7,23 @@ reaches it, the *tail* the least time after it. If backwards are whole, W takes 
 with B. A device may have several stages: an argument about one stage ignores the others on its
 device, which makes it weaker but still valid; an argument about a device uses the least head and
 the least tail of its stages.
+
+Lower bounds on the makespan and the span of given stages, wherever they are placed.
+
+No transfers count, since neighbouring stages may share a device. For M microbatches of S stages
+with times F, B (or I, W) on at most D devices:
+
+* Load: all computations are done by D devices, and no stage is divided. With more stages than
+  devices, two of the D + 1 stages that take longest share a device.
+* Start and end: only the device of stage 0 computes at once. The first computation of a device is
+  the forward of some stage s, after the forwards of 0, ..., s - 1, and devices have different ones,
+  so that together they wait at least as long as the first D of these sums. The last computation of
+  a device is the backward of another stage each, if backwards are whole, and the same holds for
+  what follows it. A device without stages is idle all the time, which is longer.
+* One stage: its computations are on one device, between the forwards before it and, if backwards
+  are whole, the backwards that follow its last one.
+* Balance: each device has the work of its stages, and waits as above for its first one. An integer
+  program places the stages so that the longest such time is as short as possible.
 """
 
 import heapq

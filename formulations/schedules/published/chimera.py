@@ -1,4 +1,11 @@
-"""Chimera: two pipelines in opposite directions on the same devices (Li and Hoefler 2021)."""
+"""Chimera: two pipelines in opposite directions on the same devices (Li and Hoefler 2021).
+
+DualPipe and DualPipeV: forwards of one direction next to backwards of the other.
+
+Both are the eight steps of DeepSeek's schedule (DeepSeek-V3 technical report, 2025, section 3.2.1,
+and its public program). A step alternates *phases*: the two stages of a device. The pairs of a
+forward and a backward in steps 4 and 5, which DeepSeek overlaps, stand next to each other here.
+"""
 
 from collections import deque
 from functools import lru_cache
