@@ -198,6 +198,7 @@ class Timeline {
 
   draw() {
     const pen = this.context, scale = devicePixelRatio || 1;
+    if (!pen) return;  // asked for while it is not shown; fit() draws it
     pen.setTransform(scale, 0, 0, scale, 0, 0);
     pen.fillStyle = css("--card");
     pen.fillRect(0, 0, this.width, this.height);
