@@ -24,7 +24,7 @@ from stagewright.formulations.plans.timing import covered_seconds
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InvalidPlan
-from stagewright.graphs.models.operators.opgraph import waiting_cycle
+from stagewright.graphs.models.operators.deadlock import waiting_cycle
 
 DONE = 1e-12  # of an entry's seconds: what rounding leaves of it
 

@@ -7,7 +7,8 @@ from time import perf_counter
 import numpy as np
 
 from stagewright.formulations.forms.answers import Limits, silent
-from stagewright.formulations.pipelines.bounds import stages
+from stagewright.formulations.pipelines.bounds.placements import BALANCE, Balance, placement_bounds
+from stagewright.formulations.pipelines.bounds.stages import plans_of, quick_bound
 from stagewright.formulations.pipelines.makespan import MakespanProblem
 from stagewright.formulations.plans.plan import Bound
 from stagewright.formulations.schedules.placements import Device
@@ -42,7 +43,7 @@ def search_placement(
             problem = problem_on(device)
         except InputError:  # no room in memory
             return np.inf
-        bound = stages.quick_bound(problem)
+        bound = quick_bound(problem)
         if bound >= most:
             return np.inf
         search = RowSearch(problem, limits.seed)
@@ -68,12 +69,12 @@ def placement_bound(problem: MakespanProblem, devices: int, limits: Limits) -> B
     """The best bound for every placement of the stages on that many devices."""
     from stagewright.solvers.backends.cpsat import run_integers  # CP-SAT is slow to import
 
-    plans = stages.plans_of(problem)
-    found = stages.placement_bounds(problem, devices, plans)
-    balance = stages.Balance.of(problem, devices)
+    plans = plans_of(problem)
+    found = placement_bounds(problem, devices, plans)
+    balance = Balance.of(problem, devices)
     share = replace(limits, seconds=_BALANCING * limits.seconds, backend=None)
     answer = run_integers(balance.form, share, silent)
-    balanced = Bound(answer.bound * balance.unit, stages.BALANCE, "schedule", plans)
+    balanced = Bound(answer.bound * balance.unit, BALANCE, "schedule", plans)
     return max((*found, balanced), key=lambda bound: bound.seconds)
 
 

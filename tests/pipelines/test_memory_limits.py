@@ -10,7 +10,8 @@ from memory_oracle import least_cost
 from profiles import examples
 
 from stagewright.formulations.forms.answers import Limits
-from stagewright.formulations.pipelines.bounds.stages import placement_bounds, plans_of
+from stagewright.formulations.pipelines.bounds.placements import placement_bounds
+from stagewright.formulations.pipelines.bounds.stages import plans_of
 from stagewright.formulations.pipelines.makespan import MakespanProblem
 from stagewright.solvers.pipelines.least_memory import least_memory, memory_curve, memory_levels
 from stagewright.solvers.pipelines.placing import placement_bound, search_placement
