@@ -27,7 +27,7 @@ PANELS: dict[str, dict[str, str]] = {
     },
     "Run": {
         "run": "training.running", "train": "training.rounds", "compare": "pipelines.comparing",
-        "export": "pipelines.plans",
+        "export": "pipelines.exporting",
     },
     "The planning service": {
         "serve": "serving", "token": "serving", "backup": "serving", "jobs": "serving",
