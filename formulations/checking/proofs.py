@@ -6,7 +6,7 @@ A bound proved by a search is *claimed*: :mod:`stagewright.solvers.proofs` runs 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -22,10 +22,9 @@ from stagewright.formulations.patterns.joint_patterns import ALLOCATIONS
 from stagewright.formulations.patterns.one_f_one_b import (
     PATTERN_LOAD,
     PATTERN_MEMORY,
-    iteration_bound,
 )
 from stagewright.formulations.patterns.pattern_models import PATTERN
-from stagewright.formulations.patterns.pattern_problems import load_seconds, pattern_problem
+from stagewright.formulations.patterns.pattern_problems import load_seconds, memory_seconds
 from stagewright.formulations.patterns.periodic_bounds import NAMES as OF_PERIODS
 from stagewright.formulations.patterns.periodic_bounds import iteration_bounds
 from stagewright.formulations.pipelines import bppm
@@ -39,9 +38,9 @@ from stagewright.formulations.pipelines.grouped_stages import relaxed_schedule, 
 from stagewright.formulations.pipelines.joint import JOINT_SEARCH
 from stagewright.formulations.pipelines.makespan_models import CP_SAT
 from stagewright.formulations.pipelines.windows import WINDOWS
-from stagewright.formulations.plans.actions import WEIGHT_RULES
+from stagewright.formulations.plans.actions import WEIGHT_RULES, WeightRule
 from stagewright.formulations.plans.pipeline import PipelineProblem
-from stagewright.formulations.plans.plan import Bound, Guarantee, PipelinePlan
+from stagewright.formulations.plans.plan import Bound, Guarantee, PipelinePlan, Stage
 from stagewright.formulations.plans.plan_class import (
     DISJOINT_SPLIT,
     DISJOINT_WHOLE,
@@ -194,18 +193,17 @@ def _of_devices(problem: PipelineProblem, plan: PipelinePlan, bound: Bound) -> f
     return verified_bound(problem, plan.stages, bound.plans.split_backward, bound.seconds)
 
 
-def _of_pattern_load(problem: PipelineProblem, plan: PipelinePlan, bound: Bound) -> float | None:
-    if not OFFLOADING_PATTERNS.contains(class_of(plan)) or len(bound.plans.weights) > 1:
-        return None
-    return load_seconds(problem, plan.stages, WEIGHT_RULES[bound.plans.weights[0]])
+def _of_patterns(
+    plans: PlanClass, seconds: Callable[[PipelineProblem, Sequence[Stage], WeightRule], float]
+) -> Value:
+    """A bound on patterns of the plan's stages, which holds if the plan is one of ``plans``."""
 
+    def value(problem: PipelineProblem, plan: PipelinePlan, bound: Bound) -> float | None:
+        if not plans.contains(class_of(plan)) or len(bound.plans.weights) > 1:
+            return None
+        return seconds(problem, plan.stages, WEIGHT_RULES[bound.plans.weights[0]])
 
-def _of_pattern_memory(problem: PipelineProblem, plan: PipelinePlan, bound: Bound) -> float | None:
-    if not EVERY_PATTERN.contains(class_of(plan)) or len(bound.plans.weights) > 1:
-        return None
-    return iteration_bound(
-        pattern_problem(problem, plan.stages, WEIGHT_RULES[bound.plans.weights[0]])
-    )
+    return value
 
 
 def _of_periods(problem: PipelineProblem, plan: PipelinePlan, bound: Bound) -> float | None:
@@ -255,6 +253,10 @@ ARGUMENTS: dict[str, Argument] = {
     },
     ALLOCATIONS: Argument("problem", SEARCHED_ALLOCATIONS),
     PATTERN: Argument("schedule", PATTERNS),
-    PATTERN_LOAD: Argument("schedule", OFFLOADING_PATTERNS, _of_pattern_load),
-    PATTERN_MEMORY: Argument("schedule", EVERY_PATTERN, _of_pattern_memory),
+    PATTERN_LOAD: Argument(
+        "schedule", OFFLOADING_PATTERNS, _of_patterns(OFFLOADING_PATTERNS, load_seconds)
+    ),
+    PATTERN_MEMORY: Argument(
+        "schedule", EVERY_PATTERN, _of_patterns(EVERY_PATTERN, memory_seconds)
+    ),
 }

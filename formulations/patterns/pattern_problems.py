@@ -6,7 +6,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from stagewright.formulations.patterns.one_f_one_b import pattern_load_bound
+from stagewright.formulations.patterns.one_f_one_b import iteration_bound, pattern_load_bound
 from stagewright.formulations.patterns.pattern import PatternProblem
 from stagewright.formulations.plans.actions import DOUBLE_BUFFER, WeightRule
 from stagewright.formulations.plans.memory import (
@@ -45,6 +45,11 @@ def load_seconds(problem: PipelineProblem, stages: Sequence[Stage], rule: Weight
     """
     asked = pattern_problem(problem, [replace(one, offload=False) for one in stages], rule)
     return asked.iteration_seconds(pattern_load_bound(asked))
+
+
+def memory_seconds(problem: PipelineProblem, stages: Sequence[Stage], rule: WeightRule) -> float:
+    """The same bound by loads and by what 1F1B* keeps in memory; no stage may offload."""
+    return iteration_bound(pattern_problem(problem, stages, rule))
 
 
 class _Figures(NamedTuple):

@@ -13,9 +13,8 @@ from stagewright.formulations.forms.answers import GapStop, OnProgress, Progress
 from stagewright.formulations.patterns.one_f_one_b import (
     PATTERN_LOAD,
     PATTERN_MEMORY,
-    iteration_bound,
 )
-from stagewright.formulations.patterns.pattern_problems import load_seconds, pattern_problem
+from stagewright.formulations.patterns.pattern_problems import load_seconds, memory_seconds
 from stagewright.formulations.pipelines.bounds.relaxation import FILL_AND_DRAIN, WIDE_FILL_AND_DRAIN
 from stagewright.formulations.pipelines.bounds.server_relaxation import (
     SERVERS,
@@ -222,7 +221,7 @@ def _certified_pattern(
     proved = [one for one in proposal.bounds if not offload or one.scope == "problem"]
     bounds = [*known.every, *proved, Bound(load, PATTERN_LOAD, "schedule", plans)]
     if not offload:
-        least = iteration_bound(pattern_problem(problem, proposal.stages, rule))
+        least = memory_seconds(problem, proposal.stages, rule)
         bounds.append(Bound(least, PATTERN_MEMORY, "schedule", plans))
     return certify(problem, assembled, bounds, ())
 
