@@ -30,8 +30,8 @@ from stagewright.formulations.forms.answers import Limits, Status, settled
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.documents.errors import InputError
 from stagewright.solvers.backends.backend import solve
+from stagewright.solvers.clusters.answer import AllocationResult
 from stagewright.solvers.clusters.levels import ROUNDING
-from stagewright.solvers.clusters.policies.answer import AllocationResult
 
 _BACKEND = "highs-ipm"  # where no two of 3,000 jobs are alike, three times as fast as simplex
 

@@ -14,7 +14,7 @@ from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.formulations.forms.models import LinearProgram
 from stagewright.graphs.documents.errors import InputError
 from stagewright.solvers.backends.backend import BACKENDS, UnknownStatusError
-from stagewright.solvers.clusters.policies.answer import AllocationResult
+from stagewright.solvers.clusters.answer import AllocationResult
 
 Solve = Callable[..., AllocationResult]
 

@@ -9,7 +9,7 @@ from stagewright.formulations.clusters.policies import allox
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.forms.models import weak_duality_bound
 from stagewright.solvers.backends.backend import solve as solve_form
-from stagewright.solvers.clusters.policies.answer import AllocationResult
+from stagewright.solvers.clusters.answer import AllocationResult
 
 
 def solve(problem: AllocationProblem, limits: Limits) -> AllocationResult:

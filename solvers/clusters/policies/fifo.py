@@ -14,7 +14,7 @@ from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.formulations.forms.models import weak_duality_bound
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 from stagewright.solvers.backends.backend import solve as solve_form
-from stagewright.solvers.clusters.policies.answer import AllocationResult
+from stagewright.solvers.clusters.answer import AllocationResult
 
 TOLERANCE = 1e-9  # relative distance to the bound at which the answer counts as optimal
 _FIRST_PARTS = 4  # groups of a kind, at first

@@ -7,8 +7,8 @@ from time import perf_counter
 from stagewright.formulations.clusters.allocation import Allocation, AllocationProblem
 from stagewright.formulations.clusters.policies import finish_time, shortest_first
 from stagewright.formulations.forms.answers import Limits, Status
+from stagewright.solvers.clusters.answer import AllocationResult
 from stagewright.solvers.clusters.levels import max_level
-from stagewright.solvers.clusters.policies.answer import AllocationResult
 
 TOLERANCE = 1e-6
 """Relative width of the bracket at which the answer counts as optimal."""

@@ -13,7 +13,7 @@ from stagewright.formulations.clusters.allocation import Allocation, AllocationP
 from stagewright.formulations.clusters.policies import isolated, max_min
 from stagewright.formulations.forms.answers import Limits
 from stagewright.graphs.documents.arrays import Floats, Ints
-from stagewright.solvers.clusters.policies.answer import AllocationResult
+from stagewright.solvers.clusters.answer import AllocationResult
 from stagewright.solvers.clusters.policies.isolated import judged
 
 

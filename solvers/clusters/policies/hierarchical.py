@@ -3,7 +3,7 @@
 from stagewright.formulations.clusters.allocation import AllocationProblem
 from stagewright.formulations.clusters.policies import hierarchical
 from stagewright.formulations.forms.answers import Limits
-from stagewright.solvers.clusters.policies.answer import AllocationResult
+from stagewright.solvers.clusters.answer import AllocationResult
 from stagewright.solvers.clusters.policies.water_filling import fill
 
 

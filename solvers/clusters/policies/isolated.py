@@ -6,8 +6,8 @@ from stagewright.formulations.clusters.allocation import Allocation, AllocationP
 from stagewright.formulations.clusters.policies import isolated, max_min
 from stagewright.formulations.forms.answers import Limits, Status, settled
 from stagewright.graphs.documents.arrays import Floats
+from stagewright.solvers.clusters.answer import AllocationResult
 from stagewright.solvers.clusters.levels import ROUNDING, max_level
-from stagewright.solvers.clusters.policies.answer import AllocationResult
 
 
 def solve(problem: AllocationProblem, limits: Limits) -> AllocationResult:

@@ -15,6 +15,7 @@ from stagewright.formulations.forms.answers import Answer, Limits, Status
 from stagewright.formulations.forms.models import weak_duality_bound
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.solvers.backends import backend
+from stagewright.solvers.clusters.answer import AllocationResult
 from stagewright.solvers.clusters.levels import (
     FIRST_RATIO,
     TOLERANCE,
@@ -24,7 +25,6 @@ from stagewright.solvers.clusters.levels import (
     scarce_time,
     split_until_proved,
 )
-from stagewright.solvers.clusters.policies.answer import AllocationResult
 
 _ROOM = 1e-9  # of the makespan, for the sake of dollars
 _LEAST_ROOM = 1e-6  # of the least budget, so that it is one

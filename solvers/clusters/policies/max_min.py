@@ -3,8 +3,8 @@
 from stagewright.formulations.clusters.allocation import AllocationProblem
 from stagewright.formulations.clusters.policies import max_min
 from stagewright.formulations.forms.answers import Limits
+from stagewright.solvers.clusters.answer import AllocationResult
 from stagewright.solvers.clusters.levels import central_level
-from stagewright.solvers.clusters.policies.answer import AllocationResult
 
 
 def solve(problem: AllocationProblem, limits: Limits) -> AllocationResult:

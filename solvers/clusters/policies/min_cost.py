@@ -14,6 +14,7 @@ from stagewright.formulations.forms.answers import Answer, Limits, Status
 from stagewright.formulations.forms.models import weak_duality_bound
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.solvers.backends import backend
+from stagewright.solvers.clusters.answer import AllocationResult
 from stagewright.solvers.clusters.levels import (
     TOLERANCE,
     LevelAttempt,
@@ -21,7 +22,6 @@ from stagewright.solvers.clusters.levels import (
     scarce_time,
     split_until_proved,
 )
-from stagewright.solvers.clusters.policies.answer import AllocationResult
 
 _SLACKS = (1e-9, 1e-7)  # of the best ratio, for the sake of work; the second if the first fails
 _CLOSE = 1e-6  # of the work: as near as it is brought to its most

@@ -12,9 +12,9 @@ from stagewright.formulations.clusters.polytope import group_by, polytope
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.solvers.backends import backend
+from stagewright.solvers.clusters.answer import AllocationResult
 from stagewright.solvers.clusters.levels import max_level
 from stagewright.solvers.clusters.policies import min_cost
-from stagewright.solvers.clusters.policies.answer import AllocationResult
 
 _ROOM = 1e-8  # of a floor that only just fits: a solver's rounding
 

@@ -5,7 +5,7 @@ import numpy as np
 from stagewright.formulations.clusters.allocation import AllocationProblem
 from stagewright.formulations.clusters.policies import shortest_first
 from stagewright.formulations.forms.answers import Limits
-from stagewright.solvers.clusters.policies.answer import AllocationResult
+from stagewright.solvers.clusters.answer import AllocationResult
 from stagewright.solvers.clusters.policies.fifo import most_value
 
 

@@ -3,7 +3,7 @@
 from stagewright.formulations.clusters.allocation import AllocationProblem, allocation_of_shares
 from stagewright.formulations.clusters.policies import isolated
 from stagewright.formulations.forms.answers import Limits
-from stagewright.solvers.clusters.policies.answer import AllocationResult
+from stagewright.solvers.clusters.answer import AllocationResult
 from stagewright.solvers.clusters.policies.isolated import judged
 
 

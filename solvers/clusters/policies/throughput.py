@@ -8,7 +8,7 @@ from stagewright.formulations.clusters.polytope import group_by, polytope
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.forms.models import weak_duality_bound
 from stagewright.solvers.backends import backend
-from stagewright.solvers.clusters.policies.answer import AllocationResult
+from stagewright.solvers.clusters.answer import AllocationResult
 
 
 def solve(problem: AllocationProblem, limits: Limits) -> AllocationResult:

@@ -14,7 +14,7 @@ from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.formulations.forms.models import LinearProgram, weak_duality_bound
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 from stagewright.solvers.backends.backend import solve as solve_form
-from stagewright.solvers.clusters.policies.answer import AllocationResult
+from stagewright.solvers.clusters.answer import AllocationResult
 
 STUCK = 1e-7  # units that a stuck job may still gain
 RELAXED = (0.0, 1e-9, 1e-7)  # parts of the floors to give up if rounding makes them infeasible

@@ -19,7 +19,7 @@ from stagewright.formulations.clusters.policies import (
 )
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.graphs.documents.errors import InputError
-from stagewright.solvers.clusters.policies.answer import AllocationResult
+from stagewright.solvers.clusters.answer import AllocationResult
 from stagewright.solvers.clusters.specification import statements
 from stagewright.solvers.clusters.specification.setting import RateSetting, Specified, setting
 

@@ -22,7 +22,7 @@ from stagewright.formulations.forms.models import Convex
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 from stagewright.graphs.documents.errors import InputError
 from stagewright.solvers.backends.backend import solve
-from stagewright.solvers.clusters.policies.answer import Duals
+from stagewright.solvers.clusters.answer import Duals
 
 SECONDS_PER_HOUR = 3600.0
 _MOST_VARIABLES = 1_000_000
