@@ -14,7 +14,7 @@ from exported_plans import MICROBATCHES, gpt, make_model, make_plan, random_rows
 from plans import small_problem
 from ranks import Ranks
 
-from stagewright.cli.pipelines import plans as exporting
+from stagewright.cli.pipelines import exporting
 from stagewright.executor.export import FORMATS, export, pipelines, remarks
 from stagewright.executor.export.launchers import to_yaml
 from stagewright.executor.export.layouts import EVERY_FORMAT
