@@ -155,7 +155,10 @@ class BackpropProblem:
         return {(one.kind, one.layer, one.microbatch): i for i, one in rows}
 
     def evaluate(self, timetable: "WindowTimes") -> float:
-        """Check every constraint and return the end of the window, T(F_L) + F_L."""
+        """Check every constraint and return the end of the window, T(F_L) + F_L.
+
+        Raises InvalidPlan if a constraint is broken; the message names the first one.
+        """
         slack = RELATIVE_TOLERANCE * float(self.seconds.sum())
         _require_work(self, timetable, slack)
         _require_order(self, timetable, slack)

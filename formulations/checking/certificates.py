@@ -21,6 +21,9 @@ def certificate(
 
     ``bounds`` must contain one of scope ``problem`` on every plan (of tensor degree 1, without
     shards), so that other plans have no certificate.
+
+    Raises InvalidPlan if no bound applies to this plan, none is on every plan, or one exceeds the
+    plan's cost: a bug of Stagewright.
     """
     # An infinite bound says that its class is empty; it does not contain this plan.
     kept = tuple(_capped(bound, plans, cost) for bound in bounds if bound.seconds < math.inf)

@@ -170,7 +170,10 @@ def refutations(found: Sequence[Verdict]) -> tuple[Violation, ...]:
 
 
 def require_valid(problem: PipelineProblem, plan: PipelinePlan) -> float:
-    """The iteration time in seconds, recomputed from the starts and the cost model."""
+    """The iteration time in seconds, recomputed from the starts and the cost model.
+
+    Raises InvalidPlan with the first broken rule.
+    """
     require_structure(problem, plan)
     times = read_times(problem, plan)
     for violation in _broken_times(times, plan):

@@ -77,7 +77,7 @@ def follow(problem: SwitchingProblem, name: str, home: Home) -> Followed:
 
 
 def offers_seen(problem: SwitchingProblem, name: str, home: Home) -> list[int]:
-    """The numbers of the offers that a strategy sees."""
+    """The numbers of the offers that a strategy sees. Raises InputError as `follow`."""
     if name not in STRATEGIES:
         raise InputError(f"unknown strategy {name!r}; one of {', '.join(STRATEGIES)}")
     sees = STRATEGIES[name].sees

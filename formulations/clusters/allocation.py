@@ -165,7 +165,10 @@ def allocation_of_shares(shares: Floats) -> Allocation:
 
 
 def throughput(problem: AllocationProblem, allocation: Allocation) -> Floats:
-    """Effective throughput of each job, steps per second (5.3.1), shape (jobs,)."""
+    """Effective throughput of each job, steps per second (5.3.1), shape (jobs,).
+
+    Raises InvalidPlan if a pair shares a worker on which its kinds have no rate.
+    """
     found = np.zeros(len(problem))
     alone = allocation.partner < 0
     job, worker = allocation.job[alone], allocation.worker[alone]
@@ -227,7 +230,10 @@ def accelerators_of_jobs(problem: AllocationProblem, allocation: Allocation) -> 
 
 
 def check(problem: AllocationProblem, allocation: Allocation) -> None:
-    """Equations 5.1 to 5.3 and the rules of pairs and placement, from the definitions."""
+    """Equations 5.1 to 5.3 and the rules of pairs and placement, from the definitions.
+
+    Raises InvalidPlan in one line that names the job or the accelerator.
+    """
     _check_entries(problem, allocation)
     throughput(problem, allocation)  # every pair has a rate
     shares = allocation.dense(len(problem), len(problem.table.workers))

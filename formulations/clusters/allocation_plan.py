@@ -96,7 +96,10 @@ def shares_of(problem: AllocationProblem, allocation: Allocation) -> tuple[Share
 
 
 def allocation_of(plan: AllocationPlan, problem: AllocationProblem) -> Allocation:
-    """The plan's shares as arrays, checked against ``problem``."""
+    """The plan's shares as arrays, checked against ``problem``.
+
+    Raises InputError if the plan speaks of another job or accelerator, or breaks a rule.
+    """
     index = {name: number for number, name in enumerate(problem.names)}
     names = problem.table.pool.names
     columns = {

@@ -97,6 +97,8 @@ class LatencyProblem:
         """Check every rule; the seconds until the last node is done.
 
         ``home`` has the accelerator of each node, or ``HOST``.
+
+        Raises InvalidPlan if a rule is broken; the message names the first one.
         """
         return max(self.done(home))
 

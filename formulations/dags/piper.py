@@ -193,7 +193,10 @@ class PiperProblem:
         ]
 
     def evaluate(self, stages: Sequence[PiperStage]) -> float:
-        """Check every rule; the largest time per sample of a stage, in seconds."""
+        """Check every rule; the largest time per sample of a stage, in seconds.
+
+        Raises InvalidPlan if a rule is broken; the message names the first one.
+        """
         self._require_layers(stages)
         self._require_degrees(stages)
         self._require_memory(stages)

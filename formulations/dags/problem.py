@@ -154,11 +154,17 @@ class DagProblem:
         )
 
     def evaluate_phases(self, sets: "Sequence[PlacedSet]") -> float:
-        """Check every rule; the largest forward load plus the largest backward load, in seconds."""
+        """Check every rule; the largest forward load plus the largest backward load, in seconds.
+
+        Raises InvalidPlan as `evaluate`.
+        """
         return self.of_forward.evaluate(sets) + self.of_backward.evaluate(sets)
 
     def evaluate(self, sets: "Sequence[PlacedSet]", contiguous: bool = True) -> float:
-        """Check every rule, contiguity only if asked for; the largest load, in seconds."""
+        """Check every rule, contiguity only if asked for; the largest load, in seconds.
+
+        Raises InvalidPlan if a rule is broken; the message names the first one.
+        """
         home: dict[int, int] = {}
         for number, one in enumerate(sets):
             for part in one.parts:

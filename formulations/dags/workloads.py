@@ -34,6 +34,8 @@ def dag_problem(
 
     ``most_replicas`` of a set exchange the bytes of its nodes, as if all were weights, at the
     ``bandwidth`` of a device in bytes per second (None: at once).
+
+    Raises InputError if a node does not run on an accelerator.
     """
     require_accelerators(workload)
     nodes = {node.id: node for node in workload.nodes}

@@ -115,7 +115,10 @@ class OperatorProblem:
                 raise InputError(f"the diagonal of {name} must be 0")
 
     def evaluate(self, timetable: "GraphTimes") -> float:
-        """Check every rule and return the end of the last operator, in seconds."""
+        """Check every rule and return the end of the last operator, in seconds.
+
+        Raises InvalidPlan if a rule is broken; the message names the first one.
+        """
         return rules.evaluate(self, timetable)
 
     def transfer_seconds(self, tensor: Ints, source: Ints, target: Ints) -> Floats:

@@ -237,7 +237,10 @@ class Layout:
         return (first, *middle, last)
 
     def recomputed_of_stages(self, blocks: int) -> tuple[int, ...]:
-        """How many blocks of every stage, the first ones, are recomputed."""
+        """How many blocks of every stage, the first ones, are recomputed.
+
+        Raises InputError as `blocks_of_stages`, or if more are recomputed than a stage has.
+        """
         has = self.blocks_of_stages(blocks)
         if self.recompute == "none":
             return (0,) * len(has)

@@ -120,6 +120,8 @@ def chain_of(problem: TrainingProblem, layout: Layout, names: Sequence[str] | No
     A layer that uses the embedding's table has a copy of it, as in other models' chains. The
     bytes of a parameter are those of the weight; what gradients and optimizer take in addition is
     the optimizer's state.
+
+    Raises InputError if ``names`` are not as many as there are layers.
     """
     count = problem.architecture.layers
     own = ["embedding", *(f"blocks.{i}" for i in range(count)), "head"]

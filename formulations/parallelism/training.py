@@ -41,7 +41,10 @@ class Precision:
 
 
 def precision_named(name: str) -> Precision:
-    """Mixed precision by its name: fp16, bf16, fp8 (products in 8 bits, weights in bf16); fp32."""
+    """Mixed precision by its name: fp16, bf16, fp8 (products in 8 bits, weights in bf16); fp32.
+
+    Raises InputError if the name is another.
+    """
     if name in ("fp16", "bf16"):
         return Precision()
     if name == "fp8":
@@ -106,7 +109,10 @@ class TrainingProblem:
 
 
 def require_layout(problem: TrainingProblem, layout: Layout) -> None:
-    """Raise in one line if a rule does not hold."""
+    """Raise in one line if a rule does not hold.
+
+    Raises InputError with the rule and, where there are some, the nearest values that work.
+    """
     if layout.ranks != problem.fabric.devices:
         raise InputError(
             f"p x t x c x d = {layout.pipeline} x {layout.tensor} x {layout.context} x "

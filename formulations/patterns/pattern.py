@@ -188,7 +188,10 @@ class PatternProblem:
         return tuple(starts)
 
     def evaluate(self, pattern: "Pattern") -> float:
-        """Check every rule and return the period of ``pattern``."""
+        """Check every rule and return the period of ``pattern``.
+
+        Raises InvalidPlan if a rule is broken; the message names the first one.
+        """
         for problem in self._broken(pattern):
             raise InvalidPlan(problem)
         return pattern.period

@@ -89,6 +89,8 @@ class JobShop:
         """The makespan of ``starts``, after every constraint was checked.
 
         ``machines`` may be left out where no step has a choice.
+
+        Raises InvalidPlan naming the first constraint that is broken.
         """
         choices = self.choices
         if machines is None:

@@ -139,7 +139,10 @@ class MakespanProblem:
         return [s for s, home in enumerate(self.device) if home == device]
 
     def evaluate(self, timetable: "Timetable") -> float:
-        """Check every constraint and return the cost of ``timetable`` by the objective."""
+        """Check every constraint and return the cost of ``timetable`` by the objective.
+
+        Raises InvalidPlan if a constraint is broken; the message names the first one.
+        """
         if (timetable.weight_gradient is not None) != self.is_split:
             split = "split" if self.is_split else "whole"
             raise InvalidPlan(f"backwards are {split}, but not in the timetable")

@@ -89,6 +89,8 @@ def timetable_of_order(problem: MakespanProblem, order: Order) -> tuple[TimedOrd
 
     If the problem's backwards are split, a whole one in the order is an input gradient and a weight
     gradient in sequence whose gradient is sent only after both.
+
+    Raises InputError if the devices deadlock.
     """
     timed, sent = with_channels(order, stage_times(problem), problem.duplex == "full")
     shape = (problem.stages, problem.microbatches)

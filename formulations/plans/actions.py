@@ -186,6 +186,8 @@ def along_way(action: Action, *, backward_first: bool = False) -> tuple[int, int
 def parse_action(text: str) -> Action:
     """Read one action.
 
+    Raises InputError if ``text`` is not an action.
+
     Examples
     --------
     >>> str(parse_action("2SEND_F0"))
@@ -200,6 +202,8 @@ def parse_action(text: str) -> Action:
 
 def parse_operation(text: str) -> Operation:
     """Read one operation.
+
+    Raises InputError if ``text`` is not an operation.
 
     Examples
     --------

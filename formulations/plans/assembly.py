@@ -165,6 +165,9 @@ def certify(
 
     ``bounds`` must contain one of scope ``problem`` on every plan. Bounds on classes that do not
     contain this plan are only listed.
+
+    Raises InvalidPlan if the plan breaks a rule of the problem, or costs less than a bound on its
+    class. Both are bugs of Stagewright.
     """
     assert plan.predicted is not None
     cost = plan.predicted.iteration_seconds

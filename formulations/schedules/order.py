@@ -77,7 +77,7 @@ class Order:
 
     @property
     def device(self) -> tuple[int, ...]:
-        """The device of each stage."""
+        """The device of each stage. Raises InputError if the order has several paths."""
         if len(self.paths) > 1:
             raise InputError(
                 f"the order has {len(self.paths)} paths: a stage is on several devices"

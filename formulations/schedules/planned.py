@@ -197,7 +197,10 @@ def stages_of(order: Order, cuts: Sequence[int], names: Sequence[str]) -> tuple[
 def starts_in_order(
     problem: PipelineProblem, stages: Sequence[Stage], order: Order, rule: WeightRule = FLUSH
 ) -> Blocks:
-    """The earliest starts of computations and transfers, without all-reduces and updates."""
+    """The earliest starts of computations and transfers, without all-reduces and updates.
+
+    Raises InputError if the devices deadlock.
+    """
     split = np.zeros((len(stages), order.microbatches), dtype=bool)
     for row in order.rows:
         for action in row:
@@ -218,7 +221,10 @@ def starts_in_order(
 def starts_to_the_end(
     problem: PipelineProblem, stages: Sequence[Stage], order: Order, rule: WeightRule = FLUSH
 ) -> Blocks:
-    """The starts of `starts_in_order` with those of all-reduces and updates after the backwards."""
+    """The starts of `starts_in_order` with those of all-reduces and updates after the backwards.
+
+    Raises InputError if the devices deadlock.
+    """
     starts = starts_in_order(problem, stages, order, rule)
     if not rule.updates_every_round:
         starts |= _endings(problem, stages, starts)

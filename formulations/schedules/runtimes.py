@@ -56,7 +56,11 @@ class Runtime:
     fills: bool = False
 
     def require(self, recompute: str | None, shards: Shards) -> None:
-        """Refuse recomputation or shards that no plan for the framework has."""
+        """Refuse recomputation or shards that no plan for the framework has.
+
+        Raises InputError if ``recompute`` is neither None, ``auto`` nor one of its own, or by its
+        ``shards``.
+        """
         for what, asked, own in (
             ("recompute", recompute or "auto", (*self.recompute, "auto")),
             ("shards", shards, self.shards),

@@ -47,7 +47,10 @@ class ActivationMemory:
                 raise InputError(f"kept[{s}] must be 0 to {saved} (saved[{s}]), got {kept}")
 
     def require_room(self, device: Device) -> None:
-        """Refuse a limit below one microbatch of every stage on a device."""
+        """Refuse a limit below one microbatch of every stage on a device.
+
+        Raises InputError with the least limit that works.
+        """
         for d, (least, limit) in enumerate(zip(self.least(device), self.limit, strict=True)):
             if limit < least:
                 raise InputError(
@@ -106,6 +109,8 @@ class StageTimes:
     ``forward``, ``input_gradient``, ``weight_gradient``: one time per stage; a whole backward takes
     the sum of the latter two. ``send_forward`` and ``send_backward``: transfer times from stage s
     to s + 1 and back, S - 1 values. Between two stages on one device a transfer takes no time.
+
+    Raises InputError if the numbers of values do not agree.
     """
 
     forward: Times

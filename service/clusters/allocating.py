@@ -87,7 +87,7 @@ def allocate(request: AllocateRequest, stop: StopToken | None = None) -> Allocat
 
 
 def require_allocatable(request: AllocateRequest) -> AllocationProblem:
-    """The problem; refuses what the policy lacks for it."""
+    """The problem; refuses what the policy lacks for it. Raises InputError as `allocate`."""
     problem = _problem(request)
     if request.parts is None:
         require_policy(problem, request.policy, request.budget_dollars, request.backend)
@@ -207,7 +207,10 @@ def rounds(request: RoundsRequest, stop: StopToken | None = None) -> RoundsAnswe
 
 
 def require_realisable(request: RoundsRequest) -> tuple[AllocationProblem, AllocationPlan | None]:
-    """The problem, and the allocation if it is given; refuses what the policy lacks."""
+    """The problem, and the allocation if it is given; refuses what the policy lacks.
+
+    Raises InputError as `rounds`.
+    """
     given = request.allocation
     if given is None:
         problem = _problem(request)

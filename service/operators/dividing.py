@@ -134,7 +134,7 @@ class DivideAnswer(Answer):
 def divide(
     request: DivideRequest, on_progress: OnProgress = silent, stop: StopToken | None = None
 ) -> DivideAnswer:
-    """The best division that is found in time."""
+    """The best division that is found in time. Raises InputError as `problem_of`."""
     problem = problem_of(request)
     if isinstance(problem, PiperProblem):
         return _layers(request, problem, stop)

@@ -55,7 +55,7 @@ def partition(request: PartitionRequest, stop: StopToken | None = None) -> Parti
 
 
 def require_method(request: PartitionRequest) -> BalancedPartition:
-    """The question; refuses a backend that cannot answer it."""
+    """The question; refuses a backend that cannot answer it. Raises InputError as `partition`."""
     problem = request.problem
     usable = int(problem.replicas_per_layer.sum())  # every device of the order gets a stage
     question = BalancedPartition(problem, recursive_device_order(problem.cluster)[:usable])

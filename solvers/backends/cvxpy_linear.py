@@ -36,6 +36,8 @@ def solved(problem: cp.Problem, solver: str, options: dict[str, Any]) -> Status:
 
     If presolve could not tell infeasible from unbounded, the problem is solved without its
     objective.
+
+    Raises UnknownStatusError if CVXPY reports a status that the table does not list.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of what the status says as well

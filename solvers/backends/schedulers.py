@@ -37,7 +37,10 @@ def scheduler(limits: Limits, choices: bool = False) -> Backend:
 def solve_intervals(
     form: Intervals, limits: Limits, on_progress: OnProgress = silent
 ) -> Answer[Ints]:
-    """Answer ``form`` by the backend of ``limits``; the hint is only for CP-SAT."""
+    """Answer ``form`` by the backend of ``limits``; the hint is only for CP-SAT.
+
+    Raises InputError if the form has stores, spans or choices, and the backend is not CP-SAT.
+    """
     backend = scheduler(limits, choices=bool(form.choices))
     if backend.accepts is Intervals:
         return solve(form, backend.name, limits, on_progress)

@@ -126,6 +126,8 @@ def schedule_streams(streams: Streams, ends: tuple[int, ...]) -> StreamResult:
 
     The paper preschedules as few regions as fit in memory; here the fastest number, by the model of
     overlap, for a plan whose memory is checked.
+
+    Raises InputError if it does not fit in ``memory`` bytes for any number of prescheduled regions.
     """
     regions, found = regions_of(streams, ends), list[StreamResult]()
     for prescheduled in range(len(ends) + 1):

@@ -85,7 +85,10 @@ def in_process(
 def on_ray(
     run: Callable[[JobPart, Limits], Solved], parts: Sequence[JobPart], limits: Limits
 ) -> list[Solved]:
-    """All parts at once, on the Ray cluster that this process is part of, else on this machine."""
+    """All parts at once, on the Ray cluster that this process is part of, else on this machine.
+
+    Raises InputError if Ray is not installed.
+    """
     if find_spec("ray") is None:
         raise InputError("solving parts at once needs Ray; pip install 'stagewright[cluster]'")
     import ray

@@ -78,6 +78,8 @@ def plan_operators(
     A plan is optimal if no plan with the same splits is shorter, whatever others promise: see
     ``any_splits_gap`` of its certificate. ``on_progress`` receives the seconds of the best
     placement so far, and the bound on plans with any splits.
+
+    Raises InputError if there is no such planner.
     """
     require_planner(planner)
     limits = limits or Limits()

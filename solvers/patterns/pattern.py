@@ -57,6 +57,8 @@ def best_pattern(
     a search over periods. None: the backend of ``limits``, or else ``auto``, which is the fastest,
     HiGHS. ``lower_seconds``: A period that is known to be a lower bound.
 
+    Raises InvalidPlan if ``upper`` breaks a rule.
+
     Raises
     ------
     InputError

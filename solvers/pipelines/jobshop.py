@@ -45,7 +45,11 @@ class JobShopResult:
 def solve_jobshop(
     problem: JobShop, limits: Limits, on_progress: OnProgress = silent
 ) -> JobShopResult:
-    """The best schedule found within ``limits``, with a proved bound."""
+    """The best schedule found within ``limits``, with a proved bound.
+
+    Raises InputError if there is no such backend. Raises InvalidPlan if a schedule breaks a rule of
+    the problem.
+    """
     began = perf_counter()
     scheduler(limits, problem.is_flexible)  # refuses an unknown backend before any work
     static, argument = static_bound(problem)

@@ -72,6 +72,9 @@ def solve_schedule(
     An ``"optimal"`` schedule is never worse than any list schedule or ``incumbent``, which are
     checked first. The search ends when its cost equals a bound. It uses CP-SAT unless ``limits``
     names another backend; the others are for small cases.
+
+    Raises InputError if there is no such backend. Raises InvalidPlan if a schedule breaks a rule of
+    the problem.
     """
     began = perf_counter()
     scheduler(limits)  # refuses an unknown backend before any work
@@ -189,7 +192,10 @@ def _by_blocks(
 def given_schedule(
     problem: MakespanProblem, timetable: Timetable | None, source: str
 ) -> ScheduleResult:
-    """The result of a timetable of any ``source``, checked, with the bounds of the problem."""
+    """The result of a timetable of any ``source``, checked, with the bounds of the problem.
+
+    Raises InvalidPlan if the timetable breaks a rule of the problem.
+    """
     began = perf_counter()
     bounds = schedule_bounds(problem)
     return _result(problem, timetable, source, bounds, perf_counter() - began)

@@ -64,7 +64,10 @@ SEARCHING = 0.8  # of the time limit; the rest is for the bound
 def plan_launchable(
     problem: PipelineProblem, limits: Limits, on_progress: OnProgress, choices: Choices
 ) -> Proposal | NoPlan:
-    """The best plan found for the runtime of ``choices``, with a bound on all of its plans."""
+    """The best plan found for the runtime of ``choices``, with a bound on all of its plans.
+
+    Raises InputError if no plan for the runtime has the recomputation that is asked for.
+    """
     runtime = choices.runtime or torch_runtime(len(problem.chain))
     runtime.require(choices.recompute, "none")
     search = _LaunchableSearch(problem, limits, on_progress, runtime=runtime)

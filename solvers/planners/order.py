@@ -182,7 +182,11 @@ def _published(problem: PipelineProblem, name: str, layout: StagedOrder) -> Foun
 
 
 def timed(problem: PipelineProblem, name: str, layout: StagedOrder) -> Found:
-    """The plan of a published schedule on given stages; memory is not checked at every instant."""
+    """The plan of a published schedule on given stages; memory is not checked at every instant.
+
+    Raises InputError if the schedule needs the times of both parts of a backward, and there are
+    none.
+    """
     kind, order, stages = KINDS[name], layout.order, layout.stages
     if kind.is_split:
         _require_parts(problem, name)
@@ -206,6 +210,8 @@ def in_order(
     """The proposal that follows an order as early as possible; memory is not checked.
 
     All-reduces and optimizer steps follow the backwards.
+
+    Raises InputError if the devices deadlock.
     """
     starts = starts_to_the_end(problem, stages, order, WEIGHT_RULES[weights])
     return Proposal(stages, starts, weights=weights)

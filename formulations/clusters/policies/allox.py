@@ -54,6 +54,8 @@ def matching(problem: AllocationProblem) -> Matching:
 
     Of each type, accelerators' queues differ by one job at most, so no position beyond jobs over
     count, rounded up, is of use.
+
+    Raises InputError if a job asks for several accelerators.
     """
     require_single(problem)
     jobs, counts = len(problem), problem.table.counts[problem.table.accelerator]
@@ -86,7 +88,10 @@ def matching(problem: AllocationProblem) -> Matching:
 
 
 def queues(problem: AllocationProblem, asked: Matching, chosen: Floats) -> Queues:
-    """The queues of the matching's variables."""
+    """The queues of the matching's variables.
+
+    Raises InvalidPlan if they are no matching: a solver's answer between two of them.
+    """
     taken = np.flatnonzero(chosen > 0.5)
     if not np.array_equal(np.sort(asked.job[taken]), np.arange(len(problem))):
         raise InvalidPlan("AlloX: a job is not matched to one place")

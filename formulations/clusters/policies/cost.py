@@ -29,7 +29,10 @@ _TIGHT = 100.0  # scales the row of the ratio: a solver's 1e-7 is then 1e-9 of t
 
 
 def prices(problem: AllocationProblem) -> Floats:
-    """Dollars per hour of one accelerator, by worker type, shape (workers,)."""
+    """Dollars per hour of one accelerator, by worker type, shape (workers,).
+
+    Raises InputError if an accelerator has no price.
+    """
     accelerators = problem.table.pool.accelerators
     for one in accelerators:
         if one.dollars_per_hour is None:
@@ -42,7 +45,10 @@ def prices(problem: AllocationProblem) -> Floats:
 
 
 def positive_prices(problem: AllocationProblem) -> Floats:
-    """``prices``, none of them 0, where a ratio to cost is asked for."""
+    """``prices``, none of them 0, where a ratio to cost is asked for.
+
+    Raises InputError if an accelerator has no price, or costs nothing.
+    """
     found = prices(problem)
     if (found == 0).any():
         name = problem.table.workers[int(found.argmin())].name

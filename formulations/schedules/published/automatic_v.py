@@ -24,6 +24,8 @@ def automatic_v(
     Each rule is tried again with the idle time that a device had less than the one with the most,
     as long as this helps. The goal ``span`` is the longest time from a device's first start to its
     last end.
+
+    Raises InputError if a device has no room for one microbatch of both its stages.
     """
     device = v_shape(len(times.forward) // 2)
     memory.require_room(device)

@@ -25,6 +25,8 @@ def dualpipe(devices: int, microbatches: int) -> Order:
     (p / 2 - 1) (F&B + B - 3 W). Run one after the other, the parts of a pair deliver earlier, and
     the bubble is at most this with F&B = F + B. A device has the weights of two stages and at most
     p + 1 microbatches in flight.
+
+    Raises InputError if p or m is odd, or m < 2 p.
     """
     require_even("DualPipe", "devices", devices)
     require_even("DualPipe", "microbatches", microbatches)
@@ -44,6 +46,8 @@ def dualpipe_v(devices: int, microbatches: int) -> Order:
 
     Its bubble is DualPipe's on 2 p devices, (p - 1) (F&B + B - 3 W) of its smaller stages; at most
     2 p + 1 microbatches are in flight on a device.
+
+    Raises InputError if m < 2 p.
     """
     require_at_least("DualPipeV", "microbatches (2 p)", microbatches, 2 * devices)
     last = 2 * devices - 1
@@ -143,6 +147,8 @@ def chimera(devices: int, microbatches: int) -> Order:
     the bubbles at the end of a unit. With forwards and backwards of equal time the bubble is
     (p - 2) / (2 m + p - 2) of the makespan if m is a multiple of p (table 2). A device keeps from
     p / 2 + 1 to p microbatches in flight.
+
+    Raises InputError if the number of devices or of microbatches is odd.
     """
     require_even("Chimera", "devices", devices)
     require_even("Chimera", "microbatches", microbatches)

@@ -15,7 +15,7 @@ from stagewright.graphs.documents.errors import InputError
 
 
 def require_even(schedule: str, name: str, count: int) -> None:
-    """Refuse an odd ``count``."""
+    """Refuse an odd ``count``. Raises InputError with the nearest counts that work."""
     if count % 2:
         near = f"{count - 1} or {count + 1}" if count > 1 else "2"
         raise InputError(
@@ -24,13 +24,13 @@ def require_even(schedule: str, name: str, count: int) -> None:
 
 
 def require_at_least(schedule: str, name: str, count: int, least: int) -> None:
-    """Refuse a ``count`` below ``least``."""
+    """Refuse a ``count`` below ``least``. Raises InputError with the least count that works."""
     if count < least:
         raise InputError(f"{schedule} needs at least {least} {name}, got {count}")
 
 
 def require_stages(times: StageTimes, stages: int) -> None:
-    """Refuse times of another number of stages."""
+    """Refuse times of another number of stages. Raises InputError with both numbers."""
     if len(times.forward) != stages:
         raise InputError(f"the times are of {len(times.forward)} stages, not of {stages}")
 

@@ -118,6 +118,8 @@ Placement = Literal["line", "loop", "V", "wave", "both directions", "replicated 
 class Sizes:
     """The sizes that a schedule is generated for: devices, microbatches, chunks.
 
+    Raises InputError if a number is below 1.
+
     Attributes
     ----------
     devices, microbatches, chunks
@@ -297,7 +299,11 @@ KINDS: dict[str, ScheduleKind] = {
 
 
 def require_chunks(name: str, chunks: int) -> None:
-    """Refuse a number of stages per device that a schedule does not have."""
+    """Refuse a number of stages per device that a schedule does not have.
+
+    Raises InputError if the schedule has no such number of chunks; names its numbers and other
+    schedules.
+    """
     if not KINDS[name].chunks.allows(chunks):
         others = [other for other, kind in KINDS.items() if kind.chunks.allows(chunks)]
         raise InputError(

@@ -16,6 +16,8 @@ def round_robin(replicas: tuple[int, ...], microbatches: int) -> Order:
 
     The devices are numbered stage after stage. Every copy admits as many microbatches as its stage
     and all later ones have devices per copy, rounded up: the thesis's NOAM, for every stage.
+
+    Raises InputError if a copy would have no microbatch.
     """
     if microbatches < max(replicas):
         raise InputError(

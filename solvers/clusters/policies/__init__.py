@@ -183,6 +183,9 @@ def allocate(
 
     ``backend``: one that accepts linear programs; ``cvxpy`` solves the policy's program as the
     thesis states it, for small clusters. None is the quickest.
+
+    Raises InputError if there is no such policy or backend, it spends no budget, the jobs lack what
+    it needs, or their numbers are too far apart for the solver.
     """
     began = perf_counter()
     chosen = require_policy(problem, policy, budget_dollars, backend)

@@ -49,7 +49,10 @@ class _Fastest:
 def solve(
     problem: AllocationProblem, limits: Limits, budget_dollars: float | None = None
 ) -> AllocationResult:
-    """A linear program for the makespan, then one for the dollars at that makespan."""
+    """A linear program for the makespan, then one for the dollars at that makespan.
+
+    Raises InputError if there is no budget, it is not positive, or an accelerator has no price.
+    """
     budget_dollars = budget.require_budget(budget_dollars)
     prices(problem)
     began = perf_counter()

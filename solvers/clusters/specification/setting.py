@@ -216,7 +216,10 @@ def require_small(problem: AllocationProblem) -> None:
 def setting(
     problem: AllocationProblem, limits: Limits = UNLIMITED, budget_dollars: float | None = None
 ) -> RateSetting:
-    """T of all jobs, and of all pairs of distinct jobs whose kinds the problem pairs."""
+    """T of all jobs, and of all pairs of distinct jobs whose kinds the problem pairs.
+
+    Raises InputError if that is too many variables.
+    """
     require_small(problem)
     together, members = _together(problem.table), _members(problem)
     pairs = [

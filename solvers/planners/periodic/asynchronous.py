@@ -174,7 +174,10 @@ def require_work(problem: PipelineProblem, choices: Choices) -> None:
 def plan_asynchronous(
     problem: PipelineProblem, limits: Limits, on_progress: OnProgress, choices: Choices
 ) -> PeriodicProposal | NoPlan:
-    """The partition with the shortest period, of PipeDream's and of equally replicated ones."""
+    """The partition with the shortest period, of PipeDream's and of equally replicated ones.
+
+    Raises InputError if the layers take no time, or the group size is out of range.
+    """
     require_work(problem, choices)
     began, rule = perf_counter(), STASH_VERTICAL_SYNC if choices.vertical_sync else STASH
     best: dict[str, _FoundPartition] = {}

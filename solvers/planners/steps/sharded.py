@@ -33,6 +33,8 @@ def sharded(
 
     ``over`` ends the search for a shorter schedule; with ``in_order`` there is none. Stages keep
     all of their state where they cannot divide it. If all do, the plan is ``given``.
+
+    Raises InputError if the plan is not finite with ``flush`` weights.
     """
     if given.spans_steps or given.weight_rule != FLUSH:
         raise InputError(
