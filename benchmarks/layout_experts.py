@@ -1,6 +1,6 @@
-"""Published trainings of mixtures of experts: DeepSeek-V3's own, and NVIDIA's.
+"""DeepSeek-V3's own training, to which no rate is fitted.
 
-DeepSeek-V3 was trained on 2,048 H800; the nearest layout that our model states is compared.
+It was trained on 2,048 H800; the nearest layout that our model states is compared.
 
 * [R] DeepSeek-V3 technical report (arXiv 2412.19437): 671B parameters, 37B active (abstract); 180K
   GPU hours for 10^12 tokens (section 1); 2,048 H800 in servers of 8 (3.1); p = 16, e = 64 over 8
@@ -11,13 +11,8 @@ DeepSeek-V3 was trained on 2,048 H800; the nearest layout that our model states 
 * [I] "Insights into DeepSeek-V3" (arXiv 2505.09343): NVLink of 200 GB/s, of which 160 are reached,
   a card of 400 Gb/s for each GPU (4.1, 4.3), and the step's parts (table 4, MPFT).
 
-The microbatch is not printed; 1 is the model's best. What the model cannot state: DualPipe, once to
-each server, fp8 on the way, recomputation of some operators, attention and head in bf16 beside
-products in fp8, and the module that predicts a second token.
-
-NVIDIA's are those of NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary.md (00b7660be0, 25.11
-container): layouts and tokens/s per GPU are printed, recomputation is not, tokens are balanced over
-the experts, and products are in fp8.
+The microbatch is not printed; 1 is the model's best. What the model cannot state: DualPipe, fp8 on
+the way, recomputation of some operators, and the module that predicts a second token.
 """
 
 from collections.abc import Iterator
@@ -28,9 +23,9 @@ from benchmarks.report import Table
 from stagewright.formulations.parallelism.estimate import Estimate, evaluate
 from stagewright.formulations.parallelism.layout import Layout, parse_layout
 from stagewright.formulations.parallelism.training import Precision, TrainingProblem
-from stagewright.graphs.machines.devices import reached_on
 from stagewright.graphs.machines.fabric import Fabric
 from stagewright.graphs.machines.networks import fabric_of_kind
+from stagewright.graphs.machines.rates import rates_of
 from stagewright.graphs.models.architecture import (
     Architecture,
     Experts,
@@ -78,14 +73,6 @@ def _qwen(
 
 QWEN_30B, QWEN_235B = _qwen(30, 48, 2048, 32, 6144, 768), _qwen(235, 94, 4096, 64, 12288, 1536)
 
-# Model, kind, GPUs, batch, layout, tokens/s per GPU; of uneven stages the ends are ours.
-_NVIDIA = (
-    (V3, "b200", 256, 2048, "p16 t1 d16 e8 b1 first2 last3 zero1", 2139),
-    (QWEN_235B, "b200", 64, 1024, "p8 t1 d8 e8 b1 v2 first5 last5 zero1", 3269),
-    (QWEN_30B, "b200", 8, 512, "p1 t1 d8 e8 b1 zero1", 9299),
-    (QWEN_30B, "h100", 16, 512, "p2 t1 d8 e8 b2 v24 zero1", 5275),
-)
-
 
 def problem(*, fp8: bool = True, free: bool = False) -> TrainingProblem:
     """The training, with all products in fp8 or in bf16; if ``free`` nothing takes time to send."""
@@ -95,7 +82,7 @@ def problem(*, fp8: bool = True, free: bool = False) -> TrainingProblem:
             replace(one, bytes_per_second=_NO_TIME, latency_seconds=0.0) for one in fabric.levels
         )
         fabric = Fabric(fabric.device, fabric.memory_bytes, tuple(levels))
-    rates = reached_on("h800")
+    rates = rates_of("h800")
     return TrainingProblem(V3, SEQUENCE, BATCH, fabric, rates, Precision(fp8_products=fp8))
 
 
@@ -118,9 +105,8 @@ def printed_flops_per_token(*, causal: bool = False) -> float:
 
 
 def tables() -> Iterator[Table]:
-    """DeepSeek-V3's layout and what the search finds for its machine; NVIDIA's trainings."""
+    """DeepSeek-V3's layout, and what the search finds for its machine."""
     yield deepseek()
-    yield nvidia()
 
 
 def deepseek() -> Table:
@@ -152,32 +138,6 @@ def deepseek() -> Table:
         f"DeepSeek-V3 on 2,048 H800, printed {SECONDS} s and {TERAFLOPS} TFLOP/s per GPU: predicted"
     )
     return Table("layout_deepseek", title, columns, tuple(rows))
-
-
-def nvidia() -> Table:
-    """NVIDIA's trainings, with nothing recomputed and with all blocks."""
-    rows = []
-    for of, kind, gpus, batch, words, tokens in _NVIDIA:
-        seconds = batch * SEQUENCE / (tokens * gpus)
-        layout, found = parse_layout(words), []
-        fabric, rates = fabric_of_kind(kind, gpus), reached_on(kind)
-        training = TrainingProblem(of, SEQUENCE, batch, fabric, rates, Precision(fp8_products=True))
-        for again in (layout, replace(layout, recompute="full")):
-            one = evaluate(training, again, compiled)
-            fits = "" if one.fits else f", {one.peak_bytes / 1e9:.0f} GB"
-            found.append(f"{one.seconds:.2f} ({one.seconds / seconds - 1:+.0%}{fits})")
-        rows.append((of.name, kind, str(gpus), words, f"{seconds:.2f}", *found))
-    columns = (
-        "model",
-        "kind",
-        "GPUs",
-        "layout",
-        "measured s",
-        "predicted, nothing recomputed",
-        "predicted, all blocks recomputed",
-    )
-    title = "NVIDIA's trainings of experts in fp8 of 25.11, not fitted"
-    return Table("layout_experts", title, columns, tuple(rows))
 
 
 def _best(space: Space) -> Estimate:

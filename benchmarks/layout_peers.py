@@ -35,8 +35,8 @@ from benchmarks.spec import BenchSpec
 from stagewright.formulations.parallelism.estimate import Estimate, evaluate
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import Precision, TrainingProblem
-from stagewright.graphs.machines.devices import Reached
 from stagewright.graphs.machines.fabric import Fabric, Level
+from stagewright.graphs.machines.rates import RateSet, Reached, Spread
 from stagewright.graphs.models.architecture import Architecture, FeedForward, GroupedAttention
 from stagewright.solvers.parallelism.refining import FoundLayouts, search
 from stagewright.solvers.parallelism.space import Space
@@ -91,12 +91,20 @@ def problem(of: Peer) -> TrainingProblem:
         app.seq_size,
         of.batch,
         Fabric("a100-80gb", memory["GiB"] * 2**30, tuple(levels)),
-        Reached(
-            matmul=system["matrix"]["float16"]["gflops_efficiency"][0][1],
-            half_flops=1e9,
-            memory=memory["MB_efficiency"][0][1],
-            launch_seconds=0.0,
-            source=f"Calculon's {SYSTEM}",
+        RateSet(
+            "calculon",
+            "calculon",
+            ("a100-80gb",),
+            "",
+            f"Calculon's {SYSTEM}",
+            "not fitted",
+            Reached(
+                matmul=system["matrix"]["float16"]["gflops_efficiency"][0][1],
+                half_flops=1e9,
+                memory=memory["MB_efficiency"][0][1],
+                launch_seconds=0.0,
+            ),
+            *[Spread(1.0, 1.0)] * 3,
         ),
         precision=Precision(gradient_bytes=2),
         attention="materialized",

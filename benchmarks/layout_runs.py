@@ -12,9 +12,8 @@ from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.parts import shares
 from stagewright.formulations.parallelism.pipeline_time import RankMemory
 from stagewright.formulations.parallelism.training import Precision, TrainingProblem
-from stagewright.graphs.machines.devices import REACHED, Reached
-from stagewright.graphs.machines.fabric import Fabric
 from stagewright.graphs.machines.networks import fabric_of_kind
+from stagewright.graphs.machines.rates import rates_of
 from stagewright.graphs.models.architecture import Architecture, FeedForward, GroupedAttention
 
 MEASURED = Path(__file__).parents[2] / "shared/data/megatron/measured_runs.json"
@@ -62,7 +61,7 @@ def gpt_problem(
         architecture.positions or 2048,
         batch,
         fabric_of_kind(kind, gpus),
-        REACHED[kind],
+        rates_of(kind),
         attention="materialized",
         overlap=False,
     )
@@ -231,22 +230,3 @@ def table_4_2_zero() -> Iterator[Run]:
 
 def _billions(problem: TrainingProblem) -> float:
     return sum(problem.architecture.parameters().values()) / 1e9
-
-
-# --- Other rates ---------------------------------------------------------------------------------
-
-
-def with_rates(problem: TrainingProblem, reached: Reached, fabric: Fabric) -> TrainingProblem:
-    """The problem with other rates, and the links of ``fabric``'s levels."""
-    levels = tuple(
-        replace(
-            mine, bytes_per_second=other.bytes_per_second, latency_seconds=other.latency_seconds
-        )
-        for mine, other in zip(problem.fabric.levels, fabric.levels, strict=False)
-    )
-    return replace(problem, reached=reached, fabric=replace(problem.fabric, levels=levels))
-
-
-def fitted_runs() -> list[Run]:
-    """What the A100's rates are fitted to."""
-    return [*(one.run for one in korthikanti()), *table_4_1()]

@@ -11,8 +11,8 @@ from dataclasses import replace
 from benchmarks.layout_runs import gpt
 from benchmarks.report import Table
 from stagewright.formulations.parallelism.training import TrainingProblem
-from stagewright.graphs.machines.devices import REACHED
 from stagewright.graphs.machines.networks import fabric_of_kind
+from stagewright.graphs.machines.rates import rates_of
 from stagewright.graphs.models.architecture import Architecture, FeedForward, GroupedAttention
 from stagewright.solvers.parallelism.refining import refine, search
 from stagewright.solvers.parallelism.space import Space
@@ -54,7 +54,7 @@ def tables(quick: bool) -> Iterator[Table]:
     rows = []
     for model, sequence, kind, gigabytes, devices, batch, names in CASES[: 1 if quick else None]:
         fabric = replace(fabric_of_kind(kind, devices), memory_bytes=gigabytes * 1e9)
-        problem = TrainingProblem(model, sequence, batch, fabric, REACHED[kind])
+        problem = TrainingProblem(model, sequence, batch, fabric, rates_of(kind))
         case = (f"{model.name}, {sequence:,}", f"{devices} {kind} {gigabytes} GB, {batch}")
         rows += [(*case, name, *_gain(problem, SPACES[name])) for name in names]
     title = "Blocks and recomputed blocks of every stage: seconds by the model"

@@ -4,12 +4,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from benchmarks import layout_experts, layout_h100, layout_vtrain
-from benchmarks.layout_fit import compiled, error, left_out, predicted
+from benchmarks import layout_experts, layout_h100, layout_vtrain, measured_layouts
+from benchmarks.layout_fit import compiled, error, predicted
 from benchmarks.layout_runs import (
     MEASURED,
     Run,
-    fitted_runs,
     kept_by_blocks,
     korthikanti,
     table_4_1,
@@ -22,20 +21,20 @@ from stagewright.formulations.parallelism.estimate import evaluate
 
 
 def tables(quick: bool) -> Iterator[Table]:
-    """All comparisons; if ``quick`` no fits, no single-server runs, no H100 and no experts."""
-    apart = {} if quick or not MEASURED.exists() else left_out(fitted_runs())
+    """All comparisons; if ``quick`` only those of the A100."""
     if MEASURED.exists():
-        yield iterations(apart)
+        yield iterations()
         yield memory()
-    yield weak_scaling(apart)
+    yield weak_scaling()
     yield strong_scaling()
     if not quick:
         yield from layout_vtrain.tables()
+        yield from measured_layouts.tables()
         yield from layout_h100.tables()
         yield from layout_experts.tables()
 
 
-def iterations(apart: dict[str, float]) -> Table:
+def iterations() -> Table:
     """Korthikanti et al. 2022, tables 4 and 5."""
     runs = [one.run for one in korthikanti()]
     rows = [
@@ -45,14 +44,11 @@ def iterations(apart: dict[str, float]) -> Table:
             run.seconds,
             f"{predicted(run):.2f}",
             _shown(error(run)),
-            _shown(apart.get(run.name)),
         )
         for run in runs
     ]
-    columns = ("model", "layout", "measured s", "predicted s", "error", "error, model left out")
-    return Table(
-        "layout_iterations", _title("Iterations of 2022", runs, apart), columns, tuple(rows)
-    )
+    columns = ("model", "layout", "measured s", "predicted s", "error")
+    return Table("layout_iterations", _title("Iterations of 2022", runs), columns, tuple(rows))
 
 
 def memory() -> Table:
@@ -83,19 +79,18 @@ def memory() -> Table:
     return Table("layout_memory", "Memory of the first rank", columns, tuple(rows))
 
 
-def weak_scaling(apart: dict[str, float]) -> Table:
+def weak_scaling() -> Table:
     """Thesis table 4.1."""
     runs = list(table_4_1())
-    rows = [(*_rates(run), _inverse(apart.get(run.name))) for run in runs]
+    rows = [_rates(run) for run in runs]
     columns = (
         "model",
         "layout",
         "printed TFLOP/s per GPU",
         "predicted",
         "error",
-        "error, model left out",
     )
-    return Table("layout_weak", _title("Thesis table 4.1", runs, apart), columns, tuple(rows))
+    return Table("layout_weak", _title("Thesis table 4.1", runs), columns, tuple(rows))
 
 
 def strong_scaling() -> Table:
@@ -117,11 +112,8 @@ def _rates(run: Run) -> tuple[object, ...]:
     )
 
 
-def _title(what: str, runs: Sequence[Run], apart: dict[str, float]) -> str:
-    text = f"{what}: {_summary(error(run) for run in runs)}"
-    if not apart:
-        return text
-    return f"{text}; with the model left out of the fit {_summary(apart[run.name] for run in runs)}"
+def _title(what: str, runs: Sequence[Run]) -> str:
+    return f"{what}: {_summary(error(run) for run in runs)}"
 
 
 def _summary(errors: Iterable[float]) -> str:
@@ -131,11 +123,6 @@ def _summary(errors: Iterable[float]) -> str:
 
 def _shown(value: float | None) -> str | None:
     return None if value is None else f"{value:+.1%}"
-
-
-def _inverse(value: float | None) -> str | None:
-    """The error of a rate, from that of seconds."""
-    return None if value is None else _shown(1 / (1 + value) - 1)
 
 
 def _gib(value: float) -> str:

@@ -105,6 +105,10 @@ class _Kernels:
     fixed: Floats
     input_part: Floats
     weight_part: Floats
+    attends: Floats
+    cast: Floats
+    logits: Floats
+    products: Floats
     inputs: int
     weights: int
 
@@ -121,6 +125,19 @@ def _kernels(share: LayerShare) -> _Kernels:
         fixed=fixed,
         input_part=input_part,
         weight_part=weight_part,
+        attends=np.array([name == "attention" for name in share.operators]),
+        logits=np.array(
+            [one.moved / 2 * (name == "loss") for name, one in share.operators.items()]
+        ),
+        products=np.array(
+            [
+                (share.experts if name.startswith("experts") else 1.0) * (one.flops > 0)
+                for name, one in share.operators.items()
+            ]
+        ),
+        cast=np.array(
+            [one.flops > 0 and one.parameters + one.tied_parameters > 0 for one in operators]
+        ),
         inputs=int(np.count_nonzero(input_part)),
         weights=int(np.count_nonzero(weight_part)),
     )
@@ -149,35 +166,86 @@ class _Once:
 @lru_cache(maxsize=1 << 15)
 def _once(problem: TrainingProblem, share: LayerShare, split: LayerSplit, samples: int) -> _Once:
     kernels = _kernels(share)
-    seconds = _seconds(problem, kernels, samples)
-    inputs = seconds * kernels.input_part
+    reached = problem.reached
+    plain = _seconds(problem, share, kernels, samples, split.context)
+    cast = _cast_seconds(problem, share, kernels, samples)
+    seconds, inputs = plain + cast, plain * kernels.input_part + cast
+    if reached.attention is not None and reached.attention_backward is not None:
+        slower = reached.attention / reached.attention_backward
+        inputs = np.where(kernels.attends, inputs * slower, inputs)
+    routing = (reached.expert_seconds + reached.each_expert_seconds * share.experts) * bool(
+        share.experts
+    )
     fabric, size = problem.fabric, problem.precision.activation_bytes
     tensor, expert = (links(fabric, ((1, k),)) for k in (split.tensor, split.expert))
     return _Once(
         seconds=tuple(seconds.tolist()),
-        forward=float(seconds.sum()),
-        input=float(inputs.sum()),
+        forward=float(seconds.sum()) + routing,
+        input=float(inputs.sum()) + routing,
         projected=float((inputs * (kernels.weight_part > 0)).sum()),
-        weight=float(np.maximum(seconds * kernels.weight_part, _sums(problem, kernels)).sum()),
+        weight=float(np.maximum(plain * kernels.weight_part, _sums(problem, kernels)).sum())
+        + reached.each_expert_seconds * share.experts,
         reduction=all_reduce_seconds(tensor, samples * share.width * size),
-        routed=2 * all_to_all_seconds(expert, samples * share.dispatched * size),
+        routed=2
+        * (1 - reached.expert_overlap)
+        * all_to_all_seconds(
+            expert,
+            samples * share.dispatched * size,
+            share.copies if reached.once_per_unit else None,
+        ),
         circulated=_circulation(problem, share, split, samples),
         hidden=_attention_seconds(share, seconds),
     )
 
 
-def _seconds(problem: TrainingProblem, kernels: _Kernels, samples: int) -> Floats:
-    """The forward of every operator: products by their FLOPs, the others by their bytes."""
+def _seconds(
+    problem: TrainingProblem, share: LayerShare, kernels: _Kernels, samples: int, context: int
+) -> Floats:
+    """The forward of every operator: products by their FLOPs, the others by their bytes.
+
+    Making the operands of 8 bits is not among them.
+    """
     reached, card = problem.reached, problem.card
-    flops = samples * kernels.flops
     moved = kernels.fixed + samples * kernels.moved
     traffic = (
         moved * problem.precision.activation_bytes / (card.memory_bytes_per_second * reached.memory)
     )
-    products = np.where(flops > 0, flops + reached.half_flops, 0.0) / (
-        problem.peak_flops * reached.matmul
-    )
+    if reached.logit_bytes is not None:
+        rate = card.memory_bytes_per_second * reached.memory
+        loss = samples * kernels.logits * reached.logit_bytes / rate
+        traffic = np.where(kernels.logits > 0, loss, traffic)
+    flops, half, rate = samples * kernels.flops, reached.half_flops, _product_rate(problem, share)
+    products = (flops + kernels.products * half) / rate
+    if reached.attention is not None:
+        # A ring has a kernel for the keys of every context rank.
+        seen, half = share.unmasked * flops, context * reached.attention_half_flops
+        if not reached.context_balanced:
+            seen *= min(2.0 - 1.0 / context, 1.0 / share.unmasked)
+        rate = problem.half_peak_flops * reached.attention
+        products = np.where(kernels.attends, (seen + half) / rate, products)
     seconds: Floats = np.maximum(products, traffic) + reached.launch_seconds
+    return seconds
+
+
+def _product_rate(problem: TrainingProblem, share: LayerShare) -> float:
+    """FLOP/s that large products of a layer reach."""
+    reached = problem.reached
+    if not problem.precision.fp8_products or not (share.is_block or reached.fp8_head):
+        return problem.half_peak_flops * reached.matmul
+    return problem.peak_flops * (reached.fp8_matmul or reached.matmul)
+
+
+def _cast_seconds(
+    problem: TrainingProblem, share: LayerShare, kernels: _Kernels, samples: int
+) -> Floats:
+    """Seconds in which a forward's inputs, or a backward's gradients, are made 8 bits wide."""
+    reached = problem.reached
+    if not problem.precision.fp8_products or not (share.is_block or reached.fp8_head):
+        return np.zeros_like(kernels.moved)
+    # Inputs and outputs are about as many.
+    elements = np.where(kernels.cast, samples * kernels.moved / 2, 0.0)
+    rate = problem.card.memory_bytes_per_second * reached.memory
+    seconds: Floats = elements * reached.cast_bytes / rate
     return seconds
 
 

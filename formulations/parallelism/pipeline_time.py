@@ -95,7 +95,9 @@ class StageCosts:
 
     def _beside(self, work: float, moved: float) -> float:
         """Seconds of work and of an exchange that runs beside or after the work."""
-        return max(work, moved) if self.problem.overlap else work + moved
+        if not self.problem.overlap:
+            return work + moved
+        return max(work, moved) + self.problem.reached.contention * min(work, moved)
 
     def _exchange(self, of: Held) -> Exchange:
         return exchange(self.problem, self.layout, of)

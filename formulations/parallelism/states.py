@@ -7,8 +7,7 @@ all-gather half of it, where B is the bandwidth of a ring; each step of a tree c
 all-to-all takes what the level takes over which most is sent. Nothing is sent for no bytes.
 """
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -27,21 +26,37 @@ def all_reduce_seconds(of: GroupWays, moved: float) -> float:
 
 def gather_seconds(of: GroupWays, moved: float) -> float:
     """Time to all-gather, or to reduce-scatter, ``moved`` bytes (the whole) over a group."""
-    others, steps = (of.size - 1) / of.size * moved, math.ceil(math.log2(of.size))
+    others = (of.size - 1) / of.size * moved
     return _slowest(
-        of, moved, lambda way: others / way.ring_bytes_per_second + steps * way.latency_seconds
+        of, moved, lambda way: others / way.ring_bytes_per_second + way.ring_latency_seconds
     )
 
 
-def all_to_all_seconds(of: GroupWays, moved: float) -> float:
-    """Time in which every rank spreads ``moved`` bytes evenly over a group; the slowest level's."""
+def all_to_all_seconds(of: GroupWays, moved: float, copies: int | None = None) -> float:
+    """Time in which every rank spreads ``moved`` bytes evenly over a group; the slowest level's.
+
+    With ``copies`` every token is sent so often, but only once to each unit (server, rack) that has
+    receivers, and copied there.
+    """
     others = (of.size - 1) / of.size * moved
 
     def seconds(way: CrossedLevels) -> float:
         levels = (one.share * others / one.level.bytes_per_second for one in way.crossed)
+        if copies is not None and len(way.crossed) > 1:
+            levels = _once_per_unit(of, way, moved, copies)
         return max(levels) + way.latency_seconds
 
     return _slowest(of, moved, seconds)
+
+
+def _once_per_unit(of: GroupWays, way: CrossedLevels, moved: float, copies: int) -> Iterator[float]:
+    """Seconds of every level: all copies inside a unit, one per unit of those that are left."""
+    inside = way.crossed[1].way_out
+    yield (inside - 1) / inside * moved / way.crossed[0].level.bytes_per_second
+    for one in way.crossed[1:]:
+        units = one.share * (of.size - 1) / one.way_out
+        reached = units * (1 - (1 - one.way_out / of.size) ** copies)
+        yield reached * moved / copies / one.level.bytes_per_second
 
 
 def send_seconds(of: GroupWays, moved: float) -> float:

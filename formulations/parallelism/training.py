@@ -10,8 +10,9 @@ from stagewright.formulations.parallelism.layout import Layout
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MAX_MICROBATCHES, require_amount, require_count
-from stagewright.graphs.machines.devices import Accelerator, Reached, require_arithmetic
+from stagewright.graphs.machines.devices import Accelerator, require_arithmetic
 from stagewright.graphs.machines.fabric import Fabric
+from stagewright.graphs.machines.rates import RateSet, Reached, Spread
 from stagewright.graphs.models.architecture import MAX_SIZE, Architecture
 from stagewright.graphs.models.language import Attention
 from stagewright.graphs.models.shards import require_split
@@ -72,7 +73,7 @@ class TrainingProblem:
     sequence: int
     batch: int
     fabric: Fabric
-    reached: Reached
+    rates: RateSet
     precision: Precision = Precision()
     attention: Attention = "fused"
     overlap: bool = True
@@ -93,19 +94,38 @@ class TrainingProblem:
         return self.fabric.card
 
     @property
+    def reached(self) -> Reached:
+        """What kernels reach of the device's peaks."""
+        return self.rates.reached
+
+    @property
+    def spread(self) -> Spread:
+        """Measured over predicted seconds, at the least and at the most."""
+        return self.rates.dense if self.architecture.experts is None else self.rates.experts
+
+    @property
     def peak_flops(self) -> float:
         """FLOP/s of matrix products at this precision."""
         if self.precision.fp8_products and self.card.fp8_flops is not None:
             return self.card.fp8_flops
-        if self.precision.activation_bytes == 4:
-            return self.card.fp32_flops
-        return self.card.fp16_flops
+        return self.half_peak_flops
+
+    @property
+    def half_peak_flops(self) -> float:
+        """FLOP/s of matrix products that are not in 8 bits: in the type of the activations."""
+        return (
+            self.card.fp32_flops if self.precision.activation_bytes == 4 else self.card.fp16_flops
+        )
 
     @cached_property
     def model_flops(self) -> float:
         """FLOPs of an iteration without recomputation: three times the forward's FLOPs."""
-        per_sample = self.architecture.flops(1, self.sequence)
-        return 3 * self.batch * sum(sum(layer.values()) for layer in per_sample.values())
+        of, sequence = self.architecture, self.sequence
+        kinds = {of.kind(index): index for index in range(of.layers)}
+        blocks = {kind: of.block(index, 1, sequence) for kind, index in kinds.items()}
+        layers = [of.embedding(sequence), of.head(sequence)]
+        layers += [blocks[of.kind(index)] for index in range(of.layers)]
+        return 3 * self.batch * sum(one.flops for layer in layers for one in layer.values())
 
 
 def require_layout(problem: TrainingProblem, layout: Layout) -> None:

@@ -5,7 +5,7 @@ Peaks are dense; datasheets of NVIDIA since A100 print twice as much, with struc
 
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from pydantic import ConfigDict
@@ -147,6 +147,12 @@ ACCELERATORS: dict[str, Accelerator] = {
             server_bytes_per_second=900e9, network_bytes_per_second=50e9,
             nvlink_bytes_per_second=50e9,
         ),
+        # Of a GB200 NVL72's 36 superchips; NVLink joins up to 72.
+        Accelerator(
+            "gb200", 186e9, 8000e9, 80e12, 2500e12, has_bf16=True, fp8_flops=5000e12,
+            server_bytes_per_second=900e9, network_bytes_per_second=50e9,
+            nvlink_bytes_per_second=50e9,
+        ),
         # AMD's datasheet; fp32 as vectors and as matrices.
         Accelerator(
             "mi300x", 192e9, 5300e9, 163.4e12, 1307.4e12, has_bf16=True, fp8_flops=2614.9e12,
@@ -216,86 +222,3 @@ def kind_of_device(
     card = accelerator(kind)
     memory = card.memory_bytes if memory_bytes is None else memory_bytes
     return card.name, memory, card.fp32_flops
-
-
-@dataclass(frozen=True, slots=True)
-class Reached:
-    """The achieved part of a device's peaks.
-
-    A matrix product of F FLOPs reaches ``matmul * F / (F + half_flops)`` of the peak: half of
-    ``matmul`` at ``half_flops``. ``memory`` is the part of the memory bandwidth that other kernels
-    reach, ``launch_seconds`` what each kernel takes in addition. ``dispatch_seconds`` is what the
-    host needs to start a kernel while the device is at work: a layer lasts at least as long as it
-    takes to start its kernels.
-    """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
-
-    matmul: float
-    half_flops: float
-    memory: float
-    launch_seconds: float
-    source: str
-    dispatch_seconds: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("matmul", "memory"):
-            if not 0 < getattr(self, name) <= 1:
-                raise InputError(f"{name} must be in (0, 1], got {getattr(self, name):g}")
-        for name in ("half_flops", "launch_seconds", "dispatch_seconds"):
-            if not 0 <= getattr(self, name) < 1e15:
-                raise InputError(f"{name} must not be negative, got {getattr(self, name):g}")
-
-
-A100 = Reached(
-    matmul=0.765,
-    half_flops=2.2e10,
-    memory=0.562,
-    launch_seconds=4.4e-6,
-    source=(
-        "fitted to iterations on DGX A100: 8 of Korthikanti et al. 2022, 10 of Narayanan's thesis, "
-        "table 4.1; the host's time on small models in vTrain's data"
-    ),
-    dispatch_seconds=1e-4,
-)
-
-H100 = replace(
-    A100,
-    matmul=0.6,
-    source=(
-        "the A100's fractions, but products at 0.6 of the peak: fitted to Megatron-LM's table of 9 "
-        "GPTs on H100 of 2024"
-    ),
-)
-
-B200 = replace(
-    A100,
-    matmul=0.49,
-    source=(
-        "the A100's fractions, but products at 0.49 of the peak: the mean of 514 products measured "
-        "on B200 by SimuMax, configs/system/b200_bf16_ceperm.json; no iteration is fitted"
-    ),
-)
-
-
-def _not_measured(kind: str) -> Reached:
-    return replace(A100, source=f"the A100's fractions on the peaks of {kind}; not measured")
-
-
-REACHED: dict[str, Reached] = {kind: _not_measured(kind) for kind in ACCELERATORS} | {
-    "a100": A100,
-    "a100-80gb": A100,
-    "h100": H100,
-    "h800": replace(H100, source=f"{H100.source}; not measured on H800"),
-    "h200": replace(H100, source=f"{H100.source}; not measured on H200"),
-    "b200": B200,
-}
-
-
-def reached_on(kind: str | Accelerator) -> Reached:
-    """The rates that kernels reach on a kind of device, which is named or the user's own.
-
-    Raises InputError if the name is not known.
-    """
-    card = accelerator(kind)
-    return REACHED.get(card.name) or _not_measured(card.name)

@@ -53,7 +53,8 @@ class LayerShare:
     in the backward (with sequence parallelism reduce-scatters and all-gathers, which move as much);
     ``circulated`` are the elements of keys and values of one context rank, ``dispatched`` those
     that go to the experts and come back. ``gradient_bytes`` are those of a large gradient that the
-    backward begins with: of the logits.
+    backward begins with: of the logits. ``experts`` are on the rank, and a token goes to ``copies`` of a layer's; ``unmasked`` is the part of
+    the scores that the mask leaves.
     """
 
     operators: Operators
@@ -66,6 +67,9 @@ class LayerShare:
     circulated: float = 0.0
     dispatched: float = 0.0
     gradient_bytes: float = 0.0
+    experts: int = 0
+    copies: int = 1
+    unmasked: float = 1.0
     is_block: bool = True
     differentiable: bool = True
 
@@ -242,7 +246,24 @@ def _block(
         reductions=(reduced, reduced),
         circulated=_keys_and_values(narrowed, tokens),
         dispatched=routed,
+        experts=_experts_of_rank(architecture, index, split),
+        copies=architecture.experts.per_token if architecture.experts else 1,
+        unmasked=_unmasked(architecture, index, sequence),
     )
+
+
+def _experts_of_rank(architecture: Architecture, index: int, split: LayerSplit) -> int:
+    of = architecture.experts
+    return of.number // split.expert if of and architecture.is_sparse(index) else 0
+
+
+def _unmasked(architecture: Architecture, index: int, sequence: int) -> float:
+    """The part of the scores (in a window: of its band) that a causal mask leaves."""
+    if architecture.encoder:
+        return 1.0
+    full = architecture.window is None or index in architecture.full_layers
+    seen = sequence if full else min(architecture.window or sequence, sequence)
+    return 1.0 - seen / (2 * sequence)
 
 
 def _has_shared(architecture: Architecture) -> bool:

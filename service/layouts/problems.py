@@ -8,8 +8,9 @@ from stagewright.formulations.parallelism.training import TrainingProblem, preci
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import counted, require_count
 from stagewright.graphs.machines.cluster import Cluster
-from stagewright.graphs.machines.devices import reached_on, require_arithmetic
+from stagewright.graphs.machines.devices import require_arithmetic
 from stagewright.graphs.machines.fabric import Fabric, fabric_of
+from stagewright.graphs.machines.rates import RateSet, rates_named, rates_of
 from stagewright.graphs.models.architecture import Architecture
 from stagewright.graphs.models.language import Attention
 from stagewright.graphs.models.layer_profiles import LayerProfiles
@@ -25,8 +26,10 @@ def training_problem(
     attention: Attention = "fused",
     overlap: bool = True,
     reserve_bytes: float = 2e9,
+    framework: str | None = None,
+    rates: RateSet | str | None = None,
 ) -> TrainingProblem:
-    """The training of a transformer on a fabric, whose kernels reach what is known of its devices.
+    """The training of a transformer on a fabric, whose kernels reach what was measured.
 
     Parameters
     ----------
@@ -43,6 +46,10 @@ def training_problem(
         Whether exchanges of gradients and of ZeRO run beside computations.
     reserve_bytes
         Memory of a device that is not for the plan.
+    framework
+        What trains, such as ``torchtitan``: the rates are those measured with it; None: Megatron.
+    rates
+        Rates in place of those, or the name or the file of a rate set.
 
     Raises
     ------
@@ -52,12 +59,16 @@ def training_problem(
     if isinstance(fabric, Cluster):
         fabric = fabric_of(fabric)
     require_arithmetic(fabric.card, precision)
+    if rates is None:
+        rates = rates_of(fabric.card, framework)
+    elif isinstance(rates, str):
+        rates = rates_named(rates)
     return TrainingProblem(
         architecture=architecture,
         sequence=sequence,
         batch=batch,
         fabric=fabric,
-        reached=reached_on(fabric.card),
+        rates=rates,
         precision=precision_named(precision),
         attention=attention,
         overlap=overlap,

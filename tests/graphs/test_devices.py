@@ -10,18 +10,17 @@ from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Link
 from stagewright.graphs.machines.devices import (
-    A100,
     ACCELERATORS,
     GENERIC,
     Accelerator,
     accelerator,
-    reached_on,
     read_accelerator,
     read_kind,
     require_arithmetic,
 )
 from stagewright.graphs.machines.fabric import Fabric, Level, fabric_of
 from stagewright.graphs.machines.networks import fabric_of_kind, network_link, server_link
+from stagewright.graphs.machines.rates import rates_of
 from stagewright.graphs.machines.servers import ServerGroup, mixed_servers
 from stagewright.graphs.machines.topology import parse_nvidia_smi
 from stagewright.graphs.models.analytic import analytic_model
@@ -107,8 +106,7 @@ def test_machines_of_ones_own_kind() -> None:
     assert (fabric.device, fabric.own_kind, fabric.card) == ("abacus", linked, linked)
     assert fabric.host_bytes_per_second == 2e9
     assert fabric_of_kind("h100", 8).own_kind is None
-    source = "the A100's fractions on the peaks of abacus; not measured"
-    assert reached_on(linked) == replace(A100, source=source)
+    assert rates_of(linked).borrowed == "not measured on abacus"
     with pytest.raises(InputError, match="of kind 'abacus', but own_kind is 'other'"):
         replace(fabric, own_kind=replace(linked, name="other"))
     level = Level("server", 8, 1e9)

@@ -42,7 +42,7 @@ def gpt(blocks: int) -> Architecture:
 def estimate(architecture: Architecture, layout: Layout, **others) -> Estimate:
     fabric = Fabric("a100", 40e9, (Level("server", layout.ranks, 1e11),), 2e10)
     chosen = {"sequence": SEQUENCE, "batch": layout.data * layout.microbatch} | others
-    return evaluate(TrainingProblem(architecture, fabric=fabric, reached=REACHED, **chosen), layout)
+    return evaluate(TrainingProblem(architecture, fabric=fabric, rates=REACHED, **chosen), layout)
 
 
 SBH = SEQUENCE * HIDDEN

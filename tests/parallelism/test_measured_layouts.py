@@ -3,12 +3,10 @@
 import numpy as np
 import pytest
 
-from benchmarks import layout_fit
-from benchmarks.layout_fit import PARAMETERS, compiled, error, fit, predicted
+from benchmarks.layout_fit import compiled, error, predicted
 from benchmarks.layout_runs import (
     Measured,
     Run,
-    fitted_runs,
     kept_by_blocks,
     table_4_1,
     table_4_2_ptd,
@@ -16,8 +14,6 @@ from benchmarks.layout_runs import (
 )
 from stagewright.formulations.parallelism.estimate import evaluate
 from stagewright.formulations.parallelism.parts import shares
-from stagewright.graphs.machines.devices import A100
-from stagewright.graphs.machines.networks import NETWORK_SHARE, SERVER_LATENCY, SERVER_SHARE
 
 
 def test_iterations_of_2022(measured: list[Measured]) -> None:
@@ -65,31 +61,3 @@ def test_weak_scaling_to_a_trillion(run: Run) -> None:
 def test_strong_scaling_which_is_not_fitted(run: Run) -> None:
     """Thesis table 4.2, PTD-P."""
     assert abs(error(run)) <= 0.10
-
-
-@pytest.mark.slow
-def test_the_presets_are_the_fit(measured: list[Measured]) -> None:
-    assert measured
-    found = dict(zip(PARAMETERS, fit(fitted_runs()), strict=True))
-    presets = {
-        "matmul": A100.matmul,
-        "half_flops": A100.half_flops,
-        "memory": A100.memory,
-        "launch_seconds": A100.launch_seconds,
-        "nvlink_bytes_per_second": SERVER_SHARE * 300e9,
-        "nvlink_latency_seconds": SERVER_LATENCY,
-        "infiniband_bytes_per_second": NETWORK_SHARE * 25e9,
-    }
-    assert presets == pytest.approx(found, rel=0.03)
-
-
-@pytest.mark.slow
-def test_a_model_that_is_left_out(measured: list[Measured]) -> None:
-    """GPT-3's iterations, predicted by rates fitted to the other models."""
-    model = "gpt-96x12288"
-    runs = fitted_runs()
-    values = fit([run for run in runs if run.model != model])
-    held_out = [run for run in runs if run.model == model]
-    assert len(held_out) == 2
-    assert max(abs(layout_fit.error(run, values)) for run in held_out) <= 0.10
-    assert measured

@@ -11,12 +11,14 @@ from functools import lru_cache
 from itertools import combinations_with_replacement, islice, pairwise, product
 from random import Random
 
+from own_rates import own_rates
+
 from stagewright.formulations.parallelism.estimate import evaluate
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import Precision, TrainingProblem, require_layout
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.machines.devices import Reached
 from stagewright.graphs.machines.fabric import Fabric, Level
+from stagewright.graphs.machines.rates import Reached
 from stagewright.graphs.models.architecture import (
     Architecture,
     Experts,
@@ -204,7 +206,7 @@ def random_problem(chance: Random) -> TrainingProblem:
         sequence=chance.choice((12, 32, 64)),
         batch=chance.choice((1, 2, 3, 4, 6, 8, 12, 16)),
         fabric=Fabric("a100", 80e9, tuple(levels), 20e9),
-        reached=Reached(0.7, 1e7, 0.8, 1e-6, "by hand", chance.choice((0.0, 1e-6, 1e-4))),
+        rates=own_rates(Reached(0.7, 1e7, 0.8, 1e-6, chance.choice((0.0, 1e-6, 1e-4)))),
         precision=chance.choice((Precision(), Precision(gradient_bytes=2), Precision(4, 4, 4, 8))),
         attention=chance.choice(("fused", "materialized")),
         overlap=chance.random() < 0.5,

@@ -10,12 +10,13 @@ from typing import Any
 
 from hypothesis import strategies as st
 from layout_class import divisions
+from own_rates import own_rates
 
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import Precision, TrainingProblem, require_layout
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.machines.devices import Reached
 from stagewright.graphs.machines.fabric import Fabric, Level
+from stagewright.graphs.machines.rates import Reached
 from stagewright.graphs.models.architecture import (
     Architecture,
     Experts,
@@ -213,7 +214,7 @@ def _product(values: list[int]) -> int:
     return found
 
 
-REACHED = Reached(0.7, 1e7, 0.8, 1e-6, "by hand")
+REACHED = own_rates(Reached(0.7, 1e7, 0.8, 1e-6))
 
 
 @st.composite
@@ -224,7 +225,9 @@ def problems(draw: st.DrawFn, most_devices: int = 24, most_samples: int = 48) ->
         sequence=draw(st.sampled_from((12, 32, 64))),
         batch=draw(st.integers(1, most_samples)),
         fabric=draw(fabrics(most_devices)),
-        reached=replace(REACHED, dispatch_seconds=draw(st.sampled_from((0.0, 1e-6, 1e-4)))),
+        rates=own_rates(
+            replace(REACHED.reached, dispatch_seconds=draw(st.sampled_from((0.0, 1e-6, 1e-4))))
+        ),
         precision=draw(
             st.sampled_from((Precision(), Precision(gradient_bytes=2), Precision(4, 4, 4, 8)))
         ),

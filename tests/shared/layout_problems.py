@@ -4,12 +4,13 @@ import random
 from dataclasses import replace
 
 from layout_oracle import by_stage
+from own_rates import own_rates
 
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import Precision, TrainingProblem, require_layout
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.machines.devices import Reached
 from stagewright.graphs.machines.fabric import Fabric, Level
+from stagewright.graphs.machines.rates import Reached
 from stagewright.graphs.models.architecture import (
     Architecture,
     Experts,
@@ -60,7 +61,7 @@ def make_problem(architecture, layout, microbatches=8, device="h100", sequence=1
     levels = (Level("server", min(8, ranks), 4e11), Level("all", ranks, 5e10))
     return TrainingProblem(
         architecture, sequence, layout.data * layout.microbatch * microbatches,
-        Fabric(device, 80e9, levels, 5e10), Reached(0.7, 1e9, 0.8, 1e-6, "assumed"), **others,
+        Fabric(device, 80e9, levels, 5e10), own_rates(Reached(0.7, 1e9, 0.8, 1e-6)), **others,
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from profiles import slow_after
 torch = pytest.importorskip("torch", reason="the executor needs torch")
 
 import training  # noqa: E402
+from own_rates import own_rates  # noqa: E402
 from ranks import Ranks  # noqa: E402
 
 from examples.models import Llama, Transformer  # noqa: E402
@@ -17,8 +18,8 @@ from stagewright.executor.training.runtime import Executor  # noqa: E402
 from stagewright.formulations.parallelism.lowering import lowered  # noqa: E402
 from stagewright.formulations.parallelism.training import TrainingProblem  # noqa: E402
 from stagewright.formulations.plans.plan import PipelinePlan  # noqa: E402
-from stagewright.graphs.machines.devices import Reached  # noqa: E402
 from stagewright.graphs.machines.fabric import Fabric, Level  # noqa: E402
+from stagewright.graphs.machines.rates import Reached  # noqa: E402
 from stagewright.graphs.models.architecture import Architecture, FeedForward, GroupedAttention  # noqa: E402
 from stagewright.service.layouts.requests import LayoutRequest  # noqa: E402
 from stagewright.service.layouts.searching import find_layouts  # noqa: E402
@@ -46,7 +47,7 @@ def found_plan(architecture: Architecture, chunks: int, limits: dict[str, Any]) 
     """The best layout within limits that a plan can express, lowered."""
     fabric = Fabric("h100", 80e9, (Level("server", 4, 4e11),))
     problem = TrainingProblem(
-        architecture, SEQUENCE, BATCH, fabric, Reached(0.7, 1e9, 0.8, 1e-6, "assumed")
+        architecture, SEQUENCE, BATCH, fabric, own_rates(Reached(0.7, 1e9, 0.8, 1e-6))
     )
     space = Space(microbatch=(2,), chunks=chunks, **limits)
     answer = find_layouts(LayoutRequest(problem=problem, space=space, framework="plan"))

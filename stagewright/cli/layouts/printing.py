@@ -94,7 +94,7 @@ def _said(name: str, problem: "TrainingProblem", answer: "LayoutAnswer") -> Iter
             "blocks of the stages may be faster than the rows below"
         )
     yield f"of all {answer.plan_class}"
-    yield f"rates: {problem.reached.source}"
+    yield f"rates: {problem.rates}"
     yield from answer.remarks
 
 

@@ -1,0 +1,187 @@
+"""Published iterations of large transformers, as problems and layouts: measured, and predicted.
+
+The rows are facts read from ``shared/data/training/measured_layouts.csv``; what a source does not
+print is assumed as the README there says. The shapes of the models are those of their
+configurations: Llama 2 and 3, Qwen 3, DeepSeek-V3 and Nemotron on the hub, GPT-3 of NeMo's recipes
+(NeMo-Framework-Launcher, conf/training/gpt3), MPT of llm-foundry (yamls/pretrain), and Megatron's
+GPT of the thesis.
+"""
+
+import csv
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+from benchmarks.layout_experts import QWEN_30B, QWEN_235B, V3
+from benchmarks.layout_runs import Run, gpt, korthikanti, of_2021, table_4_1
+from stagewright.formulations.parallelism.layout import Layout, parse_layout
+from stagewright.formulations.parallelism.training import TrainingProblem, precision_named
+from stagewright.graphs.machines.networks import fabric_of_kind
+from stagewright.graphs.machines.rates import rates_of
+from stagewright.graphs.models.architecture import (
+    Architecture,
+    FeedForward,
+    GroupedAttention,
+)
+
+ROWS = Path(__file__).parents[2] / "shared/data/training/measured_layouts.csv"
+
+DOMAIN = {"gb200": 64}
+"""GPUs that NVLink joins, where they are not the 8 of a server: of an NVL72 NVIDIA's runs of 64 and
+256 GPUs take 64."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredRun:
+    """A row: an iteration of ``seconds``, and its memory where it is printed.
+
+    ``group`` is what is fitted together: a stack on a family of devices, with experts or without.
+    """
+
+    id: str
+    stack: str
+    release: str
+    model: str
+    device: str
+    note: str
+    precision: str
+    problem: TrainingProblem
+    layout: Layout
+    seconds: float
+    memory_bytes: float | None
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the model has experts."""
+        return self.problem.architecture.experts is not None
+
+
+def measured_runs() -> list[MeasuredRun]:
+    """All rows."""
+    with ROWS.open() as file:
+        return [_run(row) for row in csv.DictReader(file)]
+
+
+def published_on_a100() -> list[MeasuredRun]:
+    """Korthikanti et al. 2022, tables 3 to 5, and the thesis's table 4.1."""
+    return [_on_a100(run) for run in (*(one.run for one in korthikanti()), *table_4_1())]
+
+
+def _on_a100(run: Run) -> MeasuredRun:
+    return MeasuredRun(
+        run.name, "megatron-2022", "", run.model, "a100-80gb", "", "fp16", run.problem, run.layout,
+        run.seconds, None,
+    )  # fmt: skip
+
+
+def _run(row: dict[str, str]) -> MeasuredRun:
+    precision = _precision(row["precision"])
+    problem = _problem(
+        row["stack"], row["model"], row["device"], int(row["gpus"]), int(row["sequence"]),
+        int(row["batch"]), precision, _memory(row["note"]),
+    )  # fmt: skip
+    layout = parse_layout(row["layout"])
+    if row["recomputation"] == "full":
+        layout = replace(layout, recompute="full")
+    elif row["recomputation"] == "sel":
+        # Every second product of a block, and all that is no product: about 12 of 32 blocks.
+        layout = replace(layout, recompute="full", recompute_blocks=12)
+    return MeasuredRun(
+        row["id"],
+        row["stack"],
+        row["release"],
+        row["model"],
+        row["device"],
+        row["note"],
+        precision if row["stack"] != "megatron-bridge" else row["precision"].lower(),
+        problem,
+        layout,
+        float(row["seconds"]),
+        float(row["memory_gb"]) * 1e9 if row["memory_gb"] else None,
+    )
+
+
+def _precision(text: str) -> str:
+    return "fp8" if "fp8" in text.lower() else text.lower()
+
+
+def _memory(note: str) -> float | None:
+    """The device's memory, where a row names it."""
+    _, found, size = note.partition("device memory ")
+    return float(size.split()[0]) * 1e9 if found else None
+
+
+@lru_cache(maxsize=512)
+def _problem(
+    stack: str,
+    model: str,
+    device: str,
+    gpus: int,
+    sequence: int,
+    batch: int,
+    precision: str,
+    memory: float | None,
+) -> TrainingProblem:
+    fabric = fabric_of_kind(
+        device, gpus, per_server=min(DOMAIN.get(device, 8), gpus), memory_bytes=memory
+    )
+    of = replace(_architecture(model), positions=None)
+    problem = TrainingProblem(
+        of, sequence, batch, fabric, rates_of(device), precision_named(precision)
+    )
+    if stack == "megatron-2021":
+        problem = replace(of_2021(problem), attention="materialized")
+        problem = replace(problem, architecture=_architecture(model))
+    return problem
+
+
+def _llama(name: str, layers: int, hidden: int, heads: int, keys: int, width: int, vocabulary: int
+           ) -> Architecture:  # fmt: skip
+    attention = GroupedAttention(heads, keys, hidden // heads)
+    return Architecture(name, layers, hidden, vocabulary, attention, FeedForward(width))
+
+
+def _mpt(name: str, layers: int, hidden: int, heads: int) -> Architecture:
+    attention = GroupedAttention(heads, heads, hidden // heads)
+    wide = FeedForward(4 * hidden, gated=False)
+    return Architecture(
+        name, layers, hidden, 50368, attention, wide, norm="layer", positions=65536, tied=True
+    )
+
+
+def _nemotron(name: str, layers: int, hidden: int, heads: int, keys: int) -> Architecture:
+    attention = GroupedAttention(heads, keys, hidden // heads)
+    wide = FeedForward(4 * hidden, gated=False)
+    return Architecture(name, layers, hidden, 256000, attention, wide, norm="layer")
+
+
+_MODELS = {
+    one.name: one
+    for one in (
+        _llama("llama2-7b", 32, 4096, 32, 32, 11008, 32000),
+        _llama("llama2-13b", 40, 5120, 40, 40, 13824, 32000),
+        _llama("llama2-70b", 80, 8192, 64, 8, 28672, 32000),
+        _llama("llama3-8b", 32, 4096, 32, 8, 14336, 128256),
+        _llama("llama3-70b", 80, 8192, 64, 8, 28672, 128256),
+        _llama("llama3-405b", 126, 16384, 128, 8, 53248, 128256),
+        QWEN_30B,
+        QWEN_235B,
+        V3,
+        _mpt("125m", 12, 768, 12),
+        _mpt("760m", 24, 1536, 12),
+        _mpt("3b", 32, 2560, 20),
+        _mpt("13b", 40, 5120, 40),
+        _mpt("70b", 80, 8192, 64),
+        _nemotron("nemotron-8b", 32, 4096, 32, 32),
+        _nemotron("nemotron-22b", 40, 6144, 48, 48),
+        _nemotron("nemotron4-340b", 96, 18432, 96, 8),
+        replace(gpt(24, 4096, 32), name="gpt3-5b"),
+        replace(gpt(44, 6144, 48), name="gpt3-20b"),
+        replace(gpt(40, 6144, 48), name="40x6144"),
+        replace(gpt(48, 8192, 64), name="48x8192"),
+    )
+}  # fmt: skip
+
+
+def _architecture(model: str) -> Architecture:
+    return _MODELS[model]

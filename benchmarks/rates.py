@@ -1,0 +1,249 @@
+"""The rate sets of the package: least squares on published iterations, one set a stack and device.
+
+``python -m benchmarks.rates [NAME ...]`` fits, and writes ``graphs/machines/rate_sets/NAME.json``.
+The residuals are logarithms of predicted over measured seconds, one per run, with a loss that bends
+few outliers; a weak prior holds what the runs hardly tell. Links are not fitted: their rates are
+those of the machine (``networks.py``). Each model is left out of a fit, and predicted by it.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import log
+from statistics import mean
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from benchmarks.layout_fit import compiled
+from benchmarks.measured_layouts import MeasuredRun, measured_runs, published_on_a100
+from stagewright.formulations.parallelism.estimate import evaluate
+from stagewright.graphs.documents import documents
+from stagewright.graphs.documents.arrays import Floats
+from stagewright.graphs.machines.rates import (
+    FOLDER,
+    LeftOut,
+    RateSet,
+    Reached,
+    Spread,
+    rate_sets,
+)
+
+# Of each constant: a prior value, least, most, and the prior's weight: a factor e costs as much as
+# a run that is off by this share.
+CONSTANTS = {
+    "matmul": (0.65, 0.2, 0.85, 0.05),
+    "half_flops": (1.5e10, 1e8, 5e11, 0.02),
+    "memory": (0.7, 0.25, 0.95, 0.1),
+    "launch_seconds": (4e-6, 5e-7, 3e-5, 0.02),
+    "fp8_matmul": (0.6, 0.2, 0.78, 0.05),
+    "cast_bytes": (4.0, 0.5, 20.0, 0.05),
+    "attention": (0.5, 0.1, 0.9, 0.1),
+    "attention_backward": (0.42, 0.1, 0.9, 0.1),
+    "attention_half_flops": (1e10, 1e8, 1e12, 0.02),
+    "contention": (0.15, 1e-3, 2.0, 0.05),
+    "logit_bytes": (16.0, 2.0, 80.0, 0.05),
+    "expert_seconds": (2e-4, 1e-7, 1e-2, 0.02),
+    "each_expert_seconds": (3e-5, 1e-7, 1e-3, 0.02),
+    "expert_overlap": (0.3, 1e-3, 0.95, 0.05),
+}
+"""What may be fitted; see :class:`Reached`."""
+
+PRODUCTS = ("matmul", "half_flops", "memory", "launch_seconds", "contention", "logit_bytes")
+ATTENTION = ("attention", "attention_backward")
+EIGHT_BITS = ("fp8_matmul", "cast_bytes")
+EXPERTS = ("expert_seconds", "each_expert_seconds", "expert_overlap")
+
+START = Reached(0.65, 1.5e10, 0.7, 4e-6, dispatch_seconds=3e-5, fp8_head=False, once_per_unit=True)
+BENT = 0.08
+"""Errors above this count less than their squares."""
+SURE = 0.95
+"""The part of the left-out runs that is no slower than the range; none is faster."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A set to fit: the runs ``of`` it, its constants, and those that are taken from ``like``."""
+
+    name: str
+    stack: str
+    devices: tuple[str, ...]
+    releases: str
+    source: str
+    of: Callable[[MeasuredRun], bool]
+    constants: tuple[str, ...]
+    start: Reached = START
+    like: str | None = None
+
+
+_BRIDGE = "NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary.md and -archive.md"
+_NEMO = "NVIDIA/NeMo, performance summary of 24.07, long sequences; DGX Cloud benchmarking"
+_OLD = ("25.09", "25.11", "26.02")
+_BLACKWELL_OLD = (*_OLD, "26.02.01", "26.04", "26.04.01")
+
+
+def _megatron(run: MeasuredRun) -> bool:
+    return run.stack in ("megatron-bridge", "nemo")
+
+
+def _blackwell(run: MeasuredRun) -> bool:
+    return run.device in ("b200", "gb200")
+
+
+FITS = (
+    Fit(
+        "megatron-a100-2022", "megatron", ("a100", "a100-80gb"), "2021 and 2022",
+        "Korthikanti et al. 2022, tables 3 to 5; Narayanan's thesis, table 4.1; vTrain's runs",
+        lambda run: run.stack in ("megatron-2021", "megatron-2022"),
+        ("matmul", "half_flops", "memory", "launch_seconds"),
+        replace(START, attention=0.5, attention_backward=0.4, dispatch_seconds=1e-4),
+    ),
+    Fit(
+        "megatron-h100-24.07", "megatron", ("h100",), "24.07 to 26.02", f"{_BRIDGE}; {_NEMO}",
+        lambda run: _megatron(run) and run.device == "h100"
+        and (not run.is_sparse or run.release in _OLD),
+        (*PRODUCTS, *ATTENTION, "attention_half_flops", *EIGHT_BITS, *EXPERTS),
+    ),
+    Fit(
+        "megatron-h100-26.06", "megatron", ("h100",), "26.02.01 to 26.06", f"{_BRIDGE}; {_NEMO}",
+        lambda run: _megatron(run) and run.device == "h100"
+        and (not run.is_sparse or run.release not in _OLD),
+        (*PRODUCTS, *ATTENTION, "attention_half_flops", *EIGHT_BITS, *EXPERTS),
+    ),
+    Fit(
+        "megatron-b200-25.09", "megatron", ("b200", "gb200"), "25.09 to 26.04.01", _BRIDGE,
+        lambda run: _megatron(run) and _blackwell(run)
+        and (not run.is_sparse or run.release in _BLACKWELL_OLD),
+        (*PRODUCTS, *ATTENTION, *EIGHT_BITS, *EXPERTS),
+    ),
+    Fit(
+        "megatron-b200-26.08", "megatron", ("b200", "gb200"), "26.06 to 26.08", _BRIDGE,
+        lambda run: _megatron(run) and _blackwell(run)
+        and (not run.is_sparse or run.release not in _BLACKWELL_OLD),
+        (*PRODUCTS, *ATTENTION, *EIGHT_BITS, *EXPERTS),
+    ),
+    Fit(
+        "torchtitan-h100", "torchtitan", ("h100",), "2024 and 2025, compiled",
+        "pytorch/torchtitan, benchmarks",
+        lambda run: run.stack == "torchtitan" and not run.note.startswith("eager"),
+        ("matmul", "memory", "contention", "logit_bytes", *ATTENTION, *EIGHT_BITS),
+        replace(START, context_balanced=False),
+    ),
+    Fit(
+        "torchtitan-eager-h100", "torchtitan-eager", ("h100",), "2024 and 2025, not compiled",
+        "pytorch/torchtitan, benchmarks",
+        lambda run: run.stack == "torchtitan" and run.note.startswith("eager"),
+        ("memory",),
+        like="torchtitan-h100",
+    ),
+    Fit(
+        "fsdp-h100", "fsdp", ("h100",), "2023 and 2024",
+        "mosaicml/llm-foundry, scripts/train/benchmarking",
+        lambda run: run.stack == "fsdp" and run.device == "h100",
+        (*PRODUCTS, *ATTENTION, *EIGHT_BITS),
+    ),
+    Fit(
+        "fsdp-a100", "fsdp", ("a100", "a100-80gb"), "2023 and 2024",
+        "mosaicml/llm-foundry, scripts/train/benchmarking",
+        lambda run: run.stack == "fsdp" and run.device != "h100",
+        (*PRODUCTS, *ATTENTION),
+    ),
+)  # fmt: skip
+
+
+def seconds(run: MeasuredRun, reached: Reached) -> float:
+    """Predicted seconds of a run's iteration."""
+    rates = replace(run.problem.rates, reached=reached)
+    return evaluate(replace(run.problem, rates=rates), run.layout, compiled).seconds
+
+
+def fitted(
+    runs: Sequence[MeasuredRun], names: Sequence[str], start: Reached, tries: int = 12
+) -> Reached:
+    """The constants called ``names`` that fit the runs best; the others are those of ``start``."""
+    prior, least, most, weight = np.array([CONSTANTS[name] for name in names]).T
+    first = [getattr(start, name) or CONSTANTS[name][0] for name in names]
+
+    def residuals(logarithms: Floats) -> Floats:
+        reached = replace(start, **dict(zip(names, np.exp(logarithms).tolist(), strict=True)))
+        off = [log(seconds(run, reached) / run.seconds) for run in runs]
+        return np.array([*off, *(weight * (logarithms - np.log(prior)))])
+
+    found = least_squares(
+        residuals, np.log(np.clip(first, least * 1.001, most * 0.999)),
+        bounds=(np.log(least), np.log(most)), diff_step=2e-2, loss="soft_l1", f_scale=BENT,
+        max_nfev=tries,
+    )  # fmt: skip
+    rounded = {
+        name: float(f"{value:.3g}") for name, value in zip(names, np.exp(found.x), strict=True)
+    }
+    return replace(start, **rounded)
+
+
+def cases(runs: Sequence[MeasuredRun]) -> dict[str, list[MeasuredRun]]:
+    """The runs that are left out together: those of a model; where there is one model, each run."""
+    alone = len({run.model for run in runs}) == 1
+    found: dict[str, list[MeasuredRun]] = {}
+    for run in runs:
+        found.setdefault(f"{run.model}, run {run.id}" if alone else run.model, []).append(run)
+    return found
+
+
+def rate_set(fit: Fit, known: dict[str, RateSet]) -> RateSet:
+    """The fitted set, with the errors and the ranges of what is left out."""
+    runs = [run for run in (*measured_runs(), *published_on_a100()) if fit.of(run)]
+    start = known[fit.like].reached if fit.like else fit.start
+    names = [
+        name for name in fit.constants
+        if name not in EXPERTS or any(run.is_sparse for run in runs)
+    ]  # fmt: skip
+    reached = fitted(runs, names, start)
+    ratios: dict[bool, list[float]] = {False: [], True: []}
+    errors = []
+    for case, out in cases(runs).items():
+        rest = [run for run in runs if run not in out]
+        other = fitted(rest, names, reached, tries=4) if rest else reached
+        off = [seconds(run, other) / run.seconds for run in out]
+        errors.append(
+            LeftOut(
+                case, len(out), round(mean(abs(x - 1) for x in off), 4), round(mean(off) - 1, 4)
+            )
+        )
+        for run, ratio in zip(out, off, strict=True):
+            ratios[run.is_sparse] += [1 / ratio, run.seconds / seconds(run, reached)]
+    dense = spread(ratios[False]) if ratios[False] else known["megatron-h100-26.06"].dense
+    experts = spread(ratios[True]) if ratios[True] else dense.widened(1.25)
+    many = f"{len(runs)} iterations of {len({run.model for run in runs})} models"
+    return RateSet(
+        fit.name, fit.stack, fit.devices, fit.releases, fit.source, f"fitted to {many}", reached,
+        dense, experts, Spread(0.94, 1.06), tuple(errors),
+    )  # fmt: skip
+
+
+def spread(ratios: Sequence[float]) -> Spread:
+    """The range of measured over predicted: none is faster, few are slower."""
+    return Spread(
+        round(0.98 * min(min(ratios), 1.0), 3),
+        round(max(float(np.quantile(ratios, SURE)), 1.05), 3),
+    )
+
+
+def main(names: Sequence[str]) -> None:
+    """Fit and write the sets."""
+    known = dict(rate_sets())
+    for fit in FITS:
+        if names and fit.name not in names:
+            continue
+        found = known[fit.name] = rate_set(fit, known)
+        documents.write(RateSet, found, FOLDER / f"{fit.name}.json")
+        print(fit.name, found.reached)
+        for one in found.errors:
+            print(f"  {one.model}: {one.runs} runs, {one.error:.1%} off, bias {one.bias:+.1%}")
+        print(
+            f"  {found.mean_error or 0:.1%}; dense {found.dense}, experts {found.experts}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,240 @@
+"""Rates: what the kernels of a software stack reach of a device's peaks, from measured iterations.
+
+A *rate set* is a data file of this package (``rate_sets/``) or the user's own: a stack on a kind of
+device, the releases whose runs it was fitted to, and how far its predictions were off where a model
+was left out of the fit. ``python -m benchmarks.rates`` makes those of the package.
+"""
+
+import os
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from pydantic import ConfigDict
+
+from stagewright.graphs.documents import documents
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.machines.devices import Accelerator, accelerator
+
+FORMAT: Literal["stagewright-rates"] = "stagewright-rates"
+VERSION: Literal[1] = 1
+
+FOLDER = Path(__file__).parent / "rate_sets"
+
+BORROWED = 1.25
+"""By how much the range widens on each side where rates are of another stack or family."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """The achieved part of a device's peaks, by what runs on it.
+
+    A matrix product of F FLOPs reaches ``matmul * F / (F + half_flops)`` of the peak: half of
+    ``matmul`` at ``half_flops``; products in 8 bits reach ``fp8_matmul`` of theirs (None: as much).
+    Making the operands of products in 8 bits moves ``cast_bytes`` per element, and the head's
+    products are in 8 bits only if ``fp8_head``. Fused attention is always in 16 bits, where
+    ``attention`` is given: the part of that peak that its forward reaches (its backward:
+    ``attention_backward``), of the products that a causal mask leaves; a kernel of F such FLOPs
+    reaches half of it at ``attention_half_flops``. None: it is a product like others, of the whole
+    matrix of scores. ``context_balanced``: every context rank has tokens from both ends of a
+    sequence; else the last rank attends to all, and the others wait for it.
+
+    ``memory`` is the part of the memory bandwidth that other kernels reach, ``launch_seconds`` what
+    each kernel takes in addition. ``dispatch_seconds`` is what the host needs to start a kernel
+    while the device is at work: a layer lasts at least as long as it takes to start its kernels.
+    Experts add ``expert_seconds`` per layer and direction and ``each_expert_seconds`` per expert on
+    the device: sorting the tokens, waiting for their numbers, and starting each expert's kernels.
+
+    The loss moves ``logit_bytes`` per logit in each direction, more where its softmax is not fused;
+    None: it reads and writes it once.
+
+    An exchange beside computation slows it down by the part ``contention`` of the time that both
+    run: it takes multiprocessors and memory bandwidth.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    matmul: float
+    half_flops: float
+    memory: float
+    launch_seconds: float
+    dispatch_seconds: float = 0.0
+    fp8_matmul: float | None = None
+    fp8_head: bool = True
+    cast_bytes: float = 0.0
+    attention: float | None = None
+    attention_backward: float | None = None
+    attention_half_flops: float = 0.0
+    context_balanced: bool = True
+    expert_seconds: float = 0.0
+    each_expert_seconds: float = 0.0
+    expert_overlap: float = 0.0
+    once_per_unit: bool = False
+    contention: float = 0.0
+    logit_bytes: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("matmul", "memory", "fp8_matmul", "attention", "attention_backward"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= 1:
+                raise InputError(f"{name} must be in (0, 1], got {value:g}")
+        for name in (
+            "half_flops", "launch_seconds", "dispatch_seconds", "cast_bytes",
+            "attention_half_flops", "expert_seconds", "each_expert_seconds", "expert_overlap",
+            "contention",
+        ):  # fmt: skip
+            if not 0 <= getattr(self, name) < 1e15:
+                raise InputError(f"{name} must not be negative, got {getattr(self, name):g}")
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """The least and the largest measured over predicted value that a rate set stands for."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.low <= self.high < 1e3:
+            raise InputError(
+                f"a range is from above 0 to below 1000, got {self.low:g} to {self.high:g}"
+            )
+
+    def widened(self, by: float) -> "Spread":
+        """The range with more room on each side."""
+        return Spread(self.low / by, self.high * by)
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """Errors of ``runs`` of one model, with rates fitted to the other models' runs.
+
+    ``error`` is the mean of the absolute, ``bias`` of predicted over measured seconds less one.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    model: str
+    runs: int
+    error: float
+    bias: float
+
+
+@dataclass(frozen=True, slots=True)
+class RateSet:
+    """What a ``stack`` reaches on the kinds of ``devices`` that were measured, in its ``releases``.
+
+    ``dense`` and ``experts`` are the ranges of the seconds of models without and with experts,
+    ``memory`` that of the bytes; ``errors`` those of models that were left out of the fit.
+    ``borrowed`` says of which stack or device the rates are where there are none of those asked for.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    name: str
+    stack: str
+    devices: tuple[str, ...]
+    releases: str
+    source: str
+    fitted_to: str
+    reached: Reached
+    dense: Spread
+    experts: Spread
+    memory: Spread
+    errors: tuple[LeftOut, ...] = ()
+    borrowed: str | None = None
+    format: Literal["stagewright-rates"] = FORMAT
+    version: Literal[1] = VERSION
+
+    def __str__(self) -> str:
+        """The name, with what was borrowed and what it was fitted to."""
+        borrowed = "" if self.borrowed is None else f", {self.borrowed}"
+        return f"{self.name}{borrowed} ({self.fitted_to})"
+
+    @property
+    def mean_error(self) -> float | None:
+        """The mean absolute error of the left-out runs, None if none was left out."""
+        runs = sum(one.runs for one in self.errors)
+        return sum(one.runs * one.error for one in self.errors) / runs if runs else None
+
+
+_FAMILIES = {
+    "a100": ("a100", "a100-80gb", "generic"),
+    "h100": ("h100", "h200", "h800", "h20"),
+    "b200": ("b200", "gb200", "b300", "gb300"),
+}
+_NEXT = {"a100": "h100", "h100": "b200", "b200": "h100"}
+"""Where a stack has no rates of a family, those of this one are nearest."""
+
+_STACKS = {
+    "megatron": "megatron", "megatron-bridge": "megatron", "nemo": "megatron", "plan": "megatron",
+    "torchtitan": "torchtitan", "deepspeed": "fsdp", "accelerate": "fsdp",
+}  # fmt: skip
+"""The stack whose rates are taken for a framework: of DeepSpeed and Accelerate, whose ZeRO 3 is run
+by PyTorch without compilation too, those of Composer's FSDP."""
+
+
+def read_rates(path: str | os.PathLike[str]) -> RateSet:
+    """The rate set in the JSON file at ``path``; InputError, in one line, if it is not valid."""
+    return documents.read(RateSet, path, FORMAT, VERSION)
+
+
+@lru_cache(maxsize=1)
+def rate_sets() -> dict[str, RateSet]:
+    """The rate sets of the package by name, the newest of a stack and device first."""
+    return {one.stem: read_rates(one) for one in sorted(FOLDER.glob("*.json"), reverse=True)}
+
+
+def rates_named(name: str) -> RateSet:
+    """The rate set of the package, or of the JSON file, that is called ``name``."""
+    if name.lower().endswith(".json"):
+        return read_rates(name)
+    if name not in rate_sets():
+        raise InputError(
+            f"rates {name!r} are not known; known are {', '.join(sorted(rate_sets()))}; or give "
+            "the JSON file of your own"
+        )
+    return rate_sets()[name]
+
+
+def rates_of(kind: str | Accelerator, framework: str | None = None) -> RateSet:
+    """The rates for a framework (None: Megatron's) on a kind of device, of the nearest that exist.
+
+    A kind without rates of its own takes those of its family, another than the families' the
+    A100's, and a stack without rates of a family those of the family next to it. What is borrowed
+    is said, and widens the range.
+
+    Raises InputError if the kind or the framework is not known.
+    """
+    card = accelerator(kind)
+    stack = "megatron" if framework is None else _STACKS.get(framework)
+    if stack is None:
+        raise InputError(f"framework {framework!r} is none of {', '.join(_STACKS)}")
+    family = next((one for one, kinds in _FAMILIES.items() if card.name in kinds), None)
+    own = family or "a100"
+    found = next(
+        one
+        for device in (own, _NEXT[own], _NEXT[_NEXT[own]])
+        for one in rate_sets().values()
+        if one.stack == stack and not set(one.devices).isdisjoint(_FAMILIES[device])
+    )
+    said = []
+    if framework is not None and framework != "plan" and stack not in (framework, "megatron"):
+        said.append(f"not measured with {framework}")
+    if framework == "plan":
+        said.append("not measured with our executor")
+    if card.name not in found.devices:
+        said.append(f"not measured on {card.name}")
+    if not said:
+        return found
+    of_family = family is not None and not set(found.devices).isdisjoint(_FAMILIES[family])
+    by = BORROWED ** (len(said) - (of_family and card.name not in found.devices))
+    return replace(
+        found,
+        borrowed="; ".join(said),
+        dense=found.dense.widened(by),
+        experts=found.experts.widened(by),
+    )
