@@ -21,12 +21,14 @@ class Crossed:
     """A level whose links a group uses.
 
     ``way_out`` members at least share the way out of a unit of the next lower level. Of the other
-    members of a group every rank reaches at most the part ``share`` over this level.
+    members of a group every rank reaches at most the part ``share`` over this level. ``hops`` of
+    the size - 1 from the first to the last member of a ring are between units of this level.
     """
 
     level: Level
     way_out: int
     share: float
+    hops: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,11 @@ class CrossedLevels:
     def latency_seconds(self) -> float:
         """The longest latency of the levels."""
         return max(one.level.latency_seconds for one in self.crossed)
+
+    @property
+    def ring_latency_seconds(self) -> float:
+        """The latencies of all hops from the first to the last member of a ring."""
+        return sum(one.hops * one.level.latency_seconds for one in self.crossed)
 
     @property
     def ring_bytes_per_second(self) -> float:
@@ -72,7 +79,8 @@ def links(fabric: Fabric, group: Group) -> GroupWays:
     for level, here in zip(fabric.levels, inside, strict=True):
         assert here is not None
         if here > lower:
-            found.append(Crossed(level, lower, (here - lower) / (size - 1)))
+            hops = size // lower - size // here
+            found.append(Crossed(level, lower, (here - lower) / (size - 1), hops))
         lower = here
     return GroupWays(size, (CrossedLevels(tuple(found)),))
 
@@ -123,17 +131,24 @@ def _counted(fabric: Fabric, numbers: Ints, size: int) -> tuple[CrossedLevels, .
         np.minimum.at(way_out, group[far > 0], members[far > 0])
         most = np.zeros(len(way_out), dtype=np.int64)
         np.maximum.at(most, group, far)
-        columns += [way_out, most]
+        # A ring passes through the members of one unit after the other.
+        hops = _units(group, ranks // inner) - _units(group, ranks // level.devices)
+        columns += [way_out, most, hops]
         inner = level.devices
     return tuple(_way(fabric, row, size) for row in np.unique(np.stack(columns, axis=1), axis=0))
 
 
 def _way(fabric: Fabric, row: Ints, size: int) -> CrossedLevels:
     found = []
-    for level, way_out, far in zip(fabric.levels, row[::2], row[1::2], strict=True):
+    for level, (way_out, far, hops) in zip(fabric.levels, row.reshape(-1, 3), strict=True):
         if far:
-            found.append(Crossed(level, int(way_out), float(far) / (size - 1)))
+            found.append(Crossed(level, int(way_out), float(far) / (size - 1), int(hops)))
     return CrossedLevels(tuple(found))
+
+
+def _units(group: Ints, unit: Ints) -> Ints:
+    """In how many units the members of every group are."""
+    return np.bincount(np.unique(np.stack([group, unit]), axis=1)[0])
 
 
 def _sizes(keys: Ints) -> Ints:

@@ -15,8 +15,8 @@ Of an NVLink's 25 GB/s NCCL 2.30 counts 20 on A100 and 20.6 on H100 (src/graph/t
 0.82: the 450 GB/s of an H100's 18 links are what the wires carry, 365 is what a plan can count on.
 """
 
-SERVER_LATENCY, NETWORK_LATENCY = 2.7e-6, 4.7e-6
-"""Seconds of a step of a collective: the first from the same fit, the network's 2 us above it."""
+SERVER_LATENCY, NETWORK_LATENCY = 2.4e-6, 4.4e-6
+"""Seconds of a hop of a ring: the first from the same fit, the network's 2 us above it."""
 
 
 def fabric_of_kind(
