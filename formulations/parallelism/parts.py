@@ -15,8 +15,9 @@ from stagewright.formulations.parallelism.pipeline_time import (
     first_forwards,
     kept_forwards,
 )
-from stagewright.formulations.parallelism.states import occupied_seconds, send_seconds, tied_seconds
+from stagewright.formulations.parallelism.states import tied_seconds
 from stagewright.formulations.parallelism.training import TrainingProblem
+from stagewright.formulations.prices.collectives import occupied_seconds, send_seconds
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.machines.groups import GroupWays, links
 from stagewright.graphs.models.shards import LayerSplit, Shares, shares_of

@@ -1,76 +1,18 @@
-"""Weights, gradients and optimizer state of one rank; the time of their exchange and update.
+"""Weights, gradients and optimizer state of one rank; the time of their exchange and update."""
 
-Times of collectives among the ranks of a group; of several groups at once, the slowest's.
-
-With k ranks: an all-reduce of n bytes takes 2 (k - 1) / k * n / B, a reduce-scatter or an
-all-gather half of it, where B is the bandwidth of a ring; each step of a tree costs a latency. An
-all-to-all takes what the level takes over which most is sent. Nothing is sent for no bytes.
-"""
-
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
 from stagewright.formulations.parallelism.cut import Layers
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
+from stagewright.formulations.prices.collectives import all_reduce_seconds as all_reduce_seconds
+from stagewright.formulations.prices.collectives import all_to_all_seconds as all_to_all_seconds
+from stagewright.formulations.prices.collectives import gather_seconds
+from stagewright.formulations.prices.collectives import send_seconds as send_seconds
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.machines.groups import CrossedLevels, GroupWays, ends, links
+from stagewright.graphs.machines.groups import ends, links
 from stagewright.graphs.models.shards import LayerShare
-
-
-def all_reduce_seconds(of: GroupWays, moved: float) -> float:
-    """Time to sum ``moved`` bytes over a group."""
-    return 2 * gather_seconds(of, moved)
-
-
-def gather_seconds(of: GroupWays, moved: float) -> float:
-    """Time to all-gather, or to reduce-scatter, ``moved`` bytes (the whole) over a group."""
-    others = (of.size - 1) / of.size * moved
-    return _slowest(
-        of, moved, lambda way: others / way.ring_bytes_per_second + way.ring_latency_seconds
-    )
-
-
-def all_to_all_seconds(of: GroupWays, moved: float, copies: int | None = None) -> float:
-    """Time in which every rank spreads ``moved`` bytes evenly over a group; the slowest level's.
-
-    With ``copies`` every token is sent so often, but only once to each unit (server, rack) that has
-    receivers, and copied there.
-    """
-    others = (of.size - 1) / of.size * moved
-
-    def seconds(way: CrossedLevels) -> float:
-        levels = (one.share * others / one.level.bytes_per_second for one in way.crossed)
-        if copies is not None and len(way.crossed) > 1:
-            levels = _once_per_unit(of, way, moved, copies)
-        return max(levels) + way.latency_seconds
-
-    return _slowest(of, moved, seconds)
-
-
-def _once_per_unit(of: GroupWays, way: CrossedLevels, moved: float, copies: int) -> Iterator[float]:
-    """Seconds of every level: all copies inside a unit, one per unit of those that are left."""
-    inside = way.crossed[1].way_out
-    yield (inside - 1) / inside * moved / way.crossed[0].level.bytes_per_second
-    for one in way.crossed[1:]:
-        units = one.share * (of.size - 1) / one.way_out
-        reached = units * (1 - (1 - one.way_out / of.size) ** copies)
-        yield reached * moved / copies / one.level.bytes_per_second
-
-
-def send_seconds(of: GroupWays, moved: float) -> float:
-    """Time to send ``moved`` bytes to the next of a group."""
-    return _slowest(of, moved, lambda way: moved / way.pair_bytes_per_second + way.latency_seconds)
-
-
-def occupied_seconds(of: GroupWays, moved: float) -> float:
-    """Time in which a link to the next of a group is busy with ``moved`` bytes."""
-    return _slowest(of, moved, lambda way: moved / way.pair_bytes_per_second)
-
-
-def _slowest(of: GroupWays, moved: float, seconds: Callable[[CrossedLevels], float]) -> float:
-    return max(map(seconds, of.ways), default=0.0) if moved else 0.0
 
 
 @dataclass(frozen=True, slots=True)

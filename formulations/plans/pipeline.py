@@ -1,6 +1,7 @@
 """The pipeline planning problem (model, cluster, number of microbatches) and its cost model.
 
-Every planner and checker takes its seconds from here and from `timing`, its bytes from `memory`.
+Every planner and checker takes its seconds from here and from `timing`, its bytes from `memory`;
+what a transfer and a collective cost is in :mod:`stagewright.formulations.prices.collectives`.
 Sources: SPP section III (inter-stage transfers with the erratum
 ``c = d / (|F(s)| |F(s+1)| min b)``, equation 1 for the all-reduce), with latencies added.
 """
@@ -14,6 +15,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from stagewright.formulations.prices.collectives import link_seconds, ring_seconds
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MAX_MICROBATCHES, MIN_MEMORY, require_count
@@ -233,7 +235,7 @@ class PipelineProblem:
         share = self.share_bytes(self.boundary_bytes(stop), len(senders) * len(receivers))
         there, late_there = self._slowest_link(senders, receivers)
         back, late_back = self._slowest_link(receivers, senders)
-        return share / there + late_there, share / back + late_back
+        return link_seconds(share, there, late_there), link_seconds(share, back, late_back)
 
     def _slowest_link(self, ones: Sequence[int], others: Sequence[int]) -> tuple[float, float]:
         """The slowest bandwidth and latency; searches ask for the same groups again and again."""
@@ -270,8 +272,7 @@ class PipelineProblem:
         if k == 1:
             return 0.0
         bandwidth, latency = self._slowest_link(devices, devices)
-        slowdown = self.cluster.all_reduce_slowdown
-        return (k - 1) / k * volume / bandwidth * slowdown + (k - 1) * latency
+        return ring_seconds(k, volume, bandwidth, latency, self.cluster.all_reduce_slowdown)
 
     def update_seconds(self, start: int, stop: int, devices: Sequence[int]) -> float:
         """Time of the optimizer step on layers [start, stop), on the slowest of ``devices``."""
@@ -321,7 +322,7 @@ class PipelineProblem:
         known = [rate for rate in rates if rate is not None]
         if len(known) < len(rates):
             return None
-        return self.saved_bytes(start, stop, len(devices)) / min(known)
+        return link_seconds(self.saved_bytes(start, stop, len(devices)), min(known))
 
     def _require_samples(self) -> None:
         """Refuse profiles that do not cover the microbatch, and layers that need more samples."""

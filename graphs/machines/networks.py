@@ -16,7 +16,7 @@ Of an NVLink's 25 GB/s NCCL 2.30 counts 20 on A100 and 20.6 on H100 (src/graph/t
 """
 
 SERVER_LATENCY, NETWORK_LATENCY = 2.4e-6, 4.4e-6
-"""Seconds of a step of a collective: the first from the same fit, the network's 2 us above it."""
+"""Seconds of a hop of a ring: the first from the same fit, the network's 2 us above it."""
 
 
 def fabric_of_kind(

@@ -129,7 +129,7 @@ class RateSet:
 
     ``dense`` and ``experts`` are the ranges of the seconds of models without and with experts,
     ``memory`` that of the bytes; ``errors`` those of models that were left out of the fit.
-    ``borrowed`` says of which stack or device the rates are where there are none of those asked for.
+    ``borrowed`` says what was not measured, where rates of another stack or device are taken.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT

@@ -52,9 +52,9 @@ class LayerShare:
     is kept. Exchanges: ``reductions`` of the hidden states over the tensor ranks in the forward and
     in the backward (with sequence parallelism reduce-scatters and all-gathers, which move as much);
     ``circulated`` are the elements of keys and values of one context rank, ``dispatched`` those
-    that go to the experts and come back. ``gradient_bytes`` are those of a large gradient that the
-    backward begins with: of the logits. ``experts`` are on the rank, and a token goes to ``copies`` of a layer's; ``unmasked`` is the part of
-    the scores that the mask leaves.
+    that go to the experts and come back, of which the rank has ``experts`` and every token takes
+    ``copies``. ``gradient_bytes`` are those of a large gradient that the backward begins with: of
+    the logits. ``unmasked`` is the part of the scores that the mask leaves.
     """
 
     operators: Operators

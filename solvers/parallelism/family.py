@@ -9,8 +9,8 @@ import numpy as np
 from stagewright.formulations.parallelism.layer_times import share_time
 from stagewright.formulations.parallelism.layout import Layout, Schedule
 from stagewright.formulations.parallelism.parts import shares
-from stagewright.formulations.parallelism.states import gather_seconds
 from stagewright.formulations.parallelism.training import TrainingProblem
+from stagewright.formulations.prices.collectives import gather_seconds
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.machines.groups import Group, GroupWays, links
 from stagewright.graphs.models.shards import LayerShare, LayerSplit, Recompute

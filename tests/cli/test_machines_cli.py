@@ -55,7 +55,7 @@ def test_a_kind_needs_no_bandwidths_and_says_what_is_assumed() -> None:
         "42 GB/s between servers (84.0% of 50)"
     )  # fmt: skip
     assert cluster.bandwidth[0, [1, 8]].tolist() == [0.812 * 450e9, 0.84 * 50e9]
-    assert cluster.latency[0, [1, 8]].tolist() == [2.7e-6, 4.7e-6]
+    assert cluster.latency[0, [1, 8]].tolist() == [2.4e-6, 4.4e-6]
     assert answered_json("cluster", "4x8", "--device", "h100", "-o", "c.json")["source"] == said
 
 

@@ -14,13 +14,13 @@ from profiles import UNSHRUNK, examples
 from stagewright.formulations.parallelism.estimate import evaluate
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.parts import Parts
-from stagewright.formulations.parallelism.states import (
+from stagewright.formulations.parallelism.training import TrainingProblem
+from stagewright.formulations.prices.collectives import (
     all_reduce_seconds,
     all_to_all_seconds,
     gather_seconds,
     send_seconds,
 )
-from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.machines.fabric import Fabric, Level
 from stagewright.graphs.machines.groups import links
 from stagewright.graphs.machines.rates import Reached
@@ -110,14 +110,14 @@ FABRIC = Fabric(
 @pytest.mark.parametrize(
     ("stride", "size", "bandwidth", "latency"),
     [
-        (1, 4, 100, 2 * 1),  # in a server
+        (1, 4, 100, 3 * 1),  # in a server
         (2, 2, 100, 1 * 1),
-        (1, 8, 40, 3 * 2),  # 4 cards lead out of a server
-        (2, 4, 20, 2 * 2),  # 2 members in each of 2 servers
+        (1, 8, 40, 6 * 1 + 1 * 2),  # 4 cards lead out of a server
+        (2, 4, 20, 2 * 1 + 1 * 2),  # 2 members in each of 2 servers
         (4, 2, 10, 1 * 2),  # one in each
-        (1, 16, 24, 4 * 5),  # 8 cards lead out of a rack: 8 x 3 is less than 4 x 10
-        (2, 8, 12, 3 * 5),
-        (4, 4, 6, 2 * 5),
+        (1, 16, 24, 12 * 1 + 2 * 2 + 1 * 5),  # 8 cards out of a rack: 8 x 3 is less than 4 x 10
+        (2, 8, 12, 4 * 1 + 2 * 2 + 1 * 5),
+        (4, 4, 6, 2 * 2 + 1 * 5),
         (8, 2, 3, 1 * 5),
     ],
 )
@@ -128,6 +128,13 @@ def test_collectives_of_groups_by_hand(stride, size, bandwidth, latency) -> None
     )
     reduced = 2 * (moved / bandwidth + latency)
     assert all_reduce_seconds(links(FABRIC, ((stride, size),)), 600e6) == pytest.approx(reduced)
+
+
+def test_a_ring_through_unequal_parts_of_servers_by_hand() -> None:
+    """Six of twelve ranks, four of one server and two of another: four hops inside, one between."""
+    fabric = replace(FABRIC, levels=(FABRIC.levels[0], replace(FABRIC.levels[1], devices=12)))
+    found = gather_seconds(links(fabric, ((1, 6),)), 600e6)
+    assert found == pytest.approx(5 / 6 * 600 / 20 + 4 * 1 + 1 * 2)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +171,7 @@ def test_exchanges_of_tensor_ranks_by_hand(divided, microbatches) -> None:
     model = Architecture("m", 5, 64, 100, GroupedAttention(4, 4, 16), FeedForward(128))
     problem = TrainingProblem(model, 32, 2 * microbatches, ONE, REACHED, overlap_tensor=False)
     layout = Layout(tensor=4, microbatch=2, sequence_parallel=divided)
-    one = 2 * (3 / 4 * 2 * 32 * 64 * 2 / 1e9 + 2 * 1e-3)
+    one = 2 * (3 / 4 * 2 * 32 * 64 * 2 / 1e9 + 3 * 1e-3)
     back = 1.5 if divided else 1
     found = evaluate(problem, layout).exchange_seconds
     assert found == pytest.approx(microbatches * (2 * 5 + 1 + (2 * 5 + 1) * back) * one)

@@ -92,13 +92,23 @@ class Plain:
             inner = level.devices
         return slowest, latency
 
+    def level(self, a, b):
+        """The innermost level of which one unit holds both ranks."""
+        return next(x for x in self.fabric.levels if a // x.devices == b // x.devices)
+
     def gather(self, groups, moved):
-        """The slowest group's reduce-scatter or all-gather of ``moved`` bytes."""
+        """The slowest group's reduce-scatter or all-gather of ``moved`` bytes, in a ring.
+
+        The last of its k parts passes k - 1 hops, from each rank to the next by number.
+        """
         k = len(groups[0])
         if k == 1 or moved == 0:
             return 0.0
-        paths = [self.path(group) for group in groups]
-        return max((k - 1) / k * moved / b + math.ceil(math.log2(k)) * late for b, late in paths)
+        return max(
+            (k - 1) / k * moved / self.path(group)[0]
+            + sum(self.level(a, b).latency_seconds for a, b in pairwise(group))
+            for group in groups
+        )
 
     def all_to_all(self, groups, moved):
         """The slowest rank's part over the slowest level, each level's with its own links."""
@@ -127,8 +137,8 @@ class Plain:
             if len(group) == 1 or not moved:
                 return 0.0
             for a, b in zip(group, [*group[1:], group[0]], strict=True):
-                level = next(x for x in self.fabric.levels if a // x.devices == b // x.devices)
-                found = max(found, moved / level.bytes_per_second + latencies * self.path(group)[1])
+                seconds = moved / self.level(a, b).bytes_per_second
+                found = max(found, seconds + latencies * self.path(group)[1])
         return found
 
     def sending_seconds(self, of):

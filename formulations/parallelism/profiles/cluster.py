@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from pydantic import ConfigDict
 
+from stagewright.formulations.prices.collectives import link_seconds, ring_seconds
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import (
@@ -56,14 +57,11 @@ class Route:
         Both groups are busy with it.
         """
         rate = min(tensor * self.device_bytes_per_second, self.group_bytes_per_second)
-        return self.latency_seconds + moved / rate
+        return link_seconds(moved, rate, self.latency_seconds)
 
     def reduce_seconds(self, moved: float, size: int) -> float:
         """Time to sum ``moved`` bytes per rank over a ring of ``size`` ranks."""
-        if size == 1:
-            return 0.0
-        steps = 2 * (size - 1)
-        return steps * (self.latency_seconds + moved / size / self.device_bytes_per_second)
+        return 2 * ring_seconds(size, moved, self.device_bytes_per_second, self.latency_seconds)
 
 
 @dataclass(frozen=True, slots=True)

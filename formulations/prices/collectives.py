@@ -1,0 +1,103 @@
+"""Times of transfers and collectives: over a link, over a ring, over the levels of a fabric.
+
+With k ranks, half of a ring all-reduce of n bytes (a reduce-scatter or an all-gather) takes
+(k - 1) / k * n / B and k - 1 latencies, where B is the ring's bandwidth (Patarasuk and Yuan 2009;
+nccl-tests' "bus bandwidth"). Over several levels, each hop pays the latency of the level that it
+crosses. An all-to-all takes what the level takes over which most is sent.
+
+Of several groups at once the slowest decides; their members exchange nothing for no bytes.
+"""
+
+from collections.abc import Callable, Iterator
+
+from stagewright.graphs.machines.groups import CrossedLevels, GroupWays
+
+
+def link_seconds(moved: float, bytes_per_second: float, latency_seconds: float = 0.0) -> float:
+    """Time of ``moved`` bytes over a link."""
+    return moved / bytes_per_second + latency_seconds
+
+
+def ring_bytes(ranks: int, moved: float) -> float:
+    """Bytes that each rank passes on in half of a ring all-reduce of ``moved`` bytes."""
+    return (ranks - 1) / ranks * moved
+
+
+def ring_seconds(
+    ranks: int,
+    moved: float,
+    bytes_per_second: float,
+    latency_seconds: float,
+    slowdown: float = 1.0,
+) -> float:
+    """Half of a ring all-reduce of ``moved`` bytes; every hop pays ``latency_seconds``.
+
+    ``slowdown`` is by how much the bytes take longer than the link's bandwidth says.
+    """
+    seconds = ring_bytes(ranks, moved) / bytes_per_second * slowdown
+    return seconds + (ranks - 1) * latency_seconds
+
+
+def all_reduce_seconds(of: GroupWays, moved: float) -> float:
+    """Time to sum ``moved`` bytes over a group."""
+    return 2 * gather_seconds(of, moved)
+
+
+def gather_seconds(of: GroupWays, moved: float) -> float:
+    """Time to all-gather, or to reduce-scatter, ``moved`` bytes (the whole) over a group."""
+    passed = ring_bytes(of.size, moved)
+    return _slowest(
+        of,
+        moved,
+        lambda way: link_seconds(passed, way.ring_bytes_per_second, way.ring_latency_seconds),
+    )
+
+
+def all_to_all_seconds(of: GroupWays, moved: float, copies: int | None = None) -> float:
+    """Time in which every rank spreads ``moved`` bytes evenly over a group; the slowest level's.
+
+    With ``copies`` every token is sent so often, but only once to each unit (server, rack) that has
+    receivers, and copied there.
+    """
+    others = ring_bytes(of.size, moved)
+
+    def seconds(way: CrossedLevels) -> float:
+        if copies is not None and len(way.crossed) > 1:
+            return max(_once_per_unit(of, way, moved, copies)) + way.latency_seconds
+        levels = (
+            link_seconds(one.share * others, one.level.bytes_per_second) for one in way.crossed
+        )
+        return max(levels) + way.latency_seconds
+
+    return _slowest(of, moved, seconds)
+
+
+def _once_per_unit(of: GroupWays, way: CrossedLevels, moved: float, copies: int) -> Iterator[float]:
+    """Seconds of every level: all copies inside a unit, one for each unit of those that are left.
+
+    Receivers are as likely in one unit as in another: a unit with w of k members has one for a
+    token with probability 1 - (1 - w / k)^copies (DeepSeek-V3, section 3.2.2, limits them further).
+    """
+    inside, *outside = way.crossed
+    each = outside[0].way_out
+    yield link_seconds(ring_bytes(each, moved), inside.level.bytes_per_second)
+    for one in outside:
+        units = one.share * (of.size - 1) / one.way_out
+        reached = units * (1 - (1 - one.way_out / of.size) ** copies)
+        yield link_seconds(reached * moved / copies, one.level.bytes_per_second)
+
+
+def send_seconds(of: GroupWays, moved: float) -> float:
+    """Time to send ``moved`` bytes to the next of a group."""
+    return _slowest(
+        of, moved, lambda way: link_seconds(moved, way.pair_bytes_per_second, way.latency_seconds)
+    )
+
+
+def occupied_seconds(of: GroupWays, moved: float) -> float:
+    """Time in which a link to the next of a group is busy with ``moved`` bytes."""
+    return _slowest(of, moved, lambda way: link_seconds(moved, way.pair_bytes_per_second))
+
+
+def _slowest(of: GroupWays, moved: float, seconds: Callable[[CrossedLevels], float]) -> float:
+    return max(map(seconds, of.ways), default=0.0) if moved else 0.0
