@@ -15,9 +15,14 @@ from pathlib import Path
 from benchmarks.layout_experts import QWEN_30B, QWEN_235B, V3
 from benchmarks.layout_runs import Run, gpt, korthikanti, of_2021, table_4_1
 from stagewright.formulations.parallelism.layout import Layout, parse_layout
-from stagewright.formulations.parallelism.training import TrainingProblem, precision_named
+from stagewright.formulations.parallelism.training import (
+    TrainingProblem,
+    precision_named,
+    with_stack,
+)
 from stagewright.graphs.machines.networks import fabric_of_kind
 from stagewright.graphs.machines.rates import rates_of
+from stagewright.graphs.machines.stack_memory import STACK_MEMORY
 from stagewright.graphs.models.architecture import (
     Architecture,
     FeedForward,
@@ -84,8 +89,7 @@ def _run(row: dict[str, str]) -> MeasuredRun:
     if row["recomputation"] == "full":
         layout = replace(layout, recompute="full")
     elif row["recomputation"] == "sel":
-        # Every second product of a block, and all that is no product: about 12 of 32 blocks.
-        layout = replace(layout, recompute="full", recompute_blocks=12)
+        layout = replace(layout, recompute="selective")
     return MeasuredRun(
         row["id"],
         row["stack"],
@@ -132,7 +136,7 @@ def _problem(
     if stack == "megatron-2021":
         problem = replace(of_2021(problem), attention="materialized")
         problem = replace(problem, architecture=_architecture(model))
-    return problem
+    return with_stack(problem, STACK_MEMORY[stack])
 
 
 def _llama(name: str, layers: int, hidden: int, heads: int, keys: int, width: int, vocabulary: int

@@ -210,7 +210,8 @@ def _cost(
         microbatch_size=samples,
         forward_seconds=time.forward,
         # The gradient of the logits is there while the head's backward is.
-        saved_bytes=samples * (share.saved_bytes(size, "none") + share.gradient_bytes),
+        saved_bytes=samples
+        * (problem.saved_bytes(share, "none") + problem.gradient_of_loss(share)),
         output_bytes=samples * (share.gradient_bytes if is_head else share.width * size),
         # Of all numbers: the plan's stages say which part of the step a replica does.
         update_seconds=update_seconds(

@@ -26,7 +26,13 @@ from stagewright.graphs.models.shards import LayerSplit, Shares, shares_of
 @lru_cache(maxsize=4096)
 def shares(problem: TrainingProblem, split: LayerSplit) -> Shares:
     """The shares of the problem's layers."""
-    return shares_of(problem.architecture, problem.sequence, split, problem.attention)
+    return shares_of(
+        problem.architecture,
+        problem.sequence,
+        split,
+        problem.attention,
+        by_operator=problem.memory.by_operator,
+    )
 
 
 class Parts:

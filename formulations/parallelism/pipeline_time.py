@@ -127,9 +127,8 @@ class StageCosts:
         return sum(n * self._saved(one, again) for one, again, n in layers)
 
     def _saved(self, share: LayerShare, again: bool) -> float:
-        size = self.problem.precision.activation_bytes
         recompute = self.layout.recompute if again else "none"
-        return self.layout.microbatch * share.saved_bytes(size, recompute)
+        return self.layout.microbatch * self.problem.saved_bytes(share, recompute)
 
     def memory(self, layers: Layers, activations: float) -> RankMemory:
         """The peak of a rank whose forwards keep ``activations`` at most."""
@@ -152,22 +151,23 @@ class StageCosts:
 
         These are repeated activations, and the gradient of the logits.
         """
-        size = self.problem.precision.activation_bytes
-        samples = self.layout.microbatch
-        whole = samples * (share.saved_bytes(size, "none") + share.gradient_bytes)
-        return max(0.0, whole - self._saved(share, again))
+        whole = self.problem.saved_bytes(share, "none") + self.problem.gradient_of_loss(share)
+        return max(0.0, self.layout.microbatch * whole - self._saved(share, again))
 
     def _gathered_bytes(self, of: Held) -> float:
         """Bytes gathered for a layer: with ZeRO its weights, and the hidden states of all ranks."""
-        precision, layout = self.problem.precision, self.layout
-        gathered = 0.0
+        precision, layout, memory = self.problem.precision, self.layout, self.problem.memory
+        bucket = min(memory.bucket_parameters, of.shared + of.expert) if layout.zero else 0.0
+        gathered = 2 * bucket * precision.weight_bytes
+        if memory.layer_gradients:
+            gathered += of.largest * precision.weight_bytes
         if layout.zero >= 2:
             gathered += of.largest * precision.gradient_bytes
         if layout.zero == 3:
             gathered += 2 * of.largest * precision.weight_bytes
         if layout.sequence_parallel:
             gathered += self.width * layout.microbatch * precision.activation_bytes
-        return gathered
+        return gathered * (1 + memory.slack)
 
 
 def first_forwards(

@@ -57,20 +57,41 @@ def groups(layout: Layout) -> tuple[int, int]:
     return shared, layout.tensor * shared // layout.expert
 
 
+@dataclass(frozen=True, slots=True)
+class StateRule:
+    """Bytes of a parameter's states, and whether each state is divided among its equal ranks."""
+
+    weights: tuple[float, bool]
+    gradients: tuple[float, bool]
+    optimizer: tuple[float, bool]
+
+
+def state_rule(
+    problem: TrainingProblem, zero: int, *, offload: bool, in_pipeline: bool
+) -> StateRule:
+    """How a rank keeps states at a stage of ZeRO, in a pipeline or not."""
+    precision, memory = problem.precision, problem.memory
+    is_whole = memory.whole_in_pipelines and in_pipeline
+    has_masters = memory.float_masters and precision.weight_bytes < 4 <= precision.optimizer_bytes
+    divides_weights = zero == 3 and not is_whole
+    # Where masters are the only weights that last, they count among the optimizer's bytes.
+    weights = 0 if has_masters and divides_weights else precision.weight_bytes
+    return StateRule(
+        weights=(weights, divides_weights),
+        gradients=(precision.gradient_bytes, zero >= 2 and not is_whole),
+        optimizer=(0 if offload else precision.optimizer_bytes, zero >= 1),
+    )
+
+
 def states(problem: TrainingProblem, layout: Layout, of: Held) -> States:
     """Bytes of a rank's states; ZeRO divides states among the ranks with equal parameters."""
-    precision, (shared, expert) = problem.precision, groups(layout)
-
-    def part(stage: int) -> float:
-        if layout.zero >= stage:
-            return of.shared / shared + of.expert / expert
-        return of.shared + of.expert
-
-    return States(
-        weights=part(3) * precision.weight_bytes,
-        gradients=part(2) * precision.gradient_bytes,
-        optimizer=0.0 if layout.offload_optimizer else part(1) * precision.optimizer_bytes,
+    shared, expert = groups(layout)
+    divided, whole = of.shared / shared + of.expert / expert, of.shared + of.expert
+    rule = state_rule(
+        problem, layout.zero, offload=layout.offload_optimizer, in_pipeline=layout.pipeline > 1
     )
+    each = (rule.weights, rule.gradients, rule.optimizer)
+    return States(*(size * (divided if is_divided else whole) for size, is_divided in each))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """The problem: train a transformer on a fabric with a global batch, as fast as possible."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -13,9 +13,11 @@ from stagewright.graphs.documents.units import MAX_MICROBATCHES, require_amount,
 from stagewright.graphs.machines.devices import Accelerator, require_arithmetic
 from stagewright.graphs.machines.fabric import Fabric
 from stagewright.graphs.machines.rates import RateSet, Reached, Spread
+from stagewright.graphs.machines.stack_memory import PLAIN, StackMemory
 from stagewright.graphs.models.architecture import MAX_SIZE, Architecture
 from stagewright.graphs.models.language import Attention
-from stagewright.graphs.models.shards import require_split
+from stagewright.graphs.models.shards import LayerShare, Recompute
+from stagewright.graphs.models.splits import require_split
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,8 @@ class TrainingProblem:
     backward runs beside its products. With ``fused_gradients`` the products of the weights'
     gradients add to the sum over microbatches themselves; else another kernel does. Megatron-LM has
     these two since September 2021 and February 2022. ``reserve_bytes`` of every device are not for
-    the plan (the driver, the allocator, the communication library).
+    the plan (the driver, the allocator, the communication library); ``memory`` is what the software
+    keeps of what is for the plan.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -80,6 +83,7 @@ class TrainingProblem:
     overlap_tensor: bool = True
     fused_gradients: bool = True
     reserve_bytes: float = 2e9
+    memory: StackMemory = PLAIN
 
     def __post_init__(self) -> None:
         require_count(self.sequence, "sequence", MAX_SIZE)
@@ -117,6 +121,18 @@ class TrainingProblem:
             self.card.fp32_flops if self.precision.activation_bytes == 4 else self.card.fp16_flops
         )
 
+    def saved_bytes(self, share: LayerShare, recompute: Recompute) -> float:
+        """Bytes that a layer's forward keeps of a sample for the backward."""
+        precision = self.precision
+        return share.saved_bytes(
+            precision.activation_bytes, recompute, self.memory, fp8=precision.fp8_products
+        )
+
+    def gradient_of_loss(self, share: LayerShare) -> float:
+        """Bytes of a sample's large gradients that a layer's backward begins with."""
+        memory = self.memory
+        return share.gradient_bytes * memory.loss_gradient_bytes / 4 * (1 + memory.slack)
+
     @cached_property
     def model_flops(self) -> float:
         """FLOPs of an iteration without recomputation: three times the forward's FLOPs."""
@@ -126,6 +142,19 @@ class TrainingProblem:
         layers = [of.embedding(sequence), of.head(sequence)]
         layers += [blocks[of.kind(index)] for index in range(of.layers)]
         return 3 * self.batch * sum(one.flops for layer in layers for one in layer.values())
+
+
+def with_stack(problem: TrainingProblem, memory: StackMemory) -> TrainingProblem:
+    """The problem under a stack: what it keeps, its type of gradients, and its reserve."""
+    precision = problem.precision
+    if memory.gradient_bytes is not None and precision.weight_bytes < 4:
+        precision = replace(precision, gradient_bytes=memory.gradient_bytes)
+    return replace(problem, precision=precision, memory=memory, reserve_bytes=memory.reserve_bytes)
+
+
+def has_selective(problem: TrainingProblem) -> bool:
+    """Whether selective recomputation differs from none."""
+    return problem.memory.by_operator or problem.attention == "materialized"
 
 
 def require_layout(problem: TrainingProblem, layout: Layout) -> None:
@@ -147,7 +176,7 @@ def require_layout(problem: TrainingProblem, layout: Layout) -> None:
             f"{layout.chunks} chunks per rank need a multiple of {layout.pipeline} microbatches "
             f"(the pipeline), there are {microbatches}"
         )
-    if layout.recompute == "selective" and problem.attention == "fused":
+    if layout.recompute == "selective" and not has_selective(problem):
         raise InputError(
             "selective recomputation repeats the attention, which the fused kernel does anyway; "
             "choose none or full"

@@ -6,20 +6,21 @@ section 4.2.2). Context parallelism divides the tokens of a sequence; every toke
 whole of it. Experts stay whole: a rank has an equal part of them, and routes its own tokens.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.machines.stack_memory import PLAIN, StackMemory
 from stagewright.graphs.models.architecture import (
     Architecture,
-    GroupedAttention,
     LatentAttention,
     Operators,
 )
+from stagewright.graphs.models.kept import elements_by_operator, is_repeated, kept_bytes
 from stagewright.graphs.models.language import Attention
 from stagewright.graphs.models.operations import LayerOperation, dropout, elementwise, product
+from stagewright.graphs.models.splits import narrow, require_split
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -54,7 +55,8 @@ class LayerShare:
     ``circulated`` are the elements of keys and values of one context rank, ``dispatched`` those
     that go to the experts and come back, of which the rank has ``experts`` and every token takes
     ``copies``. ``gradient_bytes`` are those of a large gradient that the backward begins with: of
-    the logits. ``unmasked`` is the part of the scores that the mask leaves.
+    the logits. ``unmasked`` is the part of the scores that the mask leaves. Where selective
+    recomputation is by operator it keeps ``kept_by_operator`` elements beside the input.
     """
 
     operators: Operators
@@ -72,104 +74,46 @@ class LayerShare:
     unmasked: float = 1.0
     is_block: bool = True
     differentiable: bool = True
+    kept_by_operator: float | None = None
 
-    def saved_bytes(self, element_bytes: float, recompute: Recompute) -> float:
-        """Bytes that a sample's forward keeps for the backward; only blocks recompute."""
+    def saved_bytes(
+        self,
+        element_bytes: float,
+        recompute: Recompute,
+        memory: StackMemory = PLAIN,
+        *,
+        fp8: bool = False,
+    ) -> float:
+        """Bytes that a sample's forward keeps for the backward; only blocks recompute.
+
+        ``memory`` is what the stack keeps, ``fp8`` whether products are in 8 bits.
+        """
         if recompute == "full" and self.is_block:
-            return self.input * element_bytes
+            return self.input * element_bytes * (1 + memory.slack)
+        if recompute == "selective" and self.kept_by_operator is not None:
+            fused = self.operators.get("attention")
+            statistics = 0.0 if fused is None else fused.saved_bytes
+            kept = (self.input + self.kept_by_operator) * element_bytes + statistics
+            return kept * (1 + memory.slack)
         repeated = CORE[1:] if recompute == "selective" else ()
-        return sum(
-            one.saved * element_bytes + one.saved_bytes
+        kept = sum(
+            kept_bytes(name, one, element_bytes, memory, fp8)
             for name, one in self.operators.items()
             if name not in repeated
         )
+        if memory.repeats_latent and {"latent", "attention"} <= self.operators.keys():
+            kept -= self.operators["attention"].saved * element_bytes
+        return kept * (1 + memory.slack)
 
     def repeated(self, recompute: Recompute) -> tuple[str, ...]:
         """The operators whose forward runs again in the backward."""
         if not self.is_block or recompute == "none":
             return ()
-        return tuple(name for name in self.operators if recompute == "full" or name in CORE)
-
-
-def require_split(architecture: Architecture, sequence: int, split: LayerSplit) -> None:
-    """Raise in one line, with the nearest values that work, where a size is not divisible.
-
-    Raises InputError if ``tensor`` does not divide the heads or a width, if key-value heads and
-    ``tensor`` do not divide one another, if ``context`` does not divide the sequence, ``expert``
-    the experts.
-    """
-    attention = architecture.attention
-    for size, what in _tensor_sizes(architecture):
-        _require_divides(split.tensor, size, "tensor degree", what)
-    if isinstance(attention, GroupedAttention):
-        heads = attention.key_value_heads
-        if heads % split.tensor and split.tensor % heads:
-            raise InputError(
-                f"tensor degree {split.tensor} and {heads} key-value heads: one must divide the "
-                "other"
-            )
-    _require_divides(split.context, sequence, "context degree", "tokens of a sequence")
-    if split.sequence_parallel:
-        tokens = sequence // split.context
-        _require_divides(
-            split.tensor, tokens, "tensor degree with sequence parallelism", "tokens of a rank"
-        )
-    if architecture.experts is None and split.expert > 1:
-        raise InputError(f"expert degree {split.expert}: the model has no experts; it must be 1")
-    experts = 1 if architecture.experts is None else architecture.experts.number
-    _require_divides(split.expert, experts, "expert degree", "experts")
-    if experts > 1 and split.tensor > 1 and not split.sequence_parallel:
-        raise InputError(
-            "experts with tensor parallelism need sequence parallelism, which divides the tokens "
-            "among the tensor ranks before they are routed"
-        )
-
-
-def _tensor_sizes(architecture: Architecture) -> Iterable[tuple[int, str]]:
-    yield architecture.attention.heads, "heads"
-    yield architecture.feed_forward.width, "elements of the feed-forward"
-    if architecture.experts is not None and architecture.experts.shared_width is not None:
-        yield architecture.experts.shared_width, "elements of the shared experts"
-
-
-def _require_divides(degree: int, size: int, what: str, of: str) -> None:
-    if size % degree:
-        near = nearest_divisors(size, degree)
-        raise InputError(
-            f"{what} {degree} does not divide {size} {of}; the nearest are "
-            f"{' and '.join(map(str, near))}"
-        )
-
-
-def nearest_divisors(size: int, degree: int) -> tuple[int, ...]:
-    """The divisors of ``size`` next below and above ``degree``."""
-    below = next(one for one in range(min(degree, size), 0, -1) if size % one == 0)
-    above = next((one for one in range(degree, size + 1) if size % one == 0), None)
-    return tuple(sorted({below, *([above] if above else [])}))
-
-
-def narrow(architecture: Architecture, tensor: int) -> Architecture:
-    """The model on one of ``tensor`` ranks: part of heads, feed-forwards, padded vocabulary."""
-    attention: GroupedAttention | LatentAttention
-    if isinstance(architecture.attention, GroupedAttention):
-        grouped = architecture.attention
-        attention = replace(
-            grouped,
-            heads=grouped.heads // tensor,
-            key_value_heads=max(1, grouped.key_value_heads // tensor),
-        )
-    else:
-        attention = replace(architecture.attention, heads=architecture.attention.heads // tensor)
-    experts, feed_forward = architecture.experts, architecture.feed_forward
-    if experts is not None and experts.shared_width is not None:
-        experts = replace(experts, shared_width=experts.shared_width // tensor)
-    return replace(
-        architecture,
-        attention=attention,
-        feed_forward=replace(feed_forward, width=feed_forward.width // tensor),
-        experts=experts,
-        vocabulary=-(-architecture.vocabulary // tensor),
-    )
+        if recompute == "full":
+            return tuple(self.operators)
+        if self.kept_by_operator is not None:
+            return tuple(name for name, one in self.operators.items() if is_repeated(name, one))
+        return tuple(name for name in self.operators if name in CORE)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -188,9 +132,17 @@ class Shares:
 
 
 def shares_of(
-    architecture: Architecture, sequence: int, split: LayerSplit, attention: Attention = "fused"
+    architecture: Architecture,
+    sequence: int,
+    split: LayerSplit,
+    attention: Attention = "fused",
+    *,
+    by_operator: bool = False,
 ) -> Shares:
     """The shares of all layers for sequences of ``sequence`` tokens.
+
+    ``by_operator`` says whether selective recomputation repeats operators (torchtitan), not the
+    attention alone.
 
     Raises InputError: see :func:`require_split`; or if there are fewer learned positions than
     tokens.
@@ -210,7 +162,12 @@ def shares_of(
         if kind not in found:
             found[kind] = len(kinds)
             own = split if architecture.is_sparse(index) else plain
-            kinds.append(_block(architecture, index, sequence, own, attention))
+            block = _block(architecture, index, sequence, own, attention)
+            if by_operator:
+                kept = elements_by_operator(narrow(architecture, own.tensor), index, own)
+                kept *= sequence // own.context
+                block = replace(block, kept_by_operator=kept)
+            kinds.append(block)
         blocks.append(found[kind])
     return Shares(
         embedding=_embedding(architecture, sequence, plain),

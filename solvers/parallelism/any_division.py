@@ -207,16 +207,14 @@ class AnyDivision:
 
     def _fewest(self, layout: Layout, bounds: _Pipelines) -> float | None:
         """Seconds of the recomputation that makes a microbatch fit; None if it never fits."""
-        size, samples = self.problem.precision.activation_bytes, layout.microbatch
+        saved, samples = self.problem.saved_bytes, layout.microbatch
         kinds, costs = (
             bounds.family.shares.kinds,
             StageCosts(self.problem, layout, bounds.family.shares),
         )
         state = min(_state(costs.memory(((one, False, 1),), 0.0)) for one in kinds)
-        whole = samples * min(one.saved_bytes(size, "none") for one in kinds)
-        least = samples * min(
-            one.saved_bytes(size, kind) for one in kinds for kind in self._repeats
-        )
+        whole = samples * min(saved(one, "none") for one in kinds)
+        least = samples * min(saved(one, kind) for one in kinds for kind in self._repeats)
         ranks = np.arange(layout.pipeline)
         m, split = layout.microbatches(self.problem.batch), layout.schedule == "zero-bubble"
         kept = kept_forwards(layout.pipeline, 1, m, split, ranks, np.zeros_like(ranks))

@@ -12,6 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from stagewright.formulations.parallelism.layout import Layout, Schedule
+from stagewright.formulations.parallelism.states import state_rule
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 from stagewright.graphs.models.shards import Recompute
 from stagewright.solvers.parallelism.divisions import Sized
@@ -74,13 +75,19 @@ class Bounds:
 
     def room(self, memory: float, keeping: Keeping) -> Floats:
         """Bytes that every rank has for activations."""
-        precision, whole = self.problem.precision, self.shared + self.expert
-        kept = 0 if keeping.offload else precision.optimizer_bytes
-        sizes = {3: precision.weight_bytes, 2: precision.gradient_bytes, 1: kept}
-        room = np.full(len(whole), memory - self.problem.reserve_bytes)
-        for stage, size in sizes.items():
-            room -= size * (self._part if keeping.zero >= stage else whole)
+        room = np.full(len(self.of), memory - self.problem.reserve_bytes)
+        alone, in_pipeline = (self._states(keeping, one) for one in (False, True))
+        room -= np.where(self.table.pipeline[self.of] > 1, in_pipeline, alone)
         return room
+
+    def _states(self, keeping: Keeping, in_pipeline: bool) -> Floats:
+        """Bytes of every rank's states, if all are in pipelines or none is."""
+        rule = state_rule(
+            self.problem, keeping.zero, offload=keeping.offload, in_pipeline=in_pipeline
+        )
+        part, whole = self._part, self.shared + self.expert
+        each = (rule.weights, rule.gradients, rule.optimizer)
+        return sum((size * (part if one else whole) for size, one in each), np.zeros(len(whole)))
 
     def kept(self, recompute: Recompute) -> Floats:
         """Bytes of activations that every rank keeps at the least."""

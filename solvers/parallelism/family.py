@@ -90,18 +90,16 @@ class LayerFamily:
     def saved(self, recompute: Recompute) -> Floats:
         """Bytes that every layer keeps of a sample."""
         if recompute not in self._saved:
-            size = self.problem.precision.activation_bytes
-            self._saved[recompute] = self.by_layer(lambda one: one.saved_bytes(size, recompute))
+            self._saved[recompute] = self.by_layer(
+                lambda one: self.problem.saved_bytes(one, recompute)
+            )
         return self._saved[recompute]
 
     @cached_property
     def freed(self) -> float:
         """Bytes of a sample that the recomputation of a block frees at the most."""
-        size = self.problem.precision.activation_bytes
-        return max(
-            one.saved_bytes(size, "none") - one.saved_bytes(size, "full")
-            for one in self.shares.kinds
-        )
+        saved = self.problem.saved_bytes
+        return max(saved(one, "none") - saved(one, "full") for one in self.shares.kinds)
 
     def rates(self, pipelines: Ints) -> Floats:
         """(6, pipelines) start and time per byte, for the placement where each is least.

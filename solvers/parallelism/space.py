@@ -12,9 +12,10 @@ from stagewright.formulations.parallelism.layout import Layout, Placement, Sched
 from stagewright.formulations.parallelism.parts import Parts, shares
 from stagewright.formulations.parallelism.pipeline_time import StageCosts, Walk
 from stagewright.formulations.parallelism.states import tied_seconds
-from stagewright.formulations.parallelism.training import TrainingProblem
+from stagewright.formulations.parallelism.training import TrainingProblem, has_selective
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.models.shards import LayerSplit, Recompute, require_split
+from stagewright.graphs.models.shards import LayerSplit, Recompute
+from stagewright.graphs.models.splits import require_split
 
 Counts = Callable[[int], Sequence[int]]
 """Of so many blocks of a stage, how many may be recomputed, ascending."""
@@ -222,9 +223,9 @@ class Space:
             yield plain
 
     def recomputes(self, problem: TrainingProblem) -> tuple[Recompute, ...]:
-        """The kinds of recomputation that differ for this model's attention."""
-        fused = problem.attention == "fused"
-        found = tuple(one for one in self.recompute if not (fused and one == "selective"))
+        """The kinds of recomputation that differ for this model's attention and software."""
+        selective = has_selective(problem)
+        found = tuple(one for one in self.recompute if selective or one != "selective")
         if not found:
             raise InputError(
                 "recompute selective alone: the fused attention recomputes its scores anyway; "

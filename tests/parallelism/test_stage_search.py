@@ -17,8 +17,14 @@ from profiles import UNSHRUNK, examples
 from stagewright.formulations.parallelism.estimate import evaluate
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.parts import Parts
-from stagewright.formulations.parallelism.training import TrainingProblem, require_layout
+from stagewright.formulations.parallelism.training import (
+    TrainingProblem,
+    has_selective,
+    require_layout,
+)
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.models.architecture import Architecture
+from stagewright.graphs.models.shards import CORE
 from stagewright.solvers.parallelism.any_division import AnyDivision
 from stagewright.solvers.parallelism.refining import refine, search
 from stagewright.solvers.parallelism.space import Counts, Space, StageOptions
@@ -55,35 +61,81 @@ def every_division(problem: TrainingProblem, base: Layout) -> Iterator[Every]:
 
 def peaks(problem: TrainingProblem, plain: Plain) -> Iterator[float]:
     """Bytes of every rank without experts: states, what is kept in flight, and buffers."""
-    layout, of = plain.layout, problem.precision
-    ranks = layout.context * layout.data
+    layout, of, memory = plain.layout, problem.precision, problem.memory
     saved = [sum(kept(problem, layout, *one) for one in stage) for stage in plain.stages]
     sizes = (layout.pipeline, 1, plain.microbatches)
     activations = kept_by_order(sizes, saved, plain.put_off)
     for stage, flying in zip(plain.stages, activations, strict=True):
         each = [one.parameters + one.tied_parameters for one, _ in stage]
         parameters, largest = sum(each), max(each)
-        weights = parameters * of.weight_bytes / (ranks if layout.zero == 3 else 1)
-        gradients = parameters * of.gradient_bytes / (ranks if layout.zero >= 2 else 1)
-        optimizer = parameters * of.optimizer_bytes / (ranks if layout.zero else 1)
-        buffers = max(
-            layout.microbatch * one.gradient_bytes
+        repeated = max(
+            layout.microbatch * one.gradient_bytes * memory.loss_gradient_bytes / 4
+            * (1 + memory.slack)
             + kept(problem, layout, one, False)
             - kept(problem, layout, one, again)
             for one, again in stage
-        )
-        buffers += largest * of.gradient_bytes * (layout.zero >= 2)
+        )  # fmt: skip
+        buffers = largest * of.gradient_bytes * (layout.zero >= 2)
         buffers += 2 * largest * of.weight_bytes * (layout.zero == 3)
+        if memory.layer_gradients:
+            buffers += largest * of.weight_bytes
+        if layout.zero:
+            buffers += 2 * min(memory.bucket_parameters, parameters) * of.weight_bytes
         if layout.sequence_parallel:
             block = next(one for stage in plain.stages for one, _ in stage if one.is_block)
             buffers += layout.microbatch * block.width * of.activation_bytes
-        yield weights + gradients + optimizer + flying + buffers + problem.reserve_bytes
+        yield (
+            states(problem, layout, parameters) + flying + repeated
+            + buffers * (1 + memory.slack) + problem.reserve_bytes
+        )  # fmt: skip
+
+
+def states(problem: TrainingProblem, layout: Layout, parameters: float) -> float:
+    """Bytes of weights, gradients and the optimizer's states."""
+    of, part = problem.precision, parameters / (layout.context * layout.data)
+    weights, gradients = parameters * of.weight_bytes, parameters * of.gradient_bytes
+    if not (problem.memory.whole_in_pipelines and layout.pipeline > 1):
+        gradients = part * of.gradient_bytes if layout.zero >= 2 else gradients
+        if layout.zero == 3:
+            alone = problem.memory.float_masters and of.weight_bytes < 4 <= of.optimizer_bytes
+            weights = 0.0 if alone else part * of.weight_bytes
+    return weights + gradients + of.optimizer_bytes * (part if layout.zero else parameters)
 
 
 def kept(problem: TrainingProblem, layout: Layout, share, again: bool) -> float:
     """Bytes that a layer's forward keeps of a microbatch."""
+    memory, size = problem.memory, problem.precision.activation_bytes
     how = layout.recompute if again else "none"
-    return layout.microbatch * share.saved_bytes(problem.precision.activation_bytes, how)
+    if how == "full":
+        found = share.input * size
+    elif how == "selective" and memory.by_operator:
+        found = (
+            share.input + first_products(problem.architecture, layout, problem.sequence)
+        ) * size
+        found += sum(
+            one.saved_bytes for name, one in share.operators.items() if name == "attention"
+        )
+    else:
+        found = sum(one.saved * size + one.saved_bytes for one in share.operators.values())
+        if how == "selective":
+            dropped = [share.operators[one] for one in CORE[1:] if one in share.operators]
+            found -= sum(one.saved * size + one.saved_bytes for one in dropped)
+        if memory.fused_gate and "feed-forward gate" in share.operators:
+            found -= share.operators["feed-forward gate"].saved / 2 * size  # silu(gate)
+        found += share.gradient_bytes * (memory.loss_bytes / 4 - 1)  # as large as the loss keeps
+    return layout.microbatch * found * (1 + memory.slack)
+
+
+def first_products(architecture: Architecture, layout: Layout, sequence: int) -> float:
+    """Elements of the attention's output and of every first of two products'."""
+    of, t, tokens = architecture.attention, layout.tensor, sequence // layout.context
+    heads, keys = of.heads // t * of.head_size, max(1, of.key_value_heads // t) * of.head_size
+    width = architecture.feed_forward.width // t
+    back = architecture.hidden / (t if layout.sequence_parallel else 1)
+    # Queries, values, gate and the product back; without a gate the product up.
+    return tokens * (
+        heads + heads + keys + width + (back if architecture.feed_forward.gated else 0)
+    )
 
 
 @st.composite
@@ -101,7 +153,7 @@ def based(draw: st.DrawFn) -> tuple[TrainingProblem, Layout]:
     assume(pipeline > 1)
     assume(pipeline - 2 <= architecture.layers)
     assume(architecture.layers < MOST_BLOCKS or pipeline < 4)
-    kinds = ("full",) if problem.attention == "fused" else ("full", "selective")
+    kinds = ("full", "selective") if has_selective(problem) else ("full",)
     layout = Layout(
         pipeline, tensor, data=data,
         schedule=draw(st.sampled_from(("1f1b", "zero-bubble"))),

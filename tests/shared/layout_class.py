@@ -25,7 +25,8 @@ from stagewright.graphs.models.architecture import (
     FeedForward,
     GroupedAttention,
 )
-from stagewright.graphs.models.shards import LayerSplit, require_split
+from stagewright.graphs.models.shards import LayerSplit
+from stagewright.graphs.models.splits import require_split
 from stagewright.solvers.parallelism.space import Space
 
 

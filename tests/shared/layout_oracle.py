@@ -17,6 +17,7 @@ from stagewright.formulations.parallelism.training import Precision, TrainingPro
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.fabric import Fabric, Level
 from stagewright.graphs.machines.rates import Reached
+from stagewright.graphs.machines.stack_memory import PLAIN, STACK_MEMORY
 from stagewright.graphs.models.architecture import (
     Architecture,
     Experts,
@@ -214,6 +215,12 @@ def _product(values: list[int]) -> int:
     return found
 
 
+MEMORIES = (
+    PLAIN, PLAIN, *(STACK_MEMORY[name] for name in ("megatron", "torchtitan", "fsdp")),
+    replace(STACK_MEMORY["deepspeed"], bucket_parameters=3e4),
+)  # fmt: skip
+"""What software keeps; the bucket is about as large as the tiny models."""
+
 REACHED = own_rates(Reached(0.7, 1e7, 0.8, 1e-6))
 
 
@@ -235,5 +242,6 @@ def problems(draw: st.DrawFn, most_devices: int = 24, most_samples: int = 48) ->
         overlap=draw(st.booleans()),
         overlap_tensor=draw(st.booleans()),
         fused_gradients=draw(st.booleans()),
+        memory=draw(st.sampled_from(MEMORIES)),
         reserve_bytes=draw(st.sampled_from((0.0, 1e5))),
     )

@@ -19,7 +19,10 @@ class Plain:
         self.problem, self.layout = problem, layout
         self.fabric, self.precision = problem.fabric, problem.precision
         split, blocks = layout.split, layout.blocks_of_stages(problem.architecture.layers)
-        of = shares_of(problem.architecture, problem.sequence, split, problem.attention)
+        of = shares_of(
+            problem.architecture, problem.sequence, split, problem.attention,
+            by_operator=problem.memory.by_operator,
+        )  # fmt: skip
         ends = np.cumsum((0, *blocks))
         alike = [layout.recompute_blocks or len(of.blocks)] * layout.stages
         again = layout.recomputed_by_stage or alike
@@ -180,7 +183,7 @@ class Plain:
         if repeats and layout.recompute == "full":
             again, repeated = forward + sent, tuple(each)
         elif repeats and layout.recompute == "selective":
-            repeated = tuple(name for name in each if name in CORE)
+            repeated = self.repeated_selectively(share)
             again = sum(each[name] for name in repeated)
         dispatch = self.problem.reached.dispatch_seconds
         kernels = sum(one.input_gradients > 0 for one in share.operators.values()) + len(repeated)
@@ -188,6 +191,20 @@ class Plain:
         weights = self.weight_seconds(share, each) + self.added_seconds(share)
         forward = max(forward + sent, dispatch * len(each))
         return forward, rest + weights, weights if self.put_off else 0.0
+
+    def repeated_selectively(self, share):
+        """The attention's core; by operator, all but the attention and every first product."""
+        if not share.is_block:
+            return ()
+        if not self.problem.memory.by_operator:
+            return tuple(name for name in share.operators if name in CORE)
+        kept = {"query, key, value", "latent", "attention", "scores", "weighted values"}
+        kept |= {"feed-forward in", "shared in", "shared gate"}
+        return tuple(
+            name
+            for name, one in share.operators.items()
+            if name not in kept or one.kind == "memory"
+        )
 
     def weight_seconds(self, share, each):
         """The weights' gradients, which the host starts one after the other.
