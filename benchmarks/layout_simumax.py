@@ -31,8 +31,8 @@ from benchmarks.report import Table
 from stagewright.formulations.parallelism.estimate import Estimate, evaluate
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
-from stagewright.graphs.machines.devices import A100, B200
 from stagewright.graphs.machines.networks import fabric_of_kind
+from stagewright.graphs.machines.rates import rates_of
 from stagewright.graphs.models.architecture import (
     Architecture,
     Experts,
@@ -81,21 +81,21 @@ class Case:
     microbatches: int
     sequence: int = 4096
 
-    def problem(self, *, preset: bool = True) -> TrainingProblem:
-        """Our problem, with the rates of the B200 or with the A100's fractions of its peaks."""
+    def problem(self) -> TrainingProblem:
+        """Our problem."""
         return TrainingProblem(
             replace(MODELS[self.model], layers=self.layers),
             self.sequence,
             self.microbatches * self.layout.data,
             fabric_of_kind("b200", self.layout.ranks),
-            B200 if preset else A100,
+            rates_of("b200"),
             overlap=False,
             overlap_tensor=False,
         )
 
-    def estimate(self, *, preset: bool = True) -> Estimate:
+    def estimate(self) -> Estimate:
         """What our model predicts."""
-        return evaluate(self.problem(preset=preset), self.layout, compiled)
+        return evaluate(self.problem(), self.layout, compiled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,13 +252,11 @@ def iterations(found: list[Measured]) -> Table:
     for (model, sequence, layout), group in groupby(sorted(found, key=kind), kind):
         runs = sorted(group, key=lambda one: one.case.microbatches)
         theirs = [predicted(one.case) for one in runs]
-        plain = [one.case.estimate(preset=False) for one in runs]
         ours = [one.case.estimate() for one in runs]
         errors = [
             [value / one.seconds - 1 for value, one in zip(values, runs, strict=True)]
             for values in (
                 [one[0] for one in theirs],
-                [one.seconds for one in plain],
                 [one.seconds for one in ours],
             )
         ]
@@ -277,22 +275,21 @@ def iterations(found: list[Measured]) -> Table:
                 f"{held / kept - 1:+.1%}",
             )
         )
-    means = [mean(abs(error) for line in off for error in line[i]) for i in range(3)]
+    means = [mean(abs(error) for line in off for error in line[i]) for i in range(2)]
     columns = (
         "model",
         "layout",
         "tokens",
         "measured s, 4, 8, 32 microbatches",
         "SimuMax",
-        f"ours, {A100.matmul:g} of the peak (A100's)",
-        f"ours, {B200.matmul:g}",
+        "ours",
         "measured GiB",
         "SimuMax",
         "ours",
     )
     title = (
         "Megatron-LM on 8 B200, not fitted: seconds off on average by SimuMax "
-        f"{means[0]:.1%}, by the A100's fractions {means[1]:.1%}, by the preset {means[2]:.1%}"
+        f"{means[0]:.1%}, by ours {means[1]:.1%}"
     )
     return Table("layout_simumax", title, columns, tuple(rows))
 

@@ -31,6 +31,9 @@ from stagewright.graphs.models.architecture import (
 
 ROWS = Path(__file__).parents[2] / "shared/data/training/measured_layouts.csv"
 
+MEMORY = {"torchtitan": 96e9}
+"""Bytes of an H100 that are not the usual ones, by the stack that was measured on it."""
+
 DOMAIN = {"gb200": 64}
 """GPUs that NVLink joins, where they are not the 8 of a server: of an NVL72 NVIDIA's runs of 64 and
 256 GPUs take 64."""
@@ -61,15 +64,17 @@ class MeasuredRun:
         return self.problem.architecture.experts is not None
 
 
-def measured_runs() -> list[MeasuredRun]:
+@lru_cache(maxsize=1)
+def measured_runs() -> tuple[MeasuredRun, ...]:
     """All rows."""
     with ROWS.open() as file:
-        return [_run(row) for row in csv.DictReader(file)]
+        return tuple(_run(row) for row in csv.DictReader(file))
 
 
-def published_on_a100() -> list[MeasuredRun]:
+@lru_cache(maxsize=1)
+def published_on_a100() -> tuple[MeasuredRun, ...]:
     """Korthikanti et al. 2022, tables 3 to 5, and the thesis's table 4.1."""
-    return [_on_a100(run) for run in (*(one.run for one in korthikanti()), *table_4_1())]
+    return tuple(_on_a100(run) for run in (*(one.run for one in korthikanti()), *table_4_1()))
 
 
 def _on_a100(run: Run) -> MeasuredRun:
@@ -83,7 +88,7 @@ def _run(row: dict[str, str]) -> MeasuredRun:
     precision = _precision(row["precision"])
     problem = _problem(
         row["stack"], row["model"], row["device"], int(row["gpus"]), int(row["sequence"]),
-        int(row["batch"]), precision, _memory(row["note"]),
+        int(row["batch"]), precision, _memory(row["note"]) or MEMORY.get(row["stack"]),
     )  # fmt: skip
     layout = parse_layout(row["layout"])
     if row["recomputation"] == "full":

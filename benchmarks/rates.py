@@ -63,7 +63,10 @@ SURE = 0.95
 
 @dataclass(frozen=True)
 class Fit:
-    """A set to fit: the runs ``of`` it, its constants, and those that are taken from ``like``."""
+    """A set to fit: the runs ``of`` it, its constants, and those that are taken from ``like``.
+
+    With ``shared`` the constants are fitted to those runs, and then ``own`` ones to the set's.
+    """
 
     name: str
     stack: str
@@ -74,16 +77,24 @@ class Fit:
     constants: tuple[str, ...]
     start: Reached = START
     like: str | None = None
+    shared: Callable[[MeasuredRun], bool] | None = None
+    own: tuple[str, ...] = ()
 
 
 _BRIDGE = "NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary.md and -archive.md"
 _NEMO = "NVIDIA/NeMo, performance summary of 24.07, long sequences; DGX Cloud benchmarking"
 _OLD = ("25.09", "25.11", "26.02")
+_NEMO_RELEASES = ("nemo24.07", "nemo-longseq")
+_OF_RELEASE = ("matmul", "fp8_matmul", "cast_bytes", *EXPERTS)
 _BLACKWELL_OLD = (*_OLD, "26.02.01", "26.04", "26.04.01")
 
 
 def _megatron(run: MeasuredRun) -> bool:
     return run.stack in ("megatron-bridge", "nemo")
+
+
+def _on_h100(run: MeasuredRun) -> bool:
+    return _megatron(run) and run.device == "h100"
 
 
 def _blackwell(run: MeasuredRun) -> bool:
@@ -99,16 +110,27 @@ FITS = (
         replace(START, attention=0.5, attention_backward=0.4, dispatch_seconds=1e-4),
     ),
     Fit(
-        "megatron-h100-24.07", "megatron", ("h100",), "24.07 to 26.02", f"{_BRIDGE}; {_NEMO}",
-        lambda run: _megatron(run) and run.device == "h100"
-        and (not run.is_sparse or run.release in _OLD),
+        "megatron-h100-24.07",
+        "megatron",
+        ("h100",),
+        "24.07 to 26.02; without experts, 24.07 alone",
+        f"{_BRIDGE}; {_NEMO}",
+        lambda run: _on_h100(run) and run.release in (_OLD if run.is_sparse else _NEMO_RELEASES),
         (*PRODUCTS, *ATTENTION, "attention_half_flops", *EIGHT_BITS, *EXPERTS),
+        shared=lambda run: _on_h100(run) and (not run.is_sparse or run.release in _OLD),
+        own=_OF_RELEASE,
     ),
     Fit(
-        "megatron-h100-26.06", "megatron", ("h100",), "26.02.01 to 26.06", f"{_BRIDGE}; {_NEMO}",
-        lambda run: _megatron(run) and run.device == "h100"
-        and (not run.is_sparse or run.release not in _OLD),
+        "megatron-h100-26.06",
+        "megatron",
+        ("h100",),
+        "25.09 to 26.06; with experts, 26.02.01 to 26.06",
+        f"{_BRIDGE}; {_NEMO}",
+        lambda run: _on_h100(run)
+        and run.release not in (_OLD if run.is_sparse else _NEMO_RELEASES),
         (*PRODUCTS, *ATTENTION, "attention_half_flops", *EIGHT_BITS, *EXPERTS),
+        shared=lambda run: _on_h100(run) and (not run.is_sparse or run.release not in _OLD),
+        own=_OF_RELEASE,
     ),
     Fit(
         "megatron-b200-25.09", "megatron", ("b200", "gb200"), "25.09 to 26.04.01", _BRIDGE,
@@ -189,26 +211,31 @@ def cases(runs: Sequence[MeasuredRun]) -> dict[str, list[MeasuredRun]]:
     return found
 
 
+def constants_of(
+    fit: Fit, start: Reached, without: Sequence[MeasuredRun] = (), tries: int = 12
+) -> Reached:
+    """The constants of a set, fitted to all its runs but some."""
+    every = [run for run in (*measured_runs(), *published_on_a100()) if run not in without]
+    for of, names in ((fit.shared, fit.constants), (fit.of, fit.own or fit.constants)):
+        runs = [] if of is None else [run for run in every if of(run)]
+        sparse = any(run.is_sparse for run in runs)
+        names = [name for name in names if sparse or name not in EXPERTS]
+        if runs:
+            start = fitted(runs, names, start, tries)
+    return start
+
+
 def rate_set(fit: Fit, known: dict[str, RateSet]) -> RateSet:
     """The fitted set, with the errors and the ranges of what is left out."""
     runs = [run for run in (*measured_runs(), *published_on_a100()) if fit.of(run)]
-    start = known[fit.like].reached if fit.like else fit.start
-    names = [
-        name for name in fit.constants
-        if name not in EXPERTS or any(run.is_sparse for run in runs)
-    ]  # fmt: skip
-    reached = fitted(runs, names, start)
+    reached = constants_of(fit, known[fit.like].reached if fit.like else fit.start)
     ratios: dict[bool, list[float]] = {False: [], True: []}
     errors = []
     for case, out in cases(runs).items():
-        rest = [run for run in runs if run not in out]
-        other = fitted(rest, names, reached, tries=4) if rest else reached
+        other = constants_of(fit, reached, out, tries=4)
         off = [seconds(run, other) / run.seconds for run in out]
-        errors.append(
-            LeftOut(
-                case, len(out), round(mean(abs(x - 1) for x in off), 4), round(mean(off) - 1, 4)
-            )
-        )
+        error = mean(abs(one - 1) for one in off)
+        errors.append(LeftOut(case, len(out), round(error, 4), round(mean(off) - 1, 4)))
         for run, ratio in zip(out, off, strict=True):
             ratios[run.is_sparse] += [1 / ratio, run.seconds / seconds(run, reached)]
     dense = spread(ratios[False]) if ratios[False] else known["megatron-h100-26.06"].dense

@@ -56,7 +56,8 @@ def elements_by_operator(narrowed: Architecture, index: int, split: "LayerSplit"
         width, is_gated = experts.shared_width or 0, True
         kept += 2 * experts.per_token * hidden if split.expert > 1 else 0.0
     fed = [width, width, hidden] if is_gated else [width, hidden]
-    return kept + sum([*products, hidden, *(fed if width else ())][::2])
+    outputs: list[float] = [*products, hidden, *(fed if width else ())]
+    return kept + sum(outputs[::2])
 
 
 def _attention_products(of: GroupedAttention | LatentAttention) -> tuple[list[float], float]:
