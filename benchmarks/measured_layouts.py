@@ -34,10 +34,6 @@ ROWS = Path(__file__).parents[2] / "shared/data/training/measured_layouts.csv"
 MEMORY = {"torchtitan": 96e9}
 """Bytes of an H100 that are not the usual ones, by the stack that was measured on it."""
 
-DOMAIN = {"gb200": 64}
-"""GPUs that NVLink joins, where they are not the 8 of a server: of an NVL72 NVIDIA's runs of 64 and
-256 GPUs take 64."""
-
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRun:
@@ -131,9 +127,7 @@ def _problem(
     precision: str,
     memory: float | None,
 ) -> TrainingProblem:
-    fabric = fabric_of_kind(
-        device, gpus, per_server=min(DOMAIN.get(device, 8), gpus), memory_bytes=memory
-    )
+    fabric = fabric_of_kind(device, gpus, memory_bytes=memory)
     of = replace(_architecture(model), positions=None)
     problem = TrainingProblem(
         of, sequence, batch, fabric, rates_of(device), precision_named(precision)

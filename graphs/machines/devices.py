@@ -12,7 +12,13 @@ from pydantic import ConfigDict
 
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.documents.units import MIN_MEMORY, require_amount, require_bandwidth
+from stagewright.graphs.documents.units import (
+    MAX_DEVICES,
+    MIN_MEMORY,
+    require_amount,
+    require_bandwidth,
+    require_count,
+)
 
 FORMAT: Literal["stagewright-device"] = "stagewright-device"
 VERSION: Literal[1] = 1
@@ -38,6 +44,7 @@ class Accelerator:
     the others of its server, ``pair_bytes_per_second`` to one of them, if that is less (links that
     join pairs, without a switch), ``network_bytes_per_second`` out of the server, per device;
     ``host_bytes_per_second`` to the host's memory, and ``nvlink_bytes_per_second`` of one NVLink.
+    ``nvlink_domain`` is the most devices that are as near to each other as those of a server.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -54,6 +61,7 @@ class Accelerator:
     pair_bytes_per_second: float | None = None
     host_bytes_per_second: float | None = None
     nvlink_bytes_per_second: float = NVLINK
+    nvlink_domain: int = 8
     source: str | None = None
     format: Literal["stagewright-device"] = FORMAT
     version: Literal[1] = VERSION
@@ -73,6 +81,8 @@ class Accelerator:
             value = getattr(self, field)
             if field.endswith("_per_second") and value is not None:
                 require_bandwidth(value, field)
+            elif field == "nvlink_domain":
+                require_count(value, field, MAX_DEVICES)
             elif field.endswith("_flops") and value is not None:
                 _require_flops(value, field)
 
@@ -147,11 +157,26 @@ ACCELERATORS: dict[str, Accelerator] = {
             server_bytes_per_second=900e9, network_bytes_per_second=50e9,
             nvlink_bytes_per_second=50e9,
         ),
-        # Of a GB200 NVL72's 36 superchips; NVLink joins up to 72.
+        # Of a GB200 NVL72 and a GB300 NVL72: a 72nd part of their figures.
         Accelerator(
             "gb200", 186e9, 8000e9, 80e12, 2500e12, has_bf16=True, fp8_flops=5000e12,
             server_bytes_per_second=900e9, network_bytes_per_second=50e9,
+            nvlink_bytes_per_second=50e9, nvlink_domain=72,
+        ),
+        Accelerator(
+            "gb300", 279e9, 8000e9, 80e12, 2500e12, has_bf16=True, fp8_flops=5000e12,
+            server_bytes_per_second=900e9, network_bytes_per_second=100e9,
+            nvlink_bytes_per_second=50e9, nvlink_domain=72,
+        ),
+        # A DGX B300's 2.3 TB, and an eighth of its 72 PFLOP/s of sparse fp8.
+        Accelerator(
+            "b300", 288e9, 8000e9, 75e12, 2250e12, has_bf16=True, fp8_flops=4500e12,
+            server_bytes_per_second=900e9, network_bytes_per_second=100e9,
             nvlink_bytes_per_second=50e9,
+        ),
+        Accelerator(
+            "h20", 96e9, 4000e9, 44e12, 148e12, has_bf16=True, fp8_flops=296e12,
+            server_bytes_per_second=450e9, network_bytes_per_second=50e9,
         ),
         # AMD's datasheet; fp32 as vectors and as matrices.
         Accelerator(

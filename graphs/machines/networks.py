@@ -23,7 +23,7 @@ def fabric_of_kind(
     kind: str | Accelerator,
     devices: int,
     *,
-    per_server: int = 8,
+    per_server: int | None = None,
     server_bandwidth: float | None = None,
     network_bandwidth: float | None = None,
     per_rack: int | None = None,
@@ -33,6 +33,8 @@ def fabric_of_kind(
 ) -> Fabric:
     """Servers of ``per_server`` devices; bandwidths are bytes/s per device and direction.
 
+    ``per_server`` is 8 by default; where NVLink joins more, as many of them as divide all devices.
+
     ``rack_bandwidth`` is that out of a rack (or pod) of ``per_rack`` devices. Default bandwidths
     are parts of the kind's links (:data:`SERVER_SHARE`, :data:`NETWORK_SHARE`), default memory is
     the kind's. ``kind`` is a name or the user's own. Raises InputError if the kind is unknown, its
@@ -40,7 +42,7 @@ def fabric_of_kind(
     """
     card = accelerator(kind)
     require_count(devices, "gpus", MAX_GPUS)
-    inside = min(per_server, devices)
+    inside = min(per_server or _domain(card, devices), devices)
     if devices % inside:
         fewer = devices // inside * inside
         size = max(one for one in range(1, inside) if devices % one == 0)
@@ -69,6 +71,12 @@ def fabric_of_kind(
     host = host_bytes_per_second or card.host_bytes_per_second
     own = None if card.name in ACCELERATORS else card
     return Fabric(card.name, memory, tuple(levels), host, own)
+
+
+def _domain(card: Accelerator, devices: int) -> int:
+    """Devices in a server, or in as large a part of an NVLink domain as divides them all."""
+    most = card.nvlink_domain
+    return most if most <= 8 else max(one for one in range(1, most + 1) if devices % one == 0)
 
 
 def nvlink_rate(kind: str | Accelerator) -> float:

@@ -30,7 +30,9 @@ ABACUS = Accelerator("abacus", 8e9, 100e9, 1e12, 4e12, fp8_flops=8e12, source="c
 
 def test_the_kinds_that_have_fp8_have_bf16() -> None:
     able = {one.name for one in ACCELERATORS.values() if one.fp8_flops is not None}
-    assert able == {"b200", "h100", "h200", "h800", "mi300x"}
+    assert able == {
+        "b200", "b300", "gb200", "gb300", "h100", "h20", "h200", "h800", "mi300x",
+    }  # fmt: skip
     assert all(ACCELERATORS[name].has_bf16 for name in able)
     assert set(ACCELERATORS) >= {"v100", "a100", GENERIC}
 
@@ -77,7 +79,9 @@ def test_every_figure_of_a_kind_is_checked() -> None:
 
 def test_arithmetic_that_a_kind_lacks_is_refused() -> None:
     require_arithmetic(ABACUS, "fp8")
-    with pytest.raises(InputError, match="a100 has no fp8 arithmetic; b200, h100, h200, h800, mi3"):
+    with pytest.raises(
+        InputError, match="a100 has no fp8 arithmetic; b200, b300, gb200, gb300, h100, h20"
+    ):
         require_arithmetic(accelerator("a100"), "fp8")
     with pytest.raises(
         InputError, match="precision bf16: abacus has no bf16 arithmetic; it may be fp16"

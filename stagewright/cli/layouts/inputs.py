@@ -31,7 +31,7 @@ class MachineOptions(CommandOptions):
     gpus: Annotated[int | None, Option(form="N")] = None
     """Number of GPUs."""
     per_server: Annotated[int | None, Option(form="N"), Field(ge=1)] = None
-    """GPUs in a server; default: 8."""
+    """GPUs in a server; default: 8, of GB200 and GB300 those that NVLink joins."""
     server_bandwidth: str | None = None
     """From a GPU to the others of its server, as reached; default: 81 % of the kind's."""
     network_bandwidth: str | None = None
@@ -89,7 +89,7 @@ class MachineOptions(CommandOptions):
         }
         memory = None if self.memory is None else parse_bytes(self.memory, "--memory")
         return {
-            "per_server": self.per_server or 8,
+            "per_server": self.per_server,
             "per_rack": self.per_rack,
             "memory_bytes": memory,
             "host_bytes_per_second": rates.pop("host_bandwidth"),
