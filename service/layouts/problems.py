@@ -10,6 +10,7 @@ from stagewright.graphs.documents.units import counted, require_count
 from stagewright.graphs.machines.cluster import Cluster
 from stagewright.graphs.machines.devices import reached_on, require_arithmetic
 from stagewright.graphs.machines.fabric import Fabric, fabric_of
+from stagewright.graphs.machines.stack_memory import PLAIN, stack_memory
 from stagewright.graphs.models.architecture import Architecture
 from stagewright.graphs.models.language import Attention
 from stagewright.graphs.models.layer_profiles import LayerProfiles
@@ -24,7 +25,9 @@ def training_problem(
     precision: str = "bf16",
     attention: Attention = "fused",
     overlap: bool = True,
-    reserve_bytes: float = 2e9,
+    reserve_bytes: float | None = None,
+    stack: str | None = None,
+    gradient_bytes: int | None = None,
 ) -> TrainingProblem:
     """The training of a transformer on a fabric, whose kernels reach what is known of its devices.
 
@@ -42,26 +45,38 @@ def training_problem(
     overlap
         Whether exchanges of gradients and of ZeRO run beside computations.
     reserve_bytes
-        Memory of a device that is not for the plan.
+        Memory of a device that is not for the plan; None for the stack's, 2 GB without a stack.
+    stack
+        The software, such as ``megatron`` or ``torchtitan``, which decides what is kept in memory.
+    gradient_bytes
+        Of the sum of a weight's gradients; None for the stack's, 4 without a stack.
 
     Raises
     ------
     InputError
-        If a value is out of range, the device has no such arithmetic, or the servers differ.
+        If a value is out of range, the device has no such arithmetic, the servers differ, or the
+        stack is not known.
     """
+    memory = PLAIN if stack is None else stack_memory(stack)
     if isinstance(fabric, Cluster):
         fabric = fabric_of(fabric)
     require_arithmetic(fabric.card, precision)
+    numbers = precision_named(precision)
+    if gradient_bytes is None and numbers.weight_bytes < 4:
+        gradient_bytes = memory.gradient_bytes
+    if gradient_bytes is not None:
+        numbers = replace(numbers, gradient_bytes=gradient_bytes)
     return TrainingProblem(
         architecture=architecture,
         sequence=sequence,
         batch=batch,
         fabric=fabric,
         reached=reached_on(fabric.card),
-        precision=precision_named(precision),
+        precision=numbers,
         attention=attention,
         overlap=overlap,
-        reserve_bytes=reserve_bytes,
+        reserve_bytes=memory.reserve_bytes if reserve_bytes is None else reserve_bytes,
+        memory=memory,
     )
 
 
