@@ -1,6 +1,6 @@
 """The problem: train a transformer on a fabric with a global batch, as fast as possible."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -122,6 +122,14 @@ class TrainingProblem:
         """FLOPs of an iteration without recomputation: three times the forward's FLOPs."""
         per_sample = self.architecture.flops(1, self.sequence)
         return 3 * self.batch * sum(sum(layer.values()) for layer in per_sample.values())
+
+
+def with_stack(problem: TrainingProblem, memory: StackMemory) -> TrainingProblem:
+    """The problem under a stack: what it keeps, its type of gradients, and its reserve."""
+    precision = problem.precision
+    if memory.gradient_bytes is not None and precision.weight_bytes < 4:
+        precision = replace(precision, gradient_bytes=memory.gradient_bytes)
+    return replace(problem, precision=precision, memory=memory, reserve_bytes=memory.reserve_bytes)
 
 
 def has_selective(problem: TrainingProblem) -> bool:

@@ -51,14 +51,13 @@ def elements_by_operator(narrowed: Architecture, index: int, split: "LayerSplit"
     hidden = narrowed.hidden / (split.tensor if split.sequence_parallel else 1)
     products, kept = _attention_products(narrowed.attention)
     experts, feed_forward = narrowed.experts, narrowed.feed_forward
-    width, is_gated = float(feed_forward.width), feed_forward.gated
+    width, is_gated = feed_forward.width, feed_forward.gated
     if experts is not None and narrowed.is_sparse(index):
-        width, is_gated = float(experts.shared_width or 0), True
+        width, is_gated = experts.shared_width or 0, True
         kept += 2 * experts.per_token * hidden if split.expert > 1 else 0.0
     fed = [width, width, hidden] if is_gated else [width, hidden]
-    every = [*products, hidden, *(fed if width else ())]
-    firsts: float = sum(every[::2])
-    return kept + firsts
+    outputs: list[float] = [*products, hidden, *(fed if width else ())]
+    return kept + sum(outputs[::2])
 
 
 def _attention_products(of: GroupedAttention | LatentAttention) -> tuple[list[float], float]:

@@ -4,13 +4,17 @@ from dataclasses import replace
 
 from stagewright.formulations.parallelism.profiles.cluster import Pool, ServerPools, server_pools
 from stagewright.formulations.parallelism.profiles.pipelines import MemoryRule, ProfiledProblem
-from stagewright.formulations.parallelism.training import TrainingProblem, precision_named
+from stagewright.formulations.parallelism.training import (
+    TrainingProblem,
+    precision_named,
+    with_stack,
+)
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import counted, require_count
 from stagewright.graphs.machines.cluster import Cluster
 from stagewright.graphs.machines.devices import reached_on, require_arithmetic
 from stagewright.graphs.machines.fabric import Fabric, fabric_of
-from stagewright.graphs.machines.stack_memory import PLAIN, stack_memory
+from stagewright.graphs.machines.stack_memory import stack_memory
 from stagewright.graphs.models.architecture import Architecture
 from stagewright.graphs.models.language import Attention
 from stagewright.graphs.models.layer_profiles import LayerProfiles
@@ -57,16 +61,11 @@ def training_problem(
         If a value is out of range, the device has no such arithmetic, the servers differ, or the
         stack is not known.
     """
-    memory = PLAIN if stack is None else stack_memory(stack)
     if isinstance(fabric, Cluster):
         fabric = fabric_of(fabric)
     require_arithmetic(fabric.card, precision)
     numbers = precision_named(precision)
-    if gradient_bytes is None and numbers.weight_bytes < 4:
-        gradient_bytes = memory.gradient_bytes
-    if gradient_bytes is not None:
-        numbers = replace(numbers, gradient_bytes=gradient_bytes)
-    return TrainingProblem(
+    problem = TrainingProblem(
         architecture=architecture,
         sequence=sequence,
         batch=batch,
@@ -75,9 +74,12 @@ def training_problem(
         precision=numbers,
         attention=attention,
         overlap=overlap,
-        reserve_bytes=memory.reserve_bytes if reserve_bytes is None else reserve_bytes,
-        memory=memory,
     )
+    if stack is not None:
+        problem = with_stack(problem, stack_memory(stack))
+    if gradient_bytes is not None:
+        problem = replace(problem, precision=replace(numbers, gradient_bytes=gradient_bytes))
+    return problem if reserve_bytes is None else replace(problem, reserve_bytes=reserve_bytes)
 
 
 def profiled_problem(
