@@ -30,7 +30,7 @@ def training_problem(
     attention: Attention = "fused",
     overlap: bool = True,
     reserve_bytes: float | None = None,
-    stack: str | None = None,
+    framework: str | None = None,
     gradient_bytes: int | None = None,
 ) -> TrainingProblem:
     """The training of a transformer on a fabric, whose kernels reach what is known of its devices.
@@ -49,17 +49,17 @@ def training_problem(
     overlap
         Whether exchanges of gradients and of ZeRO run beside computations.
     reserve_bytes
-        Memory of a device that is not for the plan; None for the stack's, 2 GB without a stack.
-    stack
-        The software, such as ``megatron`` or ``torchtitan``, which decides what is kept in memory.
+        Memory of a device that is not for the plan; None for the framework's, 2 GB without one.
+    framework
+        What trains, such as ``torchtitan``, which decides what is kept in memory; None: neither.
     gradient_bytes
-        Of the sum of a weight's gradients; None for the stack's, 4 without a stack.
+        Of the sum of a weight's gradients; None for the framework's, 4 without one.
 
     Raises
     ------
     InputError
         If a value is out of range, the device has no such arithmetic, the servers differ, or the
-        stack is not known.
+        framework is not known.
     """
     if isinstance(fabric, Cluster):
         fabric = fabric_of(fabric)
@@ -75,8 +75,8 @@ def training_problem(
         attention=attention,
         overlap=overlap,
     )
-    if stack is not None:
-        problem = with_stack(problem, stack_memory(stack))
+    if framework is not None:
+        problem = with_stack(problem, stack_memory(framework))
     if gradient_bytes is not None:
         problem = replace(problem, precision=replace(numbers, gradient_bytes=gradient_bytes))
     return problem if reserve_bytes is None else replace(problem, reserve_bytes=reserve_bytes)

@@ -140,14 +140,14 @@ def test_a_problem_is_of_its_stack() -> None:
     def made(**others):
         return stagewright.training_problem(LLAMA, fabric, sequence=512, batch=8, **others)
 
-    plain, megatron = made(), made(stack="megatron")
+    plain, megatron = made(), made(framework="megatron")
     assert (plain.memory, plain.precision.gradient_bytes, plain.reserve_bytes) == (PLAIN, 4, 2e9)
     assert (megatron.precision.gradient_bytes, megatron.reserve_bytes) == (2, 0.0)
-    assert made(stack="megatron", precision="fp32").precision.gradient_bytes == 4
-    own = made(stack="megatron", gradient_bytes=4, reserve_bytes=3e9)
+    assert made(framework="megatron", precision="fp32").precision.gradient_bytes == 4
+    own = made(framework="megatron", gradient_bytes=4, reserve_bytes=3e9)
     assert (own.precision.gradient_bytes, own.reserve_bytes) == (4, 3e9)
     with pytest.raises(InputError, match="stack 'caffe' is not known; known are accelerate, "):
-        made(stack="caffe")
+        made(framework="caffe")
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_what_no_stack_keeps(fields, message) -> None:
 def test_a_published_run_of_nemo() -> None:
     """Llama 3 8B on 8 H100 in bf16: its log says 70.8 GB at the peak, 44.3 GB after a step."""
     problem = stagewright.training_problem(
-        LLAMA_8B, fabric_of_kind("h100", 8), sequence=8192, batch=128, stack="nemo"
+        LLAMA_8B, fabric_of_kind("h100", 8), sequence=8192, batch=128, framework="nemo"
     )
     found = evaluate(problem, parse_layout("p1 t1 c2 d4 b1 zero1"))
     (rank,) = found.memory

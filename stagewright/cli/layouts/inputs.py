@@ -118,7 +118,7 @@ class TrainingOptions(CommandOptions):
     """Type of the sum of gradients; default: that of the software, else fp32."""
 
     def problem(
-        self, config: Path, fabric: "Fabric", stack: str | None = None
+        self, config: Path, fabric: "Fabric", framework: str | None = None
     ) -> "TrainingProblem":
         """The training problem; a warning if its samples are longer than the model's."""
         from stagewright.graphs.importers.hf_config import read_hf_config, read_most_positions
@@ -144,7 +144,7 @@ class TrainingOptions(CommandOptions):
                 reserve_bytes=None
                 if self.reserve is None
                 else parse_bytes(self.reserve, "--reserve"),
-                stack=stack,
+                framework=framework,
                 gradient_bytes=None if self.gradients is None else GRADIENT_BYTES[self.gradients],
             )
         except InputError as error:
