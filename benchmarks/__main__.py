@@ -51,6 +51,7 @@ from benchmarks import (
     servers,
     split_backward,
     spp,
+    stack_memory,
     two_buffered,
     unequal,
 )
@@ -103,6 +104,7 @@ BENCHMARKS: dict[str, Callable[[bool], Iterable[Table]]] = {
     "layout_simumax_search": layout_simumax_search.tables,
     "layout_search": layout_search.tables,
     "layout_stages": layout_stages.tables,
+    "stack_memory": stack_memory.tables,
 }
 
 

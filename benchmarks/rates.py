@@ -35,9 +35,9 @@ CONSTANTS = {
     "matmul": (0.65, 0.2, 0.85, 0.05),
     "half_flops": (1.5e10, 1e8, 5e11, 0.02),
     "memory": (0.7, 0.25, 0.95, 0.1),
-    "launch_seconds": (4e-6, 5e-7, 3e-5, 0.02),
+    "launch_seconds": (4e-6, 5e-7, 3e-5, 0.1),
     "fp8_matmul": (0.6, 0.2, 0.78, 0.05),
-    "cast_bytes": (4.0, 0.5, 20.0, 0.05),
+    "cast_bytes": (4.0, 0.5, 20.0, 0.1),
     "attention": (0.5, 0.1, 0.9, 0.1),
     "attention_backward": (0.42, 0.1, 0.9, 0.1),
     "attention_half_flops": (1e10, 1e8, 1e12, 0.02),
@@ -218,8 +218,10 @@ def constants_of(
     every = [run for run in (*measured_runs(), *published_on_a100()) if run not in without]
     for of, names in ((fit.shared, fit.constants), (fit.of, fit.own or fit.constants)):
         runs = [] if of is None else [run for run in every if of(run)]
+        # What no run tells stays as it is.
         sparse = any(run.is_sparse for run in runs)
-        names = [name for name in names if sparse or name not in EXPERTS]
+        dense = of is fit.shared or any(not run.is_sparse for run in runs)
+        names = [name for name in names if (sparse if name in EXPERTS else dense)]
         if runs:
             start = fitted(runs, names, start, tries)
     return start

@@ -57,6 +57,10 @@ def groups(layout: Layout) -> tuple[int, int]:
     return shared, layout.tensor * shared // layout.expert
 
 
+MASTER_BYTES = 4
+"""Of a weight in fp32, which the optimizer steps."""
+
+
 @dataclass(frozen=True, slots=True)
 class StateRule:
     """Bytes of a parameter's states, and whether each state is divided among its equal ranks."""
@@ -72,14 +76,14 @@ def state_rule(
     """How a rank keeps states at a stage of ZeRO, in a pipeline or not."""
     precision, memory = problem.precision, problem.memory
     is_whole = memory.whole_in_pipelines and in_pipeline
-    has_masters = memory.float_masters and precision.weight_bytes < 4 <= precision.optimizer_bytes
     divides_weights = zero == 3 and not is_whole
-    # Where masters are the only weights that last, they count among the optimizer's bytes.
-    weights = 0 if has_masters and divides_weights else precision.weight_bytes
+    weights, optimizer = precision.weight_bytes, precision.optimizer_bytes
+    if memory.float_masters and divides_weights and weights < MASTER_BYTES <= optimizer:
+        weights, optimizer = MASTER_BYTES, optimizer - MASTER_BYTES
     return StateRule(
         weights=(weights, divides_weights),
         gradients=(precision.gradient_bytes, zero >= 2 and not is_whole),
-        optimizer=(0 if offload else precision.optimizer_bytes, zero >= 1),
+        optimizer=(0 if offload else optimizer, zero >= 1),
     )
 
 

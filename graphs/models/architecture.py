@@ -337,9 +337,9 @@ class Architecture:
         width = rows * self.hidden
         found = _feed_forward("shared", rows, self.hidden, FeedForward(experts.shared_width))
         if experts.shared_gate:
-            found["shared gate"] = dense(rows, self.hidden, 1, bias=False)
+            found["shared score"] = dense(rows, self.hidden, 1, bias=False)
             found["shared scale"] = elementwise(width, saved=width)
-        for name in ("shared in", "shared gate"):  # the router counts the input that they keep
+        for name in ("shared in", "shared score"):  # the router counts the input that they keep
             if name in found:
                 found[name] = replace(found[name], saved=0.0)
         found["shared sum"] = elementwise(width, operands=2)

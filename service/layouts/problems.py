@@ -4,13 +4,18 @@ from dataclasses import replace
 
 from stagewright.formulations.parallelism.profiles.cluster import Pool, ServerPools, server_pools
 from stagewright.formulations.parallelism.profiles.pipelines import MemoryRule, ProfiledProblem
-from stagewright.formulations.parallelism.training import TrainingProblem, precision_named
+from stagewright.formulations.parallelism.training import (
+    TrainingProblem,
+    precision_named,
+    with_stack,
+)
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import counted, require_count
 from stagewright.graphs.machines.cluster import Cluster
 from stagewright.graphs.machines.devices import require_arithmetic
 from stagewright.graphs.machines.fabric import Fabric, fabric_of
 from stagewright.graphs.machines.rates import RateSet, rates_named, rates_of
+from stagewright.graphs.machines.stack_memory import stack_memory
 from stagewright.graphs.models.architecture import Architecture
 from stagewright.graphs.models.language import Attention
 from stagewright.graphs.models.layer_profiles import LayerProfiles
@@ -25,8 +30,9 @@ def training_problem(
     precision: str = "bf16",
     attention: Attention = "fused",
     overlap: bool = True,
-    reserve_bytes: float = 2e9,
+    reserve_bytes: float | None = None,
     framework: str | None = None,
+    gradient_bytes: int | None = None,
     rates: RateSet | str | None = None,
 ) -> TrainingProblem:
     """The training of a transformer on a fabric, whose kernels reach what was measured.
@@ -45,16 +51,20 @@ def training_problem(
     overlap
         Whether exchanges of gradients and of ZeRO run beside computations.
     reserve_bytes
-        Memory of a device that is not for the plan.
+        Memory of a device that is not for the plan; None for the framework's, 2 GB without one.
     framework
-        What trains, such as ``torchtitan``: the rates are those measured with it; None: Megatron.
+        What trains, such as ``torchtitan``: it decides what is kept in memory, and the rates are
+        those measured with it; None: nothing in particular is kept, and rates are Megatron's.
+    gradient_bytes
+        Of the sum of a weight's gradients; None for the framework's, 4 without one.
     rates
         Rates in place of those, or the name or the file of a rate set.
 
     Raises
     ------
     InputError
-        If a value is out of range, the device has no such arithmetic, or the servers differ.
+        If a value is out of range, the device has no such arithmetic, the servers differ, or the
+        framework is not known.
     """
     if isinstance(fabric, Cluster):
         fabric = fabric_of(fabric)
@@ -63,17 +73,22 @@ def training_problem(
         rates = rates_of(fabric.card, framework)
     elif isinstance(rates, str):
         rates = rates_named(rates)
-    return TrainingProblem(
+    numbers = precision_named(precision)
+    problem = TrainingProblem(
         architecture=architecture,
         sequence=sequence,
         batch=batch,
         fabric=fabric,
         rates=rates,
-        precision=precision_named(precision),
+        precision=numbers,
         attention=attention,
         overlap=overlap,
-        reserve_bytes=reserve_bytes,
     )
+    if framework is not None:
+        problem = with_stack(problem, stack_memory(framework))
+    if gradient_bytes is not None:
+        problem = replace(problem, precision=replace(numbers, gradient_bytes=gradient_bytes))
+    return problem if reserve_bytes is None else replace(problem, reserve_bytes=reserve_bytes)
 
 
 def profiled_problem(

@@ -102,10 +102,13 @@ def test_blocks_by_stage() -> None:
     assert explained["row"]["loses_by"] == "as fast"
 
 
-@pytest.mark.parametrize("framework", ["megatron", "torchtitan", "plan"])
-def test_blocks_by_stage_that_a_framework_can_express(framework: str) -> None:
+@pytest.mark.parametrize(
+    ("framework", "memory"), [("megatron", "12GB"), ("torchtitan", "11GB"), ("plan", "12GB")]
+)
+def test_blocks_by_stage_that_a_framework_can_express(framework: str, memory: str) -> None:
     Path("config.json").write_text(json.dumps(LLAMA | {"tie_word_embeddings": False}))
-    found = answered_json(*PLAN, *TIGHT, "--top", 10, "--for", framework, "-o", "layout.json")
+    tight = (*TIGHT, "--memory", memory, "--top", 10)
+    found = answered_json(*PLAN, *tight, "--for", framework, "-o", "layout.json")
     assert found["refined"]["rows"]
     answered("export", "layout.json", "--to", framework, "-o", "exported")
 

@@ -29,6 +29,7 @@ from stagewright.executor.export.layouts import EVERY_FORMAT, LAYOUT_FORMATS, ex
 from stagewright.formulations.parallelism.layout import parse_layout
 from stagewright.formulations.parallelism.training import Precision
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.machines.stack_memory import STACK_MEMORY
 from stagewright.graphs.models.architecture import (
     Architecture,
     Experts,
@@ -112,6 +113,17 @@ def test_features_that_are_taken(to, architecture, words):
     problem = make_problem(architecture, layout)
     files = export_layout(problem, layout, to)
     assert READERS[to](files, architecture.layers) == expected(to, problem, layout)
+
+
+def test_selective_recomputation_by_operator():
+    """Torchtitan's own, of a problem that is planned for it."""
+    layout = parse_layout("p1 t1 d8 b1 zero3 selective")
+    problem = make_problem(LLAMA, layout, memory=STACK_MEMORY["torchtitan"])
+    files = export_layout(problem, layout, "torchtitan")
+    assert READERS["torchtitan"](files, LLAMA.layers) == said(problem, layout)
+    twice = parse_layout("p2 t1 d4 b1 zero1 zero-bubble selective")
+    with pytest.raises(InputError, match="selective recomputation with zero bubbles"):
+        export_layout(replace(problem, batch=32), twice, "torchtitan")
 
 
 @pytest.mark.parametrize("to", LAYOUT_FORMATS)

@@ -94,12 +94,14 @@ def states(problem: TrainingProblem, layout: Layout, parameters: float) -> float
     """Bytes of weights, gradients and the optimizer's states."""
     of, part = problem.precision, parameters / (layout.context * layout.data)
     weights, gradients = parameters * of.weight_bytes, parameters * of.gradient_bytes
+    optimizer = of.optimizer_bytes * (part if layout.zero else parameters)
     if not (problem.memory.whole_in_pipelines and layout.pipeline > 1):
         gradients = part * of.gradient_bytes if layout.zero >= 2 else gradients
         if layout.zero == 3:
             alone = problem.memory.float_masters and of.weight_bytes < 4 <= of.optimizer_bytes
+            # The masters, which are the optimizer's, are the only weights.
             weights = 0.0 if alone else part * of.weight_bytes
-    return weights + gradients + of.optimizer_bytes * (part if layout.zero else parameters)
+    return weights + gradients + optimizer
 
 
 def kept(problem: TrainingProblem, layout: Layout, share, again: bool) -> float:

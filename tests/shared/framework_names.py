@@ -125,7 +125,8 @@ MODULES = {
     "nemo_run": SimpleNamespace(Config=accepts(*MIXED.split())),
     "nemo.lightning.pytorch.plugins": SimpleNamespace(MegatronMixedPrecision="plugin"),
     "torchtitan.distributed.activation_checkpoint": SimpleNamespace(
-        FullAC=SimpleNamespace(Config=lambda: "full")
+        FullAC=SimpleNamespace(Config=lambda: "full"),
+        SelectiveAC=SimpleNamespace(Config=lambda: "selective"),
     ),
     "deepspeed": SimpleNamespace(initialize=lambda **given: given),
     "accelerate": SimpleNamespace(

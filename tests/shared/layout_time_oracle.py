@@ -199,7 +199,7 @@ class Plain:
         if not self.problem.memory.by_operator:
             return tuple(name for name in share.operators if name in CORE)
         kept = {"query, key, value", "latent", "attention", "scores", "weighted values"}
-        kept |= {"feed-forward in", "shared in", "shared gate"}
+        kept |= {"feed-forward in", "shared in", "shared score"}
         return tuple(
             name
             for name, one in share.operators.items()

@@ -37,6 +37,7 @@ FILE = "stagewright_torchtitan.py"
 
 ACTIVE_STAGES = 3  # of a rank with gathered weights; torch/distributed/pipelining/schedules.py
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+_CHECKPOINTING = {"none": None, "selective": "SelectiveAC.Config()", "full": "FullAC.Config()"}
 
 
 def configuration(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
@@ -52,7 +53,7 @@ def configuration(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
         model=_model(problem.architecture),
         lines=assignments("config.training", _training(problem, layout))
         + assignments("config.parallelism", fields),
-        checkpoint="FullAC.Config()" if layout.recompute == "full" else None,
+        checkpoint=_CHECKPOINTING[layout.recompute],
     )
     return {FILE: text}
 
@@ -298,12 +299,18 @@ def _require_rounds(problem: TrainingProblem, layout: Layout, framework: str) ->
         )
 
 
+def _refuse_attention(problem: TrainingProblem, layout: Layout, framework: str) -> None:
+    """Refuse recomputation of the attention alone; its selective one is by operator."""
+    if not problem.memory.by_operator:
+        refuse_selective(problem, layout, framework)
+
+
 def _refuse_repeated_twice(_: TrainingProblem, layout: Layout, framework: str) -> None:
     """Refuse recomputation with split backwards: torch's I and W would both repeat the forward."""
-    if layout.schedule == "zero-bubble" and layout.recompute == "full":
+    if layout.schedule == "zero-bubble" and layout.recompute != "none":
         raise InputError(
-            f"full recomputation with zero bubbles: {framework} repeats the forward for both "
-            "parts of a backward, the plan once; choose none, or the schedule 1f1b"
+            f"{layout.recompute} recomputation with zero bubbles: {framework} repeats the forward "
+            "for both parts of a backward, the plan once; choose none, or the schedule 1f1b"
         )
 
 
@@ -331,7 +338,7 @@ FRAMEWORK = Framework(
         FrameworkRule(SCHEDULES, _require_microbatches),
         FrameworkRule(SCHEDULES, _require_rounds),
         FrameworkRule(SCHEDULES, _refuse_repeated_twice),
-        FrameworkRule(f"{TITAN}/distributed/activation_checkpoint.py", refuse_selective),
+        FrameworkRule(f"{TITAN}/distributed/activation_checkpoint.py", _refuse_attention),
         FrameworkRule(f"{TITAN}/distributed/activation_checkpoint.py", refuse_recomputed_by_stage),
         FrameworkRule(f"{TITAN}/distributed/activation_checkpoint.py", refuse_some_blocks),
     ),

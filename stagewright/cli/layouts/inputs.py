@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from stagewright.solvers.parallelism.space import Space
 
 Precision = Literal["fp32", "fp16", "bf16", "fp8"]
+Gradients = Literal["fp32", "bf16"]
+GRADIENT_BYTES = {"fp32": 4, "bf16": 2}
 
 
 class MachineOptions(CommandOptions):
@@ -110,10 +112,14 @@ class TrainingOptions(CommandOptions):
     """fused: scores are not stored; materialized: they are."""
     no_overlap: bool = False
     """Exchanges of gradients and ZeRO wait for computations."""
-    reserve: Annotated[str, Option(form="SIZE")] = "2GB"
-    """Memory of a GPU that is not for the plan."""
+    reserve: Annotated[str | None, Option(form="SIZE")] = None
+    """Memory of a GPU that is not for the plan; default: that of the software, else 2GB."""
+    gradients: Gradients | None = None
+    """Type of the sum of gradients; default: that of the software, else fp32."""
 
-    def problem(self, config: Path, fabric: "Fabric") -> "TrainingProblem":
+    def problem(
+        self, config: Path, fabric: "Fabric", framework: str | None = None
+    ) -> "TrainingProblem":
         """The training problem; a warning if its samples are longer than the model's."""
         from stagewright.graphs.importers.hf_config import read_hf_config, read_most_positions
         from stagewright.service.layouts.problems import training_problem
@@ -135,7 +141,11 @@ class TrainingOptions(CommandOptions):
                 precision=self.precision,
                 attention=self.attention,
                 overlap=not self.no_overlap,
-                reserve_bytes=parse_bytes(self.reserve, "--reserve"),
+                reserve_bytes=None
+                if self.reserve is None
+                else parse_bytes(self.reserve, "--reserve"),
+                framework=framework,
+                gradient_bytes=None if self.gradients is None else GRADIENT_BYTES[self.gradients],
             )
         except InputError as error:
             options = {"batch": "--global-batch", "reserve_bytes": "--reserve"}

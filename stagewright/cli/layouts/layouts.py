@@ -8,7 +8,13 @@ import typer
 from stagewright.cli import interruptible
 from stagewright.cli.commands import Asked, CommandOptions, ask, command
 from stagewright.cli.console import kept, progress, tell
-from stagewright.cli.layouts.inputs import DegreeOptions, MachineOptions, Precision, TrainingOptions
+from stagewright.cli.layouts.inputs import (
+    DegreeOptions,
+    Gradients,
+    MachineOptions,
+    Precision,
+    TrainingOptions,
+)
 from stagewright.cli.layouts.printing import print_layouts, print_memory, print_shortages
 from stagewright.cli.layouts.profiled import is_layout, is_profiles, plan_profiles, require_options
 from stagewright.cli.options import Printed, Written
@@ -17,6 +23,7 @@ from stagewright.formulations.parallelism.document import load_layout, save_layo
 from stagewright.formulations.parallelism.layout import parse_layout
 from stagewright.graphs.documents.documents import write_bytes
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.machines.stack_memory import STACK_MEMORY
 from stagewright.service.layouts.requests import LayoutAnswer, LayoutRequest
 from stagewright.service.options import Option
 
@@ -46,7 +53,7 @@ class TrainPlanOptions(TrainingOptions, MachineOptions, DegreeOptions, PictureOp
     headings={
         "Machines": "per_server server_bandwidth network_bandwidth per_rack rack_bandwidth"
         " host_bandwidth memory servers",
-        "Arithmetic and memory": "precision attention no_overlap reserve",
+        "Arithmetic and memory": "precision attention no_overlap reserve gradients",
         "Layouts to consider": "pipeline tensor context replicas expert microbatch_sizes chunks"
         " schedule zero recompute offload_optimizer alike",
         "More answers": "explain front what_if unfolded tokens",
@@ -73,7 +80,9 @@ def train_plan(
     if given.sequence is None:
         raise InputError(f"{config} needs --sequence, the tokens in a sample, for example 4096")
     fabric = given.fabric()
-    problem = given.problem(config, fabric)
+    to = asked.given["framework"]
+    # The request refuses a name that is not known.
+    problem = given.problem(config, fabric, to if to in STACK_MEMORY else None)
     if given.offload_optimizer and fabric.host_bytes_per_second is None:
         raise InputError("--offload-optimizer needs --host-bandwidth, for example 25GB/s")
     drawn = given.png is not None
@@ -125,7 +134,14 @@ class MemoryOptions(PictureOptions, Printed):
     attention: Literal["fused", "materialized"] | None = None
     """Whether scores are stored; default: fused."""
     reserve: Annotated[str | None, Option(form="SIZE")] = None
-    """Memory of a GPU that is not for the plan; default: 2GB."""
+    """Memory of a GPU that is not for the plan; default: that of the software, else 2GB."""
+    gradients: Gradients | None = None
+    """Type of the sum of gradients; default: that of the software, else fp32."""
+    stack: Annotated[str | None, Option("--for", form="FRAMEWORK", known=tuple(STACK_MEMORY))] = (
+        None
+    )
+    """The software that trains, which decides what is kept: megatron, megatron-bridge, nemo,
+    torchtitan, fsdp, deepspeed, accelerate, automodel, megatron-2021; plan: our own executor."""
 
 
 def memory(given: MemoryOptions) -> int:
@@ -162,9 +178,10 @@ def memory(given: MemoryOptions) -> int:
             sequence=given.sequence,
             precision=given.precision or "bf16",
             attention=given.attention or "fused",
-            reserve=given.reserve or "2GB",
+            reserve=given.reserve,
+            gradients=given.gradients,
         )
-        problem = training.problem(file, machines.fabric())
+        problem = training.problem(file, machines.fabric(), given.stack)
         request = ask(MemoryRequest, problem=problem, layout=layout)
     answer = layout_memory(request)
     if given.png is not None:
