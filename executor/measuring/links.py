@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from scipy.optimize import nnls
 
+from stagewright.formulations.prices.collectives import link_seconds, ring_part
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Cluster, Device, from_matrix
@@ -172,7 +173,7 @@ def reduce_share(
 
     The inverse of the cost model's ``reduce_seconds``.
     """
-    of_links = 2 * (ranks - 1) / ranks * size / bandwidth[bandwidth > 0].min()
+    of_links = link_seconds(2 * ring_part(ranks, size), float(bandwidth[bandwidth > 0].min()))
     of_bytes = seconds - 2 * (ranks - 1) * latency.max()
     return float(of_links / max(of_links, of_bytes))
 

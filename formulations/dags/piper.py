@@ -32,6 +32,7 @@ import networkx as nx
 import numpy as np
 
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
+from stagewright.formulations.prices.collectives import link_seconds, ring_part
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.documents.units import format_bytes
 from stagewright.graphs.importers.piper import PiperConfiguration, PiperWorkload
@@ -167,9 +168,9 @@ class PiperProblem:
             edge = self.edges[e]
             if not (edge.source in inside and edge.target in inside):
                 crossing += 2 * (edge.bytes + option.edge_bytes.get(e, 0.0))
-        exchanged = 4 * (replicas - 1) / replicas * option.parameter_bytes
+        exchanged = 4 * ring_part(replicas, option.parameter_bytes)
         sent = crossing / replicas + exchanged / self.samples
-        return option.seconds / replicas + sent / self.bandwidth
+        return option.seconds / replicas + link_seconds(sent, self.bandwidth)
 
     def stage_seconds(self, stage: PiperStage) -> float:
         """The time per sample of a stage."""

@@ -28,6 +28,7 @@ import numpy as np
 from stagewright.formulations.dags.latency import LatencyProblem
 from stagewright.formulations.dags.piper import PiperProblem
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
+from stagewright.formulations.prices.collectives import ring_part
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.documents.units import format_bytes
@@ -130,7 +131,7 @@ class DagProblem:
                 if 0 < len(own & set(one.parts)) < len(one.parts)
             )
         exchanged = 0.0 if self.exchange is None else sum(self.exchange[part] for part in own)
-        return total / replicas + 2 * (replicas - 1) / replicas * float(exchanged)
+        return total / replicas + 2 * ring_part(replicas, float(exchanged))
 
     @cached_property
     def of_backward(self) -> "DagProblem":
@@ -235,7 +236,8 @@ def heaviest_part(problem: DagProblem) -> float:
     fastest = problem.seconds[:, used].min(axis=1)
     exchange = np.zeros_like(fastest) if problem.exchange is None else problem.exchange
     replicas = np.arange(1, problem.most_replicas + 1)[:, None]
-    return float(((fastest + 2 * (replicas - 1) * exchange) / replicas).min(axis=0).max())
+    loads = fastest / replicas + 2 * ring_part(replicas, exchange)
+    return float(loads.min(axis=0).max())
 
 
 def part_shortage(problem: DagProblem) -> str | None:

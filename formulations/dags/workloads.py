@@ -8,6 +8,7 @@ import networkx as nx
 import numpy as np
 
 from stagewright.formulations.dags.problem import DagProblem, DevicePool, PlacedSet, Tensor
+from stagewright.formulations.prices.collectives import link_seconds
 from stagewright.graphs.importers.dnn_partitioning import Workload, require_accelerators
 
 
@@ -73,7 +74,7 @@ def dag_problem(
         tensors=tuple(tensors),
         pools=tuple(pools),
         backward=backward,
-        exchange=None if bandwidth is None else held / bandwidth,
+        exchange=None if bandwidth is None else link_seconds(held, bandwidth),
         most_replicas=most_replicas,
     )
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from stagewright.formulations.operators.plan import OperatorBound
 from stagewright.formulations.operators.problem import OperatorProblem
+from stagewright.formulations.prices.collectives import paced_seconds
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.documents.units import format_bytes
 
@@ -93,7 +94,7 @@ def _fastest_transfers(problem: OperatorProblem) -> Floats:
     if not apart.any():
         return np.full(len(problem.maker), np.inf)
     links = np.unique([problem.latency[apart], problem.seconds_per_byte[apart]], axis=1)
-    found: Floats = (links[0] + np.multiply.outer(problem.sent_bytes, links[1])).min(axis=1)
+    found: Floats = paced_seconds(problem.sent_bytes[:, None], links[1], links[0]).min(axis=1)
     return found
 
 

@@ -10,6 +10,7 @@ from pydantic import ConfigDict
 
 from stagewright.formulations.operators.problem import Contention, OperatorProblem
 from stagewright.formulations.plans.envelope import Envelope
+from stagewright.formulations.prices.collectives import pace
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.arrays import Ints
 from stagewright.graphs.documents.errors import InputError
@@ -55,7 +56,7 @@ def operator_problem(
         sent_bytes=np.array([sent for _, _, sent, _ in tensors], dtype=float),
         held_bytes=np.array([kept for *_, kept in tensors], dtype=float),
         latency=np.where(np.eye(size, dtype=bool), 0.0, cluster.latency),
-        seconds_per_byte=np.where(np.eye(size, dtype=bool), 0.0, 1.0 / cluster.bandwidth),
+        seconds_per_byte=np.where(np.eye(size, dtype=bool), 0.0, pace(cluster.bandwidth)),
         state_bytes=np.array([node.state_bytes for node in graph.nodes], dtype=float),
         memory=np.array([device.memory_bytes for device in cluster.devices], dtype=float),
         group=_groups(graph),

@@ -23,6 +23,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from stagewright.formulations.operators import rules
+from stagewright.formulations.prices.collectives import paced_seconds
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.documents.errors import InputError
 
@@ -123,9 +124,9 @@ class OperatorProblem:
 
     def transfer_seconds(self, tensor: Ints, source: Ints, target: Ints) -> Floats:
         """Time of tensors from ``source`` to ``target`` devices; 0 where they are the same."""
-        rate: Floats = self.seconds_per_byte[source, target]
-        seconds: Floats = self.latency[source, target] + self.sent_bytes[tensor] * rate
-        return seconds
+        pair = source, target
+        sent: Floats = self.sent_bytes[tensor]
+        return paced_seconds(sent, self.seconds_per_byte[pair], self.latency[pair])
 
     @cached_property
     def inputs(self) -> tuple[Ints, Ints]:

@@ -15,6 +15,7 @@ from stagewright.formulations.plans.memory import state_factor
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Bound
 from stagewright.formulations.plans.plan_class import EVERY_PERIODIC, WHOLE_PERIODIC
+from stagewright.formulations.prices.collectives import ring_seconds
 from stagewright.graphs.documents.arrays import Floats
 
 MARGIN = 1e-12
@@ -86,8 +87,8 @@ def fastest_work(problem: PipelineProblem, size: int) -> Floats:
 def _least_reductions(problem: PipelineProblem, size: int) -> Floats:
     if size == 1:
         return np.zeros(len(problem.chain))
-    best = float(problem.cluster.pairs.bandwidths()[-1]) / problem.cluster.all_reduce_slowdown
-    return 2 * (size - 1) / size * problem.chain.parameter_bytes / best
+    best, slowdown = problem.cluster.pairs.bandwidths()[-1], problem.cluster.all_reduce_slowdown
+    return 2 * ring_seconds(size, problem.chain.parameter_bytes, float(best), 0.0, slowdown)
 
 
 def _weights(problem: PipelineProblem, size: int) -> Floats:

@@ -22,6 +22,7 @@ from stagewright.formulations.plans.memory import (
     state_factors,
 )
 from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.prices.collectives import pace
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import require_count
@@ -225,7 +226,7 @@ def _between_units(cluster: Cluster, units: Ints) -> tuple[Floats, Floats]:
     seconds_per_byte, latency = np.zeros((2, len(units), len(units)))
     for i, unit in enumerate(units):
         width, late = cluster.pairs.block(unit.tolist(), units.ravel().tolist())
-        seconds_per_byte[i] = 1.0 / width.min(axis=0).reshape(units.shape).min(axis=1)
+        seconds_per_byte[i] = pace(width.min(axis=0).reshape(units.shape).min(axis=1))
         latency[i] = late.max(axis=0).reshape(units.shape).max(axis=1)
     return seconds_per_byte, latency
 
@@ -321,7 +322,7 @@ def theorem1_factor(problem: PipelineProblem) -> float:
     if not work.any():
         return float("inf")  # Lemma 2 compares with the work
     moved = [2 * problem.boundary_bytes(stop) for stop in range(1, len(problem.chain))]
-    slowest = 1 / links[0] - 1 / links[-1]
+    slowest = pace(links[0]) - pace(links[-1])
     phi = max(float(work.max()) * links[-1], *moved, 0.0) * slowest * size / work.sum()
     return float((2 + (4 * size - 4) / problem.microbatches) * (1 + phi))
 

@@ -17,6 +17,7 @@ from stagewright.formulations.pipelines.bounds.relaxation import Relaxation, rel
 from stagewright.formulations.pipelines.bppm import StageChoice, range_sums
 from stagewright.formulations.plans.memory import in_flight_limit
 from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.prices.collectives import all_reduce_pace, paced_seconds
 from stagewright.graphs.documents.arrays import Floats
 
 Devices = tuple[int, ...]
@@ -225,10 +226,8 @@ class JointPlanning:
             if unused == 0:
                 return np.inf
             form = self.relaxed
-            send = (
-                float(form.boundary[stop]) / (senders * unused) * form.seconds_per_byte
-                + form.latency
-            )
+            share = float(form.boundary[stop]) / (senders * unused)
+            send = paced_seconds(share, form.seconds_per_byte, form.latency)
             path = 2 * send + float(self.rest.path[unused, stop])
             around = last.head + last.forward + last.backward + last.tail
             bound = max(
@@ -309,7 +308,8 @@ def _next_stage(
     """Rows of :class:`Rest` for a next stage of r devices, with at most ``others`` after it."""
     # The channel after the stage (none after the last layer); without devices the rest is inf.
     receivers = min(max(others, 1), form.forward.shape[0] - 1)
-    send = form.share_bytes(form.boundary, r * receivers) * form.seconds_per_byte + form.latency
+    shares = form.share_bytes(form.boundary, r * receivers)
+    send = paced_seconds(shares, form.seconds_per_byte, form.latency)
     send[-1] = 0.0
     rest_fill = np.maximum(2 * form.microbatches * send, 2 * send + rest.fill[others])
     path = stages.compute + (2 * send + rest.path[others])
@@ -326,5 +326,5 @@ def _stages(form: Relaxation, r: int) -> _StageTimes:
     fits &= form.first[r][None, :] <= np.arange(len(form.parameters))[:, None]
     compute = np.where(fits, forward + range_sums(form.backward[r]), np.inf)
     load = form.microbatches * compute
-    ring = 2 * (r - 1) * (parameters / r * form.seconds_per_byte + form.latency)
+    ring = paced_seconds(parameters, *all_reduce_pace(r, form.seconds_per_byte, form.latency))
     return _StageTimes(forward, compute, load, load + ring + range_sums(form.update))

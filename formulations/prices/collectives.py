@@ -6,36 +6,60 @@ nccl-tests' "bus bandwidth"). Over several levels, each hop pays the latency of 
 crosses. An all-to-all takes what the level takes over which most is sent.
 
 Of several groups at once the slowest decides; their members exchange nothing for no bytes.
+Functions above those of groups take numbers or arrays, and kernels compile them.
 """
 
 from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
+from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.machines.groups import CrossedLevels, GroupWays
 
+Amount = TypeVar("Amount", float, Floats)
 
-def link_seconds(moved: float, bytes_per_second: float, latency_seconds: float = 0.0) -> float:
+
+def link_seconds(moved: Amount, bytes_per_second: float, latency_seconds: float = 0.0) -> Amount:
     """Time of ``moved`` bytes over a link."""
     return moved / bytes_per_second + latency_seconds
 
 
-def ring_bytes(ranks: int, moved: float) -> float:
-    """Bytes that each rank passes on in half of a ring all-reduce of ``moved`` bytes."""
-    return (ranks - 1) / ranks * moved
+def pace(bytes_per_second: Amount) -> Amount:
+    """Seconds per byte of a link, for tables whose entries are multiplied."""
+    return 1 / bytes_per_second
+
+
+def paced_seconds(moved: Amount, seconds_per_byte: Any, latency_seconds: Any) -> Amount:
+    """As :func:`link_seconds`, of a link's :func:`pace`, or of as many as there are amounts."""
+    seconds: Amount = moved * seconds_per_byte + latency_seconds
+    return seconds
+
+
+def ring_part(ranks: Any, whole: Amount) -> Amount:
+    """What each rank passes on in half of a ring all-reduce of a ``whole``."""
+    part: Amount = (ranks - 1) / ranks * whole
+    return part
 
 
 def ring_seconds(
     ranks: int,
-    moved: float,
+    moved: Amount,
     bytes_per_second: float,
     latency_seconds: float,
     slowdown: float = 1.0,
-) -> float:
+) -> Amount:
     """Half of a ring all-reduce of ``moved`` bytes; every hop pays ``latency_seconds``.
 
     ``slowdown`` is by how much the bytes take longer than the link's bandwidth says.
     """
-    seconds = ring_bytes(ranks, moved) / bytes_per_second * slowdown
+    seconds = ring_part(ranks, moved) / bytes_per_second * slowdown
     return seconds + (ranks - 1) * latency_seconds
+
+
+def all_reduce_pace(
+    ranks: Any, seconds_per_byte: Amount, latency_seconds: Amount
+) -> tuple[Amount, Amount]:
+    """Seconds per byte and once, for :func:`paced_seconds`, of a whole ring all-reduce."""
+    return 2.0 * (ranks - 1) / ranks * seconds_per_byte, 2.0 * (ranks - 1) * latency_seconds
 
 
 def all_reduce_seconds(of: GroupWays, moved: float) -> float:
@@ -45,7 +69,7 @@ def all_reduce_seconds(of: GroupWays, moved: float) -> float:
 
 def gather_seconds(of: GroupWays, moved: float) -> float:
     """Time to all-gather, or to reduce-scatter, ``moved`` bytes (the whole) over a group."""
-    passed = ring_bytes(of.size, moved)
+    passed = ring_part(of.size, moved)
     return _slowest(
         of,
         moved,
@@ -59,7 +83,7 @@ def all_to_all_seconds(of: GroupWays, moved: float, copies: int | None = None) -
     With ``copies`` every token is sent so often, but only once to each unit (server, rack) that has
     receivers, and copied there.
     """
-    others = ring_bytes(of.size, moved)
+    others = ring_part(of.size, moved)
 
     def seconds(way: CrossedLevels) -> float:
         if copies is not None and len(way.crossed) > 1:
@@ -80,7 +104,7 @@ def _once_per_unit(of: GroupWays, way: CrossedLevels, moved: float, copies: int)
     """
     inside, *outside = way.crossed
     each = outside[0].way_out
-    yield link_seconds(ring_bytes(each, moved), inside.level.bytes_per_second)
+    yield link_seconds(ring_part(each, moved), inside.level.bytes_per_second)
     for one in outside:
         units = one.share * (of.size - 1) / one.way_out
         reached = units * (1 - (1 - one.way_out / of.size) ** copies)

@@ -23,6 +23,7 @@ from stagewright.formulations.dags.piper import (
 )
 from stagewright.formulations.forms.answers import Bounded, Limits, Status, settled
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
+from stagewright.formulations.prices.collectives import link_seconds
 from stagewright.graphs.documents.errors import InvalidPlan
 from stagewright.solvers.dags.knapsack import choose
 from stagewright.solvers.dags.merging import Contents, downsets, prefixes
@@ -255,17 +256,18 @@ def _costs(problem: PiperProblem, order: list[int]) -> OptionCosts:
             for one in problem.layers[v].options.get(shards, ()):
                 options.append(one)
                 across.append(len(crossing))
-                crossing += [
-                    2 * (problem.edges[e].bytes + one.edge_bytes.get(e, 0.0)) / problem.bandwidth
+                sent = (
+                    2 * (problem.edges[e].bytes + one.edge_bytes.get(e, 0.0))
                     for e in problem.edges_of[v]
-                ]
+                )
+                crossing += [link_seconds(each, problem.bandwidth) for each in sent]
         option[x, -1] = len(options)
     exchanged = np.array([one.parameter_bytes for one in options])
     return OptionCosts(
         shards=np.array(degrees, dtype=np.int64),
         option=option,
         seconds=np.array([one.seconds for one in options]),
-        exchange=4 * exchanged / problem.samples / problem.bandwidth,
+        exchange=link_seconds(4 * exchanged / problem.samples, problem.bandwidth),
         flight=np.array([one.flight_bytes for one in options]),
         fixed=np.array([one.fixed_bytes for one in options]),
         edge=np.cumsum([0, *map(len, other)]),

@@ -19,7 +19,7 @@ from stagewright.formulations.operators.problem import GraphTimes, OperatorProbl
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 from stagewright.solvers.backends.backend import solve
 from stagewright.solvers.operators.insertion import by_devices, sources
-from stagewright.solvers.operators.insertion_kernel import ANY, ROUNDING
+from stagewright.solvers.operators.insertion_kernel import ANY, ROUNDING, transfer
 from stagewright.solvers.operators.peers import by_rank, mean_ranks
 from stagewright.solvers.operators.ranks import Arrays, arrays_of, transfers
 from stagewright.solvers.pipelines.compiled import entry, inner
@@ -239,7 +239,7 @@ def _announce(a: Arrays, t: int, d: int, made: float, arrival: Floats) -> None:
     """Tensor t is made on device d: when its readers can have it on each device."""
     for e in range(a.first_reader[t], a.first_reader[t + 1]):
         for other in range(len(a.memory)):
-            goes = a.latency[d, other] + a.sent_bytes[t] * a.seconds_per_byte[d, other]
+            goes = transfer(a, t, d, other)
             arrival[a.reader[e], other] = max(arrival[a.reader[e], other], made + goes)
 
 

@@ -10,6 +10,7 @@ from numba import njit
 
 from stagewright.formulations.operators.problem import GraphTimes, OperatorProblem
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
+from stagewright.formulations.prices.collectives import paced_seconds
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 from stagewright.solvers.operators.insertion_kernel import ANY, Cutoff, Known, place
 from stagewright.solvers.operators.ranks import Arrays, arrays_of
@@ -177,8 +178,10 @@ def timetable(arrays: Arrays, device: Ints, start: Floats, sent_start: Floats) -
     sent, target = np.nonzero(~np.isnan(sent_start))
     begin = sent_start[sent, target]
     source = device[arrays.maker[sent]]
-    rate = arrays.seconds_per_byte[source, target]
-    runs = arrays.latency[source, target] + arrays.sent_bytes[sent] * rate
+    pair = source, target
+    runs = paced_seconds(
+        arrays.sent_bytes[sent], arrays.seconds_per_byte[pair], arrays.latency[pair]
+    )
     return GraphTimes(
         device=device,
         start=start,

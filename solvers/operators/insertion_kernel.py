@@ -11,6 +11,7 @@ import numpy as np
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 from stagewright.solvers.operators.ranks import Arrays
 from stagewright.solvers.pipelines.compiled import entry, inner
+from stagewright.solvers.pipelines.prices import paced
 
 ROUNDING = 1e-12  # relative: of sums of bytes
 ANY = -1  # device of an operator that is free to choose
@@ -154,7 +155,7 @@ def place(  # noqa: C901 - one pass over operators
                 if there[t, d] == np.inf:
                     j = a.maker[t]
                     sent_start[t, d] = start[j] + a.seconds[j, device[j]]
-                    there[t, d] = sent_start[t, d] + _transfer(a, t, device[j], d)
+                    there[t, d] = sent_start[t, d] + transfer(a, t, device[j], d)
         finish = best_start + a.seconds[i, d]
         used[d] = occupy(begin[d], end[d], used[d], best_start, finish)
         start[i] = best_start
@@ -229,8 +230,11 @@ def _settle(
 
 
 @inner
-def _transfer(a: Arrays, t: int, source: int, target: int) -> float:
-    return float(a.latency[source, target] + a.sent_bytes[t] * a.seconds_per_byte[source, target])
+def transfer(a: Arrays, t: int, source: int, target: int) -> float:
+    """Seconds of a tensor between two devices."""
+    pair = source, target
+    seconds: float = paced(a.sent_bytes[t], a.seconds_per_byte[pair], a.latency[pair])
+    return seconds
 
 
 @inner
@@ -299,7 +303,7 @@ def _ready(
         at = there[t, d]
         if at == np.inf:
             at = start[j] + a.seconds[j, device[j]]
-            runs = _transfer(a, t, device[j], d)
+            runs = transfer(a, t, device[j], d)
             if a.exclusive:
                 k = device[j] * len(a.memory) + d
                 at = earliest(link_begin[k], link_end[k], link_used[k], at, runs)
@@ -332,7 +336,7 @@ def _send_in_turn(
         t = own[e]
         if there[t, d] == np.inf:
             source = device[a.maker[t]]
-            k, runs = source * len(a.memory) + d, _transfer(a, t, source, d)
+            k, runs = source * len(a.memory) + d, transfer(a, t, source, d)
             begins = earliest(link_begin[k], link_end[k], link_used[k], made[e], runs)
             link_used[k] = occupy(link_begin[k], link_end[k], link_used[k], begins, begins + runs)
             sent_start[t, d], there[t, d] = begins, begins + runs

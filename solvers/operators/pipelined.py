@@ -16,6 +16,7 @@ import numpy as np
 from stagewright.formulations.dags.problem import DagProblem, DevicePool, PlacedSet, Tensor
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.operators.problem import GraphTimes, OperatorProblem
+from stagewright.formulations.prices.collectives import paced_seconds
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.models.operators.step_graph import StepGraph
 from stagewright.solvers.dags.partition import partition
@@ -170,7 +171,7 @@ class _Parts:
                 continue
             parts = dict.fromkeys(self.part[[maker, *its.tolist()]].tolist())
             if len(parts) > 1:
-                yield Tensor(tuple(parts), float(latency + rate * sent))
+                yield Tensor(tuple(parts), float(paced_seconds(sent, rate, latency)))
 
 
 def _pools(problem: OperatorProblem) -> list[list[int]]:
@@ -366,7 +367,8 @@ def _in_turn(problem: OperatorProblem, order: Ints, devices: Ints) -> GraphTimes
                 continue
             if (t, d) not in arrived:
                 sent_start[t, d] = made[j]
-                wait = a.latency[home[j], d] + a.sent_bytes[t] * a.seconds_per_byte[home[j], d]
+                pair = home[j], d
+                wait = paced_seconds(a.sent_bytes[t], a.seconds_per_byte[pair], a.latency[pair])
                 arrived[t, d] = made[j] + float(wait)
             ready = max(ready, arrived[t, d])
         start[i] = ready

@@ -6,6 +6,7 @@ import numpy as np
 from numba import njit
 
 from stagewright.formulations.operators.problem import OperatorProblem
+from stagewright.formulations.prices.collectives import paced_seconds
 from stagewright.graphs.documents.arrays import Floats, Ints
 
 
@@ -50,10 +51,10 @@ def transfers(arrays: Arrays, statistic: Any) -> Floats:
     pairs = np.array([arrays.latency[apart], arrays.seconds_per_byte[apart]])
     if statistic is np.mean:
         latency, rate = pairs.mean(axis=1)
-        mean: Floats = latency + arrays.sent_bytes * rate
-        return mean
+        return paced_seconds(arrays.sent_bytes, rate, latency)
     links = np.unique(pairs, axis=1)
-    found: Floats = statistic(links[0] + np.multiply.outer(arrays.sent_bytes, links[1]), axis=1)
+    every = paced_seconds(arrays.sent_bytes[:, None], links[1], links[0])
+    found: Floats = statistic(every, axis=1)
     return found
 
 

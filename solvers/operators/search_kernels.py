@@ -8,7 +8,7 @@ the left. A move changes what comes after its first place only, so the times bef
 import numpy as np
 
 from stagewright.graphs.documents.arrays import Floats, Ints
-from stagewright.solvers.operators.insertion_kernel import earliest, members_of, occupy
+from stagewright.solvers.operators.insertion_kernel import earliest, members_of, occupy, transfer
 from stagewright.solvers.operators.ranks import Arrays
 from stagewright.solvers.pipelines.compiled import entry, inner
 
@@ -221,7 +221,7 @@ def _times(  # noqa: C901 - one pass over operators
             h = home[a.group[j]]
             at = finish[j]
             if h != d:
-                at += a.latency[h, d] + a.sent_bytes[t] * a.seconds_per_byte[h, d]
+                at += transfer(a, t, h, d)
             if at > start:
                 start, why = at, j
         ends = start + a.seconds[i, d]
@@ -263,7 +263,7 @@ def _times_in_turn(  # noqa: C901 - one pass over operators
             j = a.maker[t]
             h = home[a.group[j]]
             if there[t, d] == np.inf:
-                at, runs = finish[j], a.latency[h, d] + a.sent_bytes[t] * a.seconds_per_byte[h, d]
+                at, runs = finish[j], transfer(a, t, h, d)
                 if h != d:
                     c = h * m + d
                     at = earliest(begin[c], end[c], used[c], at, runs)
@@ -304,7 +304,7 @@ def _excess(a: Arrays, home: Ints, finish: Floats) -> float:  # noqa: C901 - one
             d = home[a.group[a.reader[e]]]
             last[d] = max(last[d], finish[a.reader[e]])
             if d != h:
-                runs = a.latency[h, d] + a.sent_bytes[t] * a.seconds_per_byte[h, d]
+                runs = transfer(a, t, h, d)
                 last[h] = max(last[h], finish[i] + runs)
         for d in range(m):
             begin = finish[i] - a.seconds[i, h] if d == h else finish[i]

@@ -10,7 +10,7 @@ from stagewright.formulations.parallelism.layer_times import share_time
 from stagewright.formulations.parallelism.layout import Layout, Schedule
 from stagewright.formulations.parallelism.parts import shares
 from stagewright.formulations.parallelism.training import TrainingProblem
-from stagewright.formulations.prices.collectives import gather_seconds
+from stagewright.formulations.prices.collectives import gather_seconds, pace
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.machines.groups import Group, GroupWays, links
 from stagewright.graphs.models.shards import LayerShare, LayerSplit, Recompute
@@ -127,7 +127,7 @@ class LayerFamily:
     def _hop_rate(self, group: Group) -> tuple[float, float]:
         """Latency and seconds per byte of a hop over the way with the least bandwidth."""
         ways = links(self.problem.fabric, group).ways
-        rates = ((1 / way.pair_bytes_per_second, way.latency_seconds) for way in ways)
+        rates = ((pace(way.pair_bytes_per_second), way.latency_seconds) for way in ways)
         per_byte, start = max(rates, default=(0.0, 0.0))
         return start, per_byte
 

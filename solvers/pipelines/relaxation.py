@@ -11,6 +11,7 @@ from stagewright.formulations.pipelines.bppm import cheapest_work
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.solvers.pipelines.compiled import lean, lean_entry, refer
+from stagewright.solvers.pipelines.prices import paced, ring_pace
 
 PRECISION = 1e-3  # relative width at which the bisection stops
 STEPS = 2e9  # of a pass, above which only the load bound is used
@@ -194,20 +195,21 @@ def _place(
     if used > 0:
         pieces = shares * (used if last == 0 else 1)
         share = -(-form.samples // pieces) / form.samples
-        once = form.boundary[before] * share * form.seconds_per_byte + form.latency
+        sent = form.boundary[before] * share
+        once = paced(sent, form.seconds_per_byte, form.latency)
     if last == 1:
         crossing = 1
     if 2 * crossing * once + there[last, used, before] > limit:
         return
     head, forth = way[last, used, before] + 2 * once, there[last, used, before] + once
-    ring = 2.0 * (r - 1) / r * form.seconds_per_byte
-    ring_latency = 2.0 * (r - 1) * form.latency
+    ring, ring_latency = ring_pace(r, form.seconds_per_byte, form.latency)
     largest = 0.0
     for l in range(before + 1, way.shape[2]):
         f = form.forward[shares, l] - form.forward[shares, before]
         x = f + form.backward[shares, l] - form.backward[shares, before]
         weights = form.parameters[l] - form.parameters[before]
-        finish = ring * weights + ring_latency + form.update[l] - form.update[before]
+        reduced = paced(weights, ring, ring_latency)
+        finish = reduced + form.update[l] - form.update[before]
         saved = form.saved[shares, l] - form.saved[shares, before]
         if wide:  # layer-wise recomputation keeps the activations of one layer at a time
             largest = max(largest, form.saved[shares, l] - form.saved[shares, l - 1])

@@ -38,6 +38,7 @@ from stagewright.formulations.plans.memory import (
 )
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
+from stagewright.formulations.prices.collectives import link_seconds, ring_part
 from stagewright.formulations.schedules.published.one_f_one_b import one_f_one_b
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
@@ -88,8 +89,9 @@ class PlannedPipelines:
             updates = np.min([problem.update_per_layer(kind) for kind in problem.kinds], axis=0)
             floors = stages.most(work) + stages.most(stages.sums(updates))
             if line.width > 1:
-                reduced = 2 * (line.width - 1) / line.width * stages.sums(_parameters(problem))
-                floors = np.maximum(floors, stages.most(reduced) / self._bandwidth(line.width))
+                reduced = 2 * ring_part(line.width, stages.sums(_parameters(problem)))
+                most = link_seconds(stages.most(reduced), self._bandwidth(line.width))
+                floors = np.maximum(floors, most)
         else:
             floors = stages.most(work + prefix_sums(seconds)[stages.start])
         fits = self.least_bytes(line) <= problem.memory_bytes.max() * (1 + ROUNDING)

@@ -25,6 +25,7 @@ from scipy import sparse
 from stagewright.formulations.forms.models import LinearProgram
 from stagewright.formulations.plans.memory import least_state_factor
 from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.prices.collectives import ring_seconds
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.units import format_bytes
 
@@ -150,20 +151,22 @@ class LeastTimes:
 
     @cached_property
     def ring(self) -> tuple[Floats, Floats]:
-        """Seconds per byte and latency of the best ring of r devices, shapes (V,), r = 1 .. V.
+        """Bandwidth and latency of the best ring of r devices, shapes (V,), r = 1 .. V.
 
         Each device of a group has links to r - 1 others, so the (r - 1)-th best link of some device
         is at least as good as the worst link of any group.
         """
         bandwidth, latency = self.problem.cluster.pairs.nearest()
-        return np.append(0.0, 1 / bandwidth), np.append(0.0, latency)
+        return np.append(np.inf, bandwidth), np.append(0.0, latency)
 
     def all_reduce(self, r: int) -> Floats:
         """Least seconds of a layer's all-reduce among r devices, shape (L,)."""
-        seconds_per_byte, latency = self.ring
-        volume = 2 * (r - 1) / r * self.problem.chain.parameter_bytes
-        volume *= self.problem.cluster.all_reduce_slowdown
-        return np.asarray(volume * seconds_per_byte[r - 1] + 2 * (r - 1) * latency[r - 1])
+        bandwidth, latency = (float(one[r - 1]) for one in self.ring)
+        moved, slowdown = (
+            self.problem.chain.parameter_bytes,
+            self.problem.cluster.all_reduce_slowdown,
+        )
+        return 2 * ring_seconds(r, moved, bandwidth, latency, slowdown)
 
     def slowest_of(self, r: int, seconds: Floats) -> Floats:
         """The least time of the slowest of r devices, shape (L,), from times per kind (K, L)."""

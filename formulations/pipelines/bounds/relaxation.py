@@ -25,6 +25,7 @@ from stagewright.formulations.pipelines.bppm import earliest_starts, prefix_sums
 from stagewright.formulations.pipelines.makespan import MakespanProblem
 from stagewright.formulations.plans.memory import state_factors
 from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.prices.collectives import pace, paced_seconds
 from stagewright.graphs.documents.arrays import Floats, Ints
 
 
@@ -77,7 +78,7 @@ def _send(form: ServerRelaxation, pieces: int, stage: RelaxedStage) -> float:
     """Seconds of a transfer to ``stage``."""
     link = APART[stage.place]
     size = form.boundary[stage.start] * form.share[min(form.samples, pieces)]
-    return float(size * form.seconds_per_byte[link] + form.latency[link])
+    return float(paced_seconds(size, form.seconds_per_byte[link], form.latency[link]))
 
 
 def _finish(form: ServerRelaxation, c: int, stage: RelaxedStage) -> float:
@@ -85,7 +86,7 @@ def _finish(form: ServerRelaxation, c: int, stage: RelaxedStage) -> float:
     link = WITHIN[stage.place]
     weights = form.parameters[stage.stop] - form.parameters[stage.start]
     step = form.update[c, stage.stop] - form.update[c, stage.start]
-    return float(form.ring[link, c] * weights + form.ring_latency[link, c] + step)
+    return float(paced_seconds(weights, form.ring[link, c], form.ring_latency[link, c]) + step)
 
 
 FILL_AND_DRAIN = "fill-and-drain relaxation, best link everywhere"
@@ -162,6 +163,6 @@ def relax(problem: PipelineProblem) -> Relaxation:
         prefix_sums(np.array([problem.saved_per_layer(r) for r in shares])),
         state_factors(problem, size),
         float(problem.memory_bytes.max()),
-        1 / bandwidth,
+        pace(bandwidth),
         latency,
     )

@@ -21,6 +21,7 @@ from stagewright.formulations.pipelines.bppm import earliest_starts, prefix_sums
 from stagewright.formulations.plans.memory import buffers_per_boundary, state_factors
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan_class import DISJOINT_SPLIT, PlanClass
+from stagewright.formulations.prices.collectives import all_reduce_pace, pace
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 from stagewright.graphs.machines.cluster import Cluster
 
@@ -263,7 +264,8 @@ def _fastest(problem: PipelineProblem, choice: "_Choice", ranks: Ints, split: bo
 
 def _links(level: Levels, devices: Ints, ranks: Ints) -> dict[str, Any]:
     """The fields of a relaxation that depend on the links."""
-    pace, latency = np.array(level.seconds_per_byte), np.array(level.latency)
+    seconds_per_byte, latency = np.array(level.seconds_per_byte), np.array(level.latency)
+    ring, ring_latency = all_reduce_pace(devices, seconds_per_byte[:, None], latency[:, None])
     has = np.zeros((level.groups[0], int(ranks.max()) + 1), dtype=bool)
     has[list(level.home), ranks] = True
     packing = np.full((2, 2, level.rooms[1] + 1), np.inf)
@@ -274,10 +276,10 @@ def _links(level: Levels, devices: Ints, ranks: Ints) -> dict[str, Any]:
         "groups": level.groups,
         "rooms": level.rooms,
         "together": (has[:, :, None] & has[:, None, :]).any(axis=0),
-        "seconds_per_byte": pace,
+        "seconds_per_byte": seconds_per_byte,
         "latency": latency,
-        "ring": pace[:, None] * (2 * (devices - 1) / devices),
-        "ring_latency": latency[:, None] * (2 * (devices - 1)),
+        "ring": ring,
+        "ring_latency": ring_latency,
         "packing": packing,
     }
 
@@ -297,8 +299,7 @@ def levels_of(cluster: Cluster) -> Iterator[Levels]:
     # The first is the whole cluster: a rack only if there is no other.
     nested = homes if len(homes) < 3 else homes[1:]
     for rack, home in pairwise(nested) if len(nested) > 1 else [(one, one)]:
-        pace, latency = zip(*_best_links(cluster, home, rack), strict=True)
-        yield Levels(home, rack, pace, latency)
+        yield Levels(home, rack, *zip(*_best_links(cluster, home, rack), strict=True))
 
 
 def _best_links(
@@ -312,7 +313,7 @@ def _best_links(
     for groups in (range(len(cluster)), home, rack):
         found = cluster.pairs.best_between(np.array(groups))
         if found is not None:
-            best = 1 / found[0], found[1]
+            best = pace(found[0]), found[1]
         yield best
 
 

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from stagewright.formulations.pipelines.bppm import Recurrence
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.solvers.pipelines.compiled import copy, entry, lean, lean_entry, refer
+from stagewright.solvers.pipelines.prices import paced, ring_pace
 
 Words = NDArray[np.uint64]
 ONE = np.uint64(1)
@@ -57,11 +58,9 @@ def _stage_time(form: Recurrence, before: int, l: int, used: int, r: int) -> flo
 @lean
 def _reduce(form: Recurrence, used: int, r: int) -> tuple[float, float]:
     """An all-reduce's seconds per byte of parameters, and its latency."""
-    devices = r * form.unit
-    if devices == 1:
-        return 0.0, 0.0
-    per_byte = 2.0 * (devices - 1) / devices * form.group_seconds_per_byte[used + r, r]
-    return per_byte, 2.0 * (devices - 1) * form.group_latency[used + r, r]
+    group = used + r, r
+    pace, once = form.group_seconds_per_byte[group], form.group_latency[group]
+    return ring_pace(r * form.unit, pace, once)
 
 
 @lean
@@ -107,7 +106,7 @@ def _channel_time(form: Recurrence, l: int, used: int, later: int, r: int) -> fl
             there_latency = max(there_latency, form.latency[k, j])
             back_latency = max(back_latency, form.latency[j, k])
     share = _share(form, form.boundary[l], r * later)
-    once: float = share * (there + back) + there_latency + back_latency
+    once: float = paced(share, there + back, there_latency) + back_latency
     return form.microbatches * once
 
 
@@ -286,7 +285,7 @@ def _through_narrow(
         at = _row(band, used, later, low) - low
         for l in range(low, high + 1):
             share = _share(form, form.boundary[l], r * later)
-            once = share * (there + back) + there_latency + back_latency
+            once = paced(share, there + back, there_latency) + back_latency
             if form.microbatches * once <= limit:
                 for w in range(reach.shape[1]):
                     source[l, w] |= reach[at + l, w]

@@ -15,6 +15,7 @@ from stagewright.formulations.pipelines.bounds.server_relaxation import (
 )
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.solvers.pipelines.compiled import copy, lean, lean_entry, refer
+from stagewright.solvers.pipelines.prices import paced
 from stagewright.solvers.pipelines.servers.conditions import (
     ALONE,
     Scratch,
@@ -235,8 +236,9 @@ def _finish(form: ServerRelaxation, link: int, c: int, l: int, m: int, before: f
     its own. After the last computation, there is that of one layer at least.
     """
     start = m - 1 if form.shared else l
-    seconds: float = form.ring[link, c] * (form.parameters[m] - form.parameters[start])
-    seconds += form.ring_latency[link, c] + form.update[c, m] - form.update[c, start]
+    weights = form.parameters[m] - form.parameters[start]
+    seconds: float = paced(weights, form.ring[link, c], form.ring_latency[link, c])
+    seconds += form.update[c, m] - form.update[c, start]
     return min(before, seconds) if form.shared else seconds
 
 

@@ -16,6 +16,7 @@ from stagewright.formulations.pipelines.bounds.server_relaxation import (
     ServerRelaxation,
 )
 from stagewright.formulations.pipelines.bppm import prefix_sums
+from stagewright.formulations.prices.collectives import paced_seconds
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.solvers.pipelines.servers.conditions import Loads, Scratch
 from stagewright.solvers.pipelines.servers.kernels import GAVE_UP, NONE, find
@@ -265,4 +266,5 @@ def _least_finish(form: ServerRelaxation, c: int, layers: Ints) -> float:
     link = least_level(form, form.devices[c])
     weights = form.parameters[layers + 1] - form.parameters[layers]
     step = form.update[c, layers + 1] - form.update[c, layers]
-    return float((form.ring[link, c] * weights + form.ring_latency[link, c] + step).min())
+    ring = paced_seconds(weights, form.ring[link, c], form.ring_latency[link, c])
+    return float((ring + step).min())

@@ -9,6 +9,7 @@ import numpy as np
 
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.solvers.pipelines.compiled import lean
+from stagewright.solvers.pipelines.prices import paced
 from stagewright.solvers.pipelines.servers.conditions import Scratch, next_link
 from stagewright.solvers.pipelines.servers.labels import BACK, BEHIND, CLOSED, FORTH, LOAD, LOADS
 from stagewright.solvers.pipelines.servers.tables import send_seconds
@@ -99,8 +100,9 @@ def _transfers(search: Scratch, behind: float, l: int, free: float) -> float:
         link += 1
     size, pace, latency = loads.boundary[l], form.seconds_per_byte[link], form.latency[link]
     # Through larger groups in between, in more pieces, it is sent at least twice.
-    once = size * form.share[min(form.samples, pieces * pieces)] * pace + latency
-    twice = 2 * (size * form.share[form.samples] * pace + latency)
+    piece = size * form.share[min(form.samples, pieces * pieces)]
+    once = paced(piece, pace, latency)
+    twice = 2 * paced(size * form.share[form.samples], pace, latency)
     sent: float = (np.ceil(behind / most - _COUNT_SLACK) - 1) * min(once, twice)
     return sent
 

@@ -10,6 +10,7 @@ import numpy as np
 from stagewright.formulations.pipelines.bounds.server_relaxation import ServerRelaxation
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.solvers.pipelines.compiled import lean, lean_entry, refer
+from stagewright.solvers.pipelines.prices import paced
 
 FAST = 0  # the best link
 
@@ -78,7 +79,7 @@ def _stage(form: ServerRelaxation, c: int, start: int, stop: int) -> _Stage:
     work = form.rounds[c] * (f + form.backward[c, stop] - form.backward[c, start])
     link = least_link(form, c)
     weights = form.parameters[stop] - form.parameters[start]
-    finish = form.ring[link, c] * weights + form.ring_latency[link, c]
+    finish = paced(weights, form.ring[link, c], form.ring_latency[link, c])
     finish += form.update[c, stop] - form.update[c, start]
     return _Stage(f, both, form.rounds[c] * both, work, finish)
 
@@ -87,7 +88,7 @@ def _stage(form: ServerRelaxation, c: int, start: int, stop: int) -> _Stage:
 def send_seconds(form: ServerRelaxation, l: int, pieces: int, link: int) -> float:
     """Seconds of a transfer before layer l in at most ``pieces`` pieces."""
     size = form.boundary[l] * form.share[min(form.samples, pieces)]
-    seconds: float = size * form.seconds_per_byte[link] + form.latency[link]
+    seconds: float = paced(size, form.seconds_per_byte[link], form.latency[link])
     return seconds
 
 

@@ -17,6 +17,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from stagewright.formulations.pipelines.bppm import StageChoice, prefix_sums, range_sums
+from stagewright.formulations.prices.collectives import link_seconds
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.machines.cluster import Cluster
 
@@ -196,10 +197,12 @@ def optimize(
     weights = range_sums(states.parameter_bytes)
     found: list[LevelTables] = []
     for k, level in enumerate(hierarchy.levels):
+        reduced = link_seconds(weights, level.bandwidth)
+        moved = link_seconds(2.0 * states.crossing_bytes, level.bandwidth)
         tables = _solve_level(
-            compute, states.work, weights, 2.0 * states.crossing_bytes / level.bandwidth,
-            level.bandwidth, level.workers, hierarchy.size(k), k + 1 == len(hierarchy.levels),
-            1 if shape == "straight" else level.workers, shape != "data", overlapped,
+            compute, states.work, reduced, moved, level.workers, hierarchy.size(k),
+            k + 1 == len(hierarchy.levels), 1 if shape == "straight" else level.workers,
+            shape != "data", overlapped,
         )  # fmt: skip
         found.append(LevelTables(*tables))
         compute = np.ascontiguousarray(found[-1].slowest[:, :, level.workers])
@@ -250,9 +253,8 @@ def _stage(compute: float, reduced: float, m: int, overlapped: bool) -> float:
 def _solve_level(  # noqa: C901 - one recurrence
     compute: Floats,
     prefix: Floats,
-    weights: Floats,
+    reduced: Floats,
     moved: Floats,
-    bandwidth: float,
     workers: int,
     size: int,
     highest: bool,
@@ -280,7 +282,7 @@ def _solve_level(  # noqa: C901 - one recurrence
             for m in range(1, workers + 1):
                 best, at, with_k = np.inf, i, m
                 if m <= most:
-                    best = _stage(compute[i, j], weights[i, j] / bandwidth, m, overlapped)
+                    best = _stage(compute[i, j], reduced[i, j], m, overlapped)
                 for k in range(1, min(m, most + 1) if cuts else 1):
                     ahead, own = (m - k) * size, k * size
                     middle = prefix[i] + (prefix[j] - prefix[i]) * (m - k) / m
@@ -292,7 +294,7 @@ def _solve_level(  # noqa: C901 - one recurrence
                             low = np.searchsorted(prefix, prefix[j] - room * own)
                             high = np.searchsorted(prefix, prefix[i] + room * ahead, "right") - 1
                         for s in range(min(high, j - 1), max(low, i + 1) - 1, -1):
-                            one = _stage(compute[s, j], weights[s, j] / bandwidth, k, overlapped)
+                            one = _stage(compute[s, j], reduced[s, j], k, overlapped)
                             time = max(slowest[i, s, m - k], moved[s], one)
                             if time < best or (
                                 time == best and at > i and (s > at or (s == at and k < with_k))
