@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from benchmarks import layout_experts, layout_h100, layout_vtrain, measured_layouts
+from benchmarks import layout_experts, layout_h100, layout_vtrain
 from benchmarks.layout_fit import compiled, error, predicted
 from benchmarks.layout_runs import (
     MEASURED,
@@ -29,7 +29,6 @@ def tables(quick: bool) -> Iterator[Table]:
     yield strong_scaling()
     if not quick:
         yield from layout_vtrain.tables()
-        yield from measured_layouts.tables()
         yield from layout_h100.tables()
         yield from layout_experts.tables()
 

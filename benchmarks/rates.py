@@ -7,16 +7,19 @@ those of the machine (``networks.py``). Each model is left out of a fit, and pre
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import log
 from statistics import mean
 
 import numpy as np
+from matplotlib.figure import Figure
 from scipy.optimize import least_squares
+from scipy.stats import spearmanr
 
 from benchmarks.layout_fit import compiled
 from benchmarks.measured_layouts import MeasuredRun, measured_runs, published_on_a100
+from benchmarks.report import FIGURES, Table
 from stagewright.formulations.parallelism.estimate import evaluate
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.arrays import Floats
@@ -35,9 +38,9 @@ CONSTANTS = {
     "matmul": (0.65, 0.2, 0.85, 0.05),
     "half_flops": (1.5e10, 1e8, 5e11, 0.02),
     "memory": (0.7, 0.25, 0.95, 0.1),
-    "launch_seconds": (4e-6, 5e-7, 3e-5, 0.1),
+    "launch_seconds": (4e-6, 1e-6, 8e-6, 0.02),
     "fp8_matmul": (0.6, 0.2, 0.78, 0.05),
-    "cast_bytes": (4.0, 0.5, 20.0, 0.1),
+    "cast_bytes": (4.0, 1.0, 16.0, 0.05),
     "attention": (0.5, 0.1, 0.9, 0.1),
     "attention_backward": (0.42, 0.1, 0.9, 0.1),
     "attention_half_flops": (1e10, 1e8, 1e12, 0.02),
@@ -137,12 +140,16 @@ FITS = (
         lambda run: _megatron(run) and _blackwell(run)
         and (not run.is_sparse or run.release in _BLACKWELL_OLD),
         (*PRODUCTS, *ATTENTION, *EIGHT_BITS, *EXPERTS),
+        shared=lambda run: _megatron(run) and _blackwell(run),
+        own=EXPERTS,
     ),
     Fit(
         "megatron-b200-26.08", "megatron", ("b200", "gb200"), "26.06 to 26.08", _BRIDGE,
         lambda run: _megatron(run) and _blackwell(run)
         and (not run.is_sparse or run.release not in _BLACKWELL_OLD),
         (*PRODUCTS, *ATTENTION, *EIGHT_BITS, *EXPERTS),
+        shared=lambda run: _megatron(run) and _blackwell(run),
+        own=EXPERTS,
     ),
     Fit(
         "torchtitan-h100", "torchtitan", ("h100",), "2024 and 2025, compiled",
@@ -171,6 +178,11 @@ FITS = (
         (*PRODUCTS, *ATTENTION),
     ),
 )  # fmt: skip
+
+
+def every_run() -> tuple[MeasuredRun, ...]:
+    """What may be fitted to."""
+    return measured_runs() + published_on_a100()
 
 
 def seconds(run: MeasuredRun, reached: Reached) -> float:
@@ -215,7 +227,7 @@ def constants_of(
     fit: Fit, start: Reached, without: Sequence[MeasuredRun] = (), tries: int = 12
 ) -> Reached:
     """The constants of a set, fitted to all its runs but some."""
-    every = [run for run in (*measured_runs(), *published_on_a100()) if run not in without]
+    every = [run for run in every_run() if run not in without]
     for of, names in ((fit.shared, fit.constants), (fit.of, fit.own or fit.constants)):
         runs = [] if of is None else [run for run in every if of(run)]
         # What no run tells stays as it is.
@@ -229,7 +241,7 @@ def constants_of(
 
 def rate_set(fit: Fit, known: dict[str, RateSet]) -> RateSet:
     """The fitted set, with the errors and the ranges of what is left out."""
-    runs = [run for run in (*measured_runs(), *published_on_a100()) if fit.of(run)]
+    runs = [run for run in every_run() if fit.of(run)]
     reached = constants_of(fit, known[fit.like].reached if fit.like else fit.start)
     ratios: dict[bool, list[float]] = {False: [], True: []}
     errors = []
@@ -255,6 +267,98 @@ def spread(ratios: Sequence[float]) -> Spread:
         round(0.98 * min(min(ratios), 1.0), 3),
         round(max(float(np.quantile(ratios, SURE)), 1.05), 3),
     )
+
+
+def tables(_: bool) -> Iterator[Table]:
+    """Every set's errors and ranges, by model too, and choices among layouts; draws a picture."""
+    found = [(one, _predicted(fit, one)) for fit in FITS for one in [rate_sets()[fit.name]]]
+    rows = []
+    for one, pairs in found:
+        for kind, sparse in (("dense", False), ("experts", True)):
+            of_kind = [pair for pair in pairs if pair[0].is_sparse == sparse]
+            if of_kind:
+                rows.append((one.name, kind, *_row(one, of_kind, sparse)))
+    columns = (
+        "rates", "models", "runs", "off", "bias", "range", "in the range", "faster than the range",
+    )  # fmt: skip
+    yield Table("rates", "Measured iterations by their rate sets", columns, tuple(rows))
+    models = [
+        (one.name, error.model, error.runs, f"{error.error:.1%}", f"{error.bias:+.1%}")
+        for one, _ in found
+        for error in one.errors
+    ]
+    columns = ("rates", "left out", "runs", "off", "bias")
+    yield Table("rates_left_out", "Iterations that were left out of a fit", columns, tuple(models))
+    yield choices([pair for _, pairs in found for pair in pairs])
+    _draw(found)
+
+
+Pair = tuple[MeasuredRun, float]
+"""A run and its predicted seconds."""
+
+
+def _predicted(fit: Fit, one: RateSet) -> list[Pair]:
+    return [(run, seconds(run, one.reached)) for run in every_run() if fit.of(run)]
+
+
+def _row(one: RateSet, pairs: Sequence[Pair], sparse: bool) -> tuple[str, ...]:
+    ratios = [run.seconds / found for run, found in pairs]
+    off = [1 / ratio - 1 for ratio in ratios]
+    of = one.experts if sparse else one.dense
+    return (
+        str(len(pairs)),
+        f"{mean(map(abs, off)):.1%}",
+        f"{mean(off):+.1%}",
+        f"{of.low:.2f} to {of.high:.2f}",
+        f"{mean(of.low <= ratio <= of.high for ratio in ratios):.0%}",
+        str(sum(ratio < of.low for ratio in ratios)),
+    )
+
+
+def choices(pairs: Sequence[Pair]) -> Table:
+    """Of all layouts that were measured for a model, a batch and a number of GPUs."""
+    groups: dict[tuple[object, ...], dict[str, Pair]] = {}
+    for run, found in pairs:
+        of = run.problem
+        key = (
+            run.stack, run.release, run.device, run.model, of.fabric.devices, of.sequence, of.batch,
+        )  # fmt: skip
+        groups.setdefault(key, {})[run.id] = run, found
+    rows = []
+    for key, found_by in groups.items():
+        group = list(found_by.values())
+        if len(group) < 3:
+            continue
+        chosen, _ = min(group, key=lambda pair: pair[1])
+        best = min(run.seconds for run, _ in group)
+        order = spearmanr([run.seconds for run, _ in group], [found for _, found in group])
+        rows.append(
+            (*key, len(group), f"{order.statistic:.2f}", f"{chosen.seconds / best - 1:.1%}")
+        )
+    columns = (
+        "stack", "release", "device", "model", "GPUs", "tokens", "batch", "layouts",
+        "rank correlation", "the chosen one is slower by",
+    )  # fmt: skip
+    return Table("rates_choices", "Choices among measured layouts", columns, tuple(rows))
+
+
+def _draw(found: Sequence[tuple[RateSet, Sequence[Pair]]]) -> None:
+    """Predicted over measured seconds of every run, by set, with the sets' ranges."""
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.subplots()
+    for place, (one, pairs) in enumerate(found):
+        for sparse, colour in ((False, "tab:blue"), (True, "tab:orange")):
+            ratios = [run.seconds / value for run, value in pairs if run.is_sparse == sparse]
+            of = one.experts if sparse else one.dense
+            at = place + 0.2 * sparse
+            if ratios:
+                axes.plot([at, at], [of.low, of.high], color=colour, alpha=0.3, linewidth=8)
+                axes.plot([at] * len(ratios), ratios, ".", color=colour)
+    axes.axhline(1.0, color="grey", linewidth=0.8)
+    axes.set_xticks(range(len(found)), [one.name for one, _ in found], rotation=30, ha="right")
+    axes.set_ylabel("measured over predicted seconds")
+    axes.set_title("Runs and ranges of the rate sets: dense models blue, experts orange")
+    figure.savefig(FIGURES / "rates.png", dpi=110)
 
 
 def main(names: Sequence[str]) -> None:
