@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from stagewright.formulations.backprop.regions import Streams
 from stagewright.formulations.backprop.training import Layers
+from stagewright.formulations.prices.analytic import Efficiency
 from stagewright.graphs.machines.devices import accelerator
-from stagewright.graphs.models.analytic import Efficiency
 from stagewright.graphs.models.vision import DENSENET_BLOCKS, RESNET_STAGES
 
 V100, REACHED = accelerator("v100"), Efficiency()

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from stagewright.graphs.models.analytic import analytic_model
+from stagewright.formulations.prices.analytic import analytic_model
 from stagewright.graphs.models.chain import Chain
 
 

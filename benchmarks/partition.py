@@ -23,9 +23,9 @@ from benchmarks.report import Table
 from benchmarks.spp import bert
 from stagewright.formulations.forms.answers import Limits, silent
 from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.prices.analytic import analytic_model
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.machines.ordering import recursive_device_order
-from stagewright.graphs.models.analytic import analytic_model
 from stagewright.graphs.models.chain import Chain
 from stagewright.solvers.planners.spp import StageCountSearch, search_stage_counts
 from stagewright.solvers.planning import plan

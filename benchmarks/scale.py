@@ -20,6 +20,7 @@ from stagewright.formulations.checking.check import require_valid
 from stagewright.formulations.forms.answers import Limits, Progress
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import load_plan, save_plan
+from stagewright.formulations.prices.analytic import analytic_model
 from stagewright.graphs.machines.cluster import (
     Cluster,
     Link,
@@ -28,7 +29,6 @@ from stagewright.graphs.machines.cluster import (
     uniform_servers,
 )
 from stagewright.graphs.machines.topology import uniform_racks
-from stagewright.graphs.models.analytic import analytic_model
 from stagewright.graphs.models.chain import Chain
 from stagewright.solvers.planners.steps.warm_up import compile_kernels
 from stagewright.solvers.planning import plan

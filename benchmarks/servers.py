@@ -18,6 +18,7 @@ from benchmarks.pipedream import DATA, read_profile
 from benchmarks.report import Table
 from stagewright.formulations.forms.answers import Limits, silent
 from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.prices.analytic import analytic_model
 from stagewright.graphs.machines.cluster import (
     Cluster,
     Device,
@@ -26,7 +27,6 @@ from stagewright.graphs.machines.cluster import (
     load_cluster,
     uniform_servers,
 )
-from stagewright.graphs.models.analytic import analytic_model
 from stagewright.graphs.models.chain import Chain, load_model
 from stagewright.solvers.pipelines.relaxation import fill_and_drain_bound
 from stagewright.solvers.planners.servers import PLANNER as SERVERS

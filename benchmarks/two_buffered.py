@@ -23,8 +23,8 @@ from stagewright.formulations.plans.actions import DOUBLE_BUFFER, FLUSH
 from stagewright.formulations.plans.memory import kept_bytes, stage_static_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
+from stagewright.formulations.prices.analytic import analytic_model
 from stagewright.graphs.machines.cluster import Link, uniform_servers
-from stagewright.graphs.models.analytic import analytic_model
 from stagewright.solvers.planners.parallel_pipelines import PlannedPipelines
 
 SIZES = (1, 2, 4, 8, 16, 32)

@@ -1,6 +1,6 @@
 """Write ``jobs/mixed.json``: a generated (not measured) workload for ``stagewright allocate``.
 
-Rates are analytic, from FLOPs, bytes and the accelerators' peak rates (``graphs.models.analytic``).
+Rates are analytic, from FLOPs, bytes and the accelerators' peak rates.
 A job on several accelerators also waits for an all-reduce of its gradients, over the links inside a
 server (24 GB/s) or, if it is spread over servers, between servers (3 GB/s). Two jobs that share
 accelerators keep their rates if together they do not exceed the accelerator's capacity; otherwise
@@ -11,8 +11,9 @@ import itertools
 import random
 from pathlib import Path
 
+from stagewright.formulations.prices.analytic import analytic_model
+from stagewright.formulations.prices.collectives import ring_seconds
 from stagewright.graphs.machines.devices import accelerator
-from stagewright.graphs.models.analytic import analytic_model
 from stagewright.graphs.workloads.jobs import (
     Entity,
     Job,
@@ -49,7 +50,7 @@ def rate(model: str, scale: int, kind: str, bytes_per_second: float) -> float:
         for cost in costs
     )
     gradients = sum(layer.parameter_bytes for layer in chain.layers)
-    return 1 / (seconds / USED + 2 * (scale - 1) / scale * gradients / bytes_per_second)
+    return 1 / (seconds / USED + 2 * ring_seconds(scale, gradients, bytes_per_second))
 
 
 def busy(model: str, kind: str) -> float:

@@ -7,6 +7,7 @@ The measured profiles come from ``stagewright profile`` and are not changed.
 
 from pathlib import Path
 
+from stagewright.formulations.prices.analytic import analytic_model
 from stagewright.graphs.documents import documents
 from stagewright.graphs.machines.cluster import (
     Cluster,
@@ -18,7 +19,6 @@ from stagewright.graphs.machines.cluster import (
 )
 from stagewright.graphs.machines.devices import NVLINK, Accelerator
 from stagewright.graphs.machines.topology import dgx1
-from stagewright.graphs.models.analytic import analytic_model
 from stagewright.graphs.models.chain import save_model
 
 HERE = Path(__file__).parent

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         save_profiled_plan,
     )
     from stagewright.formulations.plans.plan import load_plan, save_plan
+    from stagewright.formulations.prices.analytic import analytic_model
     from stagewright.front.clusters import (
         allocate,
         cloud,
@@ -59,7 +60,6 @@ if TYPE_CHECKING:
         save_cluster,
         uniform_servers,
     )
-    from stagewright.graphs.models.analytic import analytic_model
     from stagewright.graphs.models.chain import load_model, save_model
     from stagewright.graphs.models.layer_profiles import load_layer_profiles, save_layer_profiles
     from stagewright.graphs.models.operators.step_graph import load_graph, save_graph
@@ -109,7 +109,7 @@ _LAZY = {
     "stagewright.graphs.machines.cluster": (
         "Link", "load_cluster", "save_cluster", "uniform_servers",
     ),
-    "stagewright.graphs.models.analytic": ("analytic_model",),
+    "stagewright.formulations.prices.analytic": ("analytic_model",),
     "stagewright.graphs.models.chain": ("load_model", "save_model"),
     "stagewright.graphs.models.layer_profiles": ("load_layer_profiles", "save_layer_profiles"),
     "stagewright.graphs.models.operators.step_graph": ("load_graph", "save_graph"),

@@ -8,8 +8,9 @@ from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.formulations.prices.collectives import all_reduce_seconds as all_reduce_seconds
 from stagewright.formulations.prices.collectives import all_to_all_seconds as all_to_all_seconds
-from stagewright.formulations.prices.collectives import gather_seconds
+from stagewright.formulations.prices.collectives import gather_seconds, link_seconds
 from stagewright.formulations.prices.collectives import send_seconds as send_seconds
+from stagewright.formulations.prices.updates import memory_seconds
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.groups import ends, links
 from stagewright.graphs.models.shards import LayerShare
@@ -155,7 +156,7 @@ def tied_seconds(problem: TrainingProblem, layout: Layout, head: LayerShare) -> 
 
 
 def update_seconds(problem: TrainingProblem, layout: Layout, of: Held) -> float:
-    """The optimizer's step: it reads gradients and state, and writes state and weights.
+    """The optimizer's step, in the device's memory, or over the link to the host.
 
     Raises
     ------
@@ -166,11 +167,9 @@ def update_seconds(problem: TrainingProblem, layout: Layout, of: Held) -> float:
     number = of.shared + of.expert
     if layout.zero:
         number = of.shared / shared + of.expert / expert
-    moved = precision.gradient_bytes + 2 * precision.optimizer_bytes + precision.weight_bytes
     if layout.offload_optimizer:
         host = problem.fabric.host_bytes_per_second
         if host is None:
             raise InputError("an offloaded optimizer needs the devices' bandwidth to the host")
-        return number * max(precision.gradient_bytes, precision.weight_bytes) / host
-    rate = problem.card.memory_bytes_per_second * problem.reached.memory
-    return number * moved / rate
+        return link_seconds(number * max(precision.gradient_bytes, precision.weight_bytes), host)
+    return memory_seconds(number * precision.updated_bytes, problem.card, problem.reached.memory)

@@ -7,6 +7,7 @@ from typing import ClassVar
 from pydantic import ConfigDict
 
 from stagewright.formulations.parallelism.layout import Layout
+from stagewright.formulations.prices.updates import update_bytes
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MAX_MICROBATCHES, require_amount, require_count
@@ -34,6 +35,12 @@ class Precision:
     gradient_bytes: int = 4
     optimizer_bytes: int = 12
     fp8_products: bool = False
+
+    @property
+    def updated_bytes(self) -> float:
+        """Bytes per parameter that the optimizer's step moves."""
+        held = self.weight_bytes, self.gradient_bytes, self.optimizer_bytes
+        return update_bytes(*held, masters=self.weight_bytes < 4)
 
     def __post_init__(self) -> None:
         for name in ("activation_bytes", "weight_bytes", "gradient_bytes"):

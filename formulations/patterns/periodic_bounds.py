@@ -88,7 +88,7 @@ def _least_reductions(problem: PipelineProblem, size: int) -> Floats:
     if size == 1:
         return np.zeros(len(problem.chain))
     best, slowdown = problem.cluster.pairs.bandwidths()[-1], problem.cluster.all_reduce_slowdown
-    return 2 * ring_seconds(size, problem.chain.parameter_bytes, float(best), 0.0, slowdown)
+    return 2 * ring_seconds(size, problem.chain.parameter_bytes, float(best), slowdown=slowdown)
 
 
 def _weights(problem: PipelineProblem, size: int) -> Floats:

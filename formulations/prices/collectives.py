@@ -44,7 +44,7 @@ def ring_seconds(
     ranks: int,
     moved: Amount,
     bytes_per_second: float,
-    latency_seconds: float,
+    latency_seconds: float = 0.0,
     slowdown: float = 1.0,
 ) -> Amount:
     """Half of a ring all-reduce of ``moved`` bytes; every hop pays ``latency_seconds``.

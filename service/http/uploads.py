@@ -12,6 +12,7 @@ from starlette.concurrency import run_in_threadpool
 
 from stagewright.executor.programs import trace
 from stagewright.executor.programs.trace import Trace
+from stagewright.formulations.prices.analytic import Precision, architecture_model
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import parse_bytes
@@ -20,7 +21,6 @@ from stagewright.graphs.machines import cluster, topology
 from stagewright.graphs.machines.cluster import Cluster
 from stagewright.graphs.machines.devices import GENERIC
 from stagewright.graphs.models import chain
-from stagewright.graphs.models.analytic import Precision, architecture_model
 from stagewright.graphs.models.chain import Chain
 from stagewright.service.http.guard import Reader, Service, Serving, Submitter
 from stagewright.service.http.openapi import FIELDS, GUARDED, JsonText, Responses, answered, refused

@@ -13,6 +13,7 @@ import numpy as np
 
 from stagewright.formulations.parallelism.layout import Layout, Schedule
 from stagewright.formulations.parallelism.states import state_rule
+from stagewright.formulations.prices.updates import memory_seconds
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 from stagewright.graphs.models.shards import Recompute
 from stagewright.solvers.parallelism.divisions import Sized
@@ -137,11 +138,9 @@ class Bounds:
         """Seconds of every rank's update; none where the optimizer is offloaded."""
         if keeping.offload:
             return np.zeros(len(self.of))
-        precision = self.problem.precision
-        moved = precision.gradient_bytes + 2 * precision.optimizer_bytes + precision.weight_bytes
-        rate = self.problem.card.memory_bytes_per_second * self.problem.reached.memory
-        number = self._part if keeping.zero else self.shared + self.expert
-        return number * moved / rate
+        problem, number = self.problem, self._part if keeping.zero else self.shared + self.expert
+        moved = number * problem.precision.updated_bytes
+        return memory_seconds(moved, problem.card, problem.reached.memory)
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,8 +24,8 @@ from stagewright.cli.console import ProgressLine
 from stagewright.cli.pipelines import planning
 from stagewright.formulations.forms.answers import Progress
 from stagewright.formulations.plans.plan import load_plan
+from stagewright.formulations.prices.analytic import analytic_model
 from stagewright.graphs.machines.cluster import Link, save_cluster, uniform_servers
-from stagewright.graphs.models.analytic import analytic_model
 from stagewright.graphs.models.chain import save_model
 from stagewright.solvers.planners.steps import warm_up
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from commands import answered, answered_json, refused, run
 
+from stagewright.formulations.prices.analytic import analytic_model
 from stagewright.graphs.machines.cluster import Link, save_cluster, uniform_servers
-from stagewright.graphs.models.analytic import analytic_model
 from stagewright.graphs.models.chain import save_model
 
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from model_sizes import active_parameters, total_parameters
 from profiles import examples
 
+from stagewright.formulations.prices.analytic import architecture_model
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.devices import ACCELERATORS
-from stagewright.graphs.models.analytic import architecture_model
 from stagewright.graphs.models.architecture import (
     Architecture,
     Experts,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from stagewright.formulations.prices.analytic import analytic_model
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Link
@@ -23,7 +24,6 @@ from stagewright.graphs.machines.networks import fabric_of_kind, network_link, s
 from stagewright.graphs.machines.rates import rates_of
 from stagewright.graphs.machines.servers import ServerGroup, mixed_servers
 from stagewright.graphs.machines.topology import parse_nvidia_smi
-from stagewright.graphs.models.analytic import analytic_model
 
 ABACUS = Accelerator("abacus", 8e9, 100e9, 1e12, 4e12, fp8_flops=8e12, source="counted by hand")
 

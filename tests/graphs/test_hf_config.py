@@ -16,13 +16,13 @@ from stagewright.formulations.parallelism.document import (
 )
 from stagewright.formulations.parallelism.estimate import evaluate
 from stagewright.formulations.parallelism.layout import Layout
+from stagewright.formulations.prices.analytic import architecture_model
 from stagewright.graphs.documents.documents import parse, to_json
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.importers import hf_config
 from stagewright.graphs.importers.config_fields import Fields
 from stagewright.graphs.importers.hf_config import _READERS, architecture_of, read_hf_config
 from stagewright.graphs.machines.networks import fabric_of_kind
-from stagewright.graphs.models.analytic import architecture_model
 from stagewright.service.layouts.problems import training_problem
 
 GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}

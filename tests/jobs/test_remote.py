@@ -33,8 +33,8 @@ from stagewright.client import AsyncClient, Client, LostServiceError, Unanswered
 from stagewright.formulations.forms.answers import Progress
 from stagewright.formulations.operators.plan import load_operator_plan
 from stagewright.formulations.plans.plan import load_plan
+from stagewright.formulations.prices.analytic import analytic_model
 from stagewright.graphs.machines.cluster import Link, save_cluster, uniform_servers
-from stagewright.graphs.models.analytic import analytic_model
 from stagewright.graphs.models.chain import save_model
 from stagewright.graphs.models.operators.step_graph import save_graph
 from stagewright.graphs.workloads.prices import Market, save_market

@@ -10,8 +10,8 @@ from commands import answered, answered_json, refused
 import stagewright
 from stagewright.formulations.operators.check import check
 from stagewright.formulations.operators.plan import load_operator_plan, save_operator_plan
+from stagewright.formulations.prices.analytic import analytic_model
 from stagewright.graphs.machines.cluster import Link, save_cluster, uniform_servers
-from stagewright.graphs.models.analytic import analytic_model
 from stagewright.graphs.models.chain import save_model
 from stagewright.graphs.models.operators.cost_book import CostBook
 from stagewright.graphs.models.operators.step_graph import Node, Output, StepGraph, save_graph

@@ -26,9 +26,9 @@ from stagewright.formulations.patterns.pattern_problems import pattern_problem
 from stagewright.formulations.plans.memory import Kept
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
+from stagewright.formulations.prices.analytic import analytic_model
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.machines.cluster import Link, uniform_servers
-from stagewright.graphs.models.analytic import analytic_model
 from stagewright.solvers.backends.backend import solve
 from stagewright.solvers.backends.cpsat import run_integers
 from stagewright.solvers.patterns import pattern as patterns

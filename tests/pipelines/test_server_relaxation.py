@@ -28,9 +28,9 @@ from stagewright.formulations.plans.plan_class import (
     SHARED_SPLIT,
     SHARED_WHOLE,
 )
+from stagewright.formulations.prices.analytic import analytic_model
 from stagewright.graphs.machines.cluster import Device, Link, from_matrix, uniform_servers
 from stagewright.graphs.machines.topology import dgx1
-from stagewright.graphs.models.analytic import analytic_model
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.solvers.pipelines.relaxation import fill_and_drain_bound, relaxed_load_bound
 from stagewright.solvers.pipelines.servers.relaxation import (

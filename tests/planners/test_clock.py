@@ -9,8 +9,8 @@ from stagewright.formulations.checking.check import check
 from stagewright.formulations.forms.answers import Limits, Progress, silent
 from stagewright.formulations.pipelines.joint import JointPlanning
 from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.prices.analytic import analytic_model
 from stagewright.graphs.machines.cluster import Link, uniform_servers
-from stagewright.graphs.models.analytic import analytic_model
 from stagewright.solvers.pipelines import relaxation
 from stagewright.solvers.pipelines.partition import passes as partition
 from stagewright.solvers.pipelines.relaxation import FillAndDrain, relaxed_load_bound

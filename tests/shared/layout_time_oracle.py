@@ -323,7 +323,10 @@ class Plain:
         )
 
     def update_seconds(self, rank):
-        """The step reads gradients and state, and writes state and weights; or passes the host."""
+        """The step reads gradients and state, and writes state and weights; or passes the host.
+
+        Without fp32 masters of the weights it reads these too.
+        """
         layout, of = self.layout, self.precision
         shared, experts = self.parameters(self.layers_of(rank))
         if layout.zero:
@@ -333,5 +336,6 @@ class Plain:
             most = max(of.gradient_bytes, of.weight_bytes)
             return (shared + experts) * most / self.fabric.host_bytes_per_second
         moved = of.gradient_bytes + 2 * of.optimizer_bytes + of.weight_bytes
+        moved += of.weight_bytes * (of.weight_bytes == 4)
         rate = self.problem.card.memory_bytes_per_second * self.problem.reached.memory
         return (shared + experts) * moved / rate

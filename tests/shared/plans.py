@@ -27,8 +27,8 @@ from stagewright.formulations.plans.plan import (
     Stage,
 )
 from stagewright.formulations.plans.plan_class import DISJOINT_SPLIT, EVERY_PLAN, PATTERNS, class_of
+from stagewright.formulations.prices.analytic import analytic_model
 from stagewright.graphs.machines.cluster import Device, Link, from_matrix, uniform_servers
-from stagewright.graphs.models.analytic import analytic_model
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 
 

@@ -11,8 +11,8 @@ from torch.utils.flop_counter import flop_registry
 
 from stagewright.executor.capture.steps.document import bytes_of, is_view, operators, results_of
 from stagewright.executor.capture.steps.step import CapturedStep
+from stagewright.formulations.prices.analytic import Efficiency, Rates
 from stagewright.graphs.machines.devices import Accelerator, accelerator
-from stagewright.graphs.models.analytic import Efficiency, Rates
 from stagewright.graphs.models.operations import Kind, LayerOperation
 from stagewright.graphs.models.operators.step_graph import StepGraph
 
@@ -32,8 +32,8 @@ _CONVOLUTIONS = (aten.convolution, aten.convolution_backward)
 def with_analytic_seconds(step: CapturedStep, kinds: Sequence[str | Accelerator]) -> StepGraph:
     """The step's graph with times on devices, named or the user's own, in single precision.
 
-    As in ``graphs.models.analytic``, an operator takes the larger of FLOPs over achieved FLOP/s and
-    bytes over achieved memory bandwidth; launch times are not counted. FLOPs are torch's
+    As in ``formulations.prices.analytic``, an operator takes the larger of FLOPs over achieved
+    FLOP/s and bytes over achieved memory bandwidth; launch times are not counted. FLOPs are torch's
     (``torch.utils.flop_counter``), a multiply-add is two. Bytes are those of all inputs and
     outputs; views, states and inputs take no time. Raises InputError if a device is not known.
     """

@@ -65,9 +65,9 @@ def model(given: ModelOptions) -> int:
 
     The model has a name, or is described by a transformer's config.json.
     """
+    from stagewright.formulations.prices.analytic import analytic_model
     from stagewright.graphs.importers.hf_hub import is_model
     from stagewright.graphs.machines.devices import GENERIC, read_kind
-    from stagewright.graphs.models.analytic import analytic_model
     from stagewright.graphs.models.named import MODELS
 
     sizes: dict[str, Any] = {
@@ -104,8 +104,8 @@ def _configured(
     options: dict[str, Any],
 ) -> "Chain":
     """The profile of a model that a config.json describes."""
+    from stagewright.formulations.prices.analytic import architecture_model
     from stagewright.graphs.importers.hf_config import read_hf_config
-    from stagewright.graphs.models.analytic import architecture_model
 
     stray = ["--image-size" if size == "image" else f"--{size}" for size in sizes]
     stray = [one for one in stray if one != "--sequence"]

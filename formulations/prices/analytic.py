@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from stagewright.formulations.prices.updates import memory_seconds, update_bytes
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.devices import Accelerator, accelerator, require_arithmetic
 from stagewright.graphs.models.architecture import Architecture
@@ -54,9 +55,9 @@ def analytic_model(
     """A named model with computed, not measured, costs.
 
     Each operation takes the larger of FLOPs over achieved FLOP/s and bytes over achieved memory
-    bandwidth; launch times are not counted. See ``models.operations`` for the counts of gradients
-    and kept activations. The optimizer step is bound by memory traffic: in fp32 it reads weights,
-    gradients and state and writes weights and state, in 16 bits it works on fp32 masters.
+    bandwidth; launch times are not counted. See ``graphs.models.operations`` for the counts of
+    gradients and kept activations. The optimizer step is bound by memory traffic: in fp32 it reads
+    weights, gradients and state and writes weights and state, in 16 bits it works on fp32 masters.
 
     A table that several layers use (logits tied to the embedding) counts in each of them: every
     later stage that uses it holds a copy, with its gradient and its state, and updates it. If a
@@ -190,16 +191,16 @@ class Rates:
 
     def moving_seconds(self, moved_bytes: float) -> float:
         """Time to read or write ``moved_bytes``."""
-        return moved_bytes / (self.card.memory_bytes_per_second * self.efficiency.memory)
+        return memory_seconds(moved_bytes, self.card, self.efficiency.memory)
 
     def update_seconds(self, parameter_bytes: float) -> float:
-        """Time of the optimizer step: it reads gradients and state, writes state and weights.
+        """Time of the optimizer step.
 
-        In fp32 it reads the weights too: 7 times their bytes with Adam, 5 with momentum, 3 with
-        SGD. In 16 bits it reads the masters in place of the weights.
+        In fp32 it moves 7 times the weights' bytes with Adam, 5 with momentum, 3 with SGD. In 16
+        bits it reads the masters in place of the weights.
         """
-        once = 3 if self.precision == "fp32" else 2
-        passes = once + 2 * self.state_bytes_per_parameter_byte
+        state, masters = self.state_bytes_per_parameter_byte, self.precision != "fp32"
+        passes = update_bytes(1, 1, state, masters=masters)
         return self.moving_seconds(passes * parameter_bytes)
 
     def seconds(self, operation: LayerOperation) -> float:

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
+from stagewright.formulations.prices.analytic import Efficiency, analytic_model
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.models.analytic import Efficiency, analytic_model
 from stagewright.graphs.models.chain import load_model, save_model
 from stagewright.graphs.models.named import MODELS, named_model
 
