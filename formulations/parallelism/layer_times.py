@@ -75,7 +75,7 @@ def layer_time(
         beside += once.projected
     sent, returned = _exchanges(problem, share, split, once, beside)
     sent += max(0.0, once.circulated - once.hidden)
-    returned += max(0.0, 2 * once.circulated - 2 * once.hidden)
+    returned += max(0.0, 2 * once.circulated - once.hidden_back)
     if recompute == "full" and share.is_block:
         repeated += sent
     inputs = once.input + returned + repeated
@@ -149,7 +149,7 @@ class _Once:
 
     The forward of every operator; sums of forwards, of gradients of inputs (``projected``: of those
     with weights) and of weights; one tensor reduction, the way to the experts and back, the ring of
-    keys and values, and the attention beside which that is ``hidden``.
+    keys and values, and the attention beside which that is ``hidden`` (and its backward).
     """
 
     seconds: tuple[float, ...]
@@ -161,6 +161,7 @@ class _Once:
     routed: float
     circulated: float
     hidden: float
+    hidden_back: float
 
 
 @lru_cache(maxsize=1 << 15)
@@ -195,6 +196,7 @@ def _once(problem: TrainingProblem, share: LayerShare, split: LayerSplit, sample
         ),
         circulated=_circulation(problem, share, split, samples),
         hidden=_attention_seconds(share, seconds),
+        hidden_back=_attention_seconds(share, inputs),
     )
 
 

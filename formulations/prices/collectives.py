@@ -101,14 +101,18 @@ def _once_per_unit(of: GroupWays, way: CrossedLevels, moved: float, copies: int)
 
     Receivers are as likely in one unit as in another: a unit with w of k members has one for a
     token with probability 1 - (1 - w / k)^copies (DeepSeek-V3, section 3.2.2, limits them further).
+    Units with unequally many members count with the mean.
     """
     inside, *outside = way.crossed
-    each = outside[0].way_out
-    yield link_seconds(ring_part(each, moved), inside.level.bytes_per_second)
+    most = 1 + round(inside.share * (of.size - 1))
+    yield link_seconds(ring_part(most, moved), inside.level.bytes_per_second)
+    units = 1 + sum(one.hops for one in outside)
     for one in outside:
-        units = one.share * (of.size - 1) / one.way_out
-        reached = units * (1 - (1 - one.way_out / of.size) ** copies)
+        others = one.hops / (units - one.hops)
+        members = one.share * (of.size - 1) / others
+        reached = others * (1 - (1 - members / of.size) ** copies)
         yield link_seconds(reached * moved / copies, one.level.bytes_per_second)
+        units -= one.hops
 
 
 def send_seconds(of: GroupWays, moved: float) -> float:

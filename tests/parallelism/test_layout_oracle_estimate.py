@@ -23,7 +23,6 @@ from stagewright.formulations.prices.collectives import (
 )
 from stagewright.graphs.machines.fabric import Fabric, Level
 from stagewright.graphs.machines.groups import links
-from stagewright.graphs.machines.rates import Reached
 from stagewright.graphs.models.architecture import Architecture, FeedForward, GroupedAttention
 
 
@@ -61,15 +60,20 @@ def faster_links(problem: TrainingProblem) -> TrainingProblem:
 
 
 def higher_peaks(problem: TrainingProblem) -> TrainingProblem:
-    return replace(problem, fabric=replace(problem.fabric, device="h100"))
+    return replace(problem, fabric=replace(problem.fabric, device="b200"))
 
 
 def better_kernels(problem: TrainingProblem) -> TrainingProblem:
-    return replace(problem, rates=own_rates(Reached(0.9, 1e6, 0.9, 0.0)))
+    return reaching(problem, matmul=0.9, half_flops=0.0, memory=0.9, launch_seconds=0.0)
 
 
 def with_overlap(problem: TrainingProblem) -> TrainingProblem:
-    return replace(problem, overlap=True, overlap_tensor=True)
+    """Exchanges beside computation that do not slow it down, else they may well take longer."""
+    return replace(reaching(problem, contention=0.0), overlap=True, overlap_tensor=True)
+
+
+def reaching(problem: TrainingProblem, **better: float) -> TrainingProblem:
+    return replace(problem, rates=own_rates(replace(problem.reached, **better)))
 
 
 def fused(problem: TrainingProblem) -> TrainingProblem:

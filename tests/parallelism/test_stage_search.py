@@ -124,6 +124,12 @@ def kept(problem: TrainingProblem, layout: Layout, share, again: bool) -> float:
             found -= sum(one.saved * size + one.saved_bytes for one in dropped)
         if memory.fused_gate and "feed-forward gate" in share.operators:
             found -= share.operators["feed-forward gate"].saved / 2 * size  # silu(gate)
+        if memory.fp8_inputs and problem.precision.fp8_products:
+            for name in ("query, key, value", "feed-forward in", "feed-forward out"):
+                found -= share.operators[name].saved * (size - 1) if share.is_block else 0.0
+            found += (
+                share.operators["output"].saved if share.is_block else 0.0
+            )  # kept as it was too
         found += share.gradient_bytes * (memory.loss_bytes / 4 - 1)  # as large as the loss keeps
     return layout.microbatch * found * (1 + memory.slack)
 

@@ -11,14 +11,13 @@ from functools import lru_cache
 from itertools import combinations_with_replacement, islice, pairwise, product
 from random import Random
 
-from own_rates import own_rates
+from own_rates import PRECISIONS, drawn_rates
 
 from stagewright.formulations.parallelism.estimate import evaluate
 from stagewright.formulations.parallelism.layout import Layout
-from stagewright.formulations.parallelism.training import Precision, TrainingProblem, require_layout
+from stagewright.formulations.parallelism.training import TrainingProblem, require_layout
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.fabric import Fabric, Level
-from stagewright.graphs.machines.rates import Reached
 from stagewright.graphs.models.architecture import (
     Architecture,
     Experts,
@@ -206,9 +205,9 @@ def random_problem(chance: Random) -> TrainingProblem:
         random_architecture(chance),
         sequence=chance.choice((12, 32, 64)),
         batch=chance.choice((1, 2, 3, 4, 6, 8, 12, 16)),
-        fabric=Fabric("a100", 80e9, tuple(levels), 20e9),
-        rates=own_rates(Reached(0.7, 1e7, 0.8, 1e-6, chance.choice((0.0, 1e-6, 1e-4)))),
-        precision=chance.choice((Precision(), Precision(gradient_bytes=2), Precision(4, 4, 4, 8))),
+        fabric=Fabric("h100", 80e9, tuple(levels), 20e9),
+        rates=drawn_rates(chance.choice),
+        precision=chance.choice(PRECISIONS),
         attention=chance.choice(("fused", "materialized")),
         overlap=chance.random() < 0.5,
         overlap_tensor=chance.random() < 0.5,

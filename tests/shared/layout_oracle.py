@@ -10,10 +10,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 from layout_class import divisions
-from own_rates import own_rates
+from own_rates import PRECISIONS, drawn_rates, own_rates
 
 from stagewright.formulations.parallelism.layout import Layout
-from stagewright.formulations.parallelism.training import Precision, TrainingProblem, require_layout
+from stagewright.formulations.parallelism.training import TrainingProblem, require_layout
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.fabric import Fabric, Level
 from stagewright.graphs.machines.rates import Reached
@@ -205,7 +205,7 @@ def fabrics(draw: st.DrawFn, most: int = 24) -> Fabric:
         )
         for i in range(len(sizes))
     )
-    return Fabric("a100", 40e9, levels, 20e9)
+    return Fabric("h100", 40e9, levels, 20e9)
 
 
 def _product(values: list[int]) -> int:
@@ -232,12 +232,8 @@ def problems(draw: st.DrawFn, most_devices: int = 24, most_samples: int = 48) ->
         sequence=draw(st.sampled_from((12, 32, 64))),
         batch=draw(st.integers(1, most_samples)),
         fabric=draw(fabrics(most_devices)),
-        rates=own_rates(
-            replace(REACHED.reached, dispatch_seconds=draw(st.sampled_from((0.0, 1e-6, 1e-4))))
-        ),
-        precision=draw(
-            st.sampled_from((Precision(), Precision(gradient_bytes=2), Precision(4, 4, 4, 8)))
-        ),
+        rates=drawn_rates(lambda values: draw(st.sampled_from(values))),
+        precision=draw(st.sampled_from(PRECISIONS)),
         attention=draw(st.sampled_from(("fused", "materialized"))),
         overlap=draw(st.booleans()),
         overlap_tensor=draw(st.booleans()),

@@ -4,6 +4,7 @@ Of the package only a layer's operators on one rank are taken, which have tests 
 """
 
 import math
+from collections import Counter
 from itertools import pairwise, product
 
 import numpy as np
@@ -113,11 +114,14 @@ class Plain:
             for group in groups
         )
 
-    def all_to_all(self, groups, moved):
+    def all_to_all(self, groups, moved, copies):
         """The slowest rank's part over the slowest level, each level's with its own links."""
         k, found = len(groups[0]), 0.0
         for group in groups if k > 1 and moved else []:
             latency = self.path(group)[1]
+            if copies and len({self.level(a, b).name for a in group for b in group if a != b}) > 1:
+                found = max(found, self.once_per_unit(group, moved, copies) + latency)
+                continue
             for own in group:
                 inner = 1
                 for level in self.fabric.levels:
@@ -125,6 +129,25 @@ class Plain:
                     far = [r for r in near if r // inner != own // inner]
                     seconds = len(far) / k * moved / level.bytes_per_second
                     found, inner = max(found, seconds + latency), level.devices
+        return found
+
+    def once_per_unit(self, group, moved, copies):
+        """A token goes once to a unit that has one of its receivers; all its copies go inside.
+
+        The units of a level are taken to be alike, as many members over as many units.
+        """
+        k, found, inner = len(group), 0.0, 1
+        for level in self.fabric.levels:
+            here, lower = (Counter(r // n for r in group) for n in (level.devices, inner))
+            far = max(here[r // level.devices] - lower[r // inner] for r in group)
+            if far and len(lower) == k:  # the innermost
+                most = max(here.values())
+                found = max(found, (most - 1) / most * moved / level.bytes_per_second)
+            elif far:
+                others = (len(lower) - len(here)) / len(here)
+                sent = others * (1 - (1 - far / others / k) ** copies) / copies
+                found = max(found, sent * moved / level.bytes_per_second)
+            inner = level.devices
         return found
 
     def hop_seconds(self, of, latencies=1):
@@ -156,39 +179,103 @@ class Plain:
 
     # Layers
 
-    def operator_seconds(self, one):
-        """The longer of FLOPs and traffic, and the launch."""
+    def in_8_bits(self, share):
+        """Whether the layer's products are."""
+        return self.precision.fp8_products and (share.is_block or self.problem.reached.fp8_head)
+
+    @property
+    def memory_rate(self):
+        return self.problem.card.memory_bytes_per_second * self.problem.reached.memory
+
+    def operator_seconds(self, share, name, one):
+        """The longer of FLOPs and traffic, and the launch; nothing is made 8 bits wide."""
         samples, reached = self.layout.microbatch, self.problem.reached
         weights = (one.parameters + one.tied_parameters) * (one.kind == "matmul")
         moved = (weights + samples * (one.moved - weights)) * self.precision.activation_bytes
-        traffic = moved / (self.problem.card.memory_bytes_per_second * reached.memory)
-        flops = samples * one.flops
-        part = flops / (flops + reached.half_flops) * reached.matmul if flops else 1.0
-        return max(flops / (self.problem.peak_flops * part), traffic) + reached.launch_seconds
+        if name == "loss" and reached.logit_bytes is not None:
+            moved = samples * share.gradient_bytes / 4 * reached.logit_bytes  # of 4-byte logits
+        products = 0.0
+        if name == "attention" and reached.attention is not None:
+            products = self.attention_seconds(share, samples * one.flops)
+        elif one.flops:
+            kernels = share.experts if name.startswith("experts") else 1
+            products = kernels * self.product_seconds(share, samples * one.flops / kernels)
+        return max(products, moved / self.memory_rate) + reached.launch_seconds
+
+    def product_seconds(self, share, flops):
+        """A product of so many FLOPs."""
+        reached, peak = self.problem.reached, self.peak_16_bits
+        part = reached.matmul
+        if self.in_8_bits(share):
+            peak = self.problem.card.fp8_flops
+            part = part if reached.fp8_matmul is None else reached.fp8_matmul
+        return flops / (peak * part * flops / (flops + reached.half_flops))
+
+    @property
+    def peak_16_bits(self):
+        card = self.problem.card
+        return card.fp32_flops if self.precision.activation_bytes == 4 else card.fp16_flops
+
+    def attention_seconds(self, share, flops):
+        """The last context rank's, which attends to all if the tokens are not balanced.
+
+        There is a kernel for the keys of every context rank.
+        """
+        reached, ranks = self.problem.reached, self.layout.context
+        if ranks > 1 and not reached.context_balanced:
+            seen = min(1.0, share.unmasked * (2 * ranks - 1) / ranks)
+        else:
+            seen = share.unmasked
+        each = seen * flops / ranks
+        part = reached.attention * each / (each + reached.attention_half_flops)
+        return ranks * each / (self.peak_16_bits * part)
+
+    def cast_seconds(self, share, one):
+        """A product's inputs, or its outputs' gradients, are made 8 bits wide."""
+        weights = one.parameters + one.tied_parameters
+        if not self.in_8_bits(share) or not one.flops or not weights:
+            return 0.0
+        elements = (one.moved - (weights if one.kind == "matmul" else 0)) / 2
+        moved = self.layout.microbatch * elements * self.problem.reached.cast_bytes
+        return moved / self.memory_rate
 
     def layer_seconds(self, share, repeats):
         """Forward, backward and its part for weights, with the exchanges that nothing hides."""
-        layout, size = self.layout, self.precision.activation_bytes
-        each = {name: self.operator_seconds(one) for name, one in share.operators.items()}
-        forward = sum(each.values())
-        inputs = sum(each[name] * one.input_gradients for name, one in share.operators.items())
+        layout, size, reached = self.layout, self.precision.activation_bytes, self.problem.reached
+        plain = {n: self.operator_seconds(share, n, one) for n, one in share.operators.items()}
+        cast = {n: self.cast_seconds(share, one) for n, one in share.operators.items()}
+        each = {n: plain[n] + cast[n] for n in plain}
+        back = {n: plain[n] * one.input_gradients for n, one in share.operators.items()}
+        if reached.attention and reached.attention_backward and "attention" in back:
+            back["attention"] *= reached.attention / reached.attention_backward
+        back = {n: back[n] + cast[n] for n in back}
+        host = 0.0
+        if share.experts:
+            host = reached.expert_seconds + share.experts * reached.each_expert_seconds
+        forward, inputs = sum(each.values()) + host, sum(back.values()) + host
         samples = layout.microbatch
         moved = samples * share.width * size
         reduced = 2 * self.gather(self.groups("tensor"), moved)
-        routed = 2 * self.all_to_all(self.expert_groups()[0], samples * share.dispatched * size)
-        sent = share.reductions[0] * reduced + routed + self.circulated(share, each)
-        returned = share.reductions[1] * self.returned_each(share, each, moved)
-        returned += routed + 2 * self.circulated(share, each)
+        copies = self.problem.architecture.experts.per_token if share.experts else None
+        routed = 2 * self.all_to_all(
+            self.expert_groups()[0], samples * share.dispatched * size,
+            copies if reached.once_per_unit else None,
+        )  # fmt: skip
+        routed *= 1 - reached.expert_overlap
+        weights = self.weight_seconds(share, plain)
+        sent = share.reductions[0] * reduced + routed + self.circulated(share, 1, each)
+        returned = share.reductions[1] * self.returned_each(share, weights, back, moved)
+        returned += routed + self.circulated(share, 2, back)
         again, repeated = 0.0, ()
         if repeats and layout.recompute == "full":
-            again, repeated = forward + sent, tuple(each)
+            again, repeated = sum(each.values()) + sent, tuple(each)
         elif repeats and layout.recompute == "selective":
             repeated = self.repeated_selectively(share)
             again = sum(each[name] for name in repeated)
-        dispatch = self.problem.reached.dispatch_seconds
+        dispatch = reached.dispatch_seconds
         kernels = sum(one.input_gradients > 0 for one in share.operators.values()) + len(repeated)
         rest = max(inputs + returned + again, dispatch * kernels)
-        weights = self.weight_seconds(share, each) + self.added_seconds(share)
+        weights += self.added_seconds(share)
         forward = max(forward + sent, dispatch * len(each))
         return forward, rest + weights, weights if self.put_off else 0.0
 
@@ -211,19 +298,19 @@ class Plain:
 
         A fused product reads and writes its weight's sum too.
         """
-        reached, bandwidth = self.problem.reached, self.problem.card.memory_bytes_per_second
-        total, kernels = 0.0, 0
+        reached, total, kernels = self.problem.reached, 0.0, 0
         for name, one in share.operators.items():
             summed = 0.0
             if self.problem.fused_gradients and one.kind == "matmul":
                 moved = 2 * (one.parameters + one.tied_parameters) * self.precision.gradient_bytes
-                summed = moved / (bandwidth * reached.memory) + reached.launch_seconds
+                summed = moved / self.memory_rate + reached.launch_seconds
             if one.weight_gradients:
                 total += max(each[name] * one.weight_gradients, summed)
                 kernels += 1
+        total += share.experts * reached.each_expert_seconds
         return max(total, reached.dispatch_seconds * kernels)
 
-    def returned_each(self, share, each, moved):
+    def returned_each(self, share, weights, back, moved):
         """What is seen of one of the backward's reductions of the hidden states.
 
         Without sequence parallelism an all-reduce, beside the weights' gradients. With it the
@@ -232,13 +319,9 @@ class Plain:
         """
         one = self.gather(self.groups("tensor"), moved)
         number = max(1, share.reductions[1])
-        hiding, parallel = self.weight_seconds(share, each), self.layout.sequence_parallel
+        hiding, parallel = weights, self.layout.sequence_parallel
         if parallel:
-            hiding += sum(
-                each[name] * x.input_gradients
-                for name, x in share.operators.items()
-                if x.weight_gradients
-            )
+            hiding += sum(back[name] for name, x in share.operators.items() if x.weight_gradients)
         hiding *= self.problem.overlap_tensor and not self.put_off
         return (one if parallel else 0.0) + max(0.0, 2 * one - hiding / number)
 
@@ -249,16 +332,18 @@ class Plain:
         of = self.precision
         number = share.parameters + share.expert_parameters + share.tied_parameters
         moved = of.weight_bytes + 2 * of.gradient_bytes
-        rate = self.problem.card.memory_bytes_per_second * self.problem.reached.memory
-        return number * moved / rate
+        return number * moved / self.memory_rate
 
-    def circulated(self, share, each):
-        """Keys and values in a ring of context ranks, as far as the attention does not hide it."""
+    def circulated(self, share, times, each):
+        """Keys and values in a ring of context ranks, as far as the attention does not hide it.
+
+        In the backward their gradients go round with them.
+        """
         c = self.layout.context
         if c == 1:
             return 0.0
         moved = self.layout.microbatch * share.circulated * self.precision.activation_bytes
-        ring = (c - 1) * self.next_seconds("context", moved)
+        ring = times * (c - 1) * self.next_seconds("context", moved)
         core = ("attention", "scores", "weighted values")
         return max(0.0, ring - sum(each.get(name, 0.0) for name in core))
 
@@ -270,9 +355,15 @@ class Plain:
         )
         zero, gradients, weights = self.layout.zero, *self.state_exchanges(stage)
         moved = (weights if zero == 3 else 0.0, gradients * (zero >= 2) + weights * (zero == 3))
-        if self.problem.overlap:
-            return max(forward, moved[0]), max(backward - weight, moved[1]) + weight, weight
-        return forward + moved[0], backward + moved[1], weight
+        forward = self.beside(forward, moved[0])
+        return forward, self.beside(backward - weight, moved[1]) + weight, weight
+
+    def beside(self, work, moved):
+        """Both, one after the other or at once, when they slow each other down."""
+        if not self.problem.overlap:
+            return work + moved
+        both = min(work, moved)
+        return max(work, moved) + self.problem.reached.contention * both
 
     # States
 
@@ -337,5 +428,4 @@ class Plain:
             return (shared + experts) * most / self.fabric.host_bytes_per_second
         moved = of.gradient_bytes + 2 * of.optimizer_bytes + of.weight_bytes
         moved += of.weight_bytes * (of.weight_bytes == 4)
-        rate = self.problem.card.memory_bytes_per_second * self.problem.reached.memory
-        return (shared + experts) * moved / rate
+        return (shared + experts) * moved / self.memory_rate
