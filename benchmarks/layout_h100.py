@@ -1,4 +1,4 @@
-"""Published trainings on H100 that no rate is fitted to.
+"""Published trainings on H100 of 2024, to which no rate is fitted.
 
 * GPT of 1.7B to 462B on 48 to 6,144 GPUs: Megatron-LM, ``images/model_table.png`` of 2024-07-15
   (f2e5db402c), sequences of 4,096, vocabulary 131,072 (README), exchanges overlapped; microbatch,
@@ -22,6 +22,7 @@ from stagewright.formulations.parallelism.estimate import Estimate, evaluate
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.machines.rates import rates_named
 from stagewright.graphs.models.architecture import Architecture, FeedForward, GroupedAttention
 
 # Heads, hidden size, layers, t, p, batch, TFLOP/s per GPU as printed; d is 48.
@@ -111,7 +112,8 @@ def llama() -> Iterator[Published]:
 
 
 def _on_h100(of: Architecture, batch: int, gpus: int) -> TrainingProblem:
-    return replace(gpt_problem(of, batch, gpus, "h100"), attention="fused", overlap=True)
+    problem = replace(gpt_problem(of, batch, gpus, "h100"), attention="fused", overlap=True)
+    return replace(problem, rates=rates_named("megatron-h100-24.07"))
 
 
 def best(of: Published) -> Estimate:
