@@ -9,10 +9,12 @@ from random import Random
 
 import pytest
 from layout_class import Case, Priced, every_division, every_layout, fewest, priced, random_case
+from own_rates import own_rates
 from profiles import slow_after
 
 from stagewright.formulations.parallelism.layout import Layout, parse_layout
 from stagewright.graphs.machines.networks import fabric_of_kind
+from stagewright.graphs.machines.rates import Reached
 from stagewright.graphs.models.architecture import (
     Architecture,
     Experts,
@@ -202,11 +204,14 @@ def test_stages_between_the_ends_may_have_fewer_blocks() -> None:
         "a100", 8, per_server=2, server_bandwidth=200e9, network_bandwidth=1e9,
         memory_bytes=644_977_528,
     )  # fmt: skip
-    problem = training_problem(model, fabric, sequence=8192, batch=8, reserve_bytes=0)
+    problem = training_problem(
+        model, fabric, sequence=8192, batch=8, reserve_bytes=0,
+        rates=own_rates(Reached(0.7, 1e10, 0.6, 7e-6, 1e-4)),
+    )  # fmt: skip
     layout = parse_layout("p2 t2 c2 d1 e2 b1 v2 zero1 blocks1 first2 last1 full sp")
     one = priced(problem, layout)
     assert one.peak_bytes <= fabric.memory_bytes
-    assert one.seconds == pytest.approx(0.2737, rel=1e-3)
+    assert one.seconds == pytest.approx(0.2655, rel=1e-3)
     found = search(
         problem, Space(chunks=2, schedules=("1f1b",), recompute=("none", "full"), zero=(1,)), keep=1
     )
