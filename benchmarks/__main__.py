@@ -53,6 +53,7 @@ from benchmarks import (
     split_backward,
     spp,
     stack_memory,
+    stack_memory_titan,
     two_buffered,
     unequal,
 )
@@ -107,6 +108,7 @@ BENCHMARKS: dict[str, Callable[[bool], Iterable[Table]]] = {
     "layout_search": layout_search.tables,
     "layout_stages": layout_stages.tables,
     "stack_memory": stack_memory.tables,
+    "stack_memory_titan": stack_memory_titan.tables,
 }
 
 

@@ -107,8 +107,8 @@ def _blackwell(run: MeasuredRun) -> bool:
 # The runs tell little of small products and other kernels: these are the values that order vTrain's runs
 # on one server best, whose layers wait for the host.
 _A100 = replace(
-    START, half_flops=2.15e10, memory=0.562, launch_seconds=4.4e-6, dispatch_seconds=1e-4, attention=0.5,
-    attention_backward=0.4,
+    START, half_flops=2.15e10, memory=0.562, launch_seconds=4.4e-6, dispatch_seconds=1e-4,
+    attention=0.5, attention_backward=0.4,
 )  # fmt: skip
 
 FITS = (

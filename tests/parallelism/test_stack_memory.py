@@ -146,7 +146,7 @@ def test_a_problem_is_of_its_stack() -> None:
     assert made(framework="megatron", precision="fp32").precision.gradient_bytes == 4
     own = made(framework="megatron", gradient_bytes=4, reserve_bytes=3e9)
     assert (own.precision.gradient_bytes, own.reserve_bytes) == (4, 3e9)
-    with pytest.raises(InputError, match="stack 'caffe' is not known; known are accelerate, "):
+    with pytest.raises(InputError, match="'caffe' is"):
         made(framework="caffe")
 
 
