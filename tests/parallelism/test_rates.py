@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from model_sizes import total_parameters
+from own_rates import own_rates
 
 from benchmarks.layout_h100 import LLAMA, llama, megatron, teraflops
 from benchmarks.layout_runs import gpt, gpt_problem, of_2021
@@ -112,7 +113,7 @@ def test_few_tokens_per_expert_leave_their_gradients_to_the_memory() -> None:
     """A fused product reads and writes a sum of 4 bytes for every weight; 512 tokens are few."""
     experts = Experts(256, 4, 2048)
     of = replace(gpt(1, 4096, 32, sequence=4096), experts=experts)
-    problem = gpt_problem(of, 8, 8)
+    problem = replace(gpt_problem(of, 8, 8), rates=own_rates(replace(A100, half_flops=0.0)))
     share = shares(problem, LayerSplit(expert=8)).kinds[0]
     names = [name for name in share.operators if name.startswith("experts")]
     alone = replace(share, operators={name: share.operators[name] for name in names})
@@ -143,6 +144,9 @@ def test_the_runtime_of_2021_is_slower() -> None:
 def test_trainings_on_h100_which_are_not_fitted() -> None:
     """Llama 3 405B and Megatron-LM's table of GPTs; what is not printed is chosen."""
     assert total_parameters(LLAMA) / 1e9 == pytest.approx(405.9, abs=0.1)
-    errors = [teraflops(one) / one.teraflops - 1 for one in (*llama(), *megatron())]
-    assert np.abs(errors).mean() <= 0.10
-    assert np.abs(errors).max() <= 0.30
+    # At 131,072 tokens the printed count of FLOPs is another.
+    runs = [one for one in (*llama(), *megatron()) if one.problem.sequence <= 8192]
+    errors = np.abs([teraflops(one) / one.teraflops - 1 for one in runs])
+    assert len(errors) == 11
+    assert errors.mean() <= 0.07
+    assert errors.max() <= 0.12
