@@ -6,6 +6,7 @@ apart. The fabric is full of such groups; the slowest of them decides.
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -122,19 +123,18 @@ def _counted(fabric: Fabric, numbers: Ints, size: int) -> tuple[CrossedLevels, .
     """The same by counting all groups; ``numbers`` are negative for ranks in none."""
     ranks = np.flatnonzero(numbers >= 0)
     _, group = np.unique(numbers[ranks], return_inverse=True)
-    columns, inner = [], 1
-    for level in fabric.levels:
-        members = _sizes(group * fabric.devices + ranks // inner)
-        far = _sizes(group * fabric.devices + ranks // level.devices) - members
+    sizes = [1, *(level.devices for level in fabric.levels)]
+    units = [_units(group * fabric.devices + ranks // one, fabric.devices) for one in sizes]
+    columns = []
+    for (members, lower), (near, here) in pairwise(units):
+        far = near - members
         # Per group: the fewest members of a unit that is left, and the most that a rank reaches.
         way_out = np.full(group.max() + 1, fabric.devices)
         np.minimum.at(way_out, group[far > 0], members[far > 0])
         most = np.zeros(len(way_out), dtype=np.int64)
         np.maximum.at(most, group, far)
         # A ring passes through the members of one unit after the other.
-        hops = _units(group, ranks // inner) - _units(group, ranks // level.devices)
-        columns += [way_out, most, hops]
-        inner = level.devices
+        columns += [way_out, most, lower - here]
     return tuple(_way(fabric, row, size) for row in np.unique(np.stack(columns, axis=1), axis=0))
 
 
@@ -146,13 +146,7 @@ def _way(fabric: Fabric, row: Ints, size: int) -> CrossedLevels:
     return CrossedLevels(tuple(found))
 
 
-def _units(group: Ints, unit: Ints) -> Ints:
-    """In how many units the members of every group are."""
-    return np.bincount(np.unique(np.stack([group, unit]), axis=1)[0])
-
-
-def _sizes(keys: Ints) -> Ints:
-    """How often every key appears."""
-    _, place, counts = np.unique(keys, return_inverse=True, return_counts=True)
-    found: Ints = counts[place]
-    return found
+def _units(keys: Ints, devices: int) -> tuple[Ints, Ints]:
+    """Members of every member's unit, and units of every group, of keys group x devices + unit."""
+    units, place, counts = np.unique(keys, return_inverse=True, return_counts=True)
+    return counts[place], np.bincount(units // devices)
