@@ -13,6 +13,7 @@ from stagewright.formulations.parallelism.profiles.document import ProfiledDocum
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.machines.cluster import Cluster
 from stagewright.graphs.machines.devices import Accelerator
+from stagewright.graphs.machines.rates import RateSet
 from stagewright.graphs.models.chain import Chain
 from stagewright.graphs.models.layer_profiles import LayerProfiles
 from stagewright.graphs.models.operators.cost_book import CostBook
@@ -27,6 +28,7 @@ DOCUMENTS: dict[str, type] = {
     "model": Chain,
     "cluster": Cluster,
     "device": Accelerator,
+    "rates": RateSet,
     "plan": PipelinePlan,
     "trace": Trace,
     "layout": LayoutPlan,

@@ -54,9 +54,17 @@ def _models() -> Iterable[str]:
     return MODELS
 
 
+def _rates() -> Iterable[str]:
+    from stagewright.graphs.machines.rates import rate_sets
+
+    return rate_sets()
+
+
 # By the name of an option or an argument; that of a single command comes first.
 VALUES: dict[str, Values] = {
+    "calibrate --for": lambda: OF_LAYOUTS,
     "model NAME": _models,
+    "rates NAME": _rates,
     "partition --backend": lambda: ("recurrence", *BACKENDS),
     "sweep --planner": lambda: PLANNERS,
     "train --planner": _placing,

@@ -15,7 +15,10 @@ PANELS: dict[str, dict[str, str]] = {
         "what-if": "pipelines.sweeping", "check": "pipelines.plans", "diff": "pipelines.plans",
         "simulate": "pipelines.plans", "show": "pipelines.plans",
     },
-    "Training of transformers": {"train-plan": "layouts.layouts", "memory": "layouts.layouts"},
+    "Training of transformers": {
+        "train-plan": "layouts.layouts", "memory": "layouts.layouts", "rates": "layouts.rates",
+        "calibrate": "layouts.rates",
+    },
     "Scheduling problems": {
         "partition": "schedules.problems", "divide": "schedules.problems",
         "schedule": "schedules.schedules", "jobshop": "schedules.problems",
@@ -74,6 +77,12 @@ EXAMPLES: dict[str, str] = {
         stagewright memory layout.json --png memory.png
         stagewright memory config.json --layout "p8 t8 d2 b1 full" \\
             --sequence 4096""",
+    "rates": "stagewright rates megatron-h100-26.06 --png rates.png",
+    "calibrate": """
+        stagewright calibrate runs.csv --config config.json --device h100 \\
+            --sequence 4096 --global-batch 512 -o mine.json
+        stagewright calibrate log.txt --layout "p2 t4 d8 b1" \\
+            --config config.json --device h100 --sequence 4096 -o mine.json""",
     "partition": """
         stagewright partition --model model.json --cluster cluster.json \\
             --microbatches 8 --stages 2""",

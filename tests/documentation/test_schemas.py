@@ -22,6 +22,7 @@ from stagewright.formulations.clusters.allocation_plan import Share as PlannedSh
 from stagewright.formulations.plans.plan import PipelinePlan, ScheduledAction
 from stagewright.graphs.documents.documents import parse, to_json
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.machines.rates import rates_of
 from stagewright.graphs.models.operators.cost_book import Computed, CostBook
 from stagewright.graphs.models.operators.step_graph import Node, Output, Split, StepGraph
 from stagewright.graphs.workloads.pool import Accelerator, Pool
@@ -61,6 +62,7 @@ MADE = (
     trace(),
     report(),
     replace(report(), shares=(Share("a", "v100", 0.5, 0.4),)),
+    rates_of("h100"),
     CostBook((Computed("y", "v100", 2, 1.0),)),
     Pool((Accelerator("v100", 8, 4, 2.48), Accelerator("k80", 2))),
     AllocationPlan("0", "max-min", (PlannedShare(("a", "b"), "v100", 0.5),), objective=0.5),

@@ -1,0 +1,77 @@
+"""Rates of measured iterations: the request, the answer, and who answers."""
+
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from stagewright.graphs.machines.rates import RateSet
+from stagewright.service.answers import CARRIED, Answer, Finite
+from stagewright.service.layouts.rates import RateSetAnswer, rates_answer
+from stagewright.service.requests import Request
+from stagewright.solvers.parallelism.calibrating import CalibrationRun, calibrated, require_runs
+
+
+class CalibrateRequest(Request):
+    """Make a rate set of measured iterations."""
+
+    runs: tuple[CalibrationRun, ...] = Field(min_length=1)
+    """All on the same devices and with the same rates, from which the fit starts."""
+    name: str = "calibrated"
+    source: str = "measured"
+
+    @model_validator(mode="after")
+    def _require_runs(self) -> "CalibrateRequest":
+        require_runs(self.runs)
+        return self
+
+
+class CalibratedRow(Answer):
+    """A run: measured seconds, and predicted ones by the rates of the start and the fitted ones.
+
+    ``left_out_seconds`` are predicted by the fit to the other runs, None if there is no other.
+    """
+
+    place: str
+    layout: str
+    seconds: float
+    before_seconds: float
+    after_seconds: float
+    left_out_seconds: Finite
+
+
+class CalibrateAnswer(Answer):
+    """The rates of measured runs; ``factors`` of the constants of the set that it started from.
+
+    ``document`` is the rate set, for ``--rates``.
+    """
+
+    started_from: str
+    factors: dict[str, float]
+    rows: tuple[CalibratedRow, ...]
+    rates: RateSetAnswer
+    document: Annotated[RateSet | None, CARRIED] = None
+
+
+def calibrate(request: CalibrateRequest) -> CalibrateAnswer:
+    """Rates fitted to the runs, with their error where each run is left out."""
+    found = calibrated(request.runs, request.name, request.source)
+    left_out = found.left_out or (None,) * len(found.runs)
+    return CalibrateAnswer(
+        started_from=str(request.runs[0].problem.rates),
+        factors=found.factors,
+        rows=tuple(
+            CalibratedRow(
+                place=run.place,
+                layout=str(run.layout),
+                seconds=run.seconds,
+                before_seconds=before * run.seconds,
+                after_seconds=after * run.seconds,
+                left_out_seconds=None if left is None else left * run.seconds,
+            )
+            for run, before, after, left in zip(
+                found.runs, found.before, found.after, left_out, strict=True
+            )
+        ),
+        rates=rates_answer(found.rates),
+        document=found.rates,
+    )
