@@ -104,8 +104,8 @@ def _blackwell(run: MeasuredRun) -> bool:
     return run.device in ("b200", "gb200")
 
 
-# A fit of the first two gives 0.766 and 0.60, hardly better than these, which order vTrain's runs on
-# one server better: their layers are small and wait for the host.
+# A fit of the first two gives 0.766 and 0.60, hardly better than these, which order vTrain's runs
+# on one server better: their layers are small and wait for the host.
 _A100 = replace(
     START, matmul=0.76, memory=0.562, half_flops=2.15e10, launch_seconds=4.4e-6,
     dispatch_seconds=1e-4, attention=0.5, attention_backward=0.4,
