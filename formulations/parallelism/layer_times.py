@@ -5,12 +5,12 @@ from functools import lru_cache
 
 import numpy as np
 
-from stagewright.formulations.parallelism.states import (
+from stagewright.formulations.parallelism.training import TrainingProblem
+from stagewright.formulations.prices.collectives import (
     all_reduce_seconds,
     all_to_all_seconds,
     send_seconds,
 )
-from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.machines.groups import links
 from stagewright.graphs.models.operations import LayerOperation

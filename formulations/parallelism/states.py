@@ -6,10 +6,11 @@ from functools import lru_cache
 from stagewright.formulations.parallelism.cut import Layers
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
-from stagewright.formulations.prices.collectives import all_reduce_seconds as all_reduce_seconds
-from stagewright.formulations.prices.collectives import all_to_all_seconds as all_to_all_seconds
-from stagewright.formulations.prices.collectives import gather_seconds, link_seconds
-from stagewright.formulations.prices.collectives import send_seconds as send_seconds
+from stagewright.formulations.prices.collectives import (
+    all_reduce_seconds,
+    gather_seconds,
+    link_seconds,
+)
 from stagewright.formulations.prices.updates import memory_seconds
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.groups import ends, links
