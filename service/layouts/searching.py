@@ -93,7 +93,7 @@ def find_layouts(request: LayoutRequest, stop: StopToken | None = None) -> Layou
     problem, searches = request.problem, Searches(request)
     try:
         request.require_problem()
-        folding = {} if request.unfolded else {"alike": work_alike}
+        folding: dict[str, Any] = {} if request.unfolded else {"alike": work_alike}
         found = searches.search(problem, request.top, stop=stop, **folding)
     except InputError as error:
         if request.explain is None:
