@@ -22,6 +22,9 @@ VERSION: Literal[1] = 1
 
 FOLDER = Path(__file__).parent / "rate_sets"
 
+Feature = Literal["ZeRO 2-3 between servers", "context parallelism", "experts between servers"]
+"""What is not in every stack's measured runs, and then has a price that no run confirms."""
+
 BORROWED = 1.25
 """By how much the range widens on each side where rates are of another stack or family."""
 
@@ -129,7 +132,8 @@ class RateSet:
 
     ``dense`` and ``experts`` are the ranges of the seconds of models without and with experts,
     ``memory`` that of the bytes; ``errors`` those of models that were left out of the fit.
-    ``borrowed`` says what was not measured, where rates of another stack or device are taken.
+    ``borrowed`` says what was not measured, where rates of another stack or device are taken;
+    ``measured`` are the features that some of the runs have.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -146,6 +150,7 @@ class RateSet:
     memory: Spread
     errors: tuple[LeftOut, ...] = ()
     borrowed: str | None = None
+    measured: tuple[Feature, ...] = ()
     format: Literal["stagewright-rates"] = FORMAT
     version: Literal[1] = VERSION
 
@@ -171,11 +176,11 @@ _NEXT = {"a100": "h100", "h100": "b200", "b200": "h100"}
 
 _STACKS = {
     "megatron": "megatron", "megatron-bridge": "megatron", "nemo": "megatron", "plan": "megatron",
-    "megatron-2021": "megatron", "torchtitan": "torchtitan", "deepspeed": "fsdp",
-    "accelerate": "fsdp", "automodel": "fsdp", "fsdp": "fsdp",
+    "megatron-2021": "megatron", "torchtitan": "torchtitan", "fsdp": "fsdp", "deepspeed": "fsdp",
+    "accelerate": "fsdp", "automodel": "fsdp",
 }  # fmt: skip
-"""The stack whose rates are taken for a framework: of DeepSpeed and Accelerate, whose ZeRO 3 is run
-by PyTorch without compilation too, those of Composer's FSDP."""
+"""The stack whose rates are taken for a framework: of DeepSpeed, Accelerate and Automodel,
+which run without compilation too, those of Composer's FSDP."""
 
 
 def read_rates(path: str | os.PathLike[str]) -> RateSet:
@@ -213,7 +218,7 @@ def rates_of(kind: str | Accelerator, framework: str | None = None) -> RateSet:
     card = accelerator(kind)
     stack = "megatron" if framework is None else _STACKS.get(framework)
     if stack is None:
-        raise InputError(f"framework {framework!r} is none of {', '.join(_STACKS)}")
+        raise InputError(f"framework {framework!r} is not known; there are {', '.join(_STACKS)}")
     family = next((one for one, kinds in _FAMILIES.items() if card.name in kinds), None)
     own = family or "a100"
     found = next(
@@ -222,20 +227,28 @@ def rates_of(kind: str | Accelerator, framework: str | None = None) -> RateSet:
         for one in rate_sets().values()
         if one.stack == stack and not set(one.devices).isdisjoint(_FAMILIES[device])
     )
-    said = []
-    if framework is not None and framework != "plan" and stack not in (framework, "megatron"):
-        said.append(f"not measured with {framework}")
-    if framework == "plan":
-        said.append("not measured with our executor")
+    return taken_for(found, card, framework)
+
+
+def taken_for(found: RateSet, card: Accelerator, framework: str | None = None) -> RateSet:
+    """A rate set as it stands for a framework (None: whichever it is of) on a kind of device.
+
+    What is borrowed is said, and widens the range.
+    """
+    is_of_it = framework != "plan" and found.stack == _STACKS.get(framework or "") == "megatron"
+    lacks = []
+    if framework is not None and found.stack != framework and not is_of_it:
+        lacks.append(f"not measured with {'our executor' if framework == 'plan' else framework}")
     if card.name not in found.devices:
-        said.append(f"not measured on {card.name}")
-    if not said:
+        lacks.append(f"not measured on {card.name}")
+    if not lacks:
         return found
-    of_family = family is not None and not set(found.devices).isdisjoint(_FAMILIES[family])
-    by = BORROWED ** (len(said) - (of_family and card.name not in found.devices))
+    family = next((kinds for kinds in _FAMILIES.values() if card.name in kinds), ())
+    of_family = card.name not in found.devices and not set(found.devices).isdisjoint(family)
+    by = BORROWED ** (len(lacks) - of_family)
     return replace(
         found,
-        borrowed="; ".join(said),
+        borrowed="; ".join(filter(None, (found.borrowed, *lacks))),
         dense=found.dense.widened(by),
         experts=found.experts.widened(by),
     )

@@ -14,7 +14,7 @@ from stagewright.graphs.documents.units import counted, require_count
 from stagewright.graphs.machines.cluster import Cluster
 from stagewright.graphs.machines.devices import require_arithmetic
 from stagewright.graphs.machines.fabric import Fabric, fabric_of
-from stagewright.graphs.machines.rates import RateSet, rates_named, rates_of
+from stagewright.graphs.machines.rates import RateSet, rates_named, rates_of, taken_for
 from stagewright.graphs.machines.stack_memory import stack_memory
 from stagewright.graphs.models.architecture import Architecture
 from stagewright.graphs.models.language import Attention
@@ -72,7 +72,7 @@ def training_problem(
     if rates is None:
         rates = rates_of(fabric.card, framework)
     elif isinstance(rates, str):
-        rates = rates_named(rates)
+        rates = taken_for(rates_named(rates), fabric.card, framework)
     numbers = precision_named(precision)
     problem = TrainingProblem(
         architecture=architecture,

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from stagewright.formulations.forms.answers import Status
 from stagewright.formulations.parallelism.document import LayoutPlan
 from stagewright.formulations.parallelism.layout import Layout, parse_layout
+from stagewright.formulations.parallelism.ranges import Fits
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.answers import CARRIED, Answer, Finite
@@ -34,6 +35,8 @@ class LayoutRequest(Request):
     """Only layouts that can be exported to it: megatron, megatron-bridge, nemo, torchtitan,
     deepspeed, accelerate; plan: a plan of stages, for `stagewright run`, of which some may then not
     fit in memory."""
+    prefer: Literal["fastest", "surest"] = "fastest"
+    """fastest: of all layouts; surest: of those whose prices the rates have measured."""
     by_stage: bool = True
     """Whether to find blocks and recomputed blocks of every stage after the search."""
     explain: Annotated[Layout | None, Option(of_text=lambda text, _: parse_layout(text))] = None
@@ -60,11 +63,17 @@ class LayoutRequest(Request):
 
     @property
     def searched(self) -> Space:
-        """The space, without what the default prefers and the framework cannot express."""
+        """The space, without what is not preferred and what the framework cannot express.
+
+        Raises InputError if only the surest layouts are asked for and the space has none.
+        """
+        space = self.space
+        if self.prefer == "surest":
+            space = space.with_known_prices(self.problem)
         if self.framework not in _WITHOUT_SEQUENCE:
-            return self.space
-        partial = self.space.partial and self.framework != "plan"
-        return replace(self.space, sequence_parallel="never", partial=partial)
+            return space
+        partial = space.partial and self.framework != "plan"
+        return replace(space, sequence_parallel="never", partial=partial)
 
     def require_problem(self) -> None:
         """Refuse a model or a precision of which the framework can express no layout."""
@@ -101,13 +110,21 @@ class RankMemoryAnswer(Answer):
 class LayoutRow(Answer):
     """A layout: an iteration and its parts on the busiest rank (s), and the fullest rank's memory.
 
-    ``loses_by`` is the largest loss against the best, in words; ``alike`` are layouts that were
-    evaluated too and are folded into this one.
+    Measured seconds and bytes are expected between ``..._low`` and ``..._high``; ``fits`` is "yes"
+    or "no" if the device's memory is above or below that range of bytes. ``loses_by`` is the
+    largest loss against the best, in words; ``alike`` are layouts that were evaluated too and are
+    folded into this one.
     """
 
     layout: str
     microbatches: int
     seconds: float
+    seconds_low: float
+    seconds_high: float
+    peak_bytes: float
+    peak_bytes_low: float
+    peak_bytes_high: float
+    fits: Fits
     mfu: float
     flops_per_device: float
     compute_seconds: float
@@ -132,10 +149,23 @@ class PartAnswer(Answer):
 
 
 class ExplainAnswer(Answer):
-    """Why a layout is not the best: the rule it breaks, what does not fit, or what takes longer."""
+    """Why a layout is not the best: the rule it breaks, what does not fit, or what takes longer.
+
+    The seconds and bytes are the row's. They rest on ``rates``; ``causes`` are why the time may be
+    farther off than the runs that these were fitted to.
+    """
 
     layout: str
     refused: str | None = None
+    seconds: float | None = None
+    seconds_low: float | None = None
+    seconds_high: float | None = None
+    peak_bytes: float | None = None
+    peak_bytes_low: float | None = None
+    peak_bytes_high: float | None = None
+    fits: Fits | None = None
+    rates: str
+    causes: tuple[str, ...] = ()
     row: LayoutRow | None = None
     shortages: tuple[str, ...] = ()
     parts: tuple[PartAnswer, ...] = ()
@@ -194,6 +224,10 @@ class RefinedAnswer(Answer):
 class LayoutAnswer(Answer):
     """The best layouts by time, with a bound on every layout of the space that fits.
 
+    The times rest on ``rates``, and so does ``bound_seconds``; ``bound_fastest_seconds`` is the
+    bound on a machine as fast as the fastest measured. ``surest`` is the fastest layout with known
+    prices, if it is not the first row's.
+
     ``plan_class`` is what the bound speaks of: stages that are alike. The first ``fastest_rows`` of
     the rows are the fastest of that class; a layout that is not listed may be faster than a row
     below them. ``refined`` are layouts whose stages differ, None if none were asked for; ``plan``
@@ -204,12 +238,15 @@ class LayoutAnswer(Answer):
     """
 
     status: Status
+    rates: str
     bound_seconds: Finite
+    bound_fastest_seconds: Finite
     gap: Finite
     proved_by: str
     plan_class: str
     rows: tuple[LayoutRow, ...]
     fastest_rows: int = 0
+    surest: LayoutRow | None = None
     refined: RefinedAnswer | None = None
     explained: ExplainAnswer | None = None
     front: tuple[FrontPoint, ...] = ()
@@ -241,9 +278,17 @@ class MemoryRequest(Request):
 
 
 class LayoutMemoryAnswer(Answer):
-    """Peak bytes at every position in the pipeline, and who has how much too little."""
+    """Peak bytes at every position in the pipeline, and who has how much too little.
+
+    The peak of a run is expected between ``peak_bytes_low`` and ``peak_bytes_high``.
+    """
 
     layout: str
     memory_bytes: float
+    peak_bytes: float
+    peak_bytes_low: float
+    peak_bytes_high: float
+    fits: Fits
+    rates: str
     ranks: tuple[RankMemoryAnswer, ...]
     shortages: tuple[str, ...]

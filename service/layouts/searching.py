@@ -17,9 +17,11 @@ from stagewright.formulations.parallelism.document import (
 )
 from stagewright.formulations.parallelism.estimate import Estimate, evaluate
 from stagewright.formulations.parallelism.layout import Layout
+from stagewright.formulations.parallelism.ranges import causes, ranges, unknown_prices
 from stagewright.formulations.parallelism.training import TrainingProblem, require_layout
+from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.machines.groups import links
+from stagewright.graphs.documents.units import format_bytes, format_seconds
 from stagewright.service.layouts.refined import refined_layouts
 from stagewright.service.layouts.requests import (
     ExplainAnswer,
@@ -34,6 +36,7 @@ from stagewright.service.layouts.requests import (
     WhatIf,
 )
 from stagewright.solvers.parallelism.refining import FoundLayouts, search, work_alike
+from stagewright.solvers.parallelism.space import Space
 from stagewright.solvers.parallelism.tree import compiled_walk
 
 PROVED_BY = "branch and bound over all layouts of the space"
@@ -52,9 +55,12 @@ class Searches:
         self.refused: Counter[FrameworkRule] = Counter()
         self.examples: dict[FrameworkRule, str] = {}
 
-    def search(self, problem: TrainingProblem, keep: int, **options: Any) -> FoundLayouts:
-        """The best layouts of a problem in the request's space."""
-        return search(problem, self.request.searched, keep=keep, accept=self.accepts, **options)
+    def search(
+        self, problem: TrainingProblem, keep: int, space: Space | None = None, **options: Any
+    ) -> FoundLayouts:
+        """The best layouts of a problem in a space, by default the request's."""
+        space = space or self.request.searched
+        return search(problem, space, keep=keep, accept=self.accepts, **options)
 
     def accepts(self, layout: Layout) -> bool:
         """Whether the framework can express the layout."""
@@ -87,7 +93,7 @@ def find_layouts(request: LayoutRequest, stop: StopToken | None = None) -> Layou
     problem, searches = request.problem, Searches(request)
     try:
         request.require_problem()
-        folding = {} if request.unfolded else {"alike": work_alike}
+        folding: dict[str, Any] = {} if request.unfolded else {"alike": work_alike}
         found = searches.search(problem, request.top, stop=stop, **folding)
     except InputError as error:
         if request.explain is None:
@@ -112,19 +118,23 @@ def find_layouts(request: LayoutRequest, stop: StopToken | None = None) -> Layou
     if best is None and not front and not is_stopped(stop) and request.explain is None:
         raise InputError(searches.nothing())
     answered = found.best[0] if found.best else best
+    surest, remarks = _known_prices(searches, best, stop)
     return LayoutAnswer(
         status=status,
+        rates=str(problem.rates),
         bound_seconds=bound.seconds,
+        bound_fastest_seconds=problem.spread.low * bound.seconds,
         gap=None if answered is None else 1 - bound.seconds / answered.seconds,
         proved_by=bound.proved_by,
         plan_class=bound.space,
         rows=tuple(_rows(request, found)),
         fastest_rows=found.fastest,
+        surest=None if surest is None else _layout_row(problem, surest, best or surest),
         refined=None if refined is None else refined.answer,
         explained=None if request.explain is None else explain(request, request.explain, best),
         front=front if request.front else (),
         what_if=tuple(_what_if(searches, stop)) if request.what_if and best else (),
-        remarks=_remarks(problem, best),
+        remarks=remarks,
         reason=_reason(searches, found, best, front, stop),
         training_days=_days(request, best),
         examined=found.examined,
@@ -154,7 +164,9 @@ def _impossible(request: LayoutRequest, reason: str) -> LayoutAnswer:
     assert request.explain is not None
     return LayoutAnswer(
         status=Status.INFEASIBLE,
+        rates=str(request.problem.rates),
         bound_seconds=inf,
+        bound_fastest_seconds=inf,
         gap=None,
         proved_by=PROVED_BY,
         plan_class=plan_class(request),
@@ -191,30 +203,27 @@ def _status(found: FoundLayouts, stop: StopToken | None) -> Status:
     return Status.INFEASIBLE
 
 
-def _remarks(problem: TrainingProblem, best: Estimate | None) -> tuple[str, ...]:
-    """What a user should know of the prediction of the best layout."""
-    if best is None:
-        return ()
-    found = []
-    if best.layout.zero >= 2 and _leaves_server(problem, best.layout):
-        found.append(
-            f"ZeRO {best.layout.zero} between servers is predicted too fast against what is "
-            "published (1.5 to 4.5 times for ZeRO 3 of 2021): see docs/layouts.md, measure it, or "
-            "consider --zero 0,1"
-        )
-    if problem.architecture.experts is not None:
-        found.append(
-            "layers of experts are predicted too fast against what is published (24 to 68 % of "
-            "the time for four trainings in fp8): see docs/layouts.md"
-        )
-    return tuple(found)
-
-
-def _leaves_server(problem: TrainingProblem, layout: Layout) -> bool:
-    """Whether data parallelism goes from server to server."""
-    ways = links(problem.fabric, layout.data_group).ways
-    inside = problem.fabric.levels[0].name
-    return not all(one.level.name == inside for way in ways for one in way.crossed)
+def _known_prices(
+    searches: Searches, best: Estimate | None, stop: StopToken | None
+) -> tuple[Estimate | None, tuple[str, ...]]:
+    """The fastest layout with known prices, where the best wins by others; and what to say then."""
+    request = searches.request
+    unknown = () if best is None else unknown_prices(request.problem, best.layout)
+    if best is None or not unknown or is_stopped(stop):
+        return None, ()
+    try:
+        space = request.searched.with_known_prices(request.problem)
+        found = searches.search(request.problem, 1, space, stop=stop).best
+    except InputError:
+        found = ()
+    if found and found[0].seconds <= best.seconds * (1 + RELATIVE_TOLERANCE):
+        return None, ()
+    instead = "no layout with known prices fits"
+    if found:
+        seconds = format_seconds(found[0].seconds)
+        instead = f"the fastest with known prices is {found[0].layout}, {seconds} (--prefer surest)"
+    wins = f"the fastest layout wins by prices that are not measured ({', '.join(unknown)})"
+    return (found[0] if found else None), (f"{wins}; {instead}",)
 
 
 def plan_class(request: LayoutRequest) -> str:
@@ -234,6 +243,7 @@ def _layout_row(
     """The row of a layout: its time and the parts of it, and its memory."""
     fullest = max(range(len(one.memory)), key=lambda rank: one.memory[rank].total)
     return LayoutRow.of(
+        ranges(problem, one),
         one,
         layout=str(one.layout),
         flops_per_device=one.model_flops_per_second / one.layout.ranks,
@@ -254,16 +264,20 @@ def _memory_answer(one: Estimate, rank: int) -> RankMemoryAnswer:
 def explain(request: LayoutRequest, layout: Layout, best: Estimate | None) -> ExplainAnswer:
     """Why a layout is not the best one: first the rules, those of the framework too."""
     problem = request.problem
+    rates = str(problem.rates)
     try:
         require_layout(problem, layout)
         for _, wrong in request.wrong(layout):
             raise InputError(f"{request.framework} cannot express it: {wrong}")
         one = evaluate(problem, layout, compiled_walk())
     except InputError as error:
-        return ExplainAnswer(layout=str(layout), refused=str(error))
+        return ExplainAnswer(layout=str(layout), rates=rates, refused=str(error))
     parts = differences(one, one if best is None else best)
-    return ExplainAnswer(
+    return ExplainAnswer.of(
+        ranges(problem, one),
         layout=str(layout),
+        rates=rates,
+        causes=causes(problem, layout),
         row=_layout_row(problem, one, one if best is None else best),
         shortages=shortages(one),
         parts=tuple(
@@ -296,8 +310,6 @@ def _point(limit: float, one: Estimate) -> FrontPoint:
 
 
 def _too_large(problem: TrainingProblem, least: FrontPoint) -> str:
-    from stagewright.graphs.documents.units import format_bytes
-
     missing = least.peak_bytes - problem.fabric.memory_bytes
     return (
         f"a device has {format_bytes(problem.fabric.memory_bytes)}; {least.layout} would need "
@@ -342,10 +354,13 @@ def layout_memory(request: MemoryRequest) -> LayoutMemoryAnswer:
     InputError
         If the layout breaks a rule of the model, the batch or the devices.
     """
-    found = evaluate(request.problem, request.layout, compiled_walk())
-    return LayoutMemoryAnswer(
+    problem = request.problem
+    found = evaluate(problem, request.layout, compiled_walk())
+    return LayoutMemoryAnswer.of(
+        ranges(problem, found),
         layout=str(request.layout),
-        memory_bytes=request.problem.fabric.memory_bytes,
+        memory_bytes=problem.fabric.memory_bytes,
+        rates=str(problem.rates),
         ranks=tuple(_memory_answer(found, rank) for rank in range(len(found.memory))),
         shortages=shortages(found),
     )

@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from stagewright.formulations.parallelism.cut import Layers, stage_layers
 from stagewright.formulations.parallelism.layout import Layout, Placement, Schedule
 from stagewright.formulations.parallelism.parts import Parts, shares
 from stagewright.formulations.parallelism.pipeline_time import StageCosts, Walk
+from stagewright.formulations.parallelism.ranges import unmeasured
 from stagewright.formulations.parallelism.states import tied_seconds
 from stagewright.formulations.parallelism.training import TrainingProblem, has_selective
 from stagewright.graphs.documents.errors import InputError
@@ -186,6 +187,26 @@ class Space:
             elif one.name != "partial" and value != one.default:
                 limited.append(f"{one.name.replace('_', ' ')} of {', '.join(map(str, value))}")
         return "; ".join(limited)
+
+    def with_known_prices(self, problem: TrainingProblem) -> "Space":
+        """The layouts of the space without the features that the rate set did not measure.
+
+        Raises InputError if there are none.
+        """
+        lacks, fabric = unmeasured(problem), problem.fabric
+        has_several = fabric.devices > fabric.per_server
+        limits: dict[str, Any] = {}
+        if "ZeRO 2-3 between servers" in lacks and has_several:
+            limits["zero"] = tuple(one for one in self.zero if one < 2)
+        if "context parallelism" in lacks:
+            limits["context"] = chosen(self.context, 1)
+        if "experts between servers" in lacks and has_several and problem.architecture.experts:
+            limits["expert"] = chosen(self.expert, fabric.per_server)
+        for name, values in limits.items():
+            if not values:
+                given = ", ".join(map(str, getattr(self, name)))
+                raise InputError(f"no {name} of {given} has prices that {problem.rates.name} knows")
+        return replace(self, **limits)
 
     def families(self, problem: TrainingProblem) -> Iterator[LayerSplit]:
         """How layers can be divided, by the rules of the model and the number of devices."""

@@ -1,6 +1,6 @@
 """Layouts of a transformer's training, for users of Python."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from stagewright.formulations.forms.answers import StopToken
 from stagewright.front import fields_of
@@ -22,6 +22,7 @@ def train_plan(
     top: int = 10,
     explain: "Layout | None" = None,
     framework: str | None = None,
+    prefer: Literal["fastest", "surest"] = "fastest",
     by_stage: bool = True,
     front: bool = False,
     what_if: bool = False,
@@ -42,7 +43,10 @@ def train_plan(
     explain
         A layout to compare with the best: which rule it breaks, what does not fit, what is longer.
     framework
-        Only layouts that can be exported to it, such as ``megatron``.
+        Only layouts that can be exported to it, such as ``megatron``; give it to
+        :func:`training_problem` too, for its rates and memory.
+    prefer
+        ``surest``: only layouts whose prices the rates have measured.
     by_stage
         After the search, find blocks and recomputed blocks of every stage of plain pipelines.
     front, what_if
@@ -59,8 +63,8 @@ def train_plan(
     -------
     LayoutAnswer
         ``plan`` (see :func:`save_layout`; None if no layout fits), ``rows`` of the best layouts
-        with stages that are alike, ``refined`` ones whose stages differ, status, bound and gap, and
-        what the bound speaks of.
+        with stages that are alike and their ranges of seconds and bytes, ``refined`` ones whose
+        stages differ, status, bound and gap, and what the bound speaks of.
 
     Raises
     ------

@@ -221,6 +221,8 @@ def test_memory_by_rank() -> None:
         ({"--tensor": "two"}, "--tensor 'two': write for example 1,2,4"),
         ({"--zero": "4"}, "--zero: 4 is none of 0, 1, 2, 3"),
         ({"--recompute": "some"}, "--recompute: 'some' is none of none, selective, full"),
+        ({"--rates": "fast"}, "--rates 'fast' are not known; known are fsdp-a100"),
+        ({"--rates": "none.json"}, "none.json"),
         ({"--for": "none"}, "--for 'none' is not known; there are megatron, "),
         ({"--schedule": "gpipe"}, "--schedule: 'gpipe' is none of 1f1b, zero-bubble"),
         ({"--explain": "p2 x3"}, "layout word 'x3' is not known; known are pN, tN"),
@@ -423,10 +425,15 @@ def test_samples_longer_than_the_model_knows_are_a_warning() -> None:
         )
 
 
-def test_a_prediction_for_experts_says_how_far_off_it_may_be() -> None:
-    assert "layers of experts" not in answered(*PLAN, "--top", 1)
-    rewrite(Path("config.json"), model_type="mixtral", num_local_experts=4, num_experts_per_tok=2)
-    assert "layers of experts are predicted too fast" in answered(*PLAN, "--top", 1)
+def test_ranges_and_rates_are_printed() -> None:
+    shown = " ".join(answered(*PLAN, "--rates", "torchtitan-h100").split())
+    assert "when measured; peak memory" in shown
+    assert "on a machine as fast as the fastest measured" in shown
+    assert "rates: torchtitan-h100 (fitted to" in shown
+    asked = ("memory", "config.json", "--layout", "p4 t2 d2 b1", "--sequence", 4096)
+    peak = answered_json(*asked, "--for", "fsdp")["peak_bytes"]
+    near = answered(*asked, "--for", "fsdp", "--memory", f"{0.99 * peak / 1e9}GB")
+    assert "fits within the range, not at its upper end" in " ".join(near.split())
 
 
 def test_an_interrupted_search_answers_with_a_layout(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,7 @@ def test_the_nearest_rates_are_taken_and_their_range_widens() -> None:
     assert "not measured with deepspeed" in str(rates_of("a100", "deepspeed"))
     with pytest.raises(InputError, match="not known"):
         rates_of("abacus")
-    with pytest.raises(InputError, match="framework 'mesh' is none of megatron"):
+    with pytest.raises(InputError, match="framework 'mesh' is not known; there are megatron"):
         rates_of("h100", "mesh")
 
 

@@ -116,6 +116,9 @@ class TrainingOptions(CommandOptions):
     """Memory of a GPU that is not for the plan; default: that of the software, else 2GB."""
     gradients: Gradients | None = None
     """Type of the sum of gradients; default: that of the software, else fp32."""
+    rates: Annotated[str | None, Option(form="NAME|FILE")] = None
+    """What kernels reach of the peaks: a rate set by name, or your own JSON file; default: measured
+    with the framework on this kind of GPU, or the nearest."""
 
     def problem(
         self, config: Path, fabric: "Fabric", framework: str | None = None
@@ -146,10 +149,13 @@ class TrainingOptions(CommandOptions):
                 else parse_bytes(self.reserve, "--reserve"),
                 framework=framework,
                 gradient_bytes=None if self.gradients is None else GRADIENT_BYTES[self.gradients],
+                rates=self.rates,
             )
         except InputError as error:
-            options = {"batch": "--global-batch", "reserve_bytes": "--reserve"}
-            message = with_option(str(error), ("sequence", "precision"), options)
+            options = {
+                "batch": "--global-batch", "reserve_bytes": "--reserve", "framework": "--for"
+            }  # fmt: skip
+            message = with_option(str(error), ("sequence", "precision", "rates"), options)
             raise InputError(message) from None
 
 

@@ -7,7 +7,7 @@ import typer
 
 from stagewright.cli import interruptible
 from stagewright.cli.commands import Asked, CommandOptions, ask, command
-from stagewright.cli.console import kept, progress, tell
+from stagewright.cli.console import kept, progress, say, tell
 from stagewright.cli.layouts.inputs import (
     DegreeOptions,
     Gradients,
@@ -15,7 +15,12 @@ from stagewright.cli.layouts.inputs import (
     Precision,
     TrainingOptions,
 )
-from stagewright.cli.layouts.printing import print_layouts, print_memory, print_shortages
+from stagewright.cli.layouts.printing import (
+    bytes_in_range,
+    print_layouts,
+    print_memory,
+    print_shortages,
+)
 from stagewright.cli.layouts.profiled import is_layout, is_profiles, plan_profiles, require_options
 from stagewright.cli.options import Printed, Written
 from stagewright.cli.outputs import Writes, is_document
@@ -53,10 +58,10 @@ class TrainPlanOptions(TrainingOptions, MachineOptions, DegreeOptions, PictureOp
     headings={
         "Machines": "per_server server_bandwidth network_bandwidth per_rack rack_bandwidth"
         " host_bandwidth memory servers",
-        "Arithmetic and memory": "precision attention no_overlap reserve gradients",
+        "Arithmetic and memory": "precision attention no_overlap reserve gradients rates",
         "Layouts to consider": "pipeline tensor context replicas expert microbatch_sizes chunks"
         " schedule zero recompute offload_optimizer alike",
-        "More answers": "explain front what_if unfolded tokens",
+        "More answers": "prefer explain front what_if unfolded tokens",
     },
 )
 def train_plan(
@@ -74,9 +79,9 @@ def train_plan(
 
     config = given.config
     are_profiles = is_profiles(config)
-    options = require_options(command_line, config, are_profiles)
+    require_options(command_line, config, are_profiles)
     if are_profiles:
-        return plan_profiles(given, given.reserve if "reserve" in options else None)
+        return plan_profiles(given)
     if given.sequence is None:
         raise InputError(f"{config} needs --sequence, the tokens in a sample, for example 4096")
     fabric = given.fabric()
@@ -142,6 +147,8 @@ class MemoryOptions(PictureOptions, Printed):
     )
     """The software that trains, which decides what is kept: megatron, megatron-bridge, nemo,
     torchtitan, fsdp, deepspeed, accelerate, automodel, megatron-2021; plan: our own executor."""
+    rates: Annotated[str | None, Option(form="NAME|FILE")] = None
+    """The rate set that has the range of the bytes; default: as of train-plan."""
 
 
 def memory(given: MemoryOptions) -> int:
@@ -180,6 +187,7 @@ def memory(given: MemoryOptions) -> int:
             attention=given.attention or "fused",
             reserve=given.reserve,
             gradients=given.gradients,
+            rates=given.rates,
         )
         problem = training.problem(file, machines.fabric(), given.stack)
         request = ask(MemoryRequest, problem=problem, layout=layout)
@@ -192,6 +200,7 @@ def memory(given: MemoryOptions) -> int:
     def show(answer: LayoutMemoryAnswer) -> None:
         print_memory(answer.ranks, answer.memory_bytes)
         print_shortages(answer.shortages)
+        say(bytes_in_range(answer, answer.memory_bytes), f"rates: {answer.rates}")
 
     tell(answer, given, show, [given.png])
-    return 1 if answer.shortages else 0
+    return 1 if answer.fits == "no" else 0

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from stagewright.service.layouts.requests import (
         ExplainAnswer,
         LayoutAnswer,
+        LayoutMemoryAnswer,
         LayoutRow,
         RankMemoryAnswer,
         RefinedAnswer,
@@ -35,7 +36,7 @@ def print_layouts(
     if answer.refined is not None:
         _print_refined(answer.refined)
     if answer.explained is not None:
-        _print_explained(answer.explained)
+        _print_explained(answer.explained, problem.fabric.memory_bytes)
     if front and answer.front:
         print_table(
             ("peak memory", "time", "<layout"),
@@ -81,6 +82,12 @@ def _said(name: str, problem: "TrainingProblem", answer: "LayoutAnswer") -> Iter
         f"{format_seconds(answer.bound_seconds or 0.0)} by {answer.proved_by}, gap "
         f"{percent(answer.gap)}, {answer.wall_seconds:.2f} s"
     )
+    yield f"{_expected(best)}; {bytes_in_range(best, problem.fabric.memory_bytes)}"
+    fastest = answer.bound_fastest_seconds or 0.0
+    yield (
+        f"no layout is faster than {format_seconds(fastest)} on a machine as fast as the fastest "
+        "measured"
+    )
     for one in answer.refined.rows[:1] if answer.refined is not None else ():
         if one.seconds < best.seconds:
             yield f"faster, with blocks by stage: {format_seconds(one.seconds)}, {one.layout}"
@@ -94,8 +101,30 @@ def _said(name: str, problem: "TrainingProblem", answer: "LayoutAnswer") -> Iter
             "blocks of the stages may be faster than the rows below"
         )
     yield f"of all {answer.plan_class}"
-    yield f"rates: {problem.rates}"
+    yield f"rates: {answer.rates}"
     yield from answer.remarks
+
+
+def _expected(of: "LayoutRow") -> str:
+    """Between what the measured seconds of an iteration are expected."""
+    from stagewright.graphs.documents.units import format_seconds
+
+    low, high = format_seconds(of.seconds_low), format_seconds(of.seconds_high)
+    return f"{low} to {high} when measured"
+
+
+def bytes_in_range(of: "LayoutRow | LayoutMemoryAnswer", limit: float) -> str:
+    """The peak with its range, and whether it fits."""
+    from stagewright.graphs.documents.units import format_bytes
+
+    peak, low, high = map(format_bytes, (of.peak_bytes, of.peak_bytes_low, of.peak_bytes_high))
+    return f"peak memory {peak} ({low} to {high}) of {format_bytes(limit)}: fits {_FITS[of.fits]}"
+
+
+_FITS = {
+    "yes": "in the whole range", "no": "nowhere in the range",
+    "within the range": "within the range, not at its upper end",
+}  # fmt: skip
 
 
 def _rounded(seconds: float) -> float:
@@ -190,7 +219,7 @@ def _print_refined(answer: "RefinedAnswer") -> None:
     )
 
 
-def _print_explained(one: "ExplainAnswer") -> None:
+def _print_explained(one: "ExplainAnswer", limit: float) -> None:
     from stagewright.graphs.documents.units import format_seconds
 
     if one.refused is not None:
@@ -217,7 +246,12 @@ def _print_explained(one: "ExplainAnswer") -> None:
     )
     if one.row is not None:
         rank = one.row.loses_by or ("" if one.shortages else "the best")
-        say(f"in all {format_seconds(one.row.seconds)}" + (f"; {rank}" if rank else ""))
+        say(
+            *(f"less sure: {cause}" for cause in one.causes),
+            bytes_in_range(one.row, limit),
+            f"in all {format_seconds(one.row.seconds)}, {_expected(one.row)}"
+            + (f"; {rank}" if rank else ""),
+        )
     print_shortages(one.shortages)
 
 

@@ -65,8 +65,8 @@ def _foreign(path: Path) -> str | None:
     return "sailor" if all(key.isdecimal() for key in found) else None
 
 
-def require_options(context: typer.Context, path: Path, are_profiles: bool) -> list[str]:
-    """The options that were given; refuses those that do not apply to what is planned."""
+def require_options(context: typer.Context, path: Path, are_profiles: bool) -> None:
+    """Refuse options that were given and do not apply to what is planned."""
     given = [
         name
         for name in context.params
@@ -81,14 +81,13 @@ def require_options(context: typer.Context, path: Path, are_profiles: bool) -> l
         what = "a file of layer profiles" if are_profiles else "not a file of layer profiles"
         apply = "does not apply" if len(stray) == 1 else "do not apply"
         raise InputError(f"{options} {apply} to {path}, which is {what}")
-    return given
 
 
 def _option(context: typer.Context, name: str) -> str:
     return next(one.opts[0] for one in context.command.params if one.name == name)
 
 
-def plan_profiles(given: "TrainPlanOptions", reserve: str | None) -> int:
+def plan_profiles(given: "TrainPlanOptions") -> int:
     """Find the fastest plan by layer profiles; exit code 1 if none fits."""
     from stagewright.formulations.parallelism.profiles.document import save_profiled_plan
     from stagewright.graphs.models.layer_profiles import load_layer_profiles
@@ -100,9 +99,9 @@ def plan_profiles(given: "TrainPlanOptions", reserve: str | None) -> int:
     names = ("memory", "server_bandwidth", "network_bandwidth")
     rates = {name: getattr(given, name) for name in names}
     pools = read_server_pools(given.servers, given.cluster, rates, profiles.device_kinds)
-    bytes_ = None if reserve is None else parse_bytes(reserve, "--reserve")
+    reserve = None if given.reserve is None else parse_bytes(given.reserve, "--reserve")
     try:
-        problem = profiled_problem(profiles, pools, batch=batch, reserve_bytes=bytes_)
+        problem = profiled_problem(profiles, pools, batch=batch, reserve_bytes=reserve)
     except InputError as error:
         options = {"batch": "--global-batch", "reserve_bytes": "--reserve"}
         raise InputError(with_option(str(error), (), options)) from None

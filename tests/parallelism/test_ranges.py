@@ -1,0 +1,177 @@
+"""How far an answer about layouts can be trusted: ranges, three answers to fits, known prices."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from layout_problems import LLAMA, MIXTRAL
+
+from stagewright.formulations.parallelism.estimate import evaluate
+from stagewright.formulations.parallelism.layout import Layout, parse_layout
+from stagewright.formulations.parallelism.ranges import causes, ranges, unknown_prices
+from stagewright.formulations.parallelism.training import TrainingProblem
+from stagewright.graphs.documents.documents import write
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.machines.networks import fabric_of_kind
+from stagewright.graphs.machines.rates import BORROWED, Feature, RateSet, Spread, rates_named
+from stagewright.graphs.machines.stack_memory import STACK_MEMORY
+from stagewright.graphs.models.architecture import Architecture
+from stagewright.service.layouts.problems import training_problem
+from stagewright.service.layouts.requests import LayoutAnswer, LayoutRequest, MemoryRequest
+from stagewright.service.layouts.searching import find_layouts, layout_memory
+from stagewright.solvers.parallelism.space import Space
+
+OWN = replace(
+    rates_named("megatron-h100-26.06"),
+    name="mine",
+    dense=Spread(0.9, 1.2),
+    experts=Spread(0.8, 1.3),
+    memory=Spread(0.95, 1.05),
+)
+FEATURES: tuple[Feature, ...] = (
+    "ZeRO 2-3 between servers", "context parallelism", "experts between servers",
+)  # fmt: skip
+FSDP = parse_layout("p1 t1 c2 d8 b1 zero3")
+
+
+def problem_of(
+    of: Architecture = LLAMA, rates: RateSet | str | None = OWN, gigabytes: float = 80.0,
+    framework: str | None = None, device: str = "h100", reserve_bytes: float | None = None,
+) -> TrainingProblem:  # fmt: skip
+    """Two servers of eight devices."""
+    fabric = fabric_of_kind(device, 16, memory_bytes=gigabytes * 1e9)
+    return training_problem(
+        of, fabric, sequence=2048, batch=16, rates=rates, framework=framework,
+        reserve_bytes=reserve_bytes,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("memory", "fits"),
+    [(1.06, "yes"), (1.04, "within the range"), (0.96, "within the range"), (0.94, "no")],
+)
+def test_a_layout_fits_or_not_or_within_the_range(memory: float, fits: str) -> None:
+    peak = evaluate(problem_of(), FSDP).peak_bytes
+    problem = problem_of(gigabytes=memory * peak / 1e9)
+    answer = layout_memory(MemoryRequest.of(problem=problem, layout=FSDP))
+    assert answer.fits == fits
+    assert answer.rates.startswith("mine (fitted to")
+    found = (answer.peak_bytes, answer.peak_bytes_low, answer.peak_bytes_high)
+    assert found == pytest.approx((peak, 0.95 * peak, 1.05 * peak))
+
+
+@pytest.mark.parametrize(("of", "low", "high"), [(LLAMA, 0.9, 1.2), (MIXTRAL, 0.8, 1.3)])
+def test_seconds_have_the_range_of_the_rates(of: Architecture, low: float, high: float) -> None:
+    found = evaluate(problem_of(of), FSDP)
+    of_it = ranges(problem_of(of), found)
+    expected = (found.seconds, low * found.seconds, high * found.seconds)
+    assert (of_it.seconds, of_it.seconds_low, of_it.seconds_high) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("framework", ["torchtitan", "megatron", "deepspeed", "plan", None])
+def test_the_framework_decides_rates_and_memory(framework: str | None) -> None:
+    problem = problem_of(framework=framework, rates=None)
+    assert problem.memory == STACK_MEMORY[framework or "plan"]
+    assert problem.reserve_bytes == problem.memory.reserve_bytes
+    assert problem_of(framework=framework, reserve_bytes=3e9).reserve_bytes == 3e9
+    others = {"torchtitan", "megatron", "deepspeed"} - {framework}
+    seconds = evaluate(problem, FSDP).seconds
+    for other in others if framework in ("torchtitan", "megatron", "deepspeed") else ():
+        assert evaluate(problem_of(framework=other, rates=None), FSDP).seconds != seconds
+
+
+def test_rates_by_name_say_what_is_borrowed(tmp_path: Path) -> None:
+    name, path = "megatron-h100-26.06", str(tmp_path / "own.json")
+    own, far = problem_of(rates=name), problem_of(rates=name, device="b200")
+    assert own.rates.borrowed is None
+    assert str(far.rates).startswith(f"{name}, not measured on b200 (fitted to")
+    assert far.spread == own.spread.widened(BORROWED)
+    both = problem_of(rates=name, device="b200", framework="torchtitan")
+    assert causes(both, Layout(data=16)) == (
+        "rates not measured with torchtitan", "rates not measured on b200",
+    )  # fmt: skip
+    write(RateSet, OWN, path)
+    assert problem_of(rates=path, framework="nemo").rates == OWN
+    with pytest.raises(InputError, match="framework 'mesh' is not known; there are"):
+        problem_of(rates=None, framework="mesh")
+
+
+@pytest.mark.parametrize(
+    ("layout", "of", "unknown"),
+    [
+        ("p1 t1 c2 d8 b1 zero1", LLAMA, {"context parallelism"}),
+        ("p1 t1 d16 b1 zero2", LLAMA, {"ZeRO 2-3 between servers"}),
+        ("p2 t1 d8 b1 zero3", LLAMA, set()),
+        ("p1 t1 d16 e8 b1 zero1", MIXTRAL, set()),
+        ("p1 t1 d16 e16 b1 zero1", replace(MIXTRAL, experts=None), {"experts between servers"}),
+    ],
+)
+def test_prices_that_were_not_measured(layout: str, of: Architecture, unknown: set[str]) -> None:
+    problem, layout_of = problem_of(of), parse_layout(layout)
+    assert set(unknown_prices(problem, layout_of)) == unknown
+    assert len(causes(problem, layout_of)) == len(unknown)
+    measured = replace(problem, rates=replace(OWN, measured=FEATURES))
+    assert unknown_prices(measured, layout_of) == ()
+    borrowed = replace(problem, rates=replace(OWN, measured=FEATURES, borrowed="not on this"))
+    assert set(unknown_prices(borrowed, layout_of)) == unknown
+
+
+def answer_of(problem: TrainingProblem, **fields: object) -> LayoutAnswer:
+    """Of a space in which the fastest layout of so little memory has ZeRO 3."""
+    space = Space(tensor=(1, 2), chunks=2, schedules=("1f1b",), recompute=("full",))
+    return find_layouts(
+        LayoutRequest.of(problem=problem, **{"space": space, "by_stage": False} | fields)
+    )
+
+
+def test_the_surest_layout_beside_the_fastest() -> None:
+    problem = problem_of(gigabytes=4.0)
+    fastest = answer_of(problem, explain=FSDP)
+    row, sure = fastest.rows[0], fastest.surest
+    assert sure is not None
+    assert "zero3" in row.layout.split()
+    assert row.seconds < sure.seconds
+    assert unknown_prices(problem, parse_layout(sure.layout)) == ()
+    (remark,) = fastest.remarks
+    assert (
+        f"not measured (ZeRO 2-3 between servers); the fastest with known prices is {sure.layout}"
+        in remark
+    )
+    assert fastest.bound_fastest_seconds == pytest.approx(0.9 * (fastest.bound_seconds or 0))
+    one = fastest.explained
+    assert one is not None
+    assert one.row is not None
+    assert (one.seconds, one.peak_bytes, one.fits) == (
+        one.row.seconds,
+        one.row.peak_bytes,
+        one.row.fits,
+    )
+    assert one.causes == tuple(f"{each} not measured in mine" for each in FEATURES[:2])
+    surest = answer_of(problem, prefer="surest")
+    assert surest.surest is None
+    assert surest.remarks == ()
+    assert surest.rows[0].layout == sure.layout
+    assert surest.plan is not None
+    assert str(surest.plan.layout) == sure.layout
+    measured = replace(problem, rates=replace(OWN, measured=FEATURES))
+    assert answer_of(measured).remarks == ()
+    assert answer_of(measured, prefer="surest").rows[0].layout == row.layout
+
+
+def test_no_layout_with_known_prices() -> None:
+    problem = problem_of()
+    only = Space(zero=(3,), pipeline=(1,), chunks=1)
+    (remark,) = answer_of(problem, space=only).remarks
+    assert remark.endswith("no layout with known prices fits")
+    with pytest.raises(InputError, match="no zero of 3 has prices that mine knows"):
+        answer_of(problem, space=only, prefer="surest")
+
+
+def test_context_parallelism_costs_something() -> None:
+    problem = problem_of(rates="megatron-h100-26.06")
+    seconds = [
+        evaluate(problem, parse_layout(f"p1 t1 c{c} d{16 // c} b{c} zero1")).seconds
+        for c in (1, 2, 4, 8)
+    ]
+    assert seconds == sorted(seconds)
+    assert seconds[-1] > 1.001 * seconds[0]
