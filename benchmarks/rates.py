@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import log
 from statistics import mean
+from typing import get_args
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -21,10 +22,12 @@ from benchmarks.layout_fit import compiled
 from benchmarks.measured_layouts import MeasuredRun, measured_runs, published_on_a100
 from benchmarks.report import FIGURES, Table
 from stagewright.formulations.parallelism.estimate import evaluate
+from stagewright.formulations.parallelism.ranges import features
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.machines.rates import (
     FOLDER,
+    Feature,
     LeftOut,
     RateSet,
     Reached,
@@ -264,8 +267,14 @@ def rate_set(fit: Fit, known: dict[str, RateSet]) -> RateSet:
     many = f"{len(runs)} iterations of {len({run.model for run in runs})} models"
     return RateSet(
         fit.name, fit.stack, fit.devices, fit.releases, fit.source, f"fitted to {many}", reached,
-        dense, experts, Spread(0.94, 1.06), tuple(errors),
+        dense, experts, Spread(0.94, 1.06), tuple(errors), measured=measured_by(runs),
     )  # fmt: skip
+
+
+def measured_by(runs: Sequence[MeasuredRun]) -> tuple[Feature, ...]:
+    """The features that any of the runs has."""
+    found = [features(run.problem, run.layout) for run in runs]
+    return tuple(one for one in get_args(Feature) if any(one in of for of in found))
 
 
 def spread(ratios: Sequence[float]) -> Spread:

@@ -176,8 +176,8 @@ _NEXT = {"a100": "h100", "h100": "b200", "b200": "h100"}
 
 _STACKS = {
     "megatron": "megatron", "megatron-bridge": "megatron", "nemo": "megatron", "plan": "megatron",
-    "megatron-2021": "megatron", "torchtitan": "torchtitan", "fsdp": "fsdp", "deepspeed": "fsdp",
-    "accelerate": "fsdp", "automodel": "fsdp",
+    "megatron-2021": "megatron", "torchtitan": "torchtitan", "deepspeed": "fsdp",
+    "accelerate": "fsdp", "automodel": "fsdp", "fsdp": "fsdp",
 }  # fmt: skip
 """The stack whose rates are taken for a framework: of DeepSpeed, Accelerate and Automodel,
 which run without compilation too, those of Composer's FSDP."""

@@ -18,7 +18,7 @@ COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[
 # The same meaning in several forms: a file or a text, one for all or one for each, by name of unit.
 FORMS = {
     "--cluster", "--memory-limit", "--microbatch-size", "--microbatches", "--output", "--planner",
-    "--recompute", "--replicas", "--stages", "--tensor",
+    "--rates", "--recompute", "--replicas", "--stages", "--tensor",
 }  # fmt: skip
 
 
