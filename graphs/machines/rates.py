@@ -36,8 +36,8 @@ class Reached:
     A matrix product of F FLOPs reaches ``matmul * F / (F + half_flops)`` of the peak: half of
     ``matmul`` at ``half_flops``; products in 8 bits reach ``fp8_matmul`` of theirs (None: as much).
     Making the operands of products in 8 bits moves ``cast_bytes`` per element, and the head's
-    products are in 8 bits only if ``fp8_head``. Fused attention is always in 16 bits, where
-    ``attention`` is given: the part of that peak that its forward reaches (its backward:
+    products are in 8 bits only if ``fp8_head``. Fused attention is never in 8 bits, where
+    ``attention`` is given: the part of the peak of their type that its forward reaches (backward:
     ``attention_backward``), of the products that a causal mask leaves; a kernel of F such FLOPs
     reaches half of it at ``attention_half_flops``. None: it is a product like others, of the whole
     matrix of scores. ``context_balanced``: every context rank has tokens from both ends of a
@@ -46,14 +46,17 @@ class Reached:
     ``memory`` is the part of the memory bandwidth that other kernels reach, ``launch_seconds`` what
     each kernel takes in addition. ``dispatch_seconds`` is what the host needs to start a kernel
     while the device is at work: a layer lasts at least as long as it takes to start its kernels.
-    Experts add ``expert_seconds`` per layer and direction and ``each_expert_seconds`` per expert on
-    the device: sorting the tokens, waiting for their numbers, and starting each expert's kernels.
+    Experts add ``expert_seconds`` per layer and direction: sorting the tokens and waiting for their
+    numbers. They add ``each_expert_seconds`` per expert on the device to the forward and to the
+    gradients of inputs and of weights: starting each expert's kernels. The part ``expert_overlap``
+    of the way to the experts and back is beside computation; with ``once_per_unit`` a token crosses
+    to a server once, and is copied there to its experts.
 
     The loss moves ``logit_bytes`` per logit in each direction, more where its softmax is not fused;
     None: it reads and writes it once.
 
-    An exchange beside computation slows it down by the part ``contention`` of the time that both
-    run: it takes multiprocessors and memory bandwidth.
+    The exchanges of ZeRO 2 and 3 beside a microbatch's computation slow it down by the part
+    ``contention`` of the time that both run: they take multiprocessors and memory bandwidth.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -84,11 +87,14 @@ class Reached:
                 raise InputError(f"{name} must be in (0, 1], got {value:g}")
         for name in (
             "half_flops", "launch_seconds", "dispatch_seconds", "cast_bytes",
-            "attention_half_flops", "expert_seconds", "each_expert_seconds", "expert_overlap",
-            "contention",
+            "attention_half_flops", "expert_seconds", "each_expert_seconds", "contention",
+            "logit_bytes",
         ):  # fmt: skip
-            if not 0 <= getattr(self, name) < 1e15:
-                raise InputError(f"{name} must not be negative, got {getattr(self, name):g}")
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < 1e15:
+                raise InputError(f"{name} must not be negative, got {value:g}")
+        if not 0 <= self.expert_overlap <= 1:
+            raise InputError(f"expert_overlap must be from 0 to 1, got {self.expert_overlap:g}")
 
 
 @dataclass(frozen=True, slots=True)

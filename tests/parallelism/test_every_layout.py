@@ -4,11 +4,20 @@ import math
 import sys
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from random import Random
 
 import pytest
-from layout_class import Case, Priced, every_division, every_layout, fewest, priced, random_case
+from layout_class import (
+    Case,
+    Priced,
+    every_division,
+    every_layout,
+    fewest,
+    priced,
+    random_case,
+    random_problem,
+)
 from own_rates import own_rates
 from profiles import slow_after
 
@@ -24,6 +33,7 @@ from stagewright.graphs.models.architecture import (
 from stagewright.service.layouts.problems import training_problem
 from stagewright.service.layouts.requests import FrontPoint, LayoutRequest, RefinedRow
 from stagewright.service.layouts.searching import LESS_MEMORY, find_layouts
+from stagewright.solvers.parallelism.family import LayerFamily
 from stagewright.solvers.parallelism.refining import search
 from stagewright.solvers.parallelism.space import Space
 
@@ -192,6 +202,19 @@ def test_the_bound_of_a_search_that_was_stopped_holds(seed: int) -> None:
     if found.proved:
         best = [one.seconds for one in found.best[: found.fastest]]
         assert best == pytest.approx(times[: found.fastest], rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", slow_after(2, (120, 0, *range(1, 60))))
+def test_a_sample_takes_the_least_in_the_largest_microbatch(seed: int) -> None:
+    """The bound on a way to divide layers; 120: a ring outlasts the attention that hides it."""
+    problem = random_problem(Random(seed))
+    sizes = [size for size in range(1, problem.batch + 1) if problem.batch % size == 0]
+    for split in Space(sequence_parallel="any").families(problem):
+        family = LayerFamily(problem, split)
+        for recompute in ("none", "full"):
+            each = [family.work(size, recompute).total / size for size in sizes]
+            for smaller, larger in pairwise(each):
+                assert (larger <= smaller * (1 + 1e-12)).all()
 
 
 def test_stages_between_the_ends_may_have_fewer_blocks() -> None:

@@ -155,6 +155,20 @@ def test_all_to_all_by_hand(stride, size, seconds) -> None:
 
 
 @pytest.mark.parametrize(
+    ("size", "seconds"),
+    [
+        (4, 3 / 4 * 800 / 100 + 1),  # in a server, as without
+        (8, max(3 / 4 * 800 / 100, 800 / 2 * (1 - 1 / 4) / 10) + 2),  # half of the receivers there
+        (6, max(3 / 4 * 800 / 100, 800 / 2 * (1 - 1 / 9) / 10) + 2),  # servers of 4 and 2 members
+    ],
+)
+def test_two_copies_cross_to_a_server_once_by_hand(size, seconds) -> None:
+    fabric = replace(FABRIC, levels=(FABRIC.levels[0], replace(FABRIC.levels[1], devices=24)))
+    found = all_to_all_seconds(links(fabric, ((1, size),)), 800e6, copies=2)
+    assert found == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
     ("stride", "size", "seconds"),
     [(1, 1, 0), (2, 2, 600 / 100 + 1), (2, 4, 600 / 10 + 2), (4, 4, 600 / 3 + 5)],
 )

@@ -33,9 +33,9 @@ PRECISIONS = (
 )  # fmt: skip
 
 
-def drawn_rates(choice: Callable[[Sequence[Any]], Any], **fixed: Any) -> RateSet:
-    """A set with a drawn value of each constant, but for those that are ``fixed``."""
-    return own_rates(Reached(**({name: choice(each) for name, each in DRAWN.items()} | fixed)))
+def drawn_rates(choice: Callable[[Sequence[Any]], Any]) -> RateSet:
+    """A set with a drawn value of every constant."""
+    return own_rates(Reached(**{name: choice(each) for name, each in DRAWN.items()}))
 
 
 def own_rates(reached: Reached) -> RateSet:
