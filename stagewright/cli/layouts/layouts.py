@@ -151,6 +151,7 @@ class MemoryOptions(PictureOptions, Printed):
     """The rate set that has the range of the bytes; default: as of train-plan."""
 
 
+@command(headings={"Arithmetic": "precision attention reserve gradients rates"})
 def memory(given: MemoryOptions) -> int:
     """Break down the peak memory of a layout by pipeline rank; exit code 1 if one is too full."""
     from stagewright.graphs.importers.hf_hub import is_model
