@@ -4,7 +4,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from stagewright.cli.commands import Asked, ask
+from stagewright.cli.commands import Asked, ask, command
 from stagewright.cli.console import kept, print_table, say, tell
 from stagewright.cli.layouts.inputs import MachineOptions, Precision
 from stagewright.cli.options import Printed, Written
@@ -127,6 +127,12 @@ class CalibrateOptions(MachineOptions, Written):
     """Type of weights and activations, where the runs do not say it; fp8: of products."""
 
 
+@command(
+    headings={
+        "Machines": "per_server server_bandwidth network_bandwidth per_rack rack_bandwidth"
+        " host_bandwidth memory"
+    }
+)
 def calibrate(given: CalibrateOptions) -> int:
     """Make a rate set of your own from two or three measured iterations.
 
