@@ -24,6 +24,7 @@ from stagewright.solvers.parallelism.space import Space
 OWN = replace(
     rates_named("megatron-h100-26.06"),
     name="mine",
+    measured=(),
     dense=Spread(0.9, 1.2),
     experts=Spread(0.8, 1.3),
     memory=Spread(0.95, 1.05),
