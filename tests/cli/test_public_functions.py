@@ -21,6 +21,7 @@ from stagewright.graphs.machines.cluster import Cluster, Device, Link, MatrixLin
 from stagewright.graphs.machines.devices import Accelerator
 from stagewright.graphs.machines.fabric import Fabric
 from stagewright.graphs.machines.networks import fabric_of_kind
+from stagewright.graphs.machines.rates import RateSet
 from stagewright.graphs.models.architecture import Architecture
 from stagewright.graphs.models.chain import Chain
 from stagewright.graphs.models.layer_profiles import LayerProfiles
@@ -58,6 +59,7 @@ TAKEN_BY = {
     ("save_operator_plan", "plan"): {OperatorPlan},
     ("save_profiled_plan", "plan"): {ProfiledDocument},
     ("train_plan", "problem"): {TrainingProblem},
+    ("training_problem", "rates"): {RateSet},
 }
 """Where a function differs."""
 
