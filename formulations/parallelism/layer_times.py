@@ -11,6 +11,7 @@ from stagewright.formulations.prices.collectives import (
     all_to_all_seconds,
     send_seconds,
 )
+from stagewright.formulations.prices.updates import memory_seconds
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.machines.groups import links
 from stagewright.graphs.models.operations import LayerOperation
@@ -207,15 +208,12 @@ def _seconds(
 
     Making the operands of 8 bits is not among them.
     """
-    reached, card = problem.reached, problem.card
-    moved = kernels.fixed + samples * kernels.moved
-    traffic = (
-        moved * problem.precision.activation_bytes / (card.memory_bytes_per_second * reached.memory)
-    )
+    reached = problem.reached
+    moved = (kernels.fixed + samples * kernels.moved) * problem.precision.activation_bytes
     if reached.logit_bytes is not None:
-        rate = card.memory_bytes_per_second * reached.memory
-        loss = samples * kernels.logits * reached.logit_bytes / rate
-        traffic = np.where(kernels.logits > 0, loss, traffic)
+        loss = samples * kernels.logits * reached.logit_bytes
+        moved = np.where(kernels.logits > 0, loss, moved)
+    traffic = memory_seconds(moved, problem.card, reached.memory)
     flops, half, rate = samples * kernels.flops, reached.half_flops, _product_rate(problem, share)
     products = (flops + kernels.products * half) / rate
     if reached.attention is not None:
@@ -229,26 +227,29 @@ def _seconds(
     return seconds
 
 
+def _has_8_bits(problem: TrainingProblem, share: LayerShare) -> bool:
+    """Whether the products of a layer are in 8 bits."""
+    return problem.precision.fp8_products and (share.is_block or problem.reached.fp8_head)
+
+
 def _product_rate(problem: TrainingProblem, share: LayerShare) -> float:
     """FLOP/s that large products of a layer reach."""
     reached = problem.reached
-    if not problem.precision.fp8_products or not (share.is_block or reached.fp8_head):
-        return problem.half_peak_flops * reached.matmul
-    return problem.peak_flops * (reached.fp8_matmul or reached.matmul)
+    if _has_8_bits(problem, share):
+        return problem.peak_flops * (reached.fp8_matmul or reached.matmul)
+    return problem.half_peak_flops * reached.matmul
 
 
 def _cast_seconds(
     problem: TrainingProblem, share: LayerShare, kernels: _Kernels, samples: int
 ) -> Floats:
     """Seconds in which a forward's inputs, or a backward's gradients, are made 8 bits wide."""
-    reached = problem.reached
-    if not problem.precision.fp8_products or not (share.is_block or reached.fp8_head):
+    if not _has_8_bits(problem, share):
         return np.zeros_like(kernels.moved)
     # Inputs and outputs are about as many.
     elements = np.where(kernels.cast, samples * kernels.moved / 2, 0.0)
-    rate = problem.card.memory_bytes_per_second * reached.memory
-    seconds: Floats = elements * reached.cast_bytes / rate
-    return seconds
+    reached = problem.reached
+    return memory_seconds(elements * reached.cast_bytes, problem.card, reached.memory)
 
 
 def _weights(one: LayerOperation) -> float:
@@ -260,9 +261,9 @@ def _sums(problem: TrainingProblem, kernels: _Kernels) -> Floats:
     weights = kernels.fixed
     if not problem.fused_gradients:
         return np.zeros_like(weights)
-    rate = problem.card.memory_bytes_per_second * problem.reached.memory
-    moved = 2 * problem.precision.gradient_bytes * weights
-    seconds: Floats = moved / rate + np.where(weights > 0, problem.reached.launch_seconds, 0.0)
+    reached, moved = problem.reached, 2 * problem.precision.gradient_bytes * weights
+    launches = np.where(weights > 0, reached.launch_seconds, 0.0)
+    seconds: Floats = memory_seconds(moved, problem.card, reached.memory) + launches
     return seconds
 
 
@@ -273,7 +274,7 @@ def _accumulation(problem: TrainingProblem, share: LayerShare) -> float:
     precision = problem.precision
     parameters = share.parameters + share.expert_parameters + share.tied_parameters
     moved = parameters * (precision.weight_bytes + 2 * precision.gradient_bytes)
-    return moved / (problem.card.memory_bytes_per_second * problem.reached.memory)
+    return memory_seconds(moved, problem.card, problem.reached.memory)
 
 
 def _exchanges(

@@ -11,7 +11,6 @@ ROOMS = ("graphs", "formulations", "solvers", "executor", "service", "stagewrigh
 RATES = ("bytes_per_second", "seconds_per_byte", "bandwidth")
 SAME = {"min", "max", "float", "abs", "minimum", "maximum", "append", "copy", "array", "asarray"}
 ALLOWED = {
-    "formulations/parallelism/layer_times.py": "computation of layers, which memory bounds",
     "formulations/parallelism/profiles/cluster.py": "the bandwidth of a tensor group together",
     "formulations/pipelines/bppm.py": "a theorem's ratio of the best and the worst link",
     "graphs/machines/groups.py": "the bandwidth of a unit's ways out together",
