@@ -6,6 +6,7 @@ was left out of the fit. ``python -m benchmarks.rates`` makes those of the packa
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -166,10 +167,25 @@ class RateSet:
         return f"{self.name}{borrowed} ({self.fitted_to})"
 
     @property
+    def left_out_runs(self) -> int:
+        """How many runs were left out of a fit."""
+        return sum(one.runs for one in self.errors)
+
+    @property
     def mean_error(self) -> float | None:
         """The mean absolute error of the left-out runs, None if none was left out."""
-        runs = sum(one.runs for one in self.errors)
-        return sum(one.runs * one.error for one in self.errors) / runs if runs else None
+        return self._mean([one.error for one in self.errors])
+
+    @property
+    def mean_bias(self) -> float | None:
+        """The mean error of the left-out runs, None if none was left out."""
+        return self._mean([one.bias for one in self.errors])
+
+    def _mean(self, by_model: Sequence[float]) -> float | None:
+        if not self.left_out_runs:
+            return None
+        weighted = zip(self.errors, by_model, strict=True)
+        return sum(one.runs * value for one, value in weighted) / self.left_out_runs
 
 
 _FAMILIES = {

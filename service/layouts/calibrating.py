@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from stagewright.graphs.machines.rates import RateSet
 from stagewright.service.answers import CARRIED, Answer, Finite
-from stagewright.service.layouts.rates import RateSetAnswer, rates_answer
+from stagewright.service.layouts.rates import RateSetAnswer
 from stagewright.service.requests import Request
 from stagewright.solvers.parallelism.calibrating import CalibrationRun, calibrated, require_runs
 
@@ -72,6 +72,6 @@ def calibrate(request: CalibrateRequest) -> CalibrateAnswer:
                 found.runs, found.before, found.after, left_out, strict=True
             )
         ),
-        rates=rates_answer(found.rates),
+        rates=RateSetAnswer.of(found.rates),
         document=found.rates,
     )

@@ -4,7 +4,6 @@ from typing import Annotated
 
 from stagewright.graphs.machines.rates import (
     LeftOut,
-    RateSet,
     Reached,
     Spread,
     rate_sets,
@@ -53,11 +52,4 @@ def find_rates(request: RatesRequest) -> RatesAnswer:
     found = (
         [rate_sets()[name] for name in sorted(rate_sets())] if one is None else [rates_named(one)]
     )
-    return RatesAnswer(sets=tuple(map(rates_answer, found)))
-
-
-def rates_answer(rates: RateSet) -> RateSetAnswer:
-    """A set as an answer."""
-    runs = sum(one.runs for one in rates.errors)
-    bias = sum(one.runs * one.bias for one in rates.errors) / runs if runs else None
-    return RateSetAnswer.of(rates, left_out_runs=runs, mean_bias=bias)
+    return RatesAnswer(sets=tuple(map(RateSetAnswer.of, found)))
