@@ -18,7 +18,7 @@ the way, recomputation of some operators, and the module that predicts a second 
 from collections.abc import Iterator
 from dataclasses import replace
 
-from benchmarks.layout_fit import compiled
+from benchmarks.layout_runs import compiled
 from benchmarks.report import Table
 from stagewright.formulations.parallelism.estimate import Estimate, evaluate
 from stagewright.formulations.parallelism.layout import Layout, parse_layout

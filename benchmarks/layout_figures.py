@@ -13,8 +13,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.layout_fit import compiled
-from benchmarks.layout_runs import gpt, gpt_problem, of_2021, thesis_flops
+from benchmarks.layout_runs import compiled, gpt, gpt_problem, of_2021, thesis_flops
 from stagewright.formulations.parallelism.estimate import Estimate, evaluate
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.parts import Parts

@@ -15,8 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from benchmarks.layout_fit import compiled
-from benchmarks.layout_runs import gpt, gpt_problem
+from benchmarks.layout_runs import compiled, gpt, gpt_problem
 from benchmarks.report import Table
 from stagewright.formulations.parallelism.estimate import Estimate, evaluate
 from stagewright.formulations.parallelism.layout import Layout

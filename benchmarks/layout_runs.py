@@ -8,9 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from numba import njit
+
+from stagewright.formulations.parallelism.estimate import evaluate
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.parts import shares
-from stagewright.formulations.parallelism.pipeline_time import RankMemory
+from stagewright.formulations.parallelism.pipeline_time import RankMemory, walk
 from stagewright.formulations.parallelism.training import Precision, TrainingProblem
 from stagewright.graphs.machines.networks import fabric_of_kind
 from stagewright.graphs.machines.rates import rates_of
@@ -230,3 +233,18 @@ def table_4_2_zero() -> Iterator[Run]:
 
 def _billions(problem: TrainingProblem) -> float:
     return sum(problem.architecture.parameters().values()) / 1e9
+
+
+# --- Predicted -----------------------------------------------------------------------------------
+
+compiled = njit(walk)
+
+
+def predicted(run: Run) -> float:
+    """Seconds of a run's iteration."""
+    return evaluate(run.problem, run.layout, compiled).seconds
+
+
+def error(run: Run) -> float:
+    """Predicted over measured seconds, less one."""
+    return predicted(run) / run.seconds - 1

@@ -26,7 +26,7 @@ from statistics import mean
 from types import ModuleType
 from typing import Any
 
-from benchmarks.layout_fit import compiled
+from benchmarks.layout_runs import compiled
 from benchmarks.report import Table
 from stagewright.formulations.parallelism.estimate import Estimate, evaluate
 from stagewright.formulations.parallelism.layout import Layout

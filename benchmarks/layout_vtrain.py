@@ -19,8 +19,7 @@ from statistics import mean
 import numpy as np
 from scipy.stats import spearmanr
 
-from benchmarks.layout_fit import compiled
-from benchmarks.layout_runs import gpt, gpt_problem, of_2021
+from benchmarks.layout_runs import compiled, gpt, gpt_problem, of_2021
 from benchmarks.report import Table
 from stagewright.formulations.parallelism.estimate import evaluate
 from stagewright.formulations.parallelism.layout import Layout

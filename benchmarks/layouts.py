@@ -5,12 +5,14 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from benchmarks import layout_experts, layout_h100, layout_vtrain
-from benchmarks.layout_fit import compiled, error, predicted
 from benchmarks.layout_runs import (
     MEASURED,
     Run,
+    compiled,
+    error,
     kept_by_blocks,
     korthikanti,
+    predicted,
     table_4_1,
     table_4_2_ptd,
     table_4_2_zero,

@@ -37,10 +37,7 @@ MEMORY = {"torchtitan": 96e9}
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRun:
-    """A row: an iteration of ``seconds``, and its memory where it is printed.
-
-    ``group`` is what is fitted together: a stack on a family of devices, with experts or without.
-    """
+    """A row: an iteration of ``seconds``, and its memory where it is printed."""
 
     id: str
     stack: str

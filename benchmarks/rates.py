@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from scipy.optimize import least_squares
 from scipy.stats import spearmanr
 
-from benchmarks.layout_fit import compiled
+from benchmarks.layout_runs import compiled
 from benchmarks.measured_layouts import MeasuredRun, measured_runs, published_on_a100
 from benchmarks.report import FIGURES, Table
 from stagewright.formulations.parallelism.estimate import evaluate

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from benchmarks.layout_fit import compiled
+from benchmarks.layout_runs import compiled
 from benchmarks.measured_layouts import MeasuredRun, measured_runs
 from benchmarks.report import Table, percent
 from stagewright.formulations.parallelism.estimate import Estimate, evaluate

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
-from benchmarks.layout_fit import compiled
+from benchmarks.layout_runs import compiled
 from benchmarks.report import Table
 from benchmarks.stack_memory import model_named
 from stagewright.formulations.parallelism.estimate import evaluate

@@ -45,7 +45,7 @@ def fabric_of_kind(
     inside = min(per_server or _domain(card, devices), devices)
     if devices % inside:
         fewer = devices // inside * inside
-        size = max(one for one in range(1, inside) if devices % one == 0)
+        size = _part(devices, inside)
         raise InputError(
             f"gpus {devices} are not whole servers of {inside}: give {fewer} or {fewer + inside}, "
             f"or the GPUs in a server with per_server, such as {size}"
@@ -75,8 +75,12 @@ def fabric_of_kind(
 
 def _domain(card: Accelerator, devices: int) -> int:
     """Devices in a server, or in as large a part of an NVLink domain as divides them all."""
-    most = card.nvlink_domain
-    return most if most <= 8 else max(one for one in range(1, most + 1) if devices % one == 0)
+    return card.nvlink_domain if card.nvlink_domain <= 8 else _part(devices, card.nvlink_domain)
+
+
+def _part(devices: int, most: int) -> int:
+    """The largest divisor of ``devices`` that is at most ``most``."""
+    return max(one for one in range(1, most + 1) if devices % one == 0)
 
 
 def nvlink_rate(kind: str | Accelerator) -> float:

@@ -3,11 +3,13 @@
 import numpy as np
 import pytest
 
-from benchmarks.layout_fit import compiled, error, predicted
 from benchmarks.layout_runs import (
     Measured,
     Run,
+    compiled,
+    error,
     kept_by_blocks,
+    predicted,
     table_4_1,
     table_4_2_ptd,
     thesis_teraflops,
