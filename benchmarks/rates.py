@@ -117,7 +117,8 @@ _A100 = replace(
 FITS = (
     Fit(
         "megatron-a100-2022", "megatron", ("a100", "a100-80gb"), "2021 and 2022",
-        "Korthikanti et al. 2022, tables 3 to 5; Narayanan's thesis, table 4.1; vTrain's runs",
+        "Korthikanti et al. 2022, tables 3 to 5; Narayanan's thesis, table 4.1; vTrain's runs; "
+        "fused attention, which none of them has, is assumed to be near that of FSDP's runs",
         lambda run: run.stack in ("megatron-2021", "megatron-2022"),
         (),
         _A100,
