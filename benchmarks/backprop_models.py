@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from stagewright.formulations.backprop.regions import Streams
 from stagewright.formulations.backprop.training import Layers
-from stagewright.formulations.prices.analytic import Efficiency
 from stagewright.graphs.machines.devices import accelerator
+from stagewright.graphs.machines.rates import rates_of
 from stagewright.graphs.models.vision import DENSENET_BLOCKS, RESNET_STAGES
 
-V100, REACHED = accelerator("v100"), Efficiency()
+V100, REACHED = accelerator("v100"), rates_of("v100").reached
 TILE = 1024  # elements that a thread block computes
 CAPACITY = 1520  # thread blocks on a V100 at once, section 8.2
 WEIGHT_BLOCKS = 448  # of half the weight gradients in DenseBlock-4, section 8.2

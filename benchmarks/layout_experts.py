@@ -22,7 +22,10 @@ from benchmarks.layout_runs import compiled
 from benchmarks.report import Table
 from stagewright.formulations.parallelism.estimate import Estimate, evaluate
 from stagewright.formulations.parallelism.layout import Layout, parse_layout
-from stagewright.formulations.parallelism.training import Precision, TrainingProblem
+from stagewright.formulations.parallelism.training import (
+    TrainingProblem,
+)
+from stagewright.formulations.prices.computing import Precision
 from stagewright.graphs.machines.fabric import Fabric
 from stagewright.graphs.machines.networks import fabric_of_kind
 from stagewright.graphs.machines.rates import rates_of

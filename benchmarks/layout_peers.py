@@ -34,7 +34,10 @@ from benchmarks.report import Table
 from benchmarks.spec import BenchSpec
 from stagewright.formulations.parallelism.estimate import Estimate, evaluate
 from stagewright.formulations.parallelism.layout import Layout
-from stagewright.formulations.parallelism.training import Precision, TrainingProblem
+from stagewright.formulations.parallelism.training import (
+    TrainingProblem,
+)
+from stagewright.formulations.prices.computing import Precision
 from stagewright.graphs.machines.fabric import Fabric, Level
 from stagewright.graphs.machines.rates import RateSet, Reached, Spread
 from stagewright.graphs.models.architecture import Architecture, FeedForward, GroupedAttention

@@ -14,7 +14,10 @@ from stagewright.formulations.parallelism.estimate import evaluate
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.parts import shares
 from stagewright.formulations.parallelism.pipeline_time import RankMemory, walk
-from stagewright.formulations.parallelism.training import Precision, TrainingProblem
+from stagewright.formulations.parallelism.training import (
+    TrainingProblem,
+)
+from stagewright.formulations.prices.computing import Precision
 from stagewright.graphs.machines.networks import fabric_of_kind
 from stagewright.graphs.machines.rates import rates_of
 from stagewright.graphs.models.architecture import Architecture, FeedForward, GroupedAttention

@@ -17,9 +17,9 @@ from benchmarks.layout_runs import Run, gpt, korthikanti, of_2021, table_4_1
 from stagewright.formulations.parallelism.layout import Layout, parse_layout
 from stagewright.formulations.parallelism.training import (
     TrainingProblem,
-    precision_named,
     with_stack,
 )
+from stagewright.formulations.prices.computing import precision_named
 from stagewright.graphs.machines.networks import fabric_of_kind
 from stagewright.graphs.machines.rates import rates_of
 from stagewright.graphs.machines.stack_memory import STACK_MEMORY

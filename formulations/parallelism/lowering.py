@@ -16,11 +16,15 @@ from stagewright.formulations.parallelism.layer_times import LayerTime, share_ti
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.parts import shares
 from stagewright.formulations.parallelism.states import held, update_seconds
-from stagewright.formulations.parallelism.training import Precision, TrainingProblem, require_layout
+from stagewright.formulations.parallelism.training import (
+    TrainingProblem,
+    require_layout,
+)
 from stagewright.formulations.plans.assembly import assemble
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan, Stage
 from stagewright.formulations.plans.plan_class import Shards
+from stagewright.formulations.prices.computing import layer_cost
 from stagewright.formulations.schedules.order import Order
 from stagewright.formulations.schedules.planned import starts_to_the_end
 from stagewright.formulations.schedules.published.one_f_one_b import interleaved
@@ -140,7 +144,9 @@ def chain_of(problem: TrainingProblem, layout: Layout, names: Sequence[str] | No
         f"computed for {problem.fabric.device}, sequences of {problem.sequence}, of a layout",
         layout.data * layout.microbatch,
         tuple(layers),
-        _state_factor(problem.precision, layout),
+        # Where the replicas divide the optimizer's state alone, what gradients take in addition
+        # stays whole: it counts as many times as the state is divided.
+        problem.precision.state_factor(layout.data if _shards(layout) == "optimizer" else 1),
     )
 
 
@@ -202,22 +208,18 @@ def _costs(
 def _cost(
     problem: TrainingProblem, layout: Layout, share: LayerShare, split: LayerSplit, samples: int
 ) -> LayerCost:
-    size, split_backward = problem.precision.activation_bytes, layout.schedule == "zero-bubble"
+    split_backward = layout.schedule == "zero-bubble"
     time = share_time(problem, share, split, samples, "none", split_backward)
-    is_head = not share.is_block and share.differentiable
     degree = split.tensor if split.tensor > 1 else None
-    return LayerCost(
-        microbatch_size=samples,
-        forward_seconds=time.forward,
-        # The gradient of the logits is there while the head's backward is.
-        saved_bytes=samples
-        * (problem.saved_bytes(share, "none") + problem.gradient_of_loss(share)),
-        output_bytes=samples * (share.gradient_bytes if is_head else share.width * size),
-        # Of all numbers: the plan's stages say which part of the step a replica does.
-        update_seconds=update_seconds(
-            problem, replace(layout, zero=0), held(((share, False, 1),), tied=True)
-        ),
+    of = held(((share, False, 1),), tied=True)
+    return layer_cost(
+        problem.processor,
+        share,
+        samples,
         device_kind=problem.fabric.device,
+        forward_seconds=time.forward,
+        # Of all numbers: the plan's stages say which part of the step a replica does.
+        update_seconds=update_seconds(problem, replace(layout, zero=0), of),
         tensor=degree,
         shard_parameter_bytes=None if degree is None else _parameter_bytes(problem, share),
         **_backward(time, split_backward),
@@ -235,14 +237,3 @@ def _backward(time: LayerTime, in_parts: bool) -> dict[str, float]:
 
 def _parameter_bytes(problem: TrainingProblem, share: LayerShare) -> float:
     return (share.parameters + share.tied_parameters) * problem.precision.weight_bytes
-
-
-def _state_factor(precision: Precision, layout: Layout) -> float:
-    """Bytes next to a weight and a gradient of its size; smaller gradients count as large.
-
-    Where the replicas divide the optimizer's state alone, what gradients take in addition stays
-    whole: it counts as many times as the state is divided.
-    """
-    weight, gradient = precision.weight_bytes, max(precision.weight_bytes, precision.gradient_bytes)
-    times = layout.data if _shards(layout) == "optimizer" else 1
-    return (times * (gradient - weight) + precision.optimizer_bytes) / weight

@@ -128,7 +128,7 @@ class StageCosts:
 
     def _saved(self, share: LayerShare, again: bool) -> float:
         recompute = self.layout.recompute if again else "none"
-        return self.layout.microbatch * self.problem.saved_bytes(share, recompute)
+        return self.layout.microbatch * self.problem.processor.saved_bytes(share, recompute)
 
     def memory(self, layers: Layers, activations: float) -> RankMemory:
         """The peak of a rank whose forwards keep ``activations`` at most."""
@@ -151,7 +151,9 @@ class StageCosts:
 
         These are repeated activations, and the gradient of the logits.
         """
-        whole = self.problem.saved_bytes(share, "none") + self.problem.gradient_of_loss(share)
+        whole = self.problem.processor.saved_bytes(
+            share, "none"
+        ) + self.problem.processor.gradient_of_loss(share)
         return max(0.0, self.layout.microbatch * whole - self._saved(share, again))
 
     def _gathered_bytes(self, of: Held) -> float:

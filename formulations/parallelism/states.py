@@ -11,7 +11,6 @@ from stagewright.formulations.prices.collectives import (
     gather_seconds,
     link_seconds,
 )
-from stagewright.formulations.prices.updates import memory_seconds
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.groups import ends, links
 from stagewright.graphs.models.shards import LayerShare
@@ -173,4 +172,4 @@ def update_seconds(problem: TrainingProblem, layout: Layout, of: Held) -> float:
         if host is None:
             raise InputError("an offloaded optimizer needs the devices' bandwidth to the host")
         return link_seconds(number * max(precision.gradient_bytes, precision.weight_bytes), host)
-    return memory_seconds(number * precision.updated_bytes, problem.card, problem.reached.memory)
+    return problem.processor.update_seconds(number)

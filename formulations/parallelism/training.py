@@ -7,7 +7,7 @@ from typing import ClassVar
 from pydantic import ConfigDict
 
 from stagewright.formulations.parallelism.layout import Layout
-from stagewright.formulations.prices.updates import update_bytes
+from stagewright.formulations.prices.computing import MIXED, Precision, Processor
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MAX_MICROBATCHES, require_amount, require_count
@@ -17,51 +17,7 @@ from stagewright.graphs.machines.rates import RateSet, Reached, Spread
 from stagewright.graphs.machines.stack_memory import PLAIN, StackMemory
 from stagewright.graphs.models.architecture import MAX_SIZE, Architecture
 from stagewright.graphs.models.language import Attention
-from stagewright.graphs.models.shards import LayerShare, Recompute
 from stagewright.graphs.models.splits import require_split
-
-
-@dataclass(frozen=True, slots=True)
-class Precision:
-    """Bytes of a number of each kind; the defaults are Megatron-LM's mixed precision with Adam.
-
-    ``optimizer_bytes`` are per parameter: the fp32 master of the weight and two moments.
-    """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
-
-    activation_bytes: int = 2
-    weight_bytes: int = 2
-    gradient_bytes: int = 4
-    optimizer_bytes: int = 12
-    fp8_products: bool = False
-
-    @property
-    def updated_bytes(self) -> float:
-        """Bytes per parameter that the optimizer's step moves."""
-        held = self.weight_bytes, self.gradient_bytes, self.optimizer_bytes
-        return update_bytes(*held, masters=self.weight_bytes < 4)
-
-    def __post_init__(self) -> None:
-        for name in ("activation_bytes", "weight_bytes", "gradient_bytes"):
-            if getattr(self, name) not in (1, 2, 4):
-                raise InputError(f"{name} must be 1, 2 or 4, got {getattr(self, name)}")
-        if not 0 <= self.optimizer_bytes <= 16:
-            raise InputError(f"optimizer_bytes must be from 0 to 16, got {self.optimizer_bytes}")
-
-
-def precision_named(name: str) -> Precision:
-    """Mixed precision by its name: fp16, bf16, fp8 (products in 8 bits, weights in bf16); fp32.
-
-    Raises InputError if the name is another.
-    """
-    if name in ("fp16", "bf16"):
-        return Precision()
-    if name == "fp8":
-        return Precision(fp8_products=True)
-    if name == "fp32":
-        return Precision(activation_bytes=4, weight_bytes=4, optimizer_bytes=8)
-    raise InputError(f"precision must be fp32, fp16, bf16 or fp8, got {name!r}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +40,7 @@ class TrainingProblem:
     batch: int
     fabric: Fabric
     rates: RateSet
-    precision: Precision = Precision()
+    precision: Precision = MIXED
     attention: Attention = "fused"
     overlap: bool = True
     overlap_tensor: bool = True
@@ -114,31 +70,15 @@ class TrainingProblem:
         """Measured over predicted seconds, at the least and at the most."""
         return self.rates.dense if self.architecture.experts is None else self.rates.experts
 
+    @cached_property
+    def processor(self) -> Processor:
+        """The device as it computes this model's layers."""
+        return Processor(self.card, self.reached, self.precision, self.fused_gradients, self.memory)
+
     @property
     def peak_flops(self) -> float:
         """FLOP/s of matrix products at this precision."""
-        if self.precision.fp8_products and self.card.fp8_flops is not None:
-            return self.card.fp8_flops
-        return self.half_peak_flops
-
-    @property
-    def half_peak_flops(self) -> float:
-        """FLOP/s of matrix products that are not in 8 bits: in the type of the activations."""
-        return (
-            self.card.fp32_flops if self.precision.activation_bytes == 4 else self.card.fp16_flops
-        )
-
-    def saved_bytes(self, share: LayerShare, recompute: Recompute) -> float:
-        """Bytes that a layer's forward keeps of a sample for the backward."""
-        precision = self.precision
-        return share.saved_bytes(
-            precision.activation_bytes, recompute, self.memory, fp8=precision.fp8_products
-        )
-
-    def gradient_of_loss(self, share: LayerShare) -> float:
-        """Bytes of a sample's large gradients that a layer's backward begins with."""
-        memory = self.memory
-        return share.gradient_bytes * memory.loss_gradient_bytes / 4 * (1 + memory.slack)
+        return self.processor.peak_flops
 
     @cached_property
     def model_flops(self) -> float:

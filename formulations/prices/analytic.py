@@ -1,43 +1,26 @@
-"""Analytic profiles: costs of models from operation counts and a device's peaks."""
+"""Analytic profiles: costs of models from operation counts and what kernels reach of the peaks."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, replace
+from typing import get_args
 
-from stagewright.formulations.prices.updates import memory_seconds, update_bytes
+from stagewright.formulations.prices.computing import (
+    PrecisionName,
+    Processor,
+    computed,
+    layer_cost,
+    precision_named,
+)
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.devices import Accelerator, accelerator, require_arithmetic
+from stagewright.graphs.machines.rates import RateSet, rates_for
 from stagewright.graphs.models.architecture import Architecture
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.graphs.models.language import Attention
 from stagewright.graphs.models.named import named_model
-from stagewright.graphs.models.operations import LayerOperation, LayerWork
-
-Precision = Literal["fp32", "fp16", "bf16", "fp8"]
+from stagewright.graphs.models.shards import LayerShare, LayerSplit, share_of, shares_of
 
 OPTIMIZERS = {0: "SGD", 1: "SGD with momentum", 2: "Adam"}  # by numbers of state per parameter
-
-
-@dataclass(frozen=True, slots=True)
-class Efficiency:
-    """The achieved fraction of a device's peaks: matrix products, convolutions, memory traffic.
-
-    With the defaults and materialized attention a V100 in fp32 trains BERT-large (384 tokens) at 10
-    sequences and ResNet-50 at 345 images per second; NVIDIA publishes 9.85 and 367
-    (DeepLearningExamples, one V100 of a DGX-1). The fraction of convolutions is higher because fast
-    algorithms save multiplications.
-    """
-
-    matmul: float = 0.5
-    convolution: float = 0.75
-    memory: float = 0.75
-
-    def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
-            if not 0 < getattr(self, name) <= 1:
-                raise InputError(
-                    f"efficiency: {name} must be in (0, 1], got {getattr(self, name):g}"
-                )
 
 
 def analytic_model(
@@ -45,8 +28,8 @@ def analytic_model(
     microbatch_size: int | Sequence[int] | None = None,
     device: str | Accelerator | Sequence[str | Accelerator] = "v100",
     *,
-    efficiency: Efficiency | None = None,
-    precision: Precision = "fp32",
+    rates: RateSet | str | None = None,
+    precision: PrecisionName = "fp32",
     attention: Attention = "fused",
     tied_copies: bool = True,
     optimizer_state: int = 2,
@@ -54,10 +37,11 @@ def analytic_model(
 ) -> Chain:
     """A named model with computed, not measured, costs.
 
-    Each operation takes the larger of FLOPs over achieved FLOP/s and bytes over achieved memory
-    bandwidth; launch times are not counted. See ``graphs.models.operations`` for the counts of
-    gradients and kept activations. The optimizer step is bound by memory traffic: in fp32 it reads
-    weights, gradients and state and writes weights and state, in 16 bits it works on fp32 masters.
+    Times, kept activations and states are those that layouts have (``prices.computing``) for one
+    device: each operation takes the larger of FLOPs over reached FLOP/s and bytes over reached
+    memory bandwidth, and its launch. See ``graphs.models.operations`` for the counts of gradients
+    and kept activations. The optimizer step is bound by memory traffic: in fp32 it reads weights,
+    gradients and state and writes weights and state, in 16 bits it works on fp32 masters.
 
     A table that several layers use (logits tied to the embedding) counts in each of them: every
     later stage that uses it holds a copy, with its gradient and its state, and updates it. If a
@@ -73,13 +57,13 @@ def analytic_model(
         the planned one.
     device
         A device of ``devices.ACCELERATORS`` or the user's own; several for a mixed cluster.
-    efficiency
-        The achieved fractions of the peaks.
+    rates
+        What kernels reach, on all devices: a rate set, its name or its file; None: the newest of
+        each kind of device, or of the nearest.
     precision
-        ``fp32``, or ``fp16`` and ``bf16``: weights, gradients and activations of 2 bytes, and an
-        optimizer that keeps masters of the weights and its state in fp32 (Adam: 12 bytes per
-        parameter). ``fp8`` is bf16 with the matrix products (attention's too, not convolutions) at
-        the peak of 8 bits; making the 8-bit operands takes no time.
+        ``fp32``, or ``fp16`` and ``bf16``: weights and activations of 2 bytes, sums of gradients of
+        4, and an optimizer that keeps masters of the weights and its state in fp32 (Adam: 12 bytes
+        per parameter). ``fp8`` is bf16 with the matrix products (not convolutions) in 8 bits.
     attention
         ``fused``: one kernel that keeps no matrix of scores and recomputes them in the backward,
         or ``materialized``. It does not apply to vision models.
@@ -98,15 +82,14 @@ def analytic_model(
     model = named_model(name)
     if attention not in get_args(Attention):
         raise InputError(f"attention must be fused or materialized, got {attention!r}")
-    rates = _rates(device, precision, efficiency, optimizer_state)
+    samples = model.microbatch_size if microbatch_size is None else microbatch_size
     return _chain(
         name,
         sizes,
-        lambda samples: model.layers(samples, sizes, attention),
-        _require_sizes(model.microbatch_size if microbatch_size is None else microbatch_size),
-        rates,
+        # Not all of a layer's work need be proportional to the samples.
+        lambda size: ({one.name: share_of(one) for one in model.layers(size, sizes, attention)}, 1),
+        _Training(_devices(device, rates), precision, samples, tied_copies, optimizer_state),
         assumed=[f"{attention} attention"] if model.attends else [],
-        tied_copies=tied_copies,
     )
 
 
@@ -116,8 +99,8 @@ def architecture_model(
     microbatch_size: int | Sequence[int] = 1,
     device: str | Accelerator | Sequence[str | Accelerator] = "v100",
     *,
-    efficiency: Efficiency | None = None,
-    precision: Precision = "fp32",
+    rates: RateSet | str | None = None,
+    precision: PrecisionName = "fp32",
     tied_copies: bool = True,
     optimizer_state: int = 2,
 ) -> Chain:
@@ -129,154 +112,111 @@ def architecture_model(
     size is out of range. ``architecture``: for example of ``importers.hf_config.read_hf_config``.
     ``sequence``: tokens in a sample.
     """
-    rates = _rates(device, precision, efficiency, optimizer_state)
-    assumed = ["roofline of every operator", "fused attention"]
-    if not architecture.encoder:
-        assumed.append("causal masks save no FLOPs")
+    assumed = ["fused attention"]
     if architecture.experts is not None:
         assumed += ["tokens spread evenly over the experts", "all experts on the device"]
     if architecture.left_out is not None:
         assumed.append(f"without {architecture.left_out}")
+    names = ["embedding", *(f"block{i}" for i in range(architecture.layers)), "head"]
+    layers = shares_of(architecture, sequence, LayerSplit()).every
     return _chain(
         architecture.name,
         {"layers": architecture.layers, "hidden": architecture.hidden, "sequence": sequence},
-        lambda samples: architecture.works(samples, sequence),
-        _require_sizes(microbatch_size),
-        rates,
+        lambda size: (dict(zip(names, layers, strict=True)), size),
+        _Training(
+            _devices(device, rates), precision, microbatch_size, tied_copies, optimizer_state
+        ),
         assumed=assumed,
-        tied_copies=tied_copies,
     )
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
-    """The achieved rates of one device at one precision."""
+class _Training:
+    """How a model is trained: on which devices, in which types and microbatches."""
 
-    card: Accelerator
-    precision: Precision
-    efficiency: Efficiency
+    devices: Sequence[tuple[Accelerator, RateSet]]
+    precision: PrecisionName
+    microbatch_size: int | Sequence[int]
+    tied_copies: bool
     optimizer_state: int
 
-    def __str__(self) -> str:
-        return (
-            f"{self.card}, {self.precision} peak {self.peak_flops / 1e12:g} TFLOP/s at "
-            f"{self.efficiency.matmul:.0%} (matmul) and {self.efficiency.convolution:.0%} "
-            f"(convolution), memory {self.card.memory_bytes_per_second / 1e9:g} GB/s at "
-            f"{self.efficiency.memory:.0%}"
-        )
+    @property
+    def sizes(self) -> list[int]:
+        """The microbatch sizes, ascending."""
+        asked = self.microbatch_size
+        every = sorted({asked} if isinstance(asked, int) else set(asked))
+        if not every or every[0] < 1:
+            raise InputError(f"microbatch_size must be at least 1, got {asked}")
+        return every
 
     @property
-    def peak_flops(self) -> float:
-        """FLOP/s of matrix products at this precision."""
-        if self.precision == "fp8" and self.card.fp8_flops is not None:
-            return self.card.fp8_flops
-        return self.convolution_flops
-
-    @property
-    def convolution_flops(self) -> float:
-        """FLOP/s of convolutions at this precision: in fp8 those of bf16."""
-        return self.card.fp32_flops if self.precision == "fp32" else self.card.fp16_flops
-
-    @property
-    def element_bytes(self) -> int:
-        """Bytes of a number at this precision."""
-        return 4 if self.precision == "fp32" else 2
-
-    @property
-    def state_bytes_per_parameter_byte(self) -> float:
-        """The optimizer's state, with fp32 masters where the weights have 16 bits."""
-        if self.precision == "fp32":
-            return float(self.optimizer_state)
-        return 2.0 * (1 + self.optimizer_state)
-
-    def moving_seconds(self, moved_bytes: float) -> float:
-        """Time to read or write ``moved_bytes``."""
-        return memory_seconds(moved_bytes, self.card, self.efficiency.memory)
-
-    def update_seconds(self, parameter_bytes: float) -> float:
-        """Time of the optimizer step.
-
-        In fp32 it moves 7 times the weights' bytes with Adam, 5 with momentum, 3 with SGD. In 16
-        bits it reads the masters in place of the weights.
-        """
-        state, masters = self.state_bytes_per_parameter_byte, self.precision != "fp32"
-        passes = update_bytes(1, 1, state, masters=masters)
-        return self.moving_seconds(passes * parameter_bytes)
-
-    def seconds(self, operation: LayerOperation) -> float:
-        """Forward time of one operation (a roofline)."""
-        memory = self.moving_seconds(operation.moved * self.element_bytes)
-        if operation.kind == "memory":
-            return memory
-        reached: float = getattr(self.efficiency, operation.kind)
-        products = operation.kind == "matmul"
-        peak = self.peak_flops if products else self.convolution_flops
-        return max(operation.flops / (peak * reached), memory)
+    def processors(self) -> list[Processor]:
+        """The devices with their types of numbers."""
+        if self.optimizer_state not in OPTIMIZERS:
+            raise InputError(f"optimizer_state must be 0, 1 or 2, got {self.optimizer_state!r}")
+        numbers = precision_named(self.precision)
+        masters = numbers.weight_bytes < 4
+        numbers = replace(numbers, optimizer_bytes=4 * (self.optimizer_state + masters))
+        for card, _ in self.devices:
+            require_arithmetic(card, self.precision)
+        return [Processor(card, rates.reached, numbers) for card, rates in self.devices]
 
 
-def _rates(
-    device: str | Accelerator | Sequence[str | Accelerator],
-    precision: Precision,
-    efficiency: Efficiency | None,
-    optimizer_state: int,
-) -> list[Rates]:
-    """The rates of every device."""
-    if precision not in get_args(Precision):
-        raise InputError(f"precision must be fp32, fp16, bf16 or fp8, got {precision!r}")
-    if optimizer_state not in OPTIMIZERS:
-        raise InputError(f"optimizer_state must be 0, 1 or 2, got {optimizer_state!r}")
+def _devices(
+    device: str | Accelerator | Sequence[str | Accelerator], rates: RateSet | str | None
+) -> list[tuple[Accelerator, RateSet]]:
+    """Every device with its rates."""
     kinds = [device] if isinstance(device, str | Accelerator) else device
-    cards = [accelerator(kind) for kind in kinds]
-    if not cards:
+    found = [(card, rates_for(card, rates)) for card in map(accelerator, kinds)]
+    if not found:
         raise InputError("an analytic profile needs at least one device")
-    for card in cards:
-        require_arithmetic(card, precision)
-    return [Rates(card, precision, efficiency or Efficiency(), optimizer_state) for card in cards]
-
-
-def _require_sizes(asked: int | Sequence[int]) -> list[int]:
-    """The microbatch sizes, ascending."""
-    every = sorted({asked} if isinstance(asked, int) else set(asked))
-    if not every or every[0] < 1:
-        raise InputError(f"microbatch_size must be at least 1, got {asked}")
-    return every
+    return found
 
 
 def _chain(
     name: str,
     sizes: Mapping[str, int],
-    works_of: Callable[[int], Sequence[LayerWork]],
-    microbatch_sizes: Sequence[int],
-    rates: Sequence[Rates],
+    shares_of_size: Callable[[int], tuple[Mapping[str, LayerShare], int]],
+    training: _Training,
     *,
     assumed: Sequence[str],
-    tied_copies: bool,
 ) -> Chain:
-    """The chain of a model's layers, which ``works_of`` gives for a number of samples."""
-    by_size = {samples: works_of(samples) for samples in microbatch_sizes}
-    works = by_size[microbatch_sizes[-1]]
-    counted = [work.parameters + tied_copies * work.tied_parameters for work in works]
-    layers = zip(counted, zip(*by_size.values(), strict=True), strict=True)
-    stated = [*map(str, rates), *assumed]
-    if any(work.tied_parameters for work in works):
-        where = "copied to every layer that uses them" if tied_copies else "in their first layer"
-        stated.append(f"tied weights {where}")
-    stated += _stated_numbers(rates[0].precision)
-    stated.append(f"update by {OPTIMIZERS[rates[0].optimizer_state]}")
+    """The chain of a model's layers, of which a microbatch has a number of shares."""
+    processors, samples = training.processors, training.sizes
+    by_size = {size: shares_of_size(size) for size in samples}
+    shares, _ = by_size[samples[-1]]
+    numbers = processors[0].precision
+    stated = [
+        f"{one.card}, {training.precision} peak {one.peak_flops / 1e12:g} TFLOP/s, rates {rates}"
+        for one, (_, rates) in zip(processors, training.devices, strict=True)
+    ]
+    stated += assumed
+    if any(share.tied_parameters for share in shares.values()):
+        where = "copied to every layer that uses them"
+        stated.append(f"tied weights {where if training.tied_copies else 'in their first layer'}")
+    stated += _stated_numbers(training.precision)
+    stated.append(f"update by {OPTIMIZERS[training.optimizer_state]}")
     chosen = ",".join(f"{size}={value}" for size, value in sizes.items())
+    layers = []
+    for layer, share in shares.items():
+        own = share if training.tied_copies else replace(share, tied_parameters=0.0)
+        parameters = own.parameters + own.expert_parameters + own.tied_parameters
+        costs = [
+            _cost(one, every[layer], count, parameters, size)
+            for one in processors
+            for size, (every, count) in by_size.items()
+        ]
+        layers.append(Layer(layer, parameters * numbers.weight_bytes, tuple(costs)))
     return Chain(
         f"{name}({chosen})" if chosen else name,
         f"analytic: {'; '.join(stated)}",
-        microbatch_sizes[-1],
-        tuple(
-            _layer(number, dict(zip(microbatch_sizes, one, strict=True)), rates)
-            for number, one in layers
-        ),
-        optimizer_bytes_per_parameter_byte=rates[0].state_bytes_per_parameter_byte,
+        samples[-1],
+        tuple(layers),
+        numbers.state_factor(),
     )
 
 
-def _stated_numbers(precision: Precision) -> list[str]:
+def _stated_numbers(precision: PrecisionName) -> list[str]:
     """Phrases that name the number types of a precision below fp32; empty for fp32."""
     if precision == "fp32":
         return []
@@ -284,38 +224,23 @@ def _stated_numbers(precision: Precision) -> list[str]:
     products = [f"matrix products in fp8, convolutions in {kept}"] if precision == "fp8" else []
     return [
         *products,
-        f"weights, gradients and activations in {kept}, masters and optimizer state in fp32",
+        f"weights and activations in {kept}, sums of gradients, masters and optimizer state in "
+        "fp32",
     ]
 
 
-def _layer(parameters: float, works: Mapping[int, LayerWork], rates: Sequence[Rates]) -> Layer:
-    """A layer with its costs at every size, whose numbers of samples are the keys."""
-    parameter_bytes = parameters * rates[0].element_bytes
-    costs = tuple(
-        _cost(work, parameter_bytes, samples, rate)
-        for rate in rates
-        for samples, work in works.items()
-    )
-    return Layer(next(iter(works.values())).name, parameter_bytes, costs)
-
-
-def _cost(work: LayerWork, parameter_bytes: float, samples: int, rate: Rates) -> LayerCost:
-    times = [(rate.seconds(operation), operation) for operation in work.operations]
-    inputs = sum(seconds * operation.input_gradients for seconds, operation in times)
-    weights = sum(seconds * operation.weight_gradients for seconds, operation in times)
-    if not work.differentiable:
-        inputs, weights = 0.0, inputs + weights
-    saved = sum(
-        operation.saved * rate.element_bytes + operation.saved_bytes
-        for operation in work.operations
-    )
-    return LayerCost(
-        microbatch_size=samples,
-        forward_seconds=sum(seconds for seconds, _ in times),
-        saved_bytes=saved,
-        output_bytes=work.output * rate.element_bytes,
+def _cost(
+    processor: Processor, share: LayerShare, count: int, parameters: float, size: int
+) -> LayerCost:
+    forward, inputs, weights = computed(processor, share, count).alone(processor, share)
+    return layer_cost(
+        processor,
+        share,
+        count,
+        microbatch_size=size,
+        device_kind=processor.card.name,
+        forward_seconds=forward,
         input_gradient_seconds=inputs,
         weight_gradient_seconds=weights,
-        device_kind=rate.card.name,
-        update_seconds=rate.update_seconds(parameter_bytes),
+        update_seconds=processor.update_seconds(parameters),
     )

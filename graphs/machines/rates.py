@@ -44,6 +44,9 @@ class Reached:
     matrix of scores. ``context_balanced``: every context rank has tokens from both ends of a
     sequence; else the last rank attends to all, and the others wait for it.
 
+    Convolutions reach ``convolution`` of the peak of their type, by default what ResNet-50 tells of
+    a V100 (see ``rate_sets/pytorch-v100.json``): fast algorithms save multiplications.
+
     ``memory`` is the part of the memory bandwidth that other kernels reach, ``launch_seconds`` what
     each kernel takes in addition. ``dispatch_seconds`` is what the host needs to start a kernel
     while the device is at work: a layer lasts at least as long as it takes to start its kernels.
@@ -73,6 +76,7 @@ class Reached:
     attention: float | None = None
     attention_backward: float | None = None
     attention_half_flops: float = 0.0
+    convolution: float = 0.75
     context_balanced: bool = True
     expert_seconds: float = 0.0
     each_expert_seconds: float = 0.0
@@ -82,7 +86,9 @@ class Reached:
     logit_bytes: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("matmul", "memory", "fp8_matmul", "attention", "attention_backward"):
+        for name in (
+            "matmul", "memory", "fp8_matmul", "attention", "attention_backward", "convolution",
+        ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and not 0 < value <= 1:
                 raise InputError(f"{name} must be in (0, 1], got {value:g}")
@@ -189,11 +195,12 @@ class RateSet:
 
 
 _FAMILIES = {
+    "v100": ("v100", "v100-32gb", "t4", "p100", "1080ti", "k80"),
     "a100": ("a100", "a100-80gb", "generic"),
     "h100": ("h100", "h200", "h800", "h20"),
     "b200": ("b200", "gb200", "b300", "gb300"),
 }
-_NEXT = {"a100": "h100", "h100": "b200", "b200": "h100"}
+_NEXT = {"v100": "a100", "a100": "h100", "h100": "b200", "b200": "h100"}
 """Where a stack has no rates of a family, those of this one are nearest."""
 
 _STACKS = {
@@ -232,8 +239,8 @@ def rates_of(kind: str | Accelerator, framework: str | None = None) -> RateSet:
     """The rates for a framework (None: Megatron's) on a kind of device, of the nearest that exist.
 
     A kind without rates of its own takes those of its family, another than the families' the
-    A100's, and a stack without rates of a family those of the family next to it. What is borrowed
-    is said, and widens the range.
+    A100's, and a stack without rates of a family plain PyTorch's, or those of the next family.
+    What is borrowed is said, and widens the range.
 
     Raises InputError if the kind or the framework is not known.
     """
@@ -243,13 +250,23 @@ def rates_of(kind: str | Accelerator, framework: str | None = None) -> RateSet:
         raise InputError(f"framework {framework!r} is not known; there are {', '.join(_STACKS)}")
     family = next((one for one, kinds in _FAMILIES.items() if card.name in kinds), None)
     own = family or "a100"
+    places = [(own, stack), (own, "pytorch"), (_NEXT[own], stack), (_NEXT[_NEXT[own]], stack)]
     found = next(
         one
-        for device in (own, _NEXT[own], _NEXT[_NEXT[own]])
+        for device, measured in places
         for one in rate_sets().values()
-        if one.stack == stack and not set(one.devices).isdisjoint(_FAMILIES[device])
+        if one.stack == measured and not set(one.devices).isdisjoint(_FAMILIES[device])
     )
     return taken_for(found, card, framework)
+
+
+def rates_for(
+    card: Accelerator, rates: RateSet | str | None, framework: str | None = None
+) -> RateSet:
+    """The given rates, those of a name or a file, or by default those of the kind of device."""
+    if rates is None:
+        return rates_of(card, framework)
+    return taken_for(rates_named(rates), card, framework) if isinstance(rates, str) else rates
 
 
 def taken_for(found: RateSet, card: Accelerator, framework: str | None = None) -> RateSet:

@@ -16,13 +16,12 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MAX_LAYERS, require_count
 from stagewright.graphs.models.operations import (
     LayerOperation,
-    LayerWork,
     dense,
     dropout,
     elementwise,
     embedding,
     fused_attention,
-    layer,
+    loss,
     norm,
 )
 
@@ -36,9 +35,13 @@ def _require_sizes(record: object) -> None:
     for one in fields(record):  # type: ignore[arg-type]
         value = getattr(record, one.name)
         if isinstance(value, int) and not isinstance(value, bool):
-            if value < 1:
-                raise InputError(f"{one.name} must be at least 1, got {value}")
-            require_count(value, one.name, MAX_SIZE)
+            _require_number(value, one.name)
+
+
+def _require_number(value: int, name: str) -> None:
+    if value < 1:
+        raise InputError(f"{name} must be at least 1, got {value}")
+    require_count(value, name, MAX_SIZE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,36 +192,24 @@ class Architecture:
         """Whether the block (counted from 0) has experts."""
         return self.experts is not None and index not in self.experts.dense_layers
 
+    def require_sequence(self, sequence: int) -> None:
+        """Raise InputError if a sequence cannot have so many tokens."""
+        _require_number(sequence, "sequence")
+        if self.positions is not None and sequence > self.positions:
+            raise InputError(
+                f"sequence must be at most the {self.positions} learned positions, got {sequence}"
+            )
+
     def operators(self, samples: int, sequence: int) -> dict[str, Operators]:
         """The operators of a forward of ``samples`` sequences of ``sequence`` tokens, by layer.
 
         Raises InputError if there are fewer learned positions than tokens in a sequence.
         """
-        for value, name in ((samples, "samples"), (sequence, "sequence")):
-            if value < 1:
-                raise InputError(f"{name} must be at least 1, got {value}")
-            require_count(value, name, MAX_SIZE)
-        if self.positions is not None and sequence > self.positions:
-            raise InputError(
-                f"sequence must be at most the {self.positions} learned positions, got {sequence}"
-            )
+        _require_number(samples, "samples")
+        self.require_sequence(sequence)
         blocks = {f"block{i}": self.block(i, samples, sequence) for i in range(self.layers)}
         rows = samples * sequence
         return {"embedding": self.embedding(rows), **blocks, "head": self.head(rows)}
-
-    def works(self, samples: int, sequence: int) -> tuple[LayerWork, ...]:
-        """The layers for analytic costs; see :meth:`operators`."""
-        rows = samples * sequence
-        outputs = {"head": rows * self.vocabulary}
-        return tuple(
-            layer(
-                name,
-                outputs.get(name, rows * self.hidden),
-                list(operators.values()),
-                differentiable=name != "embedding",
-            )
-            for name, operators in self.operators(samples, sequence).items()
-        )
 
     def flops(self, samples: int, sequence: int) -> dict[str, dict[str, float]]:
         """FLOPs of a forward, by layer and operator; see :meth:`operators`."""
@@ -229,7 +220,10 @@ class Architecture:
 
     def parameters(self) -> dict[str, int]:
         """Parameters by layer; a tied table counts in the embedding."""
-        return {work.name: int(work.parameters) for work in self.works(1, 1)}
+        return {
+            name: int(sum(one.parameters for one in operators.values()))
+            for name, operators in self.operators(1, 1).items()
+        }
 
     def _norm(self, elements: int, width: int) -> LayerOperation:
         return norm(elements, width, bias=self.norm == "layer")
@@ -288,8 +282,9 @@ class Architecture:
         if self.positions is None:
             found["rotary"] = elementwise(rows * heads * size)
         found["attention"] = fused_attention(
-            samples, of.heads, sequence, size, key_heads=of.key_value_heads, window=window
-        )
+            samples, of.heads, sequence, size, key_heads=of.key_value_heads, window=window,
+            causal=not self.encoder,
+        )  # fmt: skip
         found["output"] = dense(rows, of.heads * size, self.hidden, bias=of.output_bias)
         return found
 
@@ -310,8 +305,9 @@ class Architecture:
         # Rotates queries and the shared keys, and writes the keys of all heads.
         found["rotary"] = elementwise(rows * of.heads * (of.key_size + of.rotary_size))
         found["attention"] = fused_attention(
-            samples, of.heads, sequence, of.key_size, value=of.value_size, window=window
-        )
+            samples, of.heads, sequence, of.key_size, value=of.value_size, window=window,
+            causal=not self.encoder,
+        )  # fmt: skip
         found["output"] = dense(rows, of.heads * of.value_size, self.hidden, bias=of.bias)
         return found
 
@@ -356,7 +352,7 @@ class Architecture:
         logits = dense(rows, self.hidden, self.vocabulary, bias=False, tied=self.tied)
         biases = self.vocabulary if self.encoder else 0
         found["logits"] = replace(logits, parameters=logits.parameters + biases)
-        found["loss"] = elementwise(scores, saved=scores)
+        found["loss"] = loss(scores)
         return found
 
 

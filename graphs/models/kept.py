@@ -18,8 +18,8 @@ def kept_bytes(
     name: str, one: LayerOperation, element_bytes: float, memory: StackMemory, fp8: bool
 ) -> float:
     """Bytes that an operator keeps of a sample."""
-    if name == "loss":
-        return one.saved * element_bytes + one.saved_bytes * memory.loss_bytes / 4
+    if one.kind == "loss":
+        return one.saved_bytes * memory.loss_bytes / 4
     saved = one.saved
     if memory.fused_gate and one.kind == "memory" and name.endswith(" gate"):
         saved /= 2  # up, but not the activation of the gate

@@ -17,6 +17,7 @@ from stagewright.graphs.models.operations import (
     embedding,
     fused_attention,
     layer,
+    loss,
     norm,
     product,
 )
@@ -50,7 +51,7 @@ def gpt(
     ]
     block = [
         norm(width, hidden),
-        *_self_attention(samples, sequence, hidden, heads, attention),
+        *_self_attention(samples, sequence, hidden, heads, attention, causal=True),
         norm(width, hidden),
         *_feed_forward(rows, hidden, 4 * hidden),
     ]
@@ -154,14 +155,11 @@ def transformer(
     rows = samples * sequence
     width = rows * hidden
     lookup = [elementwise(width, operands=2), dropout(width)]
-    encoder = [
-        *_self_attention(samples, sequence, hidden, heads, attention),
-        norm(width, hidden),
-        *_feed_forward(rows, hidden, 4 * hidden),
-        norm(width, hidden),
-    ]
+    rest = [norm(width, hidden), *_feed_forward(rows, hidden, 4 * hidden), norm(width, hidden)]
+    encoder = [*_self_attention(samples, sequence, hidden, heads, attention), *rest]
     decoder = [
-        *encoder,
+        *_self_attention(samples, sequence, hidden, heads, attention, causal=True),
+        *rest,
         *_cross_attention(samples, sequence, hidden, heads, attention),
         norm(width, hidden),
     ]
@@ -178,12 +176,18 @@ def transformer(
 
 
 def _self_attention(
-    samples: int, sequence: int, hidden: int, heads: int, attention: Attention
+    samples: int,
+    sequence: int,
+    hidden: int,
+    heads: int,
+    attention: Attention,
+    *,
+    causal: bool = False,
 ) -> list[LayerOperation]:
     rows = samples * sequence
     return [
         dense(rows, hidden, 3 * hidden),
-        *_attend(samples, sequence, hidden, heads, attention),
+        *_attend(samples, sequence, hidden, heads, attention, causal=causal),
         *_projection(rows, hidden, hidden),
     ]
 
@@ -230,12 +234,18 @@ def _relative_attention(
 
 
 def _attend(
-    samples: int, sequence: int, hidden: int, heads: int, attention: Attention
+    samples: int,
+    sequence: int,
+    hidden: int,
+    heads: int,
+    attention: Attention,
+    *,
+    causal: bool = False,
 ) -> list[LayerOperation]:
     """Scores, mask, softmax, dropout, and the weighted values."""
     head = _head_width(hidden, heads)
     if attention == "fused":
-        return [fused_attention(samples, heads, sequence, head)]
+        return [fused_attention(samples, heads, sequence, head, causal=causal)]
     scores = samples * heads * sequence * sequence
     return [
         product(samples * heads, sequence, head, sequence),
@@ -267,7 +277,7 @@ def _feed_forward(rows: int, hidden: int, inner: int) -> list[LayerOperation]:
 def _tied_logits(rows: int, hidden: int, vocabulary: int) -> list[LayerOperation]:
     """Logits by the embedding's table, and their softmax in the loss."""
     scores = rows * vocabulary
-    return [dense(rows, hidden, vocabulary, tied=True), elementwise(scores, saved=scores)]
+    return [dense(rows, hidden, vocabulary, tied=True), loss(scores)]
 
 
 def _head_width(hidden: int, heads: int) -> int:

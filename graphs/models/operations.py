@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["matmul", "convolution", "memory"]
+Kind = Literal["matmul", "attention", "convolution", "memory", "loss"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,7 @@ class LayerOperation:
     ``tied_parameters`` are shared with an earlier layer. ``saved_bytes`` are kept in addition to
     the ``saved`` elements, at any precision: masks, indices, statistics. ``input_gradients`` and
     ``weight_gradients`` are the costs of the two parts of the backward as multiples of the forward.
+    ``unmasked`` is the part of an attention's scores that the mask leaves; its FLOPs are of all.
     """
 
     kind: Kind
@@ -34,6 +35,7 @@ class LayerOperation:
     saved_bytes: float = 0.0
     input_gradients: float = 1.0
     weight_gradients: float = 0.0
+    unmasked: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,7 @@ def fused_attention(
     key_heads: int | None = None,
     value: int | None = None,
     window: int | None = None,
+    causal: bool = False,
 ) -> LayerOperation:
     """Scores, softmax, dropout and weighted values in one kernel (FlashAttention, 2022).
 
@@ -114,20 +117,23 @@ def fused_attention(
     (the output counts where the projection reads it). The backward recomputes the scores: five
     products, where the forward has two. A ``bias`` is a matrix of the scores' size, which is read
     and kept. Keys and values have ``key_heads`` heads (None: as many as queries), values the size
-    ``value`` (None: that of the keys). Every token attends to all, or to ``window``; as in the
-    thesis's section 4.5, a causal mask saves nothing.
+    ``value`` (None: that of the keys). Every token attends to all, or to ``window``; a ``causal``
+    mask leaves a part of the scores (in a window: of its band), but FLOPs count as in the thesis's
+    section 4.5, where it saves nothing.
     """
     value = head if value is None else value
     rows, key_rows = (batch * each * sequence for each in (heads, key_heads or heads))
     inputs = rows * head + key_rows * (head + value)
     added = rows * sequence if bias else 0
+    seen = min(sequence, window or sequence)
     return LayerOperation(
-        "matmul",
-        2.0 * rows * min(sequence, window or sequence) * (head + value),
+        "attention",
+        2.0 * rows * seen * (head + value),
         inputs + rows * value + added,
         saved=inputs + added,
         saved_bytes=4 * rows,
         input_gradients=(3 * head + 2 * value) / (head + value),
+        unmasked=1.0 - seen / (2 * sequence) if causal else 1.0,
     )
 
 
@@ -168,6 +174,11 @@ def elementwise(
 def dropout(elements: float) -> LayerOperation:
     """Dropout, with its mask."""
     return elementwise(elements, saved_bytes=elements)
+
+
+def loss(scores: float) -> LayerOperation:
+    """Softmax and cross-entropy of logits, in fp32 (Korthikanti et al. 2022, section 4.3)."""
+    return LayerOperation("loss", 0.0, 2 * scores, saved_bytes=4 * scores)
 
 
 def layer(

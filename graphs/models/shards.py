@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.stack_memory import PLAIN, StackMemory
 from stagewright.graphs.models.architecture import (
     Architecture,
@@ -19,7 +18,13 @@ from stagewright.graphs.models.architecture import (
 )
 from stagewright.graphs.models.kept import elements_by_operator, is_repeated, kept_bytes
 from stagewright.graphs.models.language import Attention
-from stagewright.graphs.models.operations import LayerOperation, dropout, elementwise, product
+from stagewright.graphs.models.operations import (
+    LayerOperation,
+    LayerWork,
+    dropout,
+    elementwise,
+    product,
+)
 from stagewright.graphs.models.splits import narrow, require_split
 
 Recompute = Literal["none", "selective", "full"]
@@ -55,8 +60,8 @@ class LayerShare:
     ``circulated`` are the elements of keys and values of one context rank, ``dispatched`` those
     that go to the experts and come back, of which the rank has ``experts`` and every token takes
     ``copies``. ``gradient_bytes`` are those of a large gradient that the backward begins with: of
-    the logits. ``unmasked`` is the part of the scores that the mask leaves. Where selective
-    recomputation is by operator it keeps ``kept_by_operator`` elements beside the input.
+    the logits. Where selective recomputation is by operator it
+    keeps ``kept_by_operator`` elements beside the input.
     """
 
     operators: Operators
@@ -71,7 +76,6 @@ class LayerShare:
     gradient_bytes: float = 0.0
     experts: int = 0
     copies: int = 1
-    unmasked: float = 1.0
     is_block: bool = True
     differentiable: bool = True
     kept_by_operator: float | None = None
@@ -131,6 +135,21 @@ class Shares:
         return (self.embedding, *(self.kinds[kind] for kind in self.blocks), self.head)
 
 
+def share_of(work: LayerWork) -> LayerShare:
+    """A whole layer of a named model, from its operations on a microbatch, as if on one sample."""
+    gradients = sum(one.saved_bytes for one in work.operations if one.kind == "loss")
+    return LayerShare(
+        operators={str(number): one for number, one in enumerate(work.operations)},
+        parameters=work.parameters,
+        width=work.output,
+        input=0.0,
+        tied_parameters=work.tied_parameters,
+        gradient_bytes=gradients,
+        is_block=not gradients,
+        differentiable=work.differentiable,
+    )
+
+
 def shares_of(
     architecture: Architecture,
     sequence: int,
@@ -147,12 +166,8 @@ def shares_of(
     Raises InputError: see :func:`require_split`; or if there are fewer learned positions than
     tokens.
     """
+    architecture.require_sequence(sequence)
     require_split(architecture, sequence, split)
-    if architecture.positions is not None and sequence > architecture.positions:
-        raise InputError(
-            f"sequence must be at most the {architecture.positions} learned positions, got "
-            f"{sequence}"
-        )
     plain = replace(split, expert=1)  # of which all but blocks with experts are the same
     found: dict[tuple[bool, bool], int] = {}
     blocks: list[int] = []
@@ -205,22 +220,12 @@ def _block(
         dispatched=routed,
         experts=_experts_of_rank(architecture, index, split),
         copies=architecture.experts.per_token if architecture.experts else 1,
-        unmasked=_unmasked(architecture, index, sequence),
     )
 
 
 def _experts_of_rank(architecture: Architecture, index: int, split: LayerSplit) -> int:
     of = architecture.experts
     return of.number // split.expert if of and architecture.is_sparse(index) else 0
-
-
-def _unmasked(architecture: Architecture, index: int, sequence: int) -> float:
-    """The part of the scores (in a window: of its band) that a causal mask leaves."""
-    if architecture.encoder:
-        return 1.0
-    full = architecture.window is None or index in architecture.full_layers
-    seen = sequence if full else min(architecture.window or sequence, sequence)
-    return 1.0 - seen / (2 * sequence)
 
 
 def _has_shared(architecture: Architecture) -> bool:
@@ -345,9 +350,6 @@ def _embedding(architecture: Architecture, sequence: int, split: LayerSplit) -> 
 def _head(architecture: Architecture, sequence: int, split: LayerSplit) -> LayerShare:
     tokens, narrowed = sequence // split.context, narrow(architecture, split.tensor)
     operators = _sequence_split(narrowed.head(tokens), split)
-    # The loss is computed in fp32 (Korthikanti et al. 2022, section 4.3), and so is its gradient.
-    scores = 4.0 * tokens * narrowed.vocabulary
-    operators["loss"] = replace(operators["loss"], saved=0.0, saved_bytes=scores)
     width = tokens * architecture.hidden
     return LayerShare(
         operators=operators,
@@ -356,7 +358,7 @@ def _head(architecture: Architecture, sequence: int, split: LayerSplit) -> Layer
         width=float(width),
         input=width / (split.tensor if split.sequence_parallel else 1),
         reductions=(0, 1),
-        gradient_bytes=scores,
+        gradient_bytes=operators["loss"].saved_bytes,
         is_block=False,
     )
 

@@ -12,7 +12,8 @@ from starlette.concurrency import run_in_threadpool
 
 from stagewright.executor.programs import trace
 from stagewright.executor.programs.trace import Trace
-from stagewright.formulations.prices.analytic import Precision, architecture_model
+from stagewright.formulations.prices.analytic import architecture_model
+from stagewright.formulations.prices.computing import PrecisionName
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import parse_bytes
@@ -152,7 +153,7 @@ class ConfiguredTraining(BaseModel):
     sequence: int = Field(ge=1, le=_MOST_TOKENS)
     device: str = Field(GENERIC, max_length=NAME)
     microbatch_size: list[int] = Field([1], max_length=SIZES)
-    precision: Precision = "fp32"
+    precision: PrecisionName = "fp32"
     optimizer_state: int = Field(2, ge=0, le=2)
 
     def model(self, config: str, most_layers: int) -> Chain:

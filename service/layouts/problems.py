@@ -6,15 +6,15 @@ from stagewright.formulations.parallelism.profiles.cluster import Pool, ServerPo
 from stagewright.formulations.parallelism.profiles.pipelines import MemoryRule, ProfiledProblem
 from stagewright.formulations.parallelism.training import (
     TrainingProblem,
-    precision_named,
     with_stack,
 )
+from stagewright.formulations.prices.computing import precision_named
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import counted, require_count
 from stagewright.graphs.machines.cluster import Cluster
 from stagewright.graphs.machines.devices import require_arithmetic
 from stagewright.graphs.machines.fabric import Fabric, fabric_of
-from stagewright.graphs.machines.rates import RateSet, rates_named, rates_of, taken_for
+from stagewright.graphs.machines.rates import RateSet, rates_for
 from stagewright.graphs.machines.stack_memory import stack_memory
 from stagewright.graphs.models.architecture import Architecture
 from stagewright.graphs.models.language import Attention
@@ -69,17 +69,13 @@ def training_problem(
     if isinstance(fabric, Cluster):
         fabric = fabric_of(fabric)
     require_arithmetic(fabric.card, precision)
-    if rates is None:
-        rates = rates_of(fabric.card, framework)
-    elif isinstance(rates, str):
-        rates = taken_for(rates_named(rates), fabric.card, framework)
     numbers = precision_named(precision)
     problem = TrainingProblem(
         architecture=architecture,
         sequence=sequence,
         batch=batch,
         fabric=fabric,
-        rates=rates,
+        rates=rates_for(fabric.card, rates, framework),
         precision=numbers,
         attention=attention,
         overlap=overlap,

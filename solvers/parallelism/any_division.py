@@ -207,7 +207,7 @@ class AnyDivision:
 
     def _fewest(self, layout: Layout, bounds: _Pipelines) -> float | None:
         """Seconds of the recomputation that makes a microbatch fit; None if it never fits."""
-        saved, samples = self.problem.saved_bytes, layout.microbatch
+        saved, samples = self.problem.processor.saved_bytes, layout.microbatch
         kinds, costs = (
             bounds.family.shares.kinds,
             StageCosts(self.problem, layout, bounds.family.shares),

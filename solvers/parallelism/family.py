@@ -91,14 +91,14 @@ class LayerFamily:
         """Bytes that every layer keeps of a sample."""
         if recompute not in self._saved:
             self._saved[recompute] = self.by_layer(
-                lambda one: self.problem.saved_bytes(one, recompute)
+                lambda one: self.problem.processor.saved_bytes(one, recompute)
             )
         return self._saved[recompute]
 
     @cached_property
     def freed(self) -> float:
         """Bytes of a sample that the recomputation of a block frees at the most."""
-        saved = self.problem.saved_bytes
+        saved = self.problem.processor.saved_bytes
         return max(saved(one, "none") - saved(one, "full") for one in self.shares.kinds)
 
     def rates(self, pipelines: Ints) -> Floats:

@@ -47,6 +47,7 @@ TAKEN = {
 """What is taken where, by the names of parameters."""
 TAKEN_BY = {
     ("analytic_model", "device"): {Accelerator},
+    ("analytic_model", "rates"): {RateSet},
     ("check_placement", "plan"): {OperatorPlan},
     ("check_profiled_plan", "plan"): {ProfiledDocument},
     ("divide", "workload"): {Workload},  # and of two other projects; refused by the request

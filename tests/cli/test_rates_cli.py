@@ -27,7 +27,9 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_all_sets_are_listed_and_one_with_its_constants() -> None:
     sets = answered_json("rates")["sets"]
     assert [one["name"] for one in sets] == sorted(rate_sets())
-    assert all(one["source"] and one["fitted_to"] and one["errors"] for one in sets)
+    assert all(one["source"] and one["fitted_to"] for one in sets)
+    # With a constant for each of two runs, none can be left out of the fit.
+    assert [one["name"] for one in sets if not one["errors"]] == ["pytorch-v100"]
     shown = answered("rates", "torchtitan-h100", "--png", "rates.png")
     assert "attention_backward" in shown
     assert f"error left out {rate_sets()['torchtitan-h100'].mean_error:.1%}" in shown

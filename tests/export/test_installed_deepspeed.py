@@ -11,7 +11,7 @@ from stagewright.executor.export import export
 from stagewright.executor.export.layouts import LAYOUT_FORMATS, export_layout
 from stagewright.executor.export.layouts.rules import require_whole_heads
 from stagewright.formulations.parallelism.layout import Layout
-from stagewright.formulations.parallelism.training import Precision
+from stagewright.formulations.prices.computing import Precision
 
 
 @pytest.fixture(autouse=True, scope="module")

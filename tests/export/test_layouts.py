@@ -27,7 +27,7 @@ from profiles import examples
 
 from stagewright.executor.export.layouts import EVERY_FORMAT, LAYOUT_FORMATS, export_layout
 from stagewright.formulations.parallelism.layout import parse_layout
-from stagewright.formulations.parallelism.training import Precision
+from stagewright.formulations.prices.computing import Precision
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.stack_memory import STACK_MEMORY
 from stagewright.graphs.models.architecture import (

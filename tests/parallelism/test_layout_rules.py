@@ -7,7 +7,10 @@ import pytest
 import stagewright
 from stagewright.formulations.parallelism.estimate import evaluate
 from stagewright.formulations.parallelism.layout import Layout, parse_layout
-from stagewright.formulations.parallelism.training import Precision, TrainingProblem
+from stagewright.formulations.parallelism.training import (
+    TrainingProblem,
+)
+from stagewright.formulations.prices.computing import Precision
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Link, from_matrix, uniform_servers
 from stagewright.graphs.machines.fabric import Fabric, Level, fabric_of

@@ -15,11 +15,14 @@ from stagewright.formulations.checking.check import check
 from stagewright.formulations.parallelism.estimate import Estimate, evaluate
 from stagewright.formulations.parallelism.layout import Layout, parse_layout
 from stagewright.formulations.parallelism.lowering import lowered, require_expressible
-from stagewright.formulations.parallelism.training import Precision, TrainingProblem
+from stagewright.formulations.parallelism.training import (
+    TrainingProblem,
+)
 from stagewright.formulations.plans.actions import COMPUTE, parse_action
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.formulations.plans.timing import reduce_seconds, update_seconds
+from stagewright.formulations.prices.computing import Precision
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import ServerLinks
 from stagewright.graphs.machines.fabric import Fabric, Level, cluster_of, fabric_of

@@ -8,7 +8,7 @@ from layout_problems import DEEPSEEK, LLAMA, make_problem
 import stagewright
 from stagewright.formulations.parallelism.estimate import Estimate, evaluate
 from stagewright.formulations.parallelism.layout import parse_layout
-from stagewright.formulations.parallelism.training import precision_named
+from stagewright.formulations.prices.computing import precision_named
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.networks import fabric_of_kind
 from stagewright.graphs.machines.stack_memory import PLAIN, STACK_MEMORY, StackMemory

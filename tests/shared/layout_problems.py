@@ -7,7 +7,11 @@ from layout_oracle import by_stage
 from own_rates import own_rates
 
 from stagewright.formulations.parallelism.layout import Layout
-from stagewright.formulations.parallelism.training import Precision, TrainingProblem, require_layout
+from stagewright.formulations.parallelism.training import (
+    TrainingProblem,
+    require_layout,
+)
+from stagewright.formulations.prices.computing import Precision
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.fabric import Fabric, Level
 from stagewright.graphs.machines.rates import Reached

@@ -196,7 +196,7 @@ class Plain:
             moved = samples * share.gradient_bytes / 4 * reached.logit_bytes  # of 4-byte logits
         products = 0.0
         if name == "attention" and reached.attention is not None:
-            products = self.attention_seconds(share, samples * one.flops)
+            products = self.attention_seconds(one.unmasked, samples * one.flops)
         elif one.flops:
             kernels = share.experts if name.startswith("experts") else 1
             products = kernels * self.product_seconds(share, samples * one.flops / kernels)
@@ -216,16 +216,14 @@ class Plain:
         card = self.problem.card
         return card.fp32_flops if self.precision.activation_bytes == 4 else card.fp16_flops
 
-    def attention_seconds(self, share, flops):
+    def attention_seconds(self, seen, flops):
         """The last context rank's, which attends to all if the tokens are not balanced.
 
         There is a kernel for the keys of every context rank.
         """
         reached, ranks = self.problem.reached, self.layout.context
         if ranks > 1 and not reached.context_balanced:
-            seen = min(1.0, share.unmasked * (2 * ranks - 1) / ranks)
-        else:
-            seen = share.unmasked
+            seen = min(1.0, seen * (2 * ranks - 1) / ranks)
         each = seen * flops / ranks
         part = reached.attention * each / (each + reached.attention_half_flops)
         return ranks * each / (self.peak_16_bits * part)

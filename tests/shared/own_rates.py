@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from stagewright.formulations.parallelism.training import Precision
+from stagewright.formulations.prices.computing import Precision
 from stagewright.graphs.machines.rates import RateSet, Reached, Spread
 
 DRAWN: dict[str, Sequence[Any]] = {

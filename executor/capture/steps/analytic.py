@@ -11,10 +11,12 @@ from torch.utils.flop_counter import flop_registry
 
 from stagewright.executor.capture.steps.document import bytes_of, is_view, operators, results_of
 from stagewright.executor.capture.steps.step import CapturedStep
-from stagewright.formulations.prices.analytic import Efficiency, Rates
+from stagewright.formulations.prices.computing import Processor, computed, precision_named
 from stagewright.graphs.machines.devices import Accelerator, accelerator
-from stagewright.graphs.models.operations import Kind, LayerOperation
+from stagewright.graphs.machines.rates import rates_of
+from stagewright.graphs.models.operations import Kind, LayerOperation, LayerWork
 from stagewright.graphs.models.operators.step_graph import StepGraph
+from stagewright.graphs.models.shards import share_of
 
 aten = torch.ops.aten
 _FLOPS = {
@@ -32,19 +34,29 @@ _CONVOLUTIONS = (aten.convolution, aten.convolution_backward)
 def with_analytic_seconds(step: CapturedStep, kinds: Sequence[str | Accelerator]) -> StepGraph:
     """The step's graph with times on devices, named or the user's own, in single precision.
 
-    As in ``formulations.prices.analytic``, an operator takes the larger of FLOPs over achieved
-    FLOP/s and bytes over achieved memory bandwidth; launch times are not counted. FLOPs are torch's
+    An operator takes what ``prices.computing`` says at the device's newest rates. FLOPs are torch's
     (``torch.utils.flop_counter``), a multiply-add is two. Bytes are those of all inputs and
     outputs; views, states and inputs take no time. Raises InputError if a device is not known.
     """
-    rates = [Rates(accelerator(kind), "fp32", Efficiency(), 0) for kind in kinds]
-    works = [operation(node, rates[0].element_bytes) for node in operators(step.module.graph)]
+    cards = [accelerator(kind) for kind in kinds]
+    rates = [rates_of(card) for card in cards]
+    numbers = precision_named("fp32")
+    works = [operation(node, numbers.weight_bytes) for node in operators(step.module.graph)]
+    share = share_of(LayerWork("step", tuple(works), 0.0))
+    found = [
+        computed(Processor(card, one.reached, numbers), share, 1).seconds
+        for card, one in zip(cards, rates, strict=True)
+    ]
     nodes = tuple(
-        replace(node, seconds=node.seconds | {one.card.name: one.seconds(work) for one in rates})
-        for node, work in zip(step.graph.nodes, works, strict=True)
+        replace(
+            node,
+            seconds=node.seconds
+            | {card.name: one * (work.moved > 0) for card, one in zip(cards, each, strict=True)},
+        )
+        for node, work, *each in zip(step.graph.nodes, works, *found, strict=True)
     )
-    assumed = "; ".join(map(str, rates))
-    return replace(step.graph, nodes=nodes, source=f"analytic: {assumed}")
+    assumed = "; ".join(f"{card}, rates {one}" for card, one in zip(cards, rates, strict=True))
+    return replace(step.graph, nodes=nodes, source=f"analytic, in fp32: {assumed}")
 
 
 def operation(node: fx.Node, element_bytes: int) -> LayerOperation:

@@ -43,6 +43,9 @@ class ModelOptions(Written):
     """Type of weights and activations; fp8: of products, the others in bf16."""
     attention: Literal["fused", "materialized"] = "fused"
     """fused: the score matrix is not stored; materialized: it is."""
+    rates: Annotated[str | None, Option(form="NAME|FILE")] = None
+    """What kernels reach of the peaks: a rate set by name, or your own JSON file; default: the
+    newest of the kind, or the nearest."""
     optimizer_state: Annotated[int, Field(ge=0), Field(le=2)] = 2
     """State per parameter: SGD 0, with momentum 1, Adam 2."""
     layers: int | None = None
@@ -82,6 +85,7 @@ def model(given: ModelOptions) -> int:
     options: dict[str, Any] = {
         "precision": given.precision,
         "optimizer_state": given.optimizer_state,
+        "rates": given.rates,
     }
     kinds = [read_kind(kind.strip()) for kind in (given.device or GENERIC).split(",")]
     name, attention = given.name, given.attention
