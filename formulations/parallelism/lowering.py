@@ -59,15 +59,20 @@ def lowered(
         layout.microbatches(problem.batch),
         memory_limit_bytes=problem.fabric.memory_bytes - problem.reserve_bytes,
     )
-    stages = stages_of(problem, layout, asked.cluster)
-    starts = starts_to_the_end(asked, stages, _order(layout, asked.microbatches))
-    plan = assemble(asked, "layout", stages, starts)
+    plan = carried_out(asked, problem, layout)
     for short in memory_exceeded(read_times(asked, plan)):
         raise InputError(
             f"the layout does not fit as a pipeline plan: {short.place} {short.message}"
         )
     require_valid(asked, plan)
     return asked, plan
+
+
+def carried_out(asked: PipelineProblem, problem: TrainingProblem, layout: Layout) -> PipelinePlan:
+    """The layout's stages and order, with the times of ``asked``; neither checked nor refused."""
+    stages = stages_of(problem, layout, asked.cluster)
+    starts = starts_to_the_end(asked, stages, _order(layout, asked.microbatches))
+    return assemble(asked, "layout", stages, starts)
 
 
 def require_expressible(problem: TrainingProblem, layout: Layout) -> None:

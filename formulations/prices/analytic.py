@@ -61,9 +61,9 @@ def analytic_model(
         What kernels reach, on all devices: a rate set, its name or its file; None: the newest of
         each kind of device, or of the nearest.
     precision
-        ``fp32``, or ``fp16`` and ``bf16``: weights and activations of 2 bytes, sums of gradients of
-        4, and an optimizer that keeps masters of the weights and its state in fp32 (Adam: 12 bytes
-        per parameter). ``fp8`` is bf16 with the matrix products (not convolutions) in 8 bits.
+        ``fp32``, or ``fp16`` and ``bf16``: weights, gradients and activations of 2 bytes, and an
+        optimizer that keeps masters of the weights and its state in fp32 (Adam: 12 bytes per
+        parameter). ``fp8`` is bf16 with the matrix products (not convolutions) in 8 bits.
     attention
         ``fused``: one kernel that keeps no matrix of scores and recomputes them in the backward,
         or ``materialized``. It does not apply to vision models.
@@ -156,7 +156,12 @@ class _Training:
             raise InputError(f"optimizer_state must be 0, 1 or 2, got {self.optimizer_state!r}")
         numbers = precision_named(self.precision)
         masters = numbers.weight_bytes < 4
-        numbers = replace(numbers, optimizer_bytes=4 * (self.optimizer_state + masters))
+        numbers = replace(
+            numbers,
+            # A plan's gradients have the type of its weights.
+            gradient_bytes=numbers.weight_bytes,
+            optimizer_bytes=4 * (self.optimizer_state + masters),
+        )
         for card, _ in self.devices:
             require_arithmetic(card, self.precision)
         return [Processor(card, rates.reached, numbers) for card, rates in self.devices]
@@ -224,8 +229,7 @@ def _stated_numbers(precision: PrecisionName) -> list[str]:
     products = [f"matrix products in fp8, convolutions in {kept}"] if precision == "fp8" else []
     return [
         *products,
-        f"weights and activations in {kept}, sums of gradients, masters and optimizer state in "
-        "fp32",
+        f"weights, gradients and activations in {kept}, masters and optimizer state in fp32",
     ]
 
 

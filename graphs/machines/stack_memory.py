@@ -112,7 +112,12 @@ TORCHTITAN_SLACK = 0.09
 of its benchmarks of December 2024, from 0.04 to 0.15."""
 
 STACK_MEMORY: dict[str, StackMemory] = {
-    "plan": PLAIN,
+    "plan": replace(
+        PLAIN,
+        name="plan",
+        source="executor/training/stages: gradients, and their sums, in the type of the weights",
+        gradient_bytes=2,
+    ),
     "megatron": _MEGATRON,
     "megatron-bridge": _MEGATRON,
     "nemo": _MEGATRON,

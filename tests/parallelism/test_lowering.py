@@ -14,7 +14,7 @@ from stagewright.executor.simulation.simulate import simulate
 from stagewright.formulations.checking.check import check
 from stagewright.formulations.parallelism.estimate import Estimate, evaluate
 from stagewright.formulations.parallelism.layout import Layout, parse_layout
-from stagewright.formulations.parallelism.lowering import lowered, require_expressible
+from stagewright.formulations.parallelism.lowering import carried_out, lowered, require_expressible
 from stagewright.formulations.parallelism.training import (
     TrainingProblem,
 )
@@ -22,10 +22,13 @@ from stagewright.formulations.plans.actions import COMPUTE, parse_action
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.formulations.plans.timing import reduce_seconds, update_seconds
+from stagewright.formulations.prices.analytic import architecture_model
 from stagewright.formulations.prices.computing import Precision
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import ServerLinks
 from stagewright.graphs.machines.fabric import Fabric, Level, cluster_of, fabric_of
+from stagewright.graphs.machines.networks import fabric_of_kind
+from stagewright.service.layouts.problems import training_problem
 
 SMALL = replace(LLAMA, layers=8, hidden=512, vocabulary=4096)
 ARCHITECTURES = (SMALL, replace(QWEN2, layers=8, full_layers=frozenset(range(3))))
@@ -60,6 +63,50 @@ def random_case(seed: int, *, free: bool, zero: bool = False) -> tuple[TrainingP
         levels = (Level("server", layout.tensor, 1e11), Level("all", layout.ranks, FREE))
         problem = replace(problem, fabric=replace(problem.fabric, levels=levels))
     return problem, layout
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_plan_and_train_plan_give_the_same_seconds_for_the_same_division(seed: int) -> None:
+    """Of what both can say (docs/layouts.md), with exchanges after computations, as plans have it.
+
+    Where the plan divides no layers, with the costs of ``stagewright model`` too.
+    """
+    draw = random.Random(seed)
+    precision, sequence = draw.choice(("fp32", "bf16", "fp8")), draw.choice((128, 1024))
+    layout = Layout(1, microbatch=draw.choice((1, 2)))
+    if draw.random() < 0.5:
+        schedule, pipeline = draw.choice(("1f1b", "zero-bubble")), draw.choice((2, 4, 8))
+        chunks = draw.choice((1, 2))
+        layout = replace(layout, pipeline=pipeline, chunks=chunks, schedule=schedule)
+    else:
+        tensor, data = draw.choice((1, 2)), draw.choice((1, 2, 4))
+        zero = draw.choice((0, 1, 3)) if data > 1 else 0
+        layout = replace(layout, tensor=tensor, data=data, zero=zero)
+    # With learned positions the first stage has the longest step of the optimizer.
+    of = replace(draw.choice(ARCHITECTURES), layers=16, positions=4096)
+    microbatches, samples = draw.choice((8, 16)), layout.data * layout.microbatch
+    fabric = fabric_of_kind("h100", layout.ranks)
+    if layout.zero == 3:  # a plan's layers are gathered one by one, each with its latency
+        fabric = replace(fabric, levels=(replace(fabric.levels[0], latency_seconds=0.0),))
+    problem = training_problem(
+        of, fabric, sequence=sequence, precision=precision,
+        batch=samples * microbatches, framework="plan", overlap=False,
+    )  # fmt: skip
+    seconds = evaluate(problem, layout).seconds
+    asked, plan = lowered(problem, layout)
+    assert plan.predicted is not None
+    assert plan.predicted.iteration_seconds == pytest.approx(seconds, rel=1e-9)
+    if layout.tensor == 1:
+        sizes = [layout.microbatch, samples]
+        own = architecture_model(of, sequence, sizes, "h100", precision=precision)
+        plan = carried_out(replace(asked, chain=own), problem, layout)
+        assert plan.predicted is not None
+        assert plan.predicted.iteration_seconds == pytest.approx(seconds, rel=1e-9)
+        for one, other in zip(own.layers, asked.chain.layers, strict=True):
+            assert one.parameter_bytes == other.parameter_bytes
+            assert one.costs[-1].saved_bytes == other.costs[-1].saved_bytes
+        state = "optimizer_bytes_per_parameter_byte"
+        assert getattr(own, state) == getattr(asked.chain, state)
 
 
 def computed(plan: PipelinePlan) -> float:

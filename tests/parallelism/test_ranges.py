@@ -14,7 +14,7 @@ from stagewright.graphs.documents.documents import write
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.networks import fabric_of_kind
 from stagewright.graphs.machines.rates import BORROWED, Feature, RateSet, Spread, rates_named
-from stagewright.graphs.machines.stack_memory import STACK_MEMORY
+from stagewright.graphs.machines.stack_memory import PLAIN, STACK_MEMORY
 from stagewright.graphs.models.architecture import Architecture
 from stagewright.service.layouts.problems import training_problem
 from stagewright.service.layouts.requests import LayoutAnswer, LayoutRequest, MemoryRequest
@@ -72,7 +72,7 @@ def test_seconds_have_the_range_of_the_rates(of: Architecture, low: float, high:
 @pytest.mark.parametrize("framework", ["torchtitan", "megatron", "deepspeed", "plan", None])
 def test_the_framework_decides_rates_and_memory(framework: str | None) -> None:
     problem = problem_of(framework=framework, rates=None)
-    assert problem.memory == STACK_MEMORY[framework or "plan"]
+    assert problem.memory == (STACK_MEMORY[framework] if framework else PLAIN)
     assert problem.reserve_bytes == problem.memory.reserve_bytes
     assert problem_of(framework=framework, reserve_bytes=3e9).reserve_bytes == 3e9
     others = {"torchtitan", "megatron", "deepspeed"} - {framework}
