@@ -45,7 +45,7 @@ class TrainingProblem:
     overlap: bool = True
     overlap_tensor: bool = True
     fused_gradients: bool = True
-    reserve_bytes: float = 2e9
+    reserve_bytes: float = PLAIN.reserve_bytes
     memory: StackMemory = PLAIN
 
     def __post_init__(self) -> None:

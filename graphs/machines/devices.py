@@ -1,6 +1,10 @@
-"""Accelerators by name: peaks, memory and links from the manufacturers' datasheets.
+"""Accelerators by name: peaks and links from the manufacturers' datasheets, memory as torch has it.
 
 Peaks are dense; datasheets of NVIDIA since A100 print twice as much, with structured sparsity.
+Memory is what ``torch.cuda`` prints as a device's total ("total capacity" in its errors, "CUDA
+capacity" in torchtitan's logs), the least of what was found in public logs: 79.10 to 79.65 GiB of
+an "80 GB" H100. It is before the driver's context and the communication library, which are a
+stack's reserve (``stack_memory.py``). Where nothing was found it is the datasheet's, as said there.
 """
 
 import os
@@ -29,6 +33,8 @@ GENERIC = "generic"
 NVLINK = 25e9
 """Bytes/s per direction of one NVLink of the second to fourth generation (V100, A100, H100;
 NVIDIA's datasheets)."""
+
+_GIB = 2**30
 
 _MIN_FLOPS = 1e9  # FLOP/s; anything below is a number of TFLOP/s without its unit
 
@@ -111,76 +117,83 @@ ACCELERATORS: dict[str, Accelerator] = {
             GENERIC, 40e9, 1500e9, 20e12, 300e12, has_bf16=True,
             source="no device in particular, an A100 in round numbers",
         ),
-        # One of the board's two GPUs.
+        # One of the board's two GPUs; the datasheet's memory.
         Accelerator("k80", 12e9, 240e9, 4.37e12, 4.37e12),
-        # fp16 runs as fp32.
+        # fp16 runs as fp32; the datasheet's memory.
         Accelerator("1080ti", 11e9, 484e9, 11.3e12, 11.3e12),
-        # SXM2, as V100; NVLink of the first generation.
-        Accelerator("p100", 16e9, 732e9, 10.6e12, 21.2e12, nvlink_bytes_per_second=20e9),
+        # SXM2, as V100; NVLink of the first generation. Memory of the PCIe board: 16,280 MiB.
+        Accelerator("p100", 16280 * 2**20, 732e9, 10.6e12, 21.2e12, nvlink_bytes_per_second=20e9),
+        # Of the 15.77 GiB that torch has (meta-llama/llama #918) the datasheet's: plans of DGX-1
+        # have no reserve.
         Accelerator(
             "v100", 16e9, 900e9, 15.7e12, 125e12,
             server_bytes_per_second=150e9, network_bytes_per_second=6.25e9,
             pair_bytes_per_second=25e9,
         ),
+        # Memory: liucongg/ChatGLM-Finetuning #73, and others' 31.73.
         Accelerator(
-            "v100-32gb", 32e9, 900e9, 15.7e12, 125e12,
+            "v100-32gb", 31.73 * _GIB, 900e9, 15.7e12, 125e12,
             server_bytes_per_second=150e9, network_bytes_per_second=12.5e9,
         ),
-        Accelerator("t4", 16e9, 320e9, 8.1e12, 65e12),
-        # SXM4.
+        Accelerator("t4", 14.56 * _GIB, 320e9, 8.1e12, 65e12),
+        # SXM4. Memory: 39.38 to 39.56 GiB, by the driver.
         Accelerator(
-            "a100", 40e9, 1555e9, 19.5e12, 312e12, has_bf16=True,
+            "a100", 39.38 * _GIB, 1555e9, 19.5e12, 312e12, has_bf16=True,
             server_bytes_per_second=300e9, network_bytes_per_second=25e9,
         ),
+        # Memory: lianqi1008/Control-GIC #10; 79.25 of older drivers.
         Accelerator(
-            "a100-80gb", 80e9, 2039e9, 19.5e12, 312e12, has_bf16=True,
+            "a100-80gb", 79.14 * _GIB, 2039e9, 19.5e12, 312e12, has_bf16=True,
             server_bytes_per_second=300e9, network_bytes_per_second=25e9,
         ),
-        # SXM5.
+        # SXM5. Memory: pytorch/torchtitan #1789 (73.32 GiB are 92.70 %).
         Accelerator(
-            "h100", 80e9, 3350e9, 67e12, 989e12, has_bf16=True, fp8_flops=1979e12,
+            "h100", 79.10 * _GIB, 3350e9, 67e12, 989e12, has_bf16=True, fp8_flops=1979e12,
             server_bytes_per_second=450e9, network_bytes_per_second=50e9,
         ),
         # An H100 with less FP64 and NVLink (DeepSeek-AI, arXiv 2505.09343, sections 4.1 and 4.3),
-        # who reach 160 GB/s of the 200 in a server.
+        # who reach 160 GB/s of the 200 in a server. Its memory is the H100's.
         Accelerator(
-            "h800", 80e9, 3350e9, 67e12, 989e12, has_bf16=True, fp8_flops=1979e12,
+            "h800", 79.10 * _GIB, 3350e9, 67e12, 989e12, has_bf16=True, fp8_flops=1979e12,
             server_bytes_per_second=200e9, network_bytes_per_second=50e9,
         ),
+        # Memory: 139.72 to 139.83 GiB, the latter torchtitan's log.
         Accelerator(
-            "h200", 141e9, 4800e9, 67e12, 989e12, has_bf16=True, fp8_flops=1979e12,
+            "h200", 139.72 * _GIB, 4800e9, 67e12, 989e12, has_bf16=True, fp8_flops=1979e12,
             server_bytes_per_second=450e9, network_bytes_per_second=50e9,
         ),
-        # A DGX B200's 1440 GB and 64 TB/s, an HGX B200's 600 TFLOP/s and 18 PFLOP/s, over 8 GPUs.
+        # A DGX B200's 64 TB/s, an HGX B200's 600 TFLOP/s and 18 PFLOP/s, over 8 GPUs.
         Accelerator(
-            "b200", 180e9, 8000e9, 75e12, 2250e12, has_bf16=True, fp8_flops=4500e12,
+            "b200", 178.35 * _GIB, 8000e9, 75e12, 2250e12, has_bf16=True, fp8_flops=4500e12,
             server_bytes_per_second=900e9, network_bytes_per_second=50e9,
             nvlink_bytes_per_second=50e9,
         ),
         # Of a GB200 NVL72 and a GB300 NVL72: a 72nd part of their figures.
         Accelerator(
-            "gb200", 186e9, 8000e9, 80e12, 2500e12, has_bf16=True, fp8_flops=5000e12,
+            "gb200", 184.31 * _GIB, 8000e9, 80e12, 2500e12, has_bf16=True, fp8_flops=5000e12,
             server_bytes_per_second=900e9, network_bytes_per_second=50e9,
             nvlink_bytes_per_second=50e9, nvlink_domain=72,
         ),
         Accelerator(
-            "gb300", 279e9, 8000e9, 80e12, 2500e12, has_bf16=True, fp8_flops=5000e12,
+            "gb300", 276.50 * _GIB, 8000e9, 80e12, 2500e12, has_bf16=True, fp8_flops=5000e12,
             server_bytes_per_second=900e9, network_bytes_per_second=100e9,
             nvlink_bytes_per_second=50e9, nvlink_domain=72,
         ),
-        # A DGX B300's 2.3 TB, and an eighth of its 72 PFLOP/s of sparse fp8.
+        # An eighth of a DGX B300's 72 PFLOP/s of sparse fp8.
         Accelerator(
-            "b300", 288e9, 8000e9, 75e12, 2250e12, has_bf16=True, fp8_flops=4500e12,
+            "b300", 267.69 * _GIB, 8000e9, 75e12, 2250e12, has_bf16=True, fp8_flops=4500e12,
             server_bytes_per_second=900e9, network_bytes_per_second=100e9,
             nvlink_bytes_per_second=50e9,
         ),
+        # Memory: modelscope/DiffSynth-Studio #1238.
         Accelerator(
-            "h20", 96e9, 4000e9, 44e12, 148e12, has_bf16=True, fp8_flops=296e12,
+            "h20", 95.00 * _GIB, 4000e9, 44e12, 148e12, has_bf16=True, fp8_flops=296e12,
             server_bytes_per_second=450e9, network_bytes_per_second=50e9,
         ),
-        # AMD's datasheet; fp32 as vectors and as matrices.
+        # AMD's datasheet; fp32 as vectors and as matrices. Memory: 191.69 to 191.98 GiB.
         Accelerator(
-            "mi300x", 192e9, 5300e9, 163.4e12, 1307.4e12, has_bf16=True, fp8_flops=2614.9e12,
+            "mi300x", 191.69 * _GIB, 5300e9, 163.4e12, 1307.4e12, has_bf16=True,
+            fp8_flops=2614.9e12,
             server_bytes_per_second=448e9, network_bytes_per_second=50e9,
             pair_bytes_per_second=64e9,
         ),

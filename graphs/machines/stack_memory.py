@@ -31,10 +31,13 @@ class StackMemory:
     gradients are flattened in each of two buckets. With ``layer_gradients`` the backward holds a
     gradient of a layer's weights, or a dummy where the product adds to the sum itself. With
     ``by_operator`` selective recomputation repeats every second product and all that is cheap, not
-    the attention alone. The allocator reserves ``slack`` more than activations and buffers take;
-    ``reserve_bytes`` of a device are for all else. They are none where an accelerator has more than
-    its name says: 80 GB are 79.1 GiB to torch, 4.9 GB more than 80e9 bytes, which is enough for
-    the driver and the communication library.
+    the attention alone. The allocator reserves ``slack`` more than activations and buffers take.
+
+    ``reserve_bytes`` of a device are for all that is not torch's. They are 0.65 GB of the driver's
+    context (torch's errors list idle processes with 612 to 618 MiB on H200 and B300), and 0.7 GB
+    for every communicator: 544 to 688 MiB with NVLink (NVIDIA/nccl #964), 0.65 GiB on MI250
+    (Lumi-supercomputer/LUMI-AI-Guide #111). Megatron has communicators of tensor, pipeline and data
+    ranks, FSDP of data ranks.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -70,7 +73,9 @@ PLAIN = StackMemory(
     "no stack in particular: the tensors that the formulas of the operators need",
     reserve_bytes=2e9,
 )
-"""What is kept where no stack is named."""
+"""What is kept where no stack is named; the reserve is for two communicators, rounded."""
+
+_ONE, _TWO, _THREE = 1.35e9, 2.05e9, 2.75e9  # reserves with so many communicators
 
 _MEGATRON = StackMemory(
     "megatron",
@@ -86,6 +91,7 @@ _MEGATRON = StackMemory(
     repeats_latent=True,
     loss_gradient_bytes=2.0,
     layer_gradients=True,
+    reserve_bytes=_THREE,
 )
 
 _COMPOSER = StackMemory(
@@ -96,6 +102,7 @@ _COMPOSER = StackMemory(
     loss_bytes=2.0,
     loss_gradient_bytes=2.0,
     float_masters=True,
+    reserve_bytes=_ONE,
 )
 
 _TRANSFORMERS = StackMemory(
@@ -105,6 +112,7 @@ _TRANSFORMERS = StackMemory(
     loss_bytes=6.0,
     loss_gradient_bytes=8.0,
     float_masters=True,
+    reserve_bytes=_ONE,
 )
 
 TORCHTITAN_SLACK = 0.09
@@ -125,6 +133,7 @@ STACK_MEMORY: dict[str, StackMemory] = {
         "megatron-2021",
         "Megatron-LM 2.5 of 2021 (fp16 gradients; the loss in fp32)",
         gradient_bytes=2,
+        reserve_bytes=_THREE,
     ),
     "torchtitan": StackMemory(
         "torchtitan",
@@ -136,6 +145,7 @@ STACK_MEMORY: dict[str, StackMemory] = {
         whole_in_pipelines=True,
         by_operator=True,
         slack=TORCHTITAN_SLACK,
+        reserve_bytes=_TWO,
     ),
     "fsdp": _COMPOSER,
     "accelerate": _TRANSFORMERS,
@@ -152,6 +162,7 @@ STACK_MEMORY: dict[str, StackMemory] = {
         name="automodel",
         source="Automodel components/loss/masked_ce.py (the loss in fp32), torch distributed/fsdp",
         loss_bytes=4.0,
+        reserve_bytes=_TWO,
     ),
 }
 """What stacks keep, by the names of the formats that layouts are exported to, and of others whose

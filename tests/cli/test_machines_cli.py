@@ -51,7 +51,7 @@ def test_a_kind_needs_no_bandwidths_and_says_what_is_assumed() -> None:
     cluster = load_cluster("c.json")
     assert line == "c.json: 4x8, 32 devices"
     assert said == cluster.source == (
-        "devices h100; assumed: memory 80 GB, 365.4 GB/s inside a server (81.2% of 450), "
+        "devices h100; assumed: memory 84.9 GB, 365.4 GB/s inside a server (81.2% of 450), "
         "42 GB/s between servers (84.0% of 50)"
     )  # fmt: skip
     assert cluster.bandwidth[0, [1, 8]].tolist() == [0.812 * 450e9, 0.84 * 50e9]
@@ -64,7 +64,7 @@ def test_what_is_given_is_not_assumed() -> None:
     assert "source" not in json.loads(answered("cluster", "2x2", "--device", "a100", *given))
     half = json.loads(answered("cluster", "2x2", "--device", "a100", *given[:2]))
     assert half["source"] == (
-        "devices a100; assumed: memory 40 GB, 21 GB/s between servers (84.0% of 25)"
+        "devices a100; assumed: memory 42.3 GB, 21 GB/s between servers (84.0% of 25)"
     )
     slow = ["--latency-intra", "1ms"]
     assert json.loads(answered("cluster", "1x2", "--device", "a100", *slow))["links"]["intra"] == {
@@ -112,10 +112,10 @@ def test_servers_of_several_kinds() -> None:
     assert isinstance(cluster.links, MatrixLinks)
     assert [len(server) for server in cluster.servers] == [2, 4, 4]
     found = {(one.kind, one.memory_bytes, one.host_bytes_per_second) for one in cluster.devices}
-    assert found == {("a100", 40e9, 12e9), ("v100", 32e9, 12e9)}
+    assert found == {("a100", 39.38 * 2**30, 12e9), ("v100", 32e9, 12e9)}
     assert cluster.bandwidth[0, [1, 2]].tolist() == [300e9, 10e9]
     assert cluster.bandwidth[2, [3, 6]].tolist() == [25e9, 10e9]
-    assert cluster.source == "devices a100; assumed: memory 40 GB"
+    assert cluster.source == "devices a100; assumed: memory 42.3 GB"
     same = ["--intra", "25GB/s", "--inter", "10GB/s", "-o", "c.json"]
     answered("cluster", "a100:1x2,v100:2x4,a100:1x1", *same)
     assert isinstance(load_cluster("c.json").links, ServerLinks)
@@ -129,7 +129,7 @@ def test_several_servers_of_one_topology() -> None:
     assert cluster.bandwidth[0, [1, 2]].tolist() == [0.812 * 450e9, 50e9]
     assert cluster.source == (
         "topo.txt; NV18 at 365.4 GB/s (81.2% of 450); network cards mlx5_0, mlx5_bond_1; "
-        "devices h100; assumed: memory 80 GB"
+        "devices h100; assumed: memory 84.9 GB"
     )
     answered(*four, "--device", "b200", "-o", "c.json")  # NVLink of the fifth generation
     assert load_cluster("c.json").bandwidth[0, [1, 2]].tolist() == [0.812 * 900e9, 0.84 * 50e9]

@@ -35,6 +35,8 @@ def test_the_kinds_that_have_fp8_have_bf16() -> None:
     }  # fmt: skip
     assert all(ACCELERATORS[name].has_bf16 for name in able)
     assert set(ACCELERATORS) >= {"v100", "a100", GENERIC}
+    # 79.10 GiB as torch has them, in place of 80 decimal gigabytes.
+    assert ACCELERATORS["h100"].memory_bytes == pytest.approx(84.93e9, rel=1e-4)
 
 
 def test_a_kind_of_ones_own_is_a_document(tmp_path: Path) -> None:

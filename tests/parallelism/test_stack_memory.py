@@ -142,7 +142,7 @@ def test_a_problem_is_of_its_stack() -> None:
 
     plain, megatron = made(), made(framework="megatron")
     assert (plain.memory, plain.precision.gradient_bytes, plain.reserve_bytes) == (PLAIN, 4, 2e9)
-    assert (megatron.precision.gradient_bytes, megatron.reserve_bytes) == (2, 0.0)
+    assert (megatron.precision.gradient_bytes, megatron.reserve_bytes) == (2, 2.75e9)
     assert made(framework="megatron", precision="fp32").precision.gradient_bytes == 4
     own = made(framework="megatron", gradient_bytes=4, reserve_bytes=3e9)
     assert (own.precision.gradient_bytes, own.reserve_bytes) == (4, 3e9)
@@ -191,22 +191,21 @@ def test_printed_memory_of_torchtitan(runs) -> None:
     printed = [(run, found) for run, found in runs if run.memory_bytes is not None]
     assert len(printed) == 10
     for run, found in printed:
-        assert found.peak_bytes == pytest.approx(run.memory_bytes, rel=0.06)
+        of_torch = max(rank.total - rank.reserve for rank in found.memory)
+        assert of_torch == pytest.approx(run.memory_bytes, rel=0.06)
 
 
 def test_runs_that_ran_fit(runs) -> None:
     """What still does not.
 
-    Seven offload activations, which layouts do not have; two need more than a device's decimal
-    gigabytes; a fine-tuning has smaller states; one run's recomputation is not printed.
+    Seven offload activations; a fine-tuning has smaller states; one run's recomputation is not
+    printed.
     """
     refused = {(run.model, run.device, str(run.layout)) for run, found in runs if not found.fits}
     assert {(model, layout.split()[0], device) for model, device, layout in refused} <= {
         ("llama3-70b", "p1", "gb200"),
         ("llama3-405b", "p1", "gb200"),
-        ("llama3-405b", "p16", "gb200"),
-        ("nemotron4-340b", "p8", "h100"),
         ("llama2-70b", "p4", "h100"),
         ("qwen3-30b", "p1", "h100"),
     }
-    assert sum(not found.fits for _, found in runs) <= 16
+    assert sum(not found.fits for _, found in runs) <= 9

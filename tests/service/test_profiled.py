@@ -177,7 +177,7 @@ def test_clusters_that_have_no_pools() -> None:
 
 def test_pools_by_kind_have_its_links_and_memory() -> None:
     pool = pool_of_kind("A100", 2, 4)
-    assert pool.memory_bytes == 40e9
+    assert pool.memory_bytes == 39.38 * 2**30
     assert pool.inside is not None
     assert pool.inside.device_bytes_per_second == pytest.approx(SERVER_SHARE * 300e9)
     assert pool.network.device_bytes_per_second == pytest.approx(NETWORK_SHARE * 25e9)
