@@ -70,7 +70,8 @@ def train_plan(
     """Find how to divide a transformer's training among GPUs; exit code 1 if nothing fits.
 
     Pipeline, tensor, context, expert and data degrees, microbatch, virtual stages, recomputation,
-    ZeRO and placement.
+    ZeRO and placement. With --for plan the layout becomes a plan of stages, by `stagewright export
+    LAYOUT --to plan`, that `stagewright run` carries out and `stagewright plan` prices alike.
 
     With measured layer profiles, on servers of several kinds: stages, replicas, tensor degrees and
     kinds of GPU.

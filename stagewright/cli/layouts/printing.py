@@ -102,6 +102,11 @@ def _said(name: str, problem: "TrainingProblem", answer: "LayoutAnswer") -> Iter
         )
     yield f"of all {answer.plan_class}"
     yield f"rates: {answer.rates}"
+    yield (
+        "`stagewright export LAYOUT --to plan` makes a plan of stages of it"
+        if problem.memory.name == "plan"
+        else "--for plan: layouts that `stagewright run` carries out, as plans of stages"
+    )
     yield from answer.remarks
 
 

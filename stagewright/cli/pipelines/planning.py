@@ -84,7 +84,8 @@ class PlanOptions(Written, OnRay, Served, Threaded):
 def plan(asked: Asked[PlanRequest], given: PlanOptions) -> int:
     """Plan a model on a cluster; exit code 1 if there is no plan, or none was found in time.
 
-    A model is a file of layers, or a graph of operators that `stagewright capture` writes.
+    A model is a file of layers, or a graph of operators that `stagewright capture` writes. Of a
+    transformer `stagewright train-plan` searches tensor, data, context and expert degrees too.
 
     With --engine ray the sizes of a batch's microbatches are planned at the same time.
 
@@ -186,6 +187,8 @@ def _out_of_order(asked: Asked[PlanRequest], given: PlanOptions) -> OutOfOrder |
 def _print(chain: "Chain", answer: "PlanAnswer") -> None:
     _print_result(chain, answer.result)
     _print_exports(answer)
+    if chain.source.startswith("analytic") and "attention" in chain.source:
+        say("`stagewright train-plan` searches tensor, data, context and expert degrees too")
 
 
 def _print_result(chain: "Chain", result: "Result") -> None:
