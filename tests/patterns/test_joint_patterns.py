@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from itertools import groupby, product
 from math import inf
 
@@ -115,6 +116,11 @@ def solved(question: JointPatterns, **more: object) -> JointAnswer:
     return answer
 
 
+@cache
+def optimum_of(layers: int, devices: int, memory: float) -> JointAnswer:
+    return solved(question_of(layers, devices, memory))
+
+
 @few
 @given(random_problem(max_layers=4, max_devices=2, max_microbatches=4, tight_memory=True))
 def test_the_optimum_is_the_least_of_all_allocations(problem: PipelineProblem) -> None:
@@ -223,7 +229,7 @@ def test_bounds_know_what_is_kept_together() -> None:
 
 
 def test_one_more_device_never_hurts() -> None:
-    periods = [solved(question_of(6, devices, 2.5e9)).period for devices in (2, 3, 4)]
+    periods = [optimum_of(6, devices, 2.5e9).period for devices in (2, 3, 4)]
     assert periods == sorted(periods, reverse=True)
     assert periods[0] > periods[-1]
 
@@ -254,22 +260,20 @@ def test_twice_the_times_is_twice_the_period() -> None:
     chain = chain_of(tuple((2 * f, 2 * b, kept) for f, b, kept in LAYERS[-6:]))
     slow = replace(question.problem, chain=chain, cluster=equal_devices(3, 2.5e9, 6e9))
     answer = solved(replace(question, problem=slow))
-    assert answer.period == pytest.approx(2 * solved(question).period, rel=CLOSE)
+    assert answer.period == pytest.approx(2 * optimum_of(6, 3, 2.5e9).period, rel=CLOSE)
 
 
 @pytest.mark.parametrize("memory", slow_after(1, [4e9, 6e9]))
 def test_ten_layers_on_four_devices(memory: float) -> None:
-    question = question_of(10, 4, memory)
-    answer = solved(question)
+    answer = optimum_of(10, 4, memory)
     assert answer.bound <= answer.cost
     assert answer.solves <= 60
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.05])
 def test_a_bound_at_the_time_limit(seconds: float) -> None:
-    question = question_of(10, 4, 4e9)
-    answer = joint_optimum(question, Limits(seconds=seconds))
-    assert 0 < answer.bound <= solved(question).cost
+    answer = joint_optimum(question_of(10, 4, 4e9), Limits(seconds=seconds))
+    assert 0 < answer.bound <= optimum_of(10, 4, 4e9).cost
     assert seconds > 0 or not answer.complete
 
 

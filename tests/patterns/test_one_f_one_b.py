@@ -212,13 +212,13 @@ def test_no_pattern_of_the_period_keeps_fewer(given_problem: tuple[PatternProble
 
 
 def test_no_pattern_keeps_fewer_in_all_whole_seconds() -> None:
-    """The same by trying all starts, where two items are a group at 6 s and are none at 5 s."""
-    problem = replace(alone((1, 1), (2, 2)), microbatches=2)
-    assert groups(problem, 6.0) == (1, 1)
-    assert groups(problem, 5.0) == (2, 1)
-    assert has_integer_pattern(replace(problem, room_bytes=(1.0, 1.0)), 6)
-    assert has_integer_pattern(replace(problem, room_bytes=(2.0, 1.0)), 5)
-    assert not has_integer_pattern(replace(problem, room_bytes=(1.0, 5.0)), 5)
+    """The same by trying all starts, where two items are a group at 4 s and are none at 3 s."""
+    problem = replace(alone((1, 1), (1, 1)), microbatches=2)
+    assert groups(problem, 4.0) == (1, 1)
+    assert groups(problem, 3.0) == (2, 1)
+    assert has_integer_pattern(replace(problem, room_bytes=(1.0, 1.0)), 4)
+    assert has_integer_pattern(replace(problem, room_bytes=(2.0, 1.0)), 3)
+    assert not has_integer_pattern(replace(problem, room_bytes=(1.0, 5.0)), 3)
 
 
 @pytest.mark.parametrize(("forward", "backward"), [(0.0, 1.0), (1.0, 0.0)])

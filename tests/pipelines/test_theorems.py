@@ -100,7 +100,7 @@ class TestOptimalSchedule:
             (2, 3, 2, 3, 4, (3, 3)),  # channels decide
             (3, 3, 3, 5, 2, (3, 2, 1)),
             (3, 4, 1, 2, 0, (2, 2, 1)),
-            (4, 4, 2, 4, 1, (4, 3, 2, 1)),
+            (4, 3, 2, 4, 1, (3, 3, 2, 1)),
         ],
     )
     def test_by_hand(self, stages, microbatches, forward, backward, transfer, in_flight):

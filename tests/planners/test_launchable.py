@@ -48,7 +48,7 @@ def planned(problem: PipelineProblem, to: str, seconds: float = 5.0):
 
 @pytest.mark.parametrize("to", RUNTIMES)
 def test_the_framework_runs_the_plan_as_it_is(to: str) -> None:
-    problem = named(small_problem(parts=True))
+    problem = named(small_problem(devices=4, parts=True))
     found = planned(problem, to)
     assert found.plan is not None
     assert check(problem, found.plan) == ()

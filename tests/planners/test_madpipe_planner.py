@@ -50,6 +50,13 @@ def problem_of(chain: Chain, devices: int, memory: float, microbatches: int = 8)
     return PipelineProblem(chain, cluster, microbatches)
 
 
+def with_hosts(problem: PipelineProblem, bytes_per_second: float) -> PipelineProblem:
+    devices = (
+        replace(one, host_bytes_per_second=bytes_per_second) for one in problem.cluster.devices
+    )
+    return replace(problem, cluster=replace(problem.cluster, devices=tuple(devices)))
+
+
 def solved(problem: PipelineProblem, planner: str, choices: Choices = ALONE) -> Result:
     result = plan(problem, planner, Limits(30), choices=choices)
     if result.plan is not None:
@@ -147,10 +154,7 @@ def test_groups_that_split_microbatches_are_found_when_memory_allows():
 
 
 def test_recomputation_and_offloading_make_room():
-    chain = chain_of([0.03] * 6, [6e8] * 6, output=1e6)
-    devices = problem_of(chain, 3, 2.0e9)
-    hosted = tuple(replace(one, host_bytes_per_second=100e9) for one in devices.cluster.devices)
-    problem = replace(devices, cluster=replace(devices.cluster, devices=hosted))
+    problem = with_hosts(problem_of(chain_of([0.03] * 4, [6e8] * 4), 2, 2.0e9), 100e9)
     plain = solved(problem, "madpipe")
     again = solved(problem, "madpipe", replace(ALONE, recompute="full"))
     away = solved(problem, "madpipe", replace(ALONE, offload=True))
@@ -165,9 +169,7 @@ def test_recomputation_and_offloading_make_room():
 
 def test_stages_that_offload_are_bounded_by_their_loads(usual_searches):
     """Of four equal stages on two devices, one must offload; each device computes for 60 ms."""
-    devices = problem_of(chain_of([0.03] * 4, [6e8] * 4), 2, 2.0e9)
-    hosted = tuple(replace(one, host_bytes_per_second=100e9) for one in devices.cluster.devices)
-    problem = replace(devices, cluster=replace(devices.cluster, devices=hosted))
+    problem = with_hosts(problem_of(chain_of([0.03] * 4, [6e8] * 4), 2, 2.0e9), 100e9)
     result = plan(problem, "madpipe", Limits(30), choices=replace(ALONE, offload=True))
     assert result.plan is not None
     assert any(stage.offload for stage in result.plan.stages)
@@ -274,9 +276,7 @@ def test_nothing_is_called_infeasible_because_more_is_allowed():
     # Contiguous partitions do not fit; others do.
     weights = [2e9, 2e9, 2e9, 2e9, 4e9 / 3, 4e9 / 3, 4e9 / 3, 4e9 / 3]
     chain = rows_of(*((1.0, 1.0, size, 0, 1) for size in weights))
-    problem = problem_of(chain, 4, 10.01e9)
-    devices = tuple(replace(one, host_bytes_per_second=1e9) for one in problem.cluster.devices)
-    problem = replace(problem, cluster=replace(problem.cluster, devices=devices))
+    problem = with_hosts(problem_of(chain, 4, 10.01e9), 1e9)
     assert solved(problem, "madpipe").cost is not None
     more = solved(problem, "madpipe", replace(ALONE, offload=True))
     assert more.status is not Status.INFEASIBLE

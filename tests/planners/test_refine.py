@@ -75,7 +75,7 @@ def tiny(seed: int) -> PipelineProblem:
     )  # fmt: skip
     devices = [Device(f"d{v}", "aab"[v], 1e9) for v in range(3)]
     links = [[rng.choice((1e9, 1e10)) for _ in devices] for _ in devices]
-    return PipelineProblem(Chain("tiny", "drawn", 4, layers, 2.0), from_matrix(devices, links), 3)
+    return PipelineProblem(Chain("tiny", "drawn", 4, layers, 2.0), from_matrix(devices, links), 2)
 
 
 @pytest.mark.usefixtures("usual_searches")

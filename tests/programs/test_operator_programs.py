@@ -1,6 +1,7 @@
 """Programs of placed operators: carried out with names in place of tensors, and broken ones."""
 
 from collections import defaultdict, deque
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -103,21 +104,40 @@ def sequential(graph):
 
 
 @given(graphs(10), st.sampled_from(PLANNERS), st.integers(1, 4), st.randoms(use_true_random=False))
-@examples(600, quick=40)
-def test_any_order_of_ranks_computes_the_graph(graph, planner, devices, random):
+@examples(1500, quick=50)
+def test_programs_that_are_verified_compute_the_graph_and_broken_ones_are_refused(
+    graph, planner, devices, random
+):
     placed, program = placed_and_program(graph, planner, devices)
     verify_operators(placed, program)
+    require_values(graph, placed, ended(graph, placed, program, random))
+    for rows in broken(program, random):
+        changed = tuple(rows.get(r, each) for r, each in enumerate(program.rows))
+        with pytest.raises(InvalidProgram):
+            verify_operators(placed, Program(program.devices, changed))
+    other = shuffled(program, random)
+    with suppress(InvalidProgram):  # refused, or as good as the lowered one
+        verify_operators(placed, other)
+        ended(graph, placed, other, random)
+
+
+def ended(graph, placed, program, random):
+    """The machine at the end of the program: all operators ran, in an order that is allowed."""
     machine = Machine(placed, program)
     machine.to_the_end(random)
     split = split_graph(graph, placed.plan.splits)
-    expected = sequential(split)
     at = {placed.nodes[n].name: i for i, n in enumerate(machine.order)}
     assert sorted(machine.order) == [*range(len(split))]
     for node in split.nodes:
         assert all(at[name] < at[node.name] for name in node.after)
+    return machine
+
+
+def require_values(graph, placed, machine):
+    """What is left are states, and ends of operators that nobody was sent."""
+    expected = sequential(split_graph(graph, placed.plan.splits))
     for rank, values in enumerate(machine.values):
         for (n, number), found in values.items():
-            # What is left are states, and ends of operators that nobody was sent.
             node = placed.nodes[n]
             assert found == expected[node.name, number]
             assert placed.rank[n] == rank
@@ -126,52 +146,29 @@ def test_any_order_of_ranks_computes_the_graph(graph, planner, devices, random):
     assert not any(machine.wanted.values())
 
 
-@given(graphs(8), st.sampled_from(PLANNERS), st.integers(2, 4), st.data())
-@examples(600, quick=40)
-def test_no_instruction_can_be_left_out_doubled_or_moved_to_another_rank(
-    graph, planner, devices, data
-):
-    placed, program = placed_and_program(graph, planner, devices)
-    rank = data.draw(st.integers(0, len(program.rows) - 1))
+def broken(program, random):
+    """Changed rows: an instruction left out, doubled, on another rank, or with another peer."""
+    rank = random.randrange(len(program.rows))
     row = program.rows[rank]
-    at = data.draw(st.integers(0, len(row) - 1))
-    other = data.draw(st.integers(0, len(program.rows) - 1))
-    one = row[at]
-    broken = [{rank: (*row[:at], *row[at + 1 :])}, {rank: (*row[: at + 1], one, *row[at + 1 :])}]
+    at = random.randrange(len(row))
+    other = random.randrange(len(program.rows))
+    one, without = row[at], (*row[:at], *row[at + 1 :])
+    yield {rank: without}
+    yield {rank: (*row[: at + 1], *row[at:])}
     if other != rank:
-        there = program.rows[other]
-        broken.append({rank: (*row[:at], *row[at + 1 :]), other: (*there, one)})
+        yield {rank: without, other: (*program.rows[other], one)}
         if one.peer not in (None, other):
-            changed = replace(one, peer=other)
-            broken.append({rank: (*row[:at], changed, *row[at + 1 :])})
-    for rows in broken:
-        changed_rows = tuple(rows.get(r, each) for r, each in enumerate(program.rows))
-        with pytest.raises(InvalidProgram):
-            verify_operators(placed, Program(program.devices, changed_rows))
+            yield {rank: (*row[:at], replace(one, peer=other), *row[at + 1 :])}
 
 
-@given(graphs(8), st.sampled_from(PLANNERS), st.integers(1, 4), st.randoms(use_true_random=False))
-@examples(1500, quick=40)
-def test_what_passes_in_another_order_computes_the_graph(graph, planner, devices, random):
-    """The verifier refuses a shuffled program, or it is as good as the lowered one."""
-    placed, program = placed_and_program(graph, planner, devices)
+def shuffled(program, random):
+    """Up to three instructions of the program moved within their rows."""
     rows = [list(row) for row in program.rows]
     for _ in range(random.randint(1, 3)):
         row = random.choice(rows)
         i, j = random.randrange(len(row)), random.randrange(len(row))
         row.insert(i, row.pop(j))
-    shuffled = Program(program.devices, tuple(map(tuple, rows)))
-    try:
-        verify_operators(placed, shuffled)
-    except InvalidProgram:
-        return
-    machine = Machine(placed, shuffled)
-    machine.to_the_end(random)
-    at = {placed.nodes[n].name: i for i, n in enumerate(machine.order)}
-    split = split_graph(graph, placed.plan.splits)
-    assert sorted(machine.order) == [*range(len(split))]
-    for node in split.nodes:
-        assert all(at[name] < at[node.name] for name in node.after)
+    return Program(program.devices, tuple(map(tuple, rows)))
 
 
 def test_a_plan_without_a_transfer_is_refused():
