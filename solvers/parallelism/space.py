@@ -137,8 +137,7 @@ def _even_division(stages: int, blocks: int) -> tuple[int, ...]:
 class Space:
     """The values that every dimension may take; None for all that divide.
 
-    ``chunks`` is the largest number of stages on a rank; ``divisions`` says how blocks are divided
-    among the stages. Selective recomputation is considered
+    ``chunks`` is the largest number of stages on a rank. Selective recomputation is considered
     where the attention is not one fused kernel. With ``partial``, full recomputation is of the
     fewest blocks of every stage with which a layout fits, else of all. Sequence parallelism
     ``always`` is wherever the tokens of a rank can be divided.
@@ -190,6 +189,8 @@ class Space:
 
     def with_known_prices(self, problem: TrainingProblem) -> "Space":
         """The layouts of the space without the features that the rate set did not measure.
+
+        On several servers ZeRO 2-3 is left out of replicas inside a server too.
 
         Raises InputError if there are none.
         """
