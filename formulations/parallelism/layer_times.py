@@ -14,6 +14,7 @@ from stagewright.formulations.prices.collectives import (
 from stagewright.formulations.prices.updates import memory_seconds
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.machines.groups import links
+from stagewright.graphs.models.modules import modules_of, repeats_exchange
 from stagewright.graphs.models.operations import LayerOperation
 from stagewright.graphs.models.shards import LayerShare, LayerSplit, Recompute
 
@@ -63,7 +64,7 @@ def layer_time(
     host takes to start their kernels one after the other.
     """
     kernels, once = _kernels(share), _once(problem, share, split, samples)
-    again = share.repeated(recompute)
+    again = share.repeated(recompute, problem.memory.always)
     repeated = sum(
         t for t, name in zip(once.seconds, share.operators, strict=True) if name in again
     )
@@ -79,6 +80,8 @@ def layer_time(
     returned += max(0.0, 2 * once.circulated - once.hidden_back)
     if recompute == "full" and share.is_block:
         repeated += sent
+    elif share.is_block and repeats_exchange(modules_of(recompute), share.operators):
+        repeated += (share.reductions[0] - 1) * once.reduction + once.routed
     inputs = once.input + returned + repeated
     weights += _accumulation(problem, share)
     return LayerTime(
