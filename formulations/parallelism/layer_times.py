@@ -11,6 +11,7 @@ from stagewright.formulations.prices.collectives import (
 )
 from stagewright.formulations.prices.computing import computed
 from stagewright.graphs.machines.groups import links
+from stagewright.graphs.models.modules import modules_of, repeats_exchange
 from stagewright.graphs.models.shards import LayerShare, LayerSplit, Recompute
 
 
@@ -61,7 +62,7 @@ def layer_time(
     processor = problem.processor
     once = computed(processor, share, samples, split.context)
     start_forward, start_inputs, start_weights = once.started
-    again = share.repeated(recompute)
+    again = share.repeated(recompute, problem.memory.always)
     repeated = sum(
         t for t, name in zip(once.seconds, share.operators, strict=True) if name in again
     )
@@ -77,6 +78,9 @@ def layer_time(
     returned += max(0.0, 2 * circulated - once.attended_back)
     if recompute == "full" and share.is_block:
         repeated += sent
+    elif share.is_block and repeats_exchange(modules_of(recompute), share.operators):
+        reduction, routed = _once(problem, share, split, samples)
+        repeated += (share.reductions[0] - 1) * reduction + routed
     start_again = len(again) * processor.reached.dispatch_seconds
     inputs = max(once.input + returned + repeated, start_inputs + start_again)
     weights += processor.sum_seconds(share)
@@ -104,16 +108,23 @@ def _exchanges(
     et al. 2022, section 4.2.2), which can run beside the gradients of the inputs; nothing runs
     beside the gathering of the outputs' gradients. ``beside`` are the seconds of these gradients.
     """
-    reached, size = problem.reached, problem.precision.activation_bytes
-    tensor, expert = (links(problem.fabric, ((1, k),)) for k in (split.tensor, split.expert))
-    reduction = all_reduce_seconds(tensor, samples * share.width * size)
-    copies = share.copies if reached.once_per_unit else None
-    there = all_to_all_seconds(expert, samples * share.dispatched * size, copies)
-    routed = 2 * (1 - reached.expert_overlap) * there
+    reduction, routed = _once(problem, share, split, samples)
     ahead, back = (number * reduction for number in share.reductions)
     seen = back / 2 if split.sequence_parallel else 0.0
     waited = max(0.0, back - beside) if problem.overlap_tensor else back
     return ahead + routed, seen + waited + routed
+
+
+def _once(
+    problem: TrainingProblem, share: LayerShare, split: LayerSplit, samples: int
+) -> tuple[float, float]:
+    """One reduction among tensor ranks; the way to the experts and back."""
+    reached, size = problem.reached, problem.precision.activation_bytes
+    tensor, expert = (links(problem.fabric, ((1, k),)) for k in (split.tensor, split.expert))
+    copies = share.copies if reached.once_per_unit else None
+    there = all_to_all_seconds(expert, samples * share.dispatched * size, copies)
+    routed = 2 * (1 - reached.expert_overlap) * there
+    return all_reduce_seconds(tensor, samples * share.width * size), routed
 
 
 def _circulation(

@@ -13,6 +13,7 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MAX_MICROBATCHES, require_count
 from stagewright.graphs.machines.fabric import MAX_GPUS
 from stagewright.graphs.machines.groups import Group
+from stagewright.graphs.models.modules import MODULES, joined, require_recompute
 from stagewright.graphs.models.shards import LayerSplit, Recompute
 
 Schedule = Literal["1f1b", "zero-bubble"]
@@ -86,6 +87,7 @@ class Layout:
                 raise InputError(f"{name} must be at least 1, got {value}")
             most = MAX_MICROBATCHES if name == "microbatch" else MAX_GPUS
             require_count(value, name, most)
+        require_recompute(self.recompute)
         if self.zero not in range(4):
             raise InputError(f"zero must be 0, 1, 2 or 3, got {self.zero}")
         if self.pipeline == 1 and self.chunks > 1:
@@ -271,10 +273,11 @@ class Layout:
         return " ".join(
             words
             + by_stage
+            + ([self.recompute] if self.recompute != "none" else [])
             + [
                 word
                 for word, (name, value) in _PLAIN.items()
-                if name in changed and getattr(self, name) == value
+                if name in changed and name != "recompute" and getattr(self, name) == value
             ]
         )
 
@@ -326,6 +329,11 @@ def parse_layout(text: str) -> Layout:
 def _meaning(word: str) -> tuple[str, object]:
     if word in _PLAIN:
         return _PLAIN[word]
+    modules = word.split("+")
+    if set(modules) & set(MODULES):
+        recompute = joined(modules) if set(modules) <= set(MODULES) else word
+        require_recompute(recompute)
+        return "recompute", recompute
     found = _OF_STAGES.fullmatch(word)
     if found is not None and found[1] in _BY_STAGE:
         return _BY_STAGE[found[1]], tuple(_counts(word, found[2]))
@@ -333,6 +341,7 @@ def _meaning(word: str) -> tuple[str, object]:
     if found is None or found[1] not in _NUMBERED:
         by_stage = [f"{one}N-NxTIMES" for one in _BY_STAGE]
         known = ", ".join([*(f"{one}N" for one in _NUMBERED), *by_stage, *_PLAIN])
+        known += f", modules such as {MODULES[2]}+{MODULES[3]} ({', '.join(MODULES)})"
         raise InputError(f"layout word {word!r} is not known; known are {known}")
     return _NUMBERED[found[1]], int(found[2])
 

@@ -111,7 +111,11 @@ def require_expressible(problem: TrainingProblem, layout: Layout) -> None:
             "t1, p1, or a model that is not tied",
         ),
         (layout.offload_optimizer, "offloaded optimizer", "a layout without offload"),
-        (layout.recompute == "selective", "selective recomputation", "none or full"),
+        (
+            layout.recompute not in ("none", "full"),
+            f"recomputation of {layout.recompute}",
+            "none or full",
+        ),
         (
             some is not None,
             "recomputation of {} of a stage's {} blocks".format(*(some or (0, 0))),

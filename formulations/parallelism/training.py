@@ -17,6 +17,7 @@ from stagewright.graphs.machines.rates import RateSet, Reached, Spread
 from stagewright.graphs.machines.stack_memory import PLAIN, StackMemory
 from stagewright.graphs.models.architecture import MAX_SIZE, Architecture
 from stagewright.graphs.models.language import Attention
+from stagewright.graphs.models.modules import PARTS, modules_of, repeated
 from stagewright.graphs.models.splits import require_split
 
 
@@ -123,8 +124,31 @@ def require_layout(problem: TrainingProblem, layout: Layout) -> None:
             f"{layout.chunks} chunks per rank need a multiple of {layout.pipeline} microbatches "
             f"(the pipeline), there are {microbatches}"
         )
+    for one in modules_of(layout.recompute):
+        _require_module(problem, one)
     if layout.recompute == "selective" and not has_selective(problem):
         raise InputError(
             "selective recomputation repeats the attention, which the fused kernel does anyway; "
             "choose none or full"
+        )
+
+
+def _require_module(problem: TrainingProblem, module: str) -> None:
+    """Raise unless the software can recompute a module and some block has it."""
+    of, known = problem.architecture, problem.memory.modules
+    if module not in known:
+        raise InputError(
+            f"recomputation of the module {module}: {problem.memory.name} can recompute "
+            f"{', '.join(known) or 'no modules'}; choose none or full"
+        )
+    blocks = [of.block(index, 1, 1) for index in range(of.layers)]
+    has = (
+        problem.attention == "materialized"
+        if module == "core_attn"
+        else any(repeated([module], block) for block in blocks)
+    )
+    if not has:
+        raise InputError(
+            f"recomputation of the module {module}: no block has {PARTS[module]}; choose none or "
+            "full"
         )

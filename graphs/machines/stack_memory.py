@@ -21,8 +21,10 @@ class StackMemory:
     ``gradient_bytes`` are of a gradient of mixed precision (None: as the precision says). With
     ``fused_gate`` a gated feed-forward keeps gate and up, and not the activation of the gate too;
     with ``weighted_gate`` experts' outputs are weighted inside their activation, so that combining
-    them keeps nothing. With ``fp8_inputs`` products in 8 bits keep their inputs in 8 bits. With
-    ``repeats_latent`` queries, keys and values of latent attention are computed again.
+    them keeps nothing. With ``fp8_inputs`` products in 8 bits keep their inputs in 8 bits.
+
+    Recomputation may be of ``modules`` (``models/modules.py``). Those ``always`` recomputed are so
+    in every layout; the seconds of that are in the runs to which the stack's rates are fitted.
 
     Of every logit ``loss_bytes`` are kept, and ``loss_gradient_bytes`` added by the backward of the
     loss. With ``float_masters`` ranks that divide weights (ZeRO 3) keep their parts in fp32 alone,
@@ -48,7 +50,8 @@ class StackMemory:
     fused_gate: bool = False
     weighted_gate: bool = False
     fp8_inputs: bool = False
-    repeats_latent: bool = False
+    modules: tuple[str, ...] = ()
+    always: tuple[str, ...] = ()
     loss_bytes: float = 4.0
     loss_gradient_bytes: float = 4.0
     float_masters: bool = False
@@ -83,12 +86,13 @@ _MEGATRON = StackMemory(
     "gradient in bf16), core/transformer/moe/experts.py (weighted activation); Megatron-Bridge "
     "perf_recipes/_common.py (grad_reduce_in_fp32 = False), perf_recipes/deepseek (mla_up_proj); "
     "core/tensor_parallel/layers.py (dummy gradients); Transformer Engine's linear layers, which "
-    "keep their quantized inputs",
+    "keep their quantized inputs; core/transformer/transformer_config.py (recompute_modules)",
     gradient_bytes=2,
     fused_gate=True,
     weighted_gate=True,
     fp8_inputs=True,
-    repeats_latent=True,
+    modules=("core_attn", "mla_up_proj", "moe_act", "layernorm", "mlp", "moe"),
+    always=("mla_up_proj",),
     loss_gradient_bytes=2.0,
     layer_gradients=True,
     reserve_bytes=_THREE,

@@ -6,9 +6,10 @@ section 4.2.2). Context parallelism divides the tokens of a sequence; every toke
 whole of it. Experts stay whole: a rank has an equal part of them, and routes its own tokens.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import TypeAlias
 
 from stagewright.graphs.machines.stack_memory import PLAIN, StackMemory
 from stagewright.graphs.models.architecture import (
@@ -18,6 +19,7 @@ from stagewright.graphs.models.architecture import (
 )
 from stagewright.graphs.models.kept import elements_by_operator, is_repeated, kept_bytes
 from stagewright.graphs.models.language import Attention
+from stagewright.graphs.models.modules import freed, modules_of, repeated
 from stagewright.graphs.models.operations import (
     LayerOperation,
     LayerWork,
@@ -27,11 +29,8 @@ from stagewright.graphs.models.operations import (
 )
 from stagewright.graphs.models.splits import narrow, require_split
 
-Recompute = Literal["none", "selective", "full"]
-
-CORE = ("scores", "softmax", "attention mask", "weighted values")
-"""The attention without its projections, which selective recomputation repeats (Korthikanti et al.
-2022, section 5). All that it keeps are queries, keys and values, which count at the scores."""
+Recompute: TypeAlias = str
+"""None, selective, full or modules: see ``models/modules.py``."""
 
 _WHOLE = ("norm", "dropout", "sum", "router", "routing", "dispatch", "combine", "experts")
 """Operators that tensor parallelism leaves whole, by a word of their names; with sequence
@@ -99,25 +98,27 @@ class LayerShare:
             statistics = 0.0 if fused is None else fused.saved_bytes
             kept = (self.input + self.kept_by_operator) * element_bytes + statistics
             return kept * (1 + memory.slack)
-        repeated = CORE[1:] if recompute == "selective" else ()
+        modules = ("core_attn",) if recompute == "selective" else modules_of(recompute)
+        none = freed((*memory.always, *modules), self.operators)
         kept = sum(
             kept_bytes(name, one, element_bytes, memory, fp8)
             for name, one in self.operators.items()
-            if name not in repeated
+            if name not in none
         )
-        if memory.repeats_latent and {"latent", "attention"} <= self.operators.keys():
-            kept -= self.operators["attention"].saved * element_bytes
+        if "attention" in none:  # but for its statistics
+            kept += self.operators["attention"].saved_bytes
         return kept * (1 + memory.slack)
 
-    def repeated(self, recompute: Recompute) -> tuple[str, ...]:
-        """The operators whose forward runs again in the backward."""
+    def repeated(self, recompute: Recompute, always: Collection[str] = ()) -> tuple[str, ...]:
+        """The operators whose forward runs again, but for those of modules that ``always`` do."""
         if not self.is_block or recompute == "none":
             return ()
         if recompute == "full":
             return tuple(self.operators)
-        if self.kept_by_operator is not None:
+        if recompute == "selective" and self.kept_by_operator is not None:
             return tuple(name for name, one in self.operators.items() if is_repeated(name, one))
-        return tuple(name for name in self.operators if name in CORE)
+        modules = ("core_attn",) if recompute == "selective" else modules_of(recompute)
+        return tuple(repeated([one for one in modules if one not in always], self.operators))
 
 
 @dataclass(frozen=True, eq=False, slots=True)

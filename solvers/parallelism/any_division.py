@@ -95,7 +95,7 @@ class AnyDivision:
 
     @property
     def _most_repeated(self) -> Recompute:
-        return "full" if "full" in self._repeats else self._repeats[0]
+        return "none" if self._repeats == ["none"] else "full"
 
     def _pipelines(self) -> Iterator[_Pipelines]:
         """For every way to divide layers, the numbers of stages that are possible."""

@@ -341,7 +341,37 @@ def divided(
         fits = fewest <= bounds.table.most_blocks
     else:
         fits = bounds.fits(bounds.kept(choice.recompute) - room)
-    fits &= differs & (choice.seconds < worst)
+    return _ordered(choice, keeping, fewest, again, fits & differs, worst)
+
+
+def divided_by_modules(
+    choice: Choice,
+    keeping: Keeping,
+    room: Floats,
+    modules: Recompute,
+    worst: float,
+    differs: Bools,
+) -> DividedChoice | None:
+    """As :func:`divided`, with all blocks recomputing modules."""
+    bounds, of = choice.bounds, choice.bounds.family
+    differs = differs & bounds.fits(bounds.kept(modules) - room)
+    if not differs.any():
+        return None
+    longer = of.work(choice.samples, modules, choice.schedule).total - choice.work.total
+    again = bounds.table.by_entry(longer)
+    return _ordered(choice, keeping, None, again, differs, worst)
+
+
+def _ordered(
+    choice: Choice,
+    keeping: Keeping,
+    fewest: Ints | None,
+    again: Floats | None,
+    fits: Bools,
+    worst: float,
+) -> DividedChoice | None:
+    """The divisions with a bound below ``worst``, in the order of their bounds."""
+    fits = fits & (choice.seconds < worst)
     if not fits.any():
         return None
     bound = choice.with_keeping(keeping, again)

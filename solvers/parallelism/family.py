@@ -1,6 +1,6 @@
 """Layers that are divided in one way: their times, sizes and rates of exchange."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -67,6 +67,29 @@ class LayerFamily:
             rows = [(one.forward + one.backward, one.forward, one.weight) for one in times]
             self._works[key] = SplitLayerWork(*np.array(rows).T[:, self._places])
         return self._works[key]
+
+    def frontier(
+        self, samples: int, sets: Iterable[Recompute], schedules: Iterable[Schedule]
+    ) -> list[Recompute]:
+        """The sets of modules without those for which another frees as much of every block, faster.
+
+        A layout with the other has no higher peak, since a block's backward holds no more again
+        than the block frees, and takes no longer.
+        """
+        found: list[tuple[Recompute, Floats]] = []
+        for one in sets:
+            kept = [self.problem.processor.saved_bytes(share, one) for share in self.shares.kinds]
+            works = [self.work(samples, one, schedule).total for schedule in schedules]
+            price = np.array([*kept, *(float(t) for work in works for t in work[self._firsts])])
+            if not any((other <= price).all() for _, other in found):
+                found = [(name, other) for name, other in found if not (price <= other).all()]
+                found.append((one, price))
+        return [one for one, _ in found]
+
+    @cached_property
+    def _firsts(self) -> list[int]:
+        """The first layer of every kind of blocks."""
+        return [1 + self.shares.blocks.index(kind) for kind in range(len(self.shares.kinds))]
 
     def repeated_seconds(self, samples: int, schedule: Schedule) -> float:
         """The least seconds by which recomputation makes a block's backward longer."""

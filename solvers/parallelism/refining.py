@@ -342,7 +342,7 @@ class _Refining:
 
     def _most_alike(self, base: Layout) -> int:
         """The largest number that all stages recompute and that is not all blocks."""
-        if base.recompute == "selective" or not self.space.partial:
+        if base.recompute != "full" or not self.space.partial:
             return 0
         return -(-self.problem.architecture.layers // base.pipeline)
 

@@ -15,6 +15,7 @@ from stagewright.formulations.parallelism.ranges import unmeasured
 from stagewright.formulations.parallelism.states import tied_seconds
 from stagewright.formulations.parallelism.training import TrainingProblem, has_selective
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.models.modules import EVERY_SET, WHOLE, useful_sets
 from stagewright.graphs.models.shards import LayerSplit, Recompute
 from stagewright.graphs.models.splits import require_split
 
@@ -138,7 +139,8 @@ class Space:
     """The values that every dimension may take; None for all that divide.
 
     ``chunks`` is the largest number of stages on a rank. Selective recomputation is considered
-    where the attention is not one fused kernel. With ``partial``, full recomputation is of the
+    where the attention is not one fused kernel; ``modules`` are all useful sets of modules that the
+    software has. With ``partial``, full recomputation is of the
     fewest blocks of every stage with which a layout fits, else of all. Sequence parallelism
     ``always`` is wherever the tokens of a rank can be divided.
     """
@@ -151,7 +153,7 @@ class Space:
     microbatch: tuple[int, ...] | None = None
     chunks: int = 16
     schedules: tuple[Schedule, ...] = get_args(Schedule)
-    recompute: tuple[Recompute, ...] = get_args(Recompute)
+    recompute: tuple[Recompute, ...] = (*WHOLE, EVERY_SET)
     partial: bool = True
     sequence_parallel: Literal["always", "any", "never"] = "always"
     zero: tuple[int, ...] = (0, 1, 2, 3)
@@ -246,14 +248,26 @@ class Space:
 
     def recomputes(self, problem: TrainingProblem) -> tuple[Recompute, ...]:
         """The kinds of recomputation that differ for this model's attention and software."""
-        selective = has_selective(problem)
-        found = tuple(one for one in self.recompute if selective or one != "selective")
+        allowed = {"selective": has_selective(problem), EVERY_SET: False}
+        found = [one for one in self.recompute if allowed.get(one, True)]
+        if EVERY_SET in self.recompute:
+            same = {"core_attn"} if "selective" in found else set()
+            found += [one for one in _sets(problem) if one not in {*found, *same}]
         if not found:
             raise InputError(
                 "recompute selective alone: the fused attention recomputes its scores anyway; "
                 "choose none or full"
             )
-        return found
+        return tuple(found)
+
+
+def _sets(problem: TrainingProblem) -> tuple[Recompute, ...]:
+    """The sets of modules that differ on some block."""
+    memory, blocks = problem.memory, shares(problem, LayerSplit()).kinds
+    able = [one for one in memory.modules if one not in memory.always] if memory.modules else []
+    if problem.attention != "materialized" and "core_attn" in able:
+        able.remove("core_attn")
+    return useful_sets(able, [one.operators for one in blocks])
 
 
 def _is_allowed(problem: TrainingProblem, split: LayerSplit) -> bool:

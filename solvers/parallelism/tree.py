@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, cached_property, partial
 
@@ -14,9 +14,17 @@ from stagewright.formulations.parallelism.parts import Parts
 from stagewright.formulations.parallelism.pipeline_time import Walk, walk
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
-from stagewright.graphs.documents.arrays import Floats, Ints
+from stagewright.graphs.documents.arrays import Floats
+from stagewright.graphs.models.modules import modules_of
 from stagewright.graphs.models.shards import Recompute
-from stagewright.solvers.parallelism.choices import Bounds, Choice, DividedChoice, Keeping, divided
+from stagewright.solvers.parallelism.choices import (
+    Bounds,
+    Choice,
+    DividedChoice,
+    Keeping,
+    divided,
+    divided_by_modules,
+)
 from stagewright.solvers.parallelism.divisions import (
     DivisionGroups,
     DivisionTable,
@@ -137,10 +145,20 @@ class Tree:
         return parts
 
     @cached_property
+    def _sets(self) -> list[Recompute]:
+        """The sets of modules that may be recomputed."""
+        return [one for one in self.space.recomputes(self.problem) if modules_of(one)]
+
+    @cached_property
     def _recomputes(self) -> tuple[Recompute, ...]:
-        """Kinds of recomputation (step 2), without "none" if some blocks may be recomputed."""
-        every = self.space.recomputes(self.problem)
+        """Other kinds of recomputation (step 2), without "none" if some blocks may be recomputed.
+
+        Sets of modules need one of these two, whose bounds hold for them too.
+        """
+        every = [one for one in self.space.recomputes(self.problem) if not modules_of(one)]
         some = any(map(self._is_some, every))
+        if self._sets and not some and "none" not in every:
+            every.append("none")
         return tuple(one for one in every if not (some and one == "none"))
 
     def _is_some(self, recompute: Recompute) -> bool:
@@ -192,18 +210,18 @@ class Tree:
         return choice
 
     def _chained(
-        self, bound: Floats, order: Ints, part: Callable[[int], Part], at: int = 0
+        self, of: DividedChoice | None, part: Callable[[DividedChoice, int], Part], at: int = 0
     ) -> Iterator[_Child]:
         """Parts in order of their bounds; each part is made only after the previous part."""
-        if at == len(order) or bound[order[at]] >= self.worst:
+        if of is None or at == len(of.order) or of.bound[of.order[at]] >= self.worst:
             return
-        place = int(order[at])
+        place = int(of.order[at])
 
         def parts() -> Iterator[_Child]:
-            yield float(bound[place]), part(place)
-            yield from self._chained(bound, order, part, at + 1)
+            yield float(of.bound[place]), part(of, place)
+            yield from self._chained(of, part, at + 1)
 
-        yield float(bound[place]), parts
+        yield float(of.bound[place]), parts
 
     def _of_choice(self, choice: Choice) -> Part:
         """Step 3: parts by ZeRO stage, offloading and pipeline."""
@@ -212,6 +230,10 @@ class Tree:
             least = None
             if self._is_some(choice.recompute):
                 least = 0 if "none" in self.space.recompute else 1
+            sets = self._frontier(choice) if choice.least == "none" else []
+            # What modules take longer hides at most as much as all blocks would.
+            longest = choice if choice.recompute == "full" else replace(choice, recompute="full")
+            kept = choice.bounds.kept("none") if sets else np.zeros(0)
             for zero, offload in itertools.product(self.space.zero, self.space.offload):
                 keeping = Keeping(zero, offload)
                 room = choice.bounds.room(self.about_memory, keeping)
@@ -219,26 +241,58 @@ class Tree:
                 differs = choice.bounds.allowed
                 if zero > min(self.space.zero):
                     differs = differs & ~choice.bounds.alone
-                found = divided(choice, keeping, room, least, self.worst, differs)
-                if found is not None:
-                    yield from self._chained(
-                        found.bound, found.order, partial(self._of_division, found)
-                    )
+                if least is not None or choice.recompute in self.space.recompute:
+                    found = divided(choice, keeping, room, least, self.worst, differs)
+                    yield from self._chained(found, self._of_division)
+                if sets and "none" in self.space.recompute:
+                    # What fits with nothing recomputed is slower with modules.
+                    differs = differs & ~choice.bounds.fits(kept - room)
+                for modules in sets:
+                    found = divided_by_modules(longest, keeping, room, modules, self.worst, differs)
+                    yield from self._chained(found, partial(self._of_sets, [modules]))
 
         return parts
+
+    def _frontier(self, choice: Choice) -> list[Recompute]:
+        """The sets of modules that no other beats."""
+        schedules = (choice.schedule,)
+        return choice.bounds.family.frontier(choice.samples, self._sets, schedules)
+
+    def _of_sets(self, sets: Sequence[Recompute], of: DividedChoice, division: int) -> Part:
+        """Step 4: parts by recomputed modules and placement."""
+
+        def parts() -> Iterator[_Child]:
+            plain = of.choice.layout(division, of.keeping)
+            for placement in self._placements(plain):
+                yield from self._recomputing(replace(plain, placement=placement), sets)
+
+        return parts
+
+    def _recomputing(self, layout: Layout, sets: Sequence[Recompute]) -> Iterator[_Child]:
+        """A layout with sets of modules with which it may fit."""
+        for recompute in sets:
+            one = replace(layout, recompute=recompute)
+            if self._may_fit(one) and self.accept(one):
+                yield self._parts(one).least_seconds, self._of_layout(one, None)
 
     def _of_division(self, of: DividedChoice, division: int) -> Part:
         """Step 4: parts by placement of a division's fitting layout."""
 
         def parts() -> Iterator[_Child]:
-            some = of.some(division)
-            fitting = self._fitting(of.choice.layout(division, of.keeping), some)
+            some, plain = of.some(division), of.choice.layout(division, of.keeping)
+            may_keep = plain.recompute == "none" if some is None else some[0] == 0
+            sets = self._frontier(of.choice) if may_keep else []
+            fitting = self._fitting(plain, some)
+            if fitting is None or fitting.recompute != "none":
+                yield from self._of_sets(sets, of, division)()
+                sets = []
             if fitting is None:
                 return
             for placement in self._placements(fitting):
                 placed = self._accepted(replace(fitting, placement=placement), some)
                 if placed is not None:
-                    yield self._parts(placed).least_seconds, self._of_layout(placed, some)
+                    part = self._of_layout(placed, some, sets)
+                    yield self._parts(placed).least_seconds, part
 
         return parts
 
@@ -289,8 +343,10 @@ class Tree:
             return tuple(one for one in self.space.placements if one == "data-inside")
         return self.space.placements
 
-    def _of_layout(self, layout: Layout, some: tuple[int, int] | None) -> Part:
-        """Step 5: evaluate a layout; more recomputed blocks if it does not fit."""
+    def _of_layout(
+        self, layout: Layout, some: tuple[int, int] | None, sets: Sequence[Recompute] = ()
+    ) -> Part:
+        """Step 5: evaluate a layout; if it does not fit, more recomputed blocks or sets."""
 
         def parts() -> Iterator[_Child]:
             found = evaluate(self.problem, layout, compiled_walk())
@@ -298,12 +354,14 @@ class Tree:
             if found.peak_bytes <= self.memory:
                 if found.seconds < self.worst:
                     self._take(found)
-            elif some is not None and _blocks(layout, some[1]) < some[1]:
+                return
+            if some is not None and _blocks(layout, some[1]) < some[1]:
                 more = self._accepted(
                     _recomputed(layout, _blocks(layout, some[1]) + 1, some[1]), some
                 )
                 if more is not None:
                     yield self._parts(more).least_seconds, self._of_layout(more, some)
+            yield from self._recomputing(layout, sets)
 
         return parts
 

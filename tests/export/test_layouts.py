@@ -27,7 +27,7 @@ from profiles import examples
 
 from stagewright.executor.export.layouts import EVERY_FORMAT, LAYOUT_FORMATS, export_layout
 from stagewright.formulations.parallelism.layout import parse_layout
-from stagewright.formulations.prices.computing import Precision
+from stagewright.formulations.prices.computing import Precision, precision_named
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.stack_memory import STACK_MEMORY
 from stagewright.graphs.models.architecture import (
@@ -113,6 +113,19 @@ def test_features_that_are_taken(to, architecture, words):
     problem = make_problem(architecture, layout)
     files = export_layout(problem, layout, to)
     assert READERS[to](files, architecture.layers) == expected(to, problem, layout)
+
+
+def test_modules_that_megatron_recomputes():
+    """With those that the price has always; delayed scaling of fp8 does not allow them."""
+    layout = parse_layout("p2 t2 d4 e8 b1 zero1 sp layernorm+moe_act")
+    assert str(layout).endswith("moe_act+layernorm sp")
+    problem = make_problem(
+        DEEPSEEK, layout, memory=STACK_MEMORY["megatron"], precision=precision_named("fp8")
+    )
+    (text,) = export_layout(problem, layout, "megatron").values()
+    assert "--recompute-granularity selective" in text
+    assert "--recompute-modules moe_act layernorm mla_up_proj\n" in text
+    assert "--fp8-recipe tensorwise" in text
 
 
 def test_selective_recomputation_by_operator():
@@ -322,6 +335,9 @@ REFUSED = [
     *refused(ACCELERATE, LLAMA, "d8 zero3", "2 . 2 . 8 bytes", precision=NARROW),
     *refused(ACCELERATE, LLAMA, "t2 d4", "ZeRO 0 with tensor 2 and data 4"),
     *refused(ACCELERATE, LLAMA, "d8 zero1", "ZeRO 1.*zero 2 or 3"),
+    *refused(
+        OTHERS, LLAMA, "d8 zero3 mlp", "mlp: .* no such modules", memory=STACK_MEMORY["megatron"]
+    ),
     *refused(MEGATRON, replace(LLAMA, name="gemma"), "d8", "gemma's feed-forward with GELU gates"),
     *refused(MEGATRON, replace(LLAMA, block_norms=4), "d8", "4 norms in a block"),
     *refused(MEGATRON, replace(LLAMA, feed_forward=BIASED), "d8", "biases of only some"),

@@ -4,7 +4,7 @@ import math
 import sys
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise, zip_longest
+from itertools import combinations, pairwise, zip_longest
 from random import Random
 
 import pytest
@@ -24,12 +24,15 @@ from profiles import slow_after
 from stagewright.formulations.parallelism.layout import Layout, parse_layout
 from stagewright.graphs.machines.networks import fabric_of_kind
 from stagewright.graphs.machines.rates import Reached
+from stagewright.graphs.machines.stack_memory import STACK_MEMORY
 from stagewright.graphs.models.architecture import (
     Architecture,
     Experts,
     FeedForward,
     GroupedAttention,
+    LatentAttention,
 )
+from stagewright.graphs.models.modules import MODULES
 from stagewright.service.layouts.problems import training_problem
 from stagewright.service.layouts.requests import FrontPoint, LayoutRequest, RefinedRow
 from stagewright.service.layouts.searching import LESS_MEMORY, find_layouts
@@ -176,6 +179,36 @@ def test_no_layout_of_the_class_is_below_its_bound_or_beats_the_best(seed: int) 
 @pytest.mark.parametrize("seed", slow_after(4, range(50)))
 def test_no_division_is_below_the_bounds_on_any(seed: int) -> None:
     assert wrong_divided(seed) == []
+
+
+SOME = [one for one in MODULES if one != "mla_up_proj"]  # which Megatron always recomputes
+EVERY_SET = ["+".join(one) for n in range(6) for one in combinations(SOME, n)][1:]
+LATENT = LatentAttention(4, 16, 16, 8, 16)
+
+
+@pytest.mark.parametrize("seed", slow_after(2, (39, 4, *range(38))))
+def test_no_set_of_modules_is_below_the_bound_or_beats_the_best(seed: int) -> None:
+    """All sets of Megatron's modules, also those that the search leaves out."""
+    chance, memory = Random(seed), STACK_MEMORY["megatron"]
+    drawn = random_problem(chance)
+    attention = chance.choice((drawn.architecture.attention, LATENT))
+    model = replace(drawn.architecture, attention=attention, window=None)
+    problem = replace(drawn, memory=memory, architecture=model)
+    kinds = chance.choice((("none",), ("none", "full"), ("full",), ()))
+    degrees = {name: (1,) for name in ("context", "expert", "microbatch")}
+    space = Space(
+        **degrees, chunks=1, schedules=("1f1b",), recompute=(*kinds, "modules"), zero=(0, 3),
+        placements=("data-inside",), tensor=(1, 2),
+    )  # fmt: skip
+    listed = every_layout(problem, replace(space, recompute=(*kinds, *EVERY_SET)))
+    every = [priced(problem, one) for one in listed]
+    peaks = sorted({one.peak_bytes for one in every})
+    for limit in (peaks[0], chance.choice(peaks), chance.choice(peaks)) if peaks else ():
+        found = search(problem, space, keep=1, memory_bytes=limit)
+        times = sorted(one.seconds for one in every if one.peak_bytes <= limit)
+        assert found.proved
+        assert [one.seconds for one in found.best] == pytest.approx(times[:1])
+        assert found.bound == pytest.approx(times[0])
 
 
 class SetAfter:

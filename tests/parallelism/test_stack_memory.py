@@ -209,3 +209,47 @@ def test_runs_that_ran_fit(runs) -> None:
         ("qwen3-30b", "p1", "h100"),
     }
     assert sum(not found.fits for _, found in runs) <= 9
+
+
+DENSE, SPARSE = 3, 13  # blocks of DEEPSEEK
+FREED = {
+    "moe_act": SPARSE * 4 * 512,  # products of gates and ups of four experts
+    "layernorm": (DENSE + 2 * SPARSE) * 1024,  # before the attention, and before experts
+    "mlp": DENSE * (1024 + 3 * 4096),  # the norm's output, gate, up and their product
+    # Scores; tokens at their experts with gate, up and their product; the same of shared experts.
+    "moe": SPARSE * (16 + 4 * (1024 + 3 * 512) + 3 * 1024),
+}
+
+
+@pytest.mark.parametrize(
+    ("modules", "freed"),
+    [
+        *FREED.items(),
+        ("mla_up_proj", 0),  # as always
+        ("moe_act+layernorm", FREED["moe_act"] + FREED["layernorm"]),
+        ("moe_act+moe", FREED["moe"]),  # of which the activation is a part
+    ],
+)
+def test_what_modules_free(modules: str, freed: int) -> None:
+    """By hand, elements of a token; seconds are between those of none and of all."""
+    none, some, full = (
+        estimated("megatron", f"p1 t1 d1 b1 {one}", DEEPSEEK) for one in ("none", modules, "full")
+    )
+    found = none.memory[0].activations - some.memory[0].activations
+    assert found / 2 / TOKENS == pytest.approx(freed)
+    assert none.seconds <= some.seconds < full.seconds
+    assert (some.seconds > none.seconds) == (freed > 0)
+
+
+@pytest.mark.parametrize(
+    ("stack", "words", "message"),
+    [
+        ("torchtitan", "mlp", "module mlp: torchtitan can recompute no modules"),
+        ("megatron", "moe_act", "module moe_act: no block has experts; choose none or full"),
+        ("megatron", "core_attn", "no block has attention in several kernels"),
+        ("megatron", "mlp+attn", "'attn' is none of none, selective, full and of the modules"),
+    ],
+)
+def test_modules_that_are_refused(stack: str, words: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        estimated(stack, f"p1 t1 d1 b1 {words}")

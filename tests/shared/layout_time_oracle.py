@@ -10,7 +10,8 @@ from itertools import pairwise, product
 import numpy as np
 from pipeline_oracle import by_events
 
-from stagewright.graphs.models.shards import CORE, shares_of
+from stagewright.graphs.models.modules import CORE
+from stagewright.graphs.models.shards import shares_of
 
 
 class Plain:

@@ -27,7 +27,8 @@ from stagewright.executor.export.options import filled
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.models.architecture import Architecture
+from stagewright.graphs.models.architecture import Architecture, LatentAttention
+from stagewright.graphs.models.modules import modules_of
 
 STRATEGIES = {0: "no_shard", 1: "no_shard", 2: "optim_grads", 3: "optim_grads_params"}
 """Megatron-FSDP's for ZeRO 2 and 3; ZeRO 1 is the distributed optimizer's."""
@@ -40,7 +41,8 @@ class Core:
     """Megatron Core's fields by configuration; a field that is None or False keeps its default.
 
     ``pipeline_inside``: whether ranks of a pipeline are nearer together than those of data
-    parallelism. ``fp8_weights``: whether weights are gathered and kept in fp8.
+    parallelism. ``fp8_weights``: whether weights are gathered and kept in fp8. ``fp8_recipe``: how
+    values in fp8 are scaled, where the framework's default would not do.
     """
 
     model: Fields
@@ -51,13 +53,14 @@ class Core:
     fsdp: bool
     fp8: bool
     fp8_weights: bool
+    fp8_recipe: str | None
 
 
 def core_of(problem: TrainingProblem, layout: Layout) -> Core:
     """The fields of a layout that keeps the :data:`RULES`."""
     precision = problem.precision
     return Core(
-        model=_degrees(problem, layout) | _recomputation(layout),
+        model=_degrees(problem, layout) | _recomputation(problem, layout),
         ddp={
             "use_distributed_optimizer": layout.zero > 0,
             "use_megatron_fsdp": layout.zero > 1,
@@ -72,6 +75,7 @@ def core_of(problem: TrainingProblem, layout: Layout) -> Core:
         fsdp=layout.zero > 1,
         fp8=precision.fp8_products,
         fp8_weights=precision.weight_bytes == 1,
+        fp8_recipe="tensorwise" if precision.fp8_products and _scales_current(layout) else None,
     )
 
 
@@ -107,19 +111,32 @@ def _degrees(problem: TrainingProblem, layout: Layout) -> Fields:
     }
 
 
-def _recomputation(layout: Layout) -> Fields:
+def _recomputation(problem: TrainingProblem, layout: Layout) -> Fields:
     """Full: layers again from their inputs. Selective: the attention without projections.
 
     The method ``block`` repeats the first layers of every stage.
     """
     full, some = layout.recompute == "full", layout.recompute_blocks
-    selective = layout.recompute == "selective"
+    modules = [] if full else _modules(problem, layout)
     return {
-        "recompute_granularity": None if layout.recompute == "none" else layout.recompute,
+        "recompute_granularity": "full" if full else "selective" if modules else None,
         "recompute_method": None if not full else "uniform" if some is None else "block",
         "recompute_num_layers": None if not full else some or 1,
-        "recompute_modules": ["core_attn"] if selective else None,
+        "recompute_modules": modules or None,
     }
+
+
+def _modules(problem: TrainingProblem, layout: Layout) -> list[str]:
+    """The recomputed modules, with those that the price of a layout has always recomputed."""
+    found = ["core_attn"] if layout.recompute == "selective" else [*modules_of(layout.recompute)]
+    if isinstance(problem.architecture.attention, LatentAttention):
+        found += [one for one in problem.memory.always if one not in found]
+    return found
+
+
+def _scales_current(layout: Layout) -> bool:
+    """Whether modules are recomputed that Megatron Core refuses with delayed scaling of fp8."""
+    return not {"moe_act", "layernorm"}.isdisjoint(modules_of(layout.recompute))
 
 
 def _optimizer(problem: TrainingProblem, layout: Layout) -> Fields:

@@ -282,6 +282,8 @@ def _precision(problem: TrainingProblem, core: Core) -> list[Argument]:
         found.append(("--accumulate-allreduce-grads-in-fp32",))
     if core.fp8:
         found.append(("--fp8-format", "hybrid"))
+    if core.fp8_recipe:
+        found.append(("--fp8-recipe", core.fp8_recipe))
     if core.fp8_weights:
         found.append(("--fp8-param-gather",))
     return found

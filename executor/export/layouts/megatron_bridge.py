@@ -73,6 +73,8 @@ def _mixed_precision(core: Core) -> Code:
     ]
     if core.fp8:
         words += ['fp8="hybrid"', f"fp8_param_gather={core.fp8_weights}"]
+    if core.fp8_recipe:
+        words.append(f'fp8_recipe="{core.fp8_recipe}"')
     return Code(f"MixedPrecisionConfig({', '.join(words)})")
 
 

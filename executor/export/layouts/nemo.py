@@ -77,6 +77,8 @@ def _plugin(core: Core) -> Code:
     ]
     if core.fp8:
         words += ['fp8="hybrid"', f"fp8_param_gather={core.fp8_weights}"]
+    if core.fp8_recipe:
+        words.append(f'fp8_recipe="{core.fp8_recipe}"')
     return Code(f"run.Config({', '.join(words)})")
 
 

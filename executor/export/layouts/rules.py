@@ -12,6 +12,7 @@ from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.architecture import GroupedAttention
+from stagewright.graphs.models.modules import modules_of
 
 Require: TypeAlias = Callable[[TrainingProblem, Layout, str], None]
 """Raises InputError, in one line with what would do, of a layout for a framework of that name."""
@@ -153,11 +154,21 @@ def refuse_offload(_: TrainingProblem, layout: Layout, framework: str) -> None:
 
 
 def refuse_selective(_: TrainingProblem, layout: Layout, framework: str) -> None:
-    """Raise for recomputation of the attention alone."""
+    """Raise for recomputation of the attention alone, or of modules."""
+    refuse_modules(_, layout, framework)
     if layout.recompute == "selective":
         raise InputError(
             f"selective recomputation of the attention: {framework} repeats whole layers, or other "
             "operators; choose none or full"
+        )
+
+
+def refuse_modules(_: TrainingProblem, layout: Layout, framework: str) -> None:
+    """Raise for recomputation of modules."""
+    if modules_of(layout.recompute):
+        raise InputError(
+            f"recomputation of {layout.recompute}: {framework} has no such modules; choose none or "
+            "full, or export to megatron"
         )
 
 

@@ -180,8 +180,9 @@ class DegreeOptions(CommandOptions):
     """Schedules to consider."""
     zero: str = "0,1,2,3"
     """Stages of ZeRO to consider; 3 is FSDP."""
-    recompute: str = "none,selective,full"
-    """none, selective, full: which to consider."""
+    recompute: str = "none,selective,full,modules"
+    """none, selective, full, sets of modules such as moe_act+layernorm: which to consider; modules:
+    all sets that the software has."""
     offload_optimizer: bool = False
     """Consider the optimizer in host memory too."""
     alike: bool = False
@@ -190,7 +191,7 @@ class DegreeOptions(CommandOptions):
     def space(self) -> "Space":
         """The space of the layouts."""
         from stagewright.formulations.parallelism.layout import Schedule
-        from stagewright.graphs.models.shards import Recompute
+        from stagewright.graphs.models.modules import EVERY_SET, require_recompute
         from stagewright.solvers.parallelism.space import Space
 
         degrees: dict[str, Any] = {
@@ -201,10 +202,14 @@ class DegreeOptions(CommandOptions):
         stages = _integers(self.zero, "zero", least=0)
         if max(stages) > 3:
             raise InputError(f"--zero: {max(stages)} is none of 0, 1, 2, 3")
+        recompute = tuple(self.recompute.split(","))
+        for one in recompute:
+            if one != EVERY_SET:
+                require_recompute(one, "--recompute")
         return Space(
             **degrees,
             chunks=self.chunks,
-            recompute=_names("--recompute", self.recompute, get_args(Recompute)),
+            recompute=recompute,
             schedules=_names("--schedule", self.schedule, get_args(Schedule)),
             zero=stages,
             offload=(False, True) if self.offload_optimizer else (False,),
