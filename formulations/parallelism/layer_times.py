@@ -104,18 +104,27 @@ def _exchanges(
     et al. 2022, section 4.2.2), which can run beside the gradients of the inputs; nothing runs
     beside the gathering of the outputs' gradients. ``beside`` are the seconds of these gradients.
     """
-    reached, size = problem.reached, problem.precision.activation_bytes
-    tensor, expert = (links(problem.fabric, ((1, k),)) for k in (split.tensor, split.expert))
-    reduction = all_reduce_seconds(tensor, samples * share.width * size)
-    copies = share.copies if reached.once_per_unit else None
-    there = all_to_all_seconds(expert, samples * share.dispatched * size, copies)
-    routed = 2 * (1 - reached.expert_overlap) * there
+    reduction, routed = _each_exchange(problem, share, split, samples)
     ahead, back = (number * reduction for number in share.reductions)
     seen = back / 2 if split.sequence_parallel else 0.0
     waited = max(0.0, back - beside) if problem.overlap_tensor else back
     return ahead + routed, seen + waited + routed
 
 
+@lru_cache(maxsize=1 << 15)
+def _each_exchange(
+    problem: TrainingProblem, share: LayerShare, split: LayerSplit, samples: int
+) -> tuple[float, float]:
+    """Seconds of one tensor reduction, and of the way to the experts and back that is seen."""
+    reached, size = problem.reached, problem.precision.activation_bytes
+    tensor, expert = (links(problem.fabric, ((1, k),)) for k in (split.tensor, split.expert))
+    reduction = all_reduce_seconds(tensor, samples * share.width * size)
+    copies = share.copies if reached.once_per_unit else None
+    there = all_to_all_seconds(expert, samples * share.dispatched * size, copies)
+    return reduction, 2 * (1 - reached.expert_overlap) * there
+
+
+@lru_cache(maxsize=1 << 15)
 def _circulation(
     problem: TrainingProblem, share: LayerShare, split: LayerSplit, samples: int
 ) -> float:
