@@ -79,7 +79,7 @@ def layer_time(
     if recompute == "full" and share.is_block:
         repeated += sent
     elif share.is_block and repeats_exchange(modules_of(recompute), share.operators):
-        reduction, routed = _once(problem, share, split, samples)
+        reduction, routed = _each_exchange(problem, share, split, samples)
         repeated += (share.reductions[0] - 1) * reduction + routed
     start_again = len(again) * processor.reached.dispatch_seconds
     inputs = max(once.input + returned + repeated, start_inputs + start_again)
@@ -108,25 +108,27 @@ def _exchanges(
     et al. 2022, section 4.2.2), which can run beside the gradients of the inputs; nothing runs
     beside the gathering of the outputs' gradients. ``beside`` are the seconds of these gradients.
     """
-    reduction, routed = _once(problem, share, split, samples)
+    reduction, routed = _each_exchange(problem, share, split, samples)
     ahead, back = (number * reduction for number in share.reductions)
     seen = back / 2 if split.sequence_parallel else 0.0
     waited = max(0.0, back - beside) if problem.overlap_tensor else back
     return ahead + routed, seen + waited + routed
 
 
-def _once(
+@lru_cache(maxsize=1 << 15)
+def _each_exchange(
     problem: TrainingProblem, share: LayerShare, split: LayerSplit, samples: int
 ) -> tuple[float, float]:
-    """One reduction among tensor ranks; the way to the experts and back."""
+    """Seconds of one tensor reduction, and of the way to the experts and back that is seen."""
     reached, size = problem.reached, problem.precision.activation_bytes
     tensor, expert = (links(problem.fabric, ((1, k),)) for k in (split.tensor, split.expert))
+    reduction = all_reduce_seconds(tensor, samples * share.width * size)
     copies = share.copies if reached.once_per_unit else None
     there = all_to_all_seconds(expert, samples * share.dispatched * size, copies)
-    routed = 2 * (1 - reached.expert_overlap) * there
-    return all_reduce_seconds(tensor, samples * share.width * size), routed
+    return reduction, 2 * (1 - reached.expert_overlap) * there
 
 
+@lru_cache(maxsize=1 << 15)
 def _circulation(
     problem: TrainingProblem, share: LayerShare, split: LayerSplit, samples: int
 ) -> float:

@@ -55,8 +55,8 @@ def with_analytic_seconds(step: CapturedStep, kinds: Sequence[str | Accelerator]
         )
         for node, work, *each in zip(step.graph.nodes, works, *found, strict=True)
     )
-    assumed = "; ".join(f"{card}, rates {one}" for card, one in zip(cards, rates, strict=True))
-    return replace(step.graph, nodes=nodes, source=f"analytic, in fp32: {assumed}")
+    assumed = [f"{card}, fp32, rates {one}" for card, one in zip(cards, rates, strict=True)]
+    return replace(step.graph, nodes=nodes, source="analytic: " + "; ".join(assumed))
 
 
 def operation(node: fx.Node, element_bytes: int) -> LayerOperation:
