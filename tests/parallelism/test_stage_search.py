@@ -24,7 +24,7 @@ from stagewright.formulations.parallelism.training import (
 )
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.architecture import Architecture
-from stagewright.graphs.models.shards import CORE
+from stagewright.graphs.models.modules import CORE
 from stagewright.solvers.parallelism.any_division import AnyDivision
 from stagewright.solvers.parallelism.refining import refine, search
 from stagewright.solvers.parallelism.space import Counts, Space, StageOptions
