@@ -16,6 +16,7 @@ from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.machines.groups import links
 from stagewright.graphs.models.operations import LayerOperation
 from stagewright.graphs.models.shards import LayerShare, LayerSplit, Recompute
+from stagewright.graphs.models.tuning import is_adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,9 @@ def layer_time(
     sent, returned = _exchanges(problem, share, split, once, beside)
     sent += max(0.0, once.circulated - once.hidden)
     returned += max(0.0, 2 * once.circulated - once.hidden_back)
+    if not share.has_backward:
+        forward = max(once.forward + sent, len(share.operators) * dispatch)
+        return LayerTime(forward=forward, backward=0.0, exchange=sent)
     if recompute == "full" and share.is_block:
         repeated += sent
     inputs = once.input + returned + repeated
@@ -132,12 +136,16 @@ def _kernels(share: LayerShare) -> _Kernels:
         ),
         products=np.array(
             [
-                (share.experts if name.startswith("experts") else 1.0) * (one.flops > 0)
+                (share.experts if name.startswith("experts") else 1.0)
+                * (one.flops > 0 and not is_adapter(name))
                 for name, one in share.operators.items()
             ]
         ),
         cast=np.array(
-            [one.flops > 0 and one.parameters + one.tied_parameters > 0 for one in operators]
+            [
+                one.flops > 0 and one.parameters + one.tied_parameters > 0 and not is_adapter(name)
+                for name, one in share.operators.items()
+            ]
         ),
         inputs=int(np.count_nonzero(input_part)),
         weights=int(np.count_nonzero(weight_part)),
@@ -184,7 +192,7 @@ def _once(problem: TrainingProblem, share: LayerShare, split: LayerSplit, sample
         seconds=tuple(seconds.tolist()),
         forward=float(seconds.sum()) + routing,
         input=float(inputs.sum()) + routing,
-        projected=float((inputs * (kernels.weight_part > 0)).sum()),
+        projected=float((inputs * (kernels.weight_part > 0) * kernels.cast).sum()),
         weight=float(np.maximum(plain * kernels.weight_part, _sums(problem, kernels)).sum())
         + reached.each_expert_seconds * share.experts,
         reduction=all_reduce_seconds(tensor, samples * share.width * size),
@@ -206,7 +214,8 @@ def _seconds(
 ) -> Floats:
     """The forward of every operator: products by their FLOPs, the others by their bytes.
 
-    Making the operands of 8 bits is not among them.
+    Making the operands of 8 bits is not among them. An adapter's products are so narrow that their
+    bytes last longer than what products of usual widths lose at their ends.
     """
     reached = problem.reached
     moved = (kernels.fixed + samples * kernels.moved) * problem.precision.activation_bytes
@@ -258,7 +267,7 @@ def _weights(one: LayerOperation) -> float:
 
 def _sums(problem: TrainingProblem, kernels: _Kernels) -> Floats:
     """Least seconds of a weight gradient's product: reading and writing the sum of gradients."""
-    weights = kernels.fixed
+    weights = kernels.fixed * (kernels.weight_part > 0)
     if not problem.fused_gradients:
         return np.zeros_like(weights)
     reached, moved = problem.reached, 2 * problem.precision.gradient_bytes * weights
@@ -272,7 +281,8 @@ def _accumulation(problem: TrainingProblem, share: LayerShare) -> float:
     if problem.fused_gradients:
         return 0.0
     precision = problem.precision
-    parameters = share.parameters + share.expert_parameters + share.tied_parameters
+    frozen = share.frozen_parameters + share.frozen_expert_parameters
+    parameters = share.parameters + share.expert_parameters - frozen + share.trained_tied_parameters
     moved = parameters * (precision.weight_bytes + 2 * precision.gradient_bytes)
     return memory_seconds(moved, problem.card, problem.reached.memory)
 
@@ -284,11 +294,14 @@ def _exchanges(
 
     In the backward the reduction of an input's gradient can run beside the gradients of the
     weights. With sequence parallelism the projections' inputs are gathered once more (Korthikanti
-    et al. 2022, section 4.2.2), which can run beside the gradients of the inputs; nothing runs
-    beside the gathering of the outputs' gradients. ``beside`` are the seconds of these gradients.
+    et al. 2022, section 4.2.2), if their weights are trained, which can run beside the gradients of
+    the inputs; nothing runs beside the gathering of the outputs' gradients. ``beside`` are the
+    seconds of these gradients.
     """
     ahead, back = (number * once.reduction for number in share.reductions)
     seen = back / 2 if split.sequence_parallel else 0.0
+    if split.sequence_parallel and not once.projected:
+        back /= 2  # inputs are gathered again for the gradients of weights alone
     waited = max(0.0, back - beside) if problem.overlap_tensor else back
     return ahead + once.routed, seen + waited + once.routed
 

@@ -20,9 +20,10 @@ Kind = Literal["matmul", "convolution", "memory"]
 class LayerOperation:
     """One operation on a microbatch; counts are elements unless the name says bytes.
 
-    ``tied_parameters`` are shared with an earlier layer. ``saved_bytes`` are kept in addition to
-    the ``saved`` elements, at any precision: masks, indices, statistics. ``input_gradients`` and
-    ``weight_gradients`` are the costs of the two parts of the backward as multiples of the forward.
+    ``tied_parameters`` are shared with an earlier layer; ``frozen`` weights are not trained.
+    ``saved_bytes`` are kept in addition to the ``saved`` elements, at any precision: masks,
+    indices, statistics. ``input_gradients`` and ``weight_gradients`` are the costs of the two parts
+    of the backward as multiples of the forward.
     """
 
     kind: Kind
@@ -34,6 +35,12 @@ class LayerOperation:
     saved_bytes: float = 0.0
     input_gradients: float = 1.0
     weight_gradients: float = 0.0
+    frozen: bool = False
+
+    @property
+    def training_flops(self) -> float:
+        """FLOPs of forward and backward, without what the backward repeats of the forward."""
+        return self.flops * (1 + min(2, self.input_gradients) + self.weight_gradients)
 
 
 @dataclass(frozen=True, slots=True)

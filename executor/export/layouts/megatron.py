@@ -9,7 +9,7 @@ from itertools import groupby
 
 from stagewright.executor.export.layouts.common import Fields, comment, launch, left_out
 from stagewright.executor.export.layouts.core import FSDP_FORMAT, MEGATRON, RULES, Core, core_of
-from stagewright.executor.export.layouts.rules import Framework, FrameworkRule
+from stagewright.executor.export.layouts.rules import Framework, FrameworkRule, refuse_tuning
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
@@ -287,4 +287,12 @@ def _precision(problem: TrainingProblem, core: Core) -> list[Argument]:
     return found
 
 
-FRAMEWORK = Framework("Megatron-LM", (*RULES, *MODEL_RULES), arguments)
+FRAMEWORK = Framework(
+    "Megatron-LM",
+    (
+        *RULES,
+        *MODEL_RULES,
+        FrameworkRule(f"{MEGATRON}/training/arguments.py", refuse_tuning, of_problem=True),
+    ),
+    arguments,
+)
