@@ -70,6 +70,8 @@ def causes(problem: TrainingProblem, layout: Layout) -> tuple[str, ...]:
     unknown: list[str] = [*unknown_prices(problem, layout)]
     if problem.architecture.tuning is not None:
         unknown.append("frozen weights")
+    if problem.precision.tf32_products:
+        unknown.append("products in TF32 (torch.backends.cuda.matmul.allow_tf32)")
     return (
         *(f"rates {one}" for one in borrowed),
         *(f"{one} not measured in {problem.rates.name}" for one in unknown),

@@ -35,6 +35,7 @@ class Precision:
     gradient_bytes: int = 4
     optimizer_bytes: int = 12
     fp8_products: bool = False
+    tf32_products: bool = False
 
     @property
     def updated_bytes(self) -> float:
@@ -51,7 +52,9 @@ class Precision:
 
 
 def precision_named(name: str) -> Precision:
-    """Mixed precision by its name: fp16, bf16, fp8 (products in 8 bits, weights in bf16); fp32.
+    """Precision by its name: fp16, bf16, fp8 (products in 8 bits, weights in bf16), fp32, tf32.
+
+    tf32 is fp32 with matrix products on tensor cores, as with torch's ``allow_tf32``.
 
     Raises InputError if the name is another.
     """
@@ -59,9 +62,12 @@ def precision_named(name: str) -> Precision:
         return Precision()
     if name == "fp8":
         return Precision(fp8_products=True)
-    if name == "fp32":
-        return Precision(activation_bytes=4, weight_bytes=4, optimizer_bytes=8)
-    raise InputError(f"precision must be fp32, fp16, bf16 or fp8, got {name!r}")
+    if name in ("fp32", "tf32"):
+        is_tf32 = name == "tf32"
+        return Precision(
+            activation_bytes=4, weight_bytes=4, optimizer_bytes=8, tf32_products=is_tf32
+        )
+    raise InputError(f"precision must be fp32, tf32, fp16, bf16 or fp8, got {name!r}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,6 +104,8 @@ class TrainingProblem:
         require_amount(self.reserve_bytes, "reserve_bytes")
         if self.precision.fp8_products:
             require_arithmetic(self.card, "fp8")
+        if self.precision.tf32_products:
+            require_arithmetic(self.card, "tf32")
 
     @cached_property
     def card(self) -> Accelerator:
@@ -124,6 +132,8 @@ class TrainingProblem:
     @property
     def half_peak_flops(self) -> float:
         """FLOP/s of matrix products that are not in 8 bits: in the type of the activations."""
+        if self.precision.tf32_products and self.card.tf32_flops is not None:
+            return self.card.tf32_flops
         return (
             self.card.fp32_flops if self.precision.activation_bytes == 4 else self.card.fp16_flops
         )

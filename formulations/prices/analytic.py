@@ -13,7 +13,9 @@ from stagewright.graphs.models.language import Attention
 from stagewright.graphs.models.named import named_model
 from stagewright.graphs.models.operations import LayerOperation, LayerWork
 
-Precision = Literal["fp32", "fp16", "bf16", "fp8"]
+Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
+FULL = ("fp32", "tf32")
+"""Precisions in which all is kept in fp32."""
 
 OPTIMIZERS = {0: "SGD", 1: "SGD with momentum", 2: "Adam"}  # by numbers of state per parameter
 
@@ -76,10 +78,12 @@ def analytic_model(
     efficiency
         The achieved fractions of the peaks.
     precision
-        ``fp32``, or ``fp16`` and ``bf16``: weights, gradients and activations of 2 bytes, and an
-        optimizer that keeps masters of the weights and its state in fp32 (Adam: 12 bytes per
-        parameter). ``fp8`` is bf16 with the matrix products (attention's too, not convolutions) at
-        the peak of 8 bits; making the 8-bit operands takes no time.
+        ``fp32``; ``tf32``: the same with products and convolutions at TF32's peak, as torch has
+        them with ``allow_tf32`` (by default of convolutions alone); or ``fp16`` and ``bf16``:
+        weights, gradients and activations of 2 bytes, and an optimizer that keeps masters of the
+        weights and its state in fp32 (Adam: 12 bytes per parameter). ``fp8`` is bf16 with the
+        matrix products (attention's too, not convolutions) at the peak of 8 bits; making the 8-bit
+        operands takes no time.
     attention
         ``fused``: one kernel that keeps no matrix of scores and recomputes them in the backward,
         or ``materialized``. It does not apply to vision models.
@@ -175,17 +179,19 @@ class Rates:
     @property
     def convolution_flops(self) -> float:
         """FLOP/s of convolutions at this precision: in fp8 those of bf16."""
+        if self.precision == "tf32" and self.card.tf32_flops is not None:
+            return self.card.tf32_flops
         return self.card.fp32_flops if self.precision == "fp32" else self.card.fp16_flops
 
     @property
     def element_bytes(self) -> int:
         """Bytes of a number at this precision."""
-        return 4 if self.precision == "fp32" else 2
+        return 4 if self.precision in FULL else 2
 
     @property
     def state_bytes_per_parameter_byte(self) -> float:
         """The optimizer's state, with fp32 masters where the weights have 16 bits."""
-        if self.precision == "fp32":
+        if self.precision in FULL:
             return float(self.optimizer_state)
         return 2.0 * (1 + self.optimizer_state)
 
@@ -199,7 +205,7 @@ class Rates:
         In fp32 it moves 7 times the weights' bytes with Adam, 5 with momentum, 3 with SGD. In 16
         bits it reads the masters in place of the weights.
         """
-        state, masters = self.state_bytes_per_parameter_byte, self.precision != "fp32"
+        state, masters = self.state_bytes_per_parameter_byte, self.precision not in FULL
         passes = update_bytes(1, 1, state, masters=masters)
         return self.moving_seconds(passes * parameter_bytes)
 
@@ -222,7 +228,7 @@ def _rates(
 ) -> list[Rates]:
     """The rates of every device."""
     if precision not in get_args(Precision):
-        raise InputError(f"precision must be fp32, fp16, bf16 or fp8, got {precision!r}")
+        raise InputError(f"precision must be fp32, tf32, fp16, bf16 or fp8, got {precision!r}")
     if optimizer_state not in OPTIMIZERS:
         raise InputError(f"optimizer_state must be 0, 1 or 2, got {optimizer_state!r}")
     kinds = [device] if isinstance(device, str | Accelerator) else device
@@ -280,6 +286,8 @@ def _stated_numbers(precision: Precision) -> list[str]:
     """Phrases that name the number types of a precision below fp32; empty for fp32."""
     if precision == "fp32":
         return []
+    if precision == "tf32":
+        return ["matrix products and convolutions in TF32, all else in fp32"]
     kept = "bf16" if precision == "fp8" else precision
     products = [f"matrix products in fp8, convolutions in {kept}"] if precision == "fp8" else []
     return [

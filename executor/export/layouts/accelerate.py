@@ -159,7 +159,7 @@ def _refuse_zero_1(_: TrainingProblem, layout: Layout, framework: str) -> None:
 
 
 def _remarks(problem: TrainingProblem, layout: Layout) -> list[str]:
-    found = list(left_out(problem.architecture))
+    found = list(left_out(problem))
     microbatches = layout.microbatches(problem.batch)
     if layout.tensor > 1:
         found.append("Its tensor ranks have the whole embedding; the plan divides the vocabulary.")

@@ -267,7 +267,7 @@ def recipe_text(
         imported=imported,
         ranks=layout.ranks,
         launch=launch(problem),
-        left_out="".join(f"\n{line}" for line in left_out(problem.architecture)),
+        left_out="".join(f"\n{line}" for line in left_out(problem)),
         layers=problem.architecture.layers,
         lines="".join(assignments(*one) for one in targets.items()),
     )

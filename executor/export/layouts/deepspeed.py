@@ -114,7 +114,7 @@ def _require_precision(problem: TrainingProblem, layout: Layout, framework: str)
 
 
 def _remarks(problem: TrainingProblem, layout: Layout) -> list[str]:
-    found = list(left_out(problem.architecture))
+    found = list(left_out(problem))
     if layout.tensor > 1:
         found.append("AutoTP leaves the embedding whole, where the plan divides the vocabulary.")
         found.append(

@@ -232,7 +232,7 @@ def _head(problem: TrainingProblem, layout: Layout) -> str:
         "with the data, the tokenizer, the learning rate and the number of iterations.",
         "Not in the plan, and so Megatron-LM's defaults: scaling of rotary positions, scores and",
         "losses of a router, dropout's rates, padding of the vocabulary, recipe of fp8.",
-        *left_out(problem.architecture),
+        *left_out(problem),
     )
 
 

@@ -150,7 +150,7 @@ def _training(problem: TrainingProblem, layout: Layout) -> Fields:
 
 
 def _remarks(problem: TrainingProblem, layout: Layout) -> list[str]:
-    found = list(left_out(problem.architecture))
+    found = list(left_out(problem))
     microbatches = layout.microbatches(problem.batch)
     repeats = layout.pipeline == 1 and microbatches > 1 and _shards(problem, layout) > 1
     if repeats and layout.zero == 0:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from stagewright.graphs.machines.fabric import Fabric
     from stagewright.solvers.parallelism.space import Space
 
-Precision = Literal["fp32", "fp16", "bf16", "fp8"]
+Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
 Gradients = Literal["fp32", "bf16"]
 GRADIENT_BYTES = {"fp32": 4, "bf16": 2}
 
@@ -120,7 +120,7 @@ class TrainingOptions(TuningOptions):
     sequence: Annotated[int | None, Option(form="S")] = None
     """Tokens in a sample; for a config.json."""
     precision: Precision = "bf16"
-    """Type of weights and activations; fp8: of products."""
+    """Type of weights and activations; fp8, tf32: of products, beside bf16 and fp32."""
     attention: Literal["fused", "materialized"] = "fused"
     """fused: scores are not stored; materialized: they are."""
     no_overlap: bool = False
