@@ -9,7 +9,7 @@ from stagewright.formulations.prices.collectives import (
     all_to_all_seconds,
     send_seconds,
 )
-from stagewright.formulations.prices.computing import computed
+from stagewright.formulations.prices.computing import Computed, computed
 from stagewright.graphs.machines.groups import links
 from stagewright.graphs.models.modules import modules_of, repeats_exchange
 from stagewright.graphs.models.shards import LayerShare, LayerSplit, Recompute
@@ -72,10 +72,12 @@ def layer_time(
     if split.sequence_parallel and not put_off:
         # The inputs' gradients of the projections, beside which their inputs are gathered again.
         beside += once.projected
-    sent, returned = _exchanges(problem, share, split, samples, beside)
+    sent, returned = _exchanges(problem, share, split, samples, once, beside)
     circulated = _circulation(problem, share, split, samples)
     sent += max(0.0, circulated - once.attended)
     returned += max(0.0, 2 * circulated - once.attended_back)
+    if not share.has_backward:
+        return LayerTime(max(once.forward + sent, start_forward), backward=0.0, exchange=sent)
     if recompute == "full" and share.is_block:
         repeated += sent
     elif share.is_block and repeats_exchange(modules_of(recompute), share.operators):
@@ -99,18 +101,26 @@ _layer_time = lru_cache(maxsize=1 << 16)(layer_time)
 
 
 def _exchanges(
-    problem: TrainingProblem, share: LayerShare, split: LayerSplit, samples: int, beside: float
+    problem: TrainingProblem,
+    share: LayerShare,
+    split: LayerSplit,
+    samples: int,
+    once: Computed,
+    beside: float,
 ) -> tuple[float, float]:
     """Tensor reductions and the way to the experts and back, as far as the device waits for them.
 
     In the backward the reduction of an input's gradient can run beside the gradients of the
     weights. With sequence parallelism the projections' inputs are gathered once more (Korthikanti
-    et al. 2022, section 4.2.2), which can run beside the gradients of the inputs; nothing runs
-    beside the gathering of the outputs' gradients. ``beside`` are the seconds of these gradients.
+    et al. 2022, section 4.2.2), if their weights are trained, which can run beside the gradients of
+    the inputs; nothing runs beside the gathering of the outputs' gradients. ``beside`` are the
+    seconds of these gradients.
     """
     reduction, routed = _each_exchange(problem, share, split, samples)
     ahead, back = (number * reduction for number in share.reductions)
     seen = back / 2 if split.sequence_parallel else 0.0
+    if split.sequence_parallel and not once.projected:
+        back /= 2  # inputs are gathered again for the gradients of weights alone
     waited = max(0.0, back - beside) if problem.overlap_tensor else back
     return ahead + routed, seen + waited + routed
 

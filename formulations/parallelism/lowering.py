@@ -84,6 +84,11 @@ def require_expressible(problem: TrainingProblem, layout: Layout) -> None:
     refused = [
         (layout.context > 1, f"context degree {layout.context}", "c1"),
         (problem.architecture.experts is not None, "experts", "a model without them"),
+        (
+            problem.architecture.tuning is not None,
+            "frozen weights or adapters",
+            "a training of all weights",
+        ),
         (layout.sequence_parallel, "sequence parallelism", "a layout without sp"),
         (
             layout.zero == 2 and layout.data > 1,

@@ -159,14 +159,15 @@ class StageCosts:
     def _gathered_bytes(self, of: Held) -> float:
         """Bytes gathered for a layer: with ZeRO its weights, and the hidden states of all ranks."""
         precision, layout, memory = self.problem.precision, self.layout, self.problem.memory
-        bucket = min(memory.bucket_parameters, of.shared + of.expert) if layout.zero else 0.0
+        trained = of.trained.shared + of.trained.expert
+        bucket = min(memory.bucket_parameters, trained) if layout.zero else 0.0
         gathered = 2 * bucket * precision.weight_bytes
         if memory.layer_gradients:
-            gathered += of.largest * precision.weight_bytes
+            gathered += of.trained.largest * precision.weight_bytes
         if layout.zero >= 2:
-            gathered += of.largest * precision.gradient_bytes
+            gathered += of.trained.largest * precision.gradient_bytes
         if layout.zero == 3:
-            gathered += 2 * of.largest * precision.weight_bytes
+            gathered += 2 * of.every.largest * precision.weight_bytes
         if layout.sequence_parallel:
             gathered += self.width * layout.microbatch * precision.activation_bytes
         return gathered * (1 + memory.slack)

@@ -67,7 +67,11 @@ def features(problem: TrainingProblem, layout: Layout) -> tuple[Feature, ...]:
 def causes(problem: TrainingProblem, layout: Layout) -> tuple[str, ...]:
     """Why a layout's time may be farther off than the runs that the rates were fitted to."""
     borrowed = [] if problem.rates.borrowed is None else problem.rates.borrowed.split("; ")
-    unknown = unknown_prices(problem, layout)
+    unknown: list[str] = [*unknown_prices(problem, layout)]
+    if problem.architecture.tuning is not None:
+        unknown.append("frozen weights")
+    if problem.precision.tf32_products:
+        unknown.append("products in TF32 (torch.backends.cuda.matmul.allow_tf32)")
     return (
         *(f"rates {one}" for one in borrowed),
         *(f"{one} not measured in {problem.rates.name}" for one in unknown),

@@ -1,5 +1,6 @@
 """Weights, gradients and optimizer state of one rank; the time of their exchange and update."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -17,15 +18,23 @@ from stagewright.graphs.models.shards import LayerShare
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class Parameters:
     """Parameters of a rank: those shared by the stage's data ranks, and those of its experts.
 
-    ``largest`` are the parameters of its largest layer, ``layers`` their number.
+    ``largest`` are the parameters of its largest layer.
     """
 
     shared: float
     expert: float
     largest: float
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """All parameters of a rank and those that are trained, in so many ``layers``."""
+
+    every: Parameters
+    trained: Parameters
     layers: int
 
 
@@ -41,14 +50,26 @@ class States:
 @lru_cache(maxsize=1 << 14)
 def held(layers: Layers, *, tied: bool) -> Held:
     """The parameters of a rank's layers; with ``tied`` it holds a copy of the embedding's table."""
-    shared = [one.parameters + (one.tied_parameters if tied else 0) for one, _, _ in layers]
-    return Held(
-        shared=sum(own * n for own, (_, _, n) in zip(shared, layers, strict=True)),
-        expert=sum(one.expert_parameters * n for one, _, n in layers),
-        largest=max(
-            own + one.expert_parameters for own, (one, _, _) in zip(shared, layers, strict=True)
-        ),
-        layers=sum(n for _, _, n in layers),
+    number = [n for _, _, n in layers]
+    every = [
+        (one.parameters + (one.tied_parameters if tied else 0), one.expert_parameters)
+        for one, _, _ in layers
+    ]
+    trained = [
+        (
+            one.parameters - one.frozen_parameters + (one.trained_tied_parameters if tied else 0),
+            one.expert_parameters - one.frozen_expert_parameters,
+        )
+        for one, _, _ in layers
+    ]
+    return Held(_summed(every, number), _summed(trained, number), sum(number))
+
+
+def _summed(each: Sequence[tuple[float, float]], number: Sequence[int]) -> Parameters:
+    return Parameters(
+        shared=sum(shared * n for (shared, _), n in zip(each, number, strict=True)),
+        expert=sum(expert * n for (_, expert), n in zip(each, number, strict=True)),
+        largest=max(shared + expert for shared, expert in each),
     )
 
 
@@ -89,14 +110,23 @@ def state_rule(
 
 
 def states(problem: TrainingProblem, layout: Layout, of: Held) -> States:
-    """Bytes of a rank's states; ZeRO divides states among the ranks with equal parameters."""
-    shared, expert = groups(layout)
-    divided, whole = of.shared / shared + of.expert / expert, of.shared + of.expert
+    """Bytes of a rank's states; ZeRO divides states among the ranks with equal parameters.
+
+    Frozen weights have no other state, and no master.
+    """
     rule = state_rule(
         problem, layout.zero, offload=layout.offload_optimizer, in_pipeline=layout.pipeline > 1
     )
+    frozen = _part(layout, of.every, rule.weights[1]) - _part(layout, of.trained, rule.weights[1])
     each = (rule.weights, rule.gradients, rule.optimizer)
-    return States(*(size * (divided if is_divided else whole) for size, is_divided in each))
+    found = [size * _part(layout, of.trained, is_divided) for size, is_divided in each]
+    return States(found[0] + frozen * problem.precision.weight_bytes, *found[1:])
+
+
+def _part(layout: Layout, of: Parameters, is_divided: bool) -> float:
+    """Parameters that a rank keeps, if ranks with equal ones divide them or not."""
+    shared, expert = groups(layout) if is_divided else (1, 1)
+    return of.shared / shared + of.expert / expert
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +149,9 @@ class Exchange:
 def exchange(problem: TrainingProblem, layout: Layout, of: Held) -> Exchange:
     """The exchanges of a rank's parameters among the ranks with equal ones."""
     precision = problem.precision
-    gradients = _gather(problem, layout, of, precision.gradient_bytes)
-    weights = _gather(problem, layout, of, precision.weight_bytes)
+    gradients = _gather(problem, layout, of.trained, precision.gradient_bytes)
+    gathered = of.every if layout.zero == 3 else of.trained
+    weights = _gather(problem, layout, gathered, precision.weight_bytes)
     if layout.zero == 0:
         return Exchange(gradients=2 * gradients)
     if layout.zero == 1:
@@ -137,10 +168,12 @@ def exchange(problem: TrainingProblem, layout: Layout, of: Held) -> Exchange:
     )
 
 
-def _gather(problem: TrainingProblem, layout: Layout, of: Held, bytes_each: int) -> float:
-    """One reduce-scatter or all-gather of all the rank's parameters."""
-    shared = links(problem.fabric, layout.data_group)
-    seconds = gather_seconds(shared, of.shared * bytes_each)
+def _gather(problem: TrainingProblem, layout: Layout, of: Parameters, bytes_each: int) -> float:
+    """One reduce-scatter or all-gather of a rank's parameters."""
+    seconds = 0.0
+    if of.shared:
+        shared = links(problem.fabric, layout.data_group)
+        seconds += gather_seconds(shared, of.shared * bytes_each)
     if of.expert:
         expert = links(problem.fabric, layout.expert_group)
         seconds += gather_seconds(expert, of.expert * bytes_each)
@@ -151,7 +184,9 @@ def tied_seconds(problem: TrainingProblem, layout: Layout, head: LayerShare) -> 
     """The sum of a tied table's gradients, which first and last stage both have."""
     if layout.pipeline == 1:
         return 0.0
-    moved = head.tied_parameters * problem.precision.gradient_bytes
+    moved = head.trained_tied_parameters * problem.precision.gradient_bytes
+    if not moved:
+        return 0.0
     return all_reduce_seconds(ends(problem.fabric, *layout.pipeline_group[0]), moved)
 
 
@@ -163,10 +198,7 @@ def update_seconds(problem: TrainingProblem, layout: Layout, of: Held) -> float:
     InputError
         If the optimizer is offloaded and the bandwidth to the host is not known.
     """
-    precision, (shared, expert) = problem.precision, groups(layout)
-    number = of.shared + of.expert
-    if layout.zero:
-        number = of.shared / shared + of.expert / expert
+    precision, number = problem.precision, _part(layout, of.trained, layout.zero > 0)
     if layout.offload_optimizer:
         host = problem.fabric.host_bytes_per_second
         if host is None:

@@ -55,6 +55,8 @@ class TrainingProblem:
         require_amount(self.reserve_bytes, "reserve_bytes")
         if self.precision.fp8_products:
             require_arithmetic(self.card, "fp8")
+        if self.precision.tf32_products:
+            require_arithmetic(self.card, "tf32")
 
     @cached_property
     def card(self) -> Accelerator:
@@ -83,13 +85,14 @@ class TrainingProblem:
 
     @cached_property
     def model_flops(self) -> float:
-        """FLOPs of an iteration without recomputation: three times the forward's FLOPs."""
+        """FLOPs of an iteration without recomputation: if all is trained, thrice the forward's."""
         of, sequence = self.architecture, self.sequence
         kinds = {of.kind(index): index for index in range(of.layers)}
         blocks = {kind: of.block(index, 1, sequence) for kind, index in kinds.items()}
         layers = [of.embedding(sequence), of.head(sequence)]
         layers += [blocks[of.kind(index)] for index in range(of.layers)]
-        return 3 * self.batch * sum(one.flops for layer in layers for one in layer.values())
+        each = (one.training_flops for layer in layers for one in layer.values())
+        return self.batch * sum(each)
 
 
 def with_stack(problem: TrainingProblem, memory: StackMemory) -> TrainingProblem:

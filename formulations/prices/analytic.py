@@ -61,9 +61,11 @@ def analytic_model(
         What kernels reach, on all devices: a rate set, its name or its file; None: the newest of
         each kind of device, or of the nearest.
     precision
-        ``fp32``, or ``fp16`` and ``bf16``: weights, gradients and activations of 2 bytes, and an
-        optimizer that keeps masters of the weights and its state in fp32 (Adam: 12 bytes per
-        parameter). ``fp8`` is bf16 with the matrix products (not convolutions) in 8 bits.
+        ``fp32``; ``tf32``: the same with products and convolutions at TF32's peak, as torch has
+        them with ``allow_tf32`` (by default of convolutions alone); or ``fp16`` and ``bf16``:
+        weights, gradients and activations of 2 bytes, and an optimizer that keeps masters of the
+        weights and its state in fp32 (Adam: 12 bytes per parameter). ``fp8`` is bf16 with the
+        matrix products (not convolutions) in 8 bits.
     attention
         ``fused``: one kernel that keeps no matrix of scores and recomputes them in the backward,
         or ``materialized``. It does not apply to vision models.
@@ -225,6 +227,8 @@ def _stated_numbers(precision: PrecisionName) -> list[str]:
     """Phrases that name the number types of a precision below fp32; empty for fp32."""
     if precision == "fp32":
         return []
+    if precision == "tf32":
+        return ["matrix products and convolutions in TF32, all else in fp32"]
     kept = "bf16" if precision == "fp8" else precision
     products = [f"matrix products in fp8, convolutions in {kept}"] if precision == "fp8" else []
     return [

@@ -22,8 +22,9 @@ from stagewright.graphs.machines.stack_memory import PLAIN, StackMemory
 from stagewright.graphs.models.chain import LayerCost
 from stagewright.graphs.models.operations import LayerOperation
 from stagewright.graphs.models.shards import LayerShare, Recompute
+from stagewright.graphs.models.tuning import is_adapter
 
-PrecisionName = Literal["fp32", "fp16", "bf16", "fp8"]
+PrecisionName = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,7 @@ class Precision:
     gradient_bytes: int = 4
     optimizer_bytes: int = 12
     fp8_products: bool = False
+    tf32_products: bool = False
 
     @property
     def updated_bytes(self) -> float:
@@ -68,7 +70,9 @@ MIXED = Precision()
 
 
 def precision_named(name: str) -> Precision:
-    """Mixed precision by its name: fp16, bf16, fp8 (products in 8 bits, weights in bf16); fp32.
+    """Precision by its name: fp16, bf16, fp8 (products in 8 bits, weights in bf16), fp32, tf32.
+
+    tf32 is fp32 with matrix products on tensor cores, as with torch's ``allow_tf32``.
 
     Raises InputError if the name is another.
     """
@@ -76,9 +80,12 @@ def precision_named(name: str) -> Precision:
         return MIXED
     if name == "fp8":
         return Precision(fp8_products=True)
-    if name == "fp32":
-        return Precision(activation_bytes=4, weight_bytes=4, optimizer_bytes=8)
-    raise InputError(f"precision must be fp32, fp16, bf16 or fp8, got {name!r}")
+    if name in ("fp32", "tf32"):
+        is_tf32 = name == "tf32"
+        return Precision(
+            activation_bytes=4, weight_bytes=4, optimizer_bytes=8, tf32_products=is_tf32
+        )
+    raise InputError(f"precision must be fp32, tf32, fp16, bf16 or fp8, got {name!r}")
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -105,6 +112,8 @@ class Processor:
     @property
     def half_peak_flops(self) -> float:
         """FLOP/s of products that are not in 8 bits: in the type of the activations."""
+        if self.precision.tf32_products and self.card.tf32_flops is not None:
+            return self.card.tf32_flops
         return (
             self.card.fp32_flops if self.precision.activation_bytes == 4 else self.card.fp16_flops
         )
@@ -134,7 +143,9 @@ class Processor:
         if self.fused_gradients:
             return 0.0
         precision = self.precision
-        parameters = share.parameters + share.expert_parameters + share.tied_parameters
+        frozen = share.frozen_parameters + share.frozen_expert_parameters
+        trained = share.parameters + share.expert_parameters - frozen
+        parameters = trained + share.trained_tied_parameters
         moved = precision.weight_bytes + 2 * precision.gradient_bytes
         return self.moving_seconds(parameters * moved)
 
@@ -178,11 +189,17 @@ def _kernels(share: LayerShare) -> _Kernels:
         logits=np.array([one.moved / 2 * (one.kind == "loss") for one in operators]),
         products=np.array(
             [
-                (share.experts if name.startswith("experts") else 1.0) * (one.flops > 0)
+                (share.experts if name.startswith("experts") else 1.0)
+                * (one.flops > 0 and not is_adapter(name))
                 for name, one in share.operators.items()
             ]
         ),
-        cast=np.array([one.kind == "matmul" and _weights(one) > 0 for one in operators]),
+        cast=np.array(
+            [
+                one.kind == "matmul" and _weights(one) > 0 and not is_adapter(name)
+                for name, one in share.operators.items()
+            ]
+        ),
         inputs=int(np.count_nonzero(input_part)),
         weights=int(np.count_nonzero(weight_part)),
     )
@@ -242,7 +259,7 @@ def computed(processor: Processor, share: LayerShare, samples: int, context: int
         seconds=tuple(seconds.tolist()),
         forward=float(seconds.sum()) + routing,
         input=float(inputs.sum()) + routing,
-        projected=float((inputs * (kernels.weight_part > 0)).sum()),
+        projected=float((inputs * (kernels.weight_part > 0) * kernels.cast).sum()),
         weight=float(np.maximum(plain * kernels.weight_part, _sums(processor, kernels)).sum())
         + each,
         attended=_attention_seconds(share, seconds),
@@ -273,7 +290,8 @@ def _seconds(
 ) -> Floats:
     """The forward of every operator: products by their FLOPs, the others by their bytes.
 
-    Making the operands of 8 bits is not among them.
+    Making the operands of 8 bits is not among them. An adapter's products are so narrow that their
+    bytes last longer than what products of usual widths lose at their ends.
     """
     reached, peak = processor.reached, processor.half_peak_flops
     moved = (kernels.fixed + samples * kernels.moved) * processor.precision.activation_bytes
@@ -322,7 +340,7 @@ def _cast_seconds(
 
 def _sums(processor: Processor, kernels: _Kernels) -> Floats:
     """Least seconds of a weight gradient's product: reading and writing the sum of gradients."""
-    weights = kernels.fixed
+    weights = kernels.fixed * (kernels.weight_part > 0)
     if not processor.fused_gradients:
         return np.zeros_like(weights)
     reached, moved = processor.reached, 2 * processor.precision.gradient_bytes * weights

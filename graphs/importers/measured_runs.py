@@ -8,9 +8,14 @@ The lines of logs are those of
   512 |``; since 2026 the mean of the last iterations is behind a stroke (``9123.4/9120.1``);
 - torchtitan 0.1 to 0.2 (torchtitan/components/metrics.py): ``step: 20  loss: ..  memory: 38.05GiB
   (40.1%)  tps: 7,012  tflops: ..  mfu: ..``, where tps are tokens per second and device;
-- DeepSpeed 0.19.6: ``CurrSamplesPerSec=`` and ``time (ms) | fwd: .. | bwd: .. | .. | step: ..``
-  (deepspeed/utils/timer.py), and ``steps: 20 loss: .. iter time (s): 2.013`` of its pipelines
-  (deepspeed/runtime/pipe/engine.py).
+- NeMo 1 and 2: ``global_step=20.00, .. train_step_timing in s=0.615`` of a progress bar, and
+  ``iteration 20/99 | .. | global_batch_size: 512 | .. | train_step_timing in s: 9.31``; the ``Step
+  Time : 9.26s GPU utilization: ..`` of Megatron-Bridge, which has no number;
+- the Trainer of transformers: its summary ``'train_samples_per_second': 12.3``, if no other line
+  is of an iteration; a mean with the warm-up;
+- DeepSpeed 0.3 to 0.19: ``SamplesPerSec=`` (2020), ``CurrSamplesPerSec=`` and ``time (ms) | fwd:
+  .. | bwd: .. | .. | step: ..`` (deepspeed/utils/timer.py), and ``steps: 20 loss: .. iter time (s):
+  2.013`` of its pipelines (deepspeed/runtime/pipe/engine.py).
 """
 
 import csv
@@ -126,16 +131,22 @@ _LINES = tuple(
     for one in (
         rf"iteration\s+(?P<step>\d+)/.*?elapsed time per iteration \(ms\):\s*(?P<ms>{_NUMBER})"
         r"(?:.*?global batch size:\s*(?P<batch>\d+))?",
+        rf"iteration\s+(?P<step>\d+)/.*?(?:global_batch_size: (?P<batch>\d+).*?)?"
+        rf"train_step_timing in s: (?P<seconds>{_NUMBER})",
+        rf"global_step=(?P<step>{_NUMBER}).*?train_step_timing in s=(?P<seconds>{_NUMBER})",
+        rf"Step Time : (?P<seconds>{_NUMBER})s GPU utilization",
         rf"(?<!validate )step:\s*(?P<step>\d+)\s+loss:.*?memory:\s*(?P<gib>{_NUMBER})GiB.*?"
         rf"tps:\s*(?P<tokens>{_NUMBER})",
         rf"steps:\s*(?P<step>\d+) loss:.*?iter time \(s\):\s*(?P<seconds>{_NUMBER})",
-        rf"global_step=(?P<step>\d+),.*?CurrSamplesPerSec=(?P<samples>{_NUMBER})"
+        rf"(?:global_step=|\d+/)(?P<step>\d+),.*?\b(?:Curr)?SamplesPerSec=(?P<samples>{_NUMBER})"
         rf"(?:.*?MaxMemAllocated=(?P<gib>{_NUMBER})GB)?",
-        rf"time \(ms\) \| fwd: (?P<ms>{_NUMBER}) \| bwd: (?P<backward>{_NUMBER}) \|"
+        rf"time \(ms\) \| (?:fwd|forward): (?P<ms>{_NUMBER}) \| (?:bwd|backward): "
+        rf"(?P<backward>{_NUMBER}) \|"
         rf".*?\| step: (?P<update>{_NUMBER})",
     )
 )
 """A line of each kind of log: the step, and a time, parts of it, or a throughput."""
+_SUMMARY = re.compile(rf"train_samples_per_second\W+(?P<samples>{_NUMBER})")
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 
@@ -150,9 +161,13 @@ def _log(path: str | os.PathLike[str]) -> MeasuredIteration:
         ]
         if found:
             return _median(path, found)
+    for number, line in enumerate(lines, 1):
+        if (summary := _SUMMARY.search(line)) and _plain(summary["samples"]) > 0:
+            samples = _plain(summary["samples"])
+            return MeasuredIteration(f"{path}:{number}", samples_per_second=samples)
     raise InputError(
-        f"{path}: no line of an iteration as Megatron, torchtitan or DeepSpeed log it; a table "
-        "of runs ends in .csv"
+        f"{path}: no line of an iteration as Megatron, NeMo, torchtitan, DeepSpeed or transformers "
+        "log it; a table of runs ends in .csv"
     )
 
 
@@ -162,13 +177,14 @@ def _median(
     """The median of the iterations after the first ones; of several batches only the last's."""
     last = found[-1][1].get("batch")
     found = [(number, one) for number, one in found if one.get("batch") == last]
-    steps = sorted({int(one.get("step", number)) for number, one in found})
+    numbered = [(int(_plain(one.get("step", str(number)))), one) for number, one in found]
+    steps = sorted({step for step, _ in numbered})
     if len(steps) < 2:
         raise InputError(
             f"{path}:{found[0][0]}: the only iteration; give two or more, the first is a warm-up"
         )
     first = steps[min(WARM_UP, len(steps) // 2)]
-    counted = [one for number, one in found if int(one.get("step", number)) >= first]
+    counted = [one for step, one in numbered if step >= first]
     place = f"{path}:{found[0][0]}-{found[-1][0]}"
 
     def middle(*names: str) -> float | None:

@@ -44,7 +44,8 @@ class Accelerator:
     """Peaks, memory and links of one kind of device.
 
     ``fp16_flops`` is the dense peak with fp32 accumulation, on tensor cores if it has them; that of
-    bf16 is the same where the device ``has_bf16``. ``fp8_flops`` is None without fp8 products.
+    bf16 is the same where the device ``has_bf16``. ``fp8_flops`` is None without fp8 products,
+    ``tf32_flops`` without products of fp32 numbers rounded to 19 bits.
 
     Links are bytes/s per direction, None if not known: ``server_bytes_per_second`` from a device to
     the others of its server, ``pair_bytes_per_second`` to one of them, if that is less (links that
@@ -62,6 +63,7 @@ class Accelerator:
     fp16_flops: float
     has_bf16: bool = False
     fp8_flops: float | None = None
+    tf32_flops: float | None = None
     server_bytes_per_second: float | None = None
     network_bytes_per_second: float | None = None
     pair_bytes_per_second: float | None = None
@@ -109,12 +111,13 @@ def _require_flops(value: float, field: str) -> None:
 # Links in servers are NVLink of the second to fifth generation and seven Infinity Fabric links (the
 # manufacturers' datasheets); a pair of a DGX-1 may have one NVLink only. Networks are the network
 # cards of DGX-1, DGX-2, DGX A100, DGX H100 and DGX B200 per device, and 400 Gb/s per MI300X.
+# TF32 is at half the rate of 16 bits in the datasheets of all that have it.
 ACCELERATORS: dict[str, Accelerator] = {
     accelerator.name: accelerator
     for accelerator in (
         # An A100 in round numbers. Its links are not known: the user's machines have their own.
         Accelerator(
-            GENERIC, 40e9, 1500e9, 20e12, 300e12, has_bf16=True,
+            GENERIC, 40e9, 1500e9, 20e12, 300e12, has_bf16=True, tf32_flops=150e12,
             source="no device in particular, an A100 in round numbers",
         ),
         # One of the board's two GPUs; the datasheet's memory.
@@ -138,62 +141,62 @@ ACCELERATORS: dict[str, Accelerator] = {
         Accelerator("t4", 14.56 * _GIB, 320e9, 8.1e12, 65e12),
         # SXM4. Memory: 39.38 to 39.56 GiB, by the driver.
         Accelerator(
-            "a100", 39.38 * _GIB, 1555e9, 19.5e12, 312e12, has_bf16=True,
+            "a100", 39.38 * _GIB, 1555e9, 19.5e12, 312e12, has_bf16=True, tf32_flops=156e12,
             server_bytes_per_second=300e9, network_bytes_per_second=25e9,
         ),
         # Memory: lianqi1008/Control-GIC #10; 79.25 of older drivers.
         Accelerator(
-            "a100-80gb", 79.14 * _GIB, 2039e9, 19.5e12, 312e12, has_bf16=True,
+            "a100-80gb", 79.14 * _GIB, 2039e9, 19.5e12, 312e12, has_bf16=True, tf32_flops=156e12,
             server_bytes_per_second=300e9, network_bytes_per_second=25e9,
         ),
         # SXM5. Memory: pytorch/torchtitan #1789 (73.32 GiB are 92.70 %).
         Accelerator(
             "h100", 79.10 * _GIB, 3350e9, 67e12, 989e12, has_bf16=True, fp8_flops=1979e12,
-            server_bytes_per_second=450e9, network_bytes_per_second=50e9,
+            tf32_flops=494.5e12, server_bytes_per_second=450e9, network_bytes_per_second=50e9,
         ),
         # An H100 with less FP64 and NVLink (DeepSeek-AI, arXiv 2505.09343, sections 4.1 and 4.3),
         # who reach 160 GB/s of the 200 in a server. Its memory is the H100's.
         Accelerator(
             "h800", 79.10 * _GIB, 3350e9, 67e12, 989e12, has_bf16=True, fp8_flops=1979e12,
-            server_bytes_per_second=200e9, network_bytes_per_second=50e9,
+            tf32_flops=494.5e12, server_bytes_per_second=200e9, network_bytes_per_second=50e9,
         ),
         # Memory: 139.72 to 139.83 GiB, the latter torchtitan's log.
         Accelerator(
             "h200", 139.72 * _GIB, 4800e9, 67e12, 989e12, has_bf16=True, fp8_flops=1979e12,
-            server_bytes_per_second=450e9, network_bytes_per_second=50e9,
+            tf32_flops=494.5e12, server_bytes_per_second=450e9, network_bytes_per_second=50e9,
         ),
         # A DGX B200's 64 TB/s, an HGX B200's 600 TFLOP/s and 18 PFLOP/s, over 8 GPUs.
         Accelerator(
             "b200", 178.35 * _GIB, 8000e9, 75e12, 2250e12, has_bf16=True, fp8_flops=4500e12,
-            server_bytes_per_second=900e9, network_bytes_per_second=50e9,
+            tf32_flops=1125e12, server_bytes_per_second=900e9, network_bytes_per_second=50e9,
             nvlink_bytes_per_second=50e9,
         ),
         # Of a GB200 NVL72 and a GB300 NVL72: a 72nd part of their figures.
         Accelerator(
             "gb200", 184.31 * _GIB, 8000e9, 80e12, 2500e12, has_bf16=True, fp8_flops=5000e12,
-            server_bytes_per_second=900e9, network_bytes_per_second=50e9,
+            tf32_flops=1250e12, server_bytes_per_second=900e9, network_bytes_per_second=50e9,
             nvlink_bytes_per_second=50e9, nvlink_domain=72,
         ),
         Accelerator(
             "gb300", 276.50 * _GIB, 8000e9, 80e12, 2500e12, has_bf16=True, fp8_flops=5000e12,
-            server_bytes_per_second=900e9, network_bytes_per_second=100e9,
+            tf32_flops=1250e12, server_bytes_per_second=900e9, network_bytes_per_second=100e9,
             nvlink_bytes_per_second=50e9, nvlink_domain=72,
         ),
         # An eighth of a DGX B300's 72 PFLOP/s of sparse fp8.
         Accelerator(
             "b300", 267.69 * _GIB, 8000e9, 75e12, 2250e12, has_bf16=True, fp8_flops=4500e12,
-            server_bytes_per_second=900e9, network_bytes_per_second=100e9,
+            tf32_flops=1125e12, server_bytes_per_second=900e9, network_bytes_per_second=100e9,
             nvlink_bytes_per_second=50e9,
         ),
         # Memory: modelscope/DiffSynth-Studio #1238.
         Accelerator(
             "h20", 95.00 * _GIB, 4000e9, 44e12, 148e12, has_bf16=True, fp8_flops=296e12,
-            server_bytes_per_second=450e9, network_bytes_per_second=50e9,
+            tf32_flops=74e12, server_bytes_per_second=450e9, network_bytes_per_second=50e9,
         ),
         # AMD's datasheet; fp32 as vectors and as matrices. Memory: 191.69 to 191.98 GiB.
         Accelerator(
             "mi300x", 191.69 * _GIB, 5300e9, 163.4e12, 1307.4e12, has_bf16=True,
-            fp8_flops=2614.9e12,
+            fp8_flops=2614.9e12, tf32_flops=653.7e12,
             server_bytes_per_second=448e9, network_bytes_per_second=50e9,
             pair_bytes_per_second=64e9,
         ),
@@ -219,13 +222,15 @@ def accelerator(kind: str | Accelerator) -> Accelerator:
 
 
 def require_arithmetic(card: Accelerator, precision: str) -> None:
-    """Refuse a device without products in that type of number: bf16 or fp8; all have the others."""
+    """Refuse a device without products in that type: bf16, fp8 or tf32; all have the others."""
     if precision == "bf16" and not card.has_bf16:
         raise InputError(f"precision bf16: {card.name} has no bf16 arithmetic; it may be fp16")
-    if precision == "fp8" and card.fp8_flops is None:
-        able = sorted(one.name for one in ACCELERATORS.values() if one.fp8_flops is not None)
+    if precision in ("fp8", "tf32") and getattr(card, f"{precision}_flops") is None:
+        every = ACCELERATORS.values()
+        able = sorted(one.name for one in every if getattr(one, f"{precision}_flops") is not None)
         raise InputError(
-            f"precision fp8: {card.name} has no fp8 arithmetic; {', '.join(able)} have it"
+            f"precision {precision}: {card.name} has no {precision} arithmetic; "
+            f"{', '.join(able)} have it"
         )
 
 

@@ -24,6 +24,7 @@ from stagewright.graphs.models.operations import (
     loss,
     norm,
 )
+from stagewright.graphs.models.tuning import Tuning, require_tuning, tuned_block, tuned_end
 
 MAX_SIZE = 10**9  # of anything that is counted: far above any model, products fit in a float
 
@@ -155,7 +156,7 @@ class Architecture:
     An ``encoder`` has a norm after the embedding in place of the final one, and its head is a
     linear layer, an activation, a norm, and logits with biases. ``left_out`` names what the model
     has and the layers have not. ``rotary_base`` and ``norm_epsilon`` change no cost: they are for
-    exports, None if not known.
+    exports, None if not known. ``tuning``: which weights are trained, None for all.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -179,10 +180,13 @@ class Architecture:
     left_out: str | None = None
     rotary_base: float | None = None
     norm_epsilon: float | None = None
+    tuning: Tuning | None = None
 
     def __post_init__(self) -> None:
         _require_sizes(self)
         require_count(self.layers, "layers", MAX_LAYERS)
+        if self.tuning is not None:
+            require_tuning(self, self.tuning)
         for name in ("rotary_base", "norm_epsilon"):
             value = getattr(self, name)
             if value is not None and not 0.0 < value < math.inf:
@@ -231,9 +235,17 @@ class Architecture:
     def _dropped(self, name: str, elements: int) -> Operators:
         return {name: dropout(elements)} if self.dropout else {}
 
-    def kind(self, index: int) -> tuple[bool, bool]:
-        """Blocks of one kind have equal operators: with experts, and with a window or not."""
-        return self.is_sparse(index), self.window is not None and index not in self.full_layers
+    def kind(self, index: int) -> tuple[bool, ...]:
+        """Blocks of one kind have equal operators.
+
+        It is with experts or not, with a window or not, frozen or not, and before the first block
+        that is trained, this block, or after it.
+        """
+        kind = self.is_sparse(index), self.window is not None and index not in self.full_layers
+        if self.tuning is None:
+            return kind
+        first = self.tuning.first_trained(self.layers)
+        return *kind, index in self.tuning.blocks, index < first, index == first
 
     def embedding(self, rows: int) -> Operators:
         """The operators of the embedding of ``rows`` tokens."""
@@ -248,7 +260,7 @@ class Architecture:
             found["sum"] = elementwise(width, operands=len(found))
         if self.encoder:
             found["norm"] = self._norm(width, self.hidden)
-        return found | self._dropped("dropout", width)
+        return tuned_end(self, "embedding", found | self._dropped("dropout", width))
 
     def block(self, index: int, samples: int, sequence: int) -> Operators:
         """The operators of the block (counted from 0)."""
@@ -260,7 +272,7 @@ class Architecture:
         else:
             attention = self._grouped_attention(self.attention, samples, sequence, window)
         sparse = self.experts if self.is_sparse(index) else None
-        return {
+        found = {
             **{f"norm {i + 1}": self._norm(width, self.hidden) for i in range(self.block_norms)},
             **attention,
             **self._dropped("attention dropout", width),
@@ -269,6 +281,7 @@ class Architecture:
             **self._dropped("feed-forward dropout", width),
             "feed-forward sum": elementwise(width, operands=2),
         }
+        return tuned_block(self, index, rows, found)
 
     def _grouped_attention(
         self, of: GroupedAttention, samples: int, sequence: int, window: int | None
@@ -353,7 +366,7 @@ class Architecture:
         biases = self.vocabulary if self.encoder else 0
         found["logits"] = replace(logits, parameters=logits.parameters + biases)
         found["loss"] = loss(scores)
-        return found
+        return tuned_end(self, "head", found)
 
 
 def _feed_forward(

@@ -20,10 +20,11 @@ Kind = Literal["matmul", "attention", "convolution", "memory", "loss"]
 class LayerOperation:
     """One operation on a microbatch; counts are elements unless the name says bytes.
 
-    ``tied_parameters`` are shared with an earlier layer. ``saved_bytes`` are kept in addition to
-    the ``saved`` elements, at any precision: masks, indices, statistics. ``input_gradients`` and
-    ``weight_gradients`` are the costs of the two parts of the backward as multiples of the forward.
-    ``unmasked`` is the part of an attention's scores that the mask leaves; its FLOPs are of all.
+    ``tied_parameters`` are shared with an earlier layer; ``frozen`` weights are not trained.
+    ``saved_bytes`` are kept in addition to the ``saved`` elements, at any precision: masks,
+    indices, statistics. ``input_gradients`` and ``weight_gradients`` are the costs of the two parts
+    of the backward as multiples of the forward. ``unmasked`` is the part of an attention's scores
+    that the mask leaves; its FLOPs are of all.
     """
 
     kind: Kind
@@ -36,6 +37,12 @@ class LayerOperation:
     input_gradients: float = 1.0
     weight_gradients: float = 0.0
     unmasked: float = 1.0
+    frozen: bool = False
+
+    @property
+    def training_flops(self) -> float:
+        """FLOPs of forward and backward, without what the backward repeats of the forward."""
+        return self.flops * (1 + min(2, self.input_gradients) + self.weight_gradients)
 
 
 @dataclass(frozen=True, slots=True)

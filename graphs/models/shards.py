@@ -28,6 +28,7 @@ from stagewright.graphs.models.operations import (
     product,
 )
 from stagewright.graphs.models.splits import narrow, require_split
+from stagewright.graphs.models.tuning import without_backward
 
 Recompute: TypeAlias = str
 """None, selective, full or modules: see ``models/modules.py``."""
@@ -35,6 +36,11 @@ Recompute: TypeAlias = str
 _WHOLE = ("norm", "dropout", "sum", "router", "routing", "dispatch", "combine", "experts")
 """Operators that tensor parallelism leaves whole, by a word of their names; with sequence
 parallelism each rank has its tokens."""
+
+
+_DIVIDED_INPUTS = ("query, key, value", "latent", "feed-forward in", "shared in")
+"""Products whose inputs sequence parallelism keeps divided, and gathers; without it, the gradients
+of these inputs are summed over the tensor ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +58,8 @@ class LayerShare:
     """A layer's work on one rank for one sample; all but weights is proportional to samples.
 
     ``expert_parameters`` are those of the rank's experts, ``parameters`` all others, and
-    ``tied_parameters`` belong to an earlier layer if that is on the same rank. ``width`` are the
+    ``tied_parameters`` belong to an earlier layer if that is on the same rank; the first two are
+    trained but for ``frozen_expert_parameters`` and ``frozen_parameters``. ``width`` are the
     elements of the hidden states of the rank's tokens, ``input`` those of the layer's input as it
     is kept. Exchanges: ``reductions`` of the hidden states over the tensor ranks in the forward and
     in the backward (with sequence parallelism reduce-scatters and all-gathers, which move as much);
@@ -69,6 +76,8 @@ class LayerShare:
     input: float
     expert_parameters: float = 0.0
     tied_parameters: float = 0.0
+    frozen_parameters: float = 0.0
+    frozen_expert_parameters: float = 0.0
     reductions: tuple[int, int] = (0, 0)
     circulated: float = 0.0
     dispatched: float = 0.0
@@ -78,6 +87,17 @@ class LayerShare:
     is_block: bool = True
     differentiable: bool = True
     kept_by_operator: float | None = None
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether anything in the layer or before it is trained."""
+        return any(one.input_gradients or one.weight_gradients for one in self.operators.values())
+
+    @property
+    def trained_tied_parameters(self) -> float:
+        """The tied parameters, if the table is trained."""
+        every = self.operators.values()
+        return sum(one.tied_parameters for one in every if not one.frozen)
 
     def saved_bytes(
         self,
@@ -91,6 +111,8 @@ class LayerShare:
 
         ``memory`` is what the stack keeps, ``fp8`` whether products are in 8 bits.
         """
+        if not self.has_backward:
+            return 0.0
         if recompute == "full" and self.is_block:
             return self.input * element_bytes * (1 + memory.slack)
         if recompute == "selective" and self.kept_by_operator is not None:
@@ -111,7 +133,7 @@ class LayerShare:
 
     def repeated(self, recompute: Recompute, always: Collection[str] = ()) -> tuple[str, ...]:
         """The operators whose forward runs again, but for those of modules that ``always`` do."""
-        if not self.is_block or recompute == "none":
+        if not self.is_block or recompute == "none" or not self.has_backward:
             return ()
         if recompute == "full":
             return tuple(self.operators)
@@ -170,7 +192,7 @@ def shares_of(
     architecture.require_sequence(sequence)
     require_split(architecture, sequence, split)
     plain = replace(split, expert=1)  # of which all but blocks with experts are the same
-    found: dict[tuple[bool, bool], int] = {}
+    found: dict[tuple[bool, ...], int] = {}
     blocks: list[int] = []
     kinds: list[LayerShare] = []
     for index in range(architecture.layers):
@@ -204,19 +226,22 @@ def _block(
     operators["attention"] = core
     if attention == "materialized":
         operators = _materialized(operators, narrowed, tokens, sequence)
-    routed, experts = 0.0, 0.0
+    routed = 0.0
     if architecture.is_sparse(index):
-        routed, experts = _place_experts(architecture, index, tokens, operators, split)
+        routed = _place_experts(architecture, index, tokens, operators, split)
     operators = _sequence_split(operators, split)
     width = tokens * architecture.hidden
     reduced = 1 if routed and not _has_shared(architecture) else 2
+    back = sum(one in operators and operators[one].input_gradients > 0 for one in _DIVIDED_INPUTS)
     return LayerShare(
         operators=operators,
-        parameters=_parameters(operators) - experts,
+        parameters=_parameters(operators, expert=False),
         width=float(width),
         input=width / (split.tensor if split.sequence_parallel else 1),
-        expert_parameters=experts,
-        reductions=(reduced, reduced),
+        expert_parameters=_parameters(operators, expert=True),
+        frozen_parameters=_parameters(operators, expert=False, frozen=True),
+        frozen_expert_parameters=_parameters(operators, expert=True, frozen=True),
+        reductions=(reduced, back),
         circulated=_keys_and_values(narrowed, tokens),
         dispatched=routed,
         experts=_experts_of_rank(architecture, index, split),
@@ -235,8 +260,8 @@ def _has_shared(architecture: Architecture) -> bool:
 
 def _place_experts(
     architecture: Architecture, index: int, tokens: int, operators: Operators, split: LayerSplit
-) -> tuple[float, float]:
-    """Put the rank's experts into ``operators``; the elements it routes, its experts' parameters.
+) -> float:
+    """Put the rank's experts into ``operators``; the elements that it routes.
 
     With tensor parallelism the tokens are divided among the tensor ranks before they are routed.
     """
@@ -251,7 +276,6 @@ def _place_experts(
             per_token=min(experts.per_token, experts.number // split.expert),
         ),
     ).block(index, 1, tokens)
-    counted = 0.0
     for name in whole:
         if name in ("router", "routing", "dispatch", "combine"):
             operators[name] = whole[name]
@@ -263,9 +287,8 @@ def _place_experts(
                 moved=whole[name].moved - whole[name].parameters + weights,
                 parameters=weights,
             )
-            counted += weights
     per_rank = split.tensor if split.sequence_parallel else 1
-    return tokens * experts.per_token * architecture.hidden / per_rank, counted
+    return tokens * experts.per_token * architecture.hidden / per_rank
 
 
 def _materialized(
@@ -288,14 +311,24 @@ def _materialized(
         **({"attention mask": dropout(elements)} if narrowed.dropout else {}),
         "weighted values": replace(weighted, saved=weighted.saved - values),
     }
+    whole = operators["attention"]
+    if not whole.input_gradients:  # nothing before it is trained
+        core = {name: without_backward(one) for name, one in core.items()}
     names = list(operators)
     at = names.index("attention")
+    rest = _without_output(operators)
     before, after = names[:at], names[at + 1 :]
-    return (
-        {name: operators[name] for name in before}
-        | core
-        | {name: operators[name] for name in after}
-    )
+    return {name: rest[name] for name in before} | core | {name: rest[name] for name in after}
+
+
+def _without_output(operators: Operators) -> Operators:
+    """The operators where the attention does not keep its output: adapters of it do, if any."""
+    output = operators["output"]
+    if not output.frozen or not output.saved:
+        return operators
+    adapter = next((one for one in operators if one.startswith("output lora")), None)
+    kept = {} if adapter is None else {adapter: replace(operators[adapter], saved=output.saved)}
+    return operators | {"output": replace(output, saved=0.0)} | kept
 
 
 def _sequence_split(operators: Operators, split: LayerSplit) -> Operators:
@@ -306,7 +339,7 @@ def _sequence_split(operators: Operators, split: LayerSplit) -> Operators:
     for name, one in operators.items():
         if name != "head norms" and any(word in name for word in _WHOLE):
             found[name] = _scaled(one, 1 / split.tensor)
-        elif name in ("query, key, value", "latent", "feed-forward in", "shared in"):
+        elif name in _DIVIDED_INPUTS:
             found[name] = replace(one, saved=one.saved / split.tensor)
         else:
             found[name] = one
@@ -339,6 +372,7 @@ def _embedding(architecture: Architecture, sequence: int, split: LayerSplit) -> 
     return LayerShare(
         operators=operators,
         parameters=_parameters(operators),
+        frozen_parameters=_parameters(operators, frozen=True),
         width=float(tokens * architecture.hidden),
         input=0.0,
         reductions=(1, 0),
@@ -355,6 +389,7 @@ def _head(architecture: Architecture, sequence: int, split: LayerSplit) -> Layer
     return LayerShare(
         operators=operators,
         parameters=_parameters(operators),
+        frozen_parameters=_parameters(operators, frozen=True),
         tied_parameters=sum(one.tied_parameters for one in operators.values()),
         width=float(width),
         input=width / (split.tensor if split.sequence_parallel else 1),
@@ -364,5 +399,10 @@ def _head(architecture: Architecture, sequence: int, split: LayerSplit) -> Layer
     )
 
 
-def _parameters(operators: Operators) -> float:
-    return sum(one.parameters for one in operators.values())
+def _parameters(operators: Operators, *, expert: bool | None = None, frozen: bool = False) -> float:
+    """Parameters of all operators; of experts alone, or of all others; of frozen ones alone."""
+    return sum(
+        one.parameters
+        for name, one in operators.items()
+        if expert in (None, name.startswith("experts")) and (one.frozen or not frozen)
+    )

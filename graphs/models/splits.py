@@ -54,6 +54,9 @@ def _tensor_sizes(architecture: Architecture) -> Iterable[tuple[int, str]]:
     yield architecture.feed_forward.width, "elements of the feed-forward"
     if architecture.experts is not None and architecture.experts.shared_width is not None:
         yield architecture.experts.shared_width, "elements of the shared experts"
+    if architecture.tuning is not None and architecture.tuning.rank is not None:
+        yield architecture.tuning.rank, "rows of a LoRA adapter"
+        yield architecture.hidden, "elements of a hidden state, the outputs of LoRA adapters"
 
 
 def _require_divides(degree: int, size: int, what: str, of: str) -> None:
@@ -85,6 +88,7 @@ def narrow(architecture: Architecture, tensor: int) -> Architecture:
     else:
         attention = replace(architecture.attention, heads=architecture.attention.heads // tensor)
     experts, feed_forward = architecture.experts, architecture.feed_forward
+    tuning = architecture.tuning
     if experts is not None and experts.shared_width is not None:
         experts = replace(experts, shared_width=experts.shared_width // tensor)
     return replace(
@@ -93,4 +97,5 @@ def narrow(architecture: Architecture, tensor: int) -> Architecture:
         feed_forward=replace(feed_forward, width=feed_forward.width // tensor),
         experts=experts,
         vocabulary=-(-architecture.vocabulary // tensor),
+        tuning=None if tuning is None else replace(tuning, ranks=tensor),
     )

@@ -1,8 +1,10 @@
 """Rates of a user's own machine and stack: few constants of a rate set, fitted to measured runs.
 
-With n runs at most n - 1 of three factors are fitted, least squares of the logarithms of predicted
-over measured seconds: one on all that a kernel reaches (products, attention, memory), then one on
-memory-bound kernels alone, then one on what exchanges take from the computation beside them.
+Unless all runs lie on one side of the rates' range they confirm the rates, and nothing is fitted.
+Else, with n runs at most n - 1 of three factors are fitted, least squares of the logarithms of
+predicted over measured seconds: one on all that a kernel reaches (products, attention, memory),
+then one on memory-bound kernels alone, then one on what exchanges take from the computation beside
+them.
 """
 
 from collections.abc import Sequence
@@ -103,12 +105,15 @@ def calibrated(runs: Sequence[CalibrationRun], name: str, source: str) -> Calibr
     """
     require_runs(runs)
     start, once = runs[0].problem.rates, _merged(runs)
-    factors = _fitted(once, start.reached)
+    before = tuple(_ratio(run, start.reached) for run in once)
+    if _confirm(runs[0].problem, before):
+        factors, ratios = [], list(before if len(once) > 1 else ())
+    else:
+        factors, ratios = _fitted(once, start.reached), []
+        for run in once if len(once) > 1 else ():
+            others = [one for one in once if one is not run]
+            ratios.append(_ratio(run, _scaled(start.reached, _fitted(others, start.reached))))
     reached = _scaled(start.reached, factors)
-    ratios = []
-    for run in once if len(once) > 1 else ():
-        others = [one for one in once if one is not run]
-        ratios.append(_ratio(run, _scaled(start.reached, _fitted(others, start.reached))))
     after = [_ratio(run, reached) for run in once]
     dense, experts = _ranges(start, once, ratios, after)
     rates = RateSet(
@@ -122,8 +127,19 @@ def calibrated(runs: Sequence[CalibrationRun], name: str, source: str) -> Calibr
         ),
     )  # fmt: skip
     named = dict(zip(FACTORS, factors, strict=False))
-    before = tuple(_ratio(run, start.reached) for run in once)
     return Calibration(rates, tuple(once), named, before, tuple(after), tuple(ratios))
+
+
+def _confirm(problem: TrainingProblem, before: Sequence[float]) -> bool:
+    """Whether runs, predicted over measured, do not all lie on one side of their rates' range.
+
+    A machine that differs shows in every run. Else the deviation is the model's or the layout's:
+    rates that are fitted to it are farther off for other models. Borrowed rates are of another
+    machine, and are always fitted.
+    """
+    spread, ratios = problem.spread, [1 / one for one in before]
+    differs = min(ratios) > spread.high or max(ratios) < spread.low
+    return problem.rates.borrowed is None and not differs
 
 
 def _merged(runs: Sequence[CalibrationRun]) -> list[CalibrationRun]:
@@ -178,7 +194,8 @@ def _ranges(
 
     Of the kind of model that was measured: where 9 of 10 of further runs are, by Student's
     distribution about the rates with as many degrees of freedom as runs were left out, and every
-    run too; with one run that of the start. Of the other kind the start's, wider.
+    run too; it has that of the start, since runs of one model do not tell how models differ. Of the
+    other kind the start's, wider.
     """
     sparse = runs[0].problem.architecture.experts is not None
     own, other = (start.experts, start.dense) if sparse else (start.dense, start.experts)
@@ -186,7 +203,8 @@ def _ranges(
         off = [log(one) for one in left_out]
         width = stdtrit(len(off), 0.95) * sqrt(sum(one**2 for one in off) / len(off))
         half = exp(min(width, log(_MOST)))
-        own = _around([0.98, 1 / half, half, 1.05, *(1 / one for one in (*left_out, *after))])
+        seen = [1 / one for one in (*left_out, *after)]
+        own = _around([own.low, own.high, 1 / half, half, *seen])
     other = other.widened(BORROWED)
     return (other, own) if sparse else (own, other)
 

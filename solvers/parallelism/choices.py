@@ -17,7 +17,7 @@ from stagewright.formulations.prices.updates import memory_seconds
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 from stagewright.graphs.models.shards import Recompute
 from stagewright.solvers.parallelism.divisions import Sized
-from stagewright.solvers.parallelism.family import LayerFamily, SplitLayerWork
+from stagewright.solvers.parallelism.family import LayerFamily, LayerParameters, SplitLayerWork
 
 ROUNDING = 1e-9
 
@@ -47,22 +47,28 @@ class Bounds:
     # Memory.
 
     @cached_property
-    def shared(self) -> Floats:
-        """Every rank's parameters, but for those of experts."""
-        return self.table.by_rank(self.family.parameters)
+    def held(self) -> LayerParameters:
+        """Every rank's parameters."""
+        return self.family.parameters.each(self.table.by_rank)
 
     @cached_property
-    def expert(self) -> Floats:
-        """Parameters of every rank's experts."""
-        return self.table.by_rank(self.family.expert_parameters)
+    def trained(self) -> LayerParameters:
+        """Every rank's parameters that are trained."""
+        if self.family.trained is self.family.parameters:
+            return self.held
+        return self.family.trained.each(self.table.by_rank)
 
-    @cached_property
-    def _part(self) -> Floats:
+    def _part(self, of: LayerParameters) -> Floats:
         """A rank's part of its parameters if ranks with equal parameters divide them."""
         split = self.family.split
         ranks = split.context * self.sized.data
         experts = np.maximum(1, split.tensor * ranks // split.expert)
-        return self.shared / ranks[self.of] + self.expert / experts[self.of]
+        found: Floats = of.shared / ranks[self.of] + of.expert / experts[self.of]
+        return found
+
+    @cached_property
+    def _trained_part(self) -> Floats:
+        return self._part(self.trained)
 
     @cached_property
     def alone(self) -> Bools:
@@ -86,9 +92,15 @@ class Bounds:
         rule = state_rule(
             self.problem, keeping.zero, offload=keeping.offload, in_pipeline=in_pipeline
         )
-        part, whole = self._part, self.shared + self.expert
+        part, whole = self._trained_part, self.trained.all
         each = (rule.weights, rule.gradients, rule.optimizer)
-        return sum((size * (part if one else whole) for size, one in each), np.zeros(len(whole)))
+        found = sum((size * (part if one else whole) for size, one in each), np.zeros(len(whole)))
+        if self.trained is self.held:
+            return found
+        divided = rule.weights[1]
+        every = self._part(self.held) if divided else self.held.all
+        frozen: Floats = every - (part if divided else whole)
+        return found + frozen * self.problem.precision.weight_bytes
 
     def kept(self, recompute: Recompute) -> Floats:
         """Bytes of activations that every rank keeps at the least."""
@@ -138,7 +150,7 @@ class Bounds:
         """Seconds of every rank's update; none where the optimizer is offloaded."""
         if keeping.offload:
             return np.zeros(len(self.of))
-        problem, number = self.problem, self._part if keeping.zero else self.shared + self.expert
+        problem, number = self.problem, self._trained_part if keeping.zero else self.trained.all
         moved = number * problem.precision.updated_bytes
         return memory_seconds(moved, problem.card, problem.reached.memory)
 
@@ -218,9 +230,11 @@ class Choice:
             return again
         table, problem = self.bounds.table, self.bounds.problem
         repeated = 0.0 if again is None else again
-        gradients = self._each_gather * problem.precision.gradient_bytes + self._each_start
-        weights = self._each_gather * problem.precision.weight_bytes + self._each_start
-        weights = weights * (keeping.zero == 3)
+        family, sizes = self.bounds.family, problem.precision
+        gradients = self._each_gather(family.trained, sizes.gradient_bytes)
+        weights = np.zeros_like(gradients)
+        if keeping.zero == 3:
+            weights = self._each_gather(family.parameters, sizes.weight_bytes)
         if not problem.overlap:
             alone: Floats = repeated + 2 * weights + gradients
             return alone
@@ -229,27 +243,32 @@ class Choice:
         seen: Floats = np.maximum(weights - forward, 0.0)
         return repeated + seen + np.maximum(weights + gradients - backward, 0.0)
 
-    @cached_property
-    def _each_start(self) -> Floats:
-        start, _, expert_start, _ = self.bounds.rates[:, self.bounds.table.rank_of_entry]
-        found: Floats = start + np.where(self._each_expert > 0, expert_start, 0.0)
-        return found
+    def _each_gather(self, of: LayerParameters, bytes_each: float) -> Floats:
+        """Seconds of every entry to gather its parameters."""
+        table = self.bounds.table
+        return self._gather(of.each(table.by_entry), self._entry_rates, bytes_each)
 
     @cached_property
-    def _each_gather(self) -> Floats:
-        _, per_byte, _, expert_per_byte = self.bounds.rates[:, self.bounds.table.rank_of_entry]
-        shared = self.bounds.table.by_entry(self.bounds.family.parameters)
-        found: Floats = shared * per_byte + self._each_expert * expert_per_byte
+    def _entry_rates(self) -> Floats:
+        found: Floats = self.bounds.rates[:, self.bounds.table.rank_of_entry]
         return found
 
-    @cached_property
-    def _each_expert(self) -> Floats:
-        return self.bounds.table.by_entry(self.bounds.family.expert_parameters)
+    @staticmethod
+    def _gather(of: LayerParameters, rates: Floats, bytes_each: float) -> Floats:
+        """Seconds of gathering parameters, in the placement where quicker."""
+        start, per_byte, expert_start, expert_per_byte = rates
+        starts = np.where(of.shared > 0, start, 0.0) + np.where(of.expert > 0, expert_start, 0.0)
+        each = of.shared * per_byte + of.expert * expert_per_byte
+        found: Floats = starts + each * bytes_each
+        return found
 
     def _after(self, keeping: Keeping) -> Floats:
         """Every rank's exchange of gradients and weights, beside the ``longest`` possible work."""
         problem, layers = self.bounds.problem, self._layers
-        gradients, weights = self._gathers
+        bounds, sizes = self.bounds, problem.precision
+        gradients = self._gather(bounds.trained, bounds.rates, sizes.gradient_bytes)
+        gathered = bounds.held if keeping.zero == 3 else bounds.trained
+        weights = self._gather(gathered, bounds.rates, sizes.weight_bytes)
         alone = np.zeros(len(layers))
         if keeping.zero >= 2 and problem.overlap:
             forward, backward = self._forward_and_backward(self.work)
@@ -276,15 +295,6 @@ class Choice:
     @cached_property
     def _longest(self) -> tuple[Floats, Floats]:
         return self._forward_and_backward(self.longest)
-
-    @cached_property
-    def _gathers(self) -> tuple[Floats, Floats]:
-        """Gatherings of every rank's gradients and weights, in the placement where quicker."""
-        bounds, precision = self.bounds, self.bounds.problem.precision
-        start, per_byte, expert_start, expert_per_byte = bounds.rates
-        start = start + np.where(bounds.expert > 0, expert_start, 0.0)
-        each = bounds.shared * per_byte + bounds.expert * expert_per_byte
-        return start + each * precision.gradient_bytes, start + each * precision.weight_bytes
 
     def layout(self, division: int, keeping: Keeping) -> Layout:
         """The layout of a division."""

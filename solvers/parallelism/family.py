@@ -25,6 +25,24 @@ class SplitLayerWork:
     weight: Floats
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class LayerParameters:
+    """Parameters of layers or ranks: ``expert`` of their experts, ``shared`` all others."""
+
+    shared: Floats
+    expert: Floats
+
+    @property
+    def all(self) -> Floats:
+        """Of experts and others."""
+        found: Floats = self.shared + self.expert
+        return found
+
+    def each(self, of: Callable[[Floats], Floats]) -> "LayerParameters":
+        """Another form of both."""
+        return LayerParameters(of(self.shared), of(self.expert))
+
+
 class LayerFamily:
     """The layers for one split; arrays are by layer, (L + 2,) with the ends, or by pipeline."""
 
@@ -101,14 +119,22 @@ class LayerFamily:
         )
 
     @cached_property
-    def parameters(self) -> Floats:
-        """Parameters of every layer without experts' parameters."""
-        return self.by_layer(lambda one: one.parameters)
+    def parameters(self) -> "LayerParameters":
+        """Parameters of every layer."""
+        return LayerParameters(
+            self.by_layer(lambda one: one.parameters),
+            self.by_layer(lambda one: one.expert_parameters),
+        )
 
     @cached_property
-    def expert_parameters(self) -> Floats:
-        """Parameters of every layer that belong to the rank's experts."""
-        return self.by_layer(lambda one: one.expert_parameters)
+    def trained(self) -> "LayerParameters":
+        """Parameters of every layer that are trained."""
+        if self.problem.architecture.tuning is None:
+            return self.parameters
+        return LayerParameters(
+            self.by_layer(lambda one: one.parameters - one.frozen_parameters),
+            self.by_layer(lambda one: one.expert_parameters - one.frozen_expert_parameters),
+        )
 
     def saved(self, recompute: Recompute) -> Floats:
         """Bytes that every layer keeps of a sample."""

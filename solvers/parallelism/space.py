@@ -62,12 +62,15 @@ class StageOptions:
             self.stages, 1, self.microbatches, self.is_split, ones, ones, ones, 0.0, ones
         )[1]
         self._options: dict[tuple[int, int, int], StageOption | None] = {}
+        self._starts: dict[tuple[int, ...], int] = {}
         self._bytes: dict[_Key, tuple[float, float]] = {}
         self._seconds: dict[_Key, tuple[float, float, float, float, float]] = {}
 
     def option(self, stage: int, start: int, count: int) -> StageOption | None:
         """The stage with the blocks from ``start`` on; None if they do not fit."""
-        key = stage, 0 if self.is_uniform else start, count
+        # Stages with equal blocks, wherever these begin, are one.
+        blocks = self.shares.blocks[start : start + count]
+        key = stage, self._starts.setdefault(blocks, start), count
         if key not in self._options:
             self._options[key] = self._option(*key)
         return self._options[key]

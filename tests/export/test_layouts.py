@@ -37,6 +37,7 @@ from stagewright.graphs.models.architecture import (
     GroupedAttention,
     LatentAttention,
 )
+from stagewright.graphs.models.tuning import tuned_with
 
 PIPED = ("megatron", "megatron-bridge", "nemo", "torchtitan")
 CORE = PIPED[:3]
@@ -261,6 +262,8 @@ FP8_FULL = Precision(4, 4, 4, 8, fp8_products=True)
 ONE_BYTE = Precision(activation_bytes=1)
 BIASED = FeedForward(2816, bias=True)
 UNGATED = FeedForward(2048, gated=False)
+LORA, FROZEN = tuned_with(LLAMA, lora=8), tuned_with(LLAMA, frozen="embedding")
+MIXED = tuned_with(LLAMA, lora=8, targets="linear_qkv,q_proj")
 
 
 def refused(formats, architecture, words, message, **others):
@@ -344,6 +347,13 @@ REFUSED = [
     *refused(MEGATRON, replace(MIXTRAL, feed_forward=UNGATED), "d8", "gated experts beside"),
     *refused(LAYOUT_FORMATS, replace(GPT2, positions=512), "d8", "512 learned positions, got 1024"),
     *refused(LAYOUT_FORMATS, LLAMA, "t3", "tensor degree 3 does not divide 16 heads"),
+    *refused(
+        ("megatron", "nemo", "torchtitan", "deepspeed"), LORA, "d8", "LoRA or frozen layers: .*none"
+    ),
+    *refused(CORE[1:2] + ACCELERATE, FROZEN, "d8", "frozen layers without LoRA"),
+    *refused(ACCELERATE, LORA, "d8 zero3", "LoRA of linear_fc1, linear_qkv: Accelerate adapts"),
+    *refused(CORE[1:2], MIXED, "d8", "LoRA of linear_qkv: Megatron-Bridge adapts down_proj"),
+    *refused(CORE[1:2], tuned_with(LORA, lora=8, frozen="blocks.0"), "d8", "frozen blocks beside"),
     *refused(("slurm",), LLAMA, "d8", "--to 'slurm' is not known; there are megatron, "),
 ]
 

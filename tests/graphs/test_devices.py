@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from stagewright.formulations.prices.analytic import analytic_model
+from stagewright.formulations.parallelism.estimate import evaluate
+from stagewright.formulations.parallelism.layout import parse_layout
+from stagewright.formulations.prices.analytic import analytic_model, architecture_model
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Link
@@ -24,6 +26,8 @@ from stagewright.graphs.machines.networks import fabric_of_kind, network_link, s
 from stagewright.graphs.machines.rates import rates_of
 from stagewright.graphs.machines.servers import ServerGroup, mixed_servers
 from stagewright.graphs.machines.topology import parse_nvidia_smi
+from stagewright.graphs.models.architecture import Architecture, FeedForward, GroupedAttention
+from stagewright.service.layouts.problems import training_problem
 
 ABACUS = Accelerator("abacus", 8e9, 100e9, 1e12, 4e12, fp8_flops=8e12, source="counted by hand")
 
@@ -60,7 +64,7 @@ def test_a_kind_of_ones_own_is_a_document(tmp_path: Path) -> None:
         ({"memory_bytes_per_second": 900}, "memory_bytes_per_second is 900 bytes/s"),
         ({"server_bytes_per_second": 0}, "server_bytes_per_second must be positive"),
         ({"fp16_flops": None}, "fp16_flops: "),
-        ({"tf32_flops": 1e12}, "tf32_flops: unknown field"),
+        ({"tf32_tflops": 1e12}, "tf32_tflops: unknown field"),
     ],
 )
 def test_bad_kinds_get_one_line(tmp_path: Path, changed: dict[str, object], message: str) -> None:
@@ -135,3 +139,36 @@ def test_a_model_on_ones_own_kind() -> None:
     chain = analytic_model("vgg19", 2, [ABACUS, "v100"])
     assert [cost.device_kind for cost in chain.layers[0].costs] == ["abacus", "v100"]
     assert "abacus (counted by hand), fp32 peak 1 TFLOP/s" in chain.source
+
+
+def test_tf32_is_half_of_16_bits_where_there_is_any() -> None:
+    """The datasheets' dense peaks: A100 156, H100 494.5, B200 1,125, MI300X 653.7 TFLOP/s."""
+    for one in ACCELERATORS.values():
+        if one.has_bf16:
+            assert one.tf32_flops == pytest.approx(one.fp16_flops / 2, rel=1e-3)
+        else:
+            assert one.tf32_flops is None
+            with pytest.raises(InputError, match=f"precision tf32: {one.name} has no tf32.*a100"):
+                require_arithmetic(one, "tf32")
+
+
+def test_products_in_tf32_keep_all_in_fp32() -> None:
+    """A large product is 8 times as fast on an A100, and nothing else changes."""
+    model = Architecture("m", 2, 4096, 1000, GroupedAttention(32, 32, 128), FeedForward(16384))
+    full, fast = (
+        architecture_model(model, 1024, 8, "a100", precision=one) for one in ("fp32", "tf32")
+    )
+    assert "matrix products and convolutions in TF32" in fast.source
+    assert full.layers[1].parameter_bytes == fast.layers[1].parameter_bytes
+    times = [chain.layers[1].costs[0].forward_seconds for chain in (full, fast)]
+    assert 5 < times[0] / times[1] < 8
+    layout = parse_layout("b1")
+    seconds = [
+        evaluate(
+            training_problem(model, fabric_of_kind("a100", 1), sequence=2048, batch=1, precision=p),
+            layout,
+        )
+        for p in ("fp32", "tf32")
+    ]
+    assert seconds[0].memory == seconds[1].memory
+    assert seconds[0].seconds > 3 * seconds[1].seconds

@@ -29,6 +29,26 @@ TIMERS = (
     "step: 100.00"
 )
 PIPES = "steps: {0} loss: 8.1000 iter time (s): {1:0.3f} samples/sec: 51.200"
+OLD_SPEED = (
+    "[timer.py:189:stop] 0/{0}, SamplesPerSec={1}, MemAllocated=6.0GB, MaxMemAllocated=38.0GB"
+)
+NEW_TIMERS = (
+    "[Rank 0] rank=0 time (ms) | forward_microstep: 1.0 | backward_microstep: 9.0 | step_\n"
+    "[Rank 0] rank=0 time (ms) | forward: {1:.2f} | backward: 500.00 | backward_inner: 450.00 | "
+    "backward_allreduce: 50.00 | step: 100.00"
+)
+NEOX = (
+    " samples/sec: 7.8 | iteration {0:8d}/   10000 | elapsed time per iteration (ms): {1:.1f} | lr"
+)
+BAR = (
+    "Epoch 0: :   3%|2 | {0}/300 [1:42<55:37, v_num=0, reduced_train_loss=8.1, global_step={0}.0, "
+    "consumed_samples=512.0, train_step_timing in s={1:.3f}]\r"
+)
+NEMO = (
+    "0: [NeMo I] Training epoch 0, iteration {0}/99 | lr: 1e-05 | global_batch_size: 512 | "
+    "global_step: {0} | reduced_train_loss: 8.1 | train_step_timing in s: {1:.2f} | consumed"
+)
+BRIDGE = "Step Time : {1:.2f}s GPU utilization: 528.1MODEL_TFLOP/s/GPU"
 # The first two of five warm up; seconds of 512 samples of 4096 tokens on 64 GPUs.
 LOGS = {
     "megatron": (MEGATRON, (90_000, 20_000, 10_100, 10_000, 9_000), 10.0),
@@ -36,6 +56,13 @@ LOGS = {
     "torchtitan": (TITAN, (100, 1_000, 3_000, 4_096, 5_000), 8.0),
     "torchtitan of 2024": (OLD_TITAN, (100, 1_000, 3_000, 4_096, 5_000), 8.0),
     "deepspeed": (SPEED, (1.0, 5.0, 51.2, 64.0, 80.0), 8.0),
+    "torchtitan of two ranks": (f"{TITAN}\n{TITAN}", (100, 1_000, 3_000, 4_096, 5_000), 8.0),
+    "deepspeed of 2022": (OLD_SPEED, (1.0, 5.0, 51.2, 64.0, 80.0), 8.0),
+    "deepspeed's timers of 2023": (NEW_TIMERS, (9_000, 800, 390, 400, 410), 1.0),
+    "gpt-neox": (NEOX, (90_000, 20_000, 10_100, 10_000, 9_000), 10.0),
+    "nemo's progress bar": (BAR, (90, 20, 10.1, 10, 9), 10.0),
+    "nemo": (NEMO, (90, 20, 10.1, 10, 9), 10.0),
+    "megatron-bridge": (BRIDGE, (90, 20, 10.1, 10, 9), 10.0),
     "deepspeed's timers": (TIMERS, (9_000, 800, 390, 400, 410), 1.0),
     "deepspeed's pipelines": (PIPES, (90, 20, 10.1, 10, 9), 10.0),
 }
@@ -52,10 +79,17 @@ def test_a_log_gives_the_median_after_the_warm_up(name: str, tmp_path: Path) -> 
     log.write_text("\n".join(["a first line", *lines, "Training completed"]))
     (found,) = read_measured(log)
     assert found.seconds_of(64, 4096, 512) == pytest.approx(seconds)
-    assert found.batch == (512 if "megatron" in name else None)
-    has_memory = line in (TITAN, OLD_TITAN, SPEED)
+    assert found.batch == (512 if line in (MEGATRON, NEMO) else None)
+    has_memory = "MaxMemAllocated" in line or "GiB" in line
     assert found.memory_bytes == (38 * 2**30 if has_memory else None)
-    assert found.place.startswith(f"{log}:2-" if line is not TIMERS else f"{log}:3-")
+    assert found.place.startswith(f"{log}:2-" if "microstep" not in line else f"{log}:3-")
+
+
+def test_a_summary_of_transformers_is_a_mean(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    log.write_text("\n{'loss': 8.1}\n{'train_runtime': 80.0, 'train_samples_per_second': 64.0}\n")
+    (found,) = read_measured(log)
+    assert (found.place, found.seconds_of(64, 4096, 512)) == (f"{log}:3", 8.0)
 
 
 def test_only_iterations_of_the_last_batch_count(tmp_path: Path) -> None:
@@ -86,7 +120,11 @@ def test_rows_of_a_csv_have_what_they_say(tmp_path: Path) -> None:
         ("runs.csv", "layout,time\nd8,1\n", ":1: column 'time' is not known; columns are layout"),
         ("runs.csv", "layout,gpus\nd8,1\n", ":1: no layout and seconds"),
         ("runs.csv", "layout,seconds\n", ": no row below"),
-        ("log.txt", "hello\n", ": no line of an iteration as Megatron, torchtitan or DeepSpeed"),
+        (
+            "log.txt",
+            "hello\n",
+            ": no line of an iteration as Megatron, NeMo, torchtitan, DeepSpeed or",
+        ),
         ("log.txt", f"\n{PIPES.format(1, 3)}\n", ":2: the only iteration; give two or more"),
         ("log.txt", "\n".join(PIPES.format(i, 0) for i in "123"), ":1-3: the iterations take no"),
     ],

@@ -165,5 +165,7 @@ def test_precisions() -> None:
     with pytest.raises(InputError, match="optimizer_bytes must be from 0 to 16, got 17"):
         Precision(optimizer_bytes=17)
     fabric = fabric_of_kind("a100", 8)
-    with pytest.raises(InputError, match="precision must be fp32, fp16, bf16 or fp8, got 'int8'"):
+    with pytest.raises(
+        InputError, match="precision must be fp32, tf32, fp16, bf16 or fp8, got 'int8'"
+    ):
         stagewright.training_problem(MODEL, fabric, sequence=8, batch=8, precision="int8")

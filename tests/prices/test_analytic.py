@@ -376,7 +376,7 @@ def test_several_devices(tmp_path):
         (("gpt",), {"layers": 0}, "layers must be a positive integer, got 0"),
         (("gpt",), {"hidden": 2.5}, "hidden must be a positive integer, got 2.5"),
         (("gpt",), {"hidden": 100, "heads": 3}, "must be a multiple of heads"),
-        (("gpt",), {"precision": "int8"}, "precision must be fp32, fp16, bf16 or fp8"),
+        (("gpt",), {"precision": "int8"}, "precision must be fp32, tf32, fp16, bf16 or fp8"),
         (("gpt",), {"attention": "none"}, "attention must be fused or materialized, got 'none'"),
         (("gpt",), {"optimizer_state": 3}, "optimizer_state must be 0, 1 or 2, got 3"),
         (("vgg19",), {"image": 16}, "image is too small: 1 pixels"),

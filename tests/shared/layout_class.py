@@ -26,6 +26,7 @@ from stagewright.graphs.models.architecture import (
 )
 from stagewright.graphs.models.shards import LayerSplit
 from stagewright.graphs.models.splits import require_split
+from stagewright.graphs.models.tuning import tuned_with
 from stagewright.solvers.parallelism.space import Space
 
 
@@ -227,7 +228,7 @@ def random_architecture(chance: Random) -> Architecture:
             number, chance.randint(1, number), chance.choice((32, 256)),
             shared_width=chance.choice((None, 96)), dense_layers=dense,
         )  # fmt: skip
-    return Architecture(
+    architecture = Architecture(
         "tiny",
         blocks,
         hidden=heads * 16,
@@ -240,6 +241,24 @@ def random_architecture(chance: Random) -> Architecture:
         full_layers=frozenset({0}),
         dropout=chance.random() < 0.3,
     )
+    return with_some_frozen(architecture, Random(chance.getstate()[1][0]))
+
+
+def with_some_frozen(architecture: Architecture, chance: Random) -> Architecture:
+    """The model, or one in four times with adapters, frozen layers, or both."""
+    first, last = sorted(chance.choices(range(architecture.layers), k=2))
+    ends = "embedding,head," if architecture.tied else chance.choice(("embedding,", "head,", ""))
+    options = chance.choice(
+        (
+            {"lora": 4, "targets": chance.choice((None, "q_proj", "down_proj,gate_proj"))},
+            {"frozen": f"{ends}blocks.{first}-{last}"},
+            {"lora": 8, "frozen": f"blocks.{first}-{last}"},
+        )
+    )
+    try:
+        return tuned_with(architecture, **options) if chance.random() < 0.25 else architecture
+    except InputError:  # nothing is trained, or the feed-forward has no gate
+        return architecture
 
 
 def random_space(chance: Random, problem: TrainingProblem) -> Space:

@@ -17,6 +17,7 @@ from stagewright.executor.export.layouts.rules import (
     refuse_selective,
     refuse_sequence_parallel,
     refuse_some_blocks,
+    require_adapters,
     require_bytes,
     require_context,
     require_whole_heads,
@@ -25,6 +26,7 @@ from stagewright.executor.export.options import filled
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.models.tuning import target_names
 
 FILE = "stagewright_accelerate.py"
 
@@ -63,9 +65,33 @@ def configuration(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
         plugin=_plugin(layout, numbers) if sharded else None,
         layers=problem.architecture.layers,
         checkpointing=checkpointing(layout),
+        adapters=_adapters(problem),
         remarks="".join(f"\n{line}" for line in _remarks(problem, layout)),
     )
     return {FILE: text}
+
+
+def _adapters(problem: TrainingProblem) -> str:
+    """Lines that add adapters to the model."""
+    tuning = problem.architecture.tuning
+    if tuning is None:
+        return ""
+    blocks = [one for one in range(problem.architecture.layers) if one not in tuning.blocks]
+    return (
+        "    from peft import LoraConfig, get_peft_model\n\n"
+        "    adapters = LoraConfig(\n"
+        f"        r={tuning.rank},\n"
+        f"        target_modules={sorted(tuning.targets)},\n"
+        f"        layers_to_transform={blocks if tuning.blocks else None},\n"
+        "    )\n"
+        "    model = get_peft_model(model, adapters)\n"
+    )
+
+
+def _require_adapters(problem: TrainingProblem, _: Layout, framework: str) -> None:
+    """Refuse adapters of fused layers, which models of transformers have not."""
+    fused = ("linear_qkv", "linear_fc1")
+    require_adapters(problem, target_names(problem.architecture) - {*fused}, framework)
 
 
 def _loading(layout: Layout) -> str:
@@ -133,7 +159,7 @@ def _refuse_zero_1(_: TrainingProblem, layout: Layout, framework: str) -> None:
 
 
 def _remarks(problem: TrainingProblem, layout: Layout) -> list[str]:
-    found = list(left_out(problem.architecture))
+    found = list(left_out(problem))
     microbatches = layout.microbatches(problem.batch)
     if layout.tensor > 1:
         found.append("Its tensor ranks have the whole embedding; the plan divides the vocabulary.")
@@ -156,6 +182,7 @@ FRAMEWORK = Framework(
         FrameworkRule(f"{ACCELERATE}/utils/dataclasses.py", refuse_fp8, of_problem=True),
         FrameworkRule(f"{ACCELERATE}/utils/dataclasses.py", refuse_one_byte, of_problem=True),
         FrameworkRule(f"{ACCELERATE}/utils/fsdp_utils.py", _require_precision, of_problem=True),
+        FrameworkRule("huggingface/peft 0.21.2, tuners/lora", _require_adapters, of_problem=True),
         FrameworkRule(f"{ACCELERATE}/parallelism_config.py", refuse_pipeline),
         FrameworkRule(f"{ACCELERATE}/parallelism_config.py", _refuse_experts),
         FrameworkRule(f"{TRANSFORMERS}, integrations/tensor_parallel.py", _require_tensor_plan),

@@ -44,11 +44,14 @@ def comment(*lines: str) -> str:
     return "".join(f"# {line}".rstrip() + "\n" for line in lines)
 
 
-def left_out(architecture: Architecture) -> tuple[str, ...]:
-    """A remark on features that the planned model lacks."""
-    if architecture.left_out is None:
-        return ()
-    return (f"The plan has not counted: {architecture.left_out!r}.",)
+def left_out(problem: TrainingProblem) -> tuple[str, ...]:
+    """Remarks on features that the planned model lacks, and on what the script has to set."""
+    found = []
+    if problem.architecture.left_out is not None:
+        found.append(f"The plan has not counted: {problem.architecture.left_out!r}.")
+    if problem.precision.tf32_products:
+        found.append("Products are planned in TF32: set torch.backends.cuda.matmul.allow_tf32.")
+    return tuple(found)
 
 
 def assignments(target: str, fields: Fields) -> str:

@@ -271,15 +271,20 @@ RULES = (
 
 
 def recipe_text(
-    template: str, problem: TrainingProblem, layout: Layout, targets: dict[str, Fields]
+    template: str,
+    problem: TrainingProblem,
+    layout: Layout,
+    targets: dict[str, Fields],
+    imported: str = "",
 ) -> str:
     """A recipe in Python: a template with the layout in words, the launch and the assignments."""
     return filled(
         template,
         words=layout,
+        imported=imported,
         ranks=layout.ranks,
         launch=launch(problem),
-        left_out="".join(f"\n{line}" for line in left_out(problem.architecture)),
+        left_out="".join(f"\n{line}" for line in left_out(problem)),
         layers=problem.architecture.layers,
         lines="".join(assignments(*one) for one in targets.items()),
     )

@@ -16,6 +16,7 @@ from stagewright.executor.export.layouts.rules import (
     refuse_selective,
     refuse_sequence_parallel,
     refuse_some_blocks,
+    refuse_tuning,
     require_bytes,
     require_whole_heads,
 )
@@ -113,7 +114,7 @@ def _require_precision(problem: TrainingProblem, layout: Layout, framework: str)
 
 
 def _remarks(problem: TrainingProblem, layout: Layout) -> list[str]:
-    found = list(left_out(problem.architecture))
+    found = list(left_out(problem))
     if layout.tensor > 1:
         found.append("AutoTP leaves the embedding whole, where the plan divides the vocabulary.")
         found.append(
@@ -132,6 +133,7 @@ FRAMEWORK = Framework(
     (
         FrameworkRule(f"{DEEPSPEED}/runtime/config.py", refuse_fp8, of_problem=True),
         FrameworkRule(f"{DEEPSPEED}/runtime/config.py", refuse_one_byte, of_problem=True),
+        FrameworkRule(f"{DEEPSPEED}/runtime/config.py", refuse_tuning, of_problem=True),
         FrameworkRule(f"{DEEPSPEED}/runtime/pipe/module.py", refuse_pipeline),
         FrameworkRule(f"{DEEPSPEED}/sequence/layer.py", _refuse_context),
         FrameworkRule(f"{DEEPSPEED}/module_inject/auto_tp.py", refuse_sequence_parallel),

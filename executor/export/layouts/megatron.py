@@ -9,7 +9,7 @@ from itertools import groupby
 
 from stagewright.executor.export.layouts.common import Fields, comment, launch, left_out
 from stagewright.executor.export.layouts.core import FSDP_FORMAT, MEGATRON, RULES, Core, core_of
-from stagewright.executor.export.layouts.rules import Framework, FrameworkRule
+from stagewright.executor.export.layouts.rules import Framework, FrameworkRule, refuse_tuning
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
@@ -232,7 +232,7 @@ def _head(problem: TrainingProblem, layout: Layout) -> str:
         "with the data, the tokenizer, the learning rate and the number of iterations.",
         "Not in the plan, and so Megatron-LM's defaults: scaling of rotary positions, scores and",
         "losses of a router, dropout's rates, padding of the vocabulary, recipe of fp8.",
-        *left_out(problem.architecture),
+        *left_out(problem),
     )
 
 
@@ -289,4 +289,12 @@ def _precision(problem: TrainingProblem, core: Core) -> list[Argument]:
     return found
 
 
-FRAMEWORK = Framework("Megatron-LM", (*RULES, *MODEL_RULES), arguments)
+FRAMEWORK = Framework(
+    "Megatron-LM",
+    (
+        *RULES,
+        *MODEL_RULES,
+        FrameworkRule(f"{MEGATRON}/training/arguments.py", refuse_tuning, of_problem=True),
+    ),
+    arguments,
+)

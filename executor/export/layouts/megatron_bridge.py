@@ -12,9 +12,11 @@ from stagewright.executor.export.layouts.core import (
     model_fields,
     recipe_text,
 )
-from stagewright.executor.export.layouts.rules import Framework
+from stagewright.executor.export.layouts.rules import Framework, FrameworkRule, require_adapters
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.models.tuning import Tuning
 
 FILE = "stagewright_megatron_bridge.py"
 
@@ -44,11 +46,66 @@ def recipe(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
         "config.train": {"micro_batch_size": layout.microbatch, "global_batch_size": problem.batch},
         "config.dataset": {"seq_length": problem.sequence},
         # Its other overlaps would set those of ``config.ddp`` anew.
-        "config": {"mixed_precision": _mixed_precision(core), "comm_overlap": None},
+        "config": {
+            "mixed_precision": _mixed_precision(core),
+            "comm_overlap": None,
+            **_adapters(problem),
+        },
     }
     if core.fsdp:
         targets["config.checkpoint"] = {"ckpt_format": FSDP_FORMAT}
-    return {FILE: recipe_text("megatron_bridge", problem, layout, targets)}
+    imported = _IMPORTED[_lora(tuning)[0]] if (tuning := problem.architecture.tuning) else ""
+    return {FILE: recipe_text("megatron_bridge", problem, layout, targets, imported)}
+
+
+_FUSED = {
+    "linear_qkv": "linear_qkv", "o_proj": "linear_proj", "linear_fc1": "linear_fc1",
+    "down_proj": "linear_fc2",
+}  # fmt: skip
+"""The targets of ``LoRA``, of whole layers, and Megatron-Bridge's names."""
+
+_CANONICAL = {
+    "q_proj": "linear_q", "k_proj": "linear_k", "v_proj": "linear_v", "o_proj": "linear_proj",
+    "gate_proj": "linear_fc1_gate", "up_proj": "linear_fc1_up", "down_proj": "linear_fc2",
+}  # fmt: skip
+"""The targets of ``CanonicalLoRA``, of parts of layers."""
+
+_LATENT = {
+    "q_a_proj": "linear_q_down_proj", "q_b_proj": "linear_q_up_proj",
+    "kv_a_proj_with_mqa": "linear_kv_down_proj", "kv_b_proj": "linear_kv_up_proj",
+}  # fmt: skip
+
+
+_IMPORTED = {
+    "LoRA": "from megatron.bridge.peft.lora import LoRA\n",
+    "CanonicalLoRA": "from megatron.bridge.peft.canonical_lora import CanonicalLoRA\n",
+}
+
+
+def _adapters(problem: TrainingProblem) -> Fields:
+    tuning = problem.architecture.tuning
+    if tuning is None:
+        return {}
+    kind, names = _lora(tuning)
+    targets = [names[one] for one in sorted(tuning.targets)]
+    return {"peft": Code(f"{kind}(target_modules={targets}, dim={tuning.rank}, dropout=0.0)")}
+
+
+def _lora(tuning: Tuning) -> tuple[str, dict[str, str]]:
+    """The class of adapters that has most of the targets, and their names there."""
+    whole = _FUSED | _LATENT
+    return ("LoRA", whole) if tuning.targets <= whole.keys() else ("CanonicalLoRA", _CANONICAL)
+
+
+def _require_adapters(problem: TrainingProblem, _: Layout, framework: str) -> None:
+    tuning = problem.architecture.tuning
+    if tuning is not None:
+        require_adapters(problem, _lora(tuning)[1], framework)
+        if tuning.blocks:
+            raise InputError(
+                f"frozen blocks beside LoRA: {framework} numbers blocks anew in every stage; give "
+                "all blocks adapters, or export to accelerate"
+            )
 
 
 def optimizer_fields(core: Core) -> Fields:
@@ -78,4 +135,13 @@ def _mixed_precision(core: Core) -> Code:
     return Code(f"MixedPrecisionConfig({', '.join(words)})")
 
 
-FRAMEWORK = Framework("Megatron-Bridge", RULES, recipe)
+FRAMEWORK = Framework(
+    "Megatron-Bridge",
+    (
+        *RULES,
+        FrameworkRule(
+            "NVIDIA-NeMo/Megatron-Bridge 0.7, peft/lora.py", _require_adapters, of_problem=True
+        ),
+    ),
+    recipe,
+)

@@ -15,7 +15,12 @@ from stagewright.executor.export.layouts.core import (
     recipe_text,
 )
 from stagewright.executor.export.layouts.megatron_bridge import DTYPES, optimizer_fields
-from stagewright.executor.export.layouts.rules import Framework, FrameworkRule, require_whole_heads
+from stagewright.executor.export.layouts.rules import (
+    Framework,
+    FrameworkRule,
+    refuse_tuning,
+    require_whole_heads,
+)
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 
@@ -86,6 +91,12 @@ CORE = MEGATRON.replace("0.20 (d98e8a6)", "0.15.3")
 
 FRAMEWORK = Framework(
     "NeMo",
-    (*RULES, FrameworkRule(f"{CORE}/core/transformer/transformer_config.py", require_whole_heads)),
+    (
+        *RULES,
+        FrameworkRule(f"{CORE}/core/transformer/transformer_config.py", require_whole_heads),
+        FrameworkRule(
+            f"{CORE}/core/transformer/transformer_config.py", refuse_tuning, of_problem=True
+        ),
+    ),
     recipe,
 )

@@ -92,6 +92,32 @@ def refuse_fp8(problem: TrainingProblem, _: Layout, framework: str) -> None:
         )
 
 
+def refuse_tuning(problem: TrainingProblem, _: Layout, framework: str) -> None:
+    """Refuse adapters and frozen layers."""
+    if problem.architecture.tuning is not None:
+        raise InputError(
+            f"LoRA or frozen layers: {framework} takes none from its configuration; export LoRA to "
+            "megatron-bridge or accelerate"
+        )
+
+
+def require_adapters(problem: TrainingProblem, of: Collection[str], framework: str) -> None:
+    """Refuse frozen layers beside which there are no adapters, and adapters of other targets."""
+    tuning = problem.architecture.tuning
+    if tuning is None:
+        return
+    if tuning.rank is None or tuning.embedding or tuning.head:
+        raise InputError(
+            f"frozen layers without LoRA: {framework} takes only adapters from its configuration; "
+            "give --lora, or freeze them in your own script"
+        )
+    others = sorted(tuning.targets - set(of))
+    if others:
+        raise InputError(
+            f"LoRA of {', '.join(others)}: {framework} adapts {', '.join(sorted(of))} together"
+        )
+
+
 def require_bytes(
     problem: TrainingProblem, known: Collection[tuple[int, int, int]], framework: str
 ) -> None:

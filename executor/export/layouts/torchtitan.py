@@ -25,6 +25,7 @@ from stagewright.executor.export.layouts.rules import (
     refuse_recomputed_by_stage,
     refuse_selective,
     refuse_some_blocks,
+    refuse_tuning,
     require_bytes,
     require_whole_heads,
 )
@@ -150,7 +151,7 @@ def _training(problem: TrainingProblem, layout: Layout) -> Fields:
 
 
 def _remarks(problem: TrainingProblem, layout: Layout) -> list[str]:
-    found = list(left_out(problem.architecture))
+    found = list(left_out(problem))
     microbatches = layout.microbatches(problem.batch)
     repeats = layout.pipeline == 1 and microbatches > 1 and _shards(problem, layout) > 1
     if repeats and layout.zero == 0:
@@ -325,6 +326,7 @@ FRAMEWORK = Framework(
         FrameworkRule(f"{TITAN}/models", _require_model, of_problem=True),
         FrameworkRule(f"{TITAN}/components/quantization", refuse_fp8, of_problem=True),
         FrameworkRule(f"{TITAN}/config/configs.py", refuse_one_byte, of_problem=True),
+        FrameworkRule(f"{TITAN}/config/configs.py", refuse_tuning, of_problem=True),
         FrameworkRule(f"{TITAN}/config/configs.py", _require_numbers, of_problem=True),
         FrameworkRule(f"{TITAN}/models/common/decoder.py", require_whole_heads),
         FrameworkRule(f"{TITAN}/models/common/decoder.py", _refuse_tied),

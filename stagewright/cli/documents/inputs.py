@@ -39,8 +39,8 @@ class ModelOptions(Written):
     device: Annotated[str | None, Option(form="KIND,...")] = None
     """Kind of device, or the JSON file of your own; several, separated by commas, for a mixed
     cluster. Default: generic, an A100 in round numbers."""
-    precision: Literal["fp32", "fp16", "bf16", "fp8"] = "fp32"
-    """Type of weights and activations; fp8: of products, the others in bf16."""
+    precision: Literal["fp32", "tf32", "fp16", "bf16", "fp8"] = "fp32"
+    """Type of weights and activations; fp8, tf32: of products, the others in bf16 and fp32."""
     attention: Literal["fused", "materialized"] = "fused"
     """fused: the score matrix is not stored; materialized: it is."""
     rates: Annotated[str | None, Option(form="NAME|FILE")] = None

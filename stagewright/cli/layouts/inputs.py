@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from stagewright.graphs.machines.fabric import Fabric
     from stagewright.solvers.parallelism.space import Space
 
-Precision = Literal["fp32", "fp16", "bf16", "fp8"]
+Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
 Gradients = Literal["fp32", "bf16"]
 GRADIENT_BYTES = {"fp32": 4, "bf16": 2}
 
@@ -99,7 +99,20 @@ class MachineOptions(CommandOptions):
         }
 
 
-class TrainingOptions(CommandOptions):
+class TuningOptions(CommandOptions):
+    """Which weights are trained."""
+
+    lora: Annotated[int | None, Option(form="RANK")] = None
+    """Train LoRA adapters of this rank beside frozen weights."""
+    lora_targets: Annotated[str | None, Option(form="NAME,NAME")] = None
+    """Linear layers with adapters, as PEFT, Megatron-Bridge or torchtune name them; default:
+    linear_qkv,linear_proj,linear_fc1,linear_fc2; with Accelerate q_proj,v_proj."""
+    frozen: Annotated[str | None, Option(form="PART,PART")] = None
+    """Layers that are not trained, for example embedding,head,blocks.0-15; with --lora: blocks
+    without adapters."""
+
+
+class TrainingOptions(TuningOptions):
     """What is trained, and with which types and memory."""
 
     global_batch: Annotated[int, Option(form="N")]
@@ -107,7 +120,7 @@ class TrainingOptions(CommandOptions):
     sequence: Annotated[int | None, Option(form="S")] = None
     """Tokens in a sample; for a config.json."""
     precision: Precision = "bf16"
-    """Type of weights and activations; fp8: of products."""
+    """Type of weights and activations; fp8, tf32: of products, beside bf16 and fp32."""
     attention: Literal["fused", "materialized"] = "fused"
     """fused: scores are not stored; materialized: they are."""
     no_overlap: bool = False
@@ -125,6 +138,7 @@ class TrainingOptions(CommandOptions):
     ) -> "TrainingProblem":
         """The training problem; a warning if its samples are longer than the model's."""
         from stagewright.graphs.importers.hf_config import read_hf_config, read_most_positions
+        from stagewright.graphs.models.tuning import tuned_with
         from stagewright.service.layouts.problems import training_problem
 
         if self.sequence is None:
@@ -137,7 +151,13 @@ class TrainingOptions(CommandOptions):
             )
         try:
             return training_problem(
-                architecture,
+                tuned_with(
+                    architecture,
+                    lora=self.lora,
+                    targets=self.lora_targets,
+                    frozen=self.frozen,
+                    framework=framework,
+                ),
                 fabric,
                 sequence=self.sequence,
                 batch=self.global_batch,

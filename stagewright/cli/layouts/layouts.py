@@ -14,6 +14,7 @@ from stagewright.cli.layouts.inputs import (
     MachineOptions,
     Precision,
     TrainingOptions,
+    TuningOptions,
 )
 from stagewright.cli.layouts.printing import (
     bytes_in_range,
@@ -58,6 +59,7 @@ class TrainPlanOptions(TrainingOptions, MachineOptions, DegreeOptions, PictureOp
     headings={
         "Machines": "per_server server_bandwidth network_bandwidth per_rack rack_bandwidth"
         " host_bandwidth memory servers",
+        "Trained weights": "lora lora_targets frozen",
         "Arithmetic and memory": "precision attention no_overlap reserve gradients rates",
         "Layouts to consider": "pipeline tensor context replicas expert microbatch_sizes chunks"
         " schedule zero recompute offload_optimizer alike",
@@ -120,7 +122,7 @@ def _draw(answer: LayoutAnswer, request: LayoutRequest, name: str, png: Path) ->
     write_bytes(png, front_png(answer.front, fabric.memory_bytes, title))
 
 
-class MemoryOptions(PictureOptions, Printed):
+class MemoryOptions(TuningOptions, PictureOptions, Printed):
     """What ``memory`` is asked."""
 
     file: Annotated[Path, Option("CONFIG_OR_LAYOUT")]
@@ -152,7 +154,12 @@ class MemoryOptions(PictureOptions, Printed):
     """The rate set that has the range of the bytes; default: as of train-plan."""
 
 
-@command(headings={"Arithmetic": "precision attention reserve gradients rates"})
+@command(
+    headings={
+        "Trained weights": "lora lora_targets frozen",
+        "Arithmetic": "precision attention reserve gradients rates",
+    }
+)
 def memory(given: MemoryOptions) -> int:
     """Break down the peak memory of a layout by pipeline rank; exit code 1 if one is too full."""
     from stagewright.graphs.importers.hf_hub import is_model
@@ -190,6 +197,9 @@ def memory(given: MemoryOptions) -> int:
             reserve=given.reserve,
             gradients=given.gradients,
             rates=given.rates,
+            lora=given.lora,
+            lora_targets=given.lora_targets,
+            frozen=given.frozen,
         )
         problem = training.problem(file, machines.fabric(), given.stack)
         request = ask(MemoryRequest, problem=problem, layout=layout)

@@ -227,5 +227,6 @@ def _print_calibrated(answer: "CalibrateAnswer") -> None:
         ],
     )  # fmt: skip
     factors = ", ".join(f"{name} x {factor:.3g}" for name, factor in answer.factors.items())
-    say(f"from {answer.started_from}: {factors}")
+    said = factors or "no constant is changed, the runs are not all on one side of the range"
+    say(f"from {answer.started_from}: {said}")
     _print_ranges(answer.rates)
