@@ -5,6 +5,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from stagewright.formulations.parallelism.anchored import timed_seconds
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.formulations.prices.collectives import (
     all_reduce_seconds,
@@ -67,7 +68,8 @@ def layer_time(
     repeated = sum(
         t for t, name in zip(once.seconds, share.operators, strict=True) if name in again
     )
-    dispatch = problem.reached.dispatch_seconds
+    # A timed layer has had its host.
+    dispatch = 0.0 if problem.rates.anchor is not None else problem.reached.dispatch_seconds
     weights = max(once.weight, kernels.weights * dispatch)
     # The weights' gradients that are put off hide no exchange.
     beside = 0.0 if put_off else weights
@@ -151,6 +153,7 @@ class _Once:
     The forward of every operator; sums of forwards, of gradients of inputs (``projected``: of those
     with weights) and of weights; one tensor reduction, the way to the experts and back, the ring of
     keys and values, and the attention beside which that is ``hidden`` (and its backward).
+    ``waited`` is what exchanges add to a forward and a backward, None where that was not timed.
     """
 
     seconds: tuple[float, ...]
@@ -163,10 +166,43 @@ class _Once:
     circulated: float
     hidden: float
     hidden_back: float
+    waited: tuple[float, float] | None = None
+
+    @property
+    def whole(self) -> float:
+        """The forward and all gradients."""
+        return self.forward + self.input + self.weight
 
 
 @lru_cache(maxsize=1 << 15)
 def _once(problem: TrainingProblem, share: LayerShare, split: LayerSplit, samples: int) -> _Once:
+    computed = _computed(problem, share, split, samples)
+    if problem.rates.anchor is None:
+        return computed
+    timed = timed_seconds(
+        problem,
+        share,
+        split,
+        samples,
+        lambda of, at, count: _computed(problem, of, at, count).whole,
+    )
+    ahead, back = timed.forward / computed.forward, timed.input / (computed.input or 1.0)
+    return replace(
+        computed,
+        seconds=tuple(ahead * one for one in computed.seconds),
+        forward=timed.forward,
+        input=timed.input,
+        projected=back * computed.projected,
+        weight=timed.weight,
+        waited=timed.waited,
+        hidden=ahead * computed.hidden,
+        hidden_back=back * computed.hidden_back,
+    )
+
+
+def _computed(
+    problem: TrainingProblem, share: LayerShare, split: LayerSplit, samples: int
+) -> _Once:
     kernels = _kernels(share)
     reached = problem.reached
     plain = _seconds(problem, share, kernels, samples, split.context)
@@ -269,7 +305,7 @@ def _sums(problem: TrainingProblem, kernels: _Kernels) -> Floats:
 
 def _accumulation(problem: TrainingProblem, share: LayerShare) -> float:
     """A kernel that adds the gradients of a microbatch to their sum: reads both, writes one."""
-    if problem.fused_gradients:
+    if problem.fused_gradients or problem.rates.anchor is not None:  # timed with the gradients
         return 0.0
     precision = problem.precision
     parameters = share.parameters + share.expert_parameters + share.tied_parameters
@@ -287,6 +323,8 @@ def _exchanges(
     et al. 2022, section 4.2.2), which can run beside the gradients of the inputs; nothing runs
     beside the gathering of the outputs' gradients. ``beside`` are the seconds of these gradients.
     """
+    if once.waited is not None:
+        return once.waited
     ahead, back = (number * once.reduction for number in share.reductions)
     seen = back / 2 if split.sequence_parallel else 0.0
     waited = max(0.0, back - beside) if problem.overlap_tensor else back

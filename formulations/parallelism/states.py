@@ -7,6 +7,7 @@ from stagewright.formulations.parallelism.cut import Layers
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.formulations.prices.collectives import (
+    Amount,
     all_reduce_seconds,
     gather_seconds,
     link_seconds,
@@ -173,4 +174,13 @@ def update_seconds(problem: TrainingProblem, layout: Layout, of: Held) -> float:
         if host is None:
             raise InputError("an offloaded optimizer needs the devices' bandwidth to the host")
         return link_seconds(number * max(precision.gradient_bytes, precision.weight_bytes), host)
-    return memory_seconds(number * precision.updated_bytes, problem.card, problem.reached.memory)
+    return step_seconds(problem, number)
+
+
+def step_seconds(problem: TrainingProblem, parameters: Amount) -> Amount:
+    """The optimizer's step of so many parameters in the device's memory."""
+    anchor = problem.rates.anchor
+    if anchor is not None:
+        return parameters * anchor.update_seconds_per_parameter
+    moved = parameters * problem.precision.updated_bytes
+    return memory_seconds(moved, problem.card, problem.reached.memory)

@@ -11,13 +11,14 @@ from stagewright.formulations.prices.updates import update_bytes
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MAX_MICROBATCHES, require_amount, require_count
+from stagewright.graphs.machines.anchors import TimedModel, require_anchored
 from stagewright.graphs.machines.devices import Accelerator, require_arithmetic
 from stagewright.graphs.machines.fabric import Fabric
 from stagewright.graphs.machines.rates import RateSet, Reached, Spread
 from stagewright.graphs.machines.stack_memory import PLAIN, StackMemory
 from stagewright.graphs.models.architecture import MAX_SIZE, Architecture
 from stagewright.graphs.models.language import Attention
-from stagewright.graphs.models.shards import LayerShare, Recompute
+from stagewright.graphs.models.shards import LayerKind, LayerShare, Recompute, share_of_kind
 from stagewright.graphs.models.splits import require_split
 
 
@@ -98,6 +99,21 @@ class TrainingProblem:
         require_amount(self.reserve_bytes, "reserve_bytes")
         if self.precision.fp8_products:
             require_arithmetic(self.card, "fp8")
+        if self.rates.anchor is not None:
+            require_anchored(self.rates.anchor, self.timed_model)
+
+    @property
+    def timed_model(self) -> TimedModel:
+        """What would be timed for it."""
+        precision = self.precision
+        return TimedModel(
+            self.architecture,
+            self.sequence,
+            self.fabric.device,
+            precision.activation_bytes,
+            precision.fp8_products,
+            self.attention,
+        )
 
     @cached_property
     def card(self) -> Accelerator:
@@ -131,9 +147,26 @@ class TrainingProblem:
     def saved_bytes(self, share: LayerShare, recompute: Recompute) -> float:
         """Bytes that a layer's forward keeps of a sample for the backward."""
         precision = self.precision
-        return share.saved_bytes(
+        counted = share.saved_bytes(
             precision.activation_bytes, recompute, self.memory, fp8=precision.fp8_products
         )
+        is_input = recompute == "full" and share.is_block
+        return counted if is_input else counted * self._measured_bytes.get(share.kind, 1.0)
+
+    @cached_property
+    def _measured_bytes(self) -> dict[LayerKind, float]:
+        """Measured over counted bytes of kinds of layers: the mean over all that was timed."""
+        anchor, precision = self.rates.anchor, self.precision
+        ratios: dict[LayerKind, list[float]] = {}
+        for one in () if anchor is None else anchor.layers:
+            share = share_of_kind(self.architecture, self.sequence, one.degree, one.kind)
+            counted = share.saved_bytes(
+                precision.activation_bytes, "none", self.memory, fp8=precision.fp8_products
+            )
+            if counted > 0:  # a computed embedding keeps nothing
+                ratio = one.saved_bytes / one.samples / counted
+                ratios.setdefault(one.kind, []).append(ratio)
+        return {kind: sum(of_kind) / len(of_kind) for kind, of_kind in ratios.items()}
 
     def gradient_of_loss(self, share: LayerShare) -> float:
         """Bytes of a sample's large gradients that a layer's backward begins with."""

@@ -23,6 +23,7 @@ from stagewright.graphs.models.operations import LayerOperation, dropout, elemen
 from stagewright.graphs.models.splits import narrow, require_split
 
 Recompute = Literal["none", "selective", "full"]
+LayerKind = Literal["embedding", "dense", "experts", "head"]
 
 CORE = ("scores", "softmax", "attention mask", "weighted values")
 """The attention without its projections, which selective recomputation repeats (Korthikanti et al.
@@ -75,6 +76,13 @@ class LayerShare:
     is_block: bool = True
     differentiable: bool = True
     kept_by_operator: float | None = None
+
+    @property
+    def kind(self) -> LayerKind:
+        """Which layer of a transformer it is."""
+        if not self.is_block:
+            return "head" if self.differentiable else "embedding"
+        return "experts" if self.experts else "dense"
 
     def saved_bytes(
         self,
@@ -175,6 +183,14 @@ def shares_of(
         blocks=tuple(blocks),
         head=_head(architecture, sequence, plain),
     )
+
+
+def share_of_kind(
+    architecture: Architecture, sequence: int, split: LayerSplit, kind: LayerKind
+) -> LayerShare:
+    """The share of the first layer of a kind. Raises InputError as :func:`require_split`."""
+    every = shares_of(architecture, sequence, split).every
+    return next(one for one in every if one.kind == kind)
 
 
 @lru_cache(maxsize=1024)

@@ -73,6 +73,8 @@ def training_problem(
         rates = rates_of(fabric.card, framework)
     elif isinstance(rates, str):
         rates = taken_for(rates_named(rates), fabric.card, framework)
+    if rates.anchor is not None:
+        fabric, rates = _anchored(fabric, rates)
     numbers = precision_named(precision)
     problem = TrainingProblem(
         architecture=architecture,
@@ -89,6 +91,31 @@ def training_problem(
     if gradient_bytes is not None:
         problem = replace(problem, precision=replace(numbers, gradient_bytes=gradient_bytes))
     return problem if reserve_bytes is None else replace(problem, reserve_bytes=reserve_bytes)
+
+
+def _anchored(fabric: Fabric, rates: RateSet) -> tuple[Fabric, RateSet]:
+    """The fabric with the timed links inside a server, and the rates with their range on it.
+
+    Between servers nothing was timed, and the range has that of the rates that price it.
+    """
+    anchor = rates.anchor
+    assert anchor is not None
+    if fabric.devices > fabric.per_server:
+        of_others = rates_of(fabric.card)
+        rates = replace(
+            rates,
+            dense=rates.dense.joined(of_others.dense),
+            experts=rates.experts.joined(of_others.experts),
+        )
+    if anchor.server_bytes_per_second is None:
+        return fabric, rates
+    inside, *between = fabric.levels
+    timed = replace(
+        inside,
+        bytes_per_second=anchor.server_bytes_per_second,
+        latency_seconds=anchor.server_latency_seconds,
+    )
+    return replace(fabric, levels=(timed, *between)), rates
 
 
 def profiled_problem(
