@@ -11,6 +11,7 @@ from stagewright.formulations.operators.plan import OperatorPlan
 from stagewright.formulations.parallelism.document import LayoutPlan
 from stagewright.formulations.parallelism.profiles.document import ProfiledDocument
 from stagewright.formulations.plans.plan import PipelinePlan
+from stagewright.graphs.importers.timed_layers import TimedLayers
 from stagewright.graphs.machines.cluster import Cluster
 from stagewright.graphs.machines.devices import Accelerator
 from stagewright.graphs.machines.rates import RateSet
@@ -29,6 +30,7 @@ DOCUMENTS: dict[str, type] = {
     "cluster": Cluster,
     "device": Accelerator,
     "rates": RateSet,
+    "timed-layers": TimedLayers,
     "plan": PipelinePlan,
     "trace": Trace,
     "layout": LayoutPlan,

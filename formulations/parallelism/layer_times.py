@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from stagewright.formulations.parallelism.anchored import timed_seconds
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.formulations.prices.collectives import (
     all_reduce_seconds,
@@ -60,7 +61,7 @@ def layer_time(
     host takes to start their kernels one after the other.
     """
     processor = problem.processor
-    once = computed(processor, share, samples, split.context)
+    once = _once(problem, share, split, samples)
     start_forward, start_inputs, start_weights = once.started
     again = share.repeated(recompute, problem.memory.always)
     repeated = sum(
@@ -85,7 +86,8 @@ def layer_time(
         repeated += (share.reductions[0] - 1) * reduction + routed
     start_again = len(again) * processor.reached.dispatch_seconds
     inputs = max(once.input + returned + repeated, start_inputs + start_again)
-    weights += processor.sum_seconds(share)
+    if problem.rates.anchor is None:  # else timed with the gradients
+        weights += processor.sum_seconds(share)
     if not share.differentiable:  # tokens have no gradient
         inputs, weights = 0.0, inputs + weights
     return LayerTime(
@@ -98,6 +100,30 @@ def layer_time(
 
 
 _layer_time = lru_cache(maxsize=1 << 16)(layer_time)
+
+
+def _once(problem: TrainingProblem, share: LayerShare, split: LayerSplit, samples: int) -> Computed:
+    """The computed seconds of a layer, or the timed ones where layers of the model were timed."""
+
+    def of(share: LayerShare, split: LayerSplit, samples: int) -> Computed:
+        return computed(problem.processor, share, samples, split.context)
+
+    found = of(share, split, samples)
+    if problem.rates.anchor is None:
+        return found
+    timed = timed_seconds(problem, share, split, samples, lambda *one: of(*one).whole)
+    ahead, back = timed.forward / found.forward, timed.input / (found.input or 1.0)
+    return replace(
+        found,
+        seconds=tuple(ahead * one for one in found.seconds),
+        forward=timed.forward,
+        input=timed.input,
+        projected=back * found.projected,
+        weight=timed.weight,
+        attended=ahead * found.attended,
+        attended_back=back * found.attended_back,
+        waited=timed.waited,
+    )
 
 
 def _exchanges(
@@ -116,6 +142,8 @@ def _exchanges(
     the inputs; nothing runs beside the gathering of the outputs' gradients. ``beside`` are the
     seconds of these gradients.
     """
+    if once.waited is not None:
+        return once.waited
     reduction, routed = _each_exchange(problem, share, split, samples)
     ahead, back = (number * reduction for number in share.reductions)
     seen = back / 2 if split.sequence_parallel else 0.0

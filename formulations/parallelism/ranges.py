@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from stagewright.formulations.parallelism.anchored import not_timed
 from stagewright.formulations.parallelism.estimate import Estimate
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
@@ -75,6 +76,7 @@ def causes(problem: TrainingProblem, layout: Layout) -> tuple[str, ...]:
     return (
         *(f"rates {one}" for one in borrowed),
         *(f"{one} not measured in {problem.rates.name}" for one in unknown),
+        *not_timed(problem, layout),
     )
 
 

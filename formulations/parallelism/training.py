@@ -11,6 +11,7 @@ from stagewright.formulations.prices.computing import MIXED, Precision, Processo
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MAX_MICROBATCHES, require_amount, require_count
+from stagewright.graphs.machines.anchors import TimedModel, require_anchored
 from stagewright.graphs.machines.devices import Accelerator, require_arithmetic
 from stagewright.graphs.machines.fabric import Fabric
 from stagewright.graphs.machines.rates import RateSet, Reached, Spread
@@ -18,6 +19,7 @@ from stagewright.graphs.machines.stack_memory import PLAIN, StackMemory
 from stagewright.graphs.models.architecture import MAX_SIZE, Architecture
 from stagewright.graphs.models.language import Attention
 from stagewright.graphs.models.modules import PARTS, modules_of, repeated
+from stagewright.graphs.models.shards import LayerKind, share_of_kind
 from stagewright.graphs.models.splits import require_split
 
 
@@ -57,6 +59,21 @@ class TrainingProblem:
             require_arithmetic(self.card, "fp8")
         if self.precision.tf32_products:
             require_arithmetic(self.card, "tf32")
+        if self.rates.anchor is not None:
+            require_anchored(self.rates.anchor, self.timed_model)
+
+    @property
+    def timed_model(self) -> TimedModel:
+        """What would be timed for it."""
+        precision = self.precision
+        return TimedModel(
+            self.architecture,
+            self.sequence,
+            self.fabric.device,
+            precision.activation_bytes,
+            precision.fp8_products,
+            self.attention,
+        )
 
     @cached_property
     def card(self) -> Accelerator:
@@ -76,12 +93,34 @@ class TrainingProblem:
     @cached_property
     def processor(self) -> Processor:
         """The device as it computes this model's layers."""
-        return Processor(self.card, self.reached, self.precision, self.fused_gradients, self.memory)
+        anchor, reached = self.rates.anchor, self.reached
+        found = Processor(self.card, reached, self.precision, self.fused_gradients, self.memory)
+        if anchor is None:
+            return found
+        return replace(
+            found,
+            reached=replace(reached, dispatch_seconds=0.0),  # a timed layer has had its host
+            measured_bytes=self._measured_bytes,
+            update_seconds_each=anchor.update_seconds_per_parameter,
+        )
 
     @property
     def peak_flops(self) -> float:
         """FLOP/s of matrix products at this precision."""
         return self.processor.peak_flops
+
+    @cached_property
+    def _measured_bytes(self) -> dict[LayerKind, float]:
+        """Measured over counted bytes of kinds of layers: the mean over all that was timed."""
+        anchor, ratios = self.rates.anchor, dict[LayerKind, list[float]]()
+        counting = Processor(self.card, self.reached, self.precision, memory=self.memory)
+        for one in () if anchor is None else anchor.layers:
+            share = share_of_kind(self.architecture, self.sequence, one.degree, one.kind)
+            counted = counting.saved_bytes(share, "none")
+            if counted > 0:  # a computed embedding keeps nothing
+                ratio = one.saved_bytes / one.samples / counted
+                ratios.setdefault(one.kind, []).append(ratio)
+        return {kind: sum(of_kind) / len(of_kind) for kind, of_kind in ratios.items()}
 
     @cached_property
     def model_flops(self) -> float:

@@ -177,6 +177,12 @@ def _devices(
     found = [(card, rates_for(card, rates)) for card in map(accelerator, kinds)]
     if not found:
         raise InputError("an analytic profile needs at least one device")
+    for _, of in found:
+        if of.anchor is not None:
+            raise InputError(
+                f"rates {of.name} are of the timed layers of {of.anchor.model}, for layouts of it; "
+                "choose others, or plan from a profile"
+            )
     return found
 
 

@@ -5,13 +5,15 @@ by their FLOPs, other kernels by the bytes that they move, at the part of a devi
 rate set says. Exchanges with other devices are in `collectives`.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import ConfigDict
 
+from stagewright.formulations.prices.collectives import Amount
 from stagewright.formulations.prices.updates import memory_seconds, update_bytes
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.arrays import Floats
@@ -21,7 +23,7 @@ from stagewright.graphs.machines.rates import Reached
 from stagewright.graphs.machines.stack_memory import PLAIN, StackMemory
 from stagewright.graphs.models.chain import LayerCost
 from stagewright.graphs.models.operations import LayerOperation
-from stagewright.graphs.models.shards import LayerShare, Recompute
+from stagewright.graphs.models.shards import LayerKind, LayerShare, Recompute
 from stagewright.graphs.models.tuning import is_adapter
 
 PrecisionName = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
@@ -93,7 +95,9 @@ class Processor:
     """A device that computes layers: its peaks, what its kernels reach, and the types of numbers.
 
     With ``fused_gradients`` the products of the weights' gradients add to the sum over microbatches
-    themselves; else another kernel does. ``memory`` is what the software keeps.
+    themselves; else another kernel does. ``memory`` is what the software keeps. Where layers were
+    timed, ``measured_bytes`` are by how much more each kind kept than is counted, and
+    ``update_seconds_each`` the optimizer's step of one parameter.
     """
 
     card: Accelerator
@@ -101,6 +105,8 @@ class Processor:
     precision: Precision = MIXED
     fused_gradients: bool = True
     memory: StackMemory = PLAIN
+    measured_bytes: Mapping[LayerKind, float] = field(default_factory=dict)
+    update_seconds_each: float | None = None
 
     @property
     def peak_flops(self) -> float:
@@ -118,20 +124,24 @@ class Processor:
             self.card.fp32_flops if self.precision.activation_bytes == 4 else self.card.fp16_flops
         )
 
-    def moving_seconds(self, moved: float) -> float:
+    def moving_seconds(self, moved: Amount) -> Amount:
         """Time of a kernel that reads or writes so many bytes."""
         return memory_seconds(moved, self.card, self.reached.memory)
 
-    def update_seconds(self, parameters: float) -> float:
+    def update_seconds(self, parameters: Amount) -> Amount:
         """The optimizer's step of so many parameters."""
+        if self.update_seconds_each is not None:
+            return parameters * self.update_seconds_each
         return self.moving_seconds(parameters * self.precision.updated_bytes)
 
     def saved_bytes(self, share: LayerShare, recompute: Recompute) -> float:
         """Bytes that a layer's forward keeps of a sample for the backward."""
         precision = self.precision
-        return share.saved_bytes(
+        counted = share.saved_bytes(
             precision.activation_bytes, recompute, self.memory, fp8=precision.fp8_products
         )
+        is_input = recompute == "full" and share.is_block
+        return counted if is_input else counted * self.measured_bytes.get(share.kind, 1.0)
 
     def gradient_of_loss(self, share: LayerShare) -> float:
         """Bytes of a sample's large gradients that a layer's backward begins with."""
@@ -216,7 +226,8 @@ class Computed:
 
     The forward of every operator; sums of forwards, of gradients of inputs (``projected``: of those
     with weights) and of weights; the attention, ``attended``, and its backward. The host takes
-    ``started`` to start the kernels of forward, gradients of inputs and of weights.
+    ``started`` to start the kernels of forward, gradients of inputs and of weights. ``waited`` is
+    what exchanges add to a forward and a backward, None where that was not timed.
     """
 
     seconds: tuple[float, ...]
@@ -227,6 +238,12 @@ class Computed:
     attended: float
     attended_back: float
     started: tuple[float, float, float]
+    waited: tuple[float, float] | None = None
+
+    @property
+    def whole(self) -> float:
+        """The forward and all gradients."""
+        return self.forward + self.input + self.weight
 
     def alone(self, processor: Processor, share: LayerShare) -> tuple[float, float, float]:
         """Forward, gradients of inputs and of weights of a layer that exchanges nothing.

@@ -16,6 +16,7 @@ from pydantic import ConfigDict
 
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.machines.anchors import Anchor
 from stagewright.graphs.machines.devices import Accelerator, accelerator
 
 FORMAT: Literal["stagewright-rates"] = "stagewright-rates"
@@ -123,6 +124,10 @@ class Spread:
         """The range with more room on each side."""
         return Spread(self.low / by, self.high * by)
 
+    def joined(self, other: "Spread") -> "Spread":
+        """The range that has both ranges."""
+        return Spread(min(self.low, other.low), max(self.high, other.high))
+
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
@@ -146,7 +151,8 @@ class RateSet:
     ``dense`` and ``experts`` are the ranges of the seconds of models without and with experts,
     ``memory`` that of the bytes; ``errors`` those of models that were left out of the fit.
     ``borrowed`` says what was not measured, where rates of another stack or device are taken;
-    ``measured`` are the features that some of the runs have.
+    ``measured`` are the features that some of the runs have. An ``anchor`` has the layers of one
+    model as they were timed, and the rates are then of that model alone.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -164,6 +170,7 @@ class RateSet:
     errors: tuple[LeftOut, ...] = ()
     borrowed: str | None = None
     measured: tuple[Feature, ...] = ()
+    anchor: Anchor | None = None
     format: Literal["stagewright-rates"] = FORMAT
     version: Literal[1] = VERSION
 

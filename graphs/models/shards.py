@@ -9,7 +9,7 @@ whole of it. Experts stay whole: a rank has an equal part of them, and routes it
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from stagewright.graphs.machines.stack_memory import PLAIN, StackMemory
 from stagewright.graphs.models.architecture import (
@@ -29,6 +29,8 @@ from stagewright.graphs.models.operations import (
 )
 from stagewright.graphs.models.splits import narrow, require_split
 from stagewright.graphs.models.tuning import without_backward
+
+LayerKind = Literal["embedding", "dense", "experts", "head"]
 
 Recompute: TypeAlias = str
 """None, selective, full or modules: see ``models/modules.py``."""
@@ -98,6 +100,13 @@ class LayerShare:
         """The tied parameters, if the table is trained."""
         every = self.operators.values()
         return sum(one.tied_parameters for one in every if not one.frozen)
+
+    @property
+    def kind(self) -> LayerKind:
+        """Which layer of a transformer it is."""
+        if not self.is_block:
+            return "head" if self.differentiable else "embedding"
+        return "experts" if self.experts else "dense"
 
     def saved_bytes(
         self,
@@ -213,6 +222,14 @@ def shares_of(
         blocks=tuple(blocks),
         head=_head(architecture, sequence, plain),
     )
+
+
+def share_of_kind(
+    architecture: Architecture, sequence: int, split: LayerSplit, kind: LayerKind
+) -> LayerShare:
+    """The share of the first layer of a kind. Raises InputError as :func:`require_split`."""
+    every = shares_of(architecture, sequence, split).every
+    return next(one for one in every if one.kind == kind)
 
 
 @lru_cache(maxsize=1024)

@@ -14,7 +14,7 @@ from stagewright.graphs.documents.units import counted, require_count
 from stagewright.graphs.machines.cluster import Cluster
 from stagewright.graphs.machines.devices import require_arithmetic
 from stagewright.graphs.machines.fabric import Fabric, fabric_of
-from stagewright.graphs.machines.rates import RateSet, rates_for
+from stagewright.graphs.machines.rates import RateSet, rates_for, rates_of
 from stagewright.graphs.machines.stack_memory import stack_memory
 from stagewright.graphs.models.architecture import Architecture
 from stagewright.graphs.models.language import Attention
@@ -69,13 +69,16 @@ def training_problem(
     if isinstance(fabric, Cluster):
         fabric = fabric_of(fabric)
     require_arithmetic(fabric.card, precision)
+    rates = rates_for(fabric.card, rates, framework)
+    if rates.anchor is not None:
+        fabric, rates = _anchored(fabric, rates)
     numbers = precision_named(precision)
     problem = TrainingProblem(
         architecture=architecture,
         sequence=sequence,
         batch=batch,
         fabric=fabric,
-        rates=rates_for(fabric.card, rates, framework),
+        rates=rates,
         precision=numbers,
         attention=attention,
         overlap=overlap,
@@ -85,6 +88,31 @@ def training_problem(
     if gradient_bytes is not None:
         problem = replace(problem, precision=replace(numbers, gradient_bytes=gradient_bytes))
     return problem if reserve_bytes is None else replace(problem, reserve_bytes=reserve_bytes)
+
+
+def _anchored(fabric: Fabric, rates: RateSet) -> tuple[Fabric, RateSet]:
+    """The fabric with the timed links inside a server, and the rates with their range on it.
+
+    Between servers nothing was timed, and the range has that of the rates that price it.
+    """
+    anchor = rates.anchor
+    assert anchor is not None
+    if fabric.devices > fabric.per_server:
+        of_others = rates_of(fabric.card)
+        rates = replace(
+            rates,
+            dense=rates.dense.joined(of_others.dense),
+            experts=rates.experts.joined(of_others.experts),
+        )
+    if anchor.server_bytes_per_second is None:
+        return fabric, rates
+    inside, *between = fabric.levels
+    timed = replace(
+        inside,
+        bytes_per_second=anchor.server_bytes_per_second,
+        latency_seconds=anchor.server_latency_seconds,
+    )
+    return replace(fabric, levels=(timed, *between)), rates
 
 
 def profiled_problem(

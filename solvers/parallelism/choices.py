@@ -13,7 +13,6 @@ import numpy as np
 
 from stagewright.formulations.parallelism.layout import Layout, Schedule
 from stagewright.formulations.parallelism.states import state_rule
-from stagewright.formulations.prices.updates import memory_seconds
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 from stagewright.graphs.models.shards import Recompute
 from stagewright.solvers.parallelism.divisions import Sized
@@ -150,9 +149,8 @@ class Bounds:
         """Seconds of every rank's update; none where the optimizer is offloaded."""
         if keeping.offload:
             return np.zeros(len(self.of))
-        problem, number = self.problem, self._trained_part if keeping.zero else self.trained.all
-        moved = number * problem.precision.updated_bytes
-        return memory_seconds(moved, problem.card, problem.reached.memory)
+        number = self._trained_part if keeping.zero else self.trained.all
+        return self.problem.processor.update_seconds(number)
 
 
 @dataclass(frozen=True, eq=False)

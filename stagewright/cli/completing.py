@@ -62,6 +62,7 @@ def _rates() -> Iterable[str]:
 
 # By the name of an option or an argument; that of a single command comes first.
 VALUES: dict[str, Values] = {
+    "anchor --for": lambda: OF_LAYOUTS,
     "calibrate --for": lambda: OF_LAYOUTS,
     "model NAME": _models,
     "rates NAME": _rates,

@@ -17,7 +17,7 @@ PANELS: dict[str, dict[str, str]] = {
     },
     "Training of transformers": {
         "train-plan": "layouts.layouts", "memory": "layouts.layouts", "rates": "layouts.rates",
-        "calibrate": "layouts.rates",
+        "calibrate": "layouts.rates", "anchor": "layouts.rates",
     },
     "Scheduling problems": {
         "partition": "schedules.problems", "divide": "schedules.problems",
@@ -83,6 +83,10 @@ EXAMPLES: dict[str, str] = {
             --sequence 4096 --global-batch 512 -o mine.json
         stagewright calibrate log.txt --layout "p2 t4 d8 b1" \\
             --config config.json --device h100 --sequence 4096 -o mine.json""",
+    "anchor": """
+        stagewright anchor config.json --device h100 --gpus 64 \\
+            --global-batch 512 --sequence 4096 -o anchor.py
+        stagewright anchor measured.json -o rates.json""",
     "partition": """
         stagewright partition --model model.json --cluster cluster.json \\
             --microbatches 8 --stages 2""",

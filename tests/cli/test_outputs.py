@@ -50,7 +50,7 @@ def test_every_path_of_a_command_is_known_as_read_or_written() -> None:
         ("cloud", "png"), ("cloud", "save_prices"), ("estimate", "output"),
         ("run_cluster", "folder"), ("run_cluster", "output"),
         ("train_plan", "output"), ("train_plan", "png"), ("memory", "png"), ("jobs", "output"),
-        ("rates", "png"), ("calibrate", "output"),
+        ("rates", "png"), ("calibrate", "output"), ("anchor", "output"),
         ("backup", "file"),
     }  # fmt: skip
 

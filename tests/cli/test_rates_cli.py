@@ -1,4 +1,4 @@
-"""``rates`` and ``calibrate``: lists, pictures, and a file that is a rate set."""
+"""``rates``, ``calibrate``, ``anchor``: lists, pictures, and files that are rate sets."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,11 @@ from pathlib import Path
 import pytest
 from commands import answered, answered_json, refused
 
-from stagewright.graphs.machines.rates import rate_sets, rates_named
+from stagewright.graphs.documents.documents import write
+from stagewright.graphs.importers.hf_config import read_hf_config
+from stagewright.graphs.importers.timed_layers import TimedLayers, TimedUpdate
+from stagewright.graphs.machines.anchors import TimedLayer, TimedModel
+from stagewright.graphs.machines.rates import rate_sets, rates_named, rates_of
 
 PNG = b"\x89PNG\r\n\x1a\n"
 LLAMA = {
@@ -63,3 +67,26 @@ def test_a_run_that_cannot_be_is_refused_by_its_line() -> None:
     with Path("runs.csv").open("a") as file:
         file.write("d8 b3,2\n")
     assert "runs.csv:4: " in refused(*CALIBRATE, "runs.csv", *SAMPLES)
+
+
+def test_timed_layers_make_rates_that_their_model_is_planned_with() -> None:
+    machine = ("--device", "h100", "--gpus", 1)
+    shown = answered("anchor", "config.json", *machine, *SAMPLES, "-o", "anchor.py")
+    assert "torchrun --standalone --nproc-per-node=1 anchor.py measured.json" in shown
+    assert "import torch" in Path("anchor.py").read_text()
+    assert "needs --global-batch" in refused("anchor", "config.json", *machine)
+    layers = tuple(
+        TimedLayer(kind, 1, 1, False, 4, False, 0.1, 0.1, 0.1, 0.9, 1.1, 1e6)  # type: ignore[arg-type]
+        for kind in ("embedding", "dense", "head")
+    )
+    model = TimedModel(read_hf_config(Path("config.json")), 2048, "h100", 2)
+    update, rates = TimedUpdate(10, 0.0), rates_of("h100")
+    timed = TimedLayers(model, rates, "torchtitan", "1 x H100", "torch 2", layers, update)
+    write(TimedLayers, timed, "measured.json")
+    assert "of the options only" in refused("anchor", "measured.json", "--gpus", 8)
+    assert "3 timings of llama" in answered("anchor", "measured.json", "-o", "mine.json")
+    planned = ("train-plan", "config.json", *machine, *SAMPLES, "--rates", "mine.json")
+    found = answered_json(*planned, "--for", "torchtitan", "--explain", "b4")["explained"]
+    assert found["seconds"] == pytest.approx(16 * 18 * 0.3)
+    assert found["causes"][0] == "rates timed in plain torch modules, not in torchtitan"
+    assert "rates are of the timed layers of llama" in refused(*planned, "--precision", "fp32")

@@ -22,7 +22,10 @@ from stagewright.formulations.clusters.allocation_plan import Share as PlannedSh
 from stagewright.formulations.plans.plan import PipelinePlan, ScheduledAction
 from stagewright.graphs.documents.documents import parse, to_json
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.importers.timed_layers import TimedCollective, TimedLayers, TimedUpdate
+from stagewright.graphs.machines.anchors import TimedLayer, TimedModel
 from stagewright.graphs.machines.rates import rates_of
+from stagewright.graphs.models.architecture import Architecture, FeedForward, GroupedAttention
 from stagewright.graphs.models.operators.cost_book import Computed, CostBook
 from stagewright.graphs.models.operators.step_graph import Node, Output, Split, StepGraph
 from stagewright.graphs.workloads.pool import Accelerator, Pool
@@ -51,6 +54,15 @@ def trace() -> Trace:
     return Trace("0", "small", "here", "gloo", 1, "float32", (step,), memory)
 
 
+def timed() -> TimedLayers:
+    tiny = Architecture("tiny", 1, 8, 8, GroupedAttention(1, 1, 8), FeedForward(8))
+    return TimedLayers(
+        TimedModel(tiny, 8, "h100", 2), rates_of("h100"), "plan", "1 x H100", "torch 2",
+        (TimedLayer("dense", 1, 1, False, 1, False, 1.0, 1.0, 1.0, 0.9, 1.1, 8.0),),
+        TimedUpdate(8, 1.0), (TimedCollective("all-reduce", 2, 8, 1.0),),
+    )  # fmt: skip
+
+
 def report() -> ClusterReport:
     jobs = (JobOutcome("a", "done", 8, 2.0), JobOutcome("b", "waiting", 3))
     return ClusterReport(jobs, ((Placed(("a",), "v100", (0,), False),),), ())
@@ -63,6 +75,7 @@ MADE = (
     report(),
     replace(report(), shares=(Share("a", "v100", 0.5, 0.4),)),
     rates_of("h100"),
+    timed(),
     CostBook((Computed("y", "v100", 2, 1.0),)),
     Pool((Accelerator("v100", 8, 4, 2.48), Accelerator("k80", 2))),
     AllocationPlan("0", "max-min", (PlannedShare(("a", "b"), "v100", 0.5),), objective=0.5),

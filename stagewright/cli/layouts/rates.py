@@ -1,4 +1,4 @@
-"""``rates`` and ``calibrate``: what kernels reach, by stack and device, and on one's own."""
+"""``rates``, ``calibrate`` and ``anchor``: what kernels reach, published and on one's own."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Annotated
 
 from stagewright.cli.commands import Asked, ask, command
 from stagewright.cli.console import kept, print_table, say, tell
-from stagewright.cli.layouts.inputs import MachineOptions, Precision
+from stagewright.cli.layouts.inputs import MachineOptions, Precision, TrainingOptions
 from stagewright.cli.options import Printed, Written
-from stagewright.cli.outputs import Writes
+from stagewright.cli.outputs import Writes, is_document
 from stagewright.graphs.documents.documents import write, write_bytes
 from stagewright.graphs.documents.errors import InputError, naming
-from stagewright.graphs.documents.units import format_seconds
+from stagewright.graphs.documents.units import format_bytes, format_seconds
 from stagewright.graphs.machines.rates import RateSet, Spread
 from stagewright.service.layouts.rates import RateSetAnswer, RatesRequest, find_rates
 from stagewright.service.options import Option
@@ -19,6 +19,7 @@ from stagewright.service.options import Option
 if TYPE_CHECKING:
     from stagewright.graphs.importers.measured_runs import MeasuredIteration
     from stagewright.graphs.models.architecture import Architecture
+    from stagewright.service.layouts.anchoring import AnchorAnswer, AnchoredAnswer
     from stagewright.service.layouts.calibrating import CalibrateAnswer
     from stagewright.solvers.parallelism.calibrating import CalibrationRun
 
@@ -90,7 +91,7 @@ def _print_set(sets: tuple[RateSetAnswer, ...]) -> None:
 
 
 def _print_ranges(one: RateSetAnswer) -> None:
-    error = "no run was left out: the range is that of the set it started from"
+    error = "no whole iteration was left out of a fit"
     if one.mean_error is not None:
         error = f"error left out {one.mean_error:.1%}, bias {one.mean_bias:+.1%}"
     say(
@@ -205,6 +206,120 @@ def _run(
         )
     seconds = one.seconds_of(fabric.devices, sequence, batch)
     return CalibrationRun(one.place, problem, layout, seconds, one.memory_bytes)
+
+
+class AnchorOptions(MachineOptions, Written):
+    """What ``anchor`` is asked."""
+
+    file: Annotated[Path, Option("CONFIG_OR_MEASURED")]
+    """A Hugging Face config.json, or its folder, or OWNER/NAME: to write the script; or what the
+    script has measured: to make a rate set."""
+    framework: Annotated[str | None, Option("--for", form="FRAMEWORK")] = None
+    """What trains, such as torchtitan, which decides the degrees; default: plan, our executor."""
+    global_batch: Annotated[int | None, Option(form="N")] = None
+    """Samples between two updates."""
+    sequence: Annotated[int | None, Option(form="S")] = None
+    """Tokens in a sample."""
+    precision: Precision | None = None
+    """Type of weights and activations; default: bf16."""
+    most_samples: Annotated[int | None, Option(form="B")] = None
+    """The largest microbatch to time; default: 4."""
+    output: Annotated[
+        Path | None, Option("--output", "-o", form="FILE"), Writes(".py", ".json")
+    ] = None
+    """Where to write the script (.py) or the rate set (.json); - is standard output."""
+
+
+@command(
+    headings={
+        "Machines": "per_server server_bandwidth network_bandwidth per_rack rack_bandwidth"
+        " host_bandwidth memory"
+    }
+)
+def anchor(given: AnchorOptions) -> int:
+    """Make rates of one model from its own layers, timed on one GPU or one server.
+
+    From a configuration it writes a script, which needs torch alone; from what the script measured
+    a rate set for that model. Layers, their exchanges within the server and the optimizer's step
+    are then measured ones; what crosses servers is computed.
+    """
+    from stagewright.graphs.importers.hf_hub import is_model
+
+    if is_model(given.file) or not is_document(given.file, "timed-layers"):
+        return _write_script(given)
+    others = AnchorOptions.model_fields.keys() - {"file", "output", "as_json"}
+    if any(getattr(given, name) is not None for name in others):
+        raise InputError(
+            f"{given.file} says its model and machine: of the options only --output and --json "
+            "apply"
+        )
+    from stagewright.graphs.importers.timed_layers import read_timed_layers
+    from stagewright.service.layouts.anchoring import AnchoredRequest, rates_of_timings
+
+    request = ask(
+        AnchoredRequest,
+        timed=read_timed_layers(given.file),
+        name="anchored" if given.output is None else given.output.stem,
+        source=given.file.name,
+    )
+    with naming(str(given.file)):
+        answer = rates_of_timings(request)
+    written = kept(answer.document, given, lambda one, path: write(RateSet, one, path))
+    tell(answer, given, _print_anchored, written)
+    return 0
+
+
+def _write_script(given: AnchorOptions) -> int:
+    from stagewright.service.layouts.anchoring import AnchorRequest, anchor_script_of
+
+    if given.global_batch is None or given.sequence is None:
+        raise InputError("a configuration needs --global-batch and --sequence")
+    training = TrainingOptions(
+        global_batch=given.global_batch,
+        sequence=given.sequence,
+        precision=given.precision or "bf16",
+    )
+    request = ask(
+        AnchorRequest,
+        problem=training.problem(given.file, given.fabric(), given.framework),
+        framework=given.framework,
+        most_samples=given.most_samples or 4,
+    )
+    answer = anchor_script_of(request)
+    written = kept(answer.script, given, lambda text, path: write_bytes(path, text.encode()))
+    tell(answer, given, lambda one: _print_script(one, given.output), written)
+    return 0
+
+
+def _print_script(answer: "AnchorAnswer", output: Path | None) -> None:
+    file = "anchor.py (name it with -o)" if output is None else str(output)
+    say(f"{answer.model}; microbatches of {', '.join(map(str, answer.samples))}")
+    print_table(
+        ("<layer", "<tensor, expert degrees; sp: tensor ranks divide the tokens"),
+        [
+            (kind, "; ".join(f"{t}, {e}{' sp' if divided else ''}" for t, e, divided in of))
+            for kind, of in answer.degrees.items()
+        ],
+    )
+    say(
+        f"on one server: torchrun --standalone --nproc-per-node={answer.ranks} {file} "
+        "measured.json; on one GPU: --nproc-per-node=1",
+        "then: stagewright anchor measured.json -o rates.json",
+    )
+
+
+def _print_anchored(answer: "AnchoredAnswer") -> None:
+    say(
+        f"{answer.timings} timings of {answer.model}, on {answer.machine}, through "
+        f"{answer.through}",
+        *(f"skipped: {one}" for one in answer.skipped),
+    )
+    if answer.server_bytes_per_second is None:
+        say("one rank was timed: links inside a server keep their rates")
+    else:
+        latency = format_seconds(answer.server_latency_seconds)
+        say(f"inside the server {format_bytes(answer.server_bytes_per_second)}/s, {latency}")
+    _print_ranges(answer.rates)
 
 
 def _print_calibrated(answer: "CalibrateAnswer") -> None:

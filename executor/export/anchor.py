@@ -1,0 +1,35 @@
+"""The script that times a model's layers on one server; it needs torch alone."""
+
+import json
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pprint import pformat
+
+from stagewright.graphs.documents.documents import to_json
+from stagewright.graphs.machines.anchors import TimedModel
+from stagewright.graphs.machines.rates import RateSet
+from stagewright.graphs.models.shards import LayerKind
+
+
+def anchor_script(
+    model: TimedModel,
+    rates: RateSet,
+    stack: str,
+    degrees: Mapping[LayerKind, Sequence[tuple[int, int, bool]]],
+    samples: Sequence[int],
+) -> str:
+    """The text of the script for the degrees of every kind of layer and numbers of samples.
+
+    ``rates`` and ``stack`` are passed on to what the script writes.
+    """
+    case = {
+        "model": json.loads(to_json(model)),
+        "rates": json.loads(to_json(rates)),
+        "stack": stack,
+        "degrees": {kind: [list(one) for one in of] for kind, of in degrees.items()},
+        "samples": list(samples),
+    }
+    template = (files("stagewright.executor.export") / "templates" / "anchor.py.txt").read_text(
+        encoding="utf-8"
+    )
+    return template.replace('"CASE"', pformat(case, width=100, sort_dicts=False))
