@@ -78,7 +78,7 @@ def layer_time(
     sent += max(0.0, once.circulated - once.hidden)
     returned += max(0.0, 2 * once.circulated - once.hidden_back)
     if recompute == "full" and share.is_block:
-        repeated += sent
+        repeated += sent + once.routing
     inputs = once.input + returned + repeated
     weights += _accumulation(problem, share)
     return LayerTime(
@@ -148,12 +148,14 @@ def _kernels(share: LayerShare) -> _Kernels:
 class _Once:
     """Seconds that depend on neither recomputation nor schedule.
 
-    The forward of every operator; sums of forwards, of gradients of inputs (``projected``: of those
-    with weights) and of weights; one tensor reduction, the way to the experts and back, the ring of
-    keys and values, and the attention beside which that is ``hidden`` (and its backward).
+    The forward of every operator, and the ``routing`` of tokens by the host; sums of forwards, of
+    gradients of inputs (``projected``: of those with weights) and of weights; one tensor reduction,
+    the way to the experts and back, the ring of keys and values, and the attention beside which
+    that is ``hidden`` (and its backward).
     """
 
     seconds: tuple[float, ...]
+    routing: float
     forward: float
     input: float
     projected: float
@@ -182,13 +184,16 @@ def _once(problem: TrainingProblem, share: LayerShare, split: LayerSplit, sample
     tensor, expert = (links(fabric, ((1, k),)) for k in (split.tensor, split.expert))
     return _Once(
         seconds=tuple(seconds.tolist()),
+        routing=routing,
         forward=float(seconds.sum()) + routing,
         input=float(inputs.sum()) + routing,
         projected=float((inputs * (kernels.weight_part > 0)).sum()),
         weight=float(np.maximum(plain * kernels.weight_part, _sums(problem, kernels)).sum())
         + reached.each_expert_seconds * share.experts,
-        reduction=all_reduce_seconds(tensor, samples * share.width * size),
-        routed=2
+        reduction=problem.charges("tensor exchange")
+        * all_reduce_seconds(tensor, samples * share.width * size),
+        routed=problem.charges("expert exchange")
+        * 2
         * (1 - reached.expert_overlap)
         * all_to_all_seconds(
             expert,
@@ -215,7 +220,7 @@ def _seconds(
         moved = np.where(kernels.logits > 0, loss, moved)
     traffic = memory_seconds(moved, problem.card, reached.memory)
     flops, half, rate = samples * kernels.flops, reached.half_flops, _product_rate(problem, share)
-    products = (flops + kernels.products * half) / rate
+    products = problem.charges("matrix products") * (flops + kernels.products * half) / rate
     if reached.attention is not None:
         # A ring has a kernel for the keys of every context rank.
         seen, half = share.unmasked * flops, context * reached.attention_half_flops
@@ -223,8 +228,11 @@ def _seconds(
             seen *= min(2.0 - 1.0 / context, 1.0 / share.unmasked)
         rate = problem.half_peak_flops * reached.attention
         products = np.where(kernels.attends, (seen + half) / rate, products)
-    seconds: Floats = np.maximum(products, traffic) + reached.launch_seconds
-    return seconds
+    traffic *= problem.charges("memory-bound kernels")
+    seconds: Floats = np.maximum(products, traffic)
+    if not problem.charges("attention"):
+        seconds[kernels.attends] = 0.0
+    return seconds + reached.launch_seconds
 
 
 def _has_8_bits(problem: TrainingProblem, share: LayerShare) -> bool:
@@ -259,7 +267,7 @@ def _weights(one: LayerOperation) -> float:
 def _sums(problem: TrainingProblem, kernels: _Kernels) -> Floats:
     """Least seconds of a weight gradient's product: reading and writing the sum of gradients."""
     weights = kernels.fixed
-    if not problem.fused_gradients:
+    if not problem.fused_gradients or not problem.charges("sums of gradients"):
         return np.zeros_like(weights)
     reached, moved = problem.reached, 2 * problem.precision.gradient_bytes * weights
     launches = np.where(weights > 0, reached.launch_seconds, 0.0)
@@ -269,7 +277,7 @@ def _sums(problem: TrainingProblem, kernels: _Kernels) -> Floats:
 
 def _accumulation(problem: TrainingProblem, share: LayerShare) -> float:
     """A kernel that adds the gradients of a microbatch to their sum: reads both, writes one."""
-    if problem.fused_gradients:
+    if problem.fused_gradients or not problem.charges("sums of gradients"):
         return 0.0
     precision = problem.precision
     parameters = share.parameters + share.expert_parameters + share.tied_parameters
@@ -299,7 +307,8 @@ def _circulation(
     """Keys and values pass all context ranks in a ring, beside the attention (Liu et al. 2023)."""
     context = links(problem.fabric, ((split.tensor, split.context),))
     moved = samples * share.circulated * problem.precision.activation_bytes
-    return (split.context - 1) * send_seconds(context, moved)
+    sent = (split.context - 1) * send_seconds(context, moved)
+    return problem.charges("context exchange") * sent
 
 
 def _attention_seconds(share: LayerShare, seconds: Floats) -> float:

@@ -119,6 +119,8 @@ class Exchange:
 
 def exchange(problem: TrainingProblem, layout: Layout, of: Held) -> Exchange:
     """The exchanges of a rank's parameters among the ranks with equal ones."""
+    if not problem.charges("data exchange"):
+        return Exchange()
     precision = problem.precision
     gradients = _gather(problem, layout, of, precision.gradient_bytes)
     weights = _gather(problem, layout, of, precision.weight_bytes)
@@ -150,7 +152,7 @@ def _gather(problem: TrainingProblem, layout: Layout, of: Held, bytes_each: int)
 
 def tied_seconds(problem: TrainingProblem, layout: Layout, head: LayerShare) -> float:
     """The sum of a tied table's gradients, which first and last stage both have."""
-    if layout.pipeline == 1:
+    if layout.pipeline == 1 or not problem.charges("data exchange"):
         return 0.0
     moved = head.tied_parameters * problem.precision.gradient_bytes
     return all_reduce_seconds(ends(problem.fabric, *layout.pipeline_group[0]), moved)
@@ -164,6 +166,8 @@ def update_seconds(problem: TrainingProblem, layout: Layout, of: Held) -> float:
     InputError
         If the optimizer is offloaded and the bandwidth to the host is not known.
     """
+    if not problem.charges("optimizer step"):
+        return 0.0
     precision, (shared, expert) = problem.precision, groups(layout)
     number = of.shared + of.expert
     if layout.zero:

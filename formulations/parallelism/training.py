@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import ConfigDict
 
@@ -128,6 +128,10 @@ class TrainingProblem:
             self.card.fp32_flops if self.precision.activation_bytes == 4 else self.card.fp16_flops
         )
 
+    def charges(self, _: "Price") -> bool:
+        """Whether a price is not zero: only :class:`SwitchedProblem` has some that are."""
+        return True
+
     def saved_bytes(self, share: LayerShare, recompute: Recompute) -> float:
         """Bytes that a layer's forward keeps of a sample for the backward."""
         precision = self.precision
@@ -149,6 +153,25 @@ class TrainingProblem:
         layers = [of.embedding(sequence), of.head(sequence)]
         layers += [blocks[of.kind(index)] for index in range(of.layers)]
         return 3 * self.batch * sum(one.flops for layer in layers for one in layer.values())
+
+
+Price = Literal[
+    "matrix products", "attention", "memory-bound kernels", "sums of gradients",
+    "tensor exchange", "context exchange", "expert exchange", "pipeline transfers",
+    "data exchange", "optimizer step",
+]  # fmt: skip
+"""What a switch makes free: prices that are no constant of a rate set."""
+
+
+@dataclass(frozen=True, eq=False)
+class SwitchedProblem(TrainingProblem):
+    """A problem some of whose prices are zero, to see what these add to an iteration."""
+
+    free: frozenset[Price] = frozenset()
+
+    def charges(self, price: Price) -> bool:
+        """Whether the price is not zero."""
+        return price not in self.free
 
 
 def with_stack(problem: TrainingProblem, memory: StackMemory) -> TrainingProblem:

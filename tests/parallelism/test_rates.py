@@ -19,7 +19,7 @@ from stagewright.graphs.documents.documents import to_json, write
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.devices import ACCELERATORS
 from stagewright.graphs.machines.rates import (
-    BORROWED,
+    OTHER_DEVICE,
     RateSet,
     Spread,
     rate_sets,
@@ -56,12 +56,12 @@ def test_the_nearest_rates_are_taken_and_their_range_widens() -> None:
     family, other = rates_of("h200"), rates_of("mi300x")
     assert (family.reached, family.dense) == (own.reached, own.dense)
     assert other.name.startswith("megatron-a100")
-    assert other.dense == rates_of("a100").dense.widened(BORROWED)
+    assert other.dense == rates_of("a100").dense.widened(OTHER_DEVICE)
     assert rates_of("b200", "torchtitan").name == "torchtitan-h100"
     assert "not measured with deepspeed" in str(rates_of("a100", "deepspeed"))
     with pytest.raises(InputError, match="not known"):
         rates_of("abacus")
-    with pytest.raises(InputError, match="framework 'mesh' is not known; there are megatron"):
+    with pytest.raises(InputError, match="stack 'mesh' is not known; known are accelerate"):
         rates_of("h100", "mesh")
 
 
