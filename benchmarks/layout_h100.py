@@ -1,4 +1,4 @@
-"""Published trainings on H100 of 2024, to which no rate is fitted.
+"""Published trainings on H100 of 2024; of Megatron-LM's table rates are fitted, of Llama 3 none.
 
 * GPT of 1.7B to 462B on 48 to 6,144 GPUs: Megatron-LM, ``images/model_table.png`` of 2024-07-15
   (f2e5db402c), sequences of 4,096, vocabulary 131,072 (README), exchanges overlapped; microbatch,
@@ -160,5 +160,5 @@ def tables() -> list[Table]:
             )
         )
     columns = ("training", "layout", "printed TFLOP/s per GPU", "predicted", "error", "fits")
-    title = "Published trainings on H100, not fitted: the rest of the layouts is chosen"
+    title = "Published trainings on H100 of 2024: the rest of the layouts is chosen"
     return [Table("layout_h100", title, columns, tuple(rows))]

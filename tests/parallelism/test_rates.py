@@ -141,8 +141,8 @@ def test_the_runtime_of_2021_is_slower() -> None:
     assert 1.02 < then / now < 1.3
 
 
-def test_trainings_on_h100_which_are_not_fitted() -> None:
-    """Llama 3 405B and Megatron-LM's table of GPTs; what is not printed is chosen."""
+def test_trainings_on_h100_of_2024() -> None:
+    """Llama 3 405B, not fitted, and Megatron-LM's table of GPTs; what is not printed is chosen."""
     assert total_parameters(LLAMA) / 1e9 == pytest.approx(405.9, abs=0.1)
     # At 131,072 tokens the printed count of FLOPs is another.
     runs = [one for one in (*llama(), *megatron()) if one.problem.sequence <= 8192]
