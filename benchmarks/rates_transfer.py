@@ -79,7 +79,7 @@ def _without(
     out = [run for run in runs if is_out(run)]
     if not out or len(runs) - len(out) < len(fits) * 4:
         return
-    found = fitted(fits, {one.name: rate_sets()[one.name].reached for one in fits}, out, tries=4)
+    found = fitted(fits, {one.name: one.start for one in fits}, out, tries=10)
     taken: set[str] = set()
     for one in fits:
         mine = [run for run in out if one.of(run) and run.id not in taken]
