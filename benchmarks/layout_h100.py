@@ -1,4 +1,4 @@
-"""Published trainings on H100 of 2024, to which no rate is fitted.
+"""Published trainings on H100 of 2024; of Megatron-LM's table rates are fitted, of Llama 3 none.
 
 * GPT of 1.7B to 462B on 48 to 6,144 GPUs: Megatron-LM, ``images/model_table.png`` of 2024-07-15
   (f2e5db402c), sequences of 4,096, vocabulary 131,072 (README), exchanges overlapped; microbatch,
@@ -37,6 +37,10 @@ _MEGATRON = (
     (144, 18432, 112, 8, 16, 3072, 459.9),
 )
 DATA = 48
+CHOSEN = (
+    (4, 1), (4, 1), (4, 1), (4, 1), (4, 14), (2, 23), (2, 16), (1, 12), (1, 7),
+)  # fmt: skip
+"""Microbatch and chunks that the model finds best for these, without recomputation."""
 
 # GPUs, context ranks, tokens of a sequence, TFLOP/s per GPU as printed; t 8, p 16, 16M tokens.
 _LLAMA = ((8192, 1, 8192, 430), (16384, 1, 8192, 400), (16384, 16, 131072, 380))
@@ -65,6 +69,12 @@ class Published:
     problem: TrainingProblem
     layouts: tuple[Layout, ...]
     teraflops: float
+
+    @property
+    def seconds(self) -> float:
+        """Of an iteration: every token attends to the whole sequence in the printed FLOP/s."""
+        problem = self.problem
+        return problem.model_flops / (self.teraflops * 1e12 * problem.fabric.devices)
 
 
 def megatron() -> Iterator[Published]:
@@ -150,5 +160,5 @@ def tables() -> list[Table]:
             )
         )
     columns = ("training", "layout", "printed TFLOP/s per GPU", "predicted", "error", "fits")
-    title = "Published trainings on H100, not fitted: the rest of the layouts is chosen"
+    title = "Published trainings on H100 of 2024: the rest of the layouts is chosen"
     return [Table("layout_h100", title, columns, tuple(rows))]

@@ -13,6 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from benchmarks.layout_experts import QWEN_30B, QWEN_235B, V3
+from benchmarks.layout_h100 import CHOSEN, megatron
 from benchmarks.layout_runs import Run, gpt, korthikanti, of_2021, table_4_1
 from stagewright.formulations.parallelism.layout import Layout, parse_layout
 from stagewright.formulations.parallelism.training import (
@@ -68,6 +69,18 @@ def measured_runs() -> tuple[MeasuredRun, ...]:
 def published_on_a100() -> tuple[MeasuredRun, ...]:
     """Korthikanti et al. 2022, tables 3 to 5, and the thesis's table 4.1."""
     return tuple(_on_a100(run) for run in (*(one.run for one in korthikanti()), *table_4_1()))
+
+
+@lru_cache(maxsize=1)
+def published_on_h100() -> tuple[MeasuredRun, ...]:
+    """Megatron-LM's table of 2024, with the layouts that are best among those not printed."""
+    return tuple(
+        MeasuredRun(
+            one.name, "megatron-2024", "2024", one.name, "h100", "", "bf16", one.problem,
+            replace(one.layouts[0], microbatch=size, chunks=chunks), one.seconds, None,
+        )
+        for one, (size, chunks) in zip(megatron(), CHOSEN, strict=True)
+    )  # fmt: skip
 
 
 def _on_a100(run: Run) -> MeasuredRun:

@@ -6,28 +6,31 @@ few outliers; a weak prior holds what the runs hardly tell. Links are not fitted
 those of the machine (``networks.py``). Each model is left out of a fit, and predicted by it.
 """
 
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import log
+from multiprocessing import get_context
 from statistics import mean
-from typing import get_args
 
 import numpy as np
-from matplotlib.figure import Figure
 from scipy.optimize import least_squares
-from scipy.stats import spearmanr
 
 from benchmarks.layout_runs import compiled
-from benchmarks.measured_layouts import MeasuredRun, measured_runs, published_on_a100
-from benchmarks.report import FIGURES, Table
+from benchmarks.measured_layouts import (
+    MeasuredRun,
+    measured_runs,
+    published_on_a100,
+    published_on_h100,
+)
 from stagewright.formulations.parallelism.estimate import evaluate
-from stagewright.formulations.parallelism.ranges import features
+from stagewright.formulations.parallelism.ranges import measured_by
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.machines.rates import (
     FOLDER,
-    Feature,
     LeftOut,
     RateSet,
     Reached,
@@ -71,7 +74,8 @@ SURE = 0.95
 class Fit:
     """A set to fit: the runs ``of`` it, its constants, and those that are taken from ``like``.
 
-    With ``shared`` the constants are fitted to those runs, and then ``own`` ones to the set's.
+    Sets of one stack and kind of device are fitted together: the ``own`` constants of each to its
+    runs, since a release decides them, and all others to the runs of all.
     """
 
     name: str
@@ -81,22 +85,29 @@ class Fit:
     source: str
     of: Callable[[MeasuredRun], bool]
     constants: tuple[str, ...]
+    own: tuple[str, ...] = ()
     start: Reached = START
     like: str | None = None
-    shared: Callable[[MeasuredRun], bool] | None = None
-    own: tuple[str, ...] = ()
+
+    @property
+    def together(self) -> "tuple[Fit, ...]":
+        """The sets that are fitted with this one, itself among them."""
+        return tuple(one for one in FITS if (one.stack, one.devices) == (self.stack, self.devices))
 
 
 _BRIDGE = "NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary.md and -archive.md"
+_TABLE = "NVIDIA/Megatron-LM, images/model_table.png of 2024, whose layouts are chosen"
 _NEMO = "NVIDIA/NeMo, performance summary of 24.07, long sequences; DGX Cloud benchmarking"
 _OLD = ("25.09", "25.11", "26.02")
-_NEMO_RELEASES = ("nemo24.07", "nemo-longseq")
-_OF_RELEASE = ("matmul", "fp8_matmul", "cast_bytes", *EXPERTS)
+_OF_2024 = ("nemo24.07", "nemo-longseq", "2024")
+_OF_RELEASE = ("matmul", "cast_bytes", *EXPERTS)
+"""The library of products in 16 bits, how operands in 8 bits are made, and what the host does for
+experts are software; the rest is the device's."""
 _BLACKWELL_OLD = (*_OLD, "26.02.01", "26.04", "26.04.01")
 
 
 def _megatron(run: MeasuredRun) -> bool:
-    return run.stack in ("megatron-bridge", "nemo")
+    return run.stack in ("megatron-bridge", "nemo", "megatron-2024")
 
 
 def _on_h100(run: MeasuredRun) -> bool:
@@ -114,6 +125,14 @@ _A100 = replace(
     dispatch_seconds=1e-4, attention=0.5, attention_backward=0.4,
 )  # fmt: skip
 
+_H100 = (
+    *(one for one in PRODUCTS if one != "matmul"),
+    *ATTENTION,
+    "attention_half_flops",
+    "fp8_matmul",
+)
+_B200 = (*PRODUCTS, *ATTENTION, *EIGHT_BITS)
+
 FITS = (
     Fit(
         "megatron-a100-2022", "megatron", ("a100", "a100-80gb"), "2021 and 2022",
@@ -121,18 +140,17 @@ FITS = (
         "fused attention, which none of them has, is assumed to be near that of FSDP's runs",
         lambda run: run.stack in ("megatron-2021", "megatron-2022"),
         (),
-        _A100,
+        start=_A100,
     ),
     Fit(
         "megatron-h100-24.07",
         "megatron",
         ("h100",),
-        "24.07 to 26.02; without experts, 24.07 alone",
-        f"{_BRIDGE}; {_NEMO}",
-        lambda run: _on_h100(run) and run.release in (_OLD if run.is_sparse else _NEMO_RELEASES),
-        (*PRODUCTS, *ATTENTION, "attention_half_flops", *EIGHT_BITS, *EXPERTS),
-        shared=lambda run: _on_h100(run) and (not run.is_sparse or run.release in _OLD),
-        own=_OF_RELEASE,
+        "24.07 to 26.02; without experts, 2024 alone",
+        f"{_BRIDGE}; {_NEMO}; {_TABLE}",
+        lambda run: _on_h100(run) and run.release in (_OLD if run.is_sparse else _OF_2024),
+        _H100,
+        _OF_RELEASE,
     ),
     Fit(
         "megatron-h100-26.06",
@@ -141,33 +159,30 @@ FITS = (
         "25.09 to 26.06; with experts, 26.02.01 to 26.06",
         f"{_BRIDGE}; {_NEMO}",
         lambda run: _on_h100(run)
-        and run.release not in (_OLD if run.is_sparse else _NEMO_RELEASES),
-        (*PRODUCTS, *ATTENTION, "attention_half_flops", *EIGHT_BITS, *EXPERTS),
-        shared=lambda run: _on_h100(run) and (not run.is_sparse or run.release not in _OLD),
-        own=_OF_RELEASE,
+        and run.release not in (_OLD if run.is_sparse else _OF_2024),
+        _H100,
+        _OF_RELEASE,
     ),
     Fit(
         "megatron-b200-25.09", "megatron", ("b200", "gb200"), "25.09 to 26.04.01", _BRIDGE,
         lambda run: _megatron(run) and _blackwell(run)
         and (not run.is_sparse or run.release in _BLACKWELL_OLD),
-        (*PRODUCTS, *ATTENTION, *EIGHT_BITS, *EXPERTS),
-        shared=lambda run: _megatron(run) and _blackwell(run),
-        own=EXPERTS,
+        _B200,
+        EXPERTS,
     ),
     Fit(
         "megatron-b200-26.08", "megatron", ("b200", "gb200"), "26.06 to 26.08", _BRIDGE,
         lambda run: _megatron(run) and _blackwell(run)
         and (not run.is_sparse or run.release not in _BLACKWELL_OLD),
-        (*PRODUCTS, *ATTENTION, *EIGHT_BITS, *EXPERTS),
-        shared=lambda run: _megatron(run) and _blackwell(run),
-        own=EXPERTS,
+        _B200,
+        EXPERTS,
     ),
     Fit(
         "torchtitan-h100", "torchtitan", ("h100",), "2024 and 2025, compiled",
         "pytorch/torchtitan, benchmarks",
         lambda run: run.stack == "torchtitan" and not run.note.startswith("eager"),
         ("matmul", "memory", "contention", "logit_bytes", *ATTENTION, *EIGHT_BITS),
-        replace(START, context_balanced=False),
+        start=replace(START, context_balanced=False),
     ),
     Fit(
         "torchtitan-eager-h100", "torchtitan-eager", ("h100",), "2024 and 2025, not compiled",
@@ -191,11 +206,16 @@ FITS = (
 )  # fmt: skip
 
 
+Pair = tuple[MeasuredRun, float]
+"""A run and its predicted seconds."""
+
+
 def every_run() -> tuple[MeasuredRun, ...]:
     """What may be fitted to."""
-    return measured_runs() + published_on_a100()
+    return measured_runs() + published_on_a100() + published_on_h100()
 
 
+@lru_cache(maxsize=4096)
 def seconds(run: MeasuredRun, reached: Reached) -> float:
     """Predicted seconds of a run's iteration."""
     rates = replace(run.problem.rates, reached=reached)
@@ -203,26 +223,66 @@ def seconds(run: MeasuredRun, reached: Reached) -> float:
 
 
 def fitted(
-    runs: Sequence[MeasuredRun], names: Sequence[str], start: Reached, tries: int = 12
-) -> Reached:
-    """The constants called ``names`` that fit the runs best; the others are those of ``start``."""
-    prior, least, most, weight = np.array([CONSTANTS[name] for name in names]).T
-    first = [getattr(start, name) or CONSTANTS[name][0] for name in names]
+    fits: Sequence[Fit],
+    start: dict[str, Reached],
+    without: Sequence[MeasuredRun] = (),
+    tries: int = 12,
+) -> dict[str, Reached]:
+    """The constants by set that fit the runs best, of all runs but some.
+
+    What no run tells stays as it is in ``start``.
+    """
+    runs = _runs_of(fits, without)
+    every = [run for some in runs.values() for run in some]
+    keys = [
+        (of, name)
+        for of, names, told in (
+            (None, fits[0].constants, every),
+            *((one.name, one.own, runs[one.name]) for one in fits),
+        )
+        for name in names
+        if (any(run.is_sparse for run in told) if name in EXPERTS else told)
+    ]
+    if not keys:
+        return start
+    prior, least, most, weight = np.array([CONSTANTS[name] for _, name in keys]).T
+    first = [getattr(start[of or fits[0].name], name) or CONSTANTS[name][0] for of, name in keys]
+
+    def reached(values: Sequence[float]) -> dict[str, Reached]:
+        found = list(zip(keys, values, strict=True))
+        return {
+            one.name: replace(
+                start[one.name],
+                **{name: value for (of, name), value in found if of in (None, one.name)},
+            )
+            for one in fits
+        }
 
     def residuals(logarithms: Floats) -> Floats:
-        reached = replace(start, **dict(zip(names, np.exp(logarithms).tolist(), strict=True)))
-        off = [log(seconds(run, reached) / run.seconds) for run in runs]
+        found = reached(np.exp(logarithms).tolist())
+        off = [
+            log(seconds(run, found[name]) / run.seconds)
+            for name, some in runs.items()
+            for run in some
+        ]
         return np.array([*off, *(weight * (logarithms - np.log(prior)))])
 
-    found = least_squares(
+    best = least_squares(
         residuals, np.log(np.clip(first, least * 1.001, most * 0.999)),
         bounds=(np.log(least), np.log(most)), diff_step=2e-2, loss="soft_l1", f_scale=BENT,
         max_nfev=tries,
     )  # fmt: skip
-    rounded = {
-        name: float(f"{value:.3g}") for name, value in zip(names, np.exp(found.x), strict=True)
-    }
-    return replace(start, **rounded)
+    return reached([float(f"{value:.3g}") for value in np.exp(best.x)])
+
+
+def _runs_of(fits: Sequence[Fit], without: Sequence[MeasuredRun]) -> dict[str, list[MeasuredRun]]:
+    """The runs by set; one that is of several sets counts for the first."""
+    found: dict[str, list[MeasuredRun]] = {one.name: [] for one in fits}
+    for run in every_run():
+        names = [one.name for one in fits if one.of(run)]
+        if names and run not in without:
+            found[names[0]].append(run)
+    return found
 
 
 def cases(runs: Sequence[MeasuredRun]) -> dict[str, list[MeasuredRun]]:
@@ -234,48 +294,53 @@ def cases(runs: Sequence[MeasuredRun]) -> dict[str, list[MeasuredRun]]:
     return found
 
 
-def constants_of(
-    fit: Fit, start: Reached, without: Sequence[MeasuredRun] = (), tries: int = 12
-) -> Reached:
-    """The constants of a set, fitted to all its runs but some."""
-    every = [run for run in every_run() if run not in without]
-    for of, names in ((fit.shared, fit.constants), (fit.of, fit.own or fit.constants)):
-        runs = [] if of is None else [run for run in every if of(run)]
-        # What no run tells stays as it is.
-        sparse = any(run.is_sparse for run in runs)
-        dense = of is fit.shared or any(not run.is_sparse for run in runs)
-        names = [name for name in names if (sparse if name in EXPERTS else dense)]
-        if runs and names:
-            start = fitted(runs, names, start, tries)
-    return start
+def family(fits: Sequence[Fit], known: dict[str, RateSet]) -> Iterator[RateSet]:
+    """The fitted sets of a stack and device, with errors and ranges of what is left out."""
+    like = fits[0].like
+    start = {one.name: known[like].reached if like else one.start for one in fits}
+    reached = fitted(fits, start)
+    runs = [run for run in every_run() if any(one.of(run) for one in fits)]
+    left_out: dict[str, dict[str, list[Pair]]] = {one.name: {} for one in fits}
+    left = cases(runs)
+    with get_context("fork").Pool(2) as pool:
+        names = tuple(one.name for one in fits)
+        every = pool.starmap(_fitted_without, [(names, reached, case) for case in left], 1)
+    for (case, out), others in zip(left.items(), every, strict=True):
+        for one in fits:
+            mine = [(run, seconds(run, others[one.name])) for run in out if one.of(run)]
+            left_out[one.name] |= {case: mine} if mine else {}
+    for one in fits:
+        found = _rate_set(one, reached[one.name], left_out[one.name], known)
+        yield replace(found, **measured_by([(run.problem, run.layout) for run in runs]))
 
 
-def rate_set(fit: Fit, known: dict[str, RateSet]) -> RateSet:
-    """The fitted set, with the errors and the ranges of what is left out."""
-    runs = [run for run in every_run() if fit.of(run)]
-    reached = constants_of(fit, known[fit.like].reached if fit.like else fit.start)
+def _fitted_without(
+    names: Sequence[str], start: dict[str, Reached], case: str
+) -> dict[str, Reached]:
+    """The constants of sets that are fitted together, without the runs of a case."""
+    fits = [one for one in FITS if one.name in names]
+    runs = [run for run in every_run() if any(one.of(run) for one in fits)]
+    return fitted(fits, start, cases(runs)[case], tries=4)
+
+
+def _rate_set(
+    fit: Fit, reached: Reached, left_out: dict[str, list[Pair]], known: dict[str, RateSet]
+) -> RateSet:
+    pairs = [(run, seconds(run, reached)) for run in every_run() if fit.of(run)]
     ratios: dict[bool, list[float]] = {False: [], True: []}
+    for run, found in itertools.chain(pairs, *left_out.values()):
+        ratios[run.is_sparse].append(run.seconds / found)
     errors = []
-    for case, out in cases(runs).items():
-        other = constants_of(fit, reached, out, tries=4)
-        off = [seconds(run, other) / run.seconds for run in out]
-        error = mean(abs(one - 1) for one in off)
-        errors.append(LeftOut(case, len(out), round(error, 4), round(mean(off) - 1, 4)))
-        for run, ratio in zip(out, off, strict=True):
-            ratios[run.is_sparse] += [1 / ratio, run.seconds / seconds(run, reached)]
+    for case, out in left_out.items():
+        off = [found / run.seconds - 1 for run, found in out]
+        errors.append(LeftOut(case, len(out), round(mean(map(abs, off)), 4), round(mean(off), 4)))
     dense = spread(ratios[False]) if ratios[False] else known["megatron-h100-26.06"].dense
     experts = spread(ratios[True]) if ratios[True] else dense.widened(1.25)
-    many = f"{len(runs)} iterations of {len({run.model for run in runs})} models"
+    many = f"{len(pairs)} iterations of {len({run.model for run, _ in pairs})} models"
     return RateSet(
         fit.name, fit.stack, fit.devices, fit.releases, fit.source, f"fitted to {many}", reached,
-        dense, experts, Spread(0.94, 1.06), tuple(errors), measured=measured_by(runs),
+        dense, experts, Spread(0.94, 1.06), tuple(errors),
     )  # fmt: skip
-
-
-def measured_by(runs: Sequence[MeasuredRun]) -> tuple[Feature, ...]:
-    """The features that any of the runs has."""
-    found = [features(run.problem, run.layout) for run in runs]
-    return tuple(one for one in get_args(Feature) if any(one in of for of in found))
 
 
 def spread(ratios: Sequence[float]) -> Spread:
@@ -286,113 +351,22 @@ def spread(ratios: Sequence[float]) -> Spread:
     )
 
 
-def tables(_: bool) -> Iterator[Table]:
-    """Every set's errors and ranges, by model too, and choices among layouts; draws a picture."""
-    found = [(one, _predicted(fit, one)) for fit in FITS for one in [rate_sets()[fit.name]]]
-    rows = []
-    for one, pairs in found:
-        for kind, sparse in (("dense", False), ("experts", True)):
-            of_kind = [pair for pair in pairs if pair[0].is_sparse == sparse]
-            if of_kind:
-                rows.append((one.name, kind, *_row(one, of_kind, sparse)))
-    columns = (
-        "rates", "models", "runs", "off", "bias", "range", "in the range", "faster than the range",
-    )  # fmt: skip
-    yield Table("rates", "Measured iterations by their rate sets", columns, tuple(rows))
-    models = [
-        (one.name, error.model, error.runs, f"{error.error:.1%}", f"{error.bias:+.1%}")
-        for one, _ in found
-        for error in one.errors
-    ]
-    columns = ("rates", "left out", "runs", "off", "bias")
-    yield Table("rates_left_out", "Iterations that were left out of a fit", columns, tuple(models))
-    yield choices([pair for _, pairs in found for pair in pairs])
-    _draw(found)
-
-
-Pair = tuple[MeasuredRun, float]
-"""A run and its predicted seconds."""
-
-
-def _predicted(fit: Fit, one: RateSet) -> list[Pair]:
-    return [(run, seconds(run, one.reached)) for run in every_run() if fit.of(run)]
-
-
-def _row(one: RateSet, pairs: Sequence[Pair], sparse: bool) -> tuple[str, ...]:
-    ratios = [run.seconds / found for run, found in pairs]
-    off = [1 / ratio - 1 for ratio in ratios]
-    of = one.experts if sparse else one.dense
-    return (
-        str(len(pairs)),
-        f"{mean(map(abs, off)):.1%}",
-        f"{mean(off):+.1%}",
-        f"{of.low:.2f} to {of.high:.2f}",
-        f"{mean(of.low <= ratio <= of.high for ratio in ratios):.0%}",
-        str(sum(ratio < of.low for ratio in ratios)),
-    )
-
-
-def choices(pairs: Sequence[Pair]) -> Table:
-    """Of all layouts that were measured for a model, a batch and a number of GPUs."""
-    groups: dict[tuple[object, ...], dict[str, Pair]] = {}
-    for run, found in pairs:
-        of = run.problem
-        key = (
-            run.stack, run.release, run.device, run.model, of.fabric.devices, of.sequence, of.batch,
-        )  # fmt: skip
-        groups.setdefault(key, {})[run.id] = run, found
-    rows = []
-    for key, found_by in groups.items():
-        group = list(found_by.values())
-        if len(group) < 3:
-            continue
-        chosen, _ = min(group, key=lambda pair: pair[1])
-        best = min(run.seconds for run, _ in group)
-        order = spearmanr([run.seconds for run, _ in group], [found for _, found in group])
-        rows.append(
-            (*key, len(group), f"{order.statistic:.2f}", f"{chosen.seconds / best - 1:.1%}")
-        )
-    columns = (
-        "stack", "release", "device", "model", "GPUs", "tokens", "batch", "layouts",
-        "rank correlation", "the chosen one is slower by",
-    )  # fmt: skip
-    return Table("rates_choices", "Choices among measured layouts", columns, tuple(rows))
-
-
-def _draw(found: Sequence[tuple[RateSet, Sequence[Pair]]]) -> None:
-    """Predicted over measured seconds of every run, by set, with the sets' ranges."""
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    axes = figure.subplots()
-    for place, (one, pairs) in enumerate(found):
-        for sparse, colour in ((False, "tab:blue"), (True, "tab:orange")):
-            ratios = [run.seconds / value for run, value in pairs if run.is_sparse == sparse]
-            of = one.experts if sparse else one.dense
-            at = place + 0.2 * sparse
-            if ratios:
-                axes.plot([at, at], [of.low, of.high], color=colour, alpha=0.3, linewidth=8)
-                axes.plot([at] * len(ratios), ratios, ".", color=colour)
-    axes.axhline(1.0, color="grey", linewidth=0.8)
-    axes.set_xticks(range(len(found)), [one.name for one, _ in found], rotation=30, ha="right")
-    axes.set_ylabel("measured over predicted seconds")
-    axes.set_title("Runs and ranges of the rate sets: dense models blue, experts orange")
-    figure.savefig(FIGURES / "rates.png", dpi=110)
-
-
 def main(names: Sequence[str]) -> None:
     """Fit and write the sets."""
     known = dict(rate_sets())
-    for fit in FITS:
-        if names and fit.name not in names:
+    for fits in dict.fromkeys(one.together for one in FITS):
+        if names and not {one.name for one in fits} & set(names):
             continue
-        found = known[fit.name] = rate_set(fit, known)
-        documents.write(RateSet, found, FOLDER / f"{fit.name}.json")
-        print(fit.name, found.reached)
-        for one in found.errors:
-            print(f"  {one.model}: {one.runs} runs, {one.error:.1%} off, bias {one.bias:+.1%}")
-        print(
-            f"  {found.mean_error or 0:.1%}; dense {found.dense}, experts {found.experts}",
-            flush=True,
-        )
+        for found in family(fits, known):
+            known[found.name] = found
+            documents.write(RateSet, found, FOLDER / f"{found.name}.json")
+            print(found.name, found.reached)
+            for one in found.errors:
+                print(f"  {one.model}: {one.runs} runs, {one.error:.1%} off, bias {one.bias:+.1%}")
+            print(
+                f"  {found.mean_error or 0:.1%}; dense {found.dense}, experts {found.experts}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -80,10 +80,10 @@ def layer_time(
     if not share.has_backward:
         return LayerTime(max(once.forward + sent, start_forward), backward=0.0, exchange=sent)
     if recompute == "full" and share.is_block:
-        repeated += sent
+        repeated += sent + once.routing
     elif share.is_block and repeats_exchange(modules_of(recompute), share.operators):
         reduction, routed = _each_exchange(problem, share, split, samples)
-        repeated += (share.reductions[0] - 1) * reduction + routed
+        repeated += (share.reductions[0] - 1) * reduction + routed + once.routing
     start_again = len(again) * processor.reached.dispatch_seconds
     inputs = max(once.input + returned + repeated, start_inputs + start_again)
     if problem.rates.anchor is None:  # else timed with the gradients
@@ -116,6 +116,7 @@ def _once(problem: TrainingProblem, share: LayerShare, split: LayerSplit, sample
     return replace(
         found,
         seconds=tuple(ahead * one for one in found.seconds),
+        routing=ahead * found.routing,
         forward=timed.forward,
         input=timed.input,
         projected=back * found.projected,
@@ -163,7 +164,11 @@ def _each_exchange(
     reduction = all_reduce_seconds(tensor, samples * share.width * size)
     copies = share.copies if reached.once_per_unit else None
     there = all_to_all_seconds(expert, samples * share.dispatched * size, copies)
-    return reduction, 2 * (1 - reached.expert_overlap) * there
+    routed = 2 * (1 - reached.expert_overlap) * there
+    return (
+        problem.charges("tensor exchange") * reduction,
+        problem.charges("expert exchange") * routed,
+    )
 
 
 @lru_cache(maxsize=1 << 15)
@@ -173,4 +178,5 @@ def _circulation(
     """Keys and values pass all context ranks in a ring, beside the attention (Liu et al. 2023)."""
     context = links(problem.fabric, ((split.tensor, split.context),))
     moved = samples * share.circulated * problem.precision.activation_bytes
-    return (split.context - 1) * send_seconds(context, moved)
+    sent = (split.context - 1) * send_seconds(context, moved)
+    return problem.charges("context exchange") * sent

@@ -98,7 +98,8 @@ class Parts:
     @cached_property
     def hop(self) -> float:
         """Seconds from a stage to the next: its output, of which every tensor rank sends a part."""
-        return send_seconds(self._pipeline_links, self._sent_bytes)
+        seconds = send_seconds(self._pipeline_links, self._sent_bytes)
+        return self.problem.charges("pipeline transfers") * seconds
 
     @property
     def _pipeline_links(self) -> GroupWays:
@@ -113,7 +114,7 @@ class Parts:
     def sending_seconds(self) -> float:
         """Seconds in which a rank's link is busy sending to other stages."""
         pipeline, chunks = self.layout.pipeline, self.layout.chunks
-        if pipeline == 1:
+        if pipeline == 1 or not self.problem.charges("pipeline transfers"):
             return 0.0
         # Forward and backward of every chunk; the ends send once less.
         times = 2 * chunks - (pipeline == 2)

@@ -1,14 +1,24 @@
 """How far the predicted seconds and bytes of a layout can be trusted."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, TypedDict, get_args
 
 from stagewright.formulations.parallelism.anchored import not_timed
 from stagewright.formulations.parallelism.estimate import Estimate
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.machines.groups import Group, links
-from stagewright.graphs.machines.rates import Feature
+from stagewright.graphs.machines.rates import UNMEASURED, Beyond, Feature, Spread
+
+
+class Measured(TypedDict):
+    """What the runs of a rate set have, as the set has it."""
+
+    measured: tuple[Feature, ...]
+    most_devices: int
+    longest_sequence: int
+
 
 Fits = Literal["yes", "no", "within the range"]
 """Whether the peak fits: even at the upper end of its range, not even at the lower, or between."""
@@ -29,7 +39,8 @@ class Ranges:
 
 def ranges(problem: TrainingProblem, found: Estimate) -> Ranges:
     """The ranges of an estimate, by the spreads of the problem's rate set."""
-    of_time, of_memory, peak = problem.spread, problem.rates.memory, found.peak_bytes
+    of_time = expected(problem, features(problem, found.layout))
+    of_memory, peak = problem.rates.memory, found.peak_bytes
     low, high, limit = of_memory.low * peak, of_memory.high * peak, problem.fabric.memory_bytes
     return Ranges(
         seconds=found.seconds,
@@ -42,6 +53,28 @@ def ranges(problem: TrainingProblem, found: Estimate) -> Ranges:
     )
 
 
+def expected(problem: TrainingProblem, has: Iterable[Feature]) -> Spread:
+    """Measured over predicted seconds of layouts that have these features.
+
+    The range of the rate set is wider by each feature that none of its runs has. What is borrowed
+    has widened it already, as runs of other stacks and devices show, whatever their features.
+    """
+    rates, found = problem.rates, problem.spread
+    lacks = [one for one in (*has, products(problem)) if one not in rates.measured]
+    for one in (*lacks, *(kind for kind, _ in beyond(problem))):
+        found = found.widened(*UNMEASURED[one])
+    return found
+
+
+def beyond(problem: TrainingProblem) -> Iterator[tuple[Beyond, str]]:
+    """Where a problem is larger than all measured runs, and in words what was not measured."""
+    rates = problem.rates
+    if rates.most_devices is not None and problem.fabric.devices > rates.most_devices:
+        yield "more GPUs", f"more than {rates.most_devices} GPUs"
+    if rates.longest_sequence is not None and problem.sequence > rates.longest_sequence:
+        yield "longer sequences", f"more than {rates.longest_sequence} tokens in a sequence"
+
+
 def unmeasured(problem: TrainingProblem) -> tuple[Feature, ...]:
     """The features whose prices no run of the rate set confirms: all if the rates are borrowed."""
     rates = problem.rates
@@ -50,13 +83,13 @@ def unmeasured(problem: TrainingProblem) -> tuple[Feature, ...]:
 
 
 def unknown_prices(problem: TrainingProblem, layout: Layout) -> tuple[Feature, ...]:
-    """The features of a layout whose prices no run of the rate set confirms."""
+    """The features that a layout chooses whose prices no run of the rate set confirms."""
     has = features(problem, layout)
     return tuple(one for one in unmeasured(problem) if one in has)
 
 
 def features(problem: TrainingProblem, layout: Layout) -> tuple[Feature, ...]:
-    """The features that a layout has, of those that not every rate set has measured."""
+    """The features that a layout chooses, of those that not every rate set has measured."""
     has: dict[Feature, bool] = {
         "ZeRO 2-3 between servers": layout.zero >= 2 and _leaves_server(problem, layout.data_group),
         "context parallelism": layout.context > 1,
@@ -67,17 +100,38 @@ def features(problem: TrainingProblem, layout: Layout) -> tuple[Feature, ...]:
 
 def causes(problem: TrainingProblem, layout: Layout) -> tuple[str, ...]:
     """Why a layout's time may be farther off than the runs that the rates were fitted to."""
-    borrowed = [] if problem.rates.borrowed is None else problem.rates.borrowed.split("; ")
-    unknown: list[str] = [*unknown_prices(problem, layout)]
+    rates = problem.rates
+    borrowed = [] if rates.borrowed is None else rates.borrowed.split("; ")
+    unknown = [
+        *unknown_prices(problem, layout),
+        *(one for one in [products(problem)] if one not in rates.measured),
+        *(words for _, words in beyond(problem)),
+    ]
     if problem.architecture.tuning is not None:
         unknown.append("frozen weights")
     if problem.precision.tf32_products:
         unknown.append("products in TF32 (torch.backends.cuda.matmul.allow_tf32)")
     return (
         *(f"rates {one}" for one in borrowed),
-        *(f"{one} not measured in {problem.rates.name}" for one in unknown),
+        *(f"{one} not measured in {rates.name}" for one in unknown),
         *not_timed(problem, layout),
     )
+
+
+def measured_by(runs: Iterable[tuple[TrainingProblem, Layout]]) -> Measured:
+    """What measured runs have."""
+    runs = tuple(runs)
+    has = {one for run in runs for one in (*features(*run), products(run[0]))}
+    return Measured(
+        measured=tuple(one for one in get_args(Feature) if one in has),
+        most_devices=max(problem.fabric.devices for problem, _ in runs),
+        longest_sequence=max(problem.sequence for problem, _ in runs),
+    )
+
+
+def products(problem: TrainingProblem) -> Feature:
+    """In what the matrix products of a problem are."""
+    return "products in 8 bits" if problem.precision.fp8_products else "products in 16 bits"
 
 
 def _leaves_server(problem: TrainingProblem, group: Group) -> bool:

@@ -148,6 +148,8 @@ class Exchange:
 
 def exchange(problem: TrainingProblem, layout: Layout, of: Held) -> Exchange:
     """The exchanges of a rank's parameters among the ranks with equal ones."""
+    if not problem.charges("data exchange"):
+        return Exchange()
     precision = problem.precision
     gradients = _gather(problem, layout, of.trained, precision.gradient_bytes)
     gathered = of.every if layout.zero == 3 else of.trained
@@ -182,7 +184,7 @@ def _gather(problem: TrainingProblem, layout: Layout, of: Parameters, bytes_each
 
 def tied_seconds(problem: TrainingProblem, layout: Layout, head: LayerShare) -> float:
     """The sum of a tied table's gradients, which first and last stage both have."""
-    if layout.pipeline == 1:
+    if layout.pipeline == 1 or not problem.charges("data exchange"):
         return 0.0
     moved = head.trained_tied_parameters * problem.precision.gradient_bytes
     if not moved:
@@ -198,6 +200,8 @@ def update_seconds(problem: TrainingProblem, layout: Layout, of: Held) -> float:
     InputError
         If the optimizer is offloaded and the bandwidth to the host is not known.
     """
+    if not problem.charges("optimizer step"):
+        return 0.0
     precision, number = problem.precision, _part(layout, of.trained, layout.zero > 0)
     if layout.offload_optimizer:
         host = problem.fabric.host_bytes_per_second

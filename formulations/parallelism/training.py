@@ -7,7 +7,7 @@ from typing import ClassVar
 from pydantic import ConfigDict
 
 from stagewright.formulations.parallelism.layout import Layout
-from stagewright.formulations.prices.computing import MIXED, Precision, Processor
+from stagewright.formulations.prices.computing import MIXED, Precision, Price, Processor
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MAX_MICROBATCHES, require_amount, require_count
@@ -109,6 +109,10 @@ class TrainingProblem:
         """FLOP/s of matrix products at this precision."""
         return self.processor.peak_flops
 
+    def charges(self, _: Price) -> bool:
+        """Whether a price is not zero: only :class:`SwitchedProblem` has some that are."""
+        return True
+
     @cached_property
     def _measured_bytes(self) -> dict[LayerKind, float]:
         """Measured over counted bytes of kinds of layers: the mean over all that was timed."""
@@ -132,6 +136,22 @@ class TrainingProblem:
         layers += [blocks[of.kind(index)] for index in range(of.layers)]
         each = (one.training_flops for layer in layers for one in layer.values())
         return self.batch * sum(each)
+
+
+@dataclass(frozen=True, eq=False)
+class SwitchedProblem(TrainingProblem):
+    """A problem some of whose prices are zero, to see what these add to an iteration."""
+
+    free: frozenset[Price] = frozenset()
+
+    @cached_property
+    def processor(self) -> Processor:
+        """The device as it computes this model's layers, with its free prices."""
+        return replace(super().processor, free=self.free)
+
+    def charges(self, price: Price) -> bool:
+        """Whether the price is not zero."""
+        return price not in self.free
 
 
 def with_stack(problem: TrainingProblem, memory: StackMemory) -> TrainingProblem:

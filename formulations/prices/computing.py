@@ -90,6 +90,14 @@ def precision_named(name: str) -> Precision:
     raise InputError(f"precision must be fp32, tf32, fp16, bf16 or fp8, got {name!r}")
 
 
+Price = Literal[
+    "matrix products", "attention", "memory-bound kernels", "sums of gradients",
+    "tensor exchange", "context exchange", "expert exchange", "pipeline transfers",
+    "data exchange", "optimizer step",
+]  # fmt: skip
+"""What a switch makes free: prices that are no constant of a rate set."""
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Processor:
     """A device that computes layers: its peaks, what its kernels reach, and the types of numbers.
@@ -97,7 +105,8 @@ class Processor:
     With ``fused_gradients`` the products of the weights' gradients add to the sum over microbatches
     themselves; else another kernel does. ``memory`` is what the software keeps. Where layers were
     timed, ``measured_bytes`` are by how much more each kind kept than is counted, and
-    ``update_seconds_each`` the optimizer's step of one parameter.
+    ``update_seconds_each`` the optimizer's step of one parameter. ``free`` are prices that are zero,
+    to see what they add.
     """
 
     card: Accelerator
@@ -107,6 +116,7 @@ class Processor:
     memory: StackMemory = PLAIN
     measured_bytes: Mapping[LayerKind, float] = field(default_factory=dict)
     update_seconds_each: float | None = None
+    free: frozenset[Price] = frozenset()
 
     @property
     def peak_flops(self) -> float:
@@ -150,7 +160,7 @@ class Processor:
 
     def sum_seconds(self, share: LayerShare) -> float:
         """A kernel that adds a microbatch's gradients to their sum: reads both, writes one."""
-        if self.fused_gradients:
+        if self.fused_gradients or "sums of gradients" in self.free:
             return 0.0
         precision = self.precision
         frozen = share.frozen_parameters + share.frozen_expert_parameters
@@ -224,13 +234,15 @@ def _weights(one: LayerOperation) -> float:
 class Computed:
     """Seconds of a layer that depend on neither recomputation, schedule nor exchanges.
 
-    The forward of every operator; sums of forwards, of gradients of inputs (``projected``: of those
-    with weights) and of weights; the attention, ``attended``, and its backward. The host takes
-    ``started`` to start the kernels of forward, gradients of inputs and of weights. ``waited`` is
-    what exchanges add to a forward and a backward, None where that was not timed.
+    The forward of every operator, and the ``routing`` of tokens by the host; sums of forwards, of
+    gradients of inputs (``projected``: of those with weights) and of weights; the attention,
+    ``attended``, and its backward. The host takes ``started`` to start the kernels of forward,
+    gradients of inputs and of weights. ``waited`` is what exchanges add to a forward and a
+    backward, None where that was not timed.
     """
 
     seconds: tuple[float, ...]
+    routing: float
     forward: float
     input: float
     projected: float
@@ -274,6 +286,7 @@ def computed(processor: Processor, share: LayerShare, samples: int, context: int
     dispatch = reached.dispatch_seconds
     return Computed(
         seconds=tuple(seconds.tolist()),
+        routing=routing,
         forward=float(seconds.sum()) + routing,
         input=float(inputs.sum()) + routing,
         projected=float((inputs * (kernels.weight_part > 0) * kernels.cast).sum()),
@@ -310,14 +323,14 @@ def _seconds(
     Making the operands of 8 bits is not among them. An adapter's products are so narrow that their
     bytes last longer than what products of usual widths lose at their ends.
     """
-    reached, peak = processor.reached, processor.half_peak_flops
+    reached, free, peak = processor.reached, processor.free, processor.half_peak_flops
     moved = (kernels.fixed + samples * kernels.moved) * processor.precision.activation_bytes
     if reached.logit_bytes is not None:
         loss = samples * kernels.logits * reached.logit_bytes
         moved = np.where(kernels.logits > 0, loss, moved)
     traffic = memory_seconds(moved, processor.card, reached.memory)
     flops, half, rate = samples * kernels.flops, reached.half_flops, _product_rate(processor, share)
-    products = (flops + kernels.products * half) / rate
+    products = ("matrix products" not in free) * (flops + kernels.products * half) / rate
     products = np.where(kernels.convolves, flops / (peak * reached.convolution), products)
     if reached.attention is not None:
         # A ring has a kernel for the keys of every context rank.
@@ -326,8 +339,12 @@ def _seconds(
             unmasked = np.minimum(unmasked * (2.0 - 1.0 / context), unmasked > 0)
         attended = (unmasked * flops + half) / (peak * reached.attention)
         products = np.where(unmasked > 0, attended, products)
-    seconds: Floats = np.maximum(products, traffic) + reached.launch_seconds
-    return seconds
+    if "memory-bound kernels" in free:
+        traffic = np.zeros_like(traffic)
+    seconds: Floats = np.maximum(products, traffic)
+    if "attention" in free:
+        seconds[kernels.unmasked > 0] = 0.0
+    return seconds + reached.launch_seconds
 
 
 def _has_8_bits(processor: Processor, share: LayerShare) -> bool:
@@ -358,7 +375,7 @@ def _cast_seconds(
 def _sums(processor: Processor, kernels: _Kernels) -> Floats:
     """Least seconds of a weight gradient's product: reading and writing the sum of gradients."""
     weights = kernels.fixed * (kernels.weight_part > 0)
-    if not processor.fused_gradients:
+    if not processor.fused_gradients or "sums of gradients" in processor.free:
         return np.zeros_like(weights)
     reached, moved = processor.reached, 2 * processor.precision.gradient_bytes * weights
     launches = np.where(weights > 0, reached.launch_seconds, 0.0)

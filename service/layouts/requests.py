@@ -148,11 +148,21 @@ class PartAnswer(Answer):
     best_seconds: Finite
 
 
+class PriceAnswer(Answer):
+    """A price: by how many ``seconds`` the iteration is longer than without it, and its source."""
+
+    price: str
+    seconds: float
+    without_seconds: float
+    source: str
+
+
 class ExplainAnswer(Answer):
     """Why a layout is not the best: the rule it breaks, what does not fit, or what takes longer.
 
     The seconds and bytes are the row's. They rest on ``rates``; ``causes`` are why the time may be
-    farther off than the runs that these were fitted to.
+    farther off than the runs that these were fitted to. Each of ``prices`` is switched off alone:
+    what runs beside something longer adds nothing, and their seconds do not add up.
     """
 
     layout: str
@@ -169,6 +179,7 @@ class ExplainAnswer(Answer):
     row: LayoutRow | None = None
     shortages: tuple[str, ...] = ()
     parts: tuple[PartAnswer, ...] = ()
+    prices: tuple[PriceAnswer, ...] = ()
 
 
 class FrontPoint(Answer):

@@ -17,7 +17,13 @@ from stagewright.formulations.parallelism.document import (
 )
 from stagewright.formulations.parallelism.estimate import Estimate, evaluate
 from stagewright.formulations.parallelism.layout import Layout
-from stagewright.formulations.parallelism.ranges import causes, ranges, unknown_prices
+from stagewright.formulations.parallelism.ranges import (
+    causes,
+    expected,
+    ranges,
+    unknown_prices,
+)
+from stagewright.formulations.parallelism.switches import price_effects
 from stagewright.formulations.parallelism.training import TrainingProblem, require_layout
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.errors import InputError
@@ -32,6 +38,7 @@ from stagewright.service.layouts.requests import (
     LayoutRow,
     MemoryRequest,
     PartAnswer,
+    PriceAnswer,
     RankMemoryAnswer,
     WhatIf,
 )
@@ -123,7 +130,8 @@ def find_layouts(request: LayoutRequest, stop: StopToken | None = None) -> Layou
         status=status,
         rates=str(problem.rates),
         bound_seconds=bound.seconds,
-        bound_fastest_seconds=problem.spread.low * bound.seconds,
+        bound_fastest_seconds=bound.seconds
+        * expected(problem, request.searched.features(problem)).low,
         gap=None if answered is None else 1 - bound.seconds / answered.seconds,
         proved_by=bound.proved_by,
         plan_class=bound.space,
@@ -284,6 +292,7 @@ def explain(request: LayoutRequest, layout: Layout, best: Estimate | None) -> Ex
             PartAnswer.of(part, best_seconds=None if best is None else part.other_seconds)
             for part in parts
         ),
+        prices=tuple(map(PriceAnswer.of, price_effects(problem, one, compiled_walk()))),
     )
 
 

@@ -18,6 +18,7 @@ from scipy.special import stdtrit
 
 from stagewright.formulations.parallelism.estimate import evaluate
 from stagewright.formulations.parallelism.layout import Layout
+from stagewright.formulations.parallelism.ranges import measured_by
 from stagewright.formulations.parallelism.training import TrainingProblem, require_layout
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError, naming
@@ -125,6 +126,7 @@ def calibrated(runs: Sequence[CalibrationRun], name: str, source: str) -> Calibr
             LeftOut(str(run.layout), 1, round(abs(one - 1), 4), round(one - 1, 4))
             for run, one in zip(once, ratios, strict=False)
         ),
+        **measured_by((run.problem, run.layout) for run in once),
     )  # fmt: skip
     named = dict(zip(FACTORS, factors, strict=False))
     return Calibration(rates, tuple(once), named, before, tuple(after), tuple(ratios))

@@ -15,6 +15,7 @@ from stagewright.formulations.parallelism.ranges import unmeasured
 from stagewright.formulations.parallelism.states import tied_seconds
 from stagewright.formulations.parallelism.training import TrainingProblem, has_selective
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.machines.rates import Feature
 from stagewright.graphs.models.modules import EVERY_SET, WHOLE, useful_sets
 from stagewright.graphs.models.shards import LayerSplit, Recompute
 from stagewright.graphs.models.splits import require_split
@@ -192,6 +193,18 @@ class Space:
                 limited.append(f"{one.name.replace('_', ' ')} of {', '.join(map(str, value))}")
         return "; ".join(limited)
 
+    def features(self, problem: TrainingProblem) -> tuple[Feature, ...]:
+        """The features that layouts of the space may have, of those not every set has measured."""
+        several = problem.fabric.devices > problem.fabric.per_server
+        can: dict[Feature, bool] = {
+            "ZeRO 2-3 between servers": several and max(self.zero) >= 2,
+            "context parallelism": self.context is None or max(self.context) > 1,
+            "experts between servers": several
+            and problem.architecture.experts is not None
+            and (self.expert is None or max(self.expert) > problem.fabric.per_server),
+        }
+        return tuple(feature for feature, may in can.items() if may)
+
     def with_known_prices(self, problem: TrainingProblem) -> "Space":
         """The layouts of the space without the features that the rate set did not measure.
 
@@ -199,15 +212,13 @@ class Space:
 
         Raises InputError if there are none.
         """
-        lacks, fabric = unmeasured(problem), problem.fabric
-        has_several = fabric.devices > fabric.per_server
-        limits: dict[str, Any] = {}
-        if "ZeRO 2-3 between servers" in lacks and has_several:
-            limits["zero"] = tuple(one for one in self.zero if one < 2)
-        if "context parallelism" in lacks:
-            limits["context"] = chosen(self.context, 1)
-        if "experts between servers" in lacks and has_several and problem.architecture.experts:
-            limits["expert"] = chosen(self.expert, fabric.per_server)
+        known: dict[Feature, tuple[str, tuple[int, ...]]] = {
+            "ZeRO 2-3 between servers": ("zero", tuple(one for one in self.zero if one < 2)),
+            "context parallelism": ("context", chosen(self.context, 1)),
+            "experts between servers": ("expert", chosen(self.expert, problem.fabric.per_server)),
+        }
+        lacks = set(unmeasured(problem)).intersection(self.features(problem))
+        limits: dict[str, Any] = dict(of for feature, of in known.items() if feature in lacks)
         for name, values in limits.items():
             if not values:
                 given = ", ".join(map(str, getattr(self, name)))

@@ -1,7 +1,8 @@
 """How far an answer about layouts can be trusted: ranges, three answers to fits, known prices."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from layout_problems import LLAMA, MIXTRAL
@@ -9,22 +10,33 @@ from layout_problems import LLAMA, MIXTRAL
 from stagewright.formulations.parallelism.estimate import evaluate
 from stagewright.formulations.parallelism.layout import Layout, parse_layout
 from stagewright.formulations.parallelism.ranges import causes, ranges, unknown_prices
-from stagewright.formulations.parallelism.training import TrainingProblem
+from stagewright.formulations.parallelism.switches import price_effects
+from stagewright.formulations.parallelism.training import Price, SwitchedProblem, TrainingProblem
 from stagewright.graphs.documents.documents import write
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.networks import fabric_of_kind
-from stagewright.graphs.machines.rates import BORROWED, Feature, RateSet, Spread, rates_named
+from stagewright.graphs.machines.rates import (
+    OTHER_DEVICE,
+    UNMEASURED,
+    Beyond,
+    Feature,
+    RateSet,
+    Reached,
+    Spread,
+    rates_named,
+)
 from stagewright.graphs.machines.stack_memory import PLAIN, STACK_MEMORY
 from stagewright.graphs.models.architecture import Architecture
 from stagewright.service.layouts.problems import training_problem
 from stagewright.service.layouts.requests import LayoutAnswer, LayoutRequest, MemoryRequest
 from stagewright.service.layouts.searching import find_layouts, layout_memory
 from stagewright.solvers.parallelism.space import Space
+from stagewright.solvers.parallelism.tree import compiled_walk
 
 OWN = replace(
     rates_named("megatron-h100-26.06"),
     name="mine",
-    measured=(),
+    measured=("products in 8 bits", "products in 16 bits"),
     dense=Spread(0.9, 1.2),
     experts=Spread(0.8, 1.3),
     memory=Spread(0.95, 1.05),
@@ -32,6 +44,7 @@ OWN = replace(
 FEATURES: tuple[Feature, ...] = (
     "ZeRO 2-3 between servers", "context parallelism", "experts between servers",
 )  # fmt: skip
+ALL = (*FEATURES, *OWN.measured)
 FSDP = parse_layout("p1 t1 c2 d8 b1 zero3")
 
 
@@ -62,11 +75,47 @@ def test_a_layout_fits_or_not_or_within_the_range(memory: float, fits: str) -> N
 
 
 @pytest.mark.parametrize(("of", "low", "high"), [(LLAMA, 0.9, 1.2), (MIXTRAL, 0.8, 1.3)])
-def test_seconds_have_the_range_of_the_rates(of: Architecture, low: float, high: float) -> None:
-    found = evaluate(problem_of(of), FSDP)
-    of_it = ranges(problem_of(of), found)
-    expected = (found.seconds, low * found.seconds, high * found.seconds)
-    assert (of_it.seconds, of_it.seconds_low, of_it.seconds_high) == pytest.approx(expected)
+def test_seconds_have_the_range_of_the_rates_and_of_what_these_lack(
+    of: Architecture, low: float, high: float
+) -> None:
+    lacks: dict[Feature | Beyond, RateSet] = {
+        FEATURES[0]: replace(OWN, measured=(*OWN.measured, FEATURES[1])),
+        FEATURES[1]: replace(OWN, measured=(*OWN.measured, FEATURES[0])),
+        "products in 16 bits": replace(OWN, measured=FEATURES),
+        "more GPUs": replace(OWN, measured=ALL, most_devices=15),
+        "longer sequences": replace(OWN, measured=ALL, longest_sequence=2047),
+    }
+    for rates, widened in (
+        (replace(OWN, measured=ALL), (1.0, 1.0)),
+        *((one, UNMEASURED[lack]) for lack, one in lacks.items()),
+    ):
+        found = evaluate(problem_of(of, rates), FSDP)
+        of_it = ranges(problem_of(of, rates), found)
+        assert (of_it.seconds_low, of_it.seconds_high) == pytest.approx(
+            (low / widened[0] * found.seconds, high * widened[1] * found.seconds)
+        )
+        assert len(causes(problem_of(of, rates), FSDP)) == (widened != (1.0, 1.0))
+
+
+def test_every_price_has_a_source_and_a_switch() -> None:
+    """Without all of them an iteration takes the launches' time, which is none here."""
+    layout = parse_layout("p2 t2 c2 d2 e2 b1 zero1 full sp")
+    problem = problem_of(MIXTRAL)
+    found = evaluate(problem, layout)
+    effects = {one.price: one for one in price_effects(problem, found, compiled_walk())}
+    assert {"matrix products", "tensor exchange", "bubble", "recomputation"} <= effects.keys()
+    for one in effects.values():
+        assert one.source
+        assert one.seconds == pytest.approx(found.seconds - one.without_seconds)
+        assert -1e-12 <= one.seconds < found.seconds
+    seen = ("matrix products", "tensor exchange", "expert exchange", "optimizer step", "bubble")
+    assert all(effects[name].seconds > 0 for name in seen)
+    assert "365 GB/s" in effects["tensor exchange"].source
+    assert f"matmul {problem.reached.matmul:.3g}, half_flops" in effects["matrix products"].source
+    rates = replace(OWN, reached=Reached(0.6, 0.0, 0.7, 1e-12))
+    given = {one.name: getattr(problem, one.name) for one in fields(problem)} | {"rates": rates}
+    free = SwitchedProblem(**given, free=frozenset(get_args(Price)))
+    assert evaluate(free, layout).seconds < 1e-6
 
 
 @pytest.mark.parametrize("framework", ["torchtitan", "megatron", "deepspeed", "plan", None])
@@ -86,14 +135,14 @@ def test_rates_by_name_say_what_is_borrowed(tmp_path: Path) -> None:
     own, far = problem_of(rates=name), problem_of(rates=name, device="b200")
     assert own.rates.borrowed is None
     assert str(far.rates).startswith(f"{name}, not measured on b200 (fitted to")
-    assert far.spread == own.spread.widened(BORROWED)
+    assert far.spread == own.spread.widened(OTHER_DEVICE)
     both = problem_of(rates=name, device="b200", framework="torchtitan")
     assert causes(both, Layout(data=16)) == (
         "rates not measured with torchtitan", "rates not measured on b200",
     )  # fmt: skip
     write(RateSet, OWN, path)
     assert problem_of(rates=path, framework="nemo").rates == OWN
-    with pytest.raises(InputError, match="framework 'mesh' is not known; there are"):
+    with pytest.raises(InputError, match="stack 'mesh' is not known; known are"):
         problem_of(rates=None, framework="mesh")
 
 
@@ -111,9 +160,9 @@ def test_prices_that_were_not_measured(layout: str, of: Architecture, unknown: s
     problem, layout_of = problem_of(of), parse_layout(layout)
     assert set(unknown_prices(problem, layout_of)) == unknown
     assert len(causes(problem, layout_of)) == len(unknown)
-    measured = replace(problem, rates=replace(OWN, measured=FEATURES))
+    measured = replace(problem, rates=replace(OWN, measured=ALL))
     assert unknown_prices(measured, layout_of) == ()
-    borrowed = replace(problem, rates=replace(OWN, measured=FEATURES, borrowed="not on this"))
+    borrowed = replace(problem, rates=replace(OWN, measured=ALL, borrowed="not on this"))
     assert set(unknown_prices(borrowed, layout_of)) == unknown
 
 
@@ -138,7 +187,8 @@ def test_the_surest_layout_beside_the_fastest() -> None:
         f"not measured (ZeRO 2-3 between servers); the fastest with known prices is {sure.layout}"
         in remark
     )
-    assert fastest.bound_fastest_seconds == pytest.approx(0.9 * (fastest.bound_seconds or 0))
+    low = 0.9 / UNMEASURED[FEATURES[0]][0] / UNMEASURED[FEATURES[1]][0]
+    assert fastest.bound_fastest_seconds == pytest.approx(low * (fastest.bound_seconds or 0))
     one = fastest.explained
     assert one is not None
     assert one.row is not None
@@ -154,7 +204,7 @@ def test_the_surest_layout_beside_the_fastest() -> None:
     assert surest.rows[0].layout == sure.layout
     assert surest.plan is not None
     assert str(surest.plan.layout) == sure.layout
-    measured = replace(problem, rates=replace(OWN, measured=FEATURES))
+    measured = replace(problem, rates=replace(OWN, measured=ALL))
     assert answer_of(measured).remarks == ()
     assert answer_of(measured, prefer="surest").rows[0].layout == row.layout
 

@@ -19,7 +19,7 @@ from stagewright.graphs.documents.documents import to_json, write
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.devices import ACCELERATORS
 from stagewright.graphs.machines.rates import (
-    BORROWED,
+    OTHER_DEVICE,
     RateSet,
     Spread,
     rate_sets,
@@ -56,12 +56,12 @@ def test_the_nearest_rates_are_taken_and_their_range_widens() -> None:
     family, other = rates_of("h200"), rates_of("mi300x")
     assert (family.reached, family.dense) == (own.reached, own.dense)
     assert other.name.startswith("megatron-a100")
-    assert other.dense == rates_of("a100").dense.widened(BORROWED)
+    assert other.dense == rates_of("a100").dense.widened(OTHER_DEVICE)
     assert rates_of("b200", "torchtitan").name == "torchtitan-h100"
     assert "not measured with deepspeed" in str(rates_of("a100", "deepspeed"))
     with pytest.raises(InputError, match="not known"):
         rates_of("abacus")
-    with pytest.raises(InputError, match="framework 'mesh' is not known; there are megatron"):
+    with pytest.raises(InputError, match="stack 'mesh' is not known; known are accelerate"):
         rates_of("h100", "mesh")
 
 
@@ -141,8 +141,8 @@ def test_the_runtime_of_2021_is_slower() -> None:
     assert 1.02 < then / now < 1.3
 
 
-def test_trainings_on_h100_which_are_not_fitted() -> None:
-    """Llama 3 405B and Megatron-LM's table of GPTs; what is not printed is chosen."""
+def test_trainings_on_h100_of_2024() -> None:
+    """Llama 3 405B, not fitted, and Megatron-LM's table of GPTs; what is not printed is chosen."""
     assert total_parameters(LLAMA) / 1e9 == pytest.approx(405.9, abs=0.1)
     # At 131,072 tokens the printed count of FLOPs is another.
     runs = [one for one in (*llama(), *megatron()) if one.problem.sequence <= 8192]

@@ -267,7 +267,7 @@ class Plain:
         returned += routed + self.circulated(share, 2, back)
         again, repeated = 0.0, ()
         if repeats and layout.recompute == "full":
-            again, repeated = sum(each.values()) + sent, tuple(each)
+            again, repeated = sum(each.values()) + host + sent, tuple(each)
         elif repeats and layout.recompute == "selective":
             repeated = self.repeated_selectively(share)
             again = sum(each[name] for name in repeated)

@@ -249,6 +249,7 @@ def _print_explained(one: "ExplainAnswer", limit: float) -> None:
         ],
         one.layout,
     )
+    _print_prices(one)
     if one.row is not None:
         rank = one.row.loses_by or ("" if one.shortages else "the best")
         say(
@@ -258,6 +259,29 @@ def _print_explained(one: "ExplainAnswer", limit: float) -> None:
             + (f"; {rank}" if rank else ""),
         )
     print_shortages(one.shortages)
+
+
+def _print_prices(one: "ExplainAnswer") -> None:
+    """What every price adds, and where it comes from."""
+    from stagewright.graphs.documents.units import format_seconds
+
+    seen = [price for price in one.prices if _rounded(price.seconds) > 0]
+    print_table(
+        ("<price", "adds", "time without it", "<source"),
+        [
+            (
+                price.price,
+                format_seconds(price.seconds),
+                format_seconds(price.without_seconds),
+                price.source,
+            )
+            for price in seen
+        ],
+        "Prices, each switched off alone",
+    )
+    others = [price.price for price in one.prices if price not in seen]
+    if others:
+        say(f"no time here: {', '.join(others)}")
 
 
 def print_memory(ranks: "tuple[RankMemoryAnswer, ...]", limit: float) -> None:
