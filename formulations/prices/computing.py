@@ -105,7 +105,7 @@ class Processor:
     With ``fused_gradients`` the products of the weights' gradients add to the sum over microbatches
     themselves; else another kernel does. ``memory`` is what the software keeps. Where layers were
     timed, ``measured_bytes`` are by how much more each kind kept than is counted, and
-    ``update_seconds_each`` the optimizer's step of one parameter. ``free`` are prices that are zero,
+    ``update_seconds_each`` the optimizer's step of one parameter. ``free`` prices are zero,
     to see what they add.
     """
 

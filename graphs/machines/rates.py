@@ -243,7 +243,7 @@ _NEXT = {"v100": "a100", "a100": "h100", "h100": "b200", "b200": "h100"}
 """Where a stack has no rates of a family, those of this one are nearest."""
 
 _LIKE = {
-    "plain": "megatron", "megatron-2021": "megatron", "deepspeed": "fsdp", "accelerate": "fsdp",
+    "plan": "megatron", "megatron-2021": "megatron", "deepspeed": "fsdp", "accelerate": "fsdp",
     "automodel": "fsdp",
 }  # fmt: skip
 """The stack whose rates are taken for one without its own: for DeepSpeed, Accelerate and Automodel,

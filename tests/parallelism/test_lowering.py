@@ -309,7 +309,7 @@ def test_refusals_that_depend_on_the_model() -> None:
         lowered(make_problem(GPT2, sharded), sharded)
     selective = parse_layout("p1 t1 d1 b1 selective")
     problem = make_problem(SMALL, selective, attention="materialized")
-    with pytest.raises(InputError, match="no selective recomputation; choose none or full"):
+    with pytest.raises(InputError, match="no recomputation of selective; choose none or full"):
         lowered(problem, selective)
     require_expressible(problem, parse_layout("p1 t1 d1 b1 full blocks8"))
 
