@@ -276,6 +276,8 @@ class Plain:
         rest = max(inputs + returned + again, dispatch * kernels)
         weights += self.added_seconds(share)
         forward = max(forward + sent, dispatch * len(each))
+        if not share.differentiable:  # tokens have no gradient: all of the backward is of weights
+            rest, weights = 0.0, rest + weights
         return forward, rest + weights, weights if self.put_off else 0.0
 
     def repeated_selectively(self, share):
