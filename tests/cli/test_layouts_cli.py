@@ -395,7 +395,7 @@ def test_tables_fit_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tokens_per_second_and_days() -> None:
-    asked = (*PLAN, *FOUR)
+    asked = (*PLAN, *FOUR, "--alike")
     found = answered_json(*asked, "--tokens", "15e12")
     for row in found["rows"]:
         assert row["tokens_per_second"] == pytest.approx(32 * 2048 / row["seconds"])

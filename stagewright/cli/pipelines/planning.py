@@ -187,7 +187,8 @@ def _out_of_order(asked: Asked[PlanRequest], given: PlanOptions) -> OutOfOrder |
 def _print(chain: "Chain", answer: "PlanAnswer") -> None:
     _print_result(chain, answer.result)
     _print_exports(answer)
-    if chain.source.startswith("analytic") and "attention" in chain.source:
+    found = answer.result.plan is not None
+    if found and chain.source.startswith("analytic") and "attention" in chain.source:
         say("`stagewright train-plan` searches tensor, data, context and expert degrees too")
 
 
