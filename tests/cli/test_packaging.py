@@ -20,8 +20,8 @@ HEAVY = ("ortools", "cvxpy", "highspy", "pulp", "numba", "matplotlib", "torch")
 
 def modules() -> set[str]:
     """Every module and data file of the package, as a path inside it."""
-    ends = ("*.css", "*.html", "*.jinja", "*.js", "*.json", "*.svg")
-    data = [path for room in ("executor", "service") for end in ends
+    ends = ("*.css", "*.html", "*.jinja", "*.js", "*.json", "*.py.txt", "*.svg")
+    data = [path for room in ("executor", "graphs", "service") for end in ends
             for path in (ROOT / room).rglob(end)]  # fmt: skip
     inside = [*data, *(path for room in ROOMS for path in python(room))]
     files = {f"stagewright/{path.relative_to(ROOT)}" for path in inside}
