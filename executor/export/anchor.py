@@ -17,10 +17,12 @@ def anchor_script(
     stack: str,
     degrees: Mapping[LayerKind, Sequence[tuple[int, int, bool]]],
     samples: Sequence[int],
+    gradient_bytes: int = 4,
 ) -> str:
     """The text of the script for the degrees of every kind of layer and numbers of samples.
 
-    ``rates`` and ``stack`` are passed on to what the script writes.
+    ``rates`` and ``stack`` are passed on to what the script writes; ``gradient_bytes`` are of a
+    weight's gradient, summed over microbatches.
     """
     case = {
         "model": json.loads(to_json(model)),
@@ -28,6 +30,7 @@ def anchor_script(
         "stack": stack,
         "degrees": {kind: [list(one) for one in of] for kind, of in degrees.items()},
         "samples": list(samples),
+        "gradient_bytes": gradient_bytes,
     }
     template = (files("stagewright.executor.export") / "templates" / "anchor.py.txt").read_text(
         encoding="utf-8"

@@ -52,7 +52,14 @@ def anchor_script_of(request: AnchorRequest) -> AnchorAnswer:
         ranks=min(problem.fabric.per_server, problem.fabric.devices),
         samples=samples,
         degrees={str(kind): of for kind, of in of_kinds.items()},
-        script=anchor_script(problem.timed_model, problem.rates, stack, of_kinds, samples),
+        script=anchor_script(
+            problem.timed_model,
+            problem.rates,
+            stack,
+            of_kinds,
+            samples,
+            problem.precision.gradient_bytes,
+        ),
     )
 
 

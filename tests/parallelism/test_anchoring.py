@@ -217,7 +217,7 @@ def test_timings_of_no_block_are_refused() -> None:
 @pytest.mark.real
 def test_the_script_runs_on_two_ranks_and_its_sum_is_the_prediction(tmp_path: Path) -> None:
     tiny = Architecture("tiny", 2, 32, 64, GroupedAttention(2, 2, 16), FeedForward(64))
-    wide = training_problem(tiny, fabric_of_kind("h100", 2), sequence=16, batch=2, precision="fp32")
+    wide = training_problem(tiny, fabric_of_kind("h100", 2), sequence=16, batch=2)
     degrees = dict.fromkeys(("embedding", "dense", "head"), ((1, 1, False), (2, 1, False)))
     script = anchor_script(wide.timed_model, wide.rates, "plan", degrees, (1,))
     (tmp_path / "anchor.py").write_text(script)
@@ -232,9 +232,7 @@ def test_the_script_runs_on_two_ranks_and_its_sum_is_the_prediction(tmp_path: Pa
         "all-reduce", "all-gather", "reduce-scatter", "all-to-all"
     }  # fmt: skip
     own = rates_of_timings(AnchoredRequest(timed=measured)).document
-    alone = training_problem(
-        tiny, fabric_of_kind("h100", 1), sequence=16, batch=2, precision="fp32", rates=own
-    )
+    alone = training_problem(tiny, fabric_of_kind("h100", 1), sequence=16, batch=2, rates=own)
     layers = {"embedding": 1, "dense": 2, "head": 1}
     once = sum(
         layers[one.kind] * (one.forward_seconds + one.input_seconds + one.weight_seconds)
