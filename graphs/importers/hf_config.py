@@ -1,15 +1,16 @@
 """Hugging Face ``config.json`` files of transformers.
 
-Names and defaults are those of the configuration classes of the ``transformers`` package (compared
-with its release 5). The sizes that it always writes are required; an absent other field has the
-class's default. Fields that change neither parameters nor operators are not read. The model is the
-one that is trained: with the head of a causal language model, for BERT of a masked one.
+The types and their fields are in ``hf_types``. The sizes that transformers always writes are
+required; an absent other field has the default of the type's class. The model is the one that is
+trained: with the head of a causal language model, for BERT of a masked one.
 """
 
-import operator
 import os
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from difflib import SequenceMatcher
+from functools import partial
 from typing import Any
 
 from pydantic_core import from_json
@@ -17,8 +18,15 @@ from pydantic_core import from_json
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.documents import not_json
 from stagewright.graphs.documents.errors import InputError, naming
-from stagewright.graphs.importers.config_fields import Fields
+from stagewright.graphs.importers.config_fields import Field, Fields
 from stagewright.graphs.importers.hf_hub import config_file, is_hub_name
+from stagewright.graphs.importers.hf_types import (
+    ENCODER_DECODER,
+    NOT_PRICED,
+    TYPES,
+    ExpertFields,
+    ModelType,
+)
 from stagewright.graphs.models.architecture import (
     Architecture,
     Experts,
@@ -27,7 +35,15 @@ from stagewright.graphs.models.architecture import (
     LatentAttention,
 )
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_FULL = "full_attention"
+_ALIKE = 0.6  # of the names of model types, by difflib's ratio
+
+_LLAMA_SHAPED = (
+    "hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size", "vocab_size",
+)  # fmt: skip
+
+_OF_WRAPPERS = ("tie_word_embeddings",)
+"""Fields of a model with other towers that are its text model's too."""
 
 
 def read_hf_config(path: str | os.PathLike[str]) -> Architecture:
@@ -52,7 +68,9 @@ def parse_hf_config(text: str, place: str) -> Architecture:
 
 def read_most_positions(path: str | os.PathLike[str]) -> int | None:
     """The longest sequence that a ``config.json`` speaks of; None if it has no such field."""
-    found = _values(*_text(path)).get("max_position_embeddings")
+    values = _values(*_text(path))
+    inner = values.get("text_config")
+    found = (inner if isinstance(inner, dict) else values).get("max_position_embeddings")
     return found if isinstance(found, int) else None
 
 
@@ -75,12 +93,17 @@ def _values(text: str, place: str) -> dict[str, Any]:
 def architecture_of(values: dict[str, Any]) -> Architecture:
     """The architecture of a configuration's fields; see :func:`read_hf_config`."""
     kind = values.get("model_type")
-    if not isinstance(kind, str) or kind not in _READERS:
-        found = reprlib.repr(kind) if "model_type" in values else "no such field"
-        raise InputError(f"model_type must be one of {', '.join(_READERS)}; there is {found}")
+    inner = values.get("text_config")
+    if isinstance(kind, str) and kind not in TYPES and isinstance(inner, dict):
+        shared = {name: values[name] for name in _OF_WRAPPERS if name in values}
+        with naming("text_config"):
+            text = architecture_of(shared | inner)
+        return replace(text, left_out=f"what {kind} has beside its text model")
+    if not isinstance(kind, str) or kind not in TYPES:
+        raise InputError(_unknown(values))
     fields = Fields(values)
     try:
-        architecture = _READERS[kind](fields)
+        architecture = _architecture(kind, _variant(TYPES[kind], fields), fields)
     except InputError:
         fields.require_spelling()  # the cause, if a default took the place of what was meant
         raise
@@ -88,272 +111,175 @@ def architecture_of(values: dict[str, Any]) -> Architecture:
     return architecture
 
 
-def _gpt2(fields: Fields) -> Architecture:
-    fields.refuse("add_cross_attention")
-    hidden = fields.size("n_embd")
-    inner = fields.optional_size("n_inner") or 4 * hidden
+def _variant(of: ModelType, fields: Fields) -> ModelType:
+    """The type with the cells that the flags of a configuration replace."""
+    for name, wanted in of.required:
+        fields.require(name, wanted)
+    for name, default, cells in of.when:
+        if fields.flag((name, default)) is not default:
+            of = replace(of, **cells)
+    return of
+
+
+def _architecture(kind: str, of: ModelType, fields: Fields) -> Architecture:
+    layers, hidden = fields.layers(of.layers), fields.size(of.hidden)
+    positions, window = fields.optional_size(of.positions), fields.optional_size(of.window)
+    inner = fields.optional_size(of.width) or 4 * hidden
+    extra = fields.get(("num_nextn_predict_layers|num_mtp_modules", 0))
     return Architecture(
-        name="gpt2",
-        layers=fields.layers("n_layer"),
+        name=kind,
+        layers=layers,
         hidden=hidden,
-        vocabulary=fields.size("vocab_size"),
-        attention=_equal_heads(fields, "n_embd", "n_head"),
-        feed_forward=FeedForward(inner, gated=False, bias=True),
-        norm="layer",
-        positions=fields.size("n_positions", 1024),
-        tied=fields.flag("tie_word_embeddings", True),
-        dropout=fields.is_positive("resid_pdrop", 0.1),
-        norm_epsilon=fields.positive("layer_norm_epsilon", 1e-5),
+        vocabulary=fields.size(of.vocabulary),
+        attention=_attention(of, fields, hidden),
+        feed_forward=FeedForward(inner, gated=of.gated, bias=fields.flag(of.mlp_bias)),
+        experts=None if of.experts is None else _experts(of.experts, fields, layers),
+        norm=of.norm,
+        block_norms=fields.optional_size(of.norms) or 2,
+        parallel=of.parallel,
+        embedding_norm=of.embedding_norm,
+        logits_bias=fields.flag(of.logits_bias),
+        rotary=of.rotary,
+        positions=None if positions is None else positions + of.offset,
+        segments=fields.optional_size(of.segments),
+        tied=fields.flag(of.tied),
+        window=window,
+        full_layers=_full_layers(of, fields, layers) if window else frozenset(),
+        chunked=of.chunked and window is not None,
+        dropout=of.dropout is not None and fields.is_positive(of.dropout),
+        encoder=of.encoder,
+        left_out="the layers of multi-token prediction" if extra else None,
+        rotary_base=_rotary(fields, "rope_theta", of.base),
+        norm_epsilon=None if of.epsilon is None else fields.positive(of.epsilon),
+        traits=tuple(sorted(_traits(of, fields))),
     )
 
 
-def _bert(fields: Fields) -> Architecture:
-    fields.refuse("is_decoder")
-    fields.refuse("add_cross_attention")
-    return Architecture(
-        name="bert",
-        layers=fields.layers(),
-        hidden=fields.size("hidden_size"),
-        vocabulary=fields.size("vocab_size"),
-        attention=_equal_heads(fields, "hidden_size", "num_attention_heads"),
-        feed_forward=FeedForward(fields.size("intermediate_size"), gated=False, bias=True),
-        norm="layer",
-        positions=fields.size("max_position_embeddings", 512),
-        segments=fields.size("type_vocab_size", 2),
-        tied=fields.flag("tie_word_embeddings", True),
-        dropout=fields.is_positive("hidden_dropout_prob", 0.1),
-        encoder=True,
-        norm_epsilon=fields.positive("layer_norm_eps", 1e-12),
-    )
-
-
-def _gpt_neox(fields: Fields) -> Architecture:
-    bias = fields.flag("attention_bias", True)
-    return Architecture(
-        name="gpt_neox",
-        layers=fields.layers(),
-        hidden=fields.size("hidden_size"),
-        vocabulary=fields.size("vocab_size"),
-        attention=_equal_heads(fields, "hidden_size", "num_attention_heads", bias=bias),
-        feed_forward=FeedForward(fields.size("intermediate_size"), gated=False, bias=True),
-        norm="layer",
-        tied=fields.flag("tie_word_embeddings", False),
-        dropout=fields.is_positive("hidden_dropout", 0.0),
-        rotary_base=_rotary_base(fields, 10_000.0, "rotary_emb_base"),
-        norm_epsilon=fields.positive("layer_norm_eps", 1e-5),
-    )
-
-
-def _llama(fields: Fields) -> Architecture:
-    attention = _grouped(fields)
-    feed_forward = FeedForward(
-        fields.size("intermediate_size"), bias=fields.flag("mlp_bias", False)
-    )
-    return _decoder("llama", fields, attention, feed_forward)
-
-
-def _mistral(fields: Fields) -> Architecture:
-    return _decoder(
-        "mistral",
-        fields,
-        _grouped(fields, bias=False, key_value_heads=8),
-        window=fields.optional_size("sliding_window", 4096),
-    )
-
-
-def _mixtral(fields: Fields) -> Architecture:
-    width = fields.size("intermediate_size")
-    experts = Experts(fields.size("num_local_experts"), fields.size("num_experts_per_tok"), width)
-    return _decoder(
-        "mixtral",
-        fields,
-        _grouped(fields, bias=False, key_value_heads=8),
-        experts=experts,
-        base=1_000_000.0,
-        epsilon=1e-5,
-        window=fields.optional_size("sliding_window"),
-    )
-
-
-def _qwen2(fields: Fields) -> Architecture:
-    window, full = _qwen_window(fields)
-    attention = _grouped(fields, bias=True, key_value_heads=32)
-    return _decoder("qwen2", fields, attention, window=window, full_layers=full)
-
-
-def _qwen3(fields: Fields) -> Architecture:
-    window, full = _qwen_window(fields)
-    attention = _grouped(fields, head_norms=True, key_value_heads=32, head_size=128)
-    return _decoder("qwen3", fields, attention, window=window, full_layers=full)
-
-
-def _qwen2_moe(fields: Fields) -> Architecture:
-    window, full = _qwen_window(fields, lambda index, most: index % 2 == 1 or index >= most)
-    step = fields.size("decoder_sparse_step", 1)
-    others = (index for index in range(fields.layers()) if (index + 1) % step)
-    experts = Experts(
-        fields.size("num_experts"),
-        fields.size("num_experts_per_tok"),
-        fields.size("moe_intermediate_size"),
-        shared_width=fields.size("shared_expert_intermediate_size"),
-        shared_gate=True,
-        dense_layers=fields.indices("mlp_only_layers").union(others),
-    )
-    attention = _grouped(fields, bias=fields.flag("qkv_bias", True), key_value_heads=16)
-    return _decoder(
-        "qwen2_moe", fields, attention, experts=experts, window=window, full_layers=full
-    )
-
-
-def _gemma(fields: Fields) -> Architecture:
-    attention = _grouped(fields, key_value_heads=16, head_size=256)
-    return _decoder("gemma", fields, attention, tied=True)
-
-
-def _gemma2(fields: Fields) -> Architecture:
-    attention = _grouped(fields, key_value_heads=4, head_size=256)
-    return _decoder(
-        "gemma2",
-        fields,
-        attention,
-        tied=True,
-        block_norms=4,
-        window=fields.optional_size("sliding_window", 4096),
-        full_layers=_full_layers(fields, lambda index: index % 2 == 1),
-    )
-
-
-def _deepseek_v2(fields: Fields) -> Architecture:
-    fields.refuse("mlp_bias")
-    return _deepseek("deepseek_v2", fields, first_dense=0, shared=2)
-
-
-def _deepseek_v3(fields: Fields) -> Architecture:
-    return _deepseek("deepseek_v3", fields, first_dense=3, shared=1)
-
-
-def _deepseek(name: str, fields: Fields, *, first_dense: int, shared: int) -> Architecture:
-    attention = LatentAttention(
-        heads=fields.size("num_attention_heads"),
-        query_rank=fields.optional_size("q_lora_rank", 1536),
-        key_value_rank=fields.size("kv_lora_rank", 512),
-        plain_size=fields.size("qk_nope_head_dim", 128),
-        rotary_size=fields.size("qk_rope_head_dim", 64),
-        value_size=fields.size("v_head_dim", 128),
-        bias=fields.flag("attention_bias", False),
-    )
-    width = fields.size("moe_intermediate_size")
-    first = fields.number("first_k_dense_replace", first_dense)
-    every = fields.size("moe_layer_freq", 1)
-    dense = (i for i in range(fields.layers()) if i < first or i % every)
-    experts = Experts(
-        fields.size("n_routed_experts"),
-        fields.size("num_experts_per_tok"),
-        width,
-        shared_width=width * (fields.optional_size("n_shared_experts", shared) or 0) or None,
-        dense_layers=frozenset(dense),
-    )
-    extra = fields.number("num_nextn_predict_layers", 0)
-    left_out = "the layers of multi-token prediction" if extra else None
-    return _decoder(name, fields, attention, experts=experts, left_out=left_out)
-
-
-def _equal_heads(fields: Fields, hidden: str, heads: str, *, bias: bool = True) -> GroupedAttention:
-    """Attention with as many key-value heads as query heads; arguments are names of fields."""
-    number = fields.size(heads)
-    size = _whole_share(fields.size(hidden), number, hidden, heads)
-    return GroupedAttention(number, number, size, bias=bias, output_bias=bias)
-
-
-def _grouped(
-    fields: Fields,
-    *,
-    bias: bool | None = None,
-    head_norms: bool = False,
-    key_value_heads: int | None = None,
-    head_size: int | None = None,
-) -> GroupedAttention:
-    """Attention with the class's defaults; null heads or head size follow from the others.
-
-    ``bias`` is of queries, keys and values; None: all projections have one if ``attention_bias``.
-    """
-    heads = fields.size("num_attention_heads")
-    size = fields.optional_size("head_dim", head_size)
-    if size is None:
-        hidden = fields.size("hidden_size")
-        size = _whole_share(hidden, heads, "hidden_size", "num_attention_heads")
-    groups = fields.optional_size("num_key_value_heads", key_value_heads) or heads
-    if heads % groups:
-        raise InputError(
-            f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({groups})"
+def _attention(of: ModelType, fields: Fields, hidden: int) -> GroupedAttention | LatentAttention:
+    heads, bias = fields.size(of.heads), fields.flag(of.bias)
+    if of.latent is not None:
+        query_rank, rank, plain, rotary, value = of.latent
+        return LatentAttention(
+            heads=heads,
+            query_rank=fields.optional_size(query_rank),
+            key_value_rank=fields.size(rank),
+            plain_size=fields.size(plain),
+            rotary_size=fields.size(rotary),
+            value_size=fields.size(value),
+            bias=bias,
         )
-    output_bias = fields.flag("attention_bias", False) if bias is None else False
+    names = [fields.name(one) for one in (of.hidden, of.heads, of.groups)]
+    size = fields.optional_size(of.head_size)
+    size = _whole_share(hidden, heads, names[0], names[1]) if size is None else size
+    groups = fields.optional_size(of.groups) or heads
+    _whole_share(heads, groups, names[1], names[2])
     return GroupedAttention(
-        heads, groups, size, output_bias if bias is None else bias, output_bias, head_norms
+        heads=heads,
+        key_value_heads=groups,
+        head_size=size,
+        bias=bias,
+        output_bias=bias if of.output_bias is None else fields.flag(of.output_bias),
+        head_norms=fields.flag(of.head_norms),
+        whole_norms=fields.flag(of.whole_norms),
+        sinks=of.sinks,
     )
 
 
-def _decoder(
-    name: str,
-    fields: Fields,
-    attention: GroupedAttention | LatentAttention,
-    feed_forward: FeedForward | None = None,
-    *,
-    tied: bool = False,
-    base: float = 10_000.0,
-    epsilon: float = 1e-6,
-    **others: Any,
-) -> Architecture:
-    """A decoder with rotary positions and RMS norms; ``tied``, base and epsilon are defaults."""
-    return Architecture(
-        name=name,
-        layers=fields.layers(),
-        hidden=fields.size("hidden_size"),
-        vocabulary=fields.size("vocab_size"),
-        attention=attention,
-        feed_forward=feed_forward or FeedForward(fields.size("intermediate_size")),
-        tied=fields.flag("tie_word_embeddings", tied),
-        rotary_base=_rotary_base(fields, base),
-        norm_epsilon=fields.positive("rms_norm_eps", epsilon),
-        **others,
+def _experts(of: ExpertFields, fields: Fields, layers: int) -> Experts:
+    width, shared = fields.size(of.width), 0
+    if isinstance(of.shared, str) or fields.get(of.shared) is not None:
+        shared = fields.number(of.shared)
+    return Experts(
+        number=fields.size(of.number),
+        per_token=fields.size(of.per_token),
+        width=width,
+        shared_width=shared * (width if of.each else 1) or None,
+        shared_gate=of.gate,
+        dense_layers=frozenset(
+            () if of.dense is None else _DENSE[of.dense[0]](fields, of.dense, range(layers))
+        ),
+        bias=of.bias,
+        router_bias=of.router_bias,
     )
 
 
-def _rotary_base(fields: Fields, default: float, name: str = "rope_theta") -> float:
-    """The base of rotary positions, in ``rope_parameters`` (since release 5) or ``name``."""
-    parameters = fields.get("rope_parameters")
-    inner = Fields(parameters if isinstance(parameters, dict) else {})
-    return inner.positive("rope_theta", fields.positive(name, default))
+def _first_dense(fields: Fields, of: Field, blocks: range) -> Iterable[int]:
+    first, every = fields.number(of), fields.size(("moe_layer_freq", 1))
+    return (one for one in blocks if one < first or one % every)
 
 
-def _qwen_window(
-    fields: Fields, is_full: Callable[[int, int], bool] = operator.lt
-) -> tuple[int | None, frozenset[int]]:
-    """The sliding window, if the model uses a window, and the layers without a window.
-
-    ``is_full`` of a layer and ``max_window_layers`` is the rule; by default the first are full.
-    """
-    if not fields.flag("use_sliding_window", False):
-        return None, frozenset()
-    window = fields.optional_size("sliding_window", 4096)
-    most = fields.number("max_window_layers", 28)
-    return window, _full_layers(fields, lambda index: is_full(index, most))
+def _stepwise_dense(fields: Fields, of: Field, blocks: range) -> Iterable[int]:
+    step = fields.size(of)
+    others = (one for one in blocks if (one + 1) % step)
+    return fields.indices("mlp_only_layers").union(others)
 
 
-def _full_layers(fields: Fields, is_full: Callable[[int], bool]) -> frozenset[int]:
+def _interleaved_dense(fields: Fields, of: Field, blocks: range) -> Iterable[int]:
+    step = fields.size(of)
+    sparse = fields.indices("moe_layers") or set(blocks[step - 1 :: step])
+    return set(blocks) - sparse
+
+
+def _ranged_dense(fields: Fields, of: Field, blocks: range) -> Iterable[int]:
+    first, every = fields.number(of), fields.size(("moe_layer_interval", 1))
+    last = fields.get(("moe_layer_end_index", -1))
+    last = blocks[-1] if last == -1 else fields.number("moe_layer_end_index")
+    return (one for one in blocks if not first <= one <= last or (one + 1) % every)
+
+
+def _listed_dense(fields: Fields, of: Field, blocks: range) -> Iterable[int]:
+    kinds = fields.kinds(of[0], len(blocks), ("dense", "sparse"))
+    return (0,) if kinds is None else (one for one in blocks if kinds[one] == "dense")
+
+
+_DENSE: dict[str, Callable[[Fields, Field, range], Iterable[int]]] = {
+    "first_k_dense_replace": _first_dense,
+    "decoder_sparse_step": _stepwise_dense,
+    "interleave_moe_layer_step": _interleaved_dense,
+    "moe_layer_start_index": _ranged_dense,
+    "mlp_layer_types": _listed_dense,
+}
+"""The blocks without experts, by the field that says which they are."""
+
+
+def _full_layers(of: ModelType, fields: Fields, layers: int) -> frozenset[int]:
     """The layers without a window, by ``layer_types`` or else by the class's rule."""
-    layers = fields.layers()
-    kinds = fields.values.get("layer_types")
-    if kinds is None:
-        return frozenset(filter(is_full, range(layers)))
-    if not isinstance(kinds, list) or len(kinds) != layers:
-        raise InputError(f"layer_types must be a list of {layers} kinds, one per layer")
-    for index, kind in enumerate(kinds):
-        if kind not in (_FULL, _SLIDING):
-            raise InputError(
-                f"layer_types[{index}] must be {_FULL} or {_SLIDING}, got {reprlib.repr(kind)}"
-            )
-    return frozenset(index for index, kind in enumerate(kinds) if kind == _FULL)
+    if of.pattern is None:
+        return frozenset()
+    limited = "chunked_attention" if of.chunked else "sliding_attention"
+    kinds = fields.kinds("layer_types", layers, (_FULL, limited))
+    if kinds is not None:
+        return frozenset(index for index, kind in enumerate(kinds) if kind == _FULL)
+    name = of.pattern[0] if isinstance(of.pattern, tuple) else ""
+    if name == "max_window_layers":
+        most = fields.number(of.pattern)
+        if of.alternates:
+            return frozenset(one for one in range(layers) if one % 2 or one >= most)
+        return frozenset(range(min(most, layers)))
+    every = fields.size(of.pattern)
+    found = frozenset(range(layers)[every - 1 :: every])
+    if name == "no_rope_layer_interval":
+        rotated = fields.kinds("no_rope_layers", layers, (0, 1))
+        if rotated:
+            found = frozenset(index for index, one in enumerate(rotated) if not one)
+        return found if of.chunked else frozenset(range(layers)) - found
+    return found
+
+
+def _rotary(fields: Fields, name: str, cell: Field | None) -> float | None:
+    """A number of rotary positions: in ``rope_parameters`` (since release 5), or a field."""
+    if cell is None:
+        return None
+    inner = fields.get(("rope_parameters", None))
+    inner = inner if isinstance(inner, dict) else {}
+    inner = inner[_FULL] if isinstance(inner.get(_FULL), dict) else inner
+    return Fields(inner).positive((name, fields.positive(cell)))
+
+
+def _traits(of: ModelType, fields: Fields) -> Iterator[str]:
+    yield from of.traits
+    if _rotary(fields, "partial_rotary_factor", of.rotary_part) not in (None, 1.0):
+        yield "rotary positions in part of a head"
 
 
 def _whole_share(whole: int, parts: int, name: str, parts_name: str) -> int:
@@ -362,18 +288,38 @@ def _whole_share(whole: int, parts: int, name: str, parts_name: str) -> int:
     return whole // parts
 
 
-_READERS: dict[str, Callable[[Fields], Architecture]] = {
-    "gpt2": _gpt2,
-    "llama": _llama,
-    "mistral": _mistral,
-    "mixtral": _mixtral,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
-    "qwen2_moe": _qwen2_moe,
-    "gemma": _gemma,
-    "gemma2": _gemma2,
-    "deepseek_v2": _deepseek_v2,
-    "deepseek_v3": _deepseek_v3,
-    "gpt_neox": _gpt_neox,
-    "bert": _bert,
-}
+def _unknown(values: dict[str, Any]) -> str:
+    """Why a configuration is not read, and the nearest type that is."""
+    kind = values.get("model_type")
+    found = reprlib.repr(kind) if "model_type" in values else "no such field"
+    known = f"the {len(TYPES)} that docs/plan-my-model.md lists"
+    message = f"model_type must be one of {known}; there is {found}"
+    if not isinstance(kind, str):
+        return message
+    shaped = all(name in values for name in _LLAMA_SHAPED)
+    near = _nearest(kind, values) if shaped else "llama"
+    for what, kinds in NOT_PRICED.items():
+        if kind in kinds or (what == ENCODER_DECODER and values.get("is_encoder_decoder") is True):
+            return f"{message}, and {what} cannot be priced; the nearest is {near}"
+    if shaped:
+        return f"{message}, with the fields of {near}: set model_type to it if the blocks are alike"
+    return f"{message}; is {max(TYPES, key=partial(_likeness, kind))} meant?"
+
+
+def _likeness(kind: str, known: str) -> float:
+    return SequenceMatcher(None, kind, known).ratio()
+
+
+def _nearest(kind: str, values: dict[str, Any]) -> str:
+    """The type that reads most of a configuration's fields, of several one whose name is alike."""
+
+    def nearness(known: str) -> tuple[int, float]:
+        fields = Fields(values)
+        try:
+            _architecture(known, _variant(TYPES[known], fields), fields)
+        except InputError:
+            return 0, 0.0
+        alike = _likeness(kind, known)
+        return len(fields.sought & values.keys()), alike if alike > _ALIKE else 0.0
+
+    return max(TYPES, key=nearness)

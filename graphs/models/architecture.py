@@ -20,6 +20,7 @@ from stagewright.graphs.models.operations import (
     dropout,
     elementwise,
     embedding,
+    feed_forward,
     fused_attention,
     loss,
     norm,
@@ -50,7 +51,9 @@ class GroupedAttention:
     """Attention in which every key-value head serves ``heads / key_value_heads`` query heads.
 
     ``bias`` is of the projections to queries, keys and values, ``output_bias`` of the one back.
-    ``head_norms``: a norm over each head of queries and of keys, as in Qwen3.
+    ``head_norms``: a norm over each head of queries and of keys, as in Qwen3; with ``whole_norms``
+    every head has its own weights, whether the norm is over a head (Cohere) or all (OLMo 2).
+    ``sinks``: a learned score per head beside those of the tokens (GPT-OSS).
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -61,6 +64,8 @@ class GroupedAttention:
     bias: bool = False
     output_bias: bool = False
     head_norms: bool = False
+    whole_norms: bool = False
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         _require_sizes(self)
@@ -122,11 +127,12 @@ class FeedForward:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Gated feed-forwards without biases, of which a router chooses some for every token.
+    """Gated feed-forwards, of which a router chooses some for every token.
 
     ``shared_width`` is the width of all shared experts together, which every token passes through
     (None: there are none); with ``shared_gate`` their output is scaled by a learned gate. The
-    ``dense_layers`` (counted from 0) have the plain feed-forward instead.
+    ``dense_layers`` (counted from 0) have the plain feed-forward instead. ``bias`` is of the
+    experts that are chosen, ``router_bias`` one number per expert.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -137,6 +143,8 @@ class Experts:
     shared_width: int | None = None
     shared_gate: bool = False
     dense_layers: frozenset[int] = frozenset()
+    bias: bool = False
+    router_bias: bool = False
 
     def __post_init__(self) -> None:
         _require_sizes(self)
@@ -148,15 +156,19 @@ class Experts:
 class Architecture:
     """A decoder, or BERT's encoder with the head of its masked language model.
 
-    ``block_norms`` norms are in a block. ``positions`` is the size of the table of learned
-    positions (None: rotary), ``segments`` that of token types. ``tied``: the head uses the
-    embedding's table. A ``window`` limits the attention of all but the ``full_layers`` (counted
-    from 0). ``dropout``: whether hidden activations are dropped, which keeps masks.
+    ``block_norms`` norms are in a block, layer norms with all weights, with scales alone, or with
+    none. In a ``parallel`` block attention and feed-forward have one input. ``positions`` is the
+    size of the table of learned positions (None: ``rotary``, or with ALiBi neither), ``segments``
+    that of token types. ``tied``: the head uses the embedding's table. A ``window`` limits the
+    attention of all but the ``full_layers`` (counted from 0), to the last tokens or, if
+    ``chunked``, to those of a chunk of the sequence. ``dropout``: whether hidden activations are
+    dropped, which keeps masks.
 
     An ``encoder`` has a norm after the embedding in place of the final one, and its head is a
     linear layer, an activation, a norm, and logits with biases. ``left_out`` names what the model
     has and the layers have not. ``rotary_base`` and ``norm_epsilon`` change no cost: they are for
-    exports, None if not known. ``tuning``: which weights are trained, None for all.
+    exports, None if not known, as the ``traits`` are that a plain Llama or GPT lacks, in words.
+    ``tuning``: which weights are trained, None for all.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -168,18 +180,24 @@ class Architecture:
     attention: _AnyAttention
     feed_forward: FeedForward
     experts: Experts | None = None
-    norm: Literal["layer", "rms"] = "rms"
+    norm: Literal["layer", "rms", "layer-scale", "layer-plain"] = "rms"
     block_norms: int = 2
+    parallel: bool = False
+    embedding_norm: bool = False
+    logits_bias: bool = False
+    rotary: bool = True
     positions: int | None = None
     segments: int | None = None
     tied: bool = False
     window: int | None = None
     full_layers: frozenset[int] = frozenset()
+    chunked: bool = False
     dropout: bool = False
     encoder: bool = False
     left_out: str | None = None
     rotary_base: float | None = None
     norm_epsilon: float | None = None
+    traits: tuple[str, ...] = ()
     tuning: Tuning | None = None
 
     def __post_init__(self) -> None:
@@ -230,7 +248,8 @@ class Architecture:
         }
 
     def _norm(self, elements: int, width: int) -> LayerOperation:
-        return norm(elements, width, bias=self.norm == "layer")
+        found = norm(elements, width, bias=self.norm == "layer")
+        return replace(found, parameters=0) if self.norm == "layer-plain" else found
 
     def _dropped(self, name: str, elements: int) -> Operators:
         return {name: dropout(elements)} if self.dropout else {}
@@ -258,7 +277,7 @@ class Architecture:
         width = rows * self.hidden
         if len(found) > 1:
             found["sum"] = elementwise(width, operands=len(found))
-        if self.encoder:
+        if self.encoder or self.embedding_norm:
             found["norm"] = self._norm(width, self.hidden)
         return tuned_end(self, "embedding", found | self._dropped("dropout", width))
 
@@ -271,16 +290,22 @@ class Architecture:
             attention = self._latent_attention(self.attention, samples, sequence, window)
         else:
             attention = self._grouped_attention(self.attention, samples, sequence, window)
-        sparse = self.experts if self.is_sparse(index) else None
+        if self.experts is not None and self.is_sparse(index):
+            fed = self._mixture(self.experts, rows)
+        else:
+            fed = self._fed("feed-forward", rows, self.feed_forward)
         found = {
             **{f"norm {i + 1}": self._norm(width, self.hidden) for i in range(self.block_norms)},
             **attention,
             **self._dropped("attention dropout", width),
             "attention sum": elementwise(width, operands=2),
-            **(self._mlp(rows) if sparse is None else self._mixture(sparse, rows)),
+            **fed,
             **self._dropped("feed-forward dropout", width),
             "feed-forward sum": elementwise(width, operands=2),
         }
+        if self.parallel:  # the first norm, or product, counts the input that both keep
+            shared = "norm 2" if self.block_norms > 1 else "feed-forward in"
+            found[shared] = replace(found[shared], saved=0.0)
         return tuned_block(self, index, rows, found)
 
     def _grouped_attention(
@@ -292,11 +317,15 @@ class Architecture:
         found = {"query, key, value": dense(rows, self.hidden, inputs, bias=of.bias)}
         if of.head_norms:  # two norms, of as many parameters as a head has elements
             found["head norms"] = self._norm(rows * heads * size, 2 * size)
-        if self.positions is None:
+        if of.whole_norms:
+            found["head norms"] = norm(rows * heads * size, heads * size, bias=False)
+        if of.sinks:
+            found["sinks"] = replace(elementwise(0), parameters=of.heads)
+        if self.positions is None and self.rotary:
             found["rotary"] = elementwise(rows * heads * size)
         found["attention"] = fused_attention(
             samples, of.heads, sequence, size, key_heads=of.key_value_heads, window=window,
-            causal=not self.encoder,
+            causal=not self.encoder, chunked=self.chunked,
         )  # fmt: skip
         found["output"] = dense(rows, of.heads * size, self.hidden, bias=of.output_bias)
         return found
@@ -324,18 +353,20 @@ class Architecture:
         found["output"] = dense(rows, of.heads * of.value_size, self.hidden, bias=of.bias)
         return found
 
-    def _mlp(self, rows: int) -> Operators:
-        return _feed_forward("feed-forward", rows, self.hidden, self.feed_forward)
+    def _fed(self, name: str, rows: int, of: FeedForward, experts: int = 1) -> Operators:
+        return feed_forward(
+            name, rows, self.hidden, of.width, gated=of.gated, bias=of.bias, experts=experts
+        )
 
     def _mixture(self, experts: Experts, rows: int) -> Operators:
         """Tokens are spread evenly over the experts; each is copied to those chosen for it."""
         chosen, width = rows * experts.per_token, rows * self.hidden
-        each = FeedForward(experts.width)
+        each = FeedForward(experts.width, bias=experts.bias)
         return {
-            "router": dense(rows, self.hidden, experts.number, bias=False),
+            "router": dense(rows, self.hidden, experts.number, bias=experts.router_bias),
             "routing": elementwise(rows * experts.number, saved=rows * experts.number),
             "dispatch": elementwise(chosen * self.hidden),
-            **_feed_forward("experts", chosen, self.hidden, each, experts.number),
+            **self._fed("experts", chosen, each, experts.number),
             "combine": elementwise(width, operands=experts.per_token, saved=chosen * self.hidden),
             **self._shared_experts(experts, rows),
         }
@@ -344,7 +375,7 @@ class Architecture:
         if experts.shared_width is None:
             return {}
         width = rows * self.hidden
-        found = _feed_forward("shared", rows, self.hidden, FeedForward(experts.shared_width))
+        found = self._fed("shared", rows, FeedForward(experts.shared_width))
         if experts.shared_gate:
             found["shared score"] = dense(rows, self.hidden, 1, bias=False)
             found["shared scale"] = elementwise(width, saved=width)
@@ -363,22 +394,7 @@ class Architecture:
             found["activation"] = elementwise(width, saved=width)
         found["norm"] = self._norm(width, self.hidden)
         logits = dense(rows, self.hidden, self.vocabulary, bias=False, tied=self.tied)
-        biases = self.vocabulary if self.encoder else 0
+        biases = self.vocabulary if self.encoder or self.logits_bias else 0
         found["logits"] = replace(logits, parameters=logits.parameters + biases)
         found["loss"] = loss(scores)
         return tuned_end(self, "head", found)
-
-
-def _feed_forward(
-    name: str, rows: int, hidden: int, of: FeedForward, experts: int = 1
-) -> Operators:
-    """Linear layer, activation, linear layer; act(gate) * up keeps gate, its activation and up."""
-    inner, wide = rows * of.width, (2 if of.gated else 1) * of.width
-    found = {
-        f"{name} in": dense(rows, hidden, wide, bias=of.bias, experts=experts),
-        f"{name} activation": elementwise(inner, saved=inner),
-    }
-    if of.gated:
-        found[f"{name} gate"] = elementwise(inner, operands=2, saved=2 * inner)
-    found[f"{name} out"] = dense(rows, of.width, hidden, bias=of.bias, experts=experts)
-    return found

@@ -94,6 +94,21 @@ def dense(
     )
 
 
+def feed_forward(
+    name: str, rows: int, hidden: int, width: int, *, gated: bool, bias: bool, experts: int = 1
+) -> dict[str, LayerOperation]:
+    """Linear layer, activation, linear layer; act(gate) * up keeps gate, its activation and up."""
+    inner, wide = rows * width, (2 if gated else 1) * width
+    found = {
+        f"{name} in": dense(rows, hidden, wide, bias=bias, experts=experts),
+        f"{name} activation": elementwise(inner, saved=inner),
+    }
+    if gated:
+        found[f"{name} gate"] = elementwise(inner, operands=2, saved=2 * inner)
+    found[f"{name} out"] = dense(rows, width, hidden, bias=bias, experts=experts)
+    return found
+
+
 def product(batch: int, rows: int, inner: int, columns: int) -> LayerOperation:
     """``batch`` products of two activations, (rows, inner) times (inner, columns)."""
     operands = batch * (rows * inner + inner * columns)
@@ -117,6 +132,7 @@ def fused_attention(
     value: int | None = None,
     window: int | None = None,
     causal: bool = False,
+    chunked: bool = False,
 ) -> LayerOperation:
     """Scores, softmax, dropout and weighted values in one kernel (FlashAttention, 2022).
 
@@ -124,9 +140,9 @@ def fused_attention(
     (the output counts where the projection reads it). The backward recomputes the scores: five
     products, where the forward has two. A ``bias`` is a matrix of the scores' size, which is read
     and kept. Keys and values have ``key_heads`` heads (None: as many as queries), values the size
-    ``value`` (None: that of the keys). Every token attends to all, or to ``window``; a ``causal``
-    mask leaves a part of the scores (in a window: of its band), but FLOPs count as in the thesis's
-    section 4.5, where it saves nothing.
+    ``value`` (None: that of the keys). Every token attends to all, or to ``window``, the
+    last or those of its ``chunked`` part; a ``causal`` mask leaves a part of the scores (in a
+    window: of its band), but FLOPs count as in the thesis's section 4.5, where it saves nothing.
     """
     value = head if value is None else value
     rows, key_rows = (batch * each * sequence for each in (heads, key_heads or heads))
@@ -140,7 +156,7 @@ def fused_attention(
         saved=inputs + added,
         saved_bytes=4 * rows,
         input_gradients=(3 * head + 2 * value) / (head + value),
-        unmasked=1.0 - seen / (2 * sequence) if causal else 1.0,
+        unmasked=1.0 - seen / (2 * (seen if chunked else sequence)) if causal else 1.0,
     )
 
 

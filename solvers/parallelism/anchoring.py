@@ -14,6 +14,7 @@ from stagewright.graphs.machines.anchors import Anchor
 from stagewright.graphs.machines.rates import BORROWED, RateSet, Spread
 from stagewright.graphs.models.architecture import GroupedAttention
 from stagewright.graphs.models.shards import LayerKind, LayerSplit
+from stagewright.graphs.models.traits import counted_traits
 from stagewright.solvers.parallelism.space import Space, chosen
 
 COMPOSED = 1.1
@@ -71,7 +72,7 @@ def require_timeable(problem: TrainingProblem) -> None:
         (of.encoder, "an encoder"),
         (not isinstance(of.attention, GroupedAttention), "latent attention"),
         (window, "a sliding window"),
-        (of.block_norms != 2, f"{of.block_norms} norms in a block"),
+        *((True, what) for what in counted_traits(of)),
         (of.dropout, "dropout"),
         (problem.precision.fp8_products, "products in fp8"),
         (problem.attention != "fused", "materialized attention"),

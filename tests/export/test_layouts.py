@@ -323,7 +323,7 @@ REFUSED = [
     ),
     *refused(ACCELERATE, GPT2, "t2 d4 zero2", "tensor degree 2 of gpt2: .* plan of transformers"),
     *refused(
-        CORE, replace(GPT2, name="gpt_neox", positions=None), "d8", "attention and feed-forward of"
+        CORE, replace(GPT2, parallel=True, positions=None), "d8", "attention and feed-forward of"
     ),
     *refused(MEGATRON, replace(LLAMA, rotary_base=1e4 / 3), "d8", "base of rotary.*integers"),
     *refused(TITAN, LLAMA, "p4 d2 zero1", "2 microbatches in a pipeline of 4", microbatches=2),
@@ -341,7 +341,19 @@ REFUSED = [
     *refused(
         OTHERS, LLAMA, "d8 zero3 mlp", "mlp: .* no such modules", memory=STACK_MEMORY["megatron"]
     ),
-    *refused(MEGATRON, replace(LLAMA, name="gemma"), "d8", "gemma's feed-forward with GELU gates"),
+    *refused(CORE, replace(LLAMA, norm="layer-plain"), "d8", "norms without weights.*deepspeed"),
+    *refused(
+        (*MEGATRON, *TITAN),
+        replace(LLAMA, traits=frozenset({"GELU gates"})),
+        "d8",
+        "has GELU gates",
+    ),
+    *refused(
+        MEGATRON,
+        replace(LLAMA, attention=replace(LLAMA.attention, sinks=True)),
+        "d8",
+        "has attention sinks: Megatron-LM has no field for it; export to nemo or megatron-bridge",
+    ),
     *refused(MEGATRON, replace(LLAMA, block_norms=4), "d8", "4 norms in a block"),
     *refused(MEGATRON, replace(LLAMA, feed_forward=BIASED), "d8", "biases of only some"),
     *refused(MEGATRON, replace(MIXTRAL, feed_forward=UNGATED), "d8", "gated experts beside"),

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from model_sizes import active_parameters, total_parameters
@@ -19,9 +20,14 @@ from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.prices.analytic import architecture_model
 from stagewright.graphs.documents.documents import parse, to_json
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.importers import hf_config
 from stagewright.graphs.importers.config_fields import Fields
-from stagewright.graphs.importers.hf_config import _READERS, architecture_of, read_hf_config
+from stagewright.graphs.importers.hf_config import (
+    _architecture,
+    _variant,
+    architecture_of,
+    read_hf_config,
+)
+from stagewright.graphs.importers.hf_types import TYPES
 from stagewright.graphs.machines.networks import fabric_of_kind
 from stagewright.service.layouts.problems import training_problem
 
@@ -106,32 +112,52 @@ def test_active_parameters_of_published_models(fields, billions):
 
 
 # One change at a time from small configurations that ``transformers`` builds too.
-SMALL = {
-    "llama": sized("llama", 3, 32, 4, 2, 48, 90),
-    "mistral": sized("mistral", 3, 32, 4, 2, 48, 90),
-    "mixtral": sized("mixtral", 3, 32, 4, 2, 48, 90, num_local_experts=4, num_experts_per_tok=2),
-    "qwen2": sized("qwen2", 3, 32, 4, 2, 48, 90),
-    "qwen3": sized("qwen3", 3, 32, 4, 2, 48, 90, head_dim=16),
-    "qwen2_moe": sized(
-        "qwen2_moe", 3, 32, 4, 2, 48, 90, num_experts=5, num_experts_per_tok=2,
-        moe_intermediate_size=12, shared_expert_intermediate_size=20,
-    ),
-    "gemma": sized("gemma", 3, 32, 4, 2, 48, 90),
-    "gemma2": sized("gemma2", 3, 32, 4, 2, 48, 90),
-    "deepseek_v2": sized(
-        "deepseek_v2", 3, 32, 4, 4, 48, 90, n_routed_experts=6, num_experts_per_tok=2,
-        moe_intermediate_size=12, first_k_dense_replace=1, q_lora_rank=20, kv_lora_rank=16,
-        qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6,
-    ),
-    "deepseek_v3": sized(
-        "deepseek_v3", 4, 32, 4, 4, 48, 90, n_routed_experts=8, num_experts_per_tok=2, n_group=2,
-        topk_group=1, moe_intermediate_size=12, q_lora_rank=20, kv_lora_rank=16,
-        qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6,
-    ),
-    "gpt_neox": sized("gpt_neox", 3, 32, 4, None, 48, 90),
-    "gpt2": {"model_type": "gpt2", "n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 90},
-    "bert": sized("bert", 3, 32, 4, None, 48, 90),
+ROUTED = {"num_local_experts": 4, "num_experts_per_tok": 2}
+FEW = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+GROUPS = {
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+    "moe_intermediate_size": 12,
 }  # fmt: skip
+LATENT = {
+    **GROUPS, "num_key_value_heads": 4, "q_lora_rank": 20, "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
+}  # fmt: skip
+SHORT = {"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 90}
+OTHER_FIELDS = {
+    "mixtral": ROUTED,
+    "qwen2_moe": FEW | {"shared_expert_intermediate_size": 20},
+    "qwen3": {"head_dim": 16},
+    "qwen3_moe": FEW,
+    "gpt_oss": ROUTED,
+    "phimoe": ROUTED,
+    "llama4_text": {"num_local_experts": 4, "num_experts_per_tok": 4, "intermediate_size_mlp": 40,
+                    "interleave_moe_layer_step": 2},
+    "glm4_moe": GROUPS,
+    "glm4_moe_lite": LATENT,
+    "deepseek_v2": LATENT | {"first_k_dense_replace": 1},
+    "deepseek_v3": LATENT | {"num_hidden_layers": 4},
+    "kimi_k2": LATENT | {"num_hidden_layers": 4},
+    "minimax_m2": ROUTED,
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
+    "granitemoe": ROUTED,
+    "granitemoeshared": ROUTED | {"shared_intermediate_size": 20},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "bloom": SHORT,
+    "gptj": SHORT | {"rotary_dim": 4},
+    "codegen": SHORT | {"rotary_dim": 4},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 12},
+    "dots1": GROUPS | {"n_shared_experts": 1},
+}  # fmt: skip
+SMALL = {kind: sized(kind, 3, 32, 4, 2, 48, 90) | OTHER_FIELDS.get(kind, {}) for kind in TYPES}
+SMALL |= {one: {"model_type": one, **SHORT} for one in ("gpt2", "gpt_bigcode")}
+BLOCKS = (
+    "gpt2", "bert", "mixtral", "qwen2_moe", "qwen3", "gemma2", "gpt_oss", "phi", "llama4_text",
+    "glm4_moe", "deepseek_v2", "deepseek_v3", "olmo2", "olmo", "falcon", "bloom", "cohere",
+    "ernie4_5_moe", "nemotron",
+)  # fmt: skip
+"""Types that have between them all that blocks have."""
+
 CHANGES = [
     *((kind, {}) for kind in SMALL),
     *((kind, {"tie_word_embeddings": False}) for kind in ("gpt2", "gemma", "gemma2")),
@@ -149,13 +175,27 @@ CHANGES = [
     ("qwen2_moe", {"decoder_sparse_step": 2}),
     ("qwen2_moe", {"mlp_only_layers": [1], "qkv_bias": False}),
     ("mistral", {"head_dim": None}),
+    ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    ("falcon", {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1}),
+    ("falcon", {"parallel_attn": False, "alibi": True, "bias": True, "multi_query": False}),
+    ("stablelm", {"use_parallel_residual": True, "qk_layernorm": True, "use_qkv_bias": True}),
+    ("cohere", {"use_qk_norm": True}),
+    ("phi", {"qk_layernorm": True, "num_key_value_heads": 4}),
+    ("glm4_moe", {"use_qk_norm": True, "attention_bias": True}),
+    ("glm4_moe_lite", {"mlp_layer_types": ["dense", "sparse", "dense"]}),
+    ("llama4_text", {"moe_layers": [0]}),
+    ("ernie4_5_moe", {"moe_layer_start_index": 0, "moe_layer_end_index": 1}),
+    ("gpt_oss", {"attention_bias": False}),
+    ("seed_oss", {"attention_out_bias": True, "mlp_bias": True}),
+    ("qwen3_moe", {"decoder_sparse_step": 2}),
 ]
 
 
 def fields_read(values):
     """The names of all fields that are looked for in a configuration."""
     fields = Fields(values)
-    hf_config._READERS[values["model_type"]](fields)
+    kind = values["model_type"]
+    _architecture(kind, _variant(TYPES[kind], fields), fields)
     return sorted(fields.sought)
 
 
@@ -174,7 +214,7 @@ def architectures(kind):
     return found
 
 
-@pytest.mark.parametrize("kind", _READERS)
+@pytest.mark.parametrize("kind", BLOCKS)
 def test_a_layout_of_every_model_is_read_as_it_is_written(kind):
     """With every field null, and absent."""
     found = architectures(kind)
@@ -197,12 +237,28 @@ def built(fields, **options):
     """The model that ``transformers`` makes of a configuration, on the current device."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     given = {name: value for name, value in fields.items() if name != "model_type"}
-    config = transformers.AutoConfig.for_model(fields["model_type"], **given, **options)
+    tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))  # small vocabularies
+    kind = {"kimi_k2": "deepseek_v3"}.get(fields["model_type"], fields["model_type"])
+    config = transformers.AutoConfig.for_model(kind, **given, **tokens, **options)
     masked = fields["model_type"] == "bert"
     family = transformers.AutoModelForMaskedLM if masked else transformers.AutoModelForCausalLM
     model = family.from_config(config)
     model.tie_weights()
     return model
+
+
+EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
+
+
+def require_config(config, found):
+    """What is read without being counted is that of the type's class."""
+    rotary = getattr(config, "rope_parameters", None) or {"rope_theta": None}
+    assert found.rotary_base == rotary.get("full_attention", rotary)["rope_theta"]
+    epsilons = [getattr(config, name) for name in EPSILONS if hasattr(config, name)]
+    assert [found.norm_epsilon] == (epsilons or [None])
+    kinds = getattr(config, "layer_types", None) or []
+    full = {index for index, kind in enumerate(kinds) if kind == "full_attention"}
+    assert found.full_layers == full or found.window is None or not kinds
 
 
 @pytest.mark.parametrize(("kind", "change"), CHANGES)
@@ -211,10 +267,12 @@ def test_parameters_equal_those_of_transformers(kind, change):
     fields = SMALL[kind] | change
     with torch.device("meta"):
         model = built(fields)
-    assert total_parameters(architecture_of(fields)) == sum(p.numel() for p in model.parameters())
+    found = architecture_of(fields)
+    assert total_parameters(found) == sum(p.numel() for p in model.parameters())
+    require_config(model.config, found)
 
 
-@pytest.mark.parametrize("kind", SMALL)
+@pytest.mark.parametrize("kind", BLOCKS)
 def test_flops_equal_those_that_torch_counts(kind):
     torch = pytest.importorskip("torch", reason="torch is not installed")
     counter = pytest.importorskip("torch.utils.flop_counter", reason="torch counts no FLOPs")
@@ -255,27 +313,22 @@ def test_a_file_is_read_as_it_is_published(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "change"),
     [
-        *((kind, {}) for kind in SMALL),
         ("qwen2", {"rope_theta": 1e6, "rms_norm_eps": 1e-5}),
         ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000}}),
         ("llama", {"rope_theta": None, "rope_parameters": None, "rms_norm_eps": 1e-3}),
         ("gpt2", {"layer_norm_epsilon": 1e-6}),
         ("bert", {"layer_norm_eps": 1e-6}),
         ("gpt_neox", {"rotary_emb_base": 25_000, "layer_norm_eps": 1e-6}),
+        ("gemma3_text", {"sliding_window_pattern": 2}),
+        ("smollm3", {"use_sliding_window": True, "sliding_window": 4, "no_rope_layers": [0, 1, 1]}),
+        ("llama4_text", {"attention_chunk_size": 4, "no_rope_layers": [1, 1, 0]}),
     ],
 )
 def test_rotary_base_and_epsilon_equal_those_of_transformers(kind, change):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     fields = SMALL[kind] | change
     given = {n: value for n, value in fields.items() if n != "model_type" and value is not None}
-    config = transformers.AutoConfig.for_model(kind, **given)
-    found = architecture_of(fields)
-    rotary = getattr(config, "rope_parameters", None) or {"rope_theta": None}
-    assert found.rotary_base == rotary["rope_theta"]
-    names = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
-    assert [found.norm_epsilon] == [
-        getattr(config, name) for name in names if hasattr(config, name)
-    ]
+    require_config(transformers.AutoConfig.for_model(kind, **given), architecture_of(fields))
 
 
 @pytest.mark.parametrize("value", [0, -1.0, "1e6", True, float("inf")])
@@ -294,7 +347,10 @@ def test_the_source_states_what_is_left_out():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "t5"}, f"model_type must be one of {', '.join(_READERS)}; .*'t5'"),
+        (
+            {"model_type": "t5"},
+            "model_type must be one of .*'t5', and an encoder and a decoder cannot be priced",
+        ),
         ({"model_type": ["llama"]}, r"model_type must be one of .*\['llama'\]"),
         ({"model_type": None}, "model_type must be one of .* there is None"),
         ({"hidden_size": ...}, "hidden_size is missing; it must be a positive integer"),
@@ -329,9 +385,44 @@ def test_bad_fields_are_refused(change, message, tmp_path):
         read_hf_config(path)
 
 
+EXPERTS = FEW | {"decoder_sparse_step": 1, "mlp_only_layers": []}
+
+
 @pytest.mark.parametrize(
     ("kind", "change", "message"),
     [
+        ("yi", {"rms_norm_eps": 1e-6}, "'yi', with the fields of llama: set model_type to it if"),
+        ("other", EXPERTS, "'other', with the fields of qwen3_moe"),
+        ("deepseek_v32", LATENT | {"first_k_dense_replace": 1}, "with the fields of deepseek_v2:"),
+        ("qwen3_next", EXPERTS, "linear-attention blocks cannot be priced.* is qwen3_moe$"),
+        ("minimax", {}, "linear-attention blocks cannot be priced; the nearest is"),
+        ("mine", {"is_encoder_decoder": True}, "an encoder and a decoder cannot be priced"),
+        ("lama", {"hidden_size": ...}, "'lama'; is llama meant"),
+        ("llava", {"text_config": {"model_type": "rwkv"}}, "text_config: model_type .*'rwkv', and"),
+    ],
+)
+def test_other_types_are_told_the_nearest(kind, change, message):
+    fields = sized(kind, 3, 32, 4, 2, 48, 90) | change
+    with pytest.raises(InputError, match=message):
+        architecture_of({name: value for name, value in fields.items() if value is not ...})
+
+
+def test_the_text_model_of_a_model_with_other_towers():
+    text = {"model_type": "gemma3_text", "hidden_size": 32, "num_hidden_layers": 6}
+    found = architecture_of({"model_type": "gemma3", "text_config": text})
+    assert found == replace(architecture_of(text), left_out="what gemma3 has beside its text model")
+    assert (found.attention.heads, found.vocabulary, found.full_layers) == (8, 262_208, {5})
+
+
+def test_the_documentation_lists_all_types():
+    text = (Path(__file__).parents[2] / "docs/plan-my-model.md").read_text()
+    assert all(f"`{kind}`" in text for kind in TYPES)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before must be true"),
         ("bert", {"is_decoder": True}, "is_decoder must be false: such models are not supported"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention must be false"),
         ("gpt2", {"resid_pdrop": "none"}, "resid_pdrop must be from 0 to 1, got 'none'"),

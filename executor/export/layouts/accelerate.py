@@ -30,7 +30,9 @@ from stagewright.graphs.models.tuning import target_names
 
 FILE = "stagewright_accelerate.py"
 
-_WITHOUT_TENSOR_PLAN = ("gpt2", "bert")  # models of transformers
+_WITHOUT_TENSOR_PLAN = (
+    "gpt2", "gpt_bigcode", "bert", "falcon", "bloom", "opt", "stablelm", "kimi_k2",
+)  # fmt: skip
 _MIXED = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 _DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
 

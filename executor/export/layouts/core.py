@@ -27,6 +27,7 @@ from stagewright.executor.export.options import filled
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.models import traits
 from stagewright.graphs.models.architecture import Architecture, LatentAttention
 from stagewright.graphs.models.modules import modules_of
 
@@ -164,12 +165,20 @@ def model_fields(architecture: Architecture) -> Fields:
     return rotary_and_norms(architecture, "rotary_base", "layernorm_epsilon")
 
 
-def _refuse_side_by_side(problem: TrainingProblem, _: Layout, framework: str) -> None:
-    if problem.architecture.name == "gpt_neox":
-        raise InputError(
-            f"gpt_neox's attention and feed-forward of one input: {framework} has them one after "
-            "the other; deepspeed and accelerate take any model of transformers"
-        )
+_LACKING = (
+    traits.SIDE_BY_SIDE, traits.EMBEDDING_NORM, traits.LOGITS_BIAS, traits.SCALES_ONLY,
+    traits.NO_WEIGHTS, traits.NORMS_AFTER, traits.ALIBI,
+)  # fmt: skip
+"""What no layer of Megatron Core has, whatever the recipe."""
+
+
+def _refuse_other_layers(problem: TrainingProblem, _: Layout, framework: str) -> None:
+    for what in traits.every_trait(problem.architecture):
+        if what in _LACKING:
+            raise InputError(
+                f"{problem.architecture.name} has {what}: {framework} has no such layers; "
+                "deepspeed and accelerate take any model of transformers"
+            )
 
 
 def _refuse_zero_bubble(_: TrainingProblem, layout: Layout, framework: str) -> None:
@@ -252,7 +261,7 @@ MEGATRON = "NVIDIA/Megatron-LM core 0.20 (d98e8a6), megatron"
 RULES = (
     FrameworkRule(f"{MEGATRON}/core/models/gpt", refuse_encoder, of_problem=True),
     FrameworkRule(
-        f"{MEGATRON}/core/transformer/transformer_layer.py", _refuse_side_by_side, of_problem=True
+        f"{MEGATRON}/core/transformer/transformer_layer.py", _refuse_other_layers, of_problem=True
     ),
     FrameworkRule(
         f"{MEGATRON}/core/transformer/transformer_config.py", refuse_one_byte, of_problem=True

@@ -9,7 +9,12 @@ from itertools import groupby
 
 from stagewright.executor.export.layouts.common import Fields, comment, launch, left_out
 from stagewright.executor.export.layouts.core import FSDP_FORMAT, MEGATRON, RULES, Core, core_of
-from stagewright.executor.export.layouts.rules import Framework, FrameworkRule, refuse_tuning
+from stagewright.executor.export.layouts.rules import (
+    Framework,
+    FrameworkRule,
+    refuse_traits,
+    refuse_tuning,
+)
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
@@ -133,22 +138,6 @@ def _pattern(flags: list[bool]) -> str:
     return "+".join(f"[{flag}]*{count}" for flag, count in runs)
 
 
-def _require_norms(problem: TrainingProblem, _: Layout, framework: str) -> None:
-    if problem.architecture.block_norms != 2:
-        raise InputError(
-            f"{problem.architecture.block_norms} norms in a block: {framework} has 2; export to "
-            "nemo or megatron-bridge, whose recipes bring the model"
-        )
-
-
-def _refuse_gelu_gates(problem: TrainingProblem, _: Layout, framework: str) -> None:
-    if problem.architecture.name.startswith("gemma"):
-        raise InputError(
-            f"{problem.architecture.name}'s feed-forward with GELU gates: {framework} has no "
-            "argument for it; export to nemo or megatron-bridge, whose recipes bring the model"
-        )
-
-
 def _require_gates(problem: TrainingProblem, _: Layout, framework: str) -> None:
     if problem.architecture.experts is not None and not problem.architecture.feed_forward.gated:
         raise InputError(
@@ -182,8 +171,7 @@ def _require_whole_base(problem: TrainingProblem, _: Layout, framework: str) -> 
 MODEL_RULES = tuple(
     FrameworkRule(f"{MEGATRON}/training/arguments.py", require, of_problem=True)
     for require in (
-        _require_norms,
-        _refuse_gelu_gates,
+        refuse_traits,
         _require_gates,
         _require_biases,
         _require_whole_base,

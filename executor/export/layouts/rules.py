@@ -13,6 +13,7 @@ from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.architecture import GroupedAttention
 from stagewright.graphs.models.modules import modules_of
+from stagewright.graphs.models.traits import every_trait
 
 Require: TypeAlias = Callable[[TrainingProblem, Layout, str], None]
 """Raises InputError, in one line with what would do, of a layout for a framework of that name."""
@@ -72,6 +73,15 @@ def refuse_encoder(problem: TrainingProblem, _: Layout, framework: str) -> None:
         raise InputError(
             f"an encoder ({problem.architecture.name}): {framework} trains decoders; deepspeed and "
             "accelerate take any model of transformers"
+        )
+
+
+def refuse_traits(problem: TrainingProblem, _: Layout, framework: str) -> None:
+    """Refuse a model with anything that a plain Llama or GPT lacks."""
+    for what in every_trait(problem.architecture):
+        raise InputError(
+            f"{problem.architecture.name} has {what}: {framework} has no field for it; export to "
+            "nemo or megatron-bridge, whose recipes bring the model, or to deepspeed or accelerate"
         )
 
 

@@ -34,6 +34,7 @@ from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.architecture import Architecture, GroupedAttention
+from stagewright.graphs.models.traits import every_trait
 
 FILE = "stagewright_torchtitan.py"
 
@@ -179,10 +180,8 @@ def _require_model(problem: TrainingProblem, _: Layout, framework: str) -> None:
     lacking = [
         (of.positions is not None, "learned positions"),
         (of.norm != "rms", "norms with a mean"),
-        (of.block_norms != 2, f"{of.block_norms} norms in a block"),
         (of.attention.bias or of.feed_forward.bias, "biases"),
         (not of.feed_forward.gated, "a feed-forward without gates"),
-        (of.name.startswith("gemma"), "gates with GELU"),
         (of.window is not None and of.window < problem.sequence, "a sliding window"),
         (
             experts is not None and grouped is not None and not grouped.head_norms,
@@ -192,6 +191,7 @@ def _require_model(problem: TrainingProblem, _: Layout, framework: str) -> None:
             experts is not None and grouped is not None and experts.shared_width is not None,
             "shared experts beside attention without latent vectors",
         ),
+        *((True, what) for what in every_trait(of)),
     ]
     for lacks, what in lacking:
         if lacks:

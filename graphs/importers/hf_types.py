@@ -1,0 +1,388 @@
+"""The model types of transformers that are read: which fields of a ``config.json`` mean what.
+
+A type is an entry. A cell is a number or a word that holds for all models of the type, a
+:data:`Field`, or for required fields the name alone. Names and defaults are those of the
+configuration classes of the ``transformers`` package (compared with its release 5); ``a|b`` is a
+field that has two names. Fields that change neither parameters nor operators are not read.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from stagewright.graphs.importers.config_fields import Cell, Field
+from stagewright.graphs.models.traits import ALIBI, NORMS_AFTER
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertFields:
+    """Fields of the experts; ``shared`` is the width of shared experts, or with ``each`` a number.
+
+    ``dense`` is the field that says which blocks have none, see ``hf_config``.
+    """
+
+    number: Cell
+    per_token: Cell = "num_experts_per_tok"
+    width: Cell = "moe_intermediate_size"
+    shared: Cell = None
+    each: bool = False
+    gate: bool = False
+    dense: Field | None = None
+    bias: bool = False
+    router_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelType:
+    """Fields of a model type; by default those of Llama.
+
+    Where they are null, ``groups`` are the heads, the head's size follows from the hidden size, and
+    the ``width`` is four times that. ``latent``: the ranks of queries and of keys and values, and a
+    head's sizes (plain, rotary, value). ``output_bias`` None is as ``bias``; ``offset`` is of the
+    table of positions. ``pattern`` says which blocks have no window: those that the field
+    ``layer_types`` or else a rule of ``hf_config`` tells; with ``alternates`` every second of the
+    others has none either. ``rotary_part`` of a head is rotated. ``when`` a flag is not its
+    default, the cells are replaced. Other values of the flags in ``required`` are refused:
+    such operators are not counted.
+    """
+
+    layers: Cell = "num_hidden_layers"
+    hidden: Cell = "hidden_size"
+    vocabulary: Cell = "vocab_size"
+    heads: Cell = "num_attention_heads"
+    groups: Cell = ("num_key_value_heads", None)
+    head_size: Cell = ("head_dim", None)
+    bias: Field | bool = ("attention_bias", False)
+    output_bias: Field | bool | None = None
+    head_norms: Field | bool = False
+    whole_norms: Field | bool = False
+    sinks: bool = False
+    latent: tuple[Field, Field, Field, Field, Field] | None = None
+    width: Cell = "intermediate_size"
+    gated: bool = True
+    mlp_bias: Field | bool = False
+    experts: ExpertFields | None = None
+    norm: Literal["layer", "rms", "layer-scale", "layer-plain"] = "rms"
+    norms: Cell = 2
+    parallel: bool = False
+    embedding_norm: bool = False
+    epsilon: Field | None = ("rms_norm_eps", 1e-6)
+    base: Field | None = ("rope_theta", 10_000.0)
+    rotary: bool = True
+    rotary_part: Field | None = None
+    positions: Cell = None
+    offset: int = 0
+    segments: Cell = None
+    tied: Field = ("tie_word_embeddings", False)
+    logits_bias: Field | bool = False
+    window: Cell = None
+    pattern: Field | int | None = None
+    alternates: bool = False
+    chunked: bool = False
+    dropout: Field | None = None
+    encoder: bool = False
+    required: tuple[tuple[str, bool], ...] = ()
+    traits: tuple[str, ...] = ()
+    when: tuple[tuple[str, bool, Mapping[str, Any]], ...] = ()
+
+
+_GELU = "GELU gates"
+_RELU = "a squared ReLU"
+_UNROTATED = "blocks without rotary positions"
+_ADJACENT = "rotations of adjacent elements"
+_SCALES = "factors of embeddings, residuals and logits"
+_TIED: Field = ("tie_word_embeddings", True)
+_DROPPED: Field = ("resid_pdrop", 0.0)
+_EPSILON: Field = ("rms_norm_eps", 1e-5)
+_LAYER_EPSILON: Field = ("layer_norm_eps", 1e-5)
+_WINDOW: Field = ("sliding_window", 4096)
+_HALF: Field = ("partial_rotary_factor", 0.5)
+_QWEN_WINDOW = (("use_sliding_window", False, {"window": _WINDOW}),)
+
+_LLAMA = ModelType(mlp_bias=("mlp_bias", False))
+_MISTRAL = ModelType(bias=False, groups=("num_key_value_heads", 8), window=_WINDOW)
+_QWEN2 = ModelType(
+    groups=("num_key_value_heads", 32), bias=True, output_bias=False,
+    pattern=("max_window_layers", 28), when=_QWEN_WINDOW,
+)  # fmt: skip
+_QWEN3 = replace(
+    _QWEN2, head_size=("head_dim", 128), bias=("attention_bias", False), output_bias=None,
+    head_norms=True,
+)  # fmt: skip
+_QWEN_EXPERTS = ExpertFields(
+    number="num_experts|num_local_experts", dense=("decoder_sparse_step", 1)
+)
+_GEMMA = ModelType(
+    groups=("num_key_value_heads", 16), head_size=("head_dim", 256), tied=_TIED,
+    traits=(_GELU, "scaled embeddings"), required=(("use_bidirectional_attention", False),),
+)  # fmt: skip
+_GEMMA2 = replace(
+    _GEMMA, groups=("num_key_value_heads", 4), norms=4, window=_WINDOW, pattern=2,
+    traits=(*_GEMMA.traits, "capped scores"),
+)  # fmt: skip
+_LATENT: tuple[Field, Field, Field, Field, Field] = (
+    ("q_lora_rank", 1536), ("kv_lora_rank", 512), ("qk_nope_head_dim", 128),
+    ("qk_rope_head_dim", 64), ("v_head_dim", 128),
+)  # fmt: skip
+_DEEPSEEK_EXPERTS = ExpertFields(
+    number="n_routed_experts", shared=("n_shared_experts", 1), each=True,
+    dense=("first_k_dense_replace", 3),
+)  # fmt: skip
+_DEEPSEEK_V2_EXPERTS = replace(
+    _DEEPSEEK_EXPERTS, shared=("n_shared_experts", 2), dense=("first_k_dense_replace", 0)
+)
+_DEEPSEEK_V3 = ModelType(latent=_LATENT, experts=_DEEPSEEK_EXPERTS)
+_GPT2 = ModelType(
+    layers="n_layer|num_hidden_layers", hidden="n_embd|hidden_size",
+    heads="n_head|num_attention_heads", groups=None, head_size=None,
+    bias=True, width=("n_inner", None), gated=False, mlp_bias=True, norm="layer",
+    epsilon=("layer_norm_epsilon", 1e-5), base=None, positions=("n_positions", 1024), tied=_TIED,
+    dropout=("resid_pdrop", 0.1), required=(("add_cross_attention", False),),
+)  # fmt: skip
+_GPTJ = replace(
+    _GPT2, bias=False, norms=1, parallel=True, positions=None, logits_bias=True, dropout=_DROPPED,
+    tied=("tie_word_embeddings", False), traits=(_ADJACENT, "rotary positions in part of a head"),
+    required=(),
+)  # fmt: skip
+_GLM = ModelType(
+    bias=("attention_bias", True), output_bias=False, groups=("num_key_value_heads", 2),
+    head_size=("head_dim", 128), epsilon=("rms_norm_eps", 1.5625e-7), rotary_part=_HALF,
+    traits=(_ADJACENT,),
+)  # fmt: skip
+_OLMO2 = ModelType(
+    head_size=None, whole_norms=True, epsilon=_EPSILON, traits=(NORMS_AFTER,),
+)  # fmt: skip
+_GRANITE_EXPERTS = ExpertFields(
+    number=("num_local_experts", 8), per_token=("num_experts_per_tok", 2),
+    width="intermediate_size",
+)  # fmt: skip
+_GRANITE = ModelType(head_size=None, mlp_bias=("mlp_bias", False), traits=(_SCALES,))
+_COHERE = ModelType(
+    head_size=None, whole_norms=("use_qk_norm", False), norm="layer-scale", norms=1, parallel=True,
+    epsilon=_LAYER_EPSILON, base=("rope_theta", 5e5), tied=_TIED,
+    traits=(_ADJACENT, "a factor of logits"),
+)  # fmt: skip
+_ERNIE = ModelType(
+    bias=("use_bias", False), mlp_bias=("use_bias", False), epsilon=_EPSILON,
+    base=("rope_theta", 5e5), tied=_TIED, traits=(_ADJACENT,),
+)  # fmt: skip
+_MIXTRAL_EXPERTS = ExpertFields(number="num_local_experts|num_experts", width="intermediate_size")
+_OLMO_EXPERTS = ExpertFields(number="num_experts", width="intermediate_size")
+
+TYPES: dict[str, ModelType] = {
+    "gpt2": _GPT2,
+    "llama": _LLAMA,
+    "mistral": _MISTRAL,
+    "mixtral": replace(
+        _MISTRAL, window=("sliding_window", None), base=("rope_theta", 1e6),
+        epsilon=_EPSILON, experts=_MIXTRAL_EXPERTS,
+    ),
+    "qwen2": _QWEN2,
+    "qwen2_moe": replace(
+        _QWEN2, groups=("num_key_value_heads", 16), bias=("qkv_bias", True),
+        alternates=True,
+        experts=replace(_QWEN_EXPERTS, shared="shared_expert_intermediate_size", gate=True),
+    ),
+    "qwen3": _QWEN3,
+    "qwen3_moe": replace(
+        _QWEN3, groups=("num_key_value_heads", 4), head_size=("head_dim", None), pattern=None,
+        experts=_QWEN_EXPERTS,
+    ),
+    "gemma": _GEMMA,
+    "gemma2": _GEMMA2,
+    "gemma3_text": replace(
+        _GEMMA2, layers=("num_hidden_layers", 26), hidden=("hidden_size", 2304),
+        heads=("num_attention_heads", 8), vocabulary=("vocab_size", 262_208),
+        width=("intermediate_size", 9216), head_norms=True, base=("rope_theta", 1e6),
+        pattern=("sliding_window_pattern", 6),
+        traits=(*_GEMMA.traits, "two bases of rotary positions"),
+    ),
+    "gpt_oss": ModelType(
+        groups=("num_key_value_heads", 8), head_size=("head_dim", 64),
+        bias=("attention_bias", True), sinks=True, epsilon=_EPSILON, base=("rope_theta", 150_000.0),
+        window=("sliding_window", 128), pattern=2,
+        experts=replace(_MIXTRAL_EXPERTS, bias=True, router_bias=True), traits=("clamped gates",),
+    ),
+    "phi": ModelType(
+        head_size=None, bias=True, head_norms=("qk_layernorm", False), gated=False, mlp_bias=True,
+        norm="layer", norms=1, parallel=True,
+        epsilon=_LAYER_EPSILON, rotary_part=_HALF, logits_bias=True, dropout=_DROPPED,
+    ),
+    "phi3": ModelType(
+        head_size=None, bias=False, epsilon=_EPSILON,
+        rotary_part=("partial_rotary_factor", 1.0),
+        window=("sliding_window", None), dropout=_DROPPED,
+    ),
+    "phimoe": ModelType(
+        groups=("num_key_value_heads", 8), head_size=None, norm="layer",
+        epsilon=_EPSILON, base=("rope_theta", 1e6), window=("sliding_window", None),
+        logits_bias=("lm_head_bias", False), experts=_MIXTRAL_EXPERTS,
+        traits=("sparse mixing of experts",),
+    ),
+    "llama4_text": ModelType(
+        groups=("num_key_value_heads", 8), head_size=("head_dim", 128),
+        width="intermediate_size_mlp", epsilon=_EPSILON,
+        base=("rope_theta", 5e5),
+        window=("attention_chunk_size", 8192), chunked=True, pattern=("no_rope_layer_interval", 4),
+        experts=ExpertFields(
+            number="num_local_experts", width="intermediate_size", shared="intermediate_size",
+            dense=("interleave_moe_layer_step", 1),
+        ),
+        traits=(
+            _UNROTATED, _ADJACENT, "norms of heads without weights",
+            "experts that scale their inputs",
+        ),
+    ),
+    "glm": _GLM,
+    "glm4": replace(_GLM, norms=4),
+    "glm4_moe": ModelType(
+        groups=("num_key_value_heads", 8), output_bias=False, head_norms=("use_qk_norm", False),
+        epsilon=_EPSILON, rotary_part=_HALF,
+        experts=replace(_DEEPSEEK_EXPERTS, dense=("first_k_dense_replace", 1)),
+    ),
+    "glm4_moe_lite": replace(
+        _DEEPSEEK_V3, epsilon=_EPSILON,
+        latent=(
+            ("q_lora_rank", 768), ("kv_lora_rank", 512), ("qk_nope_head_dim", 192),
+            ("qk_rope_head_dim", 64), ("v_head_dim", 256),
+        ),
+        experts=replace(_DEEPSEEK_EXPERTS, dense=("mlp_layer_types", None)),
+    ),
+    "deepseek_v2": ModelType(
+        latent=_LATENT, experts=_DEEPSEEK_V2_EXPERTS, required=(("mlp_bias", False),)
+    ),
+    "deepseek_v3": _DEEPSEEK_V3,
+    "kimi_k2": _DEEPSEEK_V3,
+    "minimax_m2": ModelType(
+        bias=False, groups=("num_key_value_heads", 8), head_size=("head_dim", 128),
+        whole_norms=True, base=("rope_theta", 5e6), experts=_MIXTRAL_EXPERTS,
+    ),
+    "olmo": ModelType(head_size=None, norm="layer-plain", epsilon=None),
+    "olmo2": _OLMO2,
+    "olmo3": replace(_OLMO2, base=("rope_theta", 5e5), window=_WINDOW, pattern=4),
+    "olmoe": replace(_OLMO2, experts=_OLMO_EXPERTS, traits=()),
+    "flex_olmo": replace(
+        _OLMO2, epsilon=("rms_norm_eps", 1e-6), base=("rope_theta", 5e5), experts=_OLMO_EXPERTS
+    ),
+    "granite": _GRANITE,
+    "granitemoe": replace(_GRANITE, mlp_bias=False, experts=_GRANITE_EXPERTS),
+    "granitemoeshared": replace(
+        _GRANITE, mlp_bias=False,
+        experts=replace(_GRANITE_EXPERTS, shared=("shared_intermediate_size", None)),
+    ),
+    "nemotron": ModelType(
+        gated=False, mlp_bias=("mlp_bias", False), norm="layer", epsilon=("norm_eps", 1e-5),
+        rotary_part=_HALF, traits=(_RELU, "norms that add 1 to their weights"),
+    ),
+    "falcon": ModelType(
+        layers="num_hidden_layers|n_layer", heads="num_attention_heads|n_head", groups=1,
+        head_size=None, bias=("bias", False), width=("ffn_hidden_size", None), gated=False,
+        mlp_bias=("bias", False),
+        norm="layer", norms=1, parallel=True, epsilon=("layer_norm_epsilon", 1e-5), tied=_TIED,
+        dropout=("hidden_dropout", 0.0),
+        when=(
+            ("multi_query", True, {"groups": None}),
+            ("parallel_attn", True, {"parallel": False, "norms": 2}),
+            (
+                "new_decoder_architecture", False,
+                {"groups": ("num_kv_heads", None), "norms": ("num_ln_in_parallel_attn", 2)},
+            ),
+            ("alibi", False, {"rotary": False, "traits": (ALIBI,)}),
+        ),
+    ),
+    "bloom": replace(
+        _GPT2, hidden="hidden_size|n_embed", heads="n_head|num_attention_heads", width=None,
+        embedding_norm=True, rotary=False, positions=None, dropout=("hidden_dropout", 0.0),
+        traits=(ALIBI,), required=(("apply_residual_connection_post_layernorm", False),),
+    ),
+    "opt": ModelType(
+        groups=None, head_size=None, bias=("enable_bias", True), width="ffn_dim", gated=False,
+        mlp_bias=("enable_bias", True), norm="layer", epsilon=None, base=None,
+        positions=("max_position_embeddings", 2048), offset=2, tied=_TIED, dropout=("dropout", 0.1),
+        traits=("a ReLU",),
+        required=(
+            ("_remove_final_layer_norm", False), ("do_layer_norm_before", True),
+            ("layer_norm_elementwise_affine", True),
+        ),
+    ),
+    "stablelm": ModelType(
+        head_size=None, bias=("use_qkv_bias", False), output_bias=False,
+        whole_norms=("qk_layernorm", False), norm="layer", epsilon=_LAYER_EPSILON,
+        rotary_part=("partial_rotary_factor", 0.25), dropout=("hidden_dropout", 0.0),
+        when=(("use_parallel_residual", False, {"parallel": True, "norms": 1}),),
+    ),
+    "cohere": _COHERE,
+    "cohere2": replace(
+        _COHERE, whole_norms=False, base=("rope_theta", 10_000.0), window=_WINDOW,
+        pattern=("sliding_window_pattern", 4), traits=(*_COHERE.traits, _UNROTATED),
+    ),
+    "starcoder2": ModelType(
+        groups=("num_key_value_heads", 2), head_size=None, bias=("use_bias", True), gated=False,
+        mlp_bias=("use_bias", True), norm="layer", epsilon=("norm_epsilon", 1e-5),
+        window=("sliding_window", None), tied=_TIED, dropout=("residual_dropout", 0.0),
+    ),
+    "gpt_neox": ModelType(
+        groups=None, head_size=None, bias=("attention_bias", True), gated=False, mlp_bias=True,
+        norm="layer", parallel=True, epsilon=_LAYER_EPSILON,
+        base=("rotary_emb_base", 10_000.0), rotary_part=("rotary_pct|partial_rotary_factor", 0.25),
+        dropout=("hidden_dropout", 0.0),
+        when=(("use_parallel_residual", True, {"parallel": False}),),
+    ),
+    "gptj": _GPTJ,
+    "codegen": _GPTJ,
+    "gpt_bigcode": replace(_GPT2, groups=1, when=(("multi_query", True, {"groups": None}),)),
+    "bert": ModelType(
+        groups=None, head_size=None, bias=True, gated=False, mlp_bias=True, norm="layer",
+        epsilon=("layer_norm_eps", 1e-12), base=None, positions=("max_position_embeddings", 512),
+        segments=("type_vocab_size", 2), tied=_TIED, dropout=("hidden_dropout_prob", 0.1),
+        encoder=True, required=(("is_decoder", False), ("add_cross_attention", False)),
+    ),
+    "ernie4_5": replace(_ERNIE, groups=("num_key_value_heads", 2), head_size=("head_dim", 128)),
+    "ernie4_5_moe": replace(
+        _ERNIE, groups=("num_key_value_heads", 4), bias=False, mlp_bias=False,
+        required=(("use_bias", False),),
+        experts=ExpertFields(
+            number="moe_num_experts", per_token="moe_k", shared=("moe_num_shared_experts", 2),
+            each=True, dense=("moe_layer_start_index", 1), router_bias=True,
+        ),
+    ),
+    "smollm3": replace(
+        _LLAMA, groups=("num_key_value_heads", 4), base=("rope_theta", 2e6), tied=_TIED,
+        pattern=("no_rope_layer_interval", 4), when=_QWEN_WINDOW, traits=(_UNROTATED,),
+    ),
+    "exaone4": ModelType(
+        bias=False, head_norms=True, epsilon=_EPSILON, window=_WINDOW,
+        pattern=("sliding_window_pattern", 4), traits=(NORMS_AFTER, _UNROTATED),
+    ),
+    "ministral3": replace(
+        _MISTRAL, head_size=("head_dim", 128), epsilon=_EPSILON,
+        base=("rope_theta", 1e6), window=("sliding_window", None),
+        traits=("queries scaled by position",),
+    ),
+    "seed_oss": ModelType(
+        head_size=("head_dim", 128), bias=("attention_bias", True),
+        output_bias=("attention_out_bias", False), mlp_bias=("mlp_bias", False),
+        dropout=("residual_dropout", 0.1),
+    ),
+    "arcee": ModelType(
+        gated=False, mlp_bias=("mlp_bias", False), epsilon=_EPSILON, traits=(_RELU,)
+    ),
+    "dots1": ModelType(
+        head_norms=True, window=_WINDOW, pattern=("max_window_layers", 62),
+        experts=replace(_DEEPSEEK_V2_EXPERTS, shared=("n_shared_experts", None)),
+    ),
+}  # fmt: skip
+
+ENCODER_DECODER = "an encoder and a decoder"
+
+NOT_PRICED = {
+    "state-space or linear-attention blocks": (
+        "mamba", "mamba2", "falcon_mamba", "jamba", "bamba", "zamba", "zamba2", "nemotron_h",
+        "falcon_h1", "granitemoehybrid", "recurrent_gemma", "rwkv", "xlstm", "minimax",
+        "qwen3_next", "kimi_linear", "lfm2",
+    ),
+    ENCODER_DECODER: (
+        "t5", "mt5", "umt5", "bart", "mbart", "pegasus", "marian", "whisper", "m2m_100", "t5gemma",
+    ),
+}  # fmt: skip
+"""What is not priced, and the types that have it; a configuration's own fields may say it too."""

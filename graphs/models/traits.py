@@ -1,0 +1,35 @@
+"""What sets a transformer apart from a plain Llama or GPT, in words."""
+
+from stagewright.graphs.models.architecture import Architecture, GroupedAttention
+
+SIDE_BY_SIDE = "attention and feed-forward of one input"
+EMBEDDING_NORM = "a norm of the embedding"
+LOGITS_BIAS = "biases of the logits"
+SCALES_ONLY = "layer norms without biases"
+NO_WEIGHTS = "norms without weights"
+NORMS_AFTER = "norms after attention and feed-forward alone"
+ALIBI = "ALiBi in place of positions"
+
+
+def counted_traits(of: Architecture) -> tuple[str, ...]:
+    """Those that change parameters or operators."""
+    attention, experts = of.attention, of.experts
+    grouped = attention if isinstance(attention, GroupedAttention) else None
+    found = {
+        SIDE_BY_SIDE: of.parallel,
+        EMBEDDING_NORM: of.embedding_norm,
+        LOGITS_BIAS: of.logits_bias,
+        SCALES_ONLY: of.norm == "layer-scale",
+        NO_WEIGHTS: of.norm == "layer-plain",
+        "norms of heads with weights for each": grouped is not None and grouped.whole_norms,
+        "attention sinks": grouped is not None and grouped.sinks,
+        "biases of experts": experts is not None and (experts.bias or experts.router_bias),
+        "attention in chunks": of.chunked,
+        f"{of.block_norms} norms in a block": of.block_norms != 2,
+    }
+    return tuple(what for what, has in found.items() if has)
+
+
+def every_trait(of: Architecture) -> tuple[str, ...]:
+    """The counted traits, and those that change no cost."""
+    return (*counted_traits(of), *of.traits)
