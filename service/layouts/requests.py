@@ -56,9 +56,11 @@ class LayoutRequest(Request):
     def _require_framework(self) -> Self:
         from stagewright.executor.export.layouts import EVERY_FORMAT
 
-        if self.framework is not None and self.framework not in EVERY_FORMAT:
+        name = self.framework
+        if name is not None and name not in EVERY_FORMAT:
+            hint = "; torch's FSDP is that of torchtitan, or of accelerate" * ("fsdp" in name)
             raise InputError(
-                f"framework {self.framework!r} is not known; there are {', '.join(EVERY_FORMAT)}"
+                f"framework {name!r} is not known; there are {', '.join(EVERY_FORMAT)}{hint}"
             )
         return self
 
