@@ -9,9 +9,10 @@ from layout_problems import LLAMA, MIXTRAL
 
 from stagewright.formulations.parallelism.estimate import evaluate
 from stagewright.formulations.parallelism.layout import Layout, parse_layout
-from stagewright.formulations.parallelism.ranges import causes, ranges, unknown_prices
+from stagewright.formulations.parallelism.ranges import causes, expected, ranges, unknown_prices
 from stagewright.formulations.parallelism.switches import price_effects
 from stagewright.formulations.parallelism.training import Price, SwitchedProblem, TrainingProblem
+from stagewright.formulations.prices.computing import precision_named
 from stagewright.graphs.documents.documents import write
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.networks import fabric_of_kind
@@ -95,6 +96,16 @@ def test_seconds_have_the_range_of_the_rates_and_of_what_these_lack(
             (low / widened[0] * found.seconds, high * widened[1] * found.seconds)
         )
         assert len(causes(problem_of(of, rates), FSDP)) == (widened != (1.0, 1.0))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+def test_products_in_32_bits_are_not_those_in_16(precision: str) -> None:
+    problem = problem_of(rates=replace(OWN, measured=ALL))
+    found = causes(replace(problem, precision=precision_named(precision)), Layout(data=16))
+    assert found[0] == "products in 32 bits not measured in mine"
+    assert any("allow_tf32" in one for one in found) == (precision == "tf32")
+    wide = expected(replace(problem, precision=precision_named(precision)), ())
+    assert wide == problem.spread.widened(*UNMEASURED["products in 32 bits"])
 
 
 def test_every_price_has_a_source_and_a_switch() -> None:
