@@ -29,6 +29,7 @@ from stagewright.formulations.parallelism.estimate import evaluate
 from stagewright.formulations.parallelism.ranges import measured_by
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.arrays import Floats
+from stagewright.graphs.documents.units import counted
 from stagewright.graphs.machines.rates import (
     FOLDER,
     LeftOut,
@@ -336,7 +337,13 @@ def _rate_set(
         errors.append(LeftOut(case, len(out), round(mean(map(abs, off)), 4), round(mean(off), 4)))
     dense = spread(ratios[False]) if ratios[False] else known["megatron-h100-26.06"].dense
     experts = spread(ratios[True]) if ratios[True] else dense.widened(1.25)
-    many = f"{len(pairs)} iterations of {len({run.model for run, _ in pairs})} models"
+    models = counted(len({run.model for run, _ in pairs}), "model", "models")
+    many = f"{len(pairs)} iterations of {models}"
+    others = " and ".join(one.name for one in fit.together if one != fit)
+    if others:
+        many += f"; what releases share, to those of {others} too"
+    if fit.like is not None:
+        many += f"; all but {', '.join(fit.constants)} from {fit.like}"
     return RateSet(
         fit.name, fit.stack, fit.devices, fit.releases, fit.source, f"fitted to {many}", reached,
         dense, experts, Spread(0.94, 1.06), tuple(errors),

@@ -147,4 +147,4 @@ def _features() -> Iterator[Case]:
 
 
 def _of(run: MeasuredRun) -> tuple[Feature, ...]:
-    return (*features(run.problem, run.layout), products(run.problem))
+    return (*features(run.problem, run.layout), products(run.problem.precision))

@@ -143,9 +143,14 @@ def _exchanges(
     the inputs; nothing runs beside the gathering of the outputs' gradients. ``beside`` are the
     seconds of these gradients.
     """
-    if once.waited is not None:
-        return once.waited
     reduction, routed = _each_exchange(problem, share, split, samples)
+    if once.waited is not None:
+        # What was timed together is divided as the computed seconds are.
+        both = _uncharged_exchange(problem, share, split, samples)
+        number = sum(share.reductions)
+        whole = number * both[0] + 2 * both[1]
+        part = (number * reduction + 2 * routed) / whole if whole else 1.0
+        return part * once.waited[0], part * once.waited[1]
     ahead, back = (number * reduction for number in share.reductions)
     seen = back / 2 if split.sequence_parallel else 0.0
     if split.sequence_parallel and not once.projected:
@@ -154,21 +159,28 @@ def _exchanges(
     return ahead + routed, seen + waited + routed
 
 
-@lru_cache(maxsize=1 << 15)
 def _each_exchange(
     problem: TrainingProblem, share: LayerShare, split: LayerSplit, samples: int
 ) -> tuple[float, float]:
     """Seconds of one tensor reduction, and of the way to the experts and back that is seen."""
+    reduction, routed = _uncharged_exchange(problem, share, split, samples)
+    return (
+        problem.charges("tensor exchange") * reduction,
+        problem.charges("expert exchange") * routed,
+    )
+
+
+@lru_cache(maxsize=1 << 15)
+def _uncharged_exchange(
+    problem: TrainingProblem, share: LayerShare, split: LayerSplit, samples: int
+) -> tuple[float, float]:
+    """The same seconds, whatever is free."""
     reached, size = problem.reached, problem.precision.activation_bytes
     tensor, expert = (links(problem.fabric, ((1, k),)) for k in (split.tensor, split.expert))
     reduction = all_reduce_seconds(tensor, samples * share.width * size)
     copies = share.copies if reached.once_per_unit else None
     there = all_to_all_seconds(expert, samples * share.dispatched * size, copies)
-    routed = 2 * (1 - reached.expert_overlap) * there
-    return (
-        problem.charges("tensor exchange") * reduction,
-        problem.charges("expert exchange") * routed,
-    )
+    return reduction, 2 * (1 - reached.expert_overlap) * there
 
 
 @lru_cache(maxsize=1 << 15)

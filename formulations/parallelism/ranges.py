@@ -8,6 +8,8 @@ from stagewright.formulations.parallelism.anchored import not_timed
 from stagewright.formulations.parallelism.estimate import Estimate
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
+from stagewright.formulations.prices.computing import Precision
+from stagewright.graphs.machines.anchors import TimedModel
 from stagewright.graphs.machines.groups import Group, links
 from stagewright.graphs.machines.rates import UNMEASURED, Beyond, Feature, Spread
 
@@ -60,7 +62,7 @@ def expected(problem: TrainingProblem, has: Iterable[Feature]) -> Spread:
     has widened it already, as runs of other stacks and devices show, whatever their features.
     """
     rates, found = problem.rates, problem.spread
-    lacks = [one for one in (*has, products(problem)) if one not in rates.measured]
+    lacks = [one for one in (*has, products(problem.precision)) if one not in rates.measured]
     for one in (*lacks, *(kind for kind, _ in beyond(problem))):
         found = found.widened(*UNMEASURED[one])
     return found
@@ -104,13 +106,13 @@ def causes(problem: TrainingProblem, layout: Layout) -> tuple[str, ...]:
     borrowed = [] if rates.borrowed is None else rates.borrowed.split("; ")
     unknown = [
         *unknown_prices(problem, layout),
-        *(one for one in [products(problem)] if one not in rates.measured),
+        *(one for one in [products(problem.precision)] if one not in rates.measured),
         *(words for _, words in beyond(problem)),
     ]
     if problem.architecture.tuning is not None:
         unknown.append("frozen weights")
     if problem.precision.tf32_products:
-        unknown.append("products in TF32 (torch.backends.cuda.matmul.allow_tf32)")
+        unknown.append("TF32 (torch.backends.cuda.matmul.allow_tf32)")
     return (
         *(f"rates {one}" for one in borrowed),
         *(f"{one} not measured in {rates.name}" for one in unknown),
@@ -121,7 +123,7 @@ def causes(problem: TrainingProblem, layout: Layout) -> tuple[str, ...]:
 def measured_by(runs: Iterable[tuple[TrainingProblem, Layout]]) -> Measured:
     """What measured runs have."""
     runs = tuple(runs)
-    has = {one for run in runs for one in (*features(*run), products(run[0]))}
+    has = {one for run in runs for one in (*features(*run), products(run[0].precision))}
     return Measured(
         measured=tuple(one for one in get_args(Feature) if one in has),
         most_devices=max(problem.fabric.devices for problem, _ in runs),
@@ -129,9 +131,11 @@ def measured_by(runs: Iterable[tuple[TrainingProblem, Layout]]) -> Measured:
     )
 
 
-def products(problem: TrainingProblem) -> Feature:
-    """In what the matrix products of a problem are."""
-    return "products in 8 bits" if problem.precision.fp8_products else "products in 16 bits"
+def products(of: Precision | TimedModel) -> Feature:
+    """In what matrix products are; those in TF32 have numbers of 32 bits."""
+    if of.fp8_products:
+        return "products in 8 bits"
+    return "products in 32 bits" if of.activation_bytes == 4 else "products in 16 bits"
 
 
 def _leaves_server(problem: TrainingProblem, group: Group) -> bool:

@@ -21,6 +21,11 @@ _CONSTANTS: dict[str, dict[str, Any]] = {
 }
 """Prices that are constants of the rate set alone, and their values without the price."""
 
+_TIMED = {
+    "matrix products", "attention", "memory-bound kernels", "sums of gradients", *_CONSTANTS
+} - {"exchange beside computation"}  # fmt: skip
+"""Prices that are within the seconds of timed layers, and are none of their own."""
+
 _ATTENTION = ("attention", "attention_backward", "attention_half_flops")
 _EXCHANGES = ("tensor exchange", "context exchange", "data exchange", "pipeline transfers")
 
@@ -52,12 +57,15 @@ def _switched(
 ) -> Iterator[tuple[str, float, str]]:
     """Every price with the seconds without it and its source."""
     layout, rates = found.layout, problem.rates
+    within = set() if rates.anchor is None else _TIMED
     for constants, changed in _CONSTANTS.items():
+        if constants in within:
+            continue
         other = replace(rates, reached=replace(rates.reached, **changed))
         without = evaluate(replace(problem, rates=other), layout, run).seconds
         yield constants, without, _of_rates(problem, tuple(changed))
     given = {one.name: getattr(problem, one.name) for one in fields(problem)}
-    for price in get_args(Price):
+    for price in (one for one in get_args(Price) if one not in within):
         free = SwitchedProblem(**given, free=frozenset((price,)))
         yield price, evaluate(free, layout, run).seconds, _source(problem, layout, price)
     plain = replace(layout, recompute="none", recompute_blocks=None, recomputed_by_stage=None)
@@ -75,7 +83,7 @@ def _switched(
 
 def _source(problem: TrainingProblem, layout: Layout, price: Price) -> str:
     """Where a price that is no constant alone comes from."""
-    card = problem.card
+    card, is_timed = problem.card, problem.rates.anchor is not None
     if price in ("matrix products", "attention"):
         product = "fp8_matmul" if problem.precision.fp8_products else "matmul"
         of_attention = price == "attention" and problem.reached.attention is not None
@@ -84,6 +92,8 @@ def _source(problem: TrainingProblem, layout: Layout, price: Price) -> str:
         return f"{_of_rates(problem, names)}; {peak / 1e12:.0f} TFLOP/s of {card.name}'s datasheet"
     if price == "optimizer step" and layout.offload_optimizer:
         return f"{(problem.fabric.host_bytes_per_second or 0) / 1e9:.0f} GB/s to the host"
+    if price == "optimizer step" and is_timed:
+        return f"timed in {problem.rates.name}"
     if price in _EXCHANGES or price == "expert exchange":
         of_rates = price == "expert exchange"
         formula = "an all-to-all" if of_rates else "a message"
@@ -94,7 +104,9 @@ def _source(problem: TrainingProblem, layout: Layout, price: Price) -> str:
             for one in problem.fabric.levels
         )
         overlap = f"; {_of_rates(problem, ('expert_overlap',))}" if of_rates else ""
-        return f"{formula} over the links: {links}{overlap}"
+        timed = f"timed in {problem.rates.name}, or, where it was not, "
+        within = is_timed and price in ("tensor exchange", "expert exchange")
+        return f"{timed * within}{formula} over the links: {links}{overlap}"
     bandwidth = f"{card.memory_bytes_per_second / 1e9:.0f} GB/s of {card.name}'s datasheet"
     return f"{_of_rates(problem, ('memory',))}; {bandwidth}"
 

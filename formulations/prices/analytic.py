@@ -20,6 +20,7 @@ from stagewright.graphs.models.language import Attention
 from stagewright.graphs.models.named import named_model
 from stagewright.graphs.models.shards import LayerShare, LayerSplit, share_of, shares_of
 
+ALL_EXPERTS = "all experts on the device"
 OPTIMIZERS = {0: "SGD", 1: "SGD with momentum", 2: "Adam"}  # by numbers of state per parameter
 
 
@@ -116,7 +117,7 @@ def architecture_model(
     """
     assumed = ["fused attention"]
     if architecture.experts is not None:
-        assumed += ["tokens spread evenly over the experts", "all experts on the device"]
+        assumed += ["tokens spread evenly over the experts", ALL_EXPERTS]
     if architecture.left_out is not None:
         assumed.append(f"without {architecture.left_out}")
     names = ["embedding", *(f"block{i}" for i in range(architecture.layers)), "head"]

@@ -80,7 +80,9 @@ def _rows(path: str | os.PathLike[str]) -> tuple[MeasuredIteration, ...]:
     unknown = [one for one in head if one not in COLUMNS]
     if unknown or not {"layout", "seconds"} <= {*head}:
         wrong = f"column {unknown[0]!r} is not known" if unknown else "no layout and seconds"
-        raise InputError(f"{path}:1: {wrong}; columns are {', '.join(COLUMNS)}, the first two must")
+        raise InputError(
+            f"{path}:1: {wrong}; columns are {', '.join(COLUMNS)}; layout and seconds must be there"
+        )
     found = tuple(_row(f"{path}:{reader.line_num}", row) for row in reader)
     if not found:
         raise InputError(f"{path}: no row below the names of the columns")

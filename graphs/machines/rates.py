@@ -31,6 +31,7 @@ Feature = Literal[
     "experts between servers",
     "products in 8 bits",
     "products in 16 bits",
+    "products in 32 bits",
 ]
 """What is not in every stack's measured runs, and then has a price that no run confirms."""
 Beyond = Literal["more GPUs", "longer sequences"]
@@ -42,6 +43,7 @@ UNMEASURED: dict[Feature | Beyond, tuple[float, float]] = {
     "experts between servers": (1.1, 1.25),
     "products in 8 bits": (1.0, 1.2),
     "products in 16 bits": (1.0, 1.2),
+    "products in 32 bits": (1.0, 1.2),
     "more GPUs": (1.0, 1.05),
     "longer sequences": (1.0, 1.1),
 }
@@ -49,6 +51,7 @@ UNMEASURED: dict[Feature | Beyond, tuple[float, float]] = {
 
 Fitted to a set's runs without it (of GPUs and tokens: a fourth of the most), the ranges that are
 so much wider hold 9 of 10 of the runs with it, and none is faster (``benchmarks/rates_transfer``).
+No run has products in 32 bits, nor in TF32: as much as of 16 bits is assumed.
 """
 
 BORROWED, OTHER_KIND, OTHER_DEVICE = 1.25, 2.0, 1.6

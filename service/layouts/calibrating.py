@@ -42,11 +42,13 @@ class CalibratedRow(Answer):
 class CalibrateAnswer(Answer):
     """The rates of measured runs; ``factors`` of the constants of the set that it started from.
 
+    Constants ``at_peak`` reach all that the device has: runs may be faster than any rates explain.
     ``document`` is the rate set, for ``--rates``.
     """
 
     started_from: str
     factors: dict[str, float]
+    at_peak: tuple[str, ...]
     rows: tuple[CalibratedRow, ...]
     rates: RateSetAnswer
     document: Annotated[RateSet | None, CARRIED] = None
@@ -59,6 +61,7 @@ def calibrate(request: CalibrateRequest) -> CalibrateAnswer:
     return CalibrateAnswer(
         started_from=str(request.runs[0].problem.rates),
         factors=found.factors,
+        at_peak=found.at_peak,
         rows=tuple(
             CalibratedRow(
                 place=run.place,

@@ -9,9 +9,10 @@ from pydantic import Field, model_validator
 from stagewright.formulations.forms.answers import Status
 from stagewright.formulations.parallelism.document import LayoutPlan
 from stagewright.formulations.parallelism.layout import Layout, parse_layout
-from stagewright.formulations.parallelism.ranges import Fits
+from stagewright.formulations.parallelism.ranges import Fits, unmeasured
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.machines.rates import Feature
 from stagewright.service.answers import CARRIED, Answer, Finite
 from stagewright.service.options import Option
 from stagewright.service.requests import Request
@@ -55,25 +56,29 @@ class LayoutRequest(Request):
     def _require_framework(self) -> Self:
         from stagewright.executor.export.layouts import EVERY_FORMAT
 
-        if self.framework is not None and self.framework not in EVERY_FORMAT:
+        name = self.framework
+        if name is not None and name not in EVERY_FORMAT:
+            hint = "; torch's FSDP is that of torchtitan, or of accelerate" * ("fsdp" in name)
             raise InputError(
-                f"framework {self.framework!r} is not known; there are {', '.join(EVERY_FORMAT)}"
+                f"framework {name!r} is not known; there are {', '.join(EVERY_FORMAT)}{hint}"
             )
         return self
 
     @property
     def searched(self) -> Space:
-        """The space, without what is not preferred and what the framework cannot express.
-
-        Raises InputError if only the surest layouts are asked for and the space has none.
-        """
+        """The space, without what the framework cannot express."""
         space = self.space
-        if self.prefer == "surest":
-            space = space.with_known_prices(self.problem)
         if self.framework not in _WITHOUT_SEQUENCE:
             return space
         partial = space.partial and self.framework != "plan"
         return replace(space, sequence_parallel="never", partial=partial)
+
+    @property
+    def searched_features(self) -> tuple[Feature, ...]:
+        """The features that layouts of the search may have."""
+        unknown = unmeasured(self.problem) if self.prefer == "surest" else ()
+        has = self.searched.features(self.problem)
+        return tuple(one for one in has if one not in unknown)
 
     def require_problem(self) -> None:
         """Refuse a model or a precision of which the framework can express no layout."""

@@ -28,6 +28,7 @@ from stagewright.formulations.parallelism.training import TrainingProblem, requi
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import format_bytes, format_seconds
+from stagewright.graphs.machines.rates import Feature
 from stagewright.service.layouts.refined import refined_layouts
 from stagewright.service.layouts.requests import (
     ExplainAnswer,
@@ -55,11 +56,11 @@ LESS_MEMORY = 0.93
 
 
 class Searches:
-    """The searches of one request, and how many layouts each rule of the framework refused."""
+    """The searches of one request, and how many layouts each rule or unknown price refused."""
 
     def __init__(self, request: LayoutRequest) -> None:
         self.request = request
-        self.refused: Counter[FrameworkRule] = Counter()
+        self.refused: Counter[FrameworkRule | Feature] = Counter()
         self.examples: dict[FrameworkRule, str] = {}
 
     def search(
@@ -67,26 +68,43 @@ class Searches:
     ) -> FoundLayouts:
         """The best layouts of a problem in a space, by default the request's."""
         space = space or self.request.searched
-        return search(problem, space, keep=keep, accept=self.accepts, **options)
+        try:
+            return search(
+                problem, space, keep=keep, accept=self.accepts, known=self.knows, **options
+            )
+        except InputError:
+            if self.refused:
+                raise InputError(self.nothing()) from None
+            raise
+
+    def knows(self, layout: Layout) -> bool:
+        """Whether the rates have measured all prices of the layout, if that is asked for."""
+        if self.request.prefer == "fastest":
+            return True
+        unknown = unknown_prices(self.request.problem, layout)
+        self.refused.update(unknown)
+        return not unknown
 
     def accepts(self, layout: Layout) -> bool:
-        """Whether the framework can express the layout."""
+        """Whether the layout is preferred, and the framework can express it."""
+        if not self.knows(layout):
+            return False
         wrong = dict(self.request.wrong(layout))
         self.refused.update(wrong.keys())
         self.examples |= wrong
         return not wrong
 
     def nothing(self) -> str:
-        """Why there is no layout, with the rule of the framework that excludes most."""
-        name = self.request.framework
-        if name is None:
-            return NOTHING.format("", _EXPLAIN)
-        expressed = f", and can be expressed by {name}"
-        if not self.refused:
-            return NOTHING.format(expressed, _EXPLAIN)
-        ((rule, count),) = self.refused.most_common(1)
-        excluded = f"most are excluded ({count:,}) by a rule of it: {self.examples[rule]}"
-        return NOTHING.format(expressed, excluded)
+        """Why there is no layout, with the rule of the framework, or price, that excludes most."""
+        request, excluded = self.request, _EXPLAIN
+        also = "" if request.framework is None else f", and can be expressed by {request.framework}"
+        if request.prefer == "surest":
+            also += f", and has prices that {request.problem.rates.name} knows"
+        for by, count in self.refused.most_common(1):
+            unknown = f"an unknown price: {by}"
+            why = f"a rule of it: {self.examples[by]}" if isinstance(by, FrameworkRule) else unknown
+            excluded = f"most are excluded ({count:,}) by {why}"
+        return NOTHING.format(also, excluded)
 
 
 def find_layouts(request: LayoutRequest, stop: StopToken | None = None) -> LayoutAnswer:
@@ -130,8 +148,7 @@ def find_layouts(request: LayoutRequest, stop: StopToken | None = None) -> Layou
         status=status,
         rates=str(problem.rates),
         bound_seconds=bound.seconds,
-        bound_fastest_seconds=bound.seconds
-        * expected(problem, request.searched.features(problem)).low,
+        bound_fastest_seconds=bound.seconds * expected(problem, request.searched_features).low,
         gap=None if answered is None else 1 - bound.seconds / answered.seconds,
         proved_by=bound.proved_by,
         plan_class=bound.space,
@@ -219,24 +236,28 @@ def _known_prices(
     unknown = () if best is None else unknown_prices(request.problem, best.layout)
     if best is None or not unknown or is_stopped(stop):
         return None, ()
+    sure = request.model_copy(update={"prefer": "surest"})
     try:
-        space = request.searched.with_known_prices(request.problem)
-        found = searches.search(request.problem, 1, space, stop=stop).best
+        found = Searches(sure).search(request.problem, 1, stop=stop).best
     except InputError:
         found = ()
-    if found and found[0].seconds <= best.seconds * (1 + RELATIVE_TOLERANCE):
-        return None, ()
-    instead = "no layout with known prices fits"
-    if found:
-        seconds = format_seconds(found[0].seconds)
-        instead = f"the fastest with known prices is {found[0].layout}, {seconds} (--prefer surest)"
-    wins = f"the fastest layout wins by prices that are not measured ({', '.join(unknown)})"
-    return (found[0] if found else None), (f"{wins}; {instead}",)
+    names, how = ", ".join(unknown), "(--prefer surest)"
+    wins = f"the fastest layout wins by prices that are not measured ({names})"
+    if not found:
+        return None, (f"{wins}; no layout with known prices fits",)
+    one = found[0]
+    if one.seconds <= best.seconds * (1 + RELATIVE_TOLERANCE):
+        has = f"the fastest layout has prices that are not measured ({names})"
+        return one, (f"{has}; as fast with known prices is {one.layout} {how}",)
+    seconds = format_seconds(one.seconds)
+    return one, (f"{wins}; the fastest with known prices is {one.layout}, {seconds} {how}",)
 
 
 def plan_class(request: LayoutRequest) -> str:
     """What a bound of the search speaks of, in words."""
     for_whom = "" if request.framework is None else f" that {request.framework} can express"
+    if request.prefer == "surest":
+        for_whom += f" whose prices {request.problem.rates.name} knows,"
     space = request.searched
     return (
         f"layouts of {request.problem.fabric.devices} devices{for_whom} with {space}; "

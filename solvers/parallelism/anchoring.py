@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 from scipy.optimize import nnls
 
+from stagewright.formulations.parallelism.ranges import products
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.formulations.prices.collectives import ring_part
 from stagewright.graphs.documents.errors import InputError
@@ -122,7 +123,7 @@ def anchored(timed: TimedLayers, name: str, source: str) -> RateSet:
         dense=spread,
         experts=spread,
         errors=(),
-        measured=("products in 8 bits" if timed.model.fp8_products else "products in 16 bits",),
+        measured=(products(timed.model),),
         borrowed=f"timed in plain torch modules, not in {timed.stack}" if is_other else None,
         anchor=anchor,
     )

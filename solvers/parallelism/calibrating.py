@@ -22,6 +22,7 @@ from stagewright.formulations.parallelism.ranges import measured_by
 from stagewright.formulations.parallelism.training import TrainingProblem, require_layout
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError, naming
+from stagewright.graphs.documents.units import counted
 from stagewright.graphs.machines.rates import BORROWED, LeftOut, RateSet, Reached, Spread
 from stagewright.solvers.parallelism.tree import compiled_walk
 
@@ -66,6 +67,12 @@ class Calibration:
     before: tuple[float, ...]
     after: tuple[float, ...]
     left_out: tuple[float, ...]
+
+    @property
+    def at_peak(self) -> tuple[str, ...]:
+        """The fitted constants that are the device's peak, which runs would still exceed."""
+        names = dict.fromkeys(one for kind in self.factors for one in FACTORS[kind])
+        return tuple(one for one in names if getattr(self.rates.reached, one) == 1.0)
 
 
 def require_runs(runs: Sequence[CalibrationRun]) -> None:
@@ -120,7 +127,8 @@ def calibrated(runs: Sequence[CalibrationRun], name: str, source: str) -> Calibr
     rates = RateSet(
         name, start.stack, (runs[0].problem.card.name,), "that of the runs",
         f"{source}; from {start.name}",
-        f"fitted to {len(once)} iteration{'s' * (len(once) > 1)} of one's own",
+        f"{'fitted to' if factors else 'confirmed by'} "
+        f"{counted(len(once), 'iteration', 'iterations')} of one's own",
         reached, dense, experts, _memory(start, once),
         tuple(
             LeftOut(str(run.layout), 1, round(abs(one - 1), 4), round(one - 1, 4))

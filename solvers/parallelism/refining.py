@@ -37,7 +37,7 @@ from typing import Literal
 
 from stagewright.formulations.forms.answers import StopToken, is_stopped
 from stagewright.formulations.parallelism.estimate import Estimate, evaluate
-from stagewright.formulations.parallelism.layout import Layout, Placement
+from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import require_count
@@ -83,14 +83,16 @@ def search(
     memory_bytes: float | None = None,
     accept: Callable[[Layout], bool] = lambda _: True,
     alike: Callable[[Layout], Hashable] = lambda layout: layout,
+    known: Callable[[Layout], bool] = lambda _: True,
     stop: StopToken | None = None,
 ) -> FoundLayouts:
     """The ``keep`` fastest layouts that fit, of which ``FoundLayouts.fastest`` are proved to be so.
 
     The first is proved unless ``stop`` is set. ``memory_bytes`` takes the place of the devices'
-    memory. What ``accept`` refuses is not in the space. Of layouts for which ``alike`` is equal
-    only the fastest is kept. If ``stop`` is set before any layout is found, a first one is looked
-    for.
+    memory. What ``accept`` refuses is not in the space. Neither is what ``known`` refuses, by the
+    degrees, the placement and ZeRO's stage alone: the search does not divide it further. Of layouts
+    for which ``alike`` is equal only the fastest is kept. If ``stop`` is set before any layout is
+    found, a first one is looked for.
 
     Raises
     ------
@@ -99,7 +101,7 @@ def search(
     """
     require_count(keep, "keep", _MOST_KEPT)
     started = time.perf_counter()
-    tree = Tree(problem, space or Space(), keep, memory_bytes, accept, alike)
+    tree = Tree(problem, space or Space(), keep, memory_bytes, accept, alike, known)
     numbers = itertools.count()
     heap = [(bound, next(numbers), part) for bound, part in tree.families()]
     heapq.heapify(heap)
@@ -272,19 +274,12 @@ class _Refining:
 
     def _layouts(self, plain: Plain) -> Iterator[Layout]:
         layout, blocks = plain.layout, self.problem.architecture.layers
-        for placement in self._placements(layout):
+        for placement in self.space.placements_of(layout):
             placed = replace(layout, placement=placement)
             # What is refused with nothing recomputed is refused for another feature.
             if self.accept(divided_evenly(placed, blocks)):
                 for kind in self._kinds("none"):
                     yield replace(placed, recompute=kind)
-
-    def _placements(self, layout: Layout) -> tuple[Placement, ...]:
-        if layout.data == 1:
-            return ("data-inside",)  # both are the same
-        if layout.tensor * layout.context % layout.expert:
-            return tuple(one for one in self.space.placements if one == "data-inside")
-        return self.space.placements
 
     def _kinds(self, now: Recompute) -> list[Recompute]:
         """The kinds of recomputation for blocks: the layout's kind, or any kind of the space."""

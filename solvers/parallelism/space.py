@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -11,7 +11,6 @@ from stagewright.formulations.parallelism.cut import Layers, stage_layers
 from stagewright.formulations.parallelism.layout import Layout, Placement, Schedule
 from stagewright.formulations.parallelism.parts import Parts, shares
 from stagewright.formulations.parallelism.pipeline_time import StageCosts, Walk
-from stagewright.formulations.parallelism.ranges import unmeasured
 from stagewright.formulations.parallelism.states import tied_seconds
 from stagewright.formulations.parallelism.training import TrainingProblem, has_selective
 from stagewright.graphs.documents.errors import InputError
@@ -205,25 +204,13 @@ class Space:
         }
         return tuple(feature for feature, may in can.items() if may)
 
-    def with_known_prices(self, problem: TrainingProblem) -> "Space":
-        """The layouts of the space without the features that the rate set did not measure.
-
-        On several servers ZeRO 2-3 is left out of replicas inside a server too.
-
-        Raises InputError if there are none.
-        """
-        known: dict[Feature, tuple[str, tuple[int, ...]]] = {
-            "ZeRO 2-3 between servers": ("zero", tuple(one for one in self.zero if one < 2)),
-            "context parallelism": ("context", chosen(self.context, 1)),
-            "experts between servers": ("expert", chosen(self.expert, problem.fabric.per_server)),
-        }
-        lacks = set(unmeasured(problem)).intersection(self.features(problem))
-        limits: dict[str, Any] = dict(of for feature, of in known.items() if feature in lacks)
-        for name, values in limits.items():
-            if not values:
-                given = ", ".join(map(str, getattr(self, name)))
-                raise InputError(f"no {name} of {given} has prices that {problem.rates.name} knows")
-        return replace(self, **limits)
+    def placements_of(self, layout: Layout) -> tuple[Placement, ...]:
+        """The placements that differ for a layout's degrees, and in which its experts can be."""
+        if layout.data == 1 or layout.pipeline == 1:
+            return ("data-inside",)  # both are the same
+        if layout.tensor * layout.context % layout.expert:
+            return tuple(one for one in self.placements if one == "data-inside")
+        return self.placements
 
     def families(self, problem: TrainingProblem) -> Iterator[LayerSplit]:
         """How layers can be divided, by the rules of the model and the number of devices."""

@@ -9,12 +9,12 @@ from functools import cache, cached_property, partial
 import numpy as np
 
 from stagewright.formulations.parallelism.estimate import Estimate, evaluate
-from stagewright.formulations.parallelism.layout import Layout, Placement, Schedule
+from stagewright.formulations.parallelism.layout import Layout, Schedule
 from stagewright.formulations.parallelism.parts import Parts
 from stagewright.formulations.parallelism.pipeline_time import Walk, walk
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
-from stagewright.graphs.documents.arrays import Floats
+from stagewright.graphs.documents.arrays import Bools, Floats
 from stagewright.graphs.models.modules import modules_of
 from stagewright.graphs.models.shards import Recompute
 from stagewright.solvers.parallelism.choices import (
@@ -65,8 +65,9 @@ class Tree:
         memory_bytes: float | None,
         accept: Callable[[Layout], bool],
         alike: Callable[[Layout], Hashable],
+        known: Callable[[Layout], bool],
     ) -> None:
-        self.accept, self.alike = accept, alike
+        self.accept, self.alike, self.known = accept, alike, known
         self.problem, self.space, self.keep = problem, space, keep
         self.memory = problem.fabric.memory_bytes if memory_bytes is None else memory_bytes
         # Bounds add the same bytes in another order: they must not rule out what just fits.
@@ -74,6 +75,7 @@ class Tree:
         self.best: list[Estimate] = []
         self.folded: list[Estimate] = []
         self.examined = 0
+        self._last: Parts | None = None
         self.postponed: list[_Child] = []
         self._tables: dict[int, tuple[DivisionTable, DivisionGroups]] = {}
         self._sizes: dict[tuple[int, int, Schedule], Sized | None] = {}
@@ -92,7 +94,8 @@ class Tree:
         """Step 1: parts by the division of layers among ranks."""
         for split in self.space.families(self.problem):
             family = LayerFamily(self.problem, split)
-            if not len(self._divisions(family.left)[0]):
+            layer = Layout(1, split.tensor, split.context, family.left, split.expert)
+            if not self.known(layer) or not len(self._divisions(family.left)[0]):
                 continue
             work = family.work(self.problem.batch, "none")
             yield self._spread(family, self.problem.batch, work), self._of_split(family)
@@ -188,10 +191,9 @@ class Tree:
 
     def _of_groups(self, choice: Choice, of: DivisionGroups, bound: Floats) -> Iterator[_Child]:
         """Step 3, the schedule: groups of divisions that are not nearly even."""
-        is_open = bound < self.worst
         entries = np.cumsum(of.divisions * of.stages)
         many = max(1, int(np.searchsorted(entries, _MOST_ENTRIES)))
-        table = of.only(is_open & (np.arange(len(bound)) < many)).table()
+        table = of.only((bound < self.worst) & (np.arange(len(bound)) < many)).table()
         inner = self._better(choice, table.only(~table.is_nearly_even))
         if inner is not None:
             yield float(inner.seconds.min()), self._of_choice(inner)
@@ -200,7 +202,7 @@ class Tree:
     def _better(self, choice: Choice, table: DivisionTable) -> Choice | None:
         """The choice with the divisions of a table that have a bound below the worst time."""
         family, batch = choice.bounds.family, self.problem.batch
-        for bound in (least_of_ends, _seconds):
+        for bound in (least_of_ends, lambda of, _: of.seconds):
             table = table.only(bound(choice, table) < self.worst)
             of = sized(table, family.left, batch, choice.samples, choice.schedule)
             if of is None:
@@ -237,10 +239,7 @@ class Tree:
             for zero, offload in itertools.product(self.space.zero, self.space.offload):
                 keeping = Keeping(zero, offload)
                 room = choice.bounds.room(self.about_memory, keeping)
-                # If ZeRO has nothing to divide, a lower ZeRO stage gives the same.
-                differs = choice.bounds.allowed
-                if zero > min(self.space.zero):
-                    differs = differs & ~choice.bounds.alone
+                differs = self._differing(choice, keeping)
                 if least is not None or choice.recompute in self.space.recompute:
                     found = divided(choice, keeping, room, least, self.worst, differs)
                     yield from self._chained(found, self._of_division)
@@ -253,6 +252,23 @@ class Tree:
 
         return parts
 
+    def _differing(self, choice: Choice, keeping: Keeping) -> Bools:
+        """Allowed divisions with known prices, which a lower ZeRO stage does not have alike."""
+        differs = choice.bounds.allowed
+        if keeping.zero > min(self.space.zero):
+            differs = differs & ~choice.bounds.alone  # with something that ZeRO divides
+        if keeping.zero < 2:
+            return differs  # the degrees are known
+        found, pipeline = np.zeros_like(differs), choice.bounds.table.pipeline
+        for one in np.unique(pipeline[differs]):
+            same = differs & (pipeline == one)
+            layout = choice.layout(int(same.argmax()), keeping)
+            placed = (
+                replace(layout, placement=where) for where in self.space.placements_of(layout)
+            )
+            found |= same & any(map(self.known, placed))
+        return found
+
     def _frontier(self, choice: Choice) -> list[Recompute]:
         """The sets of modules that no other beats."""
         schedules = (choice.schedule,)
@@ -263,8 +279,8 @@ class Tree:
 
         def parts() -> Iterator[_Child]:
             plain = of.choice.layout(division, of.keeping)
-            for placement in self._placements(plain):
-                yield from self._recomputing(replace(plain, placement=placement), sets)
+            for one in self.space.placements_of(plain):
+                yield from self._recomputing(replace(plain, placement=one), sets)
 
         return parts
 
@@ -288,11 +304,10 @@ class Tree:
                 sets = []
             if fitting is None:
                 return
-            for placement in self._placements(fitting):
+            for placement in self.space.placements_of(fitting):
                 placed = self._accepted(replace(fitting, placement=placement), some)
                 if placed is not None:
-                    part = self._of_layout(placed, some, sets)
-                    yield self._parts(placed).least_seconds, part
+                    yield self._parts(placed).least_seconds, self._of_layout(placed, some, sets)
 
         return parts
 
@@ -334,15 +349,6 @@ class Tree:
             self._last = Parts(self.problem, plain)
         return self._last.varied(layout)
 
-    _last: Parts | None = None
-
-    def _placements(self, layout: Layout) -> tuple[Placement, ...]:
-        if layout.data == 1 or layout.pipeline == 1:
-            return ("data-inside",)  # both are the same
-        if layout.tensor * layout.context % layout.expert:
-            return tuple(one for one in self.space.placements if one == "data-inside")
-        return self.space.placements
-
     def _of_layout(
         self, layout: Layout, some: tuple[int, int] | None, sets: Sequence[Recompute] = ()
     ) -> Part:
@@ -355,10 +361,9 @@ class Tree:
                 if found.seconds < self.worst:
                     self._take(found)
                 return
-            if some is not None and _blocks(layout, some[1]) < some[1]:
-                more = self._accepted(
-                    _recomputed(layout, _blocks(layout, some[1]) + 1, some[1]), some
-                )
+            again = 0 if some is None else _blocks(layout, some[1]) + 1
+            if some is not None and again <= some[1]:
+                more = self._accepted(_recomputed(layout, again, some[1]), some)
                 if more is not None:
                     yield self._parts(more).least_seconds, self._of_layout(more, some)
             yield from self._recomputing(layout, sets)
@@ -371,12 +376,8 @@ class Tree:
         same = [one for one in self.best if self.alike(one.layout) == key]
         first, *rest = sorted([found, *same], key=simple_first)
         self.folded += rest
-        several = [first, *(one for one in self.best if one not in same)]
-        self.best = sorted(several, key=lambda one: one.seconds)[: self.keep]
-
-
-def _seconds(choice: Choice, _: DivisionTable) -> Floats:
-    return choice.seconds
+        others = [one for one in self.best if one not in same]
+        self.best = sorted([first, *others], key=lambda one: one.seconds)[: self.keep]
 
 
 def simple_first(one: Estimate) -> tuple[float, int, int, str]:

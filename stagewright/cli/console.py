@@ -54,12 +54,16 @@ def warn(message: str) -> None:
     print(f"stagewright: warning: {message}", file=sys.stderr)
 
 
+_LONGEST_NAME = 24
+"""Characters of a name that a table does not break."""
+
+
 def print_table(
     head: Sequence[str], rows: Iterable[Sequence[str]], title: str = "", *, tight: bool = False
 ) -> None:
     """Print a table; a heading that starts with ``<`` marks a left-aligned column of text.
 
-    A ``tight`` one has less space between its columns.
+    A ``tight`` one has less space between its columns. Names in a first column of text are whole.
     """
     from rich import box
     from rich.table import Table
@@ -72,10 +76,13 @@ def print_table(
         pad_edge=False,
         padding=(0, 1, 0, 0) if tight else (0, 1),
     )
+    rows = list(rows)
     for name in head:
         table.add_column(
             name.lstrip("<"), justify="left" if name[:1] == "<" else "right", overflow="fold"
         )
+    names = [row[0] for row in rows] if head[0][:1] == "<" else []
+    table.columns[0].no_wrap = 0 < max(map(len, names), default=0) <= _LONGEST_NAME
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     out().print(table)

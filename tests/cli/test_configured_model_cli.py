@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from commands import answered, refused
+from commands import answered, refused, run
 
 from stagewright.formulations.plans.plan import load_plan
 from stagewright.graphs.models.chain import load_model
@@ -39,7 +39,9 @@ def test_a_configuration_becomes_a_model_and_a_plan(config: Path) -> None:
     assert chain.layers[1].parameter_bytes == 2 * block
     answered("cluster", "1x2", "--intra", "100GB/s", "--device", "h100", "-o", "cluster.json")
     given = ["--model", "model.json", "--cluster", "cluster.json"]
-    answered("plan", *given, "--microbatches", 4, "--planner", "gpipe", "-o", "plan.json")
+    planned = run("plan", *given, "--microbatches", 4, "--planner", "gpipe", "-o", "plan.json")
+    assert planned.exit_code == 0
+    assert "warning: mixtral(layers=6,hidden=512,sequence=256): all experts" in planned.stderr
     assert len(load_plan("plan.json").stages) == 2
 
 

@@ -224,6 +224,10 @@ def test_memory_by_rank() -> None:
         ({"--rates": "fast"}, "--rates 'fast' are not known; known are fsdp-a100"),
         ({"--rates": "none.json"}, "none.json"),
         ({"--for": "none"}, "--for 'none' is not known; there are megatron, "),
+        (
+            {"--for": "fsdp"},
+            "accelerate, plan; torch's FSDP is that of torchtitan, or of accelerate",
+        ),
         ({"--schedule": "gpipe"}, "--schedule: 'gpipe' is none of 1f1b, zero-bubble"),
         ({"--explain": "p2 x3"}, "layout word 'x3' is not known; known are pN, tN"),
         ({"--explain": "p2 p3"}, "layout 'p2 p3': pipeline appears twice"),
@@ -423,6 +427,13 @@ def test_samples_longer_than_the_model_knows_are_a_warning() -> None:
             r"config.json, 2047; [^\n]+\n",
             result.stderr,
         )
+
+
+def test_a_configuration_without_layout_or_sequence_is_refused_by_what_it_lacks() -> None:
+    lacks = "config.json needs --sequence, the tokens in a sample, for example 4096"
+    assert refused("memory", "config.json", "--layout", "d8 b1") == lacks
+    lacks = 'config.json needs --layout, for example "p2 t4 d8 b1"'
+    assert refused("memory", "config.json", "--sequence", 4096) == lacks
 
 
 def test_ranges_and_rates_are_printed() -> None:

@@ -35,6 +35,7 @@ def test_all_sets_are_listed_and_one_with_its_constants() -> None:
     # With a constant for each of two runs, none can be left out of the fit.
     assert [one["name"] for one in sets if not one["errors"]] == ["pytorch-v100"]
     shown = answered("rates", "torchtitan-h100", "--png", "rates.png")
+    assert set(rate_sets()) <= {*answered("rates").split()}  # names are whole
     assert "attention_backward" in shown
     assert f"error left out {rate_sets()['torchtitan-h100'].mean_error:.1%}" in shown
     assert Path("rates.png").read_bytes().startswith(PNG)
@@ -64,6 +65,11 @@ def test_a_log_needs_a_layout_and_one_run_leaves_none_out() -> None:
 
 
 def test_a_run_that_cannot_be_is_refused_by_its_line() -> None:
+    Path("names.csv").write_text("layout,secs\nd8,2\n")
+    assert "names.csv:1: column 'secs' is not known; columns are layout, seconds, gpus" in (
+        said := refused(*CALIBRATE, "names.csv", *SAMPLES)
+    )
+    assert said.endswith("layout and seconds must be there")
     with Path("runs.csv").open("a") as file:
         file.write("d8 b3,2\n")
     assert "runs.csv:4: " in refused(*CALIBRATE, "runs.csv", *SAMPLES)

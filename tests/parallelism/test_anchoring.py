@@ -14,6 +14,7 @@ from stagewright.executor.export.anchor import anchor_script
 from stagewright.formulations.parallelism.estimate import evaluate
 from stagewright.formulations.parallelism.layout import Layout, parse_layout
 from stagewright.formulations.parallelism.ranges import causes
+from stagewright.formulations.parallelism.switches import price_effects
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.importers.timed_layers import (
@@ -35,6 +36,7 @@ from stagewright.service.layouts.anchoring import (
 from stagewright.service.layouts.problems import training_problem
 from stagewright.solvers.parallelism.refining import search
 from stagewright.solvers.parallelism.space import Space
+from stagewright.solvers.parallelism.tree import compiled_walk
 
 SEQUENCE = 1024
 TIMES = {"embedding": (1.0, 0.0, 2.0), "dense": (5.0, 6.0, 7.0), "head": (3.0, 2.0, 4.0)}
@@ -130,6 +132,17 @@ def test_exchanges_are_timed_or_computed_over_timed_links() -> None:
     )
     (level,) = wide.fabric.levels
     assert (level.latency_seconds, level.bytes_per_second) == pytest.approx(LEVEL, rel=1e-6)
+
+
+def test_timed_layers_have_no_prices_of_their_parts_and_a_switch_for_their_exchanges() -> None:
+    own = problem(2)
+    found = evaluate(own, parse_layout("t2 b4"))
+    effects = {one.price: one for one in price_effects(own, found, compiled_walk())}
+    assert effects["tensor exchange"].seconds == pytest.approx(found.exchange_seconds)
+    assert effects["expert exchange"].seconds == 0
+    assert effects["tensor exchange"].source.startswith("timed in anchored, or, where it was not")
+    assert effects["optimizer step"].source == "timed in anchored"
+    assert effects.keys().isdisjoint({"matrix products", "attention", "loss", "kernel launches"})
 
 
 def test_between_servers_the_range_is_as_wide_as_that_of_computed_times() -> None:

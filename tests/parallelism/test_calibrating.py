@@ -55,6 +55,7 @@ def test_known_constants_are_given_back(runs: int, factors: dict[str, float]) ->
     found = calibrated(runs_of(known, LAYOUTS[:runs]), "mine", "runs.csv")
     assert found.factors == pytest.approx(factors, rel=0.05)
     assert found.after == pytest.approx([1.0] * runs, rel=2e-3)
+    assert found.at_peak == ()
     assert found.rates.reached.matmul == pytest.approx(known.matmul, rel=0.01)
     assert found.rates.source == f"runs.csv; from {START.name}"
     assert (found.rates.stack, found.rates.devices) == ("megatron", ("h100",))
@@ -88,7 +89,15 @@ def test_runs_that_a_machine_of_the_rates_may_have_change_no_constant(deviations
     off = [replace(run, seconds=by * run.seconds) for run, by in noise]
     found = calibrated(off, "mine", "runs.csv")
     assert (found.factors, found.rates.reached) == ({}, START.reached)
+    assert found.rates.fitted_to == "confirmed by 2 iterations of one's own"
     assert found.rates.dense.low <= min(deviations) < max(deviations) <= found.rates.dense.high
+
+
+def test_a_fit_that_ends_at_the_peak_says_so() -> None:
+    fast = [replace(run, seconds=run.seconds / 2.2) for run in runs_of(START.reached, LAYOUTS[:1])]
+    found = calibrated(fast, "mine", "runs.csv")
+    assert {"matmul", "memory"} <= {*found.at_peak}
+    assert found.after[0] > 1.1  # and is still too slow
 
 
 def test_runs_of_the_same_layout_count_once_with_their_mean() -> None:

@@ -2,10 +2,12 @@
 
 import math
 import sys
+from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise, zip_longest
 from random import Random
+from typing import get_args
 
 import pytest
 from layout_class import (
@@ -22,8 +24,10 @@ from own_rates import own_rates
 from profiles import slow_after
 
 from stagewright.formulations.parallelism.layout import Layout, parse_layout
+from stagewright.formulations.parallelism.training import TrainingProblem
+from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.networks import fabric_of_kind
-from stagewright.graphs.machines.rates import Reached
+from stagewright.graphs.machines.rates import Feature, Reached
 from stagewright.graphs.machines.stack_memory import STACK_MEMORY
 from stagewright.graphs.models.architecture import (
     Architecture,
@@ -34,7 +38,7 @@ from stagewright.graphs.models.architecture import (
 )
 from stagewright.graphs.models.modules import MODULES
 from stagewright.service.layouts.problems import training_problem
-from stagewright.service.layouts.requests import FrontPoint, LayoutRequest, RefinedRow
+from stagewright.service.layouts.requests import FrontPoint, LayoutRequest, LayoutRow, RefinedRow
 from stagewright.service.layouts.searching import LESS_MEMORY, find_layouts
 from stagewright.solvers.parallelism.family import LayerFamily
 from stagewright.solvers.parallelism.refining import search
@@ -102,6 +106,59 @@ def wrong_answer(case: Case, memory: float, top: int, front: bool) -> Iterator[s
         yield from wrong_front(case, answer.front)
 
 
+def wrong_surest(case: Case, memory: float, chance: Random) -> Iterator[str]:
+    """The fastest layout with known prices, asked for alone and beside the fastest of all."""
+    lacks = set(chance.choice((FEATURES, FEATURES[:1], FEATURES[1:])))
+    measured = tuple(one for one in get_args(Feature) if one not in lacks)
+    limited = case.limited(memory)
+    problem = replace(limited, rates=replace(limited.rates, measured=measured))
+    sure = [one for one in case.every if lacks.isdisjoint(features_of(problem, one.layout))]
+    best = next(iter(replace(case, every=tuple(sure)).fitting(memory)), None)
+    request = LayoutRequest(problem=problem, space=case.space, top=1, by_stage=False)
+    answer = find_layouts(request)
+    unsure = not lacks.isdisjoint(features_of(problem, parse_layout(answer.rows[0].layout)))
+    if len(answer.remarks) != unsure or (answer.surest is not None and not unsure):
+        yield f"{answer.rows[0].layout} is said to be {answer.remarks}"
+    yield from wrong_sure_row(best, answer.surest if unsure else answer.rows[0])
+    try:
+        alone = find_layouts(request.model_copy(update={"prefer": "surest"}))
+    except InputError as error:
+        if sure or "prices that by-hand knows" not in str(error):
+            yield f"{len(sure)} sure layouts, but {error}"
+    else:
+        yield from wrong_sure_row(best, next(iter(alone.rows), None))
+        least = math.inf if best is None else best.seconds
+        if alone.bound_seconds != pytest.approx(least, rel=1e-9):
+            yield f"surest: bound {alone.bound_seconds} is not the least time {least}"
+
+
+def wrong_sure_row(best: Priced | None, row: LayoutRow | None) -> Iterator[str]:
+    """Another time than the best layout with known prices has."""
+    found = None if row is None else pytest.approx(row.seconds, rel=1e-9)
+    if found != (None if best is None else best.seconds):
+        yield f"surest: {said(best)} is answered as {row and (row.seconds, row.layout)}"
+
+
+FEATURES = get_args(Feature)[:3]
+
+
+def features_of(problem: TrainingProblem, layout: Layout) -> set[str]:
+    """What of a layout a rate set may not know, by the server of every rank."""
+    per_server, found = problem.fabric.per_server, set()
+    copies, experts = defaultdict(set), defaultdict(set)
+    for rank in range(layout.ranks):
+        outer = rank // layout.tensor // layout.context
+        inside = layout.placement == "data-inside"
+        stage = outer // layout.data if inside else outer % layout.pipeline
+        copies[rank % layout.tensor, stage].add(rank // per_server)
+        experts[rank // layout.expert].add(rank // per_server)
+    if layout.zero >= 2 and max(map(len, copies.values())) > 1:
+        found.add("ZeRO 2-3 between servers")
+    if max(map(len, experts.values())) > 1:
+        found.add("experts between servers")
+    return found | ({"context parallelism"} if layout.context > 1 else set())
+
+
 def wrong_front(case: Case, front: Sequence[FrontPoint]) -> Iterator[str]:
     """Layouts that are better than a point in both, or that are better than all in one."""
     for point in front:
@@ -161,6 +218,7 @@ def wrong_alike(seed: int) -> list[str]:
     return [
         *wrong_search(case, chance.choice((memory, math.inf)), keep),
         *wrong_answer(case, memory, keep, front=chance.random() < 0.3),
+        *wrong_surest(case, memory, chance),
     ]
 
 

@@ -9,9 +9,10 @@ from layout_problems import LLAMA, MIXTRAL
 
 from stagewright.formulations.parallelism.estimate import evaluate
 from stagewright.formulations.parallelism.layout import Layout, parse_layout
-from stagewright.formulations.parallelism.ranges import causes, ranges, unknown_prices
+from stagewright.formulations.parallelism.ranges import causes, expected, ranges, unknown_prices
 from stagewright.formulations.parallelism.switches import price_effects
 from stagewright.formulations.parallelism.training import Price, SwitchedProblem, TrainingProblem
+from stagewright.formulations.prices.computing import precision_named
 from stagewright.graphs.documents.documents import write
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.networks import fabric_of_kind
@@ -95,6 +96,16 @@ def test_seconds_have_the_range_of_the_rates_and_of_what_these_lack(
             (low / widened[0] * found.seconds, high * widened[1] * found.seconds)
         )
         assert len(causes(problem_of(of, rates), FSDP)) == (widened != (1.0, 1.0))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+def test_products_in_32_bits_are_not_those_in_16(precision: str) -> None:
+    problem = problem_of(rates=replace(OWN, measured=ALL))
+    found = causes(replace(problem, precision=precision_named(precision)), Layout(data=16))
+    assert found[0] == "products in 32 bits not measured in mine"
+    assert any("allow_tf32" in one for one in found) == (precision == "tf32")
+    wide = expected(replace(problem, precision=precision_named(precision)), ())
+    assert wide == problem.spread.widened(*UNMEASURED["products in 32 bits"])
 
 
 def test_every_price_has_a_source_and_a_switch() -> None:
@@ -211,11 +222,33 @@ def test_the_surest_layout_beside_the_fastest() -> None:
 
 def test_no_layout_with_known_prices() -> None:
     problem = problem_of()
-    only = Space(zero=(3,), pipeline=(1,), chunks=1)
-    (remark,) = answer_of(problem, space=only).remarks
-    assert remark.endswith("no layout with known prices fits")
-    with pytest.raises(InputError, match="no zero of 3 has prices that mine knows"):
-        answer_of(problem, space=only, prefer="surest")
+    for only, price in (
+        (Space(zero=(3,), tensor=(1,), context=(1,), pipeline=(1,)), "ZeRO 2-3 between servers"),
+        (Space(zero=(0,), context=(2,), pipeline=(1,)), "context parallelism"),
+    ):
+        (remark,) = answer_of(problem, space=only).remarks
+        assert remark.endswith("no layout with known prices fits")
+        with pytest.raises(InputError, match=f"mine knows; most .* by an unknown price: {price}"):
+            answer_of(problem, space=only, prefer="surest")
+
+
+def test_zero_within_a_server_is_sure_and_a_tie_is_said() -> None:
+    """Two pipeline ranks, one in each server, so that ZeRO exchanges inside of them alone."""
+    problem = problem_of()
+    inside = Space(pipeline=(2,), tensor=(1,), zero=(3,), chunks=1, placements=("data-inside",))
+    answer = answer_of(problem, space=replace(inside, context=(1,)), prefer="surest")
+    assert answer.rows[0].layout.startswith("p2 t1 d8 b1 zero3")
+    assert "zero of 3" in answer.plan_class
+    assert "whose prices mine knows" in answer.plan_class
+    tied = Space(pipeline=(1,), tensor=(1,), context=(1,), microbatch=(1,), zero=(2, 1))
+    given = {one.name: getattr(problem, one.name) for one in fields(problem)}
+    free = SwitchedProblem(**given, free=frozenset({"data exchange"}))
+    both = answer_of(free, space=tied, top=1)
+    (remark,) = both.remarks
+    assert both.surest is not None
+    assert both.surest.seconds == both.rows[0].seconds
+    assert (both.rows[0].layout[-5:], both.surest.layout[-5:]) == ("zero2", "zero1")
+    assert f"as fast with known prices is {both.surest.layout} (--prefer surest)" in remark
 
 
 def test_context_parallelism_costs_something() -> None:

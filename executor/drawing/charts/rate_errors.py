@@ -10,6 +10,7 @@ from stagewright.executor.drawing.charts.figures import (
     save,
 )
 from stagewright.executor.drawing.colours import CATEGORIES, CRITICAL_COLOUR
+from stagewright.graphs.documents.units import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -72,6 +73,8 @@ class ErrorsOfSet(Protocol):
 def rates_png(sets: Sequence[ErrorsOfSet]) -> bytes:
     """Under each set's name a bar of every model's mean error to both sides, and a dot at the bias.
 
+    A user's own set has runs in place of models; the number of runs is in brackets.
+
     Behind a set's bars are its ranges: what it predicts of a run is that far off at the most.
     """
     from matplotlib.ticker import PercentFormatter
@@ -79,28 +82,32 @@ def rates_png(sets: Sequence[ErrorsOfSet]) -> bytes:
     rows = sum(1 + len(one.errors) for one in sets)
     figure = new_figure(WIDTH_INCHES, min(MAX_HEIGHT_INCHES, 1.4 + ROW_INCHES * rows))
     axes = figure.add_subplot()
+    axes.use_sticky_edges = False  # the leftmost bar ends within the axes
     ticks: list[str] = []
     heads = []
     for one in sets:
         heads.append(len(ticks))
         _draw_set(axes, one, len(ticks))
-        ticks += [one.name, *(f"{error.model} ({error.runs})" for error in one.errors)]
+        ticks += [
+            one.name,
+            *(f"{error.model} ({counted(error.runs, 'run', 'runs')})" for error in one.errors),
+        ]
     axes.set_yticks(range(rows), ticks, fontsize=7)
     for place in heads:
         axes.get_yticklabels()[place].set_fontweight("bold")
     axes.axvline(0, color="#888888", lw=0.8)
     axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    axes.set_xlabel("predicted over measured seconds, less one, with the model left out of the fit")
+    axes.set_xlabel("predicted over measured seconds, less one, of what was left out of the fit")
     bare_rows(axes, rows)
     axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return save(figure)
 
 
 def _draw_set(axes: "Axes", one: ErrorsOfSet, first: int) -> None:
-    """Draw a set whose name is in row ``first``; the first set's parts are in the legend."""
+    """Draw a set whose name is in row ``first``; each kind of its parts is once in the legend."""
     labels = ["range without experts", "range with experts", "mean absolute error", "mean error"]
-    if first:
-        labels = ["_" + label for label in labels]  # not in the legend
+    known = axes.get_legend_handles_labels()[1]
+    labels = ["_" * (label in known) + label for label in labels]
     rows = len(one.errors)
     styles: tuple[dict[str, Any], ...] = (
         {"color": "#dde7f7"},
@@ -109,6 +116,8 @@ def _draw_set(axes: "Axes", one: ErrorsOfSet, first: int) -> None:
     for spread, style, label in zip((one.dense, one.experts), styles, labels, strict=False):
         low, high = 1 / spread.high - 1, 1 / spread.low - 1
         axes.barh(first + rows / 2, high - low, rows + 0.9, low, label=label, **style)
+    if not rows:
+        return
     places = [first + row for row in range(1, 1 + rows)]
     errors = [error.error for error in one.errors]
     axes.barh(

@@ -180,7 +180,12 @@ def memory(given: MemoryOptions) -> int:
         request = ask(MemoryRequest, problem=plan.problem, layout=plan.layout)
     else:
         if given.layout is None or given.sequence is None:
-            raise InputError("a configuration needs --layout and --sequence")
+            missing = (
+                ("--layout", 'for example "p2 t4 d8 b1"')
+                if given.layout is None
+                else ("--sequence", "the tokens in a sample, for example 4096")
+            )
+            raise InputError(f"{file} needs {', '.join(missing)}")
         layout = parse_layout(given.layout)
         machines = MachineOptions(
             device=given.device or "h100",

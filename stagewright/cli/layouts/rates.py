@@ -49,10 +49,10 @@ def rates(asked: Asked[RatesRequest], given: RatesOptions) -> int:
 
 def _print_sets(sets: tuple[RateSetAnswer, ...]) -> None:
     print_table(
-        ("<rates", "<stack", "<devices", "<releases", "runs", "error", "<range", "<with experts"),
+        ("<rates", "<stack", "<devices", "runs", "error", "<range", "<with experts"),
         [
             (
-                one.name, one.stack, ", ".join(one.devices), one.releases, str(one.left_out_runs),
+                one.name, one.stack, ", ".join(one.devices), str(one.left_out_runs),
                 _share(one.mean_error), _range(one.dense), _range(one.experts),
             )
             for one in sets
@@ -344,4 +344,9 @@ def _print_calibrated(answer: "CalibrateAnswer") -> None:
     factors = ", ".join(f"{name} x {factor:.3g}" for name, factor in answer.factors.items())
     said = factors or "no constant is changed, the runs are not all on one side of the range"
     say(f"from {answer.started_from}: {said}")
+    if answer.at_peak:
+        say(
+            f"the fit ends at the peak of the device ({', '.join(answer.at_peak)} = 1): check "
+            "--device, and the layouts, batches and seconds of the runs"
+        )
     _print_ranges(answer.rates)

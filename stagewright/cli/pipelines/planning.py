@@ -15,6 +15,7 @@ from stagewright.cli.console import (
     seconds,
     size,
     tell,
+    warn,
 )
 from stagewright.cli.options import OnRay, Printed, Served, Threaded, Written, threads_of
 from stagewright.cli.outputs import is_document
@@ -109,10 +110,22 @@ def plan(asked: Asked[PlanRequest], given: PlanOptions) -> int:
         order=_order(given),
         out_of_order=_out_of_order(asked, given),
     )
+    _tell_of_experts(request.chain)
     answer = _found(request, given)
     written = kept(answer.plan, given, save_plan)
     tell(answer, given, lambda answer: _print(request.chain, answer), written)
     return 1 if answer.plan is None else 0
+
+
+def _tell_of_experts(chain: Chain) -> None:
+    """Say before the search that no plan of it divides a model's experts."""
+    from stagewright.formulations.prices.analytic import ALL_EXPERTS
+
+    if ALL_EXPERTS in chain.source:
+        warn(
+            f"{chain.name}: {ALL_EXPERTS}, and no exchange with experts elsewhere; `stagewright "
+            "train-plan` divides them, and prices the exchange"
+        )
 
 
 def _require_size(asked: Asked[PlanRequest], given: PlanOptions) -> None:
