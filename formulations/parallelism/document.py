@@ -20,7 +20,7 @@ PARTS = {
     "computation": "compute_seconds",
     "exchanges inside a replica": "exchange_seconds",
     "recomputation": "repeated_seconds",
-    "waiting for ZeRO": "zero_seconds",
+    "waiting for ZeRO or the host": "zero_seconds",
     "bubble": "bubble_seconds",
     "exchanges between replicas": "gradient_seconds",
     "update": "update_seconds",

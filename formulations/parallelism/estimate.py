@@ -18,7 +18,7 @@ class Estimate:
     ``gradient_seconds`` and ``update_seconds``. On the busiest rank the first is the sum of
     ``compute_seconds``, ``exchange_seconds`` (tensor, context and expert exchanges),
     ``repeated_seconds`` (recomputation, with its exchanges), ``zero_seconds`` (waiting for ZeRO's
-    exchanges with every microbatch) and ``bubble_seconds``.
+    exchanges and for copies to the host with every microbatch) and ``bubble_seconds``.
     """
 
     layout: Layout

@@ -32,6 +32,7 @@ _NUMBERED = {
     "v": "chunks",
     "zero": "zero",
     "blocks": "recompute_blocks",
+    "offload": "offload_blocks",
     "first": "first_blocks",
     "last": "last_blocks",
 }
@@ -54,6 +55,7 @@ class Layout:
     ``expert`` ranks of the t x c x d that hold equal layers share the experts. ``microbatch`` is
     samples per replica, ``chunks`` stages of the pipeline on every rank (v, thesis 4.2.2).
     With ``recompute_blocks`` only so many blocks of every stage, the first ones, are recomputed.
+    The activations of the first ``offload_blocks`` are in host memory between forward and backward.
     ``first_blocks`` and ``last_blocks`` are the blocks of the first and the last stage, None for as
     many as in the others. ``zero`` is ZeRO's stage (Rajbhandari et al. 2020): 1 divides the
     optimizer's state over the data ranks, 2 the gradients, 3 the weights too (FSDP).
@@ -79,6 +81,7 @@ class Layout:
     last_blocks: int | None = None
     blocks_by_stage: tuple[int, ...] | None = None
     recomputed_by_stage: tuple[int, ...] | None = None
+    offload_blocks: int = 0
 
     def __post_init__(self) -> None:
         for name in ("pipeline", "tensor", "context", "data", "expert", "microbatch", "chunks"):
@@ -106,6 +109,7 @@ class Layout:
                 f"{self.tensor * self.context} ranks (t x c) that are next to each other"
             )
         self._require_schedule()
+        self._require_offload()
         self._require_ends()
         self._require_stages()
 
@@ -117,6 +121,15 @@ class Layout:
             raise InputError(
                 f"recompute_blocks must be at least 1 and needs recompute full, got {blocks} with "
                 f"{self.recompute}"
+            )
+
+    def _require_offload(self) -> None:
+        """The rules of Megatron Core's ``cpu_offloading``."""
+        blocks = self.offload_blocks
+        if blocks < 0 or (blocks and (self.pipeline > 1 or self.recompute != "none")):
+            raise InputError(
+                f"offload_blocks must be at least 0, and needs pipeline 1 and recompute none, got "
+                f"{blocks} with pipeline {self.pipeline} and recompute {self.recompute}"
             )
 
     def _require_ends(self) -> None:

@@ -116,6 +116,7 @@ def require_expressible(problem: TrainingProblem, layout: Layout) -> None:
             "t1, p1, or a model that is not tied",
         ),
         (layout.offload_optimizer, "offloaded optimizer", "a layout without offload"),
+        (layout.offload_blocks > 0, "offloaded activations of blocks", "offload_blocks 0"),
         (
             layout.recompute not in ("none", "full"),
             f"recomputation of {layout.recompute}",

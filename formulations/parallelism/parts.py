@@ -48,7 +48,9 @@ class Parts:
             self.shares,
             layout.pipeline,
             layout.blocks_of_stages(blocks),
-            layout.recomputed_of_stages(blocks),
+            layout.recomputed_of_stages(blocks)
+            if not layout.offload_blocks
+            else (layout.offload_blocks,),
         )
 
     def varied(self, layout: Layout) -> "Parts":

@@ -22,6 +22,7 @@ from stagewright.formulations.parallelism.states import (
     update_seconds,
 )
 from stagewright.formulations.parallelism.training import TrainingProblem
+from stagewright.formulations.prices.collectives import link_seconds
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.models.shards import LayerShare, Shares
@@ -77,11 +78,28 @@ class StageCosts:
         return held(layers, tied=self.layout.pipeline > 1)
 
     def seconds(self, layers: Layers) -> tuple[float, float]:
-        """Forward and backward, with ZeRO's exchanges as far as they are seen."""
-        once = self._exchange(self.held(layers))
+        """Forward and backward, with ZeRO's exchanges and copies as far as they are seen."""
+        once, copied = self._exchange(self.held(layers)), self.copied_seconds(layers)
         later = self.put_off(layers)
         forward = self._beside(self._forward(layers), once.each_forward)
-        return forward, self._beside(self._backward(layers) - later, once.each_backward) + later
+        backward = self._beside(self._backward(layers) - later, once.each_backward) + later
+        return max(forward, copied), max(backward, copied)
+
+    def copied_seconds(self, layers: Layers) -> float:
+        """Activations on their way to the host, or back, spread over the whole forward or backward.
+
+        Transformer Engine spreads them so (pytorch/cpu_offload.py: ``layer_window_map``), and the
+        device's copy engines move them.
+        """
+        host = self.problem.fabric.host_bytes_per_second
+        if not self.layout.offload_blocks or host is None:
+            return 0.0
+        moved = sum(n * self._made(one) for one, away, n in layers if away)
+        return self.problem.charges("activation offload") * link_seconds(moved, host)
+
+    def _made(self, share: LayerShare) -> float:
+        """Bytes that a forward makes and, with nothing recomputed or offloaded, keeps."""
+        return self.layout.microbatch * self.problem.processor.saved_bytes(share, "none")
 
     def put_off(self, layers: Layers) -> float:
         """The part of the backward that is put off."""
@@ -127,6 +145,8 @@ class StageCosts:
         return sum(n * self._saved(one, again) for one, again, n in layers)
 
     def _saved(self, share: LayerShare, again: bool) -> float:
+        if again and self.layout.offload_blocks:
+            return 0.0
         recompute = self.layout.recompute if again else "none"
         return self.layout.microbatch * self.problem.processor.saved_bytes(share, recompute)
 
@@ -149,8 +169,11 @@ class StageCosts:
     def _repeated_bytes(self, share: LayerShare, again: bool) -> float:
         """Bytes that a layer's backward holds in addition to those kept from the forward.
 
-        These are repeated activations, and the gradient of the logits.
+        These are repeated activations, and the gradient of the logits; where activations are
+        offloaded, those of a block on its way beside the blocks that are kept.
         """
+        if self.layout.offload_blocks and share.is_block:
+            return self._made(share)
         whole = self.problem.processor.saved_bytes(
             share, "none"
         ) + self.problem.processor.gradient_of_loss(share)

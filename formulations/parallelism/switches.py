@@ -90,8 +90,11 @@ def _source(problem: TrainingProblem, layout: Layout, price: Price) -> str:
         peak = problem.processor.half_peak_flops if price == "attention" else problem.peak_flops
         names = _ATTENTION if of_attention else (product, "half_flops")
         return f"{_of_rates(problem, names)}; {peak / 1e12:.0f} TFLOP/s of {card.name}'s datasheet"
+    host = f"{(problem.fabric.host_bytes_per_second or 0) / 1e9:.0f} GB/s to the host"
+    if price == "activation offload":
+        return f"all that {layout.offload_blocks} blocks keep, there and back, at {host}"
     if price == "optimizer step" and layout.offload_optimizer:
-        return f"{(problem.fabric.host_bytes_per_second or 0) / 1e9:.0f} GB/s to the host"
+        return host
     if price == "optimizer step" and is_timed:
         return f"timed in {problem.rates.name}"
     if price in _EXCHANGES or price == "expert exchange":

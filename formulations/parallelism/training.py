@@ -15,8 +15,8 @@ from stagewright.graphs.machines.anchors import TimedModel, require_anchored
 from stagewright.graphs.machines.devices import Accelerator, require_arithmetic
 from stagewright.graphs.machines.fabric import Fabric
 from stagewright.graphs.machines.rates import RateSet, Reached, Spread
-from stagewright.graphs.machines.stack_memory import PLAIN, StackMemory
-from stagewright.graphs.models.architecture import MAX_SIZE, Architecture
+from stagewright.graphs.machines.stack_memory import PLAIN, STACK_MEMORY, StackMemory
+from stagewright.graphs.models.architecture import MAX_SIZE, Architecture, Operators
 from stagewright.graphs.models.language import Attention
 from stagewright.graphs.models.modules import PARTS, modules_of, repeated
 from stagewright.graphs.models.shards import LayerKind, share_of_kind
@@ -188,11 +188,44 @@ def require_layout(problem: TrainingProblem, layout: Layout) -> None:
         )
     for one in modules_of(layout.recompute):
         _require_module(problem, one)
+    if layout.offload_blocks:
+        require_activation_offload(problem, layout.offload_blocks)
     if layout.recompute == "selective" and not has_selective(problem):
         raise InputError(
             "selective recomputation repeats the attention, which the fused kernel does anyway; "
             "choose none or full"
         )
+
+
+def require_activation_offload(problem: TrainingProblem, blocks: int = 1) -> None:
+    """Raise unless activations of so many blocks can be in host memory.
+
+    Raises InputError with the rule and what would do.
+    """
+    of, memory = problem.architecture, problem.memory
+    if not memory.offloads_activations:
+        able = [name for name, one in STACK_MEMORY.items() if one.offloads_activations]
+        raise InputError(
+            f"offloaded activations: {memory.name} has none, only {', '.join(able)}; choose "
+            "offload_blocks 0"
+        )
+    if blocks >= of.layers:
+        raise InputError(
+            f"offload_blocks {blocks} of {of.layers} blocks: at most {of.layers - 1}, since the "
+            "last has nothing to run beside"
+        )
+    again = [one for one in memory.always if any(repeated([one], b) for b in _blocks(of))]
+    if again:
+        raise InputError(
+            f"offloaded activations with recomputation of {again[0]}, which {memory.name} is "
+            "priced with: it has one or the other; choose offload_blocks 0"
+        )
+    if problem.fabric.host_bytes_per_second is None:
+        raise InputError("offloaded activations need the devices' bandwidth to the host")
+
+
+def _blocks(of: Architecture) -> list[Operators]:
+    return [of.block(index, 1, 1) for index in range(of.layers)]
 
 
 def _require_module(problem: TrainingProblem, module: str) -> None:
@@ -203,11 +236,10 @@ def _require_module(problem: TrainingProblem, module: str) -> None:
             f"recomputation of the module {module}: {problem.memory.name} can recompute "
             f"{', '.join(known) or 'no modules'}; choose none or full"
         )
-    blocks = [of.block(index, 1, 1) for index in range(of.layers)]
     has = (
         problem.attention == "materialized"
         if module == "core_attn"
-        else any(repeated([module], block) for block in blocks)
+        else any(repeated([module], block) for block in _blocks(of))
     )
     if not has:
         raise InputError(

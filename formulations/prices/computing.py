@@ -93,7 +93,7 @@ def precision_named(name: str) -> Precision:
 Price = Literal[
     "matrix products", "attention", "memory-bound kernels", "sums of gradients",
     "tensor exchange", "context exchange", "expert exchange", "pipeline transfers",
-    "data exchange", "optimizer step",
+    "data exchange", "optimizer step", "activation offload",
 ]  # fmt: skip
 """What a switch makes free: prices that are no constant of a rate set."""
 

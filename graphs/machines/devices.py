@@ -50,7 +50,8 @@ class Accelerator:
     Links are bytes/s per direction, None if not known: ``server_bytes_per_second`` from a device to
     the others of its server, ``pair_bytes_per_second`` to one of them, if that is less (links that
     join pairs, without a switch), ``network_bytes_per_second`` out of the server, per device;
-    ``host_bytes_per_second`` to the host's memory, and ``nvlink_bytes_per_second`` of one NVLink.
+    ``host_bytes_per_second`` to the host's memory while all devices use it, and
+    ``nvlink_bytes_per_second`` of one NVLink.
     ``nvlink_domain`` is the most devices that are as near to each other as those of a server.
     """
 
@@ -108,6 +109,11 @@ def _require_flops(value: float, field: str) -> None:
         )
 
 
+# To the host: PCIe 4 and 5 as measured on A100 (NVIDIA/nvbandwidth #53, #42) and on eight H100, H20
+# and H800 (#24). The link from a Grace CPU to each of its two GPUs is faster than its memory, of
+# whose 14 TB/s (GB300 NVL72) a GPU has a 72nd part.
+_PCIE_4, _PCIE_5, _GRACE = 25e9, 52.8e9, 194e9
+
 # Links in servers are NVLink of the second to fifth generation and seven Infinity Fabric links (the
 # manufacturers' datasheets); a pair of a DGX-1 may have one NVLink only. Networks are the network
 # cards of DGX-1, DGX-2, DGX A100, DGX H100 and DGX B200 per device, and 400 Gb/s per MI300X.
@@ -143,55 +149,63 @@ ACCELERATORS: dict[str, Accelerator] = {
         Accelerator(
             "a100", 39.38 * _GIB, 1555e9, 19.5e12, 312e12, has_bf16=True, tf32_flops=156e12,
             server_bytes_per_second=300e9, network_bytes_per_second=25e9,
+            host_bytes_per_second=_PCIE_4,
         ),
         # Memory: lianqi1008/Control-GIC #10; 79.25 of older drivers.
         Accelerator(
             "a100-80gb", 79.14 * _GIB, 2039e9, 19.5e12, 312e12, has_bf16=True, tf32_flops=156e12,
             server_bytes_per_second=300e9, network_bytes_per_second=25e9,
+            host_bytes_per_second=_PCIE_4,
         ),
         # SXM5. Memory: pytorch/torchtitan #1789 (73.32 GiB are 92.70 %).
         Accelerator(
             "h100", 79.10 * _GIB, 3350e9, 67e12, 989e12, has_bf16=True, fp8_flops=1979e12,
             tf32_flops=494.5e12, server_bytes_per_second=450e9, network_bytes_per_second=50e9,
+            host_bytes_per_second=_PCIE_5,
         ),
         # An H100 with less FP64 and NVLink (DeepSeek-AI, arXiv 2505.09343, sections 4.1 and 4.3),
         # who reach 160 GB/s of the 200 in a server. Its memory is the H100's.
         Accelerator(
             "h800", 79.10 * _GIB, 3350e9, 67e12, 989e12, has_bf16=True, fp8_flops=1979e12,
             tf32_flops=494.5e12, server_bytes_per_second=200e9, network_bytes_per_second=50e9,
+            host_bytes_per_second=_PCIE_5,
         ),
         # Memory: 139.72 to 139.83 GiB, the latter torchtitan's log.
         Accelerator(
             "h200", 139.72 * _GIB, 4800e9, 67e12, 989e12, has_bf16=True, fp8_flops=1979e12,
             tf32_flops=494.5e12, server_bytes_per_second=450e9, network_bytes_per_second=50e9,
+            host_bytes_per_second=_PCIE_5,
         ),
         # A DGX B200's 64 TB/s, an HGX B200's 600 TFLOP/s and 18 PFLOP/s, over 8 GPUs.
         Accelerator(
             "b200", 178.35 * _GIB, 8000e9, 75e12, 2250e12, has_bf16=True, fp8_flops=4500e12,
             tf32_flops=1125e12, server_bytes_per_second=900e9, network_bytes_per_second=50e9,
-            nvlink_bytes_per_second=50e9,
+            nvlink_bytes_per_second=50e9, host_bytes_per_second=_PCIE_5,
         ),
         # Of a GB200 NVL72 and a GB300 NVL72: a 72nd part of their figures.
         Accelerator(
             "gb200", 184.31 * _GIB, 8000e9, 80e12, 2500e12, has_bf16=True, fp8_flops=5000e12,
             tf32_flops=1250e12, server_bytes_per_second=900e9, network_bytes_per_second=50e9,
             nvlink_bytes_per_second=50e9, nvlink_domain=72,
+            host_bytes_per_second=_GRACE,
         ),
         Accelerator(
             "gb300", 276.50 * _GIB, 8000e9, 80e12, 2500e12, has_bf16=True, fp8_flops=5000e12,
             tf32_flops=1250e12, server_bytes_per_second=900e9, network_bytes_per_second=100e9,
             nvlink_bytes_per_second=50e9, nvlink_domain=72,
+            host_bytes_per_second=_GRACE,
         ),
         # An eighth of a DGX B300's 72 PFLOP/s of sparse fp8.
         Accelerator(
             "b300", 267.69 * _GIB, 8000e9, 75e12, 2250e12, has_bf16=True, fp8_flops=4500e12,
             tf32_flops=1125e12, server_bytes_per_second=900e9, network_bytes_per_second=100e9,
-            nvlink_bytes_per_second=50e9,
+            nvlink_bytes_per_second=50e9, host_bytes_per_second=_PCIE_5,
         ),
         # Memory: modelscope/DiffSynth-Studio #1238.
         Accelerator(
             "h20", 95.00 * _GIB, 4000e9, 44e12, 148e12, has_bf16=True, fp8_flops=296e12,
             tf32_flops=74e12, server_bytes_per_second=450e9, network_bytes_per_second=50e9,
+            host_bytes_per_second=_PCIE_5,
         ),
         # AMD's datasheet; fp32 as vectors and as matrices. Memory: 191.69 to 191.98 GiB.
         Accelerator(

@@ -26,6 +26,9 @@ class StackMemory:
     Recomputation may be of ``modules`` (``models/modules.py``). Those ``always`` recomputed are so
     in every layout; the seconds of that are in the runs to which the stack's rates are fitted.
 
+    With ``offloads_activations`` those of some blocks may be in host memory between their forward
+    and backward.
+
     Of every logit ``loss_bytes`` are kept, and ``loss_gradient_bytes`` added by the backward of the
     loss. With ``float_masters`` ranks that divide weights (ZeRO 3) keep their parts in fp32 alone,
     which are the optimizer's too. With ``whole_in_pipelines`` weights and gradients of a pipeline
@@ -52,6 +55,7 @@ class StackMemory:
     fp8_inputs: bool = False
     modules: tuple[str, ...] = ()
     always: tuple[str, ...] = ()
+    offloads_activations: bool = False
     loss_bytes: float = 4.0
     loss_gradient_bytes: float = 4.0
     float_masters: bool = False
@@ -86,13 +90,15 @@ _MEGATRON = StackMemory(
     "gradient in bf16), core/transformer/moe/experts.py (weighted activation); Megatron-Bridge "
     "perf_recipes/_common.py (grad_reduce_in_fp32 = False), perf_recipes/deepseek (mla_up_proj); "
     "core/tensor_parallel/layers.py (dummy gradients); Transformer Engine's linear layers, which "
-    "keep their quantized inputs; core/transformer/transformer_config.py (recompute_modules)",
+    "keep their quantized inputs; core/transformer/transformer_config.py (recompute_modules, "
+    "cpu_offloading)",
     gradient_bytes=2,
     fused_gate=True,
     weighted_gate=True,
     fp8_inputs=True,
     modules=("core_attn", "mla_up_proj", "moe_act", "layernorm", "mlp", "moe"),
     always=("mla_up_proj",),
+    offloads_activations=True,
     loss_gradient_bytes=2.0,
     layer_gradients=True,
     reserve_bytes=_THREE,

@@ -129,6 +129,14 @@ def test_modules_that_megatron_recomputes():
     assert "--fp8-recipe tensorwise" in text
 
 
+@pytest.mark.parametrize("to", CORE)
+def test_activations_that_megatron_offloads(to):
+    layout = parse_layout("p1 t1 d8 b2 zero3 offload7")
+    problem = make_problem(LLAMA, layout, memory=STACK_MEMORY["megatron"])
+    files = export_layout(problem, layout, to)
+    assert READERS[to](files, LLAMA.layers) == expected(to, problem, layout)
+
+
 def test_selective_recomputation_by_operator():
     """Torchtitan's own, of a problem that is planned for it."""
     layout = parse_layout("p1 t1 d8 b1 zero3 selective")
@@ -293,6 +301,13 @@ REFUSED = [
     *refused(CORE, LLAMA, "d8", "fp8 with activations of 4 bytes", precision=FP8_FULL),
     *refused(CORE, LLAMA, "p2 d4 zero1 zero-bubble", "zero-bubble.*choose 1f1b"),
     *refused(OTHERS, LLAMA, "d8 zero3 full blocks3", "3 recomputed blocks of 16.*megatron"),
+    *refused(
+        OTHERS,
+        LLAMA,
+        "d8 zero3 offload7",
+        "activations of 7 blocks in host.*to megatron",
+        memory=STACK_MEMORY["megatron"],
+    ),
     *refused(TITAN, LLAMA, "p2 d4 zero1 zero-bubble full", "full recomputation with zero bubbles"),
     *refused(
         TITAN, LLAMA, "p4 d2 zero1 zero-bubble", "9 microbatches.*a multiple of 4", microbatches=9

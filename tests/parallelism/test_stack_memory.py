@@ -241,6 +241,24 @@ def test_what_modules_free(modules: str, freed: int) -> None:
     assert (some.seconds > none.seconds) == (freed > 0)
 
 
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_what_offloaded_blocks_free(blocks: int) -> None:
+    """By hand: all that they keep, but for a block on its way; over a slow link copies decide."""
+    few = replace(SMALL, vocabulary=500)
+    none, some = (parse_layout(f"p1 t1 d1 b1 {one}") for one in ("none", f"offload{blocks}"))
+    problem = make_problem(few, some, 2, memory=STACK_MEMORY["megatron"])
+    kept, away = (evaluate(problem, layout).memory[0] for layout in (none, some))
+    block = TOKENS * (COMMON + 2 * 3 * 160)
+    assert kept.activations - away.activations == pytest.approx(blocks * block)
+    assert away.buffers - kept.buffers == pytest.approx(block - 2 * 500 * TOKENS)
+    fast, slow = (
+        evaluate(replace(problem, fabric=replace(problem.fabric, host_bytes_per_second=rate)), some)
+        for rate in (1e15, 1e6)
+    )
+    assert fast.seconds == evaluate(problem, none).seconds
+    assert slow.pipeline_seconds == pytest.approx(2 * 2 * blocks * block / 1e6)
+
+
 @pytest.mark.parametrize(
     ("stack", "words", "message"),
     [
@@ -248,6 +266,9 @@ def test_what_modules_free(modules: str, freed: int) -> None:
         ("megatron", "moe_act", "module moe_act: no block has experts; choose none or full"),
         ("megatron", "core_attn", "no block has attention in several kernels"),
         ("megatron", "mlp+attn", "'attn' is none of none, selective, full and of the modules"),
+        ("deepspeed", "offload1", "deepspeed has none, only megatron, megatron-bridge, nemo;"),
+        ("megatron", "offload4", "offload_blocks 4 of 4 blocks: at most 3"),
+        ("megatron", "offload1 full", "needs pipeline 1 and recompute none, got 1 with"),
     ],
 )
 def test_modules_that_are_refused(stack: str, words: str, message: str) -> None:

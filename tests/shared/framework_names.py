@@ -23,6 +23,7 @@ global-batch-size hidden-size kv-channels kv-lora-rank max-position-embeddings m
 moe-ffn-hidden-size moe-router-topk moe-shared-expert-intermediate-size num-attention-heads
 num-experts num-layers num-layers-per-virtual-pipeline-stage num-query-groups
 pipeline-model-parallel-size q-lora-rank qk-head-dim qk-pos-emb-head-dim recompute-num-layers
+cpu-offloading-num-layers
 rotary-base seq-length tensor-model-parallel-size v-head-dim vocab-size
 """
 RATES = ("attention-dropout", "hidden-dropout", "norm-epsilon", "optimizer-offload-fraction")
@@ -64,6 +65,7 @@ sequence_parallel expert_model_parallel_size expert_tensor_parallel_size
 """
 REMADE = """
 recompute_granularity recompute_method recompute_num_layers recompute_modules seq_length
+cpu_offloading cpu_offloading_num_layers cpu_offloading_weights
 attention_backend rotary_base layernorm_epsilon
 """
 DDP = """

@@ -39,13 +39,21 @@ def random_layouts(problem: TrainingProblem, chance: Random, most: int) -> list[
     """Up to ``most`` layouts that ``evaluate`` takes, of all their kinds."""
     every = Candidates(problem, (False, True))
     found = []
-    for layout in chance.sample(every, min(4 * most, len(every))):
+    for drawn in chance.sample(every, min(4 * most, len(every))):
+        layout = offloading(drawn, problem, chance) if chance.random() < 0.5 else drawn
         try:
             require_layout(problem, layout)
         except InputError:
             continue
         found.append(by_stage(layout, problem, chance) if chance.random() < 0.4 else layout)
     return found[:most]
+
+
+def offloading(layout: Layout, problem: TrainingProblem, chance: Random) -> Layout:
+    """The layout with activations of some blocks in host memory, where that is possible."""
+    blocks = chance.randint(0, problem.architecture.layers - 1)
+    is_able = problem.memory.offloads_activations and layout.recompute == "none"
+    return replace(layout, offload_blocks=blocks) if is_able and layout.pipeline == 1 else layout
 
 
 def by_stage(layout: Layout, problem: TrainingProblem, chance: Random) -> Layout:

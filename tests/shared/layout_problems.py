@@ -134,6 +134,7 @@ def said(problem, layout):
         "schedule": layout.schedule,
         "recompute": layout.recompute,
         "recompute_blocks": layout.recompute_blocks,
+        "offload_blocks": layout.offload_blocks,
         "sequence_parallel": layout.sequence_parallel,
         "zero": layout.zero,
         "offload": layout.offload_optimizer,

@@ -73,6 +73,7 @@ def read_megatron(files):
         "accumulation": args.global_batch_size / (args.micro_batch_size * data),
         "blocks": blocks or (args.num_layers // stages,) * stages,
         **_recompute(args),
+        "offload_blocks": args.cpu_offloading_num_layers or 0,
         "sequence_parallel": args.sequence_parallel,
         "zero": _zero(args),
         "offload": args.optimizer_cpu_offload,
@@ -93,6 +94,12 @@ def _recompute(fields):
         assert method == "block"
         found["recompute_blocks"] = layers
     return found
+
+
+def _offloaded(fields):
+    layers = fields.cpu_offloading_num_layers
+    assert (fields.cpu_offloading, fields.cpu_offloading_weights) == (layers > 0, False)
+    return {"offload_blocks": layers}
 
 
 def _zero(fields):
@@ -129,7 +136,8 @@ def read_bridge(files, layers):
     assert config.dist.use_megatron_fsdp == config.ddp.use_megatron_fsdp
     assert config.mixed_precision.grad_reduce_in_fp32 == config.ddp.grad_reduce_in_fp32
     found = _core(module["RANKS"], layers, config.model, config.ddp, config.optimizer, config.train)
-    return {**found, **_recompute(config.model), "inside": config.dist.use_tp_pp_dp_mapping}
+    found |= _recompute(config.model) | _offloaded(config.model)
+    return {**found, "inside": config.dist.use_tp_pp_dp_mapping}
 
 
 def read_nemo(files, layers):
@@ -140,7 +148,8 @@ def read_nemo(files, layers):
     assert ranks == module["RANKS"]
     assert (strategy.fsdp == "megatron") == strategy.ddp.use_megatron_fsdp
     found = _core(ranks, layers, strategy, strategy.ddp, recipe.optim.config, recipe.data)
-    return {**found, **_recompute(recipe.model.config), "inside": strategy.use_tp_pp_dp_mapping}
+    found |= _recompute(recipe.model.config) | _offloaded(recipe.model.config)
+    return {**found, "inside": strategy.use_tp_pp_dp_mapping}
 
 
 def _core(ranks, layers, model, ddp, optimizer, train):
@@ -235,6 +244,7 @@ def read_titan(files, layers):
         "schedule": "zero-bubble" if split else "1f1b",
         "recompute": config.activation_checkpoint or "none",
         "recompute_blocks": None,
+        "offload_blocks": 0,
         "sequence_parallel": degrees.enable_sequence_parallel,
         "zero": (1 if pipeline > 1 else 2 if kept else 3) if sharded else 0,
         "offload": False,
@@ -268,6 +278,7 @@ PLAIN = {
     "inside": False,
     "schedule": "1f1b",
     "recompute_blocks": None,
+    "offload_blocks": 0,
 }
 
 

@@ -26,9 +26,9 @@ class Plain:
             by_operator=problem.memory.by_operator,
         )  # fmt: skip
         ends = np.cumsum((0, *blocks))
-        alike = [layout.recompute_blocks or len(of.blocks)] * layout.stages
-        again = layout.recomputed_by_stage or alike
-        # (layer, whether it is computed again) of every stage
+        alike = [layout.offload_blocks or layout.recompute_blocks or len(of.blocks)]
+        again = layout.recomputed_by_stage or alike * layout.stages
+        # (layer, whether it is computed again, or offloaded) of every stage
         self.stages = [
             [(of.kinds[of.blocks[i]], i - a < most) for i in range(a, b)]
             for (a, b), most in zip(pairwise(ends), again, strict=True)
@@ -357,7 +357,16 @@ class Plain:
         zero, gradients, weights = self.layout.zero, *self.state_exchanges(stage)
         moved = (weights if zero == 3 else 0.0, gradients * (zero >= 2) + weights * (zero == 3))
         forward = self.beside(forward, moved[0])
-        return forward, self.beside(backward - weight, moved[1]) + weight, weight
+        backward, copied = self.beside(backward - weight, moved[1]) + weight, self.copied(stage)
+        return max(forward, copied), max(backward, copied), weight
+
+    def copied(self, stage):
+        """What the first blocks keep goes to the host beside all of a forward, and comes back."""
+        size, memory = self.precision.activation_bytes, self.problem.memory
+        fp8, samples = self.precision.fp8_products, self.layout.microbatch
+        away = [one for one, first in stage if first and self.layout.offload_blocks]
+        kept = sum(samples * one.saved_bytes(size, "none", memory, fp8=fp8) for one in away)
+        return kept / self.fabric.host_bytes_per_second
 
     def beside(self, work, moved):
         """Both, one after the other or at once, when they slow each other down."""

@@ -61,7 +61,7 @@ def core_of(problem: TrainingProblem, layout: Layout) -> Core:
     """The fields of a layout that keeps the :data:`RULES`."""
     precision = problem.precision
     return Core(
-        model=_degrees(problem, layout) | _recomputation(problem, layout),
+        model=_degrees(problem, layout) | _recomputation(problem, layout) | _offload(layout),
         ddp={
             "use_distributed_optimizer": layout.zero > 0,
             "use_megatron_fsdp": layout.zero > 1,
@@ -124,6 +124,15 @@ def _recomputation(problem: TrainingProblem, layout: Layout) -> Fields:
         "recompute_method": None if not full else "uniform" if some is None else "block",
         "recompute_num_layers": None if not full else some or 1,
         "recompute_modules": modules or None,
+    }
+
+
+def _offload(layout: Layout) -> Fields:
+    """Activations of the first layers in host memory, and no weights."""
+    return {
+        "cpu_offloading": layout.offload_blocks > 0,
+        "cpu_offloading_num_layers": layout.offload_blocks,
+        "cpu_offloading_weights": False,
     }
 
 

@@ -181,7 +181,9 @@ MODEL_RULES = tuple(
 
 FILE = "megatron.sh"
 
-_NO_ARGUMENT = ("virtual_pipeline_model_parallel_size", "grad_reduce_in_fp32")
+_NO_ARGUMENT = (
+    "virtual_pipeline_model_parallel_size", "grad_reduce_in_fp32", "cpu_offloading",
+)  # fmt: skip
 """Fields that Megatron-LM computes from other arguments."""
 
 

@@ -58,7 +58,7 @@ def recipe(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
 
 def _is_model(name: str) -> bool:
     """Fields that are the model's, where all others are the strategy's too."""
-    return name.startswith("recompute_")
+    return name.startswith(("recompute_", "cpu_offloading"))
 
 
 def _strategy(core: Core) -> Fields:

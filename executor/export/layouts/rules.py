@@ -200,7 +200,12 @@ def refuse_selective(_: TrainingProblem, layout: Layout, framework: str) -> None
 
 
 def refuse_modules(_: TrainingProblem, layout: Layout, framework: str) -> None:
-    """Raise for recomputation of modules."""
+    """Raise for recomputation of modules, and for activations in host memory."""
+    if layout.offload_blocks:
+        raise InputError(
+            f"activations of {layout.offload_blocks} blocks in host memory: {framework} takes none "
+            "from its configuration; choose offload_blocks 0, or export to megatron"
+        )
     if modules_of(layout.recompute):
         raise InputError(
             f"recomputation of {layout.recompute}: {framework} has no such modules; choose none or "
