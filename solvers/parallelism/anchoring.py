@@ -122,7 +122,7 @@ def anchored(timed: TimedLayers, name: str, source: str) -> RateSet:
         experts=spread,
         errors=(),
         measured=("products in 8 bits" if timed.model.fp8_products else "products in 16 bits",),
-        borrowed=f"timed in plain torch modules, not in {timed.stack}" if is_other else None,
+        borrowed=f"timed through {timed.through}, not {timed.stack}" if is_other else None,
         anchor=anchor,
     )
 
