@@ -1,4 +1,4 @@
-"""The script that times a model's layers on one server; it needs torch alone."""
+"""The script that times a model's layers on one server, those of a stack where it is installed."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,6 +9,12 @@ from stagewright.graphs.documents.documents import to_json
 from stagewright.graphs.machines.anchors import TimedModel
 from stagewright.graphs.machines.rates import RateSet
 from stagewright.graphs.models.shards import LayerKind
+
+_LAYERS = {
+    "torchtitan": "torchtitan",
+    **dict.fromkeys(("megatron", "megatron-bridge", "nemo"), "megatron"),
+}
+"""Whose layers are timed where they are installed, by stack."""
 
 
 def anchor_script(
@@ -32,7 +38,11 @@ def anchor_script(
         "samples": list(samples),
         "gradient_bytes": gradient_bytes,
     }
-    template = (files("stagewright.executor.export") / "templates" / "anchor.py.txt").read_text(
-        encoding="utf-8"
-    )
-    return template.replace('"CASE"', pformat(case, width=100, sort_dicts=False))
+    layers = _template(f"anchor_{_LAYERS[stack]}") if stack in _LAYERS else ""
+    script = _template("anchor").replace('"STACK"\n', layers)
+    return script.replace('"CASE"', pformat(case, width=100, sort_dicts=False))
+
+
+def _template(name: str) -> str:
+    folder = files("stagewright.executor.export") / "templates"
+    return (folder / f"{name}.py.txt").read_text(encoding="utf-8")

@@ -54,7 +54,7 @@ class TimedLayers:
     """The timings of a model's layers, the optimizer's step and a server's collectives.
 
     ``rates`` are those for what was not timed, ``through`` is the software whose layers were timed,
-    ``skipped`` what had no room in memory.
+    ``skipped`` what had no room in memory or too few ranks, or is not the stack's.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT

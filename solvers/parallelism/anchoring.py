@@ -124,7 +124,7 @@ def anchored(timed: TimedLayers, name: str, source: str) -> RateSet:
         experts=spread,
         errors=(),
         measured=(products(timed.model),),
-        borrowed=f"timed in plain torch modules, not in {timed.stack}" if is_other else None,
+        borrowed=f"timed through {timed.through}, not {timed.stack}" if is_other else None,
         anchor=anchor,
     )
 

@@ -94,5 +94,5 @@ def test_timed_layers_make_rates_that_their_model_is_planned_with() -> None:
     planned = ("train-plan", "config.json", *machine, *SAMPLES, "--rates", "mine.json")
     found = answered_json(*planned, "--for", "torchtitan", "--explain", "b4")["explained"]
     assert found["seconds"] == pytest.approx(16 * 18 * 0.3)
-    assert found["causes"][0] == "rates timed in plain torch modules, not in torchtitan"
+    assert found["causes"][0] == "rates timed through torch 2, not torchtitan"
     assert "rates are of the timed layers of llama" in refused(*planned, "--precision", "fp32")

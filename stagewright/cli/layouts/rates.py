@@ -239,9 +239,10 @@ class AnchorOptions(MachineOptions, Written):
 def anchor(given: AnchorOptions) -> int:
     """Make rates of one model from its own layers, timed on one GPU or one server.
 
-    From a configuration it writes a script, which needs torch alone; from what the script measured
-    a rate set for that model. Layers, their exchanges within the server and the optimizer's step
-    are then measured ones; what crosses servers is computed.
+    From a configuration it writes a script, which times the layers of torchtitan or megatron-core
+    where these are installed, else of plain torch; from what it measured a rate set for that model.
+    Layers, their exchanges within the server and the optimizer's step are then measured ones; what
+    crosses servers is computed.
     """
     from stagewright.graphs.importers.hf_hub import is_model
 
