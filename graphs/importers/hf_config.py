@@ -46,6 +46,10 @@ _OF_WRAPPERS = ("tie_word_embeddings",)
 """Fields of a model with other towers that are its text model's too."""
 
 
+class UnknownType(InputError):  # noqa: N818 - named as InvalidPlan is
+    """A configuration of a model type that is not read, and may yet be built by transformers."""
+
+
 def read_hf_config(path: str | os.PathLike[str]) -> Architecture:
     """The architecture that a ``config.json``, or that of a folder or a model's name, describes.
 
@@ -66,11 +70,14 @@ def parse_hf_config(text: str, place: str) -> Architecture:
         return architecture_of(values)
 
 
+def read_fields(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The fields of a ``config.json``; see :func:`read_hf_config`."""
+    return _values(*_text(path))
+
+
 def read_most_positions(path: str | os.PathLike[str]) -> int | None:
     """The longest sequence that a ``config.json`` speaks of; None if it has no such field."""
-    values = _values(*_text(path))
-    inner = values.get("text_config")
-    found = (inner if isinstance(inner, dict) else values).get("max_position_embeddings")
+    found = text_fields(read_fields(path)).get("max_position_embeddings")
     return found if isinstance(found, int) else None
 
 
@@ -92,15 +99,13 @@ def _values(text: str, place: str) -> dict[str, Any]:
 
 def architecture_of(values: dict[str, Any]) -> Architecture:
     """The architecture of a configuration's fields; see :func:`read_hf_config`."""
-    kind = values.get("model_type")
-    inner = values.get("text_config")
-    if isinstance(kind, str) and kind not in TYPES and isinstance(inner, dict):
-        shared = {name: values[name] for name in _OF_WRAPPERS if name in values}
+    kind, inner = values.get("model_type"), text_fields(values)
+    if inner is not values:
         with naming("text_config"):
-            text = architecture_of(shared | inner)
+            text = architecture_of(inner)
         return replace(text, left_out=f"what {kind} has beside its text model")
     if not isinstance(kind, str) or kind not in TYPES:
-        raise InputError(_unknown(values))
+        raise _unknown(values)
     fields = Fields(values)
     try:
         architecture = _architecture(kind, _variant(TYPES[kind], fields), fields)
@@ -109,6 +114,14 @@ def architecture_of(values: dict[str, Any]) -> Architecture:
         raise
     fields.require_spelling()
     return architecture
+
+
+def text_fields(values: dict[str, Any]) -> dict[str, Any]:
+    """The fields of the text model, where a model of a type that is not read has other towers."""
+    kind, inner = values.get("model_type"), values.get("text_config")
+    if not isinstance(kind, str) or kind in TYPES or not isinstance(inner, dict):
+        return values
+    return {name: values[name] for name in _OF_WRAPPERS if name in values} | inner
 
 
 def _variant(of: ModelType, fields: Fields) -> ModelType:
@@ -288,22 +301,24 @@ def _whole_share(whole: int, parts: int, name: str, parts_name: str) -> int:
     return whole // parts
 
 
-def _unknown(values: dict[str, Any]) -> str:
+def _unknown(values: dict[str, Any]) -> InputError:
     """Why a configuration is not read, and the nearest type that is."""
     kind = values.get("model_type")
     found = reprlib.repr(kind) if "model_type" in values else "no such field"
     known = f"the {len(TYPES)} that docs/plan-my-model.md lists"
     message = f"model_type must be one of {known}; there is {found}"
     if not isinstance(kind, str):
-        return message
+        return InputError(message)
     shaped = all(name in values for name in _LLAMA_SHAPED)
     near = _nearest(kind, values) if shaped else "llama"
     for what, kinds in NOT_PRICED.items():
         if kind in kinds or (what == ENCODER_DECODER and values.get("is_encoder_decoder") is True):
-            return f"{message}, and {what} cannot be priced; the nearest is {near}"
+            return InputError(f"{message}, and {what} cannot be priced; the nearest is {near}")
     if shaped:
-        return f"{message}, with the fields of {near}: set model_type to it if the blocks are alike"
-    return f"{message}; is {max(TYPES, key=partial(_likeness, kind))} meant?"
+        advice = f", with the fields of {near}: set model_type to it if the blocks are alike"
+    else:
+        advice = f"; is {max(TYPES, key=partial(_likeness, kind))} meant?"
+    return UnknownType(message + advice)
 
 
 def _likeness(kind: str, known: str) -> float:

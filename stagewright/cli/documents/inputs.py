@@ -109,7 +109,7 @@ def _configured(
 ) -> "Chain":
     """The profile of a model that a config.json describes."""
     from stagewright.formulations.prices.analytic import architecture_model
-    from stagewright.graphs.importers.hf_config import read_hf_config
+    from stagewright.service.architectures import read_architecture
 
     stray = ["--image-size" if size == "image" else f"--{size}" for size in sizes]
     stray = [one for one in stray if one != "--sequence"]
@@ -119,7 +119,7 @@ def _configured(
         raise InputError(f"{', '.join(stray)}: does not apply to a configuration such as {path}")
     if "sequence" not in sizes:
         raise InputError("--sequence is missing: the tokens in a sample, for example 4096")
-    architecture = read_hf_config(path)
+    architecture = read_architecture(path)
     return architecture_model(
         architecture, sizes["sequence"], 1 if samples is None else samples, kinds, **options
     )
@@ -287,12 +287,12 @@ def _require_sizing(given: ImportOptions) -> None:
 
 def _with_sizes(profiles: "LayerProfiles", given: ImportOptions) -> "LayerProfiles":
     """The profiles with the sizes of their layers, if a configuration is given."""
-    from stagewright.graphs.importers.hf_config import read_hf_config
     from stagewright.graphs.models.analytic_sizes import with_sizes
+    from stagewright.service.architectures import read_architecture
 
     if given.config is None or given.sequence is None:
         return profiles
-    architecture = read_hf_config(given.config)
+    architecture = read_architecture(given.config)
     try:
         return with_sizes(
             profiles,

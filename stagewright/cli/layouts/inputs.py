@@ -137,13 +137,14 @@ class TrainingOptions(TuningOptions):
         self, config: Path, fabric: "Fabric", framework: str | None = None
     ) -> "TrainingProblem":
         """The training problem; a warning if its samples are longer than the model's."""
-        from stagewright.graphs.importers.hf_config import read_hf_config, read_most_positions
+        from stagewright.graphs.importers.hf_config import read_most_positions
         from stagewright.graphs.models.tuning import tuned_with
+        from stagewright.service.architectures import read_architecture
         from stagewright.service.layouts.problems import training_problem
 
         if self.sequence is None:
             raise InputError(f"{config} needs --sequence, the tokens in a sample, for example 4096")
-        architecture, positions = read_hf_config(config), read_most_positions(config)
+        architecture, positions = read_architecture(config), read_most_positions(config)
         if positions is not None and self.sequence > positions:
             warn(
                 f"--sequence {self.sequence} is more than the max_position_embeddings of {config}, "

@@ -140,11 +140,11 @@ def calibrate(given: CalibrateOptions) -> int:
     At most one constant fewer than there are runs is fitted, from the rates of the stack and the
     device; each run is predicted by the fit to the others. Use it with train-plan --rates FILE.
     """
-    from stagewright.graphs.importers.hf_config import read_hf_config
+    from stagewright.service.architectures import read_architecture
     from stagewright.service.layouts.calibrating import CalibrateRequest
     from stagewright.service.layouts.calibrating import calibrate as fit
 
-    architecture = read_hf_config(given.config)
+    architecture = read_architecture(given.config)
     runs = tuple(_run(one, given, architecture) for one in _measured(given))
     request = ask(
         CalibrateRequest,
