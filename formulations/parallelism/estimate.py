@@ -76,8 +76,9 @@ def evaluate(problem: TrainingProblem, layout: Layout, run: Walk = walk) -> Esti
     finish = np.maximum(finish, parts.sending_seconds)
     end = float((finish + parts.reductions).max())
     makespan, busiest = float(finish.max()), int(np.argmax(parts.busy))
-    exchanged, repeated = parts.exchanged(busiest), parts.repeated(busiest)
-    worked = parts.worked(busiest)
+    worked = parts.of_time(busiest, lambda one: one.forward + one.backward)
+    exchanged = parts.of_time(busiest, lambda one: one.exchange)
+    repeated = parts.of_time(busiest, lambda one: one.repeated)
     seconds = end + parts.longest_update
     rate = problem.model_flops / seconds
     return Estimate(

@@ -203,19 +203,8 @@ class Parts:
         found: Floats = (self.saved.reshape(kept.shape) * kept).sum(axis=0)
         return found
 
-    def worked(self, rank: int) -> float:
-        """Seconds of forwards and backwards of a rank, without ZeRO's exchanges."""
-        return self._of_time(rank, lambda one: one.forward + one.backward)
-
-    def exchanged(self, rank: int) -> float:
-        """Seconds of tensor, context and expert exchanges of a rank in an iteration."""
-        return self._of_time(rank, lambda one: one.exchange)
-
-    def repeated(self, rank: int) -> float:
-        """Seconds of recomputation of a rank in an iteration."""
-        return self._of_time(rank, lambda one: one.repeated)
-
-    def _of_time(self, rank: int, part: Callable[[LayerTime], float]) -> float:
+    def of_time(self, rank: int, part: Callable[[LayerTime], float]) -> float:
+        """Seconds of a part of a rank's layers in an iteration, without ZeRO's exchanges."""
         layers = self.cut.ranks.layers[self.cut.ranks.index[rank]]
         each: float = sum(n * part(self.costs.time(one, again)) for one, again, n in layers)
         return self.microbatches * each

@@ -13,8 +13,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic import ConfigDict
 
-from stagewright.formulations.prices.collectives import Amount
-from stagewright.formulations.prices.updates import memory_seconds, update_bytes
+from stagewright.formulations.prices.collectives import Amount, link_seconds
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
@@ -47,9 +46,13 @@ class Precision:
 
     @property
     def updated_bytes(self) -> float:
-        """Bytes per parameter that the optimizer's step moves."""
-        held = self.weight_bytes, self.gradient_bytes, self.optimizer_bytes
-        return update_bytes(*held, masters=self.weight_bytes < 4)
+        """Bytes per parameter that the optimizer's step moves.
+
+        It reads gradients and state and writes state and weights; without masters of the weights in
+        the state it reads the weights too.
+        """
+        weights = self.weight_bytes * (1 if self.weight_bytes < 4 else 2)
+        return self.gradient_bytes + 2 * self.optimizer_bytes + weights
 
     def state_factor(self, times: int = 1) -> float:
         """Bytes next to a weight and a gradient of its size; smaller gradients count as large.
@@ -136,7 +139,7 @@ class Processor:
 
     def moving_seconds(self, moved: Amount) -> Amount:
         """Time of a kernel that reads or writes so many bytes."""
-        return memory_seconds(moved, self.card, self.reached.memory)
+        return link_seconds(moved, self.card.memory_bytes_per_second * self.reached.memory)
 
     def update_seconds(self, parameters: Amount) -> Amount:
         """The optimizer's step of so many parameters."""
@@ -328,7 +331,7 @@ def _seconds(
     if reached.logit_bytes is not None:
         loss = samples * kernels.logits * reached.logit_bytes
         moved = np.where(kernels.logits > 0, loss, moved)
-    traffic = memory_seconds(moved, processor.card, reached.memory)
+    traffic = processor.moving_seconds(moved)
     flops, half, rate = samples * kernels.flops, reached.half_flops, _product_rate(processor, share)
     products = ("matrix products" not in free) * (flops + kernels.products * half) / rate
     products = np.where(kernels.convolves, flops / (peak * reached.convolution), products)
@@ -368,8 +371,7 @@ def _cast_seconds(
         return np.zeros_like(kernels.moved)
     # Inputs and outputs are about as many.
     elements = np.where(kernels.cast, samples * kernels.moved / 2, 0.0)
-    reached = processor.reached
-    return memory_seconds(elements * reached.cast_bytes, processor.card, reached.memory)
+    return processor.moving_seconds(elements * processor.reached.cast_bytes)
 
 
 def _sums(processor: Processor, kernels: _Kernels) -> Floats:
@@ -379,7 +381,7 @@ def _sums(processor: Processor, kernels: _Kernels) -> Floats:
         return np.zeros_like(weights)
     reached, moved = processor.reached, 2 * processor.precision.gradient_bytes * weights
     launches = np.where(weights > 0, reached.launch_seconds, 0.0)
-    seconds: Floats = memory_seconds(moved, processor.card, reached.memory) + launches
+    seconds: Floats = processor.moving_seconds(moved) + launches
     return seconds
 
 

@@ -275,11 +275,14 @@ def rates_named(name: str) -> RateSet:
     """The rate set of the package, or of the JSON file, that is called ``name``."""
     if name.lower().endswith(".json"):
         return read_rates(name)
+    return published_rates(name, "; or give the JSON file of your own")
+
+
+def published_rates(name: str, instead: str = "") -> RateSet:
+    """The rate set of the package that is called ``name``; InputError, with the names, if none."""
     if name not in rate_sets():
-        raise InputError(
-            f"rates {name!r} are not known; known are {', '.join(sorted(rate_sets()))}; or give "
-            "the JSON file of your own"
-        )
+        known = ", ".join(sorted(rate_sets()))
+        raise InputError(f"rates {name!r} are not known; known are {known}{instead}")
     return rate_sets()[name]
 
 

@@ -21,6 +21,7 @@ from stagewright.graphs.importers.hf_config import parse_hf_config
 from stagewright.graphs.machines import cluster, topology
 from stagewright.graphs.machines.cluster import Cluster
 from stagewright.graphs.machines.devices import GENERIC
+from stagewright.graphs.machines.rates import published_rates
 from stagewright.graphs.models import chain
 from stagewright.graphs.models.chain import Chain
 from stagewright.service.http.guard import Reader, Service, Serving, Submitter
@@ -145,7 +146,8 @@ class ConfiguredTraining(BaseModel):
     """How a configured model is trained, as ``stagewright model`` takes it.
 
     ``sequence``: tokens in a sample; ``device``: kinds, separated by commas; ``microbatch_size``:
-    samples, several where all have costs; ``optimizer_state``: numbers per parameter.
+    samples, several where all have costs; ``optimizer_state``: numbers per parameter; ``rates``: a
+    rate set of the package by name, by default that of each kind or of the nearest.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -155,6 +157,7 @@ class ConfiguredTraining(BaseModel):
     microbatch_size: list[int] = Field([1], max_length=SIZES)
     precision: PrecisionName = "fp32"
     optimizer_state: int = Field(2, ge=0, le=2)
+    rates: str | None = Field(None, max_length=NAME)
 
     def model(self, config: str, most_layers: int) -> Chain:
         """The model that the text of a ``config.json`` describes, with computed costs."""
@@ -168,6 +171,7 @@ class ConfiguredTraining(BaseModel):
             [kind.strip() for kind in self.device.split(",")],
             precision=self.precision,
             optimizer_state=self.optimizer_state,
+            rates=None if self.rates is None else published_rates(self.rates).name,
         )
 
 

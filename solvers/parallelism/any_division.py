@@ -23,14 +23,13 @@ from math import inf
 
 import numpy as np
 
-from stagewright.formulations.parallelism.layer_times import share_time
 from stagewright.formulations.parallelism.layout import Layout, Schedule
 from stagewright.formulations.parallelism.pipeline_time import RankMemory, StageCosts, kept_forwards
 from stagewright.formulations.parallelism.states import held, update_seconds
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
-from stagewright.graphs.documents.units import MAX_MICROBATCHES
 from stagewright.graphs.models.shards import Recompute
+from stagewright.solvers.parallelism.divisions import replicas
 from stagewright.solvers.parallelism.family import LayerFamily
 from stagewright.solvers.parallelism.space import Space, chosen
 
@@ -64,21 +63,14 @@ class _Pipelines:
 
     def allowed(self, samples: int, schedule: Schedule) -> Bools:
         """The rules that do not follow from the choice of the values."""
-        m = self.microbatches(samples)
-        whole = self.family.problem.batch % (samples * self.data) == 0
-        shared = self.family.replica * self.data % self.family.split.expert == 0
-        bubbles = (self.ranks > 1) | (schedule == "1f1b")
-        found: Bools = whole & (m > 0) & (m <= MAX_MICROBATCHES) & shared & bubbles
-        return found
+        left, batch = self.family.left, self.family.problem.batch
+        _, _, found = replicas(self.ranks, 1, left, batch, samples, schedule)
+        return found & self.family.can_divide_experts(self.data)
 
     @cached_property
     def alone(self) -> Bools:
         """Pipelines in which no two ranks have the same parameters."""
-        split = self.family.split
-        found: Bools = split.context * self.data == 1
-        if self.family.problem.architecture.experts is not None:
-            found = found & (self.family.replica * self.data <= split.expert)
-        return found
+        return self.family.are_alone(self.data)
 
 
 class AnyDivision:
@@ -208,10 +200,8 @@ class AnyDivision:
     def _fewest(self, layout: Layout, bounds: _Pipelines) -> float | None:
         """Seconds of the recomputation that makes a microbatch fit; None if it never fits."""
         saved, samples = self.problem.processor.saved_bytes, layout.microbatch
-        kinds, costs = (
-            bounds.family.shares.kinds,
-            StageCosts(self.problem, layout, bounds.family.shares),
-        )
+        kinds = bounds.family.shares.kinds
+        costs = StageCosts(self.problem, layout, bounds.family.shares)
         state = min(_state(costs.memory(((one, False, 1),), 0.0)) for one in kinds)
         whole = samples * min(saved(one, "none") for one in kinds)
         least = samples * min(saved(one, kind) for one in kinds for kind in self._repeats)
@@ -223,17 +213,8 @@ class AnyDivision:
         if (room // (state + kept * least)).sum() < blocks:
             return None
         must = max(0.0, blocks - float((room // (state + kept * whole)).sum()))
-        return must * self._again(layout, bounds)
-
-    def _again(self, layout: Layout, bounds: _Pipelines) -> float:
-        """The least seconds by which recomputation makes the backward of a block longer."""
-        family, samples, off = bounds.family, layout.microbatch, layout.schedule == "zero-bubble"
-        return min(
-            share_time(self.problem, one, family.split, samples, kind, off).backward
-            - share_time(self.problem, one, family.split, samples, "none", off).backward
-            for one in family.shares.kinds
-            for kind in self._repeats
-        )
+        each = bounds.family.repeated_seconds(samples, layout.schedule, self._repeats)
+        return must * each
 
 
 def _filling(microbatches: Ints, ranks: Ints, part: float) -> Floats:

@@ -40,8 +40,7 @@ class Bounds:
     @cached_property
     def allowed(self) -> Bools:
         """Divisions in which the experts can be divided evenly."""
-        found: Bools = self.family.replica * self.sized.data % self.family.split.expert == 0
-        return found
+        return self.family.can_divide_experts(self.sized.data)
 
     # Memory.
 
@@ -72,12 +71,7 @@ class Bounds:
     @cached_property
     def alone(self) -> Bools:
         """Divisions in which no two ranks have the same parameters."""
-        split = self.family.split
-        ranks = split.context * self.sized.data
-        found: Bools = ranks == 1
-        if self.problem.architecture.experts is not None:
-            found = found & (split.tensor * ranks <= split.expert)
-        return found
+        return self.family.are_alone(self.sized.data)
 
     def room(self, memory: float, keeping: Keeping) -> Floats:
         """Bytes that every rank has for activations."""

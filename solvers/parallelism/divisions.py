@@ -8,8 +8,9 @@ number of ranks, and few are nearly even; the search looks at the others by grou
 of blocks between the ends.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 
@@ -17,6 +18,8 @@ from stagewright.formulations.parallelism.layout import Schedule
 from stagewright.formulations.parallelism.pipeline_time import first_forwards, kept_forwards
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 from stagewright.graphs.documents.units import MAX_MICROBATCHES
+
+_Divided = TypeVar("_Divided", "DivisionGroups", "DivisionTable")
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,9 +33,7 @@ class DivisionGroups:
 
     def only(self, kept: Bools | Ints) -> "DivisionGroups":
         """The groups that are ``kept``."""
-        return DivisionGroups(
-            self.layers, self.pipeline[kept], self.chunks[kept], self.middle[kept]
-        )
+        return _only(self, kept)
 
     @cached_property
     def stages(self) -> Ints:
@@ -105,14 +106,7 @@ class DivisionTable:
 
     def only(self, kept: Bools) -> "DivisionTable":
         """The divisions that are ``kept``."""
-        return DivisionTable(
-            layers=self.layers,
-            pipeline=self.pipeline[kept],
-            chunks=self.chunks[kept],
-            first=self.first[kept],
-            middle=self.middle[kept],
-            last=self.last[kept],
-        )
+        return _only(self, kept)
 
     @cached_property
     def is_even(self) -> Bools:
@@ -314,22 +308,27 @@ def sized(
 
     A replica has a whole number of microbatches, with chunks a multiple of its pipeline's ranks.
     """
-    data, m, kept = replicas(table, left, batch, samples, schedule)
+    data, m, kept = replicas(table.pipeline, table.chunks, left, batch, samples, schedule)
     if not kept.any():
         return None
     return Sized(table.only(kept), samples, data[kept], m[kept], schedule == "zero-bubble")
 
 
 def replicas(
-    of: DivisionTable | DivisionGroups, left: int, batch: int, samples: int, schedule: Schedule
+    pipeline: Ints, chunks: Ints | int, left: int, batch: int, samples: int, schedule: Schedule
 ) -> tuple[Ints, Ints, Bools]:
     """Replicas, microbatches of each, and whether the rules on microbatches allow them."""
-    data = left // of.pipeline
+    data = left // pipeline
     m = batch // (samples * data)
     whole = batch % (samples * data) == 0
-    in_groups = (of.chunks == 1) | (m % of.pipeline == 0)
-    bubbles = (of.pipeline > 1) | (schedule == "1f1b")
+    in_groups = np.equal(chunks, 1) | (m % pipeline == 0)
+    bubbles = (pipeline > 1) | (schedule == "1f1b")
     return data, m, whole & (m > 0) & (m <= MAX_MICROBATCHES) & in_groups & bubbles
+
+
+def _only(of: _Divided, kept: Bools | Ints) -> _Divided:
+    names = (one.name for one in fields(of) if one.name != "layers")
+    return replace(of, **{name: getattr(of, name)[kept] for name in names})
 
 
 def _prefix(of_layers: Floats) -> Floats:

@@ -1,6 +1,6 @@
 """Layers that are divided in one way: their times, sizes and rates of exchange."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -11,7 +11,7 @@ from stagewright.formulations.parallelism.layout import Layout, Schedule
 from stagewright.formulations.parallelism.parts import shares
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.formulations.prices.collectives import gather_seconds, pace
-from stagewright.graphs.documents.arrays import Floats, Ints
+from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 from stagewright.graphs.machines.groups import Group, GroupWays, links
 from stagewright.graphs.models.shards import LayerShare, LayerSplit, Recompute
 
@@ -109,14 +109,29 @@ class LayerFamily:
         """The first layer of every kind of blocks."""
         return [1 + self.shares.blocks.index(kind) for kind in range(len(self.shares.kinds))]
 
-    def repeated_seconds(self, samples: int, schedule: Schedule) -> float:
-        """The least seconds by which recomputation makes a block's backward longer."""
+    def repeated_seconds(
+        self, samples: int, schedule: Schedule, kinds: Sequence[Recompute] = ("full",)
+    ) -> float:
+        """The least seconds by which recomputation of these kinds makes a backward longer."""
         off = schedule == "zero-bubble"
         return min(
-            share_time(self.problem, one, self.split, samples, "full", off).backward
+            share_time(self.problem, one, self.split, samples, kind, off).backward
             - share_time(self.problem, one, self.split, samples, "none", off).backward
             for one in self.shares.kinds
+            for kind in kinds
         )
+
+    def can_divide_experts(self, data: Ints) -> Bools:
+        """Whether so many replicas divide the experts evenly."""
+        found: Bools = self.replica * data % self.split.expert == 0
+        return found
+
+    def are_alone(self, data: Ints) -> Bools:
+        """Whether no two ranks of so many replicas have the same parameters."""
+        found: Bools = self.split.context * data == 1
+        if self.problem.architecture.experts is not None:
+            found = found & (self.replica * data <= self.split.expert)
+        return found
 
     @cached_property
     def parameters(self) -> "LayerParameters":

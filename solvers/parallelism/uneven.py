@@ -89,8 +89,10 @@ def _allowed(choice: Choice, of: DivisionGroups | DivisionTable) -> tuple[Ints, 
     """Microbatches of every replica, and whether there can be so many, and the experts divided."""
     family = choice.bounds.family
     batch, samples = family.problem.batch, choice.samples
-    data, m, allowed = replicas(of, family.left, batch, samples, choice.schedule)
-    return m, allowed & (family.replica * data % family.split.expert == 0)
+    data, m, allowed = replicas(
+        of.pipeline, of.chunks, family.left, batch, samples, choice.schedule
+    )
+    return m, allowed & family.can_divide_experts(data)
 
 
 class _Bound:

@@ -20,6 +20,7 @@ from fastapi.testclient import TestClient
 from stagewright.formulations.plans.plan import FORMAT, VERSION, PipelinePlan
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.documents import to_json
+from stagewright.graphs.machines.devices import accelerator
 from stagewright.service.http.app import create_app
 from stagewright.service.http.guard import Service
 from stagewright.service.http.limits import RequestLimits
@@ -97,7 +98,7 @@ def test_a_topology_becomes_a_cluster(client: TestClient, ann: Headers) -> None:
     assert (made["kind"], made["name"]) == ("cluster", "box")
     document = client.get(f"/v1/uploads/{made['id']}", headers=ann).json()
     assert [one["name"] for one in document["devices"]] == ["GPU0", "GPU1"]
-    assert document["devices"][0]["memory_bytes"] == 40e9
+    assert document["devices"][0]["memory_bytes"] == accelerator("a100").memory_bytes
     own = kept(
         client, "topology?device=mine&memory=3GB&pcie=5", TOPOLOGY.replace("NV2", "SYS"), ann
     )
@@ -114,8 +115,10 @@ def test_a_configuration_becomes_the_model_of_the_command_line(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     options = "--sequence 128 --device h100,a100 --precision bf16 --microbatch-sizes 1,2"
+    options += " --rates fsdp-h100"
     answered("model", tmp_path / "config.json", *options.split(), "-o", tmp_path / "own.json")
     query = "sequence=128&device=h100,a100&precision=bf16&microbatch_size=1&microbatch_size=2"
+    query += "&rates=fsdp-h100"
     made = kept(client, f"config?{query}", json.dumps(CONFIG), ann)
     assert made["kind"] == "model"
     assert made["name"].startswith("gpt2(")
@@ -131,6 +134,7 @@ def test_a_configuration_becomes_the_model_of_the_command_line(
         ("sequence=9", CONFIG | {"model_type": "resnet"}, "^config: model_type must be one of"),
         ("sequence=9", CONFIG | {"n_head": 5}, "^config: n_embd"),
         ("sequence=9", CONFIG | {"n_layer": 2001}, "^config: at most 2000 layers here$"),
+        ("sequence=9&rates=own.json", CONFIG, "^rates 'own.json' are not known; known are fsdp"),
         ("sequence=9", [], "^config: a configuration is an object"),
         ("sequence=9", "{", "^config: "),
         ("sequence=9&device=/etc/passwd.json", CONFIG, "passwd.json"),

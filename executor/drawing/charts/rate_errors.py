@@ -11,43 +11,12 @@ from stagewright.executor.drawing.charts.figures import (
 )
 from stagewright.executor.drawing.colours import CATEGORIES, CRITICAL_COLOUR
 from stagewright.graphs.documents.units import counted
+from stagewright.graphs.machines.rates import LeftOut, Spread
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 WIDTH_INCHES, ROW_INCHES = 9.0, 0.26
-
-
-class ModelError(Protocol):
-    """Errors of the runs of a model, as parts of the measured seconds."""
-
-    @property
-    def model(self) -> str:
-        """Its name."""
-
-    @property
-    def runs(self) -> int:
-        """How many."""
-
-    @property
-    def error(self) -> float:
-        """The mean of the absolute errors."""
-
-    @property
-    def bias(self) -> float:
-        """The mean error; above 0 where the prediction is too slow."""
-
-
-class Range(Protocol):
-    """The least and the largest measured over predicted seconds."""
-
-    @property
-    def low(self) -> float:
-        """The least."""
-
-    @property
-    def high(self) -> float:
-        """The largest."""
 
 
 class ErrorsOfSet(Protocol):
@@ -58,15 +27,15 @@ class ErrorsOfSet(Protocol):
         """Its name."""
 
     @property
-    def dense(self) -> Range:
+    def dense(self) -> Spread:
         """The range of models without experts."""
 
     @property
-    def experts(self) -> Range:
+    def experts(self) -> Spread:
         """The range of models with experts."""
 
     @property
-    def errors(self) -> Sequence[ModelError]:
+    def errors(self) -> Sequence[LeftOut]:
         """Errors by model."""
 
 

@@ -5,6 +5,7 @@ from math import isfinite
 from typing import TYPE_CHECKING
 
 from stagewright.cli.console import out, percent, print_table, say
+from stagewright.graphs.documents.units import format_bytes, format_seconds
 
 _ROUNDING_SECONDS = 1e-8
 WIDE = 110
@@ -26,8 +27,6 @@ def print_layouts(
     name: str, problem: "TrainingProblem", answer: "LayoutAnswer", front: bool
 ) -> None:
     """The best layouts, and what else was asked for."""
-    from stagewright.graphs.documents.units import format_bytes, format_seconds
-
     if answer.rows:
         _print_rows(answer.rows)
         say(*_said(name, problem, answer))
@@ -64,8 +63,6 @@ def print_layouts(
 
 def _said(name: str, problem: "TrainingProblem", answer: "LayoutAnswer") -> Iterator[str]:
     """The lines below the table of layouts."""
-    from stagewright.graphs.documents.units import format_seconds
-
     best = answer.rows[0]
     folded = sum(len(one.alike) for one in answer.rows)
     if folded:
@@ -112,16 +109,12 @@ def _said(name: str, problem: "TrainingProblem", answer: "LayoutAnswer") -> Iter
 
 def _expected(of: "LayoutRow") -> str:
     """Between what the measured seconds of an iteration are expected."""
-    from stagewright.graphs.documents.units import format_seconds
-
     low, high = format_seconds(of.seconds_low), format_seconds(of.seconds_high)
     return f"{low} to {high} when measured"
 
 
 def bytes_in_range(of: "LayoutRow | LayoutMemoryAnswer", limit: float) -> str:
     """The peak with its range, and whether it fits."""
-    from stagewright.graphs.documents.units import format_bytes
-
     peak, low, high = map(format_bytes, (of.peak_bytes, of.peak_bytes_low, of.peak_bytes_high))
     return f"peak memory {peak} ({low} to {high}) of {format_bytes(limit)}: fits {_FITS[of.fits]}"
 
@@ -177,8 +170,6 @@ _HEAD = (
 
 
 def _cells(one: "LayoutRow") -> tuple[str, ...]:
-    from stagewright.graphs.documents.units import format_bytes, format_seconds
-
     return (
         one.layout,
         format_seconds(one.seconds),
@@ -194,8 +185,6 @@ def _cells(one: "LayoutRow") -> tuple[str, ...]:
 
 def _print_refined(answer: "RefinedAnswer") -> None:
     """Layouts with blocks by stage, and what their bounds speak of."""
-    from stagewright.graphs.documents.units import format_bytes, format_seconds
-
     if answer.rows:
         print_table(
             ("<layout", "time", "before", "MFU", "memory", "bound"),
@@ -225,8 +214,6 @@ def _print_refined(answer: "RefinedAnswer") -> None:
 
 
 def _print_explained(one: "ExplainAnswer", limit: float) -> None:
-    from stagewright.graphs.documents.units import format_seconds
-
     if one.refused is not None:
         say(f"{one.layout}: not possible: {one.refused}")
         return
@@ -263,8 +250,6 @@ def _print_explained(one: "ExplainAnswer", limit: float) -> None:
 
 def _print_prices(one: "ExplainAnswer") -> None:
     """What every price adds, and where it comes from."""
-    from stagewright.graphs.documents.units import format_seconds
-
     seen = [price for price in one.prices if _rounded(price.seconds) > 0]
     print_table(
         ("<price", "adds", "time without it", "<source"),
@@ -286,8 +271,6 @@ def _print_prices(one: "ExplainAnswer") -> None:
 
 def print_memory(ranks: "tuple[RankMemoryAnswer, ...]", limit: float) -> None:
     """A row for every position in the pipeline."""
-    from stagewright.graphs.documents.units import format_bytes
-
     kinds = ["weights", "gradients", "optimizer", "activations", "buffers", "reserve", "total"]
     narrow = _is_narrow()
     if narrow:
