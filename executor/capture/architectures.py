@@ -99,7 +99,7 @@ def _architecture(kind: str, model: Any, config: Any, blocks: list[nn.Module]) -
         hidden=hidden,
         vocabulary=vocabulary,
         attention=_attention(blocks[0], config, hidden),
-        feed_forward=_dense(inner[dense[0]], hidden) if dense else _unused(config, hidden),
+        feed_forward=_dense(inner[dense[0]] if dense else {}, config, hidden),
         experts=_experts(inner[sparse[0]], config, hidden, dense) if sparse else None,
         norm=_norm(norms),
         block_norms=len(norms),
@@ -209,14 +209,15 @@ def _attention(block: nn.Module, config: Any, hidden: int) -> GroupedAttention |
     )
 
 
-def _unused(config: Any, hidden: int) -> FeedForward:
-    """A feed-forward where no block has one."""
-    return FeedForward(getattr(config, "intermediate_size", None) or 4 * hidden)
-
-
-def _dense(parameters: _Named, hidden: int) -> FeedForward:
+def _dense(parameters: _Named, config: Any, hidden: int) -> FeedForward:
+    """The feed-forward of these parameters; without any, one that no block has."""
+    if not parameters:
+        return FeedForward(getattr(config, "intermediate_size", None) or 4 * hidden)
     ins, width = _matrices(parameters, hidden)
-    return FeedForward(max(1, width), gated=ins > width, bias=_any_bias(parameters))
+    names = (getattr(config, name, None) for name in ("hidden_act", "activation_function"))
+    return FeedForward(
+        max(1, width), gated=ins > width, bias=_any_bias(parameters), relu="relu" in names
+    )
 
 
 def _experts(parameters: _Named, config: Any, hidden: int, dense: list[int]) -> Experts:

@@ -145,7 +145,9 @@ def _architecture(kind: str, of: ModelType, fields: Fields) -> Architecture:
         hidden=hidden,
         vocabulary=fields.size(of.vocabulary),
         attention=_attention(of, fields, hidden),
-        feed_forward=FeedForward(inner, gated=of.gated, bias=fields.flag(of.mlp_bias)),
+        feed_forward=FeedForward(
+            inner, gated=of.gated, bias=fields.flag(of.mlp_bias), relu=of.relu
+        ),
         experts=None if of.experts is None else _experts(of.experts, fields, layers),
         norm=of.norm,
         block_norms=fields.optional_size(of.norms) or 2,

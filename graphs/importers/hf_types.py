@@ -60,6 +60,7 @@ class ModelType:
     latent: tuple[Field, Field, Field, Field, Field] | None = None
     width: Cell = "intermediate_size"
     gated: bool = True
+    relu: bool = False
     mlp_bias: Field | bool = False
     experts: ExpertFields | None = None
     norm: Literal["layer", "rms", "layer-scale", "layer-plain"] = "rms"
@@ -299,7 +300,7 @@ TYPES: dict[str, ModelType] = {
         groups=None, head_size=None, bias=("enable_bias", True), width="ffn_dim", gated=False,
         mlp_bias=("enable_bias", True), norm="layer", epsilon=None, base=None,
         positions=("max_position_embeddings", 2048), offset=2, tied=_TIED, dropout=("dropout", 0.1),
-        traits=("a ReLU",),
+        relu=True,
         required=(
             ("_remove_final_layer_norm", False), ("do_layer_norm_before", True),
             ("layer_norm_elementwise_affine", True),

@@ -113,13 +113,14 @@ _AnyAttention = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class FeedForward:
-    """Two linear layers, or with ``gated`` three: act(gate) * up, then down."""
+    """Two linear layers, or if ``gated`` act(gate) * up, then down; a ``relu`` keeps its output."""
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     width: int
     gated: bool = True
     bias: bool = False
+    relu: bool = False
 
     def __post_init__(self) -> None:
         _require_sizes(self)
@@ -284,22 +285,19 @@ class Architecture:
     def block(self, index: int, samples: int, sequence: int) -> Operators:
         """The operators of the block (counted from 0)."""
         rows = samples * sequence
-        width = rows * self.hidden
-        window = None if index in self.full_layers else self.window
+        width, window = rows * self.hidden, None if index in self.full_layers else self.window
         if isinstance(self.attention, LatentAttention):
             attention = self._latent_attention(self.attention, samples, sequence, window)
         else:
             attention = self._grouped_attention(self.attention, samples, sequence, window)
-        if self.experts is not None and self.is_sparse(index):
-            fed = self._mixture(self.experts, rows)
-        else:
-            fed = self._fed("feed-forward", rows, self.feed_forward)
+        sparse = self.experts if self.is_sparse(index) else None
+        fed = self._fed("feed-forward", rows, self.feed_forward)
         found = {
             **{f"norm {i + 1}": self._norm(width, self.hidden) for i in range(self.block_norms)},
             **attention,
             **self._dropped("attention dropout", width),
             "attention sum": elementwise(width, operands=2),
-            **fed,
+            **(fed if sparse is None else self._mixture(sparse, rows)),
             **self._dropped("feed-forward dropout", width),
             "feed-forward sum": elementwise(width, operands=2),
         }
@@ -355,8 +353,9 @@ class Architecture:
 
     def _fed(self, name: str, rows: int, of: FeedForward, experts: int = 1) -> Operators:
         return feed_forward(
-            name, rows, self.hidden, of.width, gated=of.gated, bias=of.bias, experts=experts
-        )
+            name, rows, self.hidden, of.width, gated=of.gated, bias=of.bias, experts=experts,
+            relu=of.relu,
+        )  # fmt: skip
 
     def _mixture(self, experts: Experts, rows: int) -> Operators:
         """Tokens are spread evenly over the experts; each is copied to those chosen for it."""
@@ -387,8 +386,7 @@ class Architecture:
 
     def head(self, rows: int) -> Operators:
         """The operators of the head and the loss of ``rows`` tokens."""
-        width, scores = rows * self.hidden, rows * self.vocabulary
-        found = {}
+        width, found = rows * self.hidden, {}
         if self.encoder:
             found["transform"] = dense(rows, self.hidden, self.hidden)
             found["activation"] = elementwise(width, saved=width)
@@ -396,5 +394,5 @@ class Architecture:
         logits = dense(rows, self.hidden, self.vocabulary, bias=False, tied=self.tied)
         biases = self.vocabulary if self.encoder or self.logits_bias else 0
         found["logits"] = replace(logits, parameters=logits.parameters + biases)
-        found["loss"] = loss(scores)
+        found["loss"] = loss(rows * self.vocabulary)
         return tuned_end(self, "head", found)

@@ -95,13 +95,24 @@ def dense(
 
 
 def feed_forward(
-    name: str, rows: int, hidden: int, width: int, *, gated: bool, bias: bool, experts: int = 1
+    name: str,
+    rows: int,
+    hidden: int,
+    width: int,
+    *,
+    gated: bool,
+    bias: bool,
+    experts: int = 1,
+    relu: bool = False,
 ) -> dict[str, LayerOperation]:
-    """Linear layer, activation, linear layer; act(gate) * up keeps gate, its activation and up."""
+    """Linear layer, activation, linear layer; act(gate) * up keeps gate, its activation and up.
+
+    A ``relu`` keeps nothing but its output, the input of the second linear layer.
+    """
     inner, wide = rows * width, (2 if gated else 1) * width
     found = {
         f"{name} in": dense(rows, hidden, wide, bias=bias, experts=experts),
-        f"{name} activation": elementwise(inner, saved=inner),
+        f"{name} activation": elementwise(inner, saved=0.0 if relu else inner),
     }
     if gated:
         found[f"{name} gate"] = elementwise(inner, operands=2, saved=2 * inner)

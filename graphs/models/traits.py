@@ -25,6 +25,7 @@ def counted_traits(of: Architecture) -> tuple[str, ...]:
         "attention sinks": grouped is not None and grouped.sinks,
         "biases of experts": experts is not None and (experts.bias or experts.router_bias),
         "attention in chunks": of.chunked,
+        "a ReLU": of.feed_forward.relu,
         f"{of.block_norms} norms in a block": of.block_norms != 2,
     }
     return tuple(what for what, has in found.items() if has)
