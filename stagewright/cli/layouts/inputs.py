@@ -112,19 +112,13 @@ class TuningOptions(CommandOptions):
     without adapters."""
 
 
-class TrainingOptions(TuningOptions):
-    """What is trained, and with which types and memory."""
+class NumberOptions(TuningOptions):
+    """Which weights are trained, with which types, memory and rates."""
 
-    global_batch: Annotated[int, Option(form="N")]
-    """Samples between two updates."""
-    sequence: Annotated[int | None, Option(form="S")] = None
-    """Tokens in a sample; for a config.json."""
     precision: Precision = "bf16"
     """Type of weights and activations; fp8, tf32: of products, beside bf16 and fp32."""
     attention: Literal["fused", "materialized"] = "fused"
     """fused: scores are not stored; materialized: they are."""
-    no_overlap: bool = False
-    """Exchanges of gradients and ZeRO wait for computations."""
     reserve: Annotated[str | None, Option(form="SIZE")] = None
     """Memory of a GPU that is not for the plan; default: that of the software, else 2GB."""
     gradients: Gradients | None = None
@@ -132,6 +126,17 @@ class TrainingOptions(TuningOptions):
     rates: Annotated[str | None, Option(form="NAME|FILE")] = None
     """What kernels reach of the peaks: a rate set by name, or your own JSON file; default: measured
     with the framework on this kind of GPU, or the nearest."""
+
+
+class TrainingOptions(NumberOptions):
+    """What is trained, and with which types and memory."""
+
+    global_batch: Annotated[int, Option(form="N")]
+    """Samples between two updates."""
+    sequence: Annotated[int | None, Option(form="S")] = None
+    """Tokens in a sample; for a config.json."""
+    no_overlap: bool = False
+    """Exchanges of gradients and ZeRO wait for computations."""
 
     def problem(
         self, config: Path, fabric: "Fabric", framework: str | None = None

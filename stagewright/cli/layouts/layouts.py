@@ -1,7 +1,7 @@
 """``train-plan`` and ``memory``: how to divide the training of a transformer among GPUs."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -10,11 +10,9 @@ from stagewright.cli.commands import Asked, CommandOptions, ask, command
 from stagewright.cli.console import kept, progress, say, tell
 from stagewright.cli.layouts.inputs import (
     DegreeOptions,
-    Gradients,
     MachineOptions,
-    Precision,
+    NumberOptions,
     TrainingOptions,
-    TuningOptions,
 )
 from stagewright.cli.layouts.printing import (
     bytes_in_range,
@@ -22,7 +20,13 @@ from stagewright.cli.layouts.printing import (
     print_memory,
     print_shortages,
 )
-from stagewright.cli.layouts.profiled import is_layout, is_profiles, plan_profiles, require_options
+from stagewright.cli.layouts.profiled import (
+    is_layout,
+    is_profiles,
+    on_command_line,
+    plan_profiles,
+    require_options,
+)
 from stagewright.cli.options import Printed, Written
 from stagewright.cli.outputs import Writes, is_document
 from stagewright.formulations.parallelism.document import load_layout, save_layout
@@ -122,7 +126,7 @@ def _draw(answer: LayoutAnswer, request: LayoutRequest, name: str, png: Path) ->
     write_bytes(png, front_png(answer.front, fabric.memory_bytes, title))
 
 
-class MemoryOptions(TuningOptions, PictureOptions, Printed):
+class MemoryOptions(NumberOptions, PictureOptions, Printed):
     """What ``memory`` is asked."""
 
     file: Annotated[Path, Option("CONFIG_OR_LAYOUT")]
@@ -137,21 +141,11 @@ class MemoryOptions(TuningOptions, PictureOptions, Printed):
     """Kind of GPU, or the JSON file of your own; default: h100."""
     memory: Annotated[str | None, Option(form="SIZE")] = None
     """Memory of a GPU; default: that of the kind."""
-    precision: Precision | None = None
-    """Type of weights and activations; default: bf16."""
-    attention: Literal["fused", "materialized"] | None = None
-    """Whether scores are stored; default: fused."""
-    reserve: Annotated[str | None, Option(form="SIZE")] = None
-    """Memory of a GPU that is not for the plan; default: that of the software, else 2GB."""
-    gradients: Gradients | None = None
-    """Type of the sum of gradients; default: that of the software, else fp32."""
     stack: Annotated[str | None, Option("--for", form="FRAMEWORK", known=tuple(STACK_MEMORY))] = (
         None
     )
     """The software that trains, which decides what is kept: megatron, megatron-bridge, nemo,
     torchtitan, fsdp, deepspeed, accelerate, automodel, megatron-2021; plan: our own executor."""
-    rates: Annotated[str | None, Option(form="NAME|FILE")] = None
-    """The rate set that has the range of the bytes; default: as of train-plan."""
 
 
 @command(
@@ -160,7 +154,7 @@ class MemoryOptions(TuningOptions, PictureOptions, Printed):
         "Arithmetic": "precision attention reserve gradients rates",
     }
 )
-def memory(given: MemoryOptions) -> int:
+def memory(command_line: typer.Context, given: MemoryOptions) -> int:
     """Break down the peak memory of a layout by pipeline rank; exit code 1 if one is too full."""
     from stagewright.graphs.importers.hf_hub import is_model
     from stagewright.service.layouts.requests import LayoutMemoryAnswer, MemoryRequest
@@ -170,8 +164,7 @@ def memory(given: MemoryOptions) -> int:
     if not is_model(file) and is_document(file, "profiled-plan"):
         raise InputError(f"{file} is a plan by layer profiles: check computes its memory again")
     if is_layout(file):
-        others = MemoryOptions.model_fields.keys() - {"file", "png", "as_json"}
-        if any(getattr(given, name) is not None for name in others):
+        if not {"file", "png", "as_json"}.issuperset(on_command_line(command_line)):
             raise InputError(
                 f"{file} has its layout, batch and machines: of the options only --png and --json "
                 "apply"
@@ -197,14 +190,7 @@ def memory(given: MemoryOptions) -> int:
             global_batch=given.global_batch
             or layout.data * layout.microbatch * 2 * layout.pipeline,
             sequence=given.sequence,
-            precision=given.precision or "bf16",
-            attention=given.attention or "fused",
-            reserve=given.reserve,
-            gradients=given.gradients,
-            rates=given.rates,
-            lora=given.lora,
-            lora_targets=given.lora_targets,
-            frozen=given.frozen,
+            **{name: getattr(given, name) for name in NumberOptions.model_fields},
         )
         problem = training.problem(file, machines.fabric(), given.stack)
         request = ask(MemoryRequest, problem=problem, layout=layout)

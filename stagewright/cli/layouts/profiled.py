@@ -17,7 +17,12 @@ from stagewright.graphs.documents.units import counted, format_bytes, format_sec
 
 if TYPE_CHECKING:
     from stagewright.cli.layouts.layouts import TrainPlanOptions
-    from stagewright.service.layouts.profiled import ProfiledAnswer, ProfiledPoolAnswer
+    from stagewright.service.layouts.profiled import (
+        CheckProfiledAnswer,
+        ProfiledAnswer,
+        ProfiledPoolAnswer,
+    )
+    from stagewright.service.layouts.requests import CheckLayoutAnswer
 
 _PROFILES_ONLY = ("servers", "time_limit")
 BOTH = ("global_batch", "cluster", "server_bandwidth", "network_bandwidth", "memory", "reserve",
@@ -65,13 +70,18 @@ def _foreign(path: Path) -> str | None:
     return "sailor" if all(key.isdecimal() for key in found) else None
 
 
-def require_options(context: typer.Context, path: Path, are_profiles: bool) -> None:
-    """Refuse options that were given and do not apply to what is planned."""
-    given = [
+def on_command_line(context: typer.Context) -> list[str]:
+    """The names of the parameters that the command line gives."""
+    return [
         name
         for name in context.params
-        if name != "config" and context.get_parameter_source(name).name == "COMMANDLINE"  # type: ignore[union-attr]
+        if context.get_parameter_source(name).name == "COMMANDLINE"  # type: ignore[union-attr]
     ]
+
+
+def require_options(context: typer.Context, path: Path, are_profiles: bool) -> None:
+    """Refuse options that were given and do not apply to what is planned."""
+    given = [name for name in on_command_line(context) if name != "config"]
     known = (*_PROFILES_ONLY, *BOTH)
     stray = [
         name for name in given if (name not in known if are_profiles else name in _PROFILES_ONLY)
@@ -200,14 +210,20 @@ def check_profiled(path: Path, as_json: bool) -> int:
 
     request = ask(CheckProfiledRequest, document=load_profiled_plan(path))
     answer = check_profiled_plan(request)
+    return _print_checked(path, answer, answer.iteration_seconds, as_json)
+
+
+def _print_checked(
+    path: Path, answer: "CheckLayoutAnswer | CheckProfiledAnswer", seconds: float, as_json: bool
+) -> int:
     if as_json:
         print_answer(answer)
     elif answer.violations:
         say(*(f"{path}: {one}" for one in answer.violations))
     else:
         say(
-            f"{path}: valid, {format_seconds(answer.iteration_seconds)} per iteration; the search "
-            "behind its bound is not run again: train-plan does"
+            f"{path}: valid, {format_seconds(seconds)} per iteration; the search behind its bound "
+            "is not run again: train-plan does"
         )
     return 1 if answer.violations else 0
 
@@ -227,13 +243,5 @@ def check_layout(path: Path, as_json: bool) -> int:
 
     plan = load_layout(path)
     found = violations(plan)
-    if as_json:
-        print_answer(CheckLayoutAnswer(status="invalid" if found else "valid", violations=found))
-    elif found:
-        say(*(f"{path}: {one}" for one in found))
-    else:
-        say(
-            f"{path}: valid, {format_seconds(plan.iteration_seconds)} per iteration; the search "
-            "behind its bound is not run again: train-plan does"
-        )
-    return 1 if found else 0
+    answer = CheckLayoutAnswer(status="invalid" if found else "valid", violations=found)
+    return _print_checked(path, answer, plan.iteration_seconds, as_json)
