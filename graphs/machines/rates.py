@@ -29,6 +29,7 @@ Feature = Literal[
     "ZeRO 2-3 between servers",
     "context parallelism",
     "experts between servers",
+    "activation offload",
     "products in 8 bits",
     "products in 16 bits",
 ]
@@ -40,6 +41,7 @@ UNMEASURED: dict[Feature | Beyond, tuple[float, float]] = {
     "ZeRO 2-3 between servers": (1.0, 1.1),
     "context parallelism": (1.2, 1.1),
     "experts between servers": (1.1, 1.25),
+    "activation offload": (1.0, 1.1),
     "products in 8 bits": (1.0, 1.2),
     "products in 16 bits": (1.0, 1.2),
     "more GPUs": (1.0, 1.05),
