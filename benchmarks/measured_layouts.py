@@ -11,6 +11,7 @@ import csv
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from benchmarks.layout_experts import QWEN_30B, QWEN_235B, V3
 from benchmarks.layout_h100 import CHOSEN, megatron
@@ -34,6 +35,22 @@ ROWS = Path(__file__).parents[2] / "shared/data/training/measured_layouts.csv"
 
 MEMORY = {"torchtitan": 96e9}
 """Bytes of an H100 that are not the usual ones, by the stack that was measured on it."""
+
+
+BY_RECIPE: dict[tuple[str, str, str], dict[str, Any]] = {
+    # Megatron-Bridge 067f987, perf_recipes/llama/gb200/llama3.py (fp8cs): cpu_offloading_num_layers
+    ("llama3-70b", "gb200", "p1 t1 d64 b2 zero3"): {"offload_blocks": 40},
+    # v0.1.0rc4, scripts/performance/configs/llama31/llama31_405b_llm_pretrain.yaml (128 GPUs)
+    ("llama3-405b", "gb200", "p1 t2 d64 b1 zero3 sp"): {"offload_blocks": 95},
+    # Automodel 092af93, examples/benchmark/configs/qwen3_moe_30b_te_deepep.yaml
+    ("qwen3-30b", "h100", "p1 t1 d8 e8 b4 zero3"): {"recompute": "full"},
+}
+"""What rows do not print and their public recipes say, by model, device and layout."""
+
+OPTIMIZER_BYTES = {"nemo24.07": 10, "nemo-longseq": 10, "automodel-moe": 4}
+"""Of the optimizer's state, by release, where it is not the usual: NeMo before 2.0 (NVIDIA/NeMo,
+megatron_gpt_model.py: ``store_param_remainders``) has half of an fp32 master beside the bf16
+weight; Automodel (models/qwen3_moe/model.py) casts to bf16, and has torch's Adam of that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +113,11 @@ def _run(row: dict[str, str]) -> MeasuredRun:
         row["stack"], row["model"], row["device"], int(row["gpus"]), int(row["sequence"]),
         int(row["batch"]), precision, _memory(row["note"]) or MEMORY.get(row["stack"]),
     )  # fmt: skip
+    if row["release"] in OPTIMIZER_BYTES:
+        numbers = replace(problem.precision, optimizer_bytes=OPTIMIZER_BYTES[row["release"]])
+        problem = replace(problem, precision=numbers)
     layout = parse_layout(row["layout"])
+    layout = replace(layout, **BY_RECIPE.get((row["model"], row["device"], str(layout)), {}))
     if row["recomputation"] == "full":
         layout = replace(layout, recompute="full")
     elif row["recomputation"] == "sel":

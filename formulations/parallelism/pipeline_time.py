@@ -25,6 +25,7 @@ from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.formulations.prices.collectives import link_seconds
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.arrays import Floats, Ints
+from stagewright.graphs.models.modules import OFFLOAD
 from stagewright.graphs.models.shards import LayerShare, Shares
 
 
@@ -83,7 +84,14 @@ class StageCosts:
         later = self.put_off(layers)
         forward = self._beside(self._forward(layers), once.each_forward)
         backward = self._beside(self._backward(layers) - later, once.each_backward) + later
-        return max(forward, copied), max(backward, copied)
+        if not copied:
+            return forward, backward
+        # What goes to other servers shares the device's link to the host.
+        shared = self.problem.fabric.devices > self.problem.fabric.per_server
+        return (
+            max(forward, copied + shared * once.each_forward),
+            max(backward, copied + shared * once.each_backward),
+        )
 
     def copied_seconds(self, layers: Layers) -> float:
         """Activations on their way to the host, or back, spread over the whole forward or backward.
@@ -145,9 +153,8 @@ class StageCosts:
         return sum(n * self._saved(one, again) for one, again, n in layers)
 
     def _saved(self, share: LayerShare, again: bool) -> float:
-        if again and self.layout.offload_blocks:
-            return 0.0
-        recompute = self.layout.recompute if again else "none"
+        kind = OFFLOAD if self.layout.offload_blocks else self.layout.recompute
+        recompute = kind if again else "none"
         return self.layout.microbatch * self.problem.processor.saved_bytes(share, recompute)
 
     def memory(self, layers: Layers, activations: float) -> RankMemory:

@@ -96,6 +96,7 @@ def features(problem: TrainingProblem, layout: Layout) -> tuple[Feature, ...]:
         "ZeRO 2-3 between servers": layout.zero >= 2 and _leaves_server(problem, layout.data_group),
         "context parallelism": layout.context > 1,
         "experts between servers": _leaves_server(problem, ((1, layout.expert),)),
+        "activation offload": layout.offload_blocks > 0,
     }
     return tuple(feature for feature, is_one in has.items() if is_one)
 

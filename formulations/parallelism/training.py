@@ -225,7 +225,9 @@ def require_activation_offload(problem: TrainingProblem, blocks: int = 1) -> Non
 
 
 def _blocks(of: Architecture) -> list[Operators]:
-    return [of.block(index, 1, 1) for index in range(of.layers)]
+    """The blocks of one token, one of each kind."""
+    kinds = {of.kind(index): index for index in range(of.layers)}
+    return [of.block(index, 1, 1) for index in kinds.values()]
 
 
 def _require_module(problem: TrainingProblem, module: str) -> None:

@@ -37,8 +37,8 @@ WHOLE = ("none", "selective", "full")
 """Recomputation that is not of modules."""
 
 
-EVERY_SET = "modules"
-"""Of a space: all sets of modules."""
+EVERY_SET, OFFLOAD = "modules", "offload"
+"""Of a space: all sets of modules; activations in host memory, where nothing is recomputed."""
 
 
 def modules_of(recompute: str) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from stagewright.graphs.models.architecture import (
 )
 from stagewright.graphs.models.kept import elements_by_operator, is_repeated, kept_bytes
 from stagewright.graphs.models.language import Attention
-from stagewright.graphs.models.modules import freed, modules_of, repeated
+from stagewright.graphs.models.modules import OFFLOAD, freed, modules_of, repeated
 from stagewright.graphs.models.operations import (
     LayerOperation,
     LayerWork,
@@ -116,11 +116,11 @@ class LayerShare:
         *,
         fp8: bool = False,
     ) -> float:
-        """Bytes that a sample's forward keeps for the backward; only blocks recompute.
+        """Bytes that a sample's forward keeps for the backward; only blocks recompute or offload.
 
         ``memory`` is what the stack keeps, ``fp8`` whether products are in 8 bits.
         """
-        if not self.has_backward:
+        if not self.has_backward or (recompute == OFFLOAD and self.is_block):
             return 0.0
         if recompute == "full" and self.is_block:
             return self.input * element_bytes * (1 + memory.slack)

@@ -14,6 +14,7 @@ import numpy as np
 from stagewright.formulations.parallelism.layout import Layout, Schedule
 from stagewright.formulations.parallelism.states import state_rule
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
+from stagewright.graphs.models.modules import OFFLOAD
 from stagewright.graphs.models.shards import Recompute
 from stagewright.solvers.parallelism.divisions import Sized
 from stagewright.solvers.parallelism.family import LayerFamily, LayerParameters, SplitLayerWork
@@ -347,15 +348,12 @@ def divided(
 
 
 def divided_by_modules(
-    choice: Choice,
-    keeping: Keeping,
-    room: Floats,
-    modules: Recompute,
-    worst: float,
-    differs: Bools,
+    choice: Choice, keeping: Keeping, room: Floats, modules: Recompute, worst: float, differs: Bools
 ) -> DividedChoice | None:
-    """As :func:`divided`, with all blocks recomputing modules."""
+    """As :func:`divided`, with all blocks recomputing modules; or with offload, in one stage."""
     bounds, of = choice.bounds, choice.bounds.family
+    if modules == OFFLOAD:
+        differs = differs & (bounds.table.pipeline == 1)
     differs = differs & bounds.fits(bounds.kept(modules) - room)
     if not differs.any():
         return None

@@ -286,7 +286,8 @@ class _Refining:
         if now != "none":
             return [now]
         possible = self.space.recomputes(self.problem)
-        return [one for one in possible if one != "none"] or [now]
+        others = [one for one in possible if one != "none"]
+        return others or [one for one in possible if one == now]
 
     def _refine(self, base: Layout, below: float, before: float | None) -> int:
         """Divide the blocks of a new layout; return the number of divisions examined."""

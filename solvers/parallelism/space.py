@@ -12,10 +12,14 @@ from stagewright.formulations.parallelism.layout import Layout, Placement, Sched
 from stagewright.formulations.parallelism.parts import Parts, shares
 from stagewright.formulations.parallelism.pipeline_time import StageCosts, Walk
 from stagewright.formulations.parallelism.states import tied_seconds
-from stagewright.formulations.parallelism.training import TrainingProblem, has_selective
+from stagewright.formulations.parallelism.training import (
+    TrainingProblem,
+    has_selective,
+    require_activation_offload,
+)
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.rates import Feature
-from stagewright.graphs.models.modules import EVERY_SET, WHOLE, useful_sets
+from stagewright.graphs.models.modules import EVERY_SET, OFFLOAD, WHOLE, useful_sets
 from stagewright.graphs.models.shards import LayerSplit, Recompute
 from stagewright.graphs.models.splits import require_split
 
@@ -143,9 +147,10 @@ class Space:
 
     ``chunks`` is the largest number of stages on a rank. Selective recomputation is considered
     where the attention is not one fused kernel; ``modules`` are all useful sets of modules that the
-    software has. With ``partial``, full recomputation is of the
-    fewest blocks of every stage with which a layout fits, else of all. Sequence parallelism
-    ``always`` is wherever the tokens of a rank can be divided.
+    software has; ``offload`` are layouts with activations of the fewest blocks in host memory with
+    which they fit, where the software can. With ``partial``, full recomputation is of the fewest
+    blocks of every stage with which a layout fits, else of all. Sequence parallelism ``always`` is
+    wherever the tokens of a rank can be divided.
     """
 
     pipeline: tuple[int, ...] | None = None
@@ -156,7 +161,7 @@ class Space:
     microbatch: tuple[int, ...] | None = None
     chunks: int = 16
     schedules: tuple[Schedule, ...] = get_args(Schedule)
-    recompute: tuple[Recompute, ...] = (*WHOLE, EVERY_SET)
+    recompute: tuple[Recompute, ...] = (*WHOLE, EVERY_SET, OFFLOAD)
     partial: bool = True
     sequence_parallel: Literal["always", "any", "never"] = "always"
     zero: tuple[int, ...] = (0, 1, 2, 3)
@@ -190,6 +195,8 @@ class Space:
                 limited.append("the optimizer's state on the device or in host memory")
             elif one.name != "partial" and value != one.default:
                 limited.append(f"{one.name.replace('_', ' ')} of {', '.join(map(str, value))}")
+        if OFFLOAD in self.recompute:
+            limited.append("activations of as few blocks in host memory, if the software can")
         return "; ".join(limited)
 
     def features(self, problem: TrainingProblem) -> tuple[Feature, ...]:
@@ -201,6 +208,7 @@ class Space:
             "experts between servers": several
             and problem.architecture.experts is not None
             and (self.expert is None or max(self.expert) > problem.fabric.per_server),
+            "activation offload": self.offloads(problem),
         }
         return tuple(feature for feature, may in can.items() if may)
 
@@ -249,17 +257,27 @@ class Space:
 
     def recomputes(self, problem: TrainingProblem) -> tuple[Recompute, ...]:
         """The kinds of recomputation that differ for this model's attention and software."""
-        allowed = {"selective": has_selective(problem), EVERY_SET: False}
+        allowed = {"selective": has_selective(problem), EVERY_SET: False, OFFLOAD: False}
         found = [one for one in self.recompute if allowed.get(one, True)]
         if EVERY_SET in self.recompute:
             same = {"core_attn"} if "selective" in found else set()
             found += [one for one in _sets(problem) if one not in {*found, *same}]
-        if not found:
+        if not found and OFFLOAD in self.recompute:
+            require_activation_offload(problem)
+        elif not found:
             raise InputError(
                 "recompute selective alone: the fused attention recomputes its scores anyway; "
                 "choose none or full"
             )
         return tuple(found)
+
+    def offloads(self, problem: TrainingProblem) -> bool:
+        """Whether layouts may have activations in host memory."""
+        try:
+            require_activation_offload(problem)
+        except InputError:
+            return False
+        return OFFLOAD in self.recompute
 
 
 def _sets(problem: TrainingProblem) -> tuple[Recompute, ...]:
@@ -290,3 +308,17 @@ def divisors(of: int) -> tuple[int, ...]:
     """All divisors, ascending."""
     low = [one for one in range(1, int(of**0.5) + 1) if of % one == 0]
     return tuple(sorted({*low, *(of // one for one in low)}))
+
+
+def with_recomputed(layout: Layout, blocks: int, most: int) -> Layout:
+    """The layout that recomputes so many blocks of every stage, of which it has ``most``."""
+    if blocks == 0:
+        return replace(layout, recompute="none", recompute_blocks=None)
+    return replace(layout, recompute="full", recompute_blocks=None if blocks == most else blocks)
+
+
+def blocks_recomputed(layout: Layout, most: int) -> int:
+    """The inverse of :func:`with_recomputed`."""
+    if layout.recompute == "none":
+        return 0
+    return most if layout.recompute_blocks is None else layout.recompute_blocks

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, cached_property, partial
@@ -15,7 +16,7 @@ from stagewright.formulations.parallelism.pipeline_time import Walk, walk
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.arrays import Bools, Floats
-from stagewright.graphs.models.modules import modules_of
+from stagewright.graphs.models.modules import OFFLOAD, modules_of
 from stagewright.graphs.models.shards import Recompute
 from stagewright.solvers.parallelism.choices import (
     Bounds,
@@ -33,7 +34,7 @@ from stagewright.solvers.parallelism.divisions import (
     sized,
 )
 from stagewright.solvers.parallelism.family import LayerFamily, SplitLayerWork
-from stagewright.solvers.parallelism.space import Space, chosen
+from stagewright.solvers.parallelism.space import Space, blocks_recomputed, chosen, with_recomputed
 from stagewright.solvers.parallelism.uneven import least_of_ends, least_seconds
 
 _MOST_ENTRIES = 100_000
@@ -149,8 +150,9 @@ class Tree:
 
     @cached_property
     def _sets(self) -> list[Recompute]:
-        """The sets of modules that may be recomputed."""
-        return [one for one in self.space.recomputes(self.problem) if modules_of(one)]
+        """The sets of modules that may be recomputed, and offload."""
+        sets = [one for one in self.space.recomputes(self.problem) if modules_of(one)]
+        return [*sets, OFFLOAD] if self.space.offloads(self.problem) else sets
 
     @cached_property
     def _recomputes(self) -> tuple[Recompute, ...]:
@@ -270,9 +272,10 @@ class Tree:
         return found
 
     def _frontier(self, choice: Choice) -> list[Recompute]:
-        """The sets of modules that no other beats."""
-        schedules = (choice.schedule,)
-        return choice.bounds.family.frontier(choice.samples, self._sets, schedules)
+        """The sets of modules that no other beats, and offload."""
+        modules = [one for one in self._sets if one != OFFLOAD]
+        sets = choice.bounds.family.frontier(choice.samples, modules, (choice.schedule,))
+        return sets + self._sets[len(modules) :]
 
     def _of_sets(self, sets: Sequence[Recompute], of: DividedChoice, division: int) -> Part:
         """Step 4: parts by recomputed modules and placement."""
@@ -285,11 +288,27 @@ class Tree:
         return parts
 
     def _recomputing(self, layout: Layout, sets: Sequence[Recompute]) -> Iterator[_Child]:
-        """A layout with sets of modules with which it may fit."""
-        for recompute in sets:
-            one = replace(layout, recompute=recompute)
-            if self._may_fit(one) and self.accept(one):
+        """A layout with sets of modules, or with offload, with which it may fit."""
+        for kind in sets:
+            one = self._offloading(layout) if kind == OFFLOAD else replace(layout, recompute=kind)
+            if one is not None and self._may_fit(one) and self.accept(one):
                 yield self._parts(one).least_seconds, self._of_layout(one, None)
+
+    def _offloading(self, plain: Layout) -> Layout | None:
+        """A layout with activations of the fewest blocks in host memory with which it fits.
+
+        More blocks take no less time and no more memory.
+        """
+
+        def fits(blocks: int) -> bool:
+            layout = replace(plain, recompute="none", offload_blocks=blocks)
+            return evaluate(self.problem, layout, compiled_walk()).peak_bytes <= self.memory
+
+        most = self.problem.architecture.layers - 1
+        if plain.pipeline > 1 or not fits(most):
+            return None
+        fewest = 1 + bisect_left(range(1, most), 1, key=fits)
+        return replace(plain, recompute="none", offload_blocks=fewest)
 
     def _of_division(self, of: DividedChoice, division: int) -> Part:
         """Step 4: parts by placement of a division's fitting layout."""
@@ -318,17 +337,14 @@ class Tree:
         """
         if some is None:
             return layout if self._may_fit(layout) else None
-        low, high = some
-        if not self._may_fit(_recomputed(layout, high, high)):
+        low, most = some
+
+        def may_fit(blocks: int) -> bool:
+            return self._may_fit(with_recomputed(layout, blocks, most))
+
+        if not may_fit(most):
             return None
-        most = high
-        while low < high:
-            middle = (low + high) // 2
-            if self._may_fit(_recomputed(layout, middle, most)):
-                high = middle
-            else:
-                low = middle + 1
-        return _recomputed(layout, low, most)
+        return with_recomputed(layout, low + bisect_left(range(low, most), 1, key=may_fit), most)
 
     def _accepted(self, layout: Layout, some: tuple[int, int] | None) -> Layout | None:
         """The layout if accepted, else the layout that recomputes all blocks, if accepted."""
@@ -336,7 +352,7 @@ class Tree:
             return layout
         if some is None:
             return None
-        most = _recomputed(layout, some[1], some[1])
+        most = with_recomputed(layout, some[1], some[1])
         return most if self.accept(most) else None
 
     def _may_fit(self, layout: Layout) -> bool:
@@ -361,9 +377,9 @@ class Tree:
                 if found.seconds < self.worst:
                     self._take(found)
                 return
-            again = 0 if some is None else _blocks(layout, some[1]) + 1
-            if some is not None and again <= some[1]:
-                more = self._accepted(_recomputed(layout, again, some[1]), some)
+            again = 0 if some is None else blocks_recomputed(layout, some[1])
+            if some is not None and again < some[1]:
+                more = self._accepted(with_recomputed(layout, again + 1, some[1]), some)
                 if more is not None:
                     yield self._parts(more).least_seconds, self._of_layout(more, some)
             yield from self._recomputing(layout, sets)
@@ -384,17 +400,3 @@ def simple_first(one: Estimate) -> tuple[float, int, int, str]:
     """Sort key of layouts: time, then the number of kinds of parallelism."""
     layout = one.layout
     return float(f"{one.seconds:.9g}"), layout.context, layout.expert, layout.placement
-
-
-def _recomputed(layout: Layout, blocks: int, most: int) -> Layout:
-    """The layout that recomputes so many blocks of every stage, of which it has ``most``."""
-    if blocks == 0:
-        return replace(layout, recompute="none", recompute_blocks=None)
-    return replace(layout, recompute="full", recompute_blocks=None if blocks == most else blocks)
-
-
-def _blocks(layout: Layout, most: int) -> int:
-    """The inverse of :func:`_recomputed`."""
-    if layout.recompute == "none":
-        return 0
-    return most if layout.recompute_blocks is None else layout.recompute_blocks

@@ -24,7 +24,7 @@ from own_rates import own_rates
 from profiles import slow_after
 
 from stagewright.formulations.parallelism.layout import Layout, parse_layout
-from stagewright.formulations.parallelism.training import TrainingProblem
+from stagewright.formulations.parallelism.training import TrainingProblem, require_layout
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.networks import fabric_of_kind
 from stagewright.graphs.machines.rates import Feature, Reached
@@ -244,22 +244,39 @@ EVERY_SET = ["+".join(one) for n in range(6) for one in combinations(SOME, n)][1
 LATENT = LatentAttention(4, 16, 16, 8, 16)
 
 
-@pytest.mark.parametrize("seed", slow_after(2, (39, 4, *range(38))))
-def test_no_set_of_modules_is_below_the_bound_or_beats_the_best(seed: int) -> None:
+def with_offload(problem: TrainingProblem, layout: Layout) -> Iterator[Layout]:
+    """The layout with activations of some blocks in host memory, if it may."""
+    for blocks in range(1, problem.architecture.layers):
+        try:
+            one = replace(layout, offload_blocks=blocks)
+            require_layout(problem, one)
+        except InputError:
+            return
+        yield one
+
+
+@pytest.mark.parametrize("seed", slow_after(3, (39, 4, 51, *range(38))))
+def test_no_set_of_modules_or_offload_is_below_the_bound_or_beats_the_best(seed: int) -> None:
     """All sets of Megatron's modules, also those that the search leaves out."""
     chance, memory = Random(seed), STACK_MEMORY["megatron"]
     drawn = random_problem(chance)
     attention = chance.choice((drawn.architecture.attention, LATENT))
     model = replace(drawn.architecture, attention=attention, window=None)
-    problem = replace(drawn, memory=memory, architecture=model)
+    host = replace(drawn.fabric, host_bytes_per_second=chance.choice((1e8, 1e9, 2e10)))
+    problem = replace(drawn, memory=memory, architecture=model, fabric=host)
     kinds = chance.choice((("none",), ("none", "full"), ("full",), ()))
+    others = chance.choice((("modules",), ("offload",), ("modules", "offload")))
     degrees = {name: (1,) for name in ("context", "expert", "microbatch")}
     space = Space(
-        **degrees, chunks=1, schedules=("1f1b",), recompute=(*kinds, "modules"), zero=(0, 3),
+        **degrees, chunks=1, schedules=("1f1b",), recompute=(*kinds, *others), zero=(0, 3),
         placements=("data-inside",), tensor=(1, 2),
     )  # fmt: skip
-    listed = every_layout(problem, replace(space, recompute=(*kinds, *EVERY_SET)))
-    every = [priced(problem, one) for one in listed]
+    every = []
+    for one in every_layout(problem, replace(space, recompute=("none", "full", *EVERY_SET))):
+        if one.recompute in kinds or (one.recompute in EVERY_SET and "modules" in others):
+            every.append(priced(problem, one))
+        if one.recompute == "none" and "offload" in others:
+            every += [priced(problem, away) for away in with_offload(problem, one)]
     peaks = sorted({one.peak_bytes for one in every})
     for limit in (peaks[0], chance.choice(peaks), chance.choice(peaks)) if peaks else ():
         found = search(problem, space, keep=1, memory_bytes=limit)

@@ -358,7 +358,10 @@ class Plain:
         moved = (weights if zero == 3 else 0.0, gradients * (zero >= 2) + weights * (zero == 3))
         forward = self.beside(forward, moved[0])
         backward, copied = self.beside(backward - weight, moved[1]) + weight, self.copied(stage)
-        return max(forward, copied), max(backward, copied), weight
+        if not copied:
+            return forward, backward, weight
+        there, back = (copied + one * (len(self.fabric.levels) > 1) for one in moved)
+        return max(forward, there), max(backward, back), weight
 
     def copied(self, stage):
         """What the first blocks keep goes to the host beside all of a forward, and comes back."""

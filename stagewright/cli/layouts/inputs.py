@@ -206,9 +206,9 @@ class DegreeOptions(CommandOptions):
     """Schedules to consider."""
     zero: str = "0,1,2,3"
     """Stages of ZeRO to consider; 3 is FSDP."""
-    recompute: str = "none,selective,full,modules"
+    recompute: str = "none,selective,full,modules,offload"
     """none, selective, full, sets of modules such as moe_act+layernorm: which to consider; modules:
-    all sets that the software has."""
+    all sets that the software has; offload: activations in host memory instead."""
     offload_optimizer: bool = False
     """Consider the optimizer in host memory too."""
     alike: bool = False
@@ -217,7 +217,7 @@ class DegreeOptions(CommandOptions):
     def space(self) -> "Space":
         """The space of the layouts."""
         from stagewright.formulations.parallelism.layout import Schedule
-        from stagewright.graphs.models.modules import EVERY_SET, require_recompute
+        from stagewright.graphs.models.modules import EVERY_SET, OFFLOAD, require_recompute
         from stagewright.solvers.parallelism.space import Space
 
         degrees: dict[str, Any] = {
@@ -230,7 +230,7 @@ class DegreeOptions(CommandOptions):
             raise InputError(f"--zero: {max(stages)} is none of 0, 1, 2, 3")
         recompute = tuple(self.recompute.split(","))
         for one in recompute:
-            if one != EVERY_SET:
+            if one not in (EVERY_SET, OFFLOAD):
                 require_recompute(one, "--recompute")
         return Space(
             **degrees,
