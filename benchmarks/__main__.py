@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from benchmarks import (
+    anchored,
     any_model,
     auto,
     backprop,
@@ -102,6 +103,7 @@ BENCHMARKS: dict[str, Callable[[bool], Iterable[Table]]] = {
     "gpu": gpu.tables,
     "layouts": layouts.tables,
     "rates": rates_tables.tables,
+    "anchored": anchored.tables,
     "layout_peers": layout_peers.tables,
     "layout_simumax": layout_simumax.tables,
     "layout_simumax_search": layout_simumax_search.tables,
