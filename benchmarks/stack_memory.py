@@ -114,7 +114,7 @@ def unstacked(run: MeasuredRun) -> Estimate:
         run.problem, precision=numbers, memory=PLAIN, reserve_bytes=PLAIN.reserve_bytes
     )
     kind = "full" if run.layout.recompute == "full" else "none"
-    return evaluate(problem, replace(run.layout, recompute=kind), compiled)
+    return evaluate(problem, replace(run.layout, recompute=kind, offload_blocks=0), compiled)
 
 
 _SHAPES = (

@@ -249,6 +249,19 @@ def test_what_offloaded_blocks_free(blocks: int) -> None:
     assert slow.pipeline_seconds == pytest.approx(2 * 2 * blocks * block / 1e6)
 
 
+def test_copies_to_the_host_wait_for_exchanges_between_servers_alone() -> None:
+    """Of eight ranks in a server, and of sixteen, whose weights are gathered over its network."""
+    found = []
+    for ranks in (8, 16):
+        layout = parse_layout(f"p1 t1 d{ranks} b1 zero3 offload1")
+        problem = make_problem(SMALL, layout, 2, memory=STACK_MEMORY["megatron"])
+        slow = replace(problem.fabric, host_bytes_per_second=1e6)
+        found.append(evaluate(replace(problem, fabric=slow), layout))
+    copied = 2 * 2 * TOKENS * (COMMON + 2 * 3 * 160) / 1e6
+    assert found[0].pipeline_seconds == pytest.approx(copied, rel=1e-9)
+    assert found[1].pipeline_seconds > copied + 2 * 3 * PARAMETERS / (8 * 5e10)
+
+
 @pytest.mark.parametrize(
     ("stack", "words", "message"),
     [
