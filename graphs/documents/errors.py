@@ -22,4 +22,5 @@ def naming(place: object) -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        raise type(error)(f"{place}: {error}") from None
+        error.args = (f"{place}: {error}",)
+        raise

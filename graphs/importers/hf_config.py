@@ -231,8 +231,10 @@ def _stepwise_dense(fields: Fields, of: Field, blocks: range) -> Iterable[int]:
 
 def _interleaved_dense(fields: Fields, of: Field, blocks: range) -> Iterable[int]:
     step = fields.size(of)
-    sparse = fields.indices("moe_layers") or set(blocks[step - 1 :: step])
-    return set(blocks) - sparse
+    listed = fields.get(("moe_layers", None)) is not None
+    return set(blocks).difference(
+        fields.indices("moe_layers") if listed else blocks[step - 1 :: step]
+    )
 
 
 def _ranged_dense(fields: Fields, of: Field, blocks: range) -> Iterable[int]:

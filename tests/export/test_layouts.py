@@ -367,7 +367,7 @@ REFUSED = [
         MEGATRON,
         replace(LLAMA, attention=replace(LLAMA.attention, sinks=True)),
         "d8",
-        "has attention sinks: Megatron-LM has no field for it; export to nemo or megatron-bridge",
+        "has attention sinks: an export to Megatron-LM cannot say it; export to nemo or",
     ),
     *refused(MEGATRON, replace(LLAMA, block_norms=4), "d8", "4 norms in a block"),
     *refused(MEGATRON, replace(LLAMA, feed_forward=BIASED), "d8", "biases of only some"),

@@ -80,8 +80,8 @@ def refuse_traits(problem: TrainingProblem, _: Layout, framework: str) -> None:
     """Refuse a model with anything that a plain Llama or GPT lacks."""
     for what in every_trait(problem.architecture):
         raise InputError(
-            f"{problem.architecture.name} has {what}: {framework} has no field for it; export to "
-            "nemo or megatron-bridge, whose recipes bring the model, or to deepspeed or accelerate"
+            f"{problem.architecture.name} has {what}: an export to {framework} cannot say it; "
+            "export to nemo or megatron-bridge, whose recipes bring the model, or to accelerate"
         )
 
 
