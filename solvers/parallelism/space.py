@@ -161,7 +161,7 @@ class Space:
     microbatch: tuple[int, ...] | None = None
     chunks: int = 16
     schedules: tuple[Schedule, ...] = get_args(Schedule)
-    recompute: tuple[Recompute, ...] = (*WHOLE, EVERY_SET, OFFLOAD)
+    recompute: tuple[Recompute, ...] = (*WHOLE, EVERY_SET)
     partial: bool = True
     sequence_parallel: Literal["always", "any", "never"] = "always"
     zero: tuple[int, ...] = (0, 1, 2, 3)

@@ -206,18 +206,20 @@ class DegreeOptions(CommandOptions):
     """Schedules to consider."""
     zero: str = "0,1,2,3"
     """Stages of ZeRO to consider; 3 is FSDP."""
-    recompute: str = "none,selective,full,modules,offload"
+    recompute: str | None = None
     """none, selective, full, sets of modules such as moe_act+layernorm: which to consider; modules:
-    all sets that the software has; offload: activations in host memory instead."""
+    all sets that the software has; offload: activations in host memory instead. Default: all, but
+    offload only where the rates have measured it."""
     offload_optimizer: bool = False
     """Consider the optimizer in host memory too."""
     alike: bool = False
     """Only layouts whose stages are alike but for the ends."""
 
-    def space(self) -> "Space":
-        """The space of the layouts."""
+    def space(self, problem: "TrainingProblem") -> "Space":
+        """The space of the problem's layouts."""
         from stagewright.formulations.parallelism.layout import Schedule
-        from stagewright.graphs.models.modules import EVERY_SET, OFFLOAD, require_recompute
+        from stagewright.formulations.parallelism.ranges import unmeasured
+        from stagewright.graphs.models.modules import EVERY_SET, OFFLOAD, WHOLE, require_recompute
         from stagewright.solvers.parallelism.space import Space
 
         degrees: dict[str, Any] = {
@@ -228,14 +230,16 @@ class DegreeOptions(CommandOptions):
         stages = _integers(self.zero, "zero", least=0)
         if max(stages) > 3:
             raise InputError(f"--zero: {max(stages)} is none of 0, 1, 2, 3")
-        recompute = tuple(self.recompute.split(","))
+        recompute = (*WHOLE, EVERY_SET) if self.recompute is None else self.recompute.split(",")
+        if self.recompute is None and "activation offload" not in unmeasured(problem):
+            recompute = (*recompute, OFFLOAD)
         for one in recompute:
             if one not in (EVERY_SET, OFFLOAD):
                 require_recompute(one, "--recompute")
         return Space(
             **degrees,
             chunks=self.chunks,
-            recompute=recompute,
+            recompute=tuple(recompute),
             schedules=_names("--schedule", self.schedule, get_args(Schedule)),
             zero=stages,
             offload=(False, True) if self.offload_optimizer else (False,),

@@ -100,7 +100,7 @@ def train_plan(
     drawn = given.png is not None
     request = asked.request(
         problem=problem,
-        space=given.space(),
+        space=given.space(problem),
         by_stage=not given.alike,
         front=asked.given["front"] or drawn,
     )
