@@ -137,10 +137,6 @@ def _kind(row: Mapping[str, str]) -> Accelerator:
     def amount(column: str, unit: str) -> float | None:
         return float(f"{row[column]}{unit}") if row[column] else None
 
-    rates = {
-        f"{name}_bytes_per_second": amount(name, "e9")
-        for name in ("server", "network", "pair", "host")
-    }
     return Accelerator(
         row["name"],
         parse_bytes(row["memory"], "memory"),
@@ -152,7 +148,10 @@ def _kind(row: Mapping[str, str]) -> Accelerator:
         tf32_flops=amount("tf32", "e12"),
         nvlink_bytes_per_second=amount("nvlink", "e9") or NVLINK,
         nvlink_domain=int(row["domain"] or 8),
-        **rates,
+        server_bytes_per_second=amount("server", "e9"),
+        network_bytes_per_second=amount("network", "e9"),
+        pair_bytes_per_second=amount("pair", "e9"),
+        host_bytes_per_second=amount("host", "e9"),
     )
 
 
