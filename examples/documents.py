@@ -31,8 +31,8 @@ MODELS = {  # samples per microbatch, as in SPP table II
     "xlnet-large": 4,
     "bert-48": 2,
 }
-L40S = Accelerator(
-    "l40s", 48e9, 864e9, 91.6e12, 362e12, has_bf16=True, fp8_flops=733e12,
+L40 = Accelerator(
+    "l40", 48e9, 864e9, 90.5e12, 181.05e12, has_bf16=True, fp8_flops=362e12,
     server_bytes_per_second=24e9, network_bytes_per_second=25e9, host_bytes_per_second=24e9,
     source="NVIDIA's datasheet; PCIe 4.0 x16 at twice NCCL's 12 GB/s of PCIe 3.0, 200 Gb/s network",
 )  # fmt: skip
@@ -45,7 +45,7 @@ def main() -> None:
         (HERE / folder).mkdir(exist_ok=True)
     for cluster in clusters():
         save_cluster(cluster, HERE / "clusters" / f"{cluster.name}.json")
-    documents.write(Accelerator, L40S, HERE / "devices" / f"{L40S.name}.json")
+    documents.write(Accelerator, L40, HERE / "devices" / f"{L40.name}.json")
     for name, size in MODELS.items():
         save_model(analytic_model(name, size, "v100"), HERE / "profiles" / f"{name}.v100.json")
 

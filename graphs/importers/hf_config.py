@@ -309,7 +309,7 @@ def _unknown(values: dict[str, Any]) -> InputError:
     """Why a configuration is not read, and the nearest type that is."""
     kind = values.get("model_type")
     found = reprlib.repr(kind) if "model_type" in values else "no such field"
-    known = f"the {len(TYPES)} that docs/plan-my-model.md lists"
+    known = f"the {len(TYPES)} that `stagewright models` lists"
     message = f"model_type must be one of {known}; there is {found}"
     if not isinstance(kind, str):
         return InputError(message)

@@ -1,15 +1,31 @@
 """Accelerators by name: peaks and links from the manufacturers' datasheets, memory as torch has it.
 
+The figures and their sources are lines of ``kinds.csv``; here is what holds for all of them.
+
 Peaks are dense; datasheets of NVIDIA since A100 print twice as much, with structured sparsity.
 Memory is what ``torch.cuda`` prints as a device's total ("total capacity" in its errors, "CUDA
 capacity" in torchtitan's logs), the least of what was found in public logs: 79.10 to 79.65 GiB of
 an "80 GB" H100. It is before the driver's context and the communication library, which are a
 stack's reserve (``stack_memory.py``). Where nothing was found it is the datasheet's, as said there.
+
+Links in servers are NVLink of the second to fifth generation and Infinity Fabric; a pair of a DGX-1
+may have one NVLink only. Cards without them exchange over PCIe: 24 and 48 GB/s (generations 4 and
+5), of which 0.812 are what NCCL counts through a CPU; 20 and 27 GB/s, as it counts between CPUs,
+for cards that have no peer-to-peer and copy through the host's memory (``topology.py``). Networks
+are the network cards of DGX-1, DGX-2, DGX A100, DGX H100 and DGX B200 per device, and 400 Gb/s per
+MI300X. TF32 is at half the rate of 16 bits where there is any.
+
+To the host: PCIe 4 and 5 as measured on A100 (NVIDIA/nvbandwidth #53, #42) and on eight H100, H20
+and H800 (#24). The link from a Grace CPU to each of its two GPUs is faster than its memory, of
+whose 14 TB/s (GB300 NVL72) a GPU has a 72nd part.
 """
 
+import csv
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from pydantic import ConfigDict
@@ -19,6 +35,7 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import (
     MAX_DEVICES,
     MIN_MEMORY,
+    parse_bytes,
     require_amount,
     require_bandwidth,
     require_count,
@@ -33,8 +50,6 @@ GENERIC = "generic"
 NVLINK = 25e9
 """Bytes/s per direction of one NVLink of the second to fourth generation (V100, A100, H100;
 NVIDIA's datasheets)."""
-
-_GIB = 2**30
 
 _MIN_FLOPS = 1e9  # FLOP/s; anything below is a number of TFLOP/s without its unit
 
@@ -78,7 +93,7 @@ class Accelerator:
     def __post_init__(self) -> None:
         if re.fullmatch(r"[^\s,:=/]+", self.name) is None or self.name.endswith(".json"):
             raise InputError(
-                f"name {self.name!r}: a kind is one word without , : = or /, for example l40s"
+                f"name {self.name!r}: a kind is one word without , : = or /, for example l40"
             )
         require_amount(self.memory_bytes, "memory_bytes")
         if self.memory_bytes < MIN_MEMORY:
@@ -109,113 +124,43 @@ def _require_flops(value: float, field: str) -> None:
         )
 
 
-# To the host: PCIe 4 and 5 as measured on A100 (NVIDIA/nvbandwidth #53, #42) and on eight H100, H20
-# and H800 (#24). The link from a Grace CPU to each of its two GPUs is faster than its memory, of
-# whose 14 TB/s (GB300 NVL72) a GPU has a 72nd part.
-_PCIE_4, _PCIE_5, _GRACE = 25e9, 52.8e9, 194e9
+GENERIC_KIND = Accelerator(
+    GENERIC, 40e9, 1500e9, 20e12, 300e12, has_bf16=True, tf32_flops=150e12,
+    source="no device in particular, an A100 in round numbers",
+)  # fmt: skip
+"""An A100 in round numbers. Its links are not known: the user's machines have their own."""
 
-# Links in servers are NVLink of the second to fifth generation and seven Infinity Fabric links (the
-# manufacturers' datasheets); a pair of a DGX-1 may have one NVLink only. Networks are the network
-# cards of DGX-1, DGX-2, DGX A100, DGX H100 and DGX B200 per device, and 400 Gb/s per MI300X.
-# TF32 is at half the rate of 16 bits in the datasheets of all that have it.
-ACCELERATORS: dict[str, Accelerator] = {
-    accelerator.name: accelerator
-    for accelerator in (
-        # An A100 in round numbers. Its links are not known: the user's machines have their own.
-        Accelerator(
-            GENERIC, 40e9, 1500e9, 20e12, 300e12, has_bf16=True, tf32_flops=150e12,
-            source="no device in particular, an A100 in round numbers",
-        ),
-        # One of the board's two GPUs; the datasheet's memory.
-        Accelerator("k80", 12e9, 240e9, 4.37e12, 4.37e12),
-        # fp16 runs as fp32; the datasheet's memory.
-        Accelerator("1080ti", 11e9, 484e9, 11.3e12, 11.3e12),
-        # SXM2, as V100; NVLink of the first generation. Memory of the PCIe board: 16,280 MiB.
-        Accelerator("p100", 16280 * 2**20, 732e9, 10.6e12, 21.2e12, nvlink_bytes_per_second=20e9),
-        # Of the 15.77 GiB that torch has (meta-llama/llama #918) the datasheet's: plans of DGX-1
-        # have no reserve.
-        Accelerator(
-            "v100", 16e9, 900e9, 15.7e12, 125e12,
-            server_bytes_per_second=150e9, network_bytes_per_second=6.25e9,
-            pair_bytes_per_second=25e9,
-        ),
-        # Memory: liucongg/ChatGLM-Finetuning #73, and others' 31.73.
-        Accelerator(
-            "v100-32gb", 31.73 * _GIB, 900e9, 15.7e12, 125e12,
-            server_bytes_per_second=150e9, network_bytes_per_second=12.5e9,
-        ),
-        Accelerator("t4", 14.56 * _GIB, 320e9, 8.1e12, 65e12),
-        # SXM4. Memory: 39.38 to 39.56 GiB, by the driver.
-        Accelerator(
-            "a100", 39.38 * _GIB, 1555e9, 19.5e12, 312e12, has_bf16=True, tf32_flops=156e12,
-            server_bytes_per_second=300e9, network_bytes_per_second=25e9,
-            host_bytes_per_second=_PCIE_4,
-        ),
-        # Memory: lianqi1008/Control-GIC #10; 79.25 of older drivers.
-        Accelerator(
-            "a100-80gb", 79.14 * _GIB, 2039e9, 19.5e12, 312e12, has_bf16=True, tf32_flops=156e12,
-            server_bytes_per_second=300e9, network_bytes_per_second=25e9,
-            host_bytes_per_second=_PCIE_4,
-        ),
-        # SXM5. Memory: pytorch/torchtitan #1789 (73.32 GiB are 92.70 %).
-        Accelerator(
-            "h100", 79.10 * _GIB, 3350e9, 67e12, 989e12, has_bf16=True, fp8_flops=1979e12,
-            tf32_flops=494.5e12, server_bytes_per_second=450e9, network_bytes_per_second=50e9,
-            host_bytes_per_second=_PCIE_5,
-        ),
-        # An H100 with less FP64 and NVLink (DeepSeek-AI, arXiv 2505.09343, sections 4.1 and 4.3),
-        # who reach 160 GB/s of the 200 in a server. Its memory is the H100's.
-        Accelerator(
-            "h800", 79.10 * _GIB, 3350e9, 67e12, 989e12, has_bf16=True, fp8_flops=1979e12,
-            tf32_flops=494.5e12, server_bytes_per_second=200e9, network_bytes_per_second=50e9,
-            host_bytes_per_second=_PCIE_5,
-        ),
-        # Memory: 139.72 to 139.83 GiB, the latter torchtitan's log.
-        Accelerator(
-            "h200", 139.72 * _GIB, 4800e9, 67e12, 989e12, has_bf16=True, fp8_flops=1979e12,
-            tf32_flops=494.5e12, server_bytes_per_second=450e9, network_bytes_per_second=50e9,
-            host_bytes_per_second=_PCIE_5,
-        ),
-        # A DGX B200's 64 TB/s, an HGX B200's 600 TFLOP/s and 18 PFLOP/s, over 8 GPUs.
-        Accelerator(
-            "b200", 178.35 * _GIB, 8000e9, 75e12, 2250e12, has_bf16=True, fp8_flops=4500e12,
-            tf32_flops=1125e12, server_bytes_per_second=900e9, network_bytes_per_second=50e9,
-            nvlink_bytes_per_second=50e9, host_bytes_per_second=_PCIE_5,
-        ),
-        # Of a GB200 NVL72 and a GB300 NVL72: a 72nd part of their figures.
-        Accelerator(
-            "gb200", 184.31 * _GIB, 8000e9, 80e12, 2500e12, has_bf16=True, fp8_flops=5000e12,
-            tf32_flops=1250e12, server_bytes_per_second=900e9, network_bytes_per_second=50e9,
-            nvlink_bytes_per_second=50e9, nvlink_domain=72,
-            host_bytes_per_second=_GRACE,
-        ),
-        Accelerator(
-            "gb300", 276.50 * _GIB, 8000e9, 80e12, 2500e12, has_bf16=True, fp8_flops=5000e12,
-            tf32_flops=1250e12, server_bytes_per_second=900e9, network_bytes_per_second=100e9,
-            nvlink_bytes_per_second=50e9, nvlink_domain=72,
-            host_bytes_per_second=_GRACE,
-        ),
-        # An eighth of a DGX B300's 72 PFLOP/s of sparse fp8.
-        Accelerator(
-            "b300", 267.69 * _GIB, 8000e9, 75e12, 2250e12, has_bf16=True, fp8_flops=4500e12,
-            tf32_flops=1125e12, server_bytes_per_second=900e9, network_bytes_per_second=100e9,
-            nvlink_bytes_per_second=50e9, host_bytes_per_second=_PCIE_5,
-        ),
-        # Memory: modelscope/DiffSynth-Studio #1238.
-        Accelerator(
-            "h20", 95.00 * _GIB, 4000e9, 44e12, 148e12, has_bf16=True, fp8_flops=296e12,
-            tf32_flops=74e12, server_bytes_per_second=450e9, network_bytes_per_second=50e9,
-            host_bytes_per_second=_PCIE_5,
-        ),
-        # AMD's datasheet; fp32 as vectors and as matrices. Memory: 191.69 to 191.98 GiB.
-        Accelerator(
-            "mi300x", 191.69 * _GIB, 5300e9, 163.4e12, 1307.4e12, has_bf16=True,
-            fp8_flops=2614.9e12, tf32_flops=653.7e12,
-            server_bytes_per_second=448e9, network_bytes_per_second=50e9,
-            pair_bytes_per_second=64e9,
-        ),
+
+def _kind(row: Mapping[str, str]) -> Accelerator:
+    """The kind of a row of ``kinds.csv``: rates in GB/s and TFLOP/s, empty where not known."""
+
+    def amount(column: str, unit: str) -> float | None:
+        return float(f"{row[column]}{unit}") if row[column] else None
+
+    return Accelerator(
+        row["name"],
+        parse_bytes(row["memory"], "memory"),
+        float(row["memory_bandwidth"] + "e9"),
+        float(row["fp32"] + "e12"),
+        float(row["fp16"] + "e12"),
+        has_bf16=bool(row["bf16"]),
+        fp8_flops=amount("fp8", "e12"),
+        tf32_flops=amount("tf32", "e12"),
+        nvlink_bytes_per_second=amount("nvlink", "e9") or NVLINK,
+        nvlink_domain=int(row["domain"] or 8),
+        server_bytes_per_second=amount("server", "e9"),
+        network_bytes_per_second=amount("network", "e9"),
+        pair_bytes_per_second=amount("pair", "e9"),
+        host_bytes_per_second=amount("host", "e9"),
     )
-}  # fmt: skip
+
+
+with (Path(__file__).parent / "kinds.csv").open(encoding="utf-8", newline="") as _file:
+    _ROWS = list(csv.DictReader(_file))
+
+ACCELERATORS: dict[str, Accelerator] = {one.name: one for one in (GENERIC_KIND, *map(_kind, _ROWS))}
+SOURCES: dict[str, str] = {row["name"]: row["source"] for row in _ROWS}
+"""Where the figures of the kinds are from."""
 
 
 def accelerator(kind: str | Accelerator) -> Accelerator:

@@ -54,6 +54,12 @@ def _models() -> Iterable[str]:
     return MODELS
 
 
+def _types() -> Iterable[str]:
+    from stagewright.graphs.importers.hf_types import TYPES
+
+    return TYPES
+
+
 def _rates() -> Iterable[str]:
     from stagewright.graphs.machines.rates import rate_sets
 
@@ -64,7 +70,10 @@ def _rates() -> Iterable[str]:
 VALUES: dict[str, Values] = {
     "anchor --for": lambda: OF_LAYOUTS,
     "calibrate --for": lambda: OF_LAYOUTS,
+    "devices NAME": _devices,
+    "frameworks NAME": lambda: OF_LAYOUTS,
     "model NAME": _models,
+    "models NAME": _types,
     "rates NAME": _rates,
     "partition --backend": lambda: ("recurrence", *BACKENDS),
     "sweep --planner": lambda: PLANNERS,

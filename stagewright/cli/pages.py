@@ -26,7 +26,8 @@ PANELS: dict[str, dict[str, str]] = {
     "Models and clusters": {
         "import": "documents.inputs", "model": "documents.inputs", "cluster": "documents.inputs",
         "profile": "training.profiling", "profile-links": "training.profiling",
-        "capture": "training.profiling",
+        "capture": "training.profiling", "devices": "documents.known",
+        "models": "documents.known", "frameworks": "documents.known",
     },
     "Run": {
         "run": "training.running", "train": "training.rounds", "compare": "pipelines.comparing",
@@ -148,6 +149,9 @@ EXAMPLES: dict[str, str] = {
     "cloud": """
         stagewright cloud prices.json --rates v100=1.0,p100=0.55,k80=0.2 \\
             --v100-hours 96 --gpus 4""",
+    "devices": "stagewright devices l40s",
+    "models": "stagewright models gpt_oss",
+    "frameworks": "stagewright frameworks torchtitan",
     "planners": "stagewright planners --json",
     "policies": "stagewright policies --json",
     "doctor": "stagewright doctor",

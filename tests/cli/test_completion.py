@@ -36,7 +36,10 @@ def completed(line: str) -> list[str]:
         ("stagewright sweep --planner dp,pi", ["dp,pipedream", "dp,pipedream-async"]),
         ("stagewright train --planner d", ["dag", "dpos", "data-parallel"]),
         ("stagewright export plan.json --to s", ["slurm"]),
-        ("stagewright train-plan config.json --device h", ["h100", "h800", "h200", "h20"]),
+        (
+            "stagewright train-plan config.json --device h",
+            ["h100", "h100-pcie", "h100-nvl", "h800", "h200", "h20"],
+        ),
         ("stagewright schedule --kind zb-", ["zb-h1", "zb-h2"]),
         ("stagewright import file --from p", ["pipedream", "piper"]),
         ("stagewright allocate --policy min-cost", ["min-cost", "min-cost-slo"]),

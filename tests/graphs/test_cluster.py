@@ -341,7 +341,7 @@ def test_bad_matrix_files_get_one_line(tmp_path: Path, text, message):
 
 def test_accelerators():
     assert accelerator("V100") is ACCELERATORS["v100"]
-    with pytest.raises(InputError, match="device 'tpu' is not known; known are 1080ti, a100"):
+    with pytest.raises(InputError, match="device 'tpu' is not known; known are 1080ti, a10, a100"):
         accelerator("tpu")
     for card in ACCELERATORS.values():
         assert card.fp16_flops >= card.fp32_flops

@@ -15,6 +15,7 @@ from stagewright.graphs.machines.cluster import Link
 from stagewright.graphs.machines.devices import (
     ACCELERATORS,
     GENERIC,
+    SOURCES,
     Accelerator,
     accelerator,
     read_accelerator,
@@ -23,7 +24,7 @@ from stagewright.graphs.machines.devices import (
 )
 from stagewright.graphs.machines.fabric import Fabric, Level, fabric_of
 from stagewright.graphs.machines.networks import fabric_of_kind, network_link, server_link
-from stagewright.graphs.machines.rates import rates_of
+from stagewright.graphs.machines.rates import OTHER_DEVICE, rates_of
 from stagewright.graphs.machines.servers import ServerGroup, mixed_servers
 from stagewright.graphs.machines.topology import parse_nvidia_smi
 from stagewright.graphs.models.architecture import Architecture, FeedForward, GroupedAttention
@@ -33,11 +34,11 @@ ABACUS = Accelerator("abacus", 8e9, 100e9, 1e12, 4e12, fp8_flops=8e12, source="c
 
 
 def test_the_kinds_that_have_fp8_have_bf16() -> None:
-    able = {one.name for one in ACCELERATORS.values() if one.fp8_flops is not None}
-    assert able == {
-        "b200", "b300", "gb200", "gb300", "h100", "h20", "h200", "h800", "mi300x",
+    kinds = ACCELERATORS.values()
+    assert all(one.has_bf16 for one in kinds if one.fp8_flops is not None)
+    assert {one.name for one in kinds if one.has_bf16 and one.fp8_flops is None} == {
+        "a10", "a100", "a100-80gb", "a40", GENERIC, "mi250x", "rtx3090",
     }  # fmt: skip
-    assert all(ACCELERATORS[name].has_bf16 for name in able)
     assert set(ACCELERATORS) >= {"v100", "a100", GENERIC}
     # 79.10 GiB as torch has them, in place of 80 decimal gigabytes.
     assert ACCELERATORS["h100"].memory_bytes == pytest.approx(84.93e9, rel=1e-4)
@@ -86,7 +87,7 @@ def test_every_figure_of_a_kind_is_checked() -> None:
 def test_arithmetic_that_a_kind_lacks_is_refused() -> None:
     require_arithmetic(ABACUS, "fp8")
     with pytest.raises(
-        InputError, match="a100 has no fp8 arithmetic; b200, b300, gb200, gb300, h100, h20"
+        InputError, match="a100 has no fp8 arithmetic; b200, b300, gb200, gb300, h100, h100-nvl"
     ):
         require_arithmetic(accelerator("a100"), "fp8")
     with pytest.raises(
@@ -106,6 +107,24 @@ def test_links_of_kinds() -> None:
     )
     assert server_link(accelerator(GENERIC)) is None
     assert network_link(ABACUS) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "borrowed", "reached"),
+    [
+        ("h100-nvl", 1.0, 39e9),  # Hopper: the H100's rates; PCIe 5 through a CPU
+        ("l40s", OTHER_DEVICE, 19.5e9),  # PCIe 4
+        ("rtx4090", OTHER_DEVICE, 16.2e9),  # through the host's memory
+        ("rtx5090", OTHER_DEVICE, 21.9e9),
+        ("mi250x", OTHER_DEVICE, 81.2e9),
+    ],
+)
+def test_kinds_without_rates_of_their_own(kind: str, borrowed: float, reached: float) -> None:
+    rates, own = rates_of(kind), rates_of("h100" if kind.startswith("h100") else "a100")
+    assert rates.borrowed == f"not measured on {kind}"
+    assert rates.dense == own.dense.widened(borrowed)
+    assert fabric_of_kind(kind, 8).levels[0].bytes_per_second == pytest.approx(reached, rel=5e-3)
+    assert ACCELERATORS.keys() - SOURCES.keys() == {GENERIC}
 
 
 def test_machines_of_ones_own_kind() -> None:
@@ -144,7 +163,7 @@ def test_a_model_on_ones_own_kind() -> None:
 def test_tf32_is_half_of_16_bits_where_there_is_any() -> None:
     """The datasheets' dense peaks: A100 156, H100 494.5, B200 1,125, MI300X 653.7 TFLOP/s."""
     for one in ACCELERATORS.values():
-        if one.has_bf16:
+        if one.has_bf16 and one.name not in {"mi250x", "mi355x"}:
             assert one.tf32_flops == pytest.approx(one.fp16_flops / 2, rel=1e-3)
         else:
             assert one.tf32_flops is None

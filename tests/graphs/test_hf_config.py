@@ -3,7 +3,6 @@
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from configurations import FEW, LATENT, SMALL, sized
@@ -386,11 +385,6 @@ def test_the_text_model_of_a_model_with_other_towers():
     found = architecture_of({"model_type": "gemma3", "text_config": text})
     assert found == replace(architecture_of(text), left_out="what gemma3 has beside its text model")
     assert (found.attention.heads, found.vocabulary, found.full_layers) == (8, 262_208, {5})
-
-
-def test_the_documentation_lists_all_types():
-    text = (Path(__file__).parents[2] / "docs/plan-my-model.md").read_text()
-    assert all(f"`{kind}`" in text for kind in TYPES)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,213 @@
+"""What is known of devices, model types and frameworks, with where it is from."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+from stagewright.executor.export.layouts import EVERY_FORMAT
+from stagewright.formulations.parallelism.layout import Layout, parse_layout
+from stagewright.formulations.parallelism.training import TrainingProblem, require_layout
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.importers.hf_config import architecture_of
+from stagewright.graphs.importers.hf_types import TYPES
+from stagewright.graphs.machines.devices import ACCELERATORS, SOURCES, Accelerator
+from stagewright.graphs.machines.networks import fabric_of_kind
+from stagewright.graphs.machines.rates import rate_sets, rates_of
+from stagewright.graphs.models.architecture import Architecture, GroupedAttention
+from stagewright.graphs.models.traits import every_trait
+from stagewright.service.answers import Answer
+from stagewright.service.layouts.problems import training_problem
+
+SOURCE_OF_TYPES = "the configuration classes of transformers 5, whose modules have these parameters"
+
+_SIZES = {"layers": 48, "hidden": 4096, "heads": 32, "vocabulary": 32_000, "width": 16_384}
+_EXPERTS = {"number": 8, "per_token": 2, "width": 1024, "shared": 1024}
+_STATES = ("", "zero1", "zero2", "zero3")
+
+FEATURES: dict[str, dict[str, str]] = {
+    "degrees": {
+        "tensor": "t2 d4", "sequence parallelism": "t2 d4 sp", "pipeline": "p2 d4",
+        "context": "c2 d4", "expert": "d8 e2", "ZeRO 1": "d8 zero1", "ZeRO 2": "d8 zero2",
+        "ZeRO 3": "d8 zero3",
+    },
+    "schedules": {
+        "1f1b": "p2 d4", "interleaved 1f1b": "p2 d4 v2", "zero-bubble": "p2 d4 zero-bubble",
+    },
+    "recomputation": {
+        "full": "d8 full", "some blocks": "p2 d4 full blocks2", "selective": "d8 selective",
+        "modules": "d8 layernorm", "activations in host memory": "d8 offload2",
+        "optimizer in host memory": "d8 offload",
+    },
+}  # fmt: skip
+"""Features of layouts, each with a layout that has it."""
+
+PRECISIONS = ("bf16", "fp16", "fp8", "fp32")
+
+
+class DeviceAnswer(Answer):
+    """A kind of device: its figures, their source, the rate sets of it, and the nearest if none."""
+
+    device: Accelerator
+    source: str
+    rates: tuple[str, ...]
+    nearest_rates: str
+
+
+class ModelAnswer(Answer):
+    """A model type, what sets it apart from a plain Llama, and what exports a layout of it."""
+
+    name: str
+    traits: tuple[str, ...]
+    frameworks: tuple[str, ...]
+    source: str = SOURCE_OF_TYPES
+
+
+class RuleAnswer(Answer):
+    """A rule of a framework on layouts, and where its code has it."""
+
+    rule: str
+    source: str
+
+
+class FrameworkAnswer(Answer):
+    """A framework, its releases, what its rules let through, and the rules."""
+
+    name: str
+    releases: tuple[str, ...]
+    degrees: tuple[str, ...]
+    schedules: tuple[str, ...]
+    recomputation: tuple[str, ...]
+    precisions: tuple[str, ...]
+    rules: tuple[RuleAnswer, ...]
+
+
+class DevicesAnswer(Answer):
+    """Kinds of devices."""
+
+    devices: tuple[DeviceAnswer, ...]
+
+
+class ModelsAnswer(Answer):
+    """Model types."""
+
+    models: tuple[ModelAnswer, ...]
+
+
+class FrameworksAnswer(Answer):
+    """Frameworks that layouts are exported to."""
+
+    frameworks: tuple[FrameworkAnswer, ...]
+
+
+def known_devices(name: str | None = None) -> DevicesAnswer:
+    """All kinds of devices, or the one that is named."""
+    sets = rate_sets().values()
+    return DevicesAnswer(
+        devices=tuple(
+            DeviceAnswer(
+                device=ACCELERATORS[kind],
+                source=SOURCES.get(kind) or ACCELERATORS[kind].source or "",
+                rates=tuple(sorted(one.name for one in sets if kind in one.devices)),
+                nearest_rates=rates_of(kind).name,
+            )
+            for kind in _chosen(name, ACCELERATORS, "device")
+        )
+    )
+
+
+def known_models(name: str | None = None) -> ModelsAnswer:
+    """All model types of transformers that are read, or the one that is named."""
+    return ModelsAnswer(models=tuple(map(_model, _chosen(name, sorted(TYPES), "model type"))))
+
+
+def known_frameworks(name: str | None = None) -> FrameworksAnswer:
+    """All frameworks that layouts are exported to, or the one that is named."""
+    return FrameworksAnswer(
+        frameworks=tuple(map(_framework, _chosen(name, EVERY_FORMAT, "framework")))
+    )
+
+
+def _chosen(name: str | None, known: Iterable[str], what: str) -> list[str]:
+    """All names that are known, or the one of them that is given."""
+    names = list(known)
+    if name is not None and name not in names:
+        raise InputError(f"{what} {name!r} is not known; known are {', '.join(names)}")
+    return names if name is None else [name]
+
+
+def _sample(kind: str) -> Architecture:
+    """A model of a type, in sizes of a few billion parameters and otherwise with its defaults."""
+    of = TYPES[kind]
+    cells = [(getattr(of, field), size) for field, size in _SIZES.items()]
+    if of.experts is not None:
+        cells += [(getattr(of.experts, field), size) for field, size in _EXPERTS.items()]
+    fields: dict[str, Any] = {
+        cell.split("|")[0]: size for cell, size in cells if isinstance(cell, str)
+    }
+    return architecture_of({"model_type": kind, **fields})
+
+
+def _problem(of: Architecture, framework: str, precision: str = "bf16") -> TrainingProblem:
+    fabric = fabric_of_kind("h100", 8)
+    return training_problem(
+        of, fabric, sequence=1024, batch=512, precision=precision, framework=framework
+    )
+
+
+def _keeps(framework: str, problems: Iterable[TrainingProblem], words: str) -> bool:
+    """Whether a layout of one of the problems keeps the rules, at some stage of ZeRO."""
+    states = ("",) if words.split()[-1] in _STATES else _STATES
+    layouts = [parse_layout(f"b1 {words} {state}".strip()) for state in states]
+    return any(_runs(framework, *one) for one in product(problems, layouts))
+
+
+def _runs(framework: str, problem: TrainingProblem, layout: Layout) -> bool:
+    try:
+        require_layout(problem, layout)
+        EVERY_FORMAT[framework].require(problem, layout)
+    except InputError:
+        return False
+    return True
+
+
+def _model(kind: str) -> ModelAnswer:
+    of = _sample(kind)
+    grouped = of.attention if isinstance(of.attention, GroupedAttention) else None
+    parts = {
+        "experts": of.experts is not None,
+        "latent attention": grouped is None,
+        "biases of attention": grouped is not None and grouped.bias,
+        "norms of heads": grouped is not None and grouped.head_norms,
+        "a feed-forward without gates": not of.feed_forward.gated,
+        "windows": of.window is not None,
+        "an encoder": of.encoder,
+        "learned positions": of.positions is not None,
+        "tied embeddings": of.tied,
+    }
+    return ModelAnswer(
+        name=kind,
+        traits=(*(what for what, has in parts.items() if has), *every_trait(of)),
+        frameworks=tuple(name for name in EVERY_FORMAT if _keeps(name, [_problem(of, name)], "d8")),
+    )
+
+
+def _framework(name: str) -> FrameworkAnswer:
+    rules = EVERY_FORMAT[name].rules
+    problems = [_problem(_sample(one), name) for one in ("llama", "mixtral", "qwen3_moe")]
+    problems.append(replace(problems[0], attention="materialized"))
+    return FrameworkAnswer(
+        name=name,
+        releases=tuple(dict.fromkeys(one.source.partition(", ")[0] for one in rules)),
+        **{
+            what: tuple(feature for feature, words in of.items() if _keeps(name, problems, words))
+            for what, of in FEATURES.items()
+        },
+        precisions=tuple(
+            one for one in PRECISIONS if _keeps(name, [_problem(_sample("llama"), name, one)], "d8")
+        ),
+        rules=tuple(
+            RuleAnswer(rule=one.require.__name__.strip("_").replace("_", " "), source=one.source)
+            for one in rules
+        ),
+    )
