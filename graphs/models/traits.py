@@ -1,5 +1,6 @@
 """What sets a transformer apart from a plain Llama or GPT, in words."""
 
+from stagewright.graphs.documents.units import counted
 from stagewright.graphs.models.architecture import Architecture, GroupedAttention
 
 SIDE_BY_SIDE = "attention and feed-forward of one input"
@@ -26,7 +27,7 @@ def counted_traits(of: Architecture) -> tuple[str, ...]:
         "biases of experts": experts is not None and (experts.bias or experts.router_bias),
         "attention in chunks": of.chunked,
         "a ReLU": of.feed_forward.relu,
-        f"{of.block_norms} norms in a block": of.block_norms != 2,
+        f"{counted(of.block_norms, 'norm', 'norms')} in a block": of.block_norms != 2,
     }
     return tuple(what for what, has in found.items() if has)
 
