@@ -119,11 +119,12 @@ def _with_frozen(tuning: Tuning, text: str, layers: int) -> Tuning:
         elif name == "head" and not which:
             tuning = replace(tuning, head=True)
         elif name == "blocks" and first.isdecimal() and (last or first).isdecimal():
-            blocks |= {*range(int(first), int(last or first) + 1)}
+            last = last or first
+            if not int(first) <= int(last) < layers:
+                raise InputError(f"frozen {part!r}: blocks are 0 to {layers - 1}, in this order")
+            blocks |= {*range(int(first), int(last) + 1)}
         else:
             raise InputError(f"frozen {part!r}: write for example embedding,head,blocks.0-15")
-    if blocks and max(blocks) >= layers:
-        raise InputError(f"frozen block {max(blocks)}: blocks are 0 to {layers - 1}")
     return replace(tuning, blocks=frozenset(blocks))
 
 

@@ -195,9 +195,10 @@ def _require_model(problem: TrainingProblem, _: Layout, framework: str) -> None:
     ]
     for lacks, what in lacking:
         if lacks:
+            other = "megatron-bridge" if every_trait(of) else "megatron"
             raise InputError(
                 f"{of.name} has {what}: {framework} has llama3, qwen3 and deepseek_v3, and no such "
-                "model; export to megatron"
+                f"model; export to {other}"
             )
 
 
