@@ -14,8 +14,8 @@ from stagewright.graphs.importers.hf_types import TYPES
 from stagewright.graphs.machines.devices import ACCELERATORS, SOURCES, Accelerator
 from stagewright.graphs.machines.networks import fabric_of_kind
 from stagewright.graphs.machines.rates import rate_sets, rates_of
-from stagewright.graphs.models.architecture import Architecture, GroupedAttention
-from stagewright.graphs.models.traits import every_trait
+from stagewright.graphs.models.architecture import Architecture
+from stagewright.graphs.models.traits import common_traits, every_trait
 from stagewright.service.answers import Answer
 from stagewright.service.layouts.problems import training_problem
 
@@ -173,21 +173,9 @@ def _runs(framework: str, problem: TrainingProblem, layout: Layout) -> bool:
 
 def _model(kind: str) -> ModelAnswer:
     of = _sample(kind)
-    grouped = of.attention if isinstance(of.attention, GroupedAttention) else None
-    parts = {
-        "experts": of.experts is not None,
-        "latent attention": grouped is None,
-        "biases of attention": grouped is not None and grouped.bias,
-        "norms of heads": grouped is not None and grouped.head_norms,
-        "a feed-forward without gates": not of.feed_forward.gated,
-        "windows": of.window is not None,
-        "an encoder": of.encoder,
-        "learned positions": of.positions is not None,
-        "tied embeddings": of.tied,
-    }
     return ModelAnswer(
         name=kind,
-        traits=(*(what for what, has in parts.items() if has), *every_trait(of)),
+        traits=(*common_traits(of), *every_trait(of)),
         frameworks=tuple(name for name in EVERY_FORMAT if _keeps(name, [_problem(of, name)], "d8")),
     )
 

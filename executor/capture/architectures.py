@@ -149,9 +149,9 @@ def _core(block: nn.Module) -> nn.Module:
 
 def _feed_forward(block: nn.Module) -> _Named:
     """Parameters of a block that belong to neither its attention nor its norms."""
-    found: dict[str, Tensor] = {}
+    core, found = _core(block), dict[str, Tensor]()
     for name, one in block.named_children():
-        if one is not _core(block) and not _is_norm(one):
+        if one is not core and not _is_norm(one):
             found |= {f"{name}.{inner}": each for inner, each in one.named_parameters()}
     return found
 

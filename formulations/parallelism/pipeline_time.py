@@ -80,7 +80,7 @@ class StageCosts:
 
     def seconds(self, layers: Layers) -> tuple[float, float]:
         """Forward and backward, with ZeRO's exchanges and copies as far as they are seen."""
-        once, copied = self._exchange(self.held(layers)), self.copied_seconds(layers)
+        once, copied = self._exchange(self.held(layers)), self._copied_seconds(layers)
         later = self.put_off(layers)
         forward = self._beside(self._forward(layers), once.each_forward)
         backward = self._beside(self._backward(layers) - later, once.each_backward) + later
@@ -93,7 +93,7 @@ class StageCosts:
             max(backward, copied + shared * once.each_backward),
         )
 
-    def copied_seconds(self, layers: Layers) -> float:
+    def _copied_seconds(self, layers: Layers) -> float:
         """Activations on their way to the host, or back, spread over the whole forward or backward.
 
         Transformer Engine spreads them so (pytorch/cpu_offload.py: ``layer_window_map``), and the

@@ -97,14 +97,9 @@ class Anchor:
         require_amount(self.server_latency_seconds, "server_latency_seconds")
         if self.server_bytes_per_second is not None:
             require_bandwidth(self.server_bytes_per_second, "server_bytes_per_second")
-        kinds = {"embedding", "head"}
-        kinds |= {self._block(index) for index in range(self.model.architecture.layers)}
-        for kind in sorted(kinds):
+        for kind in sorted(layer_kinds(self.model.architecture)):
             if not any(one.kind == kind and not one.exchanges for one in self.layers):
                 raise InputError(f"layers: no {kind} was timed alone")
-
-    def _block(self, index: int) -> LayerKind:
-        return "experts" if self.model.architecture.is_sparse(index) else "dense"
 
     def at(self, kind: LayerKind, split: LayerSplit, *, exchanges: bool) -> tuple[TimedLayer, ...]:
         """The timings of a layer divided so, ascending in samples; none if it was not timed."""
@@ -125,6 +120,13 @@ class Anchor:
 
         alone = {one.degree for one in self.layers if one.kind == kind and not one.exchanges}
         return min(sorted(alone, key=str), key=distance)
+
+
+def layer_kinds(of: Architecture) -> tuple[LayerKind, ...]:
+    """The kinds of layers that a transformer has."""
+    sparse = {of.is_sparse(index) for index in range(of.layers)}
+    blocks: dict[LayerKind, bool] = {"dense": False in sparse, "experts": True in sparse}
+    return ("embedding", "head", *(kind for kind, has in blocks.items() if has))
 
 
 def require_anchored(anchor: Anchor, given: TimedModel) -> None:

@@ -12,8 +12,25 @@ NORMS_AFTER = "norms after attention and feed-forward alone"
 ALIBI = "ALiBi in place of positions"
 
 
+def common_traits(of: Architecture) -> tuple[str, ...]:
+    """Those that a plain Llama lacks and that many exports can say."""
+    grouped = of.attention if isinstance(of.attention, GroupedAttention) else None
+    found = {
+        "experts": of.experts is not None,
+        "latent attention": grouped is None,
+        "biases of attention": grouped is not None and grouped.bias,
+        "norms of heads": grouped is not None and grouped.head_norms,
+        "a feed-forward without gates": not of.feed_forward.gated,
+        "windows": of.window is not None,
+        "an encoder": of.encoder,
+        "learned positions": of.positions is not None,
+        "tied embeddings": of.tied,
+    }
+    return tuple(what for what, has in found.items() if has)
+
+
 def counted_traits(of: Architecture) -> tuple[str, ...]:
-    """Those that change parameters or operators."""
+    """Those of few models that change parameters or operators."""
     attention, experts = of.attention, of.experts
     grouped = attention if isinstance(attention, GroupedAttention) else None
     found = {

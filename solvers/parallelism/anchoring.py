@@ -11,7 +11,7 @@ from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.formulations.prices.collectives import ring_part
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.importers.timed_layers import TimedCollective, TimedLayers
-from stagewright.graphs.machines.anchors import Anchor
+from stagewright.graphs.machines.anchors import Anchor, layer_kinds
 from stagewright.graphs.machines.rates import BORROWED, RateSet, Spread
 from stagewright.graphs.models.architecture import GroupedAttention
 from stagewright.graphs.models.shards import LayerKind, LayerSplit
@@ -37,15 +37,11 @@ def degrees(problem: TrainingProblem, space: Space) -> dict[LayerKind, tuple[Deg
     ]
     if not splits:
         raise InputError(space.why_none(problem))
-    architecture = problem.architecture
-    sparse = [architecture.is_sparse(index) for index in range(architecture.layers)]
     plain = _degrees(replace(split, expert=1) for split in splits)
-    found: dict[LayerKind, tuple[Degree, ...]] = {"embedding": plain, "head": plain}
-    if not all(sparse):
-        found["dense"] = plain
-    if any(sparse):
-        found["experts"] = _degrees(splits)
-    return found
+    return {
+        kind: _degrees(splits) if kind == "experts" else plain
+        for kind in layer_kinds(problem.architecture)
+    }
 
 
 def _degrees(splits: Iterable[LayerSplit]) -> tuple[Degree, ...]:

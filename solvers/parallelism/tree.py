@@ -150,19 +150,23 @@ class Tree:
 
     @cached_property
     def _sets(self) -> list[Recompute]:
-        """The sets of modules that may be recomputed, and offload."""
-        sets = [one for one in self.space.recomputes(self.problem) if modules_of(one)]
-        return [*sets, OFFLOAD] if self.space.offloads(self.problem) else sets
+        """The sets of modules that may be recomputed."""
+        return [one for one in self.space.recomputes(self.problem) if modules_of(one)]
+
+    @cached_property
+    def _offload(self) -> list[Recompute]:
+        """Activations in host memory, if layouts may have them."""
+        return [OFFLOAD] if self.space.offloads(self.problem) else []
 
     @cached_property
     def _recomputes(self) -> tuple[Recompute, ...]:
         """Other kinds of recomputation (step 2), without "none" if some blocks may be recomputed.
 
-        Sets of modules need one of these two, whose bounds hold for them too.
+        Sets of modules and offload need one of these two, whose bounds hold for them too.
         """
         every = [one for one in self.space.recomputes(self.problem) if not modules_of(one)]
         some = any(map(self._is_some, every))
-        if self._sets and not some and "none" not in every:
+        if (self._sets or self._offload) and not some and "none" not in every:
             every.append("none")
         return tuple(one for one in every if not (some and one == "none"))
 
@@ -273,9 +277,8 @@ class Tree:
 
     def _frontier(self, choice: Choice) -> list[Recompute]:
         """The sets of modules that no other beats, and offload."""
-        modules = [one for one in self._sets if one != OFFLOAD]
-        sets = choice.bounds.family.frontier(choice.samples, modules, (choice.schedule,))
-        return sets + self._sets[len(modules) :]
+        schedules = (choice.schedule,)
+        return choice.bounds.family.frontier(choice.samples, self._sets, schedules) + self._offload
 
     def _of_sets(self, sets: Sequence[Recompute], of: DividedChoice, division: int) -> Part:
         """Step 4: parts by recomputed modules and placement."""
