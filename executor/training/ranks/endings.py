@@ -103,14 +103,20 @@ class Ending:
             self._leave(2, str(error) if self._first("refused", "") else "")
         if self._is_loss(error):
             self.lost = True
-            self._leave_after_another(_REASON_SECONDS)
+            self._leave_after_another(_REASON_SECONDS, LOST)
         reason = describe(error)
         self._first("failed", reason)
         self._leave(1, f"{self._place()}: {reason}")
 
     def signalled(self, number: int) -> NoReturn:
-        """End by a signal; called from a thread, as the main one may hang in communication."""
-        self._leave_after_another(0.0, f"ended by {signal.Signals(number).name}")
+        """End by a signal; called from a thread, as the main one may hang in communication.
+
+        A launcher ends by SIGTERM the ranks that lost another one; SIGINT is a user's, and then all
+        ranks have it, though one that ended sooner may already be missed.
+        """
+        told = f"ended by {signal.Signals(number).name}"
+        lost = self.lost and number == signal.SIGTERM
+        self._leave_after_another(0.0, LOST if lost else told)
 
     def _is_loss(self, error: BaseException) -> bool:
         import torch.distributed as dist
@@ -120,10 +126,8 @@ class Ending:
             isinstance(error, RuntimeError) and "gloo" in str(error)
         )
 
-    def _leave_after_another(self, seconds: float, otherwise: str = "") -> NoReturn:
+    def _leave_after_another(self, seconds: float, otherwise: str) -> NoReturn:
         """End because of another rank, whose reason may arrive some seconds later."""
-        if self.lost or not otherwise:
-            otherwise = LOST
         # The store may be unreachable, too.
         alarm = threading.Timer(seconds + 1, self._leave, (1, f"{self._place()}: {otherwise}"))
         alarm.daemon = True
