@@ -1,5 +1,6 @@
 """Limits of a solve, its progress, and its answer."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -51,6 +52,18 @@ class StopToken(Protocol):
 def is_stopped(stop: StopToken | None) -> bool:
     """Whether there is a token and it is set."""
     return stop is not None and stop.is_set()
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """A stop token that is also set from ``at`` seconds of :func:`time.monotonic` on."""
+
+    at: float
+    other: StopToken | None = None
+
+    def is_set(self) -> bool:
+        """Whether the time has come, or the other token is set."""
+        return time.monotonic() >= self.at or is_stopped(self.other)
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from stagewright.formulations.forms.answers import Status
+from stagewright.formulations.forms.answers import Limits, Status, require_limits
 from stagewright.formulations.parallelism.document import LayoutPlan
 from stagewright.formulations.parallelism.layout import Layout, parse_layout
 from stagewright.formulations.parallelism.ranges import Fits, unmeasured
@@ -36,6 +36,8 @@ class LayoutRequest(Request):
     """Only layouts that can be exported to it: megatron, megatron-bridge, nemo, torchtitan,
     deepspeed, accelerate; plan: a plan of stages, for `stagewright run`, of which some may then not
     fit in memory."""
+    time_limit: float = 60.0
+    """Time limit of the search in seconds."""
     prefer: Literal["fastest", "surest"] = "fastest"
     """fastest: of all layouts; surest: of those whose prices the rates have measured."""
     by_stage: bool = True
@@ -53,6 +55,11 @@ class LayoutRequest(Request):
     """Tokens of the whole training, such as 15e12: how many days it takes."""
 
     @model_validator(mode="after")
+    def _require_limit(self) -> Self:
+        require_limits(Limits(self.time_limit))
+        return self
+
+    @model_validator(mode="after")
     def _require_framework(self) -> Self:
         from stagewright.executor.export.layouts import EVERY_FORMAT
 
@@ -63,6 +70,11 @@ class LayoutRequest(Request):
                 f"framework {name!r} is not known; there are {', '.join(EVERY_FORMAT)}{hint}"
             )
         return self
+
+    @property
+    def asks_more(self) -> bool:
+        """Whether anything is searched for after the best layouts whose stages are alike."""
+        return self.by_stage or self.front or self.what_if
 
     @property
     def searched(self) -> Space:

@@ -4,10 +4,11 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from math import ceil, inf
+from time import monotonic
 from typing import Any
 
 from stagewright.executor.export.layouts.rules import FrameworkRule
-from stagewright.formulations.forms.answers import Status, StopToken, is_stopped
+from stagewright.formulations.forms.answers import Deadline, Status, StopToken, is_stopped
 from stagewright.formulations.parallelism.document import (
     LayoutBound,
     differences,
@@ -49,8 +50,11 @@ from stagewright.solvers.parallelism.tree import compiled_walk
 
 PROVED_BY = "branch and bound over all layouts of the space"
 NOTHING = "no layout of the space obeys the rules of the model, the batch and the devices{}; {}"
+_LATE = "the time limit of {:g} s ended the search before all was proved or tried (--time-limit)"
 _EXPLAIN = "explain one to see which rule it breaks"
 _SECONDS_A_DAY = 86_400
+SHARE_OF_FIRST = 0.7
+"""Of the time limit, where stages are refined, or more is asked, after the first search."""
 LESS_MEMORY = 0.93
 """From one point of the front to the next, the limit on memory shrinks at least by this factor."""
 
@@ -107,8 +111,8 @@ class Searches:
         return NOTHING.format(also, excluded)
 
 
-def find_layouts(request: LayoutRequest, stop: StopToken | None = None) -> LayoutAnswer:
-    """The fastest layouts.
+def find_layouts(request: LayoutRequest, ended: StopToken | None = None) -> LayoutAnswer:
+    """The fastest layouts that are found in the request's time, unless ``ended`` is set before.
 
     Raises
     ------
@@ -116,17 +120,20 @@ def find_layouts(request: LayoutRequest, stop: StopToken | None = None) -> Layou
         If no layout of the space obeys the rules of the model, the batch and the devices.
     """
     problem, searches = request.problem, Searches(request)
+    began, limit = monotonic(), request.time_limit
+    stop = Deadline(began + limit, ended)
+    first = Deadline(began + limit * (SHARE_OF_FIRST if request.asks_more else 1), ended)
     try:
         request.require_problem()
         folding: dict[str, Any] = {} if request.unfolded else {"alike": work_alike}
-        found = searches.search(problem, request.top, stop=stop, **folding)
+        found = searches.search(problem, request.top, stop=first, **folding)
     except InputError as error:
         if request.explain is None:
             raise
         return _impossible(request, str(error))
     speaks_of = plan_class(request)
     best = found.best[0] if found.best else None
-    bound, status = LayoutBound(found.bound, PROVED_BY, speaks_of), _status(found, stop)
+    bound, status = LayoutBound(found.bound, PROVED_BY, speaks_of), _status(found, ended)
     refined, refined_bound = None, None
     if request.by_stage and not is_stopped(stop):
         refined = refined_layouts(
@@ -145,6 +152,8 @@ def find_layouts(request: LayoutRequest, stop: StopToken | None = None) -> Layou
     answered = found.best[0] if found.best else best
     surest, remarks = _known_prices(searches, best, stop)
     left = problem.architecture.left_out
+    if stop.is_set() or not found.proved:
+        remarks += () if is_stopped(ended) else (_LATE.format(limit),)
     return LayoutAnswer(
         status=status,
         rates=str(problem.rates),
@@ -217,16 +226,16 @@ def _reason(
     if best is not None:
         return "no layout whose stages are alike but for the first and the last"
     if is_stopped(stop):
-        return "stopped before a layout was found"
+        return "stopped, or the time limit came, before a layout was found"
     return _too_large(searches.request.problem, front[-1]) if front else searches.nothing()
 
 
-def _status(found: FoundLayouts, stop: StopToken | None) -> Status:
-    if is_stopped(stop) and not (found.best and found.proved):
+def _status(found: FoundLayouts, ended: StopToken | None) -> Status:
+    if is_stopped(ended) and not (found.best and found.proved):
         return Status.INTERRUPTED
     if found.best:
         return Status.OPTIMAL if found.proved else Status.FEASIBLE
-    return Status.INFEASIBLE
+    return Status.INFEASIBLE if found.proved else Status.NO_ANSWER
 
 
 def _known_prices(

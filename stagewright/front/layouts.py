@@ -28,6 +28,7 @@ def train_plan(
     what_if: bool = False,
     unfolded: bool = False,
     tokens: float | None = None,
+    time_limit: float = 60.0,
     stop: StopToken | None = None,
 ) -> "LayoutAnswer":
     """Find how to divide the training of a transformer among devices.
@@ -56,6 +57,8 @@ def train_plan(
         divide samples or their tokens.
     tokens
         Of the whole training: the answer has its days.
+    time_limit
+        Of the search, in seconds.
     stop
         Ends the search once it is set; the answer is then the best so far.
 

@@ -312,6 +312,19 @@ def test_the_bound_of_a_search_that_was_stopped_holds(seed: int) -> None:
         assert best == pytest.approx(times[: found.fastest], rel=1e-12)
 
 
+def test_a_search_out_of_time_answers_with_its_bound() -> None:
+    case = random_case(Random(0), every_layout, MOST)
+    fastest = case.fitting(math.inf)[0].seconds
+    roomy = case.limited(1e15)
+    request = LayoutRequest(problem=roomy, space=case.space, time_limit=1e-6, what_if=True)
+    answer = find_layouts(request)
+    assert answer.status == "feasible"
+    assert answer.bound_seconds is not None
+    assert answer.bound_seconds <= fastest <= answer.rows[0].seconds
+    assert "the time limit of 1e-06 s ended the search" in answer.remarks[-1]
+    assert answer.what_if == ()
+
+
 @pytest.mark.parametrize("seed", slow_after(2, (120, 0, *range(1, 60))))
 def test_a_sample_takes_the_least_in_the_largest_microbatch(seed: int) -> None:
     """The bound on a way to divide layers; 120: a ring outlasts the attention that hides it."""

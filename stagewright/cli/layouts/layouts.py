@@ -54,8 +54,6 @@ class TrainPlanOptions(TrainingOptions, MachineOptions, DegreeOptions, PictureOp
     servers: Annotated[str | None, Option(form="KIND:NxM,...")] = None
     """For layer profiles: servers x GPUs by kind, for example a100:2x4,v100:3x8; memory and
     bandwidths may then be given by kind, for example a100=40GB,v100=16GB."""
-    time_limit: float = 60.0
-    """For layer profiles: time limit of the search in seconds."""
 
 
 @command(
@@ -88,7 +86,7 @@ def train_plan(
     are_profiles = is_profiles(config)
     require_options(command_line, config, are_profiles)
     if are_profiles:
-        return plan_profiles(given)
+        return plan_profiles(given, asked.given["time_limit"])
     if given.sequence is None:
         raise InputError(f"{config} needs --sequence, the tokens in a sample, for example 4096")
     fabric = given.fabric()

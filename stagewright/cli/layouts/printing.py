@@ -93,9 +93,14 @@ def _said(name: str, problem: "TrainingProblem", answer: "LayoutAnswer") -> Iter
         "" if days is None else f"; all tokens take {days:,.1f} days without interruptions"
     )
     if answer.fastest_rows < len(answer.rows) and not interrupted:
+        many = (
+            f"the first {answer.fastest_rows} of the table are"
+            if answer.fastest_rows
+            else "none is"
+        )
         yield (
-            f"the first {answer.fastest_rows} of the table are proved to be the fastest; other "
-            "blocks of the stages may be faster than the rows below"
+            f"{many} proved to be the fastest; other blocks of the stages may be faster than the "
+            "rows below"
         )
     yield f"of all {answer.plan_class}"
     yield f"rates: {answer.rates}"

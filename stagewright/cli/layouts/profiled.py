@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     )
     from stagewright.service.layouts.requests import CheckLayoutAnswer
 
-_PROFILES_ONLY = ("servers", "time_limit")
-BOTH = ("global_batch", "cluster", "server_bandwidth", "network_bandwidth", "memory", "reserve",
-        "png", "output", "as_json")  # fmt: skip
+_PROFILES_ONLY = ("servers",)
+BOTH = ("global_batch", "time_limit", "cluster", "server_bandwidth", "network_bandwidth", "memory",
+        "reserve", "png", "output", "as_json")  # fmt: skip
 """Options of train-plan by what they are for; all others are for a config.json."""
 
 
@@ -97,7 +97,7 @@ def _option(context: typer.Context, name: str) -> str:
     return next(one.opts[0] for one in context.command.params if one.name == name)
 
 
-def plan_profiles(given: "TrainPlanOptions") -> int:
+def plan_profiles(given: "TrainPlanOptions", time_limit: float) -> int:
     """Find the fastest plan by layer profiles; exit code 1 if none fits."""
     from stagewright.formulations.parallelism.profiles.document import save_profiled_plan
     from stagewright.graphs.models.layer_profiles import load_layer_profiles
@@ -115,7 +115,7 @@ def plan_profiles(given: "TrainPlanOptions") -> int:
     except InputError as error:
         options = {"batch": "--global-batch", "reserve_bytes": "--reserve"}
         raise InputError(with_option(str(error), (), options)) from None
-    request = ask(ProfiledRequest, problem=problem, time_limit=given.time_limit)
+    request = ask(ProfiledRequest, problem=problem, time_limit=time_limit)
     with interruptible() as stop, progress(f"planning {profiles.name}", stop):
         answer = find_profiled_plan(request, stop)
     if answer.plan is not None and given.png is not None:
