@@ -105,20 +105,25 @@ def causes(problem: TrainingProblem, layout: Layout) -> tuple[str, ...]:
     """Why a layout's time may be farther off than the runs that the rates were fitted to."""
     rates = problem.rates
     borrowed = [] if rates.borrowed is None else rates.borrowed.split("; ")
-    unknown = [
-        *unknown_prices(problem, layout),
-        *(one for one in [products(problem.precision)] if one not in rates.measured),
-        *(words for _, words in beyond(problem)),
-    ]
-    if problem.architecture.tuning is not None:
-        unknown.append("frozen weights")
-    if problem.precision.tf32_products:
-        unknown.append("TF32 (torch.backends.cuda.matmul.allow_tf32)")
     return (
         *(f"rates {one}" for one in borrowed),
-        *(f"{one} not measured in {rates.name}" for one in unknown),
+        *(f"{one} not measured in {rates.name}" for one in unknown_prices(problem, layout)),
+        *unmeasured_work(problem),
         *not_timed(problem, layout),
     )
+
+
+def unmeasured_work(problem: TrainingProblem) -> Iterator[str]:
+    """What every layout of the problem has, and no run that the rates were fitted to."""
+    unknown = {
+        products(problem.precision): products(problem.precision) not in problem.rates.measured,
+        **{words: True for _, words in beyond(problem)},
+        "frozen weights": problem.architecture.tuning is not None,
+        "TF32 (torch.backends.cuda.matmul.allow_tf32)": problem.precision.tf32_products,
+    }
+    for what, is_one in unknown.items():
+        if is_one:
+            yield f"{what} not measured in {problem.rates.name}"
 
 
 def measured_by(runs: Iterable[tuple[TrainingProblem, Layout]]) -> Measured:

@@ -23,6 +23,7 @@ from stagewright.formulations.parallelism.ranges import (
     expected,
     ranges,
     unknown_prices,
+    unmeasured_work,
 )
 from stagewright.formulations.parallelism.switches import price_effects
 from stagewright.formulations.parallelism.training import TrainingProblem, require_layout
@@ -151,6 +152,7 @@ def find_layouts(request: LayoutRequest, ended: StopToken | None = None) -> Layo
         raise InputError(searches.nothing())
     answered = found.best[0] if found.best else best
     surest, remarks = _known_prices(searches, best, stop)
+    remarks += tuple(f"less sure: {one}" for one in unmeasured_work(problem))
     left = problem.architecture.left_out
     if stop.is_set() or not found.proved:
         remarks += () if is_stopped(ended) else (_LATE.format(limit),)

@@ -117,7 +117,8 @@ def wrong_surest(case: Case, memory: float, chance: Random) -> Iterator[str]:
     request = LayoutRequest(problem=problem, space=case.space, top=1, by_stage=False)
     answer = find_layouts(request)
     unsure = not lacks.isdisjoint(features_of(problem, parse_layout(answer.rows[0].layout)))
-    if len(answer.remarks) != unsure or (answer.surest is not None and not unsure):
+    remarks = [one for one in answer.remarks if not one.startswith("less sure")]
+    if len(remarks) != unsure or (answer.surest is not None and not unsure):
         yield f"{answer.rows[0].layout} is said to be {answer.remarks}"
     yield from wrong_sure_row(best, answer.surest if unsure else answer.rows[0])
     try:
