@@ -1,13 +1,15 @@
 """Transformers by their architecture: parameters, and the operators of a forward.
 
-A :class:`Architecture` is a chain of an embedding, blocks and a head. Projections of one input
-count as one operator (query, key and value; gate and up), so that the input that they keep counts
-once.
+A :class:`Architecture` is a chain of an embedding, blocks and a head. A block has a mixer of tokens
+and a feed-forward or experts; :class:`Variant` says which blocks are not as the others. Projections
+of one input count as one operator (query, key and value; gate and up), so that the input that they
+keep counts once.
 """
 
 import math
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict
 
@@ -21,7 +23,13 @@ from stagewright.graphs.models.feed_forwards import (
     fed,
     mixture,
 )
-from stagewright.graphs.models.mixers import AnyMixer, GroupedAttention, LatentAttention, mixed
+from stagewright.graphs.models.mixers import (
+    AnyAttention,
+    AnyMixer,
+    GroupedAttention,
+    LatentAttention,
+    mixed,
+)
 from stagewright.graphs.models.operations import (
     LayerOperation,
     dense,
@@ -31,30 +39,113 @@ from stagewright.graphs.models.operations import (
     loss,
     norm,
 )
+from stagewright.graphs.models.recurrences import RECURRENT
 from stagewright.graphs.models.sizes import require_number, require_sizes
 from stagewright.graphs.models.tuning import Tuning, require_tuning, tuned_block, tuned_end
 
 __all__ = [
     "Architecture",
+    "Block",
     "Experts",
     "FeedForward",
     "GroupedAttention",
     "LatentAttention",
     "Operators",
+    "Variant",
+    "fields_of",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Blocks (counted from 0) that are not as the others of the model, and what they have.
+
+    ``mixers`` of one input, whose outputs are added; none in a block that is a feed-forward alone.
+    None stands for the others' ``attention`` or ``feed_forward``. A block without ``fed`` has
+    neither feed-forward nor experts; one with a ``feed_forward`` of its own has no experts.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    blocks: frozenset[int]
+    mixers: tuple[AnyMixer, ...] | None = None
+    feed_forward: FeedForward | None = None
+    fed: bool = True
+
+
+def require_variants(variants: Sequence[Variant], layers: int) -> None:
+    """Raise InputError where a block is not in the model, is named twice, or has no part."""
+    seen: set[int] = set()
+    for one in variants:
+        wrong = sorted(
+            {index for index in one.blocks if not 0 <= index < layers} | one.blocks & seen
+        )
+        if wrong:
+            raise InputError(
+                f"variants: block {wrong[0]} must be from 0 to {layers - 1}, and in one variant"
+            )
+        if one.mixers == () and not one.fed:
+            raise InputError("variants: a block must have a mixer or a feed-forward")
+        seen |= one.blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What a block has; both ``feed_forward`` and ``experts`` are None where it has neither."""
+
+    mixers: tuple[AnyMixer, ...]
+    feed_forward: FeedForward | None
+    experts: Experts | None
+    window: int | None = None
+
+    @property
+    def attention(self) -> AnyAttention | None:
+        """The attention among the mixers, if there is one."""
+        every = (one for one in self.mixers if not isinstance(one, RECURRENT))
+        return next(every, None)
+
+
+def fields_of(blocks: Sequence[Block], width: int) -> dict[str, Any]:
+    """The fields of an :class:`Architecture` with these blocks, windows aside.
+
+    The attention, feed-forward and experts of the first blocks that have one are the common ones,
+    ``width`` is that of the feed-forward where no block has one.
+    """
+    mixers = [one.attention or mixer for one in blocks for mixer in one.mixers]
+    attention = next((one.attention for one in blocks if one.attention), None) or mixers[0]
+    dense = next((one.feed_forward for one in blocks if one.feed_forward), FeedForward(width))
+    experts = next((one.experts for one in blocks if one.experts), None)
+    if experts is not None:
+        plain = frozenset(index for index, one in enumerate(blocks) if one.experts is None)
+        experts = replace(experts, dense_layers=plain)
+    others: dict[Variant, set[int]] = {}
+    for index, one in enumerate(blocks):
+        variant = Variant(
+            blocks=frozenset(),
+            mixers=None if one.mixers == (attention,) else one.mixers,
+            feed_forward=None if one.feed_forward in (None, dense) else one.feed_forward,
+            fed=one.feed_forward is not None or one.experts is not None,
+        )
+        others.setdefault(variant, set()).add(index)
+    others.pop(Variant(blocks=frozenset()), None)
+    variants = tuple(replace(one, blocks=frozenset(which)) for one, which in others.items())
+    return {
+        "attention": attention, "feed_forward": dense, "experts": experts, "variants": variants,
+    }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """A decoder, or BERT's encoder with the head of its masked language model.
 
-    ``block_norms`` norms are in a block, layer norms with all weights, with scales alone, or with
-    none. In a ``parallel`` block attention and feed-forward have one input. ``positions`` is the
-    size of the table of learned positions (None: ``rotary``, or with ALiBi neither), ``segments``
-    that of token types. ``tied``: the head uses the embedding's table. A ``window`` limits the
-    attention of all but the ``full_layers`` (counted from 0), to the last tokens or, if
-    ``chunked``, to those of a chunk of the sequence. ``dropout``: whether hidden activations are
-    dropped, which keeps masks.
+    ``attention`` mixes the tokens: it may be a recurrence too. ``variants`` are blocks that have
+    something else. ``block_norms`` norms are in a block, layer norms with all weights, with scales
+    alone, or with none; a block that is a mixer or a feed-forward alone has half of them. In a
+    ``parallel`` block attention and feed-forward have one input. ``positions`` is the size of the
+    table of learned positions (None: ``rotary``, or with ALiBi neither), ``segments`` that of token
+    types. ``tied``: the head uses the embedding's table. A ``window`` limits the attention of all
+    but the ``full_layers`` (counted from 0), to the last tokens or, if ``chunked``, to those of a
+    chunk of the sequence. ``dropout``: whether hidden activations are dropped, which keeps masks.
 
     An ``encoder`` has a norm after the embedding in place of the final one, and its head is a
     linear layer, an activation, a norm, and logits with biases. ``left_out`` names what the model
@@ -91,10 +182,12 @@ class Architecture:
     norm_epsilon: float | None = None
     traits: tuple[str, ...] = ()
     tuning: Tuning | None = None
+    variants: tuple[Variant, ...] = ()
 
     def __post_init__(self) -> None:
         require_sizes(self)
         require_count(self.layers, "layers", MAX_LAYERS)
+        require_variants(self.variants, self.layers)
         if self.tuning is not None:
             require_tuning(self, self.tuning)
         for name in ("rotary_base", "norm_epsilon"):
@@ -102,9 +195,38 @@ class Architecture:
             if value is not None and not 0.0 < value < math.inf:
                 raise InputError(f"{name} must be finite and above 0, got {value}")
 
+    def parts(self, index: int) -> Block:
+        """What the block (counted from 0) has."""
+        own = next((one for one in self.variants if index in one.blocks), None)
+        limited = None if index in self.full_layers else self.window
+        sparse = self.experts is not None and index not in self.experts.dense_layers
+        mixers: tuple[AnyMixer, ...] = (self.attention,)
+        feed_forward = self.feed_forward
+        if own is not None:
+            mixers = mixers if own.mixers is None else own.mixers
+            sparse = sparse and own.fed and own.feed_forward is None
+            feed_forward = own.feed_forward or feed_forward
+        has_dense = not sparse and (own is None or own.fed)
+        block = Block(
+            mixers=mixers,
+            feed_forward=feed_forward if has_dense else None,
+            experts=self.experts if sparse else None,
+            window=limited,
+        )
+        return block if block.attention is not None else replace(block, window=None)
+
+    @property
+    def first_attention(self) -> AnyAttention:
+        """The attention of the first block that has one. Raises InputError if none has."""
+        for index in range(self.layers):
+            attention = self.parts(index).attention
+            if attention is not None:
+                return attention
+        raise InputError(f"{self.name} has no attention")
+
     def is_sparse(self, index: int) -> bool:
         """Whether the block (counted from 0) has experts."""
-        return self.experts is not None and index not in self.experts.dense_layers
+        return self.parts(index).experts is not None
 
     def require_sequence(self, sequence: int) -> None:
         """Raise InputError if a sequence cannot have so many tokens."""
@@ -147,17 +269,16 @@ class Architecture:
     def _dropped(self, name: str, elements: int) -> Operators:
         return {name: dropout(elements)} if self.dropout else {}
 
-    def kind(self, index: int) -> tuple[bool, ...]:
+    def kind(self, index: int) -> tuple[Hashable, ...]:
         """Blocks of one kind have equal operators.
 
-        It is with experts or not, with a window or not, frozen or not, and before the first block
-        that is trained, this block, or after it.
+        They have the same parts, are frozen or not, and come before the first block that is
+        trained, are that block, or come after it.
         """
-        kind = self.is_sparse(index), self.window is not None and index not in self.full_layers
         if self.tuning is None:
-            return kind
+            return (self.parts(index),)
         first = self.tuning.first_trained(self.layers)
-        return *kind, index in self.tuning.blocks, index < first, index == first
+        return self.parts(index), index in self.tuning.blocks, index < first, index == first
 
     def embedding(self, rows: int) -> Operators:
         """The operators of the embedding of ``rows`` tokens."""
@@ -176,23 +297,38 @@ class Architecture:
 
     def block(self, index: int, samples: int, sequence: int) -> Operators:
         """The operators of the block (counted from 0)."""
-        rows = samples * sequence
-        width, window = rows * self.hidden, None if index in self.full_layers else self.window
-        sparse = self.experts if self.is_sparse(index) else None
-        plain = fed("feed-forward", self.feed_forward, self.hidden, rows)
-        found = {
-            **{f"norm {i + 1}": self.norm_of(width, self.hidden) for i in range(self.block_norms)},
-            **mixed(self.attention, self, samples, sequence, window),
-            **self._dropped("attention dropout", width),
-            "attention sum": elementwise(width, operands=2),
-            **(plain if sparse is None else mixture(sparse, self.hidden, rows)),
-            **self._dropped("feed-forward dropout", width),
-            "feed-forward sum": elementwise(width, operands=2),
-        }
+        rows, parts = samples * sequence, self.parts(index)
+        width = rows * self.hidden
+        found = self._norms(parts, width)
+        for number, mixer in enumerate(parts.mixers):
+            added = mixed(mixer, self, samples, sequence, parts.window)
+            if number:  # the first mixer counts the input that both keep
+                first = next(iter(added))
+                added[first] = replace(added[first], saved=0.0)
+            found |= added
+        if parts.mixers:
+            found |= self._dropped("attention dropout", width)
+            found["attention sum"] = elementwise(width, operands=1 + len(parts.mixers))
+        if parts.experts is not None:
+            found |= mixture(parts.experts, self.hidden, rows)
+        elif parts.feed_forward is not None:
+            found |= fed("feed-forward", parts.feed_forward, self.hidden, rows)
+        if parts.experts or parts.feed_forward:
+            found |= self._dropped("feed-forward dropout", width)
+            found["feed-forward sum"] = elementwise(width, operands=2)
         if self.parallel:  # the first norm, or product, counts the input that both keep
             shared = "norm 2" if self.block_norms > 1 else "feed-forward in"
             found[shared] = replace(found[shared], saved=0.0)
         return tuned_block(self, index, rows, found)
+
+    def _norms(self, parts: Block, width: int) -> Operators:
+        numbers = range(1, self.block_norms + 1)
+        half = self.block_norms // 2
+        if not parts.mixers:
+            numbers = numbers[half:]
+        elif not (parts.experts or parts.feed_forward):
+            numbers = numbers[: max(1, half)]
+        return {f"norm {number}": self.norm_of(width, self.hidden) for number in numbers}
 
     def head(self, rows: int) -> Operators:
         """The operators of the head and the loss of ``rows`` tokens."""

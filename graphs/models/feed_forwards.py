@@ -35,7 +35,7 @@ class FeedForward:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Gated feed-forwards, of which a router chooses some for every token.
+    """Feed-forwards, by default ``gated``, of which a router chooses some for every token.
 
     ``shared_width`` is the width of all shared experts together, which every token passes through
     (None: there are none); with ``shared_gate`` their output is scaled by a learned gate. The
@@ -53,6 +53,7 @@ class Experts:
     dense_layers: frozenset[int] = frozenset()
     bias: bool = False
     router_bias: bool = False
+    gated: bool = True
 
     def __post_init__(self) -> None:
         require_sizes(self)
@@ -70,7 +71,7 @@ def fed(name: str, of: FeedForward, hidden: int, rows: int, experts: int = 1) ->
 def mixture(of: Experts, hidden: int, rows: int) -> Operators:
     """Tokens are spread evenly over the experts; each is copied to those chosen for it."""
     chosen, width = rows * of.per_token, rows * hidden
-    each = FeedForward(of.width, bias=of.bias)
+    each = FeedForward(of.width, gated=of.gated, bias=of.bias)
     return {
         "router": dense(rows, hidden, of.number, bias=of.router_bias),
         "routing": elementwise(rows * of.number, saved=rows * of.number),
@@ -85,7 +86,7 @@ def _shared(of: Experts, hidden: int, rows: int) -> Operators:
     if of.shared_width is None:
         return {}
     width = rows * hidden
-    found = fed("shared", FeedForward(of.shared_width), hidden, rows)
+    found = fed("shared", FeedForward(of.shared_width, gated=of.gated), hidden, rows)
     if of.shared_gate:
         found["shared score"] = dense(rows, hidden, 1, bias=False)
         found["shared scale"] = elementwise(width, saved=width)

@@ -1,7 +1,7 @@
-"""What mixes the tokens in a block of a transformer: attention."""
+"""What mixes the tokens in a block of a transformer: attention or a recurrence."""
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, TypeAlias
 
 from pydantic import ConfigDict, Tag
 
@@ -9,6 +9,13 @@ from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.feed_forwards import Operators
 from stagewright.graphs.models.operations import dense, elementwise, fused_attention, norm
+from stagewright.graphs.models.recurrences import (
+    RECURRENT,
+    Recurrence,
+    SelectiveScan,
+    ShortConvolution,
+    recurred,
+)
 from stagewright.graphs.models.sizes import require_sizes
 
 if TYPE_CHECKING:
@@ -22,7 +29,8 @@ class GroupedAttention:
     ``bias`` is of the projections to queries, keys and values, ``output_bias`` of the one back.
     ``head_norms``: a norm over each head of queries and of keys, as in Qwen3; with ``whole_norms``
     every head has its own weights, whether the norm is over a head (Cohere) or all (OLMo 2).
-    ``sinks``: a learned score per head beside those of the tokens (GPT-OSS).
+    ``sinks``: a learned score per head beside those of the tokens (GPT-OSS). ``gate``: the query's
+    projection makes a gate of the output too (Qwen3-Next).
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -35,6 +43,7 @@ class GroupedAttention:
     head_norms: bool = False
     whole_norms: bool = False
     sinks: bool = False
+    gate: bool = False
 
     def __post_init__(self) -> None:
         require_sizes(self)
@@ -74,16 +83,33 @@ class LatentAttention:
         return self.plain_size + self.rotary_size
 
 
+AnyAttention: TypeAlias = LatentAttention | GroupedAttention
+
 AnyMixer = Annotated[
-    Annotated[LatentAttention, Tag("latent")] | Annotated[GroupedAttention, Tag("grouped")],
-    documents.told_by("key_value_rank", "latent", "grouped"),
+    Annotated[LatentAttention, Tag("latent")]
+    | Annotated[GroupedAttention, Tag("grouped")]
+    | Annotated[Recurrence, Tag("recurrence")]
+    | Annotated[SelectiveScan, Tag("selective")]
+    | Annotated[ShortConvolution, Tag("convolution")],
+    documents.told_by(
+        {
+            "key_value_rank": "latent",
+            "rule": "recurrence",
+            "step_rank": "selective",
+            "kernel": "convolution",
+        },
+        "grouped",
+    ),
 ]
+"""A mixer; documents tell it by a field that no other has."""
 
 
 def mixed(
     mixer: AnyMixer, of: "Architecture", samples: int, sequence: int, window: int | None
 ) -> Operators:
     """The operators of a mixer in a block of a model."""
+    if isinstance(mixer, RECURRENT):
+        return recurred(mixer, of.hidden, samples, sequence)
     if isinstance(mixer, LatentAttention):
         return _latent_attention(mixer, of, samples, sequence, window)
     return _grouped_attention(mixer, of, samples, sequence, window)
@@ -94,7 +120,7 @@ def _grouped_attention(
 ) -> Operators:
     rows, heads = samples * sequence, mixer.heads + mixer.key_value_heads
     size = mixer.head_size
-    inputs = (heads + mixer.key_value_heads) * size
+    inputs = (heads + mixer.key_value_heads + (mixer.heads if mixer.gate else 0)) * size
     found = {"query, key, value": dense(rows, of.hidden, inputs, bias=mixer.bias)}
     if mixer.head_norms:  # two norms, of as many parameters as a head has elements
         found["head norms"] = of.norm_of(rows * heads * size, 2 * size)
@@ -108,7 +134,10 @@ def _grouped_attention(
         samples, mixer.heads, sequence, size, key_heads=mixer.key_value_heads, window=window,
         causal=not of.encoder, chunked=of.chunked,
     )  # fmt: skip
-    found["output"] = dense(rows, mixer.heads * size, of.hidden, bias=mixer.output_bias)
+    width = mixer.heads * size
+    if mixer.gate:  # keeps the attention's output, and the sigmoid
+        found["attention scale"] = elementwise(rows * width, operands=2, saved=2 * rows * width)
+    found["output"] = dense(rows, width, of.hidden, bias=mixer.output_bias)
     return found
 
 
