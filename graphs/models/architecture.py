@@ -105,19 +105,19 @@ class Block:
         return next(every, None)
 
 
-def fields_of(blocks: Sequence[Block], width: int) -> dict[str, Any]:
+def fields_of(blocks: Sequence[Block], plain: FeedForward) -> dict[str, Any]:
     """The fields of an :class:`Architecture` with these blocks, windows aside.
 
     The attention, feed-forward and experts of the first blocks that have one are the common ones,
-    ``width`` is that of the feed-forward where no block has one.
+    ``plain`` is the feed-forward where no block has one.
     """
-    mixers = [one.attention or mixer for one in blocks for mixer in one.mixers]
-    attention = next((one.attention for one in blocks if one.attention), None) or mixers[0]
-    dense = next((one.feed_forward for one in blocks if one.feed_forward), FeedForward(width))
+    every = [one.attention or mixer for one in blocks for mixer in one.mixers]
+    attention = next((one.attention for one in blocks if one.attention), every[0])
+    dense = next((one.feed_forward for one in blocks if one.feed_forward), plain)
     experts = next((one.experts for one in blocks if one.experts), None)
     if experts is not None:
-        plain = frozenset(index for index, one in enumerate(blocks) if one.experts is None)
-        experts = replace(experts, dense_layers=plain)
+        without = frozenset(index for index, one in enumerate(blocks) if one.experts is None)
+        experts = replace(experts, dense_layers=without)
     others: dict[Variant, set[int]] = {}
     for index, one in enumerate(blocks):
         variant = Variant(
