@@ -5,7 +5,9 @@ experts. The architecture is given only where its parameters are those of the mo
 layer, and its FLOPs those that torch counts of a forward.
 """
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Mapping
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -13,30 +15,30 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from stagewright.executor.capture.mixers import Named, any_bias, matrices, mixer_of
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.architecture import (
     Architecture,
+    Block,
     Experts,
     FeedForward,
-    GroupedAttention,
-    LatentAttention,
+    fields_of,
 )
+from stagewright.graphs.models.mixers import AnyMixer
+from stagewright.graphs.models.recurrences import RECURRENT
 
 TRAIT = "blocks that only its module tells"
 
-_OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "wo", "down_proj", "fc2", "w2", "fc_out",
-            "dense_4h_to_h", "output_linear")  # fmt: skip
-"""Names of matrices back to the hidden state, where its size does not tell them."""
-
 _DROPOUTS = ("resid_pdrop", "residual_dropout", "hidden_dropout", "hidden_dropout_prob", "dropout")
 
-_FULL = ("full_attention", "global")
+_FULL = (
+    "full_attention", "global", "linear_attention", "conv", "moe", "mlp", "hybrid", "mamba",
+    "attention",
+)  # fmt: skip
 _LIMITED = ("sliding_attention", "local", "chunked_attention")
 
 _TOKENS = 16
 _FLOPS_WITHIN = 0.001
-
-_Named = Mapping[str, Tensor]
 
 
 def architecture_of_module(values: dict[str, Any]) -> Architecture:
@@ -83,10 +85,11 @@ def _architecture(kind: str, model: Any, config: Any, blocks: list[nn.Module]) -
     vocabulary, hidden = embedding.weight.shape
     within = {id(one) for block in blocks for one in block.modules()}
     ends = [one for one in model.modules() if _is_norm(one) and id(one) not in within]
-    inner = [_feed_forward(one) for one in blocks]
-    sparse = [index for index, one in enumerate(inner) if any(p.dim() > 2 for p in one.values())]
-    dense = [index for index in range(len(blocks)) if index not in sparse]
-    norms = [one for one in blocks[0].children() if _is_norm(one)]
+    parts = [_parted(one, config, hidden) for one in blocks]
+    norms = max((_norms(one) for one in blocks), key=len)
+    is_whole = any(one.mixers and (one.experts or one.feed_forward) for one in parts)
+    number = len(norms) if is_whole else 2
+    width = getattr(config, "intermediate_size", None) if any(o.experts for o in parts) else None
     tables = [
         one.num_embeddings
         for one in model.modules()
@@ -98,12 +101,10 @@ def _architecture(kind: str, model: Any, config: Any, blocks: list[nn.Module]) -
         layers=len(blocks),
         hidden=hidden,
         vocabulary=vocabulary,
-        attention=_attention(blocks[0], config, hidden),
-        feed_forward=_dense(inner[dense[0]] if dense else {}, config, hidden),
-        experts=_experts(inner[sparse[0]], config, hidden, dense) if sparse else None,
+        **fields_of(parts, FeedForward(width or 4 * hidden)),
         norm=_norm(norms),
-        block_norms=len(norms),
-        parallel=len(norms) == 1 or _has(config, "use_parallel_residual", "parallel_attn"),
+        block_norms=number,
+        parallel=number == 1 or _has(config, "use_parallel_residual", "parallel_attn"),
         embedding_norm=len(ends) > 1,
         rotary=bool(tables) or any("rotary" in type(o).__name__.lower() for o in model.modules()),
         positions=max(tables, default=None),
@@ -129,6 +130,10 @@ def _has_weights(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
+def _norms(block: nn.Module) -> list[nn.Module]:
+    return [one for one in block.children() if _is_norm(one)]
+
+
 def _norm(norms: list[nn.Module]) -> Any:
     """The kind of a block's norms."""
     weights = [dict(one.named_parameters()) for one in norms]
@@ -139,88 +144,33 @@ def _norm(norms: list[nn.Module]) -> Any:
     return "rms" if any("rms" in type(one).__name__.lower() for one in norms) else "layer-scale"
 
 
-def _core(block: nn.Module) -> nn.Module:
-    """The attention of a block."""
+def _parted(block: nn.Module, config: Any, hidden: int) -> Block:
+    """What a block has: mixers of its children, and what belongs to neither them nor norms."""
+    mixers, rest = list[AnyMixer](), dict[str, Tensor]()
     for name, one in block.named_children():
-        if ("attn" in name or "attention" in name) and not _is_norm(one) and _has_weights(one):
-            return one
-    raise InputError(f"a block ({type(block).__name__}) without attention cannot be priced")
-
-
-def _feed_forward(block: nn.Module) -> _Named:
-    """Parameters of a block that belong to neither its attention nor its norms."""
-    core, found = _core(block), dict[str, Tensor]()
-    for name, one in block.named_children():
-        if one is not core and not _is_norm(one):
-            found |= {f"{name}.{inner}": each for inner, each in one.named_parameters()}
-    return found
-
-
-def _matrices(parameters: _Named, hidden: int) -> tuple[int, int]:
-    """Outputs of all matrices from the hidden state, and inputs of all that lead back."""
-    ins = outs = 0
-    for name, one in parameters.items():
-        if one.dim() != 2 or name.endswith("bias"):
+        if _is_norm(one) or not _has_weights(one):
             continue
-        words = name.split(".")
-        if any(word in _OUTPUTS for word in words):
-            outs += one.numel() // hidden
+        mixer = mixer_of(name, one, config, hidden)
+        if mixer is not None:
+            mixers.append(mixer)
         else:
-            ins += one.numel() // hidden
-    return ins, outs
+            rest |= {f"{name}.{inner}": each for inner, each in one.named_parameters()}
+    mixers.sort(key=lambda one: isinstance(one, RECURRENT))
+    if any(one.dim() > 2 for one in rest.values()):
+        return Block(tuple(mixers), None, _experts(rest, config, hidden))
+    return Block(tuple(mixers), _dense(rest, config, hidden) if rest else None, None)
 
 
-def _any_bias(parameters: Iterable[str]) -> bool:
-    return any(name.endswith("bias") for name in parameters)
-
-
-def _attention(block: nn.Module, config: Any, hidden: int) -> GroupedAttention | LatentAttention:
-    parameters = dict(_core(block).named_parameters())
-    heads = config.num_attention_heads
-    back = {one for one in parameters if set(one.split(".")) & {*_OUTPUTS}}
-    into = {name for name in parameters if name not in back}
-    if any("kv_b_proj" in name for name in parameters):
-        return LatentAttention(
-            heads=heads,
-            key_value_rank=config.kv_lora_rank,
-            plain_size=config.qk_nope_head_dim,
-            rotary_size=config.qk_rope_head_dim,
-            value_size=config.v_head_dim,
-            query_rank=config.q_lora_rank,
-            bias=_any_bias(back),
-        )
-    ins, outs = _matrices(parameters, hidden)
-    size = max(1, outs // heads)
-    groups = max(1, (ins // size - heads) // 2)
-    scales = {
-        name: one.numel() for name, one in parameters.items()
-        if name in into and "norm" in name and not name.endswith("bias")
-    }  # fmt: skip
-    own = sum(scales.values()) > 2 * size
-    return GroupedAttention(
-        heads=heads,
-        key_value_heads=groups if heads % groups == 0 else heads,
-        head_size=size,
-        bias=_any_bias(name for name in into if "norm" not in name),
-        output_bias=_any_bias(back),
-        head_norms=bool(scales) and not own,
-        whole_norms=own,
-        sinks=any(name.endswith("sinks") for name in parameters),
-    )
-
-
-def _dense(parameters: _Named, config: Any, hidden: int) -> FeedForward:
-    """The feed-forward of these parameters; without any, one that no block has."""
-    if not parameters:
-        return FeedForward(getattr(config, "intermediate_size", None) or 4 * hidden)
-    ins, width = _matrices(parameters, hidden)
+def _dense(parameters: Named, config: Any, hidden: int) -> FeedForward:
+    """The feed-forward of these parameters."""
+    ins, width = matrices(parameters, hidden)
     names = (getattr(config, name, None) for name in ("hidden_act", "activation_function"))
     return FeedForward(
-        max(1, width), gated=ins > width, bias=_any_bias(parameters), relu="relu" in names
+        max(1, width), gated=ins > width, bias=any_bias(parameters), relu="relu" in names
     )
 
 
-def _experts(parameters: _Named, config: Any, hidden: int, dense: list[int]) -> Experts:
+def _experts(parameters: Named, config: Any, hidden: int) -> Experts:
     """The experts of a block: stacked matrices, a router, and what every token passes through."""
     stacks = [one for one in parameters.values() if one.dim() > 2]
     number, down = stacks[0].shape[0], min(one.numel() for one in stacks)
@@ -234,11 +184,11 @@ def _experts(parameters: _Named, config: Any, hidden: int, dense: list[int]) -> 
         number=number,
         per_token=config.num_experts_per_tok,
         width=down // number // hidden,
-        shared_width=_matrices(rest, hidden)[1] or None,
+        shared_width=matrices(rest, hidden)[1] or None,
         shared_gate=any(parameters[name].shape == (1, hidden) for name in routers),
-        dense_layers=frozenset(dense),
-        bias=_any_bias(stacked),
-        router_bias=_any_bias(name for name in routers if name not in stacked),
+        bias=any_bias(stacked),
+        router_bias=any_bias(name for name in routers if name not in stacked),
+        gated=sum(one.numel() for one in stacks) > 2 * down,
     )
 
 
@@ -273,8 +223,7 @@ def _require_equal(found: Architecture, model: Any, blocks: list[nn.Module]) -> 
             f"model_type {found.name!r} is not priced: {total} parameters, of which embedding, "
             f"blocks and head as they are known have {sum(counted.values())}"
         )
-    flops = _flops(model)
-    known = sum(sum(one.values()) for one in found.flops(1, _TOKENS).values())
+    flops, known = _flops(model, blocks, found), _products(found)
     if abs(flops - known) > _FLOPS_WITHIN * flops:
         raise InputError(
             f"model_type {found.name!r} is not priced: a forward of {_TOKENS} tokens takes "
@@ -282,16 +231,66 @@ def _require_equal(found: Architecture, model: Any, blocks: list[nn.Module]) -> 
         )
 
 
-def _flops(model: Any) -> float:
-    """FLOPs of a forward of one short sample, as torch counts them."""
+def _products(of: Architecture) -> float:
+    """FLOPs of the products of a short forward; convolutions count what they pad in torch."""
+    layers = of.operators(1, _TOKENS).values()
+    every = (one for layer in layers for one in layer.values())
+    return sum(one.flops for one in every if one.kind != "convolution")
+
+
+def _flops(model: Any, blocks: list[nn.Module], found: Architecture) -> float:
+    """FLOPs of the products in a forward of one short sample, as torch counts them.
+
+    Of blocks of one kind the first runs, and the others give what it gave.
+    """
+    names = {id(one): f"{type(model).__name__}.{name}" for name, one in model.named_modules()}
+    firsts: dict[Any, str] = {}
+    given: dict[Any, Any] = {}
+    repeats = []
+    for index, block in enumerate(blocks):
+        kind = found.kind(index)
+        if kind in firsts:
+            repeats.append(firsts[kind])
+            block.forward = partial(_giving, given, kind)
+        else:
+            firsts[kind] = names[id(block)]
+            block.register_forward_hook(partial(_keep, given, kind))
+    counts = _counted(model)
+    every = [
+        flops
+        for name in ("Global", *repeats)
+        for operator, flops in counts.get(name, {}).items()
+        if operator is not torch.ops.aten.convolution
+    ]
+    return float(sum(every))
+
+
+def _keep(given: dict[Any, Any], kind: Any, module: nn.Module, inputs: Any, output: Any) -> None:
+    given[kind] = output
+
+
+def _giving(given: dict[Any, Any], kind: Any, *_: Any, **__: Any) -> Any:
+    return given[kind]
+
+
+def _triangular_flops(matrix: Any, right: Any, *_: Any, **__: Any) -> float:
+    """FLOPs of forward substitution, which torch does not count."""
+    *batch, rows, columns = right
+    return float(math.prod(batch) * rows * rows * columns)
+
+
+def _counted(model: Any) -> Mapping[str, Mapping[Any, float]]:
+    """FLOPs of a forward by module and operator."""
+    solving = {torch.ops.aten.linalg_solve_triangular: _triangular_flops}
     with torch.device("meta"), torch.no_grad():
         tokens = torch.zeros(1, _TOKENS, dtype=torch.int64)
         mask = torch.zeros(1, 1, _TOKENS, _TOKENS)  # whole: most masks would be made with values
         for further in ({"attention_mask": mask}, {}):
-            with FlopCounterMode(display=False) as counter:
+            with FlopCounterMode(display=False, custom_mapping=solving) as counter:
                 try:
                     model(input_ids=tokens, use_cache=False, **further)
                 except (ValueError, RuntimeError):  # masks of two dimensions alone
                     continue
-            return float(counter.get_total_flops())
+            counts: Mapping[str, Mapping[Any, float]] = counter.get_flop_counts()
+            return counts
     raise InputError(f"{type(model).__name__} does not run without values: it is not priced")

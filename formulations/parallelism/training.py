@@ -16,10 +16,11 @@ from stagewright.graphs.machines.devices import Accelerator, require_arithmetic
 from stagewright.graphs.machines.fabric import Fabric
 from stagewright.graphs.machines.rates import RateSet, Reached, Spread
 from stagewright.graphs.machines.stack_memory import PLAIN, STACK_MEMORY, StackMemory
-from stagewright.graphs.models.architecture import MAX_SIZE, Architecture, Operators
+from stagewright.graphs.models.architecture import Architecture, Operators
 from stagewright.graphs.models.language import Attention
 from stagewright.graphs.models.modules import PARTS, modules_of, repeated
 from stagewright.graphs.models.shards import LayerKind, share_of_kind
+from stagewright.graphs.models.sizes import MAX_SIZE
 from stagewright.graphs.models.splits import require_split
 
 

@@ -11,7 +11,7 @@ import os
 import re
 import reprlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -95,12 +95,15 @@ STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 _MAKES_MODEL = "`stagewright model` makes a model of it"
 
 
-def told_by(field: str, with_it: str, without: str) -> Discriminator:
-    """Discriminator of two union members by the presence of ``field``; errors name one member."""
+def told_by(fields: Mapping[str, str], otherwise: str) -> Discriminator:
+    """Discriminator of union members by a field that one alone has; errors name one member.
+
+    ``fields`` gives the member of each of these fields, ``otherwise`` the member without them.
+    """
 
     def tag(value: Any) -> str:
-        has = field in value if isinstance(value, dict) else hasattr(value, field)
-        return with_it if has else without
+        given = value if isinstance(value, dict) else getattr(value, "__dataclass_fields__", ())
+        return next((name for field, name in fields.items() if field in given), otherwise)
 
     return Discriminator(tag)
 

@@ -7,7 +7,7 @@ trained: with the head of a causal language model, for BERT of a masked one.
 
 import os
 import reprlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from difflib import SequenceMatcher
 from functools import partial
@@ -19,21 +19,11 @@ from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.documents import not_json
 from stagewright.graphs.documents.errors import InputError, naming
 from stagewright.graphs.importers.config_fields import Field, Fields
+from stagewright.graphs.importers.hf_blocks import parts_of, words_of
+from stagewright.graphs.importers.hf_fields import ModelType
 from stagewright.graphs.importers.hf_hub import config_file, is_hub_name
-from stagewright.graphs.importers.hf_types import (
-    ENCODER_DECODER,
-    NOT_PRICED,
-    TYPES,
-    ExpertFields,
-    ModelType,
-)
-from stagewright.graphs.models.architecture import (
-    Architecture,
-    Experts,
-    FeedForward,
-    GroupedAttention,
-    LatentAttention,
-)
+from stagewright.graphs.importers.hf_types import ENCODER_DECODER, NOT_PRICED, TYPES
+from stagewright.graphs.models.architecture import Architecture
 
 _FULL = "full_attention"
 _ALIKE = 0.6  # of the names of model types, by difflib's ratio
@@ -135,26 +125,22 @@ def _variant(of: ModelType, fields: Fields) -> ModelType:
 
 
 def _architecture(kind: str, of: ModelType, fields: Fields) -> Architecture:
-    layers, hidden = fields.layers(of.layers), fields.size(of.hidden)
+    words = words_of(of, fields)
+    layers, hidden = len(words), fields.size(of.hidden)
     positions, window = fields.optional_size(of.positions), fields.optional_size(of.window)
-    inner = fields.optional_size(of.width) or 4 * hidden
     extra = fields.get(("num_nextn_predict_layers|num_mtp_modules", 0))
     return Architecture(
         name=kind,
         layers=layers,
         hidden=hidden,
         vocabulary=fields.size(of.vocabulary),
-        attention=_attention(of, fields, hidden),
-        feed_forward=FeedForward(
-            inner, gated=of.gated, bias=fields.flag(of.mlp_bias), relu=of.relu
-        ),
-        experts=None if of.experts is None else _experts(of.experts, fields, layers),
+        **parts_of(of, fields, hidden, words),
         norm=of.norm,
         block_norms=fields.optional_size(of.norms) or 2,
         parallel=of.parallel,
         embedding_norm=of.embedding_norm,
         logits_bias=fields.flag(of.logits_bias),
-        rotary=of.rotary,
+        rotary=of.rotary if isinstance(of.rotary, bool) else fields.get(of.rotary) == "rope",
         positions=None if positions is None else positions + of.offset,
         segments=fields.optional_size(of.segments),
         tied=fields.flag(of.tied),
@@ -168,95 +154,6 @@ def _architecture(kind: str, of: ModelType, fields: Fields) -> Architecture:
         norm_epsilon=None if of.epsilon is None else fields.positive(of.epsilon),
         traits=tuple(sorted(_traits(of, fields))),
     )
-
-
-def _attention(of: ModelType, fields: Fields, hidden: int) -> GroupedAttention | LatentAttention:
-    heads, bias = fields.size(of.heads), fields.flag(of.bias)
-    if of.latent is not None:
-        query_rank, rank, plain, rotary, value = of.latent
-        return LatentAttention(
-            heads=heads,
-            query_rank=fields.optional_size(query_rank),
-            key_value_rank=fields.size(rank),
-            plain_size=fields.size(plain),
-            rotary_size=fields.size(rotary),
-            value_size=fields.size(value),
-            bias=bias,
-        )
-    names = [fields.name(one) for one in (of.hidden, of.heads, of.groups)]
-    size = fields.optional_size(of.head_size)
-    size = _whole_share(hidden, heads, names[0], names[1]) if size is None else size
-    groups = fields.optional_size(of.groups) or heads
-    _whole_share(heads, groups, names[1], names[2])
-    return GroupedAttention(
-        heads=heads,
-        key_value_heads=groups,
-        head_size=size,
-        bias=bias,
-        output_bias=bias if of.output_bias is None else fields.flag(of.output_bias),
-        head_norms=fields.flag(of.head_norms),
-        whole_norms=fields.flag(of.whole_norms),
-        sinks=of.sinks,
-    )
-
-
-def _experts(of: ExpertFields, fields: Fields, layers: int) -> Experts:
-    width, shared = fields.size(of.width), 0
-    if isinstance(of.shared, str) or fields.get(of.shared) is not None:
-        shared = fields.number(of.shared)
-    return Experts(
-        number=fields.size(of.number),
-        per_token=fields.size(of.per_token),
-        width=width,
-        shared_width=shared * (width if of.each else 1) or None,
-        shared_gate=of.gate,
-        dense_layers=frozenset(
-            () if of.dense is None else _DENSE[of.dense[0]](fields, of.dense, range(layers))
-        ),
-        bias=of.bias,
-        router_bias=of.router_bias,
-    )
-
-
-def _first_dense(fields: Fields, of: Field, blocks: range) -> Iterable[int]:
-    first, every = fields.number(of), fields.size(("moe_layer_freq", 1))
-    return (one for one in blocks if one < first or one % every)
-
-
-def _stepwise_dense(fields: Fields, of: Field, blocks: range) -> Iterable[int]:
-    step = fields.size(of)
-    others = (one for one in blocks if (one + 1) % step)
-    return fields.indices("mlp_only_layers").union(others)
-
-
-def _interleaved_dense(fields: Fields, of: Field, blocks: range) -> Iterable[int]:
-    step = fields.size(of)
-    listed = fields.get(("moe_layers", None)) is not None
-    return set(blocks).difference(
-        fields.indices("moe_layers") if listed else blocks[step - 1 :: step]
-    )
-
-
-def _ranged_dense(fields: Fields, of: Field, blocks: range) -> Iterable[int]:
-    first, every = fields.number(of), fields.size(("moe_layer_interval", 1))
-    last = fields.get(("moe_layer_end_index", -1))
-    last = blocks[-1] if last == -1 else fields.number("moe_layer_end_index")
-    return (one for one in blocks if not first <= one <= last or (one + 1) % every)
-
-
-def _listed_dense(fields: Fields, of: Field, blocks: range) -> Iterable[int]:
-    kinds = fields.kinds(of[0], len(blocks), ("dense", "sparse"))
-    return (0,) if kinds is None else (one for one in blocks if kinds[one] == "dense")
-
-
-_DENSE: dict[str, Callable[[Fields, Field, range], Iterable[int]]] = {
-    "first_k_dense_replace": _first_dense,
-    "decoder_sparse_step": _stepwise_dense,
-    "interleave_moe_layer_step": _interleaved_dense,
-    "moe_layer_start_index": _ranged_dense,
-    "mlp_layer_types": _listed_dense,
-}
-"""The blocks without experts, by the field that says which they are."""
 
 
 def _full_layers(of: ModelType, fields: Fields, layers: int) -> frozenset[int]:
@@ -297,12 +194,6 @@ def _traits(of: ModelType, fields: Fields) -> Iterator[str]:
     yield from of.traits
     if _rotary(fields, "partial_rotary_factor", of.rotary_part) not in (None, 1.0):
         yield "rotary positions in part of a head"
-
-
-def _whole_share(whole: int, parts: int, name: str, parts_name: str) -> int:
-    if whole % parts:
-        raise InputError(f"{name} ({whole}) must be a multiple of {parts_name} ({parts})")
-    return whole // parts
 
 
 def _unknown(values: dict[str, Any]) -> InputError:

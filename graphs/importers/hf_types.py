@@ -1,91 +1,15 @@
 """The model types of transformers that are read: which fields of a ``config.json`` mean what.
 
-A type is an entry. A cell is a number or a word that holds for all models of the type, a
-:data:`Field`, or for required fields the name alone. Names and defaults are those of the
-configuration classes of the ``transformers`` package (compared with its release 5); ``a|b`` is a
-field that has two names. Fields that change neither parameters nor operators are not read.
+A type is an entry; see ``hf_fields``. Names and defaults are those of the configuration classes of
+the ``transformers`` package (compared with its release 5). Fields that change neither parameters
+nor operators are not read.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
 
-from stagewright.graphs.importers.config_fields import Cell, Field
+from stagewright.graphs.importers.config_fields import Field
+from stagewright.graphs.importers.hf_fields import ExpertFields, ModelType, RecurrentFields
 from stagewright.graphs.models.traits import ALIBI, NORMS_AFTER
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertFields:
-    """Fields of the experts; ``shared`` is the width of shared experts, or with ``each`` a number.
-
-    ``dense`` is the field that says which blocks have none, see ``hf_config``.
-    """
-
-    number: Cell
-    per_token: Cell = "num_experts_per_tok"
-    width: Cell = "moe_intermediate_size"
-    shared: Cell = None
-    each: bool = False
-    gate: bool = False
-    dense: Field | None = None
-    bias: bool = False
-    router_bias: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelType:
-    """Fields of a model type; by default those of Llama.
-
-    Where they are null, ``groups`` are the heads, the head's size follows from the hidden size, and
-    the ``width`` is four times that. ``latent``: the ranks of queries and of keys and values, and a
-    head's sizes (plain, rotary, value). ``output_bias`` None is as ``bias``; ``offset`` is of the
-    table of positions. ``pattern`` says which blocks have no window: those that the field
-    ``layer_types`` or else a rule of ``hf_config`` tells; with ``alternates`` every second of the
-    others has none either. ``rotary_part`` of a head is rotated. ``when`` a flag is not its
-    default, the cells are replaced. Other values of the flags in ``required`` are refused:
-    such operators are not counted.
-    """
-
-    layers: Cell = "num_hidden_layers"
-    hidden: Cell = "hidden_size"
-    vocabulary: Cell = "vocab_size"
-    heads: Cell = "num_attention_heads"
-    groups: Cell = ("num_key_value_heads", None)
-    head_size: Cell = ("head_dim", None)
-    bias: Field | bool = ("attention_bias", False)
-    output_bias: Field | bool | None = None
-    head_norms: Field | bool = False
-    whole_norms: Field | bool = False
-    sinks: bool = False
-    latent: tuple[Field, Field, Field, Field, Field] | None = None
-    width: Cell = "intermediate_size"
-    gated: bool = True
-    relu: bool = False
-    mlp_bias: Field | bool = False
-    experts: ExpertFields | None = None
-    norm: Literal["layer", "rms", "layer-scale", "layer-plain"] = "rms"
-    norms: Cell = 2
-    parallel: bool = False
-    embedding_norm: bool = False
-    epsilon: Field | None = ("rms_norm_eps", 1e-6)
-    base: Field | None = ("rope_theta", 10_000.0)
-    rotary: bool = True
-    rotary_part: Field | None = None
-    positions: Cell = None
-    offset: int = 0
-    segments: Cell = None
-    tied: Field = ("tie_word_embeddings", False)
-    logits_bias: Field | bool = False
-    window: Cell = None
-    pattern: Field | int | None = None
-    alternates: bool = False
-    chunked: bool = False
-    dropout: Field | None = None
-    encoder: bool = False
-    required: tuple[tuple[str, bool], ...] = ()
-    traits: tuple[str, ...] = ()
-    when: tuple[tuple[str, bool, Mapping[str, Any]], ...] = ()
-
 
 _GELU = "GELU gates"
 _RELU = "a squared ReLU"
@@ -169,6 +93,44 @@ _ERNIE = ModelType(
 )  # fmt: skip
 _MIXTRAL_EXPERTS = ExpertFields(number="num_local_experts|num_experts", width="intermediate_size")
 _OLMO_EXPERTS = ExpertFields(number="num_experts", width="intermediate_size")
+
+_MAMBA2 = RecurrentFields(
+    rule="ssd", heads=("num_heads", 128), head_size=("head_dim", 64),
+    state_size=("state_size", 128), groups=("n_groups", 8), chunk=("chunk_size", 256),
+    kernel_size=("conv_kernel", 4), bias=("use_bias", False),
+    convolution_bias=("use_conv_bias", True), alone=True,
+)  # fmt: skip
+_MAMBA = RecurrentFields(
+    rule="selective", width=("intermediate_size", None), expand=("expand", 2),
+    state_size=("state_size", 16), step_rank=("time_step_rank", "auto"),
+    kernel_size=("conv_kernel", 4), bias=("use_bias", False),
+    convolution_bias=("use_conv_bias", True), alone=True,
+)  # fmt: skip
+_BAMBA = RecurrentFields(
+    rule="ssd", heads=("mamba_n_heads", 128), head_size=("mamba_d_head", "auto"),
+    expand=("mamba_expand", 2), state_size=("mamba_d_state", 256), groups=("mamba_n_groups", 1),
+    chunk=("mamba_chunk_size", 256), kernel_size=("mamba_d_conv", 4),
+    bias=("mamba_proj_bias", False), convolution_bias=("mamba_conv_bias", True),
+)  # fmt: skip
+_JAMBA = RecurrentFields(
+    rule="selective", expand=("mamba_expand", 2), state_size=("mamba_d_state", 16),
+    step_rank=("mamba_dt_rank", "auto"), kernel_size=("mamba_d_conv", 4),
+    bias=("mamba_proj_bias", False), convolution_bias=("mamba_conv_bias", True),
+    every=("attn_layer_period", 8), first=("attn_layer_offset", 4),
+)  # fmt: skip
+_HYBRID = ModelType(
+    groups=("num_key_value_heads", 8), mlp_bias=("mlp_bias", False), epsilon=_EPSILON
+)
+_LFM2 = ModelType(
+    width="block_ff_dim|intermediate_size", narrowed=True, groups=("num_key_value_heads", 8),
+    head_size=None, bias=False, head_norms=True,
+    epsilon=("norm_eps", 1e-5), base=("rope_theta", 1e6),
+    tied=("tie_embedding|tie_word_embeddings", True),
+    recurrent=RecurrentFields(
+        rule="convolution", kernel_size=("conv_L_cache", 3), bias=("conv_bias", False),
+        kinds="layer_types", indices="full_attn_idxs", every=1,
+    ),
+)  # fmt: skip
 
 TYPES: dict[str, ModelType] = {
     "gpt2": _GPT2,
@@ -372,15 +334,94 @@ TYPES: dict[str, ModelType] = {
         head_norms=True, window=_WINDOW, pattern=("max_window_layers", 62),
         experts=replace(_DEEPSEEK_V2_EXPERTS, shared=("n_shared_experts", None)),
     ),
+    "mamba": ModelType(
+        width=None, epsilon=("layer_norm_epsilon", 1e-5), base=None, rotary=False, tied=_TIED,
+        recurrent=_MAMBA,
+    ),
+    "falcon_mamba": ModelType(
+        width=None, epsilon=("layer_norm_epsilon", 1e-5), base=None, rotary=False, tied=_TIED,
+        recurrent=_MAMBA, traits=("norms of steps without weights",),
+    ),
+    "mamba2": ModelType(
+        width=None, epsilon=("layer_norm_epsilon", 1e-5), base=None, rotary=False,
+        recurrent=_MAMBA2,
+    ),
+    "qwen3_next": replace(
+        _QWEN3, groups=("num_key_value_heads", 2), head_size=("head_dim", 256), gate=True,
+        pattern=None, when=(), rotary_part=("partial_rotary_factor", 0.25),
+        experts=replace(_QWEN_EXPERTS, shared="shared_expert_intermediate_size", gate=True),
+        recurrent=RecurrentFields(
+            rule="delta", heads=("linear_num_value_heads", 32),
+            head_size=("linear_value_head_dim", 128), state_size=("linear_key_head_dim", 128),
+            groups=("linear_num_key_heads", 16), chunk=64,
+            kernel_size=("linear_conv_kernel_dim", 4), kinds="layer_types",
+            every=("full_attention_interval", 4),
+        ),
+    ),
+    "minimax": replace(
+        _MISTRAL, head_size=("head_dim", None), window=None, base=("rope_theta", 1e6),
+        epsilon=_EPSILON, experts=_MIXTRAL_EXPERTS, traits=(_SCALES,),
+        recurrent=RecurrentFields(
+            rule="lightning", chunk=("block_size", 256), kinds="layer_types", every=2, first=0,
+        ),
+    ),
+    "nemotron_h": ModelType(
+        groups=("num_key_value_heads", 8), head_size=("head_dim|attention_head_dim", 128),
+        bias=False, gated=False, mlp_bias=("mlp_bias", False), rotary=False, base=None,
+        epsilon=("layer_norm_epsilon|norm_eps", 1e-5),
+        experts=ExpertFields(
+            number=("n_routed_experts", 8), per_token=("num_experts_per_tok", 2),
+            width=("moe_intermediate_size", 7688), gated=False,
+            shared=("moe_shared_expert_intermediate_size", 7688),
+        ),
+        recurrent=replace(
+            _MAMBA2, heads=("mamba_num_heads", 128), head_size=("mamba_head_dim", 64),
+            state_size=("ssm_state_size", 128), chunk=("chunk_size|mamba_chunk_size", 128),
+            kinds="hybrid_override_pattern|layers_block_type",
+        ),
+        traits=(_RELU,),
+    ),
+    "bamba": replace(
+        _HYBRID, head_size=None,
+        recurrent=replace(_BAMBA, indices="attn_layer_indices"),
+        traits=("rotary positions in part of a head",),
+    ),
+    "granitemoehybrid": replace(
+        _GRANITE, mlp_bias=False, width="shared_intermediate_size",
+        rotary=("position_embedding_type", None),
+        experts=replace(_GRANITE_EXPERTS, shared="shared_intermediate_size"),
+        recurrent=replace(_BAMBA, kinds="layer_types|layers_block_type"),
+    ),
+    "falcon_h1": replace(
+        _HYBRID, traits=(_SCALES,),
+        recurrent=replace(
+            _BAMBA, width=("mamba_d_ssm", 1024), norm=("mamba_rms_norm", False), beside=True,
+            output_bias=("projectors_bias", False),
+        ),
+    ),
+    "jamba": ModelType(
+        groups=("num_key_value_heads", 8), head_size=None, bias=False, rotary=False, base=None,
+        experts=ExpertFields(
+            number=("num_experts", 16), per_token=("num_experts_per_tok", 2),
+            width="intermediate_size", dense=("expert_layer_period", 2),
+        ),
+        recurrent=_JAMBA,
+    ),
+    "lfm2": _LFM2,
+    "lfm2_moe": replace(
+        _LFM2, width="intermediate_size", narrowed=False,
+        experts=ExpertFields(
+            number=("num_experts", 32), per_token=("num_experts_per_tok", 4),
+            width=("moe_intermediate_size", 1792), dense=("num_dense_layers", 2),
+        ),
+    ),
 }  # fmt: skip
 
 ENCODER_DECODER = "an encoder and a decoder"
 
 NOT_PRICED = {
-    "state-space or linear-attention blocks": (
-        "mamba", "mamba2", "falcon_mamba", "jamba", "bamba", "zamba", "zamba2", "nemotron_h",
-        "falcon_h1", "granitemoehybrid", "recurrent_gemma", "rwkv", "xlstm", "minimax",
-        "qwen3_next", "kimi_linear", "lfm2",
+    "blocks that share weights, or mixers of no known kind,": (
+        "zamba", "zamba2", "recurrent_gemma", "rwkv", "xlstm", "kimi_linear",
     ),
     ENCODER_DECODER: (
         "t5", "mt5", "umt5", "bart", "mbart", "pegasus", "marian", "whisper", "m2m_100", "t5gemma",

@@ -104,7 +104,7 @@ class MatrixLinks:
 
 Links = Annotated[
     Annotated[ServerLinks, Tag("servers")] | Annotated[MatrixLinks, Tag("matrix")],
-    documents.told_by("intra", "servers", "matrix"),
+    documents.told_by({"intra": "servers"}, "matrix"),
 ]
 
 

@@ -3,8 +3,10 @@
 from typing import TYPE_CHECKING
 
 from stagewright.graphs.machines.stack_memory import StackMemory
-from stagewright.graphs.models.architecture import Architecture, GroupedAttention, LatentAttention
+from stagewright.graphs.models.architecture import Architecture, GroupedAttention
+from stagewright.graphs.models.mixers import AnyMixer
 from stagewright.graphs.models.operations import LayerOperation
+from stagewright.graphs.models.recurrences import RECURRENT, inputs_of
 
 if TYPE_CHECKING:
     from stagewright.graphs.models.shards import LayerSplit
@@ -38,7 +40,11 @@ def is_repeated(name: str, one: LayerOperation) -> bool:
     count as one product here; the product back, which is as long, stands for it.
     """
     second = name in ("output", "query", "key, value") or name.endswith(" out")
-    return one.kind == "memory" or second or name.startswith(("router", "experts"))
+    return one.kind in ("memory", "convolution") or second or name.startswith(_KERNELS)
+
+
+_KERNELS = ("router", "experts", "scan")
+"""Products in kernels whose outputs recomputation by operator does not keep."""
 
 
 def elements_by_operator(narrowed: Architecture, index: int, split: "LayerSplit") -> float:
@@ -49,19 +55,29 @@ def elements_by_operator(narrowed: Architecture, index: int, split: "LayerSplit"
     products are not kept.
     """
     hidden = narrowed.hidden / (split.tensor if split.sequence_parallel else 1)
-    products, kept = _attention_products(narrowed.attention)
-    experts, feed_forward = narrowed.experts, narrowed.feed_forward
-    width, is_gated = feed_forward.width, feed_forward.gated
-    if experts is not None and narrowed.is_sparse(index):
-        width, is_gated = experts.shared_width or 0, True
-        kept += 2 * experts.per_token * hidden if split.expert > 1 else 0.0
-    fed = [width, width, hidden] if is_gated else [width, hidden]
-    outputs: list[float] = [*products, hidden, *(fed if width else ())]
+    parts, outputs, kept = narrowed.parts(index), list[float](), 0.0
+    for mixer in parts.mixers:
+        products, attended = _mixer_products(mixer)
+        outputs += [*products, hidden]
+        kept += attended
+    if parts.experts is not None:
+        width, is_gated = parts.experts.shared_width, parts.experts.gated
+        outputs += _fed_products(width, hidden, gated=is_gated) if width else []
+        kept += 2 * parts.experts.per_token * hidden if split.expert > 1 else 0.0
+    elif parts.feed_forward is not None:
+        plain = parts.feed_forward
+        outputs += _fed_products(plain.width, hidden, gated=plain.gated)
     return kept + sum(outputs[::2])
 
 
-def _attention_products(of: GroupedAttention | LatentAttention) -> tuple[list[float], float]:
-    """Outputs of a token's products before the attention, and the attention's output."""
+def _fed_products(width: int, hidden: float, *, gated: bool) -> list[float]:
+    return [width, width, hidden] if gated else [width, hidden]
+
+
+def _mixer_products(of: AnyMixer) -> tuple[list[float], float]:
+    """Outputs of a token's products before a mixer's core, and the attention's output."""
+    if isinstance(of, RECURRENT):
+        return [inputs_of(of)], 0.0
     if isinstance(of, GroupedAttention):
         keys = of.key_value_heads * of.head_size
         return [of.heads * of.head_size, keys, keys], of.heads * of.head_size

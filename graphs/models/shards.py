@@ -6,7 +6,7 @@ section 4.2.2). Context parallelism divides the tokens of a sequence; every toke
 whole of it. Experts stay whole: a rank has an equal part of them, and routes its own tokens.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, TypeAlias
@@ -19,6 +19,7 @@ from stagewright.graphs.models.architecture import (
 )
 from stagewright.graphs.models.kept import elements_by_operator, is_repeated, kept_bytes
 from stagewright.graphs.models.language import Attention
+from stagewright.graphs.models.mixers import AnyAttention
 from stagewright.graphs.models.modules import OFFLOAD, freed, modules_of, repeated
 from stagewright.graphs.models.operations import (
     LayerOperation,
@@ -40,7 +41,9 @@ _WHOLE = ("norm", "dropout", "sum", "router", "routing", "dispatch", "combine", 
 parallelism each rank has its tokens."""
 
 
-_DIVIDED_INPUTS = ("query, key, value", "latent", "feed-forward in", "shared in")
+_DIVIDED_INPUTS = (
+    "query, key, value", "latent", "recurrent in", "feed-forward in", "shared in",
+)  # fmt: skip
 """Products whose inputs sequence parallelism keeps divided, and gathers; without it, the gradients
 of these inputs are summed over the tensor ranks."""
 
@@ -201,7 +204,7 @@ def shares_of(
     architecture.require_sequence(sequence)
     require_split(architecture, sequence, split)
     plain = replace(split, expert=1)  # of which all but blocks with experts are the same
-    found: dict[tuple[bool, ...], int] = {}
+    found: dict[Hashable, int] = {}
     blocks: list[int] = []
     kinds: list[LayerShare] = []
     for index in range(architecture.layers):
@@ -238,17 +241,21 @@ def _block(
 ) -> LayerShare:
     tokens, narrowed = sequence // split.context, narrow(architecture, split.tensor)
     operators = narrowed.block(index, 1, tokens)
-    # Every token attends to the whole sequence, of which the rank has its part of the queries.
-    core = _scaled(narrowed.block(index, 1, sequence)["attention"], 1 / split.context)
-    operators["attention"] = core
-    if attention == "materialized":
-        operators = _materialized(operators, narrowed, tokens, sequence)
+    parts = narrowed.parts(index)
+    if parts.attention is not None:
+        # Every token attends to the whole sequence, of which the rank has a part of the queries.
+        core = _scaled(narrowed.block(index, 1, sequence)["attention"], 1 / split.context)
+        operators["attention"] = core
+        if attention == "materialized":
+            operators = _materialized(
+                operators, parts.attention, tokens, sequence, drops=narrowed.dropout
+            )
     routed = 0.0
     if architecture.is_sparse(index):
         routed = _place_experts(architecture, index, tokens, operators, split)
     operators = _sequence_split(operators, split)
     width = tokens * architecture.hidden
-    reduced = 1 if routed and not _has_shared(architecture) else 2
+    reduced = bool(parts.mixers) + bool(parts.feed_forward or "shared in" in operators)
     back = sum(one in operators and operators[one].input_gradients > 0 for one in _DIVIDED_INPUTS)
     return LayerShare(
         operators=operators,
@@ -259,7 +266,7 @@ def _block(
         frozen_parameters=_parameters(operators, expert=False, frozen=True),
         frozen_expert_parameters=_parameters(operators, expert=True, frozen=True),
         reductions=(reduced, back),
-        circulated=_keys_and_values(narrowed, tokens),
+        circulated=_keys_and_values(parts.attention, tokens),
         dispatched=routed,
         experts=_experts_of_rank(architecture, index, split),
         copies=architecture.experts.per_token if architecture.experts else 1,
@@ -269,10 +276,6 @@ def _block(
 def _experts_of_rank(architecture: Architecture, index: int, split: LayerSplit) -> int:
     of = architecture.experts
     return of.number // split.expert if of and architecture.is_sparse(index) else 0
-
-
-def _has_shared(architecture: Architecture) -> bool:
-    return architecture.experts is not None and architecture.experts.shared_width is not None
 
 
 def _place_experts(
@@ -309,10 +312,9 @@ def _place_experts(
 
 
 def _materialized(
-    operators: Operators, narrowed: Architecture, tokens: int, sequence: int
+    operators: Operators, of: AnyAttention, tokens: int, sequence: int, *, drops: bool
 ) -> Operators:
     """Scores, softmax, dropout and weighted values in separate kernels, in place of a fused one."""
-    of = narrowed.attention
     key, value = (
         (of.key_size, of.value_size)
         if isinstance(of, LatentAttention)
@@ -324,8 +326,8 @@ def _materialized(
     values = of.heads * sequence * value
     core: Operators = {
         "scores": replace(scores, saved=scores.saved + values),
-        "softmax": elementwise(elements, saved=elements if narrowed.dropout else 0.0),
-        **({"attention mask": dropout(elements)} if narrowed.dropout else {}),
+        "softmax": elementwise(elements, saved=elements if drops else 0.0),
+        **({"attention mask": dropout(elements)} if drops else {}),
         "weighted values": replace(weighted, saved=weighted.saved - values),
     }
     whole = operators["attention"]
@@ -354,7 +356,7 @@ def _sequence_split(operators: Operators, split: LayerSplit) -> Operators:
         return operators
     found = {}
     for name, one in operators.items():
-        if name != "head norms" and any(word in name for word in _WHOLE):
+        if name not in ("head norms", "scan norm") and any(word in name for word in _WHOLE):
             found[name] = _scaled(one, 1 / split.tensor)
         elif name in _DIVIDED_INPUTS:
             found[name] = replace(one, saved=one.saved / split.tensor)
@@ -375,8 +377,9 @@ def _scaled(one: LayerOperation, by: float) -> LayerOperation:
     )
 
 
-def _keys_and_values(narrowed: Architecture, tokens: int) -> float:
-    of = narrowed.attention
+def _keys_and_values(of: AnyAttention | None, tokens: int) -> float:
+    if of is None:
+        return 0.0
     if isinstance(of, LatentAttention):
         return float(tokens * of.heads * (of.key_size + of.value_size))
     return float(tokens * of.key_value_heads * 2 * of.head_size)

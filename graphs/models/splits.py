@@ -2,13 +2,23 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.architecture import (
     Architecture,
+    FeedForward,
     GroupedAttention,
     LatentAttention,
+    Variant,
+)
+from stagewright.graphs.models.mixers import AnyMixer
+from stagewright.graphs.models.recurrences import (
+    RECURRENT,
+    Recurrence,
+    SelectiveScan,
+    ShortConvolution,
 )
 
 if TYPE_CHECKING:
@@ -19,19 +29,13 @@ def require_split(architecture: Architecture, sequence: int, split: "LayerSplit"
     """Raise in one line, with the nearest values that work, where a size is not divisible.
 
     Raises InputError if ``tensor`` does not divide the heads or a width, if key-value heads and
-    ``tensor`` do not divide one another, if ``context`` does not divide the sequence, ``expert``
-    the experts.
+    ``tensor`` do not divide one another, if ``context`` does not divide the sequence or a block has
+    a recurrence, or if ``expert`` does not divide the experts.
     """
-    attention = architecture.attention
     for size, what in _tensor_sizes(architecture):
         _require_divides(split.tensor, size, "tensor degree", what)
-    if isinstance(attention, GroupedAttention):
-        heads = attention.key_value_heads
-        if heads % split.tensor and split.tensor % heads:
-            raise InputError(
-                f"tensor degree {split.tensor} and {heads} key-value heads: one must divide the "
-                "other"
-            )
+    for mixer in mixers_of(architecture):
+        _require_mixer(mixer, split)
     _require_divides(split.context, sequence, "context degree", "tokens of a sequence")
     if split.sequence_parallel:
         tokens = sequence // split.context
@@ -49,14 +53,50 @@ def require_split(architecture: Architecture, sequence: int, split: "LayerSplit"
         )
 
 
+def mixers_of(architecture: Architecture) -> tuple[AnyMixer, ...]:
+    """The different mixers of a model's blocks."""
+    every = (architecture.parts(index).mixers for index in range(architecture.layers))
+    return tuple(dict.fromkeys(chain.from_iterable(every)))
+
+
+def _require_mixer(mixer: AnyMixer, split: "LayerSplit") -> None:
+    """Raise InputError where tensor ranks cannot share a mixer, or context ranks its sequence."""
+    if isinstance(mixer, RECURRENT) and split.context > 1:
+        raise InputError(
+            f"context degree {split.context}: a recurrence passes its state along the sequence; it "
+            "must be 1"
+        )
+    if isinstance(mixer, SelectiveScan) and split.tensor > 1:
+        raise InputError(
+            f"tensor degree {split.tensor}: a selective scan has no heads to divide; it must be 1"
+        )
+    shared = {GroupedAttention: "key_value_heads", Recurrence: "groups"}.get(type(mixer))
+    heads = 1 if shared is None else getattr(mixer, shared)
+    if heads % split.tensor and split.tensor % heads:
+        what = "key-value heads" if shared == "key_value_heads" else "groups of heads"
+        raise InputError(
+            f"tensor degree {split.tensor} and {heads} {what}: one must divide the other"
+        )
+
+
 def _tensor_sizes(architecture: Architecture) -> Iterable[tuple[int, str]]:
-    yield architecture.attention.heads, "heads"
-    yield architecture.feed_forward.width, "elements of the feed-forward"
+    for mixer in mixers_of(architecture):
+        if isinstance(mixer, ShortConvolution):
+            yield mixer.width, "channels of a convolution"
+        elif not isinstance(mixer, SelectiveScan):
+            yield mixer.heads, "heads"
+    for width in {one.width for one in _feed_forwards(architecture)}:
+        yield width, "elements of the feed-forward"
     if architecture.experts is not None and architecture.experts.shared_width is not None:
         yield architecture.experts.shared_width, "elements of the shared experts"
     if architecture.tuning is not None and architecture.tuning.rank is not None:
         yield architecture.tuning.rank, "rows of a LoRA adapter"
         yield architecture.hidden, "elements of a hidden state, the outputs of LoRA adapters"
+
+
+def _feed_forwards(architecture: Architecture) -> Iterable[FeedForward]:
+    own = (one.feed_forward for one in architecture.variants)
+    return (architecture.feed_forward, *(one for one in own if one is not None))
 
 
 def _require_divides(degree: int, size: int, what: str, of: str) -> None:
@@ -77,25 +117,40 @@ def nearest_divisors(size: int, degree: int) -> tuple[int, ...]:
 
 def narrow(architecture: Architecture, tensor: int) -> Architecture:
     """The model on one of ``tensor`` ranks: part of heads, feed-forwards, padded vocabulary."""
-    attention: GroupedAttention | LatentAttention
-    if isinstance(architecture.attention, GroupedAttention):
-        grouped = architecture.attention
-        attention = replace(
-            grouped,
-            heads=grouped.heads // tensor,
-            key_value_heads=max(1, grouped.key_value_heads // tensor),
-        )
-    else:
-        attention = replace(architecture.attention, heads=architecture.attention.heads // tensor)
-    experts, feed_forward = architecture.experts, architecture.feed_forward
-    tuning = architecture.tuning
+    experts, tuning = architecture.experts, architecture.tuning
     if experts is not None and experts.shared_width is not None:
         experts = replace(experts, shared_width=experts.shared_width // tensor)
     return replace(
         architecture,
-        attention=attention,
-        feed_forward=replace(feed_forward, width=feed_forward.width // tensor),
+        attention=_narrow_mixer(architecture.attention, tensor),
+        feed_forward=_narrow_width(architecture.feed_forward, tensor),
         experts=experts,
         vocabulary=-(-architecture.vocabulary // tensor),
         tuning=None if tuning is None else replace(tuning, ranks=tensor),
+        variants=tuple(_narrow_variant(one, tensor) for one in architecture.variants),
     )
+
+
+def _narrow_variant(of: Variant, tensor: int) -> Variant:
+    mixers, own = of.mixers, of.feed_forward
+    return replace(
+        of,
+        mixers=mixers if mixers is None else tuple(_narrow_mixer(one, tensor) for one in mixers),
+        feed_forward=own if own is None else _narrow_width(own, tensor),
+    )
+
+
+def _narrow_width(of: FeedForward, tensor: int) -> FeedForward:
+    return replace(of, width=of.width // tensor)
+
+
+def _narrow_mixer(mixer: AnyMixer, tensor: int) -> AnyMixer:
+    if isinstance(mixer, GroupedAttention):
+        groups = max(1, mixer.key_value_heads // tensor)
+        return replace(mixer, heads=mixer.heads // tensor, key_value_heads=groups)
+    if isinstance(mixer, Recurrence):
+        groups = max(1, mixer.groups // tensor)
+        return replace(mixer, heads=mixer.heads // tensor, groups=groups)
+    if isinstance(mixer, LatentAttention):
+        return replace(mixer, heads=mixer.heads // tensor)
+    return replace(mixer, width=mixer.width // tensor)

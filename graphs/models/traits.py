@@ -1,7 +1,9 @@
 """What sets a transformer apart from a plain Llama or GPT, in words."""
 
 from stagewright.graphs.documents.units import counted
-from stagewright.graphs.models.architecture import Architecture, GroupedAttention
+from stagewright.graphs.models.architecture import Architecture, GroupedAttention, LatentAttention
+from stagewright.graphs.models.recurrences import RECURRENT, Recurrence
+from stagewright.graphs.models.splits import mixers_of
 
 SIDE_BY_SIDE = "attention and feed-forward of one input"
 EMBEDDING_NORM = "a norm of the embedding"
@@ -10,6 +12,22 @@ SCALES_ONLY = "layer norms without biases"
 NO_WEIGHTS = "norms without weights"
 NORMS_AFTER = "norms after attention and feed-forward alone"
 ALIBI = "ALiBi in place of positions"
+GATED = "gates of the attention's output"
+VARIED = "blocks with other parts than others have"
+RECURRENCES = {
+    "ssd": "Mamba-2 mixers",
+    "delta": "mixers by the gated delta rule",
+    "lightning": "lightning attention",
+    "SelectiveScan": "Mamba mixers",
+    "ShortConvolution": "short convolutions",
+}
+"""Traits of mixers by their rule or class."""
+
+
+def _recurrences(of: Architecture) -> tuple[str, ...]:
+    every = (one for one in mixers_of(of) if isinstance(one, RECURRENT))
+    names = (one.rule if isinstance(one, Recurrence) else type(one).__name__ for one in every)
+    return tuple(RECURRENCES[name] for name in dict.fromkeys(names))
 
 
 def common_traits(of: Architecture) -> tuple[str, ...]:
@@ -17,7 +35,7 @@ def common_traits(of: Architecture) -> tuple[str, ...]:
     grouped = of.attention if isinstance(of.attention, GroupedAttention) else None
     found = {
         "experts": of.experts is not None,
-        "latent attention": grouped is None,
+        "latent attention": isinstance(of.attention, LatentAttention),
         "biases of attention": grouped is not None and grouped.bias,
         "norms of heads": grouped is not None and grouped.head_norms,
         "a feed-forward without gates": not of.feed_forward.gated,
@@ -40,13 +58,16 @@ def counted_traits(of: Architecture) -> tuple[str, ...]:
         SCALES_ONLY: of.norm == "layer-scale",
         NO_WEIGHTS: of.norm == "layer-plain",
         "norms of heads with weights for each": grouped is not None and grouped.whole_norms,
+        GATED: grouped is not None and grouped.gate,
         "attention sinks": grouped is not None and grouped.sinks,
         "biases of experts": experts is not None and (experts.bias or experts.router_bias),
         "attention in chunks": of.chunked,
+        "experts without gates": experts is not None and not experts.gated,
+        VARIED: any(not one.fed or not one.mixers or one.feed_forward for one in of.variants),
         "a ReLU": of.feed_forward.relu,
         f"{counted(of.block_norms, 'norm', 'norms')} in a block": of.block_norms != 2,
     }
-    return tuple(what for what, has in found.items() if has)
+    return (*_recurrences(of), *(what for what, has in found.items() if has))
 
 
 def every_trait(of: Architecture) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from stagewright.graphs.models.operations import LayerOperation, dense, elementw
 
 if TYPE_CHECKING:
     from stagewright.graphs.models.architecture import Architecture, Operators
+    from stagewright.graphs.models.mixers import AnyAttention
 
 _MAX_RANK = 1 << 16
 
@@ -133,6 +134,13 @@ def require_tuning(of: "Architecture", tuning: Tuning) -> None:
     known = target_names(of)
     for name in sorted(tuning.targets - known):
         raise InputError(f"LoRA target {name!r}: {of.name} has {', '.join(sorted(known))}")
+    if tuning.rank is not None:
+        kinds = {of.parts(index): index for index in range(of.layers)}
+        for index in kinds.values():
+            own = {name for one in _products(of, index).values() for name in one.parts}
+            if not tuning.targets & own:
+                words = " or ".join(sorted(own)) or "nothing: adapters of recurrences"
+                raise InputError(f"LoRA targets: block {index} has none of them, it has {words}")
     if tuning.is_frozen("head") and tuning.first_trained(of.layers) == of.layers:
         raise InputError("all weights are frozen: nothing is trained")
     if of.tied and tuning.is_frozen("embedding") != tuning.is_frozen("head"):
@@ -153,7 +161,7 @@ class _Product:
 
 def target_names(of: "Architecture") -> frozenset[str]:
     """The targets that adapters of the model's blocks can have."""
-    kinds = {of.is_sparse(index): index for index in range(of.layers)}
+    kinds = {of.parts(index): index for index in range(of.layers)}
     return frozenset(
         name for index in kinds.values() for one in _products(of, index).values()
         for name in one.parts
@@ -162,14 +170,19 @@ def target_names(of: "Architecture") -> frozenset[str]:
 
 def _products(of: "Architecture", index: int) -> dict[str, _Product]:
     """The products of a block that adapters may be added to."""
-    found = dict(_attention_products(of))
-    experts = of.experts if of.is_sparse(index) else None
+    parts = of.parts(index)
+    found: dict[str, _Product] = {}
+    if parts.attention is not None:
+        found = dict(_attention_products(parts.attention, of.hidden))
+    if parts.feed_forward is not None:
+        plain = parts.feed_forward
+        found |= _fed(of, "feed-forward", plain.width, plain.gated)
+    experts = parts.experts
     if experts is None:
-        found |= _fed(of, "feed-forward", of.feed_forward.width, of.feed_forward.gated)
         return found
-    found |= _fed(of, "experts", experts.width, True, "nothing", "nothing")
+    found |= _fed(of, "experts", experts.width, experts.gated, "nothing", "nothing")
     if experts.shared_width is not None:
-        found |= _fed(of, "shared", experts.shared_width, True)
+        found |= _fed(of, "shared", experts.shared_width, experts.gated)
     return found
 
 
@@ -186,23 +199,22 @@ def _fed(
     }
 
 
-def _attention_products(of: "Architecture") -> Iterator[tuple[str, _Product]]:
+def _attention_products(attention: "AnyAttention", hidden: int) -> Iterator[tuple[str, _Product]]:
     from stagewright.graphs.models.architecture import GroupedAttention
 
-    attention = of.attention
     if isinstance(attention, GroupedAttention):
         size, heads, keys = attention.head_size, attention.heads, attention.key_value_heads
         parts = {"q_proj": heads * size, "k_proj": keys * size, "v_proj": keys * size}
         parts["linear_qkv"] = (heads + 2 * keys) * size
-        yield "query, key, value", _Product(of.hidden, parts)
-        yield "output", _Product(heads * size, {"o_proj": of.hidden}, "inputs")
+        yield "query, key, value", _Product(hidden, parts)
+        yield "output", _Product(heads * size, {"o_proj": hidden}, "inputs")
         return
     queries, rank = attention.heads * attention.key_size, attention.query_rank
     down = {"kv_a_proj_with_mqa": attention.key_value_rank + attention.rotary_size}
     yield (
         "latent",
         _Product(
-            of.hidden,
+            hidden,
             down | ({"q_proj": queries} if rank is None else {"q_a_proj": rank}),
             "nothing",
         ),
@@ -211,7 +223,7 @@ def _attention_products(of: "Architecture") -> Iterator[tuple[str, _Product]]:
         yield "query", _Product(rank, {"q_b_proj": queries})
     keys = attention.heads * (attention.plain_size + attention.value_size)
     yield "key, value", _Product(attention.key_value_rank, {"kv_b_proj": keys})
-    back = _Product(attention.heads * attention.value_size, {"o_proj": of.hidden}, "inputs")
+    back = _Product(attention.heads * attention.value_size, {"o_proj": hidden}, "inputs")
     yield "output", back
 
 
@@ -306,7 +318,7 @@ def _in_order(operators: "Operators") -> list[str]:
     """A block's operators as they run: norms but for the first come after the attention."""
     later = [one for one in operators if one.startswith("norm ") and one != "norm 1"]
     rest = [one for one in operators if one not in later]
-    at = rest.index("attention sum") + 1
+    at = rest.index("attention sum") + 1 if "attention sum" in rest else 0
     return [*rest[:at], *later, *rest[at:]]
 
 

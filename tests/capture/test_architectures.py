@@ -66,7 +66,7 @@ def test_what_the_module_does_not_tell_is_refused(fields, message, tmp_path):
 
 
 def test_flops_that_differ_are_refused(monkeypatch):
-    monkeypatch.setattr(architectures, "_flops", lambda model: 1e6)
+    monkeypatch.setattr(architectures, "_flops", lambda *_: 1e6)
     with pytest.raises(InputError, match=r"takes 1e\+06 FLOPs, by its architecture"):
         architecture_of_module(SMALL["llama"] | TOKENS)
 

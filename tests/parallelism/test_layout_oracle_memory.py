@@ -81,6 +81,17 @@ def held(found: Estimate, bytes_each: int = 2) -> list[float]:
     return [one.weights / bytes_each for one in found.memory]
 
 
+def attending(architecture: Architecture) -> int:
+    """Blocks with attention."""
+    return sum(architecture.parts(i).attention is not None for i in range(architecture.layers))
+
+
+def norms_of_blocks(architecture: Architecture) -> int:
+    """One before a mixer, and one before a feed-forward or experts."""
+    parts = [architecture.parts(index) for index in range(architecture.layers)]
+    return sum(bool(one.mixers) + bool(one.feed_forward or one.experts) for one in parts)
+
+
 @examples(100)
 @given(architectures(), st.sampled_from((1, 2, 3, 6)))
 def test_parameters_of_all_tensor_ranks(architecture, tensor) -> None:
@@ -90,8 +101,8 @@ def test_parameters_of_all_tensor_ranks(architecture, tensor) -> None:
     assume(tensor == 1 or experts is None)
     assume(not attention.heads % tensor and not width % tensor)
     assume(not groups % tensor or not tensor % groups)
-    h, n = architecture.hidden, architecture.layers
-    norms = (2 * n + 1) * h * (2 if architecture.norm == "layer" else 1)
+    h, n = architecture.hidden, attending(architecture)
+    norms = (norms_of_blocks(architecture) + 1) * h * (2 if architecture.norm == "layer" else 1)
     row_biases = n * h * attention.output_bias
     key_values = n * 2 * groups * 16 * (h + attention.bias) * (max(1, tensor // groups) - 1)
     tables = (architecture.positions or 0) * h
@@ -136,10 +147,11 @@ def test_flops_of_all_ranks_are_those_of_the_model(architecture, tensor, context
     attention, experts = architecture.attention, architecture.experts
     groups = attention.key_value_heads
     divided = tensor > 1 and (divided or experts is not None)
+    context = 1 if architecture.variants else context  # a scan is not divided by tokens
     assume(not attention.heads % tensor and not (divided and 12 // context % tensor))
     assume(not groups % tensor or not tensor % groups)
     replicas = max(1, tensor // groups) - 1  # of the keys and values
-    again = replicas * architecture.layers * 2 * 12 * architecture.hidden * 2 * groups * 16
+    again = replicas * attending(architecture) * 2 * 12 * architecture.hidden * 2 * groups * 16
     # The rest of the padded vocabulary.
     padding = 2 * 12 * architecture.hidden * (-architecture.vocabulary % tensor)
     every = shares_of(architecture, 12, LayerSplit(tensor, context, 1, divided)).every

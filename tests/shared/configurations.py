@@ -23,6 +23,10 @@ LATENT = {
     "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
 }  # fmt: skip
 SHORT = {"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 90}
+MAMBA2 = {
+    "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 6, "mamba_n_groups": 2,
+    "mamba_chunk_size": 16,
+}  # fmt: skip
 OTHER_FIELDS = {
     "mixtral": ROUTED,
     "qwen2_moe": FEW | {"shared_expert_intermediate_size": 20},
@@ -47,6 +51,30 @@ OTHER_FIELDS = {
     "gptj": SHORT | {"rotary_dim": 4},
     "codegen": SHORT | {"rotary_dim": 4},
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 12},
+    "mamba": {"intermediate_size": 64, "state_size": 6},
+    "falcon_mamba": {"intermediate_size": 64, "state_size": 6},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 6, "n_groups": 2, "chunk_size": 16},
+    "qwen3_next": FEW | {
+        "head_dim": 8, "shared_expert_intermediate_size": 20, "full_attention_interval": 2,
+        "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 6,
+        "linear_value_head_dim": 8, "mlp_only_layers": [1],
+    },
+    "minimax": ROUTED | {"block_size": 8},
+    "nemotron_h": GROUPS | {
+        "hybrid_override_pattern": "M*-E", "num_hidden_layers": 4, "head_dim": 8,
+        "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 6, "n_groups": 2,
+        "chunk_size": 16, "moe_shared_expert_intermediate_size": 20,
+    },
+    "bamba": MAMBA2 | {"attn_layer_indices": [1]},
+    "granitemoehybrid": ROUTED | MAMBA2 | {
+        "shared_intermediate_size": 20, "layer_types": ["mamba", "attention", "mamba"],
+    },
+    "falcon_h1": MAMBA2 | {"mamba_d_ssm": 64, "head_dim": 8},
+    "jamba": {
+        "num_experts": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 6,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 8},
+    "lfm2_moe": FEW | {"layer_types": ["conv", "full_attention", "conv"]},
     "dots1": GROUPS | {"n_shared_experts": 1},
 }  # fmt: skip
 SMALL = {kind: sized(kind, 3, 32, 4, 2, 48, 90) | OTHER_FIELDS.get(kind, {}) for kind in TYPES}

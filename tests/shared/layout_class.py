@@ -23,7 +23,9 @@ from stagewright.graphs.models.architecture import (
     Experts,
     FeedForward,
     GroupedAttention,
+    Variant,
 )
+from stagewright.graphs.models.recurrences import Recurrence
 from stagewright.graphs.models.shards import LayerSplit
 from stagewright.graphs.models.splits import require_split
 from stagewright.graphs.models.tuning import tuned_with
@@ -241,7 +243,19 @@ def random_architecture(chance: Random) -> Architecture:
         full_layers=frozenset({0}),
         dropout=chance.random() < 0.3,
     )
-    return with_some_frozen(architecture, Random(chance.getstate()[1][0]))
+    other = Random(chance.getstate()[1][0])
+    return with_other_blocks(with_some_frozen(architecture, other), other)
+
+
+def with_other_blocks(architecture: Architecture, chance: Random) -> Architecture:
+    """The architecture, or one with recurrent mixers in some blocks; a few have nothing else."""
+    if chance.random() < 0.7 or architecture.tuning is not None:
+        return architecture
+    number = chance.randint(1, architecture.layers)
+    blocks = frozenset(chance.sample(range(architecture.layers), number))
+    scan = Recurrence("ssd", 4, 16, 8, 2, chunk=16, kernel_size=4)
+    other = Variant(blocks, mixers=(scan,), fed=chance.random() < 0.5)
+    return replace(architecture, variants=(other,))
 
 
 def with_some_frozen(architecture: Architecture, chance: Random) -> Architecture:

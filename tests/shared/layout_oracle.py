@@ -23,7 +23,9 @@ from stagewright.graphs.models.architecture import (
     Experts,
     FeedForward,
     GroupedAttention,
+    Variant,
 )
+from stagewright.graphs.models.recurrences import Recurrence
 
 CHUNKS = 4
 
@@ -163,9 +165,24 @@ def _recomputed(blocks: int) -> list[tuple[str, int | None]]:
     return [("none", None), ("selective", None), *some, ("full", None)]
 
 
+SCAN = Recurrence("ssd", heads=12, head_size=8, state_size=4, groups=6, chunk=16, kernel_size=4)
+"""A mixer that 1, 2, 3 or 6 tensor ranks divide."""
+
+VARIANTS: tuple[tuple[Variant, ...], ...] = (
+    (),
+    (),
+    (Variant(frozenset({1}), mixers=(SCAN,)),),
+    (
+        Variant(frozenset({0}), mixers=(SCAN,), fed=False),
+        Variant(frozenset({1}), mixers=(), feed_forward=FeedForward(192)),
+    ),
+)
+"""Blocks of other kinds: none, a recurrence, or a recurrence and a feed-forward alone."""
+
+
 @st.composite
 def architectures(draw: st.DrawFn) -> Architecture:
-    """Dense, grouped-query, and mixtures of experts, of 2 to 8 blocks."""
+    """Dense, grouped-query, mixtures of experts and hybrids, of 2 to 8 blocks."""
     heads = draw(st.sampled_from((2, 4, 6)))
     groups = draw(st.sampled_from([n for n in range(1, heads + 1) if heads % n == 0]))
     bias, blocks = draw(st.booleans()), draw(st.integers(2, 8))
@@ -193,6 +210,7 @@ def architectures(draw: st.DrawFn) -> Architecture:
         window=draw(st.sampled_from((None, 8))),
         full_layers=frozenset({0}),
         dropout=draw(st.booleans()),
+        variants=draw(st.sampled_from(VARIANTS)),
     )
 
 

@@ -13,6 +13,8 @@ from pipeline_oracle import by_events
 from stagewright.graphs.models.modules import CORE
 from stagewright.graphs.models.shards import shares_of
 
+WITH_WEIGHTS = ("matmul", "convolution")
+
 
 class Plain:
     """``seconds`` and what they are made of."""
@@ -191,13 +193,15 @@ class Plain:
     def operator_seconds(self, share, name, one):
         """The longer of FLOPs and traffic, and the launch; nothing is made 8 bits wide."""
         samples, reached = self.layout.microbatch, self.problem.reached
-        weights = (one.parameters + one.tied_parameters) * (one.kind == "matmul")
+        weights = (one.parameters + one.tied_parameters) * (one.kind in WITH_WEIGHTS)
         moved = (weights + samples * (one.moved - weights)) * self.precision.activation_bytes
         if name == "loss" and reached.logit_bytes is not None:
             moved = samples * share.gradient_bytes / 4 * reached.logit_bytes  # of 4-byte logits
         products = 0.0
         if name == "attention" and reached.attention is not None:
             products = self.attention_seconds(one.unmasked, samples * one.flops)
+        elif one.kind == "convolution":
+            products = samples * one.flops / (self.peak_16_bits * reached.convolution)
         elif one.flops:
             kernels = share.experts if name.startswith("experts") else 1
             products = kernels * self.product_seconds(share, samples * one.flops / kernels)
@@ -232,9 +236,9 @@ class Plain:
     def cast_seconds(self, share, one):
         """A product's inputs, or its outputs' gradients, are made 8 bits wide."""
         weights = one.parameters + one.tied_parameters
-        if not self.in_8_bits(share) or not one.flops or not weights:
+        if not self.in_8_bits(share) or one.kind != "matmul" or not weights:
             return 0.0
-        elements = (one.moved - (weights if one.kind == "matmul" else 0)) / 2
+        elements = (one.moved - weights) / 2
         moved = self.layout.microbatch * elements * self.problem.reached.cast_bytes
         return moved / self.memory_rate
 
@@ -287,7 +291,7 @@ class Plain:
         if not self.problem.memory.by_operator:
             return tuple(name for name in share.operators if name in CORE)
         kept = {"query, key, value", "latent", "attention", "scores", "weighted values"}
-        kept |= {"feed-forward in", "shared in", "shared score"}
+        kept |= {"feed-forward in", "shared in", "shared score", "recurrent in"}
         return tuple(
             name
             for name, one in share.operators.items()
@@ -302,7 +306,7 @@ class Plain:
         reached, total, kernels = self.problem.reached, 0.0, 0
         for name, one in share.operators.items():
             summed = 0.0
-            if self.problem.fused_gradients and one.kind == "matmul":
+            if self.problem.fused_gradients and one.kind in WITH_WEIGHTS:
                 moved = 2 * (one.parameters + one.tied_parameters) * self.precision.gradient_bytes
                 summed = moved / self.memory_rate + reached.launch_seconds
             if one.weight_gradients:

@@ -176,16 +176,18 @@ def model_fields(architecture: Architecture) -> Fields:
 
 _LACKING = (
     traits.SIDE_BY_SIDE, traits.EMBEDDING_NORM, traits.LOGITS_BIAS, traits.SCALES_ONLY,
-    traits.NO_WEIGHTS, traits.NORMS_AFTER, traits.ALIBI,
+    traits.NO_WEIGHTS, traits.NORMS_AFTER, traits.ALIBI, traits.GATED, traits.VARIED,
+    *traits.RECURRENCES.values(),
 )  # fmt: skip
-"""What no layer of Megatron Core has, whatever the recipe."""
+"""What no layer of Megatron Core has, whatever the recipe; or, as recurrences, not every one."""
 
 
 def _refuse_other_layers(problem: TrainingProblem, _: Layout, framework: str) -> None:
     for what in traits.every_trait(problem.architecture):
         if what in _LACKING:
             raise InputError(
-                f"{problem.architecture.name} has {what}: {framework} has no such layers; "
+                f"{problem.architecture.name} has {what}: exports to {framework} have no such "
+                "layers; "
                 "deepspeed and accelerate take any model of transformers"
             )
 

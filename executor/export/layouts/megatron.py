@@ -33,14 +33,14 @@ NORMS = {"layer": "LayerNorm", "rms": "RMSNorm"}
 
 def model_arguments(architecture: Architecture, sequence: int) -> list[Argument]:
     """Megatron-LM's arguments of a model; fields unknown to :class:`Architecture` keep defaults."""
-    rotary = architecture.positions is None
+    rotary, attention = architecture.positions is None, architecture.first_attention
     longest = sequence if architecture.positions is None else architecture.positions
     found: list[Argument] = [
         ("--num-layers", str(architecture.layers)),
         ("--hidden-size", str(architecture.hidden)),
         ("--ffn-hidden-size", str(architecture.feed_forward.width)),
-        ("--num-attention-heads", str(architecture.attention.heads)),
-        *_attention(architecture.attention),
+        ("--num-attention-heads", str(attention.heads)),
+        *_attention(attention),
         ("--seq-length", str(sequence)),
         ("--max-position-embeddings", str(longest)),
         ("--position-embedding-type", "rope" if rotary else "learned_absolute"),
@@ -147,7 +147,7 @@ def _require_gates(problem: TrainingProblem, _: Layout, framework: str) -> None:
 
 
 def _require_biases(problem: TrainingProblem, _: Layout, framework: str) -> None:
-    of, attention = problem.architecture, problem.architecture.attention
+    of, attention = problem.architecture, problem.architecture.first_attention
     latent = isinstance(attention, LatentAttention)
     outputs = attention.bias if isinstance(attention, LatentAttention) else attention.output_bias
     others = outputs or of.feed_forward.bias

@@ -1,0 +1,122 @@
+"""What a model type of transformers is described by: which fields of a ``config.json`` mean what.
+
+A cell is a number or a word that holds for all models of the type, a :data:`Field`, or for required
+fields the name alone; ``a|b`` is a field that has two names.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from stagewright.graphs.importers.config_fields import Cell, Field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertFields:
+    """Fields of the experts; ``shared`` is the width of shared experts, or with ``each`` a number.
+
+    ``dense`` is the field that says which blocks have none, see ``hf_config``.
+    """
+
+    number: Cell
+    per_token: Cell = "num_experts_per_tok"
+    width: Cell = "moe_intermediate_size"
+    shared: Cell = None
+    each: bool = False
+    gate: bool = False
+    dense: Field | None = None
+    bias: bool = False
+    router_bias: bool = False
+    gated: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecurrentFields:
+    """Fields of recurrent mixers, of a ``rule`` of recurrences or of another class.
+
+    Null heads and sizes are those of the attention, null ``groups`` the heads; a null or "auto"
+    ``head_size`` follows from the ``width``, which is else ``expand`` times the hidden size.
+    ``kinds`` is a field with the kind of every block; without it blocks have attention that the
+    field ``indices`` lists, or every ``every``-th from ``first`` on (None: the last of so many).
+    ``beside``: all have both. ``alone``: a block is a mixer or a feed-forward alone.
+    """
+
+    rule: Literal["ssd", "delta", "lightning", "selective", "convolution"]
+    heads: Cell = None
+    head_size: Cell = None
+    width: Cell = None
+    expand: Cell = None
+    state_size: Cell = None
+    groups: Cell = None
+    chunk: Cell = None
+    kernel_size: Cell = None
+    step_rank: Cell = None
+    bias: Field | bool = False
+    output_bias: Field | bool | None = None
+    convolution_bias: Field | bool = False
+    norm: Field | bool = True
+    kinds: str | None = None
+    indices: str | None = None
+    every: Cell = None
+    first: Cell = None
+    beside: bool = False
+    alone: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelType:
+    """Fields of a model type; by default those of Llama.
+
+    Where they are null, ``groups`` are the heads, the head's size follows from the hidden size, and
+    the ``width`` is four times that; a ``narrowed`` one is two thirds of what it says, rounded as
+    LFM2 does it. ``latent``: the ranks of queries and of keys and values, and a head's sizes
+    (plain, rotary, value). ``output_bias`` None is as ``bias``; ``offset`` is of the table of
+    positions. ``pattern`` says which blocks have no window: those that the field ``layer_types`` or
+    else a rule of ``hf_config`` tells; with ``alternates`` every second of the others has none
+    either. ``rotary`` may be a field that is then "rope"; ``rotary_part`` of a head is rotated.
+    ``when`` a flag is not its default, the cells are replaced. Other values of the flags in
+    ``required`` are refused: such operators are not counted.
+    """
+
+    layers: Cell = "num_hidden_layers"
+    hidden: Cell = "hidden_size"
+    vocabulary: Cell = "vocab_size"
+    heads: Cell = "num_attention_heads"
+    groups: Cell = ("num_key_value_heads", None)
+    head_size: Cell = ("head_dim", None)
+    bias: Field | bool = ("attention_bias", False)
+    output_bias: Field | bool | None = None
+    head_norms: Field | bool = False
+    whole_norms: Field | bool = False
+    sinks: bool = False
+    gate: bool = False
+    recurrent: RecurrentFields | None = None
+    latent: tuple[Field, Field, Field, Field, Field] | None = None
+    width: Cell = "intermediate_size"
+    narrowed: bool = False
+    gated: bool = True
+    relu: bool = False
+    mlp_bias: Field | bool = False
+    experts: ExpertFields | None = None
+    norm: Literal["layer", "rms", "layer-scale", "layer-plain"] = "rms"
+    norms: Cell = 2
+    parallel: bool = False
+    embedding_norm: bool = False
+    epsilon: Field | None = ("rms_norm_eps", 1e-6)
+    base: Field | None = ("rope_theta", 10_000.0)
+    rotary: Field | bool = True
+    rotary_part: Field | None = None
+    positions: Cell = None
+    offset: int = 0
+    segments: Cell = None
+    tied: Field = ("tie_word_embeddings", False)
+    logits_bias: Field | bool = False
+    window: Cell = None
+    pattern: Field | int | None = None
+    alternates: bool = False
+    chunked: bool = False
+    dropout: Field | None = None
+    encoder: bool = False
+    required: tuple[tuple[str, bool], ...] = ()
+    traits: tuple[str, ...] = ()
+    when: tuple[tuple[str, bool, Mapping[str, Any]], ...] = ()
