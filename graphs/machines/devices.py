@@ -51,6 +51,7 @@ NVLINK = 25e9
 """Bytes/s per direction of one NVLink of the second to fourth generation (V100, A100, H100;
 NVIDIA's datasheets)."""
 
+MOST_PCIE = 64e9  # bytes/s of 16 lanes of the fifth generation
 _MIN_FLOPS = 1e9  # FLOP/s; anything below is a number of TFLOP/s without its unit
 
 
@@ -168,16 +169,41 @@ def accelerator(kind: str | Accelerator) -> Accelerator:
 
     Raises InputError if the name is not in the table.
     """
-    if isinstance(kind, Accelerator):
-        return kind
-    try:
-        return ACCELERATORS[kind.lower()]
-    except KeyError:
+    found = known_kind(kind)
+    if found is None:
         known = ", ".join(sorted(ACCELERATORS))
         raise InputError(
             f"device {kind!r} is not known; known are {known}; or give the JSON file of a kind "
             "of your own"
-        ) from None
+        )
+    return found
+
+
+def known_kind(kind: str | Accelerator) -> Accelerator | None:
+    """The accelerator called ``kind`` as of :func:`accelerator`; None if it is not in the table."""
+    return ACCELERATORS.get(kind.lower()) if isinstance(kind, str) else kind
+
+
+def kind_named(text: str) -> str | None:
+    """The kind that a driver's or scheduler's name is of, such as NVIDIA-H100-80GB-HBM3.
+
+    The words of a kind's name are in it, whatever separates them; the longest name counts. A card
+    for PCIe is none of a kind with faster links.
+    """
+    if re.search(r"\dg\.\d+gb", text):  # a part of a GPU, as MIG names it
+        return None
+    found = [
+        card
+        for card in ACCELERATORS.values()
+        if all(_has_word(text, word) for word in card.name.split("-"))
+        and not (_has_word(text, "pcie") and (card.server_bytes_per_second or 0) > MOST_PCIE)
+    ]
+    return max((card.name for card in found), key=len, default=None)
+
+
+def _has_word(text: str, word: str) -> bool:
+    letters = r"[\W_]*".join(word)
+    return re.search(rf"(?<![^\W_]){letters}(?![^\W_])", text, re.IGNORECASE) is not None
 
 
 def require_arithmetic(card: Accelerator, precision: str) -> None:

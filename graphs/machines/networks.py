@@ -3,7 +3,13 @@
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import require_count
 from stagewright.graphs.machines.cluster import Link
-from stagewright.graphs.machines.devices import ACCELERATORS, NVLINK, Accelerator, accelerator
+from stagewright.graphs.machines.devices import (
+    ACCELERATORS,
+    NVLINK,
+    Accelerator,
+    accelerator,
+    known_kind,
+)
 from stagewright.graphs.machines.fabric import MAX_GPUS, Fabric, Level
 
 SERVER_SHARE, NETWORK_SHARE = 0.812, 0.84
@@ -85,7 +91,7 @@ def _part(devices: int, most: int) -> int:
 
 def nvlink_rate(kind: str | Accelerator) -> float:
     """Bytes/s per direction of one NVLink of a kind; for an unknown kind the rate of a V100."""
-    card = ACCELERATORS.get(kind.lower()) if isinstance(kind, str) else kind
+    card = known_kind(kind)
     return SERVER_SHARE * (NVLINK if card is None else card.nvlink_bytes_per_second)
 
 

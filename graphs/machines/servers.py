@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -23,21 +24,20 @@ MAX_MATRIX = 1024
 
 @dataclass(frozen=True, slots=True)
 class ServerGroup:
-    """``servers`` equal servers, each with ``devices`` devices like ``device``, whatever its name.
+    """``servers`` equal servers, each with ``devices``.
 
-    ``intra`` is the link between devices of a server, ``inter`` that to devices of other servers;
-    None where there is no such pair.
+    ``intra`` is the link between devices of a server, or the server as a cluster if its links
+    differ; ``inter`` the link to devices of other servers. None where there is no such pair.
     """
 
-    device: Device
+    devices: tuple[Device, ...]
     servers: int
-    devices: int
-    intra: Link | None
+    intra: Link | Cluster | None
     inter: Link | None
 
 
-def mixed_servers(groups: Sequence[ServerGroup], name: str) -> Cluster:
-    """The servers of all groups, with devices named s0g0, s0g1, ...
+def mixed_servers(groups: Sequence[ServerGroup], name: str, source: str | None = None) -> Cluster:
+    """The servers of all groups; a device is named after its server and itself: s0g0, s0g1, ...
 
     Servers of two groups communicate at the lower bandwidth and the higher latency of both. If the
     groups have the same links the cluster has levels, else a matrix of at most ``MAX_MATRIX``
@@ -45,58 +45,40 @@ def mixed_servers(groups: Sequence[ServerGroup], name: str) -> Cluster:
     """
     for one in groups:
         require_count(one.servers, "the number of servers", MAX_DEVICES)
-        require_count(one.devices, "the number of devices per server", MAX_DEVICES)
-    total = sum(one.servers * one.devices for one in groups)
+        require_count(len(one.devices), "the number of devices per server", MAX_DEVICES)
+    total = sum(one.servers * len(one.devices) for one in groups)
     require_count(total, "the number of devices", MAX_DEVICES)
     of_server = [group for group in groups for _ in range(group.servers)]
-    servers = tuple(
-        tuple(f"s{s}g{g}" for g in range(group.devices)) for s, group in enumerate(of_server)
-    )
-    devices = tuple(
-        replace(group.device, name=id_)
-        for group, server in zip(of_server, servers, strict=True)
-        for id_ in server
-    )
-    inside = {one.intra for one in groups if one.intra is not None and one.devices > 1}
+    named = [
+        [replace(one, name=f"s{s}{one.name}") for one in group.devices]
+        for s, group in enumerate(of_server)
+    ]
+    devices = [one for server in named for one in server]
+    servers = tuple(tuple(one.name for one in server) for server in named)
+    inside = {one.intra for one in groups if one.intra is not None and len(one.devices) > 1}
     between = {one.inter for one in groups if len(of_server) > 1}
-    if len(inside) <= 1 and len(between) <= 1:
+    intra = next(iter(inside), None)
+    if len(inside) <= 1 and len(between) <= 1 and not isinstance(intra, Cluster):
         inter = next(iter(between), None)
-        intra = next(iter(inside), inter or groups[0].intra)
+        alone = groups[0].intra
+        intra = intra or inter or (alone if isinstance(alone, Link) else None)
         if intra is None:
             raise InputError(f"cluster {name!r} has no links: give that inside a server")
-        return Cluster(name, devices, ServerLinks(servers, intra, inter))
-    return _with_matrix(name, devices, servers, of_server)
+        return Cluster(name, tuple(devices), ServerLinks(servers, intra, inter), source=source)
+    return replace(_with_matrix(name, devices, servers, of_server), source=source)
 
 
-def repeated(one: Cluster, servers: int, inter: Link) -> Cluster:
-    """``servers`` servers like ``one``, with ``inter`` between their devices: s0GPU0, s1GPU0, ...
+def repeated(one: Cluster, servers: int, inter: Link | None) -> ServerGroup:
+    """``servers`` servers like ``one``, with ``inter`` to devices of other servers.
 
-    If all pairs of ``one`` have the same link the cluster has levels, else a matrix of at most
-    ``MAX_MATRIX`` devices. Raises InputError if there are too many devices, or ``one`` is no matrix
-    of links.
+    Raises InputError if ``one`` is no matrix of links.
     """
-    require_count(servers, "the number of servers", MAX_DEVICES)
-    require_count(servers * len(one), "the number of devices", MAX_DEVICES)
     if not isinstance(one.links, MatrixLinks):
         raise InputError(f"cluster {one.name!r} has servers already; one of a matrix is needed")
-    name = f"{servers} x {one.name}"
-    names = tuple(
-        tuple(f"s{number}{device.name}" for device in one.devices) for number in range(servers)
-    )
-    devices = tuple(
-        replace(device, name=id_)
-        for server in names
-        for device, id_ in zip(one.devices, server, strict=True)
-    )
     alike = with_levels(one).links
-    if isinstance(alike, ServerLinks) or len(one) == 1:
-        intra = alike.intra if isinstance(alike, ServerLinks) else inter
-        return Cluster(name, devices, ServerLinks(names, intra, inter), source=one.source)
-    _require_matrix(len(devices))
-    latency = np.broadcast_to(np.array(one.links.latency_seconds), (len(one),) * 2)
-    bandwidth = _blocks(one.direct_bandwidth, servers, inter.bandwidth_bytes_per_second)
-    seconds = _blocks(latency, servers, inter.latency_seconds)
-    return replace(_matrix(name, devices, names, bandwidth, seconds), source=one.source)
+    return ServerGroup(
+        one.devices, servers, alike.intra if isinstance(alike, ServerLinks) else one, inter
+    )
 
 
 def with_levels(cluster: Cluster) -> Cluster:
@@ -116,16 +98,6 @@ def with_levels(cluster: Cluster) -> Cluster:
     return replace(cluster, links=ServerLinks(servers, link, link if len(servers) > 1 else None))
 
 
-def _blocks(inside: Floats, servers: int, between: float) -> Floats:
-    """A matrix of servers: ``inside`` on the diagonal, ``between`` elsewhere."""
-    size = len(inside)
-    every = np.full((servers * size, servers * size), between)
-    for number in range(servers):
-        own = slice(number * size, (number + 1) * size)
-        every[own, own] = inside
-    return every
-
-
 def _with_matrix(
     name: str,
     devices: Sequence[Device],
@@ -133,36 +105,21 @@ def _with_matrix(
     groups: Sequence[ServerGroup],
 ) -> Cluster:
     """The cluster of servers with unequal links; ``groups`` has the group of every server."""
-    _require_matrix(len(devices))
-    every = range(len(groups))
-    links = [[_link(groups, one, other) for other in every] for one in every]
-    bandwidth = np.array([[one.bandwidth_bytes_per_second for one in row] for row in links])
-    latency = np.array([[one.latency_seconds for one in row] for row in links])
-    of_device = np.repeat(every, [one.devices for one in groups])
-    pairs = np.ix_(of_device, of_device)
-    return _matrix(name, devices, servers, bandwidth[pairs], latency[pairs])
-
-
-def _link(groups: Sequence[ServerGroup], one: int, other: int) -> Link:
-    """The link between devices of two servers, or of the same server."""
-    first, second = groups[one], groups[other]
-    ends = [first.intra or first.inter] if one == other else [first.inter, second.inter]
-    known = [link for link in ends if link is not None]
-    if len(known) < len(ends):
-        raise InputError("the servers must be connected: give the link between servers")
-    return Link(
-        min(link.bandwidth_bytes_per_second for link in known),
-        max(link.latency_seconds for link in known),
-    )
-
-
-def _matrix(
-    name: str,
-    devices: Sequence[Device],
-    servers: Sequence[Sequence[str]],
-    bandwidth: Floats,
-    latency: Floats,
-) -> Cluster:
+    if len(devices) > MAX_MATRIX:
+        raise InputError(
+            f"{len(devices)} devices with unequal links need a matrix of links, which may have at "
+            f"most {MAX_MATRIX}; give every server the same links"
+        )
+    ends = np.cumsum([0, *(len(one.devices) for one in groups)])
+    spans = [slice(*pair) for pair in pairwise(ends)]
+    bandwidth, latency = np.zeros((2, len(devices), len(devices)))
+    for i, one in enumerate(groups):
+        for j, other in enumerate(groups):
+            link = _link(one, other) if i != j else one.intra or one.inter
+            if link is None:
+                raise InputError("the servers must be connected: give the link between servers")
+            at = spans[i], spans[j]
+            bandwidth[at], latency[at] = _entries(link)
     rows = [[entry or None for entry in row] for row in bandwidth.tolist()]
     seconds: float | list[list[float]] = latency.tolist()
     if (latency == latency[0, -1]).all():
@@ -170,9 +127,19 @@ def _matrix(
     return from_matrix(devices, rows, seconds, servers=servers, name=name)
 
 
-def _require_matrix(devices: int) -> None:
-    if devices > MAX_MATRIX:
-        raise InputError(
-            f"{devices} devices with unequal links need a matrix of links, which may have at most "
-            f"{MAX_MATRIX}; give every server the same links"
-        )
+def _link(one: ServerGroup, other: ServerGroup) -> Link | None:
+    """The link between devices of two servers; None if one of them has none."""
+    if one.inter is None or other.inter is None:
+        return None
+    return Link(
+        min(one.inter.bandwidth_bytes_per_second, other.inter.bandwidth_bytes_per_second),
+        max(one.inter.latency_seconds, other.inter.latency_seconds),
+    )
+
+
+def _entries(link: Link | Cluster) -> tuple[Floats | float, Floats | float]:
+    """Bandwidths and latencies of a link, or of the direct links in a server."""
+    if isinstance(link, Link):
+        return link.bandwidth_bytes_per_second, link.latency_seconds
+    assert isinstance(link.links, MatrixLinks)
+    return link.direct_bandwidth, np.array(link.links.latency_seconds)

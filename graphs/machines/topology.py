@@ -2,9 +2,8 @@
 
 import math
 import os
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 
@@ -12,8 +11,13 @@ from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MAX_DEVICES, parse_bandwidth, require_count
 from stagewright.graphs.machines.cluster import Cluster, Device, Link, ServerLinks, from_matrix
-from stagewright.graphs.machines.devices import Accelerator, kind_of_device
-from stagewright.graphs.machines.networks import SERVER_LATENCY, SERVER_SHARE, nvlink_rate
+from stagewright.graphs.machines.devices import Accelerator, kind_of_device, known_kind
+from stagewright.graphs.machines.networks import (
+    SERVER_LATENCY,
+    SERVER_SHARE,
+    nvlink_rate,
+    server_link,
+)
 
 # What NCCL 2.30 assumes that GPUs reach: 60, 120 and 240 (x 100 Mb/s) of each of 16 lanes
 # (src/graph/topo.cc, kvDictPciGen), a sixth of it lost through an Intel CPU (INTEL_P2P_OVERHEAD of
@@ -48,9 +52,6 @@ _DGX1_NVLINKS = (
     (0, 0, 0, 1, 2, 1, 2, 0),
 )
 
-_ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")  # nvidia-smi underlines the header
-_GPU = re.compile(r"GPU\d+")
-_NIC = re.compile(r"^\s*(NIC\d+):\s*(\S+)", re.MULTILINE)  # a line of the legend
 _NO_LINK = ("-", "x", "none", "null")
 
 
@@ -140,34 +141,64 @@ def read_matrix(
     return from_matrix(_devices(names, kind, memory_bytes), rows, latency, name=title)
 
 
-def parse_nvidia_smi(
-    text: str,
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """Equal servers as a tool lists them; a list of network cards alone has no ``devices``.
+
+    ``links`` has, for every two devices of a server, the name of the path that joins them, such as
+    ``NV18`` or ``SYS``; ``-`` is no direct link. None if the tool lists no links.
+    ``path_bytes_per_second`` has the rates of paths that the tool gives, ``card_bytes_per_second``
+    those of a server's network cards. ``kind`` is what the tool calls the devices, ``domain`` the
+    name of the NVLink domain that servers share.
+    """
+
+    place: str
+    devices: tuple[str, ...] = ()
+    links: tuple[tuple[str, ...], ...] | None = None
+    servers: int = 1
+    kind: str | None = None
+    domain: str = ""
+    cards: tuple[str, ...] = ()
+    card_bytes_per_second: tuple[float, ...] = ()
+    path_bytes_per_second: Mapping[str, float] = field(default_factory=dict)
+    pcie: int | None = None
+    lists_pcie_only: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The names of the paths between devices."""
+        return tuple(sorted({path for row in self.links or () for path in row} - {"X", "-"}))
+
+    @property
+    def source(self) -> str:
+        """The tool's file, and what it lists besides links, for the source of a cluster."""
+        cards = [f"network cards {', '.join(self.cards)}"] if self.cards else []
+        return "; ".join([self.place, *cards, *self.notes])
+
+
+def server_of(
+    listed: Listed,
     *,
-    place: str = "nvidia-smi topo -m",
-    pcie: int = 3,
+    pcie: int | None = None,
     paths: Mapping[str, float] | None = None,
     latency: float = SERVER_LATENCY,
     kind: str | Accelerator = "v100",
     memory_bytes: float | None = None,
-    name: str = "nvidia-smi",
+    name: str = "listed",
 ) -> Cluster:
-    """A cluster of one server from the text that ``nvidia-smi topo -m`` prints.
+    """A cluster of one of the servers that a tool lists with its links.
 
-    Network cards are columns like NIC0, which the legend names, or like mlx5_0; ``source`` lists
-    them. CPU affinities are ignored.
-
-    Raises InputError in one line that names the row and column, or if there is no such generation
-    or path.
+    Raises InputError in one line if there is no such generation or path, or a path has no rate.
 
     Parameters
     ----------
-    text
-        The output.
-    place
-        Starts every message, for example a file name.
+    listed
+        The servers.
     pcie
-        Generation of PCIe, 3 to 5: the paths have the rates of ``PCIE_PATHS``. One NVLink has that
-        of the kind, as collectives reach it; ``NV2`` is two of them.
+        Generation of PCIe, 3 to 5: the paths have the rates of ``PCIE_PATHS``; default: that of the
+        list, else 3. One NVLink has that of the kind, as collectives reach it; ``NV2`` is two of
+        them.
     paths
         Bytes/s of paths that are known better.
     latency
@@ -177,42 +208,53 @@ def parse_nvidia_smi(
     name
         Name of the cluster.
     """
+    pcie = pcie or listed.pcie or 3
     if pcie not in PCIE_PATHS:
         raise InputError(f"pcie must be one of {', '.join(map(str, PCIE_PATHS))}, got {pcie!r}")
-    columns, links = _smi_links(text, place)
-    names = [column for column in columns if _GPU.fullmatch(column)]
-    joins = _distinct(links)
     given = {} if paths is None else paths
-    unused = sorted(given.keys() - joins)
+    unused = sorted(given.keys() - set(listed.paths))
     if unused:
-        raise InputError(f"{place}: no GPUs are joined by {unused[0]}, only by {', '.join(joins)}")
-    every = {link: _smi_rate(link, kind, pcie, given) for link in joins}
-    rows = [[None if link == "X" else every[link][0] for link in row] for row in links]
-    stated = [f"{link} at {rate / 1e9:.4g} GB/s{why}" for link, (rate, why) in every.items()]
-    source = "; ".join([place, *stated, *_network_cards(text, columns)])
+        raise InputError(
+            f"{listed.place}: no GPUs are joined by {unused[0]}, only by {', '.join(listed.paths)}"
+        )
+    every = {path: _path_rate(path, listed, kind, pcie, given) for path in listed.paths}
+    rows = [
+        [every[path][0] if path in every else None for path in row] for row in listed.links or ()
+    ]
+    stated = [f"{path} at {rate / 1e9:.4g} GB/s{why}" for path, (rate, why) in every.items()]
     made = from_matrix(
-        _devices(names, kind, memory_bytes), rows, latency, servers=[names], name=name
+        _devices(listed.devices, kind, memory_bytes),
+        rows,
+        latency,
+        servers=[listed.devices],
+        name=name,
     )
-    return replace(made, source=source)
+    first, *rest = listed.source.split("; ")
+    return replace(made, source="; ".join([first, *stated, *rest]))
 
 
-def nvidia_smi_paths(text: str, place: str) -> tuple[str, ...]:
-    """How GPUs are joined in the text of ``nvidia-smi topo -m``, such as ``NV18`` or ``SYS``.
-
-    Raises InputError as of :func:`parse_nvidia_smi`.
-    """
-    return _distinct(_smi_links(text, place)[1])
-
-
-def _distinct(links: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    return tuple(sorted({link for row in links for link in row} - {"X"}))
-
-
-def _network_cards(text: str, columns: Sequence[str]) -> list[str]:
-    """The network cards, by the names of the legend, as one phrase if there are any."""
-    legend = dict(_NIC.findall(text))
-    cards = [legend.get(one, one) for one in columns if not _GPU.fullmatch(one)]
-    return [f"network cards {', '.join(cards)}"] if cards else []
+def _path_rate(
+    path: str, listed: Listed, kind: str | Accelerator, pcie: int, given: Mapping[str, float]
+) -> tuple[float, str]:
+    """Bytes/s between GPUs that ``path`` joins, and in brackets its source if not ``given``."""
+    if path in given:
+        return given[path], ""
+    if path in PATHS:
+        return PCIE_PATHS[pcie][path], f" (PCIe {pcie})"
+    if path in listed.path_bytes_per_second:
+        rate = SERVER_SHARE * listed.path_bytes_per_second[path]
+    elif path.startswith("NV"):
+        rate = int(path[2:]) * nvlink_rate(kind)
+    else:
+        card = known_kind(kind)
+        link = None if card is None else server_link(card)
+        if link is None:
+            raise InputError(
+                f"{listed.place}: the rate of {path} is not known; give the kind, for example "
+                f"--device mi300x, or --intra {path}=64GB/s"
+            )
+        rate = link.bandwidth_bytes_per_second
+    return rate, f" ({SERVER_SHARE:.1%} of {rate / SERVER_SHARE / 1e9:.4g})"
 
 
 def _devices(
@@ -247,58 +289,3 @@ def _parse_row(
             continue
         row.append(parse_bandwidth(entry, f"{place}: {names[i]} to {names[j]}:"))
     return row
-
-
-def _smi_links(text: str, place: str) -> tuple[list[str], list[list[str]]]:
-    """The columns, and how every GPU is joined to every GPU."""
-    columns, table = _smi_table(text, place)
-    names = [column for column in columns if _GPU.fullmatch(column)]
-    links = [[_smi_entry(table, columns, a, b, place) for b in names] for a in names]
-    for i, row in enumerate(links):
-        for j, link in enumerate(row):
-            if link != links[j][i]:
-                raise InputError(
-                    f"{place}: {names[i]} to {names[j]} is {link}, back it is {links[j][i]}"
-                )
-    return columns, links
-
-
-def _smi_table(text: str, place: str) -> tuple[list[str], dict[str, list[str]]]:
-    """The column names before the affinities, and the entries of each row below them."""
-    lines = [line.split() for line in _ESCAPES.sub("", text).splitlines()]
-    header = next((i for i, line in enumerate(lines) if line and _GPU.fullmatch(line[0])), None)
-    if header is None or "X" in lines[header]:
-        raise InputError(f"{place}: no header of GPU0, GPU1, ...; paste the whole output")
-    columns = []
-    for word in lines[header]:
-        if word in ("CPU", "NUMA", "GPU"):  # "CPU Affinity", "NUMA Affinity", "GPU NUMA ID"
-            break
-        columns.append(word)
-    rows = {line[0]: line[1:] for line in lines[header + 1 :] if line and line[0] in columns}
-    return columns, rows
-
-
-def _smi_entry(
-    table: Mapping[str, Sequence[str]], columns: Sequence[str], a: str, b: str, place: str
-) -> str:
-    if a not in table:
-        raise InputError(f"{place}: the row of {a} is missing; paste the whole output")
-    column = columns.index(b)
-    if len(table[a]) <= column:
-        raise InputError(f"{place}: the row of {a} ends before the column of {b}")
-    link = table[a][column]
-    if (link == "X") != (a == b) or not re.fullmatch(rf"X|NV[1-9]\d*|{'|'.join(PATHS)}", link):
-        raise InputError(f"{place}: {a} to {b}: {link!r} is none of NV#, {', '.join(PATHS)}")
-    return link
-
-
-def _smi_rate(
-    link: str, kind: str | Accelerator, pcie: int, given: Mapping[str, float]
-) -> tuple[float, str]:
-    """Bytes/s between GPUs that ``link`` joins, and in brackets its source if not ``given``."""
-    if link in given:
-        return given[link], ""
-    if not link.startswith("NV"):
-        return PCIE_PATHS[pcie][link], f" (PCIe {pcie})"
-    rate = int(link[2:]) * nvlink_rate(kind)
-    return rate, f" ({SERVER_SHARE:.1%} of {rate / SERVER_SHARE / 1e9:.4g})"

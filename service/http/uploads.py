@@ -18,10 +18,12 @@ from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import parse_bytes
 from stagewright.graphs.importers.hf_config import parse_hf_config
-from stagewright.graphs.machines import cluster, topology
+from stagewright.graphs.importers.machine_lists import listed_server
+from stagewright.graphs.machines import cluster
 from stagewright.graphs.machines.cluster import Cluster
 from stagewright.graphs.machines.devices import GENERIC
 from stagewright.graphs.machines.rates import published_rates
+from stagewright.graphs.machines.topology import server_of
 from stagewright.graphs.models import chain
 from stagewright.graphs.models.chain import Chain
 from stagewright.service.http.guard import Reader, Service, Serving, Submitter
@@ -126,7 +128,7 @@ async def upload_topology(
     memory: Annotated[str | None, Query(max_length=20)] = None,
     pcie: Annotated[int, Query(ge=3, le=5)] = 3,
 ) -> UploadView:
-    """Keep the cluster that ``nvidia-smi topo -m`` prints.
+    """Keep the server that ``nvidia-smi topo -m``, ``rocm-smi --showtopo`` or ``lstopo`` prints.
 
     ``device`` is the kind of its devices, ``memory`` that of each where the kind is not known, such
     as 80GB; ``pcie`` is the generation of PCIe.
@@ -134,8 +136,11 @@ async def upload_topology(
 
     def made() -> bytes:
         size = None if memory is None else parse_bytes(memory, "memory")
-        found = topology.parse_nvidia_smi(
-            _utf8(sent.text), kind=device, memory_bytes=size, pcie=pcie
+        found = server_of(
+            listed_server(_utf8(sent.text), "the topology"),
+            kind=device,
+            memory_bytes=size,
+            pcie=pcie,
         )
         return documents.to_json(found).encode()
 

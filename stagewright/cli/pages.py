@@ -110,7 +110,7 @@ EXAMPLES: dict[str, str] = {
             --latency-inter 5us --device v100 -o cluster.json
         stagewright cluster 4x8 --device h100 -o cluster.json
         stagewright cluster a100:2x4,v100:3x8 --inter 12.5GB/s -o cluster.json
-        stagewright cluster 4 --nvidia-smi topo.txt --inter 50GB/s -o cluster.json""",
+        stagewright cluster 4 --from topo.txt --inter 50GB/s -o cluster.json""",
     "profile": """
         stagewright profile --module net:build --data net:batches --on cuda \\
             --microbatch-sizes 1,2,4 -o model.json""",

@@ -17,8 +17,8 @@ COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[
 
 # The same meaning in several forms: a file or a text, one for all or one for each, by name of unit.
 FORMS = {
-    "--cluster", "--memory-limit", "--microbatch-size", "--microbatches", "--output", "--planner",
-    "--rates", "--recompute", "--replicas", "--stages", "--tensor",
+    "--cluster", "--from", "--memory-limit", "--microbatch-size", "--microbatches", "--output",
+    "--planner", "--rates", "--recompute", "--replicas", "--stages", "--tensor",
 }  # fmt: skip
 
 

@@ -201,7 +201,7 @@ def test_ones_own_kind() -> None:
         (["cluster", "4", "--nvidia-smi", "topo.txt"], "--inter is missing: links of kind generic"),
         (["cluster", "--nvidia-smi", "topo.txt", "--inter", "1GB/s"], "or to a number of servers"),
         (["cluster", "--dgx1", "--intra", "1GB/s"], "the server's links are given"),
-        (["cluster", "--dgx1", "--pcie", "4"], "--pcie belongs to --nvidia-smi FILE"),
+        (["cluster", "--dgx1", "--pcie", "4"], "--pcie belongs to --from FILE"),
         (["cluster", "--nvidia-smi", "old.txt", "--pcie", "6"], "less than or equal to 5"),
         (
             ["cluster", "--nvidia-smi", "old.txt", "--intra", "PHB=9GB/s"],
@@ -219,7 +219,7 @@ def test_ones_own_kind() -> None:
             ["model", "vgg19", "--device", "a100", "--precision", "fp8"],
             "a100 has no fp8 arithmetic",
         ),
-        (["model", "vgg19", "--precision", "fp8"], "rtx5090, rtx6000ada, rtxpro6000 have it"),
+        (["model", "vgg19", "--precision", "fp8"], "rtxpro6000, tpu-v5p, trainium2 have it"),
     ],
 )
 def test_refusals(arguments: list[str], message: str) -> None:
@@ -238,3 +238,64 @@ def test_a_layout_on_ones_own_kind() -> None:
     assert "MFU" in answered(*of_file, "--device", EXAMPLE)
     assert "'l40' is not known" in refused(*of_file)
     assert "--device, --gpus: the cluster file" in refused(*of_file, "--device", "t4", "--gpus", 8)
+
+
+def test_nodes_of_schedulers_have_the_links_of_their_kind() -> None:
+    Path("nodes.txt").write_text(
+        "NODELIST GRES STATE\ng[1-4] gpu:h100:8(S:0-1) idle\na[1-2] gpu:a100:4 mix\n"
+    )
+    answered("cluster", "--from", "nodes.txt", "-o", "c.json")
+    cluster = load_cluster("c.json")
+    assert [len(one) for one in cluster.servers] == [8] * 4 + [4] * 2
+    assert cluster.bandwidth[0, [1, 8, 32]].tolist() == [0.812 * 450e9, 0.84 * 50e9, 0.84 * 25e9]
+    assert "nodes.txt; devices h100; assumed: memory 84.9 GB, 42 GB/s" in str(cluster.source)
+    answered(
+        "cluster", "--from", "nodes.txt", "--inter", "h100=4x100Gb/s,a100=9GB/s", "-o", "c.json"
+    )
+    cluster = load_cluster("c.json")
+    assert cluster.bandwidth[0, 8] == 0.84 * 50e9 / 8  # four cards of 12.5 GB/s for eight GPUs
+    assert "5.25 GB/s between servers (84.0% of 4x100Gb/s, over 8 devices)" in str(cluster.source)
+    assert "g[1-4]" not in refused("cluster", "4", "--from", "nodes.txt")
+    Path("nodes.txt").write_text("NodeName=n[1-2] Gres=gpu:8\n")
+    assert "GPUs without a name: no kind of device" in refused("cluster", "--from", "nodes.txt")
+    answered("cluster", "--from", "nodes.txt", "--device", "h200", "-o", "c.json")
+    assert fabric_of(load_cluster("c.json")).devices == 16
+
+
+def test_an_nvlink_domain_is_one_server() -> None:
+    Path("nodes.txt").write_text("NodeName=n[01-36] Gres=gpu:gb200:4\n")
+    answered("cluster", "--from", "nodes.txt", "-o", "c.json")
+    cluster = load_cluster("c.json")
+    assert [level.devices for level in fabric_of(cluster).levels] == [72, 144]
+    assert "servers of 4 joined to 72 by NVLink" in str(cluster.source)
+    Path("nodes.txt").write_text("NodeName=n[01-20] Gres=gpu:gb300:4\n")
+    answered("cluster", "--from", "nodes.txt", "-o", "c.json")
+    assert [len(one) for one in load_cluster("c.json").servers] == [72, 8]
+
+
+def test_servers_of_several_files() -> None:
+    Path("ib.txt").write_text(
+        "".join(f"CA 'm{i}'\n Port 1:\n  State: Active\n  Rate: 400\n" for i in range(3))
+    )
+    both = ["cluster", "h100:2,t4:1", "--from", "topo.txt", "--from", "ib.txt", "--from", "old.txt"]
+    answered(*both, "--inter", "t4=1GB/s", "--pcie", 4, "-o", "c.json")
+    cluster = load_cluster("c.json")
+    assert [len(one) for one in cluster.servers] == [2, 2, 3]
+    assert cluster.bandwidth[0, [1, 2, 4]].tolist() == [0.812 * 450e9, 0.84 * 50e9, 1e9]
+    assert cluster.bandwidth[4, 5:].tolist() == [24e9, 16e9]
+    assert "2 of 3 cards of 400 Gb/s, over 2 devices" in str(cluster.source)
+    assert "'2' says 1 kinds of servers, the files 2" in refused(
+        "cluster", "2", "--from", "topo.txt", "--from", "old.txt"
+    )
+
+
+def test_uplinks_of_an_oversubscribed_leaf() -> None:
+    racks = ["cluster", "2x4x8", "--device", "h100"]
+    answered(*racks, "--oversubscription", 3, "-o", "c.json")
+    levels = fabric_of(load_cluster("c.json")).levels
+    assert [one.devices for one in levels] == [8, 32, 64]
+    assert levels[2].bytes_per_second == levels[1].bytes_per_second / 3
+    assert levels[2].latency_seconds == levels[1].latency_seconds
+    assert "--oversubscription says what --inter-rack says" in refused(
+        *racks, "--oversubscription", 3, "--inter-rack", "9GB/s"
+    )

@@ -15,6 +15,7 @@ from stagewright.graphs.documents.units import (
     parse_bytes,
     parse_latency,
 )
+from stagewright.graphs.importers.machine_lists import nvidia_smi
 from stagewright.graphs.machines.cluster import (
     Cluster,
     Device,
@@ -27,7 +28,7 @@ from stagewright.graphs.machines.cluster import (
 from stagewright.graphs.machines.devices import ACCELERATORS, accelerator
 from stagewright.graphs.machines.fabric import fabric_of
 from stagewright.graphs.machines.networks import fabric_of_kind, server_link
-from stagewright.graphs.machines.topology import PCIE_PATHS, dgx1, parse_nvidia_smi, read_matrix
+from stagewright.graphs.machines.topology import PCIE_PATHS, dgx1, read_matrix, server_of
 
 
 def devices(count: int) -> list[Device]:
@@ -227,18 +228,20 @@ NIC Legend:
 
 
 def test_nvidia_smi_of_a_dgx1_gives_the_built_in_one():
-    parsed = parse_nvidia_smi(DGX1_V100)
+    parsed = server_of(nvidia_smi(DGX1_V100, "topo"))
     np.testing.assert_array_equal(parsed.direct_bandwidth, dgx1().direct_bandwidth)
     assert [device.name for device in parsed.devices] == [f"GPU{i}" for i in range(8)]
     assert len(parsed.servers) == 1
 
 
 def test_nvidia_smi_paths_and_their_overrides():
-    parsed = parse_nvidia_smi(FOUR_PCIE, kind="1080ti")
+    parsed = server_of(nvidia_smi(FOUR_PCIE, "topo"), kind="1080ti")
     assert parsed.bandwidth[0, 1:].tolist() == [12e9, 10e9, 6e9]
     assert parsed.devices[0].kind == "1080ti"
     assert parsed.devices[0].memory_bytes == 11e9
-    faster = parse_nvidia_smi(FOUR_PCIE, paths={"PIX": 24e9}, latency=1e-6, memory_bytes=5e9)
+    faster = server_of(
+        nvidia_smi(FOUR_PCIE, "topo"), paths={"PIX": 24e9}, latency=1e-6, memory_bytes=5e9
+    )
     assert faster.bandwidth[0, 1] == 24e9
     assert faster.bandwidth[0, 2] == 10e9
     assert faster.latency[0, 1] == 1e-6
@@ -250,19 +253,19 @@ def test_nvidia_smi_paths_and_their_overrides():
 )
 def test_nvidia_smi_by_the_generation_of_pcie(generation, rates):
     """The rates of NCCL 2.30 (src/graph/topo.h and topo.cc)."""
-    parsed = parse_nvidia_smi(FOUR_PCIE, pcie=generation)
+    parsed = server_of(nvidia_smi(FOUR_PCIE, "topo"), pcie=generation)
     assert parsed.bandwidth[0, 1:].tolist() == rates
     assert f"SYS at {rates[2] / 1e9:g} GB/s (PCIe {generation})" in parsed.source
     assert set(PCIE_PATHS) == {3, 4, 5}
     with pytest.raises(InputError, match="pcie must be one of 3, 4, 5, got 6"):
-        parse_nvidia_smi(FOUR_PCIE, pcie=6)
+        server_of(nvidia_smi(FOUR_PCIE, "topo"), pcie=6)
 
 
 @pytest.mark.parametrize("kind", ["h100", "h800", "b200"])
 def test_nvidia_smi_of_nvswitch_machines_has_the_links_of_the_kind(kind):
     """That an H100's 450 GB/s are 365 reached is said once, whatever describes the server."""
     links = 8 if kind == "h800" else 18
-    parsed = parse_nvidia_smi(TWO_H100.replace("NV18", f"NV{links}"), kind=kind)
+    parsed = server_of(nvidia_smi(TWO_H100.replace("NV18", f"NV{links}"), "topo"), kind=kind)
     link = server_link(accelerator(kind))
     assert fabric_of(parsed).levels == fabric_of_kind(kind, 2).levels
     assert Link(parsed.bandwidth[0, 1], parsed.latency[0, 1]) == link
@@ -283,14 +286,14 @@ def test_nvidia_smi_of_nvswitch_machines_has_the_links_of_the_kind(kind):
 )
 def test_bad_nvidia_smi_text_gets_one_line(text, message):
     with pytest.raises(InputError, match=message) as caught:
-        parse_nvidia_smi(text, place="topo.txt")
+        server_of(nvidia_smi(text, "topo.txt"))
     assert str(caught.value).startswith("topo.txt: ")
     assert "\n" not in str(caught.value)
 
 
 def test_nvidia_smi_refuses_unknown_overrides():
     with pytest.raises(InputError, match="no GPUs are joined by QPI, only by NODE, PIX, SYS"):
-        parse_nvidia_smi(FOUR_PCIE, paths={"QPI": 1e9})
+        server_of(nvidia_smi(FOUR_PCIE, "topo"), paths={"QPI": 1e9})
 
 
 def test_read_matrix_without_names(tmp_path: Path):

@@ -11,6 +11,7 @@ from stagewright.formulations.parallelism.layout import parse_layout
 from stagewright.formulations.prices.analytic import analytic_model, architecture_model
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.importers.machine_lists import nvidia_smi
 from stagewright.graphs.machines.cluster import Link
 from stagewright.graphs.machines.devices import (
     ACCELERATORS,
@@ -26,7 +27,7 @@ from stagewright.graphs.machines.fabric import Fabric, Level, fabric_of
 from stagewright.graphs.machines.networks import fabric_of_kind, network_link, server_link
 from stagewright.graphs.machines.rates import OTHER_DEVICE, rates_of
 from stagewright.graphs.machines.servers import ServerGroup, mixed_servers
-from stagewright.graphs.machines.topology import parse_nvidia_smi
+from stagewright.graphs.machines.topology import server_of
 from stagewright.graphs.models.architecture import Architecture, FeedForward, GroupedAttention
 from stagewright.service.layouts.problems import training_problem
 
@@ -37,7 +38,7 @@ def test_the_kinds_that_have_fp8_have_bf16() -> None:
     kinds = ACCELERATORS.values()
     assert all(one.has_bf16 for one in kinds if one.fp8_flops is not None)
     assert {one.name for one in kinds if one.has_bf16 and one.fp8_flops is None} == {
-        "a10", "a100", "a100-80gb", "a40", GENERIC, "mi250x", "rtx3090",
+        "a10", "a100", "a100-80gb", "a40", GENERIC, "mi250x", "rtx3090", "tpu-v6e",
     }  # fmt: skip
     assert set(ACCELERATORS) >= {"v100", "a100", GENERIC}
     # 79.10 GiB as torch has them, in place of 80 decimal gigabytes.
@@ -87,7 +88,8 @@ def test_every_figure_of_a_kind_is_checked() -> None:
 def test_arithmetic_that_a_kind_lacks_is_refused() -> None:
     require_arithmetic(ABACUS, "fp8")
     with pytest.raises(
-        InputError, match="a100 has no fp8 arithmetic; b200, b300, gb200, gb300, h100, h100-nvl"
+        InputError,
+        match="a100 has no fp8 arithmetic; b200, b300, gaudi3, gb200, gb300, h100, h100-nvl",
     ):
         require_arithmetic(accelerator("a100"), "fp8")
     with pytest.raises(
@@ -147,10 +149,10 @@ def test_machines_of_ones_own_kind() -> None:
 
 def test_a_cluster_has_the_name_of_ones_own_kind() -> None:
     text = "\tGPU0\tGPU1\nGPU0\tX\tNV2\nGPU1\tNV2\tX\n"
-    cluster = parse_nvidia_smi(text, kind=replace(ABACUS, nvlink_bytes_per_second=3e9))
+    cluster = server_of(nvidia_smi(text, "topo"), kind=replace(ABACUS, nvlink_bytes_per_second=3e9))
     assert (cluster.devices[0].kind, cluster.devices[0].memory_bytes) == ("abacus", 8e9)
     assert cluster.bandwidth[0, 1] == 0.812 * 6e9
-    servers = mixed_servers([ServerGroup(cluster.devices[0], 1, 2, Link(1e9), None)], "two")
+    servers = mixed_servers([ServerGroup(cluster.devices[:2], 1, Link(1e9), None)], "two")
     assert fabric_of(servers).device == "abacus"
 
 
@@ -163,7 +165,11 @@ def test_a_model_on_ones_own_kind() -> None:
 def test_tf32_is_half_of_16_bits_where_there_is_any() -> None:
     """The datasheets' dense peaks: A100 156, H100 494.5, B200 1,125, MI300X 653.7 TFLOP/s."""
     for one in ACCELERATORS.values():
-        if one.has_bf16 and one.name not in {"mi250x", "mi355x"}:
+        if one.name == "trainium2":
+            assert one.tf32_flops == one.fp16_flops
+        elif one.has_bf16 and one.name not in {
+            "gaudi3", "mi250x", "mi355x", "tpu-v5p", "tpu-v6e"
+        }:  # fmt: skip
             assert one.tf32_flops == pytest.approx(one.fp16_flops / 2, rel=1e-3)
         else:
             assert one.tf32_flops is None

@@ -1,5 +1,7 @@
 """Several servers of one, and servers of several kinds."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -18,11 +20,20 @@ from stagewright.graphs.machines.topology import dgx1
 
 A = Device("a", "a100", 40e9, host_bytes_per_second=24e9)
 V = Device("v", "v100", 16e9)
+
+
+def group(
+    device: Device, servers: int, devices: int, intra: Link | None, inter: Link | None
+) -> ServerGroup:
+    every = tuple(replace(device, name=f"g{i}") for i in range(devices))
+    return ServerGroup(every, servers, intra, inter)
+
+
 FAST, SLOW, NET = Link(300e9, 1e-6), Link(25e9, 2e-6), Link(12.5e9, 5e-6)
 
 
 def test_equal_links_are_levels() -> None:
-    made = mixed_servers([ServerGroup(A, 1, 2, FAST, NET), ServerGroup(V, 2, 1, None, NET)], "mix")
+    made = mixed_servers([group(A, 1, 2, FAST, NET), group(V, 2, 1, None, NET)], "mix")
     assert isinstance(made.links, ServerLinks)
     assert [(one.name, one.kind) for one in made.devices] == [
         ("s0g0", "a100"), ("s0g1", "a100"), ("s1g0", "v100"), ("s2g0", "v100"),
@@ -32,13 +43,13 @@ def test_equal_links_are_levels() -> None:
 
 
 def test_a_group_of_one_kind_is_uniform_servers() -> None:
-    made = mixed_servers([ServerGroup(V, 3, 2, SLOW, NET)], "3x2")
+    made = mixed_servers([group(V, 3, 2, SLOW, NET)], "3x2")
     assert made == uniform_servers(3, 2, SLOW, NET, kind="v100", memory_bytes=16e9)
 
 
 def test_unequal_links_are_a_matrix_at_the_lower_rate_of_both() -> None:
     slower = Link(1e9, 3e-6)
-    groups = [ServerGroup(A, 1, 2, FAST, NET), ServerGroup(V, 2, 2, SLOW, slower)]
+    groups = [group(A, 1, 2, FAST, NET), group(V, 2, 2, SLOW, slower)]
     made = mixed_servers(groups, "mix")
     assert isinstance(made.links, MatrixLinks)
     assert made.servers == ((0, 1), (2, 3), (4, 5))
@@ -51,18 +62,18 @@ def test_unequal_links_are_a_matrix_at_the_lower_rate_of_both() -> None:
 
 def test_missing_links_and_too_many_devices_are_refused() -> None:
     with pytest.raises(InputError, match="has no links"):
-        mixed_servers([ServerGroup(A, 1, 1, None, None)], "one")
+        mixed_servers([group(A, 1, 1, None, None)], "one")
     with pytest.raises(InputError, match="the servers must be connected"):
-        mixed_servers([ServerGroup(A, 1, 2, FAST, None), ServerGroup(V, 1, 2, SLOW, NET)], "mix")
+        mixed_servers([group(A, 1, 2, FAST, None), group(V, 1, 2, SLOW, NET)], "mix")
     with pytest.raises(InputError, match=r"1056 devices with unequal links.*at most 1024"):
-        mixed_servers([ServerGroup(A, 4, 8, FAST, NET), ServerGroup(V, 128, 8, SLOW, NET)], "mix")
+        mixed_servers([group(A, 4, 8, FAST, NET), group(V, 128, 8, SLOW, NET)], "mix")
     with pytest.raises(InputError, match="the number of devices must be at most"):
-        mixed_servers([ServerGroup(A, 10_000, 8, FAST, NET)], "many")
+        mixed_servers([group(A, 10_000, 8, FAST, NET)], "many")
 
 
 def test_several_dgx1() -> None:
     one = dgx1(latency=1e-6)
-    made = repeated(one, 3, NET)
+    made = mixed_servers([repeated(one, 3, NET)], "3 x dgx1")
     assert len(made.servers) == 3
     assert [made.devices[i].name for i in (0, 8, 23)] == ["s0g0", "s1g0", "s2g7"]
     for first in (0, 8, 16):
@@ -76,17 +87,17 @@ def test_several_dgx1() -> None:
 def test_several_servers_of_equal_links_are_levels() -> None:
     """As many as a cluster may have: no matrix is made."""
     one = from_matrix([A, V], [[None, 9e9], [9e9, None]], 1e-6, name="pair")
-    made = repeated(one, 5000, NET)
+    made = mixed_servers([repeated(one, 5000, NET)], "5000 x pair")
     assert isinstance(made.links, ServerLinks)
     assert made.links.intra == Link(9e9, 1e-6)
     assert (made.name, made.devices[2].name) == ("5000 x pair", "s1a")
     single = from_matrix([A], [[None]])
-    assert repeated(single, 2, NET).bandwidth[0, 1] == 12.5e9
+    assert mixed_servers([repeated(single, 2, NET)], "two").bandwidth[0, 1] == 12.5e9
 
 
 def test_one_way_links_are_kept_apart() -> None:
     one = from_matrix([A, V], [[None, 9e9], [8e9, None]])
-    made = repeated(one, 2, NET)
+    made = mixed_servers([repeated(one, 2, NET)], "two")
     assert made.bandwidth[2:, 2:].tolist() == [[np.inf, 9e9], [8e9, np.inf]]
 
 
@@ -101,4 +112,4 @@ def test_one_way_links_are_kept_apart() -> None:
 )
 def test_what_is_not_repeated(one: Cluster, servers: int, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        repeated(one, servers, NET)
+        mixed_servers([repeated(one, servers, NET)], "many")

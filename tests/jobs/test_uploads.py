@@ -201,7 +201,7 @@ def test_users_have_their_own_uploads(client: TestClient, ann: Headers, bob: Hea
         ("trace", '{"format": "stagewright-trace", "version": 1}', "missing field"),
         ("model", "[" * 40, "40 brackets"),
         ("plan", "{}", "path.kind"),
-        ("topology?device=a100", "hello", "no header of GPU0"),
+        ("topology?device=a100", "hello", "no output of nvidia-smi topo"),
         ("topology?device=a100", "\udcff", "no text in UTF-8"),
         ("topology", TOPOLOGY, "query.device"),
         ("topology?device=/etc/passwd", TOPOLOGY, "/etc/passwd"),

@@ -7,7 +7,8 @@ from pydantic import Field
 
 from stagewright.cli.commands import command, with_option
 from stagewright.cli.console import print_json, say, warn
-from stagewright.cli.documents.clusters import ClusterOptions, read_cluster
+from stagewright.cli.documents.clusters import read_cluster
+from stagewright.cli.documents.machines import ClusterOptions
 from stagewright.cli.options import Written, read_sizes
 from stagewright.cli.outputs import Named, require_apart
 from stagewright.graphs.documents import documents
@@ -127,8 +128,9 @@ def _configured(
 
 @command(
     headings={
-        "Latencies and racks": "latency_intra latency_inter inter_rack latency_inter_rack",
-        "A server from elsewhere": "matrix nvidia_smi pcie dgx1",
+        "Latencies and racks": "latency_intra latency_inter inter_rack latency_inter_rack "
+        "oversubscription",
+        "A server from elsewhere": "listings pcie matrix dgx1",
     }
 )
 def cluster(given: ClusterOptions) -> int:

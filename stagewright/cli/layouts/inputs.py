@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import Field
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from stagewright.formulations.parallelism.training import TrainingProblem
     from stagewright.graphs.machines.fabric import Fabric
     from stagewright.solvers.parallelism.space import Space
+
+T = TypeVar("T")
 
 Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
 Gradients = Literal["fp32", "bf16"]
@@ -294,10 +296,10 @@ def read_groups(text: str, option: str) -> list[tuple[str, int, int]]:
 def read_by_kind(
     text: str | None,
     option: str,
-    parse: Callable[[str, str], float],
+    parse: Callable[[str, str], T],
     kinds: Iterable[str],
     known: Callable[[str, str], str],
-) -> dict[str, float]:
+) -> dict[str, T]:
     """The value of each kind, from one for all ``kinds`` or several by kind; none without a text.
 
     ``known`` gives the kind that a text and its option name, or refuses it.
@@ -307,7 +309,7 @@ def read_by_kind(
     if "=" not in text:
         return dict.fromkeys(kinds, parse(text, option))
     pairs = [part.partition("=") for part in text.split(",")]
-    found: dict[str, float] = {}
+    found: dict[str, T] = {}
     for given, _, value in pairs:
         kind = known(given, option)
         if kind in found:
