@@ -11,14 +11,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from stagewright.graphs.importers.config_fields import Cell, Field
-from stagewright.graphs.models.traits import ALIBI, NORMS_AFTER
+from stagewright.graphs.models.traits import ALIBI, NORMS_AFTER, PARTLY_ROTATED, SQUARED_RELU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertFields:
     """Fields of the experts; ``shared`` is the width of shared experts, or with ``each`` a number.
 
-    ``dense`` is the field that says which blocks have none, see ``hf_config``.
+    ``dense`` is the field that says which blocks have none, see ``hf_config``. ``scores`` to
+    ``loss`` are of the router, see :class:`~stagewright.graphs.models.stated.Routing`.
     """
 
     number: Cell
@@ -30,6 +31,13 @@ class ExpertFields:
     dense: Field | None = None
     bias: bool = False
     router_bias: bool = False
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    normalized: Field | bool = True
+    groups: Cell = None
+    chosen_groups: Cell = None
+    scale: Field | None = None
+    choice_bias: bool = False
+    loss: Field | None = ("router_aux_loss_coef", 0.001)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +96,6 @@ class ModelType:
 
 
 _GELU = "GELU gates"
-_RELU = "a squared ReLU"
 _UNROTATED = "blocks without rotary positions"
 _ADJACENT = "rotations of adjacent elements"
 _SCALES = "factors of embeddings, residuals and logits"
@@ -98,6 +105,7 @@ _EPSILON: Field = ("rms_norm_eps", 1e-5)
 _LAYER_EPSILON: Field = ("layer_norm_eps", 1e-5)
 _WINDOW: Field = ("sliding_window", 4096)
 _HALF: Field = ("partial_rotary_factor", 0.5)
+_NORMED: Field = ("norm_topk_prob", False)
 _QWEN_WINDOW = (("use_sliding_window", False, {"window": _WINDOW}),)
 
 _LLAMA = ModelType(mlp_bias=("mlp_bias", False))
@@ -111,7 +119,7 @@ _QWEN3 = replace(
     head_norms=True,
 )  # fmt: skip
 _QWEN_EXPERTS = ExpertFields(
-    number="num_experts|num_local_experts", dense=("decoder_sparse_step", 1)
+    number="num_experts|num_local_experts", dense=("decoder_sparse_step", 1), normalized=_NORMED
 )
 _GEMMA = ModelType(
     groups=("num_key_value_heads", 16), head_size=("head_dim", 256), tied=_TIED,
@@ -127,11 +135,19 @@ _LATENT: tuple[Field, Field, Field, Field, Field] = (
 )  # fmt: skip
 _DEEPSEEK_EXPERTS = ExpertFields(
     number="n_routed_experts", shared=("n_shared_experts", 1), each=True,
-    dense=("first_k_dense_replace", 3),
+    dense=("first_k_dense_replace", 3), scores="sigmoid", normalized=("norm_topk_prob", True),
+    groups=("n_group", 8), chosen_groups=("topk_group", 4), scale=("routed_scaling_factor", 2.5),
+    choice_bias=True, loss=None,
 )  # fmt: skip
 _DEEPSEEK_V2_EXPERTS = replace(
-    _DEEPSEEK_EXPERTS, shared=("n_shared_experts", 2), dense=("first_k_dense_replace", 0)
-)
+    _DEEPSEEK_EXPERTS, shared=("n_shared_experts", 2), dense=("first_k_dense_replace", 0),
+    scores="softmax", normalized=False, groups=("n_group", None), chosen_groups=("topk_group", None),
+    scale=("routed_scaling_factor", 1.0), choice_bias=False,
+)  # fmt: skip
+_GLM_EXPERTS = replace(
+    _DEEPSEEK_EXPERTS, dense=("first_k_dense_replace", 1), groups=("n_group", 1),
+    chosen_groups=("topk_group", 1), scale=("routed_scaling_factor", 1.0),
+)  # fmt: skip
 _DEEPSEEK_V3 = ModelType(latent=_LATENT, experts=_DEEPSEEK_EXPERTS)
 _GPT2 = ModelType(
     layers="n_layer|num_hidden_layers", hidden="n_embd|hidden_size",
@@ -142,7 +158,7 @@ _GPT2 = ModelType(
 )  # fmt: skip
 _GPTJ = replace(
     _GPT2, bias=False, norms=1, parallel=True, positions=None, logits_bias=True, dropout=_DROPPED,
-    tied=("tie_word_embeddings", False), traits=(_ADJACENT, "rotary positions in part of a head"),
+    tied=("tie_word_embeddings", False), traits=(_ADJACENT, PARTLY_ROTATED),
     required=(),
 )  # fmt: skip
 _GLM = ModelType(
@@ -168,7 +184,10 @@ _ERNIE = ModelType(
     base=("rope_theta", 5e5), tied=_TIED, traits=(_ADJACENT,),
 )  # fmt: skip
 _MIXTRAL_EXPERTS = ExpertFields(number="num_local_experts|num_experts", width="intermediate_size")
-_OLMO_EXPERTS = ExpertFields(number="num_experts", width="intermediate_size")
+_OLMO_EXPERTS = ExpertFields(
+    number="num_experts", width="intermediate_size", normalized=_NORMED,
+    loss=("router_aux_loss_coef", 0.01),
+)  # fmt: skip
 
 TYPES: dict[str, ModelType] = {
     "gpt2": _GPT2,
@@ -239,7 +258,7 @@ TYPES: dict[str, ModelType] = {
     "glm4_moe": ModelType(
         groups=("num_key_value_heads", 8), output_bias=False, head_norms=("use_qk_norm", False),
         epsilon=_EPSILON, rotary_part=_HALF,
-        experts=replace(_DEEPSEEK_EXPERTS, dense=("first_k_dense_replace", 1)),
+        experts=_GLM_EXPERTS,
     ),
     "glm4_moe_lite": replace(
         _DEEPSEEK_V3, epsilon=_EPSILON,
@@ -247,7 +266,9 @@ TYPES: dict[str, ModelType] = {
             ("q_lora_rank", 768), ("kv_lora_rank", 512), ("qk_nope_head_dim", 192),
             ("qk_rope_head_dim", 64), ("v_head_dim", 256),
         ),
-        experts=replace(_DEEPSEEK_EXPERTS, dense=("mlp_layer_types", None)),
+        experts=replace(
+            _GLM_EXPERTS, dense=("mlp_layer_types", None), scale=("routed_scaling_factor", 1.8)
+        ),
     ),
     "deepseek_v2": ModelType(
         latent=_LATENT, experts=_DEEPSEEK_V2_EXPERTS, required=(("mlp_bias", False),)
@@ -256,7 +277,8 @@ TYPES: dict[str, ModelType] = {
     "kimi_k2": _DEEPSEEK_V3,
     "minimax_m2": ModelType(
         bias=False, groups=("num_key_value_heads", 8), head_size=("head_dim", 128),
-        whole_norms=True, base=("rope_theta", 5e6), experts=_MIXTRAL_EXPERTS,
+        whole_norms=True, base=("rope_theta", 5e6),
+        experts=replace(_MIXTRAL_EXPERTS, scores="sigmoid", choice_bias=True),
     ),
     "olmo": ModelType(head_size=None, norm="layer-plain", epsilon=None),
     "olmo2": _OLMO2,
@@ -273,7 +295,7 @@ TYPES: dict[str, ModelType] = {
     ),
     "nemotron": ModelType(
         gated=False, mlp_bias=("mlp_bias", False), norm="layer", epsilon=("norm_eps", 1e-5),
-        rotary_part=_HALF, traits=(_RELU, "norms that add 1 to their weights"),
+        rotary_part=_HALF, traits=(SQUARED_RELU, "norms that add 1 to their weights"),
     ),
     "falcon": ModelType(
         layers="num_hidden_layers|n_layer", heads="num_attention_heads|n_head", groups=1,
@@ -344,7 +366,7 @@ TYPES: dict[str, ModelType] = {
         required=(("use_bias", False),),
         experts=ExpertFields(
             number="moe_num_experts", per_token="moe_k", shared=("moe_num_shared_experts", 2),
-            each=True, dense=("moe_layer_start_index", 1), router_bias=True,
+            each=True, dense=("moe_layer_start_index", 1), router_bias=True, choice_bias=True,
         ),
     ),
     "smollm3": replace(
@@ -366,11 +388,14 @@ TYPES: dict[str, ModelType] = {
         dropout=("residual_dropout", 0.1),
     ),
     "arcee": ModelType(
-        gated=False, mlp_bias=("mlp_bias", False), epsilon=_EPSILON, traits=(_RELU,)
+        gated=False, mlp_bias=("mlp_bias", False), epsilon=_EPSILON, traits=(SQUARED_RELU,)
     ),
     "dots1": ModelType(
         head_norms=True, window=_WINDOW, pattern=("max_window_layers", 62),
-        experts=replace(_DEEPSEEK_V2_EXPERTS, shared=("n_shared_experts", None)),
+        experts=replace(
+            _GLM_EXPERTS, shared=("n_shared_experts", None), dense=("first_k_dense_replace", 0),
+            normalized=_NORMED,
+        ),
     ),
 }  # fmt: skip
 

@@ -25,6 +25,7 @@ from stagewright.graphs.models.operations import (
     loss,
     norm,
 )
+from stagewright.graphs.models.stated import Stated
 from stagewright.graphs.models.tuning import Tuning, require_tuning, tuned_block, tuned_end
 
 MAX_SIZE = 10**9  # of anything that is counted: far above any model, products fit in a float
@@ -167,8 +168,9 @@ class Architecture:
 
     An ``encoder`` has a norm after the embedding in place of the final one, and its head is a
     linear layer, an activation, a norm, and logits with biases. ``left_out`` names what the model
-    has and the layers have not. ``rotary_base`` and ``norm_epsilon`` change no cost: they are for
-    exports, None if not known, as the ``traits`` are that a plain Llama or GPT lacks, in words.
+    has and the layers have not. ``rotary_base``, ``norm_epsilon`` (None if not known) and what is
+    ``stated`` change no cost: they are for exports, as the ``traits`` are that a plain Llama or GPT
+    lacks, in words.
     ``tuning``: which weights are trained, None for all.
     """
 
@@ -199,6 +201,7 @@ class Architecture:
     rotary_base: float | None = None
     norm_epsilon: float | None = None
     traits: tuple[str, ...] = ()
+    stated: Stated = Stated()
     tuning: Tuning | None = None
 
     def __post_init__(self) -> None:

@@ -1,5 +1,8 @@
 """What sets a transformer apart from a plain Llama or GPT, in words."""
 
+from collections.abc import Collection
+from dataclasses import replace
+
 from stagewright.graphs.documents.units import counted
 from stagewright.graphs.models.architecture import Architecture, GroupedAttention
 
@@ -10,6 +13,8 @@ SCALES_ONLY = "layer norms without biases"
 NO_WEIGHTS = "norms without weights"
 NORMS_AFTER = "norms after attention and feed-forward alone"
 ALIBI = "ALiBi in place of positions"
+PARTLY_ROTATED = "rotary positions in part of a head"
+SQUARED_RELU = "a squared ReLU"
 
 
 def common_traits(of: Architecture) -> tuple[str, ...]:
@@ -18,13 +23,16 @@ def common_traits(of: Architecture) -> tuple[str, ...]:
     found = {
         "experts": of.experts is not None,
         "latent attention": grouped is None,
-        "biases of attention": grouped is not None and grouped.bias,
+        "shared experts": of.experts is not None and of.experts.shared_width is not None,
+        "biases of attention": of.attention.bias or (grouped is not None and grouped.output_bias),
+        "biases of the feed-forward": of.feed_forward.bias,
         "norms of heads": grouped is not None and grouped.head_norms,
         "a feed-forward without gates": not of.feed_forward.gated,
         "windows": of.window is not None,
         "an encoder": of.encoder,
         "learned positions": of.positions is not None,
         "tied embeddings": of.tied,
+        "layer norms": of.norm == "layer",
     }
     return tuple(what for what, has in found.items() if has)
 
@@ -52,3 +60,10 @@ def counted_traits(of: Architecture) -> tuple[str, ...]:
 def every_trait(of: Architecture) -> tuple[str, ...]:
     """The counted traits, and those that change no cost."""
     return (*counted_traits(of), *of.traits)
+
+
+def lacking(of: Architecture, sequence: int, has: Collection[str]) -> list[str]:
+    """The traits of a model at so many tokens that are not among those that something ``has``."""
+    if of.window is not None and of.window >= sequence:
+        of = replace(of, window=None, full_layers=frozenset(), chunked=False)
+    return [one for one in (*common_traits(of), *every_trait(of)) if one not in has]

@@ -17,9 +17,6 @@ from stagewright.executor.export.layouts.common import (
 )
 from stagewright.executor.export.layouts.rules import (
     FrameworkRule,
-    refuse_encoder,
-    refuse_one_byte,
-    refuse_recomputed_by_stage,
     require_bytes,
     require_context,
 )
@@ -27,7 +24,6 @@ from stagewright.executor.export.options import filled
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.models import traits
 from stagewright.graphs.models.architecture import Architecture, LatentAttention
 from stagewright.graphs.models.modules import modules_of
 
@@ -174,30 +170,6 @@ def model_fields(architecture: Architecture) -> Fields:
     return rotary_and_norms(architecture, "rotary_base", "layernorm_epsilon")
 
 
-_LACKING = (
-    traits.SIDE_BY_SIDE, traits.EMBEDDING_NORM, traits.LOGITS_BIAS, traits.SCALES_ONLY,
-    traits.NO_WEIGHTS, traits.NORMS_AFTER, traits.ALIBI,
-)  # fmt: skip
-"""What no layer of Megatron Core has, whatever the recipe."""
-
-
-def _refuse_other_layers(problem: TrainingProblem, _: Layout, framework: str) -> None:
-    for what in traits.every_trait(problem.architecture):
-        if what in _LACKING:
-            raise InputError(
-                f"{problem.architecture.name} has {what}: {framework} has no such layers; "
-                "deepspeed and accelerate take any model of transformers"
-            )
-
-
-def _refuse_zero_bubble(_: TrainingProblem, layout: Layout, framework: str) -> None:
-    if layout.schedule == "zero-bubble":
-        raise InputError(
-            f"the schedule zero-bubble: {framework} has (interleaved) 1F1B alone; choose 1f1b, or "
-            "export to torchtitan"
-        )
-
-
 def _refuse_context_of_windows(problem: TrainingProblem, layout: Layout, framework: str) -> None:
     if layout.context > 1 and problem.architecture.window is not None:
         raise InputError(
@@ -265,25 +237,14 @@ def _require_precision(problem: TrainingProblem, layout: Layout, framework: str)
     require_bytes(problem, known, framework)
 
 
-MEGATRON = "NVIDIA/Megatron-LM core 0.20 (d98e8a6), megatron"
-
 RULES = (
-    FrameworkRule(f"{MEGATRON}/core/models/gpt", refuse_encoder, of_problem=True),
-    FrameworkRule(
-        f"{MEGATRON}/core/transformer/transformer_layer.py", _refuse_other_layers, of_problem=True
-    ),
-    FrameworkRule(
-        f"{MEGATRON}/core/transformer/transformer_config.py", refuse_one_byte, of_problem=True
-    ),
-    FrameworkRule(f"{MEGATRON}/core/optimizer/optimizer_config.py", _require_precision),
-    FrameworkRule(f"{MEGATRON}/core/transformer/transformer_config.py", refuse_recomputed_by_stage),
-    FrameworkRule(f"{MEGATRON}/core/pipeline_parallel/schedules.py", _refuse_zero_bubble),
-    FrameworkRule(f"{MEGATRON}/training/arguments.py", require_context),
-    FrameworkRule(f"{MEGATRON}/core/extensions/transformer_engine.py", _refuse_context_of_windows),
-    FrameworkRule(f"{MEGATRON}/core/parallel_state.py", _require_pipeline_inside),
-    FrameworkRule(f"{MEGATRON}/core/optimizer/optimizer_config.py", _require_offload),
-    FrameworkRule(f"{MEGATRON}/core/distributed/fsdp", _require_fsdp_placement),
-    FrameworkRule(f"{MEGATRON}/core/distributed/fsdp", _refuse_fsdp_chunks),
+    FrameworkRule("megatron/core/optimizer/optimizer_config.py", _require_precision),
+    FrameworkRule("megatron/training/arguments.py", require_context),
+    FrameworkRule("megatron/core/extensions/transformer_engine.py", _refuse_context_of_windows),
+    FrameworkRule("megatron/core/parallel_state.py", _require_pipeline_inside),
+    FrameworkRule("megatron/core/optimizer/optimizer_config.py", _require_offload),
+    FrameworkRule("megatron/core/distributed/fsdp", _require_fsdp_placement),
+    FrameworkRule("megatron/core/distributed/fsdp", _refuse_fsdp_chunks),
 )
 """What all that is built on Megatron Core asks."""
 

@@ -8,12 +8,10 @@ from collections.abc import Iterable
 from itertools import groupby
 
 from stagewright.executor.export.layouts.common import Fields, comment, launch, left_out
-from stagewright.executor.export.layouts.core import FSDP_FORMAT, MEGATRON, RULES, Core, core_of
+from stagewright.executor.export.layouts.core import FSDP_FORMAT, RULES, Core, core_of
 from stagewright.executor.export.layouts.rules import (
-    Framework,
     FrameworkRule,
-    refuse_traits,
-    refuse_tuning,
+    framework,
 )
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
@@ -163,20 +161,8 @@ def _require_whole_base(problem: TrainingProblem, _: Layout, framework: str) -> 
     base = problem.architecture.rotary_base
     if base is not None and not base.is_integer():
         raise InputError(
-            f"a base of rotary positions of {base}: {framework} takes integers; export to nemo or "
-            "megatron-bridge"
+            f"a base of rotary positions of {base}: {framework} takes integers"
         )
-
-
-MODEL_RULES = tuple(
-    FrameworkRule(f"{MEGATRON}/training/arguments.py", require, of_problem=True)
-    for require in (
-        refuse_traits,
-        _require_gates,
-        _require_biases,
-        _require_whole_base,
-    )
-)
 
 
 FILE = "megatron.sh"
@@ -279,12 +265,14 @@ def _precision(problem: TrainingProblem, core: Core) -> list[Argument]:
     return found
 
 
-FRAMEWORK = Framework(
-    "Megatron-LM",
-    (
-        *RULES,
-        *MODEL_RULES,
-        FrameworkRule(f"{MEGATRON}/training/arguments.py", refuse_tuning, of_problem=True),
-    ),
+FRAMEWORK = framework(
+    "megatron",
     arguments,
+    [
+        *RULES,
+        *(
+            FrameworkRule("megatron/training/arguments.py", require, of_problem=True)
+            for require in (_require_gates, _require_biases, _require_whole_base)
+        ),
+    ],
 )

@@ -12,7 +12,11 @@ from stagewright.executor.export.layouts.core import (
     model_fields,
     recipe_text,
 )
-from stagewright.executor.export.layouts.rules import Framework, FrameworkRule, require_adapters
+from stagewright.executor.export.layouts.rules import (
+    FrameworkRule,
+    framework,
+    require_adapters,
+)
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
@@ -104,7 +108,7 @@ def _require_adapters(problem: TrainingProblem, _: Layout, framework: str) -> No
         if tuning.blocks:
             raise InputError(
                 f"frozen blocks beside LoRA: {framework} numbers blocks anew in every stage; give "
-                "all blocks adapters, or export to accelerate"
+                "all blocks adapters"
             )
 
 
@@ -135,13 +139,13 @@ def _mixed_precision(core: Core) -> Code:
     return Code(f"MixedPrecisionConfig({', '.join(words)})")
 
 
-FRAMEWORK = Framework(
-    "Megatron-Bridge",
-    (
+FRAMEWORK = framework(
+    "megatron-bridge",
+    recipe,
+    [
         *RULES,
         FrameworkRule(
             "NVIDIA-NeMo/Megatron-Bridge 0.7, peft/lora.py", _require_adapters, of_problem=True
         ),
-    ),
-    recipe,
+    ],
 )
