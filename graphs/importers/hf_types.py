@@ -11,7 +11,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from stagewright.graphs.importers.config_fields import Cell, Field
-from stagewright.graphs.models.traits import ALIBI, NORMS_AFTER, PARTLY_ROTATED, SQUARED_RELU
+from stagewright.graphs.models.traits import (
+    ADDED_ONE,
+    ADJACENT,
+    ALIBI,
+    CLAMPED,
+    NORMS_AFTER,
+    PARTLY_ROTATED,
+    SQUARED_RELU,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +105,6 @@ class ModelType:
 
 _GELU = "GELU gates"
 _UNROTATED = "blocks without rotary positions"
-_ADJACENT = "rotations of adjacent elements"
 _SCALES = "factors of embeddings, residuals and logits"
 _TIED: Field = ("tie_word_embeddings", True)
 _DROPPED: Field = ("resid_pdrop", 0.0)
@@ -158,13 +165,13 @@ _GPT2 = ModelType(
 )  # fmt: skip
 _GPTJ = replace(
     _GPT2, bias=False, norms=1, parallel=True, positions=None, logits_bias=True, dropout=_DROPPED,
-    tied=("tie_word_embeddings", False), traits=(_ADJACENT, PARTLY_ROTATED),
+    tied=("tie_word_embeddings", False), traits=(ADJACENT, PARTLY_ROTATED),
     required=(),
 )  # fmt: skip
 _GLM = ModelType(
     bias=("attention_bias", True), output_bias=False, groups=("num_key_value_heads", 2),
     head_size=("head_dim", 128), epsilon=("rms_norm_eps", 1.5625e-7), rotary_part=_HALF,
-    traits=(_ADJACENT,),
+    traits=(ADJACENT,),
 )  # fmt: skip
 _OLMO2 = ModelType(
     head_size=None, whole_norms=True, epsilon=_EPSILON, traits=(NORMS_AFTER,),
@@ -177,11 +184,11 @@ _GRANITE = ModelType(head_size=None, mlp_bias=("mlp_bias", False), traits=(_SCAL
 _COHERE = ModelType(
     head_size=None, whole_norms=("use_qk_norm", False), norm="layer-scale", norms=1, parallel=True,
     epsilon=_LAYER_EPSILON, base=("rope_theta", 5e5), tied=_TIED,
-    traits=(_ADJACENT, "a factor of logits"),
+    traits=(ADJACENT, "a factor of logits"),
 )  # fmt: skip
 _ERNIE = ModelType(
     bias=("use_bias", False), mlp_bias=("use_bias", False), epsilon=_EPSILON,
-    base=("rope_theta", 5e5), tied=_TIED, traits=(_ADJACENT,),
+    base=("rope_theta", 5e5), tied=_TIED, traits=(ADJACENT,),
 )  # fmt: skip
 _MIXTRAL_EXPERTS = ExpertFields(number="num_local_experts|num_experts", width="intermediate_size")
 _OLMO_EXPERTS = ExpertFields(
@@ -221,7 +228,7 @@ TYPES: dict[str, ModelType] = {
         groups=("num_key_value_heads", 8), head_size=("head_dim", 64),
         bias=("attention_bias", True), sinks=True, epsilon=_EPSILON, base=("rope_theta", 150_000.0),
         window=("sliding_window", 128), pattern=2,
-        experts=replace(_MIXTRAL_EXPERTS, bias=True, router_bias=True), traits=("clamped gates",),
+        experts=replace(_MIXTRAL_EXPERTS, bias=True, router_bias=True), traits=(CLAMPED,),
     ),
     "phi": ModelType(
         head_size=None, bias=True, head_norms=("qk_layernorm", False), gated=False, mlp_bias=True,
@@ -249,7 +256,7 @@ TYPES: dict[str, ModelType] = {
             dense=("interleave_moe_layer_step", 1),
         ),
         traits=(
-            _UNROTATED, _ADJACENT, "norms of heads without weights",
+            _UNROTATED, ADJACENT, "norms of heads without weights",
             "experts that scale their inputs",
         ),
     ),
@@ -295,7 +302,7 @@ TYPES: dict[str, ModelType] = {
     ),
     "nemotron": ModelType(
         gated=False, mlp_bias=("mlp_bias", False), norm="layer", epsilon=("norm_eps", 1e-5),
-        rotary_part=_HALF, traits=(SQUARED_RELU, "norms that add 1 to their weights"),
+        rotary_part=_HALF, traits=(SQUARED_RELU, ADDED_ONE),
     ),
     "falcon": ModelType(
         layers="num_hidden_layers|n_layer", heads="num_attention_heads|n_head", groups=1,

@@ -15,6 +15,10 @@ NORMS_AFTER = "norms after attention and feed-forward alone"
 ALIBI = "ALiBi in place of positions"
 PARTLY_ROTATED = "rotary positions in part of a head"
 SQUARED_RELU = "a squared ReLU"
+ADJACENT = "rotations of adjacent elements"
+ADDED_ONE = "norms that add 1 to their weights"
+CLAMPED = "clamped gates"
+SINKS = "attention sinks"
 
 
 def common_traits(of: Architecture) -> tuple[str, ...]:
@@ -48,7 +52,7 @@ def counted_traits(of: Architecture) -> tuple[str, ...]:
         SCALES_ONLY: of.norm == "layer-scale",
         NO_WEIGHTS: of.norm == "layer-plain",
         "norms of heads with weights for each": grouped is not None and grouped.whole_norms,
-        "attention sinks": grouped is not None and grouped.sinks,
+        SINKS: grouped is not None and grouped.sinks,
         "biases of experts": experts is not None and (experts.bias or experts.router_bias),
         "attention in chunks": of.chunked,
         "a ReLU": of.feed_forward.relu,

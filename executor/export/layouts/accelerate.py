@@ -4,7 +4,14 @@
 them, and ``sync_each_batch`` does so after every microbatch: ZeRO 2, or 3 if weights are too.
 """
 
-from stagewright.executor.export.layouts.common import NumberType, launch, left_out, number_type
+from stagewright.executor.export.layouts.common import (
+    NumberType,
+    compared,
+    launch,
+    left_out,
+    number_type,
+    sizes_of,
+)
 from stagewright.executor.export.layouts.deepspeed import checkpointing
 from stagewright.executor.export.layouts.rules import (
     FrameworkRule,
@@ -57,7 +64,7 @@ def configuration(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
         context=layout.context,
         degree=layout.tensor,
         plugin=_plugin(layout, numbers) if sharded else None,
-        layers=problem.architecture.layers,
+        compared=compared("model.config", sizes_of(problem.architecture)),
         checkpointing=checkpointing(layout),
         adapters=_adapters(problem),
         remarks="".join(f"\n{line}" for line in _remarks(problem, layout)),

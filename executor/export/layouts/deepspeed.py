@@ -5,7 +5,13 @@ Tensor parallelism is AutoTP's, expert parallelism AutoEP's; both divide models 
 
 import json
 
-from stagewright.executor.export.layouts.common import launch, left_out, number_type
+from stagewright.executor.export.layouts.common import (
+    compared,
+    launch,
+    left_out,
+    number_type,
+    sizes_of,
+)
 from stagewright.executor.export.layouts.rules import (
     FrameworkRule,
     framework,
@@ -30,7 +36,7 @@ def configuration(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
         ranks=layout.ranks,
         launch=launch(problem),
         sequence=problem.sequence,
-        layers=problem.architecture.layers,
+        compared=compared("model.config", sizes_of(problem.architecture)),
         checkpointing=checkpointing(layout),
         remarks="".join(f"\n{line}" for line in _remarks(problem, layout)),
     )

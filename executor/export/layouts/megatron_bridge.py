@@ -1,6 +1,6 @@
 """A layout for recipes of Megatron-Bridge (0.3.1, 0.7): sets their ``ConfigContainer``.
 
-The model is the recipe's; the function refuses one of another number of layers.
+The model is the recipe's; the function refuses one of other sizes.
 """
 
 from stagewright.executor.export.layouts.common import Code, Fields
@@ -59,7 +59,7 @@ def recipe(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
     if core.fsdp:
         targets["config.checkpoint"] = {"ckpt_format": FSDP_FORMAT}
     imported = _IMPORTED[_lora(tuning)[0]] if (tuning := problem.architecture.tuning) else ""
-    return {FILE: recipe_text("megatron_bridge", problem, layout, targets, imported)}
+    return {FILE: recipe_text("megatron_bridge", "config.model", problem, layout, targets, imported)}
 
 
 _FUSED = {

@@ -51,7 +51,7 @@ def recipe(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
             "global_batch_size": problem.batch,
         },
     }
-    return {FILE: recipe_text("nemo", problem, layout, targets)}
+    return {FILE: recipe_text("nemo", "recipe.model.config", problem, layout, targets)}
 
 
 def _is_model(name: str) -> bool:

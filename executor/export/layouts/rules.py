@@ -109,7 +109,11 @@ def framework(key: str, write: Files, rules: Collection[FrameworkRule]) -> Frame
         of["name"],
         (*(one for one in every if one.of_problem), *(one for one in every if not one.of_problem)),
         write,
-        tuple(name for models in of["models"] for name in models if name not in _OF_MODELS),
+        tuple(
+            name
+            for models in of["models"]
+            for name in (*models.get("recipes", ()), *(one for one in models if one not in _OF_MODELS))
+        ),
     )
 
 
@@ -122,14 +126,19 @@ def _lack(feature: Feature, what: str, source: str, why: str = "does not have it
     return FrameworkRule(source, refuse, feature.of_problem, f"no {what}")
 
 
-_OF_MODELS = ("file", "without")
+_OF_MODELS = {"file", "without", "recipes"}
 
 
 def _models(
-    file: str, without: Collection[str] = (), **has: Mapping[str, Collection[str]]
+    file: str,
+    without: Collection[str] = (),
+    recipes: Collection[str] = (),
+    **has: Mapping[str, Collection[str]],
 ) -> FrameworkRule:
     def refuse(problem: TrainingProblem, _: Layout, framework: str) -> None:
         of = problem.architecture
+        if recipes and of.name not in recipes:
+            raise InputError(f"{of.name}: {framework} has no recipe of that model")
         found = lacking(of, problem.sequence, ())
         if not has:
             wrong = [one for one in found if one in without]

@@ -9,6 +9,7 @@ every microbatch: ZeRO 2, or 3 if the weights are too (``fsdp_reshard_after_forw
 from stagewright.executor.export.layouts.common import (
     Fields,
     assignments,
+    compared,
     launch,
     left_out,
     number_type,
@@ -24,7 +25,8 @@ from stagewright.executor.export.options import filled
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.models.architecture import Architecture
+from stagewright.graphs.models.architecture import Architecture, GroupedAttention, LatentAttention
+from stagewright.graphs.models.stated import RotaryScaling, Routing
 
 FILE = "stagewright_torchtitan.py"
 
@@ -43,6 +45,7 @@ def configuration(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
         launch=launch(problem),
         remarks="".join(f"\n{line}" for line in _remarks(problem, layout)),
         layers=problem.architecture.layers,
+        compared=_compared(problem.architecture),
         model=_model(problem.architecture),
         lines=assignments("config.training", _training(problem, layout))
         + assignments("config.parallelism", fields),
@@ -51,13 +54,29 @@ def configuration(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
     return {FILE: text}
 
 
+def _compared(of: Architecture) -> str:
+    sizes: Fields = {"dim": of.hidden, "vocab_size": of.vocabulary}
+    heads: Fields = {"n_heads": of.attention.heads}
+    if isinstance(of.attention, GroupedAttention):
+        heads["n_kv_heads"] = of.attention.key_value_heads
+    return compared("model", sizes) + compared("model.layers[0].attention", heads)
+
+
 def _model(architecture: Architecture) -> str:
-    """Lines that set the base of rotary positions and the epsilon of every norm."""
+    """Lines that set rotary positions, routers and the epsilon of every norm."""
     known = rotary_and_norms(architecture, "theta", "eps")
-    lines = ""
-    if "theta" in known:
-        lines += "    for layer in model.layers:\n"
-        lines += f"        layer.attention.rope.theta = {known['theta']}\n"
+    rotary = {"theta": known["theta"]} if "theta" in known else {}
+    rotary |= _scaling(architecture.stated.rotary_scaling)
+    lines = "".join(f"        layer.attention.rope.{k} = {v!r}\n" for k, v in rotary.items())
+    scaling = architecture.stated.rotary_scaling
+    if scaling is not None and isinstance(architecture.attention, LatentAttention):
+        lines += f"        layer.attention.mscale = {scaling.mscale_all_dim or 0.0}\n"
+    router = _router(architecture.stated.routing)
+    if router:
+        lines += '        if getattr(layer, "moe", None) is not None:\n'
+        lines += "".join(f"            layer.moe.router.{k} = {v!r}\n" for k, v in router.items())
+    if lines:
+        lines = "    for layer in model.layers:\n" + lines
     if "eps" in known:
         names = ("norm", "attention_norm", "ffn_norm", "qk_norm", "q_norm", "kv_norm")
         lines += (
@@ -69,6 +88,55 @@ def _model(architecture: Architecture) -> str:
             f"                norm.eps = {known['eps']}\n"
         )
     return lines
+
+
+def _scaling(scaling: RotaryScaling | None) -> Fields:
+    if scaling is None:
+        return {}
+    original = scaling.original_max_position_embeddings
+    if scaling.kind == "llama3":
+        found: Fields = {
+            "scaling": "llama",
+            "scaling_factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": original,
+        }
+    else:
+        found = {
+            "scaling": "yarn",
+            "rope_factor": scaling.factor,
+            "beta_fast": scaling.beta_fast,
+            "beta_slow": scaling.beta_slow,
+            "original_seq_len": original,
+            "truncate": scaling.truncate,
+        }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _router(routing: Routing | None) -> Fields:
+    if routing is None:
+        return {}
+    grouped = routing.groups is not None and routing.groups > 1
+    return {
+        "score_func": routing.scores,
+        "route_norm": routing.normalized,
+        "route_scale": routing.scale,
+        "num_expert_groups": routing.groups if grouped else None,
+        "num_limited_groups": routing.chosen_groups if grouped else None,
+    }
+
+
+def _require_scaling(problem: TrainingProblem, _: Layout, framework: str) -> None:
+    """YaRN scales scores of attention too, which some of the models do."""
+    of, scaling = problem.architecture, problem.architecture.stated.rotary_scaling
+    scores = isinstance(of.attention, LatentAttention) or of.attention.sinks
+    known = ("llama3", "yarn") if scores else ("llama3",)
+    if scaling is not None and scaling.kind not in known:
+        raise InputError(
+            f"rotary positions scaled by {scaling.kind}: {framework} scales by "
+            f"{' or '.join(known)} in such a model"
+        )
 
 
 def _shards(problem: TrainingProblem, layout: Layout) -> int:
@@ -143,6 +211,11 @@ def _training(problem: TrainingProblem, layout: Layout) -> Fields:
 
 def _remarks(problem: TrainingProblem, layout: Layout) -> list[str]:
     found = list(left_out(problem))
+    routing = problem.architecture.stated.routing
+    if routing is not None and routing.loss:
+        found.append(
+            f"It evens the experts' load by a bias, not by the loss with factor {routing.loss}."
+        )
     microbatches = layout.microbatches(problem.batch)
     repeats = layout.pipeline == 1 and microbatches > 1 and _shards(problem, layout) > 1
     if repeats and layout.zero == 0:
@@ -270,6 +343,7 @@ FRAMEWORK = framework(
     configuration,
     [
         FrameworkRule("torchtitan/config/configs.py", _require_numbers, of_problem=True),
+        FrameworkRule("torchtitan/models/common/rope.py", _require_scaling, of_problem=True),
         FrameworkRule("torchtitan/models/common/decoder.py", require_whole_heads),
         FrameworkRule("torchtitan/models/common/decoder.py", _refuse_tied),
         FrameworkRule("torchtitan/distributed/parallel_dims.py", _require_context_shards),
