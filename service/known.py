@@ -75,6 +75,7 @@ class FrameworkAnswer(Answer):
 
     name: str
     releases: tuple[str, ...]
+    models: tuple[str, ...]
     degrees: tuple[str, ...]
     schedules: tuple[str, ...]
     recomputation: tuple[str, ...]
@@ -165,10 +166,9 @@ def _keeps(framework: str, problems: Iterable[TrainingProblem], words: str) -> b
 def _runs(framework: str, problem: TrainingProblem, layout: Layout) -> bool:
     try:
         require_layout(problem, layout)
-        EVERY_FORMAT[framework].require(problem, layout)
     except InputError:
         return False
-    return True
+    return not any(EVERY_FORMAT[framework].broken(problem, layout))
 
 
 def _model(kind: str) -> ModelAnswer:
@@ -187,6 +187,7 @@ def _framework(name: str) -> FrameworkAnswer:
     return FrameworkAnswer(
         name=name,
         releases=tuple(dict.fromkeys(one.source.partition(", ")[0] for one in rules)),
+        models=EVERY_FORMAT[name].models,
         **{
             what: tuple(feature for feature, words in of.items() if _keeps(name, problems, words))
             for what, of in FEATURES.items()
@@ -194,8 +195,5 @@ def _framework(name: str) -> FrameworkAnswer:
         precisions=tuple(
             one for one in PRECISIONS if _keeps(name, [_problem(_sample("llama"), name, one)], "d8")
         ),
-        rules=tuple(
-            RuleAnswer(rule=one.require.__name__.strip("_").replace("_", " "), source=one.source)
-            for one in rules
-        ),
+        rules=tuple(RuleAnswer(rule=str(one), source=one.source) for one in rules),
     )

@@ -5,16 +5,11 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pprint import pformat
 
+from stagewright.executor.export.layouts.rules import described
 from stagewright.graphs.documents.documents import to_json
 from stagewright.graphs.machines.anchors import TimedModel
 from stagewright.graphs.machines.rates import RateSet
 from stagewright.graphs.models.shards import LayerKind
-
-_LAYERS = {
-    "torchtitan": "torchtitan",
-    **dict.fromkeys(("megatron", "megatron-bridge", "nemo"), "megatron"),
-}
-"""Whose layers are timed where they are installed, by stack."""
 
 
 def anchor_script(
@@ -38,7 +33,8 @@ def anchor_script(
         "samples": list(samples),
         "gradient_bytes": gradient_bytes,
     }
-    layers = _template(f"anchor_{_LAYERS[stack]}") if stack in _LAYERS else ""
+    timed = None if stack == "plan" else described(stack).get("timed")
+    layers = "" if timed is None else _template(f"anchor_{timed}")
     script = _template("anchor").replace('"STACK"\n', layers)
     return script.replace('"CASE"', pformat(case, width=100, sort_dicts=False))
 

@@ -102,6 +102,15 @@ class Fields:
             raise InputError(f"{name} must be a number above 0, got {reprlib.repr(value)}")
         return float(value)
 
+    def amount(self, cell: Field) -> float | None:
+        """A number from 0, or None for null."""
+        value = self.get(cell)
+        if value is not None and (type(value) not in (int, float) or not 0 <= value < math.inf):
+            raise InputError(
+                f"{self.name(cell)} must be a number from 0, got {reprlib.repr(value)}"
+            )
+        return None if value is None else float(value)
+
     def layers(self, cell: Cell) -> int:
         """The number of blocks."""
         value = self.size(cell)

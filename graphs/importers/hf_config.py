@@ -20,16 +20,22 @@ from stagewright.graphs.documents.documents import not_json
 from stagewright.graphs.documents.errors import InputError, naming
 from stagewright.graphs.importers.config_fields import Field, Fields
 from stagewright.graphs.importers.hf_blocks import parts_of, words_of
-from stagewright.graphs.importers.hf_fields import ModelType
+from stagewright.graphs.importers.hf_fields import ExpertFields, ModelType
 from stagewright.graphs.importers.hf_hub import config_file, is_hub_name
 from stagewright.graphs.importers.hf_types import ENCODER_DECODER, NOT_PRICED, TYPES
 from stagewright.graphs.models.architecture import Architecture
+from stagewright.graphs.models.stated import RotaryScaling, Routing, Stated
+from stagewright.graphs.models.traits import PARTLY_ROTATED
 
 _FULL = "full_attention"
 _ALIKE = 0.6  # of the names of model types, by difflib's ratio
 
 _LLAMA_SHAPED = (
     "hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size", "vocab_size",
+)  # fmt: skip
+
+_OF_SCALING = (
+    "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
 )  # fmt: skip
 
 _OF_WRAPPERS = ("tie_word_embeddings",)
@@ -153,6 +159,13 @@ def _architecture(kind: str, of: ModelType, fields: Fields) -> Architecture:
         rotary_base=_rotary(fields, "rope_theta", of.base),
         norm_epsilon=None if of.epsilon is None else fields.positive(of.epsilon),
         traits=tuple(sorted(_traits(of, fields))),
+        stated=Stated(
+            rotary_part=_rotary(fields, "partial_rotary_factor", of.rotary_part),
+            rotary_scaling=_rotary_scaling(fields) if of.base is not None else None,
+            routing=None if of.experts is None else _routing(of.experts, fields),
+            score_cap=_cap(fields, "attn_logit_softcapping"),
+            logit_cap=_cap(fields, "final_logit_softcapping"),
+        ),
     )
 
 
@@ -180,20 +193,56 @@ def _full_layers(of: ModelType, fields: Fields, layers: int) -> frozenset[int]:
     return found
 
 
+def _routing(of: ExpertFields, fields: Fields) -> Routing:
+    return Routing(
+        scores=of.scores,
+        normalized=fields.flag(of.normalized),
+        groups=fields.optional_size(of.groups),
+        chosen_groups=fields.optional_size(of.chosen_groups),
+        scale=1.0 if of.scale is None else fields.positive(of.scale),
+        choice_bias=of.choice_bias,
+        loss=None if of.loss is None else fields.amount(of.loss),
+    )
+
+
+def _cap(fields: Fields, name: str) -> float | None:
+    return None if fields.get((name, None)) is None else fields.positive((name, None))
+
+
+def _rotary_fields(fields: Fields) -> Fields:
+    """The numbers of rotary positions: ``rope_parameters``, before release 5 ``rope_scaling``."""
+    found = fields.get(("rope_parameters|rope_scaling", None))
+    found = found if isinstance(found, dict) else {}
+    return Fields(found[_FULL] if isinstance(found.get(_FULL), dict) else found)
+
+
 def _rotary(fields: Fields, name: str, cell: Field | None) -> float | None:
-    """A number of rotary positions: in ``rope_parameters`` (since release 5), or a field."""
-    if cell is None:
+    """A number of rotary positions, or a field of the model."""
+    return None if cell is None else _rotary_fields(fields).positive((name, fields.positive(cell)))
+
+
+def _rotary_scaling(fields: Fields) -> RotaryScaling | None:
+    inner = _rotary_fields(fields)
+    kind = inner.get(("rope_type|type", "default"))
+    if kind in ("default", "mrope", None):
         return None
-    inner = fields.get(("rope_parameters", None))
-    inner = inner if isinstance(inner, dict) else {}
-    inner = inner[_FULL] if isinstance(inner.get(_FULL), dict) else inner
-    return Fields(inner).positive((name, fields.positive(cell)))
+    if not isinstance(kind, str):
+        raise InputError(f"rope_type must be a name, got {reprlib.repr(kind)}")
+    return RotaryScaling(
+        kind="longrope" if kind == "su" else kind,
+        factor=inner.positive(("factor", 1.0)),
+        original_max_position_embeddings=inner.optional_size(
+            ("original_max_position_embeddings", None)
+        ),
+        truncate=inner.flag(("truncate", True)),
+        **{name: inner.amount((name, None)) for name in _OF_SCALING},
+    )
 
 
 def _traits(of: ModelType, fields: Fields) -> Iterator[str]:
     yield from of.traits
     if _rotary(fields, "partial_rotary_factor", of.rotary_part) not in (None, 1.0):
-        yield "rotary positions in part of a head"
+        yield PARTLY_ROTATED
 
 
 def _unknown(values: dict[str, Any]) -> InputError:

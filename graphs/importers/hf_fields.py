@@ -15,7 +15,8 @@ from stagewright.graphs.importers.config_fields import Cell, Field
 class ExpertFields:
     """Fields of the experts; ``shared`` is the width of shared experts, or with ``each`` a number.
 
-    ``dense`` is the field that says which blocks have none, see ``hf_config``.
+    ``dense`` is the field that says which blocks have none, see ``hf_config``. ``scores`` to
+    ``loss`` are of the router, see :class:`~stagewright.graphs.models.stated.Routing`.
     """
 
     number: Cell
@@ -28,6 +29,13 @@ class ExpertFields:
     bias: bool = False
     router_bias: bool = False
     gated: bool = True
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    normalized: Field | bool = True
+    groups: Cell = None
+    chosen_groups: Cell = None
+    scale: Field | None = None
+    choice_bias: bool = False
+    loss: Field | None = ("router_aux_loss_coef", 0.001)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

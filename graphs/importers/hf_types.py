@@ -9,12 +9,18 @@ from dataclasses import replace
 
 from stagewright.graphs.importers.config_fields import Field
 from stagewright.graphs.importers.hf_fields import ExpertFields, ModelType, RecurrentFields
-from stagewright.graphs.models.traits import ALIBI, NORMS_AFTER
+from stagewright.graphs.models.traits import (
+    ADDED_ONE,
+    ADJACENT,
+    ALIBI,
+    CLAMPED,
+    NORMS_AFTER,
+    PARTLY_ROTATED,
+    SQUARED_RELU,
+)
 
 _GELU = "GELU gates"
-_RELU = "a squared ReLU"
 _UNROTATED = "blocks without rotary positions"
-_ADJACENT = "rotations of adjacent elements"
 _SCALES = "factors of embeddings, residuals and logits"
 _TIED: Field = ("tie_word_embeddings", True)
 _DROPPED: Field = ("resid_pdrop", 0.0)
@@ -22,6 +28,7 @@ _EPSILON: Field = ("rms_norm_eps", 1e-5)
 _LAYER_EPSILON: Field = ("layer_norm_eps", 1e-5)
 _WINDOW: Field = ("sliding_window", 4096)
 _HALF: Field = ("partial_rotary_factor", 0.5)
+_NORMED: Field = ("norm_topk_prob", False)
 _QWEN_WINDOW = (("use_sliding_window", False, {"window": _WINDOW}),)
 
 _LLAMA = ModelType(mlp_bias=("mlp_bias", False))
@@ -35,7 +42,7 @@ _QWEN3 = replace(
     head_norms=True,
 )  # fmt: skip
 _QWEN_EXPERTS = ExpertFields(
-    number="num_experts|num_local_experts", dense=("decoder_sparse_step", 1)
+    number="num_experts|num_local_experts", dense=("decoder_sparse_step", 1), normalized=_NORMED
 )
 _GEMMA = ModelType(
     groups=("num_key_value_heads", 16), head_size=("head_dim", 256), tied=_TIED,
@@ -51,11 +58,19 @@ _LATENT: tuple[Field, Field, Field, Field, Field] = (
 )  # fmt: skip
 _DEEPSEEK_EXPERTS = ExpertFields(
     number="n_routed_experts", shared=("n_shared_experts", 1), each=True,
-    dense=("first_k_dense_replace", 3),
+    dense=("first_k_dense_replace", 3), scores="sigmoid", normalized=("norm_topk_prob", True),
+    groups=("n_group", 8), chosen_groups=("topk_group", 4), scale=("routed_scaling_factor", 2.5),
+    choice_bias=True, loss=None,
 )  # fmt: skip
 _DEEPSEEK_V2_EXPERTS = replace(
-    _DEEPSEEK_EXPERTS, shared=("n_shared_experts", 2), dense=("first_k_dense_replace", 0)
-)
+    _DEEPSEEK_EXPERTS, shared=("n_shared_experts", 2), dense=("first_k_dense_replace", 0),
+    scores="softmax", normalized=False, scale=("routed_scaling_factor", 1.0), choice_bias=False,
+    groups=("n_group", None), chosen_groups=("topk_group", None),
+)  # fmt: skip
+_GLM_EXPERTS = replace(
+    _DEEPSEEK_EXPERTS, dense=("first_k_dense_replace", 1), groups=("n_group", 1),
+    chosen_groups=("topk_group", 1), scale=("routed_scaling_factor", 1.0),
+)  # fmt: skip
 _DEEPSEEK_V3 = ModelType(latent=_LATENT, experts=_DEEPSEEK_EXPERTS)
 _GPT2 = ModelType(
     layers="n_layer|num_hidden_layers", hidden="n_embd|hidden_size",
@@ -66,13 +81,13 @@ _GPT2 = ModelType(
 )  # fmt: skip
 _GPTJ = replace(
     _GPT2, bias=False, norms=1, parallel=True, positions=None, logits_bias=True, dropout=_DROPPED,
-    tied=("tie_word_embeddings", False), traits=(_ADJACENT, "rotary positions in part of a head"),
+    tied=("tie_word_embeddings", False), traits=(ADJACENT, PARTLY_ROTATED),
     required=(),
 )  # fmt: skip
 _GLM = ModelType(
     bias=("attention_bias", True), output_bias=False, groups=("num_key_value_heads", 2),
     head_size=("head_dim", 128), epsilon=("rms_norm_eps", 1.5625e-7), rotary_part=_HALF,
-    traits=(_ADJACENT,),
+    traits=(ADJACENT,),
 )  # fmt: skip
 _OLMO2 = ModelType(
     head_size=None, whole_norms=True, epsilon=_EPSILON, traits=(NORMS_AFTER,),
@@ -85,14 +100,17 @@ _GRANITE = ModelType(head_size=None, mlp_bias=("mlp_bias", False), traits=(_SCAL
 _COHERE = ModelType(
     head_size=None, whole_norms=("use_qk_norm", False), norm="layer-scale", norms=1, parallel=True,
     epsilon=_LAYER_EPSILON, base=("rope_theta", 5e5), tied=_TIED,
-    traits=(_ADJACENT, "a factor of logits"),
+    traits=(ADJACENT, "a factor of logits"),
 )  # fmt: skip
 _ERNIE = ModelType(
     bias=("use_bias", False), mlp_bias=("use_bias", False), epsilon=_EPSILON,
-    base=("rope_theta", 5e5), tied=_TIED, traits=(_ADJACENT,),
+    base=("rope_theta", 5e5), tied=_TIED, traits=(ADJACENT,),
 )  # fmt: skip
 _MIXTRAL_EXPERTS = ExpertFields(number="num_local_experts|num_experts", width="intermediate_size")
-_OLMO_EXPERTS = ExpertFields(number="num_experts", width="intermediate_size")
+_OLMO_EXPERTS = ExpertFields(
+    number="num_experts", width="intermediate_size", normalized=_NORMED,
+    loss=("router_aux_loss_coef", 0.01),
+)  # fmt: skip
 
 _MAMBA2 = RecurrentFields(
     rule="ssd", heads=("num_heads", 128), head_size=("head_dim", 64),
@@ -164,7 +182,7 @@ TYPES: dict[str, ModelType] = {
         groups=("num_key_value_heads", 8), head_size=("head_dim", 64),
         bias=("attention_bias", True), sinks=True, epsilon=_EPSILON, base=("rope_theta", 150_000.0),
         window=("sliding_window", 128), pattern=2,
-        experts=replace(_MIXTRAL_EXPERTS, bias=True, router_bias=True), traits=("clamped gates",),
+        experts=replace(_MIXTRAL_EXPERTS, bias=True, router_bias=True), traits=(CLAMPED,),
     ),
     "phi": ModelType(
         head_size=None, bias=True, head_norms=("qk_layernorm", False), gated=False, mlp_bias=True,
@@ -192,7 +210,7 @@ TYPES: dict[str, ModelType] = {
             dense=("interleave_moe_layer_step", 1),
         ),
         traits=(
-            _UNROTATED, _ADJACENT, "norms of heads without weights",
+            _UNROTATED, ADJACENT, "norms of heads without weights",
             "experts that scale their inputs",
         ),
     ),
@@ -201,7 +219,7 @@ TYPES: dict[str, ModelType] = {
     "glm4_moe": ModelType(
         groups=("num_key_value_heads", 8), output_bias=False, head_norms=("use_qk_norm", False),
         epsilon=_EPSILON, rotary_part=_HALF,
-        experts=replace(_DEEPSEEK_EXPERTS, dense=("first_k_dense_replace", 1)),
+        experts=_GLM_EXPERTS,
     ),
     "glm4_moe_lite": replace(
         _DEEPSEEK_V3, epsilon=_EPSILON,
@@ -209,7 +227,9 @@ TYPES: dict[str, ModelType] = {
             ("q_lora_rank", 768), ("kv_lora_rank", 512), ("qk_nope_head_dim", 192),
             ("qk_rope_head_dim", 64), ("v_head_dim", 256),
         ),
-        experts=replace(_DEEPSEEK_EXPERTS, dense=("mlp_layer_types", None)),
+        experts=replace(
+            _GLM_EXPERTS, dense=("mlp_layer_types", None), scale=("routed_scaling_factor", 1.8)
+        ),
     ),
     "deepseek_v2": ModelType(
         latent=_LATENT, experts=_DEEPSEEK_V2_EXPERTS, required=(("mlp_bias", False),)
@@ -218,7 +238,8 @@ TYPES: dict[str, ModelType] = {
     "kimi_k2": _DEEPSEEK_V3,
     "minimax_m2": ModelType(
         bias=False, groups=("num_key_value_heads", 8), head_size=("head_dim", 128),
-        whole_norms=True, base=("rope_theta", 5e6), experts=_MIXTRAL_EXPERTS,
+        whole_norms=True, base=("rope_theta", 5e6),
+        experts=replace(_MIXTRAL_EXPERTS, scores="sigmoid", choice_bias=True),
     ),
     "olmo": ModelType(head_size=None, norm="layer-plain", epsilon=None),
     "olmo2": _OLMO2,
@@ -235,7 +256,7 @@ TYPES: dict[str, ModelType] = {
     ),
     "nemotron": ModelType(
         gated=False, mlp_bias=("mlp_bias", False), norm="layer", epsilon=("norm_eps", 1e-5),
-        rotary_part=_HALF, traits=(_RELU, "norms that add 1 to their weights"),
+        rotary_part=_HALF, traits=(SQUARED_RELU, ADDED_ONE),
     ),
     "falcon": ModelType(
         layers="num_hidden_layers|n_layer", heads="num_attention_heads|n_head", groups=1,
@@ -306,7 +327,7 @@ TYPES: dict[str, ModelType] = {
         required=(("use_bias", False),),
         experts=ExpertFields(
             number="moe_num_experts", per_token="moe_k", shared=("moe_num_shared_experts", 2),
-            each=True, dense=("moe_layer_start_index", 1), router_bias=True,
+            each=True, dense=("moe_layer_start_index", 1), router_bias=True, choice_bias=True,
         ),
     ),
     "smollm3": replace(
@@ -328,11 +349,14 @@ TYPES: dict[str, ModelType] = {
         dropout=("residual_dropout", 0.1),
     ),
     "arcee": ModelType(
-        gated=False, mlp_bias=("mlp_bias", False), epsilon=_EPSILON, traits=(_RELU,)
+        gated=False, mlp_bias=("mlp_bias", False), epsilon=_EPSILON, traits=(SQUARED_RELU,)
     ),
     "dots1": ModelType(
         head_norms=True, window=_WINDOW, pattern=("max_window_layers", 62),
-        experts=replace(_DEEPSEEK_V2_EXPERTS, shared=("n_shared_experts", None)),
+        experts=replace(
+            _GLM_EXPERTS, shared=("n_shared_experts", None), dense=("first_k_dense_replace", 0),
+            normalized=_NORMED,
+        ),
     ),
     "mamba": ModelType(
         width=None, epsilon=("layer_norm_epsilon", 1e-5), base=None, rotary=False, tied=_TIED,
@@ -379,12 +403,12 @@ TYPES: dict[str, ModelType] = {
             state_size=("ssm_state_size", 128), chunk=("chunk_size|mamba_chunk_size", 128),
             kinds="hybrid_override_pattern|layers_block_type",
         ),
-        traits=(_RELU,),
+        traits=(SQUARED_RELU,),
     ),
     "bamba": replace(
         _HYBRID, head_size=None,
         recurrent=replace(_BAMBA, indices="attn_layer_indices"),
-        traits=("rotary positions in part of a head",),
+        traits=(PARTLY_ROTATED,),
     ),
     "granitemoehybrid": replace(
         _GRANITE, mlp_bias=False, width="shared_intermediate_size",

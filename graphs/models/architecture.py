@@ -41,6 +41,7 @@ from stagewright.graphs.models.operations import (
 )
 from stagewright.graphs.models.recurrences import RECURRENT
 from stagewright.graphs.models.sizes import require_number, require_sizes
+from stagewright.graphs.models.stated import NOTHING_STATED, Stated
 from stagewright.graphs.models.tuning import Tuning, require_tuning, tuned_block, tuned_end
 
 __all__ = [
@@ -149,8 +150,9 @@ class Architecture:
 
     An ``encoder`` has a norm after the embedding in place of the final one, and its head is a
     linear layer, an activation, a norm, and logits with biases. ``left_out`` names what the model
-    has and the layers have not. ``rotary_base`` and ``norm_epsilon`` change no cost: they are for
-    exports, None if not known, as the ``traits`` are that a plain Llama or GPT lacks, in words.
+    has and the layers have not. ``rotary_base``, ``norm_epsilon`` (None if not known) and what is
+    ``stated`` change no cost: they are for exports, as the ``traits`` are that a plain Llama or GPT
+    lacks, in words.
     ``tuning``: which weights are trained, None for all.
     """
 
@@ -181,6 +183,7 @@ class Architecture:
     rotary_base: float | None = None
     norm_epsilon: float | None = None
     traits: tuple[str, ...] = ()
+    stated: Stated = NOTHING_STATED
     tuning: Tuning | None = None
     variants: tuple[Variant, ...] = ()
 

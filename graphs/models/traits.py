@@ -1,5 +1,8 @@
 """What sets a transformer apart from a plain Llama or GPT, in words."""
 
+from collections.abc import Collection
+from dataclasses import replace
+
 from stagewright.graphs.documents.units import counted
 from stagewright.graphs.models.architecture import Architecture, GroupedAttention, LatentAttention
 from stagewright.graphs.models.recurrences import RECURRENT, Recurrence
@@ -12,6 +15,12 @@ SCALES_ONLY = "layer norms without biases"
 NO_WEIGHTS = "norms without weights"
 NORMS_AFTER = "norms after attention and feed-forward alone"
 ALIBI = "ALiBi in place of positions"
+PARTLY_ROTATED = "rotary positions in part of a head"
+SQUARED_RELU = "a squared ReLU"
+ADJACENT = "rotations of adjacent elements"
+ADDED_ONE = "norms that add 1 to their weights"
+CLAMPED = "clamped gates"
+SINKS = "attention sinks"
 GATED = "gates of the attention's output"
 VARIED = "blocks with other parts than others have"
 RECURRENCES = {
@@ -36,13 +45,16 @@ def common_traits(of: Architecture) -> tuple[str, ...]:
     found = {
         "experts": of.experts is not None,
         "latent attention": isinstance(of.attention, LatentAttention),
-        "biases of attention": grouped is not None and grouped.bias,
+        "shared experts": of.experts is not None and of.experts.shared_width is not None,
+        "biases of attention": of.attention.bias or (grouped is not None and grouped.output_bias),
+        "biases of the feed-forward": of.feed_forward.bias,
         "norms of heads": grouped is not None and grouped.head_norms,
         "a feed-forward without gates": not of.feed_forward.gated,
         "windows": of.window is not None,
         "an encoder": of.encoder,
         "learned positions": of.positions is not None,
         "tied embeddings": of.tied,
+        "layer norms": of.norm == "layer",
     }
     return tuple(what for what, has in found.items() if has)
 
@@ -59,7 +71,7 @@ def counted_traits(of: Architecture) -> tuple[str, ...]:
         NO_WEIGHTS: of.norm == "layer-plain",
         "norms of heads with weights for each": grouped is not None and grouped.whole_norms,
         GATED: grouped is not None and grouped.gate,
-        "attention sinks": grouped is not None and grouped.sinks,
+        SINKS: grouped is not None and grouped.sinks,
         "biases of experts": experts is not None and (experts.bias or experts.router_bias),
         "attention in chunks": of.chunked,
         "experts without gates": experts is not None and not experts.gated,
@@ -73,3 +85,10 @@ def counted_traits(of: Architecture) -> tuple[str, ...]:
 def every_trait(of: Architecture) -> tuple[str, ...]:
     """The counted traits, and those that change no cost."""
     return (*counted_traits(of), *of.traits)
+
+
+def lacking(of: Architecture, sequence: int, has: Collection[str]) -> list[str]:
+    """The traits of a model at so many tokens that are not among those that something ``has``."""
+    if of.window is not None and of.window >= sequence:
+        of = replace(of, window=None, full_layers=frozenset(), chunked=False)
+    return [one for one in (*common_traits(of), *every_trait(of)) if one not in has]

@@ -21,9 +21,6 @@ from stagewright.solvers.parallelism.space import Space
 if TYPE_CHECKING:
     from stagewright.executor.export.layouts.rules import FrameworkRule
 
-_WITHOUT_SEQUENCE = ("plan", "deepspeed", "accelerate")
-"""What cannot express sequence parallelism."""
-
 
 class LayoutRequest(Request):
     """Find the fastest layouts of a problem that fit."""
@@ -79,11 +76,17 @@ class LayoutRequest(Request):
     @property
     def searched(self) -> Space:
         """The space, without what the framework cannot express."""
+        from stagewright.executor.export.layouts.rules import described
+
         space = self.space
-        if self.framework not in _WITHOUT_SEQUENCE:
+        if self.framework == "plan":
+            return replace(space, sequence_parallel="never", partial=False)
+        if (
+            self.framework is None
+            or "sequence parallelism" not in described(self.framework)["lacks"]
+        ):
             return space
-        partial = space.partial and self.framework != "plan"
-        return replace(space, sequence_parallel="never", partial=partial)
+        return replace(space, sequence_parallel="never")
 
     @property
     def searched_features(self) -> tuple[Feature, ...]:
@@ -94,12 +97,12 @@ class LayoutRequest(Request):
 
     def require_problem(self) -> None:
         """Refuse a model or a precision of which the framework can express no layout."""
-        from stagewright.executor.export.layouts import EVERY_FORMAT
+        from stagewright.executor.export.layouts import require_framework
 
         if self.framework is None:
             return
         try:
-            EVERY_FORMAT[self.framework].require_problem(self.problem)
+            require_framework(self.framework, self.problem)
         except InputError as error:
             raise InputError(f"{self.framework} can express no layout of it: {error}") from None
 

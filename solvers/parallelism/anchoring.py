@@ -13,9 +13,8 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.importers.timed_layers import TimedCollective, TimedLayers
 from stagewright.graphs.machines.anchors import Anchor, layer_kinds
 from stagewright.graphs.machines.rates import BORROWED, RateSet, Spread
-from stagewright.graphs.models.architecture import GroupedAttention
 from stagewright.graphs.models.shards import LayerKind, LayerSplit
-from stagewright.graphs.models.traits import counted_traits
+from stagewright.graphs.models.traits import lacking
 from stagewright.solvers.parallelism.space import Space, chosen
 
 COMPOSED = 1.1
@@ -61,26 +60,29 @@ def microbatches(problem: TrainingProblem, space: Space, most: int) -> tuple[int
     return found
 
 
+TIMED = (
+    "experts", "shared experts", "biases of attention", "biases of the feed-forward",
+    "norms of heads", "a feed-forward without gates", "learned positions", "tied embeddings",
+    "layer norms",
+)  # fmt: skip
+"""Traits of models whose layers the script can make."""
+
+
 def require_timeable(problem: TrainingProblem) -> None:
     """Refuse a model whose layers the script cannot make. Raises InputError with what it has."""
     of = problem.architecture
-    window = of.window is not None and of.window < problem.sequence
-    lacking = [
-        (of.encoder, "an encoder"),
-        (not isinstance(of.attention, GroupedAttention), "latent attention"),
-        (window, "a sliding window"),
-        *((True, what) for what in counted_traits(of)),
-        (of.dropout, "dropout"),
-        (problem.precision.fp8_products, "products in fp8"),
-        (problem.attention != "fused", "materialized attention"),
-    ]
-    for lacks, what in lacking:
-        if lacks:
-            raise InputError(
-                f"{of.name} with {what}: anchor times decoders with grouped attention over all "
-                "tokens and two norms in a block, in bf16 or fp32; use calibrate, with whole "
-                "iterations"
-            )
+    run = {
+        "dropout": of.dropout,
+        "products in fp8": problem.precision.fp8_products,
+        "materialized attention": problem.attention != "fused",
+    }
+    others = lacking(of, problem.sequence, {*TIMED, *of.traits})
+    for what in (*others, *(what for what, has in run.items() if has)):
+        raise InputError(
+            f"{of.name} with {what}: anchor times decoders with grouped attention over all "
+            "tokens and two norms in a block, in bf16 or fp32; use calibrate, with whole "
+            "iterations"
+        )
 
 
 def anchored(timed: TimedLayers, name: str, source: str) -> RateSet:

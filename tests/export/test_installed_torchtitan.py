@@ -15,9 +15,15 @@ from stagewright.executor.export import export
 from stagewright.executor.export.layouts import LAYOUT_FORMATS, export_layout
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.graphs.models.architecture import GroupedAttention
+from stagewright.graphs.models.stated import RotaryScaling, Routing, Stated
 
 BLOCKS = 6  # of its Llama 3 for debugging
-SMALL = replace(LLAMA, layers=BLOCKS)
+DEBUG = {"hidden": 256, "vocabulary": 2048}
+STATED = Stated(
+    rotary_scaling=RotaryScaling("yarn", 40, 4096, mscale=1.0, mscale_all_dim=1.0),
+    routing=Routing(scale=2.5),
+)
+SMALL = replace(LLAMA, layers=BLOCKS, **DEBUG)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -182,7 +188,7 @@ def test_the_models_that_it_has():
     """The rule of models names what is there; with others it is to be stated anew."""
     from importlib.util import find_spec
 
-    for name in ("llama3", "qwen3", "deepseek_v3"):
+    for name in LAYOUT_FORMATS["torchtitan"].models:
         assert find_spec(f"torchtitan.models.{name}")
     for name in ("llama", "qwen2", "mixtral", "gemma", "gpt2"):
         assert not find_spec(f"torchtitan.models.{name}")
@@ -193,9 +199,15 @@ def test_rotary_base_and_epsilon_are_set_in_the_built_model(parsed, model):
     import torch
 
     layers = {"llama3": BLOCKS, "qwen3": 8, "deepseek_v3": 6}[model]
-    base = DEEPSEEK if model == "deepseek_v3" else LLAMA
+    base = {
+        "llama3": LLAMA,
+        "qwen3": replace(LLAMA, attention=GroupedAttention(16, 8, 16, head_norms=True)),
+        "deepseek_v3": replace(DEEPSEEK, stated=STATED),
+    }[model]
     layout = Layout(data=2, zero=2)
-    problem = make_problem(replace(base, layers=layers, rotary_base=7e5, norm_epsilon=3e-6), layout)
+    problem = make_problem(
+        replace(base, **DEBUG, layers=layers, rotary_base=7e5, norm_epsilon=3e-6), layout
+    )
     config = parsed(export_layout(problem, layout, "torchtitan"), model).model_spec.model
     assert {layer.attention.rope.theta for layer in config.layers} == {7e5}
     with torch.device("meta"):
@@ -203,6 +215,12 @@ def test_rotary_base_and_epsilon_are_set_in_the_built_model(parsed, model):
     norms = [one.eps for one in built.modules() if isinstance(one, torch.nn.RMSNorm)]
     assert len(norms) > 2 * layers
     assert set(norms) == {3e-6}
+    if model == "deepseek_v3":
+        routers = [one.moe.router for one in built.layers.values() if one.moe is not None]
+        assert {(one.score_func, one.route_scale, one.route_norm) for one in routers} == {
+            ("softmax", 2.5, True)
+        }
+        assert {layer.attention.rope.scaling for layer in config.layers} == {"yarn"}
 
 
 def test_experts_on_several_ranks(parsed):
@@ -210,6 +228,6 @@ def test_experts_on_several_ranks(parsed):
 
     layout = Layout(data=4, expert=4, zero=2)
     layers = len(deepseek_v3_debugmodel().model_spec.model.layers)
-    problem = make_problem(replace(DEEPSEEK, layers=layers), layout)
+    problem = make_problem(replace(DEEPSEEK, layers=layers, **DEBUG), layout)
     config = parsed(export_layout(problem, layout, "torchtitan"), "deepseek_v3")
     assert config.parallelism.expert_parallel_degree == 4

@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from framework_names import stand_ins
+from framework_names import run_module, stand_ins
 from hypothesis import given
 from hypothesis import strategies as st
 from layout_problems import (
@@ -22,10 +22,15 @@ from layout_problems import (
     random_problem,
     said,
 )
-from layout_readers import READERS, run_megatron, said_of_model
+from layout_readers import CONFIGS, READERS, run_megatron, said_of_model
 from profiles import examples
 
-from stagewright.executor.export.layouts import EVERY_FORMAT, LAYOUT_FORMATS, export_layout
+from stagewright.executor.export.layouts import (
+    EVERY_FORMAT,
+    LAYOUT_FORMATS,
+    export_layout,
+    require_framework,
+)
 from stagewright.formulations.parallelism.layout import parse_layout
 from stagewright.formulations.prices.computing import Precision, precision_named
 from stagewright.graphs.documents.errors import InputError
@@ -37,6 +42,8 @@ from stagewright.graphs.models.architecture import (
     GroupedAttention,
     LatentAttention,
 )
+from stagewright.graphs.models.stated import RotaryScaling, Routing, Stated
+from stagewright.graphs.models.traits import ADDED_ONE, ADJACENT, CLAMPED, SQUARED_RELU
 from stagewright.graphs.models.tuning import tuned_with
 
 PIPED = ("megatron", "megatron-bridge", "nemo", "torchtitan")
@@ -82,9 +89,9 @@ TAKEN = [
     *((to, LLAMA, "p4 t2 c2 d2 b2 v2 zero1 sp first1 last3") for to in PIPED),
     *((to, LLAMA, "p2 t1 d2 b1 zero0 first16 last0") for to in PIPED),
     *((to, LLAMA, "p4 t2 d4 b1 zero1 pipeline-inside offload") for to in CORE),
-    *((to, MIXTRAL, "p2 t2 c2 d2 e4 b1 zero1 pipeline-inside sp") for to in CORE),
+    *((to, MIXTRAL, "p2 t2 c2 d2 e4 b1 zero1 pipeline-inside sp") for to in ("megatron", "nemo")),
     *((to, DEEPSEEK, "p2 t2 d4 e8 b1 zero1 full sp") for to in PIPED),
-    *((to, QWEN2_MOE, "p1 t2 d4 e4 b1 zero2 sp") for to in CORE),
+    ("megatron", QWEN2_MOE, "p1 t2 d4 e4 b1 zero2 sp"),
     *((to, QWEN2, "p1 t4 d4 b1 zero2") for to in LAYOUT_FORMATS if to != "torchtitan"),
     *((to, KV2, "p1 t4 d2 b1 zero2") for to in CORE[:2]),
     ("torchtitan", QWEN3_MOE, "p1 t2 d4 e4 b1 zero2 sp"),
@@ -163,8 +170,16 @@ def test_files_say_what_they_are(to):
 @pytest.mark.parametrize("to", [to for to in LAYOUT_FORMATS if to != "megatron"])
 def test_another_number_of_layers_is_refused(to):
     files = exported(LLAMA, "p1 t1 d8 b1 zero3", to)
-    with pytest.raises(ValueError, match="the plan is for 16 layers, the model has 15"):
+    with pytest.raises(ValueError, match=r"the plan is for .*16.*, the model has 15"):
         READERS[to](files, 15)
+
+
+def test_other_sizes_of_a_recipe_are_refused():
+    for to in CORE[1:]:
+        (text,) = exported(LLAMA, "p1 t1 d8 b1 zero3", to).values()
+        config = CONFIGS[to](16, hidden_size=1000)
+        with pytest.raises(ValueError, match="is for hidden_size 1024, the model has 1000"):
+            run_module(text)["configure"](config)
 
 
 @pytest.mark.parametrize("to", PIPED)
@@ -183,10 +198,18 @@ def parsed(architecture, words="p1 t1 d8 b1", **others):
 def architecture_from(args):
     """The architecture that Megatron-LM's arguments describe."""
     every = not args.disable_bias_linear
-    rotary = args.position_embedding_type == "rope"
+    rotary = args.position_embedding_type in ("rope", "yarn")
+    traits = {
+        CLAMPED: args.quick_geglu,
+        SQUARED_RELU: args.squared_relu,
+        ADDED_ONE: args.apply_layernorm_1p,
+        ADJACENT: args.rotary_interleaved,
+    }
+    sparse = args.num_experts is not None and args.moe_layer_freq is None
     return Architecture(
         "", args.num_layers, args.hidden_size, args.vocab_size, attention_from(args),
-        FeedForward(args.ffn_hidden_size, args.swiglu, every), experts_from(args),
+        FeedForward(args.ffn_hidden_size, args.swiglu or args.quick_geglu, every and not sparse),
+        experts_from(args),
         {"LayerNorm": "layer", "RMSNorm": "rms"}[args.normalization],
         positions=None if rotary else args.max_position_embeddings,
         tied=not args.untie_embeddings_and_output_weights,
@@ -194,6 +217,36 @@ def architecture_from(args):
         full_layers=frozenset(zeros(args.window_attn_skip_freq)),
         dropout=args.hidden_dropout is None and args.attention_dropout is None,
         rotary_base=args.rotary_base, norm_epsilon=args.norm_epsilon,
+        traits=tuple(what for what, has in traits.items() if has),
+        stated=Stated(args.rotary_percent, scaling_from(args), routing_from(args)),
+    )  # fmt: skip
+
+
+def scaling_from(args):
+    if args.use_rope_scaling:
+        return RotaryScaling("llama3", args.rope_scaling_factor, 8192, 1, 4)
+    if args.rotary_seq_len_interpolation_factor is not None:
+        return RotaryScaling("linear", args.rotary_seq_len_interpolation_factor)
+    if args.rotary_scaling_factor is None:
+        assert args.rope_type == ("rope" if args.multi_latent_attention else None)
+        return None
+    latent = args.multi_latent_attention
+    return RotaryScaling(
+        "yarn", args.rotary_scaling_factor,
+        4096 if latent else args.yarn_original_max_position_embeddings, None, None,
+        32 if latent else args.yarn_beta_fast, 1 if latent else args.yarn_beta_slow,
+        args.mscale, args.mscale_all_dim, not args.no_yarn_correction_range_round_to_int,
+    )  # fmt: skip
+
+
+def routing_from(args):
+    if args.moe_router_score_function is None:
+        return None
+    assert (args.moe_router_load_balancing_type == "none") == (args.moe_aux_loss_coeff is None)
+    return Routing(
+        args.moe_router_score_function, not args.moe_router_pre_softmax, args.moe_router_num_groups,
+        args.moe_router_group_topk, args.moe_router_topk_scaling_factor or 1.0,
+        args.moe_router_enable_expert_bias, args.moe_aux_loss_coeff,
     )  # fmt: skip
 
 
@@ -213,7 +266,7 @@ def attention_from(args):
     assert args.group_query_attention == (args.num_query_groups is not None)
     return GroupedAttention(
         heads, args.num_query_groups or heads, size, every or args.add_qkv_bias, every,
-        args.qk_layernorm,
+        args.qk_layernorm, sinks=args.softmax_type == "learnable",
     )  # fmt: skip
 
 
@@ -223,11 +276,39 @@ def experts_from(args):
     return Experts(
         args.num_experts, args.moe_router_topk, args.moe_ffn_hidden_size,
         args.moe_shared_expert_intermediate_size, args.moe_shared_expert_gate,
-        frozenset(zeros(args.moe_layer_freq)),
+        frozenset(zeros(args.moe_layer_freq)), not args.disable_bias_linear,
+        not args.disable_bias_linear,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda one: one.name)
+YARN = RotaryScaling("yarn", 32, 4096, beta_fast=32, beta_slow=1, truncate=False)
+GPT_OSS = Architecture(
+    "gpt_oss", 4, 64, 96,
+    GroupedAttention(4, 2, 16, bias=True, output_bias=True, sinks=True), FeedForward(32),
+    Experts(8, 2, 32, bias=True, router_bias=True), window=512, full_layers=frozenset({1, 3}),
+    rotary_base=150_000.0, norm_epsilon=1e-5, traits=(CLAMPED,),
+    stated=Stated(rotary_scaling=YARN, routing=Routing(loss=0.001)),
+)  # fmt: skip
+STATED = (
+    GPT_OSS,
+    replace(LLAMA, stated=Stated(rotary_scaling=RotaryScaling("llama3", 32, 8192, 1, 4))),
+    replace(LLAMA, stated=Stated(rotary_part=0.5, rotary_scaling=RotaryScaling("linear", 4))),
+    replace(
+        DEEPSEEK,
+        stated=Stated(
+            rotary_scaling=RotaryScaling("yarn", 40, 4096, None, None, 32, 1, 1.0, 1.0),
+            routing=Routing("sigmoid", True, 8, 4, 2.5, choice_bias=True),
+        ),
+    ),
+    replace(QWEN3_MOE, stated=Stated(routing=Routing(normalized=False, loss=0.01))),
+    replace(
+        GPT2, positions=None, feed_forward=replace(GPT2.feed_forward, gated=False),
+        traits=(SQUARED_RELU, ADDED_ONE, ADJACENT),
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *STATED], ids=lambda one: one.name)
 def test_megatron_arguments_describe_the_model(architecture):
     found = architecture_from(parsed(architecture))
     assert found == replace(architecture, name="", left_out=None)
@@ -274,6 +355,13 @@ LORA, FROZEN = tuned_with(LLAMA, lora=8), tuned_with(LLAMA, frozen="embedding")
 MIXED = tuned_with(LLAMA, lora=8, targets="linear_qkv,q_proj")
 
 
+STATED_YARN = replace(LLAMA, stated=Stated(rotary_scaling=RotaryScaling("yarn", 4)))
+
+
+def stated(**values):
+    return replace(DEEPSEEK, stated=Stated(**values))
+
+
 def refused(formats, architecture, words, message, **others):
     return [(to, architecture, words, message, others) for to in formats]
 
@@ -295,24 +383,47 @@ REFUSED = [
     *refused(CORE, LLAMA, "p2 d4 v2 zero2", "2 chunks with ZeRO 2.*chunks 1"),
     *refused(CORE, LLAMA, "p2 d4 zero3 pipeline-inside", "pipeline-inside with ZeRO 3.*zero 1"),
     *refused(CORE, LLAMA, "p2 c2 d2 pipeline-inside", "pipeline-inside.*only with context 1"),
-    *refused(CORE, MIXTRAL, "p2 t2 d2 sp pipeline-inside", "expert degree of tensor x context"),
+    *refused(CORE, DEEPSEEK, "p2 t2 d2 sp pipeline-inside", "expert degree of tensor x context"),
+    *refused(CORE[1:], QWEN2_MOE, "d8", "qwen2_moe: .* has no recipe of that model.*; megatron"),
+    *refused(CORE, stated(routing=Routing("sigmoid", normalized=False)), "d8", "has scores by sig"),
+    *refused(CORE, stated(routing=Routing(choice_bias=True)), "d8", "has a bias of the choice"),
+    *refused(
+        MEGATRON,
+        replace(LLAMA, stated=Stated(rotary_scaling=RotaryScaling("dynamic", 2))),
+        "d8",
+        "scaled by dynamic: .* by linear, llama3 or yarn.*; megatron-bridge or",
+    ),
+    *refused(
+        MEGATRON,
+        stated(rotary_scaling=RotaryScaling("yarn", 32, beta_fast=1)),
+        "d8",
+        "with beta_fast 1: Megatron-LM has 32, and no argument",
+    ),
+    *refused(
+        MEGATRON,
+        replace(LLAMA, stated=Stated(rotary_scaling=RotaryScaling("linear", 2.5))),
+        "d8",
+        "scaled by 2.5: .* takes integers",
+    ),
     *refused(CORE, QWEN2, "c2 d4", "context degree 2 with a sliding window.*context 1"),
     *refused(CORE, LLAMA, "d8", "2 . 2 . 8 bytes.*keeps 2 . 4 . 12", precision=NARROW),
     *refused(CORE, LLAMA, "d8", "fp8 with activations of 4 bytes", precision=FP8_FULL),
     *refused(CORE, LLAMA, "p2 d4 zero1 zero-bubble", "zero-bubble.*choose 1f1b"),
-    *refused(OTHERS, LLAMA, "d8 zero3 full blocks3", "3 recomputed blocks of 16.*megatron"),
+    *refused(
+        OTHERS, LLAMA, "d8 zero3 full blocks3", "3 recomputed blocks of 16.*; megatron or .* can"
+    ),
     *refused(
         OTHERS,
         LLAMA,
         "d8 zero3 offload7",
-        "activations of 7 blocks in host.*to megatron",
+        "activations of 7 blocks in host.*; megatron or megatron-bridge or nemo can",
         memory=STACK_MEMORY["megatron"],
     ),
     *refused(TITAN, LLAMA, "p2 d4 zero1 zero-bubble full", "full recomputation with zero bubbles"),
     *refused(
         TITAN, LLAMA, "p4 d2 zero1 zero-bubble", "9 microbatches.*a multiple of 4", microbatches=9
     ),
-    *refused(HF, LLAMA, "p2 d4", "a pipeline of 2: .*no pipeline.*to megatron"),
+    *refused(HF, LLAMA, "p2 d4", "a pipeline of 2: .*no pipeline.*pipeline 1.*; megatron or"),
     *refused(HF, LLAMA, "t2 d4 zero2 sp", "sequence parallelism over the tensor ranks"),
     *refused(
         OTHERS, LLAMA, "d8 zero3 selective", "selective.*none or full", attention="materialized"
@@ -325,12 +436,17 @@ REFUSED = [
     *refused(TITAN, LLAMA, "p2 d4 zero1 pipeline-inside", "pipeline outermost"),
     *refused(TITAN, replace(LLAMA, tied=True), "p2 d4 zero1", "a tied head in a pipeline"),
     *refused(TITAN, LLAMA, "p2 d4 zero3", "ZeRO 3 in a pipeline.*zero 1.*pipelining/stage.py"),
-    *refused(TITAN, QWEN2, "d8 zero3", "qwen2 has biases: TorchTitan has llama3, qwen3"),
-    *refused(TITAN, replace(LLAMA, traits=("GELU gates",)), "d8 zero3", "to megatron-bridge"),
-    *refused(TITAN, GPT2, "d8", "gpt2 has learned positions: TorchTitan has"),
-    *refused(TITAN, MIXTRAL, "d8 zero3", "mixtral has experts beside"),
-    *refused(TITAN, QWEN2_MOE, "d8 zero3", "qwen2_moe has biases"),
-    *refused(TITAN, replace(LLAMA, window=512), "d8 zero3", "a sliding window"),
+    *refused(
+        TITAN, QWEN2, "d8 zero3", "qwen2 has biases of attention: TorchTitan .* llama3, qwen3"
+    ),
+    *refused(
+        TITAN, replace(LLAMA, traits=("GELU gates",)), "d8 zero3", "; megatron-bridge or nemo"
+    ),
+    *refused(TITAN, GPT2, "d8", "gpt2 has biases of attention: TorchTitan has"),
+    *refused(TITAN, STATED_YARN, "d8 zero3", "scaled by yarn: TorchTitan scales by llama3 in such"),
+    *refused(TITAN, MIXTRAL, "d8 zero3", "mixtral has experts: TorchTitan"),
+    *refused(TITAN, QWEN2_MOE, "d8 zero3", "qwen2_moe has .*: TorchTitan"),
+    *refused(TITAN, replace(LLAMA, window=512), "d8 zero3", "llama has windows"),
     *refused(
         ("nemo", *OTHERS),
         KV2,
@@ -355,9 +471,18 @@ REFUSED = [
     *refused(ACCELERATE, LLAMA, "t2 d4", "ZeRO 0 with tensor 2 and data 4"),
     *refused(ACCELERATE, LLAMA, "d8 zero1", "ZeRO 1.*zero 2 or 3"),
     *refused(
-        OTHERS, LLAMA, "d8 zero3 mlp", "mlp: .* no such modules", memory=STACK_MEMORY["megatron"]
+        OTHERS,
+        LLAMA,
+        "d8 zero3 mlp",
+        "mlp: .* no such modules.*; megatron or",
+        memory=STACK_MEMORY["megatron"],
     ),
-    *refused(CORE, replace(LLAMA, norm="layer-plain"), "d8", "norms without weights.*deepspeed"),
+    *refused(
+        CORE,
+        replace(LLAMA, norm="layer-plain"),
+        "d8",
+        "norms without weights.*; accelerate can",
+    ),
     *refused(
         (*MEGATRON, *TITAN),
         replace(LLAMA, traits=frozenset({"GELU gates"})),
@@ -366,9 +491,9 @@ REFUSED = [
     ),
     *refused(
         MEGATRON,
-        replace(LLAMA, attention=replace(LLAMA.attention, sinks=True)),
+        replace(LLAMA, attention=replace(LLAMA.attention, whole_norms=True)),
         "d8",
-        "has attention sinks: an export to Megatron-LM cannot say it; export to nemo or",
+        "has norms of heads with weights for each: Megatron-LM .*; megatron-bridge or nemo",
     ),
     *refused(MEGATRON, replace(LLAMA, block_norms=4), "d8", "4 norms in a block"),
     *refused(MEGATRON, replace(LLAMA, feed_forward=BIASED), "d8", "biases of only some"),
@@ -407,11 +532,33 @@ def test_every_rule_has_a_source_and_is_broken_above(to):
 
 @pytest.mark.parametrize("to", EVERY_FORMAT)
 def test_what_the_model_breaks_is_said_without_a_layout(to):
-    framework, layout = EVERY_FORMAT[to], parse_layout("d8")
-    framework.require_problem(make_problem(LLAMA, layout))
+    layout = parse_layout("d8")
+    require_framework(to, make_problem(LLAMA, layout))
     if to in PIPED:
-        with pytest.raises(InputError, match=r"an encoder .bert."):
-            framework.require_problem(make_problem(BERT, layout))
+        with pytest.raises(InputError, match=r"an encoder .bert.*; deepspeed or accelerate can"):
+            require_framework(to, make_problem(BERT, layout))
+
+
+def test_routers_and_scaling_are_those_of_the_model():
+    """In recipes' models, and in those of torchtitan."""
+    for to, names in (
+        ("megatron-bridge", ("moe_router_topk_scaling_factor", "mscale_all_dim", "beta_fast")),
+        (
+            "nemo",
+            ("moe_router_group_topk", "rotary_scaling_factor", "moe_router_enable_expert_bias"),
+        ),
+    ):
+        (text,) = exported(STATED[3], "p1 t1 d8 b1 zero2", to).values()
+        config = run_module(text)["configure"](CONFIGS[to](16))
+        model = config.model if to == "megatron-bridge" else config.model.config
+        values = (2.5, 1.0, 32) if to == "megatron-bridge" else (4, 40, True)
+        assert tuple(getattr(model, name) for name in names) == values
+    (text,) = exported(STATED[3], "p1 t1 d8 b1 zero2", "torchtitan").values()
+    assert "rope.rope_factor = 40\n" in text
+    assert "router.score_func = 'sigmoid'\n" in text
+    (text,) = exported(GPT_OSS, "p1 t1 d8 b1 zero2", "torchtitan").values()
+    assert "rope.truncate = False\n" in text
+    assert "not by the loss with factor 0.001" in text
 
 
 @pytest.mark.parametrize("to", PIPED)

@@ -13,6 +13,8 @@ from types import ModuleType, SimpleNamespace
 FLAGS = """
 accumulate-allreduce-grads-in-fp32 add-qkv-bias bf16 disable-bias-linear fp16 fp8-param-gather
 grad-reduce-in-bf16 group-query-attention moe-grouped-gemm moe-shared-expert-gate
+apply-layernorm-1p moe-router-enable-expert-bias moe-router-pre-softmax quick-geglu squared-relu
+rotary-interleaved use-rope-scaling no-yarn-correction-range-round-to-int
 multi-latent-attention optimizer-cpu-offload overlap-cpu-optimizer-d2h-h2d overlap-grad-reduce
 overlap-param-gather qk-layernorm sequence-parallel swiglu untie-embeddings-and-output-weights
 use-distributed-optimizer use-megatron-fsdp use-precision-aware-optimizer use-tp-pp-dp-mapping
@@ -24,9 +26,16 @@ moe-ffn-hidden-size moe-router-topk moe-shared-expert-intermediate-size num-atte
 num-experts num-layers num-layers-per-virtual-pipeline-stage num-query-groups
 pipeline-model-parallel-size q-lora-rank qk-head-dim qk-pos-emb-head-dim recompute-num-layers
 cpu-offloading-num-layers
+moe-router-num-groups moe-router-group-topk rotary-seq-len-interpolation-factor
+yarn-original-max-position-embeddings
 rotary-base seq-length tensor-model-parallel-size v-head-dim vocab-size
 """
-RATES = ("attention-dropout", "hidden-dropout", "norm-epsilon", "optimizer-offload-fraction")
+RATES = (
+    "attention-dropout", "hidden-dropout", "norm-epsilon", "optimizer-offload-fraction",
+    "rotary-percent", "rotary-scaling-factor", "rope-scaling-factor", "mscale", "mscale-all-dim",
+    "yarn-beta-fast", "yarn-beta-slow", "moe-router-topk-scaling-factor", "moe-aux-loss-coeff",
+    "activation-func-clamp-value", "glu-linear-offset",
+)  # fmt: skip
 TEXTS = ("moe-layer-freq", "pipeline-model-parallel-layout", "window-attn-skip-freq", "window-size")
 CHOICES = {
     "attention-backend": ("flash", "fused", "unfused", "local", "auto"),
@@ -36,6 +45,10 @@ CHOICES = {
     "exp-avg-sq-dtype": ("fp32", "fp16", "bf16", "fp8"),
     "fp8-format": ("e4m3", "hybrid"),
     "moe-token-dispatcher-type": ("allgather", "alltoall", "flex"),
+    "moe-router-score-function": ("softmax", "sigmoid", "sqrtsoftplus"),
+    "moe-router-load-balancing-type": ("aux_loss", "seq_aux_loss", "sinkhorn", "none"),
+    "rope-type": ("rope", "yarn"),
+    "softmax-type": ("vanilla", "off-by-one", "learnable"),
     "normalization": ("LayerNorm", "RMSNorm"),
     "position-embedding-type": ("learned_absolute", "rope", "yarn", "mrope", "relative", "none"),
     "recompute-granularity": ("full", "selective"),
@@ -66,7 +79,10 @@ sequence_parallel expert_model_parallel_size expert_tensor_parallel_size
 REMADE = """
 recompute_granularity recompute_method recompute_num_layers recompute_modules seq_length
 cpu_offloading cpu_offloading_num_layers cpu_offloading_weights
-attention_backend rotary_base layernorm_epsilon
+attention_backend rotary_base layernorm_epsilon rotary_percent rotary_scaling_factor mscale
+mscale_all_dim beta_fast beta_slow original_max_position_embeddings moe_router_score_function
+moe_router_pre_softmax moe_router_num_groups moe_router_group_topk moe_router_topk_scaling_factor
+moe_router_enable_expert_bias moe_router_load_balancing_type moe_aux_loss_coeff
 """
 DDP = """
 use_distributed_optimizer use_megatron_fsdp data_parallel_sharding_strategy overlap_grad_reduce

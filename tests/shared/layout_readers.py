@@ -108,24 +108,25 @@ def _zero(fields):
     return STRATEGIES[fields.data_parallel_sharding_strategy or "no_shard"]
 
 
-def bridge_config(layers):
+def bridge_config(layers, **sizes):
     """A recipe's ConfigContainer."""
     return record(
         "mixed_precision", "comm_overlap",
-        model=record(*MODEL.split(), *REMADE.split(), num_layers=layers), ddp=record(*DDP.split()),
+        model=record(*MODEL.split(), *REMADE.split(), num_layers=layers, **sizes),
+        ddp=record(*DDP.split()),
         optimizer=record(*OPTIMIZER.split()),
         dist=record("use_tp_pp_dp_mapping", "use_megatron_fsdp"),
         train=record(*BATCH[:2]), dataset=record("seq_length"), checkpoint=record("ckpt_format"),
     )  # fmt: skip
 
 
-def nemo_recipe(layers):
+def nemo_recipe(layers, **sizes):
     """A pre-training recipe."""
     more = ("pipeline_dtype", "use_tp_pp_dp_mapping", "fsdp", "save_ckpt_format")
     strategy = record(*MODEL.split(), *more, ddp=record(*DDP.split()))
     return record(
         trainer=record("num_nodes", "devices", "plugins", strategy=strategy), data=record(*BATCH),
-        model=record(config=record(*REMADE.split(), num_layers=layers)),
+        model=record(config=record(*REMADE.split(), num_layers=layers, **sizes)),
         optim=record(config=record(*OPTIMIZER.split())),
     )  # fmt: skip
 

@@ -51,7 +51,18 @@ def export_layout(
         raise InputError(
             f"sequence must be at most the {positions} learned positions, got {problem.sequence}"
         )
-    EVERY_FORMAT[to].require(problem, layout)
+    require_framework(to, problem, layout)
     if names is not None:
         return plan.documents(problem, layout, names)
     return EVERY_FORMAT[to].files(problem, layout)
+
+
+def require_framework(to: str, problem: TrainingProblem, layout: Layout | None = None) -> None:
+    """Raise for the first rule of a framework that a possible layout breaks, or without one all.
+
+    Raises InputError with the rule, what would do, the rule's source, and frameworks that can.
+    """
+    asked = (problem, layout or Layout(), layout is None)
+    for _, wrong in EVERY_FORMAT[to].broken(*asked):
+        can = [name for name, one in LAYOUT_FORMATS.items() if not any(one.broken(*asked))]
+        raise InputError(wrong + (f"; {' or '.join(can[:3])} can" if can else ""))

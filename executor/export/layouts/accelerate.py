@@ -4,19 +4,18 @@
 them, and ``sync_each_batch`` does so after every microbatch: ZeRO 2, or 3 if weights are too.
 """
 
-from stagewright.executor.export.layouts.common import NumberType, launch, left_out, number_type
-from stagewright.executor.export.layouts.deepspeed import TRANSFORMERS, checkpointing
+from stagewright.executor.export.layouts.common import (
+    NumberType,
+    compared,
+    launch,
+    left_out,
+    number_type,
+    sizes_of,
+)
+from stagewright.executor.export.layouts.deepspeed import checkpointing
 from stagewright.executor.export.layouts.rules import (
-    Framework,
     FrameworkRule,
-    refuse_fp8,
-    refuse_offload,
-    refuse_one_byte,
-    refuse_pipeline,
-    refuse_recomputed_by_stage,
-    refuse_selective,
-    refuse_sequence_parallel,
-    refuse_some_blocks,
+    framework,
     require_adapters,
     require_bytes,
     require_context,
@@ -65,7 +64,7 @@ def configuration(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
         context=layout.context,
         degree=layout.tensor,
         plugin=_plugin(layout, numbers) if sharded else None,
-        layers=problem.architecture.layers,
+        compared=compared("model.config", sizes_of(problem.architecture)),
         checkpointing=checkpointing(layout),
         adapters=_adapters(problem),
         remarks="".join(f"\n{line}" for line in _remarks(problem, layout)),
@@ -123,14 +122,6 @@ def _require_precision(problem: TrainingProblem, _: Layout, framework: str) -> N
     require_bytes(problem, [known], framework)
 
 
-def _refuse_experts(_: TrainingProblem, layout: Layout, framework: str) -> None:
-    if layout.expert > 1:
-        raise InputError(
-            f"expert degree {layout.expert}: {framework} has no expert ranks; choose expert 1, or "
-            "export to megatron, torchtitan or deepspeed"
-        )
-
-
 def _require_tensor_plan(problem: TrainingProblem, layout: Layout, framework: str) -> None:
     if layout.tensor > 1 and problem.architecture.name in _WITHOUT_TENSOR_PLAN:
         raise InputError(
@@ -155,8 +146,7 @@ def _require_shards(_: TrainingProblem, layout: Layout, framework: str) -> None:
 def _refuse_zero_1(_: TrainingProblem, layout: Layout, framework: str) -> None:
     if layout.zero == 1 and _is_sharded(layout):
         raise InputError(
-            f"ZeRO 1: {framework}'s FSDP2 divides the gradients too; choose zero 2 or 3, or "
-            "export to deepspeed"
+            f"ZeRO 1: {framework}'s FSDP2 divides the gradients too; choose zero 2 or 3"
         )
 
 
@@ -176,27 +166,18 @@ def _remarks(problem: TrainingProblem, layout: Layout) -> list[str]:
     return found
 
 
-ACCELERATE = "huggingface/accelerate 1.15.0, src/accelerate"
+_TENSOR = "huggingface/transformers 5.24.0, src/transformers/integrations/tensor_parallel.py"
 
-FRAMEWORK = Framework(
-    "Accelerate",
-    (
-        FrameworkRule(f"{ACCELERATE}/utils/dataclasses.py", refuse_fp8, of_problem=True),
-        FrameworkRule(f"{ACCELERATE}/utils/dataclasses.py", refuse_one_byte, of_problem=True),
-        FrameworkRule(f"{ACCELERATE}/utils/fsdp_utils.py", _require_precision, of_problem=True),
-        FrameworkRule("huggingface/peft 0.21.2, tuners/lora", _require_adapters, of_problem=True),
-        FrameworkRule(f"{ACCELERATE}/parallelism_config.py", refuse_pipeline),
-        FrameworkRule(f"{ACCELERATE}/parallelism_config.py", _refuse_experts),
-        FrameworkRule(f"{TRANSFORMERS}, integrations/tensor_parallel.py", _require_tensor_plan),
-        FrameworkRule(f"{TRANSFORMERS}, integrations/tensor_parallel.py", refuse_sequence_parallel),
-        FrameworkRule(f"{TRANSFORMERS}, integrations/tensor_parallel.py", require_whole_heads),
-        FrameworkRule(f"{ACCELERATE}/accelerator.py", require_context),
-        FrameworkRule(f"{ACCELERATE}/utils/dataclasses.py", refuse_offload),
-        FrameworkRule(f"{ACCELERATE}/parallelism_config.py", _require_shards),
-        FrameworkRule(f"{ACCELERATE}/utils/fsdp_utils.py", _refuse_zero_1),
-        FrameworkRule(f"{TRANSFORMERS}, modeling_layers.py", refuse_selective),
-        FrameworkRule(f"{TRANSFORMERS}, modeling_layers.py", refuse_recomputed_by_stage),
-        FrameworkRule(f"{TRANSFORMERS}, modeling_layers.py", refuse_some_blocks),
-    ),
+FRAMEWORK = framework(
+    "accelerate",
     configuration,
+    [
+        FrameworkRule("src/accelerate/utils/fsdp_utils.py", _require_precision, of_problem=True),
+        FrameworkRule("huggingface/peft 0.21.2, tuners/lora", _require_adapters, of_problem=True),
+        FrameworkRule(_TENSOR, _require_tensor_plan),
+        FrameworkRule(_TENSOR, require_whole_heads),
+        FrameworkRule("src/accelerate/accelerator.py", require_context),
+        FrameworkRule("src/accelerate/parallelism_config.py", _require_shards),
+        FrameworkRule("src/accelerate/utils/fsdp_utils.py", _refuse_zero_1),
+    ],
 )

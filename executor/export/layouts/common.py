@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from stagewright.formulations.parallelism.training import TrainingProblem
-from stagewright.graphs.models.architecture import Architecture
+from stagewright.graphs.models.architecture import Architecture, GroupedAttention, LatentAttention
 
 Fields: TypeAlias = dict[str, object]
 NumberType = Literal["bf16", "fp16", "fp32"]
@@ -57,6 +57,34 @@ def left_out(problem: TrainingProblem) -> tuple[str, ...]:
 def assignments(target: str, fields: Fields) -> str:
     """Lines of a function's body that set attributes of ``target``."""
     return "".join(f"    {target}.{name} = {value!r}\n" for name, value in fields.items())
+
+
+_COMPARED = """\
+    for name, planned in {sizes}.items():
+        found = getattr({where}, name, None)
+        if found not in (None, planned):
+            raise ValueError(f"the plan is for {{name}} {{planned}}, the model has {{found}}")
+"""
+
+
+def compared(where: str, sizes: Fields) -> str:
+    """Lines of a function's body that refuse another model than the planned one."""
+    return _COMPARED.format(where=where, sizes=sizes)
+
+
+def sizes_of(architecture: Architecture) -> Fields:
+    """The sizes of a model by their names in the configurations of transformers."""
+    attention = architecture.attention
+    found: Fields = {
+        "num_hidden_layers": architecture.layers,
+        "hidden_size": architecture.hidden,
+        "vocab_size": architecture.vocabulary,
+    }
+    if isinstance(attention, GroupedAttention | LatentAttention):
+        found["num_attention_heads"] = attention.heads
+    if isinstance(attention, GroupedAttention):
+        found["num_key_value_heads"] = attention.key_value_heads
+    return found
 
 
 def rotary_and_norms(architecture: Architecture, base: str, epsilon: str) -> Fields:

@@ -10,6 +10,7 @@ from stagewright.executor.export.layouts.common import (
     Fields,
     NumberType,
     assignments,
+    compared,
     launch,
     left_out,
     number_type,
@@ -17,9 +18,6 @@ from stagewright.executor.export.layouts.common import (
 )
 from stagewright.executor.export.layouts.rules import (
     FrameworkRule,
-    refuse_encoder,
-    refuse_one_byte,
-    refuse_recomputed_by_stage,
     require_bytes,
     require_context,
 )
@@ -27,9 +25,9 @@ from stagewright.executor.export.options import filled
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.models import traits
 from stagewright.graphs.models.architecture import Architecture, LatentAttention
 from stagewright.graphs.models.modules import modules_of
+from stagewright.graphs.models.stated import RotaryScaling
 
 STRATEGIES = {0: "no_shard", 1: "no_shard", 2: "optim_grads", 3: "optim_grads_params"}
 """Megatron-FSDP's for ZeRO 2 and 3; ZeRO 1 is the distributed optimizer's."""
@@ -170,34 +168,82 @@ def _is_inside(layout: Layout) -> bool:
 
 
 def model_fields(architecture: Architecture) -> Fields:
-    """Fields of a recipe's model that are not the layout's."""
-    return rotary_and_norms(architecture, "rotary_base", "layernorm_epsilon")
+    """Fields of a recipe's model that are not the layout's; its sizes are compared instead."""
+    part, scaling = architecture.stated.rotary_part, architecture.stated.rotary_scaling
+    latent = isinstance(architecture.attention, LatentAttention)
+    return {
+        **rotary_and_norms(architecture, "rotary_base", "layernorm_epsilon"),
+        **({} if part is None else {"rotary_percent": part}),
+        **(latent_scaling(scaling) if latent and scaling is not None else {}),
+        **router_fields(architecture),
+    }
 
 
-_LACKING = (
-    traits.SIDE_BY_SIDE, traits.EMBEDDING_NORM, traits.LOGITS_BIAS, traits.SCALES_ONLY,
-    traits.NO_WEIGHTS, traits.NORMS_AFTER, traits.ALIBI, traits.GATED, traits.VARIED,
-    *traits.RECURRENCES.values(),
-)  # fmt: skip
-"""What no layer of Megatron Core has, whatever the recipe; or, as recurrences, not every one."""
+def _sizes(architecture: Architecture) -> Fields:
+    attention, experts = architecture.first_attention, architecture.experts
+    found: Fields = {
+        "num_layers": architecture.layers,
+        "hidden_size": architecture.hidden,
+        "num_attention_heads": attention.heads,
+        "ffn_hidden_size": architecture.feed_forward.width,
+    }
+    if isinstance(attention, LatentAttention):
+        found["kv_lora_rank"] = attention.key_value_rank
+    else:
+        found["num_query_groups"] = attention.key_value_heads
+        found["kv_channels"] = attention.head_size
+    if experts is not None:
+        if not experts.dense_layers:
+            del found["ffn_hidden_size"]  # no layer has it
+        found["num_moe_experts"] = experts.number
+        found["moe_router_topk"] = experts.per_token
+        found["moe_ffn_hidden_size"] = experts.width
+    return found
 
 
-def _refuse_other_layers(problem: TrainingProblem, _: Layout, framework: str) -> None:
-    for what in traits.every_trait(problem.architecture):
-        if what in _LACKING:
-            raise InputError(
-                f"{problem.architecture.name} has {what}: exports to {framework} have no such "
-                "layers; "
-                "deepspeed and accelerate take any model of transformers"
-            )
+def latent_scaling(scaling: RotaryScaling) -> Fields:
+    """How latent attention scales rotary positions; YaRN alone."""
+    found: Fields = {
+        "rotary_scaling_factor": scaling.factor,
+        "mscale": scaling.mscale,
+        "mscale_all_dim": scaling.mscale_all_dim,
+        "beta_fast": scaling.beta_fast,
+        "beta_slow": scaling.beta_slow,
+        "original_max_position_embeddings": scaling.original_max_position_embeddings,
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
-def _refuse_zero_bubble(_: TrainingProblem, layout: Layout, framework: str) -> None:
-    if layout.schedule == "zero-bubble":
-        raise InputError(
-            f"the schedule zero-bubble: {framework} has (interleaved) 1F1B alone; choose 1f1b, or "
-            "export to torchtitan"
-        )
+def router_fields(architecture: Architecture) -> Fields:
+    """Fields of the router; none where nothing is stated."""
+    routing = architecture.stated.routing
+    if routing is None:
+        return {}
+    grouped = routing.groups is not None and routing.groups > 1
+    return {
+        "moe_router_score_function": routing.scores,
+        "moe_router_pre_softmax": routing.scores == "softmax" and not routing.normalized,
+        "moe_router_num_groups": routing.groups if grouped else None,
+        "moe_router_group_topk": routing.chosen_groups if grouped else None,
+        "moe_router_topk_scaling_factor": None if routing.scale == 1 else routing.scale,
+        "moe_router_enable_expert_bias": routing.choice_bias,
+        "moe_router_load_balancing_type": "aux_loss" if routing.loss else "none",
+        "moe_aux_loss_coeff": routing.loss or 0.0,
+    }
+
+
+def _require_router(problem: TrainingProblem, _: Layout, framework: str) -> None:
+    routing, experts = problem.architecture.stated.routing, problem.architecture.experts
+    if routing is None or experts is None:
+        return
+    soft, several = routing.scores == "softmax", experts.per_token > 1
+    wrong = {
+        "scores by sigmoid that do not sum to 1": several and not (soft or routing.normalized),
+        "scores of one expert that sum to 1": not several and soft and routing.normalized,
+        "a bias of the choice beside scores by softmax": soft and routing.choice_bias,
+    }
+    for what in (what for what, has in wrong.items() if has):
+        raise InputError(f"{problem.architecture.name} has {what}: {framework} has no such router")
 
 
 def _refuse_context_of_windows(problem: TrainingProblem, layout: Layout, framework: str) -> None:
@@ -267,37 +313,31 @@ def _require_precision(problem: TrainingProblem, layout: Layout, framework: str)
     require_bytes(problem, known, framework)
 
 
-MEGATRON = "NVIDIA/Megatron-LM core 0.20 (d98e8a6), megatron"
-
 RULES = (
-    FrameworkRule(f"{MEGATRON}/core/models/gpt", refuse_encoder, of_problem=True),
-    FrameworkRule(
-        f"{MEGATRON}/core/transformer/transformer_layer.py", _refuse_other_layers, of_problem=True
-    ),
-    FrameworkRule(
-        f"{MEGATRON}/core/transformer/transformer_config.py", refuse_one_byte, of_problem=True
-    ),
-    FrameworkRule(f"{MEGATRON}/core/optimizer/optimizer_config.py", _require_precision),
-    FrameworkRule(f"{MEGATRON}/core/transformer/transformer_config.py", refuse_recomputed_by_stage),
-    FrameworkRule(f"{MEGATRON}/core/pipeline_parallel/schedules.py", _refuse_zero_bubble),
-    FrameworkRule(f"{MEGATRON}/training/arguments.py", require_context),
-    FrameworkRule(f"{MEGATRON}/core/extensions/transformer_engine.py", _refuse_context_of_windows),
-    FrameworkRule(f"{MEGATRON}/core/parallel_state.py", _require_pipeline_inside),
-    FrameworkRule(f"{MEGATRON}/core/optimizer/optimizer_config.py", _require_offload),
-    FrameworkRule(f"{MEGATRON}/core/distributed/fsdp", _require_fsdp_placement),
-    FrameworkRule(f"{MEGATRON}/core/distributed/fsdp", _refuse_fsdp_chunks),
+    FrameworkRule("megatron/core/transformer/moe/router.py", _require_router, of_problem=True),
+    FrameworkRule("megatron/core/optimizer/optimizer_config.py", _require_precision),
+    FrameworkRule("megatron/training/arguments.py", require_context),
+    FrameworkRule("megatron/core/extensions/transformer_engine.py", _refuse_context_of_windows),
+    FrameworkRule("megatron/core/parallel_state.py", _require_pipeline_inside),
+    FrameworkRule("megatron/core/optimizer/optimizer_config.py", _require_offload),
+    FrameworkRule("megatron/core/distributed/fsdp", _require_fsdp_placement),
+    FrameworkRule("megatron/core/distributed/fsdp", _refuse_fsdp_chunks),
 )
 """What all that is built on Megatron Core asks."""
 
 
 def recipe_text(
     template: str,
+    config: str,
     problem: TrainingProblem,
     layout: Layout,
     targets: dict[str, Fields],
     imported: str = "",
 ) -> str:
-    """A recipe in Python: a template with the layout in words, the launch and the assignments."""
+    """A recipe in Python: a template with the layout in words, the launch and the assignments.
+
+    ``config`` has the model's sizes.
+    """
     return filled(
         template,
         words=layout,
@@ -305,6 +345,6 @@ def recipe_text(
         ranks=layout.ranks,
         launch=launch(problem),
         left_out="".join(f"\n{line}" for line in left_out(problem)),
-        layers=problem.architecture.layers,
+        compared=compared(config, _sizes(problem.architecture)),
         lines="".join(assignments(*one) for one in targets.items()),
     )

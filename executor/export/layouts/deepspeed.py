@@ -5,18 +5,16 @@ Tensor parallelism is AutoTP's, expert parallelism AutoEP's; both divide models 
 
 import json
 
-from stagewright.executor.export.layouts.common import launch, left_out, number_type
+from stagewright.executor.export.layouts.common import (
+    compared,
+    launch,
+    left_out,
+    number_type,
+    sizes_of,
+)
 from stagewright.executor.export.layouts.rules import (
-    Framework,
     FrameworkRule,
-    refuse_fp8,
-    refuse_one_byte,
-    refuse_pipeline,
-    refuse_recomputed_by_stage,
-    refuse_selective,
-    refuse_sequence_parallel,
-    refuse_some_blocks,
-    refuse_tuning,
+    framework,
     require_bytes,
     require_whole_heads,
 )
@@ -38,7 +36,7 @@ def configuration(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
         ranks=layout.ranks,
         launch=launch(problem),
         sequence=problem.sequence,
-        layers=problem.architecture.layers,
+        compared=compared("model.config", sizes_of(problem.architecture)),
         checkpointing=checkpointing(layout),
         remarks="".join(f"\n{line}" for line in _remarks(problem, layout)),
     )
@@ -79,14 +77,6 @@ def _config(problem: TrainingProblem, layout: Layout) -> dict[str, object]:
     return config
 
 
-def _refuse_context(_: TrainingProblem, layout: Layout, framework: str) -> None:
-    if layout.context > 1:
-        raise InputError(
-            f"context degree {layout.context}: {framework} divides a sequence by Ulysses, which "
-            "exchanges heads, and not keys and values; choose context 1, or export to megatron"
-        )
-
-
 def _require_offload(_: TrainingProblem, layout: Layout, framework: str) -> None:
     if layout.offload_optimizer and layout.zero == 0:
         raise InputError(
@@ -100,7 +90,7 @@ def _require_experts(problem: TrainingProblem, layout: Layout, framework: str) -
     if layout.expert > 1 and name not in _AUTO_EXPERTS:
         raise InputError(
             f"expert degree {layout.expert} of {name!r}: {framework}'s AutoEP knows "
-            f"{', '.join(_AUTO_EXPERTS)}; choose expert 1, or export to megatron"
+            f"{', '.join(_AUTO_EXPERTS)}; choose expert 1"
         )
 
 
@@ -126,24 +116,13 @@ def _remarks(problem: TrainingProblem, layout: Layout) -> list[str]:
     return found
 
 
-DEEPSPEED, TRANSFORMERS = "deepspeedai/DeepSpeed 0.19.8, deepspeed", "transformers 5.24.0"
-
-FRAMEWORK = Framework(
-    "DeepSpeed",
-    (
-        FrameworkRule(f"{DEEPSPEED}/runtime/config.py", refuse_fp8, of_problem=True),
-        FrameworkRule(f"{DEEPSPEED}/runtime/config.py", refuse_one_byte, of_problem=True),
-        FrameworkRule(f"{DEEPSPEED}/runtime/config.py", refuse_tuning, of_problem=True),
-        FrameworkRule(f"{DEEPSPEED}/runtime/pipe/module.py", refuse_pipeline),
-        FrameworkRule(f"{DEEPSPEED}/sequence/layer.py", _refuse_context),
-        FrameworkRule(f"{DEEPSPEED}/module_inject/auto_tp.py", refuse_sequence_parallel),
-        FrameworkRule(f"{DEEPSPEED}/module_inject/tp_shard.py", require_whole_heads),
-        FrameworkRule(f"{DEEPSPEED}/runtime/zero/config.py", _require_offload),
-        FrameworkRule(f"{DEEPSPEED}/module_inject/auto_ep_presets", _require_experts),
-        FrameworkRule(f"{DEEPSPEED}/runtime/zero/stage_1_and_2.py", _require_precision),
-        FrameworkRule(f"{TRANSFORMERS}, modeling_layers.py", refuse_selective),
-        FrameworkRule(f"{TRANSFORMERS}, modeling_layers.py", refuse_recomputed_by_stage),
-        FrameworkRule(f"{TRANSFORMERS}, modeling_layers.py", refuse_some_blocks),
-    ),
+FRAMEWORK = framework(
+    "deepspeed",
     configuration,
+    [
+        FrameworkRule("deepspeed/module_inject/tp_shard.py", require_whole_heads),
+        FrameworkRule("deepspeed/runtime/zero/config.py", _require_offload),
+        FrameworkRule("deepspeed/module_inject/auto_ep_presets", _require_experts),
+        FrameworkRule("deepspeed/runtime/zero/stage_1_and_2.py", _require_precision),
+    ],
 )

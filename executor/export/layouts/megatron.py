@@ -1,6 +1,6 @@
 """Arguments of Megatron-LM (core 0.20, megatron/training/arguments.py) for a layout.
 
-Core 0.16 has all of them but ``--moe-shared-expert-gate``.
+Core 0.16 has all of them but ``--moe-shared-expert-gate`` and those of YaRN.
 """
 
 import shlex
@@ -8,12 +8,17 @@ from collections.abc import Iterable
 from itertools import groupby
 
 from stagewright.executor.export.layouts.common import Fields, comment, launch, left_out
-from stagewright.executor.export.layouts.core import FSDP_FORMAT, MEGATRON, RULES, Core, core_of
+from stagewright.executor.export.layouts.core import (
+    FSDP_FORMAT,
+    RULES,
+    Core,
+    core_of,
+    latent_scaling,
+    router_fields,
+)
 from stagewright.executor.export.layouts.rules import (
-    Framework,
     FrameworkRule,
-    refuse_traits,
-    refuse_tuning,
+    framework,
 )
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
@@ -24,6 +29,14 @@ from stagewright.graphs.models.architecture import (
     GroupedAttention,
     LatentAttention,
 )
+from stagewright.graphs.models.traits import (
+    ADDED_ONE,
+    ADJACENT,
+    CLAMPED,
+    SINKS,
+    SQUARED_RELU,
+    every_trait,
+)
 
 Argument = tuple[str, ...]
 """A name and its values; none for a flag."""
@@ -33,7 +46,7 @@ NORMS = {"layer": "LayerNorm", "rms": "RMSNorm"}
 
 def model_arguments(architecture: Architecture, sequence: int) -> list[Argument]:
     """Megatron-LM's arguments of a model; fields unknown to :class:`Architecture` keep defaults."""
-    rotary, attention = architecture.positions is None, architecture.first_attention
+    attention = architecture.first_attention
     longest = sequence if architecture.positions is None else architecture.positions
     found: list[Argument] = [
         ("--num-layers", str(architecture.layers)),
@@ -43,13 +56,12 @@ def model_arguments(architecture: Architecture, sequence: int) -> list[Argument]
         *_attention(attention),
         ("--seq-length", str(sequence)),
         ("--max-position-embeddings", str(longest)),
-        ("--position-embedding-type", "rope" if rotary else "learned_absolute"),
         ("--vocab-size", str(architecture.vocabulary)),
         ("--normalization", NORMS[architecture.norm]),
-        *_rotary_and_norms(architecture),
+        *_fields({name: value for name, value in _stated(architecture).items() if value}),
         *_biases(architecture),
     ]
-    if architecture.feed_forward.gated:
+    if architecture.feed_forward.gated and CLAMPED not in architecture.traits:
         found.append(("--swiglu",))
     if not architecture.tied:
         found.append(("--untie-embeddings-and-output-weights",))
@@ -58,12 +70,90 @@ def model_arguments(architecture: Architecture, sequence: int) -> list[Argument]
     return [*found, *_window(architecture), *_experts(architecture)]
 
 
-def _rotary_and_norms(architecture: Architecture) -> list[Argument]:
-    base, epsilon = architecture.rotary_base, architecture.norm_epsilon
-    return [
-        *([] if base is None else [("--rotary-base", f"{base:.0f}")]),
-        *([] if epsilon is None else [("--norm-epsilon", str(epsilon))]),
-    ]
+_OF_TRAITS: dict[str, Fields] = {
+    SQUARED_RELU: {"squared_relu": True},
+    ADJACENT: {"rotary_interleaved": True},
+    ADDED_ONE: {"apply_layernorm_1p": True},
+    CLAMPED: {
+        "quick_geglu": True, "activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0,
+    },
+    SINKS: {"softmax_type": "learnable"},
+}  # fmt: skip
+"""Arguments of traits that others do not say."""
+
+
+def _stated(of: Architecture) -> Fields:
+    """Fields of what changes no cost; those that are None, False or 0 keep their defaults."""
+    base, part = of.rotary_base, of.stated.rotary_part
+    found: Fields = {
+        "position_embedding_type": "rope" if of.positions is None else "learned_absolute",
+        "rotary_base": None if base is None else int(base),
+        "norm_epsilon": of.norm_epsilon,
+        "rotary_percent": None if part == 1 else part,
+        **_scaling(of),
+        **router_fields(of),
+    }
+    for trait in every_trait(of):
+        found |= _OF_TRAITS.get(trait, {})
+    return found
+
+
+_SCALED_LATENT = (
+    ("beta_fast", 32.0), ("beta_slow", 1.0), ("original_max_position_embeddings", 4096),
+)  # fmt: skip
+_SCALED_LLAMA = (
+    ("low_freq_factor", 1.0), ("high_freq_factor", 4.0), ("original_max_position_embeddings", 8192),
+)  # fmt: skip
+"""Numbers of a scaling for which there is no argument."""
+
+
+def _scaling(of: Architecture) -> Fields:
+    """How rotary positions are scaled; latent attention takes YaRN where it is not told."""
+    scaling = of.stated.rotary_scaling
+    if isinstance(of.attention, LatentAttention):
+        if scaling is None:
+            return {"rope_type": "rope"}
+        fixed = [name for name, _ in _SCALED_LATENT]
+        return {k: value for k, value in latent_scaling(scaling).items() if k not in fixed}
+    if scaling is None:
+        return {}
+    if scaling.kind == "linear":
+        return {"rotary_seq_len_interpolation_factor": int(scaling.factor)}
+    if scaling.kind == "llama3":
+        return {"use_rope_scaling": True, "rope_scaling_factor": scaling.factor}
+    return {
+        "position_embedding_type": "yarn",
+        "rotary_scaling_factor": scaling.factor,
+        "yarn_original_max_position_embeddings": scaling.original_max_position_embeddings,
+        "yarn_beta_fast": scaling.beta_fast,
+        "yarn_beta_slow": scaling.beta_slow,
+        "mscale": scaling.mscale,
+        "mscale_all_dim": scaling.mscale_all_dim,
+        "no_yarn_correction_range_round_to_int": not scaling.truncate,
+    }
+
+
+def _require_scaling(problem: TrainingProblem, _: Layout, framework: str) -> None:
+    of = problem.architecture
+    scaling, latent = of.stated.rotary_scaling, isinstance(of.attention, LatentAttention)
+    if scaling is None:
+        return
+    if scaling.kind not in (("yarn",) if latent else ("linear", "llama3", "yarn")):
+        raise InputError(
+            f"rotary positions scaled by {scaling.kind}: {framework} scales by "
+            + ("yarn in latent attention" if latent else "linear, llama3 or yarn")
+        )
+    fixed = _SCALED_LATENT if latent else _SCALED_LLAMA if scaling.kind == "llama3" else ()
+    for name, default in fixed:
+        if getattr(scaling, name) not in (None, default):
+            raise InputError(
+                f"rotary positions with {name} {getattr(scaling, name):g}: {framework} has "
+                f"{default:g}, and no argument for it"
+            )
+    if scaling.kind == "linear" and scaling.factor % 1:
+        raise InputError(
+            f"rotary positions scaled by {scaling.factor:g}: {framework} takes integers"
+        )
 
 
 def _attention(attention: GroupedAttention | LatentAttention) -> Iterable[Argument]:
@@ -92,7 +182,7 @@ def _latent(attention: LatentAttention) -> Iterable[Argument]:
 
 def _biases(architecture: Architecture) -> list[Argument]:
     """Biases everywhere, nowhere, or of queries, keys and values alone."""
-    if architecture.feed_forward.bias:
+    if _is_biased(architecture):
         return []
     return [
         ("--disable-bias-linear",),
@@ -148,35 +238,30 @@ def _require_gates(problem: TrainingProblem, _: Layout, framework: str) -> None:
 
 def _require_biases(problem: TrainingProblem, _: Layout, framework: str) -> None:
     of, attention = problem.architecture, problem.architecture.first_attention
-    latent = isinstance(attention, LatentAttention)
     outputs = attention.bias if isinstance(attention, LatentAttention) else attention.output_bias
-    others = outputs or of.feed_forward.bias
-    everywhere = attention.bias and outputs and of.feed_forward.bias
-    if others and not (everywhere and not latent and of.experts is None):
+    of_experts = of.experts is not None and (of.experts.bias or of.experts.router_bias)
+    if (outputs or of.feed_forward.bias or of_experts) and not _is_biased(of):
         raise InputError(
-            f"biases of only some projections: {framework} has them in all of a dense model with "
+            f"biases of only some projections: {framework} has them in all of a model with "
             "plain attention, in queries, keys and values alone, or nowhere"
         )
+
+
+def _is_biased(of: Architecture) -> bool:
+    """Whether all projections have biases, those of experts and the router too."""
+    attention, experts = of.first_attention, of.experts
+    if isinstance(attention, LatentAttention) or not (attention.bias and attention.output_bias):
+        return False
+    if experts is None:
+        return of.feed_forward.bias
+    dense = of.feed_forward.bias or not experts.dense_layers
+    return dense and experts.bias and experts.router_bias and experts.shared_width is None
 
 
 def _require_whole_base(problem: TrainingProblem, _: Layout, framework: str) -> None:
     base = problem.architecture.rotary_base
     if base is not None and not base.is_integer():
-        raise InputError(
-            f"a base of rotary positions of {base}: {framework} takes integers; export to nemo or "
-            "megatron-bridge"
-        )
-
-
-MODEL_RULES = tuple(
-    FrameworkRule(f"{MEGATRON}/training/arguments.py", require, of_problem=True)
-    for require in (
-        refuse_traits,
-        _require_gates,
-        _require_biases,
-        _require_whole_base,
-    )
-)
+        raise InputError(f"a base of rotary positions of {base}: {framework} takes integers")
 
 
 FILE = "megatron.sh"
@@ -220,8 +305,8 @@ def _head(problem: TrainingProblem, layout: Layout) -> str:
         "source this file on every node, then",
         f'  {launch(problem)} ... pretrain_gpt.py "${{MEGATRON_ARGUMENTS[@]}}" ...',
         "with the data, the tokenizer, the learning rate and the number of iterations.",
-        "Not in the plan, and so Megatron-LM's defaults: scaling of rotary positions, scores and",
-        "losses of a router, dropout's rates, padding of the vocabulary, recipe of fp8.",
+        "Not in the plan, and so Megatron-LM's defaults: dropout's rates, padding of the",
+        "vocabulary, recipe of fp8.",
         *left_out(problem),
     )
 
@@ -279,12 +364,14 @@ def _precision(problem: TrainingProblem, core: Core) -> list[Argument]:
     return found
 
 
-FRAMEWORK = Framework(
-    "Megatron-LM",
-    (
-        *RULES,
-        *MODEL_RULES,
-        FrameworkRule(f"{MEGATRON}/training/arguments.py", refuse_tuning, of_problem=True),
-    ),
+FRAMEWORK = framework(
+    "megatron",
     arguments,
+    [
+        *RULES,
+        *(
+            FrameworkRule("megatron/training/arguments.py", require, of_problem=True)
+            for require in (_require_gates, _require_biases, _require_whole_base, _require_scaling)
+        ),
+    ],
 )

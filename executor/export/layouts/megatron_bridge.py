@@ -1,6 +1,6 @@
 """A layout for recipes of Megatron-Bridge (0.3.1, 0.7): sets their ``ConfigContainer``.
 
-The model is the recipe's; the function refuses one of another number of layers.
+The model is the recipe's; the function refuses one of other sizes.
 """
 
 from stagewright.executor.export.layouts.common import Code, Fields
@@ -12,7 +12,11 @@ from stagewright.executor.export.layouts.core import (
     model_fields,
     recipe_text,
 )
-from stagewright.executor.export.layouts.rules import Framework, FrameworkRule, require_adapters
+from stagewright.executor.export.layouts.rules import (
+    FrameworkRule,
+    framework,
+    require_adapters,
+)
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
@@ -55,7 +59,9 @@ def recipe(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
     if core.fsdp:
         targets["config.checkpoint"] = {"ckpt_format": FSDP_FORMAT}
     imported = _IMPORTED[_lora(tuning)[0]] if (tuning := problem.architecture.tuning) else ""
-    return {FILE: recipe_text("megatron_bridge", problem, layout, targets, imported)}
+    return {
+        FILE: recipe_text("megatron_bridge", "config.model", problem, layout, targets, imported)
+    }
 
 
 _FUSED = {
@@ -104,7 +110,7 @@ def _require_adapters(problem: TrainingProblem, _: Layout, framework: str) -> No
         if tuning.blocks:
             raise InputError(
                 f"frozen blocks beside LoRA: {framework} numbers blocks anew in every stage; give "
-                "all blocks adapters, or export to accelerate"
+                "all blocks adapters"
             )
 
 
@@ -135,13 +141,13 @@ def _mixed_precision(core: Core) -> Code:
     return Code(f"MixedPrecisionConfig({', '.join(words)})")
 
 
-FRAMEWORK = Framework(
-    "Megatron-Bridge",
-    (
+FRAMEWORK = framework(
+    "megatron-bridge",
+    recipe,
+    [
         *RULES,
         FrameworkRule(
             "NVIDIA-NeMo/Megatron-Bridge 0.7, peft/lora.py", _require_adapters, of_problem=True
         ),
-    ),
-    recipe,
+    ],
 )

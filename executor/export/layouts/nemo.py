@@ -7,7 +7,6 @@ NeMo 3.0 has no such recipes.
 from stagewright.executor.export.layouts.common import Code, Fields, nodes
 from stagewright.executor.export.layouts.core import (
     FSDP_FORMAT,
-    MEGATRON,
     RULES,
     Core,
     core_of,
@@ -16,9 +15,8 @@ from stagewright.executor.export.layouts.core import (
 )
 from stagewright.executor.export.layouts.megatron_bridge import DTYPES, optimizer_fields
 from stagewright.executor.export.layouts.rules import (
-    Framework,
     FrameworkRule,
-    refuse_tuning,
+    framework,
     require_whole_heads,
 )
 from stagewright.formulations.parallelism.layout import Layout
@@ -53,7 +51,7 @@ def recipe(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
             "global_batch_size": problem.batch,
         },
     }
-    return {FILE: recipe_text("nemo", problem, layout, targets)}
+    return {FILE: recipe_text("nemo", "recipe.model.config", problem, layout, targets)}
 
 
 def _is_model(name: str) -> bool:
@@ -87,16 +85,6 @@ def _plugin(core: Core) -> Code:
     return Code(f"run.Config({', '.join(words)})")
 
 
-CORE = MEGATRON.replace("0.20 (d98e8a6)", "0.15.3")
+_CORE = "NVIDIA/Megatron-LM core 0.15.3, megatron/core/transformer/transformer_config.py"
 
-FRAMEWORK = Framework(
-    "NeMo",
-    (
-        *RULES,
-        FrameworkRule(f"{CORE}/core/transformer/transformer_config.py", require_whole_heads),
-        FrameworkRule(
-            f"{CORE}/core/transformer/transformer_config.py", refuse_tuning, of_problem=True
-        ),
-    ),
-    recipe,
-)
+FRAMEWORK = framework("nemo", recipe, [*RULES, FrameworkRule(_CORE, require_whole_heads)])

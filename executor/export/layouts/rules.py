@@ -1,22 +1,27 @@
-"""Rules of frameworks on layouts: each rule once, with its place in the framework's code.
+"""Rules of frameworks on layouts: what a framework lacks, by its table, and what it asks besides.
 
-Search, explanations and exports ask the same rules. Those that several frameworks have are here,
-the others beside the exports.
+Search, explanations and exports ask the same rules, each with its place in the framework's code.
+The rules that several frameworks have are here, the others beside the exports.
 """
 
-from collections.abc import Callable, Collection, Iterator
+import tomllib
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from functools import cache
+from importlib.resources import files
+from typing import Any, TypeAlias
 
+from stagewright.executor.export.layouts.features import FEATURES, Feature
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.architecture import GroupedAttention
-from stagewright.graphs.models.modules import modules_of
-from stagewright.graphs.models.traits import every_trait
+from stagewright.graphs.models.traits import lacking
 
 Require: TypeAlias = Callable[[TrainingProblem, Layout, str], None]
 """Raises InputError, in one line with what would do, of a layout for a framework of that name."""
+
+Files: TypeAlias = Callable[[TrainingProblem, Layout], dict[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,86 +34,132 @@ class FrameworkRule:
     source: str
     require: Require
     of_problem: bool = False
+    name: str = ""
+
+    def __str__(self) -> str:
+        return self.name or self.require.__name__.strip("_").replace("_", " ")
 
 
 @dataclass(frozen=True, slots=True)
 class Framework:
-    """A framework that trains by layouts: its rules, and the files of a layout that keeps them."""
+    """A framework that trains by layouts: its rules, and the files of a layout that keeps them.
+
+    ``models``: those that it has, if they are not whatever a recipe or transformers brings.
+    """
 
     name: str
     rules: tuple[FrameworkRule, ...]
-    files: Callable[[TrainingProblem, Layout], dict[str, str]]
+    files: Files
+    models: tuple[str, ...] = ()
 
     def broken(
-        self, problem: TrainingProblem, layout: Layout
+        self, problem: TrainingProblem, layout: Layout, of_problem: bool = False
     ) -> Iterator[tuple[FrameworkRule, str]]:
-        """The rules that a layout breaks, each with the fault and the rule's source."""
+        """The rules that a layout breaks, each with the fault and the rule's source.
+
+        With ``of_problem`` those that every layout breaks.
+        """
         for rule in self.rules:
-            try:
-                rule.require(problem, layout, self.name)
-            except InputError as error:
-                yield rule, f"{error} ({rule.source})"
-
-    def require_problem(self, problem: TrainingProblem) -> None:
-        """Raise for the first rule that all layouts break.
-
-        Raises InputError with the rule, what would do, and the rule's source.
-        """
-        for rule, wrong in self.broken(problem, Layout()):
-            if rule.of_problem:
-                raise InputError(wrong)
-
-    def require(self, problem: TrainingProblem, layout: Layout) -> None:
-        """Raise for the first rule that a possible layout breaks.
-
-        Raises InputError with the rule, what would do, and the rule's source.
-        """
-        for _, wrong in self.broken(problem, layout):
-            raise InputError(wrong)
+            if rule.of_problem or not of_problem:
+                try:
+                    rule.require(problem, layout, self.name)
+                except InputError as error:
+                    yield rule, f"{error} ({rule.source})"
 
 
-def refuse_encoder(problem: TrainingProblem, _: Layout, framework: str) -> None:
-    """Refuse a layout of an encoder."""
-    if problem.architecture.encoder:
-        raise InputError(
-            f"an encoder ({problem.architecture.name}): {framework} trains decoders; deepspeed and "
-            "accelerate take any model of transformers"
-        )
+@cache
+def described(key: str) -> dict[str, Any]:
+    """What ``frameworks.toml`` says of a framework, with what it takes from another."""
+    table = tomllib.loads(
+        (files("stagewright.executor.export.layouts") / "frameworks.toml").read_text("utf-8")
+    )
+    own = table[key]
+    base = described(own["like"]) if "like" in own else {}
+    release = own.get("release", base.get("release", ""))
+    own_lacks = own.get("lacks", {})
+    lacks = {what: [_source(release, file), *why] for what, (file, *why) in own_lacks.items()}
+    models = dict(own["models"]) if "models" in own else None
+    if models is not None:
+        models["file"] = _source(release, models["file"])
+    return {
+        **base, **own, "release": release, "lacks": base.get("lacks", {}) | lacks,
+        "models": [*base.get("models", ()), *([] if models is None else [models])],
+    }  # fmt: skip
 
 
-def refuse_traits(problem: TrainingProblem, _: Layout, framework: str) -> None:
-    """Refuse a model with anything that a plain Llama or GPT lacks."""
-    for what in every_trait(problem.architecture):
-        raise InputError(
-            f"{problem.architecture.name} has {what}: an export to {framework} cannot say it; "
-            "export to nemo or megatron-bridge, whose recipes bring the model, or to accelerate"
-        )
+def _source(release: str, file: str) -> str:
+    """A file with the release, if it does not say its own."""
+    return file if ", " in file else f"{release}, {file}"
 
 
-def refuse_one_byte(problem: TrainingProblem, _: Layout, framework: str) -> None:
-    """Refuse activations of one byte."""
-    if problem.precision.activation_bytes == 1:
-        raise InputError(
-            f"activations of 1 byte: {framework} keeps them in 2 or 4 bytes; set activation_bytes 2"
-        )
+def framework(key: str, write: Files, rules: Collection[FrameworkRule]) -> Framework:
+    """The framework that ``frameworks.toml`` describes as ``key``, with further rules.
+
+    Sources of rules are files of its release, unless they begin with another one.
+    """
+    of = described(key)
+    of_table = [_lack(FEATURES[what], what, *said) for what, said in of["lacks"].items()]
+    of_models = [_models(**models) for models in of["models"]]
+    own = [
+        FrameworkRule(_source(of["release"], one.source), one.require, one.of_problem, one.name)
+        for one in rules
+    ]
+    every = (*of_table, *of_models, *own)
+    return Framework(
+        of["name"],
+        (*(one for one in every if one.of_problem), *(one for one in every if not one.of_problem)),
+        write,
+        tuple(
+            name
+            for models in of["models"]
+            for name in (
+                *models.get("recipes", ()),
+                *(one for one in models if one not in _OF_MODELS),
+            )
+        ),
+    )
 
 
-def refuse_fp8(problem: TrainingProblem, _: Layout, framework: str) -> None:
-    """Raise for products in fp8."""
-    if problem.precision.fp8_products:
-        raise InputError(
-            f"products in fp8: {framework} takes them from the model's conversion, not from this "
-            "configuration; set fp8_products false, or export to megatron"
-        )
+def _lack(feature: Feature, what: str, source: str, why: str = "does not have it") -> FrameworkRule:
+    def refuse(problem: TrainingProblem, layout: Layout, framework: str) -> None:
+        told = feature.told(problem, layout)
+        if told is not None:
+            raise InputError(f"{told}: {framework} {why}; {feature.instead}")
+
+    return FrameworkRule(source, refuse, feature.of_problem, f"no {what}")
 
 
-def refuse_tuning(problem: TrainingProblem, _: Layout, framework: str) -> None:
-    """Refuse adapters and frozen layers."""
-    if problem.architecture.tuning is not None:
-        raise InputError(
-            f"LoRA or frozen layers: {framework} takes none from its configuration; export LoRA to "
-            "megatron-bridge or accelerate"
-        )
+_OF_MODELS = {"file", "without", "recipes"}
+
+
+def _models(
+    file: str,
+    without: Collection[str] = (),
+    recipes: Collection[str] = (),
+    **has: Mapping[str, Collection[str]],
+) -> FrameworkRule:
+    def refuse(problem: TrainingProblem, _: Layout, framework: str) -> None:
+        of = problem.architecture
+        if recipes and of.name not in recipes:
+            raise InputError(f"{of.name}: {framework} has no recipe of that model")
+        found = lacking(of, problem.sequence, ())
+        if not has:
+            wrong = [one for one in found if one in without]
+        else:
+            wrong = min((_beside(found, **one) for one in has.values()), key=len)
+        if wrong:
+            among = f" among {', '.join(has)}" if len(has) > 1 else ""
+            raise InputError(f"{of.name} has {wrong[0]}: {framework} has no such model{among}")
+
+    return FrameworkRule(file, refuse, True, "models")
+
+
+def _beside(
+    found: Collection[str], always: Collection[str] = (), may: Collection[str] = ()
+) -> list[str]:
+    """What sets the traits of a model apart from one that a framework has."""
+    more = [one for one in found if one not in always and one not in may]
+    return more + [f"no {one}" for one in always if one not in found]
 
 
 def require_adapters(problem: TrainingProblem, of: Collection[str], framework: str) -> None:
@@ -142,24 +193,6 @@ def require_bytes(
         )
 
 
-def refuse_pipeline(_: TrainingProblem, layout: Layout, framework: str) -> None:
-    """Refuse a layout with a pipeline."""
-    if layout.pipeline > 1:
-        raise InputError(
-            f"a pipeline of {layout.pipeline}: {framework} takes no pipeline from its "
-            "configuration; choose pipeline 1, or export to megatron or torchtitan"
-        )
-
-
-def refuse_sequence_parallel(_: TrainingProblem, layout: Layout, framework: str) -> None:
-    """Refuse a layout with sequence parallelism."""
-    if layout.sequence_parallel:
-        raise InputError(
-            f"sequence parallelism over the tensor ranks: {framework} has none; choose "
-            "sequence_parallel false, or export to megatron or torchtitan"
-        )
-
-
 def require_whole_heads(problem: TrainingProblem, layout: Layout, framework: str) -> None:
     """Raise where tensor ranks would share a key-value head."""
     attention = problem.architecture.attention
@@ -167,7 +200,7 @@ def require_whole_heads(problem: TrainingProblem, layout: Layout, framework: str
     if heads % layout.tensor:
         raise InputError(
             f"tensor degree {layout.tensor} with {heads} key-value heads: {framework} gives every "
-            "tensor rank equally many of its own; choose a divisor, or export to megatron"
+            "tensor rank equally many of its own; choose a divisor"
         )
 
 
@@ -177,58 +210,4 @@ def require_context(problem: TrainingProblem, layout: Layout, framework: str) ->
         raise InputError(
             f"context degree {layout.context} with {problem.sequence} tokens: {framework} needs a "
             f"multiple of 2 x context = {2 * layout.context} tokens"
-        )
-
-
-def refuse_offload(_: TrainingProblem, layout: Layout, framework: str) -> None:
-    """Raise for an offloaded optimizer."""
-    if layout.offload_optimizer:
-        raise InputError(
-            f"an offloaded optimizer: {framework} offloads parameters and gradients with it; "
-            "choose offload_optimizer false, or export to megatron or deepspeed"
-        )
-
-
-def refuse_selective(_: TrainingProblem, layout: Layout, framework: str) -> None:
-    """Raise for recomputation of the attention alone, or of modules."""
-    refuse_modules(_, layout, framework)
-    if layout.recompute == "selective":
-        raise InputError(
-            f"selective recomputation of the attention: {framework} repeats whole layers, or other "
-            "operators; choose none or full"
-        )
-
-
-def refuse_modules(_: TrainingProblem, layout: Layout, framework: str) -> None:
-    """Raise for recomputation of modules, and for activations in host memory."""
-    if layout.offload_blocks:
-        raise InputError(
-            f"activations of {layout.offload_blocks} blocks in host memory: {framework} takes none "
-            "from its configuration; choose offload_blocks 0, or export to megatron"
-        )
-    if modules_of(layout.recompute):
-        raise InputError(
-            f"recomputation of {layout.recompute}: {framework} has no such modules; choose none or "
-            "full, or export to megatron"
-        )
-
-
-def refuse_some_blocks(problem: TrainingProblem, layout: Layout, framework: str) -> None:
-    """Raise unless all blocks of all stages are recomputed, or none."""
-    blocks = layout.blocks_of_stages(problem.architecture.layers)
-    again = layout.recomputed_of_stages(problem.architecture.layers)
-    some = next((pair for pair in zip(again, blocks, strict=True) if 0 < pair[0] < pair[1]), None)
-    if some is not None:
-        raise InputError(
-            "{} recomputed blocks of {} in a stage: ".format(*some)
-            + f"{framework} recomputes all or none; choose full for all, or export to megatron"
-        )
-
-
-def refuse_recomputed_by_stage(_: TrainingProblem, layout: Layout, framework: str) -> None:
-    """Raise for a number of recomputed blocks of every stage."""
-    if layout.recomputed_by_stage is not None:
-        raise InputError(
-            f"recomputed blocks by stage: {framework} has one recomputation for all stages; choose "
-            "full, with or without blocks, or export to plan, whose stages recompute all or none"
         )

@@ -9,23 +9,15 @@ every microbatch: ZeRO 2, or 3 if the weights are too (``fsdp_reshard_after_forw
 from stagewright.executor.export.layouts.common import (
     Fields,
     assignments,
+    compared,
     launch,
     left_out,
     number_type,
     rotary_and_norms,
 )
 from stagewright.executor.export.layouts.rules import (
-    Framework,
     FrameworkRule,
-    refuse_encoder,
-    refuse_fp8,
-    refuse_modules,
-    refuse_offload,
-    refuse_one_byte,
-    refuse_recomputed_by_stage,
-    refuse_selective,
-    refuse_some_blocks,
-    refuse_tuning,
+    framework,
     require_bytes,
     require_whole_heads,
 )
@@ -33,8 +25,8 @@ from stagewright.executor.export.options import filled
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.models.architecture import Architecture, GroupedAttention
-from stagewright.graphs.models.traits import every_trait
+from stagewright.graphs.models.architecture import Architecture, GroupedAttention, LatentAttention
+from stagewright.graphs.models.stated import RotaryScaling, Routing
 
 FILE = "stagewright_torchtitan.py"
 
@@ -53,6 +45,7 @@ def configuration(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
         launch=launch(problem),
         remarks="".join(f"\n{line}" for line in _remarks(problem, layout)),
         layers=problem.architecture.layers,
+        compared=_compared(problem.architecture),
         model=_model(problem.architecture),
         lines=assignments("config.training", _training(problem, layout))
         + assignments("config.parallelism", fields),
@@ -61,13 +54,30 @@ def configuration(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
     return {FILE: text}
 
 
+def _compared(of: Architecture) -> str:
+    sizes: Fields = {"dim": of.hidden, "vocab_size": of.vocabulary}
+    attention = of.first_attention
+    heads: Fields = {"n_heads": attention.heads}
+    if isinstance(attention, GroupedAttention):
+        heads["n_kv_heads"] = attention.key_value_heads
+    return compared("model", sizes) + compared("model.layers[0].attention", heads)
+
+
 def _model(architecture: Architecture) -> str:
-    """Lines that set the base of rotary positions and the epsilon of every norm."""
+    """Lines that set rotary positions, routers and the epsilon of every norm."""
     known = rotary_and_norms(architecture, "theta", "eps")
-    lines = ""
-    if "theta" in known:
-        lines += "    for layer in model.layers:\n"
-        lines += f"        layer.attention.rope.theta = {known['theta']}\n"
+    rotary = {"theta": known["theta"]} if "theta" in known else {}
+    rotary |= _scaling(architecture.stated.rotary_scaling)
+    lines = "".join(f"        layer.attention.rope.{k} = {v!r}\n" for k, v in rotary.items())
+    scaling = architecture.stated.rotary_scaling
+    if scaling is not None and isinstance(architecture.attention, LatentAttention):
+        lines += f"        layer.attention.mscale = {scaling.mscale_all_dim or 0.0}\n"
+    router = _router(architecture.stated.routing)
+    if router:
+        lines += '        if getattr(layer, "moe", None) is not None:\n'
+        lines += "".join(f"            layer.moe.router.{k} = {v!r}\n" for k, v in router.items())
+    if lines:
+        lines = "    for layer in model.layers:\n" + lines
     if "eps" in known:
         names = ("norm", "attention_norm", "ffn_norm", "qk_norm", "q_norm", "kv_norm")
         lines += (
@@ -79,6 +89,55 @@ def _model(architecture: Architecture) -> str:
             f"                norm.eps = {known['eps']}\n"
         )
     return lines
+
+
+def _scaling(scaling: RotaryScaling | None) -> Fields:
+    if scaling is None:
+        return {}
+    original = scaling.original_max_position_embeddings
+    if scaling.kind == "llama3":
+        found: Fields = {
+            "scaling": "llama",
+            "scaling_factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": original,
+        }
+    else:
+        found = {
+            "scaling": "yarn",
+            "rope_factor": scaling.factor,
+            "beta_fast": scaling.beta_fast,
+            "beta_slow": scaling.beta_slow,
+            "original_seq_len": original,
+            "truncate": scaling.truncate,
+        }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _router(routing: Routing | None) -> Fields:
+    if routing is None:
+        return {}
+    grouped = routing.groups is not None and routing.groups > 1
+    return {
+        "score_func": routing.scores,
+        "route_norm": routing.normalized,
+        "route_scale": routing.scale,
+        "num_expert_groups": routing.groups if grouped else None,
+        "num_limited_groups": routing.chosen_groups if grouped else None,
+    }
+
+
+def _require_scaling(problem: TrainingProblem, _: Layout, framework: str) -> None:
+    """YaRN scales scores of attention too, which some of the models do."""
+    scaling, attention = problem.architecture.stated.rotary_scaling, problem.architecture.attention
+    scores = not isinstance(attention, GroupedAttention) or attention.sinks
+    known = ("llama3", "yarn") if scores else ("llama3",)
+    if scaling is not None and scaling.kind not in known:
+        raise InputError(
+            f"rotary positions scaled by {scaling.kind}: {framework} scales by "
+            f"{' or '.join(known)} in such a model"
+        )
 
 
 def _shards(problem: TrainingProblem, layout: Layout) -> int:
@@ -153,6 +212,11 @@ def _training(problem: TrainingProblem, layout: Layout) -> Fields:
 
 def _remarks(problem: TrainingProblem, layout: Layout) -> list[str]:
     found = list(left_out(problem))
+    routing = problem.architecture.stated.routing
+    if routing is not None and routing.loss:
+        found.append(
+            f"It evens the experts' load by a bias, not by the loss with factor {routing.loss}."
+        )
     microbatches = layout.microbatches(problem.batch)
     repeats = layout.pipeline == 1 and microbatches > 1 and _shards(problem, layout) > 1
     if repeats and layout.zero == 0:
@@ -173,41 +237,11 @@ def _remarks(problem: TrainingProblem, layout: Layout) -> list[str]:
     return found
 
 
-def _require_model(problem: TrainingProblem, _: Layout, framework: str) -> None:
-    """Raise unless llama3, qwen3 or deepseek_v3 is such a model, of whatever size."""
-    of, experts = problem.architecture, problem.architecture.experts
-    grouped = of.attention if isinstance(of.attention, GroupedAttention) else None
-    lacking = [
-        (of.positions is not None, "learned positions"),
-        (of.norm != "rms", "norms with a mean"),
-        (of.attention.bias or of.feed_forward.bias, "biases"),
-        (not of.feed_forward.gated, "a feed-forward without gates"),
-        (of.window is not None and of.window < problem.sequence, "a sliding window"),
-        (
-            experts is not None and grouped is not None and not grouped.head_norms,
-            "experts beside attention without norms of its heads",
-        ),
-        (
-            experts is not None and grouped is not None and experts.shared_width is not None,
-            "shared experts beside attention without latent vectors",
-        ),
-        *((True, what) for what in every_trait(of)),
-    ]
-    for lacks, what in lacking:
-        if lacks:
-            other = "megatron-bridge" if every_trait(of) else "megatron"
-            raise InputError(
-                f"{of.name} has {what}: {framework} has llama3, qwen3 and deepseek_v3, and no such "
-                f"model; export to {other}"
-            )
-
-
 def _require_numbers(problem: TrainingProblem, _: Layout, framework: str) -> None:
     numbers = number_type(problem)
     if numbers == "fp16":
         raise InputError(
-            f"{problem.card.name} has no bf16, and {framework} no fp16: set activation_bytes 4, or "
-            "export to megatron or deepspeed"
+            f"{problem.card.name} has no bf16, and {framework} no fp16: set activation_bytes 4"
         )
     known = [(2, 4, 12), (2, 2, 4)] if numbers == "bf16" else [(4, 4, 8)]
     require_bytes(problem, known, framework)
@@ -265,19 +299,10 @@ def _require_sequence(problem: TrainingProblem, layout: Layout, framework: str) 
         )
 
 
-def _require_placement(_: TrainingProblem, layout: Layout, framework: str) -> None:
-    if layout.pipeline > 1 and layout.placement == "pipeline-inside" and layout.data > 1:
-        raise InputError(
-            f"the placement pipeline-inside: {framework} has the pipeline outermost; choose "
-            "data-inside, or export to megatron"
-        )
-
-
 def _refuse_tied(problem: TrainingProblem, layout: Layout, framework: str) -> None:
     if problem.architecture.tied and layout.pipeline > 1:
         raise InputError(
-            f"a tied head in a pipeline: {framework} ties no weights over stages; choose pipeline "
-            "1, or export to megatron"
+            f"a tied head in a pipeline: {framework} ties no weights over stages; choose pipeline 1"
         )
 
 
@@ -302,12 +327,6 @@ def _require_rounds(problem: TrainingProblem, layout: Layout, framework: str) ->
         )
 
 
-def _refuse_attention(problem: TrainingProblem, layout: Layout, framework: str) -> None:
-    """Refuse recomputation of the attention alone; its selective one is by operator."""
-    if not problem.memory.by_operator:
-        refuse_selective(problem, layout, framework)
-
-
 def _refuse_repeated_twice(_: TrainingProblem, layout: Layout, framework: str) -> None:
     """Refuse recomputation with split backwards: torch's I and W would both repeat the forward."""
     if layout.schedule == "zero-bubble" and layout.recompute != "none":
@@ -317,35 +336,25 @@ def _refuse_repeated_twice(_: TrainingProblem, layout: Layout, framework: str) -
         )
 
 
-TITAN, TORCH = "pytorch/torchtitan 0.3.0, torchtitan", "pytorch/pytorch 2.13.0, torch/distributed"
-SCHEDULES = f"{TORCH}/pipelining/schedules.py"
+TORCH = "pytorch/pytorch 2.13.0, torch/distributed"
+_SCHEDULES = f"{TORCH}/pipelining/schedules.py"
 
-FRAMEWORK = Framework(
-    "TorchTitan",
-    (
-        FrameworkRule(f"{TITAN}/models", refuse_encoder, of_problem=True),
-        FrameworkRule(f"{TITAN}/models", _require_model, of_problem=True),
-        FrameworkRule(f"{TITAN}/components/quantization", refuse_fp8, of_problem=True),
-        FrameworkRule(f"{TITAN}/config/configs.py", refuse_one_byte, of_problem=True),
-        FrameworkRule(f"{TITAN}/config/configs.py", refuse_tuning, of_problem=True),
-        FrameworkRule(f"{TITAN}/config/configs.py", _require_numbers, of_problem=True),
-        FrameworkRule(f"{TITAN}/models/common/decoder.py", require_whole_heads),
-        FrameworkRule(f"{TITAN}/models/common/decoder.py", _refuse_tied),
-        FrameworkRule(f"{TITAN}/distributed/fsdp.py", refuse_offload),
-        FrameworkRule(f"{TITAN}/distributed/parallel_dims.py", _require_context_shards),
+FRAMEWORK = framework(
+    "torchtitan",
+    configuration,
+    [
+        FrameworkRule("torchtitan/config/configs.py", _require_numbers, of_problem=True),
+        FrameworkRule("torchtitan/models/common/rope.py", _require_scaling, of_problem=True),
+        FrameworkRule("torchtitan/models/common/decoder.py", require_whole_heads),
+        FrameworkRule("torchtitan/models/common/decoder.py", _refuse_tied),
+        FrameworkRule("torchtitan/distributed/parallel_dims.py", _require_context_shards),
         FrameworkRule(f"{TORCH}/pipelining/stage.py", _require_zero_1),
         FrameworkRule(f"{TORCH}/fsdp/_fully_shard", _refuse_zero_1),
-        FrameworkRule(f"{TITAN}/models/common/moe_sharding.py", _require_expert_ranks),
-        FrameworkRule(f"{TITAN}/distributed/parallel_dims.py", _require_expert_shards),
-        FrameworkRule(f"{TITAN}/trainer.py", _require_sequence),
-        FrameworkRule(f"{TITAN}/distributed/parallel_dims.py", _require_placement),
-        FrameworkRule(SCHEDULES, _require_microbatches),
-        FrameworkRule(SCHEDULES, _require_rounds),
-        FrameworkRule(SCHEDULES, _refuse_repeated_twice),
-        FrameworkRule(f"{TITAN}/distributed/activation_checkpoint.py", refuse_modules),
-        FrameworkRule(f"{TITAN}/distributed/activation_checkpoint.py", _refuse_attention),
-        FrameworkRule(f"{TITAN}/distributed/activation_checkpoint.py", refuse_recomputed_by_stage),
-        FrameworkRule(f"{TITAN}/distributed/activation_checkpoint.py", refuse_some_blocks),
-    ),
-    configuration,
+        FrameworkRule("torchtitan/models/common/moe_sharding.py", _require_expert_ranks),
+        FrameworkRule("torchtitan/distributed/parallel_dims.py", _require_expert_shards),
+        FrameworkRule("torchtitan/trainer.py", _require_sequence),
+        FrameworkRule(_SCHEDULES, _require_microbatches),
+        FrameworkRule(_SCHEDULES, _require_rounds),
+        FrameworkRule(_SCHEDULES, _refuse_repeated_twice),
+    ],
 )

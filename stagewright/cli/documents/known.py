@@ -82,11 +82,14 @@ def _print_models(answer: "ModelsAnswer") -> None:
 
 def _print_frameworks(answer: "FrameworksAnswer") -> None:
     print_table(
-        ("<framework", "<degrees", "<schedules", "<recomputation, offload", "<precisions"),
+        (
+            "<framework", "<models", "<degrees", "<schedules", "<recomputation, offload",
+            "<precisions",
+        ),
         [
             (
-                one.name, _listed(one.degrees), _listed(one.schedules),
-                _listed(one.recomputation), _listed(one.precisions),
+                one.name, _listed(one.models or ("any",)), _listed(one.degrees),
+                _listed(one.schedules), _listed(one.recomputation), _listed(one.precisions),
             )
             for one in answer.frameworks
         ],
