@@ -77,8 +77,8 @@ def parts_of(of: ModelType, fields: Fields, hidden: int, words: list[str]) -> di
                 experts=experts if is_sparse else None,
             )
         )
-    unused = fields.optional_size(("intermediate_size", None)) or 4 * hidden
-    return fields_of(blocks, replace(plain, width=unused))
+    inner = fields.optional_size(("intermediate_size", None)) if experts else None
+    return fields_of(blocks, replace(plain, width=inner or 4 * hidden))
 
 
 def _narrowed(fields: Fields, width: int) -> int:

@@ -13,10 +13,10 @@ def sized(kind, layers, hidden, heads, groups, inner, vocabulary, **others):
 
 
 ROUTED = {"num_local_experts": 4, "num_experts_per_tok": 2}
-FEW = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+FEW = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 GROUPS = {
     "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
-    "moe_intermediate_size": 12,
+    "moe_intermediate_size": 16,
 }  # fmt: skip
 LATENT = {
     **GROUPS, "num_key_value_heads": 4, "q_lora_rank": 20, "kv_lora_rank": 16,
@@ -50,7 +50,7 @@ OTHER_FIELDS = {
     "bloom": SHORT,
     "gptj": SHORT | {"rotary_dim": 4},
     "codegen": SHORT | {"rotary_dim": 4},
-    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 12},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16},
     "mamba": {"intermediate_size": 64, "state_size": 6},
     "falcon_mamba": {"intermediate_size": 64, "state_size": 6},
     "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 6, "n_groups": 2, "chunk_size": 16},
