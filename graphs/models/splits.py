@@ -147,7 +147,8 @@ def _narrow_width(of: FeedForward, tensor: int) -> FeedForward:
 def _narrow_mixer(mixer: AnyMixer, tensor: int) -> AnyMixer:
     if isinstance(mixer, GroupedAttention):
         groups = max(1, mixer.key_value_heads // tensor)
-        return replace(mixer, heads=mixer.heads // tensor, key_value_heads=groups)
+        # One that no block has may have fewer heads than there are ranks.
+        return replace(mixer, heads=max(1, mixer.heads // tensor), key_value_heads=groups)
     if isinstance(mixer, Recurrence):
         groups = max(1, mixer.groups // tensor)
         return replace(mixer, heads=mixer.heads // tensor, groups=groups)

@@ -326,7 +326,8 @@ class Plain:
         number = max(1, share.reductions[1])
         hiding, parallel = weights, self.layout.sequence_parallel
         if parallel:
-            hiding += sum(back[name] for name, x in share.operators.items() if x.weight_gradients)
+            products = (name for name, x in share.operators.items() if x.kind == "matmul")
+            hiding += sum(back[x] for x in products if share.operators[x].weight_gradients)
         hiding *= self.problem.overlap_tensor and not self.put_off
         return (one if parallel else 0.0) + max(0.0, 2 * one - hiding / number)
 
