@@ -226,7 +226,7 @@ def test_memory_by_rank() -> None:
         ({"--for": "none"}, "--for 'none' is not known; there are megatron, "),
         (
             {"--for": "fsdp"},
-            "accelerate, plan; torch's FSDP is that of torchtitan, or of accelerate",
+            "nnscaler, plan; torch's FSDP is that of torchtitan, or of accelerate",
         ),
         ({"--schedule": "gpipe"}, "--schedule: 'gpipe' is none of 1f1b, zero-bubble"),
         ({"--explain": "p2 x3"}, "layout word 'x3' is not known; known are pN, tN"),

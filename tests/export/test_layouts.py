@@ -48,14 +48,23 @@ from stagewright.graphs.models.tuning import tuned_with
 
 PIPED = ("megatron", "megatron-bridge", "nemo", "torchtitan")
 CORE = PIPED[:3]
-SHARDING = ("torchtitan", "accelerate")  # say nothing of ZeRO where there is nothing to divide
+FSDP2 = ("accelerate", "axolotl", "trl")
+SHARDING = (
+    "torchtitan",
+    *FSDP2,
+    "transformers",
+)  # say nothing of ZeRO where there is nothing to divide
 FULL_FP32 = Precision(4, 4, 4, 8)
 KV2 = replace(LLAMA, attention=GroupedAttention(16, 2, 64))
 
 
 def exported(architecture, words, to, **others):
+    """The files for a framework, without those that launch it."""
     layout = parse_layout(words)
-    return export_layout(make_problem(architecture, layout, **others), layout, to)
+    files = export_layout(make_problem(architecture, layout, **others), layout, to)
+    launched = ("train.sh", "run.sh", "job.sbatch", "jobset.yaml", "mpirun.sh")
+    assert to == "plan" or set(launched) < set(files)
+    return {name: text for name, text in files.items() if name not in launched}
 
 
 def expected(to, problem, layout):
@@ -92,15 +101,18 @@ TAKEN = [
     *((to, MIXTRAL, "p2 t2 c2 d2 e4 b1 zero1 pipeline-inside sp") for to in ("megatron", "nemo")),
     *((to, DEEPSEEK, "p2 t2 d4 e8 b1 zero1 full sp") for to in PIPED),
     ("megatron", QWEN2_MOE, "p1 t2 d4 e4 b1 zero2 sp"),
-    *((to, QWEN2, "p1 t4 d4 b1 zero2") for to in LAYOUT_FORMATS if to != "torchtitan"),
+    *((to, QWEN2, "p1 t4 d4 b1 zero2") for to in (*CORE, "deepspeed", *FSDP2)),
     *((to, KV2, "p1 t4 d2 b1 zero2") for to in CORE[:2]),
     ("torchtitan", QWEN3_MOE, "p1 t2 d4 e4 b1 zero2 sp"),
     ("torchtitan", QWEN3, "p1 t4 d4 b1 zero2"),
-    *((to, LLAMA, "p1 t1 d8 b2 zero3 full") for to in LAYOUT_FORMATS),
-    *((to, GPT2, "p1 t1 d8 b1 zero0") for to in (*CORE, "accelerate")),
+    *((to, LLAMA, "p1 t1 d8 b2 zero3 full") for to in LAYOUT_FORMATS if to != "nnscaler"),
+    *((to, GPT2, "p1 t1 d8 b1 zero0") for to in (*CORE, *FSDP2, "transformers", "nnscaler")),
+    ("nnscaler", LLAMA, "p2 t2 d2 b1 zero1 full"),
+    ("transformers", MIXTRAL, "p1 t1 d8 e4 b1 zero3"),
+    *((to, LLAMA, "p1 t2 d4 b1 zero3") for to in (*FSDP2, "transformers")),
     ("torchtitan", replace(LLAMA, tied=True), "p1 t1 d8 b1 zero0"),
     *((to, LLAMA, "p4 t1 d2 b1 v2 zero1 full blocks1") for to in CORE),
-    *((to, LLAMA, "p1 t1 d8 b1 zero3 full blocks16") for to in LAYOUT_FORMATS),
+    *((to, LLAMA, "p1 t1 d8 b1 zero3 full blocks16") for to in LAYOUT_FORMATS if to != "nnscaler"),
     *((to, LLAMA, "p4 t2 d1 b1 zero1 stages3-4-5-4 full") for to in PIPED),
     *((to, LLAMA, "p4 t2 d1 b1 zero1 stages3-4-5-4 full blocks2") for to in CORE),
     *((to, LLAMA, "p4 t2 d1 b1 zero1 stages4x4") for to in PIPED),
@@ -130,7 +142,7 @@ def test_modules_that_megatron_recomputes():
     problem = make_problem(
         DEEPSEEK, layout, memory=STACK_MEMORY["megatron"], precision=precision_named("fp8")
     )
-    (text,) = export_layout(problem, layout, "megatron").values()
+    text = export_layout(problem, layout, "megatron")["megatron.sh"]
     assert "--recompute-granularity selective" in text
     assert "--recompute-modules moe_act layernorm mla_up_proj\n" in text
     assert "--fp8-recipe tensorwise" in text
@@ -157,17 +169,14 @@ def test_selective_recomputation_by_operator():
 
 @pytest.mark.parametrize("to", LAYOUT_FORMATS)
 def test_files_say_what_they_are(to):
-    text = next(
-        text
-        for name, text in exported(LLAMA, "p1 t1 d8 b1 zero3", to).items()
-        if ".json" not in name
-    )
+    words = "p1 t1 d8 b1 zero1" if to == "nnscaler" else "p1 t1 d8 b1 zero3"
+    text = next(text for name, text in exported(LLAMA, words, to).items() if ".json" not in name)
     assert "The layout" in text
-    assert "p1 t1 d8 b1 zero3" in text
+    assert words in text
     assert "torchrun --nnodes=1 --nproc-per-node=8 ..." in text
 
 
-@pytest.mark.parametrize("to", [to for to in LAYOUT_FORMATS if to != "megatron"])
+@pytest.mark.parametrize("to", [*PIPED[1:], "deepspeed", "accelerate"])
 def test_another_number_of_layers_is_refused(to):
     files = exported(LLAMA, "p1 t1 d8 b1 zero3", to)
     with pytest.raises(ValueError, match=r"the plan is for .*16.*, the model has 15"):
@@ -343,15 +352,17 @@ def test_megatron_overlaps_and_offloads():
 # ---------------------------------------------------------------- refusals
 
 BERT = replace(GPT2, name="bert", encoder=True, segments=2)
-HF = ("deepspeed", "accelerate")
+HF = ("deepspeed", *FSDP2, "transformers")
 OTHERS = ("torchtitan", *HF)
-TITAN, DEEPSPEED, ACCELERATE, MEGATRON = ("torchtitan",), HF[:1], HF[1:], CORE[:1]
+TITAN, DEEPSPEED, ACCELERATE, MEGATRON = ("torchtitan",), HF[:1], FSDP2, CORE[:1]
+DISTRIBUTED, NNSCALER = ("transformers",), ("nnscaler",)
 NARROW, FP8 = Precision(2, 2, 2, 8), Precision(fp8_products=True)
 FP8_FULL = Precision(4, 4, 4, 8, fp8_products=True)
 ONE_BYTE = Precision(activation_bytes=1)
 BIASED = FeedForward(2816, bias=True)
 UNGATED = FeedForward(2048, gated=False)
 LORA, FROZEN = tuned_with(LLAMA, lora=8), tuned_with(LLAMA, frozen="embedding")
+HALF_TUNED = tuned_with(LLAMA, lora=8, targets="q_proj", frozen="blocks.0")
 MIXED = tuned_with(LLAMA, lora=8, targets="linear_qkv,q_proj")
 
 
@@ -367,16 +378,48 @@ def refused(formats, architecture, words, message, **others):
 
 
 REFUSED = [
+    *refused(DISTRIBUTED, LLAMA, "c2 d4 zero3", "context degree 2: transformers"),
+    *refused(DISTRIBUTED, LLAMA, "d8 zero1", "ZeRO 1: transformers divides the weights too"),
+    *refused(DISTRIBUTED, LLAMA, "d8 zero2", "ZeRO 2: .*; megatron or .* can"),
+    *refused(DISTRIBUTED, LLAMA, "d8 zero3", "2 . 2 . 8 bytes", precision=NARROW),
+    *refused(DISTRIBUTED, MIXTRAL, "t4 d4 e2 zero3 sp", "sequence parallelism"),
+    *refused(DISTRIBUTED, GPT2, "t2 d4 zero3", "tensor degree 2 of gpt2"),
+    *refused(DISTRIBUTED, LLAMA, "d8 zero3", "v100 has no bf16", device="v100"),
+    *refused(DISTRIBUTED, KV2, "t4 d2 zero3", "tensor degree 4 with 2 key-value heads"),
+    *refused(DISTRIBUTED, LLAMA, "p2 d4", "a pipeline of 2: .*no schedule.*; megatron or"),
+    *refused(FSDP2[1:], LLAMA, "t4", "tensor 4 without ZeRO: .* choose zero 2 or 3 and data"),
+    *refused(FSDP2[1:], HALF_TUNED, "d8 zero3", "frozen blocks beside LoRA"),
+    *refused(NNSCALER, LLAMA, "d8 zero3", "ZeRO 3: nnScaler divides the optimizer's states alone"),
+    *refused(NNSCALER, LLAMA, "d8 zero2", "ZeRO 2"),
+    *refused(NNSCALER, LLAMA, "p2 d4 v2 zero1", "2 chunks: nnScaler"),
+    *refused(NNSCALER, LLAMA, "p2 d4 zero1 zero-bubble", "zero-bubble: .*choose 1f1b"),
+    *refused(NNSCALER, LLAMA, "p2 d4 zero1 first7 last9", "stages of unequal numbers of blocks"),
+    *refused(NNSCALER, LLAMA, "p2 d4 zero1 pipeline-inside", "pipeline-inside"),
+    *refused(NNSCALER, LLAMA, "t2 d4 sp", "sequence parallelism"),
+    *refused(NNSCALER, LLAMA, "c2 d4", "context degree 2"),
+    *refused(NNSCALER, MIXTRAL, "d8 e4", "expert degree 4"),
+    *refused(NNSCALER, LLAMA, "d8 offload", "an offloaded optimizer"),
+    *refused(NNSCALER, LLAMA, "d8 selective", "selective", attention="materialized"),
+    *refused(NNSCALER, LLAMA, "d8 full blocks3", "3 recomputed blocks of 16"),
+    *refused(NNSCALER, LLAMA, "d8", "2 . 2 . 8 bytes", precision=NARROW),
+    *refused(NNSCALER, LLAMA, "d8", "products in fp8", precision=FP8),
+    *refused(NNSCALER, LORA, "d8", "LoRA or frozen layers"),
+    *refused(NNSCALER, LLAMA, "d8 mlp", "mlp: ", memory=STACK_MEMORY["megatron"]),
+    *refused(NNSCALER, LLAMA, "d8 offload7", "of 7 blocks in", memory=STACK_MEMORY["megatron"]),
     *refused(
         LAYOUT_FORMATS,
         LLAMA,
         "p2 d4 zero1 stages7-9 again3-1 full",
-        "recomputed blocks by stage: .* has one recomputation|a pipeline of 2",
+        "recomputed blocks by stage: .* has one recomputation|a pipeline of 2|stages of unequal",
     ),
     *refused(
-        (*CORE, *SHARDING), LLAMA, "c2 d4 zero3", "1022 tokens: .* needs a multiple", sequence=1022
+        (*CORE, "torchtitan", *FSDP2),
+        LLAMA,
+        "c2 d4 zero3",
+        "1022 tokens: .* needs a multiple",
+        sequence=1022,
     ),
-    *refused(PIPED, BERT, "t1 d8", "an encoder .bert.: .* decoders"),
+    *refused((*PIPED, *FSDP2[1:], "transformers"), BERT, "t1 d8", "an encoder .bert.: .* decoders"),
     *refused(LAYOUT_FORMATS, LLAMA, "t1 d8 zero3", "activations of 1 byte", precision=ONE_BYTE),
     *refused(CORE, LLAMA, "d8 offload", "offloaded optimizer with ZeRO 0.*zero 1"),
     *refused(CORE, LLAMA, "d8 zero3 offload", "offloaded optimizer with ZeRO 3.*zero 1"),
@@ -423,14 +466,14 @@ REFUSED = [
     *refused(
         TITAN, LLAMA, "p4 d2 zero1 zero-bubble", "9 microbatches.*a multiple of 4", microbatches=9
     ),
-    *refused(HF, LLAMA, "p2 d4", "a pipeline of 2: .*no pipeline.*pipeline 1.*; megatron or"),
+    *refused(HF[:-1], LLAMA, "p2 d4", "a pipeline of 2: .*no pipeline.*pipeline 1.*; megatron or"),
     *refused(HF, LLAMA, "t2 d4 zero2 sp", "sequence parallelism over the tensor ranks"),
     *refused(
         OTHERS, LLAMA, "d8 zero3 selective", "selective.*none or full", attention="materialized"
     ),
     *refused(OTHERS, LLAMA, "d8 zero3", "products in fp8", precision=FP8),
     *refused(SHARDING, LLAMA, "d8 zero3 offload", "offloads parameters and gradients"),
-    *refused(SHARDING, LLAMA, "c2 d4", "ZeRO 0 with context degree 2.*zero 2 or 3"),
+    *refused(SHARDING[:-1], LLAMA, "c2 d4", "ZeRO 0 with context degree 2.*zero 2 or 3"),
     *refused(TITAN, LLAMA, "p2 d4 zero2", "ZeRO 2 in a pipeline.*zero 1"),
     *refused(TITAN, LLAMA, "d8 zero1", "ZeRO 1 without a pipeline.*zero 2"),
     *refused(TITAN, LLAMA, "p2 d4 zero1 pipeline-inside", "pipeline outermost"),
@@ -448,7 +491,7 @@ REFUSED = [
     *refused(TITAN, QWEN2_MOE, "d8 zero3", "qwen2_moe has .*: TorchTitan"),
     *refused(TITAN, replace(LLAMA, window=512), "d8 zero3", "llama has windows"),
     *refused(
-        ("nemo", *OTHERS),
+        ("nemo", *OTHERS[:-1]),
         KV2,
         "t4 d2 zero2",
         "tensor degree 4 with 2 key-value heads: .* equally many of its own",
@@ -469,7 +512,7 @@ REFUSED = [
     *refused(ACCELERATE, MIXTRAL, "d8 e4 zero3", "expert degree 4.*expert 1"),
     *refused(ACCELERATE, LLAMA, "d8 zero3", "2 . 2 . 8 bytes", precision=NARROW),
     *refused(ACCELERATE, LLAMA, "t2 d4", "ZeRO 0 with tensor 2 and data 4"),
-    *refused(ACCELERATE, LLAMA, "d8 zero1", "ZeRO 1.*zero 2 or 3"),
+    *refused(ACCELERATE, LLAMA, "d8 zero1", "ZeRO 1: .* divides the gradients too; choose another"),
     *refused(
         OTHERS,
         LLAMA,
@@ -481,7 +524,7 @@ REFUSED = [
         CORE,
         replace(LLAMA, norm="layer-plain"),
         "d8",
-        "norms without weights.*; accelerate can",
+        "norms without weights.*; accelerate or axolotl or trl can",
     ),
     *refused(
         (*MEGATRON, *TITAN),
@@ -501,10 +544,13 @@ REFUSED = [
     *refused(LAYOUT_FORMATS, replace(GPT2, positions=512), "d8", "512 learned positions, got 1024"),
     *refused(LAYOUT_FORMATS, LLAMA, "t3", "tensor degree 3 does not divide 16 heads"),
     *refused(
-        ("megatron", "nemo", "torchtitan", "deepspeed"), LORA, "d8", "LoRA or frozen layers: .*none"
+        ("megatron", "nemo", "torchtitan", "deepspeed", "transformers"),
+        LORA,
+        "d8",
+        "LoRA or frozen layers: .*no",
     ),
     *refused(CORE[1:2] + ACCELERATE, FROZEN, "d8", "frozen layers without LoRA"),
-    *refused(ACCELERATE, LORA, "d8 zero3", "LoRA of linear_fc1, linear_qkv: Accelerate adapts"),
+    *refused(ACCELERATE, LORA, "d8 zero3", "LoRA of linear_fc1, linear_qkv: .* adapts"),
     *refused(CORE[1:2], MIXED, "d8", "LoRA of linear_qkv: Megatron-Bridge adapts down_proj"),
     *refused(CORE[1:2], tuned_with(LORA, lora=8, frozen="blocks.0"), "d8", "frozen blocks beside"),
     *refused(("slurm",), LLAMA, "d8", "--to 'slurm' is not known; there are megatron, "),
@@ -535,7 +581,7 @@ def test_what_the_model_breaks_is_said_without_a_layout(to):
     layout = parse_layout("d8")
     require_framework(to, make_problem(LLAMA, layout))
     if to in PIPED:
-        with pytest.raises(InputError, match=r"an encoder .bert.*; deepspeed or accelerate can"):
+        with pytest.raises(InputError, match=r"an encoder .bert.*; deepspeed or accelerate"):
             require_framework(to, make_problem(BERT, layout))
 
 

@@ -146,6 +146,10 @@ MODULES = {
         FullAC=SimpleNamespace(Config=lambda: "full"),
         SelectiveAC=SimpleNamespace(Config=lambda: "selective"),
     ),
+    "transformers": SimpleNamespace(AutoModelForCausalLM=None),
+    "transformers.distributed": SimpleNamespace(
+        DistributedConfig=SimpleNamespace(from_dict=lambda fields: fields)
+    ),
     "deepspeed": SimpleNamespace(initialize=lambda **given: given),
     "accelerate": SimpleNamespace(
         Accelerator=accepts(

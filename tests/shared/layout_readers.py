@@ -5,6 +5,7 @@ import re
 import subprocess
 from types import SimpleNamespace
 
+import yaml
 from framework_names import (
     BATCH,
     DDP,
@@ -340,6 +341,95 @@ def read_accelerate(files, layers):
     }
 
 
+def _trained(files, layers, degrees, others):
+    """What a trainer's fields say; ``others``: tensor, context, ZeRO, microbatch, steps."""
+    ranks = int(re.search(r"mpirun -np (\d+) ", files["mpirun.sh"])[1])
+    tensor, context, zero, microbatch, steps = degrees
+    data = ranks // (tensor * context)
+    return PLAIN | {
+        "ranks": ranks,
+        "tensor": tensor,
+        "context": context,
+        "data": data,
+        "expert": 1,
+        "microbatch": microbatch,
+        "batch": microbatch * data * steps,
+        "accumulation": steps,
+        "blocks": (layers,),
+        "zero": zero,
+        "offload": False,
+        **others,
+    }
+
+
+def read_axolotl(files, layers):
+    config = yaml.safe_load(files["axolotl.yaml"])
+    plugin = config.get("fsdp_config")
+    assert (plugin is None) == ("dp_shard_size" not in config)
+    degrees = (
+        config.get("tensor_parallel_size", 1), config.get("context_parallel_size", 1),
+        0 if plugin is None else 3 if plugin["reshard_after_forward"] else 2,
+        config["micro_batch_size"], config["gradient_accumulation_steps"],
+    )  # fmt: skip
+    again = "full" if config["gradient_checkpointing"] else "none"
+    found = _trained(files, layers, degrees, {"recompute": again})
+    assert config.get("dp_shard_size", found["data"]) == found["data"]
+    return found
+
+
+def read_trl(files, layers):
+    config = yaml.safe_load(files["sft.yaml"])
+    lines = (line.removeprefix("export ") for line in files["accelerate.env"].splitlines())
+    given = dict(line.split("=") for line in lines)
+    kept = given.get("FSDP_RESHARD_AFTER_FORWARD")
+    degrees = (
+        int(given.get("PARALLELISM_CONFIG_TP_SIZE", 1)),
+        int(given.get("PARALLELISM_CONFIG_CP_SIZE", 1)),
+        {None: 0, "true": 3, "false": 2}[kept],
+        config["per_device_train_batch_size"], config["gradient_accumulation_steps"],
+    )  # fmt: skip
+    again = "full" if config["gradient_checkpointing"] else "none"
+    return _trained(files, layers, degrees, {"recompute": again})
+
+
+def read_transformers(files, layers):
+    config = json.loads(files["distributed_config.json"])
+    module, model = run_module(files["stagewright_transformers.py"]), HfModel(layers)
+    model.config.distributed = config
+    module["json"] = SimpleNamespace(loads=lambda _: config)
+    module["Path"] = lambda _: SimpleNamespace(
+        with_name=lambda name: SimpleNamespace(read_text=lambda: name)
+    )
+    module["AutoModelForCausalLM"] = SimpleNamespace(from_pretrained=lambda *_, **__: model)
+    assert module["load"]("name") is model
+    zero = 3 if config["fsdp_size"] > 1 else 0
+    degrees = (config["tp_size"], 1, zero, module["BATCH"], module["ACCUMULATION"])
+    others = {"recompute": model.recompute, "expert": config["ep_size"]}
+    found = _trained(files, layers, degrees, others)
+    assert module["RANKS"] == found["ranks"]
+    assert config["fsdp_size"] * config["dp_replicate_size"] == found["data"]
+    return found
+
+
+def read_nnscaler(files, layers):
+    config = yaml.safe_load(files["nnscaler.yaml"])
+    compute = config["compute_config"]
+    policy = compute["pas_config"]
+    tensor, pipeline = policy["max_partition_degree"], policy["pipeline_nstages"]
+    assert compute["plan_ngpus"] == tensor * pipeline
+    degrees = (
+        tensor, 1, int(compute["use_zero"]), config["micro_batch_size"], policy["update_freq"]
+    )  # fmt: skip
+    again = "full" if "recompute_modules" in policy else "none"
+    found = _trained(files, layers, degrees, {"recompute": again, "pipeline": pipeline})
+    found["data"] //= pipeline
+    found["batch"] //= pipeline
+    assert (compute["runtime_ngpus"], config["global_batch_size"]) == (
+        found["ranks"], found["batch"],
+    )  # fmt: skip
+    return found | {"blocks": (layers // pipeline,) * pipeline}
+
+
 CONFIGS = {"megatron-bridge": bridge_config, "nemo": nemo_recipe, "torchtitan": titan_config}
 READERS = {
     "megatron": lambda files, layers: read_megatron(files),
@@ -348,4 +438,8 @@ READERS = {
     "torchtitan": read_titan,
     "deepspeed": read_deepspeed,
     "accelerate": read_accelerate,
+    "axolotl": read_axolotl,
+    "trl": read_trl,
+    "transformers": read_transformers,
+    "nnscaler": read_nnscaler,
 }
