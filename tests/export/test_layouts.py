@@ -22,7 +22,7 @@ from layout_problems import (
     random_problem,
     said,
 )
-from layout_readers import CONFIGS, READERS, run_megatron, said_of_model
+from layout_readers import CONFIGS, READERS, architecture_from, run_megatron, said_of_model
 from profiles import examples
 
 from stagewright.executor.export.layouts import (
@@ -40,10 +40,15 @@ from stagewright.graphs.models.architecture import (
     Experts,
     FeedForward,
     GroupedAttention,
-    LatentAttention,
 )
 from stagewright.graphs.models.stated import RotaryScaling, Routing, Stated
-from stagewright.graphs.models.traits import ADDED_ONE, ADJACENT, CLAMPED, SQUARED_RELU
+from stagewright.graphs.models.traits import (
+    ADDED_ONE,
+    ADJACENT,
+    CLAMPED,
+    PARTLY_ROTATED,
+    SQUARED_RELU,
+)
 from stagewright.graphs.models.tuning import tuned_with
 
 PIPED = ("megatron", "megatron-bridge", "nemo", "torchtitan")
@@ -204,92 +209,6 @@ def parsed(architecture, words="p1 t1 d8 b1", **others):
     return run_megatron(exported(architecture, words, "megatron", **others)["megatron.sh"])[0]
 
 
-def architecture_from(args):
-    """The architecture that Megatron-LM's arguments describe."""
-    every = not args.disable_bias_linear
-    rotary = args.position_embedding_type in ("rope", "yarn")
-    traits = {
-        CLAMPED: args.quick_geglu,
-        SQUARED_RELU: args.squared_relu,
-        ADDED_ONE: args.apply_layernorm_1p,
-        ADJACENT: args.rotary_interleaved,
-    }
-    sparse = args.num_experts is not None and args.moe_layer_freq is None
-    return Architecture(
-        "", args.num_layers, args.hidden_size, args.vocab_size, attention_from(args),
-        FeedForward(args.ffn_hidden_size, args.swiglu or args.quick_geglu, every and not sparse),
-        experts_from(args),
-        {"LayerNorm": "layer", "RMSNorm": "rms"}[args.normalization],
-        positions=None if rotary else args.max_position_embeddings,
-        tied=not args.untie_embeddings_and_output_weights,
-        window=None if args.window_size is None else int(args.window_size.split(",")[0]) + 1,
-        full_layers=frozenset(zeros(args.window_attn_skip_freq)),
-        dropout=args.hidden_dropout is None and args.attention_dropout is None,
-        rotary_base=args.rotary_base, norm_epsilon=args.norm_epsilon,
-        traits=tuple(what for what, has in traits.items() if has),
-        stated=Stated(args.rotary_percent, scaling_from(args), routing_from(args)),
-    )  # fmt: skip
-
-
-def scaling_from(args):
-    if args.use_rope_scaling:
-        return RotaryScaling("llama3", args.rope_scaling_factor, 8192, 1, 4)
-    if args.rotary_seq_len_interpolation_factor is not None:
-        return RotaryScaling("linear", args.rotary_seq_len_interpolation_factor)
-    if args.rotary_scaling_factor is None:
-        assert args.rope_type == ("rope" if args.multi_latent_attention else None)
-        return None
-    latent = args.multi_latent_attention
-    return RotaryScaling(
-        "yarn", args.rotary_scaling_factor,
-        4096 if latent else args.yarn_original_max_position_embeddings, None, None,
-        32 if latent else args.yarn_beta_fast, 1 if latent else args.yarn_beta_slow,
-        args.mscale, args.mscale_all_dim, not args.no_yarn_correction_range_round_to_int,
-    )  # fmt: skip
-
-
-def routing_from(args):
-    if args.moe_router_score_function is None:
-        return None
-    assert (args.moe_router_load_balancing_type == "none") == (args.moe_aux_loss_coeff is None)
-    return Routing(
-        args.moe_router_score_function, not args.moe_router_pre_softmax, args.moe_router_num_groups,
-        args.moe_router_group_topk, args.moe_router_topk_scaling_factor or 1.0,
-        args.moe_router_enable_expert_bias, args.moe_aux_loss_coeff,
-    )  # fmt: skip
-
-
-def zeros(pattern):
-    """Where a pattern has 0."""
-    return [] if pattern is None else [i for i, one in enumerate(eval(pattern)) if one == 0]
-
-
-def attention_from(args):
-    every = not args.disable_bias_linear
-    heads, size = args.num_attention_heads, args.kv_channels
-    if args.multi_latent_attention:
-        return LatentAttention(
-            heads, args.kv_lora_rank, args.qk_head_dim, args.qk_pos_emb_head_dim, args.v_head_dim,
-            args.q_lora_rank,
-        )  # fmt: skip
-    assert args.group_query_attention == (args.num_query_groups is not None)
-    return GroupedAttention(
-        heads, args.num_query_groups or heads, size, every or args.add_qkv_bias, every,
-        args.qk_layernorm, sinks=args.softmax_type == "learnable",
-    )  # fmt: skip
-
-
-def experts_from(args):
-    if args.num_experts is None:
-        return None
-    return Experts(
-        args.num_experts, args.moe_router_topk, args.moe_ffn_hidden_size,
-        args.moe_shared_expert_intermediate_size, args.moe_shared_expert_gate,
-        frozenset(zeros(args.moe_layer_freq)), not args.disable_bias_linear,
-        not args.disable_bias_linear,
-    )  # fmt: skip
-
-
 YARN = RotaryScaling("yarn", 32, 4096, beta_fast=32, beta_slow=1, truncate=False)
 GPT_OSS = Architecture(
     "gpt_oss", 4, 64, 96,
@@ -301,7 +220,10 @@ GPT_OSS = Architecture(
 STATED = (
     GPT_OSS,
     replace(LLAMA, stated=Stated(rotary_scaling=RotaryScaling("llama3", 32, 8192, 1, 4))),
-    replace(LLAMA, stated=Stated(rotary_part=0.5, rotary_scaling=RotaryScaling("linear", 4))),
+    replace(
+        LLAMA, traits=(PARTLY_ROTATED,),
+        stated=Stated(rotary_part=0.5, rotary_scaling=RotaryScaling("linear", 4)),
+    ),
     replace(
         DEEPSEEK,
         stated=Stated(
@@ -312,7 +234,7 @@ STATED = (
     replace(QWEN3_MOE, stated=Stated(routing=Routing(normalized=False, loss=0.01))),
     replace(
         GPT2, positions=None, feed_forward=replace(GPT2.feed_forward, gated=False),
-        traits=(SQUARED_RELU, ADDED_ONE, ADJACENT),
+        traits=tuple(sorted((SQUARED_RELU, ADDED_ONE, ADJACENT))),
     ),
 )  # fmt: skip
 

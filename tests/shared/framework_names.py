@@ -97,6 +97,10 @@ fp32 fp16 bf16 params_dtype pipeline_dtype grad_reduce_in_fp32 fp8 fp8_param_gat
 autocast_enabled
 """
 BATCH = ("micro_batch_size", "global_batch_size", "seq_length")
+ROPE = """
+theta scaling scaling_factor low_freq_factor high_freq_factor original_max_position_embeddings
+rope_factor beta_fast beta_slow original_seq_len truncate
+"""
 TITAN = {
     "training": """
         seq_len local_batch_size global_batch_size dtype mixed_precision_param enable_cpu_offload

@@ -12,10 +12,27 @@ from framework_names import (
     MODEL,
     OPTIMIZER,
     REMADE,
+    ROPE,
     TITAN,
     megatron_parser,
     record,
     run_module,
+)
+
+from stagewright.graphs.models.architecture import (
+    Architecture,
+    Experts,
+    FeedForward,
+    GroupedAttention,
+    LatentAttention,
+)
+from stagewright.graphs.models.stated import RotaryScaling, Routing, Stated
+from stagewright.graphs.models.traits import (
+    ADDED_ONE,
+    ADJACENT,
+    CLAMPED,
+    PARTLY_ROTATED,
+    SQUARED_RELU,
 )
 
 STRATEGIES = {"no_shard": 1, "optim_grads": 2, "optim_grads_params": 3}
@@ -32,6 +49,93 @@ def run_megatron(text):
     names = [word for word in found if word.startswith("--")]
     assert len(names) == len(set(names))
     return megatron_parser().parse_args(found), int(ranks), connections
+
+
+def architecture_from(args):
+    """The architecture that Megatron-LM's arguments describe."""
+    every = not args.disable_bias_linear
+    rotary = args.position_embedding_type in ("rope", "yarn")
+    traits = {
+        CLAMPED: args.quick_geglu,
+        SQUARED_RELU: args.squared_relu,
+        ADDED_ONE: args.apply_layernorm_1p,
+        ADJACENT: args.rotary_interleaved,
+        PARTLY_ROTATED: args.rotary_percent is not None,
+    }
+    sparse = args.num_experts is not None and args.moe_layer_freq is None
+    return Architecture(
+        "", args.num_layers, args.hidden_size, args.vocab_size, attention_from(args),
+        FeedForward(args.ffn_hidden_size, args.swiglu or args.quick_geglu, every and not sparse),
+        experts_from(args),
+        {"LayerNorm": "layer", "RMSNorm": "rms"}[args.normalization],
+        positions=None if rotary else args.max_position_embeddings,
+        tied=not args.untie_embeddings_and_output_weights,
+        window=None if args.window_size is None else int(args.window_size.split(",")[0]) + 1,
+        full_layers=frozenset(zeros(args.window_attn_skip_freq)),
+        dropout=args.hidden_dropout is None and args.attention_dropout is None,
+        rotary_base=args.rotary_base, norm_epsilon=args.norm_epsilon,
+        traits=tuple(sorted(what for what, has in traits.items() if has)),
+        stated=Stated(args.rotary_percent, scaling_from(args), routing_from(args)),
+    )  # fmt: skip
+
+
+def scaling_from(args):
+    if args.use_rope_scaling:
+        return RotaryScaling("llama3", args.rope_scaling_factor, 8192, 1, 4)
+    if args.rotary_seq_len_interpolation_factor is not None:
+        return RotaryScaling("linear", args.rotary_seq_len_interpolation_factor)
+    if args.rotary_scaling_factor is None:
+        assert args.rope_type == ("rope" if args.multi_latent_attention else None)
+        return None
+    latent = args.multi_latent_attention
+    return RotaryScaling(
+        "yarn", args.rotary_scaling_factor,
+        4096 if latent else args.yarn_original_max_position_embeddings, None, None,
+        32 if latent else args.yarn_beta_fast, 1 if latent else args.yarn_beta_slow,
+        args.mscale, args.mscale_all_dim, not args.no_yarn_correction_range_round_to_int,
+    )  # fmt: skip
+
+
+def routing_from(args):
+    if args.moe_router_score_function is None:
+        return None
+    assert (args.moe_router_load_balancing_type == "none") == (args.moe_aux_loss_coeff is None)
+    return Routing(
+        args.moe_router_score_function, not args.moe_router_pre_softmax, args.moe_router_num_groups,
+        args.moe_router_group_topk, args.moe_router_topk_scaling_factor or 1.0,
+        args.moe_router_enable_expert_bias, args.moe_aux_loss_coeff,
+    )  # fmt: skip
+
+
+def zeros(pattern):
+    """Where a pattern has 0."""
+    return [] if pattern is None else [i for i, one in enumerate(eval(pattern)) if one == 0]
+
+
+def attention_from(args):
+    every = not args.disable_bias_linear
+    heads, size = args.num_attention_heads, args.kv_channels
+    if args.multi_latent_attention:
+        return LatentAttention(
+            heads, args.kv_lora_rank, args.qk_head_dim, args.qk_pos_emb_head_dim, args.v_head_dim,
+            args.q_lora_rank,
+        )  # fmt: skip
+    assert args.group_query_attention == (args.num_query_groups is not None)
+    return GroupedAttention(
+        heads, args.num_query_groups or heads, size, every or args.add_qkv_bias, every,
+        args.qk_layernorm, sinks=args.softmax_type == "learnable",
+    )  # fmt: skip
+
+
+def experts_from(args):
+    if args.num_experts is None:
+        return None
+    return Experts(
+        args.num_experts, args.moe_router_topk, args.moe_ffn_hidden_size,
+        args.moe_shared_expert_intermediate_size, args.moe_shared_expert_gate,
+        frozenset(zeros(args.moe_layer_freq)), not args.disable_bias_linear,
+        not args.disable_bias_linear,
+    )  # fmt: skip
 
 
 def blocks_of(text, stages):
@@ -179,7 +283,7 @@ def _core(ranks, layers, model, ddp, optimizer, train):
 
 def titan_config(layers):
     """A Trainer.Config."""
-    attention = SimpleNamespace(rope=record("theta"), qk_norm=None, q_norm=record("eps"))
+    attention = SimpleNamespace(rope=record(*ROPE.split()), qk_norm=None, q_norm=record("eps"))
     blocks = [
         SimpleNamespace(
             attention=attention, **{n: record("eps") for n in ("attention_norm", "ffn_norm")}
