@@ -13,6 +13,7 @@ from layout_readers import READERS, architecture_from, run_megatron
 
 from stagewright.executor.export.layouts import LAYOUT_FORMATS
 from stagewright.formulations.parallelism.layout import parse_layout
+from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.importers.hf_config import architecture_of
 from stagewright.graphs.machines.networks import fabric_of_kind
 from stagewright.graphs.models.stated import Stated
@@ -32,9 +33,10 @@ SMALL = {
     "qk_rope_head_dim": 16, "v_head_dim": 32,
 }  # fmt: skip
 SAME = ("ranks", "tensor", "pipeline", "data", "batch", "accumulation", "blocks", "recompute")
+PLAIN = "p1 d64 b1 zero1"
 OTHERS = ("d64 b1 zero3 full", "d64 b1 zero2", "d64 b1 zero1 full", "d64 b1")
 SPACE = Space(
-    pipeline=(1, 4), tensor=(1, 8), context=(1,), expert=(1, 8), microbatch=(1,), chunks=1,
+    pipeline=(4,), tensor=(1, 4), context=(1,), expert=(1, 8), microbatch=(1,), chunks=1,
     schedules=("1f1b",), recompute=("none",), partial=False, zero=(1, 3),
     placements=("data-inside",),
 )  # fmt: skip
@@ -57,12 +59,12 @@ def have(to):
     return [kind for kind in FULL if not (decoders and kind == "bert")]
 
 
-def problem_of(kind, size):
+def problem_of(kind, size, to=None):
     fields = FULL[kind] if size == "full" else {n: SMALL.get(n, v) for n, v in FULL[kind].items()}
     if kind == "llama4_text":
         fields["num_experts_per_tok"] = 1
     of = architecture_of({"model_type": kind, **fields})
-    return training_problem(of, fabric_of_kind("h100", 64), sequence=512, batch=512)
+    return training_problem(of, fabric_of_kind("h100", 64), sequence=512, batch=512, framework=to)
 
 
 def without_defaults(of):
@@ -86,20 +88,46 @@ def taken(framework, problem, planned):
 @pytest.mark.parametrize("kind", FULL)
 @pytest.mark.parametrize("size", ["small", "full"])
 def test_every_configuration_is_planned_exported_and_read_back(kind, size):
+    """The full size by a search, and for the frameworks that do not take their models elsewhere."""
     problem = problem_of(kind, size)
-    request = LayoutRequest.of(problem=problem, space=SPACE, by_stage=False, top=1)
-    answer = find_layouts(request)
-    planned = [] if answer.plan is None else [answer.plan.layout]
+    planned = searched(problem, SPACE) if size == "full" else [parse_layout(PLAIN)]
     assert planned or sum(problem.architecture.parameters().values()) > 3e11
-    for to, framework in LAYOUT_FORMATS.items():
-        layout = taken(framework, problem, planned)
-        assert (layout is not None) == (kind in have(to)), to
-        if layout is None:
-            continue
-        files = framework.files(problem, layout) | {"mpirun.sh": "mpirun -np 64 "}
-        if to == "megatron":
-            args, _, _ = run_megatron(files["megatron.sh"])
-            assert architecture_from(args) == without_defaults(problem.architecture)
-        found = READERS[to](files, problem.architecture.layers)
-        wanted = said(problem, layout)
-        assert {name: found[name] for name in SAME} == {name: wanted[name] for name in SAME}
+    for to in LAYOUT_FORMATS if size == "small" else HAVE:
+        export_and_read_back(to, problem, planned, kind in have(to))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FULL)
+@pytest.mark.parametrize("to", LAYOUT_FORMATS)
+def test_every_configuration_is_planned_for_its_framework(kind, to):
+    problem = problem_of(kind, "full", to)
+    if kind in have(to):
+        planned = searched(problem, Space(), to)
+        export_and_read_back(to, problem, planned, True)
+    else:
+        with pytest.raises(InputError, match=f"{to} can express no layout of it"):
+            LayoutRequest.of(problem=problem, framework=to).require_problem()
+
+
+def searched(problem, space, to=None):
+    """The best layout that a search finds, if any."""
+    request = LayoutRequest.of(
+        problem=problem, space=space, by_stage=to is not None, top=1, framework=to
+    )
+    answer = find_layouts(request)
+    return [] if answer.plan is None else [answer.plan.layout]
+
+
+def export_and_read_back(to, problem, planned, has_model):
+    framework = LAYOUT_FORMATS[to]
+    layout = taken(framework, problem, planned)
+    assert (layout is not None) == has_model, to
+    if layout is None:
+        return
+    files = framework.files(problem, layout) | {"mpirun.sh": "mpirun -np 64 "}
+    if to == "megatron":
+        args, _, _ = run_megatron(files["megatron.sh"])
+        assert architecture_from(args) == without_defaults(problem.architecture)
+    found = READERS[to](files, problem.architecture.layers)
+    wanted = said(problem, layout)
+    assert {name: found[name] for name in SAME} == {name: wanted[name] for name in SAME}

@@ -8,6 +8,7 @@ Megatron-Bridge 0.7 (067f987), NeMo 2.6 (8cfedd7), TorchTitan 0.3.0, DeepSpeed 0
 import argparse
 import contextlib
 import sys
+from functools import cache
 from types import ModuleType, SimpleNamespace
 
 FLAGS = """
@@ -56,6 +57,7 @@ CHOICES = {
 }
 
 
+@cache
 def megatron_parser():
     """Megatron-LM's parser, as far as its names are used here."""
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)

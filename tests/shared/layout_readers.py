@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 from types import SimpleNamespace
 
@@ -38,14 +39,27 @@ from stagewright.graphs.models.traits import (
 STRATEGIES = {"no_shard": 1, "optim_grads": 2, "optim_grads_params": 3}
 
 
-def run_megatron(text):
-    """The parsed arguments of a file that bash has read, each once; ranks and connections."""
+def words_in_bash(text):
+    """Ranks, connections and arguments of a file, as bash reads them."""
     words = 'printf "%s\\n" "$MEGATRON_RANKS" "${CUDA_DEVICE_MAX_CONNECTIONS-}"'
     show = words + ' "${MEGATRON_ARGUMENTS[@]}"'
     done = subprocess.run(
         ["bash", "-euc", f"{text}\n{show}"], capture_output=True, text=True, check=True, env={}
     )
-    ranks, connections, *found = done.stdout.splitlines()
+    return done.stdout.splitlines()
+
+
+def words_of(text):
+    """The same without a process."""
+    words = shlex.split(text, comments=True)
+    given = dict(word.split("=", 1) for word in words if re.match("[A-Z_]+=", word))
+    found = words[words.index("MEGATRON_ARGUMENTS=(") + 1 : words.index(")")]
+    return [given["MEGATRON_RANKS"], given.get("CUDA_DEVICE_MAX_CONNECTIONS", ""), *found]
+
+
+def run_megatron(text):
+    """The parsed arguments of a file, each once; ranks and connections."""
+    ranks, connections, *found = words_of(text)
     names = [word for word in found if word.startswith("--")]
     assert len(names) == len(set(names))
     return megatron_parser().parse_args(found), int(ranks), connections
@@ -445,6 +459,10 @@ def read_accelerate(files, layers):
     }
 
 
+def read_yaml(text):
+    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
 def _trained(files, layers, degrees, others):
     """What a trainer's fields say; ``others``: tensor, context, ZeRO, microbatch, steps."""
     ranks = int(re.search(r"mpirun -np (\d+) ", files["mpirun.sh"])[1])
@@ -467,7 +485,7 @@ def _trained(files, layers, degrees, others):
 
 
 def read_axolotl(files, layers):
-    config = yaml.safe_load(files["axolotl.yaml"])
+    config = read_yaml(files["axolotl.yaml"])
     plugin = config.get("fsdp_config")
     assert (plugin is None) == ("dp_shard_size" not in config)
     degrees = (
@@ -482,7 +500,7 @@ def read_axolotl(files, layers):
 
 
 def read_trl(files, layers):
-    config = yaml.safe_load(files["sft.yaml"])
+    config = read_yaml(files["sft.yaml"])
     lines = (line.removeprefix("export ") for line in files["accelerate.env"].splitlines())
     given = dict(line.split("=") for line in lines)
     kept = given.get("FSDP_RESHARD_AFTER_FORWARD")
@@ -516,7 +534,7 @@ def read_transformers(files, layers):
 
 
 def read_nnscaler(files, layers):
-    config = yaml.safe_load(files["nnscaler.yaml"])
+    config = read_yaml(files["nnscaler.yaml"])
     compute = config["compute_config"]
     policy = compute["pas_config"]
     tensor, pipeline = policy["max_partition_degree"], policy["pipeline_nstages"]
