@@ -2,9 +2,11 @@
 
 import json
 import re
+import subprocess
 from dataclasses import replace
 
 import pytest
+import yaml
 from framework_names import run_module, stand_ins
 from hypothesis import given
 from hypothesis import strategies as st
@@ -39,6 +41,7 @@ from stagewright.executor.export.layouts import (
     export_layout,
     require_framework,
 )
+from stagewright.executor.export.options import FormatOptions
 from stagewright.formulations.parallelism.layout import parse_layout
 from stagewright.formulations.prices.computing import Precision, precision_named
 from stagewright.graphs.documents.errors import InputError
@@ -282,6 +285,53 @@ def test_megatron_overlaps_and_offloads():
     assert (beside.overlap_grad_reduce, beside.overlap_param_gather) == (True, False)
     kept = parsed(LLAMA, "p1 t1 d8 b1 selective", attention="materialized")
     assert kept.attention_backend == "unfused"
+
+
+# ---------------------------------------------------------------- scripts that launch
+
+
+@pytest.mark.parametrize("to", LAYOUT_FORMATS)
+def test_every_export_is_launched_by_four_scripts(to):
+    layout = parse_layout("d16 b1 zero1" if to == "nnscaler" else "d16 b1 zero3")
+    problem = make_problem(LLAMA, layout)
+    files = export_layout(problem, layout, to, options=FormatOptions(image="image:1", time="1:00"))
+    head, _, body = files["train.sh"].partition("set -euo pipefail\n")
+    added = re.findall(r': "\$\{(\w+):\?[^"]+\}"', head)
+    used = set(re.findall(r"\$\{?([A-Z]+)\b", body)) | {"BASE", "RECIPE", "CHECKPOINTS"}
+    assert added
+    assert set(added) <= used
+    for name in re.findall(r"\b[\w.]+\.(?:sh|yaml|env)\b", body):
+        assert name in files
+    node = "--nnodes=2 --nproc-per-node=8 "
+    assert node in files["run.sh"]
+    assert node in files["job.sbatch"]
+    assert "#SBATCH --time=1:00\n" in files["job.sbatch"]
+    assert "mpirun -np 16 " in files["mpirun.sh"]
+    assert all(f" -x {name} " in files["mpirun.sh"] for name in added)
+    job = yaml.safe_load(files["jobset.yaml"])
+    (one,) = job["spec"]["replicatedJobs"]
+    assert one["template"]["spec"]["completions"] == 2
+    (container,) = one["template"]["spec"]["template"]["spec"]["containers"]
+    assert container["image"] == "image:1"
+    first = f"{job['metadata']['name']}-{one['name']}-0-0.{job['metadata']['name']}"
+    assert container["env"] == [{"name": "MASTER_ADDR", "value": first}]
+
+
+def test_a_rank_says_what_is_to_be_added(tmp_path):
+    """Without what the user adds, the first name that lacks is said."""
+    layout = parse_layout("d16 b1 zero1")
+    files = export_layout(make_problem(LLAMA, layout), layout, "megatron")
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "torchrun").write_text(
+        '#!/bin/sh\nwhile [ "$1" != --no-python ]; do shift; done\nshift; exec "$@"\n'
+    )
+    (tmp_path / "torchrun").chmod(0o755)
+    given = {"PATH": f"{tmp_path}:/usr/bin:/bin", "NODE_RANK": "1", "MASTER_ADDR": "node0"}
+    done = subprocess.run(
+        ["bash", "run.sh"], cwd=tmp_path, env=given, capture_output=True, text=True
+    )
+    assert "MEGATRON: the folder of Megatron-LM" in done.stderr
 
 
 # ---------------------------------------------------------------- refusals
