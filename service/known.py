@@ -195,7 +195,5 @@ def _framework(name: str) -> FrameworkAnswer:
         precisions=tuple(
             one for one in PRECISIONS if _keeps(name, [_problem(_sample("llama"), name, one)], "d8")
         ),
-        rules=tuple(
-            RuleAnswer(rule=str(one), source=one.source) for one in rules
-        ),
+        rules=tuple(RuleAnswer(rule=str(one), source=one.source) for one in rules),
     )

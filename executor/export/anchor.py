@@ -11,6 +11,7 @@ from stagewright.graphs.machines.anchors import TimedModel
 from stagewright.graphs.machines.rates import RateSet
 from stagewright.graphs.models.shards import LayerKind
 
+
 def anchor_script(
     model: TimedModel,
     rates: RateSet,

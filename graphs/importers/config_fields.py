@@ -106,7 +106,9 @@ class Fields:
         """A number from 0, or None for null."""
         value = self.get(cell)
         if value is not None and (type(value) not in (int, float) or not 0 <= value < math.inf):
-            raise InputError(f"{self.name(cell)} must be a number from 0, got {reprlib.repr(value)}")
+            raise InputError(
+                f"{self.name(cell)} must be a number from 0, got {reprlib.repr(value)}"
+            )
         return None if value is None else float(value)
 
     def layers(self, cell: Cell) -> int:

@@ -21,6 +21,7 @@ from stagewright.solvers.parallelism.space import Space
 if TYPE_CHECKING:
     from stagewright.executor.export.layouts.rules import FrameworkRule
 
+
 class LayoutRequest(Request):
     """Find the fastest layouts of a problem that fit."""
 
@@ -68,7 +69,10 @@ class LayoutRequest(Request):
         space = self.space
         if self.framework == "plan":
             return replace(space, sequence_parallel="never", partial=False)
-        if self.framework is None or "sequence parallelism" not in described(self.framework)["lacks"]:
+        if (
+            self.framework is None
+            or "sequence parallelism" not in described(self.framework)["lacks"]
+        ):
             return space
         return replace(space, sequence_parallel="never")
 

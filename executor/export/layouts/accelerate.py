@@ -88,7 +88,8 @@ def _launched(problem: TrainingProblem, layout: Layout) -> str:
     }
     if is_sharded(layout):
         fields["fsdp_config"] = {
-            "fsdp_version": 2, **{f"fsdp_{name}": value for name, value in fsdp(layout).items()}
+            "fsdp_version": 2,
+            **{f"fsdp_{name}": value for name, value in fsdp(layout).items()},
         }
         fields["parallelism_config"] = {
             f"parallelism_config_{name}": size for name, size in parallelism(layout).items()

@@ -42,7 +42,9 @@ def axolotl(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
         "bf16": numbers == "bf16",
         "fp16": numbers == "fp16",
         "gradient_checkpointing": layout.recompute == "full",
-        "attn_implementation": "eager" if problem.attention == "materialized" else "flash_attention_2",
+        "attn_implementation": "eager"
+        if problem.attention == "materialized"
+        else "flash_attention_2",
     }
     if sharded:
         fields |= {

@@ -260,9 +260,7 @@ def _is_biased(of: Architecture) -> bool:
 def _require_whole_base(problem: TrainingProblem, _: Layout, framework: str) -> None:
     base = problem.architecture.rotary_base
     if base is not None and not base.is_integer():
-        raise InputError(
-            f"a base of rotary positions of {base}: {framework} takes integers"
-        )
+        raise InputError(f"a base of rotary positions of {base}: {framework} takes integers")
 
 
 FILE = "megatron.sh"

@@ -59,7 +59,9 @@ def recipe(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
     if core.fsdp:
         targets["config.checkpoint"] = {"ckpt_format": FSDP_FORMAT}
     imported = _IMPORTED[_lora(tuning)[0]] if (tuning := problem.architecture.tuning) else ""
-    return {FILE: recipe_text("megatron_bridge", "config.model", problem, layout, targets, imported)}
+    return {
+        FILE: recipe_text("megatron_bridge", "config.model", problem, layout, targets, imported)
+    }
 
 
 _FUSED = {

@@ -112,7 +112,10 @@ def framework(key: str, write: Files, rules: Collection[FrameworkRule]) -> Frame
         tuple(
             name
             for models in of["models"]
-            for name in (*models.get("recipes", ()), *(one for one in models if one not in _OF_MODELS))
+            for name in (
+                *models.get("recipes", ()),
+                *(one for one in models if one not in _OF_MODELS),
+            )
         ),
     )
 
