@@ -37,9 +37,9 @@ FORMATS: dict[str, Format] = {
     "nemo": Format(torch_pipelining.nemo, _PARTITION),
     "megatron": Format(megatron.arguments, _PARTITION),
     "deepspeed": Format(deepspeed.module, _PARTITION),
-    "torchrun": Format(launchers.torchrun, LAUNCH),
-    "slurm": Format(launchers.slurm, (*LAUNCH, "cpus", "time")),
-    "kubernetes": Format(launchers.kubernetes, (*LAUNCH, "image")),
+    "torchrun": Format(launchers.of_plan(launchers.torchrun), LAUNCH),
+    "slurm": Format(launchers.of_plan(launchers.slurm), (*LAUNCH, "cpus", "time")),
+    "kubernetes": Format(launchers.of_plan(launchers.kubernetes), (*LAUNCH, "image")),
 }
 
 
@@ -58,9 +58,9 @@ def export(
         return format_.write(plan, options)
     from stagewright.executor.export.layouts import export_layout
 
-    _require_options(options, ("model",), "a layout")
+    _require_options(options, ("model", "image", "cpus", "time"), "a layout")
     names = None if options.model is None else [layer.name for layer in options.model.layers]
-    return export_layout(plan.problem, plan.layout, to, names)
+    return export_layout(plan.problem, plan.layout, to, names, options)
 
 
 def _require_options(options: FormatOptions, known: tuple[str, ...], to: str) -> None:

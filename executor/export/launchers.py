@@ -1,64 +1,23 @@
-"""Scripts that start a command once per device of a plan: torchrun, Slurm, Kubernetes.
+"""Scripts that start a command once per device: torchrun, Slurm, Kubernetes, MPI.
 
-Rank r is the plan's r-th device. ``torchrun`` numbers the ranks node by node, so the devices of a
+Rank r is the r-th device of a plan. ``torchrun`` numbers the ranks node by node, so the devices of a
 server must be consecutive in the plan.
 """
 
 import json
-import math
 import re
 import secrets
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-import yaml
-
-from stagewright.executor.export.options import FormatOptions
+from stagewright.executor.export.options import FormatOptions, to_yaml
 from stagewright.executor.programs.program import plan_devices
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Cluster
-
-
-class _Quoted(str):
-    """A string that is always written in double quotes."""
-
-
-class _Dumper(yaml.SafeDumper):
-    pass
-
-
-_Dumper.add_representer(
-    _Quoted,
-    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", str(text), style='"'),
-)
-
-
-def to_yaml(value: dict[str, Any]) -> str:
-    """One document, in ASCII.
-
-    Examples
-    --------
-    >>> print(to_yaml({"size": 2, "names": ["a", "b: c"]}), end="")
-    size: 2
-    names:
-    - "a"
-    - "b: c"
-    """
-    return yaml.dump(
-        _quoted(value), Dumper=_Dumper, sort_keys=False, width=math.inf, allow_unicode=False
-    )
-
-
-def _quoted(value: Any) -> Any:
-    """The same data with all strings except keys quoted."""
-    if isinstance(value, dict):
-        return {key: _quoted(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_quoted(entry) for entry in value]
-    return _Quoted(value) if isinstance(value, str) else value
 
 
 NAME = "stagewright"
@@ -73,19 +32,45 @@ TIME = r"\d+(:\d\d){0,2}|\d+-\d\d?(:\d\d){0,2}"
 
 @dataclass(frozen=True, slots=True)
 class LaunchNode:
-    """A machine: its devices by rank, and their indices among the machine's GPUs."""
+    """A machine: its devices by rank, if they have names, and their indices among its GPUs."""
 
     devices: tuple[str, ...]
     gpus: tuple[int, ...]
 
 
-def torchrun(plan: PipelinePlan, options: FormatOptions) -> dict[str, str]:
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A command that every device runs: the model's name, the nodes, and the command's words.
+
+    ``environment``: variables that the command needs.
+    """
+
+    model: str
+    nodes: tuple[LaunchNode, ...]
+    words: tuple[str, ...]
+    options: FormatOptions
+    environment: tuple[str, ...] = ()
+
+
+def of_plan(
+    write: Callable[[Launch], dict[str, str]],
+) -> Callable[[PipelinePlan, FormatOptions], dict[str, str]]:
+    """A script for the devices of a plan."""
+
+    def written(plan: PipelinePlan, options: FormatOptions) -> dict[str, str]:
+        nodes = _nodes(plan, options)
+        return write(Launch(plan.model, nodes, _command(options), options))
+
+    return written
+
+
+def torchrun(launch: Launch) -> dict[str, str]:
     """A script to start on every node."""
-    nodes, words = _nodes(plan, options), _command(options)
+    nodes, words = launch.nodes, launch.words
     lines = ["#!/usr/bin/env bash", *_told(nodes)]
     if len(nodes) == 1:
         lines += ["set -euo pipefail", *_visible(nodes, "0")]
-        run = f"--standalone --nproc-per-node={len(nodes[0].devices)}"
+        run = f"--standalone --nproc-per-node={len(nodes[0].gpus)}"
     else:
         last = len(nodes) - 1
         lines += [
@@ -100,10 +85,10 @@ def torchrun(plan: PipelinePlan, options: FormatOptions) -> dict[str, str]:
     return {"run.sh": "\n".join(lines) + "\n"}
 
 
-def slurm(plan: PipelinePlan, options: FormatOptions) -> dict[str, str]:
+def slurm(launch: Launch) -> dict[str, str]:
     """A script for sbatch: one torchrun per node."""
-    nodes, words = _nodes(plan, options), _command(options)
-    cpus = _cpus(options, len(nodes[0].devices))
+    nodes, words, options = launch.nodes, launch.words, launch.options
+    cpus = _cpus(options, len(nodes[0].gpus))
     on_node = [
         *_visible(nodes, "SLURM_NODEID"),
         f'exec torchrun {_several(nodes, "$SLURM_NODEID", _JOB_PORT)} --no-python "$@"',
@@ -146,37 +131,40 @@ def _limit(options: FormatOptions) -> list[str]:
     return [f"--time={options.time}"]
 
 
-def kubernetes(plan: PipelinePlan, options: FormatOptions) -> dict[str, str]:
+def mpi(launch: Launch) -> dict[str, str]:
+    """A script for Open MPI, which starts all ranks."""
+    nodes = launch.nodes
+    each = len(nodes[0].gpus)
+    ranks = (
+        "export RANK=$OMPI_COMM_WORLD_RANK WORLD_SIZE=$OMPI_COMM_WORLD_SIZE\n"
+        "export LOCAL_RANK=$OMPI_COMM_WORLD_LOCAL_RANK LOCAL_WORLD_SIZE=$OMPI_COMM_WORLD_LOCAL_SIZE\n"
+        'exec "$@"'
+    )
+    lines = [
+        "#!/usr/bin/env bash",
+        f"# Start it on node 0, with HOSTS, the {len(nodes)} nodes: node0:{each},node1:{each}",
+        *_told(nodes),
+        "set -euo pipefail",
+        ': "${HOSTS:?set it to the nodes and their slots}"',
+        'export MASTER_ADDR="${MASTER_ADDR:-${HOSTS%%:*}}"',
+        f'export MASTER_PORT="${{MASTER_PORT:-{PORT}}}"',
+        f'exec mpirun -np {len(nodes) * each} --host "$HOSTS" --map-by ppr:{each}:node --bind-to none'
+        + "".join(f" -x {name}" for name in ("MASTER_ADDR", "MASTER_PORT", *launch.environment))
+        + " "
+        + shlex.join(["bash", "-c", ranks, "bash", *launch.words]),
+    ]
+    return {"mpirun.sh": "\n".join(lines) + "\n"}
+
+
+def kubernetes(launch: Launch) -> dict[str, str]:
     """An indexed Job of one pod per node, and the Service for their rendezvous.
 
     Every export has another name, so that two of them can be in one namespace.
     """
-    nodes, words = _nodes(plan, options), _command(options)
-    if not options.image:
+    nodes = launch.nodes
+    if not launch.options.image:
         raise InputError("--to kubernetes needs --image, the container that has the command")
-    name = _job_name(plan.model, len(nodes))
-    script = [
-        *_visible(nodes, "JOB_COMPLETION_INDEX"),
-        f'exec torchrun {_several(nodes, "$JOB_COMPLETION_INDEX", str(PORT))} --no-python "$@"',
-    ]
-    container = {
-        "name": NAME,
-        "image": options.image,
-        # Kubernetes reads $$ as $, and $(NAME) as a variable.
-        "command": [
-            word.replace("$", "$$") for word in ("bash", "-c", "\n".join(script), "bash", *words)
-        ],
-        "env": [{"name": "MASTER_ADDR", "value": f"{name}-0.{name}"}],
-        "resources": {"limits": {"nvidia.com/gpu": _gpus(nodes)}},
-        "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
-    }
-    pod = {
-        "subdomain": name,
-        "restartPolicy": "Never",
-        "containers": [container],
-        # NCCL and data loaders need more shared memory than a container's default.
-        "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}],
-    }
+    name = _job_name(launch.model, len(nodes))
     service = {
         "apiVersion": "v1",
         "kind": "Service",
@@ -191,17 +179,60 @@ def kubernetes(plan: PipelinePlan, options: FormatOptions) -> dict[str, str]:
         "apiVersion": "batch/v1",
         "kind": "Job",
         "metadata": {"name": name},
-        "spec": {
-            "completionMode": "Indexed",
-            "completions": len(nodes),
-            "parallelism": len(nodes),
-            "backoffLimit": 0,
-            "template": {"spec": pod},
-        },
+        "spec": _indexed(launch, f"{name}-0.{name}", {"subdomain": name}),
     }
     again = "# To run it again, export it again: the name is of this export alone."
     told = "".join(f"{line}\n" for line in (again, *_told(nodes)))
     return {"job.yaml": f"{told}{to_yaml(service)}---\n{to_yaml(job)}"}
+
+
+def jobset(launch: Launch) -> dict[str, str]:
+    """A JobSet with one pod per node; it makes the names by which its pods find each other."""
+    name = _label(launch.model, len(f"{NAME}--node-0-{len(launch.nodes) - 1}"))
+    spec = _indexed(launch, f"{name}-node-0-0.{name}", {})
+    jobs = [{"name": "node", "replicas": 1, "template": {"spec": spec}}]
+    document = {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {"name": name},
+        "spec": {"replicatedJobs": jobs},
+    }
+    told = f"# To add to the container: an image, {', '.join(launch.environment)} in env.\n"
+    return {"jobset.yaml": told + to_yaml(document)}
+
+
+def _indexed(launch: Launch, first: str, of_pod: dict[str, Any]) -> dict[str, Any]:
+    """The specification of a Job with one pod per node; ``first`` is the address of node 0."""
+    nodes, words = launch.nodes, launch.words
+    script = [
+        *_visible(nodes, "JOB_COMPLETION_INDEX"),
+        f'exec torchrun {_several(nodes, "$JOB_COMPLETION_INDEX", str(PORT))} --no-python "$@"',
+    ]
+    container = {
+        "name": NAME,
+        "image": launch.options.image or "IMAGE",
+        # Kubernetes reads $$ as $, and $(NAME) as a variable.
+        "command": [
+            word.replace("$", "$$") for word in ("bash", "-c", "\n".join(script), "bash", *words)
+        ],
+        "env": [{"name": "MASTER_ADDR", "value": first}],
+        "resources": {"limits": {"nvidia.com/gpu": _gpus(nodes)}},
+        "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
+    }
+    pod = {
+        **of_pod,
+        "restartPolicy": "Never",
+        "containers": [container],
+        # NCCL and data loaders need more shared memory than a container's default.
+        "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}],
+    }
+    return {
+        "completionMode": "Indexed",
+        "completions": len(nodes),
+        "parallelism": len(nodes),
+        "backoffLimit": 0,
+        "template": {"spec": pod},
+    }
 
 
 def _job_name(model: str, nodes: int) -> str:
@@ -211,14 +242,18 @@ def _job_name(model: str, nodes: int) -> str:
     their index.
     """
     tag = secrets.token_hex(5)
-    rest = _LABEL - len(f"{NAME}--{tag}-{nodes - 1}")
-    words = re.sub("[^a-z0-9]+", "-", model.lower())[:rest].strip("-")
-    return "-".join(filter(None, (NAME, words, tag)))
+    return f"{_label(model, len(f'{NAME}--{tag}-{nodes - 1}'))}-{tag}"
 
 
-def _command(options: FormatOptions) -> list[str]:
+def _label(model: str, rest: int) -> str:
+    """The beginning of a name with the model's in it, which leaves room for so many characters."""
+    words = re.sub("[^a-z0-9]+", "-", model.lower())[: _LABEL - rest].strip("-")
+    return "-".join(filter(None, (NAME, words)))
+
+
+def _command(options: FormatOptions) -> tuple[str, ...]:
     try:
-        words = shlex.split(options.command or "")
+        words = tuple(shlex.split(options.command or ""))
     except ValueError as error:
         raise InputError(f"--command {options.command!r}: {error}") from None
     if not words:
@@ -279,7 +314,7 @@ def _servers(devices: tuple[str, ...], cluster: Cluster) -> tuple[LaunchNode, ..
 def _several(nodes: tuple[LaunchNode, ...], rank: str, port: str) -> str:
     """The options of torchrun on one of several nodes, for a shell."""
     return (
-        f"--nnodes={len(nodes)} --nproc-per-node={len(nodes[0].devices)} "
+        f"--nnodes={len(nodes)} --nproc-per-node={len(nodes[0].gpus)} "
         f'--node-rank="{rank}" --master-addr="$MASTER_ADDR" --master-port="{port}"'
     )
 
@@ -300,5 +335,7 @@ def _gpus(nodes: tuple[LaunchNode, ...]) -> int:
 def _told(nodes: tuple[LaunchNode, ...]) -> list[str]:
     """Comments that list the devices of every server."""
     return [
-        f"# node {n}: {', '.join(map(json.dumps, node.devices))}" for n, node in enumerate(nodes)
+        f"# node {n}: {', '.join(map(json.dumps, node.devices))}"
+        for n, node in enumerate(nodes)
+        if node.devices
     ]

@@ -1,7 +1,11 @@
 """Options of an export."""
 
+import math
 from dataclasses import dataclass
 from importlib.resources import files
+from typing import Any
+
+import yaml
 
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError
@@ -80,3 +84,42 @@ def filled(template: str, /, **values: object) -> str:
     """The text of a Python file for a framework: a template with ``values`` in its places."""
     folder = files("stagewright.executor.export") / "templates"
     return (folder / f"{template}.py.txt").read_text(encoding="utf-8").format(**values)
+
+
+class _Quoted(str):
+    """A string that is always written in double quotes."""
+
+
+class _Dumper(yaml.SafeDumper):
+    pass
+
+
+_Dumper.add_representer(
+    _Quoted,
+    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", str(text), style='"'),
+)
+
+
+def to_yaml(value: dict[str, Any]) -> str:
+    """One document, in ASCII.
+
+    Examples
+    --------
+    >>> print(to_yaml({"size": 2, "names": ["a", "b: c"]}), end="")
+    size: 2
+    names:
+    - "a"
+    - "b: c"
+    """
+    return yaml.dump(
+        _quoted(value), Dumper=_Dumper, sort_keys=False, width=math.inf, allow_unicode=False
+    )
+
+
+def _quoted(value: Any) -> Any:
+    """The same data with all strings except keys quoted."""
+    if isinstance(value, dict):
+        return {key: _quoted(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_quoted(entry) for entry in value]
+    return _Quoted(value) if isinstance(value, str) else value

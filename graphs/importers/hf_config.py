@@ -10,7 +10,6 @@ import reprlib
 from collections.abc import Iterator
 from dataclasses import replace
 from difflib import SequenceMatcher
-from functools import partial
 from typing import Any
 
 from pydantic_core import from_json
@@ -261,24 +260,28 @@ def _unknown(values: dict[str, Any]) -> InputError:
     if shaped:
         advice = f", with the fields of {near}: set model_type to it if the blocks are alike"
     else:
-        advice = f"; is {max(TYPES, key=partial(_likeness, kind))} meant?"
+        named = max(TYPES, key=lambda known: (_likeness(kind, known), known))
+        advice = f"; is {named} meant?" if _likeness(kind, named) > _ALIKE else ""
     return UnknownType(message + advice)
 
 
 def _likeness(kind: str, known: str) -> float:
-    return SequenceMatcher(None, kind, known).ratio()
+    return SequenceMatcher(None, kind.removesuffix("_text"), known).ratio()
 
 
 def _nearest(kind: str, values: dict[str, Any]) -> str:
-    """The type that reads most of a configuration's fields, of several one whose name is alike."""
+    """The type that reads most of a configuration's fields, of several one whose name is alike.
 
-    def nearness(known: str) -> tuple[int, float]:
+    Of equally near names it is the last: deepseek_v3, not deepseek_v2.
+    """
+
+    def nearness(known: str) -> tuple[int, float, str]:
         fields = Fields(values)
         try:
             _architecture(known, _variant(TYPES[known], fields), fields)
         except InputError:
-            return 0, 0.0
-        alike = _likeness(kind, known)
-        return len(fields.sought & values.keys()), alike if alike > _ALIKE else 0.0
+            return 0, 0.0, ""
+        alike, count = _likeness(kind, known), len(fields.sought & values.keys())
+        return (count, alike, known) if alike > _ALIKE else (count, 0.0, "")
 
     return max(TYPES, key=nearness)

@@ -207,6 +207,7 @@ TYPES: dict[str, ModelType] = {
         window=("attention_chunk_size", 8192), chunked=True, pattern=("no_rope_layer_interval", 4),
         experts=ExpertFields(
             number="num_local_experts", width="intermediate_size", shared="intermediate_size",
+            scores="sigmoid", normalized=False,
             dense=("interleave_moe_layer_step", 1),
         ),
         traits=(

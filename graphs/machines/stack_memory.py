@@ -158,7 +158,7 @@ STACK_MEMORY: dict[str, StackMemory] = {
         reserve_bytes=_TWO,
     ),
     "fsdp": _COMPOSER,
-    "accelerate": _TRANSFORMERS,
+    **dict.fromkeys(("accelerate", "axolotl", "trl", "transformers", "nnscaler"), _TRANSFORMERS),
     "deepspeed": replace(
         _TRANSFORMERS,
         name="deepspeed",

@@ -7,7 +7,7 @@ one fused kernel repeats its scores anyway; and norms that Transformer Engine fu
 that follows: all but those before latent attention and before experts.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from itertools import combinations
 
 from stagewright.graphs.documents.errors import InputError
@@ -46,13 +46,16 @@ def modules_of(recompute: str) -> tuple[str, ...]:
     return () if recompute in WHOLE else tuple(recompute.split("+"))
 
 
-def require_recompute(recompute: str, place: str = "recompute") -> None:
-    """Raise InputError unless it is one of :data:`WHOLE` or modules in their order."""
+def require_recompute(recompute: str, place: str = "recompute", others: Sequence[str] = ()) -> None:
+    """Raise InputError unless it is one of :data:`WHOLE` or modules in their order.
+
+    ``others`` are words that the place takes too.
+    """
     modules = modules_of(recompute)
     unknown = [one for one in modules if one not in MODULES]
     if unknown:
         raise InputError(
-            f"{place}: {unknown[0]!r} is none of {', '.join(WHOLE)} and of the "
+            f"{place}: {unknown[0]!r} is none of {', '.join((*WHOLE, *others))} and of the "
             f"modules {', '.join(MODULES)}, which + joins"
         )
     if recompute not in WHOLE and recompute != joined(modules):

@@ -35,8 +35,8 @@ def test_the_module_and_the_table_agree(kind, monkeypatch):
         found = architecture_of_module(SMALL[kind] | TOKENS)
         assert limits(found) == limits(known)
         assert found == replace(
-            known, traits=(TRAIT,), rotary_base=None, norm_epsilon=None, stated=NOTHING_STATED, window=found.window,
-            full_layers=found.full_layers,
+            known, traits=(TRAIT,), rotary_base=None, norm_epsilon=None, stated=NOTHING_STATED,
+            window=found.window, full_layers=found.full_layers,
         )  # fmt: skip
     blocks = architectures._blocks(model, kind, known.layers)
     with_kernels(model, blocks, monkeypatch)

@@ -22,7 +22,7 @@ def test_every_type_of_model_has_its_frameworks() -> None:
     assert listed["llama"]["traits"] == []
     assert listed["llama"]["frameworks"] == [*EVERY_FORMAT]
     assert {"experts", "attention sinks"} <= {*listed["gpt_oss"]["traits"]}
-    assert listed["bert"]["frameworks"] == ["deepspeed", "accelerate", "plan"]
+    assert listed["bert"]["frameworks"] == ["deepspeed", "accelerate", "nnscaler", "plan"]
     assert "latent attention" in answered("models", "kimi_k2")
 
 

@@ -220,13 +220,16 @@ def test_memory_by_rank() -> None:
         ({"--sequence": 0}, "--sequence must be at least 1"),
         ({"--tensor": "two"}, "--tensor 'two': write for example 1,2,4"),
         ({"--zero": "4"}, "--zero: 4 is none of 0, 1, 2, 3"),
-        ({"--recompute": "some"}, "--recompute: 'some' is none of none, selective, full"),
+        (
+            {"--recompute": "some"},
+            "--recompute: 'some' is none of none, selective, full, modules, offload and",
+        ),
         ({"--rates": "fast"}, "--rates 'fast' are not known; known are fsdp-a100"),
         ({"--rates": "none.json"}, "none.json"),
         ({"--for": "none"}, "--for 'none' is not known; there are megatron, "),
         (
             {"--for": "fsdp"},
-            "accelerate, plan; torch's FSDP is that of torchtitan, or of accelerate",
+            "nnscaler, plan; torch's FSDP is that of torchtitan, or of accelerate",
         ),
         ({"--schedule": "gpipe"}, "--schedule: 'gpipe' is none of 1f1b, zero-bubble"),
         ({"--explain": "p2 x3"}, "layout word 'x3' is not known; known are pN, tN"),

@@ -14,12 +14,16 @@ from releases import require_release
 
 from stagewright.executor.export import export
 from stagewright.executor.export.layouts import export_layout
-from stagewright.executor.export.layouts.core import core_of
+from stagewright.executor.export.layouts.core import core_of, router_fields
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.graphs.models.architecture import GroupedAttention
+from stagewright.graphs.models.stated import Routing, Stated
 
 MOMENTS = ("exp_avg_dtype", "exp_avg_sq_dtype")
 TYPES = {"fp32": "float32", "bf16": "bfloat16"}
+ROUTED = replace(
+    MIXTRAL, stated=Stated(routing=Routing("sigmoid", True, 4, 2, 2.5, choice_bias=True))
+)
 KV2 = replace(LLAMA, attention=GroupedAttention(16, 2, 64))
 TP = {"tensor": 2, "sequence_parallel": True}
 
@@ -66,6 +70,7 @@ def test_the_plans_stages_are_megatrons(placement):
         (KV2, Layout(tensor=4, data=2)),
         (GPT2, Layout(context=2, data=2, zero=1)),
         (MIXTRAL, Layout(data=4, expert=4, zero=1)),
+        (ROUTED, Layout(data=4, expert=4, zero=1)),
     ],
     ids=lambda one: str(one) if isinstance(one, Layout) else one.name,
 )
@@ -92,6 +97,7 @@ def test_layouts_are_megatrons_configurations(architecture, layout):
         params_dtype=torch.bfloat16,
         pipeline_dtype=torch.bfloat16,
         layernorm_epsilon=architecture.norm_epsilon or 1e-5,
+        **router_fields(architecture),
         **core.model,
         **sizes,
     )

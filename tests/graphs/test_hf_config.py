@@ -343,13 +343,11 @@ EXPERTS = FEW | {"decoder_sparse_step": 1, "mlp_only_layers": []}
     [
         ("yi", {"rms_norm_eps": 1e-6}, "'yi', with the fields of llama: set model_type to it if"),
         ("other", EXPERTS, "'other', with the fields of qwen3_moe"),
-        ("deepseek_v32", LATENT | {"first_k_dense_replace": 1}, "with the fields of deepseek_v2:"),
-        (
-            "zamba2",
-            {},
-            "mixers of no known kind, cannot be priced; the nearest is",
-        ),
+        ("deepseek_v32", LATENT | {"first_k_dense_replace": 1}, "with the fields of deepseek_v3:"),
+        ("zamba2", {}, "mixers of no known kind, cannot be priced; the nearest is"),
         ("mine", {"is_encoder_decoder": True}, "an encoder and a decoder cannot be priced"),
+        ("qwen3_5_text", {}, "with the fields of qwen3:"),
+        ("longcat_flash", {"hidden_size": ...}, "there is 'longcat_flash'$"),
         ("lama", {"hidden_size": ...}, "'lama'; is llama meant"),
         ("llava", {"text_config": {"model_type": "rwkv"}}, "text_config: model_type .*'rwkv', and"),
     ],

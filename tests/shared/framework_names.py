@@ -8,6 +8,7 @@ Megatron-Bridge 0.7 (067f987), NeMo 2.6 (8cfedd7), TorchTitan 0.3.0, DeepSpeed 0
 import argparse
 import contextlib
 import sys
+from functools import cache
 from types import ModuleType, SimpleNamespace
 
 FLAGS = """
@@ -56,6 +57,7 @@ CHOICES = {
 }
 
 
+@cache
 def megatron_parser():
     """Megatron-LM's parser, as far as its names are used here."""
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
@@ -97,6 +99,10 @@ fp32 fp16 bf16 params_dtype pipeline_dtype grad_reduce_in_fp32 fp8 fp8_param_gat
 autocast_enabled
 """
 BATCH = ("micro_batch_size", "global_batch_size", "seq_length")
+ROPE = """
+theta scaling scaling_factor low_freq_factor high_freq_factor original_max_position_embeddings
+rope_factor beta_fast beta_slow original_seq_len truncate
+"""
 TITAN = {
     "training": """
         seq_len local_batch_size global_batch_size dtype mixed_precision_param enable_cpu_offload
@@ -145,6 +151,10 @@ MODULES = {
     "torchtitan.distributed.activation_checkpoint": SimpleNamespace(
         FullAC=SimpleNamespace(Config=lambda: "full"),
         SelectiveAC=SimpleNamespace(Config=lambda: "selective"),
+    ),
+    "transformers": SimpleNamespace(AutoModelForCausalLM=None),
+    "transformers.distributed": SimpleNamespace(
+        DistributedConfig=SimpleNamespace(from_dict=lambda fields: fields)
     ),
     "deepspeed": SimpleNamespace(initialize=lambda **given: given),
     "accelerate": SimpleNamespace(

@@ -2,35 +2,154 @@
 
 import json
 import re
+import shlex
 import subprocess
 from types import SimpleNamespace
 
+import yaml
 from framework_names import (
     BATCH,
     DDP,
     MODEL,
     OPTIMIZER,
     REMADE,
+    ROPE,
     TITAN,
     megatron_parser,
     record,
     run_module,
 )
 
+from stagewright.graphs.models.architecture import (
+    Architecture,
+    Experts,
+    FeedForward,
+    GroupedAttention,
+    LatentAttention,
+)
+from stagewright.graphs.models.stated import RotaryScaling, Routing, Stated
+from stagewright.graphs.models.traits import (
+    ADDED_ONE,
+    ADJACENT,
+    CLAMPED,
+    PARTLY_ROTATED,
+    SQUARED_RELU,
+)
+
 STRATEGIES = {"no_shard": 1, "optim_grads": 2, "optim_grads_params": 3}
 
 
-def run_megatron(text):
-    """The parsed arguments of a file that bash has read, each once; ranks and connections."""
+def words_in_bash(text):
+    """Ranks, connections and arguments of a file, as bash reads them."""
     words = 'printf "%s\\n" "$MEGATRON_RANKS" "${CUDA_DEVICE_MAX_CONNECTIONS-}"'
     show = words + ' "${MEGATRON_ARGUMENTS[@]}"'
     done = subprocess.run(
         ["bash", "-euc", f"{text}\n{show}"], capture_output=True, text=True, check=True, env={}
     )
-    ranks, connections, *found = done.stdout.splitlines()
+    return done.stdout.splitlines()
+
+
+def words_of(text):
+    """The same without a process."""
+    words = shlex.split(text, comments=True)
+    given = dict(word.split("=", 1) for word in words if re.match("[A-Z_]+=", word))
+    found = words[words.index("MEGATRON_ARGUMENTS=(") + 1 : words.index(")")]
+    return [given["MEGATRON_RANKS"], given.get("CUDA_DEVICE_MAX_CONNECTIONS", ""), *found]
+
+
+def run_megatron(text):
+    """The parsed arguments of a file, each once; ranks and connections."""
+    ranks, connections, *found = words_of(text)
     names = [word for word in found if word.startswith("--")]
     assert len(names) == len(set(names))
     return megatron_parser().parse_args(found), int(ranks), connections
+
+
+def architecture_from(args):
+    """The architecture that Megatron-LM's arguments describe."""
+    every = not args.disable_bias_linear
+    rotary = args.position_embedding_type in ("rope", "yarn")
+    traits = {
+        CLAMPED: args.quick_geglu,
+        SQUARED_RELU: args.squared_relu,
+        ADDED_ONE: args.apply_layernorm_1p,
+        ADJACENT: args.rotary_interleaved,
+        PARTLY_ROTATED: args.rotary_percent is not None,
+    }
+    sparse = args.num_experts is not None and args.moe_layer_freq is None
+    return Architecture(
+        "", args.num_layers, args.hidden_size, args.vocab_size, attention_from(args),
+        FeedForward(args.ffn_hidden_size, args.swiglu or args.quick_geglu, every and not sparse),
+        experts_from(args),
+        {"LayerNorm": "layer", "RMSNorm": "rms"}[args.normalization],
+        positions=None if rotary else args.max_position_embeddings,
+        tied=not args.untie_embeddings_and_output_weights,
+        window=None if args.window_size is None else int(args.window_size.split(",")[0]) + 1,
+        full_layers=frozenset(zeros(args.window_attn_skip_freq)),
+        dropout=args.hidden_dropout is None and args.attention_dropout is None,
+        rotary_base=args.rotary_base, norm_epsilon=args.norm_epsilon,
+        traits=tuple(sorted(what for what, has in traits.items() if has)),
+        stated=Stated(args.rotary_percent, scaling_from(args), routing_from(args)),
+    )  # fmt: skip
+
+
+def scaling_from(args):
+    if args.use_rope_scaling:
+        return RotaryScaling("llama3", args.rope_scaling_factor, 8192, 1, 4)
+    if args.rotary_seq_len_interpolation_factor is not None:
+        return RotaryScaling("linear", args.rotary_seq_len_interpolation_factor)
+    if args.rotary_scaling_factor is None:
+        assert args.rope_type == ("rope" if args.multi_latent_attention else None)
+        return None
+    latent = args.multi_latent_attention
+    return RotaryScaling(
+        "yarn", args.rotary_scaling_factor,
+        4096 if latent else args.yarn_original_max_position_embeddings, None, None,
+        32 if latent else args.yarn_beta_fast, 1 if latent else args.yarn_beta_slow,
+        args.mscale, args.mscale_all_dim, not args.no_yarn_correction_range_round_to_int,
+    )  # fmt: skip
+
+
+def routing_from(args):
+    if args.moe_router_score_function is None:
+        return None
+    assert (args.moe_router_load_balancing_type == "none") == (args.moe_aux_loss_coeff is None)
+    return Routing(
+        args.moe_router_score_function, not args.moe_router_pre_softmax, args.moe_router_num_groups,
+        args.moe_router_group_topk, args.moe_router_topk_scaling_factor or 1.0,
+        args.moe_router_enable_expert_bias, args.moe_aux_loss_coeff,
+    )  # fmt: skip
+
+
+def zeros(pattern):
+    """Where a pattern has 0."""
+    return [] if pattern is None else [i for i, one in enumerate(eval(pattern)) if one == 0]
+
+
+def attention_from(args):
+    every = not args.disable_bias_linear
+    heads, size = args.num_attention_heads, args.kv_channels
+    if args.multi_latent_attention:
+        return LatentAttention(
+            heads, args.kv_lora_rank, args.qk_head_dim, args.qk_pos_emb_head_dim, args.v_head_dim,
+            args.q_lora_rank,
+        )  # fmt: skip
+    assert args.group_query_attention == (args.num_query_groups is not None)
+    return GroupedAttention(
+        heads, args.num_query_groups or heads, size, every or args.add_qkv_bias, every,
+        args.qk_layernorm, sinks=args.softmax_type == "learnable",
+    )  # fmt: skip
+
+
+def experts_from(args):
+    if args.num_experts is None:
+        return None
+    return Experts(
+        args.num_experts, args.moe_router_topk, args.moe_ffn_hidden_size,
+        args.moe_shared_expert_intermediate_size, args.moe_shared_expert_gate,
+        frozenset(zeros(args.moe_layer_freq)), not args.disable_bias_linear,
+        not args.disable_bias_linear,
+    )  # fmt: skip
 
 
 def blocks_of(text, stages):
@@ -178,7 +297,7 @@ def _core(ranks, layers, model, ddp, optimizer, train):
 
 def titan_config(layers):
     """A Trainer.Config."""
-    attention = SimpleNamespace(rope=record("theta"), qk_norm=None, q_norm=record("eps"))
+    attention = SimpleNamespace(rope=record(*ROPE.split()), qk_norm=None, q_norm=record("eps"))
     blocks = [
         SimpleNamespace(
             attention=attention, **{n: record("eps") for n in ("attention_norm", "ffn_norm")}
@@ -340,6 +459,99 @@ def read_accelerate(files, layers):
     }
 
 
+def read_yaml(text):
+    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
+def _trained(files, layers, degrees, others):
+    """What a trainer's fields say; ``others``: tensor, context, ZeRO, microbatch, steps."""
+    ranks = int(re.search(r"mpirun -np (\d+) ", files["mpirun.sh"])[1])
+    tensor, context, zero, microbatch, steps = degrees
+    data = ranks // (tensor * context)
+    return PLAIN | {
+        "ranks": ranks,
+        "tensor": tensor,
+        "context": context,
+        "data": data,
+        "expert": 1,
+        "microbatch": microbatch,
+        "batch": microbatch * data * steps,
+        "accumulation": steps,
+        "blocks": (layers,),
+        "zero": zero,
+        "offload": False,
+        **others,
+    }
+
+
+def read_axolotl(files, layers):
+    config = read_yaml(files["axolotl.yaml"])
+    plugin = config.get("fsdp_config")
+    assert (plugin is None) == ("dp_shard_size" not in config)
+    degrees = (
+        config.get("tensor_parallel_size", 1), config.get("context_parallel_size", 1),
+        0 if plugin is None else 3 if plugin["reshard_after_forward"] else 2,
+        config["micro_batch_size"], config["gradient_accumulation_steps"],
+    )  # fmt: skip
+    again = "full" if config["gradient_checkpointing"] else "none"
+    found = _trained(files, layers, degrees, {"recompute": again})
+    assert config.get("dp_shard_size", found["data"]) == found["data"]
+    return found
+
+
+def read_trl(files, layers):
+    config = read_yaml(files["sft.yaml"])
+    lines = (line.removeprefix("export ") for line in files["accelerate.env"].splitlines())
+    given = dict(line.split("=") for line in lines)
+    kept = given.get("FSDP_RESHARD_AFTER_FORWARD")
+    degrees = (
+        int(given.get("PARALLELISM_CONFIG_TP_SIZE", 1)),
+        int(given.get("PARALLELISM_CONFIG_CP_SIZE", 1)),
+        {None: 0, "true": 3, "false": 2}[kept],
+        config["per_device_train_batch_size"], config["gradient_accumulation_steps"],
+    )  # fmt: skip
+    again = "full" if config["gradient_checkpointing"] else "none"
+    return _trained(files, layers, degrees, {"recompute": again})
+
+
+def read_transformers(files, layers):
+    config = json.loads(files["distributed_config.json"])
+    module, model = run_module(files["stagewright_transformers.py"]), HfModel(layers)
+    model.config.distributed = config
+    module["json"] = SimpleNamespace(loads=lambda _: config)
+    module["Path"] = lambda _: SimpleNamespace(
+        with_name=lambda name: SimpleNamespace(read_text=lambda: name)
+    )
+    module["AutoModelForCausalLM"] = SimpleNamespace(from_pretrained=lambda *_, **__: model)
+    assert module["load"]("name") is model
+    zero = 3 if config["fsdp_size"] > 1 else 0
+    degrees = (config["tp_size"], 1, zero, module["BATCH"], module["ACCUMULATION"])
+    others = {"recompute": model.recompute, "expert": config["ep_size"]}
+    found = _trained(files, layers, degrees, others)
+    assert module["RANKS"] == found["ranks"]
+    assert config["fsdp_size"] * config["dp_replicate_size"] == found["data"]
+    return found
+
+
+def read_nnscaler(files, layers):
+    config = read_yaml(files["nnscaler.yaml"])
+    compute = config["compute_config"]
+    policy = compute["pas_config"]
+    tensor, pipeline = policy["max_partition_degree"], policy["pipeline_nstages"]
+    assert compute["plan_ngpus"] == tensor * pipeline
+    degrees = (
+        tensor, 1, int(compute["use_zero"]), config["micro_batch_size"], policy["update_freq"]
+    )  # fmt: skip
+    again = "full" if "recompute_modules" in policy else "none"
+    found = _trained(files, layers, degrees, {"recompute": again, "pipeline": pipeline})
+    found["data"] //= pipeline
+    found["batch"] //= pipeline
+    assert (compute["runtime_ngpus"], config["global_batch_size"]) == (
+        found["ranks"], found["batch"],
+    )  # fmt: skip
+    return found | {"blocks": (layers // pipeline,) * pipeline}
+
+
 CONFIGS = {"megatron-bridge": bridge_config, "nemo": nemo_recipe, "torchtitan": titan_config}
 READERS = {
     "megatron": lambda files, layers: read_megatron(files),
@@ -348,4 +560,8 @@ READERS = {
     "torchtitan": read_titan,
     "deepspeed": read_deepspeed,
     "accelerate": read_accelerate,
+    "axolotl": read_axolotl,
+    "trl": read_trl,
+    "transformers": read_transformers,
+    "nnscaler": read_nnscaler,
 }

@@ -8,12 +8,16 @@ from collections.abc import Sequence
 from stagewright.executor.export.layouts import (
     accelerate,
     deepspeed,
+    hugging_face,
     megatron,
     megatron_bridge,
     nemo,
+    nnscaler,
     plan,
     torchtitan,
 )
+from stagewright.executor.export.layouts.launching import launch_files
+from stagewright.executor.export.options import FormatOptions
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem, require_layout
 from stagewright.graphs.documents.errors import InputError
@@ -25,6 +29,10 @@ LAYOUT_FORMATS = {
     "torchtitan": torchtitan.FRAMEWORK,
     "deepspeed": deepspeed.FRAMEWORK,
     "accelerate": accelerate.FRAMEWORK,
+    "axolotl": hugging_face.AXOLOTL,
+    "trl": hugging_face.TRL,
+    "transformers": hugging_face.DISTRIBUTED,
+    "nnscaler": nnscaler.FRAMEWORK,
 }
 """The frameworks; next to them there is :data:`PLAN`."""
 
@@ -33,9 +41,13 @@ EVERY_FORMAT = {**LAYOUT_FORMATS, PLAN: plan.FRAMEWORK}
 
 
 def export_layout(
-    problem: TrainingProblem, layout: Layout, to: str, names: Sequence[str] | None = None
+    problem: TrainingProblem,
+    layout: Layout,
+    to: str,
+    names: Sequence[str] | None = None,
+    options: FormatOptions | None = None,
 ) -> dict[str, str]:
-    """The texts of the files of ``layout`` in the format ``to``, by file name.
+    """The texts of the files of ``layout`` in the format ``to``, by file name, with launch scripts.
 
     ``names`` are those of the layers in the module that is run, only for a plan. Raises InputError
     if the format is unknown or takes no names, the layout breaks a rule of the problem, or the
@@ -54,7 +66,8 @@ def export_layout(
     require_framework(to, problem, layout)
     if names is not None:
         return plan.documents(problem, layout, names)
-    return EVERY_FORMAT[to].files(problem, layout)
+    files = EVERY_FORMAT[to].files(problem, layout)
+    return files if to == PLAN else files | launch_files(to, problem, options or FormatOptions())
 
 
 def require_framework(to: str, problem: TrainingProblem, layout: Layout | None = None) -> None:

@@ -5,10 +5,13 @@ them, and ``sync_each_batch`` does so after every microbatch: ZeRO 2, or 3 if we
 """
 
 from stagewright.executor.export.layouts.common import (
+    Fields,
     NumberType,
     compared,
+    head,
     launch,
     left_out,
+    nodes,
     number_type,
     sizes_of,
 )
@@ -21,7 +24,7 @@ from stagewright.executor.export.layouts.rules import (
     require_context,
     require_whole_heads,
 )
-from stagewright.executor.export.options import filled
+from stagewright.executor.export.options import filled, to_yaml
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
@@ -44,10 +47,60 @@ _PLUGIN = """FullyShardedDataParallelPlugin(
         )"""
 
 
+def parallelism(layout: Layout) -> dict[str, int]:
+    """The degrees by the names of ``ParallelismConfig``."""
+    sharded = is_sharded(layout)
+    return {
+        "dp_replicate_size": 1 if sharded else layout.data,
+        "dp_shard_size": layout.data if sharded else 1,
+        "cp_size": layout.context,
+        "tp_size": layout.tensor,
+    }
+
+
+def fsdp(layout: Layout) -> Fields:
+    """FSDP2's fields by the names of Accelerate's configuration."""
+    return {
+        "reshard_after_forward": layout.zero == 3,
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "offload_params": False,
+        "state_dict_type": "SHARDED_STATE_DICT",
+    }
+
+
+def _launched(problem: TrainingProblem, layout: Layout) -> str:
+    """What ``accelerate launch --config_file`` reads, for scripts with an Accelerator of their own.
+
+    It takes degrees only beside FSDP2.
+    """
+    servers, _ = nodes(problem)
+    fields: Fields = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "FSDP" if is_sharded(layout) else "MULTI_GPU",
+        "mixed_precision": _MIXED[number_type(problem)],
+        "num_machines": servers,
+        "num_processes": layout.ranks,
+        "machine_rank": 0,
+        "main_training_function": "main",
+        "rdzv_backend": "static",
+        "same_network": True,
+        "use_cpu": False,
+    }
+    if is_sharded(layout):
+        fields["fsdp_config"] = {
+            "fsdp_version": 2,
+            **{f"fsdp_{name}": value for name, value in fsdp(layout).items()},
+        }
+        fields["parallelism_config"] = {
+            f"parallelism_config_{name}": size for name, size in parallelism(layout).items()
+        }
+    return head(problem, layout, "Accelerate (1.15)", "#") + to_yaml(fields)
+
+
 def configuration(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
-    """A module with the functions ``build`` and ``configure``."""
+    """A module with the functions ``build`` and ``configure``, and a file for its launcher."""
     numbers = number_type(problem)
-    sharded = _is_sharded(layout)
+    sharded = is_sharded(layout)
     text = filled(
         "accelerate",
         words=layout,
@@ -59,17 +112,14 @@ def configuration(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
         accumulation=layout.microbatches(problem.batch),
         mixed=_MIXED[numbers],
         sharded=sharded,
-        replicate=1 if sharded else layout.data,
-        shard=layout.data if sharded else 1,
-        context=layout.context,
-        degree=layout.tensor,
+        degrees="".join(f"            {k}={v},\n" for k, v in parallelism(layout).items()),
         plugin=_plugin(layout, numbers) if sharded else None,
         compared=compared("model.config", sizes_of(problem.architecture)),
         checkpointing=checkpointing(layout),
         adapters=_adapters(problem),
         remarks="".join(f"\n{line}" for line in _remarks(problem, layout)),
     )
-    return {FILE: text}
+    return {FILE: text, "accelerate.yaml": _launched(problem, layout)}
 
 
 def _adapters(problem: TrainingProblem) -> str:
@@ -103,7 +153,7 @@ def _loading(layout: Layout) -> str:
     return f", tp_size={layout.tensor}, tp_plan='auto', {mesh}"
 
 
-def _is_sharded(layout: Layout) -> bool:
+def is_sharded(layout: Layout) -> bool:
     """Whether ZeRO has ranks to divide the states over."""
     return layout.zero > 0 and layout.data * layout.context > 1
 
@@ -143,13 +193,6 @@ def _require_shards(_: TrainingProblem, layout: Layout, framework: str) -> None:
         )
 
 
-def _refuse_zero_1(_: TrainingProblem, layout: Layout, framework: str) -> None:
-    if layout.zero == 1 and _is_sharded(layout):
-        raise InputError(
-            f"ZeRO 1: {framework}'s FSDP2 divides the gradients too; choose zero 2 or 3"
-        )
-
-
 def _remarks(problem: TrainingProblem, layout: Layout) -> list[str]:
     found = list(left_out(problem))
     microbatches = layout.microbatches(problem.batch)
@@ -157,7 +200,7 @@ def _remarks(problem: TrainingProblem, layout: Layout) -> list[str]:
         found.append("Its tensor ranks have the whole embedding; the plan divides the vocabulary.")
     if layout.context > 1:
         found.append("Forward and backward run in accelerator.maybe_context_parallel(...).")
-    if layout.zero == 2 and _is_sharded(layout) and microbatches > 1:
+    if layout.zero == 2 and is_sharded(layout) and microbatches > 1:
         found.append(
             f"It gathers the weights for each of {microbatches} microbatches, the plan once."
         )
@@ -167,17 +210,20 @@ def _remarks(problem: TrainingProblem, layout: Layout) -> list[str]:
 
 
 _TENSOR = "huggingface/transformers 5.24.0, src/transformers/integrations/tensor_parallel.py"
+_ACCELERATE = "huggingface/accelerate 1.15.0, src/accelerate"
 
-FRAMEWORK = framework(
-    "accelerate",
-    configuration,
-    [
-        FrameworkRule("src/accelerate/utils/fsdp_utils.py", _require_precision, of_problem=True),
-        FrameworkRule("huggingface/peft 0.21.2, tuners/lora", _require_adapters, of_problem=True),
-        FrameworkRule(_TENSOR, _require_tensor_plan),
-        FrameworkRule(_TENSOR, require_whole_heads),
-        FrameworkRule("src/accelerate/accelerator.py", require_context),
-        FrameworkRule("src/accelerate/parallelism_config.py", _require_shards),
-        FrameworkRule("src/accelerate/utils/fsdp_utils.py", _refuse_zero_1),
-    ],
-)
+TENSOR_RULES = [
+    FrameworkRule(_TENSOR, _require_tensor_plan),
+    FrameworkRule(_TENSOR, require_whole_heads),
+]
+
+RULES = [
+    FrameworkRule(f"{_ACCELERATE}/utils/fsdp_utils.py", _require_precision, of_problem=True),
+    FrameworkRule("huggingface/peft 0.21.2, tuners/lora", _require_adapters, of_problem=True),
+    *TENSOR_RULES,
+    FrameworkRule(f"{_ACCELERATE}/accelerator.py", require_context),
+    FrameworkRule(f"{_ACCELERATE}/parallelism_config.py", _require_shards),
+]
+"""What all that train through Accelerate's FSDP2 ask."""
+
+FRAMEWORK = framework("accelerate", configuration, RULES)

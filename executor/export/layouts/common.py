@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.models.architecture import Architecture, GroupedAttention, LatentAttention
 
@@ -37,6 +38,16 @@ def launch(problem: TrainingProblem) -> str:
     """The beginning of the command that starts all ranks."""
     count, each = nodes(problem)
     return f"torchrun --nnodes={count} --nproc-per-node={each}"
+
+
+def head(problem: TrainingProblem, layout: Layout, framework: str, mark: str) -> str:
+    """Comments that begin a file: the layout, its launch, and what the plan lacks."""
+    lines = (
+        f"The layout {str(layout)!r} that Stagewright chose, for {framework},",
+        f"on {layout.ranks} ranks: {launch(problem)} ...",
+        *left_out(problem),
+    )
+    return "".join(f"{mark} {line}\n" for line in lines)
 
 
 def comment(*lines: str) -> str:

@@ -96,6 +96,16 @@ FEATURES = {
         ),
         "choose data-inside",
     ),
+    **{
+        f"ZeRO {zero}": Feature(
+            _if(
+                f"ZeRO {zero}",
+                lambda _, one, zero=zero: one.zero == zero and one.data * one.context > 1,
+            ),
+            "choose another stage of ZeRO",
+        )
+        for zero in (1, 2, 3)
+    },
     "offloaded optimizers": Feature(
         _if("an offloaded optimizer", lambda _, one: one.offload_optimizer),
         "choose offload_optimizer false",

@@ -237,7 +237,7 @@ class DegreeOptions(CommandOptions):
             recompute = (*recompute, OFFLOAD)
         for one in recompute:
             if one not in (EVERY_SET, OFFLOAD):
-                require_recompute(one, "--recompute")
+                require_recompute(one, "--recompute", (EVERY_SET, OFFLOAD))
         return Space(
             **degrees,
             chunks=self.chunks,

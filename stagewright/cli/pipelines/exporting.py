@@ -21,7 +21,8 @@ class ExportOptions(Printed):
     """Plan file."""
     to: Annotated[str, Option(form="FORMAT")]
     """torch-csv, torchtitan, nemo, megatron, deepspeed, torchrun, slurm, kubernetes; of a layout:
-    megatron, megatron-bridge, nemo (2.x), torchtitan, deepspeed, accelerate, plan."""
+    megatron, megatron-bridge, nemo (2.x), torchtitan, deepspeed, accelerate, axolotl, trl,
+    transformers (DistributedConfig), nnscaler, plan."""
     output: Annotated[Path, Option("--output", "-o", form="FILE_OR_FOLDER"), Writes(several=True)]
     """Output file, or a folder for several files."""
     model: Annotated[Path | None, Option(form="FILE")] = None
