@@ -77,6 +77,12 @@ def test_a_launch_script_of_megatron() -> None:
     assert run.architecture.feed_forward.width == 2816
     assert not run.architecture.dropout
     assert str(read_megatron(SCRIPT, "run.sh", 64).layout) == "p2 t4 d8 b1 zero1 sp"
+    eight = SCRIPT.replace("--vocab-size 32000", "--tokenizer-type GPT2BPETokenizer").replace(
+        "--bf16", "--bf16 --fp8-format hybrid --fp8-param-gather"
+    )
+    run = read_megatron(eight, "run.sh")
+    assert (run.precision, run.architecture.vocabulary) == ("fp8", 50257)  # type: ignore[union-attr]
+    assert "weights in fp8 (--fp8-param-gather) are priced in two bytes" in run.notes[0]
     more = SCRIPT.replace("--bf16", "--attention-backend unfused --num-layers-per-virtual-pipeline-"
                           "stage 2 --decoder-first-pipeline-num-layers 3")  # fmt: skip
     assert "v2 zero1 first3 selective" in str(read_megatron(more, "run.sh").layout)
@@ -105,7 +111,7 @@ def test_arguments_without_a_script() -> None:
         ("--bf16", "--pipeline-model-parallel-layout Ex|L", "'Ex' is not of E, t and L"),
         ("--recompute-activations", "--recompute-granularity full --recompute-num-layers 2",
          "the method uniform: layouts keep the input"),
-        ("--bf16", "--fp8-param-gather", "weights in one byte are not priced"),
+        ("--bf16", "--rotary-percent 0.5", "rotary positions in part of a head are not priced"),
         ("--bf16", "--window-size 4,4", "write the tokens to the left and 0: 4095,0"),
         ("-path \"$DATA\"", "-path \"$DATA", "a quote or parenthesis is not closed"),
     ],

@@ -41,18 +41,22 @@ _OTHERS = re.compile(
     r"|no-overlap-p2p|make-vocab|check-for|no-check|initial-loss|loss-scale|hysteresis|calculate-per"
     r"|app-tag|config-logger|enable-exp|high-priority|use-pytorch-profiler|seq-.*-chunk|num-query-dummy"
     r"|mid-level|disable-straggler|max-tokens|ddp-|grad-reduce-in-fp32$|gradient-reduce|main-|fp8-amax"
-    r"|fp8-margin|fp8-interval|fp8-wgrad|rotary-percent-1|defer-embedding|no-fp8|deterministic|te-rng"
+    r"|fp8-margin|fp8-interval|fp8-wgrad|decoupled|apply-layernorm|no-position-embedding$|tiktoken|no-mmap|defer-embedding|no-fp8|deterministic|te-rng"
     r"|inference|bias-swiglu|batch-p2p|keep-fp8|accumulate-allreduce-grads-in-fp32$|delay-|cuda-graph"
     r"|external-cuda|use-cuda-graph|overlap-cpu-optimizer|normalize-attention|no-async-tensor)"
 )
 
 
+_VOCABULARIES = {"GPT2BPETokenizer": 50_257, "Llama2Tokenizer": 32_000}
+
+
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The values of arguments by name; those that were read are remembered."""
+    """The values of arguments by name; those that were read are remembered, and notes on them."""
 
     values: dict[str, list[str]]
     read: set[str] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
 
     def flag(self, *names: str) -> bool:
         """Whether one of the flags is given."""
@@ -123,10 +127,9 @@ def read_megatron(text: str, place: str, gpus: int | None = None) -> TrainingRun
         precision, gradients = _precision(arguments)
         backend = arguments.choice("--attention-backend", ("auto", "flash", "fused", "unfused"))
         arguments.flag("--overlap-param-gather")
-        notes: tuple[str, ...] = ()
         if layout.recompute == "selective" and backend != "unfused":
             layout = replace(layout, recompute="none")
-            notes = (f"{place}: selective recomputation of a fused attention is priced as none",)
+            arguments.notes.append("selective recomputation of a fused attention is priced as none")
         run = TrainingRun(
             place,
             "megatron",
@@ -138,7 +141,7 @@ def read_megatron(text: str, place: str, gpus: int | None = None) -> TrainingRun
             gradients=gradients,
             attention="materialized" if backend == "unfused" else "fused",
             overlap=arguments.flag("--overlap-grad-reduce") or layout.data * layout.context == 1,
-            notes=notes,
+            notes=tuple(f"{place}: {one}" for one in arguments.notes),
         )
         arguments.require_all_read()
     return run
@@ -188,16 +191,15 @@ def _architecture(arguments: Arguments, name: str) -> Architecture:
     norms = {text: name for name, text in NORMS.items()}
     dropout = arguments.real("--hidden-dropout")
     window, full = _window(arguments, layers)
-    vocabulary = arguments.number("--vocab-size", "--padded-vocab-size")
-    if vocabulary is None:
-        raise InputError("the size of the vocabulary is not said; add --vocab-size, e.g. 50257")
+    if arguments.real("--rotary-percent") not in (None, 1.0):
+        raise InputError("--rotary-percent: rotary positions in part of a head are not priced")
     if not rotary and positions is None:
         raise InputError("--max-position-embeddings is missing: the size of the table of positions")
     return Architecture(
         name,
         layers,
         hidden,
-        vocabulary,
+        _vocabulary(arguments),
         _attention(arguments, hidden, bias),
         _feed_forward(arguments, hidden, bias),
         experts,
@@ -210,6 +212,16 @@ def _architecture(arguments: Arguments, name: str) -> Architecture:
         rotary_base=arguments.real("--rotary-base"),
         norm_epsilon=arguments.real("--norm-epsilon"),
     )
+
+
+def _vocabulary(arguments: Arguments) -> int:
+    """The size that is said, or that of a tokenizer that has one; its padding is not counted."""
+    size = arguments.number("--vocab-size", "--padded-vocab-size")
+    usual = "GPT2BPETokenizer" if "--merge-file" in arguments.values else ""
+    kind = arguments.text("--tokenizer-type") or usual
+    if size is None and kind not in _VOCABULARIES:
+        raise InputError("the size of the vocabulary is not said; add --vocab-size, e.g. 50257")
+    return size or _VOCABULARIES[kind]
 
 
 def _attention(arguments: Arguments, hidden: int, bias: bool) -> GroupedAttention | LatentAttention:
@@ -401,6 +413,6 @@ def _precision(arguments: Arguments) -> tuple[str, str]:
     for name in ("--exp-avg-dtype", "--exp-avg-sq-dtype"):
         arguments.choice(name, ("fp32",))
     if arguments.flag("--fp8-param-gather", "--fp8-param"):
-        raise InputError("--fp8-param-gather: weights in one byte are not priced; leave it out")
+        arguments.notes.append("weights in fp8 (--fp8-param-gather) are priced in two bytes")
     arguments.flag("--use-precision-aware-optimizer")
     return "fp8" if recipes[0] else number, "bf16" if narrow else "fp32"
