@@ -102,6 +102,7 @@ def test_arguments_without_a_script() -> None:
     [
         ("SEQ=4096", "", "--max-position-embeddings has '.SEQ'; it must be one value, whose v"),
         ("--bf16", "--bf16 --multi-head-thing", "--multi-head-thing is not understood; if it"),
+        ("--bf16", "--optimizer sgd", "--optimizer sgd: read are adam"),
         ("--vocab-size 32000", "", "the size of the vocabulary is not said; add --vocab-size"),
         ("--num-layers 8", "", "--num-layers is missing; it must be a whole number"),
         ("--num-layers 8", "--num-layers x", "--num-layers must be a whole number, got 'x'"),

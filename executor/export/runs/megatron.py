@@ -1,17 +1,17 @@
 """Runs of Megatron-LM (core 0.16 to 0.20) by the arguments of its pretrain_gpt.py.
 
-Arguments that neither the model nor the layout depends on are skipped (``_OTHERS``); any other that
-is not read is refused. Defaults are those of megatron/training/arguments.py.
+Defaults are those of megatron/training/arguments.py.
 """
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
 
 from stagewright.executor.export.layouts.core import STRATEGIES
 from stagewright.executor.export.layouts.megatron import NORMS
+from stagewright.executor.export.runs.arguments import Arguments, by_name
 from stagewright.executor.export.runs.run import TrainingRun, data_degree, division
 from stagewright.executor.export.runs.shell import LaunchScript, read_script
 from stagewright.formulations.parallelism.layout import Layout
@@ -28,89 +28,7 @@ from stagewright.graphs.models.modules import joined
 
 ARRAY, RANKS = "MEGATRON_ARGUMENTS", "MEGATRON_RANKS"
 
-_OTHERS = re.compile(
-    r"--(lr|min-lr|adam|weight-decay|clip-grad|optimizer$|override-opt|use-checkpoint-opt|sgd|start-"
-    r"|data-|train-data|valid-data|test-data|per-split|split$|vocab-file|merge-file|tokenizer|mock-data"
-    r"|num-workers|dataloader|reset-|eod|create-attention|no-create|num-dataset|log|tensorboard|wandb"
-    r"|timing|profile|save|load|no-save|no-load|ckpt|async-save|use-dist-ckpt|dist-ckpt|auto-detect"
-    r"|finetune|eval|train-iters|train-samples|exit|rampup|init-method|seed|distributed|local-rank"
-    r"|nccl|use-mcore|use-legacy|transformer-impl|no-masked|no-bias-|no-rope-fusion|no-persist"
-    r"|no-gradient-accumulation|use-flash-attn|cross-entropy|attention-softmax|apply-query"
-    r"|attention-dropout|moe-router-(?!topk$)|moe-aux|moe-z|moe-permute|moe-pad|moe-token"
-    r"|moe-grouped|moe-per-layer|moe-layer-recompute-not|manual-gc|empty-unused|tp-comm|overlap-p2p"
-    r"|no-overlap-p2p|make-vocab|check-for|no-check|initial-loss|loss-scale|hysteresis|calculate-per"
-    r"|app-tag|config-logger|enable-exp|high-priority|use-pytorch-profiler|seq-.*-chunk|num-query-dummy"
-    r"|mid-level|disable-straggler|max-tokens|ddp-|grad-reduce-in-fp32$|gradient-reduce|main-|fp8-amax"
-    r"|fp8-margin|fp8-interval|fp8-wgrad|decoupled|apply-layernorm|no-position-embedding$|tiktoken|no-mmap|defer-embedding|no-fp8|deterministic|te-rng"
-    r"|inference|bias-swiglu|batch-p2p|keep-fp8|accumulate-allreduce-grads-in-fp32$|delay-|cuda-graph"
-    r"|external-cuda|use-cuda-graph|overlap-cpu-optimizer|normalize-attention|no-async-tensor)"
-)
-
-
 _VOCABULARIES = {"GPT2BPETokenizer": 50_257, "Llama2Tokenizer": 32_000}
-
-
-@dataclass(frozen=True, slots=True)
-class Arguments:
-    """The values of arguments by name; those that were read are remembered, and notes on them."""
-
-    values: dict[str, list[str]]
-    read: set[str] = field(default_factory=set)
-    notes: list[str] = field(default_factory=list)
-
-    def flag(self, *names: str) -> bool:
-        """Whether one of the flags is given."""
-        self.read.update(names)
-        return any(name in self.values for name in names)
-
-    def text(self, *names: str) -> str | None:
-        """The value of the first argument that is given; None if none is."""
-        self.read.update(names)
-        for name in names:
-            if name in self.values:
-                words = self.values[name]
-                if len(words) != 1 or "$" in words[0]:
-                    raise InputError(
-                        f"{name} has {' '.join(words) or 'no value'!r}; it must be one value, "
-                        "whose variables the script sets"
-                    )
-                return words[0]
-        return None
-
-    def number(self, *names: str) -> int | None:
-        """The whole number of an argument."""
-        text = self.text(*names)
-        if text is not None and not text.isdecimal():
-            raise InputError(f"{names[0]} must be a whole number, got {text!r}")
-        return None if text is None else int(text)
-
-    def required(self, name: str) -> int:
-        """The whole number of an argument that must be given."""
-        found = self.number(name)
-        if found is None:
-            raise InputError(f"{name} is missing; it must be a whole number")
-        return found
-
-    def real(self, name: str) -> float | None:
-        """The number of an argument."""
-        text = self.text(name)
-        try:
-            return None if text is None else float(text)
-        except ValueError:
-            raise InputError(f"{name} must be a number, got {text!r}") from None
-
-    def choice(self, name: str, known: Sequence[str]) -> str:
-        """One of the ``known`` texts, by default the first."""
-        text = self.text(name) or known[0]
-        if text not in known:
-            raise InputError(f"{name} {text}: read are {', '.join(known)}")
-        return text
-
-    def require_all_read(self) -> None:
-        """Refuse arguments that were not read and may change the model or its layout."""
-        for name in self.values:
-            if name not in self.read and _OTHERS.match(name) is None:
-                raise InputError(f"{name} is not understood; if it changes nothing, leave it out")
 
 
 def read_megatron(text: str, place: str, gpus: int | None = None) -> TrainingRun:
@@ -121,12 +39,13 @@ def read_megatron(text: str, place: str, gpus: int | None = None) -> TrainingRun
     """
     script = read_script(text, place, ARRAY)
     with naming(place):
-        arguments = Arguments(_by_name(script.arguments))
+        arguments = Arguments(by_name(script.arguments))
         architecture = _architecture(arguments, PurePath(place).stem)
         layout = _layout(arguments, architecture, gpus or _gpus(script))
         precision, gradients = _precision(arguments)
         backend = arguments.choice("--attention-backend", ("auto", "flash", "fused", "unfused"))
         arguments.flag("--overlap-param-gather")
+        arguments.choice("--optimizer", ("adam",))
         if layout.recompute == "selective" and backend != "unfused":
             layout = replace(layout, recompute="none")
             arguments.notes.append("selective recomputation of a fused attention is priced as none")
@@ -145,22 +64,6 @@ def read_megatron(text: str, place: str, gpus: int | None = None) -> TrainingRun
         )
         arguments.require_all_read()
     return run
-
-
-def _by_name(words: Sequence[str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    values: list[str] = []
-    for word in words:
-        if word.startswith("--"):
-            name, _, value = word.partition("=")
-            values = found[name] = [value] if value else []
-        elif re.match(r"[|;&<>]|\d?>", word):
-            break
-        else:
-            values.append(word)
-    if not found:
-        raise InputError("no arguments such as --num-layers; give the script that starts training")
-    return found
 
 
 def _gpus(script: LaunchScript) -> int | None:
