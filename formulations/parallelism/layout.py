@@ -269,6 +269,13 @@ class Layout:
                 )
         return self.recomputed_by_stage
 
+    def differences(self, other: "Layout") -> Iterator[str]:
+        """The fields in which another layout differs, such as ``tensor 8 -> 4``."""
+        for one in fields(self):
+            mine, others = (getattr(layout, one.name) for layout in (self, other))
+            if mine != others:
+                yield f"{one.name} {mine} -> {others}"
+
     def __str__(self) -> str:
         """The layout in words that :func:`parse_layout` reads; default values are left out."""
         shown = ("pipeline", "tensor", "data", "microbatch")

@@ -36,6 +36,7 @@ _LLAMA_SHAPED = (
 _OF_SCALING = (
     "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
 )  # fmt: skip
+_OF_PARAMS, _NOT_DENSE = {"dim", "n_layers", "n_heads"}, ("moe", "sliding_window")
 
 _OF_WRAPPERS = ("tie_word_embeddings",)
 """Fields of a model with other towers that are its text model's too."""
@@ -94,6 +95,8 @@ def _values(text: str, place: str) -> dict[str, Any]:
 
 def architecture_of(values: dict[str, Any]) -> Architecture:
     """The architecture of a configuration's fields; see :func:`read_hf_config`."""
+    if values.keys() >= _OF_PARAMS and "model_type" not in values:
+        return architecture_of(_of_params(Fields(values)))
     kind, inner = values.get("model_type"), text_fields(values)
     if inner is not values:
         with naming("text_config"):
@@ -190,6 +193,33 @@ def _full_layers(of: ModelType, fields: Fields, layers: int) -> frozenset[int]:
             found = frozenset(index for index, one in enumerate(rotated) if not one)
         return found if of.chunked else frozenset(range(layers)) - found
     return found
+
+
+def _of_params(fields: Fields) -> dict[str, Any]:
+    """The fields of a Llama whose original ``params.json`` (Meta's, Mistral's) is given."""
+    if not fields.values.keys().isdisjoint(_NOT_DENSE):
+        raise InputError(f"{' and '.join(_NOT_DENSE)} are not read; give the model's config.json")
+    hidden, heads = fields.size("dim"), fields.size("n_heads")
+    width = fields.optional_size(("hidden_dim", None))
+    if width is None:
+        multiple = fields.size(("multiple_of", 256))
+        scale = fields.positive(("ffn_dim_multiplier", 1.0))
+        width = -(-int(scale * (8 * hidden // 3)) // multiple) * multiple
+    if fields.get(("vocab_size", -1)) == -1:
+        raise InputError("vocab_size is not said (-1: the tokenizer's); write it, e.g. 32000")
+    return {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "num_hidden_layers": fields.size("n_layers"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": fields.optional_size(("n_kv_heads", None)) or heads,
+        "head_dim": fields.optional_size(("head_dim", None)) or hidden // heads,
+        "intermediate_size": width,
+        "vocab_size": fields.size("vocab_size"),
+        "rope_theta": fields.positive(("rope_theta", 10_000.0)),
+        "rms_norm_eps": fields.positive(("norm_eps", 1e-5)),
+        "tie_word_embeddings": fields.flag(("tied_embeddings", False)),
+    }
 
 
 def _routing(of: ExpertFields, fields: Fields) -> Routing:

@@ -8,7 +8,7 @@ from pathlib import Path
 from stagewright.graphs.documents.errors import InputError
 
 _NAME = re.compile(r"[\w.-]+/[\w.-]+")
-FILE = "config.json"
+FILE, PARAMS = "config.json", "params.json"
 
 
 def is_hub_name(path: str | os.PathLike[str]) -> bool:
@@ -19,15 +19,22 @@ def is_hub_name(path: str | os.PathLike[str]) -> bool:
 
 
 def is_model(path: str | os.PathLike[str]) -> bool:
-    """Whether ``path`` is a folder with a ``config.json``, or may be the name of a model."""
-    return is_hub_name(path) or os.path.isfile(os.path.join(path, FILE))
+    """Whether ``path`` is a model's folder, or file of Meta's, or may be the name of a model."""
+    file = os.path.basename(path) == PARAMS
+    return is_hub_name(path) or file or os.path.isfile(_in_folder(path))
+
+
+def _in_folder(path: str | os.PathLike[str]) -> str:
+    """The configuration in a folder."""
+    own = os.path.join(path, FILE)
+    return own if os.path.isfile(own) else os.path.join(path, PARAMS)
 
 
 def config_file(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
     """The configuration that ``path`` means: the file, that in the folder, or of the model."""
     if is_hub_name(path):
         return hub_config(os.fspath(path))
-    return os.path.join(path, FILE) if is_model(path) else path
+    return _in_folder(path) if os.path.isdir(path) and is_model(path) else path
 
 
 def hub_config(name: str) -> Path:

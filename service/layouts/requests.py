@@ -180,7 +180,8 @@ class PriceAnswer(Answer):
 class ExplainAnswer(Answer):
     """Why a layout is not the best: the rule it breaks, what does not fit, or what takes longer.
 
-    The seconds and bytes are the row's. They rest on ``rates``; ``causes`` are why the time may be
+    ``differs`` are the fields in which the best layout is another, such as ``tensor 8 -> 4``. The
+    seconds and bytes are the row's. They rest on ``rates``; ``causes`` are why the time may be
     farther off than the runs that these were fitted to. Each of ``prices`` is switched off alone:
     what runs beside something longer adds nothing, and their seconds do not add up.
     """
@@ -198,6 +199,7 @@ class ExplainAnswer(Answer):
     causes: tuple[str, ...] = ()
     row: LayoutRow | None = None
     shortages: tuple[str, ...] = ()
+    differs: tuple[str, ...] = ()
     parts: tuple[PartAnswer, ...] = ()
     prices: tuple[PriceAnswer, ...] = ()
 

@@ -321,6 +321,7 @@ def explain(request: LayoutRequest, layout: Layout, best: Estimate | None) -> Ex
         causes=causes(problem, layout),
         row=_layout_row(problem, one, one if best is None else best),
         shortages=shortages(one),
+        differs=() if best is None else tuple(layout.differences(best.layout)),
         parts=tuple(
             PartAnswer.of(part, best_seconds=None if best is None else part.other_seconds)
             for part in parts

@@ -72,6 +72,7 @@ EXAMPLES: dict[str, str] = {
     "train-plan": """
         stagewright train-plan config.json --device h100 --gpus 64 \\
             --global-batch 512 --sequence 4096 -o layout.json
+        stagewright train-plan --from megatron.sh --device h100
         stagewright train-plan profiles.json --servers a100:2x4,v100:3x8 \\
             --global-batch 256 -o plan.json""",
     "memory": """

@@ -157,6 +157,25 @@ def test_a_rule_of_the_framework_is_named(
     assert rule in refused("export", "layout.json", "--to", framework, "-o", "out")
 
 
+def test_the_run_that_one_has_is_explained() -> None:
+    """An export is such a run: its layout is explained with the same prices, and bettered."""
+    own = ("--pipeline", 4, "--tensor", 2, "--replicas", 2, "--for", "megatron")
+    answered(*PLAN, *own, "-o", "layout.json")
+    answered("export", "layout.json", "--to", "megatron", "-o", "megatron.sh")
+    given = ("train-plan", "--from", "megatron.sh", "--device", "h100", "--top", 1)
+    found = answered_json(*given)
+    plan = load_layout("layout.json")
+    assert found["explained"]["layout"] == str(plan.layout)
+    assert found["explained"]["seconds"] == pytest.approx(plan.iteration_seconds)
+    best = found["rows"][0]
+    assert best["seconds"] < plan.iteration_seconds
+    assert "pipeline 4 -> 1" in found["explained"]["differs"]
+    assert "the best differs in pipeline 4 -> 1" in answered(*given, "--gpus", 32)
+    assert "leave one of them out" in refused(*given, "--explain", "p2 d8")
+    assert "give a model, for example its config.json" in refused("train-plan", *MACHINES)
+    assert "needs --global-batch" in refused(*PLAN[:2], *MACHINES, "--sequence", 2048)
+
+
 def test_front_and_what_if() -> None:
     found = answered_json(
         *PLAN, "--pipeline", 1, "--tensor", "1,2", "--front", "--what-if", "--png", "front.png"

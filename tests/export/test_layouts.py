@@ -42,6 +42,8 @@ from stagewright.executor.export.layouts import (
     require_framework,
 )
 from stagewright.executor.export.options import FormatOptions
+from stagewright.executor.export.runs.megatron import read_megatron
+from stagewright.executor.export.runs.torchtitan import read_torchtitan
 from stagewright.formulations.parallelism.layout import parse_layout
 from stagewright.formulations.prices.computing import Precision, precision_named
 from stagewright.graphs.documents.errors import InputError
@@ -62,6 +64,7 @@ from stagewright.graphs.models.traits import (
 )
 from stagewright.graphs.models.tuning import tuned_with
 
+RUNS = {"megatron": read_megatron, "torchtitan": read_torchtitan}
 PIPED = ("megatron", "megatron-bridge", "nemo", "torchtitan")
 CORE = PIPED[:3]
 FSDP2 = ("accelerate", "axolotl", "trl")
@@ -93,6 +96,28 @@ def expected(to, problem, layout):
     return found
 
 
+def require_read_back(to, files, problem, found):
+    """What train-plan --from reads of an export is what was exported."""
+    [(name, text)] = files.items()
+    bytes_of = problem.precision
+    if bytes_of.activation_bytes == 2 and bytes_of.optimizer_bytes < 12:
+        with pytest.raises(InputError, match=r"exp-avg-dtype|training\.dtype"):
+            RUNS[to](text, name)
+        return
+    run = RUNS[to](text, name)
+    assert said(problem, run.layout) == found
+    assert (run.batch, run.sequence) == (problem.batch, problem.sequence)
+    numbers = precision_named(run.precision)
+    assert numbers.activation_bytes == bytes_of.activation_bytes
+    assert numbers.fp8_products == bytes_of.fp8_products
+    if to == "megatron":
+        own = replace(problem.architecture, left_out=None)
+        assert replace(run.architecture, name=own.name) == own
+        assert {"bf16": 2, "fp32": 4}[run.gradients] == bytes_of.gradient_bytes
+        assert run.attention == problem.attention
+        assert run.overlap == (problem.overlap or found["data"] * found["context"] == 1)
+
+
 @examples(500)
 @given(seed=st.integers(0, 2**32))
 def test_files_say_what_the_layout_says(seed):
@@ -103,6 +128,8 @@ def test_files_say_what_the_layout_says(seed):
         files = export_layout(problem, layout, to)
         found = READERS[to](files, problem.architecture.layers)
         assert found == expected(to, problem, layout)
+        if to in RUNS:
+            require_read_back(to, files, problem, found)
         inner = found["pipeline"] * found["tensor"] * found["context"]
         assert found["ranks"] == inner * found["data"] == problem.fabric.devices
         assert found["batch"] == found["microbatch"] * found["data"] * found["accumulation"]

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from stagewright.formulations.parallelism.profiles.cluster import Pool, ServerPools
     from stagewright.formulations.parallelism.training import TrainingProblem
     from stagewright.graphs.machines.fabric import Fabric
+    from stagewright.graphs.models.architecture import Architecture
     from stagewright.solvers.parallelism.space import Space
 
 T = TypeVar("T")
@@ -133,7 +134,7 @@ class NumberOptions(TuningOptions):
 class TrainingOptions(NumberOptions):
     """What is trained, and with which types and memory."""
 
-    global_batch: Annotated[int, Option(form="N")]
+    global_batch: Annotated[int | None, Option(form="N")] = None
     """Samples between two updates."""
     sequence: Annotated[int | None, Option(form="S")] = None
     """Tokens in a sample; for a config.json."""
@@ -141,9 +142,16 @@ class TrainingOptions(NumberOptions):
     """Exchanges of gradients and ZeRO wait for computations."""
 
     def problem(
-        self, config: Path, fabric: "Fabric", framework: str | None = None
+        self,
+        config: Path,
+        fabric: "Fabric",
+        framework: str | None = None,
+        architecture: "Architecture | None" = None,
     ) -> "TrainingProblem":
-        """The training problem; a warning if its samples are longer than the model's."""
+        """The training problem; a warning if its samples are longer than the model's.
+
+        The ``architecture`` is that of ``config`` unless it is given.
+        """
         from stagewright.graphs.importers.hf_config import read_most_positions
         from stagewright.graphs.models.tuning import tuned_with
         from stagewright.service.architectures import read_architecture
@@ -151,7 +159,10 @@ class TrainingOptions(NumberOptions):
 
         if self.sequence is None:
             raise InputError(f"{config} needs --sequence, the tokens in a sample, for example 4096")
-        architecture, positions = read_architecture(config), read_most_positions(config)
+        if self.global_batch is None:
+            raise InputError(f"{config} needs --global-batch, the samples between two updates")
+        positions = read_most_positions(config) if architecture is None else None
+        architecture = read_architecture(config) if architecture is None else architecture
         if positions is not None and self.sequence > positions:
             warn(
                 f"--sequence {self.sequence} is more than the max_position_embeddings of {config}, "

@@ -1,13 +1,14 @@
 """``train-plan`` and ``memory``: how to divide the training of a transformer among GPUs."""
 
+from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from stagewright.cli import interruptible
 from stagewright.cli.commands import Asked, CommandOptions, ask, command
-from stagewright.cli.console import kept, progress, say, tell
+from stagewright.cli.console import kept, progress, say, tell, warn
 from stagewright.cli.layouts.inputs import (
     DegreeOptions,
     MachineOptions,
@@ -37,6 +38,9 @@ from stagewright.graphs.machines.stack_memory import STACK_MEMORY
 from stagewright.service.layouts.requests import LayoutAnswer, LayoutRequest
 from stagewright.service.options import Option
 
+if TYPE_CHECKING:
+    from stagewright.executor.export.runs.run import TrainingRun
+
 
 class PictureOptions(CommandOptions):
     """A picture of the answer."""
@@ -48,9 +52,13 @@ class PictureOptions(CommandOptions):
 class TrainPlanOptions(TrainingOptions, MachineOptions, DegreeOptions, PictureOptions, Written):
     """What ``train-plan`` is asked beside its request."""
 
-    config: Annotated[Path, Option("CONFIG_OR_PROFILES")]
-    """A Hugging Face config.json, or its folder, or the name of its model (OWNER/NAME), or layer
-    profiles that import wrote."""
+    config: Annotated[Path | None, Option("CONFIG_OR_PROFILES")] = None
+    """A Hugging Face config.json, or its folder, or the name of its model (OWNER/NAME), Meta's
+    params.json, or layer profiles that import wrote."""
+    run: Annotated[Path | None, Option("--from", form="FILE")] = None
+    """The run that you have, to explain and better it: a launch script or the arguments of
+    Megatron-LM, or a TOML file of torchtitan. It says model, layout, batch and GPUs; options
+    override it."""
     servers: Annotated[str | None, Option(form="KIND:NxM,...")] = None
     """For layer profiles: servers x GPUs by kind, for example a100:2x4,v100:3x8; memory and
     bandwidths may then be given by kind, for example a100=40GB,v100=16GB."""
@@ -60,7 +68,8 @@ class TrainPlanOptions(TrainingOptions, MachineOptions, DegreeOptions, PictureOp
     without="by_stage",
     headings={
         "Machines": "per_server server_bandwidth network_bandwidth per_rack rack_bandwidth"
-        " host_bandwidth memory servers",
+        " host_bandwidth memory",
+        "Layer profiles": "servers time_limit",
         "Trained weights": "lora lora_targets frozen",
         "Arithmetic and memory": "precision attention no_overlap reserve gradients rates",
         "Layouts to consider": "pipeline tensor context replicas expert microbatch_sizes chunks"
@@ -82,17 +91,30 @@ def train_plan(
     """
     from stagewright.service.layouts.searching import find_layouts  # it imports scipy
 
-    config = given.config
-    are_profiles = is_profiles(config)
+    are_profiles = given.config is not None and is_profiles(given.config)
+    config = given.config or given.run
+    if config is None:
+        raise InputError(
+            "give a model, for example its config.json, or the run that you have: --from FILE"
+        )
     require_options(command_line, config, are_profiles)
     if are_profiles:
         return plan_profiles(given, asked.given["time_limit"])
-    if given.sequence is None:
-        raise InputError(f"{config} needs --sequence, the tokens in a sample, for example 4096")
-    fabric = given.fabric()
-    to = asked.given["framework"]
+    to, explained = asked.given["framework"], asked.given["explain"]
+    run = None
+    if given.run is not None:
+        run, given = _with_run(given, given.run, on_command_line(command_line))
+        if explained is not None:
+            raise InputError("--explain: the run of --from is explained; leave one of them out")
+        to, explained = to or run.framework, str(run.layout)
     # The request refuses a name that is not known.
-    problem = given.problem(config, fabric, to if to in STACK_MEMORY else None)
+    problem = given.problem(
+        config,
+        given.fabric(),
+        to if to in STACK_MEMORY else None,
+        run.architecture if run is not None and given.config is None else None,
+    )
+    fabric = problem.fabric
     if given.offload_optimizer and fabric.host_bytes_per_second is None:
         raise InputError("--offload-optimizer needs --host-bandwidth, for example 25GB/s")
     drawn = given.png is not None
@@ -101,6 +123,8 @@ def train_plan(
         space=given.space(problem),
         by_stage=not given.alike,
         front=asked.given["front"] or drawn,
+        framework=to,
+        explain=None if explained is None else parse_layout(explained),
     )
     with interruptible() as stop, progress(f"planning {config.name}", stop):
         answer = find_layouts(request, stop)
@@ -114,6 +138,30 @@ def train_plan(
         (given.png, *written) if answer.plan is not None else (),
     )
     return 1 if answer.plan is None else 0
+
+
+def _with_run(
+    given: TrainPlanOptions, file: Path, on_line: Collection[str]
+) -> "tuple[TrainingRun, TrainPlanOptions]":
+    """The run that a file describes, and the options with what it says where none is given."""
+    from stagewright.executor.export.runs import read_run
+
+    run = read_run(file, given.gpus if given.cluster is None else given.fabric().devices)
+    if run.architecture is None and given.config is None:
+        raise InputError(f"{file}: the model is not said; give it: train-plan MODEL --from {file}")
+    for note in run.notes:
+        warn(note)
+    said = {
+        "gpus": run.layout.ranks if given.cluster is None else None,
+        "global_batch": run.batch,
+        "sequence": run.sequence,
+        "precision": run.precision,
+        "gradients": run.gradients if run.precision != "fp32" else None,
+        "attention": run.attention,
+        "no_overlap": not run.overlap,
+    }
+    update = {name: one for name, one in said.items() if one is not None and name not in on_line}
+    return run, given.model_copy(update=update)
 
 
 def _draw(answer: LayoutAnswer, request: LayoutRequest, name: str, png: Path) -> None:

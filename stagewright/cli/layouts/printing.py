@@ -242,6 +242,8 @@ def _print_explained(one: "ExplainAnswer", limit: float) -> None:
         one.layout,
     )
     _print_prices(one)
+    if one.differs:
+        say(f"the best differs in {', '.join(one.differs)}")
     if one.row is not None:
         rank = one.row.loses_by or ("" if one.shortages else "the best")
         say(

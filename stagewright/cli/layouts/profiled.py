@@ -105,6 +105,9 @@ def plan_profiles(given: "TrainPlanOptions", time_limit: float) -> int:
     from stagewright.service.layouts.profiled import ProfiledRequest, find_profiled_plan
 
     batch = given.global_batch
+    if batch is None:
+        raise InputError(f"{given.config} needs --global-batch, the samples between two updates")
+    assert given.config is not None
     profiles = load_layer_profiles(given.config)
     names = ("memory", "server_bandwidth", "network_bandwidth")
     rates = {name: getattr(given, name) for name in names}

@@ -1,0 +1,19 @@
+"""Training runs that people have: launch files of frameworks, read back to model and layout."""
+
+import os
+
+from stagewright.executor.export.runs.megatron import read_megatron
+from stagewright.executor.export.runs.run import TrainingRun
+from stagewright.executor.export.runs.torchtitan import read_torchtitan
+from stagewright.graphs.documents import documents
+
+
+def read_run(path: str | os.PathLike[str], gpus: int | None = None) -> TrainingRun:
+    """The run of a file: TorchTitan's if it is TOML or Python, else a script for Megatron-LM.
+
+    ``gpus`` is the number of devices where the file does not say it, or another is meant. Raises
+    InputError in one line that names the file and the argument or field.
+    """
+    place = os.fspath(path)
+    read = read_torchtitan if place.endswith((".toml", ".py")) else read_megatron
+    return read(documents.read_text(path), place, gpus)

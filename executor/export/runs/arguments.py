@@ -1,0 +1,109 @@
+"""The arguments of Megatron-LM's pretrain_gpt.py: their values, and those that change nothing."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from stagewright.graphs.documents.errors import InputError
+
+_WORDS = """
+--accumulate-allreduce-grads-in-fp32 --adam --app-tag --apply-layernorm --apply-query --async-save
+--attention-dropout --attention-softmax --auto-detect --batch-p2p --bias-swiglu --calculate-per
+--check-for --ckpt --clip-grad --config-logger --create-attention --cross-entropy --cuda-graph
+--data- --dataloader --ddp- --decoupled --defer-embedding --delay- --deterministic
+--disable-straggler --dist-ckpt --distributed --empty-unused --enable-exp --eod --eval --exit
+--external-cuda --finetune --fp8-amax --fp8-interval --fp8-margin --fp8-wgrad --grad-reduce-in-fp32
+--gradient-reduce --high-priority --hysteresis --inference --init-method --initial-loss --keep-fp8
+--load --local-rank --log --loss-scale --lr --make-vocab --manual-gc --max-tokens --merge-file
+--mid-level --min-lr --mock-data --moe-aux --moe-grouped --moe-pad --moe-per-layer --moe-permute
+--moe-router- --moe-token --moe-z --nccl --no-async-tensor --no-bias- --no-check --no-create
+--no-fp8 --no-gradient-accumulation --no-load --no-masked --no-mmap --no-overlap-p2p --no-persist
+--no-position-embedding --no-rope-fusion --no-save --num-dataset --num-workers
+--overlap-cpu-optimizer --overlap-p2p --override-opt --per-split --profile --rampup --reset- --save
+--seed --split --start- --te-rng --tensorboard --test-data --tiktoken --timing --tokenizer --tp-comm
+--train-data --train-iters --train-samples --transformer-impl --use-checkpoint-opt --use-cuda-graph
+--use-dist-ckpt --use-flash-attn --use-legacy --use-mcore --use-pytorch-profiler --valid-data
+--vocab-file --wandb --weight-decay
+"""
+_OTHERS = tuple(_WORDS.split())
+"""How arguments begin on which neither the model, its layout nor its price depends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """The values of arguments by name; those that were read are remembered, and notes on them."""
+
+    values: dict[str, list[str]]
+    read: set[str] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+
+    def flag(self, *names: str) -> bool:
+        """Whether one of the flags is given."""
+        self.read.update(names)
+        return any(name in self.values for name in names)
+
+    def text(self, *names: str) -> str | None:
+        """The value of the first argument that is given; None if none is."""
+        self.read.update(names)
+        for name in names:
+            if name in self.values:
+                words = self.values[name]
+                if len(words) != 1 or "$" in words[0]:
+                    raise InputError(
+                        f"{name} has {' '.join(words) or 'no value'!r}; it must be one value, "
+                        "whose variables the script sets"
+                    )
+                return words[0]
+        return None
+
+    def number(self, *names: str) -> int | None:
+        """The whole number of an argument."""
+        text = self.text(*names)
+        if text is not None and not text.isdecimal():
+            raise InputError(f"{names[0]} must be a whole number, got {text!r}")
+        return None if text is None else int(text)
+
+    def required(self, name: str) -> int:
+        """The whole number of an argument that must be given."""
+        found = self.number(name)
+        if found is None:
+            raise InputError(f"{name} is missing; it must be a whole number")
+        return found
+
+    def real(self, name: str) -> float | None:
+        """The number of an argument."""
+        text = self.text(name)
+        try:
+            return None if text is None else float(text)
+        except ValueError:
+            raise InputError(f"{name} must be a number, got {text!r}") from None
+
+    def choice(self, name: str, known: Sequence[str]) -> str:
+        """One of the ``known`` texts, by default the first."""
+        text = self.text(name) or known[0]
+        if text not in known:
+            raise InputError(f"{name} {text}: read are {', '.join(known)}")
+        return text
+
+    def require_all_read(self) -> None:
+        """Refuse arguments that were not read and may change the model or its layout."""
+        for name in self.values:
+            if name not in self.read and not name.startswith(_OTHERS):
+                raise InputError(f"{name} is not understood; if it changes nothing, leave it out")
+
+
+def by_name(words: Sequence[str]) -> dict[str, list[str]]:
+    """The values of each argument, up to the end of the command."""
+    found: dict[str, list[str]] = {}
+    values: list[str] = []
+    for word in words:
+        if word.startswith("--"):
+            name, _, value = word.partition("=")
+            values = found[name] = [value] if value else []
+        elif re.match(r"[|;&<>]|\d?>", word):
+            break
+        else:
+            values.append(word)
+    if not found:
+        raise InputError("no arguments such as --num-layers; give the script that starts training")
+    return found
