@@ -41,6 +41,7 @@ from stagewright.executor.export.layouts import (
     export_layout,
     require_framework,
 )
+from stagewright.executor.export.layouts.megatron import model_arguments
 from stagewright.executor.export.options import FormatOptions
 from stagewright.executor.export.runs.megatron import read_megatron
 from stagewright.executor.export.runs.torchtitan import read_torchtitan
@@ -98,7 +99,7 @@ def expected(to, problem, layout):
 
 def require_read_back(to, files, problem, found):
     """What train-plan --from reads of an export is what was exported."""
-    [(name, text)] = files.items()
+    name, text = next(iter(files.items()))
     bytes_of = problem.precision
     if bytes_of.activation_bytes == 2 and bytes_of.optimizer_bytes < 12:
         with pytest.raises(InputError, match=r"exp-avg-dtype|training\.dtype"):
@@ -112,7 +113,10 @@ def require_read_back(to, files, problem, found):
     assert numbers.fp8_products == bytes_of.fp8_products
     if to == "megatron":
         own = replace(problem.architecture, left_out=None)
-        assert replace(run.architecture, name=own.name) == own
+        said_again = model_arguments(run.architecture, run.sequence)
+        assert said_again == model_arguments(own, problem.sequence)
+        alike = replace(run.architecture, name=own.name, stated=own.stated, traits=own.traits)
+        assert alike == own
         assert {"bf16": 2, "fp32": 4}[run.gradients] == bytes_of.gradient_bytes
         assert run.attention == problem.attention
         assert run.overlap == (problem.overlap or found["data"] * found["context"] == 1)

@@ -85,6 +85,13 @@ class Arguments:
             raise InputError(f"{name} {text}: read are {', '.join(known)}")
         return text
 
+    def require(self, name: str, values: Sequence[float]) -> None:
+        """Refuse other numbers than these; without any, the argument."""
+        found = self.real(name)
+        if found is not None and found not in values:
+            known = f"; read are {', '.join(map(str, values))}" if values else " here"
+            raise InputError(f"{name} {found:g} is not understood{known}")
+
     def require_all_read(self) -> None:
         """Refuse arguments that were not read and may change the model or its layout."""
         for name in self.values:

@@ -12,6 +12,7 @@ from typing import Any
 from stagewright.executor.export.layouts.core import STRATEGIES
 from stagewright.executor.export.layouts.megatron import NORMS
 from stagewright.executor.export.runs.arguments import Arguments, by_name
+from stagewright.executor.export.runs.megatron_stated import POSITIONS, read_stated, read_traits
 from stagewright.executor.export.runs.run import TrainingRun, data_degree, division
 from stagewright.executor.export.runs.shell import LaunchScript, read_script
 from stagewright.formulations.parallelism.layout import Layout
@@ -83,27 +84,27 @@ def _gpus(script: LaunchScript) -> int | None:
 
 def _architecture(arguments: Arguments, name: str) -> Architecture:
     layers, hidden = arguments.required("--num-layers"), arguments.required("--hidden-size")
-    rotary = arguments.flag("--use-rotary-position-embeddings")
-    known = ("rope", "learned_absolute") if rotary else ("learned_absolute", "rope")
-    rotary = arguments.choice("--position-embedding-type", known) == "rope"
+    usual = ["rope"] if arguments.flag("--use-rotary-position-embeddings") else []
+    kind = arguments.choice("--position-embedding-type", (*usual, *POSITIONS))
+    rotary = kind != "learned_absolute"
     positions = arguments.number("--max-position-embeddings")
-    experts = _experts(arguments, layers)
     bias = not arguments.flag("--disable-bias-linear")
-    if bias and experts is not None:
-        raise InputError("experts with biases: --disable-bias-linear is missing")
+    experts = _experts(arguments, layers, bias)
+    if bias and experts is not None and experts.shared_width is not None:
+        raise InputError("shared experts with biases: --disable-bias-linear is missing")
     norms = {text: name for name, text in NORMS.items()}
     dropout = arguments.real("--hidden-dropout")
     window, full = _window(arguments, layers)
-    if arguments.real("--rotary-percent") not in (None, 1.0):
-        raise InputError("--rotary-percent: rotary positions in part of a head are not priced")
     if not rotary and positions is None:
         raise InputError("--max-position-embeddings is missing: the size of the table of positions")
+    attention = _attention(arguments, hidden, bias)
+    latent = isinstance(attention, LatentAttention)
     return Architecture(
         name,
         layers,
         hidden,
         _vocabulary(arguments),
-        _attention(arguments, hidden, bias),
+        attention,
         _feed_forward(arguments, hidden, bias),
         experts,
         norm=norms[arguments.choice("--normalization", ("LayerNorm", "RMSNorm"))],  # type: ignore[arg-type]
@@ -114,6 +115,8 @@ def _architecture(arguments: Arguments, name: str) -> Architecture:
         dropout=dropout is None or dropout > 0,
         rotary_base=arguments.real("--rotary-base"),
         norm_epsilon=arguments.real("--norm-epsilon"),
+        traits=read_traits(arguments),
+        stated=read_stated(arguments, kind, latent=latent, experts=experts is not None),
     )
 
 
@@ -151,11 +154,12 @@ def _attention(arguments: Arguments, hidden: int, bias: bool) -> GroupedAttentio
         bias=bias or arguments.flag("--add-qkv-bias"),
         output_bias=bias,
         head_norms=norms,
+        sinks=arguments.choice("--softmax-type", ("vanilla", "learnable")) == "learnable",
     )
 
 
 def _feed_forward(arguments: Arguments, hidden: int, bias: bool) -> FeedForward:
-    gated = arguments.flag("--swiglu")
+    gated = arguments.flag("--swiglu", "--quick-geglu")
     usual = int(4 * hidden * 2 / 3) // 64 * 64 if gated else 4 * hidden
     return FeedForward(arguments.number("--ffn-hidden-size") or usual, gated=gated, bias=bias)
 
@@ -174,7 +178,7 @@ def _window(arguments: Arguments, layers: int) -> tuple[int | None, frozenset[in
     return int(left) + 1, frozenset(i for i, one in enumerate(limited) if not one)
 
 
-def _experts(arguments: Arguments, layers: int) -> Experts | None:
+def _experts(arguments: Arguments, layers: int, bias: bool) -> Experts | None:
     number = arguments.number("--num-experts")
     pattern = arguments.text("--moe-layer-freq")
     names = ("--moe-router-topk", "--moe-ffn-hidden-size", "--moe-shared-expert-intermediate-size")
@@ -191,6 +195,8 @@ def _experts(arguments: Arguments, layers: int) -> Experts | None:
         shared,
         gate,
         frozenset(i for i, one in enumerate(sparse) if not one),
+        bias=bias,
+        router_bias=bias,
     )
 
 
