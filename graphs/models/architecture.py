@@ -25,7 +25,7 @@ from stagewright.graphs.models.operations import (
     loss,
     norm,
 )
-from stagewright.graphs.models.stated import Stated
+from stagewright.graphs.models.stated import NOTHING, Stated
 from stagewright.graphs.models.tuning import Tuning, require_tuning, tuned_block, tuned_end
 
 MAX_SIZE = 10**9  # of anything that is counted: far above any model, products fit in a float
@@ -201,7 +201,7 @@ class Architecture:
     rotary_base: float | None = None
     norm_epsilon: float | None = None
     traits: tuple[str, ...] = ()
-    stated: Stated = Stated()
+    stated: Stated = NOTHING
     tuning: Tuning | None = None
 
     def __post_init__(self) -> None:

@@ -72,3 +72,7 @@ class Stated:
     routing: Routing | None = None
     score_cap: float | None = None
     logit_cap: float | None = None
+
+
+NOTHING = Stated()
+"""Of a model of which only sizes are known."""

@@ -93,7 +93,7 @@ def expected(to, problem, layout):
     return found
 
 
-@examples(500)
+@examples(300)
 @given(seed=st.integers(0, 2**32))
 def test_files_say_what_the_layout_says(seed):
     problem, layout = random_problem(seed)
