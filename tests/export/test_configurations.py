@@ -36,7 +36,7 @@ SAME = ("ranks", "tensor", "pipeline", "data", "batch", "accumulation", "blocks"
 PLAIN = "p1 d64 b1 zero1"
 OTHERS = ("d64 b1 zero3 full", "d64 b1 zero2", "d64 b1 zero1 full", "d64 b1")
 SPACE = Space(
-    pipeline=(4,), tensor=(1, 4), context=(1,), expert=(1, 8), microbatch=(1,), chunks=1,
+    pipeline=(4,), tensor=(1, 8), context=(1,), expert=(1, 8), microbatch=(1,), chunks=1,
     schedules=("1f1b",), recompute=("none",), partial=False, zero=(1,),
     placements=("data-inside",),
 )  # fmt: skip
