@@ -1,7 +1,7 @@
 """Scripts that start a command once per device: torchrun, Slurm, Kubernetes, MPI.
 
-Rank r is the r-th device of a plan. ``torchrun`` numbers the ranks node by node, so the devices of a
-server must be consecutive in the plan.
+Rank r is the r-th device of a plan. ``torchrun`` numbers the ranks node by node, so the devices of
+a server must be consecutive in the plan.
 """
 
 import json
@@ -18,7 +18,6 @@ from stagewright.executor.programs.program import plan_devices
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Cluster
-
 
 NAME = "stagewright"
 _LABEL = 63  # characters of a DNS label
@@ -137,7 +136,8 @@ def mpi(launch: Launch) -> dict[str, str]:
     each = len(nodes[0].gpus)
     ranks = (
         "export RANK=$OMPI_COMM_WORLD_RANK WORLD_SIZE=$OMPI_COMM_WORLD_SIZE\n"
-        "export LOCAL_RANK=$OMPI_COMM_WORLD_LOCAL_RANK LOCAL_WORLD_SIZE=$OMPI_COMM_WORLD_LOCAL_SIZE\n"
+        "export LOCAL_RANK=$OMPI_COMM_WORLD_LOCAL_RANK\n"
+        "export LOCAL_WORLD_SIZE=$OMPI_COMM_WORLD_LOCAL_SIZE\n"
         'exec "$@"'
     )
     lines = [
@@ -148,7 +148,8 @@ def mpi(launch: Launch) -> dict[str, str]:
         ': "${HOSTS:?set it to the nodes and their slots}"',
         'export MASTER_ADDR="${MASTER_ADDR:-${HOSTS%%:*}}"',
         f'export MASTER_PORT="${{MASTER_PORT:-{PORT}}}"',
-        f'exec mpirun -np {len(nodes) * each} --host "$HOSTS" --map-by ppr:{each}:node --bind-to none'
+        f'exec mpirun -np {len(nodes) * each} --host "$HOSTS" --map-by ppr:{each}:node'
+        " --bind-to none"
         + "".join(f" -x {name}" for name in ("MASTER_ADDR", "MASTER_PORT", *launch.environment))
         + " "
         + shlex.join(["bash", "-c", ranks, "bash", *launch.words]),

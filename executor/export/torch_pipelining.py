@@ -7,12 +7,12 @@ row per rank, computations only. Any stage may be on any rank; torch adds the tr
 from collections.abc import Mapping
 
 from stagewright.executor.export.decoder import modules
-from stagewright.executor.export.launchers import to_yaml
 from stagewright.executor.export.options import (
     FormatOptions,
     filled,
     samples_per_replica,
     stage_layers,
+    to_yaml,
 )
 from stagewright.executor.export.pipelines import Pipeline, orders, pipeline, require_plain
 from stagewright.formulations.plans.actions import Action, ActionKind, F, parse_action

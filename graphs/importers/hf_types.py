@@ -64,8 +64,8 @@ _DEEPSEEK_EXPERTS = ExpertFields(
 )  # fmt: skip
 _DEEPSEEK_V2_EXPERTS = replace(
     _DEEPSEEK_EXPERTS, shared=("n_shared_experts", 2), dense=("first_k_dense_replace", 0),
-    scores="softmax", normalized=False, scale=("routed_scaling_factor", 1.0), choice_bias=False,
-    groups=("n_group", None), chosen_groups=("topk_group", None),
+    scores="softmax", normalized=False, groups=("n_group", None),
+    chosen_groups=("topk_group", None), scale=("routed_scaling_factor", 1.0), choice_bias=False,
 )  # fmt: skip
 _GLM_EXPERTS = replace(
     _DEEPSEEK_EXPERTS, dense=("first_k_dense_replace", 1), groups=("n_group", 1),

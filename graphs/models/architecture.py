@@ -41,7 +41,7 @@ from stagewright.graphs.models.operations import (
 )
 from stagewright.graphs.models.recurrences import RECURRENT
 from stagewright.graphs.models.sizes import require_number, require_sizes
-from stagewright.graphs.models.stated import NOTHING_STATED, Stated
+from stagewright.graphs.models.stated import NOTHING, Stated
 from stagewright.graphs.models.tuning import Tuning, require_tuning, tuned_block, tuned_end
 
 __all__ = [
@@ -183,7 +183,7 @@ class Architecture:
     rotary_base: float | None = None
     norm_epsilon: float | None = None
     traits: tuple[str, ...] = ()
-    stated: Stated = NOTHING_STATED
+    stated: Stated = NOTHING
     tuning: Tuning | None = None
     variants: tuple[Variant, ...] = ()
 

@@ -74,4 +74,5 @@ class Stated:
     logit_cap: float | None = None
 
 
-NOTHING_STATED = Stated()
+NOTHING = Stated()
+"""Of a model of which only sizes are known."""

@@ -31,8 +31,8 @@ class LayoutRequest(Request):
     """Layouts in the table."""
     framework: Annotated[str | None, Option("--for", form="FRAMEWORK")] = None
     """Only layouts that can be exported to it: megatron, megatron-bridge, nemo, torchtitan,
-    deepspeed, accelerate, axolotl, trl, transformers, nnscaler; plan: a plan of stages, for `stagewright run`, of which some may then not
-    fit in memory."""
+    deepspeed, accelerate, axolotl, trl, transformers, nnscaler; plan: a plan of stages, for
+    `stagewright run`, of which some may then not fit in memory."""
     time_limit: float = 60.0
     """Time limit of the search in seconds."""
     prefer: Literal["fastest", "surest"] = "fastest"

@@ -24,8 +24,8 @@ POLICIES = (
 RUNTIMES = ("torch-csv", "torchtitan", "nemo", "megatron", "deepspeed")
 OF_PLANS = (*RUNTIMES, "torchrun", "slurm", "kubernetes")
 OF_LAYOUTS = (
-    "megatron", "megatron-bridge", "nemo", "torchtitan", "deepspeed", "accelerate", "axolotl", "trl",
-    "transformers", "nnscaler", "plan",
+    "megatron", "megatron-bridge", "nemo", "torchtitan", "deepspeed", "accelerate", "axolotl",
+    "trl", "transformers", "nnscaler", "plan",
 )  # fmt: skip
 STRATEGIES = (
     "1xv100", "gpu-type", "multi-gpu", "multi-cloud", "dynamic", "rolling", "optimal", "all",

@@ -12,7 +12,7 @@ from stagewright.executor.capture import architectures
 from stagewright.executor.capture.architectures import TRAIT, architecture_of_module
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.importers.hf_config import architecture_of
-from stagewright.graphs.models.stated import NOTHING_STATED
+from stagewright.graphs.models.stated import NOTHING
 from stagewright.service.architectures import read_architecture
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -35,7 +35,7 @@ def test_the_module_and_the_table_agree(kind, monkeypatch):
         found = architecture_of_module(SMALL[kind] | TOKENS)
         assert limits(found) == limits(known)
         assert found == replace(
-            known, traits=(TRAIT,), rotary_base=None, norm_epsilon=None, stated=NOTHING_STATED,
+            known, traits=(TRAIT,), rotary_base=None, norm_epsilon=None, stated=NOTHING,
             window=found.window, full_layers=found.full_layers,
         )  # fmt: skip
     blocks = architectures._blocks(model, kind, known.layers)

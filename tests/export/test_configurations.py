@@ -36,8 +36,8 @@ SAME = ("ranks", "tensor", "pipeline", "data", "batch", "accumulation", "blocks"
 PLAIN = "p1 d64 b1 zero1"
 OTHERS = ("d64 b1 zero3 full", "d64 b1 zero2", "d64 b1 zero1 full", "d64 b1")
 SPACE = Space(
-    pipeline=(4,), tensor=(1, 4), context=(1,), expert=(1, 8), microbatch=(1,), chunks=1,
-    schedules=("1f1b",), recompute=("none",), partial=False, zero=(1, 3),
+    pipeline=(4,), tensor=(1, 8), context=(1,), expert=(1, 8), microbatch=(1,), chunks=1,
+    schedules=("1f1b",), recompute=("none",), partial=False, zero=(1,),
     placements=("data-inside",),
 )  # fmt: skip
 HAVE = {
@@ -88,19 +88,23 @@ def taken(framework, problem, planned):
 @pytest.mark.parametrize("kind", FULL)
 @pytest.mark.parametrize("size", ["small", "full"])
 def test_every_configuration_is_planned_exported_and_read_back(kind, size):
-    """The full size by a search, and for the frameworks that do not take their models elsewhere."""
+    """The full size by a search, and for the frameworks that do not train any model.
+
+    All sizes are exported to all frameworks in the campaign.
+    """
     problem = problem_of(kind, size)
     planned = searched(problem, SPACE) if size == "full" else [parse_layout(PLAIN)]
-    assert planned or sum(problem.architecture.parameters().values()) > 3e11
-    for to in LAYOUT_FORMATS if size == "small" else HAVE:
+    assert planned or sum(problem.architecture.parameters().values()) > 2e11
+    for to in LAYOUT_FORMATS.keys() - HAVE.keys() if size == "small" else HAVE:
         export_and_read_back(to, problem, planned, kind in have(to))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", FULL)
+@pytest.mark.parametrize("size", ["small", "full"])
 @pytest.mark.parametrize("to", LAYOUT_FORMATS)
-def test_every_configuration_is_planned_for_its_framework(kind, to):
-    problem = problem_of(kind, "full", to)
+def test_every_configuration_is_planned_for_its_framework(kind, size, to):
+    problem = problem_of(kind, size, to)
     if kind in have(to):
         planned = searched(problem, Space(), to)
         export_and_read_back(to, problem, planned, True)

@@ -122,7 +122,7 @@ def require_read_back(to, files, problem, found):
         assert run.overlap == (problem.overlap or found["data"] * found["context"] == 1)
 
 
-@examples(500)
+@examples(300)
 @given(seed=st.integers(0, 2**32))
 def test_files_say_what_the_layout_says(seed):
     problem, layout = random_problem(seed)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 from stagewright.formulations.parallelism.layout import Layout
@@ -32,6 +33,11 @@ def _some_blocks(problem: TrainingProblem, layout: Layout) -> str | None:
 
 def _if(text: str, has: Callable[[TrainingProblem, Layout], bool]) -> Told:
     return lambda problem, layout: text if has(problem, layout) else None
+
+
+def _shards(zero: int, _: TrainingProblem, layout: Layout) -> str | None:
+    has = layout.zero == zero and layout.data * layout.context > 1
+    return f"ZeRO {zero}" if has else None
 
 
 def _attention_again(problem: TrainingProblem, layout: Layout) -> bool:
@@ -98,11 +104,7 @@ FEATURES = {
     ),
     **{
         f"ZeRO {zero}": Feature(
-            _if(
-                f"ZeRO {zero}",
-                lambda _, one, zero=zero: one.zero == zero and one.data * one.context > 1,
-            ),
-            "choose another stage of ZeRO",
+            partial(_shards, zero), "choose another stage of ZeRO"
         )
         for zero in (1, 2, 3)
     },

@@ -87,7 +87,7 @@ def trl(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
 def environment(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
     """What ``accelerate launch`` would set of the environment."""
     numbers, sharded = number_type(problem), is_sharded(layout)
-    found = {"ACCELERATE_MIXED_PRECISION": "no" if numbers == "fp32" else numbers}
+    found: dict[str, str] = {"ACCELERATE_MIXED_PRECISION": "no" if numbers == "fp32" else numbers}
     if sharded:
         found |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
         found |= {f"FSDP_{name.upper()}": _word(value) for name, value in fsdp(layout).items()}

@@ -11,9 +11,9 @@ LAUNCHERS = (launchers.torchrun, launchers.slurm, launchers.jobset, launchers.mp
 
 _HEAD = """\
 #!/usr/bin/env bash
-# One rank of the run. Started on every device by one of run.sh (torchrun, on every node), job.sbatch
-# (Slurm, submitted in this folder), jobset.yaml (Kubernetes, with this folder as the container's
-# working directory) and mpirun.sh (Open MPI). To add in the environment before:
+# One rank of the run. Started on every device by one of run.sh (torchrun, on every node),
+# job.sbatch (Slurm, submitted in this folder), jobset.yaml (Kubernetes, with this folder as the
+# container's working directory) and mpirun.sh (Open MPI). To add in the environment before:
 """
 
 

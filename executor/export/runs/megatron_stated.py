@@ -1,7 +1,5 @@
 """What arguments of Megatron-LM state beside sizes: rotary positions, routers and activations."""
 
-from typing import Any
-
 from stagewright.executor.export.runs.arguments import Arguments
 from stagewright.graphs.models.stated import RotaryScaling, Routing, Stated
 from stagewright.graphs.models.traits import (
@@ -47,30 +45,33 @@ def read_traits(arguments: Arguments) -> tuple[str, ...]:
 def _latent_scaling(arguments: Arguments) -> RotaryScaling | None:
     """Latent attention scales by YaRN unless it is told not to."""
     factor = arguments.real("--rotary-scaling-factor")
-    scales = {name: arguments.real(f"--{name.replace('_', '-')}") for name in _SCALES}
+    scale, scale_all = (arguments.real(one) for one in _SCALES)
     if arguments.choice("--rope-type", ("yarn", "rope")) == "rope":
         return None
-    return RotaryScaling("yarn", 40.0 if factor is None else factor, **scales)
+    return RotaryScaling(
+        "yarn", 40.0 if factor is None else factor, mscale=scale, mscale_all_dim=scale_all
+    )
 
 
-_SCALES = ("mscale", "mscale_all_dim")
+_SCALES = ("--mscale", "--mscale-all-dim")
 
 
 def _scaling(arguments: Arguments, positions: str) -> RotaryScaling | None:
     linear = arguments.real("--rotary-seq-len-interpolation-factor")
     scaled, factor = arguments.flag("--use-rope-scaling"), arguments.real("--rope-scaling-factor")
     if positions == "yarn":
-        numbers: dict[str, Any] = {
-            "factor": arguments.real("--rotary-scaling-factor") or 1.0,
-            "original_max_position_embeddings": arguments.number(
-                "--yarn-original-max-position-embeddings"
-            ),
-            "beta_fast": arguments.real("--yarn-beta-fast"),
-            "beta_slow": arguments.real("--yarn-beta-slow"),
-        }
-        scales = {name: arguments.real(f"--{name.replace('_', '-')}") for name in _SCALES}
-        rounds = not arguments.flag("--no-yarn-correction-range-round-to-int")
-        return RotaryScaling("yarn", truncate=rounds, **numbers, **scales)
+        scale, scale_all = (arguments.real(one) for one in _SCALES)
+        longest = arguments.number("--yarn-original-max-position-embeddings")
+        return RotaryScaling(
+            "yarn",
+            factor=arguments.real("--rotary-scaling-factor") or 1.0,
+            original_max_position_embeddings=longest,
+            beta_fast=arguments.real("--yarn-beta-fast"),
+            beta_slow=arguments.real("--yarn-beta-slow"),
+            mscale=scale,
+            mscale_all_dim=scale_all,
+            truncate=not arguments.flag("--no-yarn-correction-range-round-to-int"),
+        )
     if scaled:
         return RotaryScaling("llama3", 8.0 if factor is None else factor)
     return None if linear is None else RotaryScaling("linear", linear)
