@@ -271,6 +271,11 @@ def test_an_nvlink_domain_is_one_server() -> None:
     Path("nodes.txt").write_text("NodeName=n[01-20] Gres=gpu:gb300:4\n")
     answered("cluster", "--from", "nodes.txt", "-o", "c.json")
     assert [len(one) for one in load_cluster("c.json").servers] == [72, 8]
+    Path("nodes.txt").write_text("NodeName=n[01-18] Gres=gpu:gb200:4\n")
+    answered("cluster", "--from", "nodes.txt", "-o", "c.json")
+    cluster = load_cluster("c.json")
+    assert len(cluster.servers) == 1
+    assert "between servers" not in str(cluster.source)
 
 
 def test_servers_of_several_files() -> None:

@@ -109,7 +109,7 @@ def _of_device(kind: DescribedKind, options: ClusterOptions) -> dict[str, Any]:
 def _of_listings(options: ClusterOptions, files: Sequence[Path]) -> "Cluster":
     """The servers that tools' outputs list."""
     from stagewright.graphs.importers.machine_lists import listed_machines, with_cards
-    from stagewright.graphs.machines.servers import mixed_servers, repeated
+    from stagewright.graphs.machines.servers import ServerGroup, mixed_servers, repeated
 
     read = [one for file in files for one in listed_machines(documents.read_text(file), str(file))]
     counted = _counted(options.shape, with_cards(read))
@@ -119,15 +119,19 @@ def _of_listings(options: ClusterOptions, files: Sequence[Path]) -> "Cluster":
     rest = options.model_copy(update={"intra": None}) if by_path else options
     kinds = read_kinds([kind for _, kind in listings], rest)
     paths = _paths(options.bandwidth.intra if by_path else None, by_path)
-    total = sum(one.servers for one, _ in listings)
+    sizes = [_sizes(one, kind) for (one, _), kind in zip(listings, kinds, strict=True)]
+    total = sum(servers for of_kind in sizes for _, servers in of_kind)
     if total == 1:
         _refuse_network(options)
     groups: list[ServerGroup] = []
     sources: list[str | None] = []
-    for (one, _), kind in zip(listings, kinds, strict=True):
+    for (one, _), kind, of_kind in zip(listings, kinds, sizes, strict=True):
         inter = kind.link("inter", len(one.devices), cards_of(one)) if total > 1 else None
         if one.links is None:
-            groups += _by_domain(one, kind, inter)
+            groups += [
+                ServerGroup(kind.devices(devices), servers, kind.link("intra"), inter)
+                for devices, servers in of_kind
+            ]
             sources.append(one.source)
             continue
         server = _server(one, kind, options, paths)
@@ -179,23 +183,19 @@ def _with_known_links(
     return one, kind
 
 
-def _by_domain(one: "Listed", kind: DescribedKind, inter: "Link | None") -> "list[ServerGroup]":
-    """Servers by the kind's links; those that an NVLink domain joins are one server."""
+def _sizes(one: "Listed", kind: DescribedKind) -> list[tuple[int, int]]:
+    """Devices of a server, and servers; those that an NVLink domain joins are one server."""
     from stagewright.graphs.machines.devices import known_kind
-    from stagewright.graphs.machines.servers import ServerGroup
 
     size, total = len(one.devices), len(one.devices) * one.servers
     card = known_kind(kind.kind)
-    domain = size if card is None or card.nvlink_domain <= 8 else card.nvlink_domain
-    joined = max(size, min(domain // size * size, total))
+    if one.links is not None or card is None or card.nvlink_domain <= max(8, size):
+        return [(size, one.servers)]
+    joined = min(card.nvlink_domain // size * size, total)
     if joined > size:
         kind.facts.append(f"servers of {size} joined to {joined} by NVLink")
-    sizes = [(joined, total // joined), (total % joined, 1)]
-    return [
-        ServerGroup(kind.devices(devices), servers, kind.link("intra"), inter)
-        for devices, servers in sizes
-        if devices and servers
-    ]
+    found = [(joined, total // joined), (total % joined, 1)]
+    return [(devices, servers) for devices, servers in found if devices]
 
 
 def _paths(text: str | None, listings: "Sequence[Listed]") -> dict[str, float]:
