@@ -51,7 +51,12 @@ def architecture_of_module(values: dict[str, Any]) -> Architecture:
     model = _built(kind, values)
     config = model.config.get_text_config()
     blocks = _blocks(model, kind, config.num_hidden_layers)
-    found = _architecture(kind, model, config, blocks)
+    try:
+        found = _architecture(kind, model, config, blocks)
+    except (AttributeError, KeyError, IndexError) as error:
+        raise InputError(
+            f"model_type {kind!r} is not priced: its blocks lack what known ones have, {error}"
+        ) from error
     _require_equal(found, model, blocks)
     return found
 

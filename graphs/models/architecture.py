@@ -317,7 +317,8 @@ class Architecture:
             found |= self._dropped("feed-forward dropout", width)
             found["feed-forward sum"] = elementwise(width, operands=2)
         if self.parallel:  # the first norm, or product, counts the input that both keep
-            shared = "norm 2" if self.block_norms > 1 else "feed-forward in"
+            first = "router" if parts.experts else "feed-forward in"
+            shared = "norm 2" if self.block_norms > 1 else first
             found[shared] = replace(found[shared], saved=0.0)
         return tuned_block(self, index, rows, found)
 
