@@ -73,3 +73,12 @@ def counted_traits(of: Architecture) -> tuple[str, ...]:
 def every_trait(of: Architecture) -> tuple[str, ...]:
     """The counted traits, and those that change no cost."""
     return (*counted_traits(of), *of.traits)
+
+
+def remarks_on(of: Architecture) -> tuple[str, ...]:
+    """What the prices of a model leave out, and what no rates were fitted to."""
+    found = {
+        f"without {of.left_out}": of.left_out is not None,
+        f"{' and '.join(_recurrences(of))} at the rate of matrix products": _recurrences(of),
+    }
+    return tuple(what for what, has in found.items() if has)

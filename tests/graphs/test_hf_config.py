@@ -52,6 +52,15 @@ QWEN2_MOE = sized(
     moe_intermediate_size=1408, shared_expert_intermediate_size=5632, decoder_sparse_step=1,
 )  # fmt: skip
 
+QWEN3_NEXT = sized(
+    "qwen3_next", 48, 2048, 16, 2, 5120, 151936, num_experts=512, num_experts_per_tok=10,
+    moe_intermediate_size=512, shared_expert_intermediate_size=512,
+)  # fmt: skip
+NEMOTRON_H = sized(
+    "nemotron_h", 52, 4096, 32, 8, 21504, 131072,
+    hybrid_override_pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+)  # fmt: skip
+
 # Fields as in the published config.json of each model; all counts are those of ``transformers``.
 PUBLISHED = {
     "GPT-2": (GPT2, 124_439_808),
@@ -75,6 +84,9 @@ PUBLISHED = {
     ),
     "DeepSeek-V3": (DEEPSEEK_V3, 671_026_404_352),
     "BERT-base": (BERT, 109_514_298),
+    "Qwen3-Next-80B-A3B": (QWEN3_NEXT, 79_674_391_296),
+    "Nemotron-H-8B": (NEMOTRON_H, 8_100_852_736),
+    "Jamba-v0.1": (sized("jamba", 32, 4096, 32, 8, 14336, 65536), 51_570_323_328),
 }  # fmt: skip
 
 
