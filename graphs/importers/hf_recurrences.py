@@ -19,7 +19,7 @@ MAMBA2 = RecurrentFields(
 MAMBA = RecurrentFields(
     rule="selective", width=("intermediate_size", None), expand=("expand", 2),
     state_size=("state_size", 16), step_rank=("time_step_rank", "auto"),
-    kernel_size=("conv_kernel", 4), bias=("use_bias", False),
+    kernel_size=("conv_kernel", 4), bias=("use_bias", False), norm=False,
     convolution_bias=("use_conv_bias", True), alone=True,
 )  # fmt: skip
 BAMBA = RecurrentFields(

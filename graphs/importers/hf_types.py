@@ -7,18 +7,9 @@ nor operators are not read.
 
 from dataclasses import replace
 
+from stagewright.graphs.importers import hf_recurrences as recurrent
 from stagewright.graphs.importers.config_fields import Field
 from stagewright.graphs.importers.hf_fields import ExpertFields, ModelType
-from stagewright.graphs.importers.hf_recurrences import (
-    BAMBA,
-    DELTA,
-    JAMBA,
-    LIGHTNING,
-    MAMBA,
-    MAMBA2,
-    NEMOTRON,
-    SHORT,
-)
 from stagewright.graphs.models.traits import ALIBI, NORMS_AFTER
 
 _GELU = "GELU gates"
@@ -47,6 +38,7 @@ _QWEN3 = replace(
 _QWEN_EXPERTS = ExpertFields(
     number="num_experts|num_local_experts", dense=("decoder_sparse_step", 1)
 )
+_QWEN_SHARED_EXPERTS = replace(_QWEN_EXPERTS, shared="shared_expert_intermediate_size", gate=True)
 _GEMMA = ModelType(
     groups=("num_key_value_heads", 16), head_size=("head_dim", 256), tied=_TIED,
     traits=(_GELU, "scaled embeddings"), required=(("use_bidirectional_attention", False),),
@@ -106,9 +98,8 @@ _OLMO_EXPERTS = ExpertFields(number="num_experts", width="intermediate_size")
 
 _QWEN3_HYBRID = replace(
     _QWEN3, head_size=("head_dim", 256), gate=True, pattern=None, when=(),
-    rotary_part=("partial_rotary_factor", 0.25), recurrent=DELTA,
+    rotary_part=("partial_rotary_factor", 0.25), recurrent=recurrent.DELTA,
 )  # fmt: skip
-_QWEN_SHARED_EXPERTS = replace(_QWEN_EXPERTS, shared="shared_expert_intermediate_size", gate=True)
 _HYBRID = ModelType(
     groups=("num_key_value_heads", 8), mlp_bias=("mlp_bias", False), epsilon=_EPSILON
 )
@@ -117,7 +108,7 @@ _LFM2 = ModelType(
     head_size=None, bias=False, head_norms=True,
     epsilon=("norm_eps", 1e-5), base=("rope_theta", 1e6),
     tied=("tie_embedding|tie_word_embeddings", True),
-    recurrent=SHORT,
+    recurrent=recurrent.SHORT,
 )  # fmt: skip
 
 TYPES: dict[str, ModelType] = {
@@ -132,7 +123,7 @@ TYPES: dict[str, ModelType] = {
     "qwen2_moe": replace(
         _QWEN2, groups=("num_key_value_heads", 16), bias=("qkv_bias", True),
         alternates=True,
-        experts=replace(_QWEN_EXPERTS, shared="shared_expert_intermediate_size", gate=True),
+        experts=_QWEN_SHARED_EXPERTS,
     ),
     "qwen3": _QWEN3,
     "qwen3_moe": replace(
@@ -324,15 +315,15 @@ TYPES: dict[str, ModelType] = {
     ),
     "mamba": ModelType(
         width=None, epsilon=("layer_norm_epsilon", 1e-5), base=None, rotary=False, tied=_TIED,
-        recurrent=MAMBA,
+        recurrent=recurrent.MAMBA,
     ),
     "falcon_mamba": ModelType(
         width=None, epsilon=("layer_norm_epsilon", 1e-5), base=None, rotary=False, tied=_TIED,
-        recurrent=MAMBA, traits=("norms of steps without weights",),
+        recurrent=recurrent.MAMBA, traits=("norms of steps without weights",),
     ),
     "mamba2": ModelType(
         width=None, epsilon=("layer_norm_epsilon", 1e-5), base=None, rotary=False,
-        recurrent=MAMBA2,
+        recurrent=recurrent.MAMBA2,
     ),
     "qwen3_next": replace(
         _QWEN3_HYBRID, groups=("num_key_value_heads", 2), experts=_QWEN_SHARED_EXPERTS
@@ -345,7 +336,7 @@ TYPES: dict[str, ModelType] = {
     "minimax": replace(
         _MISTRAL, head_size=("head_dim", None), window=None, base=("rope_theta", 1e6),
         epsilon=_EPSILON, experts=_MIXTRAL_EXPERTS, traits=(_SCALES,),
-        recurrent=LIGHTNING,
+        recurrent=recurrent.LIGHTNING,
     ),
     "nemotron_h": ModelType(
         groups=("num_key_value_heads", 8), head_size=("head_dim|attention_head_dim", 128),
@@ -356,24 +347,23 @@ TYPES: dict[str, ModelType] = {
             width=("moe_intermediate_size", 7688), gated=False,
             shared=("moe_shared_expert_intermediate_size", 7688),
         ),
-        recurrent=NEMOTRON,
-        traits=(_RELU,),
+        recurrent=recurrent.NEMOTRON, required=(("moe_latent_size", False),), traits=(_RELU,),
     ),
     "bamba": replace(
         _HYBRID, head_size=None,
-        recurrent=replace(BAMBA, indices="attn_layer_indices"),
+        recurrent=replace(recurrent.BAMBA, indices="attn_layer_indices"),
         traits=("rotary positions in part of a head",),
     ),
     "granitemoehybrid": replace(
         _GRANITE, mlp_bias=False, width="shared_intermediate_size",
         rotary=("position_embedding_type", None),
         experts=replace(_GRANITE_EXPERTS, shared="shared_intermediate_size"),
-        recurrent=replace(BAMBA, kinds="layer_types|layers_block_type"),
+        recurrent=replace(recurrent.BAMBA, kinds="layer_types|layers_block_type"),
     ),
     "falcon_h1": replace(
         _HYBRID, traits=(_SCALES,),
         recurrent=replace(
-            BAMBA, width=("mamba_d_ssm", 1024), norm=("mamba_rms_norm", False), beside=True,
+            recurrent.BAMBA, width=("mamba_d_ssm", 1024), norm=("mamba_rms_norm", False), beside=True,
             output_bias=("projectors_bias", False),
         ),
     ),
@@ -383,7 +373,7 @@ TYPES: dict[str, ModelType] = {
             number=("num_experts", 16), per_token=("num_experts_per_tok", 2),
             width="intermediate_size", dense=("expert_layer_period", 2),
         ),
-        recurrent=JAMBA,
+        recurrent=recurrent.JAMBA,
     ),
     "lfm2": _LFM2,
     "lfm2_moe": replace(

@@ -387,6 +387,11 @@ def test_the_text_model_of_a_model_with_other_towers():
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention must be false"),
         ("gpt2", {"resid_pdrop": "none"}, "resid_pdrop must be from 0 to 1, got 'none'"),
         ("deepseek_v2", {"mlp_bias": True}, "mlp_bias must be false"),
+        ("nemotron_h", {"moe_latent_size": 8}, "moe_latent_size must be false"),
+        ("nemotron_h", {"hybrid_override_pattern": "M*-X"}, r"pattern\[3\] must be .* got 'X'"),
+        ("qwen3_next", {"layer_types": []}, "layer_types must be a list of 3 kinds"),
+        ("qwen3_next", {"layer_types": ["mlp"] * 3}, r"layer_types\[0\] must be .* got 'mlp'"),
+        ("bamba", {"mamba_n_heads": 7, "mamba_d_head": "auto"}, "must be a multiple of mamba_n_he"),
     ],
 )
 def test_models_that_are_not_counted_are_refused(kind, change, message):
