@@ -95,7 +95,6 @@ _ERNIE = ModelType(
 )  # fmt: skip
 _MIXTRAL_EXPERTS = ExpertFields(number="num_local_experts|num_experts", width="intermediate_size")
 _OLMO_EXPERTS = ExpertFields(number="num_experts", width="intermediate_size")
-
 _QWEN3_HYBRID = replace(
     _QWEN3, head_size=("head_dim", 256), gate=True, pattern=None, when=(),
     rotary_part=("partial_rotary_factor", 0.25), recurrent=recurrent.DELTA,
@@ -363,8 +362,8 @@ TYPES: dict[str, ModelType] = {
     "falcon_h1": replace(
         _HYBRID, traits=(_SCALES,),
         recurrent=replace(
-            recurrent.BAMBA, width=("mamba_d_ssm", 1024), norm=("mamba_rms_norm", False), beside=True,
-            output_bias=("projectors_bias", False),
+            recurrent.BAMBA, width=("mamba_d_ssm", 1024), norm=("mamba_rms_norm", False),
+            beside=True, output_bias=("projectors_bias", False),
         ),
     ),
     "jamba": ModelType(
