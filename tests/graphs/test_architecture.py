@@ -216,6 +216,7 @@ def test_blocks_that_cannot_be_are_refused():
         ((Variant(frozenset({2}), mixers=(scan,)),), "block 2 must be from 0 to 1"),
         ((Variant(frozenset({0})), Variant(frozenset({0}))), "block 0 must be .* in one variant"),
         ((Variant(frozenset({0}), mixers=(), fed=False),), "a mixer or a feed-forward"),
+        ((Variant(frozenset({0}), mixers=(scan, scan)),), "an attention and a recurrence"),
     ):
         with pytest.raises(InputError, match=message):
             replace(gpt_like(2, 8, 1), variants=variants)

@@ -389,6 +389,7 @@ def test_the_text_model_of_a_model_with_other_towers():
         ("deepseek_v2", {"mlp_bias": True}, "mlp_bias must be false"),
         ("nemotron_h", {"moe_latent_size": 8}, "moe_latent_size must be false"),
         ("nemotron_h", {"hybrid_override_pattern": "M*-X"}, r"pattern\[3\] must be .* got 'X'"),
+        ("nemotron_h", {"hybrid_override_pattern": "----"}, "needs a block that mixes tokens"),
         ("qwen3_next", {"layer_types": []}, "layer_types must be a list of 3 kinds"),
         ("qwen3_next", {"layer_types": ["mlp"] * 3}, r"layer_types\[0\] must be .* got 'mlp'"),
         ("bamba", {"mamba_n_heads": 7, "mamba_d_head": "auto"}, "must be a multiple of mamba_n_he"),
