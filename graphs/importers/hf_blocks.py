@@ -111,12 +111,14 @@ def _recurrent(of: ModelType, own: RecurrentFields, fields: Fields, hidden: int)
         size = _whole_share(width, heads, fields.name(own.expand), fields.name(own.heads))
     else:
         size = fields.size(cell)
+    groups = fields.optional_size(own.groups) or heads
+    _whole_share(heads, groups, fields.name(own.heads or of.heads), fields.name(own.groups))
     return Recurrence(
         rule=own.rule,
         heads=heads,
         head_size=size,
         state_size=fields.optional_size(own.state_size) or size,
-        groups=fields.optional_size(own.groups) or heads,
+        groups=groups,
         chunk=fields.size(own.chunk),
         kernel_size=kernel,
         bias=bias,

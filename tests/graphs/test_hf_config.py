@@ -116,6 +116,7 @@ def test_active_parameters_of_published_models(fields, billions):
 
 BLOCKS = (
     "gpt2", "bert", "qwen2_moe", "gpt_oss", "llama4_text", "deepseek_v3", "olmo2", "falcon", "opt",
+    "nemotron_h", "qwen3_next", "jamba", "falcon_h1", "minimax", "lfm2",
 )  # fmt: skip
 """Types that have between them all that blocks have."""
 
