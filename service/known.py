@@ -146,6 +146,12 @@ def _sample(kind: str) -> Architecture:
     fields: dict[str, Any] = {
         cell.split("|")[0]: size for cell, size in cells if isinstance(cell, str)
     }
+    own = of.recurrent
+    if own is not None and own.kinds is not None:  # blocks of every kind
+        kinds = ["mamba", "mlp", "moe", "attention"] if own.alone else ["mamba", "attention"]
+        fields[own.kinds.split("|")[-1]] = kinds * (_SIZES["layers"] // len(kinds))
+    elif own is not None and own.indices is not None:
+        fields[own.indices] = [_SIZES["layers"] - 1]
     return architecture_of({"model_type": kind, **fields})
 
 

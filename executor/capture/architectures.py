@@ -51,7 +51,12 @@ def architecture_of_module(values: dict[str, Any]) -> Architecture:
     model = _built(kind, values)
     config = model.config.get_text_config()
     blocks = _blocks(model, kind, config.num_hidden_layers)
-    found = _architecture(kind, model, config, blocks)
+    try:
+        found = _architecture(kind, model, config, blocks)
+    except (AttributeError, KeyError, IndexError) as error:
+        raise InputError(
+            f"model_type {kind!r} is not priced: its blocks lack what known ones have, {error}"
+        ) from error
     _require_equal(found, model, blocks)
     return found
 
@@ -87,7 +92,7 @@ def _architecture(kind: str, model: Any, config: Any, blocks: list[nn.Module]) -
     ends = [one for one in model.modules() if _is_norm(one) and id(one) not in within]
     parts = [_parted(one, config, hidden) for one in blocks]
     norms = max((_norms(one) for one in blocks), key=len)
-    is_whole = any(one.mixers and (one.experts or one.feed_forward) for one in parts)
+    is_whole = any(one.mixers and one.is_fed for one in parts)
     number = len(norms) if is_whole else 2
     width = getattr(config, "intermediate_size", None) if any(o.experts for o in parts) else None
     tables = [

@@ -59,14 +59,15 @@ def mixer_of(name: str, module: nn.Module, config: Any, hidden: int) -> AnyMixer
 
 def _recurrence(module: Any, parameters: Named, hidden: int) -> AnyMixer:
     """The recurrence of a module that has a convolution, or a fixed decay."""
-    width = parameters["out_proj.weight"].shape[1]
+    back = "out_proj" if "out_proj.weight" in parameters else "o_proj"
+    width = parameters[f"{back}.weight"].shape[1]
     if hasattr(module, "slope_rate"):
         heads = module.num_attention_heads
         size = width // heads
         return Recurrence("lightning", heads, size, size, heads, module.block_size)
     convolution = module.conv1d
     kernel, convolution_bias = convolution.kernel_size[0], convolution.bias is not None
-    bias, output_bias = (f"{name}.bias" in parameters for name in ("in_proj", "out_proj"))
+    bias, output_bias = (f"{name}.bias" in parameters for name in ("in_proj", back))
     if "x_proj.weight" in parameters:
         return SelectiveScan(
             width=width,
@@ -91,7 +92,7 @@ def _recurrence(module: Any, parameters: Named, hidden: int) -> AnyMixer:
         bias=bias,
         output_bias=output_bias,
         convolution_bias=convolution_bias,
-        norm="norm.weight" in parameters,
+        norm=any(name.endswith("norm.weight") for name in parameters),
     )
 
 
@@ -132,6 +133,7 @@ def _attention(parameters: Named, config: Any, hidden: int) -> AnyAttention:
 
 
 def _has_gate(parameters: Named, outs: int) -> bool:
-    """Whether the projection to queries makes a gate of the output too."""
-    queries = parameters.get("q_proj.weight")
-    return queries is not None and queries.shape[0] == 2 * outs
+    """Whether there is a gate of the output, perhaps of the projection to queries."""
+    queries, gate = (parameters.get(f"{name}.weight") for name in ("q_proj", "gate_proj"))
+    is_wide = queries is not None and queries.shape[0] == 2 * outs
+    return is_wide or (gate is not None and gate.shape[0] == outs)

@@ -19,6 +19,7 @@ from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.graphs.models.language import Attention
 from stagewright.graphs.models.named import named_model
 from stagewright.graphs.models.shards import LayerShare, LayerSplit, share_of, shares_of
+from stagewright.graphs.models.traits import remarks_on
 
 ALL_EXPERTS = "all experts on the device"
 OPTIMIZERS = {0: "SGD", 1: "SGD with momentum", 2: "Adam"}  # by numbers of state per parameter
@@ -118,8 +119,7 @@ def architecture_model(
     assumed = ["fused attention"]
     if architecture.experts is not None:
         assumed += ["tokens spread evenly over the experts", ALL_EXPERTS]
-    if architecture.left_out is not None:
-        assumed.append(f"without {architecture.left_out}")
+    assumed += remarks_on(architecture)
     names = ["embedding", *(f"block{i}" for i in range(architecture.layers)), "head"]
     layers = shares_of(architecture, sequence, LayerSplit()).every
     return _chain(

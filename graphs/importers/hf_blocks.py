@@ -31,13 +31,13 @@ def words_of(of: ModelType, fields: Fields) -> list[str]:
     own = of.recurrent
     if own is None:
         return ["attention"] * fields.layers(of.layers)
-    name = None if own.kinds is None else fields.name((own.kinds, None))
-    listed = None if name is None else fields.get((name, None))
-    if name is not None and listed is not None:
+    name = "" if own.kinds is None else fields.name((own.kinds, None))
+    listed = fields.get((name, None)) if name else None
+    if listed is not None:
         given = list(listed) if isinstance(listed, str) else listed
-        long = fields.get((str(of.layers), len(given) if isinstance(given, list) else 1))
-        kinds = Fields({name: given, "layers": long}).kinds(name, long, _WORDS)
-        return [_WORDS[one] for one in kinds or ()]
+        most = fields.layers((str(of.layers), len(given) if isinstance(given, list) else 1))
+        known = [one for one, word in _WORDS.items() if own.alone or word not in ("mlp", "moe")]
+        return [_WORDS[one] for one in Fields({name: given}).kinds(name, most, known) or ()]
     layers = fields.layers(of.layers)
     if own.beside:
         return ["both"] * layers
@@ -103,22 +103,22 @@ def _recurrent(of: ModelType, own: RecurrentFields, fields: Fields, hidden: int)
             kernel_size=kernel or 1,
             bias=bias,
             convolution_bias=fields.flag(own.convolution_bias),
-            norms=own is not None and own.every is not None,
+            norms=fields.flag(own.norm),
         )
     heads = fields.size(of.heads if own.heads is None else own.heads)
-    size = fields.get(own.head_size)
-    if own.head_size is None:
-        size = fields.optional_size(of.head_size)
-    if size in (None, "auto"):
+    cell = of.head_size if own.head_size is None else own.head_size
+    if fields.get(cell) in (None, "auto"):
         size = _whole_share(width, heads, fields.name(own.expand), fields.name(own.heads))
+    else:
+        size = fields.size(cell)
+    groups = fields.optional_size(own.groups) or heads
+    _whole_share(heads, groups, fields.name(own.heads or of.heads), fields.name(own.groups))
     return Recurrence(
         rule=own.rule,
         heads=heads,
-        head_size=size
-        if own.head_size is None
-        else fields.size((fields.name(own.head_size), size)),
+        head_size=size,
         state_size=fields.optional_size(own.state_size) or size,
-        groups=fields.optional_size(own.groups) or heads,
+        groups=groups,
         chunk=fields.size(own.chunk),
         kernel_size=kernel,
         bias=bias,

@@ -7,8 +7,9 @@ nor operators are not read.
 
 from dataclasses import replace
 
+from stagewright.graphs.importers import hf_recurrences as recurrent
 from stagewright.graphs.importers.config_fields import Field
-from stagewright.graphs.importers.hf_fields import ExpertFields, ModelType, RecurrentFields
+from stagewright.graphs.importers.hf_fields import ExpertFields, ModelType
 from stagewright.graphs.models.traits import (
     ADDED_ONE,
     ADJACENT,
@@ -44,6 +45,7 @@ _QWEN3 = replace(
 _QWEN_EXPERTS = ExpertFields(
     number="num_experts|num_local_experts", dense=("decoder_sparse_step", 1), normalized=_NORMED
 )
+_QWEN_SHARED_EXPERTS = replace(_QWEN_EXPERTS, shared="shared_expert_intermediate_size", gate=True)
 _GEMMA = ModelType(
     groups=("num_key_value_heads", 16), head_size=("head_dim", 256), tied=_TIED,
     traits=(_GELU, "scaled embeddings"), required=(("use_bidirectional_attention", False),),
@@ -112,29 +114,9 @@ _OLMO_EXPERTS = ExpertFields(
     loss=("router_aux_loss_coef", 0.01),
 )  # fmt: skip
 
-_MAMBA2 = RecurrentFields(
-    rule="ssd", heads=("num_heads", 128), head_size=("head_dim", 64),
-    state_size=("state_size", 128), groups=("n_groups", 8), chunk=("chunk_size", 256),
-    kernel_size=("conv_kernel", 4), bias=("use_bias", False),
-    convolution_bias=("use_conv_bias", True), alone=True,
-)  # fmt: skip
-_MAMBA = RecurrentFields(
-    rule="selective", width=("intermediate_size", None), expand=("expand", 2),
-    state_size=("state_size", 16), step_rank=("time_step_rank", "auto"),
-    kernel_size=("conv_kernel", 4), bias=("use_bias", False),
-    convolution_bias=("use_conv_bias", True), alone=True,
-)  # fmt: skip
-_BAMBA = RecurrentFields(
-    rule="ssd", heads=("mamba_n_heads", 128), head_size=("mamba_d_head", "auto"),
-    expand=("mamba_expand", 2), state_size=("mamba_d_state", 256), groups=("mamba_n_groups", 1),
-    chunk=("mamba_chunk_size", 256), kernel_size=("mamba_d_conv", 4),
-    bias=("mamba_proj_bias", False), convolution_bias=("mamba_conv_bias", True),
-)  # fmt: skip
-_JAMBA = RecurrentFields(
-    rule="selective", expand=("mamba_expand", 2), state_size=("mamba_d_state", 16),
-    step_rank=("mamba_dt_rank", "auto"), kernel_size=("mamba_d_conv", 4),
-    bias=("mamba_proj_bias", False), convolution_bias=("mamba_conv_bias", True),
-    every=("attn_layer_period", 8), first=("attn_layer_offset", 4),
+_QWEN3_HYBRID = replace(
+    _QWEN3, head_size=("head_dim", 256), gate=True, pattern=None, when=(),
+    rotary_part=("partial_rotary_factor", 0.25), recurrent=recurrent.DELTA,
 )  # fmt: skip
 _HYBRID = ModelType(
     groups=("num_key_value_heads", 8), mlp_bias=("mlp_bias", False), epsilon=_EPSILON
@@ -144,10 +126,7 @@ _LFM2 = ModelType(
     head_size=None, bias=False, head_norms=True,
     epsilon=("norm_eps", 1e-5), base=("rope_theta", 1e6),
     tied=("tie_embedding|tie_word_embeddings", True),
-    recurrent=RecurrentFields(
-        rule="convolution", kernel_size=("conv_L_cache", 3), bias=("conv_bias", False),
-        kinds="layer_types", indices="full_attn_idxs", every=1,
-    ),
+    recurrent=recurrent.SHORT,
 )  # fmt: skip
 
 TYPES: dict[str, ModelType] = {
@@ -162,7 +141,7 @@ TYPES: dict[str, ModelType] = {
     "qwen2_moe": replace(
         _QWEN2, groups=("num_key_value_heads", 16), bias=("qkv_bias", True),
         alternates=True,
-        experts=replace(_QWEN_EXPERTS, shared="shared_expert_intermediate_size", gate=True),
+        experts=_QWEN_SHARED_EXPERTS,
     ),
     "qwen3": _QWEN3,
     "qwen3_moe": replace(
@@ -361,34 +340,28 @@ TYPES: dict[str, ModelType] = {
     ),
     "mamba": ModelType(
         width=None, epsilon=("layer_norm_epsilon", 1e-5), base=None, rotary=False, tied=_TIED,
-        recurrent=_MAMBA,
+        recurrent=recurrent.MAMBA,
     ),
     "falcon_mamba": ModelType(
         width=None, epsilon=("layer_norm_epsilon", 1e-5), base=None, rotary=False, tied=_TIED,
-        recurrent=_MAMBA, traits=("norms of steps without weights",),
+        recurrent=recurrent.MAMBA, traits=("norms of steps without weights",),
     ),
     "mamba2": ModelType(
         width=None, epsilon=("layer_norm_epsilon", 1e-5), base=None, rotary=False,
-        recurrent=_MAMBA2,
+        recurrent=recurrent.MAMBA2,
     ),
     "qwen3_next": replace(
-        _QWEN3, groups=("num_key_value_heads", 2), head_size=("head_dim", 256), gate=True,
-        pattern=None, when=(), rotary_part=("partial_rotary_factor", 0.25),
-        experts=replace(_QWEN_EXPERTS, shared="shared_expert_intermediate_size", gate=True),
-        recurrent=RecurrentFields(
-            rule="delta", heads=("linear_num_value_heads", 32),
-            head_size=("linear_value_head_dim", 128), state_size=("linear_key_head_dim", 128),
-            groups=("linear_num_key_heads", 16), chunk=64,
-            kernel_size=("linear_conv_kernel_dim", 4), kinds="layer_types",
-            every=("full_attention_interval", 4),
-        ),
+        _QWEN3_HYBRID, groups=("num_key_value_heads", 2), experts=_QWEN_SHARED_EXPERTS
+    ),
+    "qwen3_5_text": replace(_QWEN3_HYBRID, groups=("num_key_value_heads", 4)),
+    "qwen3_5_moe_text": replace(
+        _QWEN3_HYBRID, groups=("num_key_value_heads", 2), width=None,
+        experts=replace(_QWEN_SHARED_EXPERTS, dense=None),
     ),
     "minimax": replace(
         _MISTRAL, head_size=("head_dim", None), window=None, base=("rope_theta", 1e6),
         epsilon=_EPSILON, experts=_MIXTRAL_EXPERTS, traits=(_SCALES,),
-        recurrent=RecurrentFields(
-            rule="lightning", chunk=("block_size", 256), kinds="layer_types", every=2, first=0,
-        ),
+        recurrent=recurrent.LIGHTNING,
     ),
     "nemotron_h": ModelType(
         groups=("num_key_value_heads", 8), head_size=("head_dim|attention_head_dim", 128),
@@ -399,29 +372,25 @@ TYPES: dict[str, ModelType] = {
             width=("moe_intermediate_size", 7688), gated=False,
             shared=("moe_shared_expert_intermediate_size", 7688),
         ),
-        recurrent=replace(
-            _MAMBA2, heads=("mamba_num_heads", 128), head_size=("mamba_head_dim", 64),
-            state_size=("ssm_state_size", 128), chunk=("chunk_size|mamba_chunk_size", 128),
-            kinds="hybrid_override_pattern|layers_block_type",
-        ),
+        recurrent=recurrent.NEMOTRON, required=(("moe_latent_size", False),),
         traits=(SQUARED_RELU,),
     ),
     "bamba": replace(
         _HYBRID, head_size=None,
-        recurrent=replace(_BAMBA, indices="attn_layer_indices"),
+        recurrent=replace(recurrent.BAMBA, indices="attn_layer_indices"),
         traits=(PARTLY_ROTATED,),
     ),
     "granitemoehybrid": replace(
         _GRANITE, mlp_bias=False, width="shared_intermediate_size",
         rotary=("position_embedding_type", None),
         experts=replace(_GRANITE_EXPERTS, shared="shared_intermediate_size"),
-        recurrent=replace(_BAMBA, kinds="layer_types|layers_block_type"),
+        recurrent=replace(recurrent.BAMBA, kinds="layer_types|layers_block_type"),
     ),
     "falcon_h1": replace(
         _HYBRID, traits=(_SCALES,),
         recurrent=replace(
-            _BAMBA, width=("mamba_d_ssm", 1024), norm=("mamba_rms_norm", False), beside=True,
-            output_bias=("projectors_bias", False),
+            recurrent.BAMBA, width=("mamba_d_ssm", 1024), norm=("mamba_rms_norm", False),
+            beside=True, output_bias=("projectors_bias", False),
         ),
     ),
     "jamba": ModelType(
@@ -430,7 +399,7 @@ TYPES: dict[str, ModelType] = {
             number=("num_experts", 16), per_token=("num_experts_per_tok", 2),
             width="intermediate_size", dense=("expert_layer_period", 2),
         ),
-        recurrent=_JAMBA,
+        recurrent=recurrent.JAMBA,
     ),
     "lfm2": _LFM2,
     "lfm2_moe": replace(

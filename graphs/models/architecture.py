@@ -74,25 +74,27 @@ class Variant:
     fed: bool = True
 
 
-def require_variants(variants: Sequence[Variant], layers: int) -> None:
-    """Raise InputError where a block is not in the model, is named twice, or has no part."""
+def _require_variants(variants: Sequence[Variant], layers: int) -> None:
+    """Raise InputError where a block is not in the model, named twice, or cannot be made."""
     seen: set[int] = set()
     for one in variants:
-        wrong = sorted(
-            {index for index in one.blocks if not 0 <= index < layers} | one.blocks & seen
-        )
+        outside = {index for index in one.blocks if not 0 <= index < layers}
+        wrong = sorted(outside | (one.blocks & seen))
         if wrong:
             raise InputError(
                 f"variants: block {wrong[0]} must be from 0 to {layers - 1}, and in one variant"
             )
         if one.mixers == () and not one.fed:
             raise InputError("variants: a block must have a mixer or a feed-forward")
+        recurrent = [isinstance(mixer, RECURRENT) for mixer in one.mixers or ()]
+        if len({*recurrent}) < len(recurrent):
+            raise InputError("variants: mixers of one block must be an attention and a recurrence")
         seen |= one.blocks
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What a block has; both ``feed_forward`` and ``experts`` are None where it has neither."""
+    """What a block has: mixers, a feed-forward or experts or neither, and attention's window."""
 
     mixers: tuple[AnyMixer, ...]
     feed_forward: FeedForward | None
@@ -105,14 +107,22 @@ class Block:
         every = (one for one in self.mixers if not isinstance(one, RECURRENT))
         return next(every, None)
 
+    @property
+    def is_fed(self) -> bool:
+        """Whether it has a feed-forward or experts."""
+        return self.feed_forward is not None or self.experts is not None
+
 
 def fields_of(blocks: Sequence[Block], plain: FeedForward) -> dict[str, Any]:
     """The fields of an :class:`Architecture` with these blocks, windows aside.
 
     The attention, feed-forward and experts of the first blocks that have one are the common ones,
-    ``plain`` is the feed-forward where no block has one.
+    ``plain`` is the feed-forward where no block has one. Raises InputError if no block mixes
+    tokens.
     """
     every = [one.attention or mixer for one in blocks for mixer in one.mixers]
+    if not every:
+        raise InputError("a model needs a block that mixes tokens, by attention or a recurrence")
     attention = next((one.attention for one in blocks if one.attention), every[0])
     dense = next((one.feed_forward for one in blocks if one.feed_forward), plain)
     experts = next((one.experts for one in blocks if one.experts), None)
@@ -125,7 +135,7 @@ def fields_of(blocks: Sequence[Block], plain: FeedForward) -> dict[str, Any]:
             blocks=frozenset(),
             mixers=None if one.mixers == (attention,) else one.mixers,
             feed_forward=None if one.feed_forward in (None, dense) else one.feed_forward,
-            fed=one.feed_forward is not None or one.experts is not None,
+            fed=one.is_fed,
         )
         others.setdefault(variant, set()).add(index)
     others.pop(Variant(blocks=frozenset()), None)
@@ -190,7 +200,7 @@ class Architecture:
     def __post_init__(self) -> None:
         require_sizes(self)
         require_count(self.layers, "layers", MAX_LAYERS)
-        require_variants(self.variants, self.layers)
+        _require_variants(self.variants, self.layers)
         if self.tuning is not None:
             require_tuning(self, self.tuning)
         for name in ("rotary_base", "norm_epsilon"):
@@ -301,35 +311,46 @@ class Architecture:
     def block(self, index: int, samples: int, sequence: int) -> Operators:
         """The operators of the block (counted from 0)."""
         rows, parts = samples * sequence, self.parts(index)
-        width = rows * self.hidden
-        found = self._norms(parts, width)
-        for number, mixer in enumerate(parts.mixers):
-            added = mixed(mixer, self, samples, sequence, parts.window)
-            if number:  # the first mixer counts the input that both keep
-                first = next(iter(added))
-                added[first] = replace(added[first], saved=0.0)
-            found |= added
-        if parts.mixers:
-            found |= self._dropped("attention dropout", width)
-            found["attention sum"] = elementwise(width, operands=1 + len(parts.mixers))
-        if parts.experts is not None:
-            found |= mixture(parts.experts, self.hidden, rows)
-        elif parts.feed_forward is not None:
-            found |= fed("feed-forward", parts.feed_forward, self.hidden, rows)
-        if parts.experts or parts.feed_forward:
-            found |= self._dropped("feed-forward dropout", width)
-            found["feed-forward sum"] = elementwise(width, operands=2)
-        if self.parallel:  # the first norm, or product, counts the input that both keep
-            shared = "norm 2" if self.block_norms > 1 else "feed-forward in"
+        found = self._norms(parts, rows * self.hidden)
+        found |= self._mixed(parts, samples, sequence) | self._fed(parts, rows)
+        if self.parallel and parts.mixers and parts.is_fed:
+            # The first norm, or product, counts the input that both keep.
+            product = "router" if parts.experts else "feed-forward in"
+            shared = "norm 2" if self.block_norms > 1 else product
             found[shared] = replace(found[shared], saved=0.0)
         return tuned_block(self, index, rows, found)
+
+    def _mixed(self, parts: Block, samples: int, sequence: int) -> Operators:
+        found: Operators = {}
+        for mixer in parts.mixers:
+            added = mixed(mixer, self, samples, sequence, parts.window)
+            if found:  # the first mixer counts the input that both keep
+                product = next(iter(added))
+                added[product] = replace(added[product], saved=0.0)
+            found |= added
+        if parts.mixers:
+            width = samples * sequence * self.hidden
+            found |= self._dropped("attention dropout", width)
+            found["attention sum"] = elementwise(width, operands=1 + len(parts.mixers))
+        return found
+
+    def _fed(self, parts: Block, rows: int) -> Operators:
+        if parts.experts is not None:
+            found = mixture(parts.experts, self.hidden, rows)
+        elif parts.feed_forward is not None:
+            found = fed("feed-forward", parts.feed_forward, self.hidden, rows)
+        else:
+            return {}
+        found |= self._dropped("feed-forward dropout", rows * self.hidden)
+        found["feed-forward sum"] = elementwise(rows * self.hidden, operands=2)
+        return found
 
     def _norms(self, parts: Block, width: int) -> Operators:
         numbers = range(1, self.block_norms + 1)
         half = self.block_norms // 2
         if not parts.mixers:
             numbers = numbers[half:]
-        elif not (parts.experts or parts.feed_forward):
+        elif not parts.is_fed:
             numbers = numbers[: max(1, half)]
         return {f"norm {number}": self.norm_of(width, self.hidden) for number in numbers}
 

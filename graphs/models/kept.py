@@ -15,6 +15,9 @@ _IN_FP8 = ("query, key, value", "latent", "query", "key, value", "output", " in"
 """Ends of the names of products that are in 8 bits where a stack has such products: the linear
 layers of a block but for the router."""
 
+_KERNELS = ("router", "experts", "scan")
+"""First words of operators whose outputs recomputation by operator does not keep."""
+
 
 def kept_bytes(
     name: str, one: LayerOperation, element_bytes: float, memory: StackMemory, fp8: bool
@@ -41,10 +44,6 @@ def is_repeated(name: str, one: LayerOperation) -> bool:
     """
     second = name in ("output", "query", "key, value") or name.endswith(" out")
     return one.kind in ("memory", "convolution") or second or name.startswith(_KERNELS)
-
-
-_KERNELS = ("router", "experts", "scan")
-"""Products in kernels whose outputs recomputation by operator does not keep."""
 
 
 def elements_by_operator(narrowed: Architecture, index: int, split: "LayerSplit") -> float:

@@ -19,17 +19,14 @@ from stagewright.graphs.models.architecture import (
 )
 from stagewright.graphs.models.kept import elements_by_operator, is_repeated, kept_bytes
 from stagewright.graphs.models.language import Attention
+from stagewright.graphs.models.materialized import materialized
 from stagewright.graphs.models.mixers import AnyAttention
 from stagewright.graphs.models.modules import OFFLOAD, freed, modules_of, repeated
 from stagewright.graphs.models.operations import (
     LayerOperation,
     LayerWork,
-    dropout,
-    elementwise,
-    product,
 )
 from stagewright.graphs.models.splits import narrow, require_split
-from stagewright.graphs.models.tuning import without_backward
 
 LayerKind = Literal["embedding", "dense", "experts", "head"]
 
@@ -247,7 +244,7 @@ def _block(
         core = _scaled(narrowed.block(index, 1, sequence)["attention"], 1 / split.context)
         operators["attention"] = core
         if attention == "materialized":
-            operators = _materialized(
+            operators = materialized(
                 operators, parts.attention, tokens, sequence, drops=narrowed.dropout
             )
     routed = 0.0
@@ -309,45 +306,6 @@ def _place_experts(
             )
     per_rank = split.tensor if split.sequence_parallel else 1
     return tokens * experts.per_token * architecture.hidden / per_rank
-
-
-def _materialized(
-    operators: Operators, of: AnyAttention, tokens: int, sequence: int, *, drops: bool
-) -> Operators:
-    """Scores, softmax, dropout and weighted values in separate kernels, in place of a fused one."""
-    key, value = (
-        (of.key_size, of.value_size)
-        if isinstance(of, LatentAttention)
-        else (of.head_size, of.head_size)
-    )
-    scores = product(of.heads, tokens, key, sequence)
-    weighted = product(of.heads, tokens, sequence, value)
-    elements = of.heads * tokens * sequence
-    values = of.heads * sequence * value
-    core: Operators = {
-        "scores": replace(scores, saved=scores.saved + values),
-        "softmax": elementwise(elements, saved=elements if drops else 0.0),
-        **({"attention mask": dropout(elements)} if drops else {}),
-        "weighted values": replace(weighted, saved=weighted.saved - values),
-    }
-    whole = operators["attention"]
-    if not whole.input_gradients:  # nothing before it is trained
-        core = {name: without_backward(one) for name, one in core.items()}
-    names = list(operators)
-    at = names.index("attention")
-    rest = _without_output(operators)
-    before, after = names[:at], names[at + 1 :]
-    return {name: rest[name] for name in before} | core | {name: rest[name] for name in after}
-
-
-def _without_output(operators: Operators) -> Operators:
-    """The operators where the attention does not keep its output: adapters of it do, if any."""
-    output = operators["output"]
-    if not output.frozen or not output.saved:
-        return operators
-    adapter = next((one for one in operators if one.startswith("output lora")), None)
-    kept = {} if adapter is None else {adapter: replace(operators[adapter], saved=output.saved)}
-    return operators | {"output": replace(output, saved=0.0)} | kept
 
 
 def _sequence_split(operators: Operators, split: LayerSplit) -> Operators:

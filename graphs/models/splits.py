@@ -34,7 +34,7 @@ def require_split(architecture: Architecture, sequence: int, split: "LayerSplit"
     """
     for size, what in _tensor_sizes(architecture):
         _require_divides(split.tensor, size, "tensor degree", what)
-    for mixer in mixers_of(architecture):
+    for mixer in _every_mixer(architecture):
         _require_mixer(mixer, split)
     _require_divides(split.context, sequence, "context degree", "tokens of a sequence")
     if split.sequence_parallel:
@@ -59,6 +59,11 @@ def mixers_of(architecture: Architecture) -> tuple[AnyMixer, ...]:
     return tuple(dict.fromkeys(chain.from_iterable(every)))
 
 
+def _every_mixer(architecture: Architecture) -> Iterable[AnyMixer]:
+    """The mixers of the blocks, and the common one, which no block may have."""
+    return dict.fromkeys((architecture.attention, *mixers_of(architecture)))
+
+
 def _require_mixer(mixer: AnyMixer, split: "LayerSplit") -> None:
     """Raise InputError where tensor ranks cannot share a mixer, or context ranks its sequence."""
     if isinstance(mixer, RECURRENT) and split.context > 1:
@@ -80,7 +85,7 @@ def _require_mixer(mixer: AnyMixer, split: "LayerSplit") -> None:
 
 
 def _tensor_sizes(architecture: Architecture) -> Iterable[tuple[int, str]]:
-    for mixer in mixers_of(architecture):
+    for mixer in _every_mixer(architecture):
         if isinstance(mixer, ShortConvolution):
             yield mixer.width, "channels of a convolution"
         elif not isinstance(mixer, SelectiveScan):

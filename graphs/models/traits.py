@@ -92,3 +92,12 @@ def lacking(of: Architecture, sequence: int, has: Collection[str]) -> list[str]:
     if of.window is not None and of.window >= sequence:
         of = replace(of, window=None, full_layers=frozenset(), chunked=False)
     return [one for one in (*common_traits(of), *every_trait(of)) if one not in has]
+
+
+def remarks_on(of: Architecture) -> tuple[str, ...]:
+    """What the prices of a model leave out, and what no rates were fitted to."""
+    found = {
+        f"without {of.left_out}": of.left_out is not None,
+        f"{' and '.join(_recurrences(of))} at the rate of matrix products": _recurrences(of),
+    }
+    return tuple(what for what, has in found.items() if has)

@@ -104,6 +104,8 @@ def tuned_with(
         names = frozenset(ALIASES.get(one, one) for one in targets.split(","))
     if lora is None and frozen is None:
         return architecture
+    if lora is not None and not known:
+        raise InputError(f"LoRA: {architecture.name} has no targets; recurrences have none")
     tuning = Tuning(rank=lora, targets=names)
     if frozen is not None:
         tuning = _with_frozen(tuning, frozen, architecture.layers)
@@ -134,13 +136,11 @@ def require_tuning(of: "Architecture", tuning: Tuning) -> None:
     known = target_names(of)
     for name in sorted(tuning.targets - known):
         raise InputError(f"LoRA target {name!r}: {of.name} has {', '.join(sorted(known))}")
-    if tuning.rank is not None:
-        kinds = {of.parts(index): index for index in range(of.layers)}
-        for index in kinds.values():
-            own = {name for one in _products(of, index).values() for name in one.parts}
-            if not tuning.targets & own:
-                words = " or ".join(sorted(own)) or "nothing: adapters of recurrences"
-                raise InputError(f"LoRA targets: block {index} has none of them, it has {words}")
+    for index in range(of.layers) if tuning.rank is not None else ():
+        own = {name for one in _products(of, index).values() for name in one.parts}
+        if not tuning.targets & own:
+            has = f"its targets are {', '.join(sorted(own))}" if own else "recurrences have none"
+            raise InputError(f"LoRA: block {index} of {of.name} has none of the targets; {has}")
     if tuning.is_frozen("head") and tuning.first_trained(of.layers) == of.layers:
         raise InputError("all weights are frozen: nothing is trained")
     if of.tied and tuning.is_frozen("embedding") != tuning.is_frozen("head"):

@@ -31,6 +31,7 @@ from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import format_bytes, format_seconds
 from stagewright.graphs.machines.rates import Feature
+from stagewright.graphs.models.traits import remarks_on
 from stagewright.service.layouts.refined import refined_layouts
 from stagewright.service.layouts.requests import (
     ExplainAnswer,
@@ -153,7 +154,6 @@ def find_layouts(request: LayoutRequest, ended: StopToken | None = None) -> Layo
     answered = found.best[0] if found.best else best
     surest, remarks = _known_prices(searches, best, stop)
     remarks += tuple(f"less sure: {one}" for one in unmeasured_work(problem))
-    left = problem.architecture.left_out
     if stop.is_set() or not found.proved:
         remarks += () if is_stopped(ended) else (_LATE.format(limit),)
     return LayoutAnswer(
@@ -171,7 +171,7 @@ def find_layouts(request: LayoutRequest, ended: StopToken | None = None) -> Layo
         explained=None if request.explain is None else explain(request, request.explain, best),
         front=front if request.front else (),
         what_if=tuple(_what_if(searches, stop)) if request.what_if and best else (),
-        remarks=remarks if left is None else (*remarks, f"without {left}"),
+        remarks=(*remarks, *remarks_on(problem.architecture)),
         reason=_reason(searches, found, best, front, stop),
         training_days=_days(request, best),
         examined=found.examined,

@@ -79,8 +79,8 @@ def test_options_of_a_configuration_are_refused(
 
 
 def test_other_files_are_refused(config: Path) -> None:
-    config.write_text(json.dumps(MIXTRAL | {"model_type": "mamba"}))
+    config.write_text(json.dumps(MIXTRAL | {"model_type": "rwkv"}))
     message = refused("model", config, "--sequence", 8)
     assert "config.json: model_type must be one of the" in message
-    assert "there is 'mamba', and state-space" in message
+    assert "there is 'rwkv', and blocks that share weights, or mixers" in message
     assert "nowhere.json: No such file" in refused("model", "nowhere.json", "--sequence", 8)

@@ -19,8 +19,12 @@ from stagewright.graphs.models.architecture import (
     FeedForward,
     GroupedAttention,
     LatentAttention,
+    Variant,
 )
 from stagewright.graphs.models.language import bert, gpt
+from stagewright.graphs.models.recurrences import Recurrence, ShortConvolution
+from stagewright.graphs.models.shards import LayerSplit, shares_of
+from stagewright.graphs.models.tuning import tuned_with
 
 DAY = 86400.0
 
@@ -185,6 +189,42 @@ def test_latent_attention_by_plain_loops(heads, query_rank, rank, data):
     found = model.flops(1, sequence)["block0"]
     assert sum(found.values()) == flops + 3 * sequence * plain_flops(3, hidden)
     assert model.parameters()["block0"] == parameters + 3 * 3 * hidden + 2 * hidden
+
+
+@examples(30)
+@given(st.sampled_from(("ssd", "delta", "lightning")), st.integers(1, 9), st.integers(1, 4))
+def test_scans_by_plain_loops(rule, sequence, chunk):
+    """Pairs of tokens in a chunk, and tokens with a state; two rules pad the last chunk."""
+    heads, size, keys = 6, 5, 3
+    mixer = Recurrence(rule, heads, size, keys, groups=2, chunk=chunk)
+    flops = 0
+    for start in range(0, sequence, chunk):
+        tokens = min(chunk, sequence - start) if rule == "lightning" else chunk
+        for _first in range(tokens * tokens):
+            flops += 2 * (keys + size)  # a score, and a value by it
+            flops += 2 * keys + (keys + size) if rule == "delta" else 0  # the triangular system
+        flops += tokens * (3 if rule == "delta" else 2) * 2 * keys * size
+        flops += 4 * keys * size if rule == "ssd" else 0  # to the next chunk
+    flops += 4 * keys * size if rule == "ssd" else 0  # from the state before the first
+    model = replace(gpt_like(1, 8, 1), attention=mixer)
+    assert model.flops(1, sequence)["block0"]["scan"] == heads * flops
+
+
+def test_blocks_that_cannot_be_are_refused():
+    scan = ShortConvolution(8, 3)
+    for variants, message in (
+        ((Variant(frozenset({2}), mixers=(scan,)),), "block 2 must be from 0 to 1"),
+        ((Variant(frozenset({0})), Variant(frozenset({0}))), "block 0 must be .* in one variant"),
+        ((Variant(frozenset({0}), mixers=(), fed=False),), "a mixer or a feed-forward"),
+        ((Variant(frozenset({0}), mixers=(scan, scan)),), "an attention and a recurrence"),
+    ):
+        with pytest.raises(InputError, match=message):
+            replace(gpt_like(2, 8, 1), variants=variants)
+    hybrid = replace(gpt_like(2, 8, 1), variants=(Variant(frozenset({0}), mixers=(scan,)),))
+    with pytest.raises(InputError, match="context degree 2: a recurrence passes its state along"):
+        shares_of(hybrid, 8, LayerSplit(context=2))
+    with pytest.raises(InputError, match="LoRA: block 0 of gpt2 has none of the targets"):
+        tuned_with(hybrid, lora=2, targets="q_proj")
 
 
 @examples(30)

@@ -52,6 +52,15 @@ QWEN2_MOE = sized(
     moe_intermediate_size=1408, shared_expert_intermediate_size=5632, decoder_sparse_step=1,
 )  # fmt: skip
 
+QWEN3_NEXT = sized(
+    "qwen3_next", 48, 2048, 16, 2, 5120, 151936, num_experts=512, num_experts_per_tok=10,
+    moe_intermediate_size=512, shared_expert_intermediate_size=512,
+)  # fmt: skip
+NEMOTRON_H = sized(
+    "nemotron_h", 52, 4096, 32, 8, 21504, 131072,
+    hybrid_override_pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+)  # fmt: skip
+
 # Fields as in the published config.json of each model; all counts are those of ``transformers``.
 PUBLISHED = {
     "GPT-2": (GPT2, 124_439_808),
@@ -75,6 +84,9 @@ PUBLISHED = {
     ),
     "DeepSeek-V3": (DEEPSEEK_V3, 671_026_404_352),
     "BERT-base": (BERT, 109_514_298),
+    "Qwen3-Next-80B-A3B": (QWEN3_NEXT, 79_674_391_296),
+    "Nemotron-H-8B": (NEMOTRON_H, 8_100_852_736),
+    "Jamba-v0.1": (sized("jamba", 32, 4096, 32, 8, 14336, 65536), 51_570_323_328),
 }  # fmt: skip
 
 
@@ -104,6 +116,7 @@ def test_active_parameters_of_published_models(fields, billions):
 
 BLOCKS = (
     "gpt2", "bert", "qwen2_moe", "gpt_oss", "llama4_text", "deepseek_v3", "olmo2", "falcon", "opt",
+    "nemotron_h", "qwen3_next", "jamba", "falcon_h1", "minimax", "lfm2",
 )  # fmt: skip
 """Types that have between them all that blocks have."""
 
@@ -373,6 +386,12 @@ def test_the_text_model_of_a_model_with_other_towers():
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention must be false"),
         ("gpt2", {"resid_pdrop": "none"}, "resid_pdrop must be from 0 to 1, got 'none'"),
         ("deepseek_v2", {"mlp_bias": True}, "mlp_bias must be false"),
+        ("nemotron_h", {"moe_latent_size": 8}, "moe_latent_size must be false"),
+        ("nemotron_h", {"hybrid_override_pattern": "M*-X"}, r"pattern\[3\] must be .* got 'X'"),
+        ("nemotron_h", {"hybrid_override_pattern": "----"}, "needs a block that mixes tokens"),
+        ("qwen3_next", {"layer_types": []}, "layer_types must be a list of 3 kinds"),
+        ("qwen3_next", {"layer_types": ["mlp"] * 3}, r"layer_types\[0\] must be .* got 'mlp'"),
+        ("bamba", {"mamba_n_heads": 7, "mamba_d_head": "auto"}, "must be a multiple of mamba_n_he"),
     ],
 )
 def test_models_that_are_not_counted_are_refused(kind, change, message):

@@ -37,6 +37,7 @@ from stagewright.graphs.models.architecture import (
     LatentAttention,
 )
 from stagewright.graphs.models.modules import MODULES
+from stagewright.graphs.models.traits import remarks_on
 from stagewright.service.layouts.problems import training_problem
 from stagewright.service.layouts.requests import FrontPoint, LayoutRequest, LayoutRow, RefinedRow
 from stagewright.service.layouts.searching import LESS_MEMORY, find_layouts
@@ -117,8 +118,9 @@ def wrong_surest(case: Case, memory: float, chance: Random) -> Iterator[str]:
     request = LayoutRequest(problem=problem, space=case.space, top=1, by_stage=False)
     answer = find_layouts(request)
     unsure = not lacks.isdisjoint(features_of(problem, parse_layout(answer.rows[0].layout)))
-    remarks = [one for one in answer.remarks if not one.startswith("less sure")]
-    if len(remarks) != unsure or (answer.surest is not None and not unsure):
+    known = {*remarks_on(problem.architecture)}
+    told = [one for one in answer.remarks if one not in known and not one.startswith("less sure")]
+    if len(told) != unsure or (answer.surest is not None and not unsure):
         yield f"{answer.rows[0].layout} is said to be {answer.remarks}"
     yield from wrong_sure_row(best, answer.surest if unsure else answer.rows[0])
     try:
@@ -230,7 +232,7 @@ def wrong_divided(seed: int) -> list[str]:
     return [*wrong_refined(case, case.draw_memory(chance))]
 
 
-@pytest.mark.parametrize("seed", slow_after(6, range(150)))
+@pytest.mark.parametrize("seed", slow_after(6, (15, *range(15), *range(16, 150))))
 def test_no_layout_of_the_class_is_below_its_bound_or_beats_the_best(seed: int) -> None:
     assert wrong_alike(seed) == []
 

@@ -89,7 +89,7 @@ def attending(architecture: Architecture) -> int:
 def norms_of_blocks(architecture: Architecture) -> int:
     """One before a mixer, and one before a feed-forward or experts."""
     parts = [architecture.parts(index) for index in range(architecture.layers)]
-    return sum(bool(one.mixers) + bool(one.feed_forward or one.experts) for one in parts)
+    return sum(bool(one.mixers) + one.is_fed for one in parts)
 
 
 @examples(100)

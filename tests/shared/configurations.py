@@ -27,9 +27,14 @@ MAMBA2 = {
     "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 6, "mamba_n_groups": 2,
     "mamba_chunk_size": 16,
 }  # fmt: skip
+DELTA = {
+    "head_dim": 8, "full_attention_interval": 2, "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2, "linear_key_head_dim": 6, "linear_value_head_dim": 8,
+}  # fmt: skip
+SHARED = {"shared_expert_intermediate_size": 20}
 OTHER_FIELDS = {
     "mixtral": ROUTED,
-    "qwen2_moe": FEW | {"shared_expert_intermediate_size": 20},
+    "qwen2_moe": FEW | SHARED,
     "qwen3": {"head_dim": 16},
     "qwen3_moe": FEW,
     "gpt_oss": ROUTED,
@@ -54,11 +59,9 @@ OTHER_FIELDS = {
     "mamba": {"intermediate_size": 64, "state_size": 6},
     "falcon_mamba": {"intermediate_size": 64, "state_size": 6},
     "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 6, "n_groups": 2, "chunk_size": 16},
-    "qwen3_next": FEW | {
-        "head_dim": 8, "shared_expert_intermediate_size": 20, "full_attention_interval": 2,
-        "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 6,
-        "linear_value_head_dim": 8, "mlp_only_layers": [1],
-    },
+    "qwen3_next": FEW | DELTA | SHARED | {"mlp_only_layers": [1]},
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": FEW | DELTA | SHARED,
     "minimax": ROUTED | {"block_size": 8},
     "nemotron_h": GROUPS | {
         "hybrid_override_pattern": "M*-E", "num_hidden_layers": 4, "head_dim": 8,
