@@ -308,3 +308,4 @@ class LayoutMemoryAnswer(Answer):
     rates: str
     ranks: tuple[RankMemoryAnswer, ...]
     shortages: tuple[str, ...]
+    remarks: tuple[str, ...] = ()

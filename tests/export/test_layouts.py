@@ -37,6 +37,8 @@ from stagewright.graphs.models.architecture import (
     GroupedAttention,
     LatentAttention,
 )
+from stagewright.graphs.models.diffusion import Diffusion
+from stagewright.graphs.models.towers import Tower
 from stagewright.graphs.models.tuning import tuned_with
 
 PIPED = ("megatron", "megatron-bridge", "nemo", "torchtitan")
@@ -278,6 +280,9 @@ def refused(formats, architecture, words, message, **others):
     return [(to, architecture, words, message, others) for to in formats]
 
 
+FURTHER = replace(LLAMA, next_tokens=1)
+LATENTS = replace(LLAMA, diffusion=Diffusion(patch=16, classes=10))
+BEHIND = replace(LLAMA, tower=Tower(2, 64, LLAMA.attention, LLAMA.feed_forward))
 REFUSED = [
     *refused(
         LAYOUT_FORMATS,
@@ -381,6 +386,11 @@ REFUSED = [
     *refused(CORE[1:2] + ACCELERATE, FROZEN, "d8", "frozen layers without LoRA"),
     *refused(ACCELERATE, LORA, "d8 zero3", "LoRA of linear_fc1, linear_qkv: Accelerate adapts"),
     *refused(CORE[1:2], MIXED, "d8", "LoRA of linear_qkv: Megatron-Bridge adapts down_proj"),
+    *refused(HF, FURTHER, "d8", "multi-token prediction: .* set num"),
+    *refused(
+        (*CORE[:1], "deepspeed", *ACCELERATE), LATENTS, "d8", "patches of latents in place of"
+    ),
+    *refused(CORE, BEHIND, "d8", "an encoder and a decoder: exports to"),
     *refused(CORE[1:2], tuned_with(LORA, lora=8, frozen="blocks.0"), "d8", "frozen blocks beside"),
     *refused(("slurm",), LLAMA, "d8", "--to 'slurm' is not known; there are megatron, "),
 ]

@@ -12,6 +12,7 @@ from stagewright.executor.export.layouts.rules import (
     refuse_fp8,
     refuse_offload,
     refuse_one_byte,
+    refuse_others_than_transformers,
     refuse_pipeline,
     refuse_recomputed_by_stage,
     refuse_selective,
@@ -181,6 +182,7 @@ ACCELERATE = "huggingface/accelerate 1.15.0, src/accelerate"
 FRAMEWORK = Framework(
     "Accelerate",
     (
+        FrameworkRule(f"{TRANSFORMERS}, models", refuse_others_than_transformers, of_problem=True),
         FrameworkRule(f"{ACCELERATE}/utils/dataclasses.py", refuse_fp8, of_problem=True),
         FrameworkRule(f"{ACCELERATE}/utils/dataclasses.py", refuse_one_byte, of_problem=True),
         FrameworkRule(f"{ACCELERATE}/utils/fsdp_utils.py", _require_precision, of_problem=True),

@@ -171,12 +171,15 @@ def _is_inside(layout: Layout) -> bool:
 
 def model_fields(architecture: Architecture) -> Fields:
     """Fields of a recipe's model that are not the layout's."""
-    return rotary_and_norms(architecture, "rotary_base", "layernorm_epsilon")
+    fields = rotary_and_norms(architecture, "rotary_base", "layernorm_epsilon")
+    further = architecture.next_tokens
+    return fields if further is None else fields | {"mtp_num_layers": further}
 
 
 _LACKING = (
     traits.SIDE_BY_SIDE, traits.EMBEDDING_NORM, traits.LOGITS_BIAS, traits.SCALES_ONLY,
     traits.NO_WEIGHTS, traits.NORMS_AFTER, traits.ALIBI, traits.GATED, traits.VARIED,
+    traits.ENCODER_DECODER, traits.TOWER, traits.DIFFUSION,
     *traits.RECURRENCES.values(),
 )  # fmt: skip
 """What no layer of Megatron Core has, whatever the recipe; or, as recurrences, not every one."""

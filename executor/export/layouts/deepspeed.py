@@ -11,6 +11,7 @@ from stagewright.executor.export.layouts.rules import (
     FrameworkRule,
     refuse_fp8,
     refuse_one_byte,
+    refuse_others_than_transformers,
     refuse_pipeline,
     refuse_recomputed_by_stage,
     refuse_selective,
@@ -131,6 +132,7 @@ DEEPSPEED, TRANSFORMERS = "deepspeedai/DeepSpeed 0.19.8, deepspeed", "transforme
 FRAMEWORK = Framework(
     "DeepSpeed",
     (
+        FrameworkRule(f"{TRANSFORMERS}, models", refuse_others_than_transformers, of_problem=True),
         FrameworkRule(f"{DEEPSPEED}/runtime/config.py", refuse_fp8, of_problem=True),
         FrameworkRule(f"{DEEPSPEED}/runtime/config.py", refuse_one_byte, of_problem=True),
         FrameworkRule(f"{DEEPSPEED}/runtime/config.py", refuse_tuning, of_problem=True),

@@ -13,7 +13,7 @@ from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.architecture import GroupedAttention
 from stagewright.graphs.models.modules import modules_of
-from stagewright.graphs.models.traits import every_trait
+from stagewright.graphs.models.traits import DIFFUSION, NEXT_TOKENS, every_trait
 
 Require: TypeAlias = Callable[[TrainingProblem, Layout, str], None]
 """Raises InputError, in one line with what would do, of a layout for a framework of that name."""
@@ -77,11 +77,27 @@ def refuse_encoder(problem: TrainingProblem, _: Layout, framework: str) -> None:
 
 
 def refuse_traits(problem: TrainingProblem, _: Layout, framework: str) -> None:
-    """Refuse a model with anything that a plain Llama or GPT lacks."""
-    for what in every_trait(problem.architecture):
+    """Refuse a model with anything that a plain Llama or GPT lacks, but for further tokens."""
+    for what in (one for one in every_trait(problem.architecture) if one != NEXT_TOKENS):
         raise InputError(
             f"{problem.architecture.name} has {what}: an export to {framework} cannot say it; "
             "export to nemo or megatron-bridge, whose recipes bring the model, or to accelerate"
+        )
+
+
+def refuse_others_than_transformers(problem: TrainingProblem, _: Layout, framework: str) -> None:
+    """Refuse what no module of transformers has."""
+    of = problem.architecture
+    if of.diffusion is not None:
+        raise InputError(
+            f"{of.name} has {DIFFUSION}: exports to {framework} train models of transformers; "
+            "start it with a script of your own"
+        )
+    if of.next_tokens is not None:
+        raise InputError(
+            f"{of.name} has {NEXT_TOKENS}: {framework} trains the module of transformers, which "
+            "has no such blocks; set num_nextn_predict_layers to 0, or export to megatron or "
+            "megatron-bridge"
         )
 
 
