@@ -10,6 +10,7 @@ from stagewright.formulations.parallelism.layout import Layout, parse_layout
 from stagewright.formulations.parallelism.training import TrainingProblem, require_layout
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.importers.hf_config import architecture_of
+from stagewright.graphs.importers.hf_towers import VISION, WRAPPERS
 from stagewright.graphs.importers.hf_types import TYPES
 from stagewright.graphs.machines.devices import ACCELERATORS, SOURCES, Accelerator
 from stagewright.graphs.machines.networks import fabric_of_kind
@@ -119,7 +120,9 @@ def known_devices(name: str | None = None) -> DevicesAnswer:
 
 def known_models(name: str | None = None) -> ModelsAnswer:
     """All model types of transformers that are read, or the one that is named."""
-    return ModelsAnswer(models=tuple(map(_model, _chosen(name, sorted(TYPES), "model type"))))
+    return ModelsAnswer(
+        models=tuple(map(_model, _chosen(name, sorted(TYPES | WRAPPERS), "model type")))
+    )
 
 
 def known_frameworks(name: str | None = None) -> FrameworksAnswer:
@@ -139,20 +142,34 @@ def _chosen(name: str | None, known: Iterable[str], what: str) -> list[str]:
 
 def _sample(kind: str) -> Architecture:
     """A model of a type, in sizes of a few billion parameters and otherwise with its defaults."""
+    if kind not in WRAPPERS:
+        return architecture_of(_decoder(kind))
+    of = WRAPPERS[kind]
+    vision = _sized(VISION[of.vision], _SIZES) | {
+        "image_size": 224, "patch_size": 14, "vision_use_head": False,
+    }  # fmt: skip
+    text = _decoder(of.text or "qwen2")
+    return architecture_of({"model_type": kind, "text_config": text, "vision_config": vision})
+
+
+def _decoder(kind: str) -> dict[str, Any]:
     of = TYPES[kind]
-    cells = [(getattr(of, field), size) for field, size in _SIZES.items()]
-    if of.experts is not None:
-        cells += [(getattr(of.experts, field), size) for field, size in _EXPERTS.items()]
-    fields: dict[str, Any] = {
-        cell.split("|")[0]: size for cell, size in cells if isinstance(cell, str)
-    }
+    fields = {"model_type": kind, **_sized(of, _SIZES)}
+    for further, sizes in ((of.experts, _EXPERTS), (of.encoder_blocks, _SIZES)):
+        fields |= _sized(further, sizes)
     own = of.recurrent
     if own is not None and own.kinds is not None:  # blocks of every kind
         kinds = ["mamba", "mlp", "moe", "attention"] if own.alone else ["mamba", "attention"]
         fields[own.kinds.split("|")[-1]] = kinds * (_SIZES["layers"] // len(kinds))
     elif own is not None and own.indices is not None:
         fields[own.indices] = [_SIZES["layers"] - 1]
-    return architecture_of({"model_type": kind, **fields})
+    return fields
+
+
+def _sized(of: object, sizes: dict[str, int]) -> dict[str, Any]:
+    """The required fields among the cells of a type, or of a part of it."""
+    cells = ((getattr(of, name, None), size) for name, size in sizes.items())
+    return {cell.split("|")[0]: size for cell, size in cells if isinstance(cell, str)}
 
 
 def _problem(of: Architecture, framework: str, precision: str = "bf16") -> TrainingProblem:

@@ -85,6 +85,12 @@ def require_expressible(problem: TrainingProblem, layout: Layout) -> None:
         (layout.context > 1, f"context degree {layout.context}", "c1"),
         (problem.architecture.experts is not None, "experts", "a model without them"),
         (
+            any((problem.architecture.tower, problem.architecture.next_tokens))
+            or problem.architecture.diffusion is not None,
+            "encoder, tower, patches of latents or multi-token prediction",
+            "a decoder alone",
+        ),
+        (
             problem.architecture.tuning is not None,
             "frozen weights or adapters",
             "a training of all weights",

@@ -109,7 +109,7 @@ class Parts:
 
     @property
     def _sent_bytes(self) -> float:
-        width = self.shares.kinds[0].width / self.layout.tensor
+        width = self.shares.sent / self.layout.tensor
         return self.layout.microbatch * width * self.problem.precision.activation_bytes
 
     @property

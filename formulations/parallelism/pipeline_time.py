@@ -59,7 +59,7 @@ class StageCosts:
     """Times (s) and bytes of layers in a layout, wherever its stages begin and end."""
 
     def __init__(self, problem: TrainingProblem, layout: Layout, of: Shares) -> None:
-        self.problem, self.layout, self.width = problem, layout, of.kinds[0].width
+        self.problem, self.layout, self.width = problem, layout, of.widest
 
     @property
     def is_split(self) -> bool:
@@ -150,7 +150,11 @@ class StageCosts:
 
     def saved(self, layers: Layers) -> float:
         """Bytes that a forward keeps."""
-        return sum(n * self._saved(one, again) for one, again, n in layers)
+        elements = sum(size for _, size in {one.kept_once for one, _, _ in layers})
+        each = self.problem.precision.activation_bytes * (1 + self.problem.memory.slack)
+        return self.layout.microbatch * elements * each + sum(
+            n * self._saved(one, again) for one, again, n in layers
+        )
 
     def _saved(self, share: LayerShare, again: bool) -> float:
         kind = OFFLOAD if self.layout.offload_blocks else self.layout.recompute

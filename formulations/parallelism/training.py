@@ -133,7 +133,7 @@ class TrainingProblem:
         of, sequence = self.architecture, self.sequence
         kinds = {of.kind(index): index for index in range(of.layers)}
         blocks = {kind: of.block(index, 1, sequence) for kind, index in kinds.items()}
-        layers = [of.embedding(sequence), of.head(sequence)]
+        layers = [of.embedding(1, sequence), of.head(1, sequence)]
         layers += [blocks[of.kind(index)] for index in range(of.layers)]
         each = (one.training_flops for layer in layers for one in layer.values())
         return self.batch * sum(each)

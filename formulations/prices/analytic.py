@@ -14,12 +14,12 @@ from stagewright.formulations.prices.computing import (
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.devices import Accelerator, accelerator, require_arithmetic
 from stagewright.graphs.machines.rates import RateSet, rates_for
+from stagewright.graphs.models import traits
 from stagewright.graphs.models.architecture import Architecture
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.graphs.models.language import Attention
 from stagewright.graphs.models.named import named_model
 from stagewright.graphs.models.shards import LayerShare, LayerSplit, share_of, shares_of
-from stagewright.graphs.models.traits import remarks_on
 
 ALL_EXPERTS = "all experts on the device"
 OPTIMIZERS = {0: "SGD", 1: "SGD with momentum", 2: "Adam"}  # by numbers of state per parameter
@@ -116,10 +116,15 @@ def architecture_model(
     size is out of range. ``architecture``: for example of ``importers.hf_config.read_hf_config``.
     ``sequence``: tokens in a sample.
     """
+    if architecture.tower is not None and architecture.tower.is_encoder:
+        raise InputError(
+            f"{architecture.name} has {traits.ENCODER_DECODER}: a chain of layers hands on one "
+            "output each, and blocks of a decoder take the encoder's too; use train-plan"
+        )
     assumed = ["fused attention"]
     if architecture.experts is not None:
         assumed += ["tokens spread evenly over the experts", ALL_EXPERTS]
-    assumed += remarks_on(architecture)
+    assumed += traits.remarks_on(architecture, sequence)
     names = ["embedding", *(f"block{i}" for i in range(architecture.layers)), "head"]
     layers = shares_of(architecture, sequence, LayerSplit()).every
     return _chain(

@@ -313,7 +313,7 @@ def layer_cost(processor: Processor, share: LayerShare, samples: int, **rest: An
     """
     size = processor.precision.activation_bytes
     kept = processor.saved_bytes(share, "none") + processor.gradient_of_loss(share)
-    made = share.gradient_bytes or share.width * size
+    made = share.gradient_bytes or (share.width + share.handed_on) * size
     counted = {"microbatch_size": samples} | rest
     return LayerCost(saved_bytes=samples * kept, output_bytes=samples * made, **counted)
 

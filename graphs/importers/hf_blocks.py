@@ -61,7 +61,8 @@ def parts_of(of: ModelType, fields: Fields, hidden: int, words: list[str]) -> di
         mixers["both"] = (*mixers.get("attention", ()), *mixers["recurrent"])
     width = fields.optional_size(of.width) or 4 * hidden
     width = _narrowed(fields, width) if of.narrowed else width
-    plain = FeedForward(width, gated=of.gated, bias=fields.flag(of.mlp_bias), relu=of.relu)
+    gated, relu = _activation(of, fields)
+    plain = FeedForward(width, gated=gated, bias=fields.flag(of.mlp_bias), relu=relu)
     experts = None if of.experts is None else _experts(of.experts, fields, len(words))
     alone = of.recurrent is not None and of.recurrent.alone
     blocks = []
@@ -79,6 +80,14 @@ def parts_of(of: ModelType, fields: Fields, hidden: int, words: list[str]) -> di
         )
     inner = fields.optional_size(("intermediate_size", None)) if experts else None
     return fields_of(blocks, replace(plain, width=inner or 4 * hidden))
+
+
+def _activation(of: ModelType, fields: Fields) -> tuple[bool, bool]:
+    """Whether a feed-forward has gates, and whether it has a ReLU."""
+    value = fields.get(of.gated)
+    if isinstance(value, str):
+        return value.startswith("gated"), value == "relu"
+    return bool(value), of.relu
 
 
 def _narrowed(fields: Fields, width: int) -> int:
@@ -156,6 +165,7 @@ def _attention(of: ModelType, fields: Fields, hidden: int) -> GroupedAttention |
         whole_norms=fields.flag(of.whole_norms),
         sinks=of.sinks,
         gate=of.gate,
+        key_bias=of.key_bias,
     )
 
 

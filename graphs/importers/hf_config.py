@@ -18,9 +18,11 @@ from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.documents import not_json
 from stagewright.graphs.documents.errors import InputError, naming
 from stagewright.graphs.importers.config_fields import Field, Fields
+from stagewright.graphs.importers.diffusers_config import diffusers_architecture
 from stagewright.graphs.importers.hf_blocks import parts_of, words_of
 from stagewright.graphs.importers.hf_fields import ExpertFields, ModelType
 from stagewright.graphs.importers.hf_hub import config_file, is_hub_name
+from stagewright.graphs.importers.hf_towers import WRAPPERS, text_type, with_encoder, with_vision
 from stagewright.graphs.importers.hf_types import ENCODER_DECODER, NOT_PRICED, TYPES
 from stagewright.graphs.models.architecture import Architecture
 from stagewright.graphs.models.stated import RotaryScaling, Routing, Stated
@@ -40,6 +42,9 @@ _OF_PARAMS, _NOT_DENSE = {"dim", "n_layers", "n_heads"}, ("moe", "sliding_window
 
 _OF_WRAPPERS = ("tie_word_embeddings",)
 """Fields of a model with other towers that are its text model's too."""
+
+
+_NOT_OF_TEXT = ("model_type", "vision_config")
 
 
 class UnknownType(InputError):  # noqa: N818 - named as InvalidPlan is
@@ -98,9 +103,13 @@ def architecture_of(values: dict[str, Any]) -> Architecture:
     if values.keys() >= _OF_PARAMS and "model_type" not in values:
         return architecture_of(_of_params(Fields(values)))
     kind, inner = values.get("model_type"), text_fields(values)
+    if kind is None and "_class_name" in values:
+        return diffusers_architecture(values)
     if inner is not values:
         with naming("text_config"):
             text = architecture_of(inner)
+        if kind in WRAPPERS:
+            return with_vision(kind, text, values)
         return replace(text, left_out=f"what {kind} has beside its text model")
     if not isinstance(kind, str) or kind not in TYPES:
         raise _unknown(values)
@@ -117,9 +126,14 @@ def architecture_of(values: dict[str, Any]) -> Architecture:
 def text_fields(values: dict[str, Any]) -> dict[str, Any]:
     """The fields of the text model, where a model of a type that is not read has other towers."""
     kind, inner = values.get("model_type"), values.get("text_config")
-    if not isinstance(kind, str) or kind in TYPES or not isinstance(inner, dict):
+    if not isinstance(kind, str) or kind in TYPES:
         return values
-    return {name: values[name] for name in _OF_WRAPPERS if name in values} | inner
+    if kind in WRAPPERS and inner is None:  # written before release 5
+        inner = {name: value for name, value in values.items() if name not in _NOT_OF_TEXT}
+    if not isinstance(inner, dict):
+        return values
+    own = {name: values[name] for name in _OF_WRAPPERS if name in values}
+    return inner | own | {"model_type": text_type(kind, inner.get("model_type"))}
 
 
 def _variant(of: ModelType, fields: Fields) -> ModelType:
@@ -136,8 +150,8 @@ def _architecture(kind: str, of: ModelType, fields: Fields) -> Architecture:
     words = words_of(of, fields)
     layers, hidden = len(words), fields.size(of.hidden)
     positions, window = fields.optional_size(of.positions), fields.optional_size(of.window)
-    extra = fields.get(("num_nextn_predict_layers|num_mtp_modules", 0))
-    return Architecture(
+    extra = fields.number(("num_nextn_predict_layers|num_mtp_modules", 0))
+    found = Architecture(
         name=kind,
         layers=layers,
         hidden=hidden,
@@ -157,7 +171,8 @@ def _architecture(kind: str, of: ModelType, fields: Fields) -> Architecture:
         chunked=of.chunked and window is not None,
         dropout=of.dropout is not None and fields.is_positive(of.dropout),
         encoder=of.encoder,
-        left_out="the layers of multi-token prediction" if extra else None,
+        next_tokens=extra or None,
+        final_norm=of.final_norm,
         rotary_base=_rotary(fields, "rope_theta", of.base),
         norm_epsilon=None if of.epsilon is None else fields.positive(of.epsilon),
         traits=tuple(sorted(_traits(of, fields))),
@@ -169,6 +184,7 @@ def _architecture(kind: str, of: ModelType, fields: Fields) -> Architecture:
             logit_cap=_cap(fields, "final_logit_softcapping"),
         ),
     )
+    return found if of.encoder_blocks is None else with_encoder(of.encoder_blocks, found, fields)
 
 
 def _full_layers(of: ModelType, fields: Fields, layers: int) -> frozenset[int]:

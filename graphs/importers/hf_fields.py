@@ -72,6 +72,25 @@ class RecurrentFields:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderFields:
+    """Fields of an encoder; norms, biases and the rest are as in its decoder.
+
+    ``output_norm``: whether a norm follows the last block; ``scores``: the field of learned scores
+    by distance, in the first block or, with ``every``, in all. ``tokens`` are those of a sample
+    (None: as many as a sequence), made of ``channels`` by two convolutions of three frames.
+    """
+
+    layers: Cell = "encoder_layers"
+    heads: Cell = "encoder_attention_heads"
+    width: Cell = "encoder_ffn_dim"
+    output_norm: bool = True
+    scores: Field | None = None
+    every: bool = False
+    tokens: Cell = None
+    channels: Cell = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelType:
     """Fields of a model type; by default those of Llama.
 
@@ -82,8 +101,9 @@ class ModelType:
     positions. ``pattern`` says which blocks have no window: those that the field ``layer_types`` or
     else a rule of ``hf_config`` tells; with ``alternates`` every second of the others has none
     either. ``rotary`` may be a field that is then "rope"; ``rotary_part`` of a head is rotated.
-    ``when`` a flag is not its default, the cells are replaced. Other values of the flags in
-    ``required`` are refused: such operators are not counted.
+    ``gated`` may be the field of an activation, such as gated-gelu. ``when`` a flag is not its
+    default, the cells are replaced. Other values of the flags in ``required`` are refused: such
+    operators are not counted.
     """
 
     layers: Cell = "num_hidden_layers"
@@ -98,11 +118,12 @@ class ModelType:
     whole_norms: Field | bool = False
     sinks: bool = False
     gate: bool = False
+    key_bias: bool = True
     recurrent: RecurrentFields | None = None
     latent: tuple[Field, Field, Field, Field, Field] | None = None
     width: Cell = "intermediate_size"
     narrowed: bool = False
-    gated: bool = True
+    gated: Field | bool = True
     relu: bool = False
     mlp_bias: Field | bool = False
     experts: ExpertFields | None = None
@@ -128,3 +149,5 @@ class ModelType:
     required: tuple[tuple[str, bool], ...] = ()
     traits: tuple[str, ...] = ()
     when: tuple[tuple[str, bool, Mapping[str, Any]], ...] = ()
+    encoder_blocks: EncoderFields | None = None
+    final_norm: bool = True

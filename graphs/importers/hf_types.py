@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from stagewright.graphs.importers import hf_recurrences as recurrent
 from stagewright.graphs.importers.config_fields import Field
+from stagewright.graphs.importers.hf_encoders import ENCODER_DECODERS
 from stagewright.graphs.importers.hf_fields import ExpertFields, ModelType
 from stagewright.graphs.models.traits import (
     ADDED_ONE,
@@ -128,7 +129,6 @@ _LFM2 = ModelType(
     tied=("tie_embedding|tie_word_embeddings", True),
     recurrent=recurrent.SHORT,
 )  # fmt: skip
-
 TYPES: dict[str, ModelType] = {
     "gpt2": _GPT2,
     "llama": _LLAMA,
@@ -409,6 +409,7 @@ TYPES: dict[str, ModelType] = {
             width=("moe_intermediate_size", 1792), dense=("num_dense_layers", 2),
         ),
     ),
+    **ENCODER_DECODERS,
 }  # fmt: skip
 
 ENCODER_DECODER = "an encoder and a decoder"
@@ -418,7 +419,7 @@ NOT_PRICED = {
         "zamba", "zamba2", "recurrent_gemma", "rwkv", "xlstm", "kimi_linear",
     ),
     ENCODER_DECODER: (
-        "t5", "mt5", "umt5", "bart", "mbart", "pegasus", "marian", "whisper", "m2m_100", "t5gemma",
+        "t5gemma", "bigbird_pegasus", "led", "blenderbot", "speech_to_text",
     ),
 }  # fmt: skip
 """What is not priced, and the types that have it; a configuration's own fields may say it too."""

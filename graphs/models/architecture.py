@@ -16,6 +16,7 @@ from pydantic import ConfigDict
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MAX_LAYERS, require_count
+from stagewright.graphs.models.diffusion import Diffusion
 from stagewright.graphs.models.feed_forwards import (
     Experts,
     FeedForward,
@@ -30,6 +31,7 @@ from stagewright.graphs.models.mixers import (
     LatentAttention,
     mixed,
 )
+from stagewright.graphs.models.next_tokens import entered, times
 from stagewright.graphs.models.operations import (
     LayerOperation,
     dense,
@@ -42,6 +44,7 @@ from stagewright.graphs.models.operations import (
 from stagewright.graphs.models.recurrences import RECURRENT
 from stagewright.graphs.models.sizes import require_number, require_sizes
 from stagewright.graphs.models.stated import NOTHING, Stated
+from stagewright.graphs.models.towers import Tower
 from stagewright.graphs.models.tuning import Tuning, require_tuning, tuned_block, tuned_end
 
 __all__ = [
@@ -158,6 +161,11 @@ class Architecture:
     but the ``full_layers`` (counted from 0), to the last tokens or, if ``chunked``, to those of a
     chunk of the sequence. ``dropout``: whether hidden activations are dropped, which keeps masks.
 
+    The first of the ``layers`` are those of a ``tower``, if there is one; sets of layers count from
+    the first behind it. ``next_tokens`` blocks that predict further tokens are in the head, with
+    the logits of each. ``final_norm``: whether the head has a norm. With ``diffusion`` tokens are
+    patches of latents, and the head predicts the ``vocabulary`` elements of one.
+
     An ``encoder`` has a norm after the embedding in place of the final one, and its head is a
     linear layer, an activation, a norm, and logits with biases. ``left_out`` names what the model
     has and the layers have not. ``rotary_base``, ``norm_epsilon`` (None if not known) and what is
@@ -196,6 +204,10 @@ class Architecture:
     stated: Stated = NOTHING
     tuning: Tuning | None = None
     variants: tuple[Variant, ...] = ()
+    tower: Tower | None = None
+    next_tokens: int | None = None
+    final_norm: bool = True
+    diffusion: Diffusion | None = None
 
     def __post_init__(self) -> None:
         require_sizes(self)
@@ -203,6 +215,8 @@ class Architecture:
         _require_variants(self.variants, self.layers)
         if self.tuning is not None:
             require_tuning(self, self.tuning)
+        if self.tower is not None:
+            self.tower.require_decoder(self)
         for name in ("rotary_base", "norm_epsilon"):
             value = getattr(self, name)
             if value is not None and not 0.0 < value < math.inf:
@@ -210,6 +224,9 @@ class Architecture:
 
     def parts(self, index: int) -> Block:
         """What the block (counted from 0) has."""
+        if self.tower is not None:
+            chain, place = self.chain(index)
+            return chain.parts(place)
         own = next((one for one in self.variants if index in one.blocks), None)
         limited = None if index in self.full_layers else self.window
         sparse = self.experts is not None and index not in self.experts.dense_layers
@@ -241,6 +258,10 @@ class Architecture:
         """Whether the block (counted from 0) has experts."""
         return self.parts(index).experts is not None
 
+    def chain(self, index: int) -> tuple["Architecture", int]:
+        """The chain of equally wide blocks of a block, and the block's place in it."""
+        return (self, index) if self.tower is None else self.tower.chain(self, index)
+
     def require_sequence(self, sequence: int) -> None:
         """Raise InputError if a sequence cannot have so many tokens."""
         require_number(sequence, "sequence")
@@ -248,6 +269,8 @@ class Architecture:
             raise InputError(
                 f"sequence must be at most the {self.positions} learned positions, got {sequence}"
             )
+        if self.tower is not None:
+            self.tower.require_sequence(sequence)
 
     def operators(self, samples: int, sequence: int) -> dict[str, Operators]:
         """The operators of a forward of ``samples`` sequences of ``sequence`` tokens, by layer.
@@ -256,9 +279,12 @@ class Architecture:
         """
         require_number(samples, "samples")
         self.require_sequence(sequence)
-        blocks = {f"block{i}": self.block(i, samples, sequence) for i in range(self.layers)}
-        rows = samples * sequence
-        return {"embedding": self.embedding(rows), **blocks, "head": self.head(rows)}
+        return self._operators(samples, sequence)
+
+    def _operators(self, samples: int, sequence: int) -> dict[str, Operators]:
+        found = {"embedding": self.embedding(samples, sequence)}
+        found |= {f"block{i}": self.block(i, samples, sequence) for i in range(self.layers)}
+        return found | {"head": self.head(samples, sequence)}
 
     def flops(self, samples: int, sequence: int) -> dict[str, dict[str, float]]:
         """FLOPs of a forward, by layer and operator; see :meth:`operators`."""
@@ -271,8 +297,13 @@ class Architecture:
         """Parameters by layer; a tied table counts in the embedding."""
         return {
             name: int(sum(one.parameters for one in operators.values()))
-            for name, operators in self.operators(1, 1).items()
+            for name, operators in self._operators(1, 1).items()
         }
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether a token attends to itself and those before it alone."""
+        return not self.encoder and self.diffusion is None
 
     def norm_of(self, elements: int, width: int) -> LayerOperation:
         """A norm of the model's kind on vectors of ``width`` elements."""
@@ -288,13 +319,18 @@ class Architecture:
         They have the same parts, are frozen or not, and come before the first block that is
         trained, are that block, or come after it.
         """
+        if self.tower is not None:
+            return self.tower.kind(self, index)
         if self.tuning is None:
             return (self.parts(index),)
         first = self.tuning.first_trained(self.layers)
         return self.parts(index), index in self.tuning.blocks, index < first, index == first
 
-    def embedding(self, rows: int) -> Operators:
-        """The operators of the embedding of ``rows`` tokens."""
+    def embedding(self, samples: int, sequence: int) -> Operators:
+        """The operators of the embedding, and of that of a tower."""
+        rows = samples * sequence
+        if self.diffusion is not None:
+            return tuned_end(self, "embedding", self.diffusion.embedded(self, rows))
         tables = {"tokens": self.vocabulary, "positions": self.positions, "segments": self.segments}
         found = {
             name: embedding(rows, entries, self.hidden)
@@ -306,13 +342,20 @@ class Architecture:
             found["sum"] = elementwise(width, operands=len(found))
         if self.encoder or self.embedding_norm:
             found["norm"] = self.norm_of(width, self.hidden)
-        return tuned_end(self, "embedding", found | self._dropped("dropout", width))
+        found |= self._dropped("dropout", width)
+        if self.tower is not None:
+            found |= self.tower.embedded(self, samples, sequence)
+        return tuned_end(self, "embedding", found)
 
     def block(self, index: int, samples: int, sequence: int) -> Operators:
         """The operators of the block (counted from 0)."""
+        if self.tower is not None:
+            return self.tower.block(self, index, samples, sequence)
         rows, parts = samples * sequence, self.parts(index)
         found = self._norms(parts, rows * self.hidden)
         found |= self._mixed(parts, samples, sequence) | self._fed(parts, rows)
+        if self.diffusion is not None:
+            found |= self.diffusion.steered(self, samples, sequence)
         if self.parallel and parts.mixers and parts.is_fed:
             # The first norm, or product, counts the input that both keep.
             product = "router" if parts.experts else "feed-forward in"
@@ -354,13 +397,20 @@ class Architecture:
             numbers = numbers[: max(1, half)]
         return {f"norm {number}": self.norm_of(width, self.hidden) for number in numbers}
 
-    def head(self, rows: int) -> Operators:
-        """The operators of the head and the loss of ``rows`` tokens."""
-        width, found = rows * self.hidden, {}
+    def head(self, samples: int, sequence: int) -> Operators:
+        """The operators of the head and the loss."""
+        found, rows, width = Operators(), samples * sequence, samples * sequence * self.hidden
         if self.encoder:
             found["transform"] = dense(rows, self.hidden, self.hidden)
             found["activation"] = elementwise(width, saved=width)
-        found["norm"] = self.norm_of(width, self.hidden)
+        if self.final_norm:
+            found["norm"] = self.norm_of(width, self.hidden)
+        if self.diffusion is not None:
+            found |= self.diffusion.ended(self, samples, sequence)
+        if self.next_tokens is not None:
+            block = self.block(self.layers - 1, samples, sequence)
+            found |= entered(self, samples, sequence) | times(block, self.next_tokens)
+            rows *= 1 + self.next_tokens
         logits = dense(rows, self.hidden, self.vocabulary, bias=False, tied=self.tied)
         biases = self.vocabulary if self.encoder or self.logits_bias else 0
         found["logits"] = replace(logits, parameters=logits.parameters + biases)

@@ -30,7 +30,8 @@ class GroupedAttention:
     ``head_norms``: a norm over each head of queries and of keys, as in Qwen3; with ``whole_norms``
     every head has its own weights, whether the norm is over a head (Cohere) or all (OLMo 2).
     ``sinks``: a learned score per head beside those of the tokens (GPT-OSS). ``gate``: the query's
-    projection makes a gate of the output too (Qwen3-Next).
+    projection makes a gate of the output too (Qwen3-Next). Without ``key_bias`` the projection to
+    keys has no bias where the others have one (Whisper).
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -44,6 +45,7 @@ class GroupedAttention:
     whole_norms: bool = False
     sinks: bool = False
     gate: bool = False
+    key_bias: bool = True
 
     def __post_init__(self) -> None:
         require_sizes(self)
@@ -121,7 +123,9 @@ def _grouped_attention(
     rows, heads = samples * sequence, mixer.heads + mixer.key_value_heads
     size = mixer.head_size
     inputs = (heads + mixer.key_value_heads + (mixer.heads if mixer.gate else 0)) * size
-    found = {"query, key, value": dense(rows, of.hidden, inputs, bias=mixer.bias)}
+    inward = dense(rows, of.hidden, inputs, bias=mixer.bias)
+    unbiased = 0 if mixer.key_bias or not mixer.bias else mixer.key_value_heads * size
+    found = {"query, key, value": replace(inward, parameters=inward.parameters - unbiased)}
     if mixer.head_norms:  # two norms, of as many parameters as a head has elements
         found["head norms"] = of.norm_of(rows * heads * size, 2 * size)
     if mixer.whole_norms:
@@ -132,7 +136,7 @@ def _grouped_attention(
         found["rotary"] = elementwise(rows * heads * size)
     found["attention"] = fused_attention(
         samples, mixer.heads, sequence, size, key_heads=mixer.key_value_heads, window=window,
-        causal=not of.encoder, chunked=of.chunked,
+        causal=of.is_causal, chunked=of.chunked,
     )  # fmt: skip
     width = mixer.heads * size
     if mixer.gate:  # keeps the attention's output, and the sigmoid
@@ -159,7 +163,7 @@ def _latent_attention(
     found["rotary"] = elementwise(rows * mixer.heads * (mixer.key_size + mixer.rotary_size))
     found["attention"] = fused_attention(
         samples, mixer.heads, sequence, mixer.key_size, value=mixer.value_size, window=window,
-        causal=not of.encoder,
+        causal=of.is_causal,
     )  # fmt: skip
     found["output"] = dense(rows, mixer.heads * mixer.value_size, of.hidden, bias=mixer.bias)
     return found

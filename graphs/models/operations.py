@@ -144,6 +144,7 @@ def fused_attention(
     window: int | None = None,
     causal: bool = False,
     chunked: bool = False,
+    keys: int | None = None,
 ) -> LayerOperation:
     """Scores, softmax, dropout and weighted values in one kernel (FlashAttention, 2022).
 
@@ -154,12 +155,13 @@ def fused_attention(
     ``value`` (None: that of the keys). Every token attends to all, or to ``window``, the
     last or those of its ``chunked`` part; a ``causal`` mask leaves a part of the scores (in a
     window: of its band), but FLOPs count as in the thesis's section 4.5, where it saves nothing.
+    Of another sequence there are ``keys`` tokens.
     """
     value = head if value is None else value
-    rows, key_rows = (batch * each * sequence for each in (heads, key_heads or heads))
+    rows, key_rows = batch * heads * sequence, batch * (key_heads or heads) * (keys or sequence)
     inputs = rows * head + key_rows * (head + value)
     added = rows * sequence if bias else 0
-    seen = min(sequence, window or sequence)
+    seen = min(keys or sequence, window or keys or sequence)
     return LayerOperation(
         "attention",
         2.0 * rows * seen * (head + value),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, TypeAlias
 
+from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.stack_memory import PLAIN, StackMemory
 from stagewright.graphs.models.architecture import (
     Architecture,
@@ -22,9 +23,15 @@ from stagewright.graphs.models.language import Attention
 from stagewright.graphs.models.materialized import materialized
 from stagewright.graphs.models.mixers import AnyAttention
 from stagewright.graphs.models.modules import OFFLOAD, freed, modules_of, repeated
+from stagewright.graphs.models.next_tokens import times
 from stagewright.graphs.models.operations import (
-    LayerOperation,
     LayerWork,
+)
+from stagewright.graphs.models.rank_operators import (
+    DIVIDED_INPUTS,
+    place_experts,
+    scaled,
+    sequence_split,
 )
 from stagewright.graphs.models.splits import narrow, require_split
 
@@ -32,17 +39,6 @@ LayerKind = Literal["embedding", "dense", "experts", "head"]
 
 Recompute: TypeAlias = str
 """None, selective, full or modules: see ``models/modules.py``."""
-
-_WHOLE = ("norm", "dropout", "sum", "router", "routing", "dispatch", "combine", "experts")
-"""Operators that tensor parallelism leaves whole, by a word of their names; with sequence
-parallelism each rank has its tokens."""
-
-
-_DIVIDED_INPUTS = (
-    "query, key, value", "latent", "recurrent in", "feed-forward in", "shared in",
-)  # fmt: skip
-"""Products whose inputs sequence parallelism keeps divided, and gathers; without it, the gradients
-of these inputs are summed over the tensor ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +65,9 @@ class LayerShare:
     that go to the experts and come back, of which the rank has ``experts`` and every token takes
     ``copies``. ``gradient_bytes`` are those of a large gradient that the backward begins with: of
     the logits. Where selective recomputation is by operator it
-    keeps ``kept_by_operator`` elements beside the input.
+    keeps ``kept_by_operator`` elements beside the input. ``handed_on`` are elements that go along
+    with the layer's output to the next one. A stage keeps elements ``kept_once`` for all its blocks
+    of tower or decoder, whose name comes first.
     """
 
     operators: Operators
@@ -80,7 +78,7 @@ class LayerShare:
     tied_parameters: float = 0.0
     frozen_parameters: float = 0.0
     frozen_expert_parameters: float = 0.0
-    reductions: tuple[int, int] = (0, 0)
+    reductions: tuple[float, float] = (0, 0)
     circulated: float = 0.0
     dispatched: float = 0.0
     gradient_bytes: float = 0.0
@@ -89,6 +87,8 @@ class LayerShare:
     is_block: bool = True
     differentiable: bool = True
     kept_by_operator: float | None = None
+    handed_on: float = 0.0
+    kept_once: tuple[str, float] = ("", 0.0)
 
     @property
     def has_backward(self) -> bool:
@@ -166,6 +166,16 @@ class Shares:
         """The shares in the order of the layers."""
         return (self.embedding, *(self.kinds[kind] for kind in self.blocks), self.head)
 
+    @property
+    def widest(self) -> float:
+        """The most elements of hidden states of a rank's tokens in a block."""
+        return max(one.width for one in self.kinds)
+
+    @property
+    def sent(self) -> float:
+        """The most elements that a stage hands on to the next."""
+        return max(one.width + one.handed_on for one in self.kinds)
+
 
 def share_of(work: LayerWork) -> LayerShare:
     """A whole layer of a named model, from its operations on a microbatch, as if on one sample."""
@@ -200,7 +210,13 @@ def shares_of(
     """
     architecture.require_sequence(sequence)
     require_split(architecture, sequence, split)
+    if by_operator and architecture.tower is not None:
+        raise InputError(
+            f"{architecture.name} has an encoder or a tower: recomputation by operator "
+            "(torchtitan) is not priced of it; choose another framework"
+        )
     plain = replace(split, expert=1)  # of which all but blocks with experts are the same
+    of_head = plain if architecture.next_tokens is None else split
     found: dict[Hashable, int] = {}
     blocks: list[int] = []
     kinds: list[LayerShare] = []
@@ -211,8 +227,8 @@ def shares_of(
             own = split if architecture.is_sparse(index) else plain
             block = _block(architecture, index, sequence, own, attention)
             if by_operator:
-                kept = elements_by_operator(narrow(architecture, own.tensor), index, own)
-                kept *= sequence // own.context
+                chain, place = narrow(architecture, own.tensor).chain(index)
+                kept = elements_by_operator(chain, place, own) * block.width / chain.hidden
                 block = replace(block, kept_by_operator=kept)
             kinds.append(block)
         blocks.append(found[kind])
@@ -220,7 +236,7 @@ def shares_of(
         embedding=_embedding(architecture, sequence, plain),
         kinds=tuple(kinds),
         blocks=tuple(blocks),
-        head=_head(architecture, sequence, plain),
+        head=_head(architecture, sequence, of_head, attention),
     )
 
 
@@ -238,23 +254,26 @@ def _block(
 ) -> LayerShare:
     tokens, narrowed = sequence // split.context, narrow(architecture, split.tensor)
     operators = narrowed.block(index, 1, tokens)
-    parts = narrowed.parts(index)
+    parts, (chain, _), attended = narrowed.parts(index), narrowed.chain(index), sequence
     if parts.attention is not None:
         # Every token attends to the whole sequence, of which the rank has a part of the queries.
-        core = _scaled(narrowed.block(index, 1, sequence)["attention"], 1 / split.context)
+        core = scaled(narrowed.block(index, 1, sequence)["attention"], 1 / split.context)
         operators["attention"] = core
-        if attention == "materialized":
-            operators = materialized(
-                operators, parts.attention, tokens, sequence, drops=narrowed.dropout
-            )
+    if architecture.tower is not None and index < architecture.tower.layers:
+        images, attended = architecture.tower.sequences(1, sequence)
+        tokens = images * attended
+    if parts.attention is not None and attention == "materialized":
+        operators = materialized(
+            operators, parts.attention, tokens, attended, drops=narrowed.dropout
+        )
     routed = 0.0
     if architecture.is_sparse(index):
-        routed = _place_experts(architecture, index, tokens, operators, split)
-    operators = _sequence_split(operators, split)
-    width = tokens * architecture.hidden
+        routed = place_experts(architecture, index, tokens, operators, split)
+    operators = sequence_split(operators, split)
+    width = tokens * chain.hidden
     reduced = bool(parts.mixers) + bool(parts.feed_forward or "shared in" in operators)
-    back = sum(one in operators and operators[one].input_gradients > 0 for one in _DIVIDED_INPUTS)
-    return LayerShare(
+    back = sum(one in operators and operators[one].input_gradients > 0 for one in DIVIDED_INPUTS)
+    share = LayerShare(
         operators=operators,
         parameters=_parameters(operators, expert=False),
         width=float(width),
@@ -268,71 +287,31 @@ def _block(
         experts=_experts_of_rank(architecture, index, split),
         copies=architecture.experts.per_token if architecture.experts else 1,
     )
+    return share if architecture.tower is None else _beside(share, narrowed, index, sequence, split)
+
+
+def _beside(
+    share: LayerShare, narrowed: Architecture, index: int, sequence: int, split: LayerSplit
+) -> LayerShare:
+    """The share of a block of tower or decoder, with what it keeps and hands on beside its own."""
+    tower = narrowed.tower
+    assert tower is not None
+    scores, received = tower.kept_once(narrowed, index, sequence)
+    divided = split.tensor if split.sequence_parallel else 1
+    forward, back = share.reductions
+    if "cross output" in share.operators:  # and the gradient of the encoder's outputs
+        forward, back = forward + 1, back + received / share.width
+    return replace(
+        share,
+        reductions=(forward, back),
+        handed_on=tower.handed_on(narrowed, index, sequence),
+        kept_once=("tower" if index < tower.layers else "decoder", scores + received / divided),
+    )
 
 
 def _experts_of_rank(architecture: Architecture, index: int, split: LayerSplit) -> int:
     of = architecture.experts
     return of.number // split.expert if of and architecture.is_sparse(index) else 0
-
-
-def _place_experts(
-    architecture: Architecture, index: int, tokens: int, operators: Operators, split: LayerSplit
-) -> float:
-    """Put the rank's experts into ``operators``; the elements that it routes.
-
-    With tensor parallelism the tokens are divided among the tensor ranks before they are routed.
-    """
-    experts = architecture.experts
-    assert experts is not None
-    whole = architecture.block(index, 1, tokens)
-    local = replace(
-        architecture,
-        experts=replace(
-            experts,
-            number=experts.number // split.expert,
-            per_token=min(experts.per_token, experts.number // split.expert),
-        ),
-    ).block(index, 1, tokens)
-    for name in whole:
-        if name in ("router", "routing", "dispatch", "combine"):
-            operators[name] = whole[name]
-        elif name.startswith("experts"):
-            # As many tokens as without expert parallelism, but only the weights of some experts.
-            weights = local[name].parameters
-            operators[name] = replace(
-                whole[name],
-                moved=whole[name].moved - whole[name].parameters + weights,
-                parameters=weights,
-            )
-    per_rank = split.tensor if split.sequence_parallel else 1
-    return tokens * experts.per_token * architecture.hidden / per_rank
-
-
-def _sequence_split(operators: Operators, split: LayerSplit) -> Operators:
-    """With sequence parallelism, divide whole operators and the inputs that projections keep."""
-    if not split.sequence_parallel or split.tensor == 1:
-        return operators
-    found = {}
-    for name, one in operators.items():
-        if name not in ("head norms", "scan norm") and any(word in name for word in _WHOLE):
-            found[name] = _scaled(one, 1 / split.tensor)
-        elif name in _DIVIDED_INPUTS:
-            found[name] = replace(one, saved=one.saved / split.tensor)
-        else:
-            found[name] = one
-    return found
-
-
-def _scaled(one: LayerOperation, by: float) -> LayerOperation:
-    """The operation on a part of its elements; its weights are read whole."""
-    weights = one.parameters + one.tied_parameters if one.kind == "matmul" else 0.0
-    return replace(
-        one,
-        flops=one.flops * by,
-        moved=(one.moved - weights) * by + weights,
-        saved=one.saved * by,
-        saved_bytes=one.saved_bytes * by,
-    )
 
 
 def _keys_and_values(of: AnyAttention | None, tokens: int) -> float:
@@ -346,7 +325,7 @@ def _keys_and_values(of: AnyAttention | None, tokens: int) -> float:
 @lru_cache(maxsize=1024)
 def _embedding(architecture: Architecture, sequence: int, split: LayerSplit) -> LayerShare:
     tokens, narrowed = sequence // split.context, narrow(architecture, split.tensor)
-    operators = _sequence_split(narrowed.embedding(tokens), split)
+    operators = sequence_split(narrowed.embedding(1, tokens), split)
     return LayerShare(
         operators=operators,
         parameters=_parameters(operators),
@@ -354,17 +333,20 @@ def _embedding(architecture: Architecture, sequence: int, split: LayerSplit) -> 
         width=float(tokens * architecture.hidden),
         input=0.0,
         reductions=(1, 0),
+        handed_on=0.0 if architecture.tower is None else architecture.tower.width(sequence),
         is_block=False,
         differentiable=False,
     )
 
 
 @lru_cache(maxsize=1024)
-def _head(architecture: Architecture, sequence: int, split: LayerSplit) -> LayerShare:
+def _head(
+    architecture: Architecture, sequence: int, split: LayerSplit, attention: Attention
+) -> LayerShare:
     tokens, narrowed = sequence // split.context, narrow(architecture, split.tensor)
-    operators = _sequence_split(narrowed.head(tokens), split)
+    operators = sequence_split(narrowed.head(1, tokens), split)
     width = tokens * architecture.hidden
-    return LayerShare(
+    share = LayerShare(
         operators=operators,
         parameters=_parameters(operators),
         frozen_parameters=_parameters(operators, frozen=True),
@@ -372,8 +354,29 @@ def _head(architecture: Architecture, sequence: int, split: LayerSplit) -> Layer
         width=float(width),
         input=width / (split.tensor if split.sequence_parallel else 1),
         reductions=(0, 1),
-        gradient_bytes=operators["loss"].saved_bytes,
+        gradient_bytes=operators["loss"].saved_bytes / (1 + (architecture.next_tokens or 0)),
         is_block=False,
+    )
+    if architecture.next_tokens is None:
+        return share
+    last = _block(architecture, architecture.layers - 1, sequence, split, attention)
+    return _with_next_tokens(share, last, architecture.next_tokens)
+
+
+def _with_next_tokens(head: LayerShare, block: LayerShare, number: int) -> LayerShare:
+    """The head's share with so many blocks that predict further tokens."""
+    operators = head.operators | times(block.operators, number)
+    forward, back = block.reductions
+    return replace(
+        head,
+        operators=operators,
+        parameters=_parameters(operators, expert=False),
+        expert_parameters=_parameters(operators, expert=True),
+        reductions=(number * (forward + 1), head.reductions[1] + number * back),
+        circulated=number * block.circulated,
+        dispatched=number * block.dispatched,
+        experts=block.experts,
+        copies=block.copies,
     )
 
 

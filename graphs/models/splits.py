@@ -20,6 +20,7 @@ from stagewright.graphs.models.recurrences import (
     SelectiveScan,
     ShortConvolution,
 )
+from stagewright.graphs.models.towers import Tower
 
 if TYPE_CHECKING:
     from stagewright.graphs.models.shards import LayerSplit
@@ -32,6 +33,8 @@ def require_split(architecture: Architecture, sequence: int, split: "LayerSplit"
     ``tensor`` do not divide one another, if ``context`` does not divide the sequence or a block has
     a recurrence, or if ``expert`` does not divide the experts.
     """
+    if architecture.tower is not None:
+        _require_tower_split(architecture.tower, sequence, split)
     for size, what in _tensor_sizes(architecture):
         _require_divides(split.tensor, size, "tensor degree", what)
     for mixer in _every_mixer(architecture):
@@ -84,6 +87,19 @@ def _require_mixer(mixer: AnyMixer, split: "LayerSplit") -> None:
         )
 
 
+def _require_tower_split(tower: Tower, sequence: int, split: "LayerSplit") -> None:
+    if split.context > 1:
+        raise InputError(
+            f"context degree {split.context}: the tokens of an encoder or a tower are not divided; "
+            "it must be 1"
+        )
+    if split.sequence_parallel:
+        _, tokens = tower.sequences(1, sequence)
+        _require_divides(
+            split.tensor, tokens, "tensor degree with sequence parallelism", "tokens of the tower"
+        )
+
+
 def _tensor_sizes(architecture: Architecture) -> Iterable[tuple[int, str]]:
     for mixer in _every_mixer(architecture):
         if isinstance(mixer, ShortConvolution):
@@ -100,7 +116,7 @@ def _tensor_sizes(architecture: Architecture) -> Iterable[tuple[int, str]]:
 
 
 def _feed_forwards(architecture: Architecture) -> Iterable[FeedForward]:
-    own = (one.feed_forward for one in architecture.variants)
+    own = [one.feed_forward for one in (*architecture.variants, architecture.tower) if one]
     return (architecture.feed_forward, *(one for one in own if one is not None))
 
 
@@ -133,6 +149,17 @@ def narrow(architecture: Architecture, tensor: int) -> Architecture:
         vocabulary=-(-architecture.vocabulary // tensor),
         tuning=None if tuning is None else replace(tuning, ranks=tensor),
         variants=tuple(_narrow_variant(one, tensor) for one in architecture.variants),
+        tower=None if architecture.tower is None else _narrow_tower(architecture.tower, tensor),
+    )
+
+
+def _narrow_tower(tower: Tower, tensor: int) -> Tower:
+    """The tower on a tensor rank; what is before and after its blocks stays whole."""
+    heads = tower.attention.heads // tensor
+    return replace(
+        tower,
+        attention=replace(tower.attention, heads=heads, key_value_heads=heads),
+        feed_forward=_narrow_width(tower.feed_forward, tensor),
     )
 
 

@@ -23,6 +23,10 @@ CLAMPED = "clamped gates"
 SINKS = "attention sinks"
 GATED = "gates of the attention's output"
 VARIED = "blocks with other parts than others have"
+ENCODER_DECODER = "an encoder and a decoder"
+TOWER = "a tower for images"
+NEXT_TOKENS = "multi-token prediction"
+DIFFUSION = "patches of latents in place of tokens"
 RECURRENCES = {
     "ssd": "Mamba-2 mixers",
     "delta": "mixers by the gated delta rule",
@@ -77,6 +81,12 @@ def counted_traits(of: Architecture) -> tuple[str, ...]:
         "experts without gates": experts is not None and not experts.gated,
         VARIED: any(not one.fed or not one.mixers or one.feed_forward for one in of.variants),
         "a ReLU": of.feed_forward.relu,
+        ENCODER_DECODER: of.tower is not None and of.tower.is_encoder,
+        TOWER: of.tower is not None and not of.tower.is_encoder,
+        NEXT_TOKENS: of.next_tokens is not None,
+        DIFFUSION: of.diffusion is not None,
+        "logits without a norm before": not of.final_norm,
+        "keys without biases": grouped is not None and not grouped.key_bias,
         f"{counted(of.block_norms, 'norm', 'norms')} in a block": of.block_norms != 2,
     }
     return (*_recurrences(of), *(what for what, has in found.items() if has))
@@ -94,10 +104,13 @@ def lacking(of: Architecture, sequence: int, has: Collection[str]) -> list[str]:
     return [one for one in (*common_traits(of), *every_trait(of)) if one not in has]
 
 
-def remarks_on(of: Architecture) -> tuple[str, ...]:
-    """What the prices of a model leave out, and what no rates were fitted to."""
-    found = {
-        f"without {of.left_out}": of.left_out is not None,
-        f"{' and '.join(_recurrences(of))} at the rate of matrix products": _recurrences(of),
-    }
-    return tuple(what for what, has in found.items() if has)
+def remarks_on(of: Architecture, sequence: int) -> tuple[str, ...]:
+    """What the prices of a model leave out or assume, and what no rates were fitted to."""
+    found = [] if of.left_out is None else [f"without {of.left_out}"]
+    if _recurrences(of):
+        found.append(f"{' and '.join(_recurrences(of))} at the rate of matrix products")
+    if of.tower is not None:
+        found.append(of.tower.says(sequence))
+    if of.next_tokens is not None:
+        found.append("blocks of multi-token prediction beside the head, not recomputed")
+    return tuple(found)

@@ -106,6 +106,12 @@ def tuned_with(
         return architecture
     if lora is not None and not known:
         raise InputError(f"LoRA: {architecture.name} has no targets; recurrences have none")
+    if architecture.tower is not None or architecture.next_tokens is not None:
+        raise InputError(
+            f"LoRA or frozen layers of {architecture.name}: they are not priced of models with an "
+            "encoder, a tower or multi-token prediction; give the configuration of the text model "
+            "alone, or set num_nextn_predict_layers to 0"
+        )
     tuning = Tuning(rank=lora, targets=names)
     if frozen is not None:
         tuning = _with_frozen(tuning, frozen, architecture.layers)

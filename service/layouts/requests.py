@@ -325,3 +325,4 @@ class LayoutMemoryAnswer(Answer):
     rates: str
     ranks: tuple[RankMemoryAnswer, ...]
     shortages: tuple[str, ...]
+    remarks: tuple[str, ...] = ()

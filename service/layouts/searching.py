@@ -171,7 +171,7 @@ def find_layouts(request: LayoutRequest, ended: StopToken | None = None) -> Layo
         explained=None if request.explain is None else explain(request, request.explain, best),
         front=front if request.front else (),
         what_if=tuple(_what_if(searches, stop)) if request.what_if and best else (),
-        remarks=(*remarks, *remarks_on(problem.architecture)),
+        remarks=(*remarks, *remarks_on(problem.architecture, problem.sequence)),
         reason=_reason(searches, found, best, front, stop),
         training_days=_days(request, best),
         examined=found.examined,
@@ -406,4 +406,5 @@ def layout_memory(request: MemoryRequest) -> LayoutMemoryAnswer:
         rates=str(problem.rates),
         ranks=tuple(_memory_answer(found, rank) for rank in range(len(found.memory))),
         shortages=shortages(found),
+        remarks=remarks_on(problem.architecture, problem.sequence),
     )

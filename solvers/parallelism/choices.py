@@ -135,7 +135,7 @@ class Bounds:
     def hop_seconds(self, pipelines: Ints) -> Floats:
         """Seconds from a rank to the next, for pipelines of so many ranks."""
         start, per_byte = self.family.rates(pipelines)[:2]
-        width = self.family.shares.kinds[0].width / self.family.split.tensor
+        width = self.family.shares.sent / self.family.split.tensor
         moved = self.sized.samples * width * self.problem.precision.activation_bytes
         found: Floats = start + per_byte * moved
         return found

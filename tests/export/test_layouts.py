@@ -55,7 +55,9 @@ from stagewright.graphs.models.architecture import (
     FeedForward,
     GroupedAttention,
 )
+from stagewright.graphs.models.diffusion import Diffusion
 from stagewright.graphs.models.stated import RotaryScaling, Routing, Stated
+from stagewright.graphs.models.towers import Tower
 from stagewright.graphs.models.traits import (
     ADDED_ONE,
     ADJACENT,
@@ -393,6 +395,9 @@ def refused(formats, architecture, words, message, **others):
     return [(to, architecture, words, message, others) for to in formats]
 
 
+FURTHER = replace(LLAMA, next_tokens=1)
+LATENTS = replace(LLAMA, diffusion=Diffusion(patch=16, classes=10))
+BEHIND = replace(LLAMA, tower=Tower(2, 64, LLAMA.attention, LLAMA.feed_forward))
 REFUSED = [
     *refused(DISTRIBUTED, LLAMA, "c2 d4 zero3", "context degree 2: transformers"),
     *refused(DISTRIBUTED, LLAMA, "d8 zero1", "ZeRO 1: transformers divides the weights too"),
@@ -568,6 +573,11 @@ REFUSED = [
     *refused(CORE[1:2] + ACCELERATE, FROZEN, "d8", "frozen layers without LoRA"),
     *refused(ACCELERATE, LORA, "d8 zero3", "LoRA of linear_fc1, linear_qkv: .* adapts"),
     *refused(CORE[1:2], MIXED, "d8", "LoRA of linear_qkv: Megatron-Bridge adapts down_proj"),
+    *refused(HF, FURTHER, "d8", "multi-token prediction: .* set num"),
+    *refused(
+        (*CORE[:1], "deepspeed", *ACCELERATE), LATENTS, "d8", "patches of latents in place of"
+    ),
+    *refused(CORE, BEHIND, "d8", "an encoder and a decoder: exports to"),
     *refused(CORE[1:2], tuned_with(LORA, lora=8, frozen="blocks.0"), "d8", "frozen blocks beside"),
     *refused(("slurm",), LLAMA, "d8", "--to 'slurm' is not known; there are megatron, "),
 ]

@@ -82,7 +82,14 @@ PUBLISHED = {
     "Gemma-2-9B": (
         sized("gemma2", 42, 3584, 16, 8, 14336, 256000, head_dim=256), 9_241_705_984,
     ),
-    "DeepSeek-V3": (DEEPSEEK_V3, 671_026_404_352),
+    "DeepSeek-V3": (DEEPSEEK_V3 | {"num_nextn_predict_layers": 0}, 671_026_404_352),
+    "T5-base": (
+        {
+            "model_type": "t5", "d_model": 768, "d_kv": 64, "d_ff": 3072, "num_layers": 12,
+            "num_heads": 12, "vocab_size": 32128,
+        },
+        222_903_552,
+    ),
     "BERT-base": (BERT, 109_514_298),
     "Qwen3-Next-80B-A3B": (QWEN3_NEXT, 79_674_391_296),
     "Nemotron-H-8B": (NEMOTRON_H, 8_100_852_736),
@@ -106,7 +113,7 @@ def test_the_encoder_of_bert():
 
 
 @pytest.mark.parametrize(
-    ("fields", "billions"), [(MIXTRAL, 12.9), (DEEPSEEK_V3, 37.0), (QWEN2_MOE, 2.7)]
+    ("fields", "billions"), [(MIXTRAL, 12.9), (PUBLISHED["DeepSeek-V3"][0], 37.0), (QWEN2_MOE, 2.7)]
 )
 def test_active_parameters_of_published_models(fields, billions):
     """Published with two or three digits."""
@@ -115,8 +122,8 @@ def test_active_parameters_of_published_models(fields, billions):
 
 
 BLOCKS = (
-    "gpt2", "bert", "qwen2_moe", "gpt_oss", "llama4_text", "deepseek_v3", "olmo2", "falcon", "opt",
-    "nemotron_h", "qwen3_next", "jamba", "falcon_h1", "minimax", "lfm2",
+    "gpt2", "t5", "bert", "qwen2_moe", "gpt_oss", "llama4_text", "deepseek_v3", "olmo2", "falcon",
+    "opt", "nemotron_h", "qwen3_next", "jamba", "falcon_h1", "minimax", "lfm2",
 )  # fmt: skip
 """Types that have between them all that blocks have."""
 
@@ -205,6 +212,11 @@ def built(fields, **options):
     config = transformers.AutoConfig.for_model(kind, **given, **tokens, **options)
     masked = fields["model_type"] == "bert"
     family = transformers.AutoModelForMaskedLM if masked else transformers.AutoModelForCausalLM
+    if TYPES[fields["model_type"]].encoder_blocks is not None:
+        speech = fields["model_type"] == "whisper"
+        family = (
+            transformers.AutoModelForSpeechSeq2Seq if speech else transformers.AutoModelForSeq2SeqLM
+        )
     model = family.from_config(config)
     model.tie_weights()
     return model
@@ -300,9 +312,9 @@ def test_a_rotary_base_is_a_number_above_0(value):
         architecture_of(SMALL["llama"] | {"rope_theta": value})
 
 
-def test_the_source_states_what_is_left_out():
+def test_the_source_states_what_is_assumed():
     chain = architecture_model(architecture_of(DEEPSEEK_V3), 128, 1, "h100", precision="bf16")
-    assert "without the layers of multi-token prediction" in chain.source
+    assert "blocks of multi-token prediction beside the head, not recomputed" in chain.source
     assert "all experts on the device" in chain.source
     assert len(chain) == 63
 
@@ -311,8 +323,8 @@ def test_the_source_states_what_is_left_out():
     ("change", "message"),
     [
         (
-            {"model_type": "t5"},
-            "model_type must be one of .*'t5', and an encoder and a decoder cannot be priced",
+            {"model_type": "t5gemma"},
+            "model_type must be one of .*'t5gemma', and an encoder and a decoder cannot be priced",
         ),
         ({"model_type": ["llama"]}, r"model_type must be one of .*\['llama'\]"),
         ({"model_type": None}, "model_type must be one of .* there is None"),

@@ -118,7 +118,7 @@ def wrong_surest(case: Case, memory: float, chance: Random) -> Iterator[str]:
     request = LayoutRequest(problem=problem, space=case.space, top=1, by_stage=False)
     answer = find_layouts(request)
     unsure = not lacks.isdisjoint(features_of(problem, parse_layout(answer.rows[0].layout)))
-    known = {*remarks_on(problem.architecture)}
+    known = {*remarks_on(problem.architecture, problem.sequence)}
     told = [one for one in answer.remarks if one not in known and not one.startswith("less sure")]
     if len(told) != unsure or (answer.surest is not None and not unsure):
         yield f"{answer.rows[0].layout} is said to be {answer.remarks}"

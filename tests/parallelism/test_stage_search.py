@@ -62,7 +62,13 @@ def every_division(problem: TrainingProblem, base: Layout) -> Iterator[Every]:
 def peaks(problem: TrainingProblem, plain: Plain) -> Iterator[float]:
     """Bytes of every rank without experts: states, what is kept in flight, and buffers."""
     layout, of, memory = plain.layout, problem.precision, problem.memory
-    saved = [sum(kept(problem, layout, *one) for one in stage) for stage in plain.stages]
+    once = kept_once(problem, layout)
+    saved = [
+        sum(kept(problem, layout, *one) for one in stage)
+        + once["tower"] * any(share.kept_once[0] == "tower" for share, _ in stage)
+        + once["decoder"] * any(share.kept_once[0] == "decoder" for share, _ in stage)
+        for stage in plain.stages
+    ]
     sizes = (layout.pipeline, 1, plain.microbatches)
     activations = kept_by_order(sizes, saved, plain.put_off)
     for stage, flying in zip(plain.stages, activations, strict=True):
@@ -82,8 +88,8 @@ def peaks(problem: TrainingProblem, plain: Plain) -> Iterator[float]:
         if layout.zero:
             buffers += 2 * min(memory.bucket_parameters, parameters) * of.weight_bytes
         if layout.sequence_parallel:
-            block = next(one for stage in plain.stages for one, _ in stage if one.is_block)
-            buffers += layout.microbatch * block.width * of.activation_bytes
+            widest = max(one.width for stage in plain.stages for one, _ in stage if one.is_block)
+            buffers += layout.microbatch * widest * of.activation_bytes
         yield (
             states(problem, layout, parameters) + flying + repeated
             + buffers * (1 + memory.slack) + problem.reserve_bytes
@@ -134,6 +140,25 @@ def kept(problem: TrainingProblem, layout: Layout, share, again: bool) -> float:
     return layout.microbatch * found * (1 + memory.slack)
 
 
+def kept_once(problem: TrainingProblem, layout: Layout) -> dict[str, float]:
+    """Bytes of a microbatch that a stage keeps for all its blocks of a tower, or of a decoder.
+
+    These are learned scores of every two tokens, and the outputs of an encoder.
+    """
+    of, tower, memory = problem.architecture, problem.architecture.tower, problem.memory
+    if tower is None:
+        return {"tower": 0.0, "decoder": 0.0}
+    images, tokens = tower.images, tower.tokens or problem.sequence
+    scored = tower.score_table is not None
+    own = scored * images * tower.attention.heads // layout.tensor * tokens**2
+    decoder = scored * of.attention.heads // layout.tensor * problem.sequence**2
+    if tower.is_encoder:
+        parts = layout.tensor if layout.sequence_parallel else 1
+        decoder += tokens * tower.hidden / parts
+    each = layout.microbatch * problem.precision.activation_bytes * (1 + memory.slack)
+    return {"tower": own * each, "decoder": decoder * each}
+
+
 def first_products(architecture: Architecture, layout: Layout, sequence: int) -> float:
     """Elements of the attention's output and of every first of two products'."""
     of, t, tokens = architecture.attention, layout.tensor, sequence // layout.context
@@ -150,9 +175,15 @@ def first_products(architecture: Architecture, layout: Layout, sequence: int) ->
 def based(draw: st.DrawFn) -> tuple[TrainingProblem, Layout]:
     """A tiny problem without experts, and a plain layout of it whose division is left open."""
     problem = draw(problems(12, 16))
+    tower = problem.architecture.tower
+    if problem.architecture.next_tokens:
+        tower = None  # what these keep is not counted here
+    fewest = 0 if tower is None else tower.layers
     architecture = replace(
-        problem.architecture, experts=None, layers=min(problem.architecture.layers, MOST_BLOCKS)
-    )
+        problem.architecture, experts=None, tower=tower, next_tokens=None,
+        variants=() if problem.memory.by_operator else problem.architecture.variants,
+        layers=fewest + min(problem.architecture.layers - fewest, MOST_BLOCKS - fewest),
+    )  # fmt: skip
     problem = replace(problem, architecture=architecture)
     devices = problem.fabric.devices
     pipeline = draw(st.sampled_from([n for n in (2, 3, 4) if devices % n == 0] or [1]))

@@ -80,6 +80,18 @@ OTHER_FIELDS = {
     "lfm2_moe": FEW | {"layer_types": ["conv", "full_attention", "conv"]},
     "dots1": GROUPS | {"n_shared_experts": 1},
 }  # fmt: skip
+ENCODED = {
+    "d_model": 32, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 40, "vocab_size": 90,
+}  # fmt: skip
+SCORED = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 3,
+          "num_heads": 4, "vocab_size": 90}  # fmt: skip
 SMALL = {kind: sized(kind, 3, 32, 4, 2, 48, 90) | OTHER_FIELDS.get(kind, {}) for kind in TYPES}
 SMALL |= {one: {"model_type": one, **SHORT} for one in ("gpt2", "gpt_bigcode")}
+ENCODERS = {kind for kind, of in TYPES.items() if of.encoder_blocks is not None}
+SMALL |= {
+    kind: {"model_type": kind, **(SCORED if TYPES[kind].encoder_blocks.scores else ENCODED)}
+    for kind in ENCODERS
+}
+SMALL["marian"] |= {"decoder_vocab_size": 90}
 """Every type, in sizes that ``transformers`` builds too."""

@@ -28,6 +28,7 @@ from stagewright.graphs.models.architecture import (
 from stagewright.graphs.models.recurrences import Recurrence
 from stagewright.graphs.models.shards import LayerSplit
 from stagewright.graphs.models.splits import require_split
+from stagewright.graphs.models.towers import Projection, Tower
 from stagewright.graphs.models.tuning import tuned_with
 from stagewright.solvers.parallelism.space import Space
 
@@ -244,7 +245,29 @@ def random_architecture(chance: Random) -> Architecture:
         dropout=chance.random() < 0.3,
     )
     other = Random(chance.getstate()[1][0])
-    return with_other_blocks(with_some_frozen(architecture, other), other)
+    changed = with_other_blocks(with_some_frozen(architecture, other), other)
+    return changed if changed.tuning else in_front(changed, other.choice(TOWERS), other.random())
+
+
+ENCODER = Tower(
+    2, 32, GroupedAttention(2, 2, 16), FeedForward(96, gated=False), norm="rms", score_table=4
+)
+VISION = Tower(
+    2, 64, GroupedAttention(4, 4, 16), FeedForward(192), tokens=16, positions=16, input_norm=True,
+    stem=(Projection(16, 12, 64),), projector=(Projection(4, 256, 32, norm=256),), outputs=4,
+)  # fmt: skip
+TOWERS = (None, None, None, ENCODER, VISION)
+
+
+def in_front(architecture: Architecture, tower: Tower | None, draw: float) -> Architecture:
+    """The architecture behind a tower of its heads, or sometimes with further tokens."""
+    if tower is None or not isinstance(architecture.attention, GroupedAttention):
+        return replace(architecture, next_tokens=1) if draw < 0.2 else architecture
+    heads = architecture.attention.heads
+    tower = replace(tower, attention=replace(tower.attention, heads=heads, key_value_heads=heads))
+    if tower.is_encoder:
+        tower = replace(tower, hidden=architecture.hidden)
+    return replace(architecture, layers=architecture.layers + tower.layers, tower=tower)
 
 
 def with_other_blocks(architecture: Architecture, chance: Random) -> Architecture:

@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 from hypothesis import strategies as st
-from layout_class import divisions
+from layout_class import TOWERS, divisions, in_front
 from own_rates import PRECISIONS, drawn_rates, own_rates
 
 from stagewright.formulations.parallelism.layout import Layout
@@ -253,8 +253,10 @@ REACHED = own_rates(Reached(0.7, 1e7, 0.8, 1e-6))
 @st.composite
 def problems(draw: st.DrawFn, most_devices: int = 24, most_samples: int = 48) -> TrainingProblem:
     """Tiny problems of all kinds; without a reserve, so that small memories can decide."""
+    memory = draw(st.sampled_from(MEMORIES))
+    towers = (None,) if memory.by_operator else TOWERS
     return TrainingProblem(
-        draw(architectures()),
+        in_front(draw(architectures()), draw(st.sampled_from(towers)), draw(st.floats(0, 1))),
         sequence=draw(st.sampled_from((12, 32, 64))),
         batch=draw(st.integers(1, most_samples)),
         fabric=draw(fabrics(most_devices)),
@@ -264,6 +266,6 @@ def problems(draw: st.DrawFn, most_devices: int = 24, most_samples: int = 48) ->
         overlap=draw(st.booleans()),
         overlap_tensor=draw(st.booleans()),
         fused_gradients=draw(st.booleans()),
-        memory=draw(st.sampled_from(MEMORIES)),
+        memory=memory,
         reserve_bytes=draw(st.sampled_from((0.0, 1e5))),
     )

@@ -156,8 +156,17 @@ class Plain:
     def hop_seconds(self, of, latencies=1):
         """A stage's output to the next, on the slowest link of any pair of neighbours."""
         size = self.precision.activation_bytes
-        moved = self.layout.microbatch * of.kinds[0].width / self.layout.tensor * size
+        moved = self.layout.microbatch * self.handed / self.layout.tensor * size
         return self.next_seconds("pipeline", moved, latencies)
+
+    @property
+    def handed(self):
+        """Elements of a sample: hidden states, and beside them those of a tower's tokens."""
+        of, sequence = self.problem.architecture, self.problem.sequence
+        found, tower = sequence // self.layout.context * of.hidden, of.tower
+        if tower is None:
+            return found
+        return found + tower.images * (tower.tokens or sequence) * tower.hidden
 
     def next_seconds(self, dimension, moved, latencies=1):
         """From a rank to the next of its group, and from the last to the first; the slowest."""
@@ -196,9 +205,9 @@ class Plain:
         weights = (one.parameters + one.tied_parameters) * (one.kind in WITH_WEIGHTS)
         moved = (weights + samples * (one.moved - weights)) * self.precision.activation_bytes
         if name == "loss" and reached.logit_bytes is not None:
-            moved = samples * share.gradient_bytes / 4 * reached.logit_bytes  # of 4-byte logits
+            moved = samples * one.saved_bytes / 4 * reached.logit_bytes  # of 4-byte logits
         products = 0.0
-        if name == "attention" and reached.attention is not None:
+        if one.kind == "attention" and reached.attention is not None:
             products = self.attention_seconds(one.unmasked, samples * one.flops)
         elif one.kind == "convolution":
             products = samples * one.flops / (self.peak_16_bits * reached.convolution)
@@ -249,8 +258,9 @@ class Plain:
         cast = {n: self.cast_seconds(share, one) for n, one in share.operators.items()}
         each = {n: plain[n] + cast[n] for n in plain}
         back = {n: plain[n] * one.input_gradients for n, one in share.operators.items()}
-        if reached.attention and reached.attention_backward and "attention" in back:
-            back["attention"] *= reached.attention / reached.attention_backward
+        for name, one in share.operators.items():
+            if reached.attention and reached.attention_backward and one.kind == "attention":
+                back[name] *= reached.attention / reached.attention_backward
         back = {n: back[n] + cast[n] for n in back}
         host = 0.0
         if share.experts:

@@ -176,6 +176,9 @@ def model_fields(architecture: Architecture) -> Fields:
         **({} if part is None else {"rotary_percent": part}),
         **(latent_scaling(scaling) if latent and scaling is not None else {}),
         **router_fields(architecture),
+        **(
+            {} if architecture.next_tokens is None else {"mtp_num_layers": architecture.next_tokens}
+        ),
     }
 
 

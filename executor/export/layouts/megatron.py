@@ -67,7 +67,12 @@ def model_arguments(architecture: Architecture, sequence: int) -> list[Argument]
         found.append(("--untie-embeddings-and-output-weights",))
     if not architecture.dropout:
         found += [("--hidden-dropout", "0.0"), ("--attention-dropout", "0.0")]
-    return [*found, *_window(architecture), *_experts(architecture)]
+    return [*found, *_window(architecture), *_experts(architecture), *_further(architecture)]
+
+
+def _further(architecture: Architecture) -> Iterable[Argument]:
+    if architecture.next_tokens is not None:
+        yield ("--mtp-num-layers", str(architecture.next_tokens))
 
 
 _OF_TRAITS: dict[str, Fields] = {

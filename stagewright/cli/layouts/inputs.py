@@ -25,6 +25,7 @@ T = TypeVar("T")
 
 Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
 Gradients = Literal["fp32", "bf16"]
+INPUTS = ("sequence", "images", "encoder_tokens")
 GRADIENT_BYTES = {"fp32": 4, "bf16": 2}
 
 
@@ -118,6 +119,11 @@ class TuningOptions(CommandOptions):
 class NumberOptions(TuningOptions):
     """Which weights are trained, with which types, memory and rates."""
 
+    images: Annotated[int | None, Option(form="N")] = None
+    """Images in a sample of a model with a tower for them, each of the size that the
+    configuration names; default: 1."""
+    encoder_tokens: Annotated[int | None, Option(form="S")] = None
+    """Tokens of the encoder in a sample; default: as many as of the decoder."""
     precision: Precision = "bf16"
     """Type of weights and activations; fp8, tf32: of products, beside bf16 and fp32."""
     attention: Literal["fused", "materialized"] = "fused"
@@ -153,6 +159,7 @@ class TrainingOptions(NumberOptions):
         The ``architecture`` is that of ``config`` unless it is given.
         """
         from stagewright.graphs.importers.hf_config import read_most_positions
+        from stagewright.graphs.models.towers import with_inputs
         from stagewright.graphs.models.tuning import tuned_with
         from stagewright.service.architectures import read_architecture
         from stagewright.service.layouts.problems import training_problem
@@ -171,7 +178,9 @@ class TrainingOptions(NumberOptions):
         try:
             return training_problem(
                 tuned_with(
-                    architecture,
+                    with_inputs(
+                        architecture, images=self.images, encoder_tokens=self.encoder_tokens
+                    ),
                     lora=self.lora,
                     targets=self.lora_targets,
                     frozen=self.frozen,
@@ -194,7 +203,7 @@ class TrainingOptions(NumberOptions):
             options = {
                 "batch": "--global-batch", "reserve_bytes": "--reserve", "framework": "--for"
             }  # fmt: skip
-            message = with_option(str(error), ("sequence", "precision", "rates"), options)
+            message = with_option(str(error), (*INPUTS, "precision", "rates"), options)
             raise InputError(message) from None
 
 

@@ -68,9 +68,8 @@ class TrainPlanOptions(TrainingOptions, MachineOptions, DegreeOptions, PictureOp
     without="by_stage",
     headings={
         "Machines": "per_server server_bandwidth network_bandwidth per_rack rack_bandwidth"
-        " host_bandwidth memory",
-        "Layer profiles": "servers time_limit",
-        "Trained weights": "lora lora_targets frozen",
+        " host_bandwidth memory servers",
+        "Trained weights and inputs": "lora lora_targets frozen images encoder_tokens",
         "Arithmetic and memory": "precision attention no_overlap reserve gradients rates",
         "Layouts to consider": "pipeline tensor context replicas expert microbatch_sizes chunks"
         " schedule zero recompute offload_optimizer alike",
@@ -196,7 +195,7 @@ class MemoryOptions(NumberOptions, PictureOptions, Printed):
 
 @command(
     headings={
-        "Trained weights": "lora lora_targets frozen",
+        "Trained weights and inputs": "lora lora_targets frozen images encoder_tokens",
         "Arithmetic": "precision attention reserve gradients rates",
     }
 )
@@ -249,7 +248,8 @@ def memory(command_line: typer.Context, given: MemoryOptions) -> int:
     def show(answer: LayoutMemoryAnswer) -> None:
         print_memory(answer.ranks, answer.memory_bytes)
         print_shortages(answer.shortages)
-        say(bytes_in_range(answer, answer.memory_bytes), f"rates: {answer.rates}")
+        fits = bytes_in_range(answer, answer.memory_bytes)
+        say(fits, *answer.remarks, f"rates: {answer.rates}")
 
     tell(answer, given, show, [given.png])
     return 1 if answer.fits == "no" else 0

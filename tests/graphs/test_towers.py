@@ -1,0 +1,175 @@
+"""Models with an encoder or a tower in front, and with further tokens: as modules count them."""
+
+from dataclasses import replace
+
+import pytest
+from configurations import SMALL, sized
+from towers import COUNTED, SIDES, wrapped
+
+from stagewright.formulations.prices.analytic import architecture_model
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.importers.hf_config import architecture_of
+from stagewright.graphs.models.shards import LayerSplit, shares_of
+from stagewright.graphs.models.towers import with_inputs
+from stagewright.graphs.models.traits import every_trait, remarks_on
+from stagewright.graphs.models.tuning import tuned_with
+
+
+@pytest.mark.parametrize("kind", COUNTED)
+def test_parameters_and_flops_of_towers_equal_those_of_modules(kind):
+    fields, parameters, flops = COUNTED[kind]
+    found = architecture_of(fields)
+    assert sum(found.parameters().values()) == parameters
+    assert sum(sum(one.values()) for one in found.flops(1, 16).values()) == flops
+    assert (found.layers, found.tower.layers, found.name) == (5, 2, kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "flops"),
+    [("t5", 3_788_800), ("umt5", 4_280_320), ("bart", 3_690_496), ("whisper", 1_405_956_096)],
+)
+def test_flops_of_encoders_equal_those_of_modules(kind, flops):
+    """Of two samples of 16 tokens each, those of Whisper with 30 seconds of sound."""
+    found = architecture_of(SMALL[kind]).flops(2, 16)
+    assert sum(sum(one.values()) for one in found.values()) == flops
+
+
+LARGER = {"image_size": 112, "patch_size": 14}
+KEPT = [
+    (SMALL["bart"] | {"dropout": 0.0}, 1, 11.25, 64),
+    (SMALL["bart"] | {"dropout": 0.0, "decoder_attention_heads": 4}, -2, 16.9375, 64),
+    (COUNTED["gemma3"][0] | {"vision_config": SIDES | LARGER | {"vision_use_head": False}}, 1,
+     11.25, 64),
+    (COUNTED["internvl"][0] | {"vision_config": SIDES | LARGER}, 1, 13.25, 65),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "place", "counted", "tokens"), KEPT)
+def test_kept_elements_are_near_those_of_saved_tensors(fields, place, counted, tokens):
+    """Of a token of a block, in hidden states, as torch's hooks of saved tensors count them."""
+    block = shares_of(architecture_of(fields), 64, LayerSplit()).every[place]
+    assert block.saved_bytes(4, "none") / (4 * tokens * 32) == pytest.approx(counted, rel=0.03)
+
+
+def test_what_stages_hand_on_and_keep_once():
+    """Of T5: the tokens of both go along; every stage keeps scores, and the encoder's outputs."""
+    of = with_inputs(architecture_of(SMALL["t5"]), encoder_tokens=24)
+    shares = shares_of(of, 8, LayerSplit())
+    assert shares.sent == 24 * 32 + 8 * 32
+    assert {one.kept_once for one in shares.kinds} == {
+        ("tower", 4 * 24**2), ("decoder", 4 * 8**2 + 24 * 32),
+    }  # fmt: skip
+    images = with_inputs(architecture_of(COUNTED["llava"][0]), images=2)
+    shares = shares_of(images, 40, LayerSplit())
+    assert (shares.sent, shares.widest) == (2 * 17 * 32 + 40 * 32, 40 * 32)
+    assert remarks_on(images, 40) == (
+        "2 images in a sample, each 17 tokens of the tower and 16 of the sequence",
+    )
+
+
+def test_further_tokens():
+    """DeepSeek-V3's report counts 11.5 billion parameters of its own in the block."""
+    of = architecture_of(DEEPSEEK_V3)
+    own = sum(of.parameters().values()) - sum(replace(of, next_tokens=None).parameters().values())
+    assert own / 1e9 == pytest.approx(11.5, rel=0.02)
+    whole, plain = (
+        shares_of(one, 64, LayerSplit(expert=64)).head
+        for one in (of, replace(of, next_tokens=None))
+    )
+    block = shares_of(of, 64, LayerSplit(expert=64)).kinds[-1]
+    table = 129_280 * 7168
+    assert whole.expert_parameters == block.expert_parameters
+    assert whole.parameters == plain.parameters + block.parameters + 2 * 7168**2 + 3 * 7168
+    assert (plain.tied_parameters, whole.tied_parameters) == (0, table)
+    assert whole.gradient_bytes == plain.gradient_bytes
+    flops = [sum(one.flops for one in share.operators.values()) for share in (whole, plain, block)]
+    assert flops[0] == 2 * flops[1] + flops[2] + 2 * 64 * 2 * 7168**2
+
+
+DEEPSEEK_V3 = sized(
+    "deepseek_v3", 61, 7168, 128, 128, 18432, 129280, moe_intermediate_size=2048,
+    n_routed_experts=256, n_shared_experts=1, num_experts_per_tok=8, first_k_dense_replace=3,
+    q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
+    v_head_dim=128, num_nextn_predict_layers=1,
+)  # fmt: skip
+
+
+def test_configurations_of_towers_that_are_not_counted():
+    other = wrapped("llava", "llama", SIDES | {"model_type": "swin"})
+    assert architecture_of(other).left_out == "the swin of llava"
+    flat = {**other, **other["text_config"], "model_type": "qwen2_vl", "vision_config": {
+        "depth": 2, "embed_dim": 32, "num_heads": 4,
+    }}  # fmt: skip
+    del flat["text_config"]
+    assert architecture_of(flat).tower.outputs == 256
+    for change, message in (
+        ({"hidden_size": 30}, "vision_config: hidden_size 30 is no multiple of 4 heads"),
+        ({"image_size": None}, "vision_config: image_size is missing"),
+        (
+            {"patch_size": [14, 7]},
+            r"vision_config: patch_size must be a positive integer, got \[14",
+        ),
+        ({"vision_use_head": True}, "vision_config: vision_use_head must be false"),
+    ):
+        fields = COUNTED["gemma3"][0]
+        with pytest.raises(InputError, match=message):
+            architecture_of(fields | {"vision_config": fields["vision_config"] | change})
+
+
+DIT = {"_class_name": "DiTTransformer2DModel"}
+
+
+def test_a_diffusion_transformer_is_as_its_module_in_diffusers():
+    """DiT-XL/2 of release 0.42; FLOPs of two samples, kept elements of one, of 64 patches each."""
+    found = architecture_of(DIT | {"out_channels": 8})
+    assert sum(found.parameters().values()) == 749_826_464
+    small = {"num_attention_heads": 4, "attention_head_dim": 8, "num_layers": 2,
+             "num_embeds_ada_norm": 10}  # fmt: skip
+    found = architecture_of(DIT | small)
+    assert sum(sum(one.values()) for one in found.flops(2, 64).values()) == 8_818_688
+    kept = shares_of(found, 64, LayerSplit()).every[1].saved_bytes(4, "none")
+    assert kept == pytest.approx(168_456, rel=0.03)
+    with pytest.raises(InputError, match="'FluxTransformer2DModel', and other diffusion transf"):
+        architecture_of({"_class_name": "FluxTransformer2DModel"})
+
+
+def refused_by(kind, do):
+    fields = COUNTED[kind][0] if kind in COUNTED else SMALL[kind]
+    with pytest.raises(InputError) as error:
+        do(architecture_of(fields))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "do", "message"),
+    [
+        ("llama", lambda of: with_inputs(of, images=2), "llama has no tower for images"),
+        ("whisper", lambda of: with_inputs(of, encoder_tokens=9), "whisper has no encoder of any"),
+        ("llava", lambda of: with_inputs(of, images=0), "images must be at least 1, got 0"),
+        ("llava", lambda of: of.flops(1, 15), "must have room for 1 x 16 tokens of images"),
+        ("bart", lambda of: of.flops(1, 1027), "at most the 1026 learned positions, got 1027"),
+        ("t5", lambda of: architecture_model(of, 8), "t5 has an encoder and a decoder: a chain of"),
+        ("t5", lambda of: tuned_with(of, lora=4), "LoRA or frozen layers of t5: they are not"),
+        (
+            "llava", lambda of: shares_of(of, 16, LayerSplit(tensor=2, sequence_parallel=True)),
+            "sequence parallelism 2 does not divide 17 tokens of the tower",
+        ),
+        (
+            "t5", lambda of: shares_of(of, 16, LayerSplit(context=2)),
+            "context degree 2: the tokens of an encoder or a tower are not divided",
+        ),
+        (
+            "t5", lambda of: shares_of(of, 16, LayerSplit(), by_operator=True),
+            "recomputation by operator (torchtitan) is not priced of it",
+        ),
+    ],
+)  # fmt: skip
+def test_what_towers_do_not_have_is_refused(kind, do, message):
+    assert message in refused_by(kind, do)
+
+
+def test_traits_of_towers():
+    of = architecture_of(COUNTED["idefics3"][0])
+    assert every_trait(of) == ("a tower for images",)
+    assert "an encoder and a decoder" in every_trait(architecture_of(SMALL["bart"]))
+    assert "multi-token prediction" in every_trait(architecture_of(DEEPSEEK_V3))
