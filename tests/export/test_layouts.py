@@ -397,6 +397,9 @@ def refused(formats, architecture, words, message, **others):
 
 FURTHER = replace(LLAMA, next_tokens=1)
 LATENTS = replace(LLAMA, diffusion=Diffusion(patch=16, classes=10))
+PICTURED = replace(
+    LLAMA, tower=Tower(2, 64, LLAMA.attention, LLAMA.feed_forward, tokens=8, outputs=8)
+)
 BEHIND = replace(LLAMA, tower=Tower(2, 64, LLAMA.attention, LLAMA.feed_forward))
 REFUSED = [
     *refused(DISTRIBUTED, LLAMA, "c2 d4 zero3", "context degree 2: transformers"),
@@ -573,11 +576,12 @@ REFUSED = [
     *refused(CORE[1:2] + ACCELERATE, FROZEN, "d8", "frozen layers without LoRA"),
     *refused(ACCELERATE, LORA, "d8 zero3", "LoRA of linear_fc1, linear_qkv: .* adapts"),
     *refused(CORE[1:2], MIXED, "d8", "LoRA of linear_qkv: Megatron-Bridge adapts down_proj"),
-    *refused(HF, FURTHER, "d8", "multi-token prediction: .* set num"),
+    *refused(HF, FURTHER, "d8", "multi-token prediction: .*; set num"),
     *refused(
         (*CORE[:1], "deepspeed", *ACCELERATE), LATENTS, "d8", "patches of latents in place of"
     ),
-    *refused(CORE, BEHIND, "d8", "an encoder and a decoder: exports to"),
+    *refused(("transformers",), PICTURED, "d8", "a tower for images: transformers has no"),
+    *refused(CORE, BEHIND, "d8", r"an encoder \(llama\)"),
     *refused(CORE[1:2], tuned_with(LORA, lora=8, frozen="blocks.0"), "d8", "frozen blocks beside"),
     *refused(("slurm",), LLAMA, "d8", "--to 'slurm' is not known; there are megatron, "),
 ]

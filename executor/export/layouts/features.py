@@ -8,6 +8,7 @@ from typing import TypeAlias
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.models.modules import modules_of
+from stagewright.graphs.models.traits import NEXT_TOKENS
 
 Told: TypeAlias = Callable[[TrainingProblem, Layout], str | None]
 
@@ -44,12 +45,21 @@ def _attention_again(problem: TrainingProblem, layout: Layout) -> bool:
     return layout.recompute == "selective" and not problem.memory.by_operator
 
 
+def _has_encoder(problem: TrainingProblem) -> bool:
+    of = problem.architecture
+    return of.encoder or (of.tower is not None and of.tower.is_encoder)
+
+
 _SELECTIVE = "selective recomputation of the attention"
 
 FEATURES = {
     "encoders": Feature(
-        lambda of, _: f"an encoder ({of.architecture.name})" if of.architecture.encoder else None,
+        lambda of, _: f"an encoder ({of.architecture.name})" if _has_encoder(of) else None,
         "train a decoder", True,
+    ),
+    NEXT_TOKENS: Feature(
+        _if(NEXT_TOKENS, lambda of, _: of.architecture.next_tokens is not None),
+        "set num_nextn_predict_layers to 0", True,
     ),
     "products in fp8": Feature(
         _if("products in fp8", lambda of, _: of.precision.fp8_products), "set fp8_products false",
