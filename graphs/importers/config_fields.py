@@ -117,13 +117,16 @@ class Fields:
         require_count(value, self.name(cell), MAX_LAYERS)
         return value
 
-    def indices(self, name: str) -> frozenset[int]:
-        """A list of layers, counted from 0; by default empty."""
+    def indices(self, name: str, layers: int) -> frozenset[int]:
+        """A list of some of the layers, counted from 0; by default empty."""
         value = self.get(name)
         if value is None:
             return frozenset()
-        if not isinstance(value, list) or any(type(one) is not int or one < 0 for one in value):
-            raise InputError(f"{name} must be a list of layers, got {reprlib.repr(value)}")
+        known = range(layers)
+        if not isinstance(value, list) or any(type(x) is not int or x not in known for x in value):
+            raise InputError(
+                f"{name} must be a list of layers from 0 to {layers - 1}, got {reprlib.repr(value)}"
+            )
         return frozenset(value)
 
     def kinds(self, name: str, layers: int, known: Collection[Any]) -> list[Any] | None:

@@ -43,7 +43,7 @@ def words_of(of: ModelType, fields: Fields) -> list[str]:
         return ["both"] * layers
     attention: Iterable[int] = ()
     if own.indices is not None and fields.get((own.indices, None)) is not None:
-        attention = fields.indices(own.indices)
+        attention = fields.indices(own.indices, layers)
     elif own.every is not None:
         every = fields.size(own.every)
         first = every - 1 if own.first is None else fields.number(own.first)
@@ -198,14 +198,14 @@ def _first_dense(fields: Fields, of: Field, blocks: range) -> Iterable[int]:
 def _stepwise_dense(fields: Fields, of: Field, blocks: range) -> Iterable[int]:
     step = fields.size(of)
     others = (one for one in blocks if (one + 1) % step)
-    return fields.indices("mlp_only_layers").union(others)
+    return fields.indices("mlp_only_layers", len(blocks)).union(others)
 
 
 def _interleaved_dense(fields: Fields, of: Field, blocks: range) -> Iterable[int]:
     step = fields.size(of)
     listed = fields.get(("moe_layers", None)) is not None
     return set(blocks).difference(
-        fields.indices("moe_layers") if listed else blocks[step - 1 :: step]
+        fields.indices("moe_layers", len(blocks)) if listed else blocks[step - 1 :: step]
     )
 
 

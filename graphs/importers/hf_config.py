@@ -257,7 +257,9 @@ def _cap(fields: Fields, name: str) -> float | None:
 def _rotary_fields(fields: Fields) -> Fields:
     """The numbers of rotary positions: ``rope_parameters``, before release 5 ``rope_scaling``."""
     found = fields.get(("rope_parameters|rope_scaling", None))
-    found = found if isinstance(found, dict) else {}
+    if not isinstance(found, dict | None):
+        raise InputError(f"rope_parameters must be an object, got {reprlib.repr(found)}")
+    found = found or {}
     return Fields(found[_FULL] if isinstance(found.get(_FULL), dict) else found)
 
 

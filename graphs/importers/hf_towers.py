@@ -282,7 +282,7 @@ def _tower(of: VisionFields, fields: Fields) -> Tower:
 
 def _listed(fields: Fields, name: str, layers: int) -> frozenset[int]:
     """The blocks without a window; by default every eighth."""
-    return fields.indices(name) if name in fields.values else frozenset(range(7, layers, 8))
+    return fields.indices(name, layers) if name in fields.values else frozenset(range(7, layers, 8))
 
 
 def _one(fields: Fields, cell: Cell) -> int:

@@ -104,6 +104,18 @@ def lacking(of: Architecture, sequence: int, has: Collection[str]) -> list[str]:
     return [one for one in (*common_traits(of), *every_trait(of)) if one not in has]
 
 
+def said_parameters(of: Architecture) -> str:
+    """The number of parameters, and how many of them a token uses where experts are chosen."""
+    every = [one for operators in of.operators(1, 1).values() for one in operators.items()]
+    whole = sum(one.parameters for _, one in every)
+    found = f"{whole / 1e9:,.4g} B parameters"
+    if of.experts is None:
+        return found
+    unused = sum(one.parameters for name, one in every if name.startswith("experts"))
+    active = whole - unused * (1 - of.experts.per_token / of.experts.number)
+    return f"{found}, of which a token uses {active / 1e9:,.4g} B"
+
+
 def remarks_on(of: Architecture, sequence: int) -> tuple[str, ...]:
     """What the prices of a model leave out or assume, and what no rates were fitted to."""
     found = [] if of.left_out is None else [f"without {of.left_out}"]

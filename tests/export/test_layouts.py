@@ -578,7 +578,10 @@ REFUSED = [
     *refused(CORE[1:2], MIXED, "d8", "LoRA of linear_qkv: Megatron-Bridge adapts down_proj"),
     *refused(HF, FURTHER, "d8", "multi-token prediction: .*; set num"),
     *refused(
-        (*CORE[:1], "deepspeed", *ACCELERATE), LATENTS, "d8", "patches of latents in place of"
+        (*CORE[:1], "deepspeed", "transformers", *ACCELERATE),
+        LATENTS,
+        "d8",
+        "patches of latents in place of",
     ),
     *refused(("transformers",), PICTURED, "d8", "a tower for images: transformers has no"),
     *refused(CORE, BEHIND, "d8", r"an encoder \(llama\)"),

@@ -342,7 +342,11 @@ def test_the_source_states_what_is_assumed():
         ({"num_hidden_layers": 10**6}, "num_hidden_layers must be at most"),
         ({"num_key_value_heads": 3}, r"num_attention_heads \(4\) must be a multiple of num_key"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false, got 1"),
-        ({"mlp_only_layers": [-1]}, r"mlp_only_layers must be a list of layers, got \[-1\]"),
+        (
+            {"mlp_only_layers": [0, 99]},
+            r"mlp_only_layers must be a list of layers from 0 to \d+, got",
+        ),
+        ({"rope_parameters": "x"}, "rope_parameters must be an object, got 'x'"),
         ({"max_window_layers": -1, "use_sliding_window": True}, "max_window_layers must be an"),
         ({"layer_types": [], "use_sliding_window": True}, "layer_types must be a list of 3 kinds"),
         (
@@ -371,7 +375,7 @@ EXPERTS = FEW | {"decoder_sparse_step": 1, "mlp_only_layers": []}
         ("deepseek_v32", LATENT | {"first_k_dense_replace": 1}, "with the fields of deepseek_v3:"),
         ("zamba2", {}, "mixers of no known kind, cannot be priced; the nearest is"),
         ("mine", {"is_encoder_decoder": True}, "an encoder and a decoder cannot be priced"),
-        ("qwen3_5_text", {}, "with the fields of qwen3:"),
+        ("qwen3_9_text", {}, "with the fields of qwen3:"),
         ("longcat_flash", {"hidden_size": ...}, "there is 'longcat_flash'$"),
         ("lama", {"hidden_size": ...}, "'lama'; is llama meant"),
         ("llava", {"text_config": {"model_type": "rwkv"}}, "text_config: model_type .*'rwkv', and"),

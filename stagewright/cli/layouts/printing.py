@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from stagewright.cli.console import out, percent, print_table, say
 from stagewright.graphs.documents.units import format_bytes, format_seconds
+from stagewright.graphs.models.traits import said_parameters
 
 _ROUNDING_SECONDS = 1e-8
 WIDE = 110
@@ -79,6 +80,7 @@ def _said(name: str, problem: "TrainingProblem", answer: "LayoutAnswer") -> Iter
         f"{format_seconds(answer.bound_seconds or 0.0)} by {answer.proved_by}, gap "
         f"{percent(answer.gap)}, {answer.wall_seconds:.2f} s"
     )
+    yield said_parameters(problem.architecture)
     yield f"{_expected(best)}; {bytes_in_range(best, problem.fabric.memory_bytes)}"
     fastest = answer.bound_fastest_seconds or 0.0
     yield (
