@@ -824,7 +824,7 @@ def test_cluster_reads_files(tmp_path: Path) -> None:
         (["2x2x2", "--intra", "9GB/s", "--inter", "9GB/s"], "--inter-rack is missing"),
         (["2x2x2x2", "--intra", "9GB/s"], "racks x servers x devices"),
         (["--matrix", "/nowhere/links.txt"], "No such file"),
-        (["--nvidia-smi", os.devnull], "no header"),
+        (["--nvidia-smi", os.devnull], "no output of nvidia-smi topo -m, rocm-smi"),
         (["--dgx1", "-o", "/nowhere/c.json"], "does not exist"),
     ],
 )

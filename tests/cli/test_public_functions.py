@@ -103,7 +103,7 @@ def layout_answer():
 
 def test_a_layout_is_exported(layout_answer, tmp_path):
     plan = layout_answer.plan
-    (path,) = stagewright.export(plan, "megatron", tmp_path / "megatron")
+    path, *_ = stagewright.export(plan, "megatron", tmp_path / "megatron")
     assert "--num-layers" in path.read_text()
     with pytest.raises(stagewright.InputError, match="--per-server does not apply to a layout"):
         stagewright.export(plan, "megatron", tmp_path / "x", per_server=2)

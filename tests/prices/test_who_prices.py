@@ -16,8 +16,11 @@ ALLOWED = {
     "graphs/machines/groups.py": "the bandwidth of a unit's ways out together",
     "graphs/machines/networks.py": "the part of a link's bandwidth that collectives reach",
     "graphs/machines/parts.py": "the bandwidth of several links together",
+    "graphs/machines/topology.py": "the part of NVLink's bandwidth that transfers reach",
     "graphs/models/operators/cost_book.py": "fits a link to measured transfers",
     "solvers/planners/baselines/hierarchy.py": "PipeDream's own model of a stage, in a kernel",
+    "stagewright/cli/documents/clusters.py": "the bandwidth of an oversubscribed network",
+    "stagewright/cli/documents/machines.py": "the bandwidth of several cards together",
 }
 
 

@@ -3,13 +3,12 @@
 import os
 from pathlib import Path
 
-from stagewright.executor.export.layouts import megatron, torchtitan
+from stagewright.executor.export.layouts.megatron import FILE as MEGATRON
+from stagewright.executor.export.layouts.torchtitan import FILE as TORCHTITAN
 from stagewright.executor.export.runs.megatron import read_megatron
 from stagewright.executor.export.runs.run import TrainingRun
 from stagewright.executor.export.runs.torchtitan import read_torchtitan
 from stagewright.graphs.documents import documents
-
-_FILES = (megatron.FILE, torchtitan.FILE)
 
 
 def read_run(path: str | os.PathLike[str], gpus: int | None = None) -> TrainingRun:
@@ -19,7 +18,7 @@ def read_run(path: str | os.PathLike[str], gpus: int | None = None) -> TrainingR
     where the file does not say it, or another is meant. Raises InputError in one line that names
     the file and the argument or field.
     """
-    inside = map(Path(path).joinpath, _FILES)
+    inside = map(Path(path).joinpath, (MEGATRON, TORCHTITAN))
     place = os.fspath(next((one for one in inside if one.is_file()), path))
     read = read_torchtitan if place.endswith((".toml", ".py")) else read_megatron
     return read(documents.read_text(place), place, gpus)

@@ -73,7 +73,7 @@ class TrainPlanOptions(TrainingOptions, MachineOptions, DegreeOptions, PictureOp
         "Arithmetic and memory": "precision attention no_overlap reserve gradients rates",
         "Layouts to consider": "pipeline tensor context replicas expert microbatch_sizes chunks"
         " schedule zero recompute offload_optimizer alike",
-        "More answers": "prefer explain front what_if unfolded tokens",
+        "More answers": "time_limit prefer explain front what_if unfolded tokens",
     },
 )
 def train_plan(
