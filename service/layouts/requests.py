@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -20,6 +20,9 @@ from stagewright.solvers.parallelism.space import Space
 
 if TYPE_CHECKING:
     from stagewright.executor.export.layouts.rules import FrameworkRule
+
+_DEGREES = {"pipelines": "pipeline", "context ranks": "context", "expert ranks": "expert"}
+"""The degree that is 1 where a framework lacks the feature."""
 
 
 class LayoutRequest(Request):
@@ -81,12 +84,15 @@ class LayoutRequest(Request):
         space = self.space
         if self.framework == "plan":
             return replace(space, sequence_parallel="never", partial=False)
-        if (
-            self.framework is None
-            or "sequence parallelism" not in described(self.framework)["lacks"]
-        ):
-            return space
-        return replace(space, sequence_parallel="never")
+        lacks = {} if self.framework is None else described(self.framework)["lacks"]
+        limits: dict[str, Any] = {
+            name: (1,)
+            for what, name in _DEGREES.items()
+            if what in lacks and getattr(space, name) is None
+        }
+        if "sequence parallelism" in lacks:
+            limits["sequence_parallel"] = "never"
+        return replace(space, **limits)
 
     @property
     def searched_features(self) -> tuple[Feature, ...]:
