@@ -106,16 +106,29 @@ def tuned_with(
         return architecture
     if lora is not None and not known:
         raise InputError(f"LoRA: {architecture.name} has no targets; recurrences have none")
-    if architecture.tower is not None or architecture.next_tokens is not None:
-        raise InputError(
-            f"LoRA or frozen layers of {architecture.name}: they are not priced of models with an "
-            "encoder, a tower or multi-token prediction; give the configuration of the text model "
-            "alone, or set num_nextn_predict_layers to 0"
-        )
+    architecture = _decoder_alone(architecture)
     tuning = Tuning(rank=lora, targets=names)
     if frozen is not None:
         tuning = _with_frozen(tuning, frozen, architecture.layers)
     return replace(architecture, tuning=tuning)
+
+
+def _decoder_alone(of: "Architecture") -> "Architecture":
+    """The decoder, whose weights may be trained in part; the rest is left out."""
+    tower = of.tower
+    if tower is not None and tower.is_encoder:
+        raise InputError(
+            f"LoRA or frozen layers of {of.name}: they are not priced of models with an encoder"
+        )
+    rest = {"the tower for images": tower, "multi-token prediction": of.next_tokens}
+    names = [of.left_out, *(name for name, part in rest.items() if part is not None)]
+    return replace(
+        of,
+        layers=of.layers - (0 if tower is None else tower.layers),
+        tower=None,
+        next_tokens=None,
+        left_out=" and ".join(filter(None, names)) or None,
+    )
 
 
 def _with_frozen(tuning: Tuning, text: str, layers: int) -> Tuning:

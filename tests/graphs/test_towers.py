@@ -34,6 +34,16 @@ def test_flops_of_encoders_equal_those_of_modules(kind, flops):
     assert sum(sum(one.values()) for one in found.values()) == flops
 
 
+def test_adapters_of_a_decoder_behind_a_tower():
+    """The tower is left out, and said to be."""
+    whole = architecture_of(COUNTED["llava"][0])
+    text = architecture_of(COUNTED["llava"][0]["text_config"])
+    found = tuned_with(whole, lora=4, frozen="blocks.0")
+    assert found.left_out == "the tower for images"
+    assert found.parameters() == tuned_with(text, lora=4, frozen="blocks.0").parameters()
+    assert tuned_with(whole) == whole
+
+
 LARGER = {"image_size": 112, "patch_size": 14}
 KEPT = [
     (SMALL["bart"] | {"dropout": 0.0}, 1, 11.25, 64),
