@@ -12,6 +12,7 @@ from stagewright.formulations.prices.computing import Precision
 from stagewright.graphs.machines.anchors import TimedModel
 from stagewright.graphs.machines.groups import Group, links
 from stagewright.graphs.machines.rates import UNMEASURED, Beyond, Feature, Spread
+from stagewright.graphs.models.traits import recurrences_of
 
 
 class Measured(TypedDict):
@@ -63,18 +64,20 @@ def expected(problem: TrainingProblem, has: Iterable[Feature]) -> Spread:
     """
     rates, found = problem.rates, problem.spread
     lacks = [one for one in (*has, products(problem.precision)) if one not in rates.measured]
-    for one in (*lacks, *(kind for kind, _ in beyond(problem))):
+    for one in (*lacks, *dict(beyond(problem))):
         found = found.widened(*UNMEASURED[one])
     return found
 
 
 def beyond(problem: TrainingProblem) -> Iterator[tuple[Beyond, str]]:
-    """Where a problem is larger than all measured runs, and in words what was not measured."""
+    """Where a problem goes beyond all measured runs, and in words what was not measured."""
     rates = problem.rates
     if rates.most_devices is not None and problem.fabric.devices > rates.most_devices:
         yield "more GPUs", f"more than {rates.most_devices} GPUs"
     if rates.longest_sequence is not None and problem.sequence > rates.longest_sequence:
         yield "longer sequences", f"more than {rates.longest_sequence} tokens in a sequence"
+    for mixers in recurrences_of(problem.architecture):
+        yield "recurrent mixers", mixers
 
 
 def unmeasured(problem: TrainingProblem) -> tuple[Feature, ...]:

@@ -35,8 +35,8 @@ Feature = Literal[
     "products in 32 bits",
 ]
 """What is not in every stack's measured runs, and then has a price that no run confirms."""
-Beyond = Literal["more GPUs", "longer sequences"]
-"""In what a training can be larger than all measured runs."""
+Beyond = Literal["more GPUs", "longer sequences", "recurrent mixers"]
+"""In what a training can go beyond all measured runs."""
 
 UNMEASURED: dict[Feature | Beyond, tuple[float, float]] = {
     "ZeRO 2-3 between servers": (1.0, 1.1),
@@ -48,12 +48,14 @@ UNMEASURED: dict[Feature | Beyond, tuple[float, float]] = {
     "products in 32 bits": (1.0, 1.2),
     "more GPUs": (1.0, 1.05),
     "longer sequences": (1.0, 1.1),
+    "recurrent mixers": (1.0, 1.2),
 }
 """By how much the range widens at its low and at its high end where a rate set's runs lack it.
 
 Fitted to a set's runs without it (of GPUs and tokens: a fourth of the most), the ranges that are
 so much wider hold 9 of 10 of the runs with it, and none is faster (``benchmarks/rates_transfer``).
-No run has products in 32 bits, nor in TF32: as much as of 16 bits is assumed.
+No run has products in 32 bits or in TF32, nor recurrent mixers, which are priced as products: as
+much as of 16 bits is assumed.
 """
 
 BORROWED, OTHER_KIND, OTHER_DEVICE = 1.25, 2.0, 1.6

@@ -37,7 +37,8 @@ RECURRENCES = {
 """Traits of mixers by their rule or class."""
 
 
-def _recurrences(of: Architecture) -> tuple[str, ...]:
+def recurrences_of(of: Architecture) -> tuple[str, ...]:
+    """The kinds of a model's recurrent mixers, in words."""
     every = (one for one in mixers_of(of) if isinstance(one, RECURRENT))
     names = (one.rule if isinstance(one, Recurrence) else type(one).__name__ for one in every)
     return tuple(RECURRENCES[name] for name in dict.fromkeys(names))
@@ -89,7 +90,7 @@ def counted_traits(of: Architecture) -> tuple[str, ...]:
         "keys without biases": grouped is not None and not grouped.key_bias,
         f"{counted(of.block_norms, 'norm', 'norms')} in a block": of.block_norms != 2,
     }
-    return (*_recurrences(of), *(what for what, has in found.items() if has))
+    return (*recurrences_of(of), *(what for what, has in found.items() if has))
 
 
 def every_trait(of: Architecture) -> tuple[str, ...]:
@@ -119,8 +120,8 @@ def said_parameters(of: Architecture) -> str:
 def remarks_on(of: Architecture, sequence: int) -> tuple[str, ...]:
     """What the prices of a model leave out or assume, and what no rates were fitted to."""
     found = [] if of.left_out is None else [f"without {of.left_out}"]
-    if _recurrences(of):
-        found.append(f"{' and '.join(_recurrences(of))} at the rate of matrix products")
+    if recurrences_of(of):
+        found.append(f"{' and '.join(recurrences_of(of))} at the rate of matrix products")
     if of.tower is not None:
         found.append(of.tower.says(sequence))
     if of.next_tokens is not None:

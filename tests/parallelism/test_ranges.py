@@ -28,6 +28,7 @@ from stagewright.graphs.machines.rates import (
 )
 from stagewright.graphs.machines.stack_memory import PLAIN, STACK_MEMORY
 from stagewright.graphs.models.architecture import Architecture
+from stagewright.graphs.models.recurrences import Recurrence
 from stagewright.service.layouts.problems import training_problem
 from stagewright.service.layouts.requests import LayoutAnswer, LayoutRequest, MemoryRequest
 from stagewright.service.layouts.searching import find_layouts, layout_memory
@@ -96,6 +97,13 @@ def test_seconds_have_the_range_of_the_rates_and_of_what_these_lack(
             (low / widened[0] * found.seconds, high * widened[1] * found.seconds)
         )
         assert len(causes(problem_of(of, rates), FSDP)) == (widened != (1.0, 1.0))
+
+
+def test_no_run_has_recurrent_mixers() -> None:
+    of = replace(LLAMA, attention=Recurrence("ssd", 8, 16, 8, 2, chunk=16, kernel_size=4))
+    problem = problem_of(of, replace(OWN, measured=ALL))
+    assert causes(problem, Layout(data=16)) == ("Mamba-2 mixers not measured in mine",)
+    assert expected(problem, ()) == problem.spread.widened(*UNMEASURED["recurrent mixers"])
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32"])
