@@ -89,17 +89,17 @@ def test_a_better_machine_makes_no_layout_slower(better, problem, chance) -> Non
     """The best of them are then no slower either.
 
     With several chunks a rank's exchange of gradients runs beside its last backward of each: where
-    these are shorter, more of it may be seen than the pipeline gains. So it is where the pipeline
-    waits for its sends.
+    these are shorter, more of it may be seen than the pipeline gains. So it is where a rank waits
+    for its sends.
     """
     for layout in random_layouts(problem, chance, 8):
         if layout.chunks > 1 and better is not faster_links:
             continue
         before, after = evaluate(problem, layout), evaluate(better(problem), layout)
-        sending = Parts(problem, layout).sending_seconds
-        if better is not faster_links and sending > 0.99 * after.pipeline_seconds:
-            continue
-        assert after.seconds <= before.seconds * (1 + 1e-12)
+        if after.seconds > before.seconds * (1 + 1e-12):
+            assert better is not faster_links
+            sending = Parts(problem, layout).sending_seconds
+            assert sending > 0.99 * Plain(better(problem), layout).finish.min()
         assert [one.total for one in after.memory] == [one.total for one in before.memory]
 
 
