@@ -300,6 +300,11 @@ class Architecture:
             for name, operators in self._operators(1, 1).items()
         }
 
+    def routed_parameters(self) -> int:
+        """Parameters of the experts among which routers choose."""
+        every = (pair for one in self._operators(1, 1).values() for pair in one.items())
+        return int(sum(one.parameters for name, one in every if name.startswith("experts")))
+
     @property
     def is_causal(self) -> bool:
         """Whether a token attends to itself and those before it alone."""

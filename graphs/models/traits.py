@@ -107,13 +107,11 @@ def lacking(of: Architecture, sequence: int, has: Collection[str]) -> list[str]:
 
 def said_parameters(of: Architecture) -> str:
     """The number of parameters, and how many of them a token uses where experts are chosen."""
-    every = [one for operators in of.operators(1, 1).values() for one in operators.items()]
-    whole = sum(one.parameters for _, one in every)
+    whole = sum(of.parameters().values())
     found = f"{whole / 1e9:,.4g} B parameters"
     if of.experts is None:
         return found
-    unused = sum(one.parameters for name, one in every if name.startswith("experts"))
-    active = whole - unused * (1 - of.experts.per_token / of.experts.number)
+    active = whole - of.routed_parameters() * (1 - of.experts.per_token / of.experts.number)
     return f"{found}, of which a token uses {active / 1e9:,.4g} B"
 
 

@@ -11,7 +11,7 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.importers.hf_config import architecture_of
 from stagewright.graphs.models.shards import LayerSplit, shares_of
 from stagewright.graphs.models.towers import with_inputs
-from stagewright.graphs.models.traits import every_trait, remarks_on
+from stagewright.graphs.models.traits import every_trait, remarks_on, said_parameters
 from stagewright.graphs.models.tuning import tuned_with
 
 
@@ -22,6 +22,7 @@ def test_parameters_and_flops_of_towers_equal_those_of_modules(kind):
     assert sum(found.parameters().values()) == parameters
     assert sum(sum(one.values()) for one in found.flops(1, 16).values()) == flops
     assert (found.layers, found.tower.layers, found.name) == (5, 2, kind)
+    assert said_parameters(found).startswith(f"{parameters / 1e9:.4g} B parameters")
 
 
 @pytest.mark.parametrize(
