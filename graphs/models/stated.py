@@ -56,6 +56,11 @@ class Routing:
     choice_bias: bool = False
     loss: float | None = None
 
+    @property
+    def is_grouped(self) -> bool:
+        """Whether experts are chosen from some of several groups alone."""
+        return self.groups is not None and self.groups > 1
+
 
 @dataclass(frozen=True, slots=True)
 class Stated:

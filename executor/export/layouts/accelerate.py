@@ -7,15 +7,12 @@ them, and ``sync_each_batch`` does so after every microbatch: ZeRO 2, or 3 if we
 from stagewright.executor.export.layouts.common import (
     Fields,
     NumberType,
-    compared,
     head,
-    launch,
     left_out,
     nodes,
     number_type,
-    sizes_of,
+    of_transformers,
 )
-from stagewright.executor.export.layouts.deepspeed import checkpointing
 from stagewright.executor.export.layouts.rules import (
     FrameworkRule,
     framework,
@@ -24,7 +21,7 @@ from stagewright.executor.export.layouts.rules import (
     require_context,
     require_whole_heads,
 )
-from stagewright.executor.export.options import filled, to_yaml
+from stagewright.executor.export.options import to_yaml
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
@@ -35,7 +32,7 @@ FILE = "stagewright_accelerate.py"
 _WITHOUT_TENSOR_PLAN = (
     "gpt2", "gpt_bigcode", "bert", "falcon", "bloom", "opt", "stablelm", "kimi_k2",
 )  # fmt: skip
-_MIXED = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
+MIXED = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 _DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
 
 
@@ -77,7 +74,7 @@ def _launched(problem: TrainingProblem, layout: Layout) -> str:
     fields: Fields = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "FSDP" if is_sharded(layout) else "MULTI_GPU",
-        "mixed_precision": _MIXED[number_type(problem)],
+        "mixed_precision": MIXED[number_type(problem)],
         "num_machines": servers,
         "num_processes": layout.ranks,
         "machine_rank": 0,
@@ -94,30 +91,26 @@ def _launched(problem: TrainingProblem, layout: Layout) -> str:
         fields["parallelism_config"] = {
             f"parallelism_config_{name}": size for name, size in parallelism(layout).items()
         }
-    return head(problem, layout, "Accelerate (1.15)", "#") + to_yaml(fields)
+    return head(problem, layout, "Accelerate (1.15)") + to_yaml(fields)
 
 
 def configuration(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
     """A module with the functions ``build`` and ``configure``, and a file for its launcher."""
     numbers = number_type(problem)
     sharded = is_sharded(layout)
-    text = filled(
+    text = of_transformers(
         "accelerate",
-        words=layout,
+        problem,
+        layout,
+        _remarks(problem, layout),
         tensor=_loading(layout),
-        ranks=layout.ranks,
-        launch=launch(problem),
-        sequence=problem.sequence,
         batch=layout.microbatch,
         accumulation=layout.microbatches(problem.batch),
-        mixed=_MIXED[numbers],
+        mixed=MIXED[numbers],
         sharded=sharded,
         degrees="".join(f"            {k}={v},\n" for k, v in parallelism(layout).items()),
         plugin=_plugin(layout, numbers) if sharded else None,
-        compared=compared("model.config", sizes_of(problem.architecture)),
-        checkpointing=checkpointing(layout),
         adapters=_adapters(problem),
-        remarks="".join(f"\n{line}" for line in _remarks(problem, layout)),
     )
     return {FILE: text, "accelerate.yaml": _launched(problem, layout)}
 
@@ -167,7 +160,8 @@ def _plugin(layout: Layout, numbers: NumberType) -> str:
     return _PLUGIN.format(reshard=layout.zero == 3, policy=policy)
 
 
-def _require_precision(problem: TrainingProblem, _: Layout, framework: str) -> None:
+def require_precision(problem: TrainingProblem, _: Layout, framework: str) -> None:
+    """Raise unless states are kept as FSDP2 does: beside products in 16 bits, in fp32."""
     known = (4, 4, 8) if number_type(problem) == "fp32" else (2, 4, 12)
     require_bytes(problem, [known], framework)
 
@@ -218,7 +212,7 @@ TENSOR_RULES = [
 ]
 
 RULES = [
-    FrameworkRule(f"{_ACCELERATE}/utils/fsdp_utils.py", _require_precision, of_problem=True),
+    FrameworkRule(f"{_ACCELERATE}/utils/fsdp_utils.py", require_precision, of_problem=True),
     FrameworkRule("huggingface/peft 0.21.2, tuners/lora", _require_adapters, of_problem=True),
     *TENSOR_RULES,
     FrameworkRule(f"{_ACCELERATE}/accelerator.py", require_context),

@@ -1,8 +1,10 @@
 """Helpers of all layout formats: number types, nodes, and the text of Python files."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from stagewright.executor.export.options import filled
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.models.architecture import Architecture, GroupedAttention, LatentAttention
@@ -40,18 +42,39 @@ def launch(problem: TrainingProblem) -> str:
     return f"torchrun --nnodes={count} --nproc-per-node={each}"
 
 
-def head(problem: TrainingProblem, layout: Layout, framework: str, mark: str) -> str:
+def head(problem: TrainingProblem, layout: Layout, framework: str) -> str:
     """Comments that begin a file: the layout, its launch, and what the plan lacks."""
-    lines = (
+    return comment(
         f"The layout {str(layout)!r} that Stagewright chose, for {framework},",
         f"on {layout.ranks} ranks: {launch(problem)} ...",
         *left_out(problem),
     )
-    return "".join(f"{mark} {line}\n" for line in lines)
+
+
+def checkpointing(layout: Layout) -> str:
+    """The line of a function that repeats the layers of ``model`` in the backward."""
+    return "    model.gradient_checkpointing_enable()\n" if layout.recompute == "full" else ""
+
+
+def of_transformers(
+    template: str, problem: TrainingProblem, layout: Layout, remarks: Iterable[str], **more: object
+) -> str:
+    """The text of a Python file that trains a model of transformers, with ``more`` values."""
+    return filled(
+        template,
+        words=layout,
+        ranks=layout.ranks,
+        launch=launch(problem),
+        sequence=problem.sequence,
+        compared=compared("model.config", sizes_of(problem.architecture)),
+        checkpointing=checkpointing(layout),
+        remarks="".join(f"\n{line}" for line in remarks),
+        **more,
+    )
 
 
 def comment(*lines: str) -> str:
-    """Lines of a comment of bash; none of ``lines`` may have a line break."""
+    """Lines of a comment of bash or YAML; none of ``lines`` may have a line break."""
     return "".join(f"# {line}".rstrip() + "\n" for line in lines)
 
 

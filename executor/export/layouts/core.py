@@ -222,12 +222,11 @@ def router_fields(architecture: Architecture) -> Fields:
     routing = architecture.stated.routing
     if routing is None:
         return {}
-    grouped = routing.groups is not None and routing.groups > 1
     return {
         "moe_router_score_function": routing.scores,
         "moe_router_pre_softmax": routing.scores == "softmax" and not routing.normalized,
-        "moe_router_num_groups": routing.groups if grouped else None,
-        "moe_router_group_topk": routing.chosen_groups if grouped else None,
+        "moe_router_num_groups": routing.groups if routing.is_grouped else None,
+        "moe_router_group_topk": routing.chosen_groups if routing.is_grouped else None,
         "moe_router_topk_scaling_factor": None if routing.scale == 1 else routing.scale,
         "moe_router_enable_expert_bias": routing.choice_bias,
         "moe_router_load_balancing_type": "aux_loss" if routing.loss else "none",

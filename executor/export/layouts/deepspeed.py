@@ -6,11 +6,9 @@ Tensor parallelism is AutoTP's, expert parallelism AutoEP's; both divide models 
 import json
 
 from stagewright.executor.export.layouts.common import (
-    compared,
-    launch,
     left_out,
     number_type,
-    sizes_of,
+    of_transformers,
 )
 from stagewright.executor.export.layouts.rules import (
     FrameworkRule,
@@ -18,7 +16,6 @@ from stagewright.executor.export.layouts.rules import (
     require_bytes,
     require_whole_heads,
 )
-from stagewright.executor.export.options import filled
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
@@ -30,22 +27,8 @@ _AUTO_EXPERTS = ("mixtral", "deepseek_v2", "deepseek_v3")  # presets of AutoEP, 
 
 def configuration(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
     """``ds_config.json``, and a module with the function ``initialize``."""
-    text = filled(
-        "deepspeed",
-        words=layout,
-        ranks=layout.ranks,
-        launch=launch(problem),
-        sequence=problem.sequence,
-        compared=compared("model.config", sizes_of(problem.architecture)),
-        checkpointing=checkpointing(layout),
-        remarks="".join(f"\n{line}" for line in _remarks(problem, layout)),
-    )
+    text = of_transformers("deepspeed", problem, layout, _remarks(problem, layout))
     return {CONFIG: json.dumps(_config(problem, layout), indent=1) + "\n", FILE: text}
-
-
-def checkpointing(layout: Layout) -> str:
-    """The line of a function that repeats the layers of ``model`` in the backward."""
-    return "    model.gradient_checkpointing_enable()\n" if layout.recompute == "full" else ""
 
 
 def _config(problem: TrainingProblem, layout: Layout) -> dict[str, object]:

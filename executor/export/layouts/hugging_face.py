@@ -7,46 +7,55 @@ Axolotl (0.19) and TRL (1.16) train through Accelerate's FSDP2, whose rules they
 import json
 
 from stagewright.executor.export.layouts.accelerate import (
+    MIXED,
     RULES,
     TENSOR_RULES,
     fsdp,
     is_sharded,
     parallelism,
+    require_precision,
 )
 from stagewright.executor.export.layouts.common import (
     Fields,
-    compared,
     head,
-    launch,
     left_out,
     number_type,
-    sizes_of,
+    of_transformers,
 )
-from stagewright.executor.export.layouts.rules import FrameworkRule, framework, require_bytes
-from stagewright.executor.export.options import filled, to_yaml
+from stagewright.executor.export.layouts.rules import FrameworkRule, framework
+from stagewright.executor.export.options import to_yaml
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
 
 
+def _trainer(problem: TrainingProblem, layout: Layout) -> Fields:
+    """Arguments of Hugging Face's trainer, and the adapters by the names that both have."""
+    numbers, tuning = number_type(problem), problem.architecture.tuning
+    found: Fields = {
+        "gradient_accumulation_steps": layout.microbatches(problem.batch),
+        "bf16": numbers == "bf16",
+        "fp16": numbers == "fp16",
+        "gradient_checkpointing": layout.recompute == "full",
+    }
+    if tuning is not None:
+        found |= {"lora_r": tuning.rank, "lora_target_modules": sorted(tuning.targets)}
+    return found
+
+
 def axolotl(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
     """``axolotl.yaml``, to which the model and the data are to be added."""
-    numbers, tuning = number_type(problem), problem.architecture.tuning
-    sharded = is_sharded(layout)
     fields: Fields = {
         "sequence_len": problem.sequence,
         "sample_packing": False,
         "pad_to_sequence_len": True,
         "micro_batch_size": layout.microbatch,
-        "gradient_accumulation_steps": layout.microbatches(problem.batch),
-        "bf16": numbers == "bf16",
-        "fp16": numbers == "fp16",
-        "gradient_checkpointing": layout.recompute == "full",
+        **_trainer(problem, layout),
         "attn_implementation": "eager"
         if problem.attention == "materialized"
         else "flash_attention_2",
     }
-    if sharded:
+    if is_sharded(layout):
         fields |= {
             "dp_shard_size": layout.data,
             "tensor_parallel_size": layout.tensor,
@@ -54,41 +63,32 @@ def axolotl(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
             "fsdp_version": 2,
             "fsdp_config": fsdp(layout),
         }
-    if tuning is not None:
-        fields |= {
-            "adapter": "lora", "lora_r": tuning.rank, "lora_target_modules": sorted(tuning.targets)
-        }  # fmt: skip
-    return {"axolotl.yaml": head(problem, layout, "Axolotl (0.19)", "#") + to_yaml(fields)}
+    if problem.architecture.tuning is not None:
+        fields["adapter"] = "lora"
+    return {"axolotl.yaml": head(problem, layout, "Axolotl (0.19)") + to_yaml(fields)}
 
 
 def trl(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
     """``sft.yaml``, arguments of TRL's trainer; ``accelerate.env``, what it runs in."""
-    numbers, tuning = number_type(problem), problem.architecture.tuning
     fields: Fields = {
         "max_length": problem.sequence,
         "packing": False,
         "per_device_train_batch_size": layout.microbatch,
-        "gradient_accumulation_steps": layout.microbatches(problem.batch),
-        "bf16": numbers == "bf16",
-        "fp16": numbers == "fp16",
-        "gradient_checkpointing": layout.recompute == "full",
+        **_trainer(problem, layout),
     }
     if layout.tensor > 1:
         fields["model_init_kwargs"] = {"tp_plan": "auto", "tp_size": layout.tensor}
-    if tuning is not None:
-        fields |= {
-            "use_peft": True, "lora_r": tuning.rank, "lora_target_modules": sorted(tuning.targets)
-        }  # fmt: skip
-    above = head(problem, layout, "TRL (1.16)", "#")
+    if problem.architecture.tuning is not None:
+        fields["use_peft"] = True
+    above = head(problem, layout, "TRL (1.16)")
     lines = (f"export {name}={value}\n" for name, value in environment(problem, layout).items())
     return {"sft.yaml": above + to_yaml(fields), "accelerate.env": "".join(lines)}
 
 
 def environment(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
     """What ``accelerate launch`` would set of the environment."""
-    numbers, sharded = number_type(problem), is_sharded(layout)
-    found: dict[str, str] = {"ACCELERATE_MIXED_PRECISION": "no" if numbers == "fp32" else numbers}
-    if sharded:
+    found: dict[str, str] = {"ACCELERATE_MIXED_PRECISION": MIXED[number_type(problem)]}
+    if is_sharded(layout):
         found |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
         found |= {f"FSDP_{name.upper()}": _word(value) for name, value in fsdp(layout).items()}
         found["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
@@ -114,19 +114,13 @@ def transformers(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
         "fsdp_mixed_precision": number_type(problem) == "bf16",
         "ep_size": layout.expert,
     }
-    text = filled(
+    text = of_transformers(
         "transformers",
-        words=layout,
-        ranks=layout.ranks,
-        launch=launch(problem),
-        sequence=problem.sequence,
+        problem,
+        layout,
+        left_out(problem),
         batch=layout.microbatch,
         accumulation=layout.microbatches(problem.batch),
-        compared=compared("model.config", sizes_of(problem.architecture)),
-        checkpointing=(
-            "    model.gradient_checkpointing_enable()\n" if layout.recompute == "full" else ""
-        ),
-        remarks="".join(f"\n{line}" for line in left_out(problem)),
     )
     return {
         "distributed_config.json": json.dumps(fields, indent=1) + "\n",
@@ -134,11 +128,10 @@ def transformers(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
     }
 
 
-def _require_numbers(problem: TrainingProblem, _: Layout, framework: str) -> None:
-    numbers = number_type(problem)
-    if numbers == "fp16":
+def _require_numbers(problem: TrainingProblem, layout: Layout, framework: str) -> None:
+    if number_type(problem) == "fp16":
         raise InputError(f"{problem.card.name} has no bf16, and {framework} no fp16")
-    require_bytes(problem, [(4, 4, 8) if numbers == "fp32" else (2, 4, 12)], framework)
+    require_precision(problem, layout, framework)
 
 
 def _require_expert_ranks(_: TrainingProblem, layout: Layout, framework: str) -> None:

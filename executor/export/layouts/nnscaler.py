@@ -41,7 +41,7 @@ def arguments(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
         "micro_batch_size": layout.microbatch,
         "global_batch_size": problem.batch,
     }
-    return {"nnscaler.yaml": head(problem, layout, "nnScaler (0.5)", "#") + to_yaml(fields)}
+    return {"nnscaler.yaml": head(problem, layout, "nnScaler (0.5)") + to_yaml(fields)}
 
 
 def _require_precision(problem: TrainingProblem, _: Layout, framework: str) -> None:

@@ -118,13 +118,12 @@ def _scaling(scaling: RotaryScaling | None) -> Fields:
 def _router(routing: Routing | None) -> Fields:
     if routing is None:
         return {}
-    grouped = routing.groups is not None and routing.groups > 1
     return {
         "score_func": routing.scores,
         "route_norm": routing.normalized,
         "route_scale": routing.scale,
-        "num_expert_groups": routing.groups if grouped else None,
-        "num_limited_groups": routing.chosen_groups if grouped else None,
+        "num_expert_groups": routing.groups if routing.is_grouped else None,
+        "num_limited_groups": routing.chosen_groups if routing.is_grouped else None,
     }
 
 

@@ -51,7 +51,6 @@ def read_megatron(text: str, place: str, gpus: int | None = None) -> TrainingRun
             layout = replace(layout, recompute="none")
             arguments.notes.append("selective recomputation of a fused attention is priced as none")
         run = TrainingRun(
-            place,
             "megatron",
             layout,
             architecture,

@@ -18,7 +18,6 @@ class TrainingRun:
     exchanged beside computations; ``notes`` are what is priced otherwise than it runs.
     """
 
-    place: str
     framework: str
     layout: Layout
     architecture: Architecture | None = None

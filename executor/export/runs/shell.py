@@ -29,7 +29,6 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 class LaunchScript:
     """The variables of a script, and the words before and behind the program that it starts."""
 
-    place: str
     variables: dict[str, str]
     launcher: tuple[str, ...]
     arguments: tuple[str, ...]
@@ -63,9 +62,9 @@ def read_script(text: str, place: str, array: str) -> LaunchScript:
         loose += flat
     if started is not None:
         at = next(i for i, one in enumerate(started) if _PROGRAM.fullmatch(one))
-        return LaunchScript(place, variables, tuple(started[:at]), tuple(started[at + 1 :]))
+        return LaunchScript(variables, tuple(started[:at]), tuple(started[at + 1 :]))
     listed = variables[array].split() if array in variables else loose
-    return LaunchScript(place, variables, (), tuple(listed))
+    return LaunchScript(variables, (), tuple(listed))
 
 
 def _assign(variables: dict[str, str], name: str, adds: str, value: str) -> None:

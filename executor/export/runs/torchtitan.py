@@ -55,7 +55,6 @@ def read_torchtitan(text: str, place: str, gpus: int | None = None) -> TrainingR
         local = training.size("local_batch_size|batch_size")
         batch = training.get(("global_batch_size", -1))
         return TrainingRun(
-            place,
             "torchtitan",
             layout,
             _architecture(values.get("model", {}), place),
