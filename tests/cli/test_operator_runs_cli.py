@@ -127,6 +127,30 @@ def test_rounds_train_as_one_plan_does(replicas: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_rounds_of_pipelines_train_as_one_plan_does(tmp_path: Path) -> None:
+    profile, cluster, folder = (tmp_path / name for name in ("model.json", "links.json", "out"))
+    given = ("--module", "jobs:model", "--data", "jobs:batches")
+    trained = (*given, "--optimizer", "adamw:lr=0.01", "--seed", 3)
+    launched("profile", *given, "--microbatch-sizes", 1, "-o", profile)
+    save_cluster(uniform_servers(1, 2, Link(1e9, 1e-5), kind="cpu-core"), cluster)
+    options = ("--model", profile, "--cluster", cluster, "--microbatches", 4, "--time-limit", 1)
+    found = launched(
+        "train", *trained, *options, "--plans", 2, "--plan-steps", 3, "--steps", 8,
+        "--folder", folder,
+    )  # fmt: skip
+    plain = launched("run", folder / "plan-0.json", *trained, "--steps", 8)
+    assert found["losses"] == pytest.approx(plain["losses"], rel=1e-4)
+    kept = [one["measured_seconds"] for one in found["rounds"] if one["kept"]]
+    assert kept[-1] == min(one["measured_seconds"] for one in found["rounds"])
+    files = ("--model", folder / "model.json", "--cluster", folder / "cluster.json")
+    assert answered_json("plan", *files, "--microbatches", 4)["cost_seconds"] > 0
+    assert "--replicas is of plans of operators" in refused(
+        "train", *trained, *options, "--steps", 8, "--plan-steps", 3, "--replicas", 2,
+        "--folder", tmp_path / "new",
+    )  # fmt: skip
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="other kernels do not tell of a parent's end")
 def test_nothing_runs_on_when_train_is_ended(tmp_path: Path) -> None:
     cluster, folder = tmp_path / "cluster.json", tmp_path / "out"

@@ -37,7 +37,7 @@ from stagewright.graphs.models.operators.step_graph import (
     Split,
     StepGraph,
 )
-from stagewright.service.operators.rounds import TrainingRounds
+from stagewright.service.operators.rounds import OperatorRounds
 from stagewright.solvers.operators.greedy import _listed
 from stagewright.solvers.operators.planning import plan_operators
 
@@ -367,7 +367,7 @@ def test_rounds_learn_the_machine_and_keep_the_best_plan(graph, devices, replica
     there = uniform_servers(1, devices, slower, memory_bytes=MEMORY, kind="a")
     machine = Machine(true, replace(there, devices=cluster.devices))
     bare = replace(graph, nodes=tuple(replace(node, seconds={}) for node in graph.nodes))
-    rounds = TrainingRounds(bare, cluster, "heft", most=6)
+    rounds = OperatorRounds(bare, cluster, "heft", most=6)
     start = rounds.start()
     assert start is not None
     found = list(rounds.run(start, machine.measure))
@@ -375,20 +375,20 @@ def test_rounds_learn_the_machine_and_keep_the_best_plan(graph, devices, replica
     assert [one.plan for one in found] == machine.plans
     assert found[0].is_kept
     kept = [one for one in found if one.is_kept]
-    assert kept[-1].measured_seconds == min(one.measured_seconds for one in found)
-    for one in found[-1].book.computed:
+    assert kept[-1].seconds.measured == min(one.seconds.measured for one in found)
+    for one in found[-1].costs.computed:
         node = next(node for node in true.nodes if known_as(node.name) == one.operator)
         assert one.seconds == pytest.approx(node.seconds[one.kind], abs=1e-9)
-    for pair in found[-1].book.sent:
+    for pair in found[-1].costs.sent:
         line = pair.line(Link(1e9, 1e-5))
         mean = pair.bytes / pair.count
         took = line.latency_seconds + mean / line.bandwidth_bytes_per_second
         truth = slower.latency_seconds + mean / slower.bandwidth_bytes_per_second
         assert took == pytest.approx(truth, rel=1e-6)
     last = found[-1]
-    ended = last.number == 5 or last.drift.is_stable(0.1)
+    ended = last.number == 5 or last.is_stable
     if not ended:  # planning again gives what has been measured
-        again = plan_operators(*last.book.priced(bare, cluster), "heft").plan
+        again = plan_operators(*last.costs.priced(bare, cluster), "heft").plan
         measured = [
             [(one.operator, one.device) for one in plan.operators] for plan in machine.plans
         ]
@@ -413,13 +413,13 @@ def test_a_division_that_was_slow_is_taken_back(join_seconds):
     machine = Machine(graph, cluster)
     bare, _ = CostBook().priced(graph, cluster)
     assert bare.nodes[1].splits[0].measured == ()
-    rounds = TrainingRounds(bare, cluster, "os-dpos")
+    rounds = OperatorRounds(bare, cluster, "os-dpos")
     found = list(rounds.run(rounds.start(), machine.measure))
-    names = [known_as(one.operator) for one in found[-1].book.computed]
+    names = [known_as(one.operator) for one in found[-1].costs.computed]
     assert set(names) == {
         "f", "g", "f/batch/2/cut0", "f/batch/2/part", "f/batch/2/join0",
     }  # fmt: skip
-    priced, _ = found[-1].book.priced(bare, cluster)
+    priced, _ = found[-1].costs.priced(bare, cluster)
     assert priced.nodes == graph.nodes
     again = plan_operators(priced, cluster, "os-dpos").plan
     assert [len(one.plan.splits) for one in found] == [0, 1]
@@ -431,7 +431,7 @@ def test_nothing_fits():
     tiny = uniform_servers(1, 2, Link(1e9), memory_bytes=1e6, kind="a")
     node = one_operator().nodes[0]
     graph = replace(one_operator(), nodes=(replace(node, role="state", state_bytes=4e6),))
-    assert TrainingRounds(graph, tiny).start() is None
+    assert OperatorRounds(graph, tiny).start() is None
 
 
 def test_links_of_a_matrix_stay():

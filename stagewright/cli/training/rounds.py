@@ -1,16 +1,16 @@
-"""``train``: train a model by plans of operators that are made from its own measurements."""
+"""``train``: train a model by plans that are made from its own measurements."""
 
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from stagewright.cli.commands import command
+from stagewright.cli.commands import ask, command
 from stagewright.cli.console import print_answer, say
 from stagewright.cli.factories import parse_optimizer
 from stagewright.cli.options import Modelled, Printed, Seeded
@@ -24,12 +24,12 @@ from stagewright.service.answers import RoundAnswer, TrainedRoundsAnswer
 from stagewright.service.options import Option
 
 if TYPE_CHECKING:
-    from stagewright.formulations.operators.plan import OperatorPlan
+    from stagewright.graphs.machines.cluster import Cluster
     from stagewright.graphs.models.operators.step_graph import StepGraph
-    from stagewright.service.operators.rounds import TrainingRound, TrainingRounds
+    from stagewright.service.rounds import TrainingRound, TrainingRounds
 
-PLAN, COSTS, GRAPH, CLUSTER, CHECKPOINTS = (
-    "plan.json", "costs.json", "graph.json", "cluster.json", "steps",
+PLAN, COSTS, GRAPH, PROFILE, CLUSTER, CHECKPOINTS = (
+    "plan.json", "costs.json", "graph.json", "model.json", "cluster.json", "steps",
 )  # fmt: skip
 
 
@@ -45,20 +45,24 @@ class TrainOptions(Modelled, Seeded, Printed):
     """Mini-batches to train on."""
     folder: Annotated[Path, Option(form="DIR"), Writes(several=True)]
     """New folder for plans, traces, costs and checkpoints."""
+    model: Annotated[Path | None, Option(form="FILE")] = None
+    """The module's profile: plan pipelines of its layers, not single operators."""
+    microbatches: Annotated[int, Option(form="M"), Field(ge=1)] = 8
+    """Of pipelines: microbatches in an iteration."""
     plans: Annotated[int, Field(ge=1)] = 5
     """Plans that are tried at most."""
     plan_steps: Annotated[int, Field(ge=1)] = 10
     """Steps by each of them."""
     tolerance: Annotated[str, Option(form="SHARE")] = "10%"
-    """Costs are stable when a run differs by less."""
+    """Costs are stable when a run differs by less; a pipeline that promises less is not tried."""
     replicas: Annotated[int, Option(form="N"), Field(ge=1)] = 1
-    """Copies of the model, as of capture."""
+    """Of operators: copies of the model, as of capture."""
     weights: Literal["shared", "mirrored"] = "shared"
     """As of capture."""
-    planner: str = "fastt"
-    """Planner of operators."""
+    planner: str | None = None
+    """Planner; default: fastt of operators, auto of pipelines."""
     contention: str = "none"
-    """Whether transfers wait for each other: none, exclusive."""
+    """Of operators: whether transfers wait for each other: none, exclusive."""
     time_limit: float = 10.0
     """Time limit of the search in seconds."""
     optimizer: str = "sgd:lr=0.01"
@@ -82,13 +86,12 @@ def train(given: TrainOptions) -> int:
     """Train on this machine, each round by the plan for the costs that those before it measured.
 
     Every plan continues from the checkpoint of the one before. A plan that is slower than the best
-    is given up. When costs are stable the best one trains to the end. DIR has it as plan.json, with
-    the graph and the cluster of the learned costs; `run DIR/plan.json --checkpoint DIR/steps
-    --resume` goes on.
+    is given up. When costs are stable, or the plan stays, the best one trains to the end. DIR has
+    it as plan.json, with the model and the cluster of the learned costs; `run DIR/plan.json
+    --checkpoint DIR/steps --resume` goes on.
     """
     from stagewright.executor.training.ranks.launch import require_torch
     from stagewright.graphs.machines.cluster import load_cluster
-    from stagewright.service.operators.rounds import TrainingRounds
 
     require_torch()
     require_timeout(given.timeout)
@@ -101,36 +104,68 @@ def train(given: TrainOptions) -> int:
             f"{folder / PLAN} --checkpoint {folder / CHECKPOINTS} --resume"
         )
     machines = load_cluster(given.cluster)
-    with reporting("train") as report:
-        report("tracing a step")
-        graph = _captured(given)
-    planned = TrainingRounds(
-        graph,
-        machines,
-        given.planner,
-        given.contention,  # type: ignore[arg-type]
-        Limits(given.time_limit, seed=given.seed),
-        parse_share(given.tolerance, "--tolerance"),
-        min(given.plans, (steps - 1) // plan_steps),
-    )
+    planned, save = _of_operators(given, machines), _save_operator_costs
+    if given.model is not None:
+        planned, save = _of_pipelines(given, given.model, machines), _save_pipeline_costs
     first = planned.start()
     if first is None:
-        say(
-            f"{graph.name} does not fit on {machines.name}, neither with a device per replica nor "
-            "with devices filled in turn"
-        )
+        say(f"no first plan of {given.model or given.module} fits on {machines.name}")
         return 1
     passed = ("module", "data", "optimizer", "seed", "timeout", "loss")
     values = {name: getattr(given, name) for name in passed}
     options = [(f"--{name}", str(value)) for name, value in values.items() if value is not None]
     runs = _Runs(folder, [word for option in options for word in option], plan_steps)
     try:
-        done = list(_shown(runs.rounds(planned, first), given.as_json))
+        done = list(_shown(runs.rounds(planned, first, save), given.as_json))
         answer = runs.run(folder / PLAN, steps, _saving(given.save_parameters))
     except subprocess.CalledProcessError as error:
         return error.returncode
     _print_summary(done, answer, folder, given.save_parameters, given.as_json)
     return 0
+
+
+def _of_operators(given: TrainOptions, machines: "Cluster") -> "TrainingRounds[Any, Any]":
+    from stagewright.service.operators.rounds import OperatorRounds
+
+    with reporting("train") as report:
+        report("tracing a step")
+        graph = _captured(given)
+    return OperatorRounds(
+        graph,
+        machines,
+        given.planner or "fastt",
+        given.contention,  # type: ignore[arg-type]
+        Limits(given.time_limit, seed=given.seed),
+        *_when_it_ends(given),
+    )
+
+
+def _of_pipelines(
+    given: TrainOptions, model: Path, machines: "Cluster"
+) -> "TrainingRounds[Any, Any]":
+    from stagewright.graphs.models.chain import load_model
+    from stagewright.service.pipelines.requests import PlanRequest
+    from stagewright.service.pipelines.rounds import PipelineRounds
+
+    for name in ("replicas", "weights", "contention"):
+        if getattr(given, name) != type(given).model_fields[name].default:
+            raise InputError(f"--{name} is of plans of operators; leave it or --model out")
+    request = ask(
+        PlanRequest,
+        chain=load_model(model),
+        cluster=machines,
+        microbatches=given.microbatches,
+        planner=given.planner or "auto",
+        time_limit=given.time_limit,
+        seed=given.seed,
+    )
+    return PipelineRounds(request, *_when_it_ends(given))
+
+
+def _when_it_ends(given: TrainOptions) -> tuple[float, int]:
+    """The tolerance, and the most plans that leave steps for the best of them."""
+    most = min(given.plans, (given.steps - 1) // given.plan_steps)
+    return parse_share(given.tolerance, "--tolerance"), most
 
 
 def _captured(given: TrainOptions) -> "StepGraph":
@@ -164,31 +199,29 @@ class _Runs:
     steps: int = 0
     losses: list[float] = field(default_factory=list)
 
-    def rounds(self, planned: "TrainingRounds", first: "OperatorPlan") -> "Iterator[TrainingRound]":
-        """The rounds; the folder has the best plan and the costs after each."""
+    def rounds(
+        self,
+        planned: "TrainingRounds[Any, Any]",
+        first: Any,
+        save: Callable[[Any, Any, Path], None],
+    ) -> "Iterator[TrainingRound[Any, Any]]":
+        """The rounds; the folder has the best plan and, by ``save``, the costs after each."""
         from stagewright.executor.programs.trace import Trace, load_trace
-        from stagewright.formulations.operators.plan import save_operator_plan
-        from stagewright.graphs.machines.cluster import save_cluster
-        from stagewright.graphs.models.operators.cost_book import save_costs
-        from stagewright.graphs.models.operators.step_graph import save_graph
 
         self.folder.mkdir(parents=True)
         numbers = iter(range(planned.most))
 
-        def measure(plan: "OperatorPlan") -> Trace:
+        def measure(plan: Any) -> Trace:
             number = next(numbers)
             file, trace = (self.folder / f"{name}-{number}.json" for name in ("plan", "trace"))
-            save_operator_plan(plan, file)
+            _save_plan(plan, file)
             self.run(file, self.steps + self.plan_steps, ["--trace", str(trace)])
             return load_trace(trace)
 
         for one in planned.run(first, measure):
-            save_costs(one.book, self.folder / COSTS)
-            graph, cluster = one.book.priced(planned.graph, planned.cluster)
-            save_graph(graph, self.folder / GRAPH)
-            save_cluster(cluster, self.folder / CLUSTER)
+            save(planned, one.costs, self.folder)
             if one.is_kept:
-                save_operator_plan(one.plan, self.folder / PLAN)
+                _save_plan(one.plan, self.folder / PLAN)
             yield one
 
     def run(self, plan: Path, steps: int, options: list[str]) -> dict[str, Any]:
@@ -208,21 +241,52 @@ class _Runs:
         return answer | {"losses": self.losses}
 
 
-def _shown(rounds: "Iterator[TrainingRound]", as_json: bool) -> "Iterator[TrainingRound]":
+def _save_plan(plan: Any, file: Path) -> None:
+    from stagewright.formulations.operators.plan import OperatorPlan, save_operator_plan
+    from stagewright.formulations.plans.plan import save_plan
+
+    save_operator_plan(plan, file) if isinstance(plan, OperatorPlan) else save_plan(plan, file)
+
+
+def _save_operator_costs(planned: Any, costs: Any, folder: Path) -> None:
+    """The book, and the graph and the cluster by it."""
+    from stagewright.graphs.machines.cluster import save_cluster
+    from stagewright.graphs.models.operators.cost_book import save_costs
+    from stagewright.graphs.models.operators.step_graph import save_graph
+
+    save_costs(costs, folder / COSTS)
+    graph, cluster = costs.priced(planned.graph, planned.cluster)
+    save_graph(graph, folder / GRAPH)
+    save_cluster(cluster, folder / CLUSTER)
+
+
+def _save_pipeline_costs(planned: Any, costs: Any, folder: Path) -> None:
+    """The profile and the cluster, corrected."""
+    from stagewright.graphs.machines.cluster import save_cluster
+    from stagewright.graphs.models.chain import save_model
+
+    save_model(costs.chain, folder / PROFILE)
+    save_cluster(costs.cluster, folder / CLUSTER)
+
+
+def _shown(
+    rounds: "Iterator[TrainingRound[Any, Any]]", as_json: bool
+) -> "Iterator[TrainingRound[Any, Any]]":
     """The rounds, each with a line on stdout when it ends."""
     for one in rounds:
         if not as_json:
-            predicted = format_seconds(one.predicted_seconds) if one.number else "nothing known"
+            known = format_seconds(one.seconds.predicted)
+            predicted = known if one.seconds.predicted else "nothing known"
             kept = "kept" if one.is_kept else "given up"
             say(
                 f"round {one.number}: {one.plan.planner}, predicted {predicted}, measured "
-                f"{format_seconds(one.measured_seconds)}: {kept}"
+                f"{format_seconds(one.seconds.measured)}: {kept}"
             )
         yield one
 
 
 def _print_summary(
-    rounds: "list[TrainingRound]",
+    rounds: "list[TrainingRound[Any, Any]]",
     answer: dict[str, Any],
     folder: Path,
     parameters: Path | None,
@@ -235,8 +299,8 @@ def _print_summary(
                 rounds=tuple(
                     RoundAnswer(
                         planner=one.plan.planner,
-                        predicted_seconds=one.predicted_seconds,
-                        measured_seconds=one.measured_seconds,
+                        predicted_seconds=one.seconds.predicted,
+                        measured_seconds=one.seconds.measured,
                         kept=one.is_kept,
                     )
                     for one in rounds

@@ -1,0 +1,99 @@
+"""Training by plans of pipelines that are made from its own measurements, on pretended machines."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from profiles import examples
+
+from stagewright.executor.programs.trace import Trace, TracedStep
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import PipelinePlan
+from stagewright.graphs.machines.cluster import Cluster, Link, from_matrix, uniform_servers
+from stagewright.graphs.models.chain import Chain, Layer, LayerCost
+from stagewright.service.pipelines.requests import PlanRequest
+from stagewright.service.pipelines.rounds import PipelineRounds
+from stagewright.solvers.planners.steps.warm_start import in_its_order
+
+BANDWIDTH = 1e12
+
+
+def chain_of(*seconds: float) -> Chain:
+    layers = [
+        Layer(f"l{i}", 4.0, costs=(LayerCost(1, one, 8.0, 1e9, 2 * one),))
+        for i, one in enumerate(seconds)
+    ]
+    return Chain("net", "measured: by hand", 1, tuple(layers))
+
+
+def pair_of_devices(bandwidth: float = BANDWIDTH) -> Cluster:
+    return uniform_servers(1, 2, Link(bandwidth, 1e-6))
+
+
+class Machine:
+    """What really happens: other times of layers, other links."""
+
+    def __init__(self, chain: Chain, cluster: Cluster, microbatches: int) -> None:
+        self.problem = PipelineProblem(chain, cluster, microbatches)
+        self.seconds: list[float] = []
+
+    def measure(self, plan: PipelinePlan) -> Trace:
+        run = in_its_order(self.problem, plan)
+        assert run is not None
+        self.seconds.append(max(one.finish_seconds for one in run.actions))
+        steps = [TracedStep(i, self.seconds[-1], 0.0, tuple(run.actions)) for i in range(3)]
+        return Trace(plan.digest, plan.model, "a desk", "gloo", 2, "float32", tuple(steps))
+
+
+def rounds_of(chain: Chain, **more: object) -> PipelineRounds:
+    asked = {"chain": chain, "cluster": pair_of_devices(), "microbatches": 4, "planner": "spp"}
+    return PipelineRounds(PlanRequest(**asked | more), tolerance=0.01)
+
+
+def test_links_that_are_slow_make_it_one_stage() -> None:
+    rounds = rounds_of(chain_of(1, 1, 1, 1))
+    machine = Machine(chain_of(1, 1, 1, 1), pair_of_devices(1e8), 4)
+    found = list(rounds.run(rounds.start(), machine.measure))
+    assert [len(one.plan.stages) for one in found] == [2, 1]
+    assert [one.is_kept for one in found] == [True, True]
+    assert machine.seconds == [pytest.approx(91.0, rel=0.1), pytest.approx(48.0)]
+
+
+def test_a_model_that_is_twice_as_slow_keeps_its_plan() -> None:
+    rounds = rounds_of(chain_of(1, 2, 3, 1))
+    machine = Machine(chain_of(2, 4, 6, 2), pair_of_devices(), 4)
+    found = list(rounds.run(rounds.start(), machine.measure))
+    assert len(found) == 1
+    for layer, known in zip(machine.problem.chain.layers, found[0].costs.chain.layers, strict=True):
+        assert known.costs[0].forward_seconds == pytest.approx(layer.costs[0].forward_seconds)
+
+
+@given(
+    st.lists(st.floats(0.1, 4.0), min_size=2, max_size=5),
+    st.lists(st.floats(0.2, 5.0), min_size=5, max_size=5),
+    st.floats(1e8, 1e12),
+)
+@examples(200, quick=10)
+def test_the_best_measured_plan_is_kept(
+    seconds: list[float], factors: list[float], bandwidth: float
+) -> None:
+    rounds = rounds_of(chain_of(*seconds))
+    true = [one * by for one, by in zip(seconds, factors, strict=False)]
+    machine = Machine(chain_of(*true), pair_of_devices(bandwidth), 4)
+    found = list(rounds.run(rounds.start(), machine.measure))
+    assert [one.seconds.measured for one in found] == pytest.approx(machine.seconds)
+    kept = [one.number for one in found if one.is_kept]
+    assert machine.seconds[kept[-1]] == min(machine.seconds)
+    if len(found) < rounds.most:
+        # By all that was learned, no plan is faster than the best run, but for what was tried.
+        plan = rounds.planned(found[-1].costs)
+        assert plan is None or rounds.work(plan) in [rounds.work(one.plan) for one in found]
+
+
+def test_slow_links() -> None:
+    servers = uniform_servers(2, 1, Link(BANDWIDTH, 1e-6), Link(BANDWIDTH / 8, 1e-5))
+    matrix = from_matrix(servers.devices, servers.bandwidth, servers.latency.tolist())
+    for cluster in (servers, matrix):
+        slow = cluster.slowed(4.0)
+        assert slow.bandwidth[0, 1] == BANDWIDTH / 32
+        assert slow.latency[0, 1] == 4e-5
+        assert slow.slowed(0.25).links == cluster.links
