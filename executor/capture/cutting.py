@@ -78,7 +78,8 @@ def _results(
     returned = graph.output_node().args[0]
     results = tuple(returned) if isinstance(returned, list | tuple) else (returned,)
     nodes = tuple(one for one in results if isinstance(one, fx.Node) and one not in remade)
-    if len(nodes) < len(results) or not nodes or hasattr(returned, "_fields"):
+    named = [returned, *(one.target for one in nodes)]  # tuples with names are made by calls
+    if len(nodes) < len(results) or not nodes or any(hasattr(one, "_fields") for one in named):
         raise InputError(
             f"{type(model).__name__} returns {returned}; it may return a tensor or a tuple of them"
         )

@@ -1,5 +1,6 @@
 """A model as a chain of layers, with the model's names of modules."""
 
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -7,6 +8,7 @@ from itertools import zip_longest
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from stagewright.executor.capture.signature import Signature
@@ -129,8 +131,9 @@ class LayeredModel:
 
     def _unmet(self, inputs: Sequence[tuple[int, ...]]) -> str | None:
         """The first condition that shapes do not fulfil."""
-        known = {"L": {"tensors": [_Sized(shape) for shape in inputs]}}
-        # Written by torch.export, of sizes alone.
+        sizes = {"tensors": [_Sized(shape) for shape in inputs]}
+        # Written by torch.export, of sizes alone, with functions of these modules.
+        known = {"L": sizes, "math": math, "torch": torch}
         return next((guard for guard in self.guards if not eval(guard, dict(known))), None)
 
     def _shown(self, guard: str) -> str:

@@ -6,11 +6,13 @@ an attribute that both change is state. One that the second leaves unchanged, su
 not, nor is a tensor that is only stored.
 """
 
+import gc
 import random
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import _lru_cache_wrapper
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -21,6 +23,8 @@ from stagewright.executor.capture.draws import Record, storage_of
 from stagewright.graphs.documents.errors import InputError
 
 DEPTH = 6  # of nested containers and objects
+_TRACING = {"torch", "sympy", "mpmath", "stagewright"}
+_CACHES: "list[_lru_cache_wrapper[Any]]" = []
 _REGISTERED = {"_parameters", "_buffers", "_modules"}
 CURE = "keep it in a buffer"
 
@@ -111,8 +115,15 @@ def _written(
 
 
 @contextmanager
-def attributes_kept(module: nn.Module) -> Iterator[None]:
-    """Undo the attributes that a forward sets, as a cache made while tracing is invalid."""
+def attributes_kept(module: nn.Module, *, finds_caches: bool = True) -> Iterator[None]:
+    """Undo what a forward keeps, as what is made while tracing is invalid.
+
+    These are attributes of modules, and results of functions and methods with a cache. To find
+    the caches takes 50 ms: not ``finds_caches`` knows those of the last time.
+    """
+    if finds_caches:
+        _find_caches()
+    known = list(_CACHES)
     before = [(part, dict(vars(part))) for part in module.modules()]
     contents = [
         (value, value.copy())
@@ -121,9 +132,13 @@ def attributes_kept(module: nn.Module) -> Iterator[None]:
         if type(value) in CONTAINERS
     ]
     generators = random.getstate(), np.random.get_state()  # noqa: NPY002
+    made = [one.cache_info().misses for one in known]
     try:
         yield
     finally:
+        for one, misses in zip(known, made, strict=True):
+            if one.cache_info().misses != misses:
+                one.cache_clear()
         for part, attributes in before:
             vars(part).clear()
             vars(part).update(attributes)
@@ -132,6 +147,16 @@ def attributes_kept(module: nn.Module) -> Iterator[None]:
             (value.extend if isinstance(value, list | deque) else value.update)(content)
         random.setstate(generators[0])
         np.random.set_state(generators[1])  # noqa: NPY002
+
+
+def _find_caches() -> None:
+    """Note all caches of functions, but for those of the libraries that trace."""
+    _CACHES[:] = [
+        one
+        for one in gc.get_objects()
+        if type(one) is _lru_cache_wrapper
+        and str(getattr(one, "__module__", "")).partition(".")[0] not in _TRACING
+    ]
 
 
 def _comparable(value: Any, tensors: list[Tensor], within: frozenset[int]) -> Any:

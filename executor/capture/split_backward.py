@@ -280,7 +280,7 @@ def split_layer(
     examples = [value if is_dense(value) else value.contiguous() for value in inputs]
     joint = JointModule(module, tuple(input_needs_gradient), output_has_gradient)
     try:
-        with attributes_kept(module):
+        with attributes_kept(module, finds_caches=False):
             traced = trace_joint(joint, examples)
     except Exception as error:  # tracing runs the layer's own code, which raises anything
         raise CannotSplit(_place(module, error) or name, _one_line(error)) from error

@@ -20,11 +20,13 @@ from torch import nn
 
 from stagewright.executor.capture.exported.exporting import Example
 from stagewright.executor.capture.layers import LayeredModel
+from stagewright.executor.capture.self_check import ExampleStep, require_same_step
 from stagewright.executor.capture.shapes import Value, propagate, values_of
 from stagewright.executor.capture.tracing import capture
 from stagewright.executor.measuring.links import MeasuringMachine, Seconds
 from stagewright.executor.measuring.profiling import measure_layers, rounded
 from stagewright.executor.training.data.batches import (
+    mapped_batch,
     require_as_many,
     require_samples,
     typed_inputs,
@@ -172,11 +174,7 @@ def captured_by_size(
     They share their parameters, of type ``dtype``. ``takes_loss`` as in `Example`. Raises
     InputError if the model cannot be captured, or ``inputs`` have fewer samples.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(SEED)
-        made = make()
-    for module in [made] if isinstance(made, nn.Module) else made:
-        module.to(device=device, dtype=dtype)
+    made = _made(make, device, dtype)
     given, signature = typed_inputs(inputs, dtype)
     require_as_many(given, ())
     require_samples(given, sizes)
@@ -191,12 +189,57 @@ def captured_by_size(
     return found
 
 
+def _made(make: Callable[[], Model], device: torch.device, dtype: torch.dtype) -> Model:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        made = make()
+    for module in [made] if isinstance(made, nn.Module) else made:
+        module.to(device=device, dtype=dtype)
+    return made
+
+
+def check_capture(
+    make: Callable[[], Model],
+    captured: LayeredModel,
+    batch: tuple[Any, Any],
+    size: int,
+    loss: Loss,
+    takes_loss: bool,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    autocast: torch.dtype | None,
+) -> None:
+    """Refuse layers of a model, made as by `captured_by_size`, that compute something else.
+
+    The loss and the gradients of a microbatch of ``size`` are those of the model as ``make`` makes
+    it. A list of modules is not captured, and not checked.
+    """
+    plain = _made(make, device, dtype)
+    if not isinstance(plain, nn.Module):
+        return
+    inputs, targets = batch
+    given, signature = typed_inputs(inputs, dtype)
+    require_same_step(
+        plain,
+        captured,
+        ExampleStep(
+            tuple(one[:size].to(device) for one in given),
+            mapped_batch(targets, lambda one: one[:size].to(device)),
+            signature,
+            takes_loss,
+            loss,
+            autocast,
+        ),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profiled:
     """A model to measure; `measure_layers` describes the fields.
 
     ``make`` makes the module, ``dtype`` is the type of its parameters. ``takes_loss`` as in
-    `Example`.
+    `Example`. ``is_checked``: the captured layers' step is compared with the module's own.
     """
 
     make: Callable[[], Model]
@@ -211,11 +254,27 @@ class Profiled:
     machine: MeasuringMachine
     dtype: torch.dtype
     autocast: torch.dtype | None
+    is_checked: bool = True
 
     def measure(self, on_progress: Callable[[str], None] = lambda _: None) -> Chain:
         """The costs of whole layers."""
         on_progress("making the model")
-        return self._measured(self._captured(), self.machine, on_progress)
+        captured = self._captured()
+        if self.is_checked:
+            on_progress("comparing a step with the model's own")
+            size = min(captured)
+            check_capture(
+                self.make,
+                captured[size],
+                self.batch,
+                size,
+                self.loss,
+                self.takes_loss,
+                device=self.machine.device,
+                dtype=self.dtype,
+                autocast=self.autocast,
+            )
+        return self._measured(captured, self.machine, on_progress)
 
     def measure_degree(self, degree: int) -> Chain:
         """Costs of whole layers and of layers divided among ``degree`` ranks; all ranks call this.

@@ -510,6 +510,23 @@ def frozen_then_trained() -> Any:
     return [linear().requires_grad_(False), nn.Tanh(), linear().requires_grad_(False), linear()]
 
 
+class FrozenTied(nn.Module):
+    """The first and the last layer have one table, which is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = linear(), linear(), linear()
+        self.last.weight = self.first.weight
+        self.first.weight.requires_grad_(False)
+
+    def forward(self, x: Any) -> Any:
+        return self.last(torch.tanh(self.middle(self.first(x))))
+
+
+def test_a_frozen_parameter_in_several_stages(ranks: Ranks) -> None:
+    require_as_plain(ranks, FrozenTied)
+
+
 @pytest.mark.covering
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -129,7 +129,7 @@ class _Conversion:
 
     def _call(self, node: fx.Node) -> list[fx.Node]:
         """A call of the user's module; its tensors."""
-        number, tensors, sizes = cast(tuple[int, list[fx.Node], list[Any]], node.args)
+        number, tensors, sizes = cast(tuple[int, list[fx.Node], list[Any]], node.args[:3])
         call = self._calls[number]
         arguments, keywords = call.arguments(
             [self._made[one] for one in tensors], [self._made.get(one, one) for one in sizes]

@@ -19,14 +19,22 @@ from stagewright.graphs.documents.errors import InputError
 _RUNNING: dict[int, "WholeCall"] = {}  # the calls of exports that are under way
 
 _LIBRARY = torch.library.Library("stagewright", "DEF")
-_LIBRARY.define("call(int number, Tensor[] tensors, SymInt[] sizes) -> Tensor[]")
+_LIBRARY.define("call(int number, Tensor[] tensors, SymInt[] sizes, Tensor[] trained) -> Tensor[]")
 
 
-def _run(number: int, tensors: list[Tensor], sizes: list[Any]) -> list[Tensor]:
+def _run(
+    number: int, tensors: list[Tensor], sizes: list[Any], trained: list[Tensor]
+) -> list[Tensor]:
     return _RUNNING[number].run(tensors, sizes)
 
 
+def _no_backward(context: Any, *gradients: Tensor) -> None:
+    raise InputError("the forward computes gradients of its own layers, which is not captured")
+
+
 torch.library.register_fake("stagewright::call", _run)
+# Its results need a gradient where an argument or a parameter does, as in a real step.
+torch.library.register_autograd("stagewright::call", _no_backward)
 OPERATOR = torch.ops.stagewright.call.default
 
 
@@ -179,7 +187,8 @@ def _whole(
         calls.append(made)
         tensors = [one for one in leaves if isinstance(one, Tensor)]
         sizes = [one for one in leaves if isinstance(one, torch.SymInt)]
-        returned = OPERATOR(made.number, tensors, sizes)
+        trained = [one for one in self.parameters() if one.requires_grad][:1]
+        returned = OPERATOR(made.number, tensors, sizes, trained)
         assert made.returned is not None
         result = made.returned.holding(returned)
         for key in _handing_on(self, known):

@@ -42,7 +42,7 @@ class StagedModel:
         buffers = {self.primary[names[0]] for names in model.buffers_by_name()}
         shared = sorted(name for name, found in self.stages_of.items() if len(found) > 1)
         self.shared_buffers = [name for name in shared if name in buffers]
-        self.tied = [name for name in shared if name not in buffers]
+        self.tied = [name for name in shared if name in self.trained]
         self.modules: dict[int, list[CapturedLayer]] = {}
         self._own_layers = {i for s in own for i in range(*plan.stages[s].layers)}
         self._model = self._split(model, own)

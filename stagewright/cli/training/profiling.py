@@ -44,9 +44,16 @@ class ProfileOptions(MeasuredOptions, Modelled, Clipped, Repeated, Written):
     tensor: Annotated[int | None, Field(ge=2)] = None
     """Tensor degree to measure beside 1: every so many of the local processes (--ranks; so many by
     default) divide the layers by the model's tp_plan."""
+    no_self_check: bool = False
+    """Measure without comparing a step of the captured layers, its loss and gradients, with one of
+    the module itself."""
 
 
-@command(headings={"How it is measured": "threads dtype ranks tensor repetitions clip_norm"})
+@command(
+    headings={
+        "How it is measured": "threads dtype ranks tensor repetitions clip_norm no_self_check"
+    }
+)
 def profile(given: ProfileOptions) -> int:
     """Measure a torch module layer by layer and write its model file."""
     from stagewright.executor.training.ranks.joining import joined
@@ -99,6 +106,7 @@ def profile(given: ProfileOptions) -> int:
         machine=MeasuringMachine(torch.device(given.on), given.threads, _kind(given.device)),
         dtype=own,
         autocast=None if computed == own else computed,
+        is_checked=not given.no_self_check,
     )
     if ranks is None:
         with reporting("profiling") as report:
