@@ -326,16 +326,19 @@ class Architecture:
         """
         if self.tower is not None:
             return self.tower.kind(self, index)
+        own: tuple[Hashable, ...] = (self.parts(index),)
+        if self.diffusion is not None:
+            own = (*own, self.diffusion.kind(self, index))
         if self.tuning is None:
-            return (self.parts(index),)
+            return own
         first = self.tuning.first_trained(self.layers)
-        return self.parts(index), index in self.tuning.blocks, index < first, index == first
+        return *own, index in self.tuning.blocks, index < first, index == first
 
     def embedding(self, samples: int, sequence: int) -> Operators:
         """The operators of the embedding, and of that of a tower."""
         rows = samples * sequence
         if self.diffusion is not None:
-            return tuned_end(self, "embedding", self.diffusion.embedded(self, rows))
+            return tuned_end(self, "embedding", self.diffusion.embedded(self, samples, sequence))
         tables = {"tokens": self.vocabulary, "positions": self.positions, "segments": self.segments}
         found = {
             name: embedding(rows, entries, self.hidden)
@@ -357,10 +360,12 @@ class Architecture:
         if self.tower is not None:
             return self.tower.block(self, index, samples, sequence)
         rows, parts = samples * sequence, self.parts(index)
+        if self.diffusion is not None:
+            return tuned_block(
+                self, index, rows, self.diffusion.block(self, index, samples, sequence)
+            )
         found = self._norms(parts, rows * self.hidden)
         found |= self._mixed(parts, samples, sequence) | self._fed(parts, rows)
-        if self.diffusion is not None:
-            found |= self.diffusion.steered(self, samples, sequence)
         if self.parallel and parts.mixers and parts.is_fed:
             # The first norm, or product, counts the input that both keep.
             product = "router" if parts.experts else "feed-forward in"

@@ -122,6 +122,8 @@ def remarks_on(of: Architecture, sequence: int) -> tuple[str, ...]:
         found.append(f"{' and '.join(recurrences_of(of))} at the rate of matrix products")
     if of.tower is not None:
         found.append(of.tower.says(sequence))
+    if of.diffusion is not None and of.diffusion.text is not None:
+        found.append(f"{of.diffusion.text.tokens} tokens of text in a sample")
     if of.next_tokens is not None:
         found.append("blocks of multi-token prediction beside the head, not recomputed")
     return tuple(found)

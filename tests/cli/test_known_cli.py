@@ -3,6 +3,7 @@
 from commands import answered, answered_json, refused
 
 from stagewright.executor.export.layouts import EVERY_FORMAT
+from stagewright.graphs.importers.diffusers_config import CLASSES
 from stagewright.graphs.importers.hf_towers import WRAPPERS
 from stagewright.graphs.importers.hf_types import TYPES
 from stagewright.graphs.machines.devices import ACCELERATORS
@@ -19,7 +20,7 @@ def test_every_kind_of_device_has_a_source_and_rates() -> None:
 
 def test_every_type_of_model_has_its_frameworks() -> None:
     listed = {one["name"]: one for one in answered_json("models")["models"]}
-    assert listed.keys() == TYPES.keys() | WRAPPERS.keys()
+    assert listed.keys() == TYPES.keys() | WRAPPERS.keys() | CLASSES.keys()
     assert listed["llava"]["traits"] == ["a tower for images"]
     assert listed["llama"]["traits"] == []
     assert listed["llama"]["frameworks"] == [*EVERY_FORMAT]
