@@ -164,6 +164,7 @@ def _architecture(kind: str, of: ModelType, fields: Fields) -> Architecture:
         logits_bias=fields.flag(of.logits_bias),
         rotary=of.rotary if isinstance(of.rotary, bool) else fields.get(of.rotary) == "rope",
         positions=None if positions is None else positions + of.offset,
+        unused_positions=of.offset or None,
         segments=fields.optional_size(of.segments),
         tied=fields.flag(of.tied),
         window=window,

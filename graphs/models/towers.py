@@ -58,7 +58,8 @@ class Tower:
     A sample has ``images`` of ``tokens`` each; an encoder's has ``tokens``, or with None as many as
     a sequence of the decoder. The ``stem`` makes tokens of the input; without one the tower uses
     the table of the decoder's embedding. ``positions`` is the size of a table of learned positions,
-    ``vectors`` the number of other learned vectors, such as a class token. With ``scales`` a vector
+    of which the first ``unused_positions`` are no token's, ``vectors`` the number of other learned
+    vectors, such as a class token. With ``scales`` a vector
     scales what attention and feed-forward add. ``score_table`` is the number of learned scores of
     a head by the distance of two tokens (T5), in the first block of tower and decoder or, with
     ``score_tables``, in every block.
@@ -79,6 +80,7 @@ class Tower:
     images: int = 1
     stem: tuple[Projection, ...] = ()
     positions: int | None = None
+    unused_positions: int | None = None
     rotary: bool = False
     vectors: int | None = None
     input_norm: bool = False
@@ -127,13 +129,10 @@ class Tower:
                 f"sequence must have room for {self.images} x {self.outputs} tokens of images, got "
                 f"{sequence}"
             )
-        if (
-            self.is_encoder
-            and self.positions is not None
-            and (self.tokens or sequence) > (self.positions)
-        ):
+        longest = None if self.positions is None else self.positions - (self.unused_positions or 0)
+        if self.is_encoder and longest is not None and (self.tokens or sequence) > longest:
             raise InputError(
-                f"sequence must be at most the encoder's {self.positions} positions, got {sequence}"
+                f"sequence must be at most the encoder's {longest} positions, got {sequence}"
             )
 
     def chain(self, of: "Architecture", index: int) -> tuple["Architecture", int]:

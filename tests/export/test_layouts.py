@@ -391,6 +391,10 @@ def stated(**values):
     return replace(DEEPSEEK, stated=Stated(**values))
 
 
+def scaled(*values):
+    return replace(LLAMA, stated=Stated(rotary_scaling=RotaryScaling(*values)))
+
+
 def refused(formats, architecture, words, message, **others):
     return [(to, architecture, words, message, others) for to in formats]
 
@@ -454,12 +458,9 @@ REFUSED = [
     *refused(CORE[1:], QWEN2_MOE, "d8", "qwen2_moe: .* has no recipe of that model.*; megatron"),
     *refused(CORE, stated(routing=Routing("sigmoid", normalized=False)), "d8", "has scores by sig"),
     *refused(CORE, stated(routing=Routing(choice_bias=True)), "d8", "has a bias of the choice"),
-    *refused(
-        MEGATRON,
-        replace(LLAMA, stated=Stated(rotary_scaling=RotaryScaling("dynamic", 2))),
-        "d8",
-        "scaled by dynamic: .* by linear, llama3 or yarn.*; megatron-bridge or",
-    ),
+    *refused(CORE[:2], scaled("dynamic", 2), "d8", "scaled by dynamic: .* linear, llama3 or yarn"),
+    *refused(CORE[:2], scaled("llama3", 8, 4096), "d8", "embeddings 4096: .* has 8192, and no"),
+    *refused(CORE[2:], scaled("yarn", 8), "d8", "scaled by yarn: NeMo scales these by linear or"),
     *refused(
         MEGATRON,
         stated(rotary_scaling=RotaryScaling("yarn", 32, beta_fast=1)),
@@ -618,20 +619,44 @@ def test_what_the_model_breaks_is_said_without_a_layout(to):
             require_framework(to, make_problem(BERT, layout))
 
 
-def test_routers_and_scaling_are_those_of_the_model():
-    """In recipes' models, and in those of torchtitan."""
-    for to, names in (
-        ("megatron-bridge", ("moe_router_topk_scaling_factor", "mscale_all_dim", "beta_fast")),
-        (
-            "nemo",
-            ("moe_router_group_topk", "rotary_scaling_factor", "moe_router_enable_expert_bias"),
-        ),
-    ):
-        (text,) = exported(STATED[3], "p1 t1 d8 b1 zero2", to).values()
-        config = run_module(text)["configure"](CONFIGS[to](16))
-        model = config.model if to == "megatron-bridge" else config.model.config
-        values = (2.5, 1.0, 32) if to == "megatron-bridge" else (4, 40, True)
-        assert tuple(getattr(model, name) for name in names) == values
+def model_of(to, architecture):
+    """The fields of a recipe's model, where they are set."""
+    (text,) = exported(architecture, "p1 t1 d8 b1 zero2", to).values()
+    config = run_module(text)["configure"](CONFIGS[to](architecture.layers))
+    return config.model if to == "megatron-bridge" else config.model.config
+
+
+GEMMA2 = replace(LLAMA, name="gemma2", stated=Stated(score_cap=50.0, logit_cap=30.0))
+LLAMA31 = scaled("llama3", 8.0, 8192, 1.0, 4.0)
+FIELDS = [
+    ("megatron-bridge", STATED[3], "moe_router_topk_scaling_factor mscale_all_dim beta_fast",
+     (2.5, 1.0, 32)),
+    ("nemo", STATED[3], "moe_router_group_topk rotary_scaling_factor moe_router_enable_expert_bias",
+     (4, 40, True)),
+    *((to, GEMMA2, "attn_logit_softcapping final_logit_softcapping", (50.0, 30.0))
+      for to in CORE[1:]),
+    *((to, scaled("linear", 2.5), "seq_len_interpolation_factor", (2.5,)) for to in CORE[1:]),
+    ("megatron-bridge", LLAMA31, "rope_scaling rope_scaling_factor", (True, 8.0)),
+    ("nemo", LLAMA31, "scale_factor low_freq_factor high_freq_factor old_context_len",
+     (8.0, 1.0, 4.0, 8192)),
+    ("megatron-bridge", GPT_OSS, "position_embedding_type yarn_rotary_scaling_factor "
+     "yarn_original_max_position_embeddings yarn_mscale yarn_correction_range_round_to_int",
+     ("yarn", 32, 4096, None, False)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("to", "architecture", "names", "values"), FIELDS)
+def test_fields_of_recipes_are_those_of_the_model(to, architecture, names, values):
+    """Routers, scaled rotary positions and capped scores."""
+    model = model_of(to, architecture)
+    assert tuple(getattr(model, name) for name in names.split()) == values
+
+
+def test_yarn_of_a_recipe_is_its_own():
+    assert not hasattr(model_of("nemo", GPT_OSS), "rotary_scaling_factor")
+
+
+def test_routers_and_scaling_of_torchtitan():
     (text,) = exported(STATED[3], "p1 t1 d8 b1 zero2", "torchtitan").values()
     assert "rope.rope_factor = 40\n" in text
     assert "router.score_func = 'sigmoid'\n" in text

@@ -228,7 +228,7 @@ def refused_by(kind, do):
         ("whisper", lambda of: with_inputs(of, encoder_tokens=9), "whisper has no encoder of any"),
         ("llava", lambda of: with_inputs(of, images=0), "images must be at least 1, got 0"),
         ("llava", lambda of: of.flops(1, 15), "must have room for 1 x 16 tokens of images"),
-        ("bart", lambda of: of.flops(1, 1027), "at most the 1026 learned positions, got 1027"),
+        ("bart", lambda of: of.flops(1, 1025), "at most the 1024 learned positions, got 1025"),
         ("t5", lambda of: architecture_model(of, 8), "t5 has an encoder and a decoder: a chain of"),
         ("t5", lambda of: tuned_with(of, lora=4), "LoRA or frozen layers of t5: they are not"),
         (

@@ -58,11 +58,7 @@ def export_layout(
     if names is not None and to != PLAN:
         raise InputError(f"--model gives the names of layers, which only --to {PLAN} takes")
     require_layout(problem, layout)
-    positions = problem.architecture.positions
-    if positions is not None and problem.sequence > positions:
-        raise InputError(
-            f"sequence must be at most the {positions} learned positions, got {problem.sequence}"
-        )
+    problem.architecture.require_sequence(problem.sequence)
     require_framework(to, problem, layout)
     if names is not None:
         return plan.documents(problem, layout, names)

@@ -168,17 +168,23 @@ def _is_inside(layout: Layout) -> bool:
 
 
 def model_fields(architecture: Architecture) -> Fields:
-    """Fields of a recipe's model that are not the layout's; its sizes are compared instead."""
-    part, scaling = architecture.stated.rotary_part, architecture.stated.rotary_scaling
+    """Fields of a recipe's model that are not the layout's; its sizes are compared instead.
+
+    How grouped attention scales rotary positions is not among them: recipes differ in it.
+    """
+    stated = architecture.stated
     latent = isinstance(architecture.attention, LatentAttention)
+    known = {
+        "rotary_percent": stated.rotary_part,
+        "attn_logit_softcapping": stated.score_cap,
+        "final_logit_softcapping": stated.logit_cap,
+        "mtp_num_layers": architecture.next_tokens,
+    }
     return {
         **rotary_and_norms(architecture, "rotary_base", "layernorm_epsilon"),
-        **({} if part is None else {"rotary_percent": part}),
-        **(latent_scaling(scaling) if latent and scaling is not None else {}),
+        **(latent_scaling(stated.rotary_scaling) if latent and stated.rotary_scaling else {}),
         **router_fields(architecture),
-        **(
-            {} if architecture.next_tokens is None else {"mtp_num_layers": architecture.next_tokens}
-        ),
+        **{name: value for name, value in known.items() if value is not None},
     }
 
 
@@ -215,6 +221,49 @@ def latent_scaling(scaling: RotaryScaling) -> Fields:
         "original_max_position_embeddings": scaling.original_max_position_embeddings,
     }
     return {name: value for name, value in found.items() if value is not None}
+
+
+def grouped_scaling(architecture: Architecture) -> RotaryScaling | None:
+    """How grouped attention scales rotary positions."""
+    latent = isinstance(architecture.attention, LatentAttention)
+    return None if latent else architecture.stated.rotary_scaling
+
+
+def require_scaling(problem: TrainingProblem, _: Layout, framework: str) -> None:
+    """Refuse scalings that Megatron Core lacks, and numbers that it has no field for."""
+    of = problem.architecture
+    scaling, latent = of.stated.rotary_scaling, isinstance(of.attention, LatentAttention)
+    if scaling is None:
+        return
+    require_kind(scaling, ("yarn",) if latent else ("linear", "llama3", "yarn"), framework)
+    if scaling.kind == "llama3":
+        require_numbers(scaling, _SCALED_LLAMA, framework)
+
+
+def require_kind(scaling: RotaryScaling, kinds: tuple[str, ...], framework: str) -> None:
+    """Raise InputError unless rotary positions are scaled in one of some kinds."""
+    if scaling.kind not in kinds:
+        raise InputError(
+            f"rotary positions scaled by {scaling.kind}: {framework} scales these by "
+            + " or ".join((", ".join(kinds[:-1]), kinds[-1]) if len(kinds) > 1 else kinds)
+        )
+
+
+_SCALED_LLAMA = (
+    ("low_freq_factor", 1.0), ("high_freq_factor", 4.0), ("original_max_position_embeddings", 8192),
+)  # fmt: skip
+
+
+def require_numbers(
+    scaling: RotaryScaling, fixed: tuple[tuple[str, float], ...], framework: str
+) -> None:
+    """Raise InputError where a number for which there is no field is not its default."""
+    for name, default in fixed:
+        if getattr(scaling, name) not in (None, default):
+            raise InputError(
+                f"rotary positions with {name} {getattr(scaling, name):g}: {framework} has "
+                f"{default:g}, and no argument for it"
+            )
 
 
 def router_fields(architecture: Architecture) -> Fields:

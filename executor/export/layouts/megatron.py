@@ -14,6 +14,8 @@ from stagewright.executor.export.layouts.core import (
     Core,
     core_of,
     latent_scaling,
+    require_numbers,
+    require_scaling,
     router_fields,
 )
 from stagewright.executor.export.layouts.rules import (
@@ -106,9 +108,6 @@ def _stated(of: Architecture) -> Fields:
 _SCALED_LATENT = (
     ("beta_fast", 32.0), ("beta_slow", 1.0), ("original_max_position_embeddings", 4096),
 )  # fmt: skip
-_SCALED_LLAMA = (
-    ("low_freq_factor", 1.0), ("high_freq_factor", 4.0), ("original_max_position_embeddings", 8192),
-)  # fmt: skip
 """Numbers of a scaling for which there is no argument."""
 
 
@@ -138,23 +137,13 @@ def _scaling(of: Architecture) -> Fields:
     }
 
 
-def _require_scaling(problem: TrainingProblem, _: Layout, framework: str) -> None:
+def _require_scaling_arguments(problem: TrainingProblem, _: Layout, framework: str) -> None:
     of = problem.architecture
-    scaling, latent = of.stated.rotary_scaling, isinstance(of.attention, LatentAttention)
+    scaling = of.stated.rotary_scaling
     if scaling is None:
         return
-    if scaling.kind not in (("yarn",) if latent else ("linear", "llama3", "yarn")):
-        raise InputError(
-            f"rotary positions scaled by {scaling.kind}: {framework} scales by "
-            + ("yarn in latent attention" if latent else "linear, llama3 or yarn")
-        )
-    fixed = _SCALED_LATENT if latent else _SCALED_LLAMA if scaling.kind == "llama3" else ()
-    for name, default in fixed:
-        if getattr(scaling, name) not in (None, default):
-            raise InputError(
-                f"rotary positions with {name} {getattr(scaling, name):g}: {framework} has "
-                f"{default:g}, and no argument for it"
-            )
+    if isinstance(of.attention, LatentAttention):
+        require_numbers(scaling, _SCALED_LATENT, framework)
     if scaling.kind == "linear" and scaling.factor % 1:
         raise InputError(
             f"rotary positions scaled by {scaling.factor:g}: {framework} takes integers"
@@ -376,7 +365,13 @@ FRAMEWORK = framework(
         *RULES,
         *(
             FrameworkRule("megatron/training/arguments.py", require, of_problem=True)
-            for require in (_require_gates, _require_biases, _require_whole_base, _require_scaling)
+            for require in (
+                _require_gates,
+                _require_biases,
+                _require_whole_base,
+                require_scaling,
+                _require_scaling_arguments,
+            )
         ),
     ],
 )
