@@ -117,7 +117,7 @@ _OLMO_EXPERTS = ExpertFields(
 
 _QWEN3_HYBRID = replace(
     _QWEN3, head_size=("head_dim", 256), gate=True, pattern=None, when=(),
-    rotary_part=("partial_rotary_factor", 0.25), recurrent=recurrent.DELTA,
+    rotary_part=("partial_rotary_factor", 0.25), recurrent=recurrent.DELTA, traits=(ADDED_ONE,),
 )  # fmt: skip
 _HYBRID = ModelType(
     groups=("num_key_value_heads", 8), mlp_bias=("mlp_bias", False), epsilon=_EPSILON
@@ -370,7 +370,10 @@ TYPES: dict[str, ModelType] = {
         experts=ExpertFields(
             number=("n_routed_experts", 8), per_token=("num_experts_per_tok", 2),
             width=("moe_intermediate_size", 7688), gated=False,
-            shared=("moe_shared_expert_intermediate_size", 7688),
+            shared=("moe_shared_expert_intermediate_size", 7688), scores="sigmoid",
+            normalized=("norm_topk_prob", True), groups=("n_group", 1),
+            chosen_groups=("topk_group", 1), scale=("routed_scaling_factor", 1.0),
+            choice_bias=True, loss=None,
         ),
         recurrent=recurrent.NEMOTRON, required=(("moe_latent_size", False),),
         traits=(SQUARED_RELU,),
@@ -378,7 +381,7 @@ TYPES: dict[str, ModelType] = {
     "bamba": replace(
         _HYBRID, head_size=None,
         recurrent=replace(recurrent.BAMBA, indices="attn_layer_indices"),
-        traits=(PARTLY_ROTATED,),
+        rotary_part=_HALF,
     ),
     "granitemoehybrid": replace(
         _GRANITE, mlp_bias=False, width="shared_intermediate_size",

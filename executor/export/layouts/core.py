@@ -16,18 +16,22 @@ from stagewright.executor.export.layouts.common import (
     number_type,
     rotary_and_norms,
 )
+from stagewright.executor.export.layouts.hybrid import is_hybrid, mamba_fields, require_groups
 from stagewright.executor.export.layouts.rules import (
     FrameworkRule,
     require_bytes,
     require_context,
 )
+from stagewright.executor.export.layouts.scaling import latent_scaling
 from stagewright.executor.export.options import filled
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.architecture import Architecture, LatentAttention
+from stagewright.graphs.models.mixers import AnyAttention
 from stagewright.graphs.models.modules import modules_of
-from stagewright.graphs.models.stated import RotaryScaling
+from stagewright.graphs.models.recurrences import RECURRENT
+from stagewright.graphs.models.splits import mixers_of
 
 STRATEGIES = {0: "no_shard", 1: "no_shard", 2: "optim_grads", 3: "optim_grads_params"}
 """Megatron-FSDP's for ZeRO 2 and 3; ZeRO 1 is the distributed optimizer's."""
@@ -178,9 +182,10 @@ def model_fields(architecture: Architecture) -> Fields:
         "rotary_percent": stated.rotary_part,
         "attn_logit_softcapping": stated.score_cap,
         "final_logit_softcapping": stated.logit_cap,
-        "mtp_num_layers": architecture.next_tokens,
     }
     return {
+        # Recipes may predict further tokens, which the plan has not, unless it says to leave it.
+        **({} if architecture.left_out else {"mtp_num_layers": architecture.next_tokens}),
         **rotary_and_norms(architecture, "rotary_base", "layernorm_epsilon"),
         **(latent_scaling(stated.rotary_scaling) if latent and stated.rotary_scaling else {}),
         **router_fields(architecture),
@@ -188,82 +193,29 @@ def model_fields(architecture: Architecture) -> Fields:
     }
 
 
+def attention_of(of: Architecture) -> AnyAttention | None:
+    """The first attention of a model, if it has one."""
+    return next((one for one in mixers_of(of) if not isinstance(one, RECURRENT)), None)
+
+
 def _sizes(architecture: Architecture) -> Fields:
-    attention, experts = architecture.first_attention, architecture.experts
-    found: Fields = {
-        "num_layers": architecture.layers,
-        "hidden_size": architecture.hidden,
-        "num_attention_heads": attention.heads,
-        "ffn_hidden_size": architecture.feed_forward.width,
-    }
+    attention, experts = attention_of(architecture), architecture.experts
+    found: Fields = {"num_layers": architecture.layers, "hidden_size": architecture.hidden}
+    if any(architecture.parts(index).feed_forward for index in range(architecture.layers)):
+        found["ffn_hidden_size"] = architecture.feed_forward.width
+    if attention is not None:
+        found["num_attention_heads"] = attention.heads
     if isinstance(attention, LatentAttention):
         found["kv_lora_rank"] = attention.key_value_rank
-    else:
+    elif attention is not None:
         found["num_query_groups"] = attention.key_value_heads
         found["kv_channels"] = attention.head_size
+    found |= mamba_fields(architecture) if is_hybrid(architecture) else {}
     if experts is not None:
-        if not experts.dense_layers:
-            del found["ffn_hidden_size"]  # no layer has it
         found["num_moe_experts"] = experts.number
         found["moe_router_topk"] = experts.per_token
         found["moe_ffn_hidden_size"] = experts.width
     return found
-
-
-def latent_scaling(scaling: RotaryScaling) -> Fields:
-    """How latent attention scales rotary positions; YaRN alone."""
-    found: Fields = {
-        "rotary_scaling_factor": scaling.factor,
-        "mscale": scaling.mscale,
-        "mscale_all_dim": scaling.mscale_all_dim,
-        "beta_fast": scaling.beta_fast,
-        "beta_slow": scaling.beta_slow,
-        "original_max_position_embeddings": scaling.original_max_position_embeddings,
-    }
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def grouped_scaling(architecture: Architecture) -> RotaryScaling | None:
-    """How grouped attention scales rotary positions."""
-    latent = isinstance(architecture.attention, LatentAttention)
-    return None if latent else architecture.stated.rotary_scaling
-
-
-def require_scaling(problem: TrainingProblem, _: Layout, framework: str) -> None:
-    """Refuse scalings that Megatron Core lacks, and numbers that it has no field for."""
-    of = problem.architecture
-    scaling, latent = of.stated.rotary_scaling, isinstance(of.attention, LatentAttention)
-    if scaling is None:
-        return
-    require_kind(scaling, ("yarn",) if latent else ("linear", "llama3", "yarn"), framework)
-    if scaling.kind == "llama3":
-        require_numbers(scaling, _SCALED_LLAMA, framework)
-
-
-def require_kind(scaling: RotaryScaling, kinds: tuple[str, ...], framework: str) -> None:
-    """Raise InputError unless rotary positions are scaled in one of some kinds."""
-    if scaling.kind not in kinds:
-        raise InputError(
-            f"rotary positions scaled by {scaling.kind}: {framework} scales these by "
-            + " or ".join((", ".join(kinds[:-1]), kinds[-1]) if len(kinds) > 1 else kinds)
-        )
-
-
-_SCALED_LLAMA = (
-    ("low_freq_factor", 1.0), ("high_freq_factor", 4.0), ("original_max_position_embeddings", 8192),
-)  # fmt: skip
-
-
-def require_numbers(
-    scaling: RotaryScaling, fixed: tuple[tuple[str, float], ...], framework: str
-) -> None:
-    """Raise InputError where a number for which there is no field is not its default."""
-    for name, default in fixed:
-        if getattr(scaling, name) not in (None, default):
-            raise InputError(
-                f"rotary positions with {name} {getattr(scaling, name):g}: {framework} has "
-                f"{default:g}, and no argument for it"
-            )
 
 
 def router_fields(architecture: Architecture) -> Fields:
@@ -373,6 +325,7 @@ RULES = (
     FrameworkRule("megatron/core/optimizer/optimizer_config.py", _require_offload),
     FrameworkRule("megatron/core/distributed/fsdp", _require_fsdp_placement),
     FrameworkRule("megatron/core/distributed/fsdp", _refuse_fsdp_chunks),
+    FrameworkRule("megatron/core/ssm/mamba_mixer.py", require_groups),
 )
 """What all that is built on Megatron Core asks."""
 

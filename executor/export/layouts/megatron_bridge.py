@@ -9,20 +9,19 @@ from stagewright.executor.export.layouts.core import (
     RULES,
     Core,
     core_of,
-    grouped_scaling,
     model_fields,
     recipe_text,
-    require_scaling,
 )
+from stagewright.executor.export.layouts.hybrid import require_even_stages
 from stagewright.executor.export.layouts.rules import (
     FrameworkRule,
     framework,
     require_adapters,
 )
+from stagewright.executor.export.layouts.scaling import bridge_scaling, require_scaling
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.models.architecture import Architecture
 from stagewright.graphs.models.tuning import Tuning
 
 FILE = "stagewright_megatron_bridge.py"
@@ -41,7 +40,7 @@ def recipe(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
         "config.model": {
             **core.model,
             **model_fields(problem.architecture),
-            **_scaling(problem.architecture),
+            **bridge_scaling(problem.architecture),
             "seq_length": problem.sequence,
             **_attention(problem),
         },
@@ -66,28 +65,6 @@ def recipe(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
     return {
         FILE: recipe_text("megatron_bridge", "config.model", problem, layout, targets, imported)
     }
-
-
-_YARN = {
-    "factor": "rotary_scaling_factor",
-    "original_max_position_embeddings": "original_max_position_embeddings",
-    "beta_fast": "beta_fast", "beta_slow": "beta_slow", "mscale": "mscale",
-    "mscale_all_dim": "mscale_all_dim", "truncate": "correction_range_round_to_int",
-}  # fmt: skip
-"""Numbers of YaRN, and their fields after ``yarn_`` (models/gpt_provider.py)."""
-
-
-def _scaling(of: Architecture) -> Fields:
-    """How grouped attention scales rotary positions."""
-    scaling = grouped_scaling(of)
-    if scaling is None:
-        return {}
-    if scaling.kind == "linear":
-        return {"seq_len_interpolation_factor": scaling.factor}
-    if scaling.kind == "llama3":
-        return {"rope_scaling": True, "rope_scaling_factor": scaling.factor}
-    numbers = {f"yarn_{field}": getattr(scaling, name) for name, field in _YARN.items()}
-    return {"position_embedding_type": "yarn", **numbers}
 
 
 _FUSED = {
@@ -174,6 +151,9 @@ FRAMEWORK = framework(
         *RULES,
         FrameworkRule(
             "NVIDIA-NeMo/Megatron-Bridge 0.7, peft/lora.py", _require_adapters, of_problem=True
+        ),
+        FrameworkRule(
+            "NVIDIA-NeMo/Megatron-Bridge 0.7, models/hybrid/hybrid_provider.py", require_even_stages
         ),
         FrameworkRule(
             "NVIDIA-NeMo/Megatron-Bridge 0.7, models/gpt_provider.py",

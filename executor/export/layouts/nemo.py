@@ -10,20 +10,19 @@ from stagewright.executor.export.layouts.core import (
     RULES,
     Core,
     core_of,
-    grouped_scaling,
     model_fields,
     recipe_text,
-    require_kind,
 )
+from stagewright.executor.export.layouts.hybrid import require_even_stages
 from stagewright.executor.export.layouts.megatron_bridge import DTYPES, optimizer_fields
 from stagewright.executor.export.layouts.rules import (
     FrameworkRule,
     framework,
     require_whole_heads,
 )
+from stagewright.executor.export.layouts.scaling import nemo_scaling, require_nemo_scaling
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
-from stagewright.graphs.models.architecture import Architecture
 
 FILE = "stagewright_nemo.py"
 
@@ -44,7 +43,7 @@ def recipe(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
         "recipe.model.config": {
             **recomputed,
             **model_fields(problem.architecture),
-            **_scaling(problem.architecture),
+            **nemo_scaling(problem.architecture),
             "seq_length": problem.sequence,
             "attention_backend": Code(f"AttnBackend.{kind}"),
         },
@@ -56,32 +55,6 @@ def recipe(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
         },
     }
     return {FILE: recipe_text("nemo", "recipe.model.config", problem, layout, targets)}
-
-
-def _scaling(of: Architecture) -> Fields:
-    """How grouped attention scales rotary positions; recipes of GPT-OSS have their YaRN."""
-    scaling = grouped_scaling(of)
-    if scaling is None or scaling.kind == "yarn":
-        return {}
-    if scaling.kind == "linear":
-        return {"seq_len_interpolation_factor": scaling.factor}
-    numbers = {
-        "scale_factor": scaling.factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "old_context_len": scaling.original_max_position_embeddings,
-    }
-    return {name: value for name, value in numbers.items() if value is not None}
-
-
-def _require_scaling(problem: TrainingProblem, _: Layout, framework: str) -> None:
-    of = problem.architecture
-    scaling = of.stated.rotary_scaling
-    if scaling is None:
-        return
-    by_name = {"llama": ("linear", "llama3"), "gpt_oss": ("linear", "yarn")}
-    latent = grouped_scaling(of) is None
-    require_kind(scaling, ("yarn",) if latent else by_name.get(of.name, ("linear",)), framework)
 
 
 def _is_model(name: str) -> bool:
@@ -123,6 +96,7 @@ FRAMEWORK = framework(
     [
         *RULES,
         FrameworkRule(_CORE, require_whole_heads),
-        FrameworkRule("nemo/collections/llm/gpt/model", _require_scaling, of_problem=True),
+        FrameworkRule("nemo/collections/llm/gpt/model", require_nemo_scaling, of_problem=True),
+        FrameworkRule("nemo/collections/llm/gpt/model/ssm.py", require_even_stages),
     ],
 )

@@ -1,4 +1,4 @@
-"""The arguments of Megatron-LM's pretrain_gpt.py: their values, and those that change nothing."""
+"""The arguments of Megatron-LM's training scripts: their values, and those that change nothing."""
 
 import re
 from collections.abc import Sequence
