@@ -92,6 +92,45 @@ def test_published_hybrids_are_those_of_megatron(fields, words, pattern, publish
         assert run.architecture.attention == replace(chunked, chunk=128)
 
 
+QWEN3_NEXT = {  # Qwen/Qwen3-Next-80B-A3B-Instruct
+    "model_type": "qwen3_next", "hidden_size": 2048, "num_attention_heads": 16,
+    "num_key_value_heads": 2, "intermediate_size": 5120, "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512, "num_experts": 512, "num_experts_per_tok": 10,
+    "num_hidden_layers": 48, "vocab_size": 151936, "rope_theta": 1e7, "norm_topk_prob": True,
+}  # fmt: skip
+
+
+def counted_delta(args):
+    """Parameters of core/ssm/gated_delta_net and of gated attention, with experts behind."""
+    hidden, heads, size = args.hidden_size, args.linear_num_value_heads, args.linear_value_head_dim
+    keys, values = args.linear_num_key_heads * args.linear_key_head_dim, heads * size
+    delta = hidden * (2 * keys + 2 * values + 2 * heads) + (2 * keys + values) * 4
+    delta += 2 * heads + size + values * hidden
+    inner = args.num_attention_heads * args.kv_channels
+    attention = hidden * (3 * inner + 2 * args.num_query_groups * args.kv_channels)
+    attention += 2 * args.kv_channels
+    width = args.num_experts * args.moe_ffn_hidden_size + args.moe_shared_expert_intermediate_size
+    fed = hidden * (args.num_experts + 3 * width + args.moe_shared_expert_gate)
+    kinds = eval(args.linear_attention_freq)
+    mixed = sum(delta if one else attention for one in kinds)
+    return hidden * (2 * args.vocab_size + 1) + mixed + len(kinds) * (fed + 2 * hidden)
+
+
+def test_the_gated_delta_rule_is_that_of_megatron():
+    problem, layout, files = exported(QWEN3_NEXT, "p2 t2 d4 e8 b1 v2 zero1 sp")
+    args, _, _ = run_megatron(files["megatron.sh"])
+    assert (args.experimental_attention_variant, args.attention_output_gate) == ("gdn", True)
+    weights = sum(problem.architecture.parameters().values())
+    assert counted_delta(args) == weights == pytest.approx(79.7e9, rel=1e-3)
+    run = read_megatron(files["megatron.sh"], "qwen3_next.sh")
+    assert run.layout == layout
+    assert run.architecture == replace(problem.architecture, name="qwen3_next")
+    text = re.sub(r"--linear-attention-freq \S+", "--linear-attention-freq 4", files["megatron.sh"])
+    assert read_megatron(text, "qwen3_next.sh") == run
+    with pytest.raises(InputError, match="--linear-attention-freq is missing; write the blocks"):
+        read_megatron(re.sub(r"--linear-attention-freq \S+", "", text), "run.sh")
+
+
 def test_stages_are_said_by_the_pattern():
     _, layout, files = exported(NEMOTRON, "p2 t1 d8 e8 b1 v2 zero1 first12 last14")
     args, _, _ = run_megatron(files["megatron.sh"])

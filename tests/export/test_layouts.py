@@ -594,6 +594,12 @@ REFUSED = [
     ),
     *refused(
         MEGATRON,
+        hybrid_of((replace(MAMBA, rule="delta"),)),
+        "d8",
+        "has convolutions with biases: Megatron-LM has no such hybrid",
+    ),
+    *refused(
+        MEGATRON,
         replace(HYBRID, stated=Stated(rotary_scaling=RotaryScaling("linear", 2))),
         "d8",
         "rotary positions scaled by other than yarn",

@@ -14,7 +14,8 @@ from types import ModuleType, SimpleNamespace
 FLAGS = """
 accumulate-allreduce-grads-in-fp32 add-qkv-bias bf16 disable-bias-linear fp16 fp8-param-gather
 grad-reduce-in-bf16 group-query-attention moe-grouped-gemm moe-shared-expert-gate
-apply-layernorm-1p moe-router-enable-expert-bias moe-router-pre-softmax quick-geglu squared-relu
+apply-layernorm-1p attention-output-gate moe-router-enable-expert-bias moe-router-pre-softmax
+quick-geglu squared-relu
 rotary-interleaved use-rope-scaling no-yarn-correction-range-round-to-int
 multi-latent-attention optimizer-cpu-offload overlap-cpu-optimizer-d2h-h2d overlap-grad-reduce
 overlap-param-gather qk-layernorm sequence-parallel swiglu untie-embeddings-and-output-weights
@@ -26,7 +27,9 @@ global-batch-size hidden-size kv-channels kv-lora-rank max-position-embeddings m
 moe-ffn-hidden-size moe-router-topk moe-shared-expert-intermediate-size num-attention-heads
 num-experts num-layers num-layers-per-virtual-pipeline-stage num-query-groups
 pipeline-model-parallel-size q-lora-rank qk-head-dim qk-pos-emb-head-dim recompute-num-layers
-cpu-offloading-num-layers mamba-state-dim mamba-head-dim mamba-num-groups mamba-num-heads
+linear-conv-kernel-dim linear-key-head-dim linear-value-head-dim linear-num-key-heads
+linear-num-value-heads cpu-offloading-num-layers mamba-state-dim mamba-head-dim mamba-num-groups
+mamba-num-heads
 moe-router-num-groups moe-router-group-topk rotary-seq-len-interpolation-factor
 yarn-original-max-position-embeddings
 rotary-base seq-length tensor-model-parallel-size v-head-dim vocab-size
@@ -39,7 +42,7 @@ RATES = (
 )  # fmt: skip
 TEXTS = (
     "moe-layer-freq", "pipeline-model-parallel-layout", "window-attn-skip-freq", "window-size",
-    "hybrid-layer-pattern",
+    "hybrid-layer-pattern", "linear-attention-freq", "experimental-attention-variant",
 )  # fmt: skip
 CHOICES = {
     "attention-backend": ("flash", "fused", "unfused", "local", "auto"),

@@ -1,7 +1,8 @@
-"""Hybrids of attention and Mamba-2 in Megatron Core: one letter for every layer of a pattern.
+"""Hybrids in Megatron Core 0.20: of attention and Mamba-2, or the gated delta rule.
 
-Such a layer is a mixer or a feed-forward alone: M a Mamba-2 mixer, * attention, + latent attention,
-- a feed-forward, E experts; | ends a stage (core 0.20, megatron/core/models/hybrid).
+With Mamba-2 every layer is a letter of a pattern (core/models/hybrid), and a mixer or a
+feed-forward alone: M a Mamba-2 mixer, * attention, + latent attention, - a feed-forward, E experts;
+| ends a stage. With the gated delta rule blocks are those of a GPT (core/ssm/gated_delta_net).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,8 +33,8 @@ def is_hybrid(of: Architecture) -> bool:
     return not {RECURRENCES["ssd"], VARIED}.isdisjoint(every_trait(of))
 
 
-def mamba_of(of: Architecture) -> Recurrence | None:
-    """The first Mamba-2 mixer of a model."""
+def recurrence_of(of: Architecture) -> Recurrence | None:
+    """The first recurrent mixer of a model."""
     return next((one for one in mixers_of(of) if isinstance(one, Recurrence)), None)
 
 
@@ -61,9 +62,24 @@ def layers_in_block(of: Architecture) -> set[int]:
     return {len(layers_of(of.parts(index))) for index in range(of.layers)}
 
 
+def delta_fields(of: Architecture) -> Fields:
+    """The sizes of mixers by the gated delta rule."""
+    mixer = recurrence_of(of)
+    if mixer is None or mixer.rule != "delta":
+        return {}
+    return {
+        "experimental_attention_variant": "gdn",
+        "linear_conv_kernel_dim": mixer.kernel_size,
+        "linear_key_head_dim": mixer.state_size,
+        "linear_value_head_dim": mixer.head_size,
+        "linear_num_key_heads": mixer.groups,
+        "linear_num_value_heads": mixer.heads,
+    }
+
+
 def mamba_fields(of: Architecture) -> Fields:
     """The sizes of Mamba-2 mixers."""
-    mixer = mamba_of(of)
+    mixer = recurrence_of(of)
     if mixer is None:
         return {}
     return {
@@ -76,7 +92,7 @@ def mamba_fields(of: Architecture) -> Fields:
 
 def remarks(of: Architecture) -> list[str]:
     """What trains otherwise than it is priced."""
-    mixer = mamba_of(of)
+    mixer = recurrence_of(of)
     if mixer is None or mixer.rule != "ssd" or mixer.chunk == CHUNK:
         return []
     return [f"Mamba-2 mixers scan chunks of {CHUNK} tokens, planned are {mixer.chunk}."]
@@ -85,49 +101,53 @@ def remarks(of: Architecture) -> list[str]:
 def require_blocks(problem: TrainingProblem, _: Layout, framework: str) -> None:
     """Refuse a hybrid whose layers Megatron Core lacks."""
     of = problem.architecture
-    if is_hybrid(of):
-        for wrong in _other_than_mamba(of):
+    if is_hybrid(of) or recurrence_of(of) is not None:
+        for wrong in _lacking(of):
             raise InputError(f"{of.name} has {wrong}: {framework} has no such hybrid")
 
 
-def _other_than_mamba(of: Architecture) -> Iterator[str]:
+def _lacking(of: Architecture) -> Iterator[str]:
     blocks = [of.parts(index) for index in range(of.layers)]
     mixers = [one for one in mixers_of(of) if isinstance(one, Recurrence)]
     attentions = {one for one in mixers_of(of) if not isinstance(one, Recurrence)}
     widths = {one.feed_forward for one in blocks if one.feed_forward is not None}
     scaling = of.stated.rotary_scaling
-    wrong = {
-        "two mixers in a block": any(len(one.mixers) > 1 for one in blocks),
-        "mixers of several kinds or sizes": len({*mixers}) > 1 or len(attentions) > 1,
+    of_pattern = {
+        "mixers of several kinds or sizes": len(attentions) > 1,
         "feed-forwards of several widths": len(widths) > 1,
         "windows": of.window is not None,
         "norms of heads": any(isinstance(a, GroupedAttention) and a.head_norms for a in attentions),
         "rotary positions scaled by other than yarn": (
             scaling is not None and scaling.kind != "yarn"
         ),
+        "recurrences other than Mamba-2": any(one.rule != "ssd" for one in mixers),
+    }
+    wrong = {
+        "two mixers in a block": any(len(one.mixers) > 1 for one in blocks),
+        "recurrences of several kinds or sizes": len({*mixers}) > 1,
+        **(of_pattern if is_hybrid(of) else {}),
         **_of_mixer(mixers),
     }
     return (what for what, has in wrong.items() if has)
 
 
 def _of_mixer(mixers: Iterable[Recurrence]) -> dict[str, bool]:
-    return {
-        what: True
-        for one in mixers
-        for what, has in {
-            "recurrences other than Mamba-2": one.rule != "ssd",
+    """What the first mixer has otherwise than those of Megatron Core."""
+    for one in mixers:
+        biased = one.rule == "ssd"  # the convolution of Mamba-2
+        return {
             "biases of mixers' projections": one.bias or one.output_bias,
-            "convolutions without biases": not one.convolution_bias,
-            f"convolutions of other than {KERNEL} tokens": one.kernel_size != KERNEL,
+            "convolutions without biases": biased and not one.convolution_bias,
+            "convolutions with biases": not biased and one.convolution_bias,
+            f"convolutions of other than {KERNEL} tokens": biased and one.kernel_size != KERNEL,
             "mixers without norms": not one.norm,
-        }.items()
-        if has
-    }
+        }
+    return {}
 
 
 def require_groups(problem: TrainingProblem, layout: Layout, framework: str) -> None:
     """Refuse tensor ranks that would share a group of heads."""
-    mixer = mamba_of(problem.architecture)
+    mixer = recurrence_of(problem.architecture)
     if mixer is not None and mixer.groups % layout.tensor:
         raise InputError(
             f"tensor degree {layout.tensor} with {mixer.groups} groups of a mixer's heads: "

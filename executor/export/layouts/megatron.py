@@ -83,6 +83,9 @@ def _blocks(of: Architecture, stages: Sequence[int] | None) -> Iterable[Argument
     """How many blocks there are, or the layers of a hybrid; the width of its feed-forward."""
     if not hybrid.is_hybrid(of):
         yield ("--num-layers", str(of.layers))
+        if fields := hybrid.delta_fields(of):
+            limited = [of.parts(index).attention is None for index in range(of.layers)]
+            yield from _fields({**fields, "linear_attention_freq": _pattern(limited)})
     else:
         yield ("--hybrid-layer-pattern", hybrid.pattern(of, stages))
         yield ("--spec", *hybrid.SPEC)
@@ -101,7 +104,7 @@ def _is_gated(of: Architecture) -> bool:
 
 def _heads(of: Architecture) -> Iterable[Argument]:
     """Those of the attention; where there is none, those of mixers, as they must be told."""
-    attention, mixer = attention_of(of), hybrid.mamba_of(of)
+    attention, mixer = attention_of(of), hybrid.recurrence_of(of)
     if attention is not None:
         return [("--num-attention-heads", str(attention.heads)), *_attention(attention)]
     assert mixer is not None
@@ -151,6 +154,8 @@ def _attention(attention: GroupedAttention | LatentAttention) -> Iterable[Argume
         found += [("--group-query-attention",), groups]
     if attention.head_norms:
         found.append(("--qk-layernorm",))
+    if attention.gate:
+        found.append(("--attention-output-gate",))
     return found
 
 

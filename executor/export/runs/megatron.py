@@ -13,7 +13,12 @@ from typing import Any
 from stagewright.executor.export.layouts.core import STRATEGIES
 from stagewright.executor.export.layouts.megatron import NORMS
 from stagewright.executor.export.runs.arguments import Arguments, by_name
-from stagewright.executor.export.runs.megatron_hybrid import hybrid_fields, read_pattern
+from stagewright.executor.export.runs.megatron_hybrid import (
+    delta_variants,
+    flags,
+    hybrid_fields,
+    read_pattern,
+)
 from stagewright.executor.export.runs.megatron_stated import POSITIONS, read_stated, read_traits
 from stagewright.executor.export.runs.run import TrainingRun, data_degree, division
 from stagewright.executor.export.runs.shell import LaunchScript, read_script
@@ -133,6 +138,7 @@ def _parts(arguments: Arguments, hidden: int, bias: bool) -> dict[str, Any]:
         "attention": _attention(arguments, hidden, bias),
         "feed_forward": fed,
         "experts": _experts(arguments, layers, bias),
+        "variants": delta_variants(arguments, layers),
     }
 
 
@@ -170,6 +176,7 @@ def _attention(arguments: Arguments, hidden: int, bias: bool) -> GroupedAttentio
         bias=bias or arguments.flag("--add-qkv-bias"),
         output_bias=bias,
         head_norms=norms,
+        gate=arguments.flag("--attention-output-gate"),
         sinks=arguments.choice("--softmax-type", ("vanilla", "learnable")) == "learnable",
     )
 
@@ -192,9 +199,7 @@ def _window(arguments: Arguments, layers: int) -> tuple[int | None, frozenset[in
     left, _, right = text.strip("()").partition(",")
     if not left.isdecimal() or right.strip() != "0":
         raise InputError(f"--window-size {text}: write the tokens to the left and 0: 4095,0")
-    limited = (
-        [1] * layers if skipped is None else _flags(skipped, layers, "--window-attn-skip-freq")
-    )
+    limited = [1] * layers if skipped is None else flags(skipped, layers, "--window-attn-skip-freq")
     return int(left) + 1, frozenset(i for i, one in enumerate(limited) if not one)
 
 
@@ -207,7 +212,7 @@ def _experts(arguments: Arguments, layers: int, bias: bool) -> Experts | None:
     arguments.flag("--moe-shared-expert-overlap")
     if number is None:
         return None
-    sparse = _flags(pattern or "1", layers, "--moe-layer-freq")
+    sparse = flags(pattern or "1", layers, "--moe-layer-freq")
     return Experts(
         number,
         per_token or 2,
@@ -219,18 +224,6 @@ def _experts(arguments: Arguments, layers: int, bias: bool) -> Experts | None:
         router_bias=bias,
         gated=_is_gated(arguments),
     )
-
-
-def _flags(text: str, layers: int, name: str) -> list[int]:
-    """One flag for every layer: N is every N-th from the first, or ``([0]*3+[1]*58)``."""
-    if text.isdecimal() and int(text):
-        return [int(i % int(text) == 0) for i in range(layers)]
-    runs = re.findall(r"\[([01 ,]+)\](?:\*(\d+))?", text)
-    found = [int(one) for ones, n in runs for _ in range(int(n or 1)) for one in ones.split(",")]
-    whole = re.fullmatch(r"\(?(\[[01 ,]+\](\*\d+)?\+?)+\)?", text.replace(" ", ""))
-    if whole is None or len(found) != layers:
-        raise InputError(f"{name} {text}: write a number, or {layers} flags such as [0]*1+[1]*9")
-    return found
 
 
 def _layout(arguments: Arguments, architecture: Architecture, gpus: int | None) -> Layout:

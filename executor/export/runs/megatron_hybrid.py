@@ -16,11 +16,18 @@ from stagewright.executor.export.layouts.hybrid import (
 )
 from stagewright.executor.export.runs.arguments import Arguments
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.models.architecture import Block, Experts, FeedForward, fields_of
+from stagewright.graphs.models.architecture import Block, Experts, FeedForward, Variant, fields_of
 from stagewright.graphs.models.mixers import AnyAttention
 from stagewright.graphs.models.recurrences import Recurrence
 
 _KNOWN = MAMBA + ATTENTION + LATENT + FED + EXPERTS
+_DELTA_SIZES = {
+    "num-value-heads": 32, "value-head-dim": 128, "key-head-dim": 128, "num-key-heads": 16,
+    "conv-kernel-dim": 4,
+}  # fmt: skip
+"""Arguments, and their defaults."""
+
+_DELTA_CHUNK = 64  # fla's chunk_gated_delta_rule
 _SPECS = ("hybrid_stack_spec", "mamba_stack_spec")
 
 
@@ -77,6 +84,49 @@ def hybrid_fields(
         for layer in layers
     ]
     return {"layers": len(blocks), **fields_of(blocks, fed)}
+
+
+def delta_variants(arguments: Arguments, layers: int) -> tuple[Variant, ...]:
+    """The blocks of a GPT that mix tokens by the gated delta rule."""
+    names = (
+        "num-value-heads",
+        "value-head-dim",
+        "key-head-dim",
+        "num-key-heads",
+        "conv-kernel-dim",
+    )
+    sizes = [arguments.number(f"--linear-{one}") for one in names]
+    kinds = ("", "gdn", "gated_delta_net")
+    kind = arguments.choice("--experimental-attention-variant", kinds)
+    text = arguments.text("--linear-attention-freq")
+    if not kind:
+        return ()
+    if text is None:
+        raise InputError("--linear-attention-freq is missing; write the blocks: 4 or [1]*3+[0]*1")
+    every = int(text) if text.isdecimal() else 0
+    limited = (
+        [(index + 1) % every > 0 for index in range(layers)]
+        if every
+        else flags(text, layers, "--linear-attention-freq")
+    )
+    heads, size, state, groups, kernel = (
+        one or usual for one, usual in zip(sizes, _DELTA_SIZES.values(), strict=True)
+    )
+    mixer = Recurrence("delta", heads, size, state, groups, _DELTA_CHUNK, kernel)
+    blocks = frozenset(index for index, one in enumerate(limited) if one)
+    return (Variant(blocks, mixers=(mixer,)),) if blocks else ()
+
+
+def flags(text: str, layers: int, name: str) -> list[int]:
+    """One flag for every layer: N is every N-th from the first, or ``([0]*3+[1]*58)``."""
+    if text.isdecimal() and int(text):
+        return [int(i % int(text) == 0) for i in range(layers)]
+    runs = re.findall(r"\[([01 ,]+)\](?:\*(\d+))?", text)
+    found = [int(one) for ones, n in runs for _ in range(int(n or 1)) for one in ones.split(",")]
+    whole = re.fullmatch(r"\(?(\[[01 ,]+\](\*\d+)?\+?)+\)?", text.replace(" ", ""))
+    if whole is None or len(found) != layers:
+        raise InputError(f"{name} {text}: write a number, or {layers} flags such as [0]*1+[1]*9")
+    return found
 
 
 def _mamba(arguments: Arguments, hidden: int) -> Recurrence:
