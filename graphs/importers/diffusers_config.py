@@ -25,7 +25,7 @@ def diffusers_architecture(values: dict[str, Any]) -> Architecture:
     it.
     """
     name, fields = values.get("_class_name"), Fields(values)
-    if name not in CLASSES:
+    if not isinstance(name, str) or name not in CLASSES:
         raise InputError(
             f"_class_name must be one of {', '.join(CLASSES)}; there is {reprlib.repr(name)}, and "
             "other diffusion transformers cannot be priced"
