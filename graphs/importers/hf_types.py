@@ -358,6 +358,18 @@ TYPES: dict[str, ModelType] = {
         _QWEN3_HYBRID, groups=("num_key_value_heads", 2), width=None,
         experts=replace(_QWEN_SHARED_EXPERTS, dense=None),
     ),
+    "kimi_linear": replace(
+        _DEEPSEEK_V3, rotary=False, base=None, epsilon=_EPSILON, recurrent=recurrent.KDA,
+        latent=(("q_lora_rank", None), *_LATENT[1:]),
+        experts=replace(
+            _GLM_EXPERTS, number="num_local_experts|num_experts",
+            per_token=("num_experts_per_tok|num_experts_per_token", 8),
+            shared=("n_shared_experts|num_shared_experts", 1), dense=("mlp_layer_types", None),
+            groups=("n_group|num_expert_group", 1),
+            normalized=("norm_topk_prob|moe_renormalize", True),
+            scale=("routed_scaling_factor", 2.446),
+        ),
+    ),
     "minimax": replace(
         _MISTRAL, head_size=("head_dim", None), window=None, base=("rope_theta", 1e6),
         epsilon=_EPSILON, experts=_MIXTRAL_EXPERTS, traits=(_SCALES,),
@@ -419,7 +431,7 @@ ENCODER_DECODER = "an encoder and a decoder"
 
 NOT_PRICED = {
     "blocks that share weights, or mixers of no known kind,": (
-        "zamba", "zamba2", "recurrent_gemma", "rwkv", "xlstm", "kimi_linear",
+        "zamba", "zamba2", "recurrent_gemma", "rwkv", "xlstm",
     ),
     ENCODER_DECODER: (
         "t5gemma", "bigbird_pegasus", "led", "blenderbot", "speech_to_text",

@@ -30,6 +30,7 @@ DIFFUSION = "patches of latents in place of tokens"
 RECURRENCES = {
     "ssd": "Mamba-2 mixers",
     "delta": "mixers by the gated delta rule",
+    "kda": "Kimi delta attention",
     "lightning": "lightning attention",
     "SelectiveScan": "Mamba mixers",
     "ShortConvolution": "short convolutions",
