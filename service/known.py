@@ -162,6 +162,8 @@ def _decoder(kind: str) -> dict[str, Any]:
     fields = {"model_type": kind, **_sized(of, _SIZES)}
     for further, sizes in ((of.experts, _EXPERTS), (of.encoder_blocks, _SIZES)):
         fields |= _sized(further, sizes)
+    if of.experts is not None and of.experts.normalized is False and of.experts.scores == "sigmoid":
+        fields[str(of.experts.per_token)] = 1  # as published: such a router chooses one (Llama 4)
     own = of.recurrent
     if own is not None and own.kinds is not None:  # blocks of every kind
         kinds = ["mamba", "mlp", "moe", "attention"] if own.alone else ["mamba", "attention"]
