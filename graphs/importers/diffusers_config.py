@@ -36,7 +36,7 @@ def diffusers_architecture(values: dict[str, Any]) -> Architecture:
 
 
 def _architecture(
-    name: str, fields: Fields, layers: int, attention: GroupedAttention, patch: int, **more: Any
+    name: str, layers: int, attention: GroupedAttention, patch: int, **more: Any
 ) -> Architecture:
     """What all have: blocks as wide as their attention, and norms without weights."""
     hidden = attention.heads * attention.head_size
@@ -68,8 +68,7 @@ def _pixart(fields: Fields) -> Architecture:
     sizes = fields.get(("use_additional_conditions", None))
     is_large = fields.size(("sample_size", 128)) == 128
     hidden = fields.size(("num_attention_heads", 16)) * fields.size(("attention_head_dim", 72))
-    if fields.size(("cross_attention_dim", 1152)) != hidden:
-        raise InputError(f"cross_attention_dim must be the hidden size, {hidden}")
+    _require_hidden(fields, "cross_attention_dim", hidden)
     return _patched(
         "PixArtTransformer2DModel",
         fields,
@@ -81,11 +80,12 @@ def _pixart(fields: Fields) -> Architecture:
 
 def _patched(name: str, fields: Fields, out: tuple[str, Any], **more: Any) -> Architecture:
     """The fields that DiT and PixArt have alike."""
+    fields.require("norm_elementwise_affine", False)
+    _require(fields, "activation_fn", "gelu-approximate")
     area, channels = fields.size(("patch_size", 2)) ** 2, fields.size(("in_channels", 4))
     bias = fields.flag(("attention_bias", True))
     return _architecture(
         name,
-        fields,
         fields.layers(("num_layers", 28)),
         _attention(fields, 16, 72, bias=bias),
         area * (fields.optional_size(out) or channels),
@@ -100,12 +100,9 @@ def _sd3(fields: Fields) -> Architecture:
     if norms not in (None, "rms_norm"):
         raise InputError(f"qk_norm must be null or rms_norm, got {reprlib.repr(norms)}")
     attention = _attention(fields, 18, 64, head_norms=norms is not None)
-    hidden = attention.heads * attention.head_size
-    if fields.size(("caption_projection_dim", 1152)) != hidden:
-        raise InputError(f"caption_projection_dim must be the hidden size, {hidden}")
+    _require_hidden(fields, "caption_projection_dim", attention.heads * attention.head_size)
     return _architecture(
         "SD3Transformer2DModel",
-        fields,
         layers,
         attention,
         area * (fields.optional_size(("out_channels", 16)) or channels),
@@ -123,7 +120,6 @@ def _flux(fields: Fields) -> Architecture:
     area = fields.size(("patch_size", 1)) ** 2
     return _architecture(
         "FluxTransformer2DModel",
-        fields,
         fields.layers(("num_layers", 19)) + single,
         _attention(fields, 24, 128, head_norms=True),
         area * (fields.optional_size(("out_channels", None)) or channels),
@@ -143,6 +139,11 @@ def _attention(
     heads = fields.size(("num_attention_heads", heads))
     size = fields.size(("attention_head_dim", size))
     return GroupedAttention(heads, heads, size, bias=bias, output_bias=True, head_norms=head_norms)
+
+
+def _require_hidden(fields: Fields, name: str, hidden: int) -> None:
+    if fields.size((name, 1152)) != hidden:
+        raise InputError(f"{name} must be the hidden size, {hidden}")
 
 
 def _require(fields: Fields, name: str, wanted: str) -> None:

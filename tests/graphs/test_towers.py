@@ -202,6 +202,7 @@ def test_what_goes_along_with_patches():
          "caption_projection_dim must be the hidden size, 1536"),
         ({"_class_name": "DiTTransformer2DModel", "norm_type": "layer_norm"}, "norm_type must be"),
         ({"_class_name": "PixArtTransformer2DModel"}, "caption_channels is missing"),
+        ({"_class_name": "DiTTransformer2DModel", "activation_fn": "geglu"}, "activation_fn must"),
         ({"_class_name": ["DiTTransformer2DModel"]}, "there is .'DiTTransformer2DModel'., and"),
     ],
 )  # fmt: skip
