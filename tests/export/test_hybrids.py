@@ -182,6 +182,10 @@ def test_a_script_of_megatron_is_read():
     }
     assert recurrence == Recurrence("ssd", 32, 64, 128, 8, 128, 4, convolution_bias=True)
     assert run.architecture.feed_forward.width == 4096
+    fused = TRAIN.replace(
+        "--bf16", "--bf16 --use-fused-weighted-squared-relu --moe-router-dtype fp32"
+    )
+    assert read_megatron(fused, "train.sh") == run
     old = TRAIN.replace("--hybrid-layer-pattern", "--is-hybrid-model --hybrid-override-pattern")
     assert read_megatron(old, "train.sh") == run
 
