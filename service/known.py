@@ -9,6 +9,7 @@ from stagewright.executor.export.layouts import EVERY_FORMAT
 from stagewright.formulations.parallelism.layout import Layout, parse_layout
 from stagewright.formulations.parallelism.training import TrainingProblem, require_layout
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.importers.diffusers_config import CLASSES
 from stagewright.graphs.importers.hf_config import architecture_of
 from stagewright.graphs.importers.hf_towers import VISION, WRAPPERS
 from stagewright.graphs.importers.hf_types import TYPES
@@ -20,7 +21,10 @@ from stagewright.graphs.models.traits import common_traits, every_trait
 from stagewright.service.answers import Answer
 from stagewright.service.layouts.problems import training_problem
 
-SOURCE_OF_TYPES = "the configuration classes of transformers 5, whose modules have these parameters"
+SOURCE_OF_TYPES = (
+    "the configuration classes of transformers 5 and diffusers 0.42, whose modules have these "
+    "parameters"
+)
 
 _SIZES = {"layers": 48, "hidden": 4096, "heads": 32, "vocabulary": 32_000, "width": 16_384}
 _EXPERTS = {"number": 8, "per_token": 2, "width": 1024, "shared": 1024}
@@ -119,10 +123,9 @@ def known_devices(name: str | None = None) -> DevicesAnswer:
 
 
 def known_models(name: str | None = None) -> ModelsAnswer:
-    """All model types of transformers that are read, or the one that is named."""
-    return ModelsAnswer(
-        models=tuple(map(_model, _chosen(name, sorted(TYPES | WRAPPERS), "model type")))
-    )
+    """All model types that are read, of transformers and diffusers, or the one that is named."""
+    every = sorted([*TYPES, *WRAPPERS, *CLASSES])
+    return ModelsAnswer(models=tuple(map(_model, _chosen(name, every, "model type"))))
 
 
 def known_frameworks(name: str | None = None) -> FrameworksAnswer:
@@ -142,6 +145,8 @@ def _chosen(name: str | None, known: Iterable[str], what: str) -> list[str]:
 
 def _sample(kind: str) -> Architecture:
     """A model of a type, in sizes of a few billion parameters and otherwise with its defaults."""
+    if kind in CLASSES:
+        return architecture_of({"_class_name": kind, "caption_channels": 4096})
     if kind not in WRAPPERS:
         return architecture_of(_decoder(kind))
     of = WRAPPERS[kind]
@@ -157,6 +162,8 @@ def _decoder(kind: str) -> dict[str, Any]:
     fields = {"model_type": kind, **_sized(of, _SIZES)}
     for further, sizes in ((of.experts, _EXPERTS), (of.encoder_blocks, _SIZES)):
         fields |= _sized(further, sizes)
+    if of.experts is not None and of.experts.normalized is False and of.experts.scores == "sigmoid":
+        fields[str(of.experts.per_token)] = 1  # as published: such a router chooses one (Llama 4)
     own = of.recurrent
     if own is not None and own.kinds is not None:  # blocks of every kind
         kinds = ["mamba", "mlp", "moe", "attention"] if own.alone else ["mamba", "attention"]

@@ -113,7 +113,7 @@ def architecture_of(values: dict[str, Any]) -> Architecture:
         return replace(text, left_out=f"what {kind} has beside its text model")
     if not isinstance(kind, str) or kind not in TYPES:
         raise _unknown(values)
-    fields = Fields(values)
+    fields = Fields(_of_kimi(values) if kind == "kimi_linear" else values)
     try:
         architecture = _architecture(kind, _variant(TYPES[kind], fields), fields)
     except InputError:
@@ -164,6 +164,7 @@ def _architecture(kind: str, of: ModelType, fields: Fields) -> Architecture:
         logits_bias=fields.flag(of.logits_bias),
         rotary=of.rotary if isinstance(of.rotary, bool) else fields.get(of.rotary) == "rope",
         positions=None if positions is None else positions + of.offset,
+        unused_positions=of.offset or None,
         segments=fields.optional_size(of.segments),
         tied=fields.flag(of.tied),
         window=window,
@@ -236,6 +237,27 @@ def _of_params(fields: Fields) -> dict[str, Any]:
         "rms_norm_eps": fields.positive(("norm_eps", 1e-5)),
         "tie_word_embeddings": fields.flag(("tied_embeddings", False)),
     }
+
+
+_NESTED = "linear_attn_config"
+_KIMI = {"linear_num_heads": "num_heads", "linear_head_dim": "head_dim",
+         "linear_conv_kernel_dim": "short_conv_kernel_size"}  # fmt: skip
+
+
+def _of_kimi(values: dict[str, Any]) -> dict[str, Any]:
+    """The fields with those of ``linear_attn_config``, and which blocks have attention, experts."""
+    fields, nested = Fields(values), values.get(_NESTED) or {}
+    if not isinstance(nested, dict):
+        raise InputError(f"{_NESTED} must be an object, got {reprlib.repr(nested)}")
+    own = Fields(nested)
+    layers, first = fields.layers("num_hidden_layers"), fields.number(("first_k_dense_replace", 1))
+    usual = {"mlp_layer_types": ["dense" if one < first else "sparse" for one in range(layers)]}
+    if "full_attn_layers" in own.values:  # counted from 1
+        full = {one - 1 for one in own.indices("full_attn_layers", layers + 1)}
+        kinds = [_FULL if one in full else "linear_attention" for one in range(layers)]
+        usual["layer_types"] = kinds
+    sizes = {name: own.values[old] for name, old in _KIMI.items() if old in own.values}
+    return usual | {one: value for one, value in values.items() if one != _NESTED} | sizes
 
 
 def _routing(of: ExpertFields, fields: Fields) -> Routing:

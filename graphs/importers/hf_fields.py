@@ -49,7 +49,7 @@ class RecurrentFields:
     ``beside``: all have both. ``alone``: a block is a mixer or a feed-forward alone.
     """
 
-    rule: Literal["ssd", "delta", "lightning", "selective", "convolution"]
+    rule: Literal["ssd", "delta", "kda", "lightning", "selective", "convolution"]
     heads: Cell = None
     head_size: Cell = None
     width: Cell = None

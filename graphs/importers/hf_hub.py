@@ -9,6 +9,8 @@ from stagewright.graphs.documents.errors import InputError
 
 _NAME = re.compile(r"[\w.-]+/[\w.-]+")
 FILE, PARAMS = "config.json", "params.json"
+PARTS = (FILE, f"transformer/{FILE}", PARAMS)
+"""The configuration of a model, of a pipeline of diffusers that holds one, and of Meta's."""
 
 
 def is_hub_name(path: str | os.PathLike[str]) -> bool:
@@ -26,8 +28,8 @@ def is_model(path: str | os.PathLike[str]) -> bool:
 
 def _in_folder(path: str | os.PathLike[str]) -> str:
     """The configuration in a folder."""
-    own = os.path.join(path, FILE)
-    return own if os.path.isfile(own) else os.path.join(path, PARAMS)
+    every = [os.path.join(path, one) for one in PARTS]
+    return next(filter(os.path.isfile, every), every[-1])
 
 
 def config_file(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
@@ -51,7 +53,10 @@ def hub_config(name: str) -> Path:
             f"or give its {FILE}"
         ) from None
     try:
-        return Path(hub.hf_hub_download(name, FILE))
+        try:
+            return Path(hub.hf_hub_download(name, FILE))
+        except errors.EntryNotFoundError:
+            return Path(hub.hf_hub_download(name, PARTS[1]))
     except (OSError, ValueError, errors.EntryNotFoundError) as error:
         reason = " ".join(str(error).split())
         raise InputError(

@@ -10,6 +10,10 @@ DELTA = RecurrentFields(
     kernel_size=("linear_conv_kernel_dim", 4), kinds="layer_types",
     every=("full_attention_interval", 4),
 )  # fmt: skip
+KDA = RecurrentFields(
+    rule="kda", heads=("linear_num_heads", 32), head_size=("linear_head_dim", 128), chunk=64,
+    kernel_size=("linear_conv_kernel_dim", 4), kinds="layer_types", every=4, first=4,
+)  # fmt: skip
 MAMBA2 = RecurrentFields(
     rule="ssd", heads=("num_heads", 128), head_size=("head_dim", 64),
     state_size=("state_size", 128), groups=("n_groups", 8), chunk=("chunk_size", 256),

@@ -36,6 +36,7 @@ def with_encoder(of: EncoderFields, decoder: Architecture, fields: Fields) -> Ar
         tokens=tokens,
         stem=tuple(_convolutions(tokens, channels, decoder.hidden)) if tokens and channels else (),
         positions=tokens or decoder.positions,
+        unused_positions=None if tokens else decoder.unused_positions,
         input_norm=decoder.embedding_norm,
         output_norm=of.output_norm,
         score_table=None if of.scores is None else fields.size(of.scores),

@@ -117,7 +117,7 @@ _OLMO_EXPERTS = ExpertFields(
 
 _QWEN3_HYBRID = replace(
     _QWEN3, head_size=("head_dim", 256), gate=True, pattern=None, when=(),
-    rotary_part=("partial_rotary_factor", 0.25), recurrent=recurrent.DELTA,
+    rotary_part=("partial_rotary_factor", 0.25), recurrent=recurrent.DELTA, traits=(ADDED_ONE,),
 )  # fmt: skip
 _HYBRID = ModelType(
     groups=("num_key_value_heads", 8), mlp_bias=("mlp_bias", False), epsilon=_EPSILON
@@ -358,6 +358,18 @@ TYPES: dict[str, ModelType] = {
         _QWEN3_HYBRID, groups=("num_key_value_heads", 2), width=None,
         experts=replace(_QWEN_SHARED_EXPERTS, dense=None),
     ),
+    "kimi_linear": replace(
+        _DEEPSEEK_V3, rotary=False, base=None, epsilon=_EPSILON, recurrent=recurrent.KDA,
+        latent=(("q_lora_rank", None), *_LATENT[1:]),
+        experts=replace(
+            _GLM_EXPERTS, number="num_local_experts|num_experts",
+            per_token=("num_experts_per_tok|num_experts_per_token", 8),
+            shared=("n_shared_experts|num_shared_experts", 1), dense=("mlp_layer_types", None),
+            groups=("n_group|num_expert_group", 1),
+            normalized=("norm_topk_prob|moe_renormalize", True),
+            scale=("routed_scaling_factor", 2.446),
+        ),
+    ),
     "minimax": replace(
         _MISTRAL, head_size=("head_dim", None), window=None, base=("rope_theta", 1e6),
         epsilon=_EPSILON, experts=_MIXTRAL_EXPERTS, traits=(_SCALES,),
@@ -370,7 +382,10 @@ TYPES: dict[str, ModelType] = {
         experts=ExpertFields(
             number=("n_routed_experts", 8), per_token=("num_experts_per_tok", 2),
             width=("moe_intermediate_size", 7688), gated=False,
-            shared=("moe_shared_expert_intermediate_size", 7688),
+            shared=("moe_shared_expert_intermediate_size", 7688), scores="sigmoid",
+            normalized=("norm_topk_prob", True), groups=("n_group", 1),
+            chosen_groups=("topk_group", 1), scale=("routed_scaling_factor", 1.0),
+            choice_bias=True, loss=None,
         ),
         recurrent=recurrent.NEMOTRON, required=(("moe_latent_size", False),),
         traits=(SQUARED_RELU,),
@@ -378,7 +393,7 @@ TYPES: dict[str, ModelType] = {
     "bamba": replace(
         _HYBRID, head_size=None,
         recurrent=replace(recurrent.BAMBA, indices="attn_layer_indices"),
-        traits=(PARTLY_ROTATED,),
+        rotary_part=_HALF,
     ),
     "granitemoehybrid": replace(
         _GRANITE, mlp_bias=False, width="shared_intermediate_size",
@@ -416,7 +431,7 @@ ENCODER_DECODER = "an encoder and a decoder"
 
 NOT_PRICED = {
     "blocks that share weights, or mixers of no known kind,": (
-        "zamba", "zamba2", "recurrent_gemma", "rwkv", "xlstm", "kimi_linear",
+        "zamba", "zamba2", "recurrent_gemma", "rwkv", "xlstm",
     ),
     ENCODER_DECODER: (
         "t5gemma", "bigbird_pegasus", "led", "blenderbot", "speech_to_text",

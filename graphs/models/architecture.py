@@ -156,9 +156,10 @@ class Architecture:
     something else. ``block_norms`` norms are in a block, layer norms with all weights, with scales
     alone, or with none; a block that is a mixer or a feed-forward alone has half of them. In a
     ``parallel`` block attention and feed-forward have one input. ``positions`` is the size of the
-    table of learned positions (None: ``rotary``, or with ALiBi neither), ``segments`` that of token
-    types. ``tied``: the head uses the embedding's table. A ``window`` limits the attention of all
-    but the ``full_layers`` (counted from 0), to the last tokens or, if ``chunked``, to those of a
+    table of learned positions (None: ``rotary``, or with ALiBi neither), of which the first
+    ``unused_positions`` are no token's (OPT, BART), ``segments`` that of token types. ``tied``: the
+    head uses the embedding's table. A ``window`` limits the attention of all but the
+    ``full_layers`` (counted from 0), to the last tokens or, if ``chunked``, to those of a
     chunk of the sequence. ``dropout``: whether hidden activations are dropped, which keeps masks.
 
     The first of the ``layers`` are those of a ``tower``, if there is one; sets of layers count from
@@ -190,6 +191,7 @@ class Architecture:
     logits_bias: bool = False
     rotary: bool = True
     positions: int | None = None
+    unused_positions: int | None = None
     segments: int | None = None
     tied: bool = False
     window: int | None = None
@@ -262,12 +264,17 @@ class Architecture:
         """The chain of equally wide blocks of a block, and the block's place in it."""
         return (self, index) if self.tower is None else self.tower.chain(self, index)
 
+    @property
+    def longest(self) -> int | None:
+        """The longest sequence, if positions are learned."""
+        return None if self.positions is None else self.positions - (self.unused_positions or 0)
+
     def require_sequence(self, sequence: int) -> None:
         """Raise InputError if a sequence cannot have so many tokens."""
         require_number(sequence, "sequence")
-        if self.positions is not None and sequence > self.positions:
+        if self.longest is not None and sequence > self.longest:
             raise InputError(
-                f"sequence must be at most the {self.positions} learned positions, got {sequence}"
+                f"sequence must be at most the {self.longest} learned positions, got {sequence}"
             )
         if self.tower is not None:
             self.tower.require_sequence(sequence)
@@ -326,16 +333,19 @@ class Architecture:
         """
         if self.tower is not None:
             return self.tower.kind(self, index)
+        own: tuple[Hashable, ...] = (self.parts(index),)
+        if self.diffusion is not None:
+            own = (*own, self.diffusion.kind(self, index))
         if self.tuning is None:
-            return (self.parts(index),)
+            return own
         first = self.tuning.first_trained(self.layers)
-        return self.parts(index), index in self.tuning.blocks, index < first, index == first
+        return *own, index in self.tuning.blocks, index < first, index == first
 
     def embedding(self, samples: int, sequence: int) -> Operators:
         """The operators of the embedding, and of that of a tower."""
         rows = samples * sequence
         if self.diffusion is not None:
-            return tuned_end(self, "embedding", self.diffusion.embedded(self, rows))
+            return tuned_end(self, "embedding", self.diffusion.embedded(self, samples, sequence))
         tables = {"tokens": self.vocabulary, "positions": self.positions, "segments": self.segments}
         found = {
             name: embedding(rows, entries, self.hidden)
@@ -357,10 +367,12 @@ class Architecture:
         if self.tower is not None:
             return self.tower.block(self, index, samples, sequence)
         rows, parts = samples * sequence, self.parts(index)
+        if self.diffusion is not None:
+            return tuned_block(
+                self, index, rows, self.diffusion.block(self, index, samples, sequence)
+            )
         found = self._norms(parts, rows * self.hidden)
         found |= self._mixed(parts, samples, sequence) | self._fed(parts, rows)
-        if self.diffusion is not None:
-            found |= self.diffusion.steered(self, samples, sequence)
         if self.parallel and parts.mixers and parts.is_fed:
             # The first norm, or product, counts the input that both keep.
             product = "router" if parts.experts else "feed-forward in"

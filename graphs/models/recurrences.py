@@ -16,7 +16,7 @@ from stagewright.graphs.models.feed_forwards import Operators
 from stagewright.graphs.models.operations import LayerOperation, dense, elementwise
 from stagewright.graphs.models.sizes import require_sizes
 
-Rule = Literal["ssd", "delta", "lightning"]
+Rule = Literal["ssd", "delta", "kda", "lightning"]
 
 
 class _Shape(NamedTuple):
@@ -30,6 +30,7 @@ class _Shape(NamedTuple):
 _SHAPES: dict[Rule, _Shape] = {
     "ssd": _Shape(inputs=1, vectors=3),  # the step; A, D and the step's bias
     "delta": _Shape(inputs=2, vectors=2, shared_norm=True),  # beta and decay; A and a bias
+    "kda": _Shape(inputs=1, vectors=1, shared_norm=True),  # beta; A
     "lightning": _Shape(inputs=0, vectors=0),
 }
 
@@ -39,7 +40,9 @@ class Recurrence:
     """A mixer whose heads each have a state of ``state_size`` x ``head_size``, computed in chunks.
 
     ``rule``: ``ssd`` is Mamba-2's (Dao and Gu 2024), ``delta`` the gated delta rule (Yang et al.
-    2025), ``lightning`` linear attention with a fixed decay (Qin et al. 2024). ``groups`` of heads
+    2025), ``kda`` that with a decay of every channel, which as the output's gate is a product of
+    rank ``head_size`` (Kimi Team 2025), ``lightning`` linear attention with a fixed decay (Qin et
+    al. 2024). ``groups`` of heads
     share their keys and queries (B and C). ``kernel_size`` is that of a causal convolution of
     values, keys and queries. ``bias`` is of the projection in, ``output_bias`` of the one back;
     without ``norm`` the output is gated alone.
@@ -68,6 +71,11 @@ class Recurrence:
     def width(self) -> int:
         """Elements of a token's values, and of its output."""
         return self.heads * self.head_size
+
+    @property
+    def gates(self) -> int:
+        """Elements of a token's gate, or of the inner vectors of those of low rank."""
+        return 2 * self.head_size if self.rule == "kda" else self.width
 
     @property
     def keys(self) -> int:
@@ -134,7 +142,7 @@ def recurred(of: AnyRecurrent, hidden: int, samples: int, sequence: int) -> Oper
 def inputs_of(of: AnyRecurrent) -> int:
     """Outputs of a token's projection into the mixer."""
     if isinstance(of, Recurrence):
-        return 2 * of.width + of.keys + of.heads * _SHAPES[of.rule].inputs
+        return of.width + of.gates + of.keys + of.heads * _SHAPES[of.rule].inputs
     return (2 if isinstance(of, SelectiveScan) else 3) * of.width
 
 
@@ -142,6 +150,10 @@ def _chunked(of: Recurrence, hidden: int, samples: int, sequence: int) -> Operat
     rows, shape = samples * sequence, _SHAPES[of.rule]
     mixed = of.width + of.keys  # values, keys and queries
     found = {"recurrent in": dense(rows, hidden, inputs_of(of), bias=of.bias)}
+    if of.rule == "kda":  # decay, with biases, and gate
+        gates = dense(rows, of.head_size, 2 * of.width, bias=False)
+        weights = gates.parameters + of.width
+        found["recurrent gates"] = replace(gates, parameters=weights, saved=rows * of.gates)
     if of.kernel_size is not None:
         found["convolution"] = _convolution(rows, mixed, of.kernel_size, bias=of.convolution_bias)
     else:
@@ -175,19 +187,21 @@ def _scan(of: Recurrence, samples: int, sequence: int) -> LayerOperation:
 
     ``ssd``: Dao and Gu 2024, section 6, as mamba_ssm's ``mamba_chunk_scan_combined`` has it.
     ``delta``: Yang et al. 2025, section 3.3, as fla's ``chunk_gated_delta_rule``, which keeps the
-    matrix of a chunk too. ``lightning``: Qin et al. 2024, algorithm 1. All three read their inputs
-    for the states of chunks and for the outputs, and write, pass on and read these states.
+    matrix of a chunk too; ``kda`` has the same products, and the decays are inputs. ``lightning``:
+    Qin et al. 2024, algorithm 1. All read their inputs for the states of chunks and for the
+    outputs, and write, pass on and read these states.
     """
     rows, chunks = samples * sequence, samples * -(-sequence // of.chunk)
     padded, state = chunks * of.chunk, of.heads * of.head_size * of.state_size
     inputs = of.width + of.keys + of.heads * _SHAPES[of.rule].inputs
+    inputs += of.width if of.rule == "kda" else 0
     saved, mixed = rows * inputs, rows * (of.width + of.keys)
     if of.rule == "ssd":
         # Scores and values in a chunk; states of chunks and from them; from chunk to chunk.
         square = padded * of.chunk * of.heads * (of.state_size + of.head_size)
         flops = 2.0 * square + 4.0 * padded * state + 4.0 * (chunks + samples) * state
         saved -= mixed  # the convolution's input is kept, of which it is made again
-    elif of.rule == "delta":
+    elif of.rule in ("delta", "kda"):
         # Two matrices of scores and one of values; two triangular systems; three of states.
         square = padded * of.chunk * of.heads
         flops = 2.0 * square * (2 * of.state_size + of.head_size) + 6.0 * padded * state

@@ -210,11 +210,14 @@ def shares_of(
     """
     architecture.require_sequence(sequence)
     require_split(architecture, sequence, split)
-    if by_operator and architecture.tower is not None:
+    beside = architecture.tower or architecture.diffusion
+    if by_operator and beside is not None:
         raise InputError(
-            f"{architecture.name} has an encoder or a tower: recomputation by operator "
-            "(torchtitan) is not priced of it; choose another framework"
+            f"{architecture.name} has an encoder, a tower or patches of latents: recomputation by "
+            "operator (torchtitan) is not priced of it; choose another framework"
         )
+    if attention == "materialized" and architecture.diffusion is not None:
+        architecture.diffusion.require_fused(architecture.name)
     plain = replace(split, expert=1)  # of which all but blocks with experts are the same
     of_head = plain if architecture.next_tokens is None else split
     found: dict[Hashable, int] = {}
@@ -262,6 +265,8 @@ def _block(
     if architecture.tower is not None and index < architecture.tower.layers:
         images, attended = architecture.tower.sequences(1, sequence)
         tokens = images * attended
+    if architecture.diffusion is not None:
+        attended = tokens = tokens + architecture.diffusion.beside
     if parts.attention is not None and attention == "materialized":
         operators = materialized(
             operators, parts.attention, tokens, attended, drops=narrowed.dropout
@@ -287,15 +292,16 @@ def _block(
         experts=_experts_of_rank(architecture, index, split),
         copies=architecture.experts.per_token if architecture.experts else 1,
     )
-    return share if architecture.tower is None else _beside(share, narrowed, index, sequence, split)
+    return _beside(share, narrowed, index, sequence, split)
 
 
 def _beside(
     share: LayerShare, narrowed: Architecture, index: int, sequence: int, split: LayerSplit
 ) -> LayerShare:
-    """The share of a block of tower or decoder, with what it keeps and hands on beside its own."""
-    tower = narrowed.tower
-    assert tower is not None
+    """The share of a block, with what it keeps and hands on for an encoder, a tower or a text."""
+    tower = narrowed.tower or narrowed.diffusion
+    if tower is None:
+        return share
     scores, received = tower.kept_once(narrowed, index, sequence)
     divided = split.tensor if split.sequence_parallel else 1
     forward, back = share.reductions
@@ -326,6 +332,7 @@ def _keys_and_values(of: AnyAttention | None, tokens: int) -> float:
 def _embedding(architecture: Architecture, sequence: int, split: LayerSplit) -> LayerShare:
     tokens, narrowed = sequence // split.context, narrow(architecture, split.tensor)
     operators = sequence_split(narrowed.embedding(1, tokens), split)
+    beside = architecture.tower or architecture.diffusion
     return LayerShare(
         operators=operators,
         parameters=_parameters(operators),
@@ -333,7 +340,7 @@ def _embedding(architecture: Architecture, sequence: int, split: LayerSplit) -> 
         width=float(tokens * architecture.hidden),
         input=0.0,
         reductions=(1, 0),
-        handed_on=0.0 if architecture.tower is None else architecture.tower.width(sequence),
+        handed_on=0.0 if beside is None else beside.width(architecture, sequence),
         is_block=False,
         differentiable=False,
     )

@@ -34,7 +34,10 @@ def require_split(architecture: Architecture, sequence: int, split: "LayerSplit"
     a recurrence, or if ``expert`` does not divide the experts.
     """
     if architecture.tower is not None:
-        _require_tower_split(architecture.tower, sequence, split)
+        _, tokens = architecture.tower.sequences(1, sequence)
+        _require_own_split(tokens, "tokens of an encoder or a tower", split)
+    if architecture.diffusion is not None and architecture.diffusion.text is not None:
+        _require_own_split(architecture.diffusion.text.tokens, "tokens of the text", split)
     for size, what in _tensor_sizes(architecture):
         _require_divides(split.tensor, size, "tensor degree", what)
     for mixer in _every_mixer(architecture):
@@ -87,17 +90,13 @@ def _require_mixer(mixer: AnyMixer, split: "LayerSplit") -> None:
         )
 
 
-def _require_tower_split(tower: Tower, sequence: int, split: "LayerSplit") -> None:
+def _require_own_split(tokens: int, what: str, split: "LayerSplit") -> None:
     if split.context > 1:
         raise InputError(
-            f"context degree {split.context}: the tokens of an encoder or a tower are not divided; "
-            "it must be 1"
+            f"context degree {split.context}: the {what} are not divided; it must be 1"
         )
     if split.sequence_parallel:
-        _, tokens = tower.sequences(1, sequence)
-        _require_divides(
-            split.tensor, tokens, "tensor degree with sequence parallelism", "tokens of the tower"
-        )
+        _require_divides(split.tensor, tokens, "tensor degree with sequence parallelism", what)
 
 
 def _tensor_sizes(architecture: Architecture) -> Iterable[tuple[int, str]]:

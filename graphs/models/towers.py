@@ -58,7 +58,8 @@ class Tower:
     A sample has ``images`` of ``tokens`` each; an encoder's has ``tokens``, or with None as many as
     a sequence of the decoder. The ``stem`` makes tokens of the input; without one the tower uses
     the table of the decoder's embedding. ``positions`` is the size of a table of learned positions,
-    ``vectors`` the number of other learned vectors, such as a class token. With ``scales`` a vector
+    of which the first ``unused_positions`` are no token's, ``vectors`` the number of other learned
+    vectors, such as a class token. With ``scales`` a vector
     scales what attention and feed-forward add. ``score_table`` is the number of learned scores of
     a head by the distance of two tokens (T5), in the first block of tower and decoder or, with
     ``score_tables``, in every block.
@@ -79,6 +80,7 @@ class Tower:
     images: int = 1
     stem: tuple[Projection, ...] = ()
     positions: int | None = None
+    unused_positions: int | None = None
     rotary: bool = False
     vectors: int | None = None
     input_norm: bool = False
@@ -127,13 +129,10 @@ class Tower:
                 f"sequence must have room for {self.images} x {self.outputs} tokens of images, got "
                 f"{sequence}"
             )
-        if (
-            self.is_encoder
-            and self.positions is not None
-            and (self.tokens or sequence) > (self.positions)
-        ):
+        longest = None if self.positions is None else self.positions - (self.unused_positions or 0)
+        if self.is_encoder and longest is not None and (self.tokens or sequence) > longest:
             raise InputError(
-                f"sequence must be at most the encoder's {self.positions} positions, got {sequence}"
+                f"sequence must be at most the encoder's {longest} positions, got {sequence}"
             )
 
     def chain(self, of: "Architecture", index: int) -> tuple["Architecture", int]:
@@ -195,7 +194,8 @@ class Tower:
         if index == self.layers - 1:
             found |= self._outputs(of, number, tokens)
         if self.is_encoder and not is_own:
-            found |= self._crossed(chain, samples, sequence)
+            _, keys = self.sequences(samples, sequence)
+            found |= crossed(chain, samples, sequence, keys, self.hidden)
         return found
 
     def _scored(
@@ -232,29 +232,6 @@ class Tower:
                 found[f"{name} activation {place}"] = elementwise(made, saved=made)
         return found
 
-    def _crossed(self, of: "Architecture", samples: int, sequence: int) -> Operators:
-        """The attention of a decoder's block to an encoder's outputs, which the stage keeps."""
-        mixer, width = of.attention, samples * sequence * of.hidden
-        assert isinstance(mixer, GroupedAttention)
-        _, keys = self.sequences(samples, sequence)
-        size, heads, groups = mixer.head_size, mixer.heads, mixer.key_value_heads
-        both = dense(samples * keys, self.hidden, 2 * groups * size, bias=mixer.bias)
-        if mixer.bias and not mixer.key_bias:
-            both = replace(both, parameters=both.parameters - groups * size)
-        return {
-            "cross norm": of.norm_of(width, of.hidden),
-            "cross query": dense(samples * sequence, of.hidden, heads * size, bias=mixer.bias),
-            "cross key, value": replace(both, saved=0.0),
-            "cross attention": fused_attention(
-                samples, heads, sequence, size, key_heads=groups, keys=keys
-            ),
-            "cross output": dense(
-                samples * sequence, heads * size, of.hidden, bias=mixer.output_bias
-            ),
-            **({"cross dropout": dropout(width)} if of.dropout else {}),
-            "cross sum": elementwise(width, operands=2),
-        }
-
     def kept_once(self, of: "Architecture", index: int, sequence: int) -> tuple[float, float]:
         """Elements of a sample that a stage keeps once for all its blocks of tower or decoder.
 
@@ -272,12 +249,33 @@ class Tower:
         """Elements of a sample that go along with a block's hidden states to the next block."""
         if index < self.layers:
             return float(sequence * of.hidden)
-        return self.width(sequence) if self.is_encoder else 0.0
+        return self.width(of, sequence) if self.is_encoder else 0.0
 
-    def width(self, sequence: int) -> float:
+    def width(self, _: "Architecture", sequence: int) -> float:
         """Elements of a sample's hidden states in the tower."""
         number, tokens = self.sequences(1, sequence)
         return float(number * tokens * self.hidden)
+
+
+def crossed(of: "Architecture", samples: int, sequence: int, keys: int, width: int) -> Operators:
+    """The attention of a block to ``keys`` tokens of ``width``, which the stage keeps."""
+    mixer, hidden = of.attention, samples * sequence * of.hidden
+    assert isinstance(mixer, GroupedAttention)
+    size, heads, groups = mixer.head_size, mixer.heads, mixer.key_value_heads
+    both = dense(samples * keys, width, 2 * groups * size, bias=mixer.bias)
+    if mixer.bias and not mixer.key_bias:
+        both = replace(both, parameters=both.parameters - groups * size)
+    return {
+        "cross norm": of.norm_of(hidden, of.hidden),
+        "cross query": dense(samples * sequence, of.hidden, heads * size, bias=mixer.bias),
+        "cross key, value": replace(both, saved=0.0),
+        "cross attention": fused_attention(
+            samples, heads, sequence, size, key_heads=groups, keys=keys
+        ),
+        "cross output": dense(samples * sequence, heads * size, of.hidden, bias=mixer.output_bias),
+        **({"cross dropout": dropout(hidden)} if of.dropout else {}),
+        "cross sum": elementwise(hidden, operands=2),
+    }
 
 
 def _heads(of: "Architecture") -> int:
@@ -289,9 +287,13 @@ def with_inputs(
 ) -> "Architecture":
     """The model with so many images, or tokens of its encoder, in a sample; None: as it is.
 
-    Raises InputError if it has no such tower.
+    Raises InputError if it has no such tower. Text that steers a diffusion transformer is of an
+    encoder too.
     """
-    tower = of.tower
+    tower, diffusion = of.tower, of.diffusion
+    if encoder_tokens is not None and diffusion is not None and diffusion.text is not None:
+        text = replace(diffusion.text, tokens=encoder_tokens)
+        return with_inputs(replace(of, diffusion=replace(diffusion, text=text)), images=images)
     if images is not None:
         if tower is None or tower.is_encoder:
             raise InputError(f"images {images}: {of.name} has no tower for images; leave it out")

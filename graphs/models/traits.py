@@ -30,6 +30,7 @@ DIFFUSION = "patches of latents in place of tokens"
 RECURRENCES = {
     "ssd": "Mamba-2 mixers",
     "delta": "mixers by the gated delta rule",
+    "kda": "Kimi delta attention",
     "lightning": "lightning attention",
     "SelectiveScan": "Mamba mixers",
     "ShortConvolution": "short convolutions",
@@ -122,6 +123,8 @@ def remarks_on(of: Architecture, sequence: int) -> tuple[str, ...]:
         found.append(f"{' and '.join(recurrences_of(of))} at the rate of matrix products")
     if of.tower is not None:
         found.append(of.tower.says(sequence))
+    if of.diffusion is not None and of.diffusion.text is not None:
+        found.append(f"{of.diffusion.text.tokens} tokens of text in a sample")
     if of.next_tokens is not None:
         found.append("blocks of multi-token prediction beside the head, not recomputed")
     return tuple(found)

@@ -116,9 +116,11 @@ def tuned_with(
 def _decoder_alone(of: "Architecture") -> "Architecture":
     """The decoder, whose weights may be trained in part; the rest is left out."""
     tower = of.tower
-    if tower is not None and tower.is_encoder:
+    has_text = of.diffusion is not None and of.diffusion.text is not None
+    if has_text or (tower is not None and tower.is_encoder):
         raise InputError(
-            f"LoRA or frozen layers of {of.name}: they are not priced of models with an encoder"
+            f"LoRA or frozen layers of {of.name}: they are not priced of models with an encoder or "
+            "a text"
         )
     rest = {"the tower for images": tower, "multi-token prediction": of.next_tokens}
     names = [of.left_out, *(name for name, part in rest.items() if part is not None)]

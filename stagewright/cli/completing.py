@@ -56,9 +56,10 @@ def _models() -> Iterable[str]:
 
 
 def _types() -> Iterable[str]:
+    from stagewright.graphs.importers.diffusers_config import CLASSES
     from stagewright.graphs.importers.hf_types import TYPES
 
-    return TYPES
+    return [*TYPES, *CLASSES]
 
 
 def _rates() -> Iterable[str]:

@@ -3,6 +3,8 @@
 from commands import answered, answered_json, refused
 
 from stagewright.executor.export.layouts import EVERY_FORMAT
+from stagewright.executor.export.layouts.rules import described
+from stagewright.graphs.importers.diffusers_config import CLASSES
 from stagewright.graphs.importers.hf_towers import WRAPPERS
 from stagewright.graphs.importers.hf_types import TYPES
 from stagewright.graphs.machines.devices import ACCELERATORS
@@ -19,13 +21,21 @@ def test_every_kind_of_device_has_a_source_and_rates() -> None:
 
 def test_every_type_of_model_has_its_frameworks() -> None:
     listed = {one["name"]: one for one in answered_json("models")["models"]}
-    assert listed.keys() == TYPES.keys() | WRAPPERS.keys()
+    assert listed.keys() == TYPES.keys() | WRAPPERS.keys() | CLASSES.keys()
     assert listed["llava"]["traits"] == ["a tower for images"]
     assert listed["llama"]["traits"] == []
     assert listed["llama"]["frameworks"] == [*EVERY_FORMAT]
     assert {"experts", "attention sinks"} <= {*listed["gpt_oss"]["traits"]}
     assert listed["bert"]["frameworks"] == ["deepspeed", "accelerate", "nnscaler", "plan"]
     assert "latent attention" in answered("models", "kimi_k2")
+    recipes = [
+        (to, name)
+        for to in ("megatron-bridge", "nemo")
+        for models in described(to)["models"]
+        for name in models.get("recipes", ())
+    ]
+    assert ("nemo", "mamba2") in recipes
+    assert [one for one in recipes if one[0] not in listed[one[1]]["frameworks"]] == []
 
 
 def test_frameworks_do_what_their_rules_let_through() -> None:

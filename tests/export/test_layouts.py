@@ -14,7 +14,9 @@ from layout_problems import (
     ARCHITECTURES,
     DEEPSEEK,
     GPT2,
+    HYBRID,
     LLAMA,
+    MAMBA,
     MIXTRAL,
     QWEN2,
     QWEN2_MOE,
@@ -51,9 +53,11 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.stack_memory import STACK_MEMORY
 from stagewright.graphs.models.architecture import (
     Architecture,
+    Block,
     Experts,
     FeedForward,
     GroupedAttention,
+    fields_of,
 )
 from stagewright.graphs.models.diffusion import Diffusion
 from stagewright.graphs.models.stated import RotaryScaling, Routing, Stated
@@ -93,6 +97,8 @@ def expected(to, problem, layout):
     found = said(problem, layout)
     if to in SHARDING and layout.data * layout.context == 1:
         found["zero"] = 0
+    if to == "nnscaler" and layout.data * layout.context == 1:
+        found["zero"] = min(1, layout.zero)
     if to not in CORE and layout.recompute_blocks is not None:
         assert layout.recompute_blocks >= max(found["blocks"])
         found["recompute_blocks"] = None
@@ -282,7 +288,7 @@ STATED = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *STATED], ids=lambda one: one.name)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES[:-1], *STATED], ids=lambda one: one.name)
 def test_megatron_arguments_describe_the_model(architecture):
     found = architecture_from(parsed(architecture))
     assert found == replace(architecture, name="", left_out=None)
@@ -391,10 +397,22 @@ def stated(**values):
     return replace(DEEPSEEK, stated=Stated(**values))
 
 
+def scaled(*values):
+    return replace(LLAMA, stated=Stated(rotary_scaling=RotaryScaling(*values)))
+
+
 def refused(formats, architecture, words, message, **others):
     return [(to, architecture, words, message, others) for to in formats]
 
 
+def hybrid_of(mixers, fed=LLAMA.feed_forward):
+    """A model whose blocks have these mixers and a feed-forward."""
+    blocks = [Block(tuple(mixers), fed, None)] * 16
+    return replace(LLAMA, **fields_of(blocks, fed))
+
+
+PAIRED = hybrid_of((MAMBA,))
+MEGATRON_MEMORY = STACK_MEMORY["megatron"]
 FURTHER = replace(LLAMA, next_tokens=1)
 LATENTS = replace(LLAMA, diffusion=Diffusion(patch=16, classes=10))
 PICTURED = replace(
@@ -454,12 +472,9 @@ REFUSED = [
     *refused(CORE[1:], QWEN2_MOE, "d8", "qwen2_moe: .* has no recipe of that model.*; megatron"),
     *refused(CORE, stated(routing=Routing("sigmoid", normalized=False)), "d8", "has scores by sig"),
     *refused(CORE, stated(routing=Routing(choice_bias=True)), "d8", "has a bias of the choice"),
-    *refused(
-        MEGATRON,
-        replace(LLAMA, stated=Stated(rotary_scaling=RotaryScaling("dynamic", 2))),
-        "d8",
-        "scaled by dynamic: .* by linear, llama3 or yarn.*; megatron-bridge or",
-    ),
+    *refused(CORE[:2], scaled("dynamic", 2), "d8", "scaled by dynamic: .* linear, llama3 or yarn"),
+    *refused(CORE[:2], scaled("llama3", 8, 4096), "d8", "embeddings 4096: .* has 8192, and no"),
+    *refused(CORE[2:], scaled("yarn", 8), "d8", "scaled by yarn: NeMo scales these by linear or"),
     *refused(
         MEGATRON,
         stated(rotary_scaling=RotaryScaling("yarn", 32, beta_fast=1)),
@@ -562,9 +577,36 @@ REFUSED = [
         "d8",
         "has norms of heads with weights for each: Megatron-LM .*; megatron-bridge or nemo",
     ),
+    *refused(CORE, HYBRID, "t8 d2 sp", "tensor degree 8 with 4 groups of a mixer's heads"),
+    *refused(CORE[1:], HYBRID, "p2 d4 v2", "4 stages of a hybrid on 2 ranks: .* choose chunks 1"),
+    *refused(MEGATRON, hybrid_of((MAMBA, HYBRID.attention)), "d8", "two mixers in a block"),
+    *refused(MEGATRON, PAIRED, "d8 full blocks2", "2 recomputed blocks with a mixer and a feed"),
+    *refused(MEGATRON, PAIRED, "d8 offload2", "activations of 2 blocks", memory=MEGATRON_MEMORY),
+    *(
+        one
+        for change, message in (
+            ({"bias": True}, "biases of mixers' projections"),
+            ({"kernel_size": 3}, "convolutions of other than 4 tokens"),
+            ({"norm": False}, "mixers without norms"),
+            ({"convolution_bias": False}, "convolutions without biases"),
+        )
+        for one in refused(MEGATRON, hybrid_of((replace(MAMBA, **change),)), "d8", message)
+    ),
+    *refused(
+        MEGATRON,
+        hybrid_of((replace(MAMBA, rule="delta"),)),
+        "d8",
+        "has convolutions with biases: Megatron-LM has no such hybrid",
+    ),
+    *refused(
+        MEGATRON,
+        replace(HYBRID, stated=Stated(rotary_scaling=RotaryScaling("linear", 2))),
+        "d8",
+        "rotary positions scaled by other than yarn",
+    ),
     *refused(MEGATRON, replace(LLAMA, block_norms=4), "d8", "4 norms in a block"),
     *refused(MEGATRON, replace(LLAMA, feed_forward=BIASED), "d8", "biases of only some"),
-    *refused(MEGATRON, replace(MIXTRAL, feed_forward=UNGATED), "d8", "gated experts beside"),
+    *refused(MEGATRON, replace(DEEPSEEK, feed_forward=UNGATED), "d8", "experts with gates and"),
     *refused(LAYOUT_FORMATS, replace(GPT2, positions=512), "d8", "512 learned positions, got 1024"),
     *refused(LAYOUT_FORMATS, LLAMA, "t3", "tensor degree 3 does not divide 16 heads"),
     *refused(
@@ -618,20 +660,46 @@ def test_what_the_model_breaks_is_said_without_a_layout(to):
             require_framework(to, make_problem(BERT, layout))
 
 
-def test_routers_and_scaling_are_those_of_the_model():
-    """In recipes' models, and in those of torchtitan."""
-    for to, names in (
-        ("megatron-bridge", ("moe_router_topk_scaling_factor", "mscale_all_dim", "beta_fast")),
-        (
-            "nemo",
-            ("moe_router_group_topk", "rotary_scaling_factor", "moe_router_enable_expert_bias"),
-        ),
-    ):
-        (text,) = exported(STATED[3], "p1 t1 d8 b1 zero2", to).values()
-        config = run_module(text)["configure"](CONFIGS[to](16))
-        model = config.model if to == "megatron-bridge" else config.model.config
-        values = (2.5, 1.0, 32) if to == "megatron-bridge" else (4, 40, True)
-        assert tuple(getattr(model, name) for name in names) == values
+def model_of(to, architecture):
+    """The fields of a recipe's model, where they are set."""
+    (text,) = exported(architecture, "p1 t1 d8 b1 zero2", to).values()
+    config = run_module(text)["configure"](CONFIGS[to](architecture.layers))
+    return config.model if to == "megatron-bridge" else config.model.config
+
+
+GEMMA2 = replace(LLAMA, name="gemma2", stated=Stated(score_cap=50.0, logit_cap=30.0))
+LLAMA31 = scaled("llama3", 8.0, 8192, 1.0, 4.0)
+FIELDS = [
+    ("megatron-bridge", STATED[3], "moe_router_topk_scaling_factor mscale_all_dim beta_fast",
+     (2.5, 1.0, 32)),
+    ("nemo", STATED[3], "moe_router_group_topk rotary_scaling_factor moe_router_enable_expert_bias",
+     (4, 40, True)),
+    *((to, GEMMA2, "attn_logit_softcapping final_logit_softcapping", (50.0, 30.0))
+      for to in CORE[1:]),
+    *((to, FURTHER, "mtp_num_layers", (1,)) for to in CORE[1:]),
+    *((to, LLAMA, "mtp_num_layers", (None,)) for to in CORE[1:]),
+    *((to, scaled("linear", 2.5), "seq_len_interpolation_factor", (2.5,)) for to in CORE[1:]),
+    ("megatron-bridge", LLAMA31, "rope_scaling rope_scaling_factor", (True, 8.0)),
+    ("nemo", LLAMA31, "scale_factor low_freq_factor high_freq_factor old_context_len",
+     (8.0, 1.0, 4.0, 8192)),
+    ("megatron-bridge", GPT_OSS, "position_embedding_type yarn_rotary_scaling_factor "
+     "yarn_original_max_position_embeddings yarn_mscale yarn_correction_range_round_to_int",
+     ("yarn", 32, 4096, None, False)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("to", "architecture", "names", "values"), FIELDS)
+def test_fields_of_recipes_are_those_of_the_model(to, architecture, names, values):
+    """Routers, scaled rotary positions and capped scores."""
+    model = model_of(to, architecture)
+    assert tuple(getattr(model, name) for name in names.split()) == values
+
+
+def test_yarn_of_a_recipe_is_its_own():
+    assert not hasattr(model_of("nemo", GPT_OSS), "rotary_scaling_factor")
+
+
+def test_routers_and_scaling_of_torchtitan():
     (text,) = exported(STATED[3], "p1 t1 d8 b1 zero2", "torchtitan").values()
     assert "rope.rope_factor = 40\n" in text
     assert "router.score_func = 'sigmoid'\n" in text

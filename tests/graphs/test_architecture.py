@@ -192,18 +192,18 @@ def test_latent_attention_by_plain_loops(heads, query_rank, rank, data):
 
 
 @examples(30)
-@given(st.sampled_from(("ssd", "delta", "lightning")), st.integers(1, 9), st.integers(1, 4))
+@given(st.sampled_from(("ssd", "delta", "kda", "lightning")), st.integers(1, 9), st.integers(1, 4))
 def test_scans_by_plain_loops(rule, sequence, chunk):
     """Pairs of tokens in a chunk, and tokens with a state; two rules pad the last chunk."""
     heads, size, keys = 6, 5, 3
     mixer = Recurrence(rule, heads, size, keys, groups=2, chunk=chunk)
-    flops = 0
+    flops, has_delta = 0, rule in ("delta", "kda")
     for start in range(0, sequence, chunk):
         tokens = min(chunk, sequence - start) if rule == "lightning" else chunk
         for _first in range(tokens * tokens):
             flops += 2 * (keys + size)  # a score, and a value by it
-            flops += 2 * keys + (keys + size) if rule == "delta" else 0  # the triangular system
-        flops += tokens * (3 if rule == "delta" else 2) * 2 * keys * size
+            flops += 2 * keys + (keys + size) if has_delta else 0  # the triangular system
+        flops += tokens * (3 if has_delta else 2) * 2 * keys * size
         flops += 4 * keys * size if rule == "ssd" else 0  # to the next chunk
     flops += 4 * keys * size if rule == "ssd" else 0  # from the state before the first
     model = replace(gpt_like(1, 8, 1), attention=mixer)

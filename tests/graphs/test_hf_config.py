@@ -61,6 +61,16 @@ NEMOTRON_H = sized(
     hybrid_override_pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
 )  # fmt: skip
 
+KIMI_FULL = [4, 8, 12, 16, 20, 24, 27]
+KIMI_LINEAR = sized(  # moonshotai/Kimi-Linear-48B-A3B-Base
+    "kimi_linear", 27, 2304, 32, 32, 9216, 163840, num_experts=256, num_experts_per_token=8,
+    moe_intermediate_size=1024, num_shared_experts=1, kv_lora_rank=512, qk_nope_head_dim=128,
+    qk_rope_head_dim=64, v_head_dim=128, linear_attn_config={
+        "full_attn_layers": KIMI_FULL, "num_heads": 32, "head_dim": 128,
+        "kda_layers": [one for one in range(1, 28) if one not in KIMI_FULL],
+    },
+)  # fmt: skip
+
 # Fields as in the published config.json of each model; all counts are those of ``transformers``.
 PUBLISHED = {
     "GPT-2": (GPT2, 124_439_808),
@@ -93,6 +103,7 @@ PUBLISHED = {
     "BERT-base": (BERT, 109_514_298),
     "Qwen3-Next-80B-A3B": (QWEN3_NEXT, 79_674_391_296),
     "Nemotron-H-8B": (NEMOTRON_H, 8_100_852_736),
+    "Kimi-Linear-48B-A3B": (KIMI_LINEAR, 49_122_675_072),
     "Jamba-v0.1": (sized("jamba", 32, 4096, 32, 8, 14336, 65536), 51_570_323_328),
 }  # fmt: skip
 
@@ -154,6 +165,19 @@ CHANGES = [
     ("glm4_moe", {"use_qk_norm": True, "attention_bias": True}),
     ("glm4_moe_lite", {"mlp_layer_types": ["dense", "sparse", "dense"]}),
     ("llama4_text", {"moe_layers": [0]}),
+    ("kimi_linear", {"first_k_dense_replace": 3, "q_lora_rank": 8, "n_shared_experts": 2}),
+    (
+        "kimi_linear",
+        {
+            "linear_attn_config": {
+                "full_attn_layers": [2, 6],
+                "kda_layers": [1, 3, 4, 5],
+                "num_heads": 2,
+                "head_dim": 8,
+                "short_conv_kernel_size": 3,
+            }
+        },
+    ),
     ("ernie4_5_moe", {"moe_layer_start_index": 0, "moe_layer_end_index": 1}),
     ("gpt_oss", {"attention_bias": False}),
     ("seed_oss", {"attention_out_bias": True, "mlp_bias": True}),
@@ -405,6 +429,12 @@ def test_the_text_model_of_a_model_with_other_towers():
         ("nemotron_h", {"moe_latent_size": 8}, "moe_latent_size must be false"),
         ("nemotron_h", {"hybrid_override_pattern": "M*-X"}, r"pattern\[3\] must be .* got 'X'"),
         ("nemotron_h", {"hybrid_override_pattern": "----"}, "needs a block that mixes tokens"),
+        ("kimi_linear", {"linear_attn_config": 3}, "linear_attn_config must be an object, got 3"),
+        (
+            "kimi_linear",
+            {"linear_attn_config": {"full_attn_layers": [7]}},
+            r"full_attn_layers must be a list of layers from 0 to 6, got \[7\]",
+        ),
         ("qwen3_next", {"layer_types": []}, "layer_types must be a list of 3 kinds"),
         ("qwen3_next", {"layer_types": ["mlp"] * 3}, r"layer_types\[0\] must be .* got 'mlp'"),
         ("bamba", {"mamba_n_heads": 7, "mamba_d_head": "auto"}, "must be a multiple of mamba_n_he"),

@@ -127,27 +127,99 @@ def test_configurations_of_towers_that_are_not_counted():
             architecture_of(fields | {"vision_config": fields["vision_config"] | change})
 
 
-DIT = {"_class_name": "DiTTransformer2DModel"}
+SIZES = {"num_attention_heads": 4, "attention_head_dim": 8, "num_layers": 3}
+TEXTS = {"joint_attention_dim": 24, "pooled_projection_dim": 20}
+JOINED = SIZES | TEXTS | {"caption_projection_dim": 32}
+DIFFUSION = [  # class, fields, tokens of text, parameters, FLOPs, block, its kept bytes
+    ("DiT", {"out_channels": 8}, None, 749_826_464, None, 0, None),
+    ("DiT", SIZES | {"num_layers": 2, "num_embeds_ada_norm": 10}, None, 60_272, 8_818_688, 0,
+     168_456),
+    ("PixArt", {"caption_channels": 4096}, 120, 611_349_152, 6_509_523_566_592, 0, None),
+    ("PixArt", {"caption_channels": 4096, "use_additional_conditions": False}, 300, 610_856_096,
+     6_633_579_773_952, 0, None),
+    ("PixArt", SIZES | {"num_layers": 2, "attention_head_dim": 9, "cross_attention_dim": 36,
+                        "caption_channels": 20}, 10, 71_852, 12_859_776, 0, 220_512),
+    ("SD3", {"num_layers": 24, "num_attention_heads": 24, "caption_projection_dim": 1536}, 154,
+     2_028_328_000, 8_437_355_053_056, 0, None),
+    ("SD3", {"num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432,
+             "qk_norm": "rms_norm"}, 154, 8_056_627_520, 29_596_766_900_224, 0, None),
+    ("SD3", JOINED, 10, 117_952, 16_010_752, 1, 203_712),
+    ("SD3", JOINED, 10, 117_952, 16_010_752, 2, 186_096),
+    ("SD3", JOINED | {"qk_norm": "rms_norm", "dual_attention_layers": [0]}, 10, 125_456,
+     18_120_192, 0, None),
+    ("Flux", {"guidance_embeds": True}, 512, 11_901_408_320, 74_384_653_418_496, 0, None),
+    ("Flux", SIZES | TEXTS | {"num_layers": 2, "num_single_layers": 3, "in_channels": 16}, 10,
+     137_888, 25_675_264, 0, 215_552),
+    ("Flux", SIZES | TEXTS | {"num_layers": 2, "num_single_layers": 3, "in_channels": 16}, 10,
+     137_888, 25_675_264, 3, 184_880),
+]  # fmt: skip
 
 
-def test_a_diffusion_transformer_is_as_its_module_in_diffusers():
-    """DiT-XL/2 of release 0.42; FLOPs of two samples, kept elements of one, of 64 patches each."""
-    found = architecture_of(DIT | {"out_channels": 8})
-    assert sum(found.parameters().values()) == 749_826_464
-    small = {"num_attention_heads": 4, "attention_head_dim": 8, "num_layers": 2,
-             "num_embeds_ada_norm": 10}  # fmt: skip
-    found = architecture_of(DIT | small)
-    assert sum(sum(one.values()) for one in found.flops(2, 64).values()) == 8_818_688
-    kept = shares_of(found, 64, LayerSplit()).every[1].saved_bytes(4, "none")
-    assert kept == pytest.approx(168_456, rel=0.03)
-    with pytest.raises(InputError, match="'FluxTransformer2DModel', and other diffusion transf"):
-        architecture_of({"_class_name": "FluxTransformer2DModel"})
+@pytest.mark.parametrize(
+    ("kind", "fields", "tokens", "weights", "flops", "place", "kept"), DIFFUSION
+)
+def test_diffusion_transformers_are_as_modules_of_diffusers(
+    kind, fields, tokens, weights, flops, place, kept
+):
+    """Release 0.42.1; of one sample of 4096 patches, or two of 64, by torch's counter.
+
+    Kept bytes are of one sample in fp32, those of the rotation, which blocks share, left out, and
+    of norms of heads the second tensor that a CPU keeps.
+    """
+    of = architecture_of({"_class_name": f"{kind}Transformer2DModel", **fields})
+    of = with_inputs(of, encoder_tokens=tokens)
+    assert sum(of.parameters().values()) == weights
+    if flops is not None:
+        samples, patches = (1, 4096) if weights > 10**6 else (2, 64)
+        assert sum(sum(one.values()) for one in of.flops(samples, patches).values()) == flops
+    if kept is not None:
+        block = shares_of(of, 64, LayerSplit()).every[1 + place]
+        assert block.saved_bytes(4, "none") == pytest.approx(kept, rel=0.03)
+
+
+def test_what_goes_along_with_patches():
+    """Text that the blocks pass on is of their width; text attended to goes along beside it."""
+    flux, pixart = (
+        architecture_of({"_class_name": f"{kind}Transformer2DModel", "caption_channels": 4096})
+        for kind in ("Flux", "PixArt")
+    )
+    every = shares_of(flux, 64, LayerSplit()).every
+    assert [one.width + one.handed_on for one in every[:2]] == [(64 + 512 + 1) * 3072] * 2
+    assert len({*map(id, every)}) == 4  # a block of each kind
+    block = shares_of(pixart, 64, LayerSplit()).every[1]
+    assert (block.handed_on, block.kept_once) == (307 * 1152, ("decoder", 300 * 1152))
+    assert remarks_on(pixart, 64) == ("300 tokens of text in a sample",)
+    divided = shares_of(flux, 64, LayerSplit(tensor=2, sequence_parallel=True)).every[1]
+    assert divided.operators["attention"].flops == every[1].operators["attention"].flops / 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"_class_name": "UNet2DConditionModel"}, "'UNet2DConditionModel', and other diffusion tr"),
+        ({"_class_name": "SD3Transformer2DModel", "qk_norm": "layer_norm"}, "qk_norm must be null"),
+        ({"_class_name": "SD3Transformer2DModel", "num_attention_heads": 24},
+         "caption_projection_dim must be the hidden size, 1536"),
+        ({"_class_name": "DiTTransformer2DModel", "norm_type": "layer_norm"}, "norm_type must be"),
+        ({"_class_name": "PixArtTransformer2DModel"}, "caption_channels is missing"),
+        ({"_class_name": "DiTTransformer2DModel", "activation_fn": "geglu"}, "activation_fn must"),
+        ({"_class_name": ["DiTTransformer2DModel"]}, "there is .'DiTTransformer2DModel'., and"),
+    ],
+)  # fmt: skip
+def test_other_diffusion_transformers_are_refused(fields, message):
+    with pytest.raises(InputError, match=message):
+        architecture_of(fields)
+
+
+SD35 = architecture_of(
+    {"_class_name": "SD3Transformer2DModel", **JOINED, "dual_attention_layers": [0]}
+)
 
 
 def refused_by(kind, do):
-    fields = COUNTED[kind][0] if kind in COUNTED else SMALL[kind]
+    fields = COUNTED[kind][0] if kind in COUNTED else SMALL.get(kind)
     with pytest.raises(InputError) as error:
-        do(architecture_of(fields))
+        do(SD35 if fields is None else architecture_of(fields))
     return str(error.value)
 
 
@@ -158,12 +230,12 @@ def refused_by(kind, do):
         ("whisper", lambda of: with_inputs(of, encoder_tokens=9), "whisper has no encoder of any"),
         ("llava", lambda of: with_inputs(of, images=0), "images must be at least 1, got 0"),
         ("llava", lambda of: of.flops(1, 15), "must have room for 1 x 16 tokens of images"),
-        ("bart", lambda of: of.flops(1, 1027), "at most the 1026 learned positions, got 1027"),
+        ("bart", lambda of: of.flops(1, 1025), "at most the 1024 learned positions, got 1025"),
         ("t5", lambda of: architecture_model(of, 8), "t5 has an encoder and a decoder: a chain of"),
         ("t5", lambda of: tuned_with(of, lora=4), "LoRA or frozen layers of t5: they are not"),
         (
             "llava", lambda of: shares_of(of, 16, LayerSplit(tensor=2, sequence_parallel=True)),
-            "sequence parallelism 2 does not divide 17 tokens of the tower",
+            "sequence parallelism 2 does not divide 17 tokens of an encoder or a tower",
         ),
         (
             "t5", lambda of: shares_of(of, 16, LayerSplit(context=2)),
@@ -173,6 +245,12 @@ def refused_by(kind, do):
             "t5", lambda of: shares_of(of, 16, LayerSplit(), by_operator=True),
             "recomputation by operator (torchtitan) is not priced of it",
         ),
+        ("sd3", lambda of: shares_of(of, 64, LayerSplit(context=2)), "the tokens of the text are"),
+        (
+            "sd3", lambda of: shares_of(of, 64, LayerSplit(), "materialized"),
+            "has blocks of two attentions: their matrices of scores are not priced",
+        ),
+        ("sd3", lambda of: tuned_with(of, lora=4), "not priced of models with an encoder or a"),
     ],
 )  # fmt: skip
 def test_what_towers_do_not_have_is_refused(kind, do, message):

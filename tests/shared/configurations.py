@@ -62,6 +62,12 @@ OTHER_FIELDS = {
     "qwen3_next": FEW | DELTA | SHARED | {"mlp_only_layers": [1]},
     "qwen3_5_text": DELTA,
     "qwen3_5_moe_text": FEW | DELTA | SHARED,
+    "kimi_linear": {
+        "num_hidden_layers": 6, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16, "kv_lora_rank": 12, "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4, "v_head_dim": 5, "linear_num_heads": 4, "linear_head_dim": 6,
+        "num_key_value_heads": 4,
+    },
     "minimax": ROUTED | {"block_size": 8},
     "nemotron_h": GROUPS | {
         "hybrid_override_pattern": "M*-E", "num_hidden_layers": 4, "head_dim": 8,

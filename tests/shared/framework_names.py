@@ -14,7 +14,8 @@ from types import ModuleType, SimpleNamespace
 FLAGS = """
 accumulate-allreduce-grads-in-fp32 add-qkv-bias bf16 disable-bias-linear fp16 fp8-param-gather
 grad-reduce-in-bf16 group-query-attention moe-grouped-gemm moe-shared-expert-gate
-apply-layernorm-1p moe-router-enable-expert-bias moe-router-pre-softmax quick-geglu squared-relu
+apply-layernorm-1p attention-output-gate moe-router-enable-expert-bias moe-router-pre-softmax
+quick-geglu squared-relu
 rotary-interleaved use-rope-scaling no-yarn-correction-range-round-to-int
 multi-latent-attention optimizer-cpu-offload overlap-cpu-optimizer-d2h-h2d overlap-grad-reduce
 overlap-param-gather qk-layernorm sequence-parallel swiglu untie-embeddings-and-output-weights
@@ -26,7 +27,9 @@ global-batch-size hidden-size kv-channels kv-lora-rank max-position-embeddings m
 moe-ffn-hidden-size moe-router-topk moe-shared-expert-intermediate-size num-attention-heads
 num-experts num-layers num-layers-per-virtual-pipeline-stage num-query-groups
 pipeline-model-parallel-size q-lora-rank qk-head-dim qk-pos-emb-head-dim recompute-num-layers
-cpu-offloading-num-layers
+linear-conv-kernel-dim linear-key-head-dim linear-value-head-dim linear-num-key-heads
+linear-num-value-heads cpu-offloading-num-layers mamba-state-dim mamba-head-dim mamba-num-groups
+mamba-num-heads
 moe-router-num-groups moe-router-group-topk rotary-seq-len-interpolation-factor
 yarn-original-max-position-embeddings
 rotary-base seq-length tensor-model-parallel-size v-head-dim vocab-size
@@ -37,7 +40,10 @@ RATES = (
     "yarn-beta-fast", "yarn-beta-slow", "moe-router-topk-scaling-factor", "moe-aux-loss-coeff",
     "activation-func-clamp-value", "glu-linear-offset",
 )  # fmt: skip
-TEXTS = ("moe-layer-freq", "pipeline-model-parallel-layout", "window-attn-skip-freq", "window-size")
+TEXTS = (
+    "moe-layer-freq", "pipeline-model-parallel-layout", "window-attn-skip-freq", "window-size",
+    "hybrid-layer-pattern", "linear-attention-freq", "experimental-attention-variant",
+)  # fmt: skip
 CHOICES = {
     "attention-backend": ("flash", "fused", "unfused", "local", "auto"),
     "ckpt-format": ("torch", "torch_dist", "torch_dcp", "fsdp_dtensor"),
@@ -69,6 +75,7 @@ def megatron_parser():
     for name, choices in CHOICES.items():
         parser.add_argument(f"--{name}", choices=choices)
     parser.add_argument("--recompute-modules", nargs="+", choices=("core_attn",))
+    parser.add_argument("--spec", nargs="*")
     return parser
 
 
@@ -85,6 +92,10 @@ attention_backend rotary_base layernorm_epsilon rotary_percent rotary_scaling_fa
 mscale_all_dim beta_fast beta_slow original_max_position_embeddings moe_router_score_function
 moe_router_pre_softmax moe_router_num_groups moe_router_group_topk moe_router_topk_scaling_factor
 moe_router_enable_expert_bias moe_router_load_balancing_type moe_aux_loss_coeff
+seq_len_interpolation_factor position_embedding_type attn_logit_softcapping final_logit_softcapping
+rope_scaling rope_scaling_factor yarn_rotary_scaling_factor yarn_original_max_position_embeddings
+yarn_beta_fast yarn_beta_slow yarn_mscale yarn_mscale_all_dim yarn_correction_range_round_to_int
+scale_factor low_freq_factor high_freq_factor old_context_len mtp_num_layers
 """
 DDP = """
 use_distributed_optimizer use_megatron_fsdp data_parallel_sharding_strategy overlap_grad_reduce

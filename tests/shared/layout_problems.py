@@ -17,11 +17,15 @@ from stagewright.graphs.machines.fabric import Fabric, Level
 from stagewright.graphs.machines.rates import Reached
 from stagewright.graphs.models.architecture import (
     Architecture,
+    Block,
     Experts,
     FeedForward,
     GroupedAttention,
     LatentAttention,
+    fields_of,
 )
+from stagewright.graphs.models.recurrences import Recurrence
+from stagewright.graphs.models.traits import SQUARED_RELU
 
 LLAMA = Architecture(
     "llama", 16, 1024, 32000, GroupedAttention(16, 4, 64), FeedForward(2816), rotary_base=5e5,
@@ -54,7 +58,26 @@ DEEPSEEK = Architecture(
 QWEN3_MOE = replace(
     MIXTRAL, name="qwen3_moe", attention=GroupedAttention(16, 8, 64, head_norms=True)
 )
-ARCHITECTURES = (LLAMA, GPT2, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, DEEPSEEK)
+MAMBA = Recurrence("ssd", 16, 64, 32, 4, 128, 4, convolution_bias=True)
+_LAYERS = {
+    "M": Block((MAMBA,), None, None),
+    "*": Block((GroupedAttention(16, 4, 64),), None, None),
+    "-": Block((), FeedForward(4096, gated=False), None),
+    "E": Block((), None, Experts(8, 2, 512, 1024, gated=False)),
+}
+
+
+def hybrid(pattern, name="nemotron_h"):
+    """A model with such layers as blocks."""
+    blocks = [_LAYERS[one] for one in pattern]
+    return Architecture(
+        name, len(blocks), 1024, 32000, **fields_of(blocks, FeedForward(4096)), rotary=False,
+        traits=(SQUARED_RELU,), norm_epsilon=1e-5,
+    )  # fmt: skip
+
+
+HYBRID = hybrid("ME*EM-M-" * 2)
+ARCHITECTURES = (LLAMA, GPT2, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, DEEPSEEK, HYBRID)
 
 ENDS = (None, None, 0, 1, 2, 3)
 

@@ -167,7 +167,13 @@ def read_megatron(files):
     args, ranks, connections = run_megatron(files["megatron.sh"])
     pipeline, tensor = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
     stages, blocks = pipeline, None
-    if args.pipeline_model_parallel_layout is not None:
+    if args.hybrid_layer_pattern is not None:
+        assert args.spec[-1] == "hybrid_stack_spec"
+        assert args.num_layers is args.num_layers_per_virtual_pipeline_stage is None
+        assert args.pipeline_model_parallel_layout is None
+        blocks = tuple(map(len, args.hybrid_layer_pattern.split("|")))
+        assert len(blocks) % pipeline == 0
+    elif args.pipeline_model_parallel_layout is not None:
         stages = args.pipeline_model_parallel_layout.count("|") + 1
         blocks = blocks_of(args.pipeline_model_parallel_layout, stages)
         assert args.num_layers_per_virtual_pipeline_stage is None

@@ -5,6 +5,7 @@ What a format cannot express is refused by name, never dropped.
 
 from collections.abc import Sequence
 
+from stagewright.executor.export import launchers
 from stagewright.executor.export.layouts import (
     accelerate,
     deepspeed,
@@ -16,7 +17,8 @@ from stagewright.executor.export.layouts import (
     plan,
     torchtitan,
 )
-from stagewright.executor.export.layouts.launching import launch_files
+from stagewright.executor.export.layouts.common import nodes
+from stagewright.executor.export.layouts.rules import described
 from stagewright.executor.export.options import FormatOptions
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem, require_layout
@@ -58,11 +60,7 @@ def export_layout(
     if names is not None and to != PLAN:
         raise InputError(f"--model gives the names of layers, which only --to {PLAN} takes")
     require_layout(problem, layout)
-    positions = problem.architecture.positions
-    if positions is not None and problem.sequence > positions:
-        raise InputError(
-            f"sequence must be at most the {positions} learned positions, got {problem.sequence}"
-        )
+    problem.architecture.require_sequence(problem.sequence)
     require_framework(to, problem, layout)
     if names is not None:
         return plan.documents(problem, layout, names)
@@ -79,3 +77,32 @@ def require_framework(to: str, problem: TrainingProblem, layout: Layout | None =
     for _, wrong in EVERY_FORMAT[to].broken(*asked):
         can = [name for name, one in LAYOUT_FORMATS.items() if not any(one.broken(*asked))]
         raise InputError(wrong + (f"; {' or '.join(can[:3])} can" if can else ""))
+
+
+SCRIPT = "train.sh"
+LAUNCHERS = (launchers.torchrun, launchers.slurm, launchers.jobset, launchers.mpi)
+
+_HEAD = """\
+#!/usr/bin/env bash
+# One rank of the run. Started on every device by one of run.sh (torchrun, on every node),
+# job.sbatch (Slurm, submitted in this folder), jobset.yaml (Kubernetes, with this folder as the
+# container's working directory) and mpirun.sh (Open MPI). To add in the environment before:
+"""
+
+
+def launch_files(to: str, problem: TrainingProblem, options: FormatOptions) -> dict[str, str]:
+    """The script of a rank, which begins with what the user must add, and those that start it."""
+    of = described(to)
+    count, each = nodes(problem)
+    launch = launchers.Launch(
+        problem.architecture.name,
+        (launchers.LaunchNode((), tuple(range(each))),) * count,
+        ("bash", SCRIPT),
+        options,
+        tuple(of["add"]),
+    )
+    asked = "".join(f': "${{{name}:?{what}}}"\n' for name, what in of["add"].items())
+    files = {SCRIPT: f"{_HEAD}{asked}set -euo pipefail\n{of['start'].strip()}\n"}
+    for write in LAUNCHERS:
+        files |= write(launch)
+    return files

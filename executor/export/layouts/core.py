@@ -16,18 +16,22 @@ from stagewright.executor.export.layouts.common import (
     number_type,
     rotary_and_norms,
 )
+from stagewright.executor.export.layouts.hybrid import is_hybrid, mamba_fields, require_groups
 from stagewright.executor.export.layouts.rules import (
     FrameworkRule,
     require_bytes,
     require_context,
 )
+from stagewright.executor.export.layouts.scaling import latent_scaling
 from stagewright.executor.export.options import filled
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.architecture import Architecture, LatentAttention
+from stagewright.graphs.models.mixers import AnyAttention
 from stagewright.graphs.models.modules import modules_of
-from stagewright.graphs.models.stated import RotaryScaling
+from stagewright.graphs.models.recurrences import RECURRENT
+from stagewright.graphs.models.splits import mixers_of
 
 STRATEGIES = {0: "no_shard", 1: "no_shard", 2: "optim_grads", 3: "optim_grads_params"}
 """Megatron-FSDP's for ZeRO 2 and 3; ZeRO 1 is the distributed optimizer's."""
@@ -168,53 +172,50 @@ def _is_inside(layout: Layout) -> bool:
 
 
 def model_fields(architecture: Architecture) -> Fields:
-    """Fields of a recipe's model that are not the layout's; its sizes are compared instead."""
-    part, scaling = architecture.stated.rotary_part, architecture.stated.rotary_scaling
+    """Fields of a recipe's model that are not the layout's; its sizes are compared instead.
+
+    How grouped attention scales rotary positions is not among them: recipes differ in it.
+    """
+    stated = architecture.stated
     latent = isinstance(architecture.attention, LatentAttention)
-    return {
-        **rotary_and_norms(architecture, "rotary_base", "layernorm_epsilon"),
-        **({} if part is None else {"rotary_percent": part}),
-        **(latent_scaling(scaling) if latent and scaling is not None else {}),
-        **router_fields(architecture),
-        **(
-            {} if architecture.next_tokens is None else {"mtp_num_layers": architecture.next_tokens}
-        ),
+    known = {
+        "rotary_percent": stated.rotary_part,
+        "attn_logit_softcapping": stated.score_cap,
+        "final_logit_softcapping": stated.logit_cap,
     }
+    return {
+        # Recipes may predict further tokens, which the plan has not, unless it says to leave it.
+        **({} if architecture.left_out else {"mtp_num_layers": architecture.next_tokens}),
+        **rotary_and_norms(architecture, "rotary_base", "layernorm_epsilon"),
+        **(latent_scaling(stated.rotary_scaling) if latent and stated.rotary_scaling else {}),
+        **router_fields(architecture),
+        **{name: value for name, value in known.items() if value is not None},
+    }
+
+
+def attention_of(of: Architecture) -> AnyAttention | None:
+    """The first attention of a model, if it has one."""
+    return next((one for one in mixers_of(of) if not isinstance(one, RECURRENT)), None)
 
 
 def _sizes(architecture: Architecture) -> Fields:
-    attention, experts = architecture.first_attention, architecture.experts
-    found: Fields = {
-        "num_layers": architecture.layers,
-        "hidden_size": architecture.hidden,
-        "num_attention_heads": attention.heads,
-        "ffn_hidden_size": architecture.feed_forward.width,
-    }
+    attention, experts = attention_of(architecture), architecture.experts
+    found: Fields = {"num_layers": architecture.layers, "hidden_size": architecture.hidden}
+    if any(architecture.parts(index).feed_forward for index in range(architecture.layers)):
+        found["ffn_hidden_size"] = architecture.feed_forward.width
+    if attention is not None:
+        found["num_attention_heads"] = attention.heads
     if isinstance(attention, LatentAttention):
         found["kv_lora_rank"] = attention.key_value_rank
-    else:
+    elif attention is not None:
         found["num_query_groups"] = attention.key_value_heads
         found["kv_channels"] = attention.head_size
+    found |= mamba_fields(architecture) if is_hybrid(architecture) else {}
     if experts is not None:
-        if not experts.dense_layers:
-            del found["ffn_hidden_size"]  # no layer has it
         found["num_moe_experts"] = experts.number
         found["moe_router_topk"] = experts.per_token
         found["moe_ffn_hidden_size"] = experts.width
     return found
-
-
-def latent_scaling(scaling: RotaryScaling) -> Fields:
-    """How latent attention scales rotary positions; YaRN alone."""
-    found: Fields = {
-        "rotary_scaling_factor": scaling.factor,
-        "mscale": scaling.mscale,
-        "mscale_all_dim": scaling.mscale_all_dim,
-        "beta_fast": scaling.beta_fast,
-        "beta_slow": scaling.beta_slow,
-        "original_max_position_embeddings": scaling.original_max_position_embeddings,
-    }
-    return {name: value for name, value in found.items() if value is not None}
 
 
 def router_fields(architecture: Architecture) -> Fields:
@@ -324,6 +325,7 @@ RULES = (
     FrameworkRule("megatron/core/optimizer/optimizer_config.py", _require_offload),
     FrameworkRule("megatron/core/distributed/fsdp", _require_fsdp_placement),
     FrameworkRule("megatron/core/distributed/fsdp", _refuse_fsdp_chunks),
+    FrameworkRule("megatron/core/ssm/mamba_mixer.py", require_groups),
 )
 """What all that is built on Megatron Core asks."""
 

@@ -4,28 +4,33 @@ Core 0.16 has all of them but ``--moe-shared-expert-gate`` and those of YaRN.
 """
 
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 
+from stagewright.executor.export.layouts import hybrid
 from stagewright.executor.export.layouts.common import Fields, comment, launch, left_out
 from stagewright.executor.export.layouts.core import (
     FSDP_FORMAT,
     RULES,
     Core,
+    attention_of,
     core_of,
-    latent_scaling,
     router_fields,
 )
 from stagewright.executor.export.layouts.rules import (
     FrameworkRule,
     framework,
 )
+from stagewright.executor.export.layouts.scaling import (
+    require_arguments,
+    require_scaling,
+    scaling_arguments,
+)
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.architecture import (
     Architecture,
-    Experts,
     GroupedAttention,
     LatentAttention,
 )
@@ -44,16 +49,18 @@ Argument = tuple[str, ...]
 NORMS = {"layer": "LayerNorm", "rms": "RMSNorm"}
 
 
-def model_arguments(architecture: Architecture, sequence: int) -> list[Argument]:
-    """Megatron-LM's arguments of a model; fields unknown to :class:`Architecture` keep defaults."""
-    attention = architecture.first_attention
-    longest = sequence if architecture.positions is None else architecture.positions
+def model_arguments(
+    architecture: Architecture, sequence: int, stages: Sequence[int] | None = None
+) -> list[Argument]:
+    """Megatron-LM's arguments of a model; fields unknown to :class:`Architecture` keep defaults.
+
+    ``stages`` are the blocks of each, which the pattern of a hybrid says.
+    """
+    longest = sequence if architecture.longest is None else architecture.longest
     found: list[Argument] = [
-        ("--num-layers", str(architecture.layers)),
+        *_blocks(architecture, stages),
         ("--hidden-size", str(architecture.hidden)),
-        ("--ffn-hidden-size", str(architecture.feed_forward.width)),
-        ("--num-attention-heads", str(attention.heads)),
-        *_attention(attention),
+        *_heads(architecture),
         ("--seq-length", str(sequence)),
         ("--max-position-embeddings", str(longest)),
         ("--vocab-size", str(architecture.vocabulary)),
@@ -61,18 +68,47 @@ def model_arguments(architecture: Architecture, sequence: int) -> list[Argument]
         *_fields({name: value for name, value in _stated(architecture).items() if value}),
         *_biases(architecture),
     ]
-    if architecture.feed_forward.gated and CLAMPED not in architecture.traits:
+    if _is_gated(architecture) and CLAMPED not in architecture.traits:
         found.append(("--swiglu",))
     if not architecture.tied:
         found.append(("--untie-embeddings-and-output-weights",))
     if not architecture.dropout:
         found += [("--hidden-dropout", "0.0"), ("--attention-dropout", "0.0")]
-    return [*found, *_window(architecture), *_experts(architecture), *_further(architecture)]
-
-
-def _further(architecture: Architecture) -> Iterable[Argument]:
     if architecture.next_tokens is not None:
-        yield ("--mtp-num-layers", str(architecture.next_tokens))
+        found.append(("--mtp-num-layers", str(architecture.next_tokens)))
+    return [*found, *_window(architecture), *_experts(architecture)]
+
+
+def _blocks(of: Architecture, stages: Sequence[int] | None) -> Iterable[Argument]:
+    """How many blocks there are, or the layers of a hybrid; the width of its feed-forward."""
+    if not hybrid.is_hybrid(of):
+        yield ("--num-layers", str(of.layers))
+        if fields := hybrid.delta_fields(of):
+            limited = [of.parts(index).attention is None for index in range(of.layers)]
+            yield from _fields({**fields, "linear_attention_freq": _pattern(limited)})
+    else:
+        yield ("--hybrid-layer-pattern", hybrid.pattern(of, stages))
+        yield ("--spec", *hybrid.SPEC)
+        yield from _fields(hybrid.mamba_fields(of))
+    if not hybrid.is_hybrid(of) or hybrid.FED in hybrid.pattern(of):
+        yield ("--ffn-hidden-size", str(of.feed_forward.width))
+
+
+def _is_gated(of: Architecture) -> bool:
+    """Whether feed-forwards have gates; those of experts, where no block has another."""
+    blocks = [of.parts(index) for index in range(of.layers)]
+    if any(one.feed_forward for one in blocks):
+        return of.feed_forward.gated
+    return of.experts is not None and of.experts.gated
+
+
+def _heads(of: Architecture) -> Iterable[Argument]:
+    """Those of the attention; where there is none, those of mixers, as they must be told."""
+    attention, mixer = attention_of(of), hybrid.recurrence_of(of)
+    if attention is not None:
+        return [("--num-attention-heads", str(attention.heads)), *_attention(attention)]
+    assert mixer is not None
+    return _fields({"num_attention_heads": mixer.heads, "kv_channels": mixer.head_size})
 
 
 _OF_TRAITS: dict[str, Fields] = {
@@ -91,11 +127,11 @@ def _stated(of: Architecture) -> Fields:
     """Fields of what changes no cost; those that are None, False or 0 keep their defaults."""
     base, part = of.rotary_base, of.stated.rotary_part
     found: Fields = {
-        "position_embedding_type": "rope" if of.positions is None else "learned_absolute",
+        "position_embedding_type": _positions(of),
         "rotary_base": None if base is None else int(base),
         "norm_epsilon": of.norm_epsilon,
         "rotary_percent": None if part == 1 else part,
-        **_scaling(of),
+        **scaling_arguments(of),
         **router_fields(of),
     }
     for trait in every_trait(of):
@@ -103,62 +139,10 @@ def _stated(of: Architecture) -> Fields:
     return found
 
 
-_SCALED_LATENT = (
-    ("beta_fast", 32.0), ("beta_slow", 1.0), ("original_max_position_embeddings", 4096),
-)  # fmt: skip
-_SCALED_LLAMA = (
-    ("low_freq_factor", 1.0), ("high_freq_factor", 4.0), ("original_max_position_embeddings", 8192),
-)  # fmt: skip
-"""Numbers of a scaling for which there is no argument."""
-
-
-def _scaling(of: Architecture) -> Fields:
-    """How rotary positions are scaled; latent attention takes YaRN where it is not told."""
-    scaling = of.stated.rotary_scaling
-    if isinstance(of.attention, LatentAttention):
-        if scaling is None:
-            return {"rope_type": "rope"}
-        fixed = [name for name, _ in _SCALED_LATENT]
-        return {k: value for k, value in latent_scaling(scaling).items() if k not in fixed}
-    if scaling is None:
-        return {}
-    if scaling.kind == "linear":
-        return {"rotary_seq_len_interpolation_factor": int(scaling.factor)}
-    if scaling.kind == "llama3":
-        return {"use_rope_scaling": True, "rope_scaling_factor": scaling.factor}
-    return {
-        "position_embedding_type": "yarn",
-        "rotary_scaling_factor": scaling.factor,
-        "yarn_original_max_position_embeddings": scaling.original_max_position_embeddings,
-        "yarn_beta_fast": scaling.beta_fast,
-        "yarn_beta_slow": scaling.beta_slow,
-        "mscale": scaling.mscale,
-        "mscale_all_dim": scaling.mscale_all_dim,
-        "no_yarn_correction_range_round_to_int": not scaling.truncate,
-    }
-
-
-def _require_scaling(problem: TrainingProblem, _: Layout, framework: str) -> None:
-    of = problem.architecture
-    scaling, latent = of.stated.rotary_scaling, isinstance(of.attention, LatentAttention)
-    if scaling is None:
-        return
-    if scaling.kind not in (("yarn",) if latent else ("linear", "llama3", "yarn")):
-        raise InputError(
-            f"rotary positions scaled by {scaling.kind}: {framework} scales by "
-            + ("yarn in latent attention" if latent else "linear, llama3 or yarn")
-        )
-    fixed = _SCALED_LATENT if latent else _SCALED_LLAMA if scaling.kind == "llama3" else ()
-    for name, default in fixed:
-        if getattr(scaling, name) not in (None, default):
-            raise InputError(
-                f"rotary positions with {name} {getattr(scaling, name):g}: {framework} has "
-                f"{default:g}, and no argument for it"
-            )
-    if scaling.kind == "linear" and scaling.factor % 1:
-        raise InputError(
-            f"rotary positions scaled by {scaling.factor:g}: {framework} takes integers"
-        )
+def _positions(of: Architecture) -> str:
+    if of.positions is not None:
+        return "learned_absolute"
+    return "rope" if of.rotary and attention_of(of) is not None else "none"
 
 
 def _attention(attention: GroupedAttention | LatentAttention) -> Iterable[Argument]:
@@ -170,6 +154,8 @@ def _attention(attention: GroupedAttention | LatentAttention) -> Iterable[Argume
         found += [("--group-query-attention",), groups]
     if attention.head_norms:
         found.append(("--qk-layernorm",))
+    if attention.gate:
+        found.append(("--attention-output-gate",))
     return found
 
 
@@ -187,11 +173,12 @@ def _latent(attention: LatentAttention) -> Iterable[Argument]:
 
 def _biases(architecture: Architecture) -> list[Argument]:
     """Biases everywhere, nowhere, or of queries, keys and values alone."""
+    attention = attention_of(architecture)
     if _is_biased(architecture):
         return []
     return [
         ("--disable-bias-linear",),
-        *([("--add-qkv-bias",)] if architecture.attention.bias else []),
+        *([("--add-qkv-bias",)] if attention is not None and attention.bias else []),
     ]
 
 
@@ -212,19 +199,15 @@ def _experts(architecture: Architecture) -> Iterable[Argument]:
     yield ("--num-experts", str(experts.number))
     yield ("--moe-router-topk", str(experts.per_token))
     yield ("--moe-ffn-hidden-size", str(experts.width))
-    yield from _shared_experts(experts)
-    sparse = [architecture.is_sparse(index) for index in range(architecture.layers)]
-    if not all(sparse):
-        yield ("--moe-layer-freq", _pattern(sparse))
-    yield ("--moe-token-dispatcher-type", "alltoall")
-    yield ("--moe-grouped-gemm",)
-
-
-def _shared_experts(experts: Experts) -> Iterable[Argument]:
     if experts.shared_width is not None:
         yield ("--moe-shared-expert-intermediate-size", str(experts.shared_width))
         if experts.shared_gate:
             yield ("--moe-shared-expert-gate",)
+    sparse = [architecture.is_sparse(index) for index in range(architecture.layers)]
+    if not all(sparse) and not hybrid.is_hybrid(architecture):
+        yield ("--moe-layer-freq", _pattern(sparse))
+    yield ("--moe-token-dispatcher-type", "alltoall")
+    yield ("--moe-grouped-gemm",)
 
 
 def _pattern(flags: list[bool]) -> str:
@@ -234,16 +217,22 @@ def _pattern(flags: list[bool]) -> str:
 
 
 def _require_gates(problem: TrainingProblem, _: Layout, framework: str) -> None:
-    if problem.architecture.experts is not None and not problem.architecture.feed_forward.gated:
+    of = problem.architecture
+    has_dense = any(of.parts(index).feed_forward for index in range(of.layers))
+    if of.experts is not None and has_dense and of.experts.gated != of.feed_forward.gated:
         raise InputError(
-            f"gated experts beside a feed-forward that is not: {framework} has one activation for "
-            "both; set gated alike"
+            f"experts with gates and a feed-forward without, or the other way: {framework} has one "
+            "activation for both; set gated alike"
         )
 
 
 def _require_biases(problem: TrainingProblem, _: Layout, framework: str) -> None:
-    of, attention = problem.architecture, problem.architecture.first_attention
-    outputs = attention.bias if isinstance(attention, LatentAttention) else attention.output_bias
+    of, attention = problem.architecture, attention_of(problem.architecture)
+    outputs = (
+        attention.output_bias
+        if isinstance(attention, GroupedAttention)
+        else attention is not None and attention.bias
+    )
     of_experts = of.experts is not None and (of.experts.bias or of.experts.router_bias)
     if (outputs or of.feed_forward.bias or of_experts) and not _is_biased(of):
         raise InputError(
@@ -254,8 +243,10 @@ def _require_biases(problem: TrainingProblem, _: Layout, framework: str) -> None
 
 def _is_biased(of: Architecture) -> bool:
     """Whether all projections have biases, those of experts and the router too."""
-    attention, experts = of.first_attention, of.experts
-    if isinstance(attention, LatentAttention) or not (attention.bias and attention.output_bias):
+    attention, experts = attention_of(of), of.experts
+    if not isinstance(attention, GroupedAttention):
+        return False
+    if not (attention.bias and attention.output_bias):
         return False
     if experts is None:
         return of.feed_forward.bias
@@ -281,10 +272,14 @@ def arguments(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
     """A file for bash that sets the array ``MEGATRON_ARGUMENTS``."""
     core = core_of(problem, layout)
     words = [
-        *model_arguments(problem.architecture, problem.sequence),
+        *model_arguments(
+            problem.architecture,
+            problem.sequence,
+            layout.blocks_of_stages(problem.architecture.layers),
+        ),
         ("--micro-batch-size", str(layout.microbatch)),
         ("--global-batch-size", str(problem.batch)),
-        *_fields(_used(core)),
+        *_fields(_used(problem, core)),
         *_virtual_stages(problem, layout, core),
         *_precision(problem, core),
     ]
@@ -298,20 +293,26 @@ def arguments(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
     text = (
         _head(problem, layout)
         + _connections(layout, core)
-        + f"MEGATRON_RANKS={layout.ranks}\n"
+        + f"MEGATRON_RANKS={layout.ranks}\nMEGATRON_SCRIPT={_script(problem)}\n"
         + f"MEGATRON_ARGUMENTS=(\n{lines})\n"
     )
     return {FILE: text}
+
+
+def _script(problem: TrainingProblem) -> str:
+    """What trains: of hybrids another script, before core 0.17 pretrain_mamba.py."""
+    return f"pretrain_{'hybrid' if hybrid.is_hybrid(problem.architecture) else 'gpt'}.py"
 
 
 def _head(problem: TrainingProblem, layout: Layout) -> str:
     return comment(
         f"The layout {str(layout)!r} that Stagewright chose, for Megatron-LM (core 0.20):",
         "source this file on every node, then",
-        f'  {launch(problem)} ... pretrain_gpt.py "${{MEGATRON_ARGUMENTS[@]}}" ...',
+        f'  {launch(problem)} ... {_script(problem)} "${{MEGATRON_ARGUMENTS[@]}}" ...',
         "with the data, the tokenizer, the learning rate and the number of iterations.",
         "Not in the plan, and so Megatron-LM's defaults: dropout's rates, padding of the",
         "vocabulary, recipe of fp8.",
+        *hybrid.remarks(problem.architecture),
         *left_out(problem),
     )
 
@@ -325,9 +326,13 @@ def _connections(layout: Layout, core: Core) -> str:
     return ""
 
 
-def _used(core: Core) -> Fields:
+def _used(problem: TrainingProblem, core: Core) -> Fields:
     """The fields that differ from Megatron-LM's defaults, and the degrees."""
     fields = {**core.model, **core.ddp, **core.optimizer}
+    if hybrid.is_hybrid(problem.architecture):  # whose pattern says the stages
+        del fields["pipeline_model_parallel_layout"]
+        if hybrid.layers_in_block(problem.architecture) == {2} and fields["recompute_num_layers"]:
+            fields["recompute_num_layers"] = 2
     if fields["expert_tensor_parallel_size"] is None:
         del fields["expert_model_parallel_size"]
     if not core.fsdp:
@@ -347,7 +352,8 @@ def _fields(fields: Fields) -> list[Argument]:
 
 def _virtual_stages(problem: TrainingProblem, layout: Layout, core: Core) -> list[Argument]:
     """An uneven division's text says the number of chunks too."""
-    if layout.chunks == 1 or core.model["pipeline_model_parallel_layout"] is not None:
+    told = core.model["pipeline_model_parallel_layout"] is not None
+    if layout.chunks == 1 or told or hybrid.is_hybrid(problem.architecture):
         return []
     each = problem.architecture.layers // layout.stages
     return [("--num-layers-per-virtual-pipeline-stage", str(each))]
@@ -374,9 +380,19 @@ FRAMEWORK = framework(
     arguments,
     [
         *RULES,
+        FrameworkRule(
+            "megatron/core/models/hybrid/hybrid_layer_specs.py", hybrid.require_blocks, True
+        ),
+        FrameworkRule("megatron/core/transformer/transformer_block.py", hybrid.require_layers),
         *(
             FrameworkRule("megatron/training/arguments.py", require, of_problem=True)
-            for require in (_require_gates, _require_biases, _require_whole_base, _require_scaling)
+            for require in (
+                _require_gates,
+                _require_biases,
+                _require_whole_base,
+                require_scaling,
+                require_arguments,
+            )
         ),
     ],
 )

@@ -12,11 +12,13 @@ from stagewright.executor.export.layouts.core import (
     model_fields,
     recipe_text,
 )
+from stagewright.executor.export.layouts.hybrid import require_even_stages
 from stagewright.executor.export.layouts.rules import (
     FrameworkRule,
     framework,
     require_adapters,
 )
+from stagewright.executor.export.layouts.scaling import bridge_scaling, require_scaling
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
@@ -38,6 +40,7 @@ def recipe(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
         "config.model": {
             **core.model,
             **model_fields(problem.architecture),
+            **bridge_scaling(problem.architecture),
             "seq_length": problem.sequence,
             **_attention(problem),
         },
@@ -148,6 +151,14 @@ FRAMEWORK = framework(
         *RULES,
         FrameworkRule(
             "NVIDIA-NeMo/Megatron-Bridge 0.7, peft/lora.py", _require_adapters, of_problem=True
+        ),
+        FrameworkRule(
+            "NVIDIA-NeMo/Megatron-Bridge 0.7, models/hybrid/hybrid_provider.py", require_even_stages
+        ),
+        FrameworkRule(
+            "NVIDIA-NeMo/Megatron-Bridge 0.7, models/gpt_provider.py",
+            require_scaling,
+            of_problem=True,
         ),
     ],
 )

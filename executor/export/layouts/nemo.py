@@ -13,12 +13,14 @@ from stagewright.executor.export.layouts.core import (
     model_fields,
     recipe_text,
 )
+from stagewright.executor.export.layouts.hybrid import require_even_stages
 from stagewright.executor.export.layouts.megatron_bridge import DTYPES, optimizer_fields
 from stagewright.executor.export.layouts.rules import (
     FrameworkRule,
     framework,
     require_whole_heads,
 )
+from stagewright.executor.export.layouts.scaling import nemo_scaling, require_nemo_scaling
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 
@@ -41,6 +43,7 @@ def recipe(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
         "recipe.model.config": {
             **recomputed,
             **model_fields(problem.architecture),
+            **nemo_scaling(problem.architecture),
             "seq_length": problem.sequence,
             "attention_backend": Code(f"AttnBackend.{kind}"),
         },
@@ -87,4 +90,13 @@ def _plugin(core: Core) -> Code:
 
 _CORE = "NVIDIA/Megatron-LM core 0.15.3, megatron/core/transformer/transformer_config.py"
 
-FRAMEWORK = framework("nemo", recipe, [*RULES, FrameworkRule(_CORE, require_whole_heads)])
+FRAMEWORK = framework(
+    "nemo",
+    recipe,
+    [
+        *RULES,
+        FrameworkRule(_CORE, require_whole_heads),
+        FrameworkRule("nemo/collections/llm/gpt/model", require_nemo_scaling, of_problem=True),
+        FrameworkRule("nemo/collections/llm/gpt/model/ssm.py", require_even_stages),
+    ],
+)

@@ -1,4 +1,4 @@
-"""The arguments of Megatron-LM's pretrain_gpt.py: their values, and those that change nothing."""
+"""The arguments of Megatron-LM's training scripts: their values, and those that change nothing."""
 
 import re
 from collections.abc import Sequence
@@ -22,7 +22,8 @@ _WORDS = """
 --overlap-cpu-optimizer --overlap-p2p --override-opt --per-split --profile --rampup --reset- --save
 --seed --split --start- --te-rng --tensorboard --test-data --tiktoken --timing --tokenizer --tp-comm
 --train-data --train-iters --train-samples --transformer-impl --use-checkpoint-opt --use-cuda-graph
---use-dist-ckpt --use-flash-attn --use-legacy --use-mcore --use-pytorch-profiler --valid-data
+--use-dist-ckpt --use-flash-attn --use-fused-weighted --use-legacy --use-mcore
+--use-pytorch-profiler --valid-data
 --vocab-file --wandb --weight-decay
 """
 _OTHERS = tuple(_WORDS.split())

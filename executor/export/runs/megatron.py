@@ -1,4 +1,4 @@
-"""Runs of Megatron-LM (core 0.16 to 0.20) by the arguments of its pretrain_gpt.py.
+"""Runs of Megatron-LM (core 0.16 to 0.20) by the arguments of its training scripts.
 
 Defaults are those of megatron/training/arguments.py.
 """
@@ -6,12 +6,19 @@ Defaults are those of megatron/training/arguments.py.
 import re
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import PurePath
 from typing import Any
 
 from stagewright.executor.export.layouts.core import STRATEGIES
 from stagewright.executor.export.layouts.megatron import NORMS
 from stagewright.executor.export.runs.arguments import Arguments, by_name
+from stagewright.executor.export.runs.megatron_hybrid import (
+    delta_variants,
+    flags,
+    hybrid_fields,
+    read_pattern,
+)
 from stagewright.executor.export.runs.megatron_stated import POSITIONS, read_stated, read_traits
 from stagewright.executor.export.runs.run import TrainingRun, data_degree, division
 from stagewright.executor.export.runs.shell import LaunchScript, read_script
@@ -82,32 +89,29 @@ def _gpus(script: LaunchScript) -> int | None:
 
 
 def _architecture(arguments: Arguments, name: str) -> Architecture:
-    layers, hidden = arguments.required("--num-layers"), arguments.required("--hidden-size")
+    hidden = arguments.required("--hidden-size")
     usual = ["rope"] if arguments.flag("--use-rotary-position-embeddings") else []
     kind = arguments.choice("--position-embedding-type", (*usual, *POSITIONS))
-    rotary = kind != "learned_absolute"
     positions = arguments.number("--max-position-embeddings")
     bias = not arguments.flag("--disable-bias-linear")
-    experts = _experts(arguments, layers, bias)
+    parts = _parts(arguments, hidden, bias)
+    experts, learned = parts["experts"], kind == "learned_absolute"
     if bias and experts is not None and experts.shared_width is not None:
         raise InputError("shared experts with biases: --disable-bias-linear is missing")
     norms = {text: name for name, text in NORMS.items()}
     dropout = arguments.real("--hidden-dropout")
-    window, full = _window(arguments, layers)
-    if not rotary and positions is None:
+    window, full = _window(arguments, parts["layers"])
+    if learned and positions is None:
         raise InputError("--max-position-embeddings is missing: the size of the table of positions")
-    attention = _attention(arguments, hidden, bias)
-    latent = isinstance(attention, LatentAttention)
+    latent = isinstance(parts["attention"], LatentAttention)
     return Architecture(
-        name,
-        layers,
-        hidden,
-        _vocabulary(arguments),
-        attention,
-        _feed_forward(arguments, hidden, bias),
-        experts,
+        name=name,
+        hidden=hidden,
+        vocabulary=_vocabulary(arguments),
+        **parts,
+        rotary=kind != "none",
         norm=norms[arguments.choice("--normalization", ("LayerNorm", "RMSNorm"))],  # type: ignore[arg-type]
-        positions=None if rotary else positions,
+        positions=positions if learned else None,
         tied=not arguments.flag("--untie-embeddings-and-output-weights"),
         window=window,
         full_layers=full,
@@ -117,6 +121,25 @@ def _architecture(arguments: Arguments, name: str) -> Architecture:
         traits=read_traits(arguments),
         stated=read_stated(arguments, kind, latent=latent, experts=experts is not None),
     )
+
+
+def _parts(arguments: Arguments, hidden: int, bias: bool) -> dict[str, Any]:
+    """The number of blocks, and what they have."""
+    stages, fed = read_pattern(arguments), _feed_forward(arguments, hidden, bias)
+    layers = arguments.number("--num-layers")
+    if stages is not None:
+        layers = sum(map(len, stages))
+        experts = _experts(arguments, layers, bias)
+        attention = partial(_attention, arguments, hidden, bias)
+        return hybrid_fields(arguments, stages, hidden, attention, fed, experts)
+    layers = layers or arguments.required("--num-layers")
+    return {
+        "layers": layers,
+        "attention": _attention(arguments, hidden, bias),
+        "feed_forward": fed,
+        "experts": _experts(arguments, layers, bias),
+        "variants": delta_variants(arguments, layers),
+    }
 
 
 def _vocabulary(arguments: Arguments) -> int:
@@ -153,14 +176,19 @@ def _attention(arguments: Arguments, hidden: int, bias: bool) -> GroupedAttentio
         bias=bias or arguments.flag("--add-qkv-bias"),
         output_bias=bias,
         head_norms=norms,
+        gate=arguments.flag("--attention-output-gate"),
         sinks=arguments.choice("--softmax-type", ("vanilla", "learnable")) == "learnable",
     )
 
 
 def _feed_forward(arguments: Arguments, hidden: int, bias: bool) -> FeedForward:
-    gated = arguments.flag("--swiglu", "--quick-geglu")
+    gated = _is_gated(arguments)
     usual = int(4 * hidden * 2 / 3) // 64 * 64 if gated else 4 * hidden
     return FeedForward(arguments.number("--ffn-hidden-size") or usual, gated=gated, bias=bias)
+
+
+def _is_gated(arguments: Arguments) -> bool:
+    return arguments.flag("--swiglu", "--quick-geglu")
 
 
 def _window(arguments: Arguments, layers: int) -> tuple[int | None, frozenset[int]]:
@@ -171,9 +199,7 @@ def _window(arguments: Arguments, layers: int) -> tuple[int | None, frozenset[in
     left, _, right = text.strip("()").partition(",")
     if not left.isdecimal() or right.strip() != "0":
         raise InputError(f"--window-size {text}: write the tokens to the left and 0: 4095,0")
-    limited = (
-        [1] * layers if skipped is None else _flags(skipped, layers, "--window-attn-skip-freq")
-    )
+    limited = [1] * layers if skipped is None else flags(skipped, layers, "--window-attn-skip-freq")
     return int(left) + 1, frozenset(i for i, one in enumerate(limited) if not one)
 
 
@@ -186,7 +212,7 @@ def _experts(arguments: Arguments, layers: int, bias: bool) -> Experts | None:
     arguments.flag("--moe-shared-expert-overlap")
     if number is None:
         return None
-    sparse = _flags(pattern or "1", layers, "--moe-layer-freq")
+    sparse = flags(pattern or "1", layers, "--moe-layer-freq")
     return Experts(
         number,
         per_token or 2,
@@ -196,19 +222,8 @@ def _experts(arguments: Arguments, layers: int, bias: bool) -> Experts | None:
         frozenset(i for i, one in enumerate(sparse) if not one),
         bias=bias,
         router_bias=bias,
+        gated=_is_gated(arguments),
     )
-
-
-def _flags(text: str, layers: int, name: str) -> list[int]:
-    """One flag for every layer: N is every N-th from the first, or ``([0]*3+[1]*58)``."""
-    if text.isdecimal() and int(text):
-        return [int(i % int(text) == 0) for i in range(layers)]
-    runs = re.findall(r"\[([01 ,]+)\](?:\*(\d+))?", text)
-    found = [int(one) for ones, n in runs for _ in range(int(n or 1)) for one in ones.split(",")]
-    whole = re.fullmatch(r"\(?(\[[01 ,]+\](\*\d+)?\+?)+\)?", text.replace(" ", ""))
-    if whole is None or len(found) != layers:
-        raise InputError(f"{name} {text}: write a number, or {layers} flags such as [0]*1+[1]*9")
-    return found
 
 
 def _layout(arguments: Arguments, architecture: Architecture, gpus: int | None) -> Layout:
@@ -247,6 +262,9 @@ def _expert(arguments: Arguments, architecture: Architecture, tensor: int) -> in
 def _stages(arguments: Arguments, layers: int, pipeline: int) -> dict[str, Any]:
     """Chunks, and the blocks of the ends or of every stage where they differ."""
     text = arguments.text("--pipeline-model-parallel-layout")
+    stages = read_pattern(arguments)
+    if stages is not None and len(stages) > 1:
+        return division(tuple(map(len, stages)), pipeline)
     ends = {
         "first_blocks": arguments.number("--decoder-first-pipeline-num-layers"),
         "last_blocks": arguments.number("--decoder-last-pipeline-num-layers"),
@@ -277,7 +295,8 @@ def _recomputation(arguments: Arguments, architecture: Architecture) -> dict[str
     if arguments.flag("--recompute-activations"):
         granularity = "selective"
     if granularity == "full":
-        if method != "block" and (number or 1) > 1:
+        paired = any(len(one) > 1 for stage in read_pattern(arguments) or () for one in stage)
+        if method != "block" and (number or 1) > (2 if paired else 1):
             raise InputError(
                 f"--recompute-num-layers {number} with the method uniform: layouts keep the input "
                 "of every layer; write 1"

@@ -10,7 +10,7 @@ from stagewright.graphs.models.traits import (
     SQUARED_RELU,
 )
 
-POSITIONS = ("learned_absolute", "rope", "yarn")
+POSITIONS = ("learned_absolute", "rope", "yarn", "none")
 _ROUTER = ("score-function", "pre-softmax", "num-groups", "group-topk", "topk-scaling-factor",
            "enable-expert-bias", "load-balancing-type")  # fmt: skip
 

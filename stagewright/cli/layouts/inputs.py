@@ -123,7 +123,8 @@ class NumberOptions(TuningOptions):
     """Images in a sample of a model with a tower for them, each of the size that the
     configuration names; default: 1."""
     encoder_tokens: Annotated[int | None, Option(form="S")] = None
-    """Tokens of the encoder in a sample; default: as many as of the decoder."""
+    """Tokens of the encoder in a sample, or of the text of a diffusion transformer; default: as
+    many as of the decoder, or those of the published training."""
     precision: Precision = "bf16"
     """Type of weights and activations; fp8, tf32: of products, beside bf16 and fp32."""
     attention: Literal["fused", "materialized"] = "fused"
