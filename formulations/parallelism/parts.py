@@ -48,9 +48,8 @@ class Parts:
             self.shares,
             layout.pipeline,
             layout.blocks_of_stages(blocks),
-            layout.recomputed_of_stages(blocks)
-            if not layout.offload_blocks
-            else (layout.offload_blocks,),
+            layout.treated_of_stages(blocks),
+            layout.treatment,
         )
 
     def varied(self, layout: Layout) -> "Parts":
@@ -206,7 +205,7 @@ class Parts:
     def of_time(self, rank: int, part: Callable[[LayerTime], float]) -> float:
         """Seconds of a part of a rank's layers in an iteration, without ZeRO's exchanges."""
         layers = self.cut.ranks.layers[self.cut.ranks.index[rank]]
-        each: float = sum(n * part(self.costs.time(one, again)) for one, again, n in layers)
+        each: float = sum(n * part(self.costs.of(one, kind).time) for one, kind, n in layers)
         return self.microbatches * each
 
     def memory(self, rank: int, activations: float) -> RankMemory:

@@ -100,7 +100,7 @@ class StageOptions:
     def _layers(self, key: "_Key") -> Layers:
         first, last, start, count, again = key
         own = self.shares.blocks[start : start + count]
-        return stage_layers(self.shares, own, again, first=first, last=last)
+        return stage_layers(self.shares, own, again, self.layout.treatment, first=first, last=last)
 
     def _peak(self, key: "_Key", kept: float) -> float:
         """Bytes of a stage that keeps so many forwards."""

@@ -17,7 +17,7 @@ from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.arrays import Bools, Floats
 from stagewright.graphs.models.modules import OFFLOAD, modules_of
-from stagewright.graphs.models.shards import Recompute
+from stagewright.graphs.models.shards import LayerSplit, Recompute
 from stagewright.solvers.parallelism.choices import (
     Bounds,
     Choice,
@@ -90,6 +90,15 @@ class Tree:
     def least(self) -> float:
         """The best layout's seconds, infinite without any."""
         return self.best[0].seconds if self.best else math.inf
+
+    @property
+    def has_room(self) -> bool:
+        """Whether all devices together hold the states of every parameter once."""
+        problem, whole = self.problem, LayerFamily(self.problem, LayerSplit())
+        sizes = problem.precision
+        states = sizes.gradient_bytes + sizes.optimizer_bytes * (True not in self.space.offload)
+        held = whole.parameters.all.sum() * sizes.weight_bytes + whole.trained.all.sum() * states
+        return bool(problem.reserve_bytes + held / problem.fabric.devices <= self.about_memory)
 
     def families(self) -> Iterator[_Child]:
         """Step 1: parts by the division of layers among ranks."""
