@@ -107,7 +107,7 @@ def search(
     heapq.heapify(heap)
     if not heap:
         raise InputError(f"no degrees of the space are possible: {tree.space.why_none(problem)}")
-    if not tree.has_room:
+    if tree.space.least_bytes(problem) > tree.about_memory:
         heap.clear()
     for part in _open_parts(heap, tree, numbers, stop):
         for bound, inner in part():
