@@ -1,9 +1,11 @@
-"""What it costs to start a run on this machine: CPU seconds beside those of an import of torch.
+"""What it costs to start a command or a run: CPU seconds beside those of an import of torch.
 
 ``python -m benchmarks launching [--quick]``. A run is one step of a model that computes next to
-nothing. Imports and runs take turns.
+nothing. The layouts are of 64 GPUs and are all found and proved; kernels are compiled before. All
+take turns.
 """
 
+import json
 import os
 import resource
 import subprocess
@@ -27,6 +29,17 @@ IMPORTS = {
     "import torch": "import torch",
     "import torch, torch._dynamo (as an optimizer of torch does)": "import torch, torch._dynamo",
 }
+COMMANDS = {
+    "stagewright --help": ["--help"],
+    "stagewright models": ["models"],
+    "stagewright train-plan, a type of the table": ["train-plan", "llama.json"],
+    "stagewright train-plan, a type read from its module": ["train-plan", "hunyuan_v1_dense.json"],
+}
+LAYOUTS = ["--device", "h100", "--gpus", "64", "--global-batch", "512", "--sequence", "2048"]
+CONFIG = {
+    "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 14336, "vocab_size": 128_256,
+}  # fmt: skip
 MODEL = """
 import torch
 
@@ -63,10 +76,15 @@ def cpu_seconds(command: Sequence[str], folder: Path) -> float:
 
 
 def tables(quick: bool) -> Iterator[Table]:
-    """Imports of torch, and runs of one step on several ranks."""
+    """Imports of torch, commands, and runs of one step on several ranks."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         commands = {label: ["-c", text] for label, text in IMPORTS.items()}
+        for kind in ("llama", "hunyuan_v1_dense"):
+            (folder / f"{kind}.json").write_text(json.dumps({"model_type": kind, **CONFIG}))
+        for label, words in COMMANDS.items():
+            layouts = LAYOUTS if "train-plan" in words else []
+            commands[label] = ["-m", "stagewright", *words, *layouts]
         for ranks in RANKS:
             save_plan(plan_on(ranks), folder / f"{ranks}.json")
             (folder / f"model{ranks}.py").write_text(MODEL.format(stages=ranks))
@@ -81,7 +99,7 @@ def tables(quick: bool) -> Iterator[Table]:
     one = seconds["import torch"]
     yield Table(
         "launching",
-        f"To start a run: CPU seconds, median of {QUICK_TURNS if quick else TURNS}",
+        f"To start a command or a run: CPU seconds, median of {QUICK_TURNS if quick else TURNS}",
         ("command", "CPU s", "imports of torch"),
         tuple((label, found, found / one) for label, found in seconds.items()),
     )

@@ -16,7 +16,7 @@ from benchmarks.report import Table, percent
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.pipelines.bppm import StageChoice
 from stagewright.formulations.plans.pipeline import PipelineProblem
-from stagewright.graphs.importers import read_pipedream
+from stagewright.graphs.importers.pipedream import read_pipedream
 from stagewright.graphs.machines.cluster import Cluster, Link, uniform_servers
 from stagewright.graphs.models.chain import Chain
 from stagewright.solvers.planners.baselines.hierarchy import hierarchy_of, optimize, placed

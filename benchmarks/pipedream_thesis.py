@@ -25,7 +25,7 @@ from stagewright.formulations.plans.assembly import assemble_pattern
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
 from stagewright.graphs.documents.arrays import Floats
-from stagewright.graphs.importers import pipedream_graph
+from stagewright.graphs.importers.pipedream import pipedream_graph
 from stagewright.graphs.machines.cluster import Cluster, Link, uniform_servers
 from stagewright.solvers.planners.baselines.hierarchy import (
     Hierarchy,

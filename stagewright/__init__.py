@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     )
     from stagewright.front.results import print_progress
     from stagewright.front.schedules import compare_schedules, jobshop, schedule
-    from stagewright.graphs.importers.partition_problems import load_partition_problem
+    from stagewright.graphs.importers.piper import load_partition_problem
     from stagewright.graphs.machines.cluster import (
         Link,
         load_cluster,
@@ -99,7 +99,7 @@ _LAZY = {
         "check_profiled_plan", "profiled_train_plan", "train_plan",
     ),
     "stagewright.front.operators": ("check_placement", "divide", "place"),
-    "stagewright.graphs.importers.partition_problems": ("load_partition_problem",),
+    "stagewright.graphs.importers.piper": ("load_partition_problem",),
     "stagewright.front.pipelines": (
         "check", "check_proofs", "compare", "diff", "export", "partition", "plan", "show",
         "simulate", "sweep", "what_if",

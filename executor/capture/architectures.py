@@ -50,12 +50,15 @@ def architecture_of_module(values: dict[str, Any]) -> Architecture:
     kind = values["model_type"]
     model = _built(kind, values)
     config = model.config.get_text_config()
-    blocks = _blocks(model, kind, config.num_hidden_layers)
     try:
+        blocks = _blocks(model, kind, config.num_hidden_layers)
         found = _architecture(kind, model, config, blocks)
-    except (AttributeError, KeyError, IndexError) as error:
+    except InputError:
+        raise
+    except Exception as error:  # of parts or fields that known types have; transformers has its own
         raise InputError(
-            f"model_type {kind!r} is not priced: its blocks lack what known ones have, {error}"
+            f"model_type {kind!r} is not priced: its blocks lack what known ones have, "
+            f"{_said(error)}"
         ) from error
     _require_equal(found, model, blocks)
     return found
@@ -72,10 +75,14 @@ def _built(kind: str, values: dict[str, Any]) -> Any:
                 config, attn_implementation="eager", experts_implementation="batched_mm"
             )
     except Exception as error:  # whatever a configuration's class or a module raises
-        why = " ".join(str(error).split()).partition(". ")[0][:200]
-        raise InputError(f"transformers cannot build it: {why}") from error
+        raise InputError(f"transformers cannot build it: {_said(error)}") from error
     model.tie_weights()
     return model.eval()
+
+
+def _said(error: Exception) -> str:
+    """The first sentence of a message."""
+    return " ".join(str(error).split()).partition(". ")[0][:200]
 
 
 def _blocks(model: nn.Module, kind: str, layers: int) -> list[nn.Module]:

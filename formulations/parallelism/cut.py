@@ -8,10 +8,10 @@ from functools import lru_cache
 import numpy as np
 
 from stagewright.graphs.documents.arrays import Ints
-from stagewright.graphs.models.shards import LayerShare, Shares
+from stagewright.graphs.models.shards import LayerShare, Recompute, Shares
 
-Layers = tuple[tuple[LayerShare, bool, int], ...]
-"""Layers of a stage or of a rank: of each kind, whether it is recomputed, how many there are."""
+Layers = tuple[tuple[LayerShare, Recompute, int], ...]
+"""Layers of a stage or of a rank: of each kind, how it is treated, how many there are."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -31,50 +31,67 @@ class Cut:
 
 
 @lru_cache(maxsize=4096)
-def cut(of: Shares, pipeline: int, blocks: tuple[int, ...], recomputed: tuple[int, ...]) -> Cut:
+def cut(
+    of: Shares,
+    pipeline: int,
+    blocks: tuple[int, ...],
+    treated: tuple[int, ...],
+    treatment: Recompute,
+) -> Cut:
     """The cut with ``blocks`` in every stage: the embedding is in the first, the head in the last.
 
-    Stage s is on rank s mod ``pipeline``; its first ``recomputed`` blocks are recomputed, nothing
-    else is.
+    Stage s is on rank s mod ``pipeline``; its first ``treated`` blocks have the ``treatment``,
+    nothing else has.
     """
     stages: list[Layers] = []
     start, last = 0, len(blocks) - 1
-    for stage, (count, again) in enumerate(zip(blocks, recomputed, strict=True)):
+    for stage, (count, first) in enumerate(zip(blocks, treated, strict=True)):
         own = of.blocks[start : start + count]
-        stages.append(stage_layers(of, own, again, first=stage == 0, last=stage == last))
+        ends = {"first": stage == 0, "last": stage == last}
+        stages.append(stage_layers(of, own, first, treatment, **ends))
         start += count
     ranks = [_together(stages[rank::pipeline]) for rank in range(pipeline)]
     return Cut(_kinds(stages), _kinds(ranks))
 
 
+@lru_cache(maxsize=1 << 14)
 def stage_layers(
-    of: Shares, blocks: tuple[int, ...], again: int, *, first: bool, last: bool
+    of: Shares,
+    blocks: tuple[int, ...],
+    treated: int,
+    treatment: Recompute,
+    *,
+    first: bool,
+    last: bool,
 ) -> Layers:
-    """The layers of a stage with ``blocks``, of which the first ``again`` are recomputed."""
-    layers = [*_counted(of, blocks[:again], True), *_counted(of, blocks[again:], False)]
+    """The layers of a stage with ``blocks``, of which the first ``treated`` have the treatment."""
+    layers = [
+        *_counted(of, blocks[:treated], treatment),
+        *_counted(of, blocks[treated:], "none"),
+    ]
     if first:
-        layers.insert(0, (of.embedding, False, 1))
+        layers.insert(0, (of.embedding, "none", 1))
     if last:
-        layers.append((of.head, False, 1))
+        layers.append((of.head, "none", 1))
     return tuple(layers)
 
 
-def _counted(of: Shares, blocks: tuple[int, ...], again: bool) -> Layers:
-    return tuple((of.kinds[kind], again, n) for kind, n in sorted(Counter(blocks).items()))
+def _counted(of: Shares, blocks: tuple[int, ...], treatment: Recompute) -> Layers:
+    return tuple((of.kinds[kind], treatment, n) for kind, n in sorted(Counter(blocks).items()))
 
 
 def _together(stages: Iterable[Layers]) -> Layers:
     """The layers of several stages."""
-    counts: Counter[tuple[LayerShare, bool]] = Counter()
+    counts: Counter[tuple[LayerShare, Recompute]] = Counter()
     for stage in stages:
-        for one, again, n in stage:
-            counts[one, again] += n
-    return tuple((one, again, n) for (one, again), n in counts.items())
+        for one, treatment, n in stage:
+            counts[one, treatment] += n
+    return tuple((*kind, n) for kind, n in counts.items())
 
 
 def _kinds(every: list[Layers]) -> Kinds:
     """Equal layers are equal objects, whatever their order."""
-    keys: dict[frozenset[tuple[LayerShare, bool, int]], int] = {}
+    keys: dict[frozenset[tuple[LayerShare, Recompute, int]], int] = {}
     index = [keys.setdefault(frozenset(one), len(keys)) for one in every]
     firsts = {kind: one for kind, one in zip(reversed(index), reversed(every), strict=True)}
     return Kinds(tuple(firsts[kind] for kind in range(len(keys))), np.array(index))

@@ -42,7 +42,7 @@ def share_time(
 ) -> LayerTime:
     """:func:`layer_time`, remembered; a layer that sends nothing to experts has it once for all."""
     if not share.dispatched and split.expert > 1:
-        split = replace(split, expert=1)
+        split = LayerSplit(split.tensor, split.context, 1, split.sequence_parallel)
     return _layer_time(problem, share, split, samples, recompute, put_off)
 
 

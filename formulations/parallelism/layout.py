@@ -13,7 +13,7 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MAX_MICROBATCHES, require_count
 from stagewright.graphs.machines.fabric import MAX_GPUS
 from stagewright.graphs.machines.groups import Group
-from stagewright.graphs.models.modules import MODULES, joined, require_recompute
+from stagewright.graphs.models.modules import MODULES, OFFLOAD, joined, require_recompute
 from stagewright.graphs.models.shards import LayerSplit, Recompute
 
 Schedule = Literal["1f1b", "zero-bubble"]
@@ -175,6 +175,11 @@ class Layout:
         return LayerSplit(self.tensor, self.context, self.expert, self.sequence_parallel)
 
     @property
+    def treatment(self) -> Recompute:
+        """What is done with the activations of a stage's first blocks, if with any."""
+        return OFFLOAD if self.offload_blocks else self.recompute
+
+    @property
     def data_stride(self) -> int:
         """Distance of the ranks of one data group; context ranks have the same weights."""
         inside = self.pipeline if self.placement == "pipeline-inside" else 1
@@ -250,6 +255,12 @@ class Layout:
         middle = [each] * (self.stages - 2)
         first, last = (each if one is None else one for one in ends)
         return (first, *middle, last)
+
+    def treated_of_stages(self, blocks: int) -> tuple[int, ...]:
+        """How many blocks of every stage, the first ones, have the ``treatment``."""
+        if self.offload_blocks:
+            return (self.offload_blocks,)
+        return self.recomputed_of_stages(blocks)
 
     def recomputed_of_stages(self, blocks: int) -> tuple[int, ...]:
         """How many blocks of every stage, the first ones, are recomputed.

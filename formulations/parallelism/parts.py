@@ -18,7 +18,7 @@ from stagewright.formulations.parallelism.pipeline_time import (
 from stagewright.formulations.parallelism.states import tied_seconds
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.formulations.prices.collectives import occupied_seconds, send_seconds
-from stagewright.graphs.documents.arrays import Floats
+from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.machines.groups import GroupWays, links
 from stagewright.graphs.models.shards import LayerSplit, Shares, shares_of
 
@@ -35,6 +35,14 @@ def shares(problem: TrainingProblem, split: LayerSplit) -> Shares:
     )
 
 
+@lru_cache(maxsize=4096)
+def _all_forwards(
+    of: Callable[..., Ints], pipeline: int, chunks: int, microbatches: int, split: bool
+) -> Ints:
+    ranks, each = np.arange(pipeline), np.arange(chunks)[:, None]
+    return of(pipeline, chunks, microbatches, split, ranks, each)
+
+
 class Parts:
     """The quantities of a layout, by stage or by the position of a rank in the pipeline."""
 
@@ -48,9 +56,8 @@ class Parts:
             self.shares,
             layout.pipeline,
             layout.blocks_of_stages(blocks),
-            layout.recomputed_of_stages(blocks)
-            if not layout.offload_blocks
-            else (layout.offload_blocks,),
+            layout.treated_of_stages(blocks),
+            layout.treatment,
         )
 
     def varied(self, layout: Layout) -> "Parts":
@@ -179,10 +186,7 @@ class Parts:
             + (np.cumsum(returned[::-1])[::-1][-layout.pipeline :] - returned[-layout.pipeline :])
             + self.hop * (layout.pipeline - 1 - ranks)
         )
-        chunks = np.arange(layout.chunks)[:, None]
-        done = first_forwards(
-            layout.pipeline, layout.chunks, self.microbatches, self.is_split, ranks, chunks
-        )
+        done = self._forwards(first_forwards)
         found: Floats = arrives - (forward.reshape(done.shape) * done).sum(axis=0)
         return found
 
@@ -195,18 +199,19 @@ class Parts:
 
     @cached_property
     def _least_kept(self) -> Floats:
-        layout = self.layout
-        ranks, chunks = np.arange(layout.pipeline), np.arange(layout.chunks)[:, None]
-        kept = kept_forwards(
-            layout.pipeline, layout.chunks, self.microbatches, self.is_split, ranks, chunks
-        )
+        kept = self._forwards(kept_forwards)
         found: Floats = (self.saved.reshape(kept.shape) * kept).sum(axis=0)
         return found
+
+    def _forwards(self, of: Callable[..., Ints]) -> Ints:
+        """(chunks, ranks) forwards, as ``first_forwards`` or ``kept_forwards`` count them."""
+        layout = self.layout
+        return _all_forwards(of, layout.pipeline, layout.chunks, self.microbatches, self.is_split)
 
     def of_time(self, rank: int, part: Callable[[LayerTime], float]) -> float:
         """Seconds of a part of a rank's layers in an iteration, without ZeRO's exchanges."""
         layers = self.cut.ranks.layers[self.cut.ranks.index[rank]]
-        each: float = sum(n * part(self.costs.time(one, again)) for one, again, n in layers)
+        each: float = sum(n * part(self.costs.of(one, kind).time) for one, kind, n in layers)
         return self.microbatches * each
 
     def memory(self, rank: int, activations: float) -> RankMemory:

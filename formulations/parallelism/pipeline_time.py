@@ -5,6 +5,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar, TypeAlias
 
 import numpy as np
@@ -26,7 +27,7 @@ from stagewright.formulations.prices.collectives import link_seconds
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.models.modules import OFFLOAD
-from stagewright.graphs.models.shards import LayerShare, Shares
+from stagewright.graphs.models.shards import LayerShare, LayerSplit, Recompute, Shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,23 +56,59 @@ class RankMemory:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class TreatedLayer:
+    """A layer on a microbatch: its times, the bytes that a forward makes, and those that it keeps.
+
+    Its backward holds ``held_again`` bytes in addition to those kept: repeated activations, and the
+    gradient of the logits; where activations are offloaded, those of a block on its way beside the
+    blocks that are kept.
+    """
+
+    time: LayerTime
+    made: float
+    kept: float
+    held_again: float
+
+
+@lru_cache(maxsize=256)
+def _known_layers(
+    problem: TrainingProblem, split: LayerSplit, samples: int, put_off: bool, offloads: bool
+) -> dict[tuple[LayerShare, Recompute], TreatedLayer]:
+    """The layers that were computed, of all layouts that have them alike; at first none."""
+    return {}
+
+
 class StageCosts:
     """Times (s) and bytes of layers in a layout, wherever its stages begin and end."""
 
     def __init__(self, problem: TrainingProblem, layout: Layout, of: Shares) -> None:
         self.problem, self.layout, self.width = problem, layout, of.widest
+        self._known = _known_layers(
+            problem, layout.split, layout.microbatch, self.is_split, layout.offload_blocks > 0
+        )
 
     @property
     def is_split(self) -> bool:
         """Whether backwards are split in two."""
         return self.layout.schedule == "zero-bubble"
 
-    def time(self, share: LayerShare, again: bool) -> LayerTime:
-        """The layer's times; with ``again`` the backward includes a second forward."""
-        recompute = self.layout.recompute if again else "none"
-        layout = self.layout
-        return share_time(
-            self.problem, share, layout.split, layout.microbatch, recompute, self.is_split
+    def of(self, share: LayerShare, treatment: Recompute) -> TreatedLayer:
+        """A layer, as its activations are treated."""
+        if (share, treatment) not in self._known:
+            self._known[share, treatment] = self._of(share, treatment)
+        return self._known[share, treatment]
+
+    def _of(self, share: LayerShare, treatment: Recompute) -> TreatedLayer:
+        layout, processor = self.layout, self.problem.processor
+        samples, whole = layout.microbatch, processor.saved_bytes(share, "none")
+        kept = samples * processor.saved_bytes(share, treatment)
+        again = max(0.0, samples * (whole + processor.gradient_of_loss(share)) - kept)
+        return TreatedLayer(
+            time=share_time(self.problem, share, layout.split, samples, treatment, self.is_split),
+            made=samples * whole,
+            kept=kept,
+            held_again=samples * whole if layout.offload_blocks and share.is_block else again,
         )
 
     def held(self, layers: Layers) -> Held:
@@ -100,24 +137,20 @@ class StageCosts:
         device's copy engines move them.
         """
         host = self.problem.fabric.host_bytes_per_second
-        if not self.layout.offload_blocks or host is None:
+        if host is None:
             return 0.0
-        moved = sum(n * self._made(one) for one, away, n in layers if away)
+        moved = sum(n * self.of(one, kind).made for one, kind, n in layers if kind == OFFLOAD)
         return self.problem.charges("activation offload") * link_seconds(moved, host)
-
-    def _made(self, share: LayerShare) -> float:
-        """Bytes that a forward makes and, with nothing recomputed or offloaded, keeps."""
-        return self.layout.microbatch * self.problem.processor.saved_bytes(share, "none")
 
     def put_off(self, layers: Layers) -> float:
         """The part of the backward that is put off."""
-        return sum(n * self.time(one, again).weight for one, again, n in layers)
+        return sum(n * self.of(one, kind).time.weight for one, kind, n in layers)
 
     def _forward(self, layers: Layers) -> float:
-        return sum(n * self.time(one, again).forward for one, again, n in layers)
+        return sum(n * self.of(one, kind).time.forward for one, kind, n in layers)
 
     def _backward(self, layers: Layers) -> float:
-        return sum(n * self.time(one, again).backward for one, again, n in layers)
+        return sum(n * self.of(one, kind).time.backward for one, kind, n in layers)
 
     def _beside(self, work: float, moved: float) -> float:
         """Seconds of work and of an exchange that runs beside or after the work."""
@@ -153,13 +186,8 @@ class StageCosts:
         elements = sum(size for _, size in {one.kept_once for one, _, _ in layers})
         each = self.problem.precision.activation_bytes * (1 + self.problem.memory.slack)
         return self.layout.microbatch * elements * each + sum(
-            n * self._saved(one, again) for one, again, n in layers
+            n * self.of(one, kind).kept for one, kind, n in layers
         )
-
-    def _saved(self, share: LayerShare, again: bool) -> float:
-        kind = OFFLOAD if self.layout.offload_blocks else self.layout.recompute
-        recompute = kind if again else "none"
-        return self.layout.microbatch * self.problem.processor.saved_bytes(share, recompute)
 
     def memory(self, layers: Layers, activations: float) -> RankMemory:
         """The peak of a rank whose forwards keep ``activations`` at most."""
@@ -170,25 +198,10 @@ class StageCosts:
             gradients=kept.gradients,
             optimizer=kept.optimizer,
             activations=activations,
-            buffers=self._repeated_most(layers) + self._gathered_bytes(of),
+            buffers=max(self.of(one, kind).held_again for one, kind, _ in layers)
+            + self._gathered_bytes(of),
             reserve=self.problem.reserve_bytes,
         )
-
-    def _repeated_most(self, layers: Layers) -> float:
-        return max(self._repeated_bytes(one, again) for one, again, _ in layers)
-
-    def _repeated_bytes(self, share: LayerShare, again: bool) -> float:
-        """Bytes that a layer's backward holds in addition to those kept from the forward.
-
-        These are repeated activations, and the gradient of the logits; where activations are
-        offloaded, those of a block on its way beside the blocks that are kept.
-        """
-        if self.layout.offload_blocks and share.is_block:
-            return self._made(share)
-        whole = self.problem.processor.saved_bytes(
-            share, "none"
-        ) + self.problem.processor.gradient_of_loss(share)
-        return max(0.0, self.layout.microbatch * whole - self._saved(share, again))
 
     def _gathered_bytes(self, of: Held) -> float:
         """Bytes gathered for a layer: with ZeRO its weights, and the hidden states of all ranks."""

@@ -149,12 +149,7 @@ class Processor:
 
     def saved_bytes(self, share: LayerShare, recompute: Recompute) -> float:
         """Bytes that a layer's forward keeps of a sample for the backward."""
-        precision = self.precision
-        counted = share.saved_bytes(
-            precision.activation_bytes, recompute, self.memory, fp8=precision.fp8_products
-        )
-        is_input = recompute == "full" and share.is_block
-        return counted if is_input else counted * self.measured_bytes.get(share.kind, 1.0)
+        return _saved_bytes(self, share, recompute)
 
     def gradient_of_loss(self, share: LayerShare) -> float:
         """Bytes of a sample's large gradients that a layer's backward begins with."""
@@ -171,6 +166,16 @@ class Processor:
         parameters = trained + share.trained_tied_parameters
         moved = precision.weight_bytes + 2 * precision.gradient_bytes
         return self.moving_seconds(parameters * moved)
+
+
+@lru_cache(maxsize=1 << 13)
+def _saved_bytes(processor: Processor, share: LayerShare, recompute: Recompute) -> float:
+    precision = processor.precision
+    counted = share.saved_bytes(
+        precision.activation_bytes, recompute, processor.memory, fp8=precision.fp8_products
+    )
+    is_input = recompute == "full" and share.is_block
+    return counted if is_input else counted * processor.measured_bytes.get(share.kind, 1.0)
 
 
 @dataclass(frozen=True, eq=False, slots=True)

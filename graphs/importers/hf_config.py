@@ -23,10 +23,10 @@ from stagewright.graphs.importers.hf_blocks import parts_of, words_of
 from stagewright.graphs.importers.hf_fields import ExpertFields, ModelType
 from stagewright.graphs.importers.hf_hub import config_file, is_hub_name
 from stagewright.graphs.importers.hf_towers import WRAPPERS, text_type, with_encoder, with_vision
-from stagewright.graphs.importers.hf_types import ENCODER_DECODER, NOT_PRICED, TYPES
+from stagewright.graphs.importers.hf_types import TYPES
 from stagewright.graphs.models.architecture import Architecture
 from stagewright.graphs.models.stated import RotaryScaling, Routing, Stated
-from stagewright.graphs.models.traits import PARTLY_ROTATED
+from stagewright.graphs.models.traits import ENCODER_DECODER, PARTLY_ROTATED
 
 _FULL = "full_attention"
 _ALIKE = 0.6  # of the names of model types, by difflib's ratio
@@ -43,8 +43,17 @@ _OF_PARAMS, _NOT_DENSE = {"dim", "n_layers", "n_heads"}, ("moe", "sliding_window
 _OF_WRAPPERS = ("tie_word_embeddings",)
 """Fields of a model with other towers that are its text model's too."""
 
-
 _NOT_OF_TEXT = ("model_type", "vision_config")
+
+_NOT_PRICED = {
+    "blocks that share weights, or mixers of no known kind,": (
+        "zamba", "zamba2", "recurrent_gemma", "rwkv", "xlstm",
+    ),
+    ENCODER_DECODER: (
+        "t5gemma", "bigbird_pegasus", "led", "blenderbot", "speech_to_text",
+    ),
+}  # fmt: skip
+"""What is not priced, and the types that have it; a configuration's own fields may say it too."""
 
 
 class UnknownType(InputError):  # noqa: N818 - named as InvalidPlan is
@@ -324,7 +333,7 @@ def _unknown(values: dict[str, Any]) -> InputError:
         return InputError(message)
     shaped = all(name in values for name in _LLAMA_SHAPED)
     near = _nearest(kind, values) if shaped else "llama"
-    for what, kinds in NOT_PRICED.items():
+    for what, kinds in _NOT_PRICED.items():
         if kind in kinds or (what == ENCODER_DECODER and values.get("is_encoder_decoder") is True):
             return InputError(f"{message}, and {what} cannot be priced; the nearest is {near}")
     if shaped:

@@ -7,19 +7,11 @@ nor operators are not read.
 
 from dataclasses import replace
 
-from stagewright.graphs.importers import hf_recurrences as recurrent
+from stagewright.graphs.importers import hf_fields
 from stagewright.graphs.importers.config_fields import Field
-from stagewright.graphs.importers.hf_encoders import ENCODER_DECODERS
 from stagewright.graphs.importers.hf_fields import ExpertFields, ModelType
-from stagewright.graphs.models.traits import (
-    ADDED_ONE,
-    ADJACENT,
-    ALIBI,
-    CLAMPED,
-    NORMS_AFTER,
-    PARTLY_ROTATED,
-    SQUARED_RELU,
-)
+from stagewright.graphs.importers.hf_towers import ENCODER_DECODERS
+from stagewright.graphs.models import traits
 
 _GELU = "GELU gates"
 _UNROTATED = "blocks without rotary positions"
@@ -84,16 +76,16 @@ _GPT2 = ModelType(
 )  # fmt: skip
 _GPTJ = replace(
     _GPT2, bias=False, norms=1, parallel=True, positions=None, logits_bias=True, dropout=_DROPPED,
-    tied=("tie_word_embeddings", False), traits=(ADJACENT, PARTLY_ROTATED),
+    tied=("tie_word_embeddings", False), traits=(traits.ADJACENT, traits.PARTLY_ROTATED),
     required=(),
 )  # fmt: skip
 _GLM = ModelType(
     bias=("attention_bias", True), output_bias=False, groups=("num_key_value_heads", 2),
     head_size=("head_dim", 128), epsilon=("rms_norm_eps", 1.5625e-7), rotary_part=_HALF,
-    traits=(ADJACENT,),
+    traits=(traits.ADJACENT,),
 )  # fmt: skip
 _OLMO2 = ModelType(
-    head_size=None, whole_norms=True, epsilon=_EPSILON, traits=(NORMS_AFTER,),
+    head_size=None, whole_norms=True, epsilon=_EPSILON, traits=(traits.NORMS_AFTER,),
 )  # fmt: skip
 _GRANITE_EXPERTS = ExpertFields(
     number=("num_local_experts", 8), per_token=("num_experts_per_tok", 2),
@@ -103,11 +95,11 @@ _GRANITE = ModelType(head_size=None, mlp_bias=("mlp_bias", False), traits=(_SCAL
 _COHERE = ModelType(
     head_size=None, whole_norms=("use_qk_norm", False), norm="layer-scale", norms=1, parallel=True,
     epsilon=_LAYER_EPSILON, base=("rope_theta", 5e5), tied=_TIED,
-    traits=(ADJACENT, "a factor of logits"),
+    traits=(traits.ADJACENT, "a factor of logits"),
 )  # fmt: skip
 _ERNIE = ModelType(
     bias=("use_bias", False), mlp_bias=("use_bias", False), epsilon=_EPSILON,
-    base=("rope_theta", 5e5), tied=_TIED, traits=(ADJACENT,),
+    base=("rope_theta", 5e5), tied=_TIED, traits=(traits.ADJACENT,),
 )  # fmt: skip
 _MIXTRAL_EXPERTS = ExpertFields(number="num_local_experts|num_experts", width="intermediate_size")
 _OLMO_EXPERTS = ExpertFields(
@@ -117,7 +109,12 @@ _OLMO_EXPERTS = ExpertFields(
 
 _QWEN3_HYBRID = replace(
     _QWEN3, head_size=("head_dim", 256), gate=True, pattern=None, when=(),
-    rotary_part=("partial_rotary_factor", 0.25), recurrent=recurrent.DELTA, traits=(ADDED_ONE,),
+    rotary_part=("partial_rotary_factor", 0.25), recurrent=hf_fields.DELTA,
+    traits=(traits.ADDED_ONE,),
+)  # fmt: skip
+_MAMBA = ModelType(
+    width=None, epsilon=("layer_norm_epsilon", 1e-5), base=None, rotary=False,
+    recurrent=hf_fields.MAMBA,
 )  # fmt: skip
 _HYBRID = ModelType(
     groups=("num_key_value_heads", 8), mlp_bias=("mlp_bias", False), epsilon=_EPSILON
@@ -126,8 +123,7 @@ _LFM2 = ModelType(
     width="block_ff_dim|intermediate_size", narrowed=True, groups=("num_key_value_heads", 8),
     head_size=None, bias=False, head_norms=True,
     epsilon=("norm_eps", 1e-5), base=("rope_theta", 1e6),
-    tied=("tie_embedding|tie_word_embeddings", True),
-    recurrent=recurrent.SHORT,
+    tied=("tie_embedding|tie_word_embeddings", True), recurrent=hf_fields.SHORT,
 )  # fmt: skip
 TYPES: dict[str, ModelType] = {
     "gpt2": _GPT2,
@@ -140,8 +136,7 @@ TYPES: dict[str, ModelType] = {
     "qwen2": _QWEN2,
     "qwen2_moe": replace(
         _QWEN2, groups=("num_key_value_heads", 16), bias=("qkv_bias", True),
-        alternates=True,
-        experts=_QWEN_SHARED_EXPERTS,
+        alternates=True, experts=_QWEN_SHARED_EXPERTS,
     ),
     "qwen3": _QWEN3,
     "qwen3_moe": replace(
@@ -161,7 +156,7 @@ TYPES: dict[str, ModelType] = {
         groups=("num_key_value_heads", 8), head_size=("head_dim", 64),
         bias=("attention_bias", True), sinks=True, epsilon=_EPSILON, base=("rope_theta", 150_000.0),
         window=("sliding_window", 128), pattern=2,
-        experts=replace(_MIXTRAL_EXPERTS, bias=True, router_bias=True), traits=(CLAMPED,),
+        experts=replace(_MIXTRAL_EXPERTS, bias=True, router_bias=True), traits=(traits.CLAMPED,),
     ),
     "phi": ModelType(
         head_size=None, bias=True, head_norms=("qk_layernorm", False), gated=False, mlp_bias=True,
@@ -169,9 +164,8 @@ TYPES: dict[str, ModelType] = {
         epsilon=_LAYER_EPSILON, rotary_part=_HALF, logits_bias=True, dropout=_DROPPED,
     ),
     "phi3": ModelType(
-        head_size=None, bias=False, epsilon=_EPSILON,
-        rotary_part=("partial_rotary_factor", 1.0),
-        window=("sliding_window", None), dropout=_DROPPED,
+        head_size=None, bias=False, epsilon=_EPSILON, window=("sliding_window", None),
+        rotary_part=("partial_rotary_factor", 1.0), dropout=_DROPPED,
     ),
     "phimoe": ModelType(
         groups=("num_key_value_heads", 8), head_size=None, norm="layer",
@@ -181,8 +175,7 @@ TYPES: dict[str, ModelType] = {
     ),
     "llama4_text": ModelType(
         groups=("num_key_value_heads", 8), head_size=("head_dim", 128),
-        width="intermediate_size_mlp", epsilon=_EPSILON,
-        base=("rope_theta", 5e5),
+        width="intermediate_size_mlp", epsilon=_EPSILON, base=("rope_theta", 5e5),
         window=("attention_chunk_size", 8192), chunked=True, pattern=("no_rope_layer_interval", 4),
         experts=ExpertFields(
             number="num_local_experts", width="intermediate_size", shared="intermediate_size",
@@ -190,7 +183,7 @@ TYPES: dict[str, ModelType] = {
             dense=("interleave_moe_layer_step", 1),
         ),
         traits=(
-            _UNROTATED, ADJACENT, "norms of heads without weights",
+            _UNROTATED, traits.ADJACENT, "norms of heads without weights",
             "experts that scale their inputs",
         ),
     ),
@@ -198,8 +191,7 @@ TYPES: dict[str, ModelType] = {
     "glm4": replace(_GLM, norms=4),
     "glm4_moe": ModelType(
         groups=("num_key_value_heads", 8), output_bias=False, head_norms=("use_qk_norm", False),
-        epsilon=_EPSILON, rotary_part=_HALF,
-        experts=_GLM_EXPERTS,
+        epsilon=_EPSILON, rotary_part=_HALF, experts=_GLM_EXPERTS,
     ),
     "glm4_moe_lite": replace(
         _DEEPSEEK_V3, epsilon=_EPSILON,
@@ -236,7 +228,7 @@ TYPES: dict[str, ModelType] = {
     ),
     "nemotron": ModelType(
         gated=False, mlp_bias=("mlp_bias", False), norm="layer", epsilon=("norm_eps", 1e-5),
-        rotary_part=_HALF, traits=(SQUARED_RELU, ADDED_ONE),
+        rotary_part=_HALF, traits=(traits.SQUARED_RELU, traits.ADDED_ONE),
     ),
     "falcon": ModelType(
         layers="num_hidden_layers|n_layer", heads="num_attention_heads|n_head", groups=1,
@@ -251,13 +243,13 @@ TYPES: dict[str, ModelType] = {
                 "new_decoder_architecture", False,
                 {"groups": ("num_kv_heads", None), "norms": ("num_ln_in_parallel_attn", 2)},
             ),
-            ("alibi", False, {"rotary": False, "traits": (ALIBI,)}),
+            ("alibi", False, {"rotary": False, "traits": (traits.ALIBI,)}),
         ),
     ),
     "bloom": replace(
         _GPT2, hidden="hidden_size|n_embed", heads="n_head|num_attention_heads", width=None,
         embedding_norm=True, rotary=False, positions=None, dropout=("hidden_dropout", 0.0),
-        traits=(ALIBI,), required=(("apply_residual_connection_post_layernorm", False),),
+        traits=(traits.ALIBI,), required=(("apply_residual_connection_post_layernorm", False),),
     ),
     "opt": ModelType(
         groups=None, head_size=None, bias=("enable_bias", True), width="ffn_dim", gated=False,
@@ -316,7 +308,7 @@ TYPES: dict[str, ModelType] = {
     ),
     "exaone4": ModelType(
         bias=False, head_norms=True, epsilon=_EPSILON, window=_WINDOW,
-        pattern=("sliding_window_pattern", 4), traits=(NORMS_AFTER, _UNROTATED),
+        pattern=("sliding_window_pattern", 4), traits=(traits.NORMS_AFTER, _UNROTATED),
     ),
     "ministral3": replace(
         _MISTRAL, head_size=("head_dim", 128), epsilon=_EPSILON,
@@ -329,7 +321,7 @@ TYPES: dict[str, ModelType] = {
         dropout=("residual_dropout", 0.1),
     ),
     "arcee": ModelType(
-        gated=False, mlp_bias=("mlp_bias", False), epsilon=_EPSILON, traits=(SQUARED_RELU,)
+        gated=False, mlp_bias=("mlp_bias", False), epsilon=_EPSILON, traits=(traits.SQUARED_RELU,)
     ),
     "dots1": ModelType(
         head_norms=True, window=_WINDOW, pattern=("max_window_layers", 62),
@@ -338,18 +330,9 @@ TYPES: dict[str, ModelType] = {
             normalized=_NORMED,
         ),
     ),
-    "mamba": ModelType(
-        width=None, epsilon=("layer_norm_epsilon", 1e-5), base=None, rotary=False, tied=_TIED,
-        recurrent=recurrent.MAMBA,
-    ),
-    "falcon_mamba": ModelType(
-        width=None, epsilon=("layer_norm_epsilon", 1e-5), base=None, rotary=False, tied=_TIED,
-        recurrent=recurrent.MAMBA, traits=("norms of steps without weights",),
-    ),
-    "mamba2": ModelType(
-        width=None, epsilon=("layer_norm_epsilon", 1e-5), base=None, rotary=False,
-        recurrent=recurrent.MAMBA2,
-    ),
+    "mamba": replace(_MAMBA, tied=_TIED),
+    "falcon_mamba": replace(_MAMBA, tied=_TIED, traits=("norms of steps without weights",)),
+    "mamba2": replace(_MAMBA, recurrent=hf_fields.MAMBA2),
     "qwen3_next": replace(
         _QWEN3_HYBRID, groups=("num_key_value_heads", 2), experts=_QWEN_SHARED_EXPERTS
     ),
@@ -359,7 +342,7 @@ TYPES: dict[str, ModelType] = {
         experts=replace(_QWEN_SHARED_EXPERTS, dense=None),
     ),
     "kimi_linear": replace(
-        _DEEPSEEK_V3, rotary=False, base=None, epsilon=_EPSILON, recurrent=recurrent.KDA,
+        _DEEPSEEK_V3, rotary=False, base=None, epsilon=_EPSILON, recurrent=hf_fields.KDA,
         latent=(("q_lora_rank", None), *_LATENT[1:]),
         experts=replace(
             _GLM_EXPERTS, number="num_local_experts|num_experts",
@@ -373,7 +356,7 @@ TYPES: dict[str, ModelType] = {
     "minimax": replace(
         _MISTRAL, head_size=("head_dim", None), window=None, base=("rope_theta", 1e6),
         epsilon=_EPSILON, experts=_MIXTRAL_EXPERTS, traits=(_SCALES,),
-        recurrent=recurrent.LIGHTNING,
+        recurrent=hf_fields.LIGHTNING,
     ),
     "nemotron_h": ModelType(
         groups=("num_key_value_heads", 8), head_size=("head_dim|attention_head_dim", 128),
@@ -387,24 +370,24 @@ TYPES: dict[str, ModelType] = {
             chosen_groups=("topk_group", 1), scale=("routed_scaling_factor", 1.0),
             choice_bias=True, loss=None,
         ),
-        recurrent=recurrent.NEMOTRON, required=(("moe_latent_size", False),),
-        traits=(SQUARED_RELU,),
+        recurrent=hf_fields.NEMOTRON, required=(("moe_latent_size", False),),
+        traits=(traits.SQUARED_RELU,),
     ),
     "bamba": replace(
         _HYBRID, head_size=None,
-        recurrent=replace(recurrent.BAMBA, indices="attn_layer_indices"),
+        recurrent=replace(hf_fields.BAMBA, indices="attn_layer_indices"),
         rotary_part=_HALF,
     ),
     "granitemoehybrid": replace(
         _GRANITE, mlp_bias=False, width="shared_intermediate_size",
         rotary=("position_embedding_type", None),
         experts=replace(_GRANITE_EXPERTS, shared="shared_intermediate_size"),
-        recurrent=replace(recurrent.BAMBA, kinds="layer_types|layers_block_type"),
+        recurrent=replace(hf_fields.BAMBA, kinds="layer_types|layers_block_type"),
     ),
     "falcon_h1": replace(
         _HYBRID, traits=(_SCALES,),
         recurrent=replace(
-            recurrent.BAMBA, width=("mamba_d_ssm", 1024), norm=("mamba_rms_norm", False),
+            hf_fields.BAMBA, width=("mamba_d_ssm", 1024), norm=("mamba_rms_norm", False),
             beside=True, output_bias=("projectors_bias", False),
         ),
     ),
@@ -414,7 +397,7 @@ TYPES: dict[str, ModelType] = {
             number=("num_experts", 16), per_token=("num_experts_per_tok", 2),
             width="intermediate_size", dense=("expert_layer_period", 2),
         ),
-        recurrent=recurrent.JAMBA,
+        recurrent=hf_fields.JAMBA,
     ),
     "lfm2": _LFM2,
     "lfm2_moe": replace(
@@ -426,15 +409,3 @@ TYPES: dict[str, ModelType] = {
     ),
     **ENCODER_DECODERS,
 }  # fmt: skip
-
-ENCODER_DECODER = "an encoder and a decoder"
-
-NOT_PRICED = {
-    "blocks that share weights, or mixers of no known kind,": (
-        "zamba", "zamba2", "recurrent_gemma", "rwkv", "xlstm",
-    ),
-    ENCODER_DECODER: (
-        "t5gemma", "bigbird_pegasus", "led", "blenderbot", "speech_to_text",
-    ),
-}  # fmt: skip
-"""What is not priced, and the types that have it; a configuration's own fields may say it too."""

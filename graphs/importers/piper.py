@@ -4,6 +4,7 @@ A JSON file holds a graph of layers and, for every layer and degree of tensor pa
 configurations ("TMPCs") that were measured or estimated.
 """
 
+import json
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -12,8 +13,9 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
+from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError, naming
-from stagewright.graphs.importers.dnn_partitioning import require_nodes
+from stagewright.graphs.importers.dnn_partitioning import Workload, read_workload, require_nodes
 from stagewright.graphs.importers.records import Amount, CamelRecord, read_record
 from stagewright.graphs.models.chain import Chain
 from stagewright.graphs.models.operators.opgraph import Operator, OpGraph, linearise
@@ -166,3 +168,26 @@ def _require_sync(node: PiperNode, pairs: set[tuple[int, int]]) -> None:
                     f"node {node.id}, TMPCs[{degree}], {way.id!r}: syncTimeFw must have "
                     f"the sources {sorted(sources)}, syncTimeBw the targets {sorted(targets)}"
                 )
+
+
+def load_partition_problem(path: str | os.PathLike[str]) -> Workload | PiperWorkload:
+    """The workload in a file of either project.
+
+    Raises
+    ------
+    InputError
+        One line with the file and what is wrong in it.
+    """
+    text = documents.read_text(path)
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise InputError(f"{path}: no JSON: {error}") from None
+    names = found.keys() if isinstance(found, dict) else set()
+    if "maxFPGAs" in names:
+        return read_workload(path)
+    if "mbsInBatch" in names:
+        return read_piper(path)
+    raise InputError(
+        f"{path}: neither a workload of dnn-partitioning (maxFPGAs) nor one of Piper (mbsInBatch)"
+    )

@@ -7,15 +7,16 @@ keep counts once.
 """
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import ConfigDict
 
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MAX_LAYERS, require_count
+from stagewright.graphs.models.blocks import Block, Variant, fields_of, require_variants
 from stagewright.graphs.models.diffusion import Diffusion
 from stagewright.graphs.models.feed_forwards import (
     Experts,
@@ -31,7 +32,6 @@ from stagewright.graphs.models.mixers import (
     LatentAttention,
     mixed,
 )
-from stagewright.graphs.models.next_tokens import entered, times
 from stagewright.graphs.models.operations import (
     LayerOperation,
     dense,
@@ -41,7 +41,6 @@ from stagewright.graphs.models.operations import (
     loss,
     norm,
 )
-from stagewright.graphs.models.recurrences import RECURRENT
 from stagewright.graphs.models.sizes import require_number, require_sizes
 from stagewright.graphs.models.stated import NOTHING, Stated
 from stagewright.graphs.models.towers import Tower
@@ -58,94 +57,6 @@ __all__ = [
     "Variant",
     "fields_of",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """Blocks (counted from 0) that are not as the others of the model, and what they have.
-
-    ``mixers`` of one input, whose outputs are added; none in a block that is a feed-forward alone.
-    None stands for the others' ``attention`` or ``feed_forward``. A block without ``fed`` has
-    neither feed-forward nor experts; one with a ``feed_forward`` of its own has no experts.
-    """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
-
-    blocks: frozenset[int]
-    mixers: tuple[AnyMixer, ...] | None = None
-    feed_forward: FeedForward | None = None
-    fed: bool = True
-
-
-def _require_variants(variants: Sequence[Variant], layers: int) -> None:
-    """Raise InputError where a block is not in the model, named twice, or cannot be made."""
-    seen: set[int] = set()
-    for one in variants:
-        outside = {index for index in one.blocks if not 0 <= index < layers}
-        wrong = sorted(outside | (one.blocks & seen))
-        if wrong:
-            raise InputError(
-                f"variants: block {wrong[0]} must be from 0 to {layers - 1}, and in one variant"
-            )
-        if one.mixers == () and not one.fed:
-            raise InputError("variants: a block must have a mixer or a feed-forward")
-        recurrent = [isinstance(mixer, RECURRENT) for mixer in one.mixers or ()]
-        if len({*recurrent}) < len(recurrent):
-            raise InputError("variants: mixers of one block must be an attention and a recurrence")
-        seen |= one.blocks
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """What a block has: mixers, a feed-forward or experts or neither, and attention's window."""
-
-    mixers: tuple[AnyMixer, ...]
-    feed_forward: FeedForward | None
-    experts: Experts | None
-    window: int | None = None
-
-    @property
-    def attention(self) -> AnyAttention | None:
-        """The attention among the mixers, if there is one."""
-        every = (one for one in self.mixers if not isinstance(one, RECURRENT))
-        return next(every, None)
-
-    @property
-    def is_fed(self) -> bool:
-        """Whether it has a feed-forward or experts."""
-        return self.feed_forward is not None or self.experts is not None
-
-
-def fields_of(blocks: Sequence[Block], plain: FeedForward) -> dict[str, Any]:
-    """The fields of an :class:`Architecture` with these blocks, windows aside.
-
-    The attention, feed-forward and experts of the first blocks that have one are the common ones,
-    ``plain`` is the feed-forward where no block has one. Raises InputError if no block mixes
-    tokens.
-    """
-    every = [one.attention or mixer for one in blocks for mixer in one.mixers]
-    if not every:
-        raise InputError("a model needs a block that mixes tokens, by attention or a recurrence")
-    attention = next((one.attention for one in blocks if one.attention), every[0])
-    dense = next((one.feed_forward for one in blocks if one.feed_forward), plain)
-    experts = next((one.experts for one in blocks if one.experts), None)
-    if experts is not None:
-        without = frozenset(index for index, one in enumerate(blocks) if one.experts is None)
-        experts = replace(experts, dense_layers=without)
-    others: dict[Variant, set[int]] = {}
-    for index, one in enumerate(blocks):
-        variant = Variant(
-            blocks=frozenset(),
-            mixers=None if one.mixers == (attention,) else one.mixers,
-            feed_forward=None if one.feed_forward in (None, dense) else one.feed_forward,
-            fed=one.is_fed,
-        )
-        others.setdefault(variant, set()).add(index)
-    others.pop(Variant(blocks=frozenset()), None)
-    variants = tuple(replace(one, blocks=frozenset(which)) for one, which in others.items())
-    return {
-        "attention": attention, "feed_forward": dense, "experts": experts, "variants": variants,
-    }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +125,7 @@ class Architecture:
     def __post_init__(self) -> None:
         require_sizes(self)
         require_count(self.layers, "layers", MAX_LAYERS)
-        _require_variants(self.variants, self.layers)
+        require_variants(self.variants, self.layers)
         if self.tuning is not None:
             require_tuning(self, self.tuning)
         if self.tower is not None:
@@ -426,10 +337,46 @@ class Architecture:
             found |= self.diffusion.ended(self, samples, sequence)
         if self.next_tokens is not None:
             block = self.block(self.layers - 1, samples, sequence)
-            found |= entered(self, samples, sequence) | times(block, self.next_tokens)
+            found |= self._next_tokens(samples, sequence) | times(block, self.next_tokens)
             rows *= 1 + self.next_tokens
         logits = dense(rows, self.hidden, self.vocabulary, bias=False, tied=self.tied)
         biases = self.vocabulary if self.encoder or self.logits_bias else 0
         found["logits"] = replace(logits, parameters=logits.parameters + biases)
         found["loss"] = loss(rows * self.vocabulary)
         return tuned_end(self, "head", found)
+
+    def _next_tokens(self, samples: int, sequence: int) -> Operators:
+        """What the blocks that predict further tokens have beside those of the last block.
+
+        Each takes the hidden states of the one before and the embeddings of the next tokens, both
+        after a norm, through a linear layer (DeepSeek-V3, 2024, section 2.2); embedding and logits
+        are the model's own.
+        """
+        rows = samples * sequence
+        width = rows * self.hidden
+        table = embedding(rows, self.vocabulary, self.hidden, tied=True)
+        once = {
+            # Tied logits count the table already.
+            "next tokens": replace(table, tied_parameters=0) if self.tied else table,
+            "next norm 1": self.norm_of(width, self.hidden),
+            "next norm 2": self.norm_of(width, self.hidden),
+            "next projection": dense(rows, 2 * self.hidden, self.hidden, bias=False),
+            "next final norm": self.norm_of(width, self.hidden),
+        }
+        return times(once, self.next_tokens or 0)
+
+
+def times(operators: Operators, number: int) -> Operators:
+    """The operators of so many equal blocks; a table that they share counts once."""
+    return {name: _times(one, number) for name, one in operators.items()}
+
+
+def _times(one: LayerOperation, number: int) -> LayerOperation:
+    return replace(
+        one,
+        flops=number * one.flops,
+        moved=number * one.moved,
+        parameters=number * one.parameters,
+        saved=number * one.saved,
+        saved_bytes=number * one.saved_bytes,
+    )

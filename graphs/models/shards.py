@@ -17,18 +17,20 @@ from stagewright.graphs.models.architecture import (
     Architecture,
     LatentAttention,
     Operators,
+    times,
 )
-from stagewright.graphs.models.kept import elements_by_operator, is_repeated, kept_bytes
 from stagewright.graphs.models.language import Attention
-from stagewright.graphs.models.materialized import materialized
 from stagewright.graphs.models.mixers import AnyAttention
 from stagewright.graphs.models.modules import OFFLOAD, freed, modules_of, repeated
-from stagewright.graphs.models.next_tokens import times
 from stagewright.graphs.models.operations import (
     LayerWork,
 )
 from stagewright.graphs.models.rank_operators import (
     DIVIDED_INPUTS,
+    elements_by_operator,
+    is_repeated,
+    kept_bytes,
+    materialized,
     place_experts,
     scaled,
     sequence_split,

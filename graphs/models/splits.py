@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -59,6 +60,7 @@ def require_split(architecture: Architecture, sequence: int, split: "LayerSplit"
         )
 
 
+@lru_cache(maxsize=1024)
 def mixers_of(architecture: Architecture) -> tuple[AnyMixer, ...]:
     """The different mixers of a model's blocks."""
     every = (architecture.parts(index).mixers for index in range(architecture.layers))

@@ -1,5 +1,6 @@
 """Problems of training by layer profiles, from what users name: profiles, machines, a batch."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from stagewright.formulations.parallelism.profiles.cluster import Pool, ServerPools, server_pools
@@ -113,6 +114,22 @@ def _anchored(fabric: Fabric, rates: RateSet) -> tuple[Fabric, RateSet]:
         latency_seconds=anchor.server_latency_seconds,
     )
     return replace(fabric, levels=(timed, *between)), rates
+
+
+def better_machines(problem: TrainingProblem) -> Iterator[tuple[str, TrainingProblem]]:
+    """The problem on better machines: with more memory, or with one faster level of links."""
+    fabric = problem.fabric
+    for text, memory in (
+        ("1 GB more memory", fabric.memory_bytes + 1e9),
+        ("10 % more memory", fabric.memory_bytes * 1.1),
+        ("twice the memory", fabric.memory_bytes * 2),
+    ):
+        yield text, replace(problem, fabric=replace(fabric, memory_bytes=memory))
+    for position, level in enumerate(fabric.levels):
+        faster = replace(level, bytes_per_second=2 * level.bytes_per_second)
+        levels = (*fabric.levels[:position], faster, *fabric.levels[position + 1 :])
+        text = f"twice the bandwidth of level {level.name}"
+        yield text, replace(problem, fabric=replace(fabric, levels=levels))
 
 
 def profiled_problem(

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from math import ceil, inf
 from time import monotonic
 from typing import Any
@@ -32,6 +31,7 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import format_bytes, format_seconds
 from stagewright.graphs.machines.rates import Feature
 from stagewright.graphs.models.traits import remarks_on
+from stagewright.service.layouts.problems import better_machines
 from stagewright.service.layouts.refined import refined_layouts
 from stagewright.service.layouts.requests import (
     ExplainAnswer,
@@ -47,14 +47,11 @@ from stagewright.service.layouts.requests import (
     WhatIf,
 )
 from stagewright.solvers.parallelism.refining import FoundLayouts, search, work_alike
-from stagewright.solvers.parallelism.space import Space
 from stagewright.solvers.parallelism.tree import compiled_walk
 
 PROVED_BY = "branch and bound over all layouts of the space"
 NOTHING = "no layout of the space obeys the rules of the model, the batch and the devices{}; {}"
 _LATE = "the time limit of {:g} s ended the search before all was proved or tried (--time-limit)"
-_EXPLAIN = "explain one to see which rule it breaks"
-_SECONDS_A_DAY = 86_400
 SHARE_OF_FIRST = 0.7
 """Of the time limit, where stages are refined, or more is asked, after the first search."""
 LESS_MEMORY = 0.93
@@ -69,15 +66,11 @@ class Searches:
         self.refused: Counter[FrameworkRule | Feature] = Counter()
         self.examples: dict[FrameworkRule, str] = {}
 
-    def search(
-        self, problem: TrainingProblem, keep: int, space: Space | None = None, **options: Any
-    ) -> FoundLayouts:
-        """The best layouts of a problem in a space, by default the request's."""
-        space = space or self.request.searched
+    def search(self, problem: TrainingProblem, keep: int, **options: Any) -> FoundLayouts:
+        """The best layouts of a problem in the request's space."""
+        rules: dict[str, Any] = {"accept": self.accepts, "known": self.knows}
         try:
-            return search(
-                problem, space, keep=keep, accept=self.accepts, known=self.knows, **options
-            )
+            return search(problem, self.request.searched, keep=keep, **rules, **options)
         except InputError:
             if self.refused:
                 raise InputError(self.nothing()) from None
@@ -102,7 +95,7 @@ class Searches:
 
     def nothing(self) -> str:
         """Why there is no layout, with the rule of the framework, or price, that excludes most."""
-        request, excluded = self.request, _EXPLAIN
+        request, excluded = self.request, "explain one to see which rule it breaks"
         also = "" if request.framework is None else f", and can be expressed by {request.framework}"
         if request.prefer == "surest":
             also += f", and has prices that {request.problem.rates.name} knows"
@@ -147,9 +140,10 @@ def find_layouts(request: LayoutRequest, ended: StopToken | None = None) -> Layo
             bound, status = refined_bound, Status.FEASIBLE
         best = refined.best
     front: tuple[FrontPoint, ...] = ()
-    if request.front or best is None:
+    too_large = _states_too_large(request) if best is None else None
+    if request.front or (best is None and too_large is None):
         front = tuple(_front(searches, stop))
-    if best is None and not front and not is_stopped(stop) and request.explain is None:
+    if not (best or front or too_large or is_stopped(stop) or request.explain):
         raise InputError(searches.nothing())
     answered = found.best[0] if found.best else best
     surest, remarks = _known_prices(searches, best, stop)
@@ -172,7 +166,7 @@ def find_layouts(request: LayoutRequest, ended: StopToken | None = None) -> Layo
         front=front if request.front else (),
         what_if=tuple(_what_if(searches, stop)) if request.what_if and best else (),
         remarks=(*remarks, *remarks_on(problem.architecture, problem.sequence)),
-        reason=_reason(searches, found, best, front, stop),
+        reason=too_large or _reason(searches, found, best, front, stop),
         training_days=_days(request, best),
         examined=found.examined,
         wall_seconds=found.seconds,
@@ -192,8 +186,8 @@ def _days(request: LayoutRequest, best: Estimate | None) -> float | None:
     """Days of the iterations that all tokens take (thesis, equation 4.5, with our seconds)."""
     if request.tokens is None or best is None:
         return None
-    iterations = ceil(request.tokens / (request.problem.batch * request.problem.sequence))
-    return iterations * best.seconds / _SECONDS_A_DAY
+    each = request.problem.batch * request.problem.sequence
+    return ceil(request.tokens / each) * best.seconds / 86_400
 
 
 def _impossible(request: LayoutRequest, reason: str) -> LayoutAnswer:
@@ -304,8 +298,7 @@ def _memory_answer(one: Estimate, rank: int) -> RankMemoryAnswer:
 
 def explain(request: LayoutRequest, layout: Layout, best: Estimate | None) -> ExplainAnswer:
     """Why a layout is not the best one: first the rules, those of the framework too."""
-    problem = request.problem
-    rates = str(problem.rates)
+    problem, rates = request.problem, str(request.problem.rates)
     try:
         require_layout(problem, layout)
         for _, wrong in request.wrong(layout):
@@ -338,8 +331,10 @@ def _front(searches: Searches, stop: StopToken | None) -> Iterator[FrontPoint]:
     problem = searches.request.problem
     limit, has, last = inf, problem.fabric.memory_bytes, None
     while not is_stopped(stop):
-        found = searches.search(problem, 1, memory_bytes=limit, stop=stop)
-        point = _point(limit, found.best[0]) if found.best else None
+        best = searches.search(problem, 1, memory_bytes=limit, stop=stop).best
+        point = None
+        if best:
+            point = FrontPoint.of(best[0], limit_bytes=limit, layout=str(best[0].layout))
         if last is not None and (point is None or point.seconds > last.seconds * (1 + 1e-9)):
             yield last
         if point is None:
@@ -348,8 +343,16 @@ def _front(searches: Searches, stop: StopToken | None) -> Iterator[FrontPoint]:
         limit = has if below < has < limit and point.peak_bytes > has else below
 
 
-def _point(limit: float, one: Estimate) -> FrontPoint:
-    return FrontPoint.of(one, limit_bytes=limit, layout=str(one.layout))
+def _states_too_large(request: LayoutRequest) -> str | None:
+    """That states alone are more than all devices have, whatever the layout; None if not."""
+    problem, has = request.problem, request.problem.fabric.memory_bytes
+    needed = request.searched.least_bytes(problem)
+    if needed <= has * (1 + RELATIVE_TOLERANCE):
+        return None
+    return (
+        f"a device has {format_bytes(has)}; weights, gradients, the optimizer's state and the "
+        f"reserve alone would need {format_bytes(needed)} on each of {problem.fabric.devices}"
+    )
 
 
 def _too_large(problem: TrainingProblem, least: FrontPoint) -> str:
@@ -361,7 +364,7 @@ def _too_large(problem: TrainingProblem, least: FrontPoint) -> str:
 
 
 def _what_if(searches: Searches, stop: StopToken | None) -> Iterator[WhatIf]:
-    for change, changed in _changes(searches.request.problem):
+    for change, changed in better_machines(searches.request.problem):
         if is_stopped(stop):
             return
         found = searches.search(changed, 1, stop=stop)
@@ -371,22 +374,6 @@ def _what_if(searches: Searches, stop: StopToken | None) -> Iterator[WhatIf]:
             seconds=None if one is None else one.seconds,
             layout=None if one is None else str(one.layout),
         )
-
-
-def _changes(problem: TrainingProblem) -> Iterator[tuple[str, TrainingProblem]]:
-    """The problem on better machines: with more memory, or with one faster level of links."""
-    fabric = problem.fabric
-    for text, memory in (
-        ("1 GB more memory", fabric.memory_bytes + 1e9),
-        ("10 % more memory", fabric.memory_bytes * 1.1),
-        ("twice the memory", fabric.memory_bytes * 2),
-    ):
-        yield text, replace(problem, fabric=replace(fabric, memory_bytes=memory))
-    for position, level in enumerate(fabric.levels):
-        faster = replace(level, bytes_per_second=2 * level.bytes_per_second)
-        levels = (*fabric.levels[:position], faster, *fabric.levels[position + 1 :])
-        text = f"twice the bandwidth of level {level.name}"
-        yield text, replace(problem, fabric=replace(fabric, levels=levels))
 
 
 def layout_memory(request: MemoryRequest) -> LayoutMemoryAnswer:

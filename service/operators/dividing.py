@@ -25,8 +25,7 @@ from stagewright.graphs.documents.units import (
     require_count,
 )
 from stagewright.graphs.importers.dnn_partitioning import Workload
-from stagewright.graphs.importers.partition_problems import load_partition_problem
-from stagewright.graphs.importers.piper import PiperWorkload
+from stagewright.graphs.importers.piper import PiperWorkload, load_partition_problem
 from stagewright.service.answers import Answer, Finite
 from stagewright.service.options import Option
 from stagewright.service.requests import SearchRequest, require_positive

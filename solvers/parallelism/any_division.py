@@ -194,7 +194,7 @@ class AnyDivision:
         return float(filled[place]) + self._mean_update(layout, bounds)
 
     def _mean_update(self, layout: Layout, bounds: _Pipelines) -> float:
-        every = tuple((share, False, 1) for share in bounds.family.shares.every)
+        every = tuple((share, "none", 1) for share in bounds.family.shares.every)
         return update_seconds(self.problem, layout, held(every, tied=False)) / layout.pipeline
 
     def _fewest(self, layout: Layout, bounds: _Pipelines) -> float | None:
@@ -202,7 +202,7 @@ class AnyDivision:
         saved, samples = self.problem.processor.saved_bytes, layout.microbatch
         kinds = bounds.family.shares.kinds
         costs = StageCosts(self.problem, layout, bounds.family.shares)
-        state = min(_state(costs.memory(((one, False, 1),), 0.0)) for one in kinds)
+        state = min(_state(costs.memory(((one, "none", 1),), 0.0)) for one in kinds)
         whole = samples * min(saved(one, "none") for one in kinds)
         least = samples * min(saved(one, kind) for one in kinds for kind in self._repeats)
         ranks = np.arange(layout.pipeline)

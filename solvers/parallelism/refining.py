@@ -52,8 +52,8 @@ _MOST_KEPT = 10_000
 _MOST_FOR_THE_LIST = 1000
 """Postponed parts that may hold no faster layout than the first, opened for others of the list."""
 
-MOST_STEPS = 1000
-"""Parts of the space that are opened after a stop to find a first layout: about 0.1 s."""
+_MOST_DIVING = 1.0
+"""Seconds after a stop in which a first layout is looked for, if none was found."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,8 @@ def search(
     heapq.heapify(heap)
     if not heap:
         raise InputError(f"no degrees of the space are possible: {tree.space.why_none(problem)}")
+    if tree.space.least_bytes(problem) > tree.about_memory:
+        heap.clear()
     for part in _open_parts(heap, tree, numbers, stop):
         for bound, inner in part():
             if bound < tree.worst:
@@ -149,11 +151,10 @@ def _open_parts(
 
 
 def _dive(heap: Heap, tree: Tree) -> None:
-    """Follow the least bounds downwards to a first layout that fits, in not too many steps."""
+    """Follow the least bounds downwards to a first layout that fits, for a short time."""
     open_ = [part for _, _, part in sorted(heap, reverse=True)]
-    for _ in range(MOST_STEPS):
-        if not open_ or tree.best:
-            return
+    end = time.perf_counter() + _MOST_DIVING
+    while open_ and not tree.best and time.perf_counter() < end:
         children = sorted(open_.pop()(), key=lambda one: one[0], reverse=True)
         open_ += [part for _, part in children]
 

@@ -100,7 +100,7 @@ class StageOptions:
     def _layers(self, key: "_Key") -> Layers:
         first, last, start, count, again = key
         own = self.shares.blocks[start : start + count]
-        return stage_layers(self.shares, own, again, first=first, last=last)
+        return stage_layers(self.shares, own, again, self.layout.treatment, first=first, last=last)
 
     def _peak(self, key: "_Key", kept: float) -> float:
         """Bytes of a stage that keeps so many forwards."""
@@ -219,6 +219,15 @@ class Space:
         if layout.tensor * layout.context % layout.expert:
             return tuple(one for one in self.placements if one == "data-inside")
         return self.placements
+
+    def least_bytes(self, problem: TrainingProblem) -> float:
+        """Bytes of some device if all together hold the states of every parameter just once."""
+        layers, sizes = shares(problem, LayerSplit()).every, problem.precision
+        every = sum(one.parameters + one.expert_parameters for one in layers)
+        frozen = sum(one.frozen_parameters + one.frozen_expert_parameters for one in layers)
+        of_trained = sizes.gradient_bytes + sizes.optimizer_bytes * (True not in self.offload)
+        states = every * sizes.weight_bytes + (every - frozen) * of_trained
+        return problem.reserve_bytes + states / problem.fabric.devices
 
     def families(self, problem: TrainingProblem) -> Iterator[LayerSplit]:
         """How layers can be divided, by the rules of the model and the number of devices."""

@@ -70,6 +70,7 @@ class Tree:
     ) -> None:
         self.accept, self.alike, self.known = accept, alike, known
         self.problem, self.space, self.keep = problem, space, keep
+        self._offload: list[Recompute] = [OFFLOAD] if space.offloads(problem) else []
         self.memory = problem.fabric.memory_bytes if memory_bytes is None else memory_bytes
         # Bounds add the same bytes in another order: they must not rule out what just fits.
         self.about_memory = self.memory * (1 + RELATIVE_TOLERANCE)
@@ -141,9 +142,7 @@ class Tree:
                     # Recomputation of some blocks takes at least as long as that of none.
                     least = "none" if self._is_some(recompute) else recompute
                     bound = self._spread(family, samples, family.work(samples, least))
-                    choices = [
-                        Choice(of, recompute, least, schedule) for schedule, of in bounds.items()
-                    ]
+                    choices = [Choice(of, recompute, least, one) for one, of in bounds.items()]
                     yield bound, self._of_work(choices)
 
         return parts
@@ -152,11 +151,6 @@ class Tree:
     def _sets(self) -> list[Recompute]:
         """The sets of modules that may be recomputed."""
         return [one for one in self.space.recomputes(self.problem) if modules_of(one)]
-
-    @cached_property
-    def _offload(self) -> list[Recompute]:
-        """Activations in host memory, if layouts may have them."""
-        return [OFFLOAD] if self.space.offloads(self.problem) else []
 
     @cached_property
     def _recomputes(self) -> tuple[Recompute, ...]:
@@ -341,13 +335,13 @@ class Tree:
         if some is None:
             return layout if self._may_fit(layout) else None
         low, most = some
-
-        def may_fit(blocks: int) -> bool:
-            return self._may_fit(with_recomputed(layout, blocks, most))
-
-        if not may_fit(most):
+        with_blocks = partial(with_recomputed, layout, most=most)
+        if not self._may_fit(with_blocks(most)):
             return None
-        return with_recomputed(layout, low + bisect_left(range(low, most), 1, key=may_fit), most)
+        fewer = range(low, most)
+        return with_blocks(
+            low + bisect_left(fewer, 1, key=lambda blocks: self._may_fit(with_blocks(blocks)))
+        )
 
     def _accepted(self, layout: Layout, some: tuple[int, int] | None) -> Layout | None:
         """The layout if accepted, else the layout that recomputes all blocks, if accepted."""

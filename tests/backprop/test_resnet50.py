@@ -8,7 +8,7 @@ from benchmarks.backprop_systems import SyncLink, in_chunks
 from stagewright.formulations.backprop.of_stages import window_bounds
 from stagewright.formulations.backprop.orders import conventional, reverse_first_k
 from stagewright.formulations.backprop.training import Layers, data_parallel
-from stagewright.graphs.importers import read_pipedream
+from stagewright.graphs.importers.pipedream import read_pipedream
 from stagewright.solvers.backprop.list_scheduling import list_schedule
 
 PROFILE = Path(__file__).parents[3] / "shared/data/pipedream/resnet50.graph.txt"

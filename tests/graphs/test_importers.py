@@ -5,12 +5,11 @@ import numpy as np
 import pytest
 
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.importers import (
+from stagewright.graphs.importers.dnn_partitioning import (
     dnn_partitioning_graph,
-    pipedream_graph,
     read_dnn_partitioning,
-    read_pipedream,
 )
+from stagewright.graphs.importers.pipedream import pipedream_graph, read_pipedream
 from stagewright.graphs.models.chain import load_model, save_model
 
 DATA = Path(__file__).parents[3] / "shared" / "data"

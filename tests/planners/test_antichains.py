@@ -13,7 +13,7 @@ from benchmarks.antichains import partition_graph
 from benchmarks.pipedream import DATA, SAMPLES
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.importers import pipedream_graph
+from stagewright.graphs.importers.pipedream import pipedream_graph
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.models.operators.opgraph import Operator, OpGraph, linearise
 from stagewright.solvers.planners.baselines.hierarchy import Hierarchy, WorkerLevel, optimize
