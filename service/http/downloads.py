@@ -24,7 +24,7 @@ from stagewright.service.http.openapi import (
     refused,
 )
 from stagewright.service.http.uploads import ID, own_trace
-from stagewright.service.jobs.kinds import KINDS
+from stagewright.service.jobs.kinds import parse_request
 from stagewright.service.jobs.records import ServiceJob
 from stagewright.service.pipelines.requests import CompareRequest, PlanRequest
 from stagewright.service.whole_answers import placement
@@ -94,7 +94,7 @@ def read_figures(job: Readable) -> dict[str, Any]:
 
     if job.answer is None or not job.has_ended or job.kind == "plan":
         raise HTTPException(404, "there is no answer" if job.answer is None else "it is a plan")
-    request = KINDS[job.kind].request.parse(job.request)
+    request = parse_request(job.kind, job.request)
     return figures(job.kind, request, json.loads(job.answer)).table()
 
 
@@ -186,7 +186,7 @@ def _plan(job: ServiceJob) -> PipelinePlan:
 
 def _request(job: ServiceJob) -> PlanRequest:
     """The request of a job that plans a pipeline."""
-    request = KINDS[job.kind].request.parse(job.request)
+    request = parse_request(job.kind, job.request)
     assert isinstance(request, PlanRequest)  # no other kind has such a plan
     return request
 

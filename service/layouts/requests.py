@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from stagewright.formulations.forms.answers import Limits, Status, require_limits
 from stagewright.formulations.parallelism.document import LayoutPlan
 from stagewright.formulations.parallelism.layout import Layout, parse_layout
 from stagewright.formulations.parallelism.ranges import Fits, unmeasured
-from stagewright.formulations.parallelism.training import TrainingProblem
+from stagewright.formulations.parallelism.training import TrainingProblem, require_layout
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.rates import Feature
 from stagewright.service.answers import CARRIED, Answer, Finite
@@ -25,11 +25,19 @@ _DEGREES = {"pipelines": "pipeline", "context ranks": "context", "expert ranks":
 """The degree that is 1 where a framework lacks the feature."""
 
 
-class LayoutRequest(Request):
-    """Find the fastest layouts of a problem that fit."""
+LayoutText = Annotated[
+    Layout | None,
+    BeforeValidator(
+        lambda given: parse_layout(given) if isinstance(given, str) else given,
+        json_schema_input_type=str | Layout | None,
+    ),
+]
+"""A layout, or its text such as "p8 t8 d2 b1 v3 full sp zero1"."""
 
-    problem: TrainingProblem
-    space: Space = Space()
+
+class LayoutSearch(Request):
+    """What is searched for, of any problem."""
+
     top: int = Field(default=10, ge=1, le=1000)
     """Layouts in the table."""
     framework: Annotated[str | None, Option("--for", form="FRAMEWORK")] = None
@@ -42,7 +50,7 @@ class LayoutRequest(Request):
     """fastest: of all layouts; surest: of those whose prices the rates have measured."""
     by_stage: bool = True
     """Whether to find blocks and recomputed blocks of every stage after the search."""
-    explain: Annotated[Layout | None, Option(of_text=lambda text, _: parse_layout(text))] = None
+    explain: Annotated[LayoutText, Option(of_text=lambda text, _: parse_layout(text))] = None
     """Why not this layout, for example "p8 t8 d2 b1 v3 full sp zero1"."""
     front: bool = False
     """The fastest layouts with less and with more memory."""
@@ -70,6 +78,13 @@ class LayoutRequest(Request):
                 f"framework {name!r} is not known; there are {', '.join(EVERY_FORMAT)}{hint}"
             )
         return self
+
+
+class LayoutRequest(LayoutSearch):
+    """Find the fastest layouts of a problem that fit."""
+
+    problem: TrainingProblem
+    space: Space = Space()
 
     @property
     def asks_more(self) -> bool:
@@ -118,6 +133,11 @@ class LayoutRequest(Request):
 
         if self.framework is not None:
             yield from EVERY_FORMAT[self.framework].broken(self.problem, layout)
+
+
+def require_problem(request: "LayoutRequest | MemoryRequest") -> None:
+    """Refuse what no search can answer; see the request's own."""
+    request.require_problem()
 
 
 class RankMemoryAnswer(Answer):
@@ -314,6 +334,10 @@ class MemoryRequest(Request):
 
     problem: TrainingProblem
     layout: Layout
+
+    def require_problem(self) -> None:
+        """Refuse a layout that breaks a rule of the model, the batch or the devices."""
+        require_layout(self.problem, self.layout)
 
 
 class LayoutMemoryAnswer(Answer):

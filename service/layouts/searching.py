@@ -8,7 +8,15 @@ from time import monotonic
 from typing import Any
 
 from stagewright.executor.export.layouts.rules import FrameworkRule
-from stagewright.formulations.forms.answers import Deadline, Status, StopToken, is_stopped
+from stagewright.formulations.forms.answers import (
+    Deadline,
+    OnProgress,
+    Progress,
+    Status,
+    StopToken,
+    is_stopped,
+    silent,
+)
 from stagewright.formulations.parallelism.document import (
     LayoutBound,
     differences,
@@ -113,8 +121,12 @@ class Searches:
         return NOTHING.format(also, excluded)
 
 
-def find_layouts(request: LayoutRequest, ended: StopToken | None = None) -> LayoutAnswer:
-    """The fastest layouts that are found in the request's time, unless ``ended`` is set before.
+def find_layouts(
+    request: LayoutRequest,
+    on_progress: OnProgress = silent,
+    stop: StopToken | None = None,
+) -> LayoutAnswer:
+    """The fastest layouts that are found in the request's time, unless ``stop`` is set before.
 
     Raises
     ------
@@ -123,8 +135,8 @@ def find_layouts(request: LayoutRequest, ended: StopToken | None = None) -> Layo
     """
     problem, searches = request.problem, Searches(request)
     began, limit = monotonic(), request.time_limit
-    stop = Deadline(began + limit, ended)
-    first = Deadline(began + limit * (SHARE_OF_FIRST if request.asks_more else 1), ended)
+    deadline = Deadline(began + limit, stop)
+    first = Deadline(began + limit * (SHARE_OF_FIRST if request.asks_more else 1), stop)
     try:
         request.require_problem()
         folding: dict[str, Any] = {} if request.unfolded else {"alike": work_alike}
@@ -135,11 +147,19 @@ def find_layouts(request: LayoutRequest, ended: StopToken | None = None) -> Layo
         return _impossible(request, str(error))
     speaks_of = plan_class(request)
     best = found.best[0] if found.best else None
-    bound, status = LayoutBound(found.bound, PROVED_BY, speaks_of), _status(found, ended)
+    bound, status = LayoutBound(found.bound, PROVED_BY, speaks_of), _status(found, stop)
+    first_seconds = None if best is None else best.seconds
+    on_progress(Progress(monotonic() - began, first_seconds, bound.seconds))
     refined, refined_bound = None, None
-    if request.by_stage and not is_stopped(stop):
+    if request.by_stage and not is_stopped(deadline):
         refined = refined_layouts(
-            problem, request.searched, found, request.framework, searches.accepts, speaks_of, stop
+            problem,
+            request.searched,
+            found,
+            request.framework,
+            searches.accepts,
+            speaks_of,
+            deadline,
         )
         refined_bound = refined.bound
         if best is None and refined.best is not None:
@@ -148,14 +168,14 @@ def find_layouts(request: LayoutRequest, ended: StopToken | None = None) -> Layo
         best = refined.best
     front: tuple[FrontPoint, ...] = ()
     if request.front or best is None:
-        front = tuple(_front(searches, stop))
-    if best is None and not front and not is_stopped(stop) and request.explain is None:
+        front = tuple(_front(searches, deadline))
+    if best is None and not front and not is_stopped(deadline) and request.explain is None:
         raise InputError(searches.nothing())
     answered = found.best[0] if found.best else best
-    surest, remarks = _known_prices(searches, best, stop)
+    surest, remarks = _known_prices(searches, best, deadline)
     remarks += tuple(f"less sure: {one}" for one in unmeasured_work(problem))
-    if stop.is_set() or not found.proved:
-        remarks += () if is_stopped(ended) else (_LATE.format(limit),)
+    if deadline.is_set() or not found.proved:
+        remarks += () if is_stopped(stop) else (_LATE.format(limit),)
     return LayoutAnswer(
         status=status,
         rates=str(problem.rates),
@@ -170,9 +190,9 @@ def find_layouts(request: LayoutRequest, ended: StopToken | None = None) -> Layo
         refined=None if refined is None else refined.answer,
         explained=None if request.explain is None else explain(request, request.explain, best),
         front=front if request.front else (),
-        what_if=tuple(_what_if(searches, stop)) if request.what_if and best else (),
+        what_if=tuple(_what_if(searches, deadline)) if request.what_if and best else (),
         remarks=(*remarks, *remarks_on(problem.architecture, problem.sequence)),
-        reason=_reason(searches, found, best, front, stop),
+        reason=_reason(searches, found, best, front, deadline),
         training_days=_days(request, best),
         examined=found.examined,
         wall_seconds=found.seconds,
@@ -389,7 +409,7 @@ def _changes(problem: TrainingProblem) -> Iterator[tuple[str, TrainingProblem]]:
         yield text, replace(problem, fabric=replace(fabric, levels=levels))
 
 
-def layout_memory(request: MemoryRequest) -> LayoutMemoryAnswer:
+def layout_memory(request: MemoryRequest, stop: StopToken | None = None) -> LayoutMemoryAnswer:
     """The memory of a layout, whether or not it fits.
 
     Raises

@@ -79,7 +79,7 @@ def train_plan(
     from stagewright.service.layouts.searching import find_layouts
     from stagewright.solvers.parallelism.space import Space
 
-    return find_layouts(LayoutRequest.of(**fields | {"space": space or Space()}), stop)
+    return find_layouts(LayoutRequest.of(**fields | {"space": space or Space()}), stop=stop)
 
 
 def profiled_train_plan(
