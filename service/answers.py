@@ -5,6 +5,7 @@ Python (a plan, an allocation, a timeline).
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Self
 
@@ -42,6 +43,24 @@ Finite = Annotated[float | None, BeforeValidator(_finite)]
 
 CARRIED = Field(exclude=True, repr=False)
 """Marks a field for users of Python; it is neither validated nor serialised."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerTable:
+    """A titled table of an answer; names of columns of text begin with ``<``."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def filled(self) -> dict[str, Any]:
+        """What the page's script reads, without columns that are empty."""
+        kept = [i for i in range(len(self.head)) if any(row[i] for row in self.rows)]
+        return {
+            "title": self.title,
+            "head": [self.head[i] for i in kept],
+            "rows": [[row[i] for i in kept] for row in self.rows],
+        }
 
 
 class InvalidAnswer(Answer):

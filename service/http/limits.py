@@ -152,6 +152,9 @@ class RequestLimits:
         for name, most in (("cluster", self.devices), ("chain", self.layers)):
             if given.get(name) is not None and len(given[name]) > most:
                 raise InputError(f"{name}: at most {most} parts here, got {len(given[name])}")
+        architecture = getattr(given.get("problem"), "architecture", None)
+        if architecture is not None and architecture.layers > self.layers:
+            raise InputError(f"config: at most {self.layers} layers, got {architecture.layers}")
         if given.get("engine") == "ray" and not self.ray:
             raise InputError("engine: sweeps of this service run on its own machine")
         if given.get("address") is not None:

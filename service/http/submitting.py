@@ -51,7 +51,9 @@ def read_webhooks(caller: Submitter, service: Serving) -> WebhookView:
 def _add(kind: str) -> None:
     """Add the routes that submit and validate requests of a kind of job."""
     one = KINDS[kind]
-    content = {"application/json": {"schema": reference(one.request)}}
+    first, *others = map(reference, one.forms)
+    schema: dict[str, object] = {"anyOf": [first, *others]} if others else {**first}
+    content = {"application/json": {"schema": schema}}
     body = {"requestBody": {"required": True, "content": content}}
 
     @router.post(

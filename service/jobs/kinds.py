@@ -61,6 +61,11 @@ class JobKind:
     timed: bool = False
     configured: type[ConfiguredRequest] | None = None
 
+    @property
+    def forms(self) -> tuple[type[Request], ...]:
+        """The types of what may be sent, that of people first."""
+        return (self.request,) if self.configured is None else (self.configured, self.request)
+
     def parse(self, text: str | bytes) -> Request:
         """The request in a JSON text, of the form that has its first field or else the other.
 
@@ -104,6 +109,16 @@ def _function(place: str) -> Callable[..., Any]:
 KINDS: dict[str, JobKind] = {
     "plan": JobKind(PlanRequest, "pipelines.planning:plan", "A plan of a model on a cluster.",
         "pipelines.planning:require_supported", True, True),
+    "train-plan": JobKind(LayoutRequest, "layouts.searching:find_layouts",
+        "How to divide a transformer's training.", "layouts.requests:require_problem", True, True,
+        TrainPlanRequest),
+    "train-plan-profiles": JobKind(ProfiledRequest, "layouts.profiled:find_profiled_plan",
+        "Training by measured layers.", timed=True),
+    "memory": JobKind(MemoryRequest, "layouts.searching:layout_memory",
+        "The memory of a layout.", "layouts.requests:require_problem",
+        configured=LayoutMemoryRequest),
+    "calibrate": JobKind(CalibrateRequest, "layouts.calibrating:calibrate",
+        "Rates of your own runs.", configured=CalibrateRunsRequest),
     "what-if": JobKind(PlanRequest, "pipelines.what_if:what_if",
         "What more devices or memory would buy.", "pipelines.planning:require_supported"),
     "place": JobKind(PlaceRequest, "operators.plans:place", "Operators on devices.",
@@ -128,16 +143,6 @@ KINDS: dict[str, JobKind] = {
         "clusters.allocating:require_realisable"),
     "simulate-cluster": JobKind(SimulateClusterRequest, "clusters.simulation:simulate_cluster",
         "A cluster of jobs.", "clusters.simulation:require_simulable"),
-    "train-plan": JobKind(LayoutRequest, "layouts.searching:find_layouts",
-        "How to divide a transformer's training.", "layouts.requests:require_problem", True, True,
-        TrainPlanRequest),
-    "train-plan-profiles": JobKind(ProfiledRequest, "layouts.profiled:find_profiled_plan",
-        "Training by measured layers.", timed=True),
-    "memory": JobKind(MemoryRequest, "layouts.searching:layout_memory",
-        "The memory of a layout.", "layouts.requests:require_problem",
-        configured=LayoutMemoryRequest),
-    "calibrate": JobKind(CalibrateRequest, "layouts.calibrating:calibrate",
-        "Rates of your own runs.", configured=CalibrateRunsRequest),
     "cloud": JobKind(CloudRequest, "cloud.renting:cloud", "Training on rented machines.",
         "cloud.renting:switching_problem"),
 }  # fmt: skip
@@ -171,7 +176,11 @@ def parse_request(kind: str, text: str | bytes) -> Request:
 
 
 def title_of(request: Request) -> str:
-    """The names of the model and the cluster that a request is about; empty where it has none."""
-    documents = (getattr(request, part, None) for part in ("chain", "graph", "cluster"))
-    title = " on ".join(filter(None, (getattr(one, "name", "") for one in documents)))
+    """The names of the model and the machines that a request is about; empty where it has none."""
+    documents = [getattr(request, part, None) for part in ("chain", "graph", "cluster")]
+    names = [getattr(one, "name", "") for one in documents]
+    if isinstance(request, LayoutRequest | MemoryRequest):
+        problem = request.problem
+        names = [problem.architecture.name, f"{problem.fabric.devices} {problem.fabric.device}"]
+    title = " on ".join(filter(None, names))
     return "".join(filter(str.isprintable, title))  # PostgreSQL stores no NUL

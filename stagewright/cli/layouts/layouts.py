@@ -8,12 +8,7 @@ import typer
 
 from stagewright.cli.commands import CommandOptions, ask, command, spelling
 from stagewright.cli.console import kept, say, tell, warn
-from stagewright.cli.layouts.printing import (
-    bytes_in_range,
-    print_layouts,
-    print_memory,
-    print_shortages,
-)
+from stagewright.cli.layouts.printing import print_layouts, print_memory
 from stagewright.cli.layouts.profiled import (
     is_layout,
     is_profiles,
@@ -29,6 +24,7 @@ from stagewright.graphs.documents.documents import write_bytes
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.layouts.configured import MemoryInputs, TrainPlanInputs
 from stagewright.service.layouts.requests import LayoutAnswer, LayoutMemoryAnswer, LayoutRequest
+from stagewright.service.layouts.told import bytes_in_range, shortage_lines
 from stagewright.service.options import Option
 
 if TYPE_CHECKING:
@@ -205,9 +201,8 @@ def memory(command_line: typer.Context, given: MemoryOptions) -> int:
 
     def show(answer: LayoutMemoryAnswer) -> None:
         print_memory(answer.ranks, answer.memory_bytes)
-        print_shortages(answer.shortages)
         fits = bytes_in_range(answer, answer.memory_bytes)
-        say(fits, *answer.remarks, f"rates: {answer.rates}")
+        say(*shortage_lines(answer.shortages), fits, *answer.remarks, f"rates: {answer.rates}")
 
     tell(answer, given, show, [given.png])
     return 1 if answer.fits == "no" else 0

@@ -293,30 +293,9 @@ def _print_anchored(answer: "AnchoredAnswer") -> None:
 
 
 def _print_calibrated(answer: "CalibrateAnswer") -> None:
-    print_table(
-        ("<run", "<layout", "measured", "before", "fitted", "left out", "error"),
-        [
-            (
-                one.place, one.layout, format_seconds(one.seconds),
-                format_seconds(one.before_seconds), format_seconds(one.after_seconds),
-                *(
-                    ("-", "-")
-                    if one.left_out_seconds is None
-                    else (
-                        format_seconds(one.left_out_seconds),
-                        f"{one.left_out_seconds / one.seconds - 1:+.1%}",
-                    )
-                ),
-            )
-            for one in answer.rows
-        ],
-    )  # fmt: skip
-    factors = ", ".join(f"{name} x {factor:.3g}" for name, factor in answer.factors.items())
-    said = factors or "no constant is changed, the runs are not all on one side of the range"
-    say(f"from {answer.started_from}: {said}")
-    if answer.at_peak:
-        say(
-            f"the fit ends at the peak of the device ({', '.join(answer.at_peak)} = 1): check "
-            "--device, and the layouts, batches and seconds of the runs"
-        )
+    from stagewright.service.layouts.told import calibrated_lines, calibrated_table
+
+    table = calibrated_table(answer)
+    print_table(table.head, table.rows)
+    say(*calibrated_lines(answer))
     _print_ranges(answer.rates)

@@ -1,0 +1,206 @@
+"""What the page shows of answers about layouts of a transformer's training."""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+
+from stagewright.executor.drawing.web.render import Chart, Series
+from stagewright.graphs.documents.units import format_bytes
+from stagewright.service.answers import AnswerTable
+from stagewright.service.http.figures.tables import (
+    Figures,
+    MemoryBar,
+    Told,
+    facts,
+    titled,
+    written,
+)
+from stagewright.service.layouts import told
+from stagewright.service.layouts.calibrating import CalibrateAnswer
+from stagewright.service.layouts.configured import TrainPlanRequest
+from stagewright.service.layouts.requests import (
+    FrontPoint,
+    LayoutAnswer,
+    LayoutMemoryAnswer,
+    LayoutRequest,
+    RankMemoryAnswer,
+)
+from stagewright.service.requests import Request
+from stagewright.service.whole_answers import read
+
+_OPTION = re.compile(r"--([a-z]+(?:-[a-z]+)*)")
+_FIELDS = {name.replace("_", "-"): name for name in TrainPlanRequest.model_fields}
+_GB = 1e9
+
+
+def train_plan(request: Request, answer: Told) -> Figures:
+    """The best layouts, the memory of the best, the front, and the layout that is explained."""
+    assert isinstance(request, LayoutRequest)
+    found = read_layouts(request, answer)
+    limit = request.problem.fabric.memory_bytes
+    best, plan = (found.rows or (None,))[0], found.plan
+    numbers = [] if plan is None else [
+        (written(plan.iteration_seconds, "seconds"), "per iteration, the best layout"),
+        (written(plan.bound and plan.bound.seconds, "seconds"), "proved lower bound"),
+        *([] if best is None else [
+            (f"{written(best.seconds_low, 'seconds')} to {written(best.seconds_high, 'seconds')}",
+             "expected when measured"),
+            (f"{best.mfu:.1%}", "MFU"),
+            (f"{best.tokens_per_second:,.0f}", "tokens per second"),
+            (written(best.peak_bytes, "bytes"), f"peak memory, of {format_bytes(limit)}"),
+        ]),
+    ]  # fmt: skip
+    memory = () if plan is None else [
+        RankMemoryAnswer(rank=rank, **{
+            f"{kind}_bytes": getattr(one, kind) for kind in (*told.KINDS, "total")
+        })
+        for rank, one in enumerate(plan.memory)
+    ]  # fmt: skip
+    numbers += [(str(found.status), "no layout was found")] if plan is None else []
+    tables = [_ranged(found), *_more_tables(found)]
+    return Figures(
+        numbers,
+        [one for one in tables if one.rows],
+        charts=[("Time and memory", _front(found.front, limit))] if found.front else (),
+        lines=tuple(map(_in_fields, _lines(request, found, limit))),
+        memory=_bars(memory, limit),
+        explains=tables[0].title,
+    )
+
+
+def read_layouts(request: LayoutRequest, answer: Told) -> LayoutAnswer:
+    """The answer from its whole text."""
+    found = read(_text(answer), request)
+    assert isinstance(found, LayoutAnswer)
+    return found
+
+
+def _ranged(answer: LayoutAnswer) -> AnswerTable:
+    """The table of layouts with the ranges of time and memory."""
+    plain = told.best_table(answer.rows)
+    head = (*plain.head[:2], "<when measured", *plain.head[2:])
+    return AnswerTable(
+        plain.title,
+        head,
+        [
+            (*cells[:2], told.expected(row).removesuffix(" when measured"), *cells[2:])
+            for cells, row in zip(plain.rows, answer.rows, strict=True)
+        ],
+    )
+
+
+def _more_tables(answer: LayoutAnswer) -> Iterator[AnswerTable]:
+    if answer.explained is not None:
+        yield from told.explained_tables(answer.explained)
+    if answer.refined is not None:
+        yield told.refined_table(answer.refined)
+    yield told.front_table(answer)
+    yield told.what_if_table(answer)
+
+
+def _lines(request: LayoutRequest, answer: LayoutAnswer, limit: float) -> Iterator[str]:
+    if answer.explained is not None:
+        yield from told.explained_lines(answer.explained, limit)
+    if answer.rows:
+        name = request.problem.architecture.name
+        yield from told.best_lines(name, request.problem, answer)
+    elif answer.reason:
+        yield answer.reason
+    if answer.refined is not None:
+        yield told.refined_line(answer.refined)
+
+
+def _in_fields(line: str) -> str:
+    """The line, with fields of the request in place of options of the command."""
+    names = _FIELDS | {"for": "framework"}
+    return _OPTION.sub(lambda found: names.get(found[1], found[0]), line)
+
+
+def _front(points: Sequence[FrontPoint], limit: float) -> Chart:
+    """The fastest layout for every amount of memory."""
+    ascending = sorted(points, key=lambda one: one.peak_bytes)
+    x = [one.peak_bytes / _GB for one in ascending]
+    y = [one.seconds for one in ascending]
+    names = [one.layout for one in ascending]
+    until = max(*x, limit / _GB)
+    return Chart(
+        "peak memory of a GPU, in GB",
+        "seconds of an iteration",
+        (
+            Series("no layout is faster with this memory", (*x, until), (*y, y[-1]), "steps",
+                   "--best"),
+            Series("fastest layouts", x, y, "points", "--best", names),
+        ),
+        320,
+    )  # fmt: skip
+
+
+def _bars(ranks: Sequence[RankMemoryAnswer], limit: float) -> list[MemoryBar]:
+    """A bar for each rank, on one scale that has the device's memory too."""
+    whole = max([limit, *(one.total_bytes for one in ranks)])
+    return [
+        MemoryBar(
+            f"rank {one.rank}",
+            [(kind, round(100 * getattr(one, f"{kind}_bytes") / whole, 3)) for kind in told.KINDS],
+            round(100 * limit / whole, 3),
+            f"{format_bytes(one.total_bytes)} of {format_bytes(limit)}",
+        )
+        for one in ranks
+    ]
+
+
+def memory(request: Request, answer: Told) -> Figures:
+    """The peak memory of every rank by kind."""
+    found = read(_text(answer), request)
+    assert isinstance(found, LayoutMemoryAnswer)
+    limit = found.memory_bytes
+    numbers = facts(answer, {
+        "peak memory": "peak_bytes bytes", "of a device": "memory_bytes bytes",
+        "fits": "fits", "layout": "layout",
+    })  # fmt: skip
+    lines = (*told.shortage_lines(found.shortages), told.bytes_in_range(found, limit),
+             *found.remarks, f"rates: {found.rates}")  # fmt: skip
+    table = told.memory_table(found.ranks, limit)
+    bars = _bars(found.ranks, limit)
+    return Figures(numbers, (table,), lines=tuple(map(_in_fields, lines)), memory=bars)
+
+
+def calibrate(request: Request, answer: Told) -> Figures:
+    """The runs, and the rates that were fitted to them."""
+    found = read(_text(answer), request)
+    assert isinstance(found, CalibrateAnswer)
+    error = found.rates.mean_error
+    numbers = [
+        (f"{len(found.rows)}", "measured runs"),
+        ("" if error is None else f"{error:.1%}", "mean error of a run that was left out"),
+        (found.rates.name, "the name of the rates"),
+    ]
+    lines = tuple(map(_in_fields, told.calibrated_lines(found)))
+    return Figures(numbers, (told.calibrated_table(found),), lines=lines)
+
+
+def _text(answer: Told) -> str:
+    return json.dumps(answer)
+
+
+def train_plan_profiles(request: Request, answer: Told) -> Figures:
+    """The stages of a plan by measured layers, and the GPUs of every kind."""
+    numbers = facts(answer, {
+        "per iteration": "iteration_seconds seconds",
+        f"bound, by {answer['proved_by']}": "bound_seconds seconds", "gap": "gap percent",
+        "samples per second": "samples_per_second number",
+    })  # fmt: skip
+    stages = titled("Stages", answer["stages"], {
+        "<layers": lambda one: f"{one['first']} to {one['stop'] - 1}", "<GPUs": "device_kind",
+        "replicas": "replicas", "tensor": "tensor", "forward": "forward_seconds seconds",
+        "backward": "backward_seconds seconds", "all-reduce": "reduce_seconds seconds",
+        "update": "update_seconds seconds", "memory": "memory_bytes bytes",
+        "of": "capacity_bytes bytes",
+    })  # fmt: skip
+    pools = titled("GPUs", answer["pools"], {
+        "<kind": "device_kind", "servers": "servers", "each": "per_server", "used": "used",
+        "of": "devices", "fullest GPU": "peak_bytes bytes",
+    })  # fmt: skip
+    lines = [f"of all plans of the class: {answer['plan_class']}", *answer["remarks"]]
+    lines += [answer["reason"]] if answer["reason"] else []
+    return Figures(numbers, (stages, pools), lines=lines)
