@@ -35,12 +35,22 @@ LayoutText = Annotated[
 """A layout, or its text such as "p8 t8 d2 b1 v3 full sp zero1"."""
 
 
+def _frameworks() -> list[Any]:
+    from stagewright.executor.export.layouts import EVERY_FORMAT
+
+    return [*EVERY_FORMAT]
+
+
 class LayoutSearch(Request):
     """What is searched for, of any problem."""
 
     top: int = Field(default=10, ge=1, le=1000)
     """Layouts in the table."""
-    framework: Annotated[str | None, Option("--for", form="FRAMEWORK")] = None
+    framework: Annotated[
+        str | None,
+        Option("--for", form="FRAMEWORK"),
+        Field(json_schema_extra=lambda schema: schema.update(examples=_frameworks())),
+    ] = None
     """Only layouts that can be exported to it: megatron, megatron-bridge, nemo, torchtitan,
     deepspeed, accelerate, axolotl, trl, transformers, nnscaler; plan: a plan of stages, for
     `stagewright run`, of which some may then not fit in memory."""

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 
+from stagewright.executor.drawing.colours import MEMORY_COLOURS
 from stagewright.executor.drawing.web.render import Chart, Series
 from stagewright.graphs.documents.units import format_bytes
 from stagewright.service.answers import AnswerTable
@@ -36,39 +37,50 @@ _GB = 1e9
 def train_plan(request: Request, answer: Told) -> Figures:
     """The best layouts, the memory of the best, the front, and the layout that is explained."""
     assert isinstance(request, LayoutRequest)
-    found = read_layouts(request, answer)
+    found = _read_layouts(request, answer)
     limit = request.problem.fabric.memory_bytes
-    best, plan = (found.rows or (None,))[0], found.plan
-    numbers = [] if plan is None else [
-        (written(plan.iteration_seconds, "seconds"), "per iteration, the best layout"),
-        (written(plan.bound and plan.bound.seconds, "seconds"), "proved lower bound"),
-        *([] if best is None else [
-            (f"{written(best.seconds_low, 'seconds')} to {written(best.seconds_high, 'seconds')}",
-             "expected when measured"),
-            (f"{best.mfu:.1%}", "MFU"),
-            (f"{best.tokens_per_second:,.0f}", "tokens per second"),
-            (written(best.peak_bytes, "bytes"), f"peak memory, of {format_bytes(limit)}"),
-        ]),
+    explained, best = found.explained, _ranged(found)
+    tables = [] if explained is None else [*told.explained_tables(explained)]
+    tables += [best, *_more_tables(found)]
+    lead = [] if explained is None else [
+        f"Why not {explained.layout}?", *told.explained_lines(explained, limit),
     ]  # fmt: skip
-    memory = () if plan is None else [
-        RankMemoryAnswer(rank=rank, **{
-            f"{kind}_bytes": getattr(one, kind) for kind in (*told.KINDS, "total")
-        })
-        for rank, one in enumerate(plan.memory)
-    ]  # fmt: skip
-    numbers += [(str(found.status), "no layout was found")] if plan is None else []
-    tables = [_ranged(found), *_more_tables(found)]
     return Figures(
-        numbers,
+        [*_numbers(found, limit)],
         [one for one in tables if one.rows],
         charts=[("Time and memory", _front(found.front, limit))] if found.front else (),
-        lines=tuple(map(_in_fields, _lines(request, found, limit))),
-        memory=_bars(memory, limit),
-        explains=tables[0].title,
+        lead=[*map(_in_fields, lead)],
+        lines=[*map(_in_fields, _lines(request, found))],
+        memory=_bars([*_ranks(found)], limit),
+        explains=best.title,
     )
 
 
-def read_layouts(request: LayoutRequest, answer: Told) -> LayoutAnswer:
+def _numbers(answer: LayoutAnswer, limit: float) -> Iterator[tuple[str, str]]:
+    """The main numbers; ranges and rates are of the best layout whose stages are alike."""
+    plan = answer.plan
+    if plan is None:
+        yield str(answer.status), "no layout was found"
+        return
+    yield written(plan.iteration_seconds, "seconds"), "per iteration, the best layout"
+    yield written(plan.bound and plan.bound.seconds, "seconds"), "proved lower bound"
+    for best in answer.rows[:1]:
+        of = "" if best.layout == str(plan.layout) else ", with stages alike"
+        low, high = (written(one, "seconds") for one in (best.seconds_low, best.seconds_high))
+        yield f"{low} to {high}", f"expected when measured{of}"
+        yield f"{best.mfu:.1%}", f"MFU{of}"
+        yield f"{best.tokens_per_second:,.0f}", f"tokens per second{of}"
+        yield written(best.peak_bytes, "bytes"), f"peak memory, of {format_bytes(limit)}{of}"
+
+
+def _ranks(answer: LayoutAnswer) -> Iterator[RankMemoryAnswer]:
+    """The memory of the best layout."""
+    for rank, one in enumerate(() if answer.plan is None else answer.plan.memory):
+        kinds = {f"{kind}_bytes": getattr(one, kind) for kind in (*told.KINDS, "total")}
+        yield RankMemoryAnswer(rank=rank, **kinds)
+
+
+def _read_layouts(request: LayoutRequest, answer: Told) -> LayoutAnswer:
     """The answer from its whole text."""
     found = read(_text(answer), request)
     assert isinstance(found, LayoutAnswer)
@@ -83,24 +95,25 @@ def _ranged(answer: LayoutAnswer) -> AnswerTable:
         plain.title,
         head,
         [
-            (*cells[:2], told.expected(row).removesuffix(" when measured"), *cells[2:])
+            (*cells[:2], _whole(told.expected(row)), *cells[2:])
             for cells, row in zip(plain.rows, answer.rows, strict=True)
         ],
     )
 
 
+def _whole(expected: str) -> str:
+    """The range of seconds, which is not broken into two lines."""
+    return expected.removesuffix(" when measured").replace(" ", "\N{NO-BREAK SPACE}")
+
+
 def _more_tables(answer: LayoutAnswer) -> Iterator[AnswerTable]:
-    if answer.explained is not None:
-        yield from told.explained_tables(answer.explained)
     if answer.refined is not None:
         yield told.refined_table(answer.refined)
     yield told.front_table(answer)
     yield told.what_if_table(answer)
 
 
-def _lines(request: LayoutRequest, answer: LayoutAnswer, limit: float) -> Iterator[str]:
-    if answer.explained is not None:
-        yield from told.explained_lines(answer.explained, limit)
+def _lines(request: LayoutRequest, answer: LayoutAnswer) -> Iterator[str]:
     if answer.rows:
         name = request.problem.architecture.name
         yield from told.best_lines(name, request.problem, answer)
@@ -141,7 +154,10 @@ def _bars(ranks: Sequence[RankMemoryAnswer], limit: float) -> list[MemoryBar]:
     return [
         MemoryBar(
             f"rank {one.rank}",
-            [(kind, round(100 * getattr(one, f"{kind}_bytes") / whole, 3)) for kind in told.KINDS],
+            [
+                (kind, round(100 * getattr(one, f"{kind}_bytes") / whole, 3), fill)
+                for kind, fill in MEMORY_COLOURS.items()
+            ],
             round(100 * limit / whole, 3),
             f"{format_bytes(one.total_bytes)} of {format_bytes(limit)}",
         )

@@ -16,10 +16,10 @@ Told = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class MemoryBar:
-    """The memory of a rank: percents of the bar's width by kind, and where the device's ends."""
+    """The memory of a rank: kind, percent of the bar and colour of each part; the device's end."""
 
     name: str
-    parts: Sequence[tuple[str, float]]
+    parts: Sequence[tuple[str, float, str]]
     limit_percent: float
     text: str
 
@@ -28,14 +28,16 @@ class MemoryBar:
 class Figures:
     """Main numbers with their labels, then tables, timelines and charts with their titles.
 
-    ``lines`` are sentences, ``memory`` has a bar for each rank. The layouts of the table with the
-    title ``explains`` can be explained, by the same request with the field ``explain``.
+    ``lead`` is a title with sentences that come first, ``lines`` are others, ``memory`` has a bar
+    for each rank. The layouts of the table with the title ``explains`` can be explained, by the
+    same request with the field ``explain``.
     """
 
     facts: Sequence[tuple[str, str]]
     tables: Sequence[AnswerTable] = ()
     timelines: Sequence[tuple[str, Drawing]] = ()
     charts: Sequence[tuple[str, Chart]] = ()
+    lead: Sequence[str] = ()
     lines: Sequence[str] = ()
     memory: Sequence[MemoryBar] = ()
     explains: str = ""
@@ -46,6 +48,7 @@ class Figures:
             "facts": [(value, what) for value, what in self.facts if value],
             "tables": [one.filled() for one in self.tables if one.rows],
             "timelines": [{"title": title, "timeline": table(it)} for title, it in self.timelines],
+            "lead": list(self.lead),
             "lines": list(self.lines),
             "memory": [asdict(one) for one in self.memory],
             "explains": self.explains,
